@@ -1,0 +1,2 @@
+//! drayman
+fn main() {}
