@@ -1,0 +1,119 @@
+//! The resource handle: what the controller writes into a claim's allocation and a node's companion reads at prepare.
+//!
+//! It goes through the API server as an opaque text of at most 16 KiB. The injection is frozen by device name: a device
+//! that is gone when the pod starts is refused, never replaced by another.
+
+use serde::{Deserialize, Serialize};
+
+use crate::api::resource::RESOURCE_HANDLE_MAX;
+
+/// The version of the handle that this release writes. A companion refuses a newer one.
+pub const VERSION: u32 = 1;
+
+/// What was allocated to a claim, and where.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DeviceHandle {
+    /// [`VERSION`]; raised when the meaning of a field changes, not when a field is added.
+    pub version: u32,
+    /// The claim that the devices were allocated to.
+    pub claim_uid: String,
+    /// The node that has the devices.
+    pub node_name: String,
+    /// The uid of the Node object, which tells the node from a later one of the same name.
+    pub node_uid: String,
+    /// The devices.
+    pub devices: Vec<HandleDevice>,
+}
+
+/// One allocated device.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct HandleDevice {
+    /// The request of the claim that it answers.
+    pub request: String,
+    /// The device's name in the node's inventory.
+    pub device: String,
+}
+
+/// Why a text is not a handle of ours.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HandleError {
+    /// Longer than any handle may be.
+    #[error("the resource handle has {0} bytes; at most {RESOURCE_HANDLE_MAX} are allowed")]
+    TooLong(usize),
+    /// Not JSON, or not of the handle's shape.
+    #[error("the resource handle cannot be read: {0}")]
+    Malformed(String),
+    /// Written by a newer release.
+    #[error("the resource handle has version {0}, this release reads up to {VERSION}: upgrade drayman on this node")]
+    Newer(u32),
+}
+
+impl DeviceHandle {
+    /// Reads a handle.
+    pub fn parse(data: &str) -> Result<Self, HandleError> {
+        /// The one field that every version has.
+        #[derive(Deserialize)]
+        struct Versioned {
+            version: u32,
+        }
+
+        if data.len() > RESOURCE_HANDLE_MAX {
+            return Err(HandleError::TooLong(data.len()));
+        }
+        let malformed = |error: serde_json::Error| HandleError::Malformed(error.to_string());
+        let Versioned { version } = serde_json::from_str(data).map_err(malformed)?;
+        if version > VERSION {
+            return Err(HandleError::Newer(version));
+        }
+        serde_json::from_str(data).map_err(malformed)
+    }
+
+    /// The text that goes into the claim.
+    pub fn to_data(&self) -> Result<String, HandleError> {
+        let data = serde_json::to_string(self).map_err(|error| HandleError::Malformed(error.to_string()))?;
+        if data.len() > RESOURCE_HANDLE_MAX { Err(HandleError::TooLong(data.len())) } else { Ok(data) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn handle() -> DeviceHandle {
+        DeviceHandle {
+            version: VERSION,
+            claim_uid: "7d0a".into(),
+            node_name: "node-a".into(),
+            node_uid: "11".into(),
+            devices: vec![HandleDevice { request: "device".into(), device: "kvm".into() }],
+        }
+    }
+
+    #[test]
+    fn a_handle_reads_back_as_it_was_written() {
+        let data = handle().to_data().unwrap();
+        assert_eq!(DeviceHandle::parse(&data), Ok(handle()));
+    }
+
+    #[test]
+    fn a_newer_handle_is_refused_by_its_version_even_if_its_shape_is_unknown() {
+        assert_eq!(DeviceHandle::parse(r#"{"version":2,"what":"ever"}"#), Err(HandleError::Newer(2)));
+    }
+
+    #[test]
+    fn a_field_added_within_a_version_is_ignored() {
+        let mut value = serde_json::to_value(handle()).unwrap();
+        value["note"] = "added later".into();
+        assert_eq!(DeviceHandle::parse(&value.to_string()), Ok(handle()));
+    }
+
+    #[test]
+    fn hostile_handles_are_refused_by_name() {
+        assert!(matches!(DeviceHandle::parse(&"x".repeat(20_000)), Err(HandleError::TooLong(20_000))));
+        for data in ["", "{}", "[]", "null", r#"{"version":-1}"#, r#"{"version":1}"#, "\u{0}"] {
+            assert!(matches!(DeviceHandle::parse(data), Err(HandleError::Malformed(_))), "{data:?}");
+        }
+    }
+}

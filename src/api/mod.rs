@@ -1,0 +1,5 @@
+//! Data on the wire, and nothing else: what the API server, kubelet and the container runtime read and write.
+
+pub mod crd;
+pub mod handle;
+pub mod resource;

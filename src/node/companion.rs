@@ -1,0 +1,86 @@
+//! The seam between kubelet's doors and the task that owns the node's ledger.
+//!
+//! A door decodes a wire version and calls this; it holds no state and decides nothing. The owner answers each call from a
+//! detached task, so that a caller that goes away (kubelet's deadline) leaves the work running, and a repeat joins it.
+
+use std::future::Future;
+
+use tokio::sync::watch;
+
+use crate::core::node::injection::Injection;
+
+/// What kubelet may ask of this node, whatever the door and the version.
+pub trait Companion: Send + Sync + 'static {
+    /// Prepares claims: afterwards a container that is given the CDI ids gets what was allocated.
+    ///
+    /// Idempotent. The answer has one entry per request, in order; a failure is a sentence for the pod's event, and kubelet tries again.
+    fn prepare(
+        &self,
+        claims: Vec<ClaimToPrepare>,
+    ) -> impl Future<Output = Vec<Result<Vec<String>, CompanionError>>> + Send;
+
+    /// Undoes [`Companion::prepare`]. An unknown claim is a success: there is nothing to undo.
+    ///
+    /// The answer has one entry per request, in order.
+    fn unprepare(
+        &self,
+        claims: Vec<ClaimToUnprepare>,
+    ) -> impl Future<Output = Vec<Result<(), CompanionError>>> + Send;
+
+    /// The devices of an extended resource, now and after each change; `None` if there is no such resource.
+    fn plugin_devices(&self, resource_name: &str) -> Option<watch::Receiver<Vec<PluginDevice>>>;
+
+    /// Hands devices of an extended resource to containers: one list of device ids per container, one injection each.
+    fn allocate(
+        &self,
+        resource_name: &str,
+        containers: Vec<Vec<String>>,
+    ) -> impl Future<Output = Result<Vec<Injection>, CompanionError>> + Send;
+}
+
+/// A claim as kubelet names it at prepare. Nothing in it has been checked.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClaimToPrepare {
+    /// Namespace of the claim.
+    pub namespace: String,
+    /// Name of the claim.
+    pub name: String,
+    /// Uid of the claim: a UUID if the caller is honest.
+    pub uid: String,
+    /// The resource handle that the controller wrote.
+    pub resource_handle: String,
+}
+
+/// A claim as kubelet names it at unprepare. Nothing in it has been checked, and the claim may be gone from the API.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClaimToUnprepare {
+    /// Namespace of the claim.
+    pub namespace: String,
+    /// Name of the claim.
+    pub name: String,
+    /// Uid of the claim: a UUID if the caller is honest.
+    pub uid: String,
+}
+
+/// A device of an extended resource, as ListAndWatch shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PluginDevice {
+    /// The device's id: its name in the inventory, at most 63 characters.
+    pub id: String,
+    /// Whether kubelet may grant it.
+    pub healthy: bool,
+    /// The NUMA nodes that it is near to; empty if that is not known.
+    pub numa_nodes: Vec<i64>,
+}
+
+/// Why the companion refuses.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct CompanionError {
+    /// CamelCase, from a small fixed set: the reason of the event, and a metric's label.
+    pub reason: &'static str,
+    /// What is wrong and what to do, as the person who reads the pod's events shall see it.
+    pub message: String,
+    /// Whether the request itself is at fault (gRPC `INVALID_ARGUMENT`) or the node's state is (`FAILED_PRECONDITION`).
+    pub invalid_request: bool,
+}

@@ -1,0 +1,3 @@
+//! The companion that runs on every node: a shell around [`crate::core::node`].
+
+pub mod companion;
