@@ -70,6 +70,7 @@ impl Reporter {
     /// text, but here the counts in the text are the message; and the core never says the same twice in a row.
     fn event(&self, report: &Report) -> Event {
         let regarding = reference(&report.regarding);
+        let now = jiff::Timestamp::now();
         let name = regarding.name.clone().unwrap_or_default();
         Event {
             metadata: ObjectMeta {
@@ -80,11 +81,16 @@ impl Reporter {
                         .clone()
                         .unwrap_or_else(|| "default".to_owned()),
                 ),
-                generate_name: Some(format!("{name}.")),
+                // As client-go names them; 17 characters are left for the time.
+                name: Some(format!(
+                    "{}.{:x}",
+                    name.get(..236).unwrap_or(&name),
+                    now.as_nanosecond()
+                )),
                 ..ObjectMeta::default()
             },
             action: Some("Allocate".to_owned()),
-            event_time: Some(MicroTime(jiff::Timestamp::now())),
+            event_time: Some(MicroTime(now)),
             note: Some(shortened(&report.message)),
             reason: Some(report.reason.clone()),
             regarding: Some(regarding),
