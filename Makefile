@@ -67,6 +67,6 @@ clean: ## Remove everything that was built, the Kubernetes of the tests included
 # Go's own cache decides what is built anew, so the program is always asked for.
 .PHONY: $(CLUSTER)
 $(CLUSTER):
-	@command -v go >/dev/null || { echo "Go is missing: it builds the Kubernetes of the tests; install it from https://go.dev/dl or your distribution" >&2; exit 1; }
+	@command -v go >/dev/null || { echo "Go is missing: it builds the Kubernetes of the tests; install Go 1.22 or newer from your distribution" >&2; exit 1; }
 	@mkdir -p "$(dir $@)"
 	cd tests/cluster && CGO_ENABLED=0 GOTOOLCHAIN=local GOWORK=off go build -buildvcs=false -o "$@" .

@@ -7,7 +7,8 @@ use std::collections::BTreeSet;
 use anyhow::Context;
 use harness::{Cluster, pod, rule};
 use kube::api::{
-    Api, ApiResource, DeleteParams, DynamicObject, GroupVersionKind, Patch, PatchParams, PostParams,
+    Api, ApiResource, DeleteParams, DynamicObject, GroupVersionKind, ListParams, Patch, PatchParams,
+    PostParams,
 };
 use serde_json::json;
 
@@ -46,7 +47,7 @@ async fn a_control_plane_serves_classic_dra_and_records_who_asked_what() -> anyh
     classes.delete("first", &DeleteParams::default()).await?;
     assert!(classes.get_opt("first").await?.is_none());
     // What was not granted is refused.
-    let Err(kube::Error::Api(status)) = classes.list(&Default::default()).await else {
+    let Err(kube::Error::Api(status)) = classes.list(&ListParams::default()).await else {
         anyhow::bail!("a list without the right to list");
     };
     assert_eq!(status.code, 403);
@@ -133,4 +134,20 @@ async fn a_command_in_a_node_sees_the_sockets_of_its_kubelet_also_after_a_restar
     assert_eq!(cluster.exec(&running, &["echo", "alive"]).await?.trim(), "alive");
     cluster.run_pod(&pod("new")).await?;
     cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_control_plane_needs_no_root_and_a_node_says_that_it_does() -> anyhow::Result<()> {
+    const NOBODY: u32 = 65534;
+    let cluster = Cluster::builder().run_as(NOBODY).start().await?;
+    assert_eq!(cluster.kubectl(&["get", "--raw", "/readyz"]).await?, "ok");
+    cluster.stop().await?;
+    let Err(error) = Cluster::builder().nodes(1).run_as(NOBODY).start().await else {
+        anyhow::bail!("a node without root");
+    };
+    assert!(
+        format!("{error:#}").contains("a test node needs root"),
+        "{error:#}"
+    );
+    Ok(())
 }

@@ -2,4 +2,5 @@
 
 pub mod crd;
 pub mod handle;
+pub mod proto;
 pub mod resource;

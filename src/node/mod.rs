@@ -1,3 +1,5 @@
 //! The companion that runs on every node: a shell around [`crate::core::node`].
 
 pub mod companion;
+pub mod door;
+pub mod transport;

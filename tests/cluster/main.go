@@ -3,6 +3,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"flag"
 	"fmt"
@@ -67,7 +68,7 @@ func build(arguments []string) error {
 	if err != nil {
 		return err
 	}
-	programs, err := recipe.Build(*target, version, *nodes > 0)
+	programs, err := recipe.Build(context.Background(), *target, version, *nodes > 0)
 	if err == nil {
 		fmt.Println(programs.Kubernetes)
 	}

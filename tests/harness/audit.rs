@@ -104,7 +104,7 @@ impl<'a> Audit<'a> {
         Ok(counts)
     }
 
-    fn read(&self) -> anyhow::Result<Vec<Entry>> {
+    fn read(self) -> anyhow::Result<Vec<Entry>> {
         let path = &self.cluster.description.audit;
         let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
         // The last line may be half written.

@@ -1,6 +1,7 @@
 //! One cluster: started by its builder, gone when dropped.
 
 use std::fs;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Stdio;
 
@@ -26,6 +27,7 @@ pub struct Builder {
     service_accounts: bool,
     audit_bodies: bool,
     flags: Vec<String>,
+    user: Option<u32>,
 }
 
 impl Builder {
@@ -59,6 +61,12 @@ impl Builder {
         self
     }
 
+    /// Runs the cluster as another user, for tests of the harness itself.
+    pub fn run_as(mut self, user: u32) -> Self {
+        self.user = Some(user);
+        self
+    }
+
     /// Starts the cluster and returns when its API server and its nodes are ready.
     pub async fn start(self) -> anyhow::Result<Cluster> {
         if self.nodes > 0 && !rustix::process::geteuid().is_root() {
@@ -86,6 +94,9 @@ impl Builder {
         }
         for flag in &self.flags {
             command.args(["--flag", flag]);
+        }
+        if let Some(user) = self.user {
+            command.uid(user).gid(user);
         }
         let (supervisor, description) = Supervisor::start(command)
             .await
@@ -120,6 +131,7 @@ impl Cluster {
             service_accounts: false,
             audit_bodies: false,
             flags: Vec::new(),
+            user: None,
         }
     }
 

@@ -34,6 +34,11 @@ impl<'a> Node<'a> {
         &self.description().name
     }
 
+    /// The node's first process, and the machine's end of its link: for tests of the harness itself.
+    pub fn init(&self) -> (u32, &'a str) {
+        (self.description().init, &self.description().link)
+    }
+
     /// A command that runs in the node's mount namespace, as a node companion does: it sees the node's `/dev`, kubelet's
     /// sockets and the CDI directory. Its network and its processes are the machine's, so [`Cluster::kubeconfig`] and
     /// [`Cluster::user`] work, and a signal to the child reaches the program itself (nsenter replaces itself by it).
@@ -139,8 +144,8 @@ impl<'a> Node<'a> {
             .supervisor
             .ask(Request {
                 r#do,
-                process,
                 node,
+                process,
                 signal,
                 ..Request::default()
             })

@@ -31,6 +31,7 @@ pub struct NodeDescription {
     pub name: String,
     pub init: u32,
     pub address: String,
+    pub link: String,
     pub ctr: PathBuf,
 }
 
@@ -116,12 +117,11 @@ impl Supervisor {
             waiting,
             readers,
         };
-        match described.await {
-            Ok(description) => Ok((supervisor, description)),
-            Err(_) => {
-                supervisor.end();
-                bail!("{}", supervisor.last_words().trim_start_matches("cluster: "))
-            }
+        if let Ok(description) = described.await {
+            Ok((supervisor, description))
+        } else {
+            supervisor.end();
+            bail!("{}", supervisor.last_words().trim_start_matches("cluster: "))
         }
     }
 

@@ -46,6 +46,9 @@ type machine struct {
 	running   map[string]*process.Process
 }
 
+// Components are the programs of a node, as their logs are named.
+var Components = []string{"containerd", "kubelet", "proxy"}
+
 const containerdSocket = "/run/containerd/containerd.sock"
 
 // Main serves the supervisor until that is gone.

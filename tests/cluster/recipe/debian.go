@@ -1,6 +1,7 @@
 package recipe
 
 import (
+	"context"
 	"debug/elf"
 	"errors"
 	"fmt"
@@ -24,11 +25,11 @@ var fromDebian = []struct{ needs, from string }{
 }
 
 // installPackages installs what is missing, if it may.
-func installPackages(root string) error {
+func installPackages(ctx context.Context, root string) error {
 	if len(missingPackages()) == 0 {
 		return nil
 	}
-	unlock, err := lock(root, "packages")
+	unlock, err := lock(ctx, root, "packages")
 	if err != nil {
 		return err
 	}
@@ -45,6 +46,7 @@ func installPackages(root string) error {
 		return fmt.Errorf("a test node needs programs that this machine lacks; as root: %s", install)
 	}
 	fmt.Fprintln(os.Stderr, "installing for the tests:", strings.Join(packages, " "))
+	// Not ended with the caller: dpkg that was killed leaves work for people.
 	command := exec.Command("sh", "-c", install)
 	command.Env = append(os.Environ(), "DEBIAN_FRONTEND=noninteractive")
 	if output, err := command.CombinedOutput(); err != nil {

@@ -1,23 +1,26 @@
 package recipe
 
 import (
+	"context"
 	"fmt"
 	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"strings"
+	"syscall"
 )
 
 const kubernetesModule = "drayman.dev/tests/cluster/kubernetes"
 
 // buildKubernetes writes the module in source and builds it into directory.
-func buildKubernetes(source, directory string, version Version) error {
+func buildKubernetes(ctx context.Context, source, directory string, version Version) error {
 	if err := copyOut("kubernetes/main.go", filepath.Join(source, "main.go")); err != nil {
 		return err
 	}
-	if err := requirements(source, version); err != nil {
+	if err := requirements(ctx, source, version); err != nil {
 		return err
 	}
 	// Without these the components call themselves v0.0.0-master, and API discovery and feature gates go by it.
@@ -32,28 +35,28 @@ func buildKubernetes(source, directory string, version Version) error {
 	}
 	// providerless leaves the clients of the public clouds out, which kubelet and apiserver up to 1.30 carry.
 	program := filepath.Join(directory, "kubernetes")
-	if err := goTool(source, "readonly", "build", "-trimpath", "-tags", "kubernetes,providerless",
+	if err := goTool(ctx, source, "readonly", "build", "-trimpath", "-tags", "kubernetes,providerless",
 		"-ldflags", strings.Join(flags, " "), "-o", program, "."); err != nil {
 		return err
 	}
 	return os.Symlink("kubernetes", filepath.Join(directory, "kubectl"))
 }
 
-func buildContainerd(source, directory string) error {
+func buildContainerd(ctx context.Context, source, directory string) error {
 	for from, to := range map[string]string{"module.txt": "go.mod", "sums.txt": "go.sum", "tools.go": "tools.go"} {
 		if err := copyOut("containerd/"+from, filepath.Join(source, to)); err != nil {
 			return err
 		}
 	}
 	const module = "github.com/containerd/containerd"
-	return goTool(source, "readonly", "build", "-trimpath",
+	return goTool(ctx, source, "readonly", "build", "-trimpath",
 		"-ldflags", "-s -w -X "+module+"/version.Version="+containerdVersion, "-o", directory+"/",
 		module+"/cmd/containerd", module+"/cmd/containerd-shim-runc-v2", module+"/cmd/ctr")
 }
 
 // requirements writes go.mod and go.sum: those kept with the recipe where there are any, so that a build of the
 // default version trusts nothing but checksums; else worked out with the module proxy.
-func requirements(source string, version Version) error {
+func requirements(ctx context.Context, source string, version Version) error {
 	kept := "kubernetes/" + version.String()
 	if _, err := fs.Stat(sources, kept+"/module.txt"); err == nil {
 		if err := copyOut(kept+"/module.txt", filepath.Join(source, "go.mod")); err != nil {
@@ -64,17 +67,14 @@ func requirements(source string, version Version) error {
 	var module strings.Builder
 	fmt.Fprintf(&module, "module %s\n\ngo 1.22\n\nrequire k8s.io/kubernetes v%s\n\nreplace (\n", kubernetesModule, version)
 	for _, name := range staging(version.Minor) {
-		found, err := stagingVersion(source, name, version)
-		if err != nil {
-			return err
-		}
+		found := stagingVersion(ctx, source, name, version)
 		fmt.Fprintf(&module, "\tk8s.io/%s => k8s.io/%s %s\n", name, name, found)
 	}
 	module.WriteString(")\n")
 	if err := os.WriteFile(filepath.Join(source, "go.mod"), []byte(module.String()), 0o644); err != nil {
 		return err
 	}
-	return goTool(source, "mod", "mod", "tidy")
+	return goTool(ctx, source, "mod", "mod", "tidy")
 }
 
 // staging lists the modules that k8s.io/kubernetes expects beside itself: its go.mod names them as v0.0.0.
@@ -103,23 +103,30 @@ func staging(minor int) []string {
 }
 
 // stagingVersion is the module's release of the same patch, or of a near one: not every patch of every staging module
-// was published, and those of one minor fit each other.
-func stagingVersion(source, name string, version Version) (string, error) {
+// was published, and those of one minor fit each other. Some modules cannot be had at all (the samples of 1.27); none of
+// them is part of the program, so the name is all that go.mod needs, and go says so should that ever change.
+func stagingVersion(ctx context.Context, source, name string, version Version) string {
 	for _, patch := range []int{version.Patch, 4, 1, 0} {
 		candidate := fmt.Sprintf("v0.%d.%d", version.Minor, patch)
-		command := exec.Command("go", "mod", "download", "k8s.io/"+name+"@"+candidate)
+		command := exec.CommandContext(ctx, "go", "mod", "download", "k8s.io/"+name+"@"+candidate)
 		command.Dir, command.Env = source, goEnvironment("mod")
 		if command.Run() == nil {
-			return candidate, nil
+			return candidate
 		}
 	}
-	return "", fmt.Errorf("the Go module proxy has no k8s.io/%s for Kubernetes %s", name, version)
+	return fmt.Sprintf("v0.%d.%d", version.Minor, version.Patch)
 }
 
-func goTool(directory, mod string, arguments ...string) error {
-	command := exec.Command("go", arguments...)
+// goTool runs go, with its compilers in a process group of their own that ends when the caller wants no more.
+func goTool(ctx context.Context, directory, mod string, arguments ...string) error {
+	// The kernel kills go when the thread that started it ends, which is ours and lasts as long as go.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	command := exec.CommandContext(ctx, "go", arguments...)
 	command.Dir, command.Env = directory, goEnvironment(mod)
 	command.Stdout, command.Stderr = os.Stderr, os.Stderr
+	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	command.Cancel = func() error { return syscall.Kill(-command.Process.Pid, syscall.SIGKILL) }
 	if err := command.Run(); err != nil {
 		return fmt.Errorf("go %s: %w", arguments[0], err)
 	}

@@ -7,6 +7,7 @@
 package recipe
 
 import (
+	"context"
 	"crypto/sha256"
 	"embed"
 	"encoding/hex"
@@ -20,6 +21,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"time"
 )
 
 // DefaultVersion is the Kubernetes that tests use unless they ask for another. Its go.mod and go.sum are part of the
@@ -61,7 +63,7 @@ func (v Version) String() string { return fmt.Sprintf("1.%d.%d", v.Minor, v.Patc
 
 // Build makes sure that the programs for a version exist below target, and for nodes also containerd and what Debian
 // has. It is safe to call it from several processes at once: one builds, the others wait.
-func Build(target string, version Version, nodes bool) (Programs, error) {
+func Build(ctx context.Context, target string, version Version, nodes bool) (Programs, error) {
 	target, err := filepath.Abs(target)
 	if err != nil {
 		return Programs{}, err
@@ -72,8 +74,8 @@ func Build(target string, version Version, nodes bool) (Programs, error) {
 		Kubernetes: filepath.Join(directory, "kubernetes"),
 		Kubectl:    filepath.Join(directory, "kubectl"),
 	}
-	if err := once(root, version.String(), "kubernetes", func(source string) error {
-		return buildKubernetes(source, directory, version)
+	if err := once(ctx, root, version.String(), "kubernetes", func(source string) error {
+		return buildKubernetes(ctx, source, directory, version)
 	}); err != nil {
 		return Programs{}, fmt.Errorf("building Kubernetes %s: %w", version, err)
 	}
@@ -82,16 +84,16 @@ func Build(target string, version Version, nodes bool) (Programs, error) {
 	}
 	name := "containerd-" + containerdVersion
 	programs.Containerd = filepath.Join(root, name)
-	if err := once(root, name, "containerd", func(source string) error {
-		return buildContainerd(source, programs.Containerd)
+	if err := once(ctx, root, name, "containerd", func(source string) error {
+		return buildContainerd(ctx, source, programs.Containerd)
 	}); err != nil {
 		return Programs{}, fmt.Errorf("building containerd %s: %w", containerdVersion, err)
 	}
-	return programs, installPackages(root)
+	return programs, installPackages(ctx, root)
 }
 
 // once runs build unless its result is already there. source is an empty directory that is removed afterwards.
-func once(root, name, part string, build func(source string) error) error {
+func once(ctx context.Context, root, name, part string, build func(source string) error) error {
 	directory := filepath.Join(root, name)
 	stamp := filepath.Join(directory, "stamp")
 	hash, err := recipeHash(name, part)
@@ -104,7 +106,7 @@ func once(root, name, part string, build func(source string) error) error {
 	if err := checkGo(); err != nil {
 		return err
 	}
-	unlock, err := lock(root, name)
+	unlock, err := lock(ctx, root, name)
 	if err != nil {
 		return err
 	}
@@ -158,7 +160,7 @@ func recipeHash(name, part string) (string, error) {
 }
 
 // lock keeps other processes out of one part of the cache; the kernel gives it back when the process dies.
-func lock(root, name string) (func(), error) {
+func lock(ctx context.Context, root, name string) (func(), error) {
 	if err := os.MkdirAll(root, 0o755); err != nil {
 		return nil, err
 	}
@@ -166,12 +168,23 @@ func lock(root, name string) (func(), error) {
 	if err != nil {
 		return nil, err
 	}
-	if syscall.Flock(int(file.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != nil {
-		fmt.Fprintf(os.Stderr, "another process prepares %s, waiting for it\n", name)
-		for {
-			if err := syscall.Flock(int(file.Fd()), syscall.LOCK_EX); !errors.Is(err, syscall.EINTR) {
-				break
-			}
+	for waited := false; ; waited = true {
+		err := syscall.Flock(int(file.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, syscall.EWOULDBLOCK) && !errors.Is(err, syscall.EINTR) {
+			file.Close()
+			return nil, err
+		}
+		if !waited {
+			fmt.Fprintf(os.Stderr, "another process prepares %s, waiting for it\n", name)
+		}
+		select {
+		case <-ctx.Done():
+			file.Close()
+			return nil, ctx.Err()
+		case <-time.After(100 * time.Millisecond):
 		}
 	}
 	return func() { file.Close() }, nil

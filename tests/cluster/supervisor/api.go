@@ -123,3 +123,53 @@ func readNodeEvents(body io.Reader, since time.Time) (bool, error) {
 		}
 	}
 }
+
+type podList struct {
+	Items []struct {
+		Metadata struct{ UID string }
+		Status   struct{ Phase string }
+	}
+}
+
+func (a *api) pods(ctx context.Context, path string) (podList, error) {
+	var list podList
+	response, err := a.get(ctx, path)
+	if err != nil {
+		return list, err
+	}
+	defer response.Body.Close()
+	return list, json.NewDecoder(response.Body).Decode(&list)
+}
+
+// kubeletKnowsItsPods waits until every pod that is bound to the node and not over is one that its kubelet lists.
+// There is no watch of what a kubelet knows, so it is asked again and again.
+func (a *api) kubeletKnowsItsPods(ctx context.Context, node string) error {
+	bound, err := a.pods(ctx, "/api/v1/pods?fieldSelector="+url.QueryEscape("spec.nodeName="+node))
+	if err != nil {
+		return err
+	}
+	for {
+		known, err := a.pods(ctx, "/api/v1/nodes/"+node+"/proxy/pods")
+		if err == nil && contains(known, bound) {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return errors.Join(fmt.Errorf("the kubelet of %s does not know its pods", node), err)
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+func contains(known, bound podList) bool {
+	uids := map[string]bool{}
+	for _, pod := range known.Items {
+		uids[pod.Metadata.UID] = true
+	}
+	for _, pod := range bound.Items {
+		if over := pod.Status.Phase == "Succeeded" || pod.Status.Phase == "Failed"; !over && !uids[pod.Metadata.UID] {
+			return false
+		}
+	}
+	return true
+}

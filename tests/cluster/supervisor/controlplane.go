@@ -86,9 +86,8 @@ func (s *supervisor) nodeServer() string {
 	return fmt.Sprintf("https://%s:%d", s.slot.address(0), s.slot.port(0))
 }
 
-// startControlPlane returns when the API server is ready; the components that need it are started by then. meanwhile is
-// called once the API server is on its way.
-func (s *supervisor) startControlPlane(ctx context.Context, meanwhile func()) error {
+// startControlPlane returns when the API server is ready; the components that need it are started by then.
+func (s *supervisor) startControlPlane(ctx context.Context) error {
 	etcd := fmt.Sprintf("http://127.0.0.1:%d", s.slot.port(1))
 	peer := fmt.Sprintf("http://127.0.0.1:%d", s.slot.port(2))
 	data := s.path("etcd")
@@ -120,6 +119,8 @@ func (s *supervisor) startControlPlane(ctx context.Context, meanwhile func()) er
 		"--advertise-address=" + s.slot.address(0).String(),
 		"--cert-dir=" + s.path("pki"), "--tls-cert-file=" + pki("apiserver.crt"), "--tls-private-key-file=" + pki("apiserver.key"),
 		"--client-ca-file=" + pki("ca.crt"),
+		// Nobody has this name; without the flag the other components complain all the time.
+		"--requestheader-client-ca-file=" + pki("ca.crt"), "--requestheader-allowed-names=front-proxy",
 		"--service-account-key-file=" + pki("sa.pub"), "--service-account-signing-key-file=" + pki("sa.key"),
 		"--service-account-issuer=https://kubernetes.default.svc",
 		"--kubelet-client-certificate=" + pki("kubelet-client.crt"), "--kubelet-client-key=" + pki("kubelet-client.key"),
@@ -146,7 +147,6 @@ func (s *supervisor) startControlPlane(ctx context.Context, meanwhile func()) er
 			return err
 		}
 	}
-	meanwhile()
 	client, err := newAPI(s.server(), s.ca)
 	if err != nil {
 		return err
@@ -176,6 +176,9 @@ func (s *supervisor) start(name string) error {
 	}
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
+	if s.removing {
+		return errAsked
+	}
 	if running := s.running[name]; running != nil && !running.Ended() {
 		return fmt.Errorf("%s runs already", name)
 	}

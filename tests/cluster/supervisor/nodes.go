@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -26,7 +27,7 @@ type node struct {
 	number    int
 	name      string
 	directory string
-	init      *process.Process
+	init      atomic.Pointer[process.Process]
 
 	mutex   sync.Mutex // one request at a time
 	to      *os.File
@@ -35,14 +36,20 @@ type node struct {
 
 const nodeNamespaces = syscall.CLONE_NEWPID | syscall.CLONE_NEWNS | syscall.CLONE_NEWNET | syscall.CLONE_NEWUTS | syscall.CLONE_NEWIPC
 
-// prepareNodes starts the namespaces and container runtimes of all nodes; the API server is not needed for that.
-func (s *supervisor) prepareNodes(ctx context.Context) error {
+func (s *supervisor) makeNodes() {
 	for number := range s.options.Nodes {
-		node := &node{number: number, name: fmt.Sprintf("node-%d", number)}
-		node.directory = s.path(node.name)
-		s.nodes = append(s.nodes, node)
+		name := fmt.Sprintf("node-%d", number)
+		s.nodes = append(s.nodes, &node{number: number, name: name, directory: s.path(name)})
 	}
-	return s.eachNode(func(n *node) error { return n.prepare(s) })
+}
+
+// endNodes makes whoever waits for an answer of a node stop waiting.
+func (s *supervisor) endNodes() {
+	for _, node := range s.nodes {
+		if init := node.init.Load(); init != nil {
+			s.processes.End(init, syscall.SIGKILL, 10*time.Second)
+		}
+	}
 }
 
 // joinNodes starts kubelets and waits until every node is ready.
@@ -94,7 +101,7 @@ func (n *node) prepare(s *supervisor) error {
 		return err
 	}
 	n.to, n.answers = to, bufio.NewReader(from)
-	n.init, err = s.processes.Start(process.Spec{
+	init, err := s.processes.Start(process.Spec{
 		Name: n.name, Arguments: []string{"/proc/self/exe", "node", config}, Log: s.log(n.name + "-init"),
 		Input: input, Output: output, Namespaces: nodeNamespaces,
 	})
@@ -103,9 +110,10 @@ func (n *node) prepare(s *supervisor) error {
 	if err != nil {
 		return fmt.Errorf("namespaces for a node: %w (in a container this needs a privileged one)", err)
 	}
+	n.init.Store(init)
 	link, here, there := s.slot.link(n.number), s.slot.address(0).String(), s.slot.address(1+n.number).String()
 	for _, command := range [][]string{
-		{"ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", fmt.Sprint(n.init.PID)},
+		{"ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", fmt.Sprint(init.PID)},
 		// Every link has the same address on the machine's side: it is the one address of the API server for nodes.
 		{"ip", "address", "add", here, "peer", there, "dev", link},
 		{"ip", "link", "set", link, "up"},
@@ -185,11 +193,16 @@ func (n *node) serve(ctx context.Context, s *supervisor, request protocol.Reques
 	return answer, n.ready(ctx, s, since)
 }
 
-// ready waits until the node is ready and was so after since; when it does not come, kubelet's log tells why.
+// ready waits until the node is ready and was so after since, and its kubelet knows its pods (it calls itself ready a
+// moment before, and refuses exec until then). When it does not come, kubelet's log tells why.
 func (n *node) ready(ctx context.Context, s *supervisor, since time.Time) error {
 	waiting, cancel := context.WithTimeout(ctx, startPatience)
 	defer cancel()
-	if err := s.api.nodeReady(waiting, n.name, since); err != nil {
+	err := s.api.nodeReady(waiting, n.name, since)
+	if err == nil {
+		err = s.api.kubeletKnowsItsPods(waiting, n.name)
+	}
+	if err != nil {
 		return fmt.Errorf("%w; kubelet's log says:\n%s", err, tail(s.log(n.name+"-kubelet"), 15))
 	}
 	return nil
@@ -197,17 +210,20 @@ func (n *node) ready(ctx context.Context, s *supervisor, since time.Time) error 
 
 func (n *node) describe(s *supervisor) protocol.Node {
 	return protocol.Node{
-		Name: n.name, Init: n.init.PID, Address: s.slot.address(1 + n.number).String(),
+		Name: n.name, Init: n.init.Load().PID, Link: s.slot.link(n.number), Address: s.slot.address(1 + n.number).String(),
 		Ctr: filepath.Join(s.programs.Containerd, "ctr"),
 	}
 }
 
 // remove ends the node and takes away what outlives namespaces.
 func (n *node) remove(s *supervisor) error {
-	if n.init == nil {
+	init := n.init.Load()
+	if init == nil {
 		return nil
 	}
-	err := s.processes.End(n.init, syscall.SIGKILL, 10*time.Second)
+	// Programs of a test that joined the node's mount namespace from outside are not in its PID namespace.
+	err := killInNamespace(init.PID)
+	err = errors.Join(err, s.processes.End(init, syscall.SIGKILL, 10*time.Second))
 	// The kernel removes the link with the namespace, but some time later. Gone already is as good.
 	s.processes.Run("ip", "link", "delete", s.slot.link(n.number))
 	return err

@@ -22,6 +22,9 @@ const (
 
 // remove ends everything and takes everything away. Nothing is asked to end by itself: all data is thrown away.
 func (s *supervisor) remove() error {
+	s.mutex.Lock()
+	s.removing = true
+	s.mutex.Unlock()
 	problems := []error{killMarked(s.directory)}
 	for _, node := range s.nodes {
 		problems = append(problems, node.remove(s))
@@ -47,10 +50,7 @@ func removeAbandoned() {
 		if err != nil {
 			continue
 		}
-		// A directory that was made a moment ago may not be locked yet.
-		info, err := lock.Stat()
-		young := err != nil || time.Since(info.ModTime()) < 5*time.Second
-		if !young && syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) == nil {
+		if syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) == nil {
 			killMarked(directory)
 			removeCgroups(filepath.Base(directory))
 			os.RemoveAll(directory)
@@ -62,22 +62,40 @@ func removeAbandoned() {
 // killMarked kills every process that carries the mark of a cluster, and comes back when none is left.
 func killMarked(directory string) error {
 	mark := []byte(marker + "=" + directory + "\x00")
+	return killAll(func(process string) bool {
+		// Environments of other users and of processes that just ended cannot be read, and are not ours.
+		environment, err := os.ReadFile(process + "/environ")
+		return err == nil && bytes.Contains(append(environment, 0), mark)
+	})
+}
+
+// killInNamespace kills every process in the mount namespace of another, but not that one.
+func killInNamespace(pid int) error {
+	namespace, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/mnt", pid))
+	if err != nil {
+		return nil // it has ended
+	}
+	return killAll(func(process string) bool {
+		found, err := os.Readlink(process + "/ns/mnt")
+		return err == nil && found == namespace && process != fmt.Sprintf("/proc/%d", pid)
+	})
+}
+
+// killAll kills the processes that are chosen by their directory in /proc until there are none.
+func killAll(chosen func(process string) bool) error {
 	for range 500 {
 		found := false
-		environments, err := filepath.Glob("/proc/[0-9]*/environ")
+		processes, err := filepath.Glob("/proc/[0-9]*")
 		if err != nil {
 			return err
 		}
-		for _, path := range environments {
-			environment, err := os.ReadFile(path) // of other users and of dead processes: an error, not ours
-			if err != nil || !bytes.Contains(append(environment, 0), mark) {
+		for _, process := range processes {
+			pid, err := strconv.Atoi(filepath.Base(process))
+			if err != nil || pid == os.Getpid() || !chosen(process) {
 				continue
 			}
-			pid, err := strconv.Atoi(strings.Split(path, "/")[2])
-			if err == nil && pid != os.Getpid() {
-				found = true
-				syscall.Kill(pid, syscall.SIGKILL)
-			}
+			found = true
+			syscall.Kill(pid, syscall.SIGKILL)
 		}
 		if !found {
 			return nil

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"drayman.dev/tests/cluster/image"
+	inside "drayman.dev/tests/cluster/node"
 	"drayman.dev/tests/cluster/process"
 	"drayman.dev/tests/cluster/protocol"
 	"drayman.dev/tests/cluster/recipe"
@@ -54,6 +55,8 @@ type supervisor struct {
 	mutex      sync.Mutex
 	components map[string][]string
 	running    map[string]*process.Process
+	// removing is set once, and from then on nothing is started any more.
+	removing bool
 }
 
 const startPatience = 2 * time.Minute
@@ -83,14 +86,14 @@ func Up(options Options) error {
 		return err
 	}
 	var err error
-	if s.programs, err = recipe.Build(options.Target, s.version, options.Nodes > 0); err != nil {
+	if s.programs, err = recipe.Build(ended, options.Target, s.version, options.Nodes > 0); err != nil {
+		if ended.Err() != nil {
+			return nil
+		}
 		return err
-	}
-	if ended.Err() != nil {
-		return nil
 	}
 	if err := s.claim(); err != nil {
-		return err
+		return errors.Join(err, os.RemoveAll(s.directory))
 	}
 	err = s.run(ended, requests)
 	if errors.Is(err, errAsked) {
@@ -118,8 +121,16 @@ func (s *supervisor) check() error {
 
 // claim takes what belongs to this cluster alone: a directory, ports and addresses.
 func (s *supervisor) claim() error {
+	// One at a time, so that nobody finds a directory that is not locked yet and takes it for an abandoned one.
+	all, err := os.Open(os.TempDir())
+	if err != nil {
+		return err
+	}
+	defer all.Close()
+	if err := syscall.Flock(int(all.Fd()), syscall.LOCK_EX); err != nil {
+		return err
+	}
 	removeAbandoned()
-	var err error
 	if s.directory, err = os.MkdirTemp("", directoryPrefix); err != nil {
 		return err
 	}
@@ -179,12 +190,16 @@ func (s *supervisor) startAll(ctx context.Context) error {
 	if err := s.credentials(); err != nil {
 		return err
 	}
-	// Nodes prepare themselves while the control plane starts.
+	// Nodes prepare themselves while the control plane starts. Both are waited for in any case: what is being made
+	// while it is taken away would be left behind.
+	s.makeNodes()
 	prepared := make(chan error, 1)
-	if err := s.startControlPlane(ctx, func() { go func() { prepared <- s.prepareNodes(ctx) }() }); err != nil {
-		return err
+	go func() { prepared <- s.eachNode(func(n *node) error { return n.prepare(s) }) }()
+	err := s.startControlPlane(ctx)
+	if err != nil {
+		s.endNodes()
 	}
-	if err := <-prepared; err != nil {
+	if err := errors.Join(err, <-prepared); err != nil {
 		return err
 	}
 	return s.joinNodes(ctx)
@@ -201,7 +216,7 @@ func (s *supervisor) describe() protocol.Cluster {
 	}
 	for _, node := range s.nodes {
 		cluster.Nodes = append(cluster.Nodes, node.describe(s))
-		for _, name := range []string{"init", "containerd", "kubelet", "proxy"} {
+		for _, name := range append([]string{"init"}, inside.Components...) {
 			cluster.Logs[node.name+"-"+name] = s.log(node.name + "-" + name)
 		}
 	}
@@ -214,7 +229,7 @@ func (s *supervisor) greet() {
 	fmt.Printf("    export KUBECONFIG=%s PATH=%s:$PATH\n", s.kubeconfig("admin"), filepath.Dir(s.programs.Kubectl))
 	fmt.Printf("    kubectl get nodes\n\n")
 	for _, node := range s.nodes {
-		fmt.Printf("node %s    in its mount namespace: nsenter --mount=/proc/%d/ns/mnt\n", node.name, node.init.PID)
+		fmt.Printf("node %s    in its mount namespace: nsenter --mount=/proc/%d/ns/mnt\n", node.name, node.init.Load().PID)
 	}
 	if len(s.nodes) > 0 {
 		fmt.Printf("image        %s (imagePullPolicy: Never)\n", image.Name)
