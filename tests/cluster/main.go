@@ -16,10 +16,11 @@ import (
 	"drayman.dev/tests/cluster/supervisor"
 )
 
-const usage = `usage: cluster build|up [flags]
+const usage = `usage: cluster build|up|pin [flags]
 
   build   builds Kubernetes and, with --nodes, containerd into the cache
   up      starts a cluster (after building what is missing) and keeps it until Ctrl-C; -h lists its flags
+  pin     writes the requirements of --version into the recipe, in the folder given
 `
 
 func main() {
@@ -40,6 +41,8 @@ func run(arguments []string) error {
 		return build(rest)
 	case "up":
 		return up(rest)
+	case "pin":
+		return pin(rest)
 	case "image", "node": // of our own use
 		if len(rest) != 1 {
 			return fmt.Errorf("%s takes one argument", command)
@@ -73,6 +76,20 @@ func build(arguments []string) error {
 		fmt.Println(programs.Kubernetes)
 	}
 	return err
+}
+
+func pin(arguments []string) error {
+	flags := flag.NewFlagSet("cluster pin", flag.ExitOnError)
+	text := flags.String("version", recipe.DefaultVersion, "version of Kubernetes")
+	flags.Parse(arguments)
+	version, err := recipe.ParseVersion(*text)
+	if err != nil {
+		return err
+	}
+	if flags.NArg() != 1 {
+		return errors.New("pin takes the folder of the recipe, tests/cluster/recipe")
+	}
+	return recipe.Pin(context.Background(), flags.Arg(0), version)
 }
 
 func up(arguments []string) error {
