@@ -1,3 +1,4 @@
 //! The companion that runs on every node: a shell around [`crate::core::node`].
 
 pub mod companion;
+pub mod store;
