@@ -1,12 +1,12 @@
 use std::fs;
 use std::time::Duration;
 
-use drayman::api::proto::dra_v1alpha3::Claim;
 use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
+use drayman::api::proto::dra_v1alpha3::{Claim, StructuredResourceHandle};
 use drayman::api::proto::plugin_registration::registration_client::RegistrationClient;
 use drayman::api::proto::plugin_registration::{InfoRequest, RegistrationStatus};
 use drayman::api::proto::{ClaimList, dra_v1alpha2};
-use drayman::node::door::{DoorError, DoorState, dra};
+use drayman::node::door::{DoorError, DoorState, KubeletPaths, dra};
 use prost::Message;
 use tokio::net::UnixListener;
 use tokio::sync::watch;
@@ -145,7 +145,7 @@ async fn each_claim_has_its_own_outcome() {
     let door = DraDoor::open().await;
     let mut client = NodeClient::new(channel(&door.service()).await);
     let mut structured = claim("structured");
-    structured.structured_resource_handle = Some(Default::default());
+    structured.structured_resource_handle = Some(StructuredResourceHandle::default());
     let mut list = claims(&["a", "refuse", "invalid", "b"]);
     list.items.insert(2, structured);
     let answer = client.node_prepare_resources(list).await.unwrap().into_inner();
@@ -303,8 +303,10 @@ async fn a_shutdown_removes_the_sockets_and_ends_although_a_call_hangs() {
 #[tokio::test]
 async fn what_stands_in_the_way_is_named() {
     let refused = async |driver: &str, root: std::path::PathBuf| {
-        let mut paths = drayman::node::door::KubeletPaths::default();
-        paths.root_dir = root;
+        let paths = KubeletPaths {
+            root_dir: root,
+            ..KubeletPaths::default()
+        };
         let state = watch::Sender::new(DoorState::Starting);
         soon(dra::serve(
             Scripted::new(),

@@ -1,3 +1,4 @@
+use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -118,7 +119,7 @@ async fn a_connection_that_breaks_the_protocol_ends_alone() {
     let interrupted: &[(u8, u8, u32, &[u8])] = &[(1, 0, 1, &[]), (0, 0, 1, b"x")];
     let table = [&[0x40, 1, b'x', 0x7f, 0xa1, 0x1e][..], &[b'v'; 4000]].concat();
     let bomb: &[(u8, u8, u32, &[u8])] = &[(1, 4, 1, &table), (1, 4, 3, &[0xbe; 16_000])];
-    let huge = [0; 16_385];
+    let huge = vec![0; 16_385];
     let oversized: &[(u8, u8, u32, &[u8])] = &[(0, 0, 1, &huge)];
     let padding: &[(u8, u8, u32, &[u8])] = &[(1, 0x0c, 1, &[200, 0x82])];
     let nonsense: &[(u8, u8, u32, &[u8])] = &[(1, 4, 1, &[0x80])];
@@ -191,7 +192,6 @@ fn the_connection_of_a_stranger() {
     let Ok(socket) = std::env::var(AS_STRANGER) else {
         return;
     };
-    use std::io::{Read, Write};
     let mut stream = std::os::unix::net::UnixStream::connect(socket).expect("the mode lets everybody in");
     let _ = stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
     stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
