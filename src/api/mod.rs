@@ -3,4 +3,5 @@
 pub mod cdi;
 pub mod crd;
 pub mod handle;
+pub mod proto;
 pub mod resource;

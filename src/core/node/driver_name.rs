@@ -3,10 +3,7 @@
 use std::fmt;
 
 use super::claim_uid::ClaimUid;
-use super::naming::is_dns_subdomain;
-
-/// The length of a driver's name, at most (KEP-3063).
-const NAME_MAX: usize = 63;
+use super::name::{NameError, check_driver};
 
 /// The name of a driver: a lower-case DNS subdomain of at most 63 characters that begins with a letter.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -14,18 +11,23 @@ pub struct DriverName(String);
 
 /// A text that cannot be the name of a driver.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "the driver name {0:?} is not a lower-case DNS name of at most {NAME_MAX} characters that begins with a letter, for instance drayman.dev"
-)]
-pub struct DriverNameError(String);
+pub enum DriverNameError {
+    /// Kubernetes does not take it.
+    #[error(transparent)]
+    Kubernetes(#[from] NameError),
+    /// The container runtime does not take it.
+    #[error("{0:?} cannot be the name of a driver: CDI asks for a letter at the beginning")]
+    Vendor(String),
+}
 
 impl DriverName {
-    /// Checks a name. A letter at the beginning is what CDI asks of a vendor.
+    /// Checks a name.
     pub fn parse(text: &str) -> Result<Self, DriverNameError> {
-        if is_dns_subdomain(text, NAME_MAX) && text.starts_with(|first: char| first.is_ascii_lowercase()) {
+        check_driver(text)?;
+        if text.starts_with(|first: char| first.is_ascii_lowercase()) {
             Ok(Self(text.to_owned()))
         } else {
-            Err(DriverNameError(text.chars().take(NAME_MAX + 1).collect()))
+            Err(DriverNameError::Vendor(text.to_owned()))
         }
     }
 

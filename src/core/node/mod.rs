@@ -7,13 +7,13 @@ pub mod driver_name;
 pub mod injection;
 pub mod inventory;
 pub mod ledger;
+pub mod name;
 pub mod naming;
 pub mod prepare;
 pub mod recovery;
 pub mod refusal;
 pub mod rendering;
 pub mod request;
-pub mod resource_name;
 pub mod step;
 
 #[cfg(test)]

@@ -1,0 +1,49 @@
+//! Compiles kubelet's protocol files, in pure Rust (no `protoc`).
+
+use std::env;
+use std::error::Error;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const PROTOCOLS: [&str; 4] = [
+    "plugin_registration",
+    "dra_v1alpha2",
+    "dra_v1alpha3",
+    "device_plugin_v1beta1",
+];
+
+/// Requests with lists are decoded by a type of our own that stops keeping elements at a limit (`api::proto::bounded`).
+const BOUNDED: [(&str, &str); 4] = [
+    (
+        ".v1alpha3.NodePrepareResourcesRequest",
+        "crate::api::proto::ClaimList",
+    ),
+    (
+        ".v1alpha3.NodeUnprepareResourcesRequest",
+        "crate::api::proto::ClaimList",
+    ),
+    (".v1beta1.AllocateRequest", "crate::api::proto::ContainerList"),
+    (
+        ".v1beta1.ContainerAllocateRequest",
+        "crate::api::proto::DeviceIdList",
+    ),
+];
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let sources = Path::new("src/api/proto");
+    let generated = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo sets OUT_DIR")?);
+    for protocol in PROTOCOLS {
+        let source = sources.join(format!("{protocol}.proto"));
+        println!("cargo::rerun-if-changed={}", source.display());
+        // Packages of unrelated protocols share names ("v1beta1"), so each gets a directory of its own.
+        let directory = generated.join(protocol);
+        fs::create_dir_all(&directory)?;
+        let mut compiler = tonic_prost_build::configure().out_dir(directory).btree_map(".");
+        for (message, type_path) in BOUNDED {
+            compiler = compiler.extern_path(message, type_path);
+        }
+        compiler.compile_fds(protox::compile([source.as_path()], [sources])?)?;
+    }
+    println!("cargo::rerun-if-changed=build.rs");
+    Ok(())
+}

@@ -1,0 +1,178 @@
+//! A request that is one repeated field, of which only so many elements are kept.
+//!
+//! An element may be two bytes on the wire and a hundred in memory, so that a request within the size limit of a message could
+//! ask for hundreds of MiB before anybody counts. Elements beyond the limit are skipped and counted; the door refuses by the count.
+
+use bytes::{Buf, BufMut};
+use prost::encoding::{self, DecodeContext, WireType};
+use prost::{DecodeError, Message};
+
+use super::dra_v1alpha3::Claim;
+
+/// The field of the elements, in every message that this type stands for.
+const ELEMENTS: u32 = 1;
+
+/// A message whose only field is `repeated T = 1`, of which at most `MAX` elements are kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bounded<T, const MAX: usize> {
+    /// The elements, at most `MAX` after decoding.
+    pub items: Vec<T>,
+    /// How many more the sender sent. Not encoded.
+    pub beyond: usize,
+}
+
+impl<T, const MAX: usize> Bounded<T, MAX> {
+    /// A list to send; it is not cut.
+    pub const fn new(items: Vec<T>) -> Self {
+        Self { items, beyond: 0 }
+    }
+
+    /// The elements if there were no more than `MAX`, else how many there were.
+    pub fn within_limit(self) -> Result<Vec<T>, usize> {
+        if self.beyond == 0 {
+            Ok(self.items)
+        } else {
+            Err(self.items.len().saturating_add(self.beyond))
+        }
+    }
+}
+
+impl<T, const MAX: usize> Default for Bounded<T, MAX> {
+    fn default() -> Self {
+        Self::new(Vec::new())
+    }
+}
+
+impl<T: Element, const MAX: usize> Message for Bounded<T, MAX> {
+    fn encode_raw(&self, buf: &mut impl BufMut) {
+        for item in &self.items {
+            item.encode_element(buf);
+        }
+    }
+
+    fn merge_field(
+        &mut self,
+        tag: u32,
+        wire_type: WireType,
+        buf: &mut impl Buf,
+        context: DecodeContext,
+    ) -> Result<(), DecodeError> {
+        if tag != ELEMENTS {
+            return encoding::skip_field(wire_type, tag, buf, context);
+        }
+        if self.items.len() >= MAX {
+            self.beyond = self.beyond.saturating_add(1);
+            return encoding::skip_field(wire_type, tag, buf, context);
+        }
+        let mut item = T::default();
+        item.merge_element(wire_type, buf, context)?;
+        self.items.push(item);
+        Ok(())
+    }
+
+    fn encoded_len(&self) -> usize {
+        self.items.iter().map(Element::element_len).sum()
+    }
+
+    fn clear(&mut self) {
+        *self = Self::default();
+    }
+}
+
+/// What can be an element of a [`Bounded`].
+pub trait Element: Default + Send + Sync {
+    /// Writes it as field 1.
+    fn encode_element(&self, buf: &mut impl BufMut);
+    /// Reads it.
+    fn merge_element(
+        &mut self,
+        wire_type: WireType,
+        buf: &mut impl Buf,
+        context: DecodeContext,
+    ) -> Result<(), DecodeError>;
+    /// Its size in bytes as field 1.
+    fn element_len(&self) -> usize;
+}
+
+macro_rules! element {
+    ($codec:ident, [$($bound:tt)*], $type:ty) => {
+        impl<$($bound)*> Element for $type {
+            fn encode_element(&self, buf: &mut impl BufMut) {
+                encoding::$codec::encode(ELEMENTS, self, buf);
+            }
+
+            fn merge_element(
+                &mut self,
+                wire_type: WireType,
+                buf: &mut impl Buf,
+                context: DecodeContext,
+            ) -> Result<(), DecodeError> {
+                encoding::$codec::merge(wire_type, self, buf, context)
+            }
+
+            fn element_len(&self) -> usize {
+                encoding::$codec::encoded_len(ELEMENTS, self)
+            }
+        }
+    };
+}
+
+element!(string, [], String);
+element!(message, [], Claim);
+element!(message, [const MAX: usize], Bounded<String, MAX>);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Few = Bounded<String, 2>;
+
+    #[test]
+    fn elements_up_to_the_limit_are_kept_and_the_others_counted() {
+        let five = Bounded::<String, 9>::new(["a", "b", "c", "d", "e"].map(String::from).to_vec());
+        let few = Few::decode(five.encode_to_vec().as_slice()).unwrap();
+        assert_eq!(
+            few,
+            Few {
+                items: vec!["a".into(), "b".into()],
+                beyond: 3
+            }
+        );
+        assert_eq!(few.within_limit(), Err(5));
+    }
+
+    #[test]
+    fn a_list_within_the_limit_reads_back_as_it_was_written() {
+        let list = Bounded::<Claim, 2>::new(vec![
+            Claim {
+                uid: "u".into(),
+                ..Claim::default()
+            },
+            Claim::default(),
+        ]);
+        let bytes = list.encode_to_vec();
+        assert_eq!(bytes, [0x0a, 3, 0x12, 1, b'u', 0x0a, 0]);
+        assert_eq!(bytes.len(), list.encoded_len());
+        assert_eq!(
+            Bounded::<Claim, 2>::decode(bytes.as_slice())
+                .unwrap()
+                .within_limit(),
+            Ok(list.items)
+        );
+    }
+
+    #[test]
+    fn an_unknown_field_is_skipped() {
+        assert_eq!(
+            Few::decode([0x10, 7, 0x0a, 1, b'x'].as_slice()).unwrap().items,
+            ["x"]
+        );
+    }
+
+    #[test]
+    fn an_element_that_is_no_utf_8_or_of_another_type_is_an_error() {
+        assert!(Few::decode([0x0a, 1, 0xff].as_slice()).is_err());
+        assert!(Few::decode([0x08, 1].as_slice()).is_err());
+        assert!(Few::decode([0x0a, 200].as_slice()).is_err());
+    }
+}

@@ -1,0 +1,59 @@
+//! kubelet's gRPC protocols: trimmed copies of its protocol files, compiled by `build.rs`, each into a module of its own because
+//! unrelated packages share names.
+
+pub mod bounded;
+
+use bounded::Bounded;
+
+/// Claims that one call may name: kubelet sends those of one pod, and a pod has a few.
+pub const MAX_CLAIMS: usize = 1024;
+/// Containers that one Allocate may name: kubelet sends one.
+pub const MAX_CONTAINERS: usize = 64;
+/// Devices that one container of an Allocate may name.
+pub const MAX_DEVICES_PER_CONTAINER: usize = 4096;
+
+/// `NodePrepareResourcesRequest` and `NodeUnprepareResourcesRequest` of [`dra_v1alpha3`]: field 1, repeated.
+pub type ClaimList = Bounded<dra_v1alpha3::Claim, MAX_CLAIMS>;
+/// `AllocateRequest` of [`device_plugin_v1beta1`]: field 1, repeated.
+pub type ContainerList = Bounded<DeviceIdList, MAX_CONTAINERS>;
+/// `ContainerAllocateRequest` of [`device_plugin_v1beta1`]: field 1, repeated.
+pub type DeviceIdList = Bounded<String, MAX_DEVICES_PER_CONTAINER>;
+
+macro_rules! generated {
+    ($(#[$doc:meta])* $module:ident, $package:literal) => {
+        $(#[$doc])*
+        #[allow(
+            missing_docs,
+            missing_debug_implementations,
+            unreachable_pub,
+            clippy::pedantic,
+            clippy::or_fun_call,
+            clippy::use_self,
+            reason = "generated code"
+        )]
+        pub mod $module {
+            include!(concat!(env!("OUT_DIR"), "/", stringify!($module), "/", $package, ".rs"));
+        }
+    };
+}
+
+generated!(
+    /// Plugin registration, v1.
+    plugin_registration,
+    "pluginregistration"
+);
+generated!(
+    /// The DRA kubelet plugin API of kubelet 1.27, and the fallback of 1.28 to 1.30.
+    dra_v1alpha2,
+    "v1alpha2"
+);
+generated!(
+    /// The DRA kubelet plugin API of kubelet 1.28 to 1.30.
+    dra_v1alpha3,
+    "v1alpha3"
+);
+generated!(
+    /// The device plugin API, v1beta1.
+    device_plugin_v1beta1,
+    "v1beta1"
+);

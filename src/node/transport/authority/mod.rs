@@ -1,0 +1,306 @@
+//! Replaces the `:authority` of HTTP/2 requests, because h2 refuses kubelet's.
+//!
+//! grpc-go takes the dialled address as authority, and kubelet dials a socket path: raw or percent-encoded, for plugin
+//! registration in every version from 1.27 to 1.36 and for DRA calls up to 1.33. Neither form is an authority by RFC 3986, so h2
+//! resets the stream with PROTOCOL_ERROR (hyperium/h2#487). On a Unix socket the authority carries no meaning: every one becomes
+//! `localhost`.
+//!
+//! [`Rewriter`] does no input or output. It copies frames, except header blocks, which it decodes and encodes again without
+//! Huffman coding and without the dynamic table; so the reader behind it needs no state of the encoder that the client has.
+
+mod block;
+
+use loona_hpack::Decoder;
+use thiserror::Error;
+
+pub use block::MAX_DECODED_BLOCK;
+use block::MAX_ENCODED_BLOCK;
+
+/// What a client sends first (RFC 9113 section 3.4).
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// The size of a frame's head.
+const HEAD: usize = 9;
+/// The largest payload of a frame: SETTINGS_MAX_FRAME_SIZE is left at its default.
+pub const MAX_FRAME: usize = 16_384;
+/// The most that the client's dynamic table may hold: SETTINGS_HEADER_TABLE_SIZE is left at its default.
+const HEADER_TABLE: usize = 4096;
+/// [`Rewriter::advance`] stops when its output is this long, so that no input makes it longer than this and one frame.
+pub const OUTPUT_MARK: usize = 16_384;
+
+const HEADERS: u8 = 1;
+const CONTINUATION: u8 = 9;
+const END_STREAM: u8 = 0x1;
+const END_HEADERS: u8 = 0x4;
+const PADDED: u8 = 0x8;
+const PRIORITY: u8 = 0x20;
+
+/// Why a connection is given up.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum AuthorityError {
+    /// The first bytes are not HTTP/2's.
+    #[error("the client does not speak HTTP/2")]
+    Preface,
+    /// A frame is larger than the settings allow.
+    #[error("a frame of {0} bytes is larger than the {MAX_FRAME} that are allowed")]
+    FrameTooLarge(usize),
+    /// A CONTINUATION without a header block, or something else within one.
+    #[error("a header block is interrupted or continued out of place")]
+    BrokenBlock,
+    /// The padding or the priority of a HEADERS frame does not fit into it.
+    #[error("the padding or priority of a HEADERS frame is longer than the frame")]
+    Padding,
+    /// A header block is too large, encoded or decoded.
+    #[error(
+        "a header block is larger than {MAX_ENCODED_BLOCK} bytes encoded or {MAX_DECODED_BLOCK} bytes decoded"
+    )]
+    BlockTooLarge,
+    /// A header block is not HPACK.
+    #[error("a header block cannot be decoded: {0}")]
+    Hpack(String),
+}
+
+impl AuthorityError {
+    /// CamelCase name of the reason, for logs and metrics.
+    pub const fn reason(&self) -> &'static str {
+        match self {
+            Self::Preface => "NoHttp2Preface",
+            Self::FrameTooLarge(_) => "FrameTooLarge",
+            Self::BrokenBlock => "BrokenHeaderBlock",
+            Self::Padding => "BrokenPadding",
+            Self::BlockTooLarge => "HeaderBlockTooLarge",
+            Self::Hpack(_) => "BrokenHpack",
+        }
+    }
+}
+
+/// Where in the stream of bytes the rewriter is.
+#[derive(Debug)]
+enum Position {
+    /// So many bytes of the preface were seen.
+    Preface(usize),
+    /// In the head of a frame.
+    Head { bytes: [u8; HEAD], filled: usize },
+    /// In the payload of a frame that is copied; so many bytes are left.
+    Copy(usize),
+    /// In the payload of a frame that carries a part of a header block; so many bytes are left.
+    Collect { left: usize, flags: u8, first: bool },
+}
+
+const START_OF_FRAME: Position = Position::Head {
+    bytes: [0; HEAD],
+    filled: 0,
+};
+
+/// A header block of which not all frames were seen.
+#[derive(Debug)]
+struct OpenBlock {
+    stream: [u8; 4],
+    end_stream: bool,
+    fragment: Vec<u8>,
+    /// Bytes of its frames with their heads, so that a flood of empty CONTINUATION frames ends too.
+    on_the_wire: usize,
+}
+
+/// Rewrites what one client sends on one connection.
+pub struct Rewriter {
+    position: Position,
+    payload: Vec<u8>,
+    open: Option<OpenBlock>,
+    decoder: Decoder<'static>,
+    finished: u64,
+}
+
+impl std::fmt::Debug for Rewriter {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("Rewriter")
+            .field("position", &self.position)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Default for Rewriter {
+    fn default() -> Self {
+        let mut decoder = Decoder::new();
+        decoder.set_max_allowed_table_size(HEADER_TABLE);
+        Self {
+            position: Position::Preface(0),
+            payload: Vec::new(),
+            open: None,
+            decoder,
+            finished: 0,
+        }
+    }
+}
+
+impl Rewriter {
+    /// Reads from `input`, appends to `output`, and answers how many bytes of the input were used: all of them, unless the
+    /// output has reached [`OUTPUT_MARK`]. After an error the connection is to be closed.
+    pub fn advance(&mut self, input: &[u8], output: &mut Vec<u8>) -> Result<usize, AuthorityError> {
+        let mut rest = input;
+        while !rest.is_empty() && output.len() < OUTPUT_MARK {
+            match &mut self.position {
+                Position::Preface(seen) => {
+                    let (byte, after) = split(rest, 1);
+                    if PREFACE.get(*seen..*seen + 1) != Some(byte) {
+                        return Err(AuthorityError::Preface);
+                    }
+                    output.extend_from_slice(byte);
+                    rest = after;
+                    *seen += 1;
+                    if *seen == PREFACE.len() {
+                        self.end_of_part(START_OF_FRAME);
+                    }
+                }
+                Position::Head { bytes, filled } => {
+                    let (part, after) = split(rest, HEAD - *filled);
+                    for (target, byte) in bytes.iter_mut().skip(*filled).zip(part) {
+                        *target = *byte;
+                    }
+                    rest = after;
+                    *filled += part.len();
+                    if *filled == HEAD {
+                        let head = *bytes;
+                        self.start_frame(head, output)?;
+                    }
+                }
+                Position::Copy(left) => {
+                    let (part, after) = split(rest, *left);
+                    output.extend_from_slice(part);
+                    rest = after;
+                    *left -= part.len();
+                    if *left == 0 {
+                        self.position = START_OF_FRAME;
+                    }
+                }
+                Position::Collect { left, flags, first } => {
+                    let (part, after) = split(rest, *left);
+                    self.payload.extend_from_slice(part);
+                    rest = after;
+                    *left -= part.len();
+                    if *left == 0 {
+                        let (flags, first) = (*flags, *first);
+                        self.end_fragment(flags, first, output)?;
+                    }
+                }
+            }
+        }
+        Ok(input.len() - rest.len())
+    }
+
+    /// A number that stays while the client owes the rest of the preface or of a header block, and `None` while it owes nothing.
+    ///
+    /// Who waits too long for the number to change may close the connection: no honest client pauses there.
+    pub fn owed(&self) -> Option<u64> {
+        (matches!(self.position, Position::Preface(_)) || self.open.is_some()).then_some(self.finished)
+    }
+
+    fn end_of_part(&mut self, next: Position) {
+        self.position = next;
+        self.finished = self.finished.wrapping_add(1);
+    }
+
+    fn start_frame(&mut self, head: [u8; HEAD], output: &mut Vec<u8>) -> Result<(), AuthorityError> {
+        let [l0, l1, l2, kind, flags, s0, s1, s2, s3] = head;
+        let (stream, length) = (
+            [s0, s1, s2, s3],
+            usize::from(l0) << 16 | usize::from(l1) << 8 | usize::from(l2),
+        );
+        if length > MAX_FRAME {
+            return Err(AuthorityError::FrameTooLarge(length));
+        }
+        match (kind, &mut self.open) {
+            (CONTINUATION, Some(block)) if block.stream == stream => block.on_the_wire += HEAD + length,
+            (CONTINUATION, _) | (_, Some(_)) => return Err(AuthorityError::BrokenBlock),
+            (HEADERS, none) => {
+                *none = Some(OpenBlock {
+                    stream,
+                    end_stream: flags & END_STREAM != 0,
+                    fragment: Vec::new(),
+                    on_the_wire: HEAD + length,
+                });
+            }
+            (_, None) => {
+                output.extend_from_slice(&head);
+                self.position = if length == 0 {
+                    START_OF_FRAME
+                } else {
+                    Position::Copy(length)
+                };
+                return Ok(());
+            }
+        }
+        if self
+            .open
+            .as_ref()
+            .is_some_and(|block| block.on_the_wire > MAX_ENCODED_BLOCK)
+        {
+            return Err(AuthorityError::BlockTooLarge);
+        }
+        self.position = Position::Collect {
+            left: length,
+            flags,
+            first: kind == HEADERS,
+        };
+        if length == 0 {
+            self.end_fragment(flags, kind == HEADERS, output)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn end_fragment(&mut self, flags: u8, first: bool, output: &mut Vec<u8>) -> Result<(), AuthorityError> {
+        let payload = std::mem::take(&mut self.payload);
+        let fragment = if first {
+            unpadded(&payload, flags)?
+        } else {
+            &payload
+        };
+        self.position = START_OF_FRAME;
+        let Some(mut block) = self.open.take() else {
+            return Err(AuthorityError::BrokenBlock);
+        };
+        block.fragment.extend_from_slice(fragment);
+        if flags & END_HEADERS == 0 {
+            self.open = Some(block);
+            return Ok(());
+        }
+        let encoded = block::rewrite(&mut self.decoder, &block.fragment)?;
+        // Never too long for one frame: MAX_DECODED_BLOCK counts more bytes per field than the encoding needs.
+        let length = u32::try_from(encoded.len()).unwrap_or(u32::MAX).to_be_bytes();
+        output.extend_from_slice(length.get(1..).unwrap_or_default());
+        output.extend_from_slice(&[
+            HEADERS,
+            END_HEADERS | if block.end_stream { END_STREAM } else { 0 },
+        ]);
+        output.extend_from_slice(&block.stream);
+        output.extend_from_slice(&encoded);
+        self.end_of_part(START_OF_FRAME);
+        Ok(())
+    }
+}
+
+/// A HEADERS payload without padding and priority (RFC 9113 section 6.2). Both are dropped: h2 makes no use of them.
+fn unpadded(payload: &[u8], flags: u8) -> Result<&[u8], AuthorityError> {
+    let mut fragment = payload;
+    if flags & PADDED != 0 {
+        let (padding, rest) = fragment.split_first().ok_or(AuthorityError::Padding)?;
+        let length = rest
+            .len()
+            .checked_sub(usize::from(*padding))
+            .ok_or(AuthorityError::Padding)?;
+        fragment = split(rest, length).0;
+    }
+    if flags & PRIORITY != 0 {
+        fragment = fragment.get(5..).ok_or(AuthorityError::Padding)?;
+    }
+    Ok(fragment)
+}
+
+/// The first `length` bytes, or all if there are fewer, and the rest.
+fn split(bytes: &[u8], length: usize) -> (&[u8], &[u8]) {
+    bytes.split_at_checked(length).unwrap_or((bytes, &[]))
+}
+
+#[cfg(test)]
+mod tests;

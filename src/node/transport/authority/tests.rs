@@ -1,0 +1,302 @@
+use loona_hpack::{Decoder, Encoder};
+use proptest::prelude::*;
+
+use super::*;
+
+/// Frames as a client sends them.
+struct Client {
+    encoder: Encoder<'static>,
+    bytes: Vec<u8>,
+}
+
+impl Client {
+    fn new() -> Self {
+        Self {
+            encoder: Encoder::new(),
+            bytes: PREFACE.to_vec(),
+        }
+    }
+
+    fn frame(&mut self, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
+        let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+        self.bytes.extend_from_slice(&length[1..]);
+        self.bytes.extend_from_slice(&[kind, flags]);
+        self.bytes.extend_from_slice(&stream.to_be_bytes());
+        self.bytes.extend_from_slice(payload);
+    }
+
+    /// A request with a field of its own, so that the dynamic table fills; split into `parts` frames, padded and with priority.
+    fn request(
+        &mut self,
+        stream: u32,
+        authority: &[u8],
+        note: &[u8],
+        parts: usize,
+        padding: Option<u8>,
+        priority: bool,
+    ) {
+        let block = self.encoder.encode([
+            (&b":method"[..], &b"POST"[..]),
+            (b":path", b"/v1alpha3.Node/NodePrepareResources"),
+            (b":authority", authority),
+            (b"note", note),
+        ]);
+        let mut fragments = block
+            .chunks(block.len().div_ceil(parts).max(1))
+            .collect::<Vec<_>>();
+        let mut first = Vec::new();
+        let mut flags = 0;
+        if let Some(padding) = padding {
+            flags |= PADDED;
+            first.push(padding);
+        }
+        if priority {
+            flags |= PRIORITY;
+            first.extend_from_slice(&[0, 0, 0, 0, 7]);
+        }
+        first.extend_from_slice(fragments.remove(0));
+        first.extend(std::iter::repeat_n(0, padding.unwrap_or_default().into()));
+        if fragments.is_empty() {
+            flags |= END_HEADERS;
+        }
+        self.frame(HEADERS, flags, stream, &first);
+        let last = fragments.len();
+        for (index, fragment) in fragments.into_iter().enumerate() {
+            self.frame(
+                CONTINUATION,
+                if index + 1 == last { END_HEADERS } else { 0 },
+                stream,
+                fragment,
+            );
+        }
+    }
+}
+
+/// Feeds the bytes in chunks of the given sizes, over and over, and drains the output as a reader would.
+fn rewritten(bytes: &[u8], sizes: &[usize]) -> Result<Vec<u8>, AuthorityError> {
+    let (mut rewriter, mut all, mut rest) = (Rewriter::default(), Vec::new(), bytes);
+    for size in sizes.iter().cycle() {
+        if rest.is_empty() {
+            break;
+        }
+        let mut chunk = split(rest, *size).0;
+        rest = split(rest, *size).1;
+        while !chunk.is_empty() {
+            let mut output = Vec::new();
+            let used = rewriter.advance(chunk, &mut output)?;
+            assert!(used > 0, "progress");
+            assert!(output.len() <= OUTPUT_MARK + MAX_FRAME + HEAD, "bounded output");
+            assert!(rewriter.payload.capacity() <= 2 * MAX_FRAME, "bounded memory");
+            all.extend_from_slice(&output);
+            chunk = split(chunk, used).1;
+        }
+    }
+    Ok(all)
+}
+
+/// The frames after the preface: kind, flags, stream, payload.
+fn frames(bytes: &[u8]) -> Vec<(u8, u8, u32, Vec<u8>)> {
+    let mut rest = bytes.strip_prefix(PREFACE).unwrap();
+    let mut frames = Vec::new();
+    while !rest.is_empty() {
+        let length = usize::from(rest[0]) << 16 | usize::from(rest[1]) << 8 | usize::from(rest[2]);
+        let stream = u32::from_be_bytes(rest[5..9].try_into().unwrap());
+        frames.push((rest[3], rest[4], stream, rest[9..9 + length].to_vec()));
+        rest = &rest[9 + length..];
+    }
+    frames
+}
+
+#[test]
+fn a_request_as_kubelet_sends_it_gets_an_authority_that_h2_takes() {
+    let mut client = Client::new();
+    client.frame(4, 0, 0, &[]);
+    client.request(
+        1,
+        b"%2Fvar%2Flib%2Fkubelet%2Fplugins_registry%2Fx-reg.sock",
+        b"1",
+        1,
+        None,
+        false,
+    );
+    client.frame(0, END_STREAM, 1, b"body");
+    let frames = frames(&rewritten(&client.bytes, &[usize::MAX]).unwrap());
+    assert_eq!(frames[0], (4, 0, 0, vec![]));
+    assert_eq!((frames[1].0, frames[1].1, frames[1].2), (HEADERS, END_HEADERS, 1));
+    let fields = Decoder::new().decode(&frames[1].3).unwrap();
+    assert!(fields.contains(&(b":authority".to_vec(), b"localhost".to_vec())));
+    assert!(fields.contains(&(b":path".to_vec(), b"/v1alpha3.Node/NodePrepareResources".to_vec())));
+    assert_eq!(frames[2], (0, END_STREAM, 1, b"body".to_vec()));
+}
+
+#[test]
+fn fields_survive_evictions_from_the_dynamic_table() {
+    let mut client = Client::new();
+    for index in 0..500_u32 {
+        client.request(
+            2 * index + 1,
+            b"/a/b",
+            format!("{index:-<100}").as_bytes(),
+            1,
+            None,
+            false,
+        );
+    }
+    let frames = frames(&rewritten(&client.bytes, &[1000]).unwrap());
+    assert_eq!(frames.len(), 500);
+    // One decoder for all: were a table used, an error in it would show.
+    let mut decoder = Decoder::new();
+    for (index, frame) in frames.iter().enumerate() {
+        let fields = decoder.decode(&frame.3).unwrap();
+        assert_eq!(
+            fields[3],
+            (b"note".to_vec(), format!("{index:-<100}").into_bytes())
+        );
+    }
+}
+
+#[test]
+fn trailers_keep_the_end_of_the_stream() {
+    let mut client = Client::new();
+    let block = client.encoder.encode([(&b"grpc-status"[..], &b"0"[..])]);
+    client.frame(HEADERS, END_HEADERS | END_STREAM, 3, &block);
+    let frames = frames(&rewritten(&client.bytes, &[3]).unwrap());
+    assert_eq!(
+        (frames[0].0, frames[0].1, frames[0].2),
+        (HEADERS, END_HEADERS | END_STREAM, 3)
+    );
+}
+
+#[test]
+fn what_is_not_http_2_is_refused_at_its_first_byte() {
+    assert_eq!(
+        rewritten(b"GET / HTTP/1.1\r\n", &[1]),
+        Err(AuthorityError::Preface)
+    );
+}
+
+#[test]
+fn a_frame_above_the_limit_is_refused_by_its_head() {
+    let mut client = Client::new();
+    client.bytes.extend_from_slice(&[0, 0x40, 1, 0, 0, 0, 0, 0, 1]);
+    assert_eq!(
+        rewritten(&client.bytes, &[5]),
+        Err(AuthorityError::FrameTooLarge(16_385))
+    );
+}
+
+#[test]
+fn a_header_block_is_not_interrupted() {
+    for (kind, stream) in [(0, 1), (HEADERS, 3), (CONTINUATION, 3), (6, 0)] {
+        let mut client = Client::new();
+        client.frame(HEADERS, 0, 1, &[]);
+        client.frame(kind, 0, stream, &[]);
+        assert_eq!(
+            rewritten(&client.bytes, &[7]),
+            Err(AuthorityError::BrokenBlock),
+            "{kind} on {stream}"
+        );
+    }
+    let mut client = Client::new();
+    client.frame(CONTINUATION, END_HEADERS, 1, &[]);
+    assert_eq!(rewritten(&client.bytes, &[7]), Err(AuthorityError::BrokenBlock));
+}
+
+#[test]
+fn a_flood_of_continuations_ends() {
+    for payload in [&[][..], &[0x82; 1000]] {
+        let mut client = Client::new();
+        client.frame(HEADERS, 0, 1, &[]);
+        for _ in 0..5000 {
+            client.frame(CONTINUATION, 0, 1, payload);
+        }
+        assert_eq!(
+            rewritten(&client.bytes, &[4096]),
+            Err(AuthorityError::BlockTooLarge)
+        );
+    }
+}
+
+#[test]
+fn padding_and_priority_that_do_not_fit_are_refused() {
+    for (flags, payload) in [
+        (PADDED, &[][..]),
+        (PADDED, &[1]),
+        (PRIORITY, &[0; 4]),
+        (PADDED | PRIORITY, &[3, 0, 0, 0, 0, 0, 0, 0]),
+    ] {
+        let mut client = Client::new();
+        client.frame(HEADERS, END_HEADERS | flags, 1, payload);
+        assert_eq!(
+            rewritten(&client.bytes, &[100]),
+            Err(AuthorityError::Padding),
+            "{flags:x} {payload:?}"
+        );
+    }
+}
+
+#[test]
+fn what_the_client_owes_changes_with_each_finished_part() {
+    let mut rewriter = Rewriter::default();
+    let mut output = Vec::new();
+    let start = rewriter.owed();
+    assert!(start.is_some());
+    rewriter.advance(&PREFACE[..10], &mut output).unwrap();
+    assert_eq!(rewriter.owed(), start);
+    rewriter.advance(&PREFACE[10..], &mut output).unwrap();
+    assert_eq!(rewriter.owed(), None);
+    rewriter
+        .advance(&[0, 0, 0, HEADERS, 0, 0, 0, 0, 1], &mut output)
+        .unwrap();
+    let block = rewriter.owed();
+    assert!(block.is_some() && block != start);
+    rewriter
+        .advance(&[0, 0, 0, CONTINUATION, END_HEADERS, 0, 0, 0, 1], &mut output)
+        .unwrap();
+    assert_eq!(rewriter.owed(), None);
+}
+
+prop_compose! {
+    fn requests()(requests in prop::collection::vec(
+        (prop::collection::vec(any::<u8>(), 0..200), prop::collection::vec(any::<u8>(), 0..2000), 1..5_usize, any::<Option<u8>>(), any::<bool>()),
+        1..12,
+    )) -> Vec<(Vec<u8>, Vec<u8>, usize, Option<u8>, bool)> { requests }
+}
+
+proptest! {
+    #[test]
+    fn chunks_of_any_size_give_the_same_output(requests in requests(), sizes in prop::collection::vec(1..700_usize, 1..9)) {
+        let mut client = Client::new();
+        for (index, (authority, note, parts, padding, priority)) in requests.iter().enumerate() {
+            let stream = 2 * u32::try_from(index).unwrap() + 1;
+            client.request(stream, authority, note, *parts, *padding, *priority);
+            client.frame(0, END_STREAM, stream, note);
+        }
+        let whole = rewritten(&client.bytes, &[usize::MAX]).unwrap();
+        prop_assert_eq!(&whole, &rewritten(&client.bytes, &sizes).unwrap());
+        let frames = frames(&whole);
+        prop_assert_eq!(frames.len(), 2 * requests.len());
+        let mut decoder = Decoder::new();
+        for (request, pair) in requests.iter().zip(frames.chunks(2)) {
+            let fields = decoder.decode(&pair[0].3).unwrap();
+            prop_assert_eq!(&fields[2], &(b":authority".to_vec(), b"localhost".to_vec()));
+            prop_assert_eq!(&fields[3].1, &request.1);
+            prop_assert_eq!(&pair[1].3, &request.1);
+        }
+    }
+
+    #[test]
+    fn no_bytes_make_it_panic_or_grow(bytes in prop::collection::vec(any::<u8>(), 0..5000), preface: bool, sizes in prop::collection::vec(1..700_usize, 1..5)) {
+        let bytes = if preface { [PREFACE, &bytes].concat() } else { bytes };
+        let _ = rewritten(&bytes, &sizes);
+    }
+
+    #[test]
+    fn no_header_blocks_make_it_panic_or_grow(blocks in prop::collection::vec((prop::collection::vec(any::<u8>(), 0..300), any::<u8>()), 0..20)) {
+        let mut client = Client::new();
+        for (block, flags) in blocks {
+            client.frame(HEADERS, flags | END_HEADERS, 1, &block);
+        }
+        let _ = rewritten(&client.bytes, &[4096]);
+    }
+}

@@ -1,0 +1,149 @@
+//! A directory that is watched by its path: it may be emptied, removed, replaced or not yet be there.
+
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use futures::StreamExt;
+use inotify::{EventStream, Inotify, WatchDescriptor, WatchMask};
+use tokio::time::sleep;
+
+/// How often the path is looked at although no event came: a rename of a directory above, or a mount over it, makes none.
+const SAFETY: Duration = Duration::from_secs(10);
+/// The same while there is no directory to watch.
+const MISSING: Duration = Duration::from_millis(500);
+/// Room for some events with the longest of names.
+const EVENTS: usize = 4096;
+
+/// Tells when names come and go in a directory.
+pub(super) struct DirectoryWatch {
+    path: PathBuf,
+    events: EventStream<[u8; EVENTS]>,
+    /// The watch, with device and inode of the directory that it watches.
+    watched: Option<(WatchDescriptor, (u64, u64))>,
+}
+
+impl std::fmt::Debug for DirectoryWatch {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("DirectoryWatch")
+            .field("path", &self.path)
+            .finish_non_exhaustive()
+    }
+}
+
+impl DirectoryWatch {
+    /// Begins to watch; the directory need not exist yet.
+    pub(super) fn new(path: &Path) -> io::Result<Self> {
+        let events = Inotify::init()?.into_event_stream([0; EVENTS])?;
+        let mut watch = Self {
+            path: path.to_owned(),
+            events,
+            watched: None,
+        };
+        watch.follow();
+        Ok(watch)
+    }
+
+    /// Waits until something may have changed. To be followed by a look at the files themselves: one event may stand for many,
+    /// and some come for nothing.
+    pub(super) async fn changed(&mut self) {
+        let pause = if self.watched.is_some() { SAFETY } else { MISSING };
+        tokio::select! {
+            event = self.events.next() => {
+                if !matches!(event, Some(Ok(_))) {
+                    tracing::warn!(path = %self.path.display(), "events of a directory are lost");
+                    sleep(MISSING).await;
+                }
+            }
+            () = sleep(pause) => {}
+        }
+        self.follow();
+    }
+
+    /// Watches what the path names now.
+    fn follow(&mut self) {
+        let now = std::fs::metadata(&self.path)
+            .ok()
+            .map(|found| (found.dev(), found.ino()));
+        if self.watched.as_ref().map(|(_, directory)| *directory) == now {
+            return;
+        }
+        let mut watches = self.events.watches();
+        if let Some((old, _)) = self.watched.take() {
+            // Fails if the directory is gone, and the watch with it.
+            let _ = watches.remove(old);
+        }
+        let Some(directory) = now else { return };
+        let mask = WatchMask::CREATE
+            | WatchMask::DELETE
+            | WatchMask::MOVE
+            | WatchMask::DELETE_SELF
+            | WatchMask::MOVE_SELF
+            | WatchMask::ONLYDIR;
+        match watches.add(&self.path, mask) {
+            Ok(watch) => self.watched = Some((watch, directory)),
+            Err(error) => {
+                tracing::warn!(path = %self.path.display(), %error, "the directory cannot be watched; it is polled");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::{Instant, timeout};
+
+    use super::*;
+
+    /// Waits for changes until the condition holds.
+    async fn until(watch: &mut DirectoryWatch, condition: impl Fn() -> bool) {
+        timeout(Duration::from_secs(5), async {
+            while !condition() {
+                watch.changed().await;
+            }
+        })
+        .await
+        .expect("an event");
+    }
+
+    #[tokio::test]
+    async fn names_that_come_and_go_are_seen_at_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut watch = DirectoryWatch::new(directory.path()).unwrap();
+        let file = directory.path().join("x");
+        let start = Instant::now();
+        let task = tokio::spawn(async move {
+            watch.changed().await;
+            watch
+        });
+        tokio::task::yield_now().await;
+        std::fs::write(&file, "").unwrap();
+        let mut watch = task.await.unwrap();
+        std::fs::remove_file(&file).unwrap();
+        watch.changed().await;
+        assert!(start.elapsed() < SAFETY / 2, "by events, not by the safety net");
+    }
+
+    #[tokio::test]
+    async fn a_directory_that_is_replaced_is_watched_again() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("d");
+        let mut watch = DirectoryWatch::new(&path).unwrap();
+        assert!(watch.watched.is_none());
+        std::fs::create_dir(&path).unwrap();
+        until(&mut watch, || path.exists()).await;
+        watch.changed().await;
+        let first = watch.watched.as_ref().unwrap().1;
+        // Moved away, not removed, so that its inode number is not used again.
+        std::fs::rename(&path, parent.path().join("old")).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        watch.changed().await;
+        assert!(watch.watched.as_ref().is_some_and(|(_, second)| *second != first));
+        std::fs::write(path.join("x"), "").unwrap();
+        let start = Instant::now();
+        watch.changed().await;
+        assert!(start.elapsed() < SAFETY / 2);
+    }
+}

@@ -1,0 +1,243 @@
+//! A gRPC server on a Unix socket that is kept: whoever removes the socket or its directory, it comes back.
+
+use std::path::Path;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::UnixStream;
+use tokio::sync::{Notify, Semaphore, mpsc, watch};
+use tokio::task::JoinHandle;
+use tokio::time::sleep;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+use tonic::transport::Server;
+
+use super::authority::{MAX_DECODED_BLOCK, MAX_FRAME};
+use super::connection::Connection;
+use super::directory::DirectoryWatch;
+use super::socket::{Socket, SocketError, SocketPlace, check_path};
+
+/// Connections to one socket at a time. Kubelet has one or two.
+pub const MAX_CONNECTIONS: usize = 64;
+/// Calls on one connection at a time.
+pub const MAX_STREAMS: u32 = 100;
+/// The longest that the answer to a call, or the first message of its stream, may take; kubelet's longest deadline is 45 s, and
+/// where it sets none (Allocate) nothing else would ever end a call.
+const CALL_LIMIT: Duration = Duration::from_secs(60);
+/// Bytes of requests that may be on their way to one call and to all calls of a connection.
+const STREAM_WINDOW: u32 = 65_535;
+const CONNECTION_WINDOW: u32 = 262_144;
+/// How long calls in flight may take to end after a shutdown.
+const DRAIN: Duration = Duration::from_secs(5);
+/// How soon a lost socket is tried again, at first and at last.
+const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
+
+/// A running server.
+#[derive(Debug)]
+pub struct Listening {
+    /// How often the socket was published: 1 at first, more each time that it had to be made again.
+    pub published: watch::Receiver<u64>,
+    /// Changes whenever something may have changed in the socket's directory, and at least every ten seconds.
+    pub directory: watch::Receiver<u64>,
+    renew: Arc<Notify>,
+    task: JoinHandle<()>,
+}
+
+impl Listening {
+    /// Removes the socket and makes it again: who watches the directory sees a new one.
+    pub fn renew(&self) {
+        self.renew.notify_one();
+    }
+
+    /// Waits for the end: the shutdown, after which calls in flight have a few seconds.
+    pub async fn closed(self) {
+        if let Err(error) = self.task.await {
+            tracing::error!(%error, "the task of a socket failed");
+        }
+    }
+}
+
+/// Serves `routes` on a socket until the shutdown. When this returns, the socket is published and answers.
+pub async fn listen(
+    place: SocketPlace,
+    routes: Routes,
+    shutdown: CancellationToken,
+) -> Result<Listening, SocketError> {
+    check_path(&place)?;
+    let socket = Socket::bind(&place).await?;
+    let directory = place.path.parent().unwrap_or_else(|| Path::new("/"));
+    let watch = DirectoryWatch::new(directory).map_err(|source| SocketError::Io {
+        action: "watch (is fs.inotify.max_user_instances used up?)",
+        path: directory.to_owned(),
+        source,
+    })?;
+    let cut = CancellationToken::new();
+    let (connections, incoming) = mpsc::channel(1);
+    let server = Server::builder()
+        .max_concurrent_streams(MAX_STREAMS)
+        .max_frame_size(u32::try_from(MAX_FRAME).ok())
+        .http2_max_header_list_size(u32::try_from(MAX_DECODED_BLOCK).ok())
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .timeout(CALL_LIMIT)
+        .add_routes(routes)
+        .serve_with_incoming_shutdown(ReceiverStream::new(incoming), shutdown.clone().cancelled_owned());
+    let mut keeper = Keeper {
+        place,
+        socket: None,
+        slots: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
+        connections,
+        cut: cut.clone(),
+        published: watch::Sender::new(0),
+        directory: watch::Sender::new(0),
+        renew: Arc::new(Notify::new()),
+    };
+    // Before the server is spawned, because an error of this must end everything; a client that is quick waits in the backlog.
+    keeper.publish(socket)?;
+    let (published, directory) = (keeper.published.subscribe(), keeper.directory.subscribe());
+    let renew = Arc::clone(&keeper.renew);
+    let task = tokio::spawn(async move {
+        let serve = async {
+            let mut server = pin!(server);
+            let overdue = async {
+                shutdown.cancelled().await;
+                sleep(DRAIN).await;
+            };
+            let ended = tokio::select! {
+                ended = &mut server => ended,
+                () = overdue => {
+                    cut.cancel();
+                    server.await
+                }
+            };
+            if let Err(error) = ended {
+                tracing::error!(%error, "a gRPC server failed");
+            }
+        };
+        tokio::join!(keeper.keep(watch, shutdown.clone()), serve);
+    });
+    Ok(Listening {
+        published,
+        directory,
+        renew,
+        task,
+    })
+}
+
+/// Owns the socket and accepts its connections.
+struct Keeper {
+    place: SocketPlace,
+    socket: Option<Socket>,
+    slots: Arc<Semaphore>,
+    connections: mpsc::Sender<std::io::Result<Connection<UnixStream>>>,
+    cut: CancellationToken,
+    published: watch::Sender<u64>,
+    directory: watch::Sender<u64>,
+    renew: Arc<Notify>,
+}
+
+impl Keeper {
+    fn publish(&mut self, socket: Socket) -> Result<(), SocketError> {
+        if let Err(error) = socket.publish() {
+            socket.remove();
+            return Err(error);
+        }
+        self.socket = Some(socket);
+        self.published.send_modify(|count| *count += 1);
+        Ok(())
+    }
+
+    async fn keep(mut self, mut watch: DirectoryWatch, shutdown: CancellationToken) {
+        let (mut pause, mut complaint) = (RETRY.0, None);
+        let renew = Arc::clone(&self.renew);
+        loop {
+            tokio::select! {
+                () = shutdown.cancelled() => break,
+                accepted = accept(self.socket.as_ref()) => self.admit(accepted).await,
+                () = watch.changed() => self.directory.send_modify(|count| *count += 1),
+                () = renew.notified() => self.forget(),
+                () = sleep(pause), if self.socket.is_none() => pause = RETRY.1.min(pause * 2),
+            }
+            if self.socket.as_ref().is_some_and(Socket::is_published) {
+                continue;
+            }
+            let path = self.place.path.display().to_string();
+            self.forget();
+            match self.again().await {
+                Ok(()) => {
+                    tracing::info!(path, "the socket was gone and is made again");
+                    (pause, complaint) = (RETRY.0, None);
+                }
+                Err(error) => {
+                    let text = error.to_string();
+                    if complaint.as_ref() != Some(&text) {
+                        tracing::error!(reason = error.reason(), %error, "the socket is gone and cannot be made again yet");
+                    }
+                    complaint = Some(text);
+                }
+            }
+        }
+        self.forget();
+    }
+
+    async fn again(&mut self) -> Result<(), SocketError> {
+        let socket = Socket::bind(&self.place).await?;
+        self.publish(socket)
+    }
+
+    /// Removes the socket, if its name still is ours. While it still listens, so that its inode cannot be another's.
+    fn forget(&mut self) {
+        if let Some(socket) = self.socket.take() {
+            socket.remove();
+        }
+    }
+
+    async fn admit(&self, accepted: std::io::Result<UnixStream>) {
+        let path = self.place.path.display();
+        let stream = match accepted {
+            Ok(stream) => stream,
+            Err(error) => {
+                tracing::warn!(%path, %error, "a connection cannot be accepted");
+                // Most likely there are no file descriptors left.
+                return sleep(RETRY.0).await;
+            }
+        };
+        let peer = stream.peer_cred().map(|peer| peer.uid());
+        if !matches!(peer, Ok(uid) if may_connect(uid, rustix::process::geteuid().as_raw())) {
+            tracing::warn!(%path, ?peer, reason = "PeerRefused", "a connection is refused: its user is neither root nor ours");
+            return;
+        }
+        let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() else {
+            tracing::warn!(%path, reason = "TooManyConnections", "a connection is refused: {MAX_CONNECTIONS} are open");
+            return;
+        };
+        let connection = Connection::new(stream, slot, self.cut.clone().cancelled_owned());
+        // Fails only after the shutdown.
+        let _ = self.connections.send(Ok(connection)).await;
+    }
+}
+
+async fn accept(socket: Option<&Socket>) -> std::io::Result<UnixStream> {
+    match socket {
+        Some(socket) => socket.accept().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Kubelet runs as root. Our own user is let in too: it could do all that a call asks for by itself.
+const fn may_connect(uid: u32, own: u32) -> bool {
+    uid == 0 || uid == own
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn root_and_our_own_user_may_connect_and_nobody_else() {
+        assert!(may_connect(0, 0) && may_connect(0, 1000) && may_connect(1000, 1000));
+        assert!(!may_connect(1000, 0) && !may_connect(65534, 1000));
+    }
+}

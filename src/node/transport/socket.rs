@@ -1,0 +1,373 @@
+//! A Unix socket in a directory that kubelet watches: bound under a hidden name, then renamed, and removed only if it is ours.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use thiserror::Error;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::time::timeout;
+
+/// The bytes that a socket's path may have: `sun_path` has 108, and the last is a NUL.
+pub const MAX_PATH: usize = 107;
+/// How long another process may take to accept before its socket counts as served.
+const PROBE: Duration = Duration::from_secs(1);
+/// Mode of directories that are made: that which kubelet gives its own device plugin directory.
+const DIRECTORY_MODE: u32 = 0o750;
+
+/// Where a socket is to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SocketPlace {
+    /// Absolute path of the socket.
+    pub path: PathBuf,
+    /// A directory above it that must exist; directories between are made. So a wrong option is an error, not a new directory
+    /// where kubelet never looks.
+    pub root: PathBuf,
+    /// The command-line option that the path comes from, for errors.
+    pub option: &'static str,
+}
+
+/// Why a socket cannot be had.
+#[derive(Debug, Error)]
+pub enum SocketError {
+    /// The path does not fit into a socket address.
+    #[error(
+        "the socket path {path} needs {length} bytes while it is made, {MAX_PATH} are possible: choose a shorter {option}"
+    )]
+    PathTooLong {
+        /// The path.
+        path: PathBuf,
+        /// Bytes of the longer of its two names.
+        length: usize,
+        /// The option to change.
+        option: &'static str,
+    },
+    /// The path is not absolute, or has no name.
+    #[error("{path} is not an absolute path of a socket: correct {option}")]
+    NotAbsolute {
+        /// The path.
+        path: PathBuf,
+        /// The option to change.
+        option: &'static str,
+    },
+    /// The directory that must exist does not.
+    #[error("the directory {root} does not exist: start kubelet, or correct {option}")]
+    NoRoot {
+        /// The directory.
+        root: PathBuf,
+        /// The option to change.
+        option: &'static str,
+    },
+    /// Something else has the name. It is left alone.
+    #[error("{path} exists and is not a socket: remove it, or change {option}")]
+    NotASocket {
+        /// The path.
+        path: PathBuf,
+        /// The option to change.
+        option: &'static str,
+    },
+    /// Another process accepts connections there.
+    #[error("another process serves {path}: stop it first")]
+    InUse {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The system refuses.
+    #[error("cannot {action} {path}: {source}")]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// With which file.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+impl SocketError {
+    /// CamelCase name of the reason, for logs and metrics.
+    pub const fn reason(&self) -> &'static str {
+        match self {
+            Self::PathTooLong { .. } => "SocketPathTooLong",
+            Self::NotAbsolute { .. } => "SocketPathNotAbsolute",
+            Self::NoRoot { .. } => "KubeletDirectoryMissing",
+            Self::NotASocket { .. } => "SocketPathTaken",
+            Self::InUse { .. } => "SocketInUse",
+            Self::Io { .. } => "SocketFailed",
+        }
+    }
+
+    fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Io {
+            action,
+            path: path.to_owned(),
+            source,
+        }
+    }
+}
+
+/// Device and inode of a file, and when it was made or changed last: inode numbers are used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Identity {
+    file: (u64, u64),
+    changed: (i64, i64),
+}
+
+impl Identity {
+    /// Of what the path names now, without following a link; `None` if there is nothing.
+    pub(crate) fn of(path: &Path) -> Option<Self> {
+        let found = fs::symlink_metadata(path).ok()?;
+        Some(Self {
+            file: (found.dev(), found.ino()),
+            changed: (found.ctime(), found.ctime_nsec()),
+        })
+    }
+}
+
+/// A socket that listens, under its hidden name until [`Socket::publish`].
+#[derive(Debug)]
+pub(super) struct Socket {
+    place: SocketPlace,
+    hidden: PathBuf,
+    listener: UnixListener,
+    /// Device and inode. The listener keeps the inode, so the number cannot come back while this lives.
+    file: (u64, u64),
+}
+
+impl Socket {
+    /// Binds under the hidden name: kubelet ignores names that begin with a dot.
+    pub(super) async fn bind(place: &SocketPlace) -> Result<Self, SocketError> {
+        let hidden = check_path(place)?;
+        make_directory(place)?;
+        clear(&place.path, place).await?;
+        clear(&hidden, place).await?;
+        match fs::remove_file(&hidden) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(SocketError::io("remove the stale socket", &hidden)(error));
+            }
+            _ => {}
+        }
+        let listener = UnixListener::bind(&hidden).map_err(SocketError::io("bind", &hidden))?;
+        fs::set_permissions(&hidden, fs::Permissions::from_mode(0o600))
+            .map_err(SocketError::io("set the mode of", &hidden))?;
+        let file = Identity::of(&hidden)
+            .map(|identity| identity.file)
+            .ok_or_else(|| SocketError::Io {
+                action: "find again",
+                path: hidden.clone(),
+                source: io::ErrorKind::NotFound.into(),
+            })?;
+        Ok(Self {
+            place: place.clone(),
+            hidden,
+            listener,
+            file,
+        })
+    }
+
+    /// Renames to the visible name, over a stale socket if there is one. Kubelet sees it complete or not at all.
+    pub(super) fn publish(&self) -> Result<(), SocketError> {
+        fs::rename(&self.hidden, &self.place.path).map_err(SocketError::io("rename to", &self.place.path))
+    }
+
+    /// Whether the visible name still is this socket.
+    pub(super) fn is_published(&self) -> bool {
+        Identity::of(&self.place.path).is_some_and(|found| found.file == self.file)
+    }
+
+    /// Removes its names, if they are still ours.
+    pub(super) fn remove(&self) {
+        for path in [&self.place.path, &self.hidden] {
+            if Identity::of(path).is_some_and(|found| found.file == self.file)
+                && let Err(error) = fs::remove_file(path)
+            {
+                tracing::warn!(path = %path.display(), %error, "the socket cannot be removed");
+            }
+        }
+    }
+
+    /// The next connection.
+    pub(super) async fn accept(&self) -> io::Result<UnixStream> {
+        self.listener.accept().await.map(|(stream, _)| stream)
+    }
+}
+
+/// Checks that the path can be a socket's, and answers its hidden name.
+pub(super) fn check_path(place: &SocketPlace) -> Result<PathBuf, SocketError> {
+    let (path, option) = (place.path.clone(), place.option);
+    let name = path.file_name().filter(|_| path.is_absolute());
+    let Some(name) = name else {
+        return Err(SocketError::NotAbsolute { path, option });
+    };
+    let mut hidden_name = std::ffi::OsString::from(".");
+    hidden_name.push(name);
+    let hidden = path.with_file_name(hidden_name);
+    let length = hidden.as_os_str().len();
+    if length > MAX_PATH {
+        Err(SocketError::PathTooLong { path, length, option })
+    } else {
+        Ok(hidden)
+    }
+}
+
+fn make_directory(place: &SocketPlace) -> Result<(), SocketError> {
+    if !place.root.is_dir() {
+        return Err(SocketError::NoRoot {
+            root: place.root.clone(),
+            option: place.option,
+        });
+    }
+    let Some(directory) = place.path.parent() else {
+        return Ok(());
+    };
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(DIRECTORY_MODE)
+        .create(directory)
+        .map_err(SocketError::io("make the directory", directory))
+}
+
+/// Checks that nothing has the name, or a socket that nobody serves.
+async fn clear(path: &Path, place: &SocketPlace) -> Result<(), SocketError> {
+    let found = match fs::symlink_metadata(path) {
+        Ok(found) => found,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(SocketError::io("look at", path)(error)),
+    };
+    if !found.file_type().is_socket() {
+        return Err(SocketError::NotASocket {
+            path: path.to_owned(),
+            option: place.option,
+        });
+    }
+    match timeout(PROBE, UnixStream::connect(path)).await {
+        Ok(Err(error))
+            if matches!(
+                error.kind(),
+                io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound
+            ) =>
+        {
+            Ok(())
+        }
+        _ => Err(SocketError::InUse {
+            path: path.to_owned(),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(directory: &tempfile::TempDir, name: &str) -> SocketPlace {
+        SocketPlace {
+            path: directory.path().join(name),
+            root: directory.path().into(),
+            option: "--root-dir",
+        }
+    }
+
+    #[tokio::test]
+    async fn a_socket_is_hidden_until_it_is_published_and_gone_when_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let place = place(&directory, "a/b/x.sock");
+        let socket = Socket::bind(&place).await.unwrap();
+        assert!(!place.path.exists() && !socket.is_published());
+        let hidden = fs::metadata(place.path.with_file_name(".x.sock")).unwrap();
+        assert_eq!(hidden.permissions().mode() & 0o777, 0o600);
+        socket.publish().unwrap();
+        assert!(socket.is_published());
+        UnixStream::connect(&place.path).await.unwrap();
+        socket.remove();
+        assert_eq!(fs::read_dir(place.path.parent().unwrap()).unwrap().count(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_stale_socket_is_replaced_and_a_served_one_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let place = place(&directory, "x.sock");
+        drop(UnixListener::bind(&place.path).unwrap());
+        drop(UnixListener::bind(directory.path().join(".x.sock")).unwrap());
+        let first = Socket::bind(&place).await.unwrap();
+        first.publish().unwrap();
+        let refused = Socket::bind(&place).await.unwrap_err();
+        assert!(matches!(refused, SocketError::InUse { .. }), "{refused}");
+        assert!(first.is_published());
+    }
+
+    #[tokio::test]
+    async fn nothing_but_a_socket_is_ever_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        for name in ["file", ".hidden", "link", "directory"] {
+            let visible = name.trim_start_matches('.');
+            let (place, other) = (place(&directory, visible), directory.path().join(name));
+            match name {
+                "link" => std::os::unix::fs::symlink("/dev/null", &other).unwrap(),
+                "directory" => fs::create_dir(&other).unwrap(),
+                _ => fs::write(&other, "precious").unwrap(),
+            }
+            let refused = Socket::bind(&place).await.unwrap_err();
+            assert_eq!(
+                refused.to_string(),
+                format!(
+                    "{} exists and is not a socket: remove it, or change --root-dir",
+                    other.display()
+                )
+            );
+            assert!(fs::symlink_metadata(&other).is_ok());
+        }
+    }
+
+    #[tokio::test]
+    async fn the_socket_of_another_is_not_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let place = place(&directory, "x.sock");
+        let socket = Socket::bind(&place).await.unwrap();
+        socket.publish().unwrap();
+        fs::remove_file(&place.path).unwrap();
+        let _other = UnixListener::bind(&place.path).unwrap();
+        assert!(!socket.is_published());
+        socket.remove();
+        assert!(place.path.exists());
+    }
+
+    #[test]
+    fn the_length_of_a_path_is_checked_with_its_hidden_name() {
+        let place = |length: usize| SocketPlace {
+            path: format!("/d/{}", "n".repeat(length - 3)).into(),
+            root: "/d".into(),
+            option: "--root-dir",
+        };
+        assert_eq!(check_path(&place(106)).unwrap().as_os_str().len(), MAX_PATH);
+        let refused = check_path(&place(107)).unwrap_err().to_string();
+        assert!(
+            refused.contains("/d/nnn") && refused.contains("108 bytes") && refused.contains("--root-dir"),
+            "{refused}"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_relative_path_and_a_missing_root_are_refused() {
+        let relative = SocketPlace {
+            path: "x.sock".into(),
+            root: "/".into(),
+            option: "--root-dir",
+        };
+        assert!(matches!(
+            Socket::bind(&relative).await,
+            Err(SocketError::NotAbsolute { .. })
+        ));
+        let missing = SocketPlace {
+            path: "/nowhere/a/x.sock".into(),
+            root: "/nowhere".into(),
+            option: "--root-dir",
+        };
+        let refused = Socket::bind(&missing).await.unwrap_err();
+        assert_eq!(
+            refused.to_string(),
+            "the directory /nowhere does not exist: start kubelet, or correct --root-dir"
+        );
+    }
+}
