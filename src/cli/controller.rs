@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+use crate::controller::Controller;
+use crate::host::HostDriver;
+
 use super::{Error, client, group, logging, shutdown, value};
 
 /// Run the controller, which allocates ResourceClaims
@@ -61,8 +64,16 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
             "drayman controller starts"
         );
         let client = client::build(configuration, "controller")?;
-        shutdown.cancelled().await;
-        drop(client);
+        let built_in = HostDriver::start(client.clone(), &cluster.driver_name, shutdown.clone());
+        Controller::builder(built_in)
+            .call_timeout(driver.driver_call_timeout)
+            // In a pod, the name of the pod; it tells replicas apart in the events that they write.
+            .instance(std::env::var("HOSTNAME").ok())
+            .build(client)
+            .map_err(anyhow::Error::from)?
+            .run(shutdown)
+            .await
+            .map_err(anyhow::Error::from)?;
         tracing::info!("drayman controller has ended");
         Ok(())
     })
