@@ -2,7 +2,12 @@
 
 use std::time::Duration;
 
+use kube::Client;
+use tokio_util::sync::CancellationToken;
+
 use super::{Error, client, group, logging, shutdown, value};
+use crate::controller::{Controller, ControllerError};
+use crate::host::HostDriver;
 
 /// Run the controller, which allocates ResourceClaims
 ///
@@ -61,9 +66,40 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
             "drayman controller starts"
         );
         let client = client::build(configuration, "controller")?;
-        shutdown.cancelled().await;
-        drop(client);
+        serve(
+            client,
+            cluster.driver_name.clone(),
+            driver.driver_call_timeout,
+            shutdown,
+        )
+        .await?;
         tracing::info!("drayman controller has ended");
         Ok(())
     })
+}
+
+/// Runs a controller of the built-in driver.
+async fn serve(
+    client: Client,
+    driver_name: String,
+    call_timeout: Duration,
+    shutdown: CancellationToken,
+) -> Result<(), Error> {
+    let driver = HostDriver::start(client.clone(), driver_name, shutdown.clone());
+    let controller = Controller::builder(driver)
+        .call_timeout(call_timeout)
+        .build(client)
+        .map_err(refused)?;
+    controller.run(shutdown).await.map_err(refused)
+}
+
+/// A name that the API server refuses stays wrong until somebody changes it. All else may be cured by time: an API server
+/// that does not answer, and one that does not serve the API yet.
+fn refused(error: ControllerError) -> Error {
+    match error {
+        ControllerError::DriverName(_) => Error::Configuration(error.to_string()),
+        ControllerError::NotServed | ControllerError::Unreachable(_) | ControllerError::Silent(_) => {
+            Error::Runtime(error.into())
+        }
+    }
 }

@@ -42,6 +42,9 @@ pub enum ControllerError {
         "the API server does not serve {GROUP}/{VERSION}: start it with --runtime-config={GROUP}/{VERSION}=true and the feature gate DynamicResourceAllocation (Kubernetes 1.27 to 1.30)"
     )]
     NotServed,
+    /// The API server took the connection and said nothing.
+    #[error("the API server has not answered for {} s", .0.as_secs())]
+    Silent(Duration),
     /// The API server could not be asked.
     #[error("the API server does not answer: {0}")]
     Unreachable(#[source] Box<kube::Error>),
@@ -94,7 +97,10 @@ impl<D: Driver> Controller<D> {
 
     /// Runs until `shutdown` is cancelled. Writes that are under way then are awaited, up to the request timeout.
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), ControllerError> {
-        self.check_served().await?;
+        tokio::select! {
+            () = shutdown.cancelled() => return Ok(()),
+            served = self.check_served() => served?,
+        }
         let mut watches = watch::all(&self.client);
         let mut capacity_changes = pin!(self.driver.capacity_changes());
         let (answers, mut answered) = mpsc::unbounded_channel();
@@ -140,14 +146,13 @@ impl<D: Driver> Controller<D> {
     }
 
     async fn check_served(&self) -> Result<(), ControllerError> {
-        match self
-            .client
-            .list_api_group_resources(&format!("{GROUP}/{VERSION}"))
-            .await
-        {
-            Ok(_) => Ok(()),
-            Err(kube::Error::Api(status)) if status.is_not_found() => Err(ControllerError::NotServed),
-            Err(error) => Err(ControllerError::Unreachable(Box::new(error))),
+        let version = format!("{GROUP}/{VERSION}");
+        let asked = self.client.list_api_group_resources(&version);
+        match tokio::time::timeout(self.request_timeout, asked).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(kube::Error::Api(status))) if status.is_not_found() => Err(ControllerError::NotServed),
+            Ok(Err(error)) => Err(ControllerError::Unreachable(Box::new(error))),
+            Err(_) => Err(ControllerError::Silent(self.request_timeout)),
         }
     }
 }
