@@ -221,7 +221,7 @@ fn a_wrong_argument_is_refused_by_name() {
         ),
         (
             &["controller", "--driver-name", "Not_A_Name"],
-            &["Not_A_Name", "--driver-name", "DNS subdomain"],
+            &["Not_A_Name", "--driver-name", "lowercase letter"],
         ),
         (&["controller", "--driver-name="], &["--driver-name"]),
         (&["controller", "--v", "10"], &["10", "--v", "0..=9"]),

@@ -1,5 +1,6 @@
 //! Data on the wire, and nothing else: what the API server, kubelet and the container runtime read and write.
 
+pub mod cdi;
 pub mod crd;
 pub mod handle;
 pub mod proto;

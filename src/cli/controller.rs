@@ -86,8 +86,11 @@ async fn serve(
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
     let driver = HostDriver::start(client.clone(), driver_name, shutdown.clone());
+    // In a pod, the name of the pod; it tells replicas apart in the events that they write.
+    let instance = std::env::var("HOSTNAME").ok().filter(|name| !name.is_empty());
     let controller = Controller::builder(driver)
         .call_timeout(call_timeout)
+        .instance(instance)
         .build(client)
         .map_err(refused)?;
     controller.run(shutdown).await.map_err(refused)

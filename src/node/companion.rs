@@ -8,6 +8,7 @@ use std::future::Future;
 use tokio::sync::watch;
 
 use crate::core::node::injection::Injection;
+pub use crate::core::node::request::{ClaimToPrepare, ClaimToUnprepare, PluginDevice};
 
 /// What kubelet may ask of this node, whatever the door and the version.
 pub trait Companion: Send + Sync + 'static {
@@ -36,41 +37,6 @@ pub trait Companion: Send + Sync + 'static {
         resource_name: &str,
         containers: Vec<Vec<String>>,
     ) -> impl Future<Output = Result<Vec<Injection>, CompanionError>> + Send;
-}
-
-/// A claim as kubelet names it at prepare. Nothing in it has been checked.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ClaimToPrepare {
-    /// Namespace of the claim.
-    pub namespace: String,
-    /// Name of the claim.
-    pub name: String,
-    /// Uid of the claim: a UUID if the caller is honest.
-    pub uid: String,
-    /// The resource handle that the controller wrote.
-    pub resource_handle: String,
-}
-
-/// A claim as kubelet names it at unprepare. Nothing in it has been checked, and the claim may be gone from the API.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ClaimToUnprepare {
-    /// Namespace of the claim.
-    pub namespace: String,
-    /// Name of the claim.
-    pub name: String,
-    /// Uid of the claim: a UUID if the caller is honest.
-    pub uid: String,
-}
-
-/// A device of an extended resource, as ListAndWatch shows it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PluginDevice {
-    /// The device's id: its name in the inventory, at most 63 characters.
-    pub id: String,
-    /// Whether kubelet may grant it.
-    pub healthy: bool,
-    /// The NUMA nodes that it is near to; empty if that is not known.
-    pub numa_nodes: Vec<i64>,
 }
 
 /// Why the companion refuses.

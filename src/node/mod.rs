@@ -2,4 +2,5 @@
 
 pub mod companion;
 pub mod door;
+pub mod store;
 pub mod transport;

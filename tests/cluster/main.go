@@ -4,22 +4,28 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
 	"os"
+	"os/exec"
 	"strings"
+	"syscall"
 
 	"drayman.dev/tests/cluster/image"
 	"drayman.dev/tests/cluster/node"
+	"drayman.dev/tests/cluster/protocol"
 	"drayman.dev/tests/cluster/recipe"
 	"drayman.dev/tests/cluster/supervisor"
 )
 
-const usage = `usage: cluster build|up [flags]
+const usage = `usage: cluster build|up|join|pin [flags]
 
   build   builds Kubernetes and, with --nodes, containerd into the cache
   up      starts a cluster (after building what is missing) and keeps it until Ctrl-C; -h lists its flags
+  join    runs a program in the mount namespace of a node: join node-0 PROGRAM...; for hooks of up
+  pin     writes the requirements of --version into the recipe, in the folder given
 `
 
 func main() {
@@ -40,6 +46,10 @@ func run(arguments []string) error {
 		return build(rest)
 	case "up":
 		return up(rest)
+	case "join":
+		return join(rest)
+	case "pin":
+		return pin(rest)
 	case "image", "node": // of our own use
 		if len(rest) != 1 {
 			return fmt.Errorf("%s takes one argument", command)
@@ -73,6 +83,43 @@ func build(arguments []string) error {
 		fmt.Println(programs.Kubernetes)
 	}
 	return err
+}
+
+func pin(arguments []string) error {
+	flags := flag.NewFlagSet("cluster pin", flag.ExitOnError)
+	text := flags.String("version", recipe.DefaultVersion, "version of Kubernetes")
+	flags.Parse(arguments)
+	version, err := recipe.ParseVersion(*text)
+	if err != nil {
+		return err
+	}
+	if flags.NArg() != 1 {
+		return errors.New("pin takes the folder of the recipe, tests/cluster/recipe")
+	}
+	return recipe.Pin(context.Background(), flags.Arg(0), version)
+}
+
+// join becomes the program, so that a signal to us is one to the program.
+func join(arguments []string) error {
+	if len(arguments) < 2 {
+		return errors.New("join takes the name of a node and a program")
+	}
+	var cluster protocol.Cluster
+	if err := json.Unmarshal([]byte(os.Getenv("CLUSTER")), &cluster); err != nil {
+		return fmt.Errorf("CLUSTER does not describe a cluster (it does for hooks of up): %w", err)
+	}
+	for _, node := range cluster.Nodes {
+		if node.Name != arguments[0] {
+			continue
+		}
+		nsenter, err := exec.LookPath("nsenter")
+		if err != nil {
+			return err
+		}
+		namespace := fmt.Sprintf("--mount=/proc/%d/ns/mnt", node.Init)
+		return syscall.Exec(nsenter, append([]string{nsenter, namespace, "--"}, arguments[1:]...), os.Environ())
+	}
+	return fmt.Errorf("the cluster has no node %q", arguments[0])
 }
 
 func up(arguments []string) error {

@@ -18,7 +18,8 @@ const LINES_OF_LOG: usize = 20;
 /// The environment variable by which the supervisor finds what runs beside its cluster.
 const MARKER: &str = "DRAYMAN_TEST_CLUSTER";
 
-/// What a cluster shall be. The default is a control plane of [`VERSION`] without nodes, which needs no root.
+/// What a cluster shall be. The default is a control plane without nodes, which needs no root, of [`VERSION`] or what
+/// the environment variable `DRAYMAN_TEST_KUBERNETES` says.
 #[derive(Debug)]
 #[must_use]
 pub struct Builder {
@@ -124,7 +125,8 @@ pub struct Cluster {
 impl Cluster {
     /// A cluster to be described further.
     pub fn builder() -> Builder {
-        let version = VERSION.to_owned();
+        // So that the same tests can be run against another version.
+        let version = std::env::var("DRAYMAN_TEST_KUBERNETES").unwrap_or_else(|_| VERSION.to_owned());
         Builder {
             version,
             nodes: 0,

@@ -11,7 +11,7 @@ use crate::harness::{IMAGE, Node};
 use crate::stage::{Stage, is_allocated, is_gone, is_running, pod_from};
 
 /// Two kinds on one node: `test` for claims, `plugged` for the device plugin API.
-pub const CONFIGURATION: &str = "\
+pub(crate) const CONFIGURATION: &str = "\
 apiVersion: drayman.dev/v1alpha1
 kind: NodeConfiguration
 kinds:
@@ -25,12 +25,12 @@ kinds:
 ";
 
 /// Makes device nodes that behave like zero, which always reads.
-pub fn make_devices(node: Node<'_>, prefix: &str, count: usize) -> anyhow::Result<()> {
+pub(crate) fn make_devices(node: Node<'_>, prefix: &str, count: usize) -> anyhow::Result<()> {
     (0..count).try_for_each(|number| node.make_device(format!("/dev/{prefix}-{number}"), 1, 5))
 }
 
 /// Waits until the node's inventory counts so many devices and is ready.
-pub async fn wait_for_inventory(stage: &Stage, number: usize, count: u32) -> anyhow::Result<()> {
+pub(crate) async fn wait_for_inventory(stage: &Stage, number: usize, count: u32) -> anyhow::Result<()> {
     let name = format!("{}.drayman.dev", stage.cluster.node(number).name());
     let met = move |inventory: Option<&NodeInventory>| {
         inventory.and_then(|inventory| inventory.status.as_ref()).is_some_and(|status| {
@@ -41,7 +41,7 @@ pub async fn wait_for_inventory(stage: &Stage, number: usize, count: u32) -> any
 }
 
 /// Waits until the pod runs, and returns what its container sees: the granted devices by the environment, and those that exist.
-pub async fn look_inside(stage: &Stage, name: &str) -> anyhow::Result<Inside> {
+pub(crate) async fn look_inside(stage: &Stage, name: &str) -> anyhow::Result<Inside> {
     stage.wait(stage.pods(), name, "running", is_running()).await?;
     let environment = stage.cluster.kubectl(&["exec", name, "--", "env"]).await?;
     let granted = environment
@@ -57,16 +57,16 @@ pub async fn look_inside(stage: &Stage, name: &str) -> anyhow::Result<Inside> {
 
 /// What a container sees of devices.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Inside {
+pub(crate) struct Inside {
     /// The variables that name devices, with the paths in them.
-    pub granted: BTreeMap<String, String>,
+    pub(crate) granted: BTreeMap<String, String>,
     /// The device nodes of this test that exist.
-    pub present: BTreeSet<String>,
+    pub(crate) present: BTreeSet<String>,
 }
 
 impl Inside {
     /// The one device: the variable names it, and no other is there.
-    pub fn only_device(&self) -> &str {
+    pub(crate) fn only_device(&self) -> &str {
         assert_eq!((self.granted.len(), self.present.len()), (1, 1), "{self:?}");
         let path = self.granted.values().next().map(String::as_str).unwrap_or_default();
         assert_eq!(path.strip_prefix("/dev/"), self.present.first().map(String::as_str), "{self:?}");
@@ -75,7 +75,7 @@ impl Inside {
 }
 
 /// Files that the companion has left on a node for claims: CDI files and entries of the checkpoint.
-pub fn traces(node: Node<'_>, uid: &str) -> anyhow::Result<Vec<String>> {
+pub(crate) fn traces(node: Node<'_>, uid: &str) -> anyhow::Result<Vec<String>> {
     let mut traces: Vec<String> = node.list("/run/cdi")?.into_iter().filter(|name| name.contains(uid)).collect();
     for name in node.list("/var/lib/kubelet/plugins/drayman.dev")? {
         let path = format!("/var/lib/kubelet/plugins/drayman.dev/{name}");
@@ -155,7 +155,7 @@ async fn three_devices_serve_five_pods_one_after_the_other() -> anyhow::Result<(
 }
 
 /// Waits until one of these pods runs.
-pub async fn first_running(stage: &Stage, names: &BTreeSet<String>) -> anyhow::Result<String> {
+pub(crate) async fn first_running(stage: &Stage, names: &BTreeSet<String>) -> anyhow::Result<String> {
     let waits = names.iter().map(|name| {
         Box::pin(async move { stage.wait(stage.pods(), name, "running", is_running()).await.map(|_| name.clone()) })
     });
@@ -163,7 +163,7 @@ pub async fn first_running(stage: &Stage, names: &BTreeSet<String>) -> anyhow::R
 }
 
 /// A pod that asks for a device of the kind `plugged` in its limits.
-pub fn pod_with_limit(name: &str) -> anyhow::Result<Pod> {
+pub(crate) fn pod_with_limit(name: &str) -> anyhow::Result<Pod> {
     pod_from(json!({
         "metadata": { "name": name },
         "spec": {
@@ -176,7 +176,7 @@ pub fn pod_with_limit(name: &str) -> anyhow::Result<Pod> {
 }
 
 /// Waits until the node offers so many devices of the kind `plugged`.
-pub async fn wait_for_allocatable(stage: &Stage, number: usize, count: &str) -> anyhow::Result<()> {
+pub(crate) async fn wait_for_allocatable(stage: &Stage, number: usize, count: &str) -> anyhow::Result<()> {
     use k8s_openapi::api::core::v1::Node;
     let count = count.to_owned();
     let met = move |node: Option<&Node>| {

@@ -23,22 +23,22 @@ use tokio::time::timeout;
 use crate::harness::{Cluster, IMAGE, PATIENCE, rule};
 
 /// The driver name of the built-in driver.
-pub const DRIVER: &str = "drayman.dev";
+pub(crate) const DRIVER: &str = "drayman.dev";
 /// The finalizer that the controller puts on claims.
-pub const FINALIZER: &str = "drayman.dev/deletion-protection";
+pub(crate) const FINALIZER: &str = "drayman.dev/deletion-protection";
 
 /// A cluster with drayman's kinds and one class, `test`, in it.
 #[allow(missing_debug_implementations, reason = "a kube::Client has none")]
-pub struct Stage {
+pub(crate) struct Stage {
     /// The cluster.
-    pub cluster: Cluster,
+    pub(crate) cluster: Cluster,
     controller: PathBuf,
     node: PathBuf,
 }
 
 /// A program of drayman's. Its log is printed if the test fails.
 #[derive(Debug)]
-pub struct Program {
+pub(crate) struct Program {
     name: String,
     child: Child,
     log: PathBuf,
@@ -46,7 +46,7 @@ pub struct Program {
 }
 
 /// What the controller may do: the same list as in its documentation.
-pub fn controller_rules() -> Vec<PolicyRule> {
+pub(crate) fn controller_rules() -> Vec<PolicyRule> {
     let read = ["get", "list", "watch"];
     vec![
         rule(&["resource.k8s.io"], &["resourceclasses", "resourceclaims", "podschedulingcontexts"], &read),
@@ -70,12 +70,12 @@ fn node_rules() -> Vec<PolicyRule> {
 
 impl Stage {
     /// Starts a cluster with so many real nodes.
-    pub async fn start(nodes: usize) -> anyhow::Result<Self> {
+    pub(crate) async fn start(nodes: usize) -> anyhow::Result<Self> {
         Self::on(Cluster::builder().nodes(nodes).start().await?).await
     }
 
     /// Prepares a cluster.
-    pub async fn on(cluster: Cluster) -> anyhow::Result<Self> {
+    pub(crate) async fn on(cluster: Cluster) -> anyhow::Result<Self> {
         let client = cluster.client();
         let definitions_api = Api::<CustomResourceDefinition>::all(client.clone());
         for definition in definitions() {
@@ -94,7 +94,7 @@ impl Stage {
     }
 
     /// Makes a class of ours whose parameters are the DeviceClassParameters `test`.
-    pub async fn make_class(&self, name: &str) -> anyhow::Result<()> {
+    pub(crate) async fn make_class(&self, name: &str) -> anyhow::Result<()> {
         self.apply(&json!({
             "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": name },
             "driverName": DRIVER,
@@ -104,7 +104,7 @@ impl Stage {
     }
 
     /// Makes a template named `test` for claims of the class `test`, with the parameters of that name, if any.
-    pub async fn make_template(&self, parameters: Option<&str>) -> anyhow::Result<()> {
+    pub(crate) async fn make_template(&self, parameters: Option<&str>) -> anyhow::Result<()> {
         let reference = parameters
             .map(|name| json!({ "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": name }));
         self.apply(&json!({
@@ -115,7 +115,7 @@ impl Stage {
     }
 
     /// Applies an object as kubectl does.
-    pub async fn apply(&self, object: &Value) -> anyhow::Result<()> {
+    pub(crate) async fn apply(&self, object: &Value) -> anyhow::Result<()> {
         let name = object["metadata"]["name"].as_str().unwrap_or("object");
         let kind = object["kind"].as_str().unwrap_or("kind");
         let path = self.cluster.directory().join(format!("{kind}-{name}.json"));
@@ -125,38 +125,38 @@ impl Stage {
     }
 
     /// Claims of the namespace `default`.
-    pub fn claims(&self) -> Api<ResourceClaim> {
+    pub(crate) fn claims(&self) -> Api<ResourceClaim> {
         Api::namespaced(self.cluster.client(), "default")
     }
 
     /// Classes.
-    pub fn classes(&self) -> Api<ResourceClass> {
+    pub(crate) fn classes(&self) -> Api<ResourceClass> {
         Api::all(self.cluster.client())
     }
 
     /// Pods of the namespace `default`.
-    pub fn pods(&self) -> Api<Pod> {
+    pub(crate) fn pods(&self) -> Api<Pod> {
         Api::namespaced(self.cluster.client(), "default")
     }
 
     /// Contexts of the namespace `default`.
-    pub fn contexts(&self) -> Api<PodSchedulingContext> {
+    pub(crate) fn contexts(&self) -> Api<PodSchedulingContext> {
         Api::namespaced(self.cluster.client(), "default")
     }
 
     /// Makes a pod with one claim from the template `test`.
-    pub async fn make_pod(&self, name: &str) -> anyhow::Result<Pod> {
+    pub(crate) async fn make_pod(&self, name: &str) -> anyhow::Result<Pod> {
         Ok(self.pods().create(&PostParams::default(), &pod_with_claim(name)?).await?)
     }
 
     /// Deletes a pod at once, as a kubelet does at the end.
-    pub async fn remove_pod(&self, name: &str) -> anyhow::Result<()> {
+    pub(crate) async fn remove_pod(&self, name: &str) -> anyhow::Result<()> {
         self.pods().delete(name, &DeleteParams::default().grace_period(0)).await.map(drop)?;
         Ok(())
     }
 
     /// Waits for a condition; the error says what was waited for and how the object is.
-    pub async fn wait<K>(
+    pub(crate) async fn wait<K>(
         &self,
         api: Api<K>,
         name: &str,
@@ -181,7 +181,7 @@ impl Stage {
     }
 
     /// The claim that was made for a pod, once it meets a condition.
-    pub async fn claim_of(&self, pod: &str, what: &str, condition: fn(&ResourceClaim) -> bool) -> anyhow::Result<ResourceClaim> {
+    pub(crate) async fn claim_of(&self, pod: &str, what: &str, condition: fn(&ResourceClaim) -> bool) -> anyhow::Result<ResourceClaim> {
         let pod = self.wait(self.pods(), pod, "given a claim", |pod: Option<&Pod>| claim_name(pod).is_some()).await?;
         let name = claim_name(pod.as_ref()).context("the pod has a claim")?;
         let met = move |claim: Option<&ResourceClaim>| claim.is_some_and(condition);
@@ -189,7 +189,7 @@ impl Stage {
     }
 
     /// Waits for an Event of this reason about an object whose text contains `text`.
-    pub async fn wait_for_event(&self, name: &str, reason: &str, text: &str) -> anyhow::Result<Event> {
+    pub(crate) async fn wait_for_event(&self, name: &str, reason: &str, text: &str) -> anyhow::Result<Event> {
         use futures::TryStreamExt as _;
         use kube::runtime::{WatchStreamExt as _, watcher};
 
@@ -224,14 +224,14 @@ impl Stage {
     }
 
     /// Starts the controller.
-    pub fn controller(&self) -> anyhow::Result<Program> {
+    pub(crate) fn controller(&self) -> anyhow::Result<Program> {
         let mut command = self.cluster.command(env!("CARGO_BIN_EXE_drayman"));
         command.args(["controller", "--v=4", "--kubeconfig"]).arg(&self.controller);
         self.program("controller", command)
     }
 
     /// Starts the companion on a real node, with a configuration of device kinds.
-    pub fn companion(&self, number: usize, configuration: &str) -> anyhow::Result<Program> {
+    pub(crate) fn companion(&self, number: usize, configuration: &str) -> anyhow::Result<Program> {
         let node = self.cluster.node(number);
         let file = self.cluster.directory().join(format!("node-{number}.yaml"));
         std::fs::write(&file, configuration)?;
@@ -250,7 +250,7 @@ impl Stage {
     }
 
     /// Makes a node that exists in the API only. The scheduler binds pods to it; nothing runs there.
-    pub async fn pretend_node(&self, name: &str) -> anyhow::Result<Node> {
+    pub(crate) async fn pretend_node(&self, name: &str) -> anyhow::Result<Node> {
         let api = Api::<Node>::all(self.cluster.client());
         let node: Node = serde_json::from_value(json!({ "metadata": { "name": name } }))?;
         api.create(&PostParams::default(), &node).await?;
@@ -264,13 +264,13 @@ impl Stage {
     }
 
     /// Makes a pretended node with its inventory, as a companion writes it: `count` devices of the kind `test`.
-    pub async fn pretend_devices(&self, node: &str, count: usize) -> anyhow::Result<()> {
+    pub(crate) async fn pretend_devices(&self, node: &str, count: usize) -> anyhow::Result<()> {
         let uid = self.pretend_node(node).await?.metadata.uid.context("a node has a uid")?;
         self.write_inventory(node, &uid, count).await
     }
 
     /// Writes the inventory of a pretended node anew.
-    pub async fn write_inventory(&self, node: &str, uid: &str, count: usize) -> anyhow::Result<()> {
+    pub(crate) async fn write_inventory(&self, node: &str, uid: &str, count: usize) -> anyhow::Result<()> {
         let device = |number| Device {
             name: format!("drayman-test-{number}"),
             kind: "test".to_owned(),
@@ -301,18 +301,18 @@ impl Stage {
 
 impl Program {
     /// Kills it where it stands.
-    pub async fn kill(&mut self) -> anyhow::Result<()> {
+    pub(crate) async fn kill(&mut self) -> anyhow::Result<()> {
         self.child.kill().await.with_context(|| format!("killing {}", self.name))
     }
 
     /// Sends a signal.
-    pub fn signal(&self, signal: Signal) -> anyhow::Result<()> {
+    pub(crate) fn signal(&self, signal: Signal) -> anyhow::Result<()> {
         let id = self.child.id().and_then(|id| i32::try_from(id).ok()).context("it runs")?;
         Ok(kill_process(Pid::from_raw(id).context("a pid")?, signal)?)
     }
 
     /// Asks it to end and waits for that.
-    pub async fn end(mut self) -> anyhow::Result<ExitStatus> {
+    pub(crate) async fn end(mut self) -> anyhow::Result<ExitStatus> {
         self.signal(Signal::TERM)?;
         let status = timeout(PATIENCE, self.child.wait()).await.with_context(|| format!("{} ends", self.name))??;
         anyhow::ensure!(status.success(), "{} ended with {status}", self.name);
@@ -321,12 +321,12 @@ impl Program {
     }
 
     /// What it has logged.
-    pub fn log(&self) -> anyhow::Result<String> {
+    pub(crate) fn log(&self) -> anyhow::Result<String> {
         Ok(std::fs::read_to_string(&self.log)?)
     }
 
     /// Its process id.
-    pub fn id(&self) -> Option<u32> {
+    pub(crate) fn id(&self) -> Option<u32> {
         self.child.id()
     }
 }
@@ -344,7 +344,7 @@ impl Drop for Program {
 }
 
 /// A pod with one container and one claim from the template `test`.
-pub fn pod_with_claim(name: &str) -> anyhow::Result<Pod> {
+pub(crate) fn pod_with_claim(name: &str) -> anyhow::Result<Pod> {
     pod_from(json!({
         "metadata": { "name": name },
         "spec": {
@@ -358,41 +358,41 @@ pub fn pod_with_claim(name: &str) -> anyhow::Result<Pod> {
 }
 
 /// A pod as a user writes it. Our own type of it keeps the `source` of a claim, which k8s-openapi's has no more.
-pub fn pod_from(manifest: Value) -> anyhow::Result<Pod> {
+pub(crate) fn pod_from(manifest: Value) -> anyhow::Result<Pod> {
     serde_json::from_value(manifest).map_err(Into::into)
 }
 
 /// The name of a pod's first claim, as the claim controller has entered it.
-pub fn claim_name(pod: Option<&Pod>) -> Option<String> {
+pub(crate) fn claim_name(pod: Option<&Pod>) -> Option<String> {
     pod?.status.resource_claim_statuses.first()?.resource_claim_name.clone()
 }
 
 /// A condition: the pod runs.
-pub fn is_running() -> impl Condition<Pod> {
+pub(crate) fn is_running() -> impl Condition<Pod> {
     |pod: Option<&Pod>| pod.is_some_and(|pod| pod.status.phase.as_deref() == Some("Running"))
 }
 
 /// A condition: the scheduler has bound the pod to a node.
-pub fn is_bound() -> impl Condition<Pod> {
+pub(crate) fn is_bound() -> impl Condition<Pod> {
     |pod: Option<&Pod>| pod.is_some_and(|pod| pod.spec.node_name.is_some())
 }
 
 /// Whether a claim is allocated.
-pub fn is_allocated(claim: &ResourceClaim) -> bool {
+pub(crate) fn is_allocated(claim: &ResourceClaim) -> bool {
     claim.status.allocation.is_some()
 }
 
 /// Whether a claim has our finalizer.
-pub fn has_finalizer(claim: &ResourceClaim) -> bool {
+pub(crate) fn has_finalizer(claim: &ResourceClaim) -> bool {
     claim.metadata.finalizers.iter().flatten().any(|name| name == FINALIZER)
 }
 
 /// A condition: the object is gone.
-pub fn is_gone<K>() -> impl Condition<K> {
+pub(crate) fn is_gone<K>() -> impl Condition<K> {
     |object: Option<&K>| object.is_none()
 }
 
 /// The path of a file of the test's own.
-pub fn file(stage: &Stage, name: &str) -> PathBuf {
+pub(crate) fn file(stage: &Stage, name: &str) -> PathBuf {
     Path::new(stage.cluster.directory()).join(name)
 }

@@ -273,7 +273,7 @@ mod tests {
         );
         assert_eq!(
             text("d"),
-            "devices of kind test are handed out as an extended resource here, not to claims"
+            "the devices of kind test here are not for claims: see their mode in the node's configuration"
         );
         assert_eq!(text("e"), "no device of kind test on this node");
     }

@@ -44,8 +44,8 @@ enum Standing<'a> {
     Held,
     /// Held by nobody, and must not be given.
     Unhealthy,
-    /// Leaves the node through the other door.
-    OtherDoor,
+    /// Leaves the node in another way, or in one that only a newer release knows.
+    OtherMode,
 }
 
 /// Judges claims together on one node: each gets what it wants beside those before it, or the reason why not.
@@ -165,7 +165,7 @@ fn standings<'a>(holdings: &'a Holdings, node: &Node, wishes: &[Wish<'a>]) -> Ve
             .next_if(|(name, _)| **name == device.name)
             .map(|(_, holders)| holders);
         match holders.map(|holders| own(holders)) {
-            _ if device.mode != Mode::Claims => Standing::OtherDoor,
+            _ if device.mode != Mode::Claims => Standing::OtherMode,
             Some(None) => Standing::Held,
             _ if device.unhealthy.is_some() => Standing::Unhealthy,
             Some(Some(uid)) => Standing::Own(uid),
@@ -202,7 +202,7 @@ fn add(
                     before.push(index)
                 }
                 Standing::Own(_) => others.push(index),
-                Standing::Held | Standing::Unhealthy | Standing::OtherDoor => {}
+                Standing::Held | Standing::Unhealthy | Standing::OtherMode => {}
             }
         }
         before.append(&mut free);
@@ -222,11 +222,11 @@ fn shortage(node: &Node, standings: &[Standing<'_>], demand: &Demand) -> Shortag
         if *device.kind != *demand.kind() {
             continue;
         }
-        shortage.total += usize::from(*standing != Standing::OtherDoor);
+        shortage.total += usize::from(*standing != Standing::OtherMode);
         match standing {
             Standing::Held => shortage.held += 1,
             Standing::Unhealthy => shortage.unhealthy += 1,
-            Standing::OtherDoor => shortage.extended += 1,
+            Standing::OtherMode => shortage.other_mode += 1,
             Standing::Free | Standing::Own(_) => {}
         }
     }

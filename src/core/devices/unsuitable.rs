@@ -52,8 +52,8 @@ pub struct Shortage {
     pub held: usize,
     /// Of these, unhealthy and held by nobody.
     pub unhealthy: usize,
-    /// Devices of the kind that leave through the device plugin API instead.
-    pub extended: usize,
+    /// Devices of the kind that leave the node in another way.
+    pub other_mode: usize,
     /// Devices that the claim wants.
     pub wanted: usize,
     /// Devices that the pod's other claims want, as far as they are met before this one.
@@ -71,7 +71,7 @@ impl Shortage {
         self.total += other.total;
         self.held += other.held;
         self.unhealthy += other.unhealthy;
-        self.extended += other.extended;
+        self.other_mode += other.other_mode;
     }
 }
 
@@ -82,14 +82,14 @@ impl fmt::Display for Shortage {
             total,
             held,
             unhealthy,
-            extended,
+            other_mode,
             wanted,
             wanted_besides,
         } = self;
-        if *total == 0 && *extended > 0 {
+        if *total == 0 && *other_mode > 0 {
             return write!(
                 f,
-                "devices of kind {kind} are handed out as an extended resource here, not to claims"
+                "the devices of kind {kind} here are not for claims: see their mode in the node's configuration"
             );
         }
         if *total == 0 {
@@ -125,7 +125,7 @@ mod tests {
             total,
             held,
             unhealthy,
-            extended: 0,
+            other_mode: 0,
             wanted,
             wanted_besides,
         }
@@ -154,7 +154,10 @@ mod tests {
             ..Shortage::default()
         };
         assert_eq!(none.to_string(), "no device of kind test on this node");
-        let extended = Shortage { extended: 2, ..none };
-        assert!(extended.to_string().contains("as an extended resource here"));
+        let other = Shortage {
+            other_mode: 2,
+            ..none
+        };
+        assert!(other.to_string().contains("are not for claims"));
     }
 }

@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::naming::environment_name;
+
 /// What a container gets. Nothing in it comes from an object that a user wrote.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -27,4 +29,66 @@ pub struct DeviceNode {
     pub container_path: String,
     /// What the container may do with it, a non-empty subset of `rwm` in that order: read, write, make nodes.
     pub permissions: String,
+}
+
+impl Injection {
+    /// What a container gets for a device that is one device node: the node, at the path by which the operator's
+    /// configuration found it, and a variable with that path.
+    pub fn of_device_node(device: &str, node: DeviceNode) -> Self {
+        Self {
+            environment: BTreeMap::from([(environment_name(device), node.container_path.clone())]),
+            device_nodes: vec![node],
+        }
+    }
+
+    /// Adds what another device brings. Variables are named after devices, so two devices never share one.
+    pub fn extend(&mut self, other: Self) {
+        self.device_nodes.extend(other.device_nodes);
+        self.environment.extend(other.environment);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn node(path: &str) -> DeviceNode {
+        DeviceNode {
+            host_path: path.into(),
+            container_path: path.into(),
+            permissions: "rw".into(),
+        }
+    }
+
+    #[test]
+    fn devices_add_up_without_overwriting_each_other() {
+        let mut both = Injection::of_device_node("kvm", node("/dev/kvm"));
+        both.extend(Injection::of_device_node("fuse", node("/dev/fuse")));
+        assert_eq!(both.device_nodes, [node("/dev/kvm"), node("/dev/fuse")]);
+        let environment: Vec<(&str, &str)> = both
+            .environment
+            .iter()
+            .map(|(name, value)| (name.as_str(), value.as_str()))
+            .collect();
+        assert_eq!(
+            environment,
+            [
+                ("DRAYMAN_DEVICE_FUSE", "/dev/fuse"),
+                ("DRAYMAN_DEVICE_KVM", "/dev/kvm")
+            ]
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn no_variable_but_our_own_can_come_out(device in ".{0,40}|LD_PRELOAD|PATH|BASH_ENV|[A-Z_=\\n\\x00]{1,20}") {
+            let injection = Injection::of_device_node(&device, node("/dev/null"));
+            for name in injection.environment.keys() {
+                prop_assert!(name.starts_with("DRAYMAN_DEVICE_"));
+                prop_assert!(name.bytes().all(|b| b.is_ascii_uppercase() || b.is_ascii_digit() || b == b'_'));
+            }
+        }
+    }
 }

@@ -26,11 +26,11 @@ func buildKubernetes(ctx context.Context, source, directory string, version Vers
 	// Without these the components call themselves v0.0.0-master, and API discovery and feature gates go by it.
 	flags := []string{"-s", "-w"}
 	for _, in := range []string{"k8s.io/component-base/version", "k8s.io/client-go/pkg/version"} {
-		for key, value := range map[string]string{
-			"gitVersion": "v" + version.String(), "gitMajor": "1", "gitMinor": strconv.Itoa(version.Minor),
-			"gitTreeState": "clean", "gitCommit": "drayman-tests",
+		for _, value := range []string{
+			"gitVersion=v" + version.String(), "gitMajor=1", "gitMinor=" + strconv.Itoa(version.Minor),
+			"gitTreeState=clean", "gitCommit=drayman-tests",
 		} {
-			flags = append(flags, fmt.Sprintf("-X %s.%s=%s", in, key, value))
+			flags = append(flags, "-X "+in+"."+value)
 		}
 	}
 	// providerless leaves the clients of the public clouds out, which kubelet and apiserver up to 1.30 carry.
@@ -54,6 +54,35 @@ func buildContainerd(ctx context.Context, source, directory string) error {
 		module+"/cmd/containerd", module+"/cmd/containerd-shim-runc-v2", module+"/cmd/ctr")
 }
 
+// Pin works out go.mod and go.sum for a version and writes them where the recipe keeps them, below directory.
+func Pin(ctx context.Context, directory string, version Version) error {
+	source, err := os.MkdirTemp("", "drayman-pin-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(source)
+	if err := copyOut("kubernetes/main.go", filepath.Join(source, "main.go")); err != nil {
+		return err
+	}
+	if err := workOut(ctx, source, version); err != nil {
+		return err
+	}
+	kept := filepath.Join(directory, "kubernetes", version.String())
+	if err := os.MkdirAll(kept, 0o755); err != nil {
+		return err
+	}
+	for from, to := range map[string]string{"go.mod": "module.txt", "go.sum": "sums.txt"} {
+		content, err := os.ReadFile(filepath.Join(source, from))
+		if err != nil {
+			return err
+		}
+		if err := os.WriteFile(filepath.Join(kept, to), content, 0o644); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // requirements writes go.mod and go.sum: those kept with the recipe where there are any, so that a build of the
 // default version trusts nothing but checksums; else worked out with the module proxy.
 func requirements(ctx context.Context, source string, version Version) error {
@@ -64,6 +93,11 @@ func requirements(ctx context.Context, source string, version Version) error {
 		}
 		return copyOut(kept+"/sums.txt", filepath.Join(source, "go.sum"))
 	}
+	return workOut(ctx, source, version)
+}
+
+// workOut asks the module proxy for what a version needs.
+func workOut(ctx context.Context, source string, version Version) error {
 	var module strings.Builder
 	fmt.Fprintf(&module, "module %s\n\ngo 1.22\n\nrequire k8s.io/kubernetes v%s\n\nreplace (\n", kubernetesModule, version)
 	for _, name := range staging(version.Minor) {

@@ -30,7 +30,7 @@ const DefaultVersion = "1.30.14"
 
 const containerdVersion = "1.7.27"
 
-//go:embed *.go kubernetes containerd
+//go:embed recipe.go modules.go debian.go kubernetes containerd
 var sources embed.FS
 
 // Programs says where the built programs are.

@@ -1,0 +1,103 @@
+//! The name of the driver, checked: it names a directory, a CDI vendor and an object.
+
+use std::fmt;
+
+use super::claim_uid::ClaimUid;
+use super::name::{NameError, check_driver};
+
+/// The name of a driver: a lower-case DNS subdomain of at most 63 characters that begins with a letter.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct DriverName(String);
+
+/// A text that cannot be the name of a driver.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DriverNameError {
+    /// Kubernetes does not take it.
+    #[error(transparent)]
+    Kubernetes(#[from] NameError),
+    /// The container runtime does not take it.
+    #[error("{0:?} cannot be the name of a driver: CDI asks for a letter at the beginning")]
+    Vendor(String),
+}
+
+impl DriverName {
+    /// Checks a name.
+    pub fn parse(text: &str) -> Result<Self, DriverNameError> {
+        check_driver(text)?;
+        if text.starts_with(|first: char| first.is_ascii_lowercase()) {
+            Ok(Self(text.to_owned()))
+        } else {
+            Err(DriverNameError::Vendor(text.to_owned()))
+        }
+    }
+
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The CDI kind of everything that claims get from this driver.
+    pub fn cdi_kind(&self) -> String {
+        format!("{}/claim", self.0)
+    }
+
+    /// The CDI id by which a container is given what its claim got. It carries the claim's uid, so it is never used again.
+    pub fn cdi_id(&self, uid: &ClaimUid) -> String {
+        format!("{}/claim={uid}", self.0)
+    }
+
+    /// The name of the CDI file of a claim.
+    pub fn cdi_file(&self, uid: &ClaimUid) -> String {
+        format!("{}{uid}.json", self.cdi_file_prefix())
+    }
+
+    /// What the names of our CDI files begin with. An underscore cannot be part of a driver's name, so no file of another
+    /// driver begins so.
+    pub fn cdi_file_prefix(&self) -> String {
+        format!("{}-claim_", self.0)
+    }
+}
+
+impl fmt::Display for DriverName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_is_safe_in_paths_and_cdi_is_taken() {
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap();
+        assert_eq!(
+            driver.cdi_id(&uid),
+            "drayman.dev/claim=7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10"
+        );
+        assert_eq!(
+            driver.cdi_file(&uid),
+            "drayman.dev-claim_7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10.json"
+        );
+    }
+
+    #[test]
+    fn names_that_are_not_are_refused() {
+        for name in [
+            "",
+            "..",
+            "../x",
+            "a/b",
+            "Drayman.dev",
+            "a_b",
+            "1x.dev",
+            "a..b",
+            "a.",
+            &"a".repeat(64),
+            "a\0",
+        ] {
+            assert!(DriverName::parse(name).is_err(), "{name:?}");
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! Who holds which device on this node.
+//!
+//! The ledger is what the checkpoint stores. It changes by [`Change`]s only, and a change counts once the checkpoint that
+//! has it is durable.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::claim_uid::ClaimUid;
+use super::injection::Injection;
+
+/// The claims that hold devices of this node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ledger {
+    /// The boot that this process runs in (`/proc/sys/kernel/random/boot_id`).
+    boot_id: String,
+    entries: BTreeMap<ClaimUid, Entry>,
+}
+
+/// What one claim holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Entry {
+    /// Namespace of the claim; empty if it was rebuilt from a CDI file, which does not have it.
+    pub namespace: String,
+    /// Name of the claim; empty if it was rebuilt from a CDI file.
+    pub name: String,
+    /// The boot in which kubelet last asked for it.
+    pub boot_id: String,
+    /// The devices, in the order of the resource handle.
+    pub devices: Vec<HeldDevice>,
+    /// How far it has come.
+    #[serde(flatten)]
+    pub progress: Progress,
+}
+
+/// A device that a claim holds.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct HeldDevice {
+    /// The device's name in the inventory.
+    pub device: String,
+    /// The kind that the device was of; empty if it was rebuilt from a CDI file.
+    pub kind: String,
+}
+
+/// How far a claim has come.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", tag = "state")]
+pub enum Progress {
+    /// Prepare has begun and has not been answered with success: no container has been given anything. An entry that is
+    /// found in this state by a later request or start is the rest of an attempt that failed, and can be cleared away.
+    Started {
+        /// What the driver made, once it has.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        injection: Option<Injection>,
+    },
+    /// Kubelet has the CDI id, or may have it. Held until Unprepare.
+    Done {
+        /// What containers get.
+        injection: Injection,
+    },
+}
+
+/// One change of the ledger.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// A claim takes its devices.
+    Start(ClaimUid, Entry),
+    /// The claim's injection is ready and in place; kubelet may have it from now on.
+    Finish(ClaimUid),
+    /// A claim holds nothing any more.
+    Remove(ClaimUid),
+}
+
+impl Ledger {
+    /// The ledger as a checkpoint left it, in the boot of this id.
+    pub fn new(boot_id: impl Into<String>, entries: BTreeMap<ClaimUid, Entry>) -> Self {
+        Self {
+            boot_id: boot_id.into(),
+            entries,
+        }
+    }
+
+    /// The boot that this process runs in.
+    pub fn boot_id(&self) -> &str {
+        &self.boot_id
+    }
+
+    /// Every claim that holds something.
+    pub fn entries(&self) -> &BTreeMap<ClaimUid, Entry> {
+        &self.entries
+    }
+
+    /// What a claim holds.
+    pub fn entry(&self, uid: &ClaimUid) -> Option<&Entry> {
+        self.entries.get(uid)
+    }
+
+    /// The claim that holds a device.
+    pub fn holder(&self, device: &str) -> Option<(&ClaimUid, &Entry)> {
+        self.entries
+            .iter()
+            .find(|(_, entry)| entry.devices.iter().any(|held| held.device == device))
+    }
+
+    /// Whether a container may be running that has what the entry holds.
+    ///
+    /// Not so before success was answered, and not so for what was last asked for before the node was booted: kubelet
+    /// asks again for the pods that still exist, and the others no longer run.
+    pub fn may_be_in_use(&self, entry: &Entry) -> bool {
+        matches!(entry.progress, Progress::Done { .. }) && entry.boot_id == self.boot_id
+    }
+
+    /// Carries out a change.
+    pub fn apply(&mut self, change: &Change) {
+        match change {
+            Change::Start(uid, entry) => {
+                self.entries.insert(uid.clone(), entry.clone());
+            }
+            Change::Finish(uid) => {
+                if let Some(entry) = self.entries.get_mut(uid)
+                    && let Some(injection) = entry.injection().cloned()
+                {
+                    entry.progress = Progress::Done { injection };
+                    entry.boot_id.clone_from(&self.boot_id);
+                }
+            }
+            Change::Remove(uid) => {
+                self.entries.remove(uid);
+            }
+        }
+    }
+
+    /// Takes note of what the driver made for a claim. How far the claim has come does not change by it.
+    pub fn set_injection(&mut self, uid: &ClaimUid, made: Injection) {
+        match self.entries.get_mut(uid).map(|entry| &mut entry.progress) {
+            Some(Progress::Started { injection }) => *injection = Some(made),
+            Some(Progress::Done { injection }) => *injection = made,
+            None => {}
+        }
+    }
+}
+
+impl Entry {
+    /// What containers get, if the driver has made it.
+    pub fn injection(&self) -> Option<&Injection> {
+        match &self.progress {
+            Progress::Started { injection } => injection.as_ref(),
+            Progress::Done { injection } => Some(injection),
+        }
+    }
+
+    /// Whether kubelet has the CDI id, or may have it.
+    pub fn is_done(&self) -> bool {
+        matches!(self.progress, Progress::Done { .. })
+    }
+
+    /// The claim as a person reads it.
+    pub fn describe(&self, uid: &ClaimUid) -> String {
+        if self.name.is_empty() {
+            format!("the claim of uid {uid}")
+        } else {
+            format!("claim {}/{} (uid {uid})", self.namespace, self.name)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn uid() -> ClaimUid {
+        ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap()
+    }
+
+    fn started(boot_id: &str) -> Entry {
+        Entry {
+            namespace: "default".into(),
+            name: "camera".into(),
+            boot_id: boot_id.into(),
+            devices: vec![HeldDevice {
+                device: "kvm".into(),
+                kind: "test".into(),
+            }],
+            progress: Progress::Started { injection: None },
+        }
+    }
+
+    #[test]
+    fn a_claim_is_not_done_before_its_injection_is_known() {
+        let mut ledger = Ledger::new("boot", BTreeMap::new());
+        ledger.apply(&Change::Start(uid(), started("boot")));
+        ledger.apply(&Change::Finish(uid()));
+        assert!(!ledger.entry(&uid()).unwrap().is_done());
+        ledger.set_injection(&uid(), Injection::default());
+        ledger.apply(&Change::Finish(uid()));
+        assert!(ledger.entry(&uid()).unwrap().is_done());
+    }
+
+    #[test]
+    fn a_device_is_held_from_the_start_until_the_removal() {
+        let mut ledger = Ledger::new("boot", BTreeMap::new());
+        assert_eq!(ledger.holder("kvm"), None);
+        ledger.apply(&Change::Start(uid(), started("boot")));
+        assert_eq!(ledger.holder("kvm").map(|(holder, _)| holder), Some(&uid()));
+        ledger.apply(&Change::Remove(uid()));
+        assert_eq!(ledger.holder("kvm"), None);
+    }
+
+    #[test]
+    fn nothing_of_an_earlier_boot_is_in_use() {
+        let mut entry = started("before");
+        entry.progress = Progress::Done {
+            injection: Injection::default(),
+        };
+        let mut ledger = Ledger::new("boot", BTreeMap::from([(uid(), entry)]));
+        assert!(!ledger.may_be_in_use(ledger.entry(&uid()).unwrap()));
+        ledger.apply(&Change::Finish(uid()));
+        assert!(ledger.may_be_in_use(ledger.entry(&uid()).unwrap()));
+    }
+}

@@ -1,0 +1,158 @@
+//! Why kubelet does not get what it asks for.
+
+use super::claim_uid::ClaimUidError;
+use crate::api::handle::HandleError;
+
+/// Why the node refuses. Every message is for the person who reads the events of the pod.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// The uid is not one.
+    #[error(transparent)]
+    ClaimUid(#[from] ClaimUidError),
+    /// The namespace or the name is not one.
+    #[error("{field} {value:?} of the claim is not a name that Kubernetes gives")]
+    ClaimName {
+        /// `namespace` or `name`.
+        field: &'static str,
+        /// Its beginning.
+        value: String,
+    },
+    /// The resource handle is not ours.
+    #[error("{0}; it must be as drayman's controller wrote it")]
+    Handle(#[from] HandleError),
+    /// The handle was written for another claim.
+    #[error(
+        "the resource handle is of claim uid {found:?}, not of {expected}: it was not written for this claim"
+    )]
+    OtherClaim {
+        /// The claim that was asked for.
+        expected: String,
+        /// The claim in the handle.
+        found: String,
+    },
+    /// The handle was written for another node.
+    #[error(
+        "the devices were allocated on node {found:?}, this is node {expected:?}: delete the pod so that it is scheduled anew"
+    )]
+    OtherNode {
+        /// This node.
+        expected: String,
+        /// The node in the handle.
+        found: String,
+    },
+    /// The handle was written for an earlier node of the same name.
+    #[error(
+        "the devices were allocated on an earlier node of this name (uid {found:?}, this one has {expected:?}): delete the pod and its claim so that they are allocated anew"
+    )]
+    EarlierNode {
+        /// The uid of this node.
+        expected: String,
+        /// The uid in the handle.
+        found: String,
+    },
+    /// The uid of this node is not known yet.
+    #[error("the API server has not yet told the uid of node {0:?}; it is asked until it does")]
+    NodeUnknown(String),
+    /// The handle names no device.
+    #[error("the resource handle names no device")]
+    NoDevice,
+    /// The same device twice.
+    #[error("device {0:?} is named twice")]
+    Twice(String),
+    /// No such device here.
+    #[error(
+        "device {0:?} is not on this node (any more): plug it in again, or delete the pod so that another is allocated"
+    )]
+    Gone(String),
+    /// The device leaves the node through the other door.
+    #[error(
+        "device {device:?} is of kind {kind:?}, which this node's configuration gives to {given_to}, not to {asked_by}"
+    )]
+    WrongDoor {
+        /// The device.
+        device: String,
+        /// Its kind.
+        kind: String,
+        /// Where its kind goes.
+        given_to: &'static str,
+        /// Where it was asked for.
+        asked_by: &'static str,
+    },
+    /// The device is not well.
+    #[error("device {device:?} is unhealthy: {reason}")]
+    Unhealthy {
+        /// The device.
+        device: String,
+        /// What it has.
+        reason: String,
+    },
+    /// Somebody else has the device.
+    #[error("device {device:?} is held by {holder} until it is unprepared")]
+    Held {
+        /// The device.
+        device: String,
+        /// Who has it.
+        holder: String,
+    },
+    /// The claim has other devices already.
+    #[error(
+        "the claim is prepared with {held}, the resource handle now names {named}: it must be unprepared first"
+    )]
+    Changed {
+        /// What it holds.
+        held: String,
+        /// What the handle names.
+        named: String,
+    },
+    /// There is no such extended resource.
+    #[error("this node has no extended resource {0:?}")]
+    NoResource(String),
+    /// The device does not belong to the extended resource.
+    #[error("device {device:?} does not belong to the extended resource {resource:?}")]
+    OtherResource {
+        /// The device.
+        device: String,
+        /// The resource.
+        resource: String,
+    },
+}
+
+impl Refusal {
+    /// CamelCase, from a small fixed set: the reason of the event, and a metric's label.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::ClaimUid(_) | Self::ClaimName { .. } => "InvalidClaim",
+            Self::Handle(_) | Self::OtherClaim { .. } | Self::NoDevice | Self::Twice(_) => "InvalidHandle",
+            Self::OtherNode { .. } | Self::EarlierNode { .. } => "WrongNode",
+            Self::NodeUnknown(_) => "NodeUnknown",
+            Self::Gone(_) => "DeviceGone",
+            Self::WrongDoor { .. } => "WrongMode",
+            Self::Unhealthy { .. } => "DeviceUnhealthy",
+            Self::Held { .. } => "DeviceHeld",
+            Self::Changed { .. } => "AllocationChanged",
+            Self::NoResource(_) | Self::OtherResource { .. } => "InvalidResource",
+        }
+    }
+
+    /// Whether the request itself is at fault, so that the same request can never succeed on this node.
+    pub fn is_invalid_request(&self) -> bool {
+        match self {
+            Self::ClaimUid(_)
+            | Self::ClaimName { .. }
+            | Self::Handle(_)
+            | Self::OtherClaim { .. }
+            | Self::OtherNode { .. }
+            | Self::NoDevice
+            | Self::Twice(_)
+            | Self::NoResource(_)
+            | Self::OtherResource { .. } => true,
+            Self::EarlierNode { .. }
+            | Self::NodeUnknown(_)
+            | Self::Gone(_)
+            | Self::WrongDoor { .. }
+            | Self::Unhealthy { .. }
+            | Self::Held { .. }
+            | Self::Changed { .. } => false,
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! The injection of a claim as a CDI file, and back: a CDI file is also what a lost checkpoint is rebuilt from.
+
+use std::collections::BTreeMap;
+
+use super::claim_uid::ClaimUid;
+use super::driver_name::DriverName;
+use super::injection::{DeviceNode, Injection};
+use super::ledger::{Entry, HeldDevice, Progress};
+use super::naming::device_of_environment_name;
+use crate::api::cdi;
+
+/// The CDI file of a claim. The kind and the id are made from the driver's name and the claim's uid only.
+pub fn cdi_spec(driver: &DriverName, uid: &ClaimUid, injection: &Injection) -> cdi::Spec {
+    let node = |node: &DeviceNode| cdi::DeviceNode {
+        path: node.container_path.clone(),
+        host_path: node.host_path.clone(),
+        permissions: node.permissions.clone(),
+    };
+    cdi::Spec {
+        cdi_version: cdi::VERSION.to_owned(),
+        kind: driver.cdi_kind(),
+        devices: vec![cdi::Device {
+            name: uid.to_string(),
+            container_edits: cdi::ContainerEdits {
+                env: injection
+                    .environment
+                    .iter()
+                    .map(|(name, value)| format!("{name}={value}"))
+                    .collect(),
+                device_nodes: injection.device_nodes.iter().map(node).collect(),
+            },
+        }],
+    }
+}
+
+/// What a CDI file of ours tells of a claim: the devices, from the variables that are named after them. The claim's
+/// namespace and name and the kinds are not in it. `None` if the file is not as [`cdi_spec`] makes it.
+///
+/// The entry counts as one of this boot: where `/var/run` is kept in memory it is, and elsewhere that is the careful guess.
+pub fn entry_of_cdi_spec(
+    driver: &DriverName,
+    uid: &ClaimUid,
+    boot_id: &str,
+    spec: &cdi::Spec,
+) -> Option<Entry> {
+    let [device] = spec.devices.as_slice() else {
+        return None;
+    };
+    if spec.kind != driver.cdi_kind() || device.name != uid.as_str() {
+        return None;
+    }
+    let mut environment = BTreeMap::new();
+    let mut devices = Vec::new();
+    for variable in &device.container_edits.env {
+        let (name, value) = variable.split_once('=')?;
+        devices.push(HeldDevice {
+            device: device_of_environment_name(name)?,
+            kind: String::new(),
+        });
+        environment.insert(name.to_owned(), value.to_owned());
+    }
+    if devices.is_empty() {
+        return None;
+    }
+    let node = |node: &cdi::DeviceNode| DeviceNode {
+        host_path: node.host_path.clone(),
+        container_path: node.path.clone(),
+        permissions: node.permissions.clone(),
+    };
+    let device_nodes = device.container_edits.device_nodes.iter().map(node).collect();
+    Some(Entry {
+        namespace: String::new(),
+        name: String::new(),
+        boot_id: boot_id.to_owned(),
+        devices,
+        progress: Progress::Done {
+            injection: Injection {
+                device_nodes,
+                environment,
+            },
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn driver() -> DriverName {
+        DriverName::parse("drayman.dev").unwrap()
+    }
+
+    fn uid() -> ClaimUid {
+        ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap()
+    }
+
+    fn injection() -> Injection {
+        let node = |path: &str| DeviceNode {
+            host_path: path.into(),
+            container_path: path.into(),
+            permissions: "rw".into(),
+        };
+        let mut injection = Injection::of_device_node("kvm", node("/dev/kvm"));
+        injection.extend(Injection::of_device_node("tty-usb0", node("/dev/tty-usb0")));
+        injection
+    }
+
+    #[test]
+    fn the_file_says_what_the_specification_asks_for() {
+        let text = serde_json::to_string(&cdi_spec(&driver(), &uid(), &injection())).unwrap();
+        assert_eq!(
+            text,
+            concat!(
+                r#"{"cdiVersion":"0.5.0","kind":"drayman.dev/claim","devices":[{"name":"7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10","#,
+                r#""containerEdits":{"env":["DRAYMAN_DEVICE_KVM=/dev/kvm","DRAYMAN_DEVICE_TTY_USB0=/dev/tty-usb0"],"#,
+                r#""deviceNodes":[{"path":"/dev/kvm","hostPath":"/dev/kvm","permissions":"rw"},"#,
+                r#"{"path":"/dev/tty-usb0","hostPath":"/dev/tty-usb0","permissions":"rw"}]}}]}"#
+            )
+        );
+    }
+
+    #[test]
+    fn a_file_tells_which_devices_the_claim_holds() {
+        let entry = entry_of_cdi_spec(
+            &driver(),
+            &uid(),
+            "boot",
+            &cdi_spec(&driver(), &uid(), &injection()),
+        )
+        .unwrap();
+        assert_eq!(entry.injection(), Some(&injection()));
+        assert_eq!(
+            entry
+                .devices
+                .iter()
+                .map(|held| held.device.as_str())
+                .collect::<Vec<_>>(),
+            ["kvm", "tty-usb0"]
+        );
+    }
+
+    #[test]
+    fn a_file_that_is_not_as_we_write_it_tells_nothing() {
+        let good = cdi_spec(&driver(), &uid(), &injection());
+        let mut other_kind = good.clone();
+        other_kind.kind = "other.dev/claim".into();
+        let mut other_name = good.clone();
+        other_name.devices[0].name = "x".into();
+        let mut other_variable = good.clone();
+        other_variable.devices[0]
+            .container_edits
+            .env
+            .push("PATH=/x".into());
+        let mut no_variable = good.clone();
+        no_variable.devices[0].container_edits.env.clear();
+        let mut two_devices = good.clone();
+        two_devices.devices.push(two_devices.devices[0].clone());
+        for spec in [other_kind, other_name, other_variable, no_variable, two_devices] {
+            assert_eq!(
+                entry_of_cdi_spec(&driver(), &uid(), "boot", &spec),
+                None,
+                "{spec:?}"
+            );
+        }
+    }
+}

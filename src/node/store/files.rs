@@ -1,0 +1,187 @@
+//! Files that are either there whole or not at all.
+
+use std::fs::{DirBuilder, File, OpenOptions, Permissions, TryLockError};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
+
+use super::StoreError;
+
+/// What the name of a file has at its end while it is written. Readers of CDI take `.json` and `.yaml` only.
+pub(super) const TEMPORARY: &str = ".tmp";
+
+/// Makes a directory and its parents, unless they are there. `mode` is that of what is made.
+pub(super) fn make_directory(path: &Path, mode: u32) -> Result<(), StoreError> {
+    DirBuilder::new()
+        .recursive(true)
+        .mode(mode)
+        .create(path)
+        .map_err(StoreError::io("make directory", path))
+}
+
+/// Takes the lock that keeps a second process away. It is let go when the file is closed, also by a kill.
+pub(super) fn lock(path: &Path) -> Result<File, StoreError> {
+    let file = OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .mode(0o600)
+        .custom_flags(no_follow())
+        .open(path)
+        .map_err(StoreError::io("open", path))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => Err(StoreError::Locked(path.to_owned())),
+        Err(TryLockError::Error(source)) => Err(StoreError::Io {
+            action: "lock",
+            path: path.to_owned(),
+            source,
+        }),
+    }
+}
+
+/// Reads a file of at most `max` bytes, or nothing if there is none. A symbolic link is not followed.
+pub(super) fn read(path: &Path, max: u64) -> io::Result<Option<Vec<u8>>> {
+    let file = match OpenOptions::new().read(true).custom_flags(no_follow()).open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+    }
+    let mut content = Vec::new();
+    file.take(max + 1).read_to_end(&mut content)?;
+    if content.len() as u64 > max {
+        return Err(io::Error::new(
+            io::ErrorKind::FileTooLarge,
+            format!("more than {max} bytes"),
+        ));
+    }
+    Ok(Some(content))
+}
+
+/// Puts a file in the place of whatever has its name: another file, or a symbolic link, which is not followed.
+///
+/// Written under another name in the same directory, flushed to the disk and then renamed, so that a reader, and whoever
+/// comes after a power loss, sees the old content or the new.
+pub(super) fn replace(path: &Path, content: &[u8], mode: u32) -> Result<(), StoreError> {
+    let temporary = temporary_of(path);
+    let result = write_new(&temporary, content, mode)
+        .and_then(|()| std::fs::rename(&temporary, path).map_err(StoreError::io("rename to", path)));
+    if result.is_err() {
+        // Whatever went wrong, the half of a file must not stay; a disk that is full needs the room.
+        let _ = std::fs::remove_file(&temporary);
+    }
+    result
+}
+
+fn write_new(path: &Path, content: &[u8], mode: u32) -> Result<(), StoreError> {
+    remove(path)?;
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(mode)
+        .custom_flags(no_follow())
+        .open(path)
+        .map_err(StoreError::io("create", path))?;
+    file.write_all(content)
+        // The mode again, because the process's umask may have taken from it.
+        .and_then(|()| file.set_permissions(Permissions::from_mode(mode)))
+        .and_then(|()| file.sync_all())
+        .map_err(StoreError::io("write", path))
+}
+
+/// Removes a file or a symbolic link, if it is there.
+pub(super) fn remove(path: &Path) -> Result<(), StoreError> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(StoreError::io("remove", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+/// Makes what was renamed or removed in a directory outlive a power loss.
+pub(super) fn sync_directory(path: &Path) -> Result<(), StoreError> {
+    File::open(path)
+        .and_then(|directory| directory.sync_all())
+        .map_err(StoreError::io("flush directory", path))
+}
+
+fn temporary_of(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(TEMPORARY);
+    name.into()
+}
+
+#[expect(
+    clippy::cast_possible_wrap,
+    reason = "open flags are bits; the standard library takes them as a signed integer"
+)]
+fn no_follow() -> i32 {
+    (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_planted_symbolic_link_is_replaced_and_not_followed() {
+        let directory = tempfile::tempdir().unwrap();
+        let victim = directory.path().join("victim");
+        std::fs::write(&victim, "precious").unwrap();
+        let path = directory.path().join("file.json");
+        symlink(&victim, &path).unwrap();
+        symlink(&victim, temporary_of(&path)).unwrap();
+        replace(&path, b"content", 0o644).unwrap();
+        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
+        assert!(path.symlink_metadata().unwrap().is_file());
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "content");
+        assert!(!temporary_of(&path).exists());
+    }
+
+    #[test]
+    fn the_mode_is_what_was_asked_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("file");
+        replace(&path, b"", 0o644).unwrap();
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o7777, 0o644);
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_put_in_place_leaves_nothing_behind() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("taken");
+        std::fs::create_dir_all(path.join("full")).unwrap();
+        let error = replace(&path, b"content", 0o644).unwrap_err();
+        assert!(error.to_string().contains("taken"), "{error}");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn reading_follows_no_link_takes_no_pipe_and_knows_its_limit() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("file");
+        assert_eq!(read(&path, 10).unwrap(), None);
+        std::fs::write(&path, "0123456789").unwrap();
+        assert_eq!(read(&path, 10).unwrap().unwrap(), b"0123456789");
+        assert_eq!(read(&path, 9).unwrap_err().kind(), io::ErrorKind::FileTooLarge);
+        symlink(&path, directory.path().join("link")).unwrap();
+        assert!(read(&directory.path().join("link"), 10).is_err());
+        assert!(read(directory.path(), 10).is_err());
+    }
+
+    #[test]
+    fn a_second_lock_is_refused_until_the_first_is_let_go() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("lock");
+        let first = lock(&path).unwrap();
+        assert!(matches!(lock(&path), Err(StoreError::Locked(_))));
+        drop(first);
+        lock(&path).unwrap();
+    }
+}

@@ -1,0 +1,212 @@
+use super::*;
+use crate::core::node::injection::DeviceNode;
+use crate::core::node::ledger::{Change, HeldDevice, Progress};
+use crate::core::node::model::{Disk, Node, operations};
+use proptest::prelude::*;
+
+/// Directories in memory where there are such: the model flushes thousands of files.
+fn directory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm")
+        .or_else(|_| tempfile::tempdir())
+        .unwrap()
+}
+
+fn driver() -> DriverName {
+    DriverName::parse("drayman.dev").unwrap()
+}
+
+fn open(root: &Path, boot_id: &str) -> Result<Opened, StoreError> {
+    Store::open(
+        &driver(),
+        &root.join("plugins/drayman.dev"),
+        &root.join("cdi"),
+        boot_id,
+    )
+}
+
+fn uid() -> ClaimUid {
+    ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap()
+}
+
+fn injection() -> Injection {
+    let node = DeviceNode {
+        host_path: "/dev/kvm".into(),
+        container_path: "/dev/kvm".into(),
+        permissions: "rw".into(),
+    };
+    Injection::of_device_node("kvm", node)
+}
+
+fn prepared(root: &Path) -> Ledger {
+    let Opened {
+        store, mut ledger, ..
+    } = open(root, "boot").unwrap();
+    let entry = Entry {
+        namespace: "default".into(),
+        name: "camera".into(),
+        boot_id: "boot".into(),
+        devices: vec![HeldDevice {
+            device: "kvm".into(),
+            kind: "test".into(),
+        }],
+        progress: Progress::Started {
+            injection: Some(injection()),
+        },
+    };
+    ledger.apply(&Change::Start(uid(), entry));
+    ledger.apply(&Change::Finish(uid()));
+    store.set_cluster(ClusterFacts {
+        node_uid: Some("n-1".into()),
+        serves_claims: Some(true),
+    });
+    store.write_cdi(&uid(), &injection()).unwrap();
+    store.save(&ledger).unwrap();
+    ledger
+}
+
+#[test]
+fn the_next_process_finds_what_the_last_one_stored() {
+    let root = directory();
+    let ledger = prepared(root.path());
+    let opened = open(root.path(), "boot").unwrap();
+    assert_eq!(opened.ledger, ledger);
+    assert_eq!(opened.files, BTreeSet::from([uid()]));
+    assert_eq!(opened.cluster.node_uid.as_deref(), Some("n-1"));
+}
+
+#[test]
+fn a_second_process_is_refused_by_name() {
+    let root = directory();
+    let _first = open(root.path(), "boot").unwrap();
+    let error = open(root.path(), "boot").unwrap_err();
+    assert_eq!(error.reason(), "AlreadyRunning");
+    assert!(error.to_string().contains("lock"), "{error}");
+}
+
+#[test]
+fn a_damaged_checkpoint_is_rebuilt_from_the_cdi_files() {
+    let root = directory();
+    prepared(root.path());
+    let path = root.path().join("plugins/drayman.dev/checkpoint.json");
+    let good = std::fs::read(&path).unwrap();
+    for damaged in [
+        Vec::new(),
+        good[..good.len() / 2].to_vec(),
+        vec![0; 4096],
+        b"{\"version\":1}".to_vec(),
+    ] {
+        std::fs::write(&path, &damaged).unwrap();
+        let opened = open(root.path(), "boot").unwrap();
+        let entry = opened.ledger.entry(&uid()).unwrap();
+        assert!(opened.ledger.may_be_in_use(entry));
+        assert_eq!(
+            opened.ledger.holder("kvm").map(|(holder, _)| holder),
+            Some(&uid())
+        );
+        assert_eq!(entry.injection(), Some(&injection()));
+        opened.store.save(&opened.ledger).unwrap();
+    }
+}
+
+#[test]
+fn a_damaged_checkpoint_and_a_damaged_cdi_file_do_not_stop_the_companion() {
+    let root = directory();
+    prepared(root.path());
+    std::fs::write(root.path().join("plugins/drayman.dev/checkpoint.json"), "x").unwrap();
+    std::fs::write(
+        root.path().join(format!("cdi/drayman.dev-claim_{}.json", uid())),
+        "y",
+    )
+    .unwrap();
+    let opened = open(root.path(), "boot").unwrap();
+    assert_eq!(opened.ledger.entries().len(), 0);
+    assert_eq!(opened.files, BTreeSet::from([uid()]));
+}
+
+#[test]
+fn a_store_that_cannot_write_says_so_and_takes_up_again_afterwards() {
+    let root = directory();
+    let ledger = prepared(root.path());
+    let Opened { store, .. } = open(root.path(), "boot").unwrap();
+    // A directory in the place of the temporary file stops root as well, which permissions do not.
+    let obstacle = root.path().join("plugins/drayman.dev/checkpoint.json.tmp");
+    std::fs::create_dir(&obstacle).unwrap();
+    let error = store.save(&ledger).unwrap_err();
+    assert_eq!(error.reason(), "StorageFailed");
+    assert!(error.to_string().contains("checkpoint.json.tmp"), "{error}");
+    std::fs::remove_dir(&obstacle).unwrap();
+    store.save(&ledger).unwrap();
+}
+
+/// The real records as the model sees them. Opened anew for each look, as a new process would.
+struct Real {
+    root: tempfile::TempDir,
+    store: std::cell::RefCell<Option<Store>>,
+}
+
+impl Real {
+    fn new() -> Self {
+        Self {
+            root: directory(),
+            store: std::cell::RefCell::default(),
+        }
+    }
+
+    fn with<T>(&self, use_it: impl FnOnce(&Store) -> T) -> T {
+        let mut store = self.store.borrow_mut();
+        use_it(store.get_or_insert_with(|| open(self.root.path(), "unused").unwrap().store))
+    }
+}
+
+impl Records for Real {
+    type Error = StoreError;
+
+    fn save(&self, ledger: &Ledger) -> Result<(), StoreError> {
+        self.with(|store| store.save(ledger))
+    }
+
+    fn write_cdi(&self, uid: &ClaimUid, injection: &Injection) -> Result<(), StoreError> {
+        self.with(|store| store.write_cdi(uid, injection))
+    }
+
+    fn remove_cdi(&self, uid: &ClaimUid) -> Result<(), StoreError> {
+        self.with(|store| store.remove_cdi(uid))
+    }
+}
+
+impl Disk for Real {
+    fn found(&self) -> (BTreeMap<ClaimUid, Entry>, BTreeSet<ClaimUid>) {
+        *self.store.borrow_mut() = None;
+        // What a process leaves that is killed within a write.
+        std::fs::write(
+            self.root.path().join("plugins/drayman.dev/checkpoint.json.tmp"),
+            "half",
+        )
+        .unwrap_or_default();
+        std::fs::write(
+            self.root
+                .path()
+                .join(format!("cdi/drayman.dev-claim_{}.json.tmp", uid())),
+            "half",
+        )
+        .unwrap_or_default();
+        let opened = open(self.root.path(), "unused").unwrap();
+        let found = (opened.ledger.entries().clone(), opened.files);
+        *self.store.borrow_mut() = Some(opened.store);
+        found
+    }
+
+    fn booted(&self) {
+        *self.store.borrow_mut() = None;
+        std::fs::remove_dir_all(self.root.path().join("cdi")).unwrap();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    #[test]
+    fn a_node_that_is_killed_anywhere_keeps_its_promises_on_a_real_disk(operations in operations()) {
+        Node::new(Real::new()).live(&operations);
+    }
+}

@@ -1,0 +1,8 @@
+//! The doors over real sockets: called by tonic's clients, and by bytes as kubelet's gRPC library sends them.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail")]
+
+mod device_plugin;
+mod dra;
+mod hostile;
+mod support;

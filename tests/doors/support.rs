@@ -1,0 +1,314 @@
+//! A companion that answers by script, and a gRPC client that may send any authority.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use drayman::core::node::injection::{DeviceNode, Injection};
+use drayman::node::companion::{ClaimToPrepare, ClaimToUnprepare, Companion, CompanionError, PluginDevice};
+use drayman::node::door::{DoorError, DoorState, KubeletPaths, dra};
+use loona_hpack::{Decoder, Encoder};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::{Channel, Endpoint};
+
+pub(crate) const DRIVER: &str = "test.drayman.dev";
+pub(crate) const RESOURCE: &str = "test.drayman.dev/port";
+
+/// Waits for what must come soon.
+pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
+    timeout(Duration::from_secs(20), future).await.expect("in time")
+}
+
+/// Waits until the state is the wanted one.
+pub(crate) async fn until_state(state: &mut watch::Receiver<DoorState>, wanted: &DoorState) {
+    soon(state.wait_for(|now| now == wanted))
+        .await
+        .expect("the door lives");
+}
+
+/// Waits until a file is there, or is not.
+pub(crate) async fn until_exists(path: &Path, wanted: bool) {
+    soon(async {
+        while path.exists() != wanted {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+}
+
+/// Answers by the name of the claim: `refuse`, `invalid`, `forgotten` and `slow` do as they say, all others succeed.
+pub(crate) struct Scripted {
+    pub(crate) calls: Mutex<Vec<String>>,
+    pub(crate) devices: watch::Sender<Vec<PluginDevice>>,
+}
+
+impl Scripted {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self {
+            calls: Mutex::default(),
+            devices: watch::Sender::new(vec![device("a", true)]),
+        })
+    }
+
+    pub(crate) fn calls(&self) -> Vec<String> {
+        std::mem::take(&mut *self.calls.lock().unwrap())
+    }
+
+    async fn answer<T>(&self, call: String, name: &str, success: T) -> Option<Result<T, CompanionError>> {
+        self.calls.lock().unwrap().push(call);
+        let error = |invalid_request| CompanionError {
+            reason: "Scripted",
+            message: format!("{name}: stop the other pod"),
+            invalid_request,
+        };
+        match name {
+            "refuse" => Some(Err(error(false))),
+            "invalid" => Some(Err(error(true))),
+            "forgotten" => None,
+            "slow" => std::future::pending().await,
+            _ => Some(Ok(success)),
+        }
+    }
+}
+
+pub(crate) fn device(id: &str, healthy: bool) -> PluginDevice {
+    PluginDevice {
+        id: id.into(),
+        healthy,
+        numa_nodes: vec![],
+    }
+}
+
+impl Companion for Scripted {
+    async fn prepare(&self, claims: Vec<ClaimToPrepare>) -> Vec<Result<Vec<String>, CompanionError>> {
+        let mut answers = Vec::new();
+        for claim in claims {
+            let call = format!(
+                "prepare {}/{} {} {}",
+                claim.namespace, claim.name, claim.uid, claim.resource_handle
+            );
+            let ids = vec![format!("v/c={}", claim.uid)];
+            answers.extend(self.answer(call, &claim.name, ids).await);
+        }
+        answers
+    }
+
+    async fn unprepare(&self, claims: Vec<ClaimToUnprepare>) -> Vec<Result<(), CompanionError>> {
+        let mut answers = Vec::new();
+        for claim in claims {
+            let call = format!("unprepare {}/{} {}", claim.namespace, claim.name, claim.uid);
+            answers.extend(self.answer(call, &claim.name, ()).await);
+        }
+        answers
+    }
+
+    fn plugin_devices(&self, resource_name: &str) -> Option<watch::Receiver<Vec<PluginDevice>>> {
+        (resource_name == RESOURCE).then(|| self.devices.subscribe())
+    }
+
+    async fn allocate(
+        &self,
+        resource_name: &str,
+        containers: Vec<Vec<String>>,
+    ) -> Result<Vec<Injection>, CompanionError> {
+        let mut injections = Vec::new();
+        for ids in containers {
+            let path = format!("/dev/{}", ids.join("+"));
+            let injection = Injection {
+                device_nodes: vec![DeviceNode {
+                    host_path: path.clone(),
+                    container_path: path,
+                    permissions: "rw".into(),
+                }],
+                environment: [("DEVICES".to_owned(), ids.join(","))].into(),
+            };
+            let call = format!("allocate {resource_name} {}", ids.join(","));
+            if let Some(answer) = self.answer(call, &ids[0], injection).await {
+                injections.push(answer?);
+            }
+        }
+        Ok(injections)
+    }
+}
+
+/// A kubelet root directory with the door for claims open in it.
+pub(crate) struct DraDoor {
+    pub(crate) directory: tempfile::TempDir,
+    pub(crate) companion: Arc<Scripted>,
+    pub(crate) state: watch::Receiver<DoorState>,
+    pub(crate) shutdown: CancellationToken,
+    pub(crate) task: JoinHandle<Result<(), DoorError>>,
+}
+
+impl DraDoor {
+    pub(crate) async fn open() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let (companion, shutdown) = (Scripted::new(), CancellationToken::new());
+        let (sender, mut state) = watch::channel(DoorState::Starting);
+        let serve = dra::serve(
+            Arc::clone(&companion),
+            paths(&directory),
+            DRIVER.into(),
+            sender,
+            shutdown.clone(),
+        );
+        let task = tokio::spawn(serve);
+        until_state(&mut state, &DoorState::Waiting).await;
+        let door = Self {
+            directory,
+            companion,
+            state,
+            shutdown,
+            task,
+        };
+        until_exists(&door.registration(), true).await;
+        door
+    }
+
+    pub(crate) fn registration(&self) -> PathBuf {
+        paths(&self.directory).registration_socket(DRIVER).path
+    }
+
+    pub(crate) fn service(&self) -> PathBuf {
+        paths(&self.directory).service_socket(DRIVER).path
+    }
+
+    pub(crate) async fn close(self) {
+        self.shutdown.cancel();
+        soon(self.task).await.unwrap().unwrap();
+    }
+}
+
+pub(crate) fn paths(directory: &tempfile::TempDir) -> KubeletPaths {
+    KubeletPaths {
+        root_dir: directory.path().into(),
+        device_plugin_dir: directory.path().join("device-plugins"),
+    }
+}
+
+/// A tonic client of a socket.
+pub(crate) async fn channel(socket: &Path) -> Channel {
+    Endpoint::from_shared(format!("unix://{}", socket.display()))
+        .unwrap()
+        .connect()
+        .await
+        .unwrap()
+}
+
+/// A gRPC client of bytes, with one connection.
+pub(crate) struct RawClient {
+    stream: UnixStream,
+    encoder: Encoder<'static>,
+    decoder: Decoder<'static>,
+    next_stream: u32,
+}
+
+/// The end of a call: `grpc-status`, `grpc-message` and the message's bytes.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct RawAnswer {
+    pub(crate) status: String,
+    pub(crate) message: String,
+    pub(crate) body: Vec<u8>,
+}
+
+impl RawClient {
+    pub(crate) async fn connect(socket: &Path) -> Self {
+        let mut stream = UnixStream::connect(socket).await.unwrap();
+        stream
+            .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            .await
+            .unwrap();
+        let mut client = Self {
+            stream,
+            encoder: Encoder::new(),
+            decoder: Decoder::new(),
+            next_stream: 1,
+        };
+        client.frame(4, 0, 0, &[]).await;
+        client
+    }
+
+    /// Sends a frame. A server that has closed the connection is noticed when its answer is read.
+    pub(crate) async fn frame(&mut self, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
+        let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+        let head = [&length[1..], &[kind, flags], &stream.to_be_bytes()].concat();
+        let _ = self.stream.write_all(&[&head, payload].concat()).await;
+    }
+
+    /// Begins a call and sends the message's bytes, with gRPC's own prefix.
+    pub(crate) async fn begin(&mut self, authority: &str, path: &str, body: &[u8]) {
+        let stream = self.next_stream;
+        self.next_stream += 2;
+        let note = format!("{stream:=<200}");
+        let block = self.encoder.encode([
+            (&b":method"[..], &b"POST"[..]),
+            (b":scheme", b"http"),
+            (b":path", path.as_bytes()),
+            (b":authority", authority.as_bytes()),
+            (b"content-type", b"application/grpc"),
+            (b"te", b"trailers"),
+            (b"x-note", note.as_bytes()),
+        ]);
+        self.frame(1, 4, stream, &block).await;
+        let length = u32::try_from(body.len()).unwrap().to_be_bytes();
+        let message = [&[0][..], &length, body].concat();
+        let mut chunks = message.chunks(16_384).peekable();
+        while let Some(chunk) = chunks.next() {
+            self.frame(0, u8::from(chunks.peek().is_none()), stream, chunk)
+                .await;
+        }
+    }
+
+    /// Reads until the end of the call that was begun last; `None` if the server closes the connection.
+    pub(crate) async fn answer(&mut self) -> Option<RawAnswer> {
+        let stream = self.next_stream - 2;
+        let mut answer = RawAnswer {
+            status: String::new(),
+            message: String::new(),
+            body: Vec::new(),
+        };
+        loop {
+            let mut head = [0; 9];
+            self.stream.read_exact(&mut head).await.ok()?;
+            let length = u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize;
+            let mut payload = vec![0; length];
+            self.stream.read_exact(&mut payload).await.ok()?;
+            let of = u32::from_be_bytes(head[5..].try_into().unwrap());
+            match head[3] {
+                0 if of == stream => answer.body.extend_from_slice(&payload),
+                1 => {
+                    for (name, value) in self.decoder.decode(&payload).unwrap() {
+                        let value = String::from_utf8(value).unwrap();
+                        match name.as_slice() {
+                            b"grpc-status" => answer.status = value,
+                            b"grpc-message" => answer.message = value,
+                            _ => {}
+                        }
+                    }
+                }
+                3 if of == stream => {
+                    answer.status = format!("RST_STREAM {}", payload[3]);
+                    return Some(answer);
+                }
+                4 if head[4] == 0 => self.frame(4, 1, 0, &[]).await,
+                7 => return None,
+                _ => {}
+            }
+            if of == stream && head[3] <= 1 && head[4] & 1 != 0 {
+                answer.body.drain(..answer.body.len().min(5));
+                return Some(answer);
+            }
+        }
+    }
+
+    /// A whole call.
+    pub(crate) async fn call(&mut self, authority: &str, path: &str, body: &[u8]) -> RawAnswer {
+        self.begin(authority, path, body).await;
+        soon(self.answer()).await.expect("an answer")
+    }
+}
