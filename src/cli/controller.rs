@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
-use crate::controller::Controller;
-use crate::host::HostDriver;
+use kube::Client;
+use tokio_util::sync::CancellationToken;
 
 use super::{Error, client, group, logging, shutdown, value};
+use crate::controller::{Controller, ControllerError};
+use crate::host::HostDriver;
 
 /// Run the controller, which allocates ResourceClaims
 ///
@@ -64,17 +66,43 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
             "drayman controller starts"
         );
         let client = client::build(configuration, "controller")?;
-        let built_in = HostDriver::start(client.clone(), &cluster.driver_name, shutdown.clone());
-        Controller::builder(built_in)
-            .call_timeout(driver.driver_call_timeout)
-            // In a pod, the name of the pod; it tells replicas apart in the events that they write.
-            .instance(std::env::var("HOSTNAME").ok())
-            .build(client)
-            .map_err(anyhow::Error::from)?
-            .run(shutdown)
-            .await
-            .map_err(anyhow::Error::from)?;
+        serve(
+            client,
+            cluster.driver_name.clone(),
+            driver.driver_call_timeout,
+            shutdown,
+        )
+        .await?;
         tracing::info!("drayman controller has ended");
         Ok(())
     })
+}
+
+/// Runs a controller of the built-in driver.
+async fn serve(
+    client: Client,
+    driver_name: String,
+    call_timeout: Duration,
+    shutdown: CancellationToken,
+) -> Result<(), Error> {
+    let driver = HostDriver::start(client.clone(), driver_name, shutdown.clone());
+    // In a pod, the name of the pod; it tells replicas apart in the events that they write.
+    let instance = std::env::var("HOSTNAME").ok().filter(|name| !name.is_empty());
+    let controller = Controller::builder(driver)
+        .call_timeout(call_timeout)
+        .instance(instance)
+        .build(client)
+        .map_err(refused)?;
+    controller.run(shutdown).await.map_err(refused)
+}
+
+/// A name that the API server refuses stays wrong until somebody changes it. All else may be cured by time: an API server
+/// that does not answer, and one that does not serve the API yet.
+fn refused(error: ControllerError) -> Error {
+    match error {
+        ControllerError::DriverName(_) => Error::Configuration(error.to_string()),
+        ControllerError::NotServed | ControllerError::Unreachable(_) | ControllerError::Silent(_) => {
+            Error::Runtime(error.into())
+        }
+    }
 }

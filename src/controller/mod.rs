@@ -52,6 +52,9 @@ pub enum ControllerError {
     /// Another controller may lead by now.
     #[error("the lease could not be renewed in time, so another controller may lead by now: start again")]
     LeaseLost,
+    /// The API server took the connection and said nothing.
+    #[error("the API server has not answered for {} s", .0.as_secs())]
+    Silent(Duration),
     /// The API server could not be asked.
     #[error("the API server does not answer: {0}")]
     Unreachable(#[source] Box<kube::Error>),
@@ -111,7 +114,10 @@ impl<D: Driver> Controller<D> {
     /// With leader election it returns [`ControllerError::LeaseLost`] when it can lead no longer; the process should end then and
     /// be started again, because only a start passes the start barrier.
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), ControllerError> {
-        self.check_served().await?;
+        tokio::select! {
+            () = shutdown.cancelled() => return Ok(()),
+            served = self.check_served() => served?,
+        }
         let Some(election) = self.leader_election.clone() else {
             self.serve(&Fence::open(), &shutdown).await;
             return Ok(());
@@ -183,14 +189,13 @@ impl<D: Driver> Controller<D> {
     }
 
     async fn check_served(&self) -> Result<(), ControllerError> {
-        match self
-            .client
-            .list_api_group_resources(&format!("{GROUP}/{VERSION}"))
-            .await
-        {
-            Ok(_) => Ok(()),
-            Err(kube::Error::Api(status)) if status.is_not_found() => Err(ControllerError::NotServed),
-            Err(error) => Err(ControllerError::Unreachable(Box::new(error))),
+        let version = format!("{GROUP}/{VERSION}");
+        let asked = self.client.list_api_group_resources(&version);
+        match tokio::time::timeout(self.request_timeout, asked).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(kube::Error::Api(status))) if status.is_not_found() => Err(ControllerError::NotServed),
+            Ok(Err(error)) => Err(ControllerError::Unreachable(Box::new(error))),
+            Err(_) => Err(ControllerError::Silent(self.request_timeout)),
         }
     }
 }
