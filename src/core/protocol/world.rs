@@ -444,16 +444,15 @@ impl World {
     /// Brings the indexes up to date after a claim or its class has changed, and looks at everything that it concerns.
     fn reconsider_claim(&mut self, key: &ObjectKey) {
         let Some(claim) = self.claims.get(key) else { return };
-        let owner = controller_of(&claim.object.metadata).map(|owner| owner.name.clone());
+        // Another driver's claim counts too: the pod's claims are allocated when all of them are there.
+        if let Some(owner) = controller_of(&claim.object.metadata) {
+            let context = ObjectKey::new(key.namespace.clone(), owner.name.clone());
+            self.dirty.insert(Work::Context(context));
+        }
+        let is_owned = controller_of(&claim.object.metadata).is_some();
         if self.is_candidate(claim) {
-            if self.candidates.insert(key.clone()) {
-                match owner {
-                    Some(pod) => {
-                        self.dirty
-                            .insert(Work::Context(ObjectKey::new(key.namespace.clone(), pod)));
-                    }
-                    None => self.touch_unread_contexts(&key.namespace),
-                }
+            if self.candidates.insert(key.clone()) && !is_owned {
+                self.touch_unread_contexts(&key.namespace);
             }
         } else {
             self.candidates.remove(key);
