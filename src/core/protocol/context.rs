@@ -84,6 +84,8 @@ pub(super) struct ContextState {
 struct Pending {
     pod_claim_name: String,
     key: ObjectKey,
+    /// Where its verdict stands: a pod may name one claim in several entries, and the driver is asked about it once.
+    position: usize,
     to_allocate: ClaimToAllocate,
 }
 
@@ -328,7 +330,8 @@ impl World {
                 self.users.entry(claim).or_default().insert(key.clone());
             }
         }
-        let mut own = Vec::new();
+        let mut own: Vec<Pending> = Vec::new();
+        let mut distinct = 0;
         let mut all = 0;
         let mut rest = false;
         for (pod_claim_name, resolved) in resolved {
@@ -377,9 +380,13 @@ impl World {
                 claim: claim.object.clone(),
                 class,
             };
+            let before = own.iter().find(|pending| pending.key == claim_key);
+            let position = before.map_or(distinct, |pending| pending.position);
+            distinct = distinct.max(position + 1);
             own.push(Pending {
                 pod_claim_name,
                 key: claim_key,
+                position,
                 to_allocate,
             });
         }
@@ -394,9 +401,10 @@ impl World {
         let Some(context) = self.contexts.get(key) else {
             return;
         };
+        let asked = distinct(own);
         let basis = Basis {
             nodes: context.nodes(own),
-            claims: own
+            claims: asked
                 .iter()
                 .map(|claim| {
                     let uid = claim.to_allocate.claim.metadata.uid.clone().unwrap_or_default();
@@ -416,7 +424,7 @@ impl World {
             }
             _ => {
                 let uid = context.uid().to_owned();
-                let claims = own.iter().map(|claim| claim.to_allocate.clone()).collect();
+                let claims = asked.iter().map(|claim| claim.to_allocate.clone()).collect();
                 let nodes = basis.nodes.clone();
                 let pod = pod.clone();
                 self.set_stage(key, ContextStage::Judging);
@@ -498,8 +506,9 @@ impl World {
         let Some(context) = self.contexts.get(key) else {
             return;
         };
-        let mut reasons: Vec<BTreeMap<String, String>> = verdict
+        let mut reasons: Vec<BTreeMap<String, String>> = own
             .iter()
+            .filter_map(|claim| verdict.get(claim.position))
             .map(|verdict| verdict.unsuitable_nodes.clone())
             .collect();
         for reasons in &mut reasons {
@@ -743,6 +752,12 @@ impl World {
         );
         true
     }
+}
+
+/// Each claim once, in the order of their positions.
+fn distinct(own: &[Pending]) -> Vec<&Pending> {
+    let mut known = BTreeSet::new();
+    own.iter().filter(|claim| known.insert(claim.position)).collect()
 }
 
 fn bad_nodes(verdict: &[Verdict]) -> usize {
