@@ -2,9 +2,10 @@
 //! them could do now is listed; one thing at a time is picked and done.
 
 use drayman::api::resource::{
-    AllocationMode, AllocationResult, POD_CLAIM_NAME_ANNOTATION, Pod, PodResourceClaimStatus, PodSchedulingContext,
-    PodSchedulingContextSpec, ResourceClaim, ResourceClaimConsumerReference, ResourceClaimParametersReference,
-    ResourceClaimSchedulingStatus, ResourceClaimSpec, ResourceHandle, controller_of,
+    AllocationMode, AllocationResult, POD_CLAIM_NAME_ANNOTATION, Pod, PodResourceClaimStatus,
+    PodSchedulingContext, PodSchedulingContextSpec, ResourceClaim, ResourceClaimConsumerReference,
+    ResourceClaimParametersReference, ResourceClaimSchedulingStatus, ResourceClaimSpec, ResourceHandle,
+    controller_of,
 };
 use drayman::core::protocol::ObjectKey;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -17,25 +18,51 @@ use crate::store::Endpoint;
 /// Something that one of them could do now.
 #[derive(Clone, Debug)]
 enum Chore {
-    CreateClaim { pod: ObjectKey, entry: String },
-    NameClaim { pod: ObjectKey, entry: String, claim: String },
-    TellNode { pod: ObjectKey },
-    ReserveFor { pod: ObjectKey, claim: ObjectKey },
-    Trim { claim: ObjectKey, uids: Vec<String> },
-    DeleteUnused { claim: ObjectKey },
+    CreateClaim {
+        pod: ObjectKey,
+        entry: String,
+    },
+    NameClaim {
+        pod: ObjectKey,
+        entry: String,
+        claim: String,
+    },
+    TellNode {
+        pod: ObjectKey,
+    },
+    ReserveFor {
+        pod: ObjectKey,
+        claim: ObjectKey,
+    },
+    Trim {
+        claim: ObjectKey,
+        uids: Vec<String>,
+    },
+    DeleteUnused {
+        claim: ObjectKey,
+    },
     CollectClaim(ObjectKey),
     CollectContext(ObjectKey),
     StopPod(ObjectKey),
-    OtherEntry { context: ObjectKey, entry: String },
+    OtherEntry {
+        context: ObjectKey,
+        entry: String,
+    },
     OtherFinalizer(ObjectKey),
-    OtherAllocate { claim: ObjectKey, pod: ObjectKey, uid: String },
+    OtherAllocate {
+        claim: ObjectKey,
+        pod: ObjectKey,
+        uid: String,
+    },
     OtherClear(ObjectKey),
     OtherLeave(ObjectKey),
 }
 
 /// The name of a template says what is in it: the class, and the parameters after a dot.
 pub(crate) fn template_spec(name: &str) -> ResourceClaimSpec {
-    let (class, parameters) = name.split_once('.').map_or((name, None), |(class, rest)| (class, Some(rest)));
+    let (class, parameters) = name
+        .split_once('.')
+        .map_or((name, None), |(class, rest)| (class, Some(rest)));
     ResourceClaimSpec {
         resource_class_name: class.to_owned(),
         parameters_ref: parameters.map(|name| ResourceClaimParametersReference {
@@ -55,7 +82,11 @@ impl Stage {
     pub(crate) fn start_housekeeping(&mut self) {
         if !self.housekeeping && !self.chores().is_empty() {
             self.housekeeping = true;
-            let longest = if self.rng.chance(50) { 30 * self.lag } else { self.lag };
+            let longest = if self.rng.chance(50) {
+                30 * self.lag
+            } else {
+                self.lag
+            };
             let delay = self.rng.between(0, longest);
             self.after(delay, Action::Housekeep);
         }
@@ -93,7 +124,9 @@ impl Stage {
             return;
         }
         for entry in &pod.spec.resource_claims {
-            if entry.source.resource_claim_template_name.is_some() && self.claim_of_entry(key, &entry.name).is_none() {
+            if entry.source.resource_claim_template_name.is_some()
+                && self.claim_of_entry(key, &entry.name).is_none()
+            {
                 let (pod, entry) = (key.clone(), entry.name.clone());
                 chores.push(match self.orphan(&pod, &entry) {
                     Some(claim) => Chore::NameClaim { pod, entry, claim },
@@ -109,7 +142,12 @@ impl Stage {
             let status = &claim.status;
             let reserved = status.reserved_for.iter().any(|consumer| consumer.uid == uid);
             match &status.allocation {
-                None if self.store.contexts.get(key).is_none_or(|context| context.spec.selected_node != *node) => {
+                None if self
+                    .store
+                    .contexts
+                    .get(key)
+                    .is_none_or(|context| context.spec.selected_node != *node) =>
+                {
                     chores.push(Chore::TellNode { pod: key.clone() });
                 }
                 Some(allocation)
@@ -151,20 +189,31 @@ impl Stage {
             .map(|consumer| consumer.uid.clone())
             .collect();
         if !stale.is_empty() {
-            chores.push(Chore::Trim { claim: key.clone(), uids: stale });
+            chores.push(Chore::Trim {
+                claim: key.clone(),
+                uids: stale,
+            });
         }
         let going = claim.metadata.deletion_timestamp.is_some();
         if let Some(owner) = controller_of(&claim.metadata)
             && !going
         {
-            let pod = self.store.pods.get(&ObjectKey::new(key.namespace.clone(), owner.name.clone()));
+            let pod = self
+                .store
+                .pods
+                .get(&ObjectKey::new(key.namespace.clone(), owner.name.clone()));
             if !self.store.pods.values().any(|pod| uid_of_pod(pod) == owner.uid) {
                 chores.push(Chore::CollectClaim(key.clone()));
             } else if claim.status.reserved_for.is_empty() && pod.is_some_and(|pod| is_done(pod)) {
                 chores.push(Chore::DeleteUnused { claim: key.clone() });
             }
         }
-        let others = claim.metadata.finalizers.iter().flatten().any(|name| name == OTHER_FINALIZER);
+        let others = claim
+            .metadata
+            .finalizers
+            .iter()
+            .flatten()
+            .any(|name| name == OTHER_FINALIZER);
         if others && claim.status.reserved_for.is_empty() && (going || claim.status.deallocation_requested) {
             chores.push(if claim.status.driver_name.as_deref() == Some(OTHER_DRIVER) {
                 Chore::OtherClear(key.clone())
@@ -175,7 +224,9 @@ impl Stage {
     }
 
     fn chores_of_context(&self, key: &ObjectKey, context: &PodSchedulingContext, chores: &mut Vec<Chore>) {
-        let owner = controller_of(&context.metadata).map(|owner| owner.uid.clone()).unwrap_or_default();
+        let owner = controller_of(&context.metadata)
+            .map(|owner| owner.uid.clone())
+            .unwrap_or_default();
         let Some(pod) = self.store.pods.get(key).filter(|pod| uid_of_pod(pod) == owner) else {
             chores.push(Chore::CollectContext(key.clone()));
             return;
@@ -192,17 +243,22 @@ impl Stage {
             let finalizers = claim.metadata.finalizers.as_ref();
             if !context.spec.selected_node.is_empty() {
                 let claim_key = ObjectKey::of(&claim.metadata);
-                chores.push(if finalizers.is_some_and(|all| all.iter().any(|name| name == OTHER_FINALIZER)) {
-                    Chore::OtherAllocate {
-                        claim: claim_key,
-                        pod: key.clone(),
-                        uid: uid_of_pod(pod),
-                    }
-                } else {
-                    Chore::OtherFinalizer(claim_key)
+                chores.push(
+                    if finalizers.is_some_and(|all| all.iter().any(|name| name == OTHER_FINALIZER)) {
+                        Chore::OtherAllocate {
+                            claim: claim_key,
+                            pod: key.clone(),
+                            uid: uid_of_pod(pod),
+                        }
+                    } else {
+                        Chore::OtherFinalizer(claim_key)
+                    },
+                );
+            } else if !says_nothing_against(context, &entry) {
+                chores.push(Chore::OtherEntry {
+                    context: key.clone(),
+                    entry,
                 });
-            } else if !context.status.resource_claims.iter().any(|known| known.name == entry) {
-                chores.push(Chore::OtherEntry { context: key.clone(), entry });
             }
         }
     }
@@ -224,7 +280,11 @@ impl Stage {
             }),
             Chore::TellNode { pod } => self.tell_node(&pod),
             Chore::ReserveFor { pod, claim } => {
-                let uid = store.pods.get(&pod).map(|pod| uid_of_pod(pod)).unwrap_or_default();
+                let uid = store
+                    .pods
+                    .get(&pod)
+                    .map(|pod| uid_of_pod(pod))
+                    .unwrap_or_default();
                 let _ = store.update_claim(&claim, None, Endpoint::Status, |claim| {
                     let consumer = ResourceClaimConsumerReference::pod(&pod.name, &uid);
                     claim.status.reserved_for.push(consumer);
@@ -234,7 +294,9 @@ impl Stage {
             Chore::Trim { claim, uids } => {
                 let _ = store.update_claim(&claim, None, Endpoint::Status, |claim| {
                     let status = &mut claim.status;
-                    status.reserved_for.retain(|consumer| !uids.contains(&consumer.uid));
+                    status
+                        .reserved_for
+                        .retain(|consumer| !uids.contains(&consumer.uid));
                     let delayed = claim.spec.allocation_mode == Some(AllocationMode::WaitForFirstConsumer);
                     if status.reserved_for.is_empty() && delayed {
                         status.deallocation_requested = true;
@@ -251,7 +313,9 @@ impl Stage {
                         name: entry,
                         unsuitable_nodes: Vec::new(),
                     };
-                    context.status.resource_claims.push(entry);
+                    let entries = &mut context.status.resource_claims;
+                    entries.retain(|known| known.name != entry.name);
+                    entries.push(entry);
                 });
             }
             Chore::OtherFinalizer(claim) => {
@@ -294,9 +358,12 @@ impl Stage {
     }
 
     fn create_claim_for(&mut self, key: &ObjectKey, entry: &str, suffix: u64) {
-        let Some(pod) = self.store.pods.get(key).cloned() else { return };
+        let Some(pod) = self.store.pods.get(key).cloned() else {
+            return;
+        };
         let template = pod.spec.resource_claims.iter().find(|known| known.name == entry);
-        let Some(template) = template.and_then(|entry| entry.source.resource_claim_template_name.clone()) else {
+        let Some(template) = template.and_then(|entry| entry.source.resource_claim_template_name.clone())
+        else {
             return;
         };
         let annotations = [(POD_CLAIM_NAME_ANNOTATION.to_owned(), entry.to_owned())];
@@ -314,10 +381,14 @@ impl Stage {
     }
 
     fn tell_node(&mut self, key: &ObjectKey) {
-        let Some(pod) = self.store.pods.get(key).cloned() else { return };
+        let Some(pod) = self.store.pods.get(key).cloned() else {
+            return;
+        };
         let node = pod.spec.node_name.clone().unwrap_or_default();
         if self.store.contexts.contains_key(key) {
-            let _ = self.store.update_context(key, None, |context| context.spec.selected_node = node);
+            let _ = self
+                .store
+                .update_context(key, None, |context| context.spec.selected_node = node);
         } else {
             let _ = self.store.create_context(PodSchedulingContext {
                 metadata: ObjectMeta {
@@ -334,4 +405,12 @@ impl Stage {
             });
         }
     }
+}
+
+/// Whether an entry is there, with no node against it. The other driver replaces what an earlier driver of the class has left.
+fn says_nothing_against(context: &PodSchedulingContext, entry: &str) -> bool {
+    let entries = &context.status.resource_claims;
+    entries
+        .iter()
+        .any(|known| known.name == entry && known.unsuitable_nodes.is_empty())
 }

@@ -115,9 +115,14 @@ pub(crate) fn describe_command(command: &Command) -> String {
             ClaimWrite::AddFinalizer => format!("add finalizer to {}", key.name),
             ClaimWrite::RemoveFinalizer => format!("remove finalizer of {}", key.name),
             ClaimWrite::ClearAllocation { .. } => format!("clear allocation of {}", key.name),
-            ClaimWrite::Allocate { allocation, reserved_for } => {
+            ClaimWrite::Allocate {
+                allocation,
+                reserved_for,
+            } => {
                 let hold = hold_of(allocation);
-                let consumer = reserved_for.as_ref().map_or("nobody", |consumer| consumer.name.as_str());
+                let consumer = reserved_for
+                    .as_ref()
+                    .map_or("nobody", |consumer| consumer.name.as_str());
                 let devices: Vec<String> = hold.devices.into_iter().collect();
                 format!(
                     "record {}:{} in {} for {consumer}",
@@ -147,7 +152,9 @@ pub(crate) fn describe_command(command: &Command) -> String {
             DriverRequest::Deallocate { claim, .. } => format!("deallocate {}", claim_name(claim)),
         },
         Command::Observe(Observation::All(all)) => format!("observe {} holdings", all.len()),
-        Command::Observe(Observation::Changed(holding)) => format!("observe {}", describe_claim(&holding.claim)),
+        Command::Observe(Observation::Changed(holding)) => {
+            format!("observe {}", describe_claim(&holding.claim))
+        }
         Command::Observe(Observation::Gone { uid }) => format!("observe {uid} gone"),
         Command::AwaitDriver => "await driver".to_owned(),
         Command::Report(report) => {

@@ -41,7 +41,11 @@ impl Facts {
     /// The parameters of a claim, or what is wrong with them.
     pub(crate) fn parameters_of(&self, claim: &ResourceClaim) -> Result<Parameters, String> {
         let Some(reference) = &claim.spec.parameters_ref else {
-            return Ok(Parameters { count: 1, valid: true, shareable: false });
+            return Ok(Parameters {
+                count: 1,
+                valid: true,
+                shareable: false,
+            });
         };
         match self.parameters.get(&reference.name) {
             Some(parameters) if parameters.valid => Ok(parameters.clone()),
@@ -77,7 +81,10 @@ pub(crate) fn allocation_of(hold: &Hold, shareable: bool) -> AllocationResult {
 
 /// What an allocation holds, whoever made it.
 pub(crate) fn hold_of(allocation: &AllocationResult) -> Hold {
-    let data = allocation.resource_handles.first().and_then(|handle| handle.data.clone());
+    let data = allocation
+        .resource_handles
+        .first()
+        .and_then(|handle| handle.data.clone());
     let data = data.unwrap_or_default();
     let (node, devices) = data.split_once(':').unwrap_or_default();
     let devices = devices.split(',').filter(|name| !name.is_empty());
@@ -122,7 +129,10 @@ impl MemoryDriver {
     ) -> Result<Vec<Verdict>, CallError> {
         let mut wanted = 0;
         for claim in claims {
-            wanted += facts.parameters_of(&claim.claim).map_err(|message| wrong(claim, message))?.count;
+            wanted += facts
+                .parameters_of(&claim.claim)
+                .map_err(|message| wrong(claim, message))?
+                .count;
         }
         let own: Vec<String> = claims.iter().map(|claim| uid_of(&claim.claim)).collect();
         let mut verdict = Verdict::default();
@@ -158,7 +168,9 @@ impl MemoryDriver {
         node: Option<&str>,
     ) -> Result<AllocationResult, CallError> {
         let uid = uid_of(&claim.claim);
-        let parameters = facts.parameters_of(&claim.claim).map_err(|message| wrong(claim, message))?;
+        let parameters = facts
+            .parameters_of(&claim.claim)
+            .map_err(|message| wrong(claim, message))?;
         if let Some(hold) = self.recorded.get(&uid) {
             return Ok(allocation_of(hold, parameters.shareable));
         }

@@ -145,7 +145,10 @@ impl Faults {
                 rates.insert(fault, rate);
             }
         }
-        Self { rates, ..Self::default() }
+        Self {
+            rates,
+            ..Self::default()
+        }
     }
 
     pub(crate) fn stop(&mut self) {
@@ -169,11 +172,20 @@ impl Faults {
 
     /// What goes wrong with the `index`-th command.
     pub(crate) fn of_command(&mut self, index: u64, target: Target, rng: &mut Rng) -> Option<Fault> {
-        if let Some(fault) = self.plan.get(&index).copied().filter(|fault| fault.applies_to(target)) {
+        if let Some(fault) = self
+            .plan
+            .get(&index)
+            .copied()
+            .filter(|fault| fault.applies_to(target))
+        {
             self.hit(fault);
             return Some(fault);
         }
-        let kinds: &[Fault] = if target == Target::Call { &OF_CALLS } else { &OF_REQUESTS };
+        let kinds: &[Fault] = if target == Target::Call {
+            &OF_CALLS
+        } else {
+            &OF_REQUESTS
+        };
         let fault = rng.pick(kinds)?;
         // One kind is tried per command, so its rate is scaled up.
         let rate = self.rates.get(&fault).copied().unwrap_or_default();

@@ -18,22 +18,25 @@ impl Stage {
             .claims
             .values()
             .filter_map(|claim| recorded_hold(claim).map(|hold| (uid_of(claim), hold)));
-        let on_the_way = self.network.values().filter_map(|request| match &request.command {
-            Command::WriteClaim {
-                key,
-                uid,
-                write: ClaimWrite::Allocate { allocation, .. },
-                ..
-            } => {
-                let claim = self.store.claims.get(key)?;
-                // What is being deleted or is allocated already takes no new allocation.
-                let open = uid_of(claim) == *uid
-                    && claim.status.allocation.is_none()
-                    && claim.metadata.deletion_timestamp.is_none();
-                open.then(|| (uid.clone(), hold_of(allocation)))
-            }
-            _ => None,
-        });
+        let on_the_way = self
+            .network
+            .values()
+            .filter_map(|request| match &request.command {
+                Command::WriteClaim {
+                    key,
+                    uid,
+                    write: ClaimWrite::Allocate { allocation, .. },
+                    ..
+                } => {
+                    let claim = self.store.claims.get(key)?;
+                    // What is being deleted or is allocated already takes no new allocation.
+                    let open = uid_of(claim) == *uid
+                        && claim.status.allocation.is_none()
+                        && claim.metadata.deletion_timestamp.is_none();
+                    open.then(|| (uid.clone(), hold_of(allocation)))
+                }
+                _ => None,
+            });
         for (uid, hold) in recorded.chain(on_the_way) {
             for device in hold.devices {
                 let place = (hold.node.clone(), device);
@@ -53,13 +56,23 @@ impl Stage {
     pub(crate) fn check_command(&mut self, command: &Command) {
         match command {
             Command::WriteClaim { key, uid, write, .. } => self.check_write(key, uid, write),
-            Command::WriteContext { key, entries, uid, .. } => {
+            Command::WriteContext {
+                key, entries, uid, ..
+            } => {
                 let names: Vec<(String, BTreeSet<String>)> = entries
                     .iter()
-                    .map(|entry| (entry.name.clone(), entry.unsuitable_nodes.iter().cloned().collect()))
+                    .map(|entry| {
+                        (
+                            entry.name.clone(),
+                            entry.unsuitable_nodes.iter().cloned().collect(),
+                        )
+                    })
                     .collect();
                 self.check_entries(key, uid, &names);
-                if entries.iter().any(|entry| entry.unsuitable_nodes.len() > NODE_LIST_MAX) {
+                if entries
+                    .iter()
+                    .any(|entry| entry.unsuitable_nodes.len() > NODE_LIST_MAX)
+                {
                     self.violate(|| "I13: an entry of more than 128 nodes".to_owned());
                 }
             }
@@ -77,7 +90,13 @@ impl Stage {
 
     /// I6 and I16.
     fn check_write(&mut self, key: &ObjectKey, uid: &str, write: &ClaimWrite) {
-        let Some(claim) = self.store.claims.get(key).filter(|claim| uid_of(claim) == uid).cloned() else {
+        let Some(claim) = self
+            .store
+            .claims
+            .get(key)
+            .filter(|claim| uid_of(claim) == uid)
+            .cloned()
+        else {
             return;
         };
         let adds = matches!(write, ClaimWrite::AddFinalizer | ClaimWrite::Allocate { .. });
@@ -110,13 +129,23 @@ impl Stage {
             && owner != consumer.uid
         {
             let owner = owner.to_owned();
-            self.violate(|| format!("I16: {key} belongs to pod {owner} and is reserved for {}", consumer.uid));
+            self.violate(|| {
+                format!(
+                    "I16: {key} belongs to pod {owner} and is reserved for {}",
+                    consumer.uid
+                )
+            });
         }
     }
 
     /// I6 and I13.
     fn check_entries(&mut self, key: &ObjectKey, uid: &str, entries: &[(String, BTreeSet<String>)]) {
-        let Some(seen) = self.process.as_ref().and_then(|process| process.seen.get(key)).cloned() else {
+        let Some(seen) = self
+            .process
+            .as_ref()
+            .and_then(|process| process.seen.get(key))
+            .cloned()
+        else {
             self.violate(|| format!("entries for context {key}, which was never seen"));
             return;
         };
@@ -204,7 +233,11 @@ impl Stage {
         }
     }
 
-    fn concerns(&self, context: &drayman::api::resource::PodSchedulingContext, claims: &[ClaimToAllocate]) -> bool {
+    fn concerns(
+        &self,
+        context: &drayman::api::resource::PodSchedulingContext,
+        claims: &[ClaimToAllocate],
+    ) -> bool {
         let owner = drayman::api::resource::controller_of(&context.metadata).map(|owner| owner.uid.clone());
         claims.iter().all(|claim| {
             let of = Self::owner_of(&claim.claim);

@@ -19,13 +19,20 @@ impl Stage {
                 self.reads += 1;
                 Answer::ClaimRead(Ok(self.store.claims.get(key).cloned()))
             }
-            Command::WriteContext { key, uid, entries, .. } => {
+            Command::WriteContext {
+                key, uid, entries, ..
+            } => {
                 self.writes += 1;
                 Answer::ContextWritten(outcome(self.store.apply_entries(key, uid, entries)))
             }
             Command::WriteClaim { key, uid, write, .. } => {
                 self.writes += 1;
-                let before = self.store.claims.get(key).filter(|claim| uid_of(claim) == *uid).cloned();
+                let before = self
+                    .store
+                    .claims
+                    .get(key)
+                    .filter(|claim| uid_of(claim) == *uid)
+                    .cloned();
                 let result = self.write_claim(key, uid, write);
                 if let (Some(before), Ok(_)) = (before, &result) {
                     self.check_landed(&before, write);
@@ -58,22 +65,25 @@ impl Stage {
                 Ok(())
             }),
             // A merge patch: a list in it replaces the stored one.
-            ClaimWrite::Allocate { allocation, reserved_for } => {
-                store.update_claim(key, Some(uid), Endpoint::Status, |claim| {
-                    claim.status.allocation = Some(allocation.clone());
-                    claim.status.driver_name = Some(DRIVER.to_owned());
-                    if let Some(consumer) = reserved_for {
-                        claim.status.reserved_for = vec![consumer.clone()];
-                    }
-                    Ok(())
-                })
-            }
+            ClaimWrite::Allocate {
+                allocation,
+                reserved_for,
+            } => store.update_claim(key, Some(uid), Endpoint::Status, |claim| {
+                claim.status.allocation = Some(allocation.clone());
+                claim.status.driver_name = Some(DRIVER.to_owned());
+                if let Some(consumer) = reserved_for {
+                    claim.status.reserved_for = vec![consumer.clone()];
+                }
+                Ok(())
+            }),
             ClaimWrite::ClearAllocation {
                 deallocation_requested,
                 driver_name,
             } => store.update_claim(key, Some(uid), Endpoint::Status, |claim| {
                 let status = &mut claim.status;
-                if status.deallocation_requested != *deallocation_requested || status.driver_name != *driver_name {
+                if status.deallocation_requested != *deallocation_requested
+                    || status.driver_name != *driver_name
+                {
                     return Err(ApiError::Conflict("testing value failed".to_owned()));
                 }
                 status.allocation = None;
@@ -114,7 +124,9 @@ impl Stage {
                     self.violate(|| format!("I5: our finalizer leaves {name}, which is reserved"));
                 }
                 if self.driver.pending.contains_key(&uid) {
-                    self.violate(|| format!("I4: our finalizer leaves {name}, for which the driver holds a device"));
+                    self.violate(|| {
+                        format!("I4: our finalizer leaves {name}, for which the driver holds a device")
+                    });
                 }
             }
             ClaimWrite::RemoveFinalizer => {}

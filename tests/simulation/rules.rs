@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use drayman::api::resource::{NODE_LIST_MAX, PodSchedulingContext, RESERVED_FOR_MAX, RESOURCE_HANDLE_MAX, ResourceClaim};
+use drayman::api::resource::{
+    NODE_LIST_MAX, PodSchedulingContext, RESERVED_FOR_MAX, RESOURCE_HANDLE_MAX, ResourceClaim,
+};
 
 use crate::store::ApiError;
 

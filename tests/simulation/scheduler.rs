@@ -75,13 +75,29 @@ impl Stage {
     /// The claim of a pod's entry, if it is there and belongs to the pod.
     pub(crate) fn claim_of_entry(&self, key: &ObjectKey, entry: &str) -> Option<Arc<ResourceClaim>> {
         let pod = self.store.pods.get(key)?;
-        let source = &pod.spec.resource_claims.iter().find(|claim| claim.name == entry)?.source;
+        let source = &pod
+            .spec
+            .resource_claims
+            .iter()
+            .find(|claim| claim.name == entry)?
+            .source;
         if let Some(name) = &source.resource_claim_name {
-            return self.store.claims.get(&ObjectKey::new(key.namespace.clone(), name.clone())).cloned();
+            return self
+                .store
+                .claims
+                .get(&ObjectKey::new(key.namespace.clone(), name.clone()))
+                .cloned();
         }
         let statuses = &pod.status.resource_claim_statuses;
-        let name = statuses.iter().find(|status| status.name == entry)?.resource_claim_name.clone()?;
-        let claim = self.store.claims.get(&ObjectKey::new(key.namespace.clone(), name))?;
+        let name = statuses
+            .iter()
+            .find(|status| status.name == entry)?
+            .resource_claim_name
+            .clone()?;
+        let claim = self
+            .store
+            .claims
+            .get(&ObjectKey::new(key.namespace.clone(), name))?;
         (Self::owner_of(claim) == pod.metadata.uid.as_deref()).then(|| claim.clone())
     }
 
@@ -93,7 +109,11 @@ impl Stage {
             .iter()
             .map(|entry| {
                 let claim = self.claim_of_entry(key, &entry.name)?;
-                claim.metadata.deletion_timestamp.is_none().then_some((entry.name.clone(), claim))
+                claim
+                    .metadata
+                    .deletion_timestamp
+                    .is_none()
+                    .then_some((entry.name.clone(), claim))
             })
             .collect()
     }
@@ -107,7 +127,9 @@ impl Stage {
     }
 
     pub(crate) fn cycle(&mut self, key: &ObjectKey) {
-        let Some(pod) = self.store.pods.get(key).cloned() else { return };
+        let Some(pod) = self.store.pods.get(key).cloned() else {
+            return;
+        };
         let uid = uid_of_pod(&pod);
         self.cycles.remove(&uid);
         if pod.spec.node_name.is_some() || pod.status.phase.is_some() {
@@ -118,7 +140,11 @@ impl Stage {
             // Until it is written there is no other cycle.
             self.cycles.insert(uid.clone());
             let delay = self.delay();
-            let plan = Plan { pod: key.clone(), uid, act };
+            let plan = Plan {
+                pod: key.clone(),
+                uid,
+                act,
+            };
             self.after(delay, Action::Carry(plan));
         }
     }
@@ -137,10 +163,14 @@ impl Stage {
             let unallocated = status.allocation.is_none();
             let class = &claim.spec.resource_class_name;
             let reserved = status.reserved_for.iter().any(|consumer| consumer.uid == uid);
-            let taken = status.allocation.as_ref().is_some_and(|allocation| !allocation.shareable)
+            let taken = status
+                .allocation
+                .as_ref()
+                .is_some_and(|allocation| !allocation.shareable)
                 && !status.reserved_for.is_empty()
                 && !reserved;
-            let immediate = claim.spec.allocation_mode == Some(drayman::api::resource::AllocationMode::Immediate);
+            let immediate =
+                claim.spec.allocation_mode == Some(drayman::api::resource::AllocationMode::Immediate);
             if status.deallocation_requested
                 || taken
                 || (unallocated && (immediate || !self.store.classes.contains_key(class)))
@@ -151,7 +181,9 @@ impl Stage {
         let unsuitable = |entry: &str, node: &String| {
             context.as_ref().is_some_and(|context| {
                 let entries = &context.status.resource_claims;
-                entries.iter().any(|known| known.name == entry && known.unsuitable_nodes.contains(node))
+                entries
+                    .iter()
+                    .any(|known| known.name == entry && known.unsuitable_nodes.contains(node))
             })
         };
         let mut passing = Vec::new();
@@ -219,7 +251,11 @@ impl Stage {
             .iter()
             .filter(|entry| {
                 context.is_some_and(|context| {
-                    context.status.resource_claims.iter().any(|known| known.name == ***entry)
+                    context
+                        .status
+                        .resource_claims
+                        .iter()
+                        .any(|known| known.name == ***entry)
                 })
             })
             .count();
@@ -233,7 +269,13 @@ impl Stage {
 
     pub(crate) fn carry(&mut self, plan: Plan) {
         self.cycles.remove(&plan.uid);
-        let Some(pod) = self.store.pods.get(&plan.pod).filter(|pod| uid_of_pod(pod) == plan.uid).cloned() else {
+        let Some(pod) = self
+            .store
+            .pods
+            .get(&plan.pod)
+            .filter(|pod| uid_of_pod(pod) == plan.uid)
+            .cloned()
+        else {
             return;
         };
         match plan.act {
@@ -250,14 +292,21 @@ impl Stage {
                 if selects {
                     self.publish(&plan.pod, &pod, None, Some(String::new()));
                 }
-                let _ = self.store.update_claim(&claim, Some(&uid), Endpoint::Status, |claim| {
-                    if claim.status.reserved_for.iter().any(|consumer| consumer.uid != plan.uid) {
-                        return Err(ApiError::Conflict("changed".to_owned()));
-                    }
-                    claim.status.reserved_for.clear();
-                    claim.status.deallocation_requested = true;
-                    Ok(())
-                });
+                let _ = self
+                    .store
+                    .update_claim(&claim, Some(&uid), Endpoint::Status, |claim| {
+                        if claim
+                            .status
+                            .reserved_for
+                            .iter()
+                            .any(|consumer| consumer.uid != plan.uid)
+                        {
+                            return Err(ApiError::Conflict("changed".to_owned()));
+                        }
+                        claim.status.reserved_for.clear();
+                        claim.status.deallocation_requested = true;
+                        Ok(())
+                    });
             }
             Act::Bind { node } => self.bind(&plan.pod, &pod, &node),
         }
@@ -265,7 +314,13 @@ impl Stage {
         self.wake_scheduler();
     }
 
-    fn publish(&mut self, key: &ObjectKey, pod: &Pod, potential: Option<Vec<String>>, selected: Option<String>) {
+    fn publish(
+        &mut self,
+        key: &ObjectKey,
+        pod: &Pod,
+        potential: Option<Vec<String>>,
+        selected: Option<String>,
+    ) {
         if self.store.contexts.contains_key(key) {
             let uid = uid_of_pod(pod);
             let _ = self.store.update_context(key, None, |context| {
@@ -313,7 +368,13 @@ impl Stage {
     fn bind(&mut self, key: &ObjectKey, pod: &Pod, node: &str) {
         let uid = uid_of_pod(pod);
         let Some(claims) = self.claims_of(key) else { return };
-        let fits = |claim: &ResourceClaim| claim.status.allocation.as_ref().is_some_and(|own| reaches(own, node));
+        let fits = |claim: &ResourceClaim| {
+            claim
+                .status
+                .allocation
+                .as_ref()
+                .is_some_and(|own| reaches(own, node))
+        };
         if !claims.iter().all(|(_, claim)| fits(claim)) {
             self.unreserve(key, &uid);
             return;
@@ -325,7 +386,12 @@ impl Stage {
                 claim.metadata.uid.as_deref(),
                 Endpoint::Status,
                 |claim| {
-                    if !claim.status.reserved_for.iter().any(|known| known.uid == consumer.uid) {
+                    if !claim
+                        .status
+                        .reserved_for
+                        .iter()
+                        .any(|known| known.uid == consumer.uid)
+                    {
                         claim.status.reserved_for.push(consumer.clone());
                     }
                     Ok(())
@@ -337,7 +403,8 @@ impl Stage {
             }
         }
         self.note(|| format!("scheduler: {} is bound to {node}", key.name));
-        self.store.update_pod(key, |pod| pod.spec.node_name = Some(node.to_owned()));
+        self.store
+            .update_pod(key, |pod| pod.spec.node_name = Some(node.to_owned()));
         self.store.delete_context(key);
     }
 }

@@ -76,7 +76,11 @@ fn every_seed_keeps_every_promise_and_every_kind_of_fault_is_hit() {
                     let _guard = Guard(seed);
                     let result = run(seed, false);
                     if seed % 16 == 0 {
-                        assert_eq!(result.hash, run(seed, false).hash, "seed {seed} does not repeat itself");
+                        assert_eq!(
+                            result.hash,
+                            run(seed, false).hash,
+                            "seed {seed} does not repeat itself"
+                        );
                     }
                     if let Some(text) = result.violation {
                         failures.lock().unwrap().push((seed, text));

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use drayman::api::resource::PodSchedulingContext;
 use drayman::core::protocol::{
-    Answer, CallError, CallErrorKind, CallId, Command, DriverRequest, Event, Moment, ObjectKey, Outcome, Settings,
-    Subject, World,
+    Answer, CallError, CallErrorKind, CallId, Command, DriverRequest, Event, Moment, ObjectKey, Outcome,
+    Settings, Subject, World,
 };
 use drayman::driver::{CapacityCause, CapacityChange};
 
@@ -53,19 +53,25 @@ impl Process {
     fn note_contexts(&mut self, event: &Event) {
         match event {
             Event::Contexts(all) => {
-                self.seen.retain(|key, _| all.iter().any(|context| ObjectKey::of(&context.metadata) == *key));
+                self.seen
+                    .retain(|key, _| all.iter().any(|context| ObjectKey::of(&context.metadata) == *key));
                 all.iter().for_each(|context| self.note_context(context));
             }
             Event::Context(context) => self.note_context(context),
             Event::ContextGone { key, uid } => {
-                self.seen.retain(|known, context| known != key || context.metadata.uid.as_ref() != Some(uid));
+                self.seen
+                    .retain(|known, context| known != key || context.metadata.uid.as_ref() != Some(uid));
             }
             Event::Answer {
                 answer: Answer::ContextWritten(Outcome::Done(context)),
                 ..
             } => {
                 let key = ObjectKey::of(&context.metadata);
-                if self.seen.get(&key).is_some_and(|known| known.metadata.uid == context.metadata.uid) {
+                if self
+                    .seen
+                    .get(&key)
+                    .is_some_and(|known| known.metadata.uid == context.metadata.uid)
+                {
                     self.note_context(context);
                 }
             }
@@ -79,7 +85,11 @@ impl Process {
             text.parse().unwrap_or_default()
         };
         let key = ObjectKey::of(&context.metadata);
-        if self.seen.get(&key).is_none_or(|known| version(context) > version(known)) {
+        if self
+            .seen
+            .get(&key)
+            .is_none_or(|known| version(context) > version(known))
+        {
             self.seen.insert(key, context.clone());
         }
     }
@@ -113,7 +123,9 @@ impl Stage {
 
     /// Kills the controller. What it has sent may still arrive, or not.
     pub(crate) fn crash(&mut self) {
-        let Some(process) = self.process.take() else { return };
+        let Some(process) = self.process.take() else {
+            return;
+        };
         self.note(|| "the controller is killed".to_owned());
         add(&mut self.statistics, process.world.statistics());
         self.generation += 1;
@@ -144,13 +156,22 @@ impl Stage {
         };
         process.cursors[kind as usize] = end;
         let delay = self.delay();
-        self.after(delay, Action::Deliver { generation, event: list, from: Some(kind) });
+        self.after(
+            delay,
+            Action::Deliver {
+                generation,
+                event: list,
+                from: Some(kind),
+            },
+        );
     }
 
     pub(crate) fn feed_watches(&mut self) {
         let generation = self.generation;
         for kind in KINDS {
-            let Some(process) = self.process.as_mut() else { return };
+            let Some(process) = self.process.as_mut() else {
+                return;
+            };
             let index = kind as usize;
             if !process.busy[index] && process.cursors[index] < self.store.history(kind).len() {
                 process.busy[index] = true;
@@ -172,7 +193,9 @@ impl Stage {
             self.after(delay, Action::List { generation, kind });
             return;
         }
-        let Some(process) = self.process.as_mut() else { return };
+        let Some(process) = self.process.as_mut() else {
+            return;
+        };
         let cursor = &mut process.cursors[kind as usize];
         let Some(event) = self.store.history(kind).get(*cursor).cloned() else {
             process.busy[kind as usize] = false;
@@ -198,7 +221,9 @@ impl Stage {
         }
         self.note(|| format!("  -> {}", describe_event(&event)));
         let now = self.moment();
-        let Some(process) = self.process.as_mut() else { return };
+        let Some(process) = self.process.as_mut() else {
+            return;
+        };
         if let Some(kind) = from {
             process.busy[kind as usize] = false;
         }
@@ -223,7 +248,9 @@ impl Stage {
     pub(crate) fn decide(&mut self) {
         let now = self.moment();
         let generation = self.generation;
-        let Some(process) = self.process.as_mut() else { return };
+        let Some(process) = self.process.as_mut() else {
+            return;
+        };
         if process.decide_at.is_some_and(|at| at <= self.now) {
             process.decide_at = None;
         }
@@ -260,7 +287,14 @@ impl Stage {
             Command::AwaitDriver => {
                 let (delay, generation) = (self.delay(), self.generation);
                 let event = Event::DriverReady;
-                self.after(delay, Action::Deliver { generation, event, from: None });
+                self.after(
+                    delay,
+                    Action::Deliver {
+                        generation,
+                        event,
+                        from: None,
+                    },
+                );
                 return;
             }
             Command::Report(report) => {
@@ -300,7 +334,9 @@ impl Stage {
 
     /// Notes that a write or call for these claims is under way.
     fn take_off(&mut self, id: CallId, uids: Vec<String>) {
-        let Some(process) = self.process.as_mut() else { return };
+        let Some(process) = self.process.as_mut() else {
+            return;
+        };
         let mut doubled = None;
         for uid in &uids {
             if process.in_flight.insert(uid.clone(), id).is_some() {
@@ -317,7 +353,9 @@ impl Stage {
 
     fn send(&mut self, command: Command, fault: Option<Fault>) {
         let id = match &command {
-            Command::ReadPod { id, .. } | Command::ReadClaim { id, .. } | Command::WriteContext { id, .. } => *id,
+            Command::ReadPod { id, .. }
+            | Command::ReadClaim { id, .. }
+            | Command::WriteContext { id, .. } => *id,
             Command::WriteClaim { id, uid, .. } => {
                 let (id, uid) = (*id, uid.clone());
                 self.take_off(id, vec![uid]);
@@ -362,12 +400,22 @@ impl Stage {
         }
         self.requests_sent += 1;
         let number = self.requests_sent;
-        self.network.insert(number, Request { generation, id, command, fault });
+        self.network.insert(
+            number,
+            Request {
+                generation,
+                id,
+                command,
+                fault,
+            },
+        );
         self.after(way, Action::Arrive(number));
     }
 
     pub(crate) fn arrive(&mut self, number: u64) {
-        let Some(request) = self.network.remove(&number) else { return };
+        let Some(request) = self.network.remove(&number) else {
+            return;
+        };
         self.note(|| format!("     carried out: {}", describe_command(&request.command)));
         let answer = self.carry_out(&request.command);
         match request.fault {
@@ -392,9 +440,10 @@ impl Stage {
                 self.judgements += 1;
                 Vec::new()
             }
-            DriverRequest::Allocate { claims, .. } => {
-                claims.iter().map(|claim| crate::driver::uid_of(&claim.claim)).collect()
-            }
+            DriverRequest::Allocate { claims, .. } => claims
+                .iter()
+                .map(|claim| crate::driver::uid_of(&claim.claim))
+                .collect(),
             DriverRequest::Deallocate { claim, .. } => vec![crate::driver::uid_of(claim)],
         };
         self.take_off(id, uids);
@@ -441,7 +490,9 @@ impl Stage {
         if generation != self.generation {
             return;
         }
-        let Some(call) = self.calls.remove(&call) else { return };
+        let Some(call) = self.calls.remove(&call) else {
+            return;
+        };
         let mut answer = match &call.request {
             DriverRequest::UnsuitableNodes { claims, nodes, .. } => {
                 Answer::Judged(self.driver.unsuitable_nodes(&self.facts, claims, nodes))
@@ -483,7 +534,14 @@ impl Stage {
     pub(crate) fn announce_change(&mut self, cause: CapacityCause, pods: Option<usize>, delay: u64) {
         let event = Event::Capacity(CapacityChange { cause, pods });
         let generation = self.generation;
-        self.after(delay, Action::Deliver { generation, event, from: None });
+        self.after(
+            delay,
+            Action::Deliver {
+                generation,
+                event,
+                from: None,
+            },
+        );
     }
 }
 

@@ -19,7 +19,11 @@ pub(crate) const SECOND: u64 = 1_000_000;
 #[derive(Clone, Debug)]
 pub(crate) enum Action {
     /// An event reaches the controller; `from` is the watch that it came by.
-    Deliver { generation: u32, event: Event, from: Option<Kind> },
+    Deliver {
+        generation: u32,
+        event: Event,
+        from: Option<Kind>,
+    },
     /// A list is taken for a watch that starts (over).
     List { generation: u32, kind: Kind },
     /// A watch shows its next event.
@@ -206,7 +210,11 @@ impl Stage {
 
     fn act(&mut self, action: Action) {
         match action {
-            Action::Deliver { generation, event, from } => self.deliver(generation, event, from),
+            Action::Deliver {
+                generation,
+                event,
+                from,
+            } => self.deliver(generation, event, from),
             Action::List { generation, kind } => self.take_list(generation, kind),
             Action::Watch { generation, kind } => self.show_next(generation, kind),
             Action::Decide { generation } => {
@@ -252,7 +260,10 @@ impl Stage {
         let end = self.now + 7200 * SECOND;
         loop {
             let quiet_until = self.last_change + 120 * SECOND;
-            if self.queue.first_key_value().is_none_or(|((when, _), _)| *when > quiet_until)
+            if self
+                .queue
+                .first_key_value()
+                .is_none_or(|((when, _), _)| *when > quiet_until)
                 && self.network.is_empty()
                 && self.process.is_some()
             {
@@ -279,9 +290,22 @@ impl Stage {
         sum
     }
 
-    pub(crate) fn answer_later(&mut self, generation: u32, delay: u64, id: drayman::core::protocol::CallId, answer: Answer) {
+    pub(crate) fn answer_later(
+        &mut self,
+        generation: u32,
+        delay: u64,
+        id: drayman::core::protocol::CallId,
+        answer: Answer,
+    ) {
         let event = Event::Answer { id, answer };
-        self.after(delay, Action::Deliver { generation, event, from: None });
+        self.after(
+            delay,
+            Action::Deliver {
+                generation,
+                event,
+                from: None,
+            },
+        );
     }
 
     pub(crate) fn claim(&self, name: &str) -> Option<Arc<drayman::api::resource::ResourceClaim>> {

@@ -3,7 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, ResourceClass};
+use drayman::api::resource::{
+    Pod, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, ResourceClass,
+};
 use drayman::core::protocol::{Event, ObjectKey};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 
@@ -227,7 +229,10 @@ impl Store {
             self.remove_claim(key);
         } else {
             let _ = self.update_claim(key, None, Endpoint::Main, |claim| {
-                claim.metadata.deletion_timestamp.get_or_insert_with(deletion_time);
+                claim
+                    .metadata
+                    .deletion_timestamp
+                    .get_or_insert_with(deletion_time);
                 Ok(())
             });
         }
@@ -237,7 +242,13 @@ impl Store {
         if let Some(claim) = self.claims.remove(key) {
             self.next_version();
             let uid = claim.metadata.uid.clone().unwrap();
-            self.record(Kind::Claim, Event::ClaimGone { key: key.clone(), uid });
+            self.record(
+                Kind::Claim,
+                Event::ClaimGone {
+                    key: key.clone(),
+                    uid,
+                },
+            );
         }
     }
 
@@ -322,7 +333,13 @@ impl Store {
         if let Some(context) = self.contexts.remove(key) {
             self.next_version();
             let uid = context.metadata.uid.clone().unwrap();
-            self.record(Kind::Context, Event::ContextGone { key: key.clone(), uid });
+            self.record(
+                Kind::Context,
+                Event::ContextGone {
+                    key: key.clone(),
+                    uid,
+                },
+            );
         }
     }
 }

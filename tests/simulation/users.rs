@@ -35,7 +35,11 @@ impl Stage {
     }
 
     pub(crate) fn set_parameters(&mut self, name: &str, count: usize, valid: bool, shareable: bool) {
-        let parameters = Parameters { count, valid, shareable };
+        let parameters = Parameters {
+            count,
+            valid,
+            shareable,
+        };
         self.facts.parameters.insert(name.to_owned(), parameters);
         let delay = self.delay();
         self.announce_change(CapacityCause::Parameters, None, delay);
@@ -115,7 +119,7 @@ impl Stage {
         self.set_parameters("shared", 1, true, true);
         let valid = self.rng.chance(500);
         self.set_parameters("odd", 1, valid, false);
-        self.user_actions = self.rng.between(5, 40);
+        self.user_actions = self.rng.between(5, 80);
         self.after(0, Action::User);
         let start = self.rng.between(0, SECOND);
         self.after(start, Action::Start);
@@ -127,7 +131,11 @@ impl Stage {
         }
         self.user_actions -= 1;
         self.user_act();
-        let longest = if self.rng.chance(300) { 10 * SECOND } else { 300 * MILLISECOND };
+        let longest = if self.rng.chance(300) {
+            10 * SECOND
+        } else {
+            300 * MILLISECOND
+        };
         let delay = self.rng.between(0, longest);
         self.after(delay, Action::User);
     }
@@ -160,12 +168,17 @@ impl Stage {
                     && self.store.pods[&pod].spec.node_name.is_some()
                 {
                     self.note(|| format!("pod {pod} ends"));
-                    self.store.update_pod(&pod, |pod| pod.status.phase = Some("Succeeded".to_owned()));
+                    self.store
+                        .update_pod(&pod, |pod| pod.status.phase = Some("Succeeded".to_owned()));
                 }
             }
             11 => {
                 let name = *self.rng.pick(&["named-0", "named-1"]).as_ref().unwrap();
-                let template = *self.rng.pick(&["gpu", "gpu.shared", "flip", "gpu.odd"]).as_ref().unwrap();
+                let template = *self
+                    .rng
+                    .pick(&["gpu", "gpu.shared", "flip", "gpu.odd"])
+                    .as_ref()
+                    .unwrap();
                 let mode = if self.rng.chance(400) {
                     AllocationMode::Immediate
                 } else {

@@ -20,13 +20,23 @@ impl Stage {
         }
         self.check_rest();
         self.check_liveness();
-        let (writes, version) = (self.writes, self.store.version());
+        // The slow recheck may find that a place it had named has been taken.
+        self.run_for(450 * SECOND);
+        self.check_rest();
+        let (writes, version, judgements) = (self.writes, self.store.version(), self.judgements);
         self.run_for(900 * SECOND);
+        let waiting = self.store.contexts.len() as u64;
+        if self.judgements > judgements + 3 * waiting {
+            let more = self.judgements - judgements;
+            self.violate(|| format!("I12: {more} judgements of {waiting} contexts in 15 minutes of rest"));
+        }
         if self.writes != writes || self.store.version() != version {
             self.violate(|| "I12: something is written although nothing changes".to_owned());
         }
         if self.counted().caught_by_recheck > 0 {
-            self.violate(|| "a wake-up was lost: the slow recheck found a place that nothing had announced".to_owned());
+            self.violate(|| {
+                "a wake-up was lost: the slow recheck found a place that nothing had announced".to_owned()
+            });
         }
     }
 
@@ -87,8 +97,12 @@ impl Stage {
 
     /// I10: whatever could be served is served.
     pub(crate) fn check_liveness(&mut self) {
-        let pods: Vec<(ObjectKey, std::sync::Arc<Pod>)> =
-            self.store.pods.iter().map(|(key, pod)| (key.clone(), pod.clone())).collect();
+        let pods: Vec<(ObjectKey, std::sync::Arc<Pod>)> = self
+            .store
+            .pods
+            .iter()
+            .map(|(key, pod)| (key.clone(), pod.clone()))
+            .collect();
         for (key, pod) in pods {
             if pod.status.phase.is_none()
                 && pod.metadata.deletion_timestamp.is_none()
@@ -126,9 +140,13 @@ impl Stage {
         let uid = uid_of_pod(pod);
         let claims = self.claims_of(key)?;
         if pod.spec.node_name.is_some()
-            && claims
-                .iter()
-                .all(|(_, claim)| claim.status.reserved_for.iter().any(|consumer| consumer.uid == uid))
+            && claims.iter().all(|(_, claim)| {
+                claim
+                    .status
+                    .reserved_for
+                    .iter()
+                    .any(|consumer| consumer.uid == uid)
+            })
         {
             return None;
         }
@@ -136,7 +154,11 @@ impl Stage {
         let mut bound_to: Vec<String> = Vec::new();
         let mut own = BTreeSet::new();
         for (_, claim) in &claims {
-            let others = claim.status.reserved_for.iter().any(|consumer| consumer.uid != uid);
+            let others = claim
+                .status
+                .reserved_for
+                .iter()
+                .any(|consumer| consumer.uid != uid);
             let immediate = claim.spec.allocation_mode == Some(AllocationMode::Immediate);
             match (&claim.status.allocation, recorded_hold(claim)) {
                 (Some(allocation), _) if others && !allocation.shareable => return None,
@@ -163,8 +185,8 @@ impl Stage {
             None => self.nodes_of(&uid),
         };
         let wanted: usize = needs.iter().sum();
-        nodes.into_iter().find(|node| {
-            bound_to.iter().all(|other| other == node) && self.free(node, &own) >= wanted
-        })
+        nodes
+            .into_iter()
+            .find(|node| bound_to.iter().all(|other| other == node) && self.free(node, &own) >= wanted)
     }
 }

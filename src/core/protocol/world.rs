@@ -338,6 +338,9 @@ impl World {
             .map(|(key, _)| key.clone())
             .collect();
         for key in keys {
+            if let Some(claim) = self.claims.get_mut(&key) {
+                claim.refused_at = None;
+            }
             self.reconsider_claim(&key);
         }
     }
@@ -386,10 +389,12 @@ impl World {
             let known_uid = known.uid().to_owned();
             if known_uid != uid {
                 self.claim_gone(&key, &known_uid);
-            } else if !newer(
-                known.object.metadata.resource_version.as_deref(),
-                object.metadata.resource_version.as_deref(),
-            ) {
+            } else if known.is_gone()
+                || !newer(
+                    known.object.metadata.resource_version.as_deref(),
+                    object.metadata.resource_version.as_deref(),
+                )
+            {
                 return;
             }
         }
