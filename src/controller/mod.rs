@@ -94,7 +94,7 @@ impl<D: Driver> Controller<D> {
     /// How long a call of the driver may take, unless [`Builder::call_timeout`] says otherwise.
     pub const CALL_TIMEOUT: Duration = Duration::from_secs(30);
     /// How long a request to the API server may take, unless [`Builder::request_timeout`] says otherwise.
-    pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+    pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
     /// Begins to build a controller for a driver.
     pub fn builder(driver: D) -> Builder<D> {
