@@ -73,10 +73,7 @@ pub trait Driver: Send + Sync + 'static {
     /// What `claim.status.allocation` records stays recorded until the controller's next write; a driver that hands out
     /// exclusive devices frees them when [`Driver::observe`] shows that the allocation is gone. What was never recorded is
     /// free when this returns.
-    fn deallocate(
-        &self,
-        deallocation: Deallocation<'_>,
-    ) -> impl Future<Output = Result<(), DriverError>> + Send;
+    fn deallocate(&self, deallocation: Deallocation<'_>) -> impl Future<Output = Result<(), DriverError>> + Send;
 
     /// Tells what the claims hold: all of them once before anything is asked, then each change, in order, our own writes
     /// included. This is how a driver rebuilds and keeps its books. Must return at once.
@@ -160,10 +157,7 @@ impl Holding {
     /// The allocation that is recorded, if it is recorded as `driver`'s.
     pub fn allocation(&self, driver: &str) -> Option<&AllocationResult> {
         let status = &self.claim.status;
-        status
-            .allocation
-            .as_ref()
-            .filter(|_| status.driver_name.as_deref() == Some(driver))
+        status.allocation.as_ref().filter(|_| status.driver_name.as_deref() == Some(driver))
     }
 
     /// The claim's uid.
@@ -217,19 +211,11 @@ pub enum DriverErrorKind {
 impl DriverError {
     /// An error that only a person can put right.
     pub fn invalid(reason: &'static str, message: impl Into<String>) -> Self {
-        Self {
-            kind: DriverErrorKind::Invalid,
-            reason,
-            message: message.into(),
-        }
+        Self { kind: DriverErrorKind::Invalid, reason, message: message.into() }
     }
 
     /// An error that may go away by itself.
     pub fn retry(reason: &'static str, message: impl Into<String>) -> Self {
-        Self {
-            kind: DriverErrorKind::Retry,
-            reason,
-            message: message.into(),
-        }
+        Self { kind: DriverErrorKind::Retry, reason, message: message.into() }
     }
 }

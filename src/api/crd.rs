@@ -1,9 +1,6 @@
 //! Our own kinds, `drayman.dev/v1alpha1`. The files under `crds/` are made from these types by `drayman crds`.
 
-#![expect(
-    unreachable_pub,
-    reason = "kube's derive wraps the spec in a way that rustc takes for unreachable"
-)]
+#![expect(unreachable_pub, reason = "kube's derive wraps the spec in a way that rustc takes for unreachable")]
 
 use std::collections::BTreeMap;
 
@@ -39,11 +36,7 @@ pub const REQUESTS_MAX: usize = 16;
     derive = "Default",
     printcolumn(name = "Node", type_ = "string", json_path = ".spec.nodeName"),
     printcolumn(name = "Driver", type_ = "string", json_path = ".spec.driverName"),
-    printcolumn(
-        name = "Ready",
-        type_ = "string",
-        json_path = ".status.conditions[?(@.type==\"Ready\")].status"
-    ),
+    printcolumn(name = "Ready", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].status"),
     printcolumn(name = "Devices", type_ = "integer", json_path = ".status.devices"),
     printcolumn(name = "Unhealthy", type_ = "integer", json_path = ".status.unhealthy"),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
@@ -94,16 +87,10 @@ pub const READY: &str = "Ready";
 #[serde(rename_all = "camelCase")]
 pub struct Device {
     /// Unique on the node and stable over reboots: a DNS label made from what identifies the device.
-    #[schemars(
-        length(min = 1, max = 63),
-        regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
-    )]
+    #[schemars(length(min = 1, max = 63), regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
     pub name: String,
     /// The kind of the node's configuration that found it.
-    #[schemars(
-        length(min = 1, max = 63),
-        regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
-    )]
+    #[schemars(length(min = 1, max = 63), regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
     pub kind: String,
     /// Through which door of kubelet the device may leave the node.
     #[serde(default)]
@@ -153,18 +140,12 @@ pub struct AttributeValue {
 impl AttributeValue {
     /// A text.
     pub fn string(value: impl Into<String>) -> Self {
-        Self {
-            string: Some(value.into()),
-            ..Self::default()
-        }
+        Self { string: Some(value.into()), ..Self::default() }
     }
 
     /// A whole number.
     pub fn int(value: i64) -> Self {
-        Self {
-            int: Some(value),
-            ..Self::default()
-        }
+        Self { int: Some(value), ..Self::default() }
     }
 }
 
@@ -183,10 +164,7 @@ impl AttributeValue {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct DeviceClassParametersSpec {
     /// The kind of device, as the nodes' configuration names it.
-    #[schemars(
-        length(min = 1, max = 63),
-        regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
-    )]
+    #[schemars(length(min = 1, max = 63), regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
     pub kind: String,
 }
 
@@ -216,10 +194,7 @@ pub struct DeviceClaimParametersSpec {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct DeviceRequest {
     /// Unique within the claim.
-    #[schemars(
-        length(min = 1, max = 63),
-        regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
-    )]
+    #[schemars(length(min = 1, max = 63), regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
     pub name: String,
     /// How many devices.
     #[serde(default = "one")]
@@ -233,9 +208,5 @@ fn one() -> u32 {
 
 /// Every definition that the API server needs, in the order in which `drayman crds` prints them.
 pub fn definitions() -> Vec<CustomResourceDefinition> {
-    vec![
-        NodeInventory::crd(),
-        DeviceClassParameters::crd(),
-        DeviceClaimParameters::crd(),
-    ]
+    vec![NodeInventory::crd(), DeviceClassParameters::crd(), DeviceClaimParameters::crd()]
 }

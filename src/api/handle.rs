@@ -46,9 +46,7 @@ pub enum HandleError {
     #[error("the resource handle cannot be read: {0}")]
     Malformed(String),
     /// Written by a newer release.
-    #[error(
-        "the resource handle has version {0}, this release reads up to {VERSION}: upgrade drayman on this node"
-    )]
+    #[error("the resource handle has version {0}, this release reads up to {VERSION}: upgrade drayman on this node")]
     Newer(u32),
 }
 
@@ -75,11 +73,7 @@ impl DeviceHandle {
     /// The text that goes into the claim.
     pub fn to_data(&self) -> Result<String, HandleError> {
         let data = serde_json::to_string(self).map_err(|error| HandleError::Malformed(error.to_string()))?;
-        if data.len() > RESOURCE_HANDLE_MAX {
-            Err(HandleError::TooLong(data.len()))
-        } else {
-            Ok(data)
-        }
+        if data.len() > RESOURCE_HANDLE_MAX { Err(HandleError::TooLong(data.len())) } else { Ok(data) }
     }
 }
 
@@ -93,10 +87,7 @@ mod tests {
             claim_uid: "7d0a".into(),
             node_name: "node-a".into(),
             node_uid: "11".into(),
-            devices: vec![HandleDevice {
-                request: "device".into(),
-                device: "kvm".into(),
-            }],
+            devices: vec![HandleDevice { request: "device".into(), device: "kvm".into() }],
         }
     }
 
@@ -108,10 +99,7 @@ mod tests {
 
     #[test]
     fn a_newer_handle_is_refused_by_its_version_even_if_its_shape_is_unknown() {
-        assert_eq!(
-            DeviceHandle::parse(r#"{"version":2,"what":"ever"}"#),
-            Err(HandleError::Newer(2))
-        );
+        assert_eq!(DeviceHandle::parse(r#"{"version":2,"what":"ever"}"#), Err(HandleError::Newer(2)));
     }
 
     #[test]
@@ -123,23 +111,9 @@ mod tests {
 
     #[test]
     fn hostile_handles_are_refused_by_name() {
-        assert!(matches!(
-            DeviceHandle::parse(&"x".repeat(20_000)),
-            Err(HandleError::TooLong(20_000))
-        ));
-        for data in [
-            "",
-            "{}",
-            "[]",
-            "null",
-            r#"{"version":-1}"#,
-            r#"{"version":1}"#,
-            "\u{0}",
-        ] {
-            assert!(
-                matches!(DeviceHandle::parse(data), Err(HandleError::Malformed(_))),
-                "{data:?}"
-            );
+        assert!(matches!(DeviceHandle::parse(&"x".repeat(20_000)), Err(HandleError::TooLong(20_000))));
+        for data in ["", "{}", "[]", "null", r#"{"version":-1}"#, r#"{"version":1}"#, "\u{0}"] {
+            assert!(matches!(DeviceHandle::parse(data), Err(HandleError::Malformed(_))), "{data:?}");
         }
     }
 }

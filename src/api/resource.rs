@@ -61,34 +61,10 @@ macro_rules! resource {
     };
 }
 
-resource!(
-    ResourceClass,
-    GROUP,
-    VERSION,
-    "resourceclasses",
-    ClusterResourceScope
-);
-resource!(
-    ResourceClaim,
-    GROUP,
-    VERSION,
-    "resourceclaims",
-    NamespaceResourceScope
-);
-resource!(
-    ResourceClaimTemplate,
-    GROUP,
-    VERSION,
-    "resourceclaimtemplates",
-    NamespaceResourceScope
-);
-resource!(
-    PodSchedulingContext,
-    GROUP,
-    VERSION,
-    "podschedulingcontexts",
-    NamespaceResourceScope
-);
+resource!(ResourceClass, GROUP, VERSION, "resourceclasses", ClusterResourceScope);
+resource!(ResourceClaim, GROUP, VERSION, "resourceclaims", NamespaceResourceScope);
+resource!(ResourceClaimTemplate, GROUP, VERSION, "resourceclaimtemplates", NamespaceResourceScope);
+resource!(PodSchedulingContext, GROUP, VERSION, "podschedulingcontexts", NamespaceResourceScope);
 resource!(Pod, "", "v1", "pods", NamespaceResourceScope);
 
 /// Says which driver serves the claims that name it, and with which parameters. Made by cluster operators.
@@ -243,12 +219,7 @@ pub struct ResourceClaimConsumerReference {
 impl ResourceClaimConsumerReference {
     /// The pod of this name and uid.
     pub fn pod(name: &str, uid: &str) -> Self {
-        Self {
-            api_group: None,
-            resource: "pods".to_owned(),
-            name: name.to_owned(),
-            uid: uid.to_owned(),
-        }
+        Self { api_group: None, resource: "pods".to_owned(), name: name.to_owned(), uid: uid.to_owned() }
     }
 }
 
@@ -398,9 +369,5 @@ pub struct PodResourceClaimStatus {
 
 /// The owner reference that says which controller owns an object, if one does.
 pub fn controller_of(metadata: &ObjectMeta) -> Option<&OwnerReference> {
-    metadata
-        .owner_references
-        .as_ref()?
-        .iter()
-        .find(|owner| owner.controller == Some(true))
+    metadata.owner_references.as_ref()?.iter().find(|owner| owner.controller == Some(true))
 }
