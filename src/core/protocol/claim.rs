@@ -126,7 +126,7 @@ impl ClaimState {
     /// What the driver is told of it at the start.
     pub(super) fn observe_first(&mut self) -> Option<Holding> {
         self.observed = self.has_finalizer || self.is_ours;
-        self.uncertain = self.has_finalizer && !self.is_allocated();
+        self.uncertain = self.has_finalizer && !self.is_ours;
         self.observed.then(|| Holding::of(&self.object))
     }
 
@@ -212,14 +212,14 @@ impl World {
             self.wake_at(moment, Work::Claim(key.clone()));
         } else if claim.stage == ClaimStage::ToRead {
             self.read_released(key);
+        } else if claim.uncertain && !claim.is_ours {
+            self.deallocate(key);
         } else if !claim.object.status.reserved_for.is_empty() {
             // In use: nothing is taken from under a pod.
         } else if claim.finalizer_to_go && claim.has_finalizer && !claim.is_ours {
             self.remove_finalizer(key);
         } else if claim.is_asked_back() {
             self.release(key, now);
-        } else if claim.uncertain {
-            self.deallocate(key);
         } else if !claim.is_delayed() && !claim.is_allocated() {
             self.allocate_immediately(key);
         }
