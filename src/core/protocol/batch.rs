@@ -414,7 +414,13 @@ impl World {
                     item.step = Step::ToRead;
                     item.refusal = Some(message);
                 }
-                Answer::ClaimWritten(Outcome::Conflict(_) | Outcome::Unknown(_)) => item.step = Step::ToRead,
+                Answer::ClaimWritten(Outcome::Conflict(_)) => item.step = Step::ToRead,
+                Answer::ClaimWritten(Outcome::Unknown(_)) => {
+                    item.step = Step::ToRead;
+                    if let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid) {
+                        claim.unsettle(now);
+                    }
+                }
                 Answer::ClaimRead(Err(_)) => {
                     item.step = Step::ToRead;
                     item.retry.failed(now);
@@ -427,6 +433,11 @@ impl World {
                     }
                     item.step = self.step_after_read(stage, item, object.as_deref());
                     item.retry.failed(now);
+                    if item.step == Step::Done
+                        && let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid)
+                    {
+                        claim.settle();
+                    }
                     let refusal = item.refusal.take();
                     if item.step == Step::Waiting && refusal.is_some() {
                         item.step = Step::Failed;

@@ -254,7 +254,7 @@ impl World {
                 return;
             }
         };
-        match self.standing(key, &pod) {
+        match self.standing(key, &pod, now) {
             Standing::Rest => {
                 if let Some(context) = self.contexts.get_mut(key) {
                     context.waiting = None;
@@ -356,7 +356,7 @@ impl World {
     }
 
     /// Sorts the pod's claims.
-    fn standing(&mut self, key: &ObjectKey, pod: &Pod) -> Standing {
+    fn standing(&mut self, key: &ObjectKey, pod: &Pod, now: Moment) -> Standing {
         let resolved = self.resolve_claims(&key.namespace, pod);
         for (_, resolved) in &resolved {
             if let Resolved::Claim(claim) | Resolved::NotOwned(claim) = resolved {
@@ -411,8 +411,12 @@ impl World {
                 continue;
             }
             // All of a pod's claims are allocated together: one that is under way or going holds up the others.
-            if claim.is_asked_back() || claim.stage != ClaimStage::Resting {
+            let unsettled = claim.unsettled_until(now);
+            if claim.is_asked_back() || claim.stage != ClaimStage::Resting || unsettled.is_some() {
                 rest = true;
+                if let Some(moment) = unsettled {
+                    self.wake_at(moment, Work::Context(key.clone()));
+                }
                 continue;
             }
             let to_allocate = ClaimToAllocate {
