@@ -307,9 +307,9 @@ fn shown(raw: &Spanned<String>) -> String {
 
 fn not_utf8(error: &std::string::FromUtf8Error) -> Refused {
     let good = error.as_bytes().get(..error.utf8_error().valid_up_to()).unwrap_or_default();
-    let line = good.iter().filter(|&&byte| byte == b'\n').count() as u64 + 1;
-    let column = good.iter().rev().take_while(|&&byte| byte != b'\n').count() as u64 + 1;
-    (Place { line, column }, "the file is not UTF-8 from here on; save it as UTF-8".to_owned())
+    let mut lines = good.split(|&byte| byte == b'\n');
+    let column = lines.next_back().map_or(0, <[u8]>::len) as u64 + 1;
+    (Place { line: lines.count() as u64 + 1, column }, "the file is not UTF-8 from here on; save it as UTF-8".to_owned())
 }
 
 #[cfg(test)]

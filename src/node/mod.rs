@@ -5,6 +5,8 @@ pub mod config;
 pub mod discover;
 pub mod door;
 pub mod driver;
+pub mod inventory;
 pub mod owner;
+pub mod run;
 pub mod store;
 pub mod transport;

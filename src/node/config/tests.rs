@@ -144,6 +144,6 @@ fn bombs_are_refused_quickly() {
     refusal(format!("{HEADER}{bomb}kinds: []\n"));
     refusal(format!("{HEADER}kinds: {}", "[".repeat(100_000)));
     refusal(format!("{HEADER}kinds: [{}]", "x,".repeat(100_000)));
-    let many: String = (0..65).map(|n| format!("- {{name: k{n}, paths: [/dev/x]}}\n")).collect();
+    let many = "- {name: k, paths: [/dev/x]}\n".repeat(65);
     assert!(kind_refusal(&many).contains("at most 64"));
 }

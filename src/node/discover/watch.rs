@@ -11,7 +11,7 @@ use tracing::warn;
 
 /// How often a search is made although nothing seems to have changed: what inotify cannot tell (a mount over a
 /// directory, a queue that ran over) is found then.
-const RESCAN: Duration = Duration::from_mins(1);
+const RESCAN: Duration = Duration::from_secs(60);
 /// How long changes are gathered before a search: a device that is plugged in makes several.
 const GATHER: Duration = Duration::from_millis(100);
 /// Room for some events with the longest of names, in bytes.
