@@ -4,6 +4,10 @@
     unreachable_pub,
     reason = "kube's derive wraps the spec in a way that rustc takes for unreachable"
 )]
+#![expect(
+    clippy::duplicated_attributes,
+    reason = "each printcolumn has a type of its own"
+)]
 
 use std::collections::BTreeMap;
 

@@ -9,6 +9,8 @@ use crate::core::node::naming::is_dns_subdomain;
 
 /// A node's name, at most, as for every DNS subdomain.
 const NODE_NAME_MAX: usize = 253;
+/// A namespace's name, at most, as for every DNS label.
+const NAMESPACE_MAX: usize = 63;
 /// The longest time limit that is accepted. Whoever wants more has mistaken the unit.
 const TIME_LIMIT_MAX: Duration = Duration::from_secs(600);
 /// The shortest one: below it the limit would strike on a healthy cluster.
@@ -29,6 +31,16 @@ pub(super) fn node_name(text: &str) -> Result<String, String> {
     }
     Err(format!(
         "must be a lower-case DNS subdomain of at most {NODE_NAME_MAX} characters, as kubectl get nodes shows it"
+    ))
+}
+
+/// A namespace's name: a lower-case DNS label.
+pub(super) fn namespace(text: &str) -> Result<String, String> {
+    if is_dns_subdomain(text, NAMESPACE_MAX) && !text.contains('.') {
+        return Ok(text.to_owned());
+    }
+    Err(format!(
+        "must be a lower-case DNS label of at most {NAMESPACE_MAX} characters, as kubectl get namespaces shows it"
     ))
 }
 

@@ -144,20 +144,15 @@ impl Holdings {
     /// Says what a claim holds, in place of what it held before.
     pub fn put(&mut self, uid: &str, holder: Holder) -> Change {
         let uid: Arc<str> = uid.into();
-        let before = self.claims.insert(Arc::clone(&uid), holder.clone());
-        if before.as_ref().is_some_and(|before| before.state == holder.state) {
-            return Change::default();
+        let mut change = Change::default();
+        if self
+            .claims
+            .get(&uid)
+            .is_some_and(|before| before.state == holder.state)
+        {
+            return change;
         }
         let new = places(&holder);
-        let mut change = Change::default();
-        if let Some(before) = &before {
-            self.leave_unreadable(&uid, before, &mut change);
-            let left: Vec<Place> = places(before)
-                .into_iter()
-                .filter(|place| !new.contains(place))
-                .collect();
-            self.leave(&uid, left, &mut change);
-        }
         if let State::Unreadable { nodes, .. } = &holder.state {
             for node in nodes {
                 self.unreadable
@@ -166,34 +161,20 @@ impl Holdings {
                     .insert(Arc::clone(&uid));
             }
         }
+        if let Some(before) = self.claims.insert(Arc::clone(&uid), holder) {
+            let left = places(&before)
+                .into_iter()
+                .filter(|place| !new.contains(place))
+                .collect();
+            self.leave(&uid, left, &mut change);
+            self.leave_unreadable(&uid, &before, &mut change);
+        }
         for place in new {
             let devices = self.nodes.entry(place.node_uid.clone()).or_default();
             let holders = devices.entry(place.device.clone()).or_default();
-            if holders.contains(&uid) {
-                continue;
-            }
-            holders.push(Arc::clone(&uid));
-            if holders.len() > 1 {
-                let ranked = holders
-                    .iter()
-                    .filter_map(|uid| Some((self.claims.get(uid)?, uid)));
-                let keeper = ranked.min_by_key(|(holder, uid)| holder.rank(uid));
-                change.conflicts.extend(keeper.map(|(keeper, keeper_uid)| {
-                    let other = if *keeper_uid == uid {
-                        holders
-                            .iter()
-                            .find(|other| **other != uid)
-                            .and_then(|other| self.claims.get(other))
-                    } else {
-                        Some(&holder)
-                    };
-                    let other = other.map(|other| other.claim.clone()).unwrap_or_default();
-                    Conflict {
-                        place,
-                        keeper: keeper.claim.clone(),
-                        other,
-                    }
-                }));
+            if !holders.contains(&uid) {
+                holders.push(Arc::clone(&uid));
+                change.conflicts.extend(conflict(&self.claims, holders, place));
             }
         }
         change
@@ -228,11 +209,16 @@ impl Holdings {
         }
     }
 
+    /// Takes the claim, which holds something else now, from the nodes that it kept from others before.
     fn leave_unreadable(&mut self, uid: &Arc<str>, before: &Holder, change: &mut Change) {
         let State::Unreadable { nodes, .. } = &before.state else {
             return;
         };
+        let still = self.claims.get(uid).map(|holder| &holder.state);
         for node in nodes {
+            if matches!(still, Some(State::Unreadable { nodes, .. }) if nodes.contains(node)) {
+                continue;
+            }
             let claims = self.unreadable.get_mut(node);
             if claims.is_some_and(|claims| claims.remove(uid) && claims.is_empty()) {
                 self.unreadable.remove(node);
@@ -240,6 +226,28 @@ impl Holdings {
             }
         }
     }
+}
+
+/// The conflict that the last of the holders of a device has brought, if there are several.
+fn conflict<'a>(
+    claims: &'a BTreeMap<Arc<str>, Holder>,
+    holders: &'a [Arc<str>],
+    place: Place,
+) -> Option<Conflict> {
+    let (last, others) = holders.split_last()?;
+    let rank = |uid: &'a Arc<str>| Some((claims.get(uid)?.rank(uid), &claims.get(uid)?.claim));
+    let (last_rank, last) = rank(last)?;
+    let (first_rank, first) = others.iter().filter_map(rank).min()?;
+    let (keeper, other) = if last_rank < first_rank {
+        (last, first)
+    } else {
+        (first, last)
+    };
+    Some(Conflict {
+        place,
+        keeper: keeper.clone(),
+        other: other.clone(),
+    })
 }
 
 /// The devices that are held, each once even if a handle names it twice.
@@ -357,6 +365,14 @@ mod tests {
         let mut holdings = Holdings::default();
         holdings.put("u", holder("n/c", 1, unreadable("a")));
         holdings.put("v", holder("n/d", 1, unreadable("a")));
+        let other_error = State::Unreadable {
+            nodes: BTreeSet::from(["a".into()]),
+            error: "y".into(),
+        };
+        assert_eq!(
+            holdings.put("v", holder("n/d", 1, other_error)),
+            Change::default()
+        );
         assert!(holdings.unreadable_on("a") && !holdings.unreadable_on("b"));
         let change = holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["d"]))));
         assert!(holdings.unreadable_on("a") && change.unblocked.is_empty());

@@ -199,7 +199,7 @@ fn add(
             match standing {
                 Standing::Free => free.push(index),
                 Standing::Own(uid) if **uid == *wish.uid() && held.is_some_and(granted_before) => {
-                    before.push(index)
+                    before.push(index);
                 }
                 Standing::Own(_) => others.push(index),
                 Standing::Held | Standing::Unhealthy | Standing::OtherMode => {}

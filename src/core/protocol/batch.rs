@@ -418,8 +418,9 @@ impl World {
                 }
                 Answer::ClaimRead(Ok(object)) => {
                     let object = object.filter(|object| object.metadata.uid.as_deref() == Some(uid));
-                    if let Some(object) = &object {
-                        self.see_written_claim(object.clone(), now);
+                    match &object {
+                        Some(object) => self.see_written_claim(object.clone(), now),
+                        None => self.claim_vanished(&item.key, uid),
                     }
                     item.step = self.step_after_read(stage, item, object.as_deref());
                     item.retry.failed(now);
@@ -458,6 +459,15 @@ impl World {
     }
 
     fn end_batch(&mut self, batch: &Batch, now: Moment) {
+        // What is refused for a claim that is deleted needs no report: it is no longer wanted.
+        let deleted = batch.items.iter().any(|item| {
+            let claim = self.claims.get(&item.key);
+            claim.is_none_or(|claim| claim.uid() != item.uid || claim.is_deleting())
+        });
+        let failure = match &batch.failure {
+            Some(Failure::Refused(_)) if deleted => Some(&Failure::Withdrawn),
+            other => other.as_ref(),
+        };
         for item in &batch.items {
             if let Some(claim) = self
                 .claims
@@ -470,12 +480,10 @@ impl World {
             }
         }
         match &batch.consumer {
-            Some(consumer) => {
-                self.context_batch_ended(consumer, batch.node.as_deref(), batch.failure.as_ref(), now)
-            }
+            Some(consumer) => self.context_batch_ended(consumer, batch.node.as_deref(), failure, now),
             None => {
                 for item in &batch.items {
-                    self.immediate_ended(&item.key, &item.uid, batch.failure.as_ref(), now);
+                    self.immediate_ended(&item.key, &item.uid, failure, now);
                 }
             }
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::api::resource::{AllocationMode, AllocationResult, ResourceClaim, controller_of};
-use crate::driver::Holding;
+use crate::driver::{Holding, Observation};
 
 use super::batch::BatchId;
 use super::event::{Answer, ClaimWrite, Command, DriverRequest, Moment, ObjectKey, Outcome, Regarding};
@@ -55,6 +55,13 @@ pub(super) struct ClaimState {
     pub(super) reported: Option<String>,
     /// For an immediate claim that only a change can help: the world's epoch when it was refused.
     pub(super) refused_at: Option<u64>,
+    /// An earlier process may have been killed between allocating and writing it down: whatever the driver holds is given back
+    /// before anything else.
+    uncertain: bool,
+    /// The server has told us that it no longer exists; the watch will. Nothing is done with it any more.
+    gone: bool,
+    /// Why the server refused the release, until it is known that the claim still exists.
+    refusal: Option<String>,
     has_finalizer: bool,
     is_ours: bool,
 }
@@ -70,6 +77,9 @@ impl ClaimState {
             finalizer_to_go: false,
             reported: None,
             refused_at: None,
+            uncertain: false,
+            gone: false,
+            refusal: None,
             has_finalizer: false,
             is_ours: false,
         }
@@ -116,11 +126,17 @@ impl ClaimState {
     /// What the driver is told of it at the start.
     pub(super) fn observe_first(&mut self) -> Option<Holding> {
         self.observed = self.has_finalizer || self.is_ours;
+        self.uncertain = self.has_finalizer && !self.is_allocated();
         self.observed.then(|| Holding::of(&self.object))
     }
 
     pub(super) fn is_deleting(&self) -> bool {
-        self.object.metadata.deletion_timestamp.is_some()
+        self.gone || self.object.metadata.deletion_timestamp.is_some()
+    }
+
+    /// Whether the server has told us that it no longer exists.
+    pub(super) fn is_gone(&self) -> bool {
+        self.gone
     }
 
     pub(super) fn is_asked_back(&self) -> bool {
@@ -189,7 +205,7 @@ impl World {
     /// Looks at one claim by itself: release it, or allocate it if it is immediate.
     pub(super) fn step_claim(&mut self, key: &ObjectKey, now: Moment) {
         let Some(claim) = self.claims.get(key) else { return };
-        if !matches!(claim.stage, ClaimStage::Resting | ClaimStage::ToRead) {
+        if claim.gone || !matches!(claim.stage, ClaimStage::Resting | ClaimStage::ToRead) {
             return;
         }
         if let Some(moment) = claim.retry.wait_until(now) {
@@ -202,6 +218,8 @@ impl World {
             self.remove_finalizer(key);
         } else if claim.is_asked_back() {
             self.release(key, now);
+        } else if claim.uncertain {
+            self.deallocate(key);
         } else if !claim.is_delayed() && !claim.is_allocated() {
             self.allocate_immediately(key);
         }
@@ -221,6 +239,13 @@ impl World {
                 return;
             }
         }
+        self.deallocate(key);
+    }
+
+    fn deallocate(&mut self, key: &ObjectKey) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
         claim.stage = ClaimStage::Deallocating;
         let (object, allocation, uid) = (
             claim.object.clone(),
@@ -274,6 +299,13 @@ impl World {
         match answer {
             Answer::Deallocated(Ok(())) => {
                 claim.retry.succeeded();
+                claim.uncertain = false;
+                if !claim.is_asked_back() {
+                    claim.stage = ClaimStage::Resting;
+                    self.dirty.insert(Work::Claim(key.clone()));
+                    self.touch_users(key);
+                    return;
+                }
                 self.statistics.deallocations += u64::from(claim.is_ours);
                 let foreign = claim.is_allocated() && !claim.is_ours;
                 claim.finalizer_to_go = true;
@@ -302,15 +334,17 @@ impl World {
             Answer::ClaimWritten(Outcome::Done(_)) if claim.stage == ClaimStage::Clearing => {
                 self.remove_finalizer(key);
             }
+            // With its last finalizer it is gone, though the answer has the version that was there before.
+            Answer::ClaimWritten(Outcome::Done(object))
+                if object.metadata.deletion_timestamp.is_some()
+                    && object.metadata.finalizers.as_ref().is_none_or(Vec::is_empty) =>
+            {
+                self.claim_vanished(key, uid);
+            }
             Answer::ClaimWritten(Outcome::Done(_)) => self.end_release(key),
             Answer::ClaimWritten(Outcome::Refused(message)) => {
                 claim.stage = ClaimStage::ToRead;
-                claim.retry.failed(now);
-                self.report_claim(
-                    key,
-                    "ReleaseRefused",
-                    format!("the server refuses the release: {message}"),
-                );
+                claim.refusal = Some(message);
                 self.dirty.insert(Work::Claim(key.clone()));
             }
             Answer::ClaimWritten(Outcome::Conflict(_) | Outcome::Unknown(_)) => {
@@ -320,10 +354,18 @@ impl World {
             Answer::ClaimRead(Ok(object)) => {
                 claim.stage = ClaimStage::Resting;
                 claim.retry.failed(now);
-                if let Some(object) = object {
-                    self.see_written_claim(object, now);
-                }
+                let refusal = claim.refusal.take();
                 self.dirty.insert(Work::Claim(key.clone()));
+                match object.filter(|object| object.metadata.uid.as_deref() == Some(uid)) {
+                    Some(object) => {
+                        self.see_written_claim(object, now);
+                        if let Some(message) = refusal {
+                            let message = format!("the server refuses the release: {message}");
+                            self.report_claim(key, "ReleaseRefused", message);
+                        }
+                    }
+                    None => self.claim_vanished(key, uid),
+                }
             }
             Answer::ClaimRead(Err(_)) => {
                 claim.stage = ClaimStage::ToRead;
@@ -348,6 +390,21 @@ impl World {
             },
             |id| Command::ReadClaim { id, key: key.clone() },
         );
+    }
+
+    /// The server says that a claim no longer exists. It stays known, so that older news of it from the watch is not taken for a
+    /// new claim.
+    pub(super) fn claim_vanished(&mut self, key: &ObjectKey, uid: &str) {
+        let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
+            return;
+        };
+        claim.gone = true;
+        if std::mem::take(&mut claim.observed) {
+            self.outbox
+                .push(Command::Observe(Observation::Gone { uid: uid.to_owned() }));
+        }
+        self.candidates.remove(key);
+        self.touch_users(key);
     }
 
     fn end_release(&mut self, key: &ObjectKey) {

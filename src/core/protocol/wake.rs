@@ -30,6 +30,8 @@ pub(super) struct Waiting {
     pub(super) priority: i32,
     /// Since when it waits.
     pub(super) since: Moment,
+    /// When it is judged again although nothing is known to have changed.
+    pub(super) recheck: Moment,
 }
 
 impl Wake {
@@ -37,6 +39,12 @@ impl Wake {
     pub(super) fn remove(&mut self, key: &ObjectKey) {
         self.offered.remove(key);
         self.queue.retain(|queued| queued != key);
+    }
+
+    /// Puts a context that came too late for the last change behind those that were in time.
+    pub(super) fn join(&mut self, key: ObjectKey) {
+        self.width = self.width.max(1);
+        self.queue.push_back(key);
     }
 
     /// Ends an offer.
@@ -148,7 +156,12 @@ mod tests {
 
     fn waiting(namespace: &str, name: &str, priority: i32, seconds: u64) -> (ObjectKey, Waiting) {
         let since = Moment::new(Duration::from_secs(seconds));
-        (ObjectKey::new(namespace, name), Waiting { priority, since })
+        let waiting = Waiting {
+            priority,
+            since,
+            recheck: since,
+        };
+        (ObjectKey::new(namespace, name), waiting)
     }
 
     fn names(queue: VecDeque<ObjectKey>) -> Vec<String> {
