@@ -1,6 +1,10 @@
 //! The companion that runs on every node: a shell around [`crate::core::node`].
 
 pub mod companion;
+pub mod config;
+pub mod discover;
 pub mod door;
+pub mod driver;
+pub mod owner;
 pub mod store;
 pub mod transport;
