@@ -48,6 +48,10 @@ struct Driver {
 /// Named as in the components of Kubernetes, with their defaults.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Leader election")]
+#[expect(
+    clippy::struct_field_names,
+    reason = "the flags are named after the fields, and begin as those of Kubernetes do"
+)]
 struct Leader {
     /// Lead only while holding a Lease, so that several controllers can run. Without it there must never be two.
     #[arg(long, env = "DRAYMAN_LEADER_ELECT", hide_env_values = true)]

@@ -76,7 +76,7 @@ impl<D: Driver> Executor<D> {
                 });
             }
             Command::ReadPod { id, key } => {
-                self.answer(id, async move { Answer::PodRead(shared.read_pod(&key).await) })
+                self.answer(id, async move { Answer::PodRead(shared.read_pod(&key).await) });
             }
             Command::ReadClaim { id, key } => {
                 self.answer(

@@ -148,7 +148,7 @@ async fn first_bound<'a>(stage: &Stage, names: &BTreeSet<&'a str>) -> anyhow::Re
 }
 
 /// No device is in the allocations of two claims.
-async fn assert_distinct(stage: &Stage) -> anyhow::Result<()> {
+pub(crate) async fn assert_distinct(stage: &Stage) -> anyhow::Result<()> {
     let mut seen = BTreeSet::new();
     for claim in stage
         .claims()

@@ -1,7 +1,7 @@
 //! What the tests stand on: a cluster with drayman's kinds in it, the programs, and the objects of users.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 
 use anyhow::{Context as _, bail};
@@ -298,6 +298,30 @@ impl Stage {
         self.program("controller", command)
     }
 
+    /// Starts one of several controllers, as a user of its own, so that the audit log tells them apart.
+    pub(crate) async fn replica(&self, name: &str) -> anyhow::Result<Program> {
+        let mut rules = controller_rules();
+        rules.push(rule(
+            &["coordination.k8s.io"],
+            &["leases"],
+            &["get", "create", "update"],
+        ));
+        let kubeconfig = self.cluster.user(name, &rules).await?;
+        let mut command = self.cluster.command(env!("CARGO_BIN_EXE_drayman"));
+        command.args([
+            "controller",
+            "--v=4",
+            "--leader-elect",
+            "--leader-elect-lease-duration=7s",
+        ]);
+        command.args([
+            "--leader-elect-renew-deadline=2s",
+            "--leader-elect-retry-period=500ms",
+        ]);
+        command.arg("--kubeconfig").arg(kubeconfig);
+        self.program(name, command)
+    }
+
     /// Starts the companion on a real node, with a configuration of device kinds.
     pub(crate) fn companion(&self, number: usize, configuration: &str) -> anyhow::Result<Program> {
         let node = self.cluster.node(number);
@@ -412,14 +436,18 @@ impl Program {
         Ok(status)
     }
 
+    /// Waits until it ends by itself.
+    pub(crate) async fn ended(mut self) -> anyhow::Result<ExitStatus> {
+        let status = timeout(PATIENCE, self.child.wait())
+            .await
+            .with_context(|| format!("{} ends", self.name))??;
+        self.quiet = true;
+        Ok(status)
+    }
+
     /// What it has logged.
     pub(crate) fn log(&self) -> anyhow::Result<String> {
         Ok(std::fs::read_to_string(&self.log)?)
-    }
-
-    /// Its process id.
-    pub(crate) fn id(&self) -> Option<u32> {
-        self.child.id()
     }
 }
 
@@ -495,9 +523,4 @@ pub(crate) fn has_finalizer(claim: &ResourceClaim) -> bool {
 /// A condition: the object is gone.
 pub(crate) fn is_gone<K>() -> impl Condition<K> {
     |object: Option<&K>| object.is_none()
-}
-
-/// The path of a file of the test's own.
-pub(crate) fn file(stage: &Stage, name: &str) -> PathBuf {
-    Path::new(stage.cluster.directory()).join(name)
 }

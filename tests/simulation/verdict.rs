@@ -22,7 +22,6 @@ impl Stage {
         self.check_liveness();
         // The slow recheck may find that a place it had named has been taken.
         self.run_for(450 * SECOND);
-        self.check_rest();
         let (writes, version, judgements) = (self.writes, self.store.version(), self.judgements);
         self.run_for(900 * SECOND);
         let waiting = self.store.contexts.len() as u64;

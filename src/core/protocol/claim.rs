@@ -15,6 +15,9 @@ use super::world::{Flight, Work, World};
 /// the pod has ended. The removal of the finalizer is then the only write.
 const DELETION_GRACE: Duration = Duration::from_millis(250);
 
+/// For how long after its sender has given it up a write may still be stored. Whatever undoes it waits as long.
+const SETTLING: Duration = Duration::from_secs(3);
+
 /// What is under way for a claim. At most one thing at a time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) enum ClaimStage {
@@ -60,6 +63,8 @@ pub(super) struct ClaimState {
     uncertain: bool,
     /// The server has told us that it no longer exists; the watch will. Nothing is done with it any more.
     gone: bool,
+    /// Until when a write without a clear answer may still be stored.
+    settled_at: Moment,
     /// Why the server refused the release, until it is known that the claim still exists.
     refusal: Option<String>,
     has_finalizer: bool,
@@ -79,6 +84,7 @@ impl ClaimState {
             refused_at: None,
             uncertain: false,
             gone: false,
+            settled_at: Moment::default(),
             refusal: None,
             has_finalizer: false,
             is_ours: false,
@@ -126,12 +132,27 @@ impl ClaimState {
     /// What the driver is told of it at the start.
     pub(super) fn observe_first(&mut self) -> Option<Holding> {
         self.observed = self.has_finalizer || self.is_ours;
-        self.uncertain = self.has_finalizer && !self.is_allocated();
+        self.uncertain = self.has_finalizer && !self.is_ours;
         self.observed.then(|| Holding::of(&self.object))
     }
 
     pub(super) fn is_deleting(&self) -> bool {
         self.gone || self.object.metadata.deletion_timestamp.is_some()
+    }
+
+    /// A write had no clear answer.
+    pub(super) fn unsettle(&mut self, now: Moment) {
+        self.settled_at = now.after(SETTLING);
+    }
+
+    /// What a write without a clear answer was to do is done.
+    pub(super) fn settle(&mut self) {
+        self.settled_at = Moment::default();
+    }
+
+    /// When no write can come late any more, if that is not now.
+    pub(super) fn unsettled_until(&self, now: Moment) -> Option<Moment> {
+        (self.settled_at > now).then_some(self.settled_at)
     }
 
     /// Whether the server has told us that it no longer exists.
@@ -212,14 +233,16 @@ impl World {
             self.wake_at(moment, Work::Claim(key.clone()));
         } else if claim.stage == ClaimStage::ToRead {
             self.read_released(key);
+        } else if let Some(moment) = claim.unsettled_until(now) {
+            self.wake_at(moment, Work::Claim(key.clone()));
+        } else if claim.uncertain && !claim.is_ours {
+            self.deallocate(key);
         } else if !claim.object.status.reserved_for.is_empty() {
             // In use: nothing is taken from under a pod.
         } else if claim.finalizer_to_go && claim.has_finalizer && !claim.is_ours {
             self.remove_finalizer(key);
         } else if claim.is_asked_back() {
             self.release(key, now);
-        } else if claim.uncertain {
-            self.deallocate(key);
         } else if !claim.is_delayed() && !claim.is_allocated() {
             self.allocate_immediately(key);
         }
@@ -347,8 +370,13 @@ impl World {
                 claim.refusal = Some(message);
                 self.dirty.insert(Work::Claim(key.clone()));
             }
-            Answer::ClaimWritten(Outcome::Conflict(_) | Outcome::Unknown(_)) => {
+            Answer::ClaimWritten(Outcome::Conflict(_)) => {
                 claim.stage = ClaimStage::ToRead;
+                self.dirty.insert(Work::Claim(key.clone()));
+            }
+            Answer::ClaimWritten(Outcome::Unknown(_)) => {
+                claim.stage = ClaimStage::ToRead;
+                claim.unsettle(now);
                 self.dirty.insert(Work::Claim(key.clone()));
             }
             Answer::ClaimRead(Ok(object)) => {
@@ -359,6 +387,11 @@ impl World {
                 match object.filter(|object| object.metadata.uid.as_deref() == Some(uid)) {
                     Some(object) => {
                         self.see_written_claim(object, now);
+                        if let Some(claim) = self.claims.get_mut(key)
+                            && !claim.has_finalizer
+                        {
+                            claim.settle();
+                        }
                         if let Some(message) = refusal {
                             let message = format!("the server refuses the release: {message}");
                             self.report_claim(key, "ReleaseRefused", message);

@@ -63,6 +63,8 @@ pub(super) struct ContextState {
     /// As last seen: by the watch or as the answer of our own write, whichever is later.
     pub(super) object: Arc<PodSchedulingContext>,
     pod: PodKnown,
+    /// The pod has been served since it was read. If its claims are to be allocated once more, it may have ended meanwhile.
+    served: bool,
     stage: ContextStage,
     /// The last verdict, in the order of the basis' claims.
     verdict: Option<(Basis, Vec<Verdict>)>,
@@ -106,6 +108,7 @@ impl ContextState {
         Self {
             object,
             pod: PodKnown::Unread,
+            served: false,
             stage: ContextStage::Resting,
             verdict: None,
             stuck: None,
@@ -251,12 +254,15 @@ impl World {
                 return;
             }
         };
-        match self.standing(key, &pod) {
+        match self.standing(key, &pod, now) {
             Standing::Rest => {
                 if let Some(context) = self.contexts.get_mut(key) {
                     context.waiting = None;
                 }
                 self.wake.remove(key);
+            }
+            Standing::Pending { .. } if self.contexts.get(key).is_some_and(|context| context.served) => {
+                self.send_read_pod(key);
             }
             Standing::Pending { own, all } => self.judge_or_act(key, &pod, &own, all, now),
         }
@@ -281,6 +287,13 @@ impl World {
         if !concerns {
             return;
         }
+        self.send_read_pod(key);
+    }
+
+    fn send_read_pod(&mut self, key: &ObjectKey) {
+        let Some(context) = self.contexts.get(key) else {
+            return;
+        };
         let uid = context.uid().to_owned();
         self.set_stage(key, ContextStage::Reading);
         self.send(
@@ -325,6 +338,7 @@ impl World {
         let Answer::PodRead(answer) = answer else { return };
         match answer {
             Ok(Some(pod)) => {
+                context.served = false;
                 context.retry.succeeded();
                 let is_owner =
                     pod.metadata.uid.is_some() && pod.metadata.uid.as_deref() == context.owner_uid();
@@ -342,7 +356,7 @@ impl World {
     }
 
     /// Sorts the pod's claims.
-    fn standing(&mut self, key: &ObjectKey, pod: &Pod) -> Standing {
+    fn standing(&mut self, key: &ObjectKey, pod: &Pod, now: Moment) -> Standing {
         let resolved = self.resolve_claims(&key.namespace, pod);
         for (_, resolved) in &resolved {
             if let Resolved::Claim(claim) | Resolved::NotOwned(claim) = resolved {
@@ -397,8 +411,12 @@ impl World {
                 continue;
             }
             // All of a pod's claims are allocated together: one that is under way or going holds up the others.
-            if claim.is_asked_back() || claim.stage != ClaimStage::Resting {
+            let unsettled = claim.unsettled_until(now);
+            if claim.is_asked_back() || claim.stage != ClaimStage::Resting || unsettled.is_some() {
                 rest = true;
+                if let Some(moment) = unsettled {
+                    self.wake_at(moment, Work::Context(key.clone()));
+                }
                 continue;
             }
             let to_allocate = ClaimToAllocate {
@@ -655,6 +673,7 @@ impl World {
             None => {
                 context.retry.succeeded();
                 context.refusals.succeeded();
+                context.served = true;
                 context.waiting = None;
                 context.verdict = None;
                 context.reported = None;
