@@ -80,7 +80,12 @@ fn is_done(pod: &Pod) -> bool {
 
 impl Stage {
     pub(crate) fn start_housekeeping(&mut self) {
-        if !self.housekeeping && !self.chores().is_empty() {
+        if self.housekeeping || self.tidy_at == Some(self.store.version()) {
+            return;
+        }
+        if self.chores().is_empty() {
+            self.tidy_at = Some(self.store.version());
+        } else {
             self.housekeeping = true;
             let longest = if self.rng.chance(50) {
                 30 * self.lag

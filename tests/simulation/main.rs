@@ -14,6 +14,7 @@ mod invariants;
 mod requests;
 mod rng;
 mod rules;
+mod scenarios;
 mod scheduler;
 mod seeds;
 mod shell;

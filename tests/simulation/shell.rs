@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use drayman::api::resource::PodSchedulingContext;
 use drayman::core::protocol::{
-    Answer, CallError, CallErrorKind, CallId, Command, DriverRequest, Event, Moment, ObjectKey, Outcome,
-    Settings, Subject, World,
+    Answer, CallError, CallErrorKind, CallId, ClaimWrite, Command, DriverRequest, Event, Moment, ObjectKey,
+    Outcome, Settings, Subject, World,
 };
 use drayman::driver::{CapacityCause, CapacityChange};
 
@@ -208,6 +208,29 @@ impl Stage {
         self.deliver(generation, event, Some(kind));
     }
 
+    /// A watch stands still until it is let go.
+    pub(crate) fn hold_watch(&mut self, kind: Kind) {
+        if let Some(process) = self.process.as_mut() {
+            process.busy[kind as usize] = true;
+        }
+    }
+
+    pub(crate) fn let_watch_go(&mut self, kind: Kind) {
+        if let Some(process) = self.process.as_mut() {
+            process.busy[kind as usize] = false;
+        }
+        self.feed_watches();
+    }
+
+    /// A watch starts over with a list.
+    pub(crate) fn relist(&mut self, kind: Kind) {
+        let generation = self.generation;
+        if let Some(process) = self.process.as_mut() {
+            process.busy[kind as usize] = true;
+            self.after(0, Action::List { generation, kind });
+        }
+    }
+
     // === events and decisions ===
 
     fn moment(&self) -> Moment {
@@ -318,7 +341,15 @@ impl Stage {
             Command::CallDriver { .. } => Target::Call,
             _ => Target::Write,
         };
-        let fault = self.faults.of_command(self.commands, target, &mut self.rng);
+        let mut fault = self.faults.of_command(self.commands, target, &mut self.rng);
+        if self.refuse_allocations
+            && let Command::WriteClaim {
+                write: ClaimWrite::Allocate { .. },
+                ..
+            } = &command
+        {
+            fault = Some(Fault::Refused);
+        }
         if let Some(fault) = fault {
             self.note(|| format!("     fault: {fault:?}"));
         }
