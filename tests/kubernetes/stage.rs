@@ -10,6 +10,8 @@ use drayman::api::crd::{
     definitions,
 };
 use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
+use futures::StreamExt as _;
+use inotify::{Inotify, WatchMask};
 use k8s_openapi::api::core::v1::{Event, Node};
 use k8s_openapi::api::rbac::v1::PolicyRule;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
@@ -340,8 +342,12 @@ impl Stage {
     }
 
     fn program(&self, name: &str, mut command: tokio::process::Command) -> anyhow::Result<Program> {
-        let log = self.cluster.directory().join(format!("{name}.log"));
-        let file = File::options().create(true).append(true).open(&log)?;
+        // A log of its own for each start.
+        let log = (0..)
+            .map(|start| self.cluster.directory().join(format!("{name}-{start}.log")))
+            .find(|log| !log.exists())
+            .context("a free name")?;
+        let file = File::create_new(&log)?;
         command.stdout(Stdio::null()).stderr(file);
         let child = command.spawn().with_context(|| format!("starting {name}"))?;
         Ok(Program {
@@ -438,6 +444,19 @@ impl Program {
         anyhow::ensure!(status.success(), "{} ended with {status}", self.name);
         self.quiet = true;
         Ok(status)
+    }
+
+    /// Waits until it has logged a text.
+    pub(crate) async fn logged(&self, text: &str) -> anyhow::Result<()> {
+        let inotify = Inotify::init()?;
+        inotify.watches().add(&self.log, WatchMask::MODIFY)?;
+        let mut changes = inotify.into_event_stream([0; 4096])?;
+        while !self.log()?.contains(text) {
+            timeout(PATIENCE, changes.next())
+                .await
+                .with_context(|| format!("{} logs {text:?}", self.name))?;
+        }
+        Ok(())
     }
 
     /// Waits until it ends by itself.
