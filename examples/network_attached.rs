@@ -75,7 +75,7 @@ impl Driver for NetworkAttached {
     type ClassParameters = Pool;
     type ClaimParameters = ();
 
-    fn name(&self) -> &str {
+    fn name(&self) -> &'static str {
         "network.example.com"
     }
 

@@ -20,6 +20,15 @@ kubeconfig_of() {
     echo "$file"
 }
 
+# Three devices that can be read: each is /dev/zero by another name. The mode comes from the umask, since not every
+# machine can change that of a device.
+make_devices() {
+    local number
+    for number in 1 2 3; do
+        (umask 0 && "${IN_NODE[@]}" mknod "/dev/drayman-test-$number" c 1 5)
+    done
+}
+
 # Starts controller and companion. Sets CONTROLLER and COMPANION to their process ids; what they log lies beside the
 # logs of the cluster.
 start_drayman() {

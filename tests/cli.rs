@@ -2,7 +2,7 @@
 
 #![expect(clippy::panic, reason = "a helper of a test fails the test")]
 
-use std::io::{BufRead as _, BufReader, Read as _};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -191,9 +191,8 @@ fn help_of_a_subcommand_lists_its_flags_by_section_with_their_variables() {
         "--node-name",
         "NODE_NAME",
         "--config",
-        "--kubelet-registrar-directory-path",
-        "--kubelet-plugins-directory-path",
-        "--kubelet-device-plugins-directory-path",
+        "--kubelet-root-dir",
+        "--device-plugin-dir",
         "--cdi-root",
     ];
     for (name, own) in [("controller", &controller[..]), ("node", &node[..])] {
@@ -222,7 +221,7 @@ fn a_wrong_argument_is_refused_by_name() {
         ),
         (
             &["controller", "--driver-name", "Not_A_Name"],
-            &["Not_A_Name", "--driver-name", "DNS subdomain"],
+            &["Not_A_Name", "--driver-name", "lowercase letter"],
         ),
         (&["controller", "--driver-name="], &["--driver-name"]),
         (&["controller", "--v", "10"], &["10", "--v", "0..=9"]),
@@ -339,12 +338,23 @@ fn crds_prints_what_the_crds_directory_holds() {
     assert_eq!(text(&written.stdout), "");
 
     let kept = files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("crds"));
-    assert_eq!(
-        kept,
-        files(&target),
-        "crds/ is not what the types say; run `make generate`"
-    );
+    let made = files(&target);
+    let names = |files: &[(String, String)]| files.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(&kept), names(&made), "run `make generate`");
     assert!(kept.len() >= 3);
+    for ((name, kept), (_, made)) in kept.iter().zip(&made) {
+        let mut lines = kept.lines().zip(made.lines()).zip(1..);
+        let difference = lines.find(|((kept, made), _)| kept != made);
+        assert_eq!(
+            difference, None,
+            "crds/{name} is not what the types say; run `make generate`"
+        );
+        assert_eq!(
+            kept.len(),
+            made.len(),
+            "crds/{name} is not what the types say; run `make generate`"
+        );
+    }
 
     let printed = text(&run(&["crds"]).stdout);
     for (name, content) in kept {
@@ -429,6 +439,49 @@ fn the_controller_tells_its_configuration_first_and_ends_cleanly_on_sigterm_and_
             .expect("UTF-8");
         assert_eq!(stdout, "", "logs go to stderr");
     }
+}
+
+#[test]
+fn an_api_server_that_is_not_there_or_does_not_serve_claims_ends_the_controller_as_a_failure() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let (listener, url) = silent_server();
+    drop(listener);
+    let file = kubeconfig(directory.path(), &url);
+    let output = run(&["controller", "--kubeconfig", &file]);
+    assert_eq!(output.status.code(), Some(1));
+    let last = text(&output.stderr).lines().last().unwrap_or_default().to_owned();
+    for part in [
+        "ERROR",
+        "reason=\"Failed\"",
+        "does not answer",
+        "Connection refused",
+    ] {
+        assert!(last.contains(part), "{part:?} is missing in {last}");
+    }
+
+    let (listener, url) = silent_server();
+    std::thread::spawn(move || {
+        for mut connection in listener.incoming().map_while(Result::ok) {
+            let mut request = [0; 4096];
+            let _ = connection.read(&mut request);
+            let status =
+                r#"{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"NotFound","code":404}"#;
+            let head = "HTTP/1.1 404 Not Found\r\ncontent-type: application/json\r\nconnection: close";
+            let _ = write!(
+                connection,
+                "{head}\r\ncontent-length: {}\r\n\r\n{status}",
+                status.len()
+            );
+        }
+    });
+    let file = kubeconfig(directory.path(), &url);
+    let output = run(&["controller", "--kubeconfig", &file]);
+    assert_eq!(output.status.code(), Some(1));
+    let stderr = text(&output.stderr);
+    assert!(
+        stderr.contains("--runtime-config=resource.k8s.io/v1alpha2=true"),
+        "{stderr}"
+    );
 }
 
 #[test]

@@ -168,8 +168,29 @@ fn cgroups(traces: &Traces) -> anyhow::Result<Vec<String>> {
         .collect())
 }
 
+/// Where components of Kubernetes write unless they are told otherwise, as far as it exists on the machine itself.
+fn usual_places() -> Vec<&'static str> {
+    let mut places = vec![
+        "/etc/cni",
+        "/opt/cni",
+        "/opt/containerd",
+        "/run/cdi",
+        "/run/containerd",
+        "/run/netns",
+        "/usr/libexec/kubernetes",
+        "/var/lib/cni",
+        "/var/lib/containerd",
+        "/var/lib/kubelet",
+        "/var/log/containers",
+        "/var/log/pods",
+    ];
+    places.retain(|place| Path::new(place).exists());
+    places
+}
+
 #[test]
 fn nothing_is_left_when_the_test_is_killed() -> anyhow::Result<()> {
+    let places = usual_places();
     let (mut child, traces) = start_victim()?;
     let before = remains(&traces)?;
     ensure!(
@@ -180,6 +201,7 @@ fn nothing_is_left_when_the_test_is_killed() -> anyhow::Result<()> {
     child.wait()?;
     wait_for_end(traces.supervisor)?;
     assert_eq!(remains(&traces)?, Vec::<String>::new());
+    assert_eq!(usual_places(), places);
     Ok(())
 }
 

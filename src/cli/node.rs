@@ -35,45 +35,33 @@ struct Node {
     config: PathBuf,
 }
 
-/// Where kubelet and the container runtime expect files. With another kubelet root directory the first two move along;
-/// the device plugin directory does not.
+/// Where kubelet and the container runtime expect files.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Directories")]
 struct Directories {
-    /// Where kubelet looks for registration sockets
+    /// Root directory of kubelet (its --root-dir). The sockets and the checkpoint are in plugins and plugins_registry below it.
     #[arg(
         long,
         value_name = "DIRECTORY",
-        env = "DRAYMAN_KUBELET_REGISTRAR_DIRECTORY_PATH",
+        env = "DRAYMAN_KUBELET_ROOT_DIR",
         hide_env_values = true,
-        default_value = "/var/lib/kubelet/plugins_registry",
+        default_value = "/var/lib/kubelet",
         value_parser = value::absolute_path
     )]
-    kubelet_registrar_directory_path: PathBuf,
+    kubelet_root_dir: PathBuf,
 
-    /// Where the DRA socket and the checkpoint are kept, in a directory of the driver's name
+    /// Directory of kubelet's socket for device plugins, which does not move with kubelet's root directory
     #[arg(
         long,
         value_name = "DIRECTORY",
-        env = "DRAYMAN_KUBELET_PLUGINS_DIRECTORY_PATH",
-        hide_env_values = true,
-        default_value = "/var/lib/kubelet/plugins",
-        value_parser = value::absolute_path
-    )]
-    kubelet_plugins_directory_path: PathBuf,
-
-    /// Where kubelet's socket for device plugins is; it does not move with kubelet's root directory
-    #[arg(
-        long,
-        value_name = "DIRECTORY",
-        env = "DRAYMAN_KUBELET_DEVICE_PLUGINS_DIRECTORY_PATH",
+        env = "DRAYMAN_DEVICE_PLUGIN_DIR",
         hide_env_values = true,
         default_value = "/var/lib/kubelet/device-plugins",
         value_parser = value::absolute_path
     )]
-    kubelet_device_plugins_directory_path: PathBuf,
+    device_plugin_dir: PathBuf,
 
-    /// Where CDI files are written; one of the directories that the container runtime reads (cdi_spec_dirs)
+    /// Directory in which CDI files are written: one of those that the container runtime reads (cdi_spec_dirs)
     #[arg(
         long,
         value_name = "DIRECTORY",
@@ -107,9 +95,8 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             config = %node.config.display(),
             kubeconfig = cluster.kubeconfig.as_ref().map(tracing::field::debug),
             server = %configuration.cluster_url,
-            kubelet_registrar_directory_path = %directories.kubelet_registrar_directory_path.display(),
-            kubelet_plugins_directory_path = %directories.kubelet_plugins_directory_path.display(),
-            kubelet_device_plugins_directory_path = %directories.kubelet_device_plugins_directory_path.display(),
+            kubelet_root_dir = %directories.kubelet_root_dir.display(),
+            device_plugin_dir = %directories.device_plugin_dir.display(),
             cdi_root = %directories.cdi_root.display(),
             logging_format = ?logging.logging_format,
             v = logging.verbosity,

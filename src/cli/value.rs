@@ -4,23 +4,44 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// A driver's name, at most: the API server refuses longer ones.
-const DRIVER_NAME_MAX: usize = 63;
+use crate::core::node::driver_name::DriverName;
+use crate::core::node::naming::is_dns_subdomain;
+
 /// A node's name, at most, as for every DNS subdomain.
 const NODE_NAME_MAX: usize = 253;
+/// A namespace's name, at most, as for every DNS label.
+const NAMESPACE_MAX: usize = 63;
 /// The longest time limit that is accepted. Whoever wants more has mistaken the unit.
 const TIME_LIMIT_MAX: Duration = Duration::from_secs(600);
 /// The shortest one: below it the limit would strike on a healthy cluster.
 const TIME_LIMIT_MIN: Duration = Duration::from_millis(100);
 
-/// A driver's name: a lower-case DNS subdomain of at most 63 characters.
+/// A driver's name, such that it can name a finalizer, a directory and a CDI vendor.
 pub(super) fn driver_name(text: &str) -> Result<String, String> {
-    dns_subdomain(text, DRIVER_NAME_MAX)
+    match DriverName::parse(text) {
+        Ok(name) => Ok(name.to_string()),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// A node's name: a lower-case DNS subdomain of at most 253 characters.
 pub(super) fn node_name(text: &str) -> Result<String, String> {
-    dns_subdomain(text, NODE_NAME_MAX)
+    if is_dns_subdomain(text, NODE_NAME_MAX) {
+        return Ok(text.to_owned());
+    }
+    Err(format!(
+        "must be a lower-case DNS subdomain of at most {NODE_NAME_MAX} characters, as kubectl get nodes shows it"
+    ))
+}
+
+/// A namespace's name: a lower-case DNS label.
+pub(super) fn namespace(text: &str) -> Result<String, String> {
+    if is_dns_subdomain(text, NAMESPACE_MAX) && !text.contains('.') {
+        return Ok(text.to_owned());
+    }
+    Err(format!(
+        "must be a lower-case DNS label of at most {NAMESPACE_MAX} characters, as kubectl get namespaces shows it"
+    ))
 }
 
 /// A path from the root. A relative one would depend on where the program is started.
@@ -51,47 +72,17 @@ pub(super) fn time_limit(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// RFC 1123: labels of lower-case letters, digits and hyphens, which begin and end with a letter or digit, joined by dots.
-fn dns_subdomain(text: &str, max: usize) -> Result<String, String> {
-    let label_is_valid = |label: &str| {
-        let bytes = label.as_bytes();
-        let is_alphanumeric = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
-        bytes.len() <= 63
-            && bytes.first().is_some_and(is_alphanumeric)
-            && bytes.last().is_some_and(is_alphanumeric)
-            && bytes.iter().all(|byte| is_alphanumeric(byte) || *byte == b'-')
-    };
-    if text.len() > max {
-        return Err(format!(
-            "has {} characters, but at most {max} are allowed",
-            text.len()
-        ));
-    }
-    if text.split('.').all(label_is_valid) {
-        return Ok(text.to_owned());
-    }
-    Err(
-        "must be a lower-case DNS subdomain: lower-case letters, digits, '-' and '.', \
-         where each part begins and ends with a letter or digit"
-            .to_owned(),
-    )
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_driver_name_is_a_lower_case_dns_subdomain_of_at_most_63_characters() {
-        for valid in [
-            "drayman.dev",
-            "a",
-            "gpu.example.com",
-            "3d-printer.example",
-            &"a".repeat(63),
-        ] {
-            assert_eq!(driver_name(valid).as_deref(), Ok(valid));
-        }
+    fn a_name_that_kubernetes_would_refuse_is_refused_at_once() {
+        assert_eq!(driver_name("drayman.dev").as_deref(), Ok("drayman.dev"));
+        assert_eq!(
+            node_name("node-1.example.com").as_deref(),
+            Ok("node-1.example.com")
+        );
         for invalid in [
             "",
             ".",
@@ -106,23 +97,11 @@ mod tests {
             "a.dev.",
             "a b",
         ] {
-            assert!(
-                driver_name(invalid).is_err_and(|error| error.contains("lower-case DNS subdomain")),
-                "{invalid:?}"
-            );
+            assert!(driver_name(invalid).is_err(), "{invalid:?}");
+            assert!(node_name(invalid).is_err(), "{invalid:?}");
         }
-        let too_long = format!("{}.dev", "a".repeat(60));
-        assert_eq!(
-            driver_name(&too_long),
-            Err("has 64 characters, but at most 63 are allowed".to_owned())
-        );
-    }
-
-    #[test]
-    fn a_node_name_may_be_longer_but_not_its_labels() {
-        assert!(node_name(&["a".repeat(63), "b".repeat(63)].join(".")).is_ok());
-        assert!(node_name(&"a".repeat(64)).is_err());
-        assert!(node_name(&["a"; 128].join(".")).is_err());
+        assert!(driver_name(&format!("{}.dev", "a".repeat(60))).is_err_and(|error| error.contains("63")));
+        assert!(node_name(&["a"; 128].join(".")).is_err_and(|error| error.contains("253")));
     }
 
     #[test]

@@ -15,6 +15,7 @@ use crate::core::protocol::{
 };
 use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError};
 
+use super::leader::Fence;
 use super::{Controller, write};
 
 /// Requests to the API server under way at once, at most.
@@ -35,10 +36,15 @@ struct Shared<D> {
     call_timeout: Duration,
     request_timeout: Duration,
     requests: Semaphore,
+    fence: Fence,
 }
 
 impl<D: Driver> Executor<D> {
-    pub(super) fn new(controller: &Controller<D>, answers: mpsc::UnboundedSender<Event>) -> Self {
+    pub(super) fn new(
+        controller: &Controller<D>,
+        fence: Fence,
+        answers: mpsc::UnboundedSender<Event>,
+    ) -> Self {
         let shared = Shared {
             driver: controller.driver.clone(),
             client: controller.client.clone(),
@@ -47,6 +53,7 @@ impl<D: Driver> Executor<D> {
             call_timeout: controller.call_timeout,
             request_timeout: controller.request_timeout,
             requests: Semaphore::new(REQUESTS),
+            fence,
         };
         Self {
             shared: Arc::new(shared),
@@ -69,7 +76,7 @@ impl<D: Driver> Executor<D> {
                 });
             }
             Command::ReadPod { id, key } => {
-                self.answer(id, async move { Answer::PodRead(shared.read_pod(&key).await) })
+                self.answer(id, async move { Answer::PodRead(shared.read_pod(&key).await) });
             }
             Command::ReadClaim { id, key } => {
                 self.answer(
@@ -145,6 +152,10 @@ impl<D: Driver> Shared<D> {
 
     async fn write<T>(&self, request: impl Future<Output = Outcome<T>>) -> Outcome<Arc<T>> {
         let _permit = self.requests.acquire().await;
+        // As late as possible: a write that has waited, or a process that was paused, may have outlived the lease.
+        if !self.fence.holds() {
+            return Outcome::Unknown("the lease is lost".to_owned());
+        }
         let timeout = self.request_timeout;
         let outcome = match tokio::time::timeout(timeout, request).await {
             Ok(outcome) => outcome,

@@ -8,6 +8,7 @@
 //! `events.k8s.io`.
 
 mod execute;
+mod leader;
 mod report;
 mod watch;
 mod write;
@@ -23,10 +24,13 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::api::resource::{GROUP, VERSION};
-use crate::core::protocol::{Command, Event, Moment, Settings, World};
+use crate::core::protocol::{Command, Event, LeaseSettings, LeaseSettingsError, Moment, Settings, World};
 use crate::driver::Driver;
 
+pub use leader::LeaderElection;
+
 use execute::Executor;
+use leader::{Fence, Leader};
 use report::Reports;
 
 /// Why the controller cannot run.
@@ -42,6 +46,15 @@ pub enum ControllerError {
         "the API server does not serve {GROUP}/{VERSION}: start it with --runtime-config={GROUP}/{VERSION}=true and the feature gate DynamicResourceAllocation (Kubernetes 1.27 to 1.30)"
     )]
     NotServed,
+    /// Two controllers could write at once, or one lost request would end the lease.
+    #[error("leader election: {0}")]
+    LeaderElection(#[from] LeaseSettingsError),
+    /// Another controller may lead by now.
+    #[error("the lease could not be renewed in time, so another controller may lead by now: start again")]
+    LeaseLost,
+    /// The API server took the connection and said nothing.
+    #[error("the API server has not answered for {} s", .0.as_secs())]
+    Silent(Duration),
     /// The API server could not be asked.
     #[error("the API server does not answer: {0}")]
     Unreachable(#[source] Box<kube::Error>),
@@ -55,6 +68,7 @@ pub struct Controller<D> {
     call_timeout: Duration,
     request_timeout: Duration,
     instance: Option<String>,
+    leader_election: Option<LeaderElection>,
 }
 
 impl<D> std::fmt::Debug for Controller<D> {
@@ -73,13 +87,14 @@ pub struct Builder<D> {
     request_timeout: Duration,
     reserve_for_pod: bool,
     instance: Option<String>,
+    leader_election: Option<LeaderElection>,
 }
 
 impl<D: Driver> Controller<D> {
     /// How long a call of the driver may take, unless [`Builder::call_timeout`] says otherwise.
     pub const CALL_TIMEOUT: Duration = Duration::from_secs(30);
     /// How long a request to the API server may take, unless [`Builder::request_timeout`] says otherwise.
-    pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+    pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
     /// Begins to build a controller for a driver.
     pub fn builder(driver: D) -> Builder<D> {
@@ -89,12 +104,47 @@ impl<D: Driver> Controller<D> {
             request_timeout: Self::REQUEST_TIMEOUT,
             reserve_for_pod: true,
             instance: None,
+            leader_election: None,
         }
     }
 
-    /// Runs until `shutdown` is cancelled. Writes that are under way then are awaited, up to the request timeout.
+    /// Runs until `shutdown` is cancelled. Writes that are under way then are awaited, up to the request timeout, and the lease
+    /// is given up.
+    ///
+    /// With leader election it returns [`ControllerError::LeaseLost`] when it can lead no longer; the process should end then and
+    /// be started again, because only a start passes the start barrier.
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), ControllerError> {
-        self.check_served().await?;
+        tokio::select! {
+            () = shutdown.cancelled() => return Ok(()),
+            served = self.check_served() => served?,
+        }
+        let Some(election) = self.leader_election.clone() else {
+            self.serve(&Fence::open(), &shutdown).await;
+            return Ok(());
+        };
+        let settings = LeaseSettings {
+            identity: election.identity.clone(),
+            duration: election.lease_duration,
+            renew_deadline: election.renew_deadline,
+            retry_period: election.retry_period,
+            request_timeout: self.request_timeout,
+        };
+        settings.check()?;
+        let mut leader = Leader::new(self.client.clone(), election, settings);
+        if !leader.lead(&shutdown).await {
+            return Ok(());
+        }
+        let fence = leader.fence();
+        tokio::select! {
+            () = self.serve(&fence, &shutdown) => {}
+            () = leader.keep() => return Err(ControllerError::LeaseLost),
+        }
+        leader.release().await;
+        Ok(())
+    }
+
+    /// Serves until `shutdown` is cancelled, from a list of everything on: what a standby has seen before is not trusted.
+    async fn serve(&self, fence: &Fence, shutdown: &CancellationToken) {
         let mut watches = watch::all(&self.client);
         let mut capacity_changes = pin!(self.driver.capacity_changes());
         let (answers, mut answered) = mpsc::unbounded_channel();
@@ -103,7 +153,7 @@ impl<D: Driver> Controller<D> {
             &self.settings.driver_name,
             self.instance.clone(),
         );
-        let executor = Executor::new(&self, answers);
+        let executor = Executor::new(self, fence.clone(), answers);
         let mut world = World::new(self.settings.clone());
         let start = Instant::now();
         let now = || Moment::new(start.elapsed());
@@ -136,18 +186,16 @@ impl<D: Driver> Controller<D> {
         }
         executor.finish(self.request_timeout).await;
         reports.finish(self.request_timeout).await;
-        Ok(())
     }
 
     async fn check_served(&self) -> Result<(), ControllerError> {
-        match self
-            .client
-            .list_api_group_resources(&format!("{GROUP}/{VERSION}"))
-            .await
-        {
-            Ok(_) => Ok(()),
-            Err(kube::Error::Api(status)) if status.is_not_found() => Err(ControllerError::NotServed),
-            Err(error) => Err(ControllerError::Unreachable(Box::new(error))),
+        let version = format!("{GROUP}/{VERSION}");
+        let asked = self.client.list_api_group_resources(&version);
+        match tokio::time::timeout(self.request_timeout, asked).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(kube::Error::Api(status))) if status.is_not_found() => Err(ControllerError::NotServed),
+            Ok(Err(error)) => Err(ControllerError::Unreachable(Box::new(error))),
+            Err(_) => Err(ControllerError::Silent(self.request_timeout)),
         }
     }
 }
@@ -181,6 +229,13 @@ impl<D: Driver> Builder<D> {
         self
     }
 
+    /// Lets several controllers of one driver run, of which one leads. Without it there must never be two.
+    #[must_use]
+    pub fn leader_election(mut self, leader_election: Option<LeaderElection>) -> Self {
+        self.leader_election = leader_election;
+        self
+    }
+
     /// The controller. The client should have its own retries off (`Config::default_retry`), so that a write whose answer is
     /// lost is not sent a second time behind the controller's back.
     pub fn build(self, client: kube::Client) -> Result<Controller<D>, ControllerError> {
@@ -197,6 +252,7 @@ impl<D: Driver> Builder<D> {
             call_timeout: self.call_timeout,
             request_timeout: self.request_timeout,
             instance: self.instance,
+            leader_election: self.leader_election,
         })
     }
 }

@@ -13,6 +13,7 @@ use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClass};
 use crate::core::protocol::{Event, ObjectKey};
 
 /// How one kind's watch becomes events.
+#[derive(Clone, Copy)]
 struct Kind<K> {
     all: fn(Vec<Arc<K>>) -> Event,
     one: fn(Arc<K>) -> Event,

@@ -27,7 +27,8 @@ fn build_once() -> anyhow::Result<PathBuf> {
     let directory = target().join("cluster");
     fs::create_dir_all(&directory).with_context(|| format!("creating {}", directory.display()))?;
     // Test programs run side by side; one builds and the others find it done. Closing the file unlocks.
-    let lock = fs::File::create(directory.join("program.lock"))?;
+    let lock = directory.join("program.lock");
+    let lock = fs::File::create(&lock).with_context(|| format!("opening {}", lock.display()))?;
     rustix::fs::flock(&lock, FlockOperation::LockExclusive)?;
     let program = directory.join("cluster");
     let output = Command::new("go")

@@ -15,7 +15,10 @@ struct Change(inotify::EventStream<[u8; 4096]>);
 impl Change {
     fn expect(directory: PathBuf) -> anyhow::Result<Self> {
         let inotify = Inotify::init()?;
-        inotify.watches().add(directory, WatchMask::MODIFY | WatchMask::MOVED_TO | WatchMask::CREATE | WatchMask::DELETE)?;
+        inotify.watches().add(
+            directory,
+            WatchMask::MODIFY | WatchMask::MOVED_TO | WatchMask::CREATE | WatchMask::DELETE,
+        )?;
         Ok(Self(inotify.into_event_stream([0; 4096])?))
     }
 
@@ -44,14 +47,29 @@ async fn killed_at_the_first_sign_in(directory: &str) -> anyhow::Result<()> {
         look_inside(&stage, &name).await?.only_device();
         let claim = stage.claim_of(&name, "allocated", is_allocated).await?;
         let uid = claim.metadata.uid.clone().unwrap_or_default();
-        assert_eq!(traces(node, &uid)?.len(), 2, "prepared once: {:?}", traces(node, &uid)?);
+        assert_eq!(
+            traces(node, &uid)?.len(),
+            2,
+            "prepared once: {:?}",
+            traces(node, &uid)?
+        );
 
         let change = Change::expect(node.path(directory))?;
-        stage.cluster.kubectl(&["delete", "pod", &name, "--wait=false"]).await?;
+        stage
+            .cluster
+            .kubectl(&["delete", "pod", &name, "--wait=false"])
+            .await?;
         change.seen().await?;
         companion.kill().await?;
         companion = stage.companion(0, CONFIGURATION)?;
-        stage.wait(stage.claims(), claim.metadata.name.as_deref().unwrap_or_default(), "gone", is_gone()).await?;
+        stage
+            .wait(
+                stage.claims(),
+                claim.metadata.name.as_deref().unwrap_or_default(),
+                "gone",
+                is_gone(),
+            )
+            .await?;
         assert_eq!(traces(node, &uid)?, Vec::<String>::new());
     }
     companion.end().await?;
@@ -82,15 +100,24 @@ async fn a_companion_killed_after_prepare_knows_what_it_has_handed_out() -> anyh
     let first = look_inside(&stage, "first").await?;
     companion.kill().await?;
     // The pod ends while nobody is there to unprepare; it stays until somebody is.
-    stage.cluster.kubectl(&["delete", "pod", "first", "--wait=false"]).await?;
+    stage
+        .cluster
+        .kubectl(&["delete", "pod", "first", "--wait=false"])
+        .await?;
     let companion = stage.companion(0, CONFIGURATION)?;
     let claim_is_gone = stage.wait(stage.pods(), "first", "gone", is_gone());
     claim_is_gone.await?;
     stage.make_pod("second").await?;
     stage.make_pod("third").await?;
-    let (second, third) = (look_inside(&stage, "second").await?, look_inside(&stage, "third").await?);
+    let (second, third) = (
+        look_inside(&stage, "second").await?,
+        look_inside(&stage, "third").await?,
+    );
     assert_ne!(second.only_device(), third.only_device());
-    assert!([second.only_device(), third.only_device()].contains(&first.only_device()), "the device came back");
+    assert!(
+        [second.only_device(), third.only_device()].contains(&first.only_device()),
+        "the device came back"
+    );
     companion.end().await?;
     controller.end().await?;
     stage.cluster.stop().await

@@ -8,5 +8,6 @@ mod harness;
 
 mod controller;
 mod faults;
+mod leader;
 mod pods;
 mod stage;

@@ -1,17 +1,18 @@
 //! What the tests stand on: a cluster with drayman's kinds in it, the programs, and the objects of users.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 
 use anyhow::{Context as _, bail};
 use drayman::api::crd::{
-    Device, DeviceClassParameters, DeviceClassParametersSpec, Mode, NodeInventory, NodeInventorySpec, definitions,
+    Device, DeviceClassParameters, DeviceClassParametersSpec, Mode, NodeInventory, NodeInventorySpec,
+    definitions,
 };
 use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
 use k8s_openapi::api::core::v1::{Event, Node};
-use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use k8s_openapi::api::rbac::v1::PolicyRule;
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::runtime::conditions::is_crd_established;
 use kube::runtime::wait::{Condition, await_condition};
@@ -49,13 +50,29 @@ pub(crate) struct Program {
 pub(crate) fn controller_rules() -> Vec<PolicyRule> {
     let read = ["get", "list", "watch"];
     vec![
-        rule(&["resource.k8s.io"], &["resourceclasses", "resourceclaims", "podschedulingcontexts"], &read),
+        rule(
+            &["resource.k8s.io"],
+            &["resourceclasses", "resourceclaims", "podschedulingcontexts"],
+            &read,
+        ),
         rule(&["resource.k8s.io"], &["resourceclaims"], &["patch"]),
         rule(&["resource.k8s.io"], &["resourceclaims/status"], &["patch"]),
-        rule(&["resource.k8s.io"], &["podschedulingcontexts/status"], &["patch"]),
+        rule(
+            &["resource.k8s.io"],
+            &["podschedulingcontexts/status"],
+            &["patch"],
+        ),
         rule(&[""], &["pods"], &["get"]),
         rule(&["events.k8s.io"], &["events"], &["create"]),
-        rule(&[DRIVER], &["nodeinventories", "deviceclassparameters", "deviceclaimparameters"], &read),
+        rule(
+            &[DRIVER],
+            &[
+                "nodeinventories",
+                "deviceclassparameters",
+                "deviceclaimparameters",
+            ],
+            &read,
+        ),
     ]
 }
 
@@ -79,16 +96,37 @@ impl Stage {
         let client = cluster.client();
         let definitions_api = Api::<CustomResourceDefinition>::all(client.clone());
         for definition in definitions() {
-            let name = definition.metadata.name.clone().context("a definition has a name")?;
-            definitions_api.create(&PostParams::default(), &definition).await.with_context(|| name.clone())?;
-            timeout(PATIENCE, await_condition(definitions_api.clone(), &name, is_crd_established())).await??;
+            let name = definition
+                .metadata
+                .name
+                .clone()
+                .context("a definition has a name")?;
+            definitions_api
+                .create(&PostParams::default(), &definition)
+                .await
+                .with_context(|| name.clone())?;
+            timeout(
+                PATIENCE,
+                await_condition(definitions_api.clone(), &name, is_crd_established()),
+            )
+            .await??;
         }
-        let parameters =
-            DeviceClassParameters::new("test", DeviceClassParametersSpec { kind: "test".to_owned() });
-        Api::all(client.clone()).create(&PostParams::default(), &parameters).await?;
+        let parameters = DeviceClassParameters::new(
+            "test",
+            DeviceClassParametersSpec {
+                kind: "test".to_owned(),
+            },
+        );
+        Api::all(client.clone())
+            .create(&PostParams::default(), &parameters)
+            .await?;
         let controller = cluster.user("drayman-controller", &controller_rules()).await?;
         let node = cluster.user("drayman-node", &node_rules()).await?;
-        let stage = Self { cluster, controller, node };
+        let stage = Self {
+            cluster,
+            controller,
+            node,
+        };
         stage.make_class("test").await?;
         Ok(stage)
     }
@@ -121,7 +159,10 @@ impl Stage {
         let path = self.cluster.directory().join(format!("{kind}-{name}.json"));
         std::fs::write(&path, object.to_string())?;
         let path = path.to_str().context("the path is UTF-8")?;
-        self.cluster.kubectl(&["apply", "--filename", path]).await.map(drop)
+        self.cluster
+            .kubectl(&["apply", "--filename", path])
+            .await
+            .map(drop)
     }
 
     /// Claims of the namespace `default`.
@@ -146,12 +187,18 @@ impl Stage {
 
     /// Makes a pod with one claim from the template `test`.
     pub(crate) async fn make_pod(&self, name: &str) -> anyhow::Result<Pod> {
-        Ok(self.pods().create(&PostParams::default(), &pod_with_claim(name)?).await?)
+        Ok(self
+            .pods()
+            .create(&PostParams::default(), &pod_with_claim(name)?)
+            .await?)
     }
 
     /// Deletes a pod at once, as a kubelet does at the end.
     pub(crate) async fn remove_pod(&self, name: &str) -> anyhow::Result<()> {
-        self.pods().delete(name, &DeleteParams::default().grace_period(0)).await.map(drop)?;
+        self.pods()
+            .delete(name, &DeleteParams::default().grace_period(0))
+            .await
+            .map(drop)?;
         Ok(())
     }
 
@@ -181,11 +228,22 @@ impl Stage {
     }
 
     /// The claim that was made for a pod, once it meets a condition.
-    pub(crate) async fn claim_of(&self, pod: &str, what: &str, condition: fn(&ResourceClaim) -> bool) -> anyhow::Result<ResourceClaim> {
-        let pod = self.wait(self.pods(), pod, "given a claim", |pod: Option<&Pod>| claim_name(pod).is_some()).await?;
+    pub(crate) async fn claim_of(
+        &self,
+        pod: &str,
+        what: &str,
+        condition: fn(&ResourceClaim) -> bool,
+    ) -> anyhow::Result<ResourceClaim> {
+        let pod = self
+            .wait(self.pods(), pod, "given a claim", |pod: Option<&Pod>| {
+                claim_name(pod).is_some()
+            })
+            .await?;
         let name = claim_name(pod.as_ref()).context("the pod has a claim")?;
         let met = move |claim: Option<&ResourceClaim>| claim.is_some_and(condition);
-        self.wait(self.claims(), &name, what, met).await?.context("the claim is there")
+        self.wait(self.claims(), &name, what, met)
+            .await?
+            .context("the claim is there")
     }
 
     /// Waits for an Event of this reason about an object whose text contains `text`.
@@ -216,9 +274,17 @@ impl Stage {
                     .await?
                     .items
                     .into_iter()
-                    .map(|event| format!("{:?}: {:?} {:?}", event.involved_object.name, event.reason, event.message))
+                    .map(|event| {
+                        format!(
+                            "{:?}: {:?} {:?}",
+                            event.involved_object.name, event.reason, event.message
+                        )
+                    })
                     .collect::<Vec<_>>();
-                bail!("no event {reason} on {name} with {text:?}, but\n{}", all.join("\n"))
+                bail!(
+                    "no event {reason} on {name} with {text:?}, but\n{}",
+                    all.join("\n")
+                )
             }
         }
     }
@@ -226,8 +292,34 @@ impl Stage {
     /// Starts the controller.
     pub(crate) fn controller(&self) -> anyhow::Result<Program> {
         let mut command = self.cluster.command(env!("CARGO_BIN_EXE_drayman"));
-        command.args(["controller", "--v=4", "--kubeconfig"]).arg(&self.controller);
+        command
+            .args(["controller", "--v=4", "--kubeconfig"])
+            .arg(&self.controller);
         self.program("controller", command)
+    }
+
+    /// Starts one of several controllers, as a user of its own, so that the audit log tells them apart.
+    pub(crate) async fn replica(&self, name: &str) -> anyhow::Result<Program> {
+        let mut rules = controller_rules();
+        rules.push(rule(
+            &["coordination.k8s.io"],
+            &["leases"],
+            &["get", "create", "update"],
+        ));
+        let kubeconfig = self.cluster.user(name, &rules).await?;
+        let mut command = self.cluster.command(env!("CARGO_BIN_EXE_drayman"));
+        command.args([
+            "controller",
+            "--v=4",
+            "--leader-elect",
+            "--leader-elect-lease-duration=7s",
+        ]);
+        command.args([
+            "--leader-elect-renew-deadline=2s",
+            "--leader-elect-retry-period=500ms",
+        ]);
+        command.arg("--kubeconfig").arg(kubeconfig);
+        self.program(name, command)
     }
 
     /// Starts the companion on a real node, with a configuration of device kinds.
@@ -236,7 +328,9 @@ impl Stage {
         let file = self.cluster.directory().join(format!("node-{number}.yaml"));
         std::fs::write(&file, configuration)?;
         let mut command = node.command(env!("CARGO_BIN_EXE_drayman"));
-        command.args(["node", "--v=4", "--node-name", node.name(), "--kubeconfig"]).arg(&self.node);
+        command
+            .args(["node", "--v=4", "--node-name", node.name(), "--kubeconfig"])
+            .arg(&self.node);
         command.arg("--config").arg(&file);
         self.program(&format!("companion-{number}"), command)
     }
@@ -246,7 +340,12 @@ impl Stage {
         let file = File::options().create(true).append(true).open(&log)?;
         command.stdout(Stdio::null()).stderr(file);
         let child = command.spawn().with_context(|| format!("starting {name}"))?;
-        Ok(Program { name: name.to_owned(), child, log, quiet: false })
+        Ok(Program {
+            name: name.to_owned(),
+            child,
+            log,
+            quiet: false,
+        })
     }
 
     /// Makes a node that exists in the API only. The scheduler binds pods to it; nothing runs there.
@@ -260,12 +359,19 @@ impl Stage {
             "conditions": [{ "type": "Ready", "status": "True", "reason": "Pretended", "message": "",
                 "lastHeartbeatTime": "2026-01-01T00:00:00Z", "lastTransitionTime": "2026-01-01T00:00:00Z" }],
         } });
-        Ok(api.patch_status(name, &PatchParams::default(), &Patch::Merge(status)).await?)
+        Ok(api
+            .patch_status(name, &PatchParams::default(), &Patch::Merge(status))
+            .await?)
     }
 
     /// Makes a pretended node with its inventory, as a companion writes it: `count` devices of the kind `test`.
     pub(crate) async fn pretend_devices(&self, node: &str, count: usize) -> anyhow::Result<()> {
-        let uid = self.pretend_node(node).await?.metadata.uid.context("a node has a uid")?;
+        let uid = self
+            .pretend_node(node)
+            .await?
+            .metadata
+            .uid
+            .context("a node has a uid")?;
         self.write_inventory(node, &uid, count).await
     }
 
@@ -294,7 +400,8 @@ impl Stage {
         let now = jiff::Timestamp::now();
         let status = json!({ "status": { "devices": count, "unhealthy": 0, "conditions": [{
             "type": "Ready", "status": "True", "reason": "Serving", "message": "", "lastTransitionTime": now }] } });
-        api.patch_status(&name, &PatchParams::default(), &Patch::Merge(status)).await?;
+        api.patch_status(&name, &PatchParams::default(), &Patch::Merge(status))
+            .await?;
         Ok(())
     }
 }
@@ -302,20 +409,38 @@ impl Stage {
 impl Program {
     /// Kills it where it stands.
     pub(crate) async fn kill(&mut self) -> anyhow::Result<()> {
-        self.child.kill().await.with_context(|| format!("killing {}", self.name))
+        self.child
+            .kill()
+            .await
+            .with_context(|| format!("killing {}", self.name))
     }
 
     /// Sends a signal.
     pub(crate) fn signal(&self, signal: Signal) -> anyhow::Result<()> {
-        let id = self.child.id().and_then(|id| i32::try_from(id).ok()).context("it runs")?;
+        let id = self
+            .child
+            .id()
+            .and_then(|id| i32::try_from(id).ok())
+            .context("it runs")?;
         Ok(kill_process(Pid::from_raw(id).context("a pid")?, signal)?)
     }
 
     /// Asks it to end and waits for that.
     pub(crate) async fn end(mut self) -> anyhow::Result<ExitStatus> {
         self.signal(Signal::TERM)?;
-        let status = timeout(PATIENCE, self.child.wait()).await.with_context(|| format!("{} ends", self.name))??;
+        let status = timeout(PATIENCE, self.child.wait())
+            .await
+            .with_context(|| format!("{} ends", self.name))??;
         anyhow::ensure!(status.success(), "{} ended with {status}", self.name);
+        self.quiet = true;
+        Ok(status)
+    }
+
+    /// Waits until it ends by itself.
+    pub(crate) async fn ended(mut self) -> anyhow::Result<ExitStatus> {
+        let status = timeout(PATIENCE, self.child.wait())
+            .await
+            .with_context(|| format!("{} ends", self.name))??;
         self.quiet = true;
         Ok(status)
     }
@@ -323,11 +448,6 @@ impl Program {
     /// What it has logged.
     pub(crate) fn log(&self) -> anyhow::Result<String> {
         Ok(std::fs::read_to_string(&self.log)?)
-    }
-
-    /// Its process id.
-    pub(crate) fn id(&self) -> Option<u32> {
-        self.child.id()
     }
 }
 
@@ -338,7 +458,11 @@ impl Drop for Program {
             && let Ok(log) = self.log()
         {
             let lines: Vec<&str> = log.lines().collect();
-            eprintln!("--- the last lines of {}:\n{}", self.name, lines[lines.len().saturating_sub(60)..].join("\n"));
+            eprintln!(
+                "--- the last lines of {}:\n{}",
+                self.name,
+                lines[lines.len().saturating_sub(60)..].join("\n")
+            );
         }
     }
 }
@@ -364,7 +488,11 @@ pub(crate) fn pod_from(manifest: Value) -> anyhow::Result<Pod> {
 
 /// The name of a pod's first claim, as the claim controller has entered it.
 pub(crate) fn claim_name(pod: Option<&Pod>) -> Option<String> {
-    pod?.status.resource_claim_statuses.first()?.resource_claim_name.clone()
+    pod?.status
+        .resource_claim_statuses
+        .first()?
+        .resource_claim_name
+        .clone()
 }
 
 /// A condition: the pod runs.
@@ -384,15 +512,15 @@ pub(crate) fn is_allocated(claim: &ResourceClaim) -> bool {
 
 /// Whether a claim has our finalizer.
 pub(crate) fn has_finalizer(claim: &ResourceClaim) -> bool {
-    claim.metadata.finalizers.iter().flatten().any(|name| name == FINALIZER)
+    claim
+        .metadata
+        .finalizers
+        .iter()
+        .flatten()
+        .any(|name| name == FINALIZER)
 }
 
 /// A condition: the object is gone.
 pub(crate) fn is_gone<K>() -> impl Condition<K> {
     |object: Option<&K>| object.is_none()
-}
-
-/// The path of a file of the test's own.
-pub(crate) fn file(stage: &Stage, name: &str) -> PathBuf {
-    Path::new(stage.cluster.directory()).join(name)
 }

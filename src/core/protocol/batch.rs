@@ -51,7 +51,7 @@ enum Step {
     Waiting,
     /// A write or a call is under way.
     InFlight,
-    /// The write had no clear answer: the claim is to be read before anything else.
+    /// The write had no clear answer, or was refused: the claim is to be read before anything else.
     ToRead,
     /// Done.
     Done,
@@ -69,6 +69,8 @@ struct Item {
     class: Arc<ResourceClass>,
     allocation: Option<AllocationResult>,
     step: Step,
+    /// Why the last write was refused. An earlier one that had no clear answer may have been stored after all.
+    refusal: Option<String>,
     retry: Retry,
 }
 
@@ -135,6 +137,7 @@ impl World {
                 class,
                 allocation: None,
                 step: Step::Waiting,
+                refusal: None,
                 retry: Retry::default(),
             });
         }
@@ -408,25 +411,42 @@ impl World {
                     self.statistics.allocations += u64::from(stage == Stage::Recording);
                 }
                 Answer::ClaimWritten(Outcome::Refused(message)) => {
-                    item.step = Step::Failed;
-                    refused = Some(message);
+                    item.step = Step::ToRead;
+                    item.refusal = Some(message);
                 }
-                Answer::ClaimWritten(Outcome::Conflict(_) | Outcome::Unknown(_)) => item.step = Step::ToRead,
+                Answer::ClaimWritten(Outcome::Conflict(_)) => item.step = Step::ToRead,
+                Answer::ClaimWritten(Outcome::Unknown(_)) => {
+                    item.step = Step::ToRead;
+                    if let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid) {
+                        claim.unsettle(now);
+                    }
+                }
                 Answer::ClaimRead(Err(_)) => {
                     item.step = Step::ToRead;
                     item.retry.failed(now);
                 }
                 Answer::ClaimRead(Ok(object)) => {
                     let object = object.filter(|object| object.metadata.uid.as_deref() == Some(uid));
-                    if let Some(object) = &object {
-                        self.see_written_claim(object.clone(), now);
+                    match &object {
+                        Some(object) => self.see_written_claim(object.clone(), now),
+                        None => self.claim_vanished(&item.key, uid),
                     }
                     item.step = self.step_after_read(stage, item, object.as_deref());
                     item.retry.failed(now);
+                    if item.step == Step::Done
+                        && let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid)
+                    {
+                        claim.settle();
+                    }
+                    let refusal = item.refusal.take();
+                    if item.step == Step::Waiting && refusal.is_some() {
+                        item.step = Step::Failed;
+                    }
                     self.statistics.allocations +=
                         u64::from(stage == Stage::Recording && item.step == Step::Done);
                     if item.step == Step::Failed {
-                        refused = Some("it has been deleted or allocated by somebody else".to_owned());
+                        let by_others = || "it has been deleted or allocated by somebody else".to_owned();
+                        refused = Some(refusal.unwrap_or_else(by_others));
                     }
                 }
                 Answer::Deallocated(Ok(())) => item.step = Step::Done,
@@ -458,6 +478,15 @@ impl World {
     }
 
     fn end_batch(&mut self, batch: &Batch, now: Moment) {
+        // What is refused for a claim that is deleted needs no report: it is no longer wanted.
+        let deleted = batch.items.iter().any(|item| {
+            let claim = self.claims.get(&item.key);
+            claim.is_none_or(|claim| claim.uid() != item.uid || claim.is_deleting())
+        });
+        let failure = match &batch.failure {
+            Some(Failure::Refused(_)) if deleted => Some(&Failure::Withdrawn),
+            other => other.as_ref(),
+        };
         for item in &batch.items {
             if let Some(claim) = self
                 .claims
@@ -470,12 +499,10 @@ impl World {
             }
         }
         match &batch.consumer {
-            Some(consumer) => {
-                self.context_batch_ended(consumer, batch.node.as_deref(), batch.failure.as_ref(), now)
-            }
+            Some(consumer) => self.context_batch_ended(consumer, batch.node.as_deref(), failure, now),
             None => {
                 for item in &batch.items {
-                    self.immediate_ended(&item.key, &item.uid, batch.failure.as_ref(), now);
+                    self.immediate_ended(&item.key, &item.uid, failure, now);
                 }
             }
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::api::resource::{AllocationMode, AllocationResult, ResourceClaim, controller_of};
-use crate::driver::Holding;
+use crate::driver::{Holding, Observation};
 
 use super::batch::BatchId;
 use super::event::{Answer, ClaimWrite, Command, DriverRequest, Moment, ObjectKey, Outcome, Regarding};
@@ -14,6 +14,9 @@ use super::world::{Flight, Work, World};
 /// How long a pod's own claim that is to be deallocated waits for its deletion, which the claim controller sends right after when
 /// the pod has ended. The removal of the finalizer is then the only write.
 const DELETION_GRACE: Duration = Duration::from_millis(250);
+
+/// For how long after its sender has given it up a write may still be stored. Whatever undoes it waits as long.
+const SETTLING: Duration = Duration::from_secs(3);
 
 /// What is under way for a claim. At most one thing at a time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -55,6 +58,15 @@ pub(super) struct ClaimState {
     pub(super) reported: Option<String>,
     /// For an immediate claim that only a change can help: the world's epoch when it was refused.
     pub(super) refused_at: Option<u64>,
+    /// An earlier process may have been killed between allocating and writing it down: whatever the driver holds is given back
+    /// before anything else.
+    uncertain: bool,
+    /// The server has told us that it no longer exists; the watch will. Nothing is done with it any more.
+    gone: bool,
+    /// Until when a write without a clear answer may still be stored.
+    settled_at: Moment,
+    /// Why the server refused the release, until it is known that the claim still exists.
+    refusal: Option<String>,
     has_finalizer: bool,
     is_ours: bool,
 }
@@ -70,6 +82,10 @@ impl ClaimState {
             finalizer_to_go: false,
             reported: None,
             refused_at: None,
+            uncertain: false,
+            gone: false,
+            settled_at: Moment::default(),
+            refusal: None,
             has_finalizer: false,
             is_ours: false,
         }
@@ -116,11 +132,32 @@ impl ClaimState {
     /// What the driver is told of it at the start.
     pub(super) fn observe_first(&mut self) -> Option<Holding> {
         self.observed = self.has_finalizer || self.is_ours;
+        self.uncertain = self.has_finalizer && !self.is_ours;
         self.observed.then(|| Holding::of(&self.object))
     }
 
     pub(super) fn is_deleting(&self) -> bool {
-        self.object.metadata.deletion_timestamp.is_some()
+        self.gone || self.object.metadata.deletion_timestamp.is_some()
+    }
+
+    /// A write had no clear answer.
+    pub(super) fn unsettle(&mut self, now: Moment) {
+        self.settled_at = now.after(SETTLING);
+    }
+
+    /// What a write without a clear answer was to do is done.
+    pub(super) fn settle(&mut self) {
+        self.settled_at = Moment::default();
+    }
+
+    /// When no write can come late any more, if that is not now.
+    pub(super) fn unsettled_until(&self, now: Moment) -> Option<Moment> {
+        (self.settled_at > now).then_some(self.settled_at)
+    }
+
+    /// Whether the server has told us that it no longer exists.
+    pub(super) fn is_gone(&self) -> bool {
+        self.gone
     }
 
     pub(super) fn is_asked_back(&self) -> bool {
@@ -189,13 +226,17 @@ impl World {
     /// Looks at one claim by itself: release it, or allocate it if it is immediate.
     pub(super) fn step_claim(&mut self, key: &ObjectKey, now: Moment) {
         let Some(claim) = self.claims.get(key) else { return };
-        if !matches!(claim.stage, ClaimStage::Resting | ClaimStage::ToRead) {
+        if claim.gone || !matches!(claim.stage, ClaimStage::Resting | ClaimStage::ToRead) {
             return;
         }
         if let Some(moment) = claim.retry.wait_until(now) {
             self.wake_at(moment, Work::Claim(key.clone()));
         } else if claim.stage == ClaimStage::ToRead {
             self.read_released(key);
+        } else if let Some(moment) = claim.unsettled_until(now) {
+            self.wake_at(moment, Work::Claim(key.clone()));
+        } else if claim.uncertain && !claim.is_ours {
+            self.deallocate(key);
         } else if !claim.object.status.reserved_for.is_empty() {
             // In use: nothing is taken from under a pod.
         } else if claim.finalizer_to_go && claim.has_finalizer && !claim.is_ours {
@@ -221,6 +262,13 @@ impl World {
                 return;
             }
         }
+        self.deallocate(key);
+    }
+
+    fn deallocate(&mut self, key: &ObjectKey) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
         claim.stage = ClaimStage::Deallocating;
         let (object, allocation, uid) = (
             claim.object.clone(),
@@ -274,6 +322,13 @@ impl World {
         match answer {
             Answer::Deallocated(Ok(())) => {
                 claim.retry.succeeded();
+                claim.uncertain = false;
+                if !claim.is_asked_back() {
+                    claim.stage = ClaimStage::Resting;
+                    self.dirty.insert(Work::Claim(key.clone()));
+                    self.touch_users(key);
+                    return;
+                }
                 self.statistics.deallocations += u64::from(claim.is_ours);
                 let foreign = claim.is_allocated() && !claim.is_ours;
                 claim.finalizer_to_go = true;
@@ -302,28 +357,48 @@ impl World {
             Answer::ClaimWritten(Outcome::Done(_)) if claim.stage == ClaimStage::Clearing => {
                 self.remove_finalizer(key);
             }
+            // With its last finalizer it is gone, though the answer has the version that was there before.
+            Answer::ClaimWritten(Outcome::Done(object))
+                if object.metadata.deletion_timestamp.is_some()
+                    && object.metadata.finalizers.as_ref().is_none_or(Vec::is_empty) =>
+            {
+                self.claim_vanished(key, uid);
+            }
             Answer::ClaimWritten(Outcome::Done(_)) => self.end_release(key),
             Answer::ClaimWritten(Outcome::Refused(message)) => {
                 claim.stage = ClaimStage::ToRead;
-                claim.retry.failed(now);
-                self.report_claim(
-                    key,
-                    "ReleaseRefused",
-                    format!("the server refuses the release: {message}"),
-                );
+                claim.refusal = Some(message);
                 self.dirty.insert(Work::Claim(key.clone()));
             }
-            Answer::ClaimWritten(Outcome::Conflict(_) | Outcome::Unknown(_)) => {
+            Answer::ClaimWritten(Outcome::Conflict(_)) => {
                 claim.stage = ClaimStage::ToRead;
+                self.dirty.insert(Work::Claim(key.clone()));
+            }
+            Answer::ClaimWritten(Outcome::Unknown(_)) => {
+                claim.stage = ClaimStage::ToRead;
+                claim.unsettle(now);
                 self.dirty.insert(Work::Claim(key.clone()));
             }
             Answer::ClaimRead(Ok(object)) => {
                 claim.stage = ClaimStage::Resting;
                 claim.retry.failed(now);
-                if let Some(object) = object {
-                    self.see_written_claim(object, now);
-                }
+                let refusal = claim.refusal.take();
                 self.dirty.insert(Work::Claim(key.clone()));
+                match object.filter(|object| object.metadata.uid.as_deref() == Some(uid)) {
+                    Some(object) => {
+                        self.see_written_claim(object, now);
+                        if let Some(claim) = self.claims.get_mut(key)
+                            && !claim.has_finalizer
+                        {
+                            claim.settle();
+                        }
+                        if let Some(message) = refusal {
+                            let message = format!("the server refuses the release: {message}");
+                            self.report_claim(key, "ReleaseRefused", message);
+                        }
+                    }
+                    None => self.claim_vanished(key, uid),
+                }
             }
             Answer::ClaimRead(Err(_)) => {
                 claim.stage = ClaimStage::ToRead;
@@ -348,6 +423,21 @@ impl World {
             },
             |id| Command::ReadClaim { id, key: key.clone() },
         );
+    }
+
+    /// The server says that a claim no longer exists. It stays known, so that older news of it from the watch is not taken for a
+    /// new claim.
+    pub(super) fn claim_vanished(&mut self, key: &ObjectKey, uid: &str) {
+        let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
+            return;
+        };
+        claim.gone = true;
+        if std::mem::take(&mut claim.observed) {
+            self.outbox
+                .push(Command::Observe(Observation::Gone { uid: uid.to_owned() }));
+        }
+        self.candidates.remove(key);
+        self.touch_users(key);
     }
 
     fn end_release(&mut self, key: &ObjectKey) {

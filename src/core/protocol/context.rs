@@ -63,17 +63,23 @@ pub(super) struct ContextState {
     /// As last seen: by the watch or as the answer of our own write, whichever is later.
     pub(super) object: Arc<PodSchedulingContext>,
     pod: PodKnown,
+    /// The pod has been served since it was read. If its claims are to be allocated once more, it may have ended meanwhile.
+    served: bool,
     stage: ContextStage,
     /// The last verdict, in the order of the basis' claims.
     verdict: Option<(Basis, Vec<Verdict>)>,
     /// The driver cannot judge, or cannot allocate, as long as this stands.
     stuck: Option<Basis>,
-    /// Nodes on which the driver refused to allocate although it had found nothing against them, until something changes.
+    /// Nodes on which the driver refused to allocate although it had found nothing against them, until something changes or
+    /// `refusals` says that it may be tried again.
     refused: BTreeMap<String, String>,
+    refusals: Retry,
     /// Set while the pod lacks a node.
     pub(super) waiting: Option<Waiting>,
     /// The world's epoch when it was last offered what had become free.
     epoch: u64,
+    /// The world's epoch when the driver was last asked: what it says may be older than what has happened since.
+    asked: u64,
     retry: Retry,
     reported: Option<String>,
     /// The verdict under way was asked for by the slow recheck alone.
@@ -84,6 +90,8 @@ pub(super) struct ContextState {
 struct Pending {
     pod_claim_name: String,
     key: ObjectKey,
+    /// Where its verdict stands: a pod may name one claim in several entries, and the driver is asked about it once.
+    position: usize,
     to_allocate: ClaimToAllocate,
 }
 
@@ -100,12 +108,15 @@ impl ContextState {
         Self {
             object,
             pod: PodKnown::Unread,
+            served: false,
             stage: ContextStage::Resting,
             verdict: None,
             stuck: None,
             refused: BTreeMap::new(),
+            refusals: Retry::default(),
             waiting: None,
             epoch: 0,
+            asked: 0,
             retry: Retry::default(),
             reported: None,
             by_recheck: false,
@@ -124,7 +135,16 @@ impl ContextState {
     pub(super) fn offered(&mut self, epoch: u64) {
         self.epoch = epoch;
         self.refused.clear();
+        self.refusals.succeeded();
         self.retry.succeeded();
+    }
+
+    /// Lets refused nodes be tried again when their time has come.
+    fn forgive(&mut self, now: Moment) {
+        if !self.refused.is_empty() && self.refusals.wait_until(now).is_none() {
+            self.refused.clear();
+            self.verdict = None;
+        }
     }
 
     fn owner_uid(&self) -> Option<&str> {
@@ -211,7 +231,7 @@ impl World {
 
     /// Takes the next step for a context.
     pub(super) fn step_context(&mut self, key: &ObjectKey, now: Moment) {
-        let Some(context) = self.contexts.get(key) else {
+        let Some(context) = self.contexts.get_mut(key) else {
             return;
         };
         let spec = &context.object.spec;
@@ -225,6 +245,7 @@ impl World {
             self.wake_at(moment, Work::Context(key.clone()));
             return;
         }
+        context.forgive(now);
         let pod = match &context.pod {
             PodKnown::Gone => return,
             PodKnown::Read(pod) => pod.clone(),
@@ -233,12 +254,15 @@ impl World {
                 return;
             }
         };
-        match self.standing(key, &pod) {
+        match self.standing(key, &pod, now) {
             Standing::Rest => {
                 if let Some(context) = self.contexts.get_mut(key) {
                     context.waiting = None;
                 }
                 self.wake.remove(key);
+            }
+            Standing::Pending { .. } if self.contexts.get(key).is_some_and(|context| context.served) => {
+                self.send_read_pod(key);
             }
             Standing::Pending { own, all } => self.judge_or_act(key, &pod, &own, all, now),
         }
@@ -263,6 +287,13 @@ impl World {
         if !concerns {
             return;
         }
+        self.send_read_pod(key);
+    }
+
+    fn send_read_pod(&mut self, key: &ObjectKey) {
+        let Some(context) = self.contexts.get(key) else {
+            return;
+        };
         let uid = context.uid().to_owned();
         self.set_stage(key, ContextStage::Reading);
         self.send(
@@ -278,6 +309,15 @@ impl World {
         if let Some(context) = self.contexts.get_mut(key) {
             context.stage = stage;
         }
+    }
+
+    /// The driver is about to be asked.
+    fn ask(&mut self, key: &ObjectKey, stage: ContextStage) {
+        let epoch = self.epoch;
+        if let Some(context) = self.contexts.get_mut(key) {
+            context.asked = epoch;
+        }
+        self.set_stage(key, stage);
     }
 
     /// The context that an answer belongs to, resting again; `None` if it is gone.
@@ -298,6 +338,7 @@ impl World {
         let Answer::PodRead(answer) = answer else { return };
         match answer {
             Ok(Some(pod)) => {
+                context.served = false;
                 context.retry.succeeded();
                 let is_owner =
                     pod.metadata.uid.is_some() && pod.metadata.uid.as_deref() == context.owner_uid();
@@ -315,7 +356,7 @@ impl World {
     }
 
     /// Sorts the pod's claims.
-    fn standing(&mut self, key: &ObjectKey, pod: &Pod) -> Standing {
+    fn standing(&mut self, key: &ObjectKey, pod: &Pod, now: Moment) -> Standing {
         let resolved = self.resolve_claims(&key.namespace, pod);
         for (_, resolved) in &resolved {
             if let Resolved::Claim(claim) | Resolved::NotOwned(claim) = resolved {
@@ -328,9 +369,11 @@ impl World {
                 self.users.entry(claim).or_default().insert(key.clone());
             }
         }
-        let mut own = Vec::new();
+        let mut own: Vec<Pending> = Vec::new();
+        let mut distinct = 0;
         let mut all = 0;
         let mut rest = false;
+        let mut problems: Vec<(&'static str, String)> = Vec::new();
         for (pod_claim_name, resolved) in resolved {
             let claim_key = match resolved {
                 Resolved::NotNeeded => continue,
@@ -342,7 +385,7 @@ impl World {
                     let message = format!(
                         "ResourceClaim {claim} was not made for this pod although it has the name of its claim \"{pod_claim_name}\": delete it, or rename the pod"
                     );
-                    self.report_pod(key, "ClaimNotOwned", message);
+                    problems.push(("ClaimNotOwned", message));
                     rest = true;
                     continue;
                 }
@@ -360,7 +403,7 @@ impl World {
                 let message = format!(
                     "resource class \"{class_name}\" of claim {claim_key} does not exist: create the class, or let the claim name another"
                 );
-                self.report_pod(key, "ResourceClassMissing", message);
+                problems.push(("ResourceClassMissing", message));
                 rest = true;
                 continue;
             };
@@ -368,8 +411,12 @@ impl World {
                 continue;
             }
             // All of a pod's claims are allocated together: one that is under way or going holds up the others.
-            if claim.is_asked_back() || claim.stage != ClaimStage::Resting {
+            let unsettled = claim.unsettled_until(now);
+            if claim.is_asked_back() || claim.stage != ClaimStage::Resting || unsettled.is_some() {
                 rest = true;
+                if let Some(moment) = unsettled {
+                    self.wake_at(moment, Work::Context(key.clone()));
+                }
                 continue;
             }
             let to_allocate = ClaimToAllocate {
@@ -377,11 +424,20 @@ impl World {
                 claim: claim.object.clone(),
                 class,
             };
+            let before = own.iter().find(|pending| pending.key == claim_key);
+            let position = before.map_or(distinct, |pending| pending.position);
+            distinct = distinct.max(position + 1);
             own.push(Pending {
                 pod_claim_name,
                 key: claim_key,
+                position,
                 to_allocate,
             });
+        }
+        // In one report, since only the last one is known not to be repeated.
+        if let Some((reason, _)) = problems.first() {
+            let messages: Vec<&str> = problems.iter().map(|(_, message)| message.as_str()).collect();
+            self.report_pod(key, reason, messages.join("; "));
         }
         if rest || own.is_empty() {
             Standing::Rest
@@ -394,9 +450,10 @@ impl World {
         let Some(context) = self.contexts.get(key) else {
             return;
         };
+        let asked = distinct(own);
         let basis = Basis {
             nodes: context.nodes(own),
-            claims: own
+            claims: asked
                 .iter()
                 .map(|claim| {
                     let uid = claim.to_allocate.claim.metadata.uid.clone().unwrap_or_default();
@@ -407,6 +464,7 @@ impl World {
         };
         if context.stuck.as_ref() == Some(&basis) {
             self.wake.end(key);
+            self.begin_to_wait(key, now);
             return;
         }
         match &context.verdict {
@@ -416,10 +474,10 @@ impl World {
             }
             _ => {
                 let uid = context.uid().to_owned();
-                let claims = own.iter().map(|claim| claim.to_allocate.clone()).collect();
+                let claims = asked.iter().map(|claim| claim.to_allocate.clone()).collect();
                 let nodes = basis.nodes.clone();
                 let pod = pod.clone();
-                self.set_stage(key, ContextStage::Judging);
+                self.ask(key, ContextStage::Judging);
                 self.send(
                     Flight::Judge {
                         context: key.clone(),
@@ -498,8 +556,9 @@ impl World {
         let Some(context) = self.contexts.get(key) else {
             return;
         };
-        let mut reasons: Vec<BTreeMap<String, String>> = verdict
+        let mut reasons: Vec<BTreeMap<String, String>> = own
             .iter()
+            .filter_map(|claim| verdict.get(claim.position))
             .map(|verdict| verdict.unsuitable_nodes.clone())
             .collect();
         for reasons in &mut reasons {
@@ -524,7 +583,7 @@ impl World {
                 .iter()
                 .map(|claim| (claim.pod_claim_name.clone(), claim.key.clone()))
                 .collect();
-            self.set_stage(key, ContextStage::Allocating);
+            self.ask(key, ContextStage::Allocating);
             if self
                 .start_batch(Some(consumer), Some(selected.clone()), &claims)
                 .is_none()
@@ -605,6 +664,7 @@ impl World {
         now: Moment,
     ) {
         let key = &consumer.context;
+        let epoch = self.epoch;
         self.wake.end(key);
         let Some(context) = self.landed(key, &consumer.context_uid) else {
             return;
@@ -612,6 +672,8 @@ impl World {
         match failure {
             None => {
                 context.retry.succeeded();
+                context.refusals.succeeded();
+                context.served = true;
                 context.waiting = None;
                 context.verdict = None;
                 context.reported = None;
@@ -623,7 +685,13 @@ impl World {
                 self.report_pod(key, "AllocationNotRecorded", message);
             }
             Some(Failure::Driver(error)) => {
+                let mut again = None;
                 match error.kind {
+                    // What has changed while the driver was asked may have put it right.
+                    CallErrorKind::Invalid | CallErrorKind::Retry if context.asked < epoch => {
+                        context.epoch = epoch;
+                        context.retry.failed(now);
+                    }
                     CallErrorKind::Invalid => {
                         context.stuck = context.verdict.as_ref().map(|(basis, _)| basis.clone())
                     }
@@ -632,8 +700,13 @@ impl World {
                         if let Some(node) = node {
                             context.refused.insert(node.to_owned(), error.message.clone());
                         }
+                        context.refusals.failed(now);
+                        again = context.refusals.wait_until(now);
                     }
                     CallErrorKind::TimedOut => context.retry.failed(now),
+                }
+                if let Some(moment) = again {
+                    self.wake_at(moment, Work::Context(key.clone()));
                 }
                 self.begin_to_wait(key, now);
                 if error.kind != CallErrorKind::Retry {
@@ -652,9 +725,17 @@ impl World {
                 PodKnown::Read(pod) => pod.spec.priority.unwrap_or_default(),
                 PodKnown::Unread | PodKnown::Gone => 0,
             };
-            context.waiting = Some(Waiting { priority, since: now });
-            let delay = spread(context.uid(), RECHECK, RECHECK_SPREAD);
-            self.wake_at(now.after(delay), Work::Recheck(key.clone()));
+            let recheck = now.after(spread(context.uid(), RECHECK, RECHECK_SPREAD));
+            context.waiting = Some(Waiting {
+                priority,
+                since: now,
+                recheck,
+            });
+            // What has changed since the driver was asked went to those who waited already.
+            if context.asked < self.epoch {
+                self.wake.join(key.clone());
+            }
+            self.wake_at(recheck, Work::Recheck(key.clone()));
         }
     }
 
@@ -663,14 +744,16 @@ impl World {
         let Some(context) = self.contexts.get_mut(key) else {
             return;
         };
-        if context.waiting.is_none() {
+        let next = now.after(spread(context.uid(), RECHECK, RECHECK_SPREAD));
+        // It may have stopped waiting and begun again since this was set.
+        let Some(waiting) = context.waiting.as_mut().filter(|waiting| waiting.recheck <= now) else {
             return;
-        }
+        };
+        waiting.recheck = next;
         context.by_recheck = context.stage == ContextStage::Resting;
         self.epoch += 1;
         context.offered(self.epoch);
-        let delay = spread(context.uid(), RECHECK, RECHECK_SPREAD);
-        self.wake_at(now.after(delay), Work::Recheck(key.clone()));
+        self.wake_at(next, Work::Recheck(key.clone()));
         self.dirty.insert(Work::Context(key.clone()));
     }
 
@@ -743,6 +826,12 @@ impl World {
         );
         true
     }
+}
+
+/// Each claim once, in the order of their positions.
+fn distinct(own: &[Pending]) -> Vec<&Pending> {
+    let mut known = BTreeSet::new();
+    own.iter().filter(|claim| known.insert(claim.position)).collect()
 }
 
 fn bad_nodes(verdict: &[Verdict]) -> usize {

@@ -17,6 +17,7 @@ mod batch;
 mod claim;
 mod context;
 mod event;
+mod lease;
 mod resolve;
 mod retry;
 mod wake;
@@ -26,4 +27,5 @@ pub use event::{
     Answer, CallError, CallErrorKind, CallId, ClaimToAllocate, ClaimWrite, Command, DriverRequest, Event,
     Moment, ObjectKey, Outcome, Regarding, Report, Subject,
 };
+pub use lease::{Lease, LeaseAnswer, LeaseRecord, LeaseSettings, LeaseSettingsError, LeaseStep};
 pub use world::{Settings, Statistics, World};

@@ -46,33 +46,40 @@ impl World {
     }
 
     /// The claim made from a template: by the name in the pod's status (1.28 and later), by what its maker wrote on it if that
-    /// status was not there yet when the pod was read, or by the name that 1.27 gives it.
+    /// status was not there yet when the pod was read or names a claim that has been replaced since, or by the name that 1.27
+    /// gives it.
     fn resolve_generated(&self, namespace: &str, pod: &Pod, entry: &str) -> Resolved {
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
-        if let Some(status) = pod
-            .status
-            .resource_claim_statuses
-            .iter()
-            .find(|status| status.name == entry)
-        {
-            let Some(name) = &status.resource_claim_name else {
-                return Resolved::NotNeeded;
-            };
-            return self.owned(ObjectKey::new(namespace, name.clone()), uid);
+        let mut statuses = pod.status.resource_claim_statuses.iter();
+        let named = match statuses.find(|status| status.name == entry) {
+            Some(status) => match &status.resource_claim_name {
+                Some(name) => Some(self.owned(ObjectKey::new(namespace, name.clone()), uid)),
+                None => return Resolved::NotNeeded,
+            },
+            None => None,
+        };
+        if let Some(Resolved::Claim(key)) = named {
+            return Resolved::Claim(key);
         }
-        let annotated = self.claims_by_owner.get(uid).into_iter().flatten().find(|key| {
-            self.claims.get(*key).is_some_and(|claim| {
-                let annotations = claim.object.metadata.annotations.as_ref();
-                annotations
-                    .and_then(|all| all.get(POD_CLAIM_NAME_ANNOTATION))
-                    .is_some_and(|name| name == entry)
-            })
+        if let Some(key) = self.annotated(uid, entry) {
+            return Resolved::Claim(key);
+        }
+        named.unwrap_or_else(|| {
+            let pod_name = pod.metadata.name.as_deref().unwrap_or_default();
+            self.owned(ObjectKey::new(namespace, format!("{pod_name}-{entry}")), uid)
+        })
+    }
+
+    /// The claim that says of itself that it was made for an entry of a pod; rather one that stays than one that goes.
+    fn annotated(&self, uid: &str, entry: &str) -> Option<ObjectKey> {
+        let made_for = self.claims_by_owner.get(uid).into_iter().flatten();
+        let candidates = made_for.filter_map(|key| {
+            let claim = self.claims.get(key)?;
+            let annotations = claim.object.metadata.annotations.as_ref()?;
+            let is_for = annotations.get(POD_CLAIM_NAME_ANNOTATION)? == entry;
+            is_for.then_some((claim.is_deleting(), key))
         });
-        if let Some(key) = annotated {
-            return Resolved::Claim(key.clone());
-        }
-        let pod_name = pod.metadata.name.as_deref().unwrap_or_default();
-        self.owned(ObjectKey::new(namespace, format!("{pod_name}-{entry}")), uid)
+        candidates.min().map(|(_, key)| key.clone())
     }
 
     fn owned(&self, key: ObjectKey, uid: &str) -> Resolved {

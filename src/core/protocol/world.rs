@@ -338,6 +338,9 @@ impl World {
             .map(|(key, _)| key.clone())
             .collect();
         for key in keys {
+            if let Some(claim) = self.claims.get_mut(&key) {
+                claim.refused_at = None;
+            }
             self.reconsider_claim(&key);
         }
     }
@@ -386,10 +389,12 @@ impl World {
             let known_uid = known.uid().to_owned();
             if known_uid != uid {
                 self.claim_gone(&key, &known_uid);
-            } else if !newer(
-                known.object.metadata.resource_version.as_deref(),
-                object.metadata.resource_version.as_deref(),
-            ) {
+            } else if known.is_gone()
+                || !newer(
+                    known.object.metadata.resource_version.as_deref(),
+                    object.metadata.resource_version.as_deref(),
+                )
+            {
                 return;
             }
         }
@@ -444,16 +449,15 @@ impl World {
     /// Brings the indexes up to date after a claim or its class has changed, and looks at everything that it concerns.
     fn reconsider_claim(&mut self, key: &ObjectKey) {
         let Some(claim) = self.claims.get(key) else { return };
-        let owner = controller_of(&claim.object.metadata).map(|owner| owner.name.clone());
+        // Another driver's claim counts too: the pod's claims are allocated when all of them are there.
+        if let Some(owner) = controller_of(&claim.object.metadata) {
+            let context = ObjectKey::new(key.namespace.clone(), owner.name.clone());
+            self.dirty.insert(Work::Context(context));
+        }
+        let is_owned = controller_of(&claim.object.metadata).is_some();
         if self.is_candidate(claim) {
-            if self.candidates.insert(key.clone()) {
-                match owner {
-                    Some(pod) => {
-                        self.dirty
-                            .insert(Work::Context(ObjectKey::new(key.namespace.clone(), pod)));
-                    }
-                    None => self.touch_unread_contexts(&key.namespace),
-                }
+            if self.candidates.insert(key.clone()) && !is_owned {
+                self.touch_unread_contexts(&key.namespace);
             }
         } else {
             self.candidates.remove(key);

@@ -136,7 +136,9 @@ func (s *supervisor) startControlPlane(ctx context.Context) error {
 		"--cert-dir="+s.path("pki/controller-manager"), "--feature-gates="+gates,
 		// Each controller under its own account, as in a real cluster: the audit log tells them apart.
 		"--use-service-account-credentials=true", "--kube-api-qps=500", "--kube-api-burst=1000",
-		"--controllers=*,-cloud-node-lifecycle")
+		"--controllers=*,-cloud-node-lifecycle",
+		// It makes this folder, by default in /usr.
+		"--flex-volume-plugin-dir="+s.path("flex-volume"))
 	scheduler := s.kubeconfig("system:kube-scheduler")
 	s.define("scheduler", "--config="+s.path("scheduler.yaml"), fmt.Sprintf("--secure-port=%d", s.slot.port(4)),
 		"--cert-dir="+s.path("pki/scheduler"), "--feature-gates="+gates,

@@ -250,7 +250,7 @@ func (s *supervisor) startHook() (<-chan struct{}, error) {
 		Name: "hook", Arguments: []string{"/bin/sh", "-c", s.options.Hook}, Output: os.Stdout, Errors: os.Stderr,
 		Environment: []string{
 			"KUBECONFIG=" + s.kubeconfig("admin"), "CLUSTER=" + string(description), marker + "=" + s.directory,
-			"PATH=" + filepath.Dir(s.programs.Kubectl) + ":" + os.Getenv("PATH"),
+			"PATH=" + filepath.Dir(s.programs.Kubectl) + ":" + os.Getenv("PATH"), "KUBECACHEDIR=" + s.path("kubectl-cache"),
 		},
 	})
 	if err != nil {
