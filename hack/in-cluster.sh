@@ -20,12 +20,13 @@ kubeconfig_of() {
     echo "$file"
 }
 
-# Three devices that can be read: each is /dev/zero by another name. The mode comes from the umask, since not every
-# machine can change that of a device.
+# Three devices that can be read: zero, random and urandom by other names. Two names of one device would count as one. The
+# mode comes from the umask, since not every machine can change that of a device.
 make_devices() {
-    local number
-    for number in 1 2 3; do
-        (umask 0 && "${IN_NODE[@]}" mknod "/dev/drayman-test-$number" c 1 5)
+    local number=0 minor
+    for minor in 5 8 9; do
+        number=$((number + 1))
+        (umask 0 && "${IN_NODE[@]}" mknod "/dev/drayman-test-$number" c 1 "$minor")
     done
 }
 

@@ -72,9 +72,19 @@ impl From<Failure> for CompanionError {
 
 #[derive(Debug)]
 enum Request {
-    Prepare(Vec<ClaimToPrepare>, oneshot::Sender<Vec<Result<Vec<String>, CompanionError>>>),
-    Unprepare(Vec<ClaimToUnprepare>, oneshot::Sender<Vec<Result<(), CompanionError>>>),
-    Allocate(String, Vec<Vec<String>>, oneshot::Sender<Result<Vec<Injection>, CompanionError>>),
+    Prepare(
+        Vec<ClaimToPrepare>,
+        oneshot::Sender<Vec<Result<Vec<String>, CompanionError>>>,
+    ),
+    Unprepare(
+        Vec<ClaimToUnprepare>,
+        oneshot::Sender<Vec<Result<(), CompanionError>>>,
+    ),
+    Allocate(
+        String,
+        Vec<Vec<String>>,
+        oneshot::Sender<Result<Vec<Injection>, CompanionError>>,
+    ),
 }
 
 /// The owner as doors see it. When the last handle is dropped, the owner ends after the requests that it has.
@@ -88,7 +98,10 @@ impl OwnerHandle {
     async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, CompanionError> {
         let (sender, answer) = oneshot::channel();
         let stopping = || CompanionError::from(Failure::Stopping);
-        self.requests.send(request(sender)).await.map_err(|_| stopping())?;
+        self.requests
+            .send(request(sender))
+            .await
+            .map_err(|_| stopping())?;
         answer.await.map_err(|_| stopping())
     }
 }
@@ -110,9 +123,14 @@ impl Companion for OwnerHandle {
         self.resources.get(resource_name).cloned()
     }
 
-    async fn allocate(&self, resource_name: &str, containers: Vec<Vec<String>>) -> Result<Vec<Injection>, CompanionError> {
+    async fn allocate(
+        &self,
+        resource_name: &str,
+        containers: Vec<Vec<String>>,
+    ) -> Result<Vec<Injection>, CompanionError> {
         let resource = resource_name.to_owned();
-        self.ask(|sender| Request::Allocate(resource, containers, sender)).await?
+        self.ask(|sender| Request::Allocate(resource, containers, sender))
+            .await?
     }
 }
 
@@ -159,14 +177,22 @@ pub struct Owner<D> {
 
 impl<D> std::fmt::Debug for Owner<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Owner").field("ledger", &self.ledger).field("node", &self.node).finish_non_exhaustive()
+        f.debug_struct("Owner")
+            .field("ledger", &self.ledger)
+            .field("node", &self.node)
+            .finish_non_exhaustive()
     }
 }
 
 impl<D: NodeDriver> Owner<D> {
     /// Puts the node right from what the last process left, and returns the owner, the handle for doors and the inventory.
     pub async fn start(options: OwnerOptions<D>) -> (Self, OwnerHandle, watch::Receiver<Arc<Devices>>) {
-        let Opened { store, ledger, cluster, files } = options.opened;
+        let Opened {
+            store,
+            ledger,
+            cluster,
+            files,
+        } = options.opened;
         let (sender, requests) = mpsc::channel(QUEUE);
         let (inventory, published) = watch::channel(Arc::default());
         let mut resources = BTreeMap::new();
@@ -182,7 +208,10 @@ impl<D: NodeDriver> Owner<D> {
             driver: options.driver,
             store: Arc::new(store),
             ledger,
-            node: NodeIdentity { name: options.node_name, uid: cluster.node_uid },
+            node: NodeIdentity {
+                name: options.node_name,
+                uid: cluster.node_uid,
+            },
             cluster: options.cluster,
             node_in_doubt: options.node_in_doubt,
             inventory,
@@ -192,7 +221,14 @@ impl<D: NodeDriver> Owner<D> {
         owner.recover(&files).await;
         owner.found.mark_unchanged();
         owner.publish();
-        (owner, OwnerHandle { requests: sender, resources: offered }, published)
+        (
+            owner,
+            OwnerHandle {
+                requests: sender,
+                resources: offered,
+            },
+            published,
+        )
     }
 
     /// Serves until the last handle is dropped.
@@ -219,7 +255,13 @@ impl<D: NodeDriver> Owner<D> {
                 let mut answers = Vec::with_capacity(claims.len());
                 for claim in claims {
                     let result = self.prepare(&claim).await;
-                    report("prepare", &claim.namespace, &claim.name, &claim.uid, result.as_ref().err());
+                    report(
+                        "prepare",
+                        &claim.namespace,
+                        &claim.name,
+                        &claim.uid,
+                        result.as_ref().err(),
+                    );
                     answers.push(result.map_err(CompanionError::from));
                 }
                 let _ = answer.send(answers);
@@ -228,7 +270,13 @@ impl<D: NodeDriver> Owner<D> {
                 let mut answers = Vec::with_capacity(claims.len());
                 for claim in claims {
                     let result = self.unprepare(&claim).await;
-                    report("unprepare", &claim.namespace, &claim.name, &claim.uid, result.as_ref().err());
+                    report(
+                        "unprepare",
+                        &claim.namespace,
+                        &claim.name,
+                        &claim.uid,
+                        result.as_ref().err(),
+                    );
                     answers.push(result.map_err(CompanionError::from));
                 }
                 let _ = answer.send(answers);
@@ -237,7 +285,9 @@ impl<D: NodeDriver> Owner<D> {
                 let result = self.allocate(&resource, &containers).await;
                 match &result {
                     Ok(_) => info!(resource, devices = ?containers, "allocate done"),
-                    Err(failure) => warn!(resource, devices = ?containers, reason = failure.reason(), "allocate refused: {failure}"),
+                    Err(failure) => {
+                        warn!(resource, devices = ?containers, reason = failure.reason(), "allocate refused: {failure}")
+                    }
                 }
                 let _ = answer.send(result.map_err(CompanionError::from));
             }
@@ -263,7 +313,11 @@ impl<D: NodeDriver> Owner<D> {
         self.carry_out(&steps).await
     }
 
-    async fn allocate(&mut self, resource: &str, containers: &[Vec<String>]) -> Result<Vec<Injection>, Failure> {
+    async fn allocate(
+        &mut self,
+        resource: &str,
+        containers: &[Vec<String>],
+    ) -> Result<Vec<Injection>, Failure> {
         let Some(Resource { kind, .. }) = self.resources.get(resource) else {
             return Err(Refusal::NoResource(resource.to_owned()).into());
         };
@@ -279,8 +333,14 @@ impl<D: NodeDriver> Owner<D> {
     async fn carry_out(&mut self, steps: &[Step]) -> Result<(), Failure> {
         for step in steps {
             if let Step::Inject(uid) = step {
-                let held = self.ledger.entry(uid).map(|entry| entry.devices.clone()).unwrap_or_default();
-                let injection = self.inject(held.into_iter().map(|held| held.device).collect()).await?;
+                let held = self
+                    .ledger
+                    .entry(uid)
+                    .map(|entry| entry.devices.clone())
+                    .unwrap_or_default();
+                let injection = self
+                    .inject(held.into_iter().map(|held| held.device).collect())
+                    .await?;
                 self.ledger.set_injection(uid, injection);
                 continue;
             }
@@ -313,7 +373,10 @@ impl<D: NodeDriver> Owner<D> {
     async fn recover(&mut self, files: &BTreeSet<ClaimUid>) {
         for step in plan_clearing(&self.ledger, files) {
             if let Err(failure) = self.carry_out(&[step]).await {
-                error!(reason = failure.reason(), "what an earlier process left cannot be cleared away now: {failure}");
+                error!(
+                    reason = failure.reason(),
+                    "what an earlier process left cannot be cleared away now: {failure}"
+                );
             }
         }
         let plans = plan_restoring(&self.ledger);
@@ -344,7 +407,10 @@ impl<D: NodeDriver> Owner<D> {
         self.node.uid.clone_from(&facts.node_uid);
         self.store.set_cluster(facts);
         if let Err(failure) = self.carry_out(&[Step::Save(Vec::new())]).await {
-            warn!(reason = failure.reason(), "what the API server told is not stored yet: {failure}");
+            warn!(
+                reason = failure.reason(),
+                "what the API server told is not stored yet: {failure}"
+            );
         }
     }
 
@@ -371,7 +437,13 @@ impl<D: NodeDriver> Owner<D> {
 fn report(what: &str, namespace: &str, name: &str, uid: &str, failure: Option<&Failure>) {
     match failure {
         None => info!(namespace, name, uid, "{what} done"),
-        Some(failure) => warn!(namespace, name, uid, reason = failure.reason(), "{what} refused: {failure}"),
+        Some(failure) => warn!(
+            namespace,
+            name,
+            uid,
+            reason = failure.reason(),
+            "{what} refused: {failure}"
+        ),
     }
 }
 

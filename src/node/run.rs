@@ -126,8 +126,13 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<(), NodeError> {
     let driver_name = DriverName::parse(&options.driver_name)?;
     let configuration = NodeConfiguration::read(&options.config)?;
-    let boot_id = std::fs::read_to_string(BOOT_ID).map_err(NodeError::BootId)?.trim().to_owned();
-    let Some(opened) = open(&options, &driver_name, &boot_id, &shutdown).await? else { return Ok(()) };
+    let boot_id = std::fs::read_to_string(BOOT_ID)
+        .map_err(NodeError::BootId)?
+        .trim()
+        .to_owned();
+    let Some(opened) = open(&options, &driver_name, &boot_id, &shutdown).await? else {
+        return Ok(());
+    };
 
     let resources: BTreeMap<String, String> = configuration
         .kinds
@@ -155,7 +160,10 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
     .await;
     let owner = tokio::spawn(owner.run());
 
-    let (standing_sender, standing) = watch::channel(Standing { reason: "Starting".to_owned(), ..Standing::default() });
+    let (standing_sender, standing) = watch::channel(Standing {
+        reason: "Starting".to_owned(),
+        ..Standing::default()
+    });
     let publisher = Publisher {
         client: PublisherClient(options.client.clone()),
         driver_name: driver_name.clone(),
@@ -168,7 +176,12 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
     let stop_publishing = CancellationToken::new();
     let publisher = tokio::spawn(publisher.run(stop_publishing.clone()));
 
-    let doors = Doors { paths: options.kubelet(), driver_name, resources, cluster: cluster.subscribe() };
+    let doors = Doors {
+        paths: options.kubelet(),
+        driver_name,
+        resources,
+        cluster: cluster.subscribe(),
+    };
     // The last handle of the owner goes with the doors.
     let served = doors.serve(Arc::new(companion), standing_sender, shutdown).await;
     let owner = owner.await.map_err(NodeError::Broken);
@@ -179,7 +192,10 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
 
 impl NodeOptions {
     fn kubelet(&self) -> KubeletPaths {
-        KubeletPaths { root_dir: self.kubelet_root.clone(), device_plugin_dir: self.device_plugin_dir.clone() }
+        KubeletPaths {
+            root_dir: self.kubelet_root.clone(),
+            device_plugin_dir: self.device_plugin_dir.clone(),
+        }
     }
 }
 
@@ -237,10 +253,23 @@ impl Doors {
             let (state, resource) = watch::channel(DoorState::Starting);
             states.push((resource_name.clone(), resource));
             let (companion, paths) = (companion.clone(), self.paths.clone());
-            doors.spawn(door::device_plugin::serve(companion, paths, resource_name, state, ours.clone()));
+            doors.spawn(door::device_plugin::serve(
+                companion,
+                paths,
+                resource_name,
+                state,
+                ours.clone(),
+            ));
         }
         let follow = follow(self.cluster.clone(), claims, states, standing);
-        doors.spawn(serve_claims(companion, self.paths, self.driver_name, self.cluster, state, ours.clone()));
+        doors.spawn(serve_claims(
+            companion,
+            self.paths,
+            self.driver_name,
+            self.cluster,
+            state,
+            ours.clone(),
+        ));
         tokio::pin!(follow);
         let mut result = Ok(());
         let mut followed = false;
@@ -278,9 +307,20 @@ async fn serve_claims<C: Companion>(
             wanted = cluster.wait_for(|facts| facts.serves_claims == Some(true)) => if wanted.is_err() { return Ok(()) },
         }
         let open = shutdown.child_token();
-        let door = door::dra::serve(companion.clone(), paths.clone(), driver_name.to_string(), state.clone(), open.clone());
+        let door = door::dra::serve(
+            companion.clone(),
+            paths.clone(),
+            driver_name.to_string(),
+            state.clone(),
+            open.clone(),
+        );
         tokio::pin!(door);
-        let given_up = async { cluster.wait_for(|facts| facts.serves_claims == Some(false)).await.is_ok() };
+        let given_up = async {
+            cluster
+                .wait_for(|facts| facts.serves_claims == Some(false))
+                .await
+                .is_ok()
+        };
         let given_up = tokio::select! {
             ended = &mut door => return ended,
             given_up = given_up => given_up,
@@ -304,10 +344,14 @@ async fn follow(
         let serves_claims = cluster.borrow_and_update().serves_claims;
         if serves_claims == Some(false) && !warned {
             warned = true;
-            warn!("this cluster does not serve resource.k8s.io/v1alpha2: claims are not offered, extended resources are");
+            warn!(
+                "this cluster does not serve resource.k8s.io/v1alpha2: claims are not offered, extended resources are"
+            );
         }
-        let mut doors: Vec<(String, DoorState)> =
-            resources.iter_mut().map(|(name, state)| (name.clone(), state.borrow_and_update().clone())).collect();
+        let mut doors: Vec<(String, DoorState)> = resources
+            .iter_mut()
+            .map(|(name, state)| (name.clone(), state.borrow_and_update().clone()))
+            .collect();
         let claims_now = claims.borrow_and_update().clone();
         if serves_claims != Some(false) {
             doors.push(("claims".to_owned(), claims_now));
@@ -328,11 +372,19 @@ async fn follow(
 }
 
 fn judge(doors: &[(String, DoorState)], serves_claims: Option<bool>) -> Standing {
-    let standing = |ready, reason: &str, message: String| Standing { ready, reason: reason.to_owned(), message };
+    let standing = |ready, reason: &str, message: String| Standing {
+        ready,
+        reason: reason.to_owned(),
+        message,
+    };
     for (name, state) in doors {
         match state {
             DoorState::Rejected { message } => {
-                return standing(false, "Rejected", format!("kubelet refuses the door for {name}: {message}"));
+                return standing(
+                    false,
+                    "Rejected",
+                    format!("kubelet refuses the door for {name}: {message}"),
+                );
             }
             DoorState::Starting | DoorState::Closed => {
                 return standing(false, "Starting", format!("the door for {name} is not open"));
@@ -341,7 +393,9 @@ fn judge(doors: &[(String, DoorState)], serves_claims: Option<bool>) -> Standing
         }
     }
     let message = match serves_claims {
-        Some(false) => "kubelet is served; this cluster does not serve resource.k8s.io/v1alpha2, so claims are not offered",
+        Some(false) => {
+            "kubelet is served; this cluster does not serve resource.k8s.io/v1alpha2, so claims are not offered"
+        }
         _ => "kubelet is served",
     };
     standing(true, "Serving", message.to_owned())
