@@ -2,7 +2,6 @@
 //!
 //! Prints one line per question, with the median and the slowest of many tries, and fails if a median is beyond its limit.
 
-use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -25,6 +24,10 @@ const NODES: usize = 15_000;
 const DEVICES: usize = 8;
 const CLAIMS: usize = 10_000;
 
+fn node_name(number: usize) -> String {
+    format!("node-{number:05}.example.internal")
+}
+
 fn node(number: usize) -> Node {
     let device = |index| Device {
         name: format!("pci-0000-{index:02}-00-0"),
@@ -33,7 +36,7 @@ fn node(number: usize) -> Node {
     };
     let spec = NodeInventorySpec {
         driver_name: DRIVER.into(),
-        node_name: format!("node-{number:05}.example.internal"),
+        node_name: node_name(number),
         node_uid: format!("00000000-0000-4000-8000-{number:012}"),
         devices: (0..DEVICES).map(device).collect(),
     };
@@ -89,122 +92,103 @@ fn measure(what: &str, tries: usize, limit: Duration, mut run: impl FnMut()) -> 
     fine
 }
 
+/// Books in which every one of [`CLAIMS`] holds a device, the nodes filled one after the other, and the claims.
+fn filled(one: &Demand) -> Option<(Books, Vec<ResourceClaim>)> {
+    let mut books = Books::new(DRIVER);
+    books.replace_inventories(
+        (0..NODES)
+            .map(node)
+            .map(|node| (node.name().to_owned(), node))
+            .collect(),
+    );
+    let mut claims = Vec::with_capacity(CLAIMS);
+    for number in 0..CLAIMS {
+        let (asking, target) = (claim(number, None), node_name(number / DEVICES));
+        let wish = Wish {
+            claim: &asking,
+            demand: one,
+            suitable_nodes: None,
+        };
+        let allocation = books
+            .allocate(&[wish], Target::Node(&target))
+            .answers
+            .pop()?
+            .ok()?;
+        claims.push(claim(number, Some(allocation)));
+    }
+    books.observe_all(observed(&claims));
+    Some((books, claims))
+}
+
+fn observed(claims: &[ResourceClaim]) -> impl Iterator<Item = (&ResourceClaim, Option<&AllocationResult>)> {
+    claims
+        .iter()
+        .map(|claim| (claim, claim.status.allocation.as_ref()))
+}
+
 fn main() -> ExitCode {
     let (Some(one), Some(eight)) = (demand(1), demand(8)) else {
         return ExitCode::FAILURE;
     };
-    println!(
-        "{:<62} {:>10} {:>10}",
-        format!("{NODES} nodes with {DEVICES} devices each"),
-        "median",
-        "slowest"
-    );
-    let inventories = || {
-        (0..NODES)
-            .map(node)
-            .map(|node| (node.name().to_owned(), node))
-            .collect()
+    let Some((mut books, claims)) = filled(&one) else {
+        return ExitCode::FAILURE;
     };
-    let nodes: BTreeMap<String, Node> = inventories();
-    let mut empty = Books::new(DRIVER);
-    empty.replace_inventories(nodes);
-
-    // Every claim has a device; the nodes are filled one after the other.
-    let mut books = empty.clone();
-    let mut claims = Vec::with_capacity(CLAIMS);
-    for number in 0..CLAIMS {
-        let (asking, target) = (
-            claim(number, None),
-            format!("node-{:05}.example.internal", number / DEVICES),
-        );
-        let wish = Wish {
-            claim: &asking,
-            demand: &one,
-            suitable_nodes: None,
-        };
-        let mut answers = books.allocate(&[wish], Target::Node(&target)).answers;
-        let Some(Ok(allocation)) = answers.pop() else {
-            return ExitCode::FAILURE;
-        };
-        claims.push(claim(number, Some(allocation)));
-    }
-    let all = || {
-        claims
-            .iter()
-            .map(|claim| (claim, claim.status.allocation.as_ref()))
-    };
-    books.observe_all(all());
-
     let asking = claim(CLAIMS, None);
     let wish = |demand| Wish {
         claim: &asking,
         demand,
         suitable_nodes: None,
     };
-    let names = |from: usize| -> Vec<String> {
-        (from..from + 128)
-            .map(|number| format!("node-{number:05}.example.internal"))
-            .collect()
-    };
     // The last full node and the first free one are in the middle.
     let border = CLAIMS / DEVICES - 64;
-    let mut fine = true;
-    fine &= measure(
-        "unsuitable_nodes, 128 nodes of which 64 are full, 1 device",
-        1000,
-        Duration::from_millis(1),
-        || {
-            black_box(books.unsuitable_nodes(&[wish(&one)], &names(border)));
-        },
-    );
-    fine &= measure(
-        "unsuitable_nodes, 128 nodes of which 64 are full, 8 devices",
-        1000,
-        Duration::from_millis(1),
-        || {
-            black_box(books.unsuitable_nodes(&[wish(&eight)], &names(border)));
-        },
-    );
-    fine &= measure(
-        "fit, 8 out of 64 devices",
-        1000,
-        Duration::from_micros(50),
-        || {
-            let mut fit = Fit::new(64);
-            let _ = black_box(fit.add((0..64).collect(), 8));
-            black_box(fit.answers());
-        },
-    );
-    fine &= measure(
-        "allocate and deallocate, on a node",
-        1000,
-        Duration::from_micros(200),
-        || {
-            black_box(books.allocate(&[wish(&one)], Target::Node("node-14999.example.internal")));
+    let names: Vec<String> = (border..border + 128).map(node_name).collect();
+    let last = node_name(NODES - 1);
+    let title = format!("{NODES} nodes with {DEVICES} devices each, {CLAIMS} claims");
+    println!("{title:<62} {:>10} {:>10}", "median", "slowest");
+
+    let millis = Duration::from_millis;
+    let fine = [
+        measure(
+            "unsuitable_nodes, 128 nodes of which 64 are full, 1 device",
+            1000,
+            millis(1),
+            || {
+                black_box(books.unsuitable_nodes(&[wish(&one)], &names));
+            },
+        ),
+        measure(
+            "unsuitable_nodes, 128 nodes of which 64 are full, 8 devices",
+            1000,
+            millis(1),
+            || {
+                black_box(books.unsuitable_nodes(&[wish(&eight)], &names));
+            },
+        ),
+        measure(
+            "fit, 8 out of 64 devices",
+            1000,
+            Duration::from_micros(50),
+            || {
+                let mut fit = Fit::new(64);
+                let _ = black_box(fit.add((0..64).collect(), 8));
+                black_box(fit.answers());
+            },
+        ),
+        measure("allocate and deallocate, on a node", 1000, millis(1), || {
+            black_box(books.allocate(&[wish(&one)], Target::Node(&last)));
             books.deallocate(&asking);
-        },
-    );
-    fine &= measure(
-        "allocate and deallocate, anywhere",
-        50,
-        Duration::from_millis(100),
-        || {
+        }),
+        measure("allocate and deallocate, anywhere", 50, millis(100), || {
             black_box(books.allocate(&[wish(&one)], Target::Anywhere));
             books.deallocate(&asking);
-        },
-    );
-    fine &= measure(
-        "observe, all of 10,000 claims at once",
-        20,
-        Duration::from_millis(200),
-        || {
-            let mut books = Books::new(DRIVER);
-            black_box(books.observe_all(all()));
-        },
-    );
-    if fine {
-        ExitCode::SUCCESS
-    } else {
+        }),
+        measure("observe, all claims at once", 20, millis(200), || {
+            black_box(Books::new(DRIVER).observe_all(observed(&claims)));
+        }),
+    ];
+    if fine.contains(&false) {
         ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
     }
 }
