@@ -4,6 +4,10 @@
     unreachable_pub,
     reason = "kube's derive wraps the spec in a way that rustc takes for unreachable"
 )]
+#![expect(
+    clippy::duplicated_attributes,
+    reason = "each printcolumn has a type of its own"
+)]
 
 use std::collections::BTreeMap;
 
@@ -17,10 +21,19 @@ use serde::{Deserialize, Serialize};
 pub const GROUP: &str = "drayman.dev";
 /// The version of our kinds.
 pub const VERSION: &str = "v1alpha1";
-/// Devices in one [`NodeInventory`], at most: with every attribute at its limit the object stays below the 1.5 MiB that etcd takes.
+/// Devices in one [`NodeInventory`], at most. With [`INVENTORY_ATTRIBUTES_MAX`] and the lengths below, an inventory stays under
+/// the 1.5 MiB that etcd takes, as long as its texts are ASCII.
 pub const DEVICES_MAX: usize = 1024;
-/// Devices in one request of a claim, at most.
-pub const COUNT_MAX: u32 = 64;
+/// Attributes of one device, at most.
+pub const ATTRIBUTES_MAX: usize = 32;
+/// Attributes of all devices of one [`NodeInventory`] together, at most.
+pub const INVENTORY_ATTRIBUTES_MAX: usize = 2048;
+/// Characters in the name of an attribute, at most: a domain of 63, a slash and 32.
+pub const ATTRIBUTE_NAME_MAX: usize = 96;
+/// Characters in a text attribute and in the reason why a device is unhealthy, at most.
+pub const TEXT_MAX: usize = 256;
+/// Devices in one claim, at most: with the longest names they still fit into a resource handle.
+pub const CLAIM_DEVICES_MAX: usize = 64;
 /// Requests in one claim, at most.
 pub const REQUESTS_MAX: usize = 16;
 
@@ -31,6 +44,7 @@ pub const REQUESTS_MAX: usize = 16;
     group = "drayman.dev",
     version = "v1alpha1",
     kind = "NodeInventory",
+    doc = "What a node has: its devices, published by the node companion of one driver. Says nothing of who holds a device.",
     plural = "nodeinventories",
     shortname = "ninv",
     category = "drayman",
@@ -51,6 +65,10 @@ pub const REQUESTS_MAX: usize = 16;
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = ("self.driverName == oldSelf.driverName", "driverName is immutable"))]
 #[x_kube(validation = ("self.nodeName == oldSelf.nodeName", "nodeName is immutable"))]
+#[x_kube(validation = (
+    "!has(self.devices) || self.devices.map(d, has(d.attributes) ? size(d.attributes) : 0).sum() <= 2048",
+    "the devices have more than 2048 attributes together"
+))]
 pub struct NodeInventorySpec {
     /// The driver that serves these devices.
     #[schemars(length(min = 1, max = 63))]
@@ -69,7 +87,7 @@ pub struct NodeInventorySpec {
 }
 
 /// How an inventory stands.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeInventoryStatus {
     /// How many devices there are.
@@ -83,6 +101,7 @@ pub struct NodeInventoryStatus {
     pub observed_generation: Option<i64>,
     /// `Ready`: the companion runs and serves kubelet. A companion that stops cleanly sets it to False.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
 }
 
@@ -90,8 +109,12 @@ pub struct NodeInventoryStatus {
 pub const READY: &str = "Ready";
 
 /// One device, in the shape of `resource.k8s.io/v1`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(validation = (
+    "!has(self.attributes) || self.attributes.all(name, size(name) <= 96)",
+    "the name of an attribute has at most 96 characters"
+))]
 pub struct Device {
     /// Unique on the node and stable over reboots: a DNS label made from what identifies the device.
     #[schemars(
@@ -110,7 +133,7 @@ pub struct Device {
     pub mode: Mode,
     /// Facts about the device, by qualified name (`drayman.dev/path`).
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    #[schemars(extend("maxProperties" = 32))]
+    #[schemars(extend("maxProperties" = 32, "x-kubernetes-map-type" = "atomic"))]
     pub attributes: BTreeMap<String, AttributeValue>,
     /// Why the device must not be given to anybody now; absent if it is healthy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -127,6 +150,10 @@ pub enum Mode {
     Claims,
     /// Through the device plugin API, as an extended resource in `resources.limits`.
     ExtendedResource,
+    /// In a way that only a newer release knows: left alone. Never written.
+    #[serde(other, skip_serializing)]
+    #[schemars(skip)]
+    Unknown,
 }
 
 /// The value of an attribute: exactly one field is set, as in `resource.k8s.io/v1`.
@@ -174,6 +201,7 @@ impl AttributeValue {
     group = "drayman.dev",
     version = "v1alpha1",
     kind = "DeviceClassParameters",
+    doc = "What a ResourceClass of the built-in driver stands for: a kind of device. Made by operators.",
     plural = "deviceclassparameters",
     category = "drayman",
     derive = "PartialEq",
@@ -196,6 +224,7 @@ pub struct DeviceClassParametersSpec {
     group = "drayman.dev",
     version = "v1alpha1",
     kind = "DeviceClaimParameters",
+    doc = "Which devices of its class a ResourceClaim wants. In the claim's namespace, made by users.",
     plural = "deviceclaimparameters",
     category = "drayman",
     namespaced,
@@ -204,6 +233,10 @@ pub struct DeviceClassParametersSpec {
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(validation = (
+    "self.requests.map(r, r.count).sum() <= 64",
+    "a claim gets at most 64 devices: the counts of the requests add up to more"
+))]
 pub struct DeviceClaimParametersSpec {
     /// What is wanted; the claim is allocated only if all of it is to be had on one node.
     #[schemars(length(min = 1, max = 16))]
@@ -238,4 +271,70 @@ pub fn definitions() -> Vec<CustomResourceDefinition> {
         DeviceClassParameters::crd(),
         DeviceClaimParameters::crd(),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The largest inventory that the schema lets through, in ASCII.
+    fn largest() -> NodeInventory {
+        let label =
+            |prefix: &str, index: usize| format!("{prefix}{index:0>width$}", width = 63 - prefix.len());
+        let attribute = |index| {
+            (
+                format!("{index:a>ATTRIBUTE_NAME_MAX$}"),
+                AttributeValue::string("v".repeat(TEXT_MAX)),
+            )
+        };
+        let per_device = INVENTORY_ATTRIBUTES_MAX / DEVICES_MAX;
+        let device = |index| Device {
+            name: label("d", index),
+            kind: label("k", 0),
+            mode: Mode::ExtendedResource,
+            attributes: (0..per_device).map(attribute).collect(),
+            unhealthy: Some("u".repeat(TEXT_MAX)),
+        };
+        let spec = NodeInventorySpec {
+            driver_name: "d".repeat(63),
+            node_name: "n".repeat(253),
+            node_uid: "u".repeat(64),
+            devices: (0..DEVICES_MAX).map(device).collect(),
+        };
+        NodeInventory::new(&"n".repeat(253), spec)
+    }
+
+    #[test]
+    fn the_largest_inventory_fits_into_an_object_with_room_for_its_managed_fields() {
+        let size = serde_json::to_vec(&largest()).unwrap().len();
+        assert!(size < 1_400_000, "{size} bytes");
+    }
+
+    #[test]
+    fn the_limits_of_the_schema_are_those_of_the_constants() {
+        let text = serde_json::to_string(&definitions()).unwrap();
+        for limit in [
+            format!("\"maxItems\":{DEVICES_MAX}"),
+            format!("\"maxItems\":{REQUESTS_MAX}"),
+            format!("\"maxProperties\":{ATTRIBUTES_MAX}"),
+            format!("\"maxLength\":{TEXT_MAX}"),
+            format!("\"maximum\":{CLAIM_DEVICES_MAX}"),
+            format!("<= {CLAIM_DEVICES_MAX}\""),
+            format!("<= {INVENTORY_ATTRIBUTES_MAX}\""),
+            format!("<= {ATTRIBUTE_NAME_MAX})\""),
+        ] {
+            assert!(text.contains(&limit), "no {limit}");
+        }
+    }
+
+    #[test]
+    fn a_mode_of_a_newer_release_is_read_and_is_not_offered_by_the_schema() {
+        let device: Device = serde_json::from_str(r#"{"name":"a","kind":"k","mode":"both"}"#).unwrap();
+        assert_eq!(device.mode, Mode::Unknown);
+        assert!(
+            !serde_json::to_string(&definitions())
+                .unwrap()
+                .contains("unknown\"")
+        );
+    }
 }

@@ -1,1 +1,127 @@
-//! (being written)
+//! The program: flags become checked values, and a subcommand runs with them.
+//!
+//! Flags are named as the components of Kubernetes and device drivers name theirs. Each can be set by an environment
+//! variable too: `--driver-name` by `DRAYMAN_DRIVER_NAME`, and so on; `--node-name` by `NODE_NAME`, which is what the
+//! downward API usually sets. A flag wins over its variable. What clap has accepted is valid: every value has passed
+//! its check in [`value`], so that nothing behind this module checks a flag again.
+//!
+//! Exit codes: 0 for a clean end, 1 for a failure at run time, 2 for a wrong flag, file or environment.
+
+mod client;
+mod controller;
+mod crds;
+mod error;
+mod group;
+mod logging;
+mod node;
+mod shutdown;
+mod value;
+mod version;
+
+use std::ffi::OsString;
+use std::future::Future;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+pub use self::error::Error;
+
+/// Hands a Kubernetes node's devices to pods.
+#[derive(Debug, Parser)]
+#[command(name = "drayman", version, about, disable_help_subcommand = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Controller(controller::Arguments),
+    Node(node::Arguments),
+    Crds(crds::Arguments),
+    Version(version::Arguments),
+}
+
+/// Runs the program with the given arguments, of which the first is the program's own name.
+pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let command = match Arguments::try_parse_from(arguments) {
+        Ok(arguments) => arguments.command,
+        Err(refusal) => {
+            // Help and the version go to stdout with exit code 0, everything else to stderr with 2.
+            let code = u8::try_from(refusal.exit_code()).unwrap_or(2);
+            // Nobody is left to tell if the stream is closed.
+            let _ = refusal.print();
+            return ExitCode::from(code);
+        }
+    };
+    let result = match command {
+        Command::Controller(arguments) => controller::run(&arguments),
+        Command::Node(arguments) => node::run(arguments),
+        Command::Crds(arguments) => crds::run(&arguments),
+        Command::Version(arguments) => version::run(arguments),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            logging::report(&error);
+            error.exit_code()
+        }
+    }
+}
+
+/// Runs a component on a runtime of one thread. Whatever is left of it when it ends is not waited for.
+fn block_on(component: impl Future<Output = Result<(), Error>>) -> Result<(), Error> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| anyhow::Error::from(error).context("cannot start the runtime"))?;
+    let result = runtime.block_on(component);
+    runtime.shutdown_background();
+    result
+}
+
+/// Chooses the one TLS provider of this process, so that no dependency can make the choice ambiguous.
+fn choose_tls_provider() {
+    // An error means that it is chosen already, which is as good.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definitions_of_the_flags_agree_with_each_other() {
+        Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn every_flag_has_a_variable_of_its_name_and_a_section() {
+        let command = Arguments::command();
+        for name in ["controller", "node"] {
+            let subcommand = command.find_subcommand(name).expect("the subcommand exists");
+            let mut flags = 0;
+            for argument in subcommand
+                .get_arguments()
+                .filter(|argument| argument.get_id() != "help")
+            {
+                let flag = argument.get_long().expect("every argument is a flag");
+                let variable = argument
+                    .get_env()
+                    .and_then(|name| name.to_str())
+                    .unwrap_or_default();
+                let expected = match flag {
+                    "node-name" => "NODE_NAME".to_owned(),
+                    _ => format!("DRAYMAN_{}", flag.to_uppercase().replace('-', "_")),
+                };
+                assert_eq!(variable, expected, "variable of --{flag}");
+                assert!(argument.get_help_heading().is_some(), "section of --{flag}");
+                assert!(argument.get_help().is_some(), "help of --{flag}");
+                flags += 1;
+            }
+            assert!(flags > 4, "flags of {name}");
+        }
+    }
+}

@@ -1,1 +1,298 @@
-//! (being written)
+//! The controller: the shell around [`crate::core::protocol`] that serves any [`Driver`].
+//!
+//! One task owns the [`World`]. It turns watch events and answers into [`Event`]s, asks for [`Command`]s and has them carried
+//! out; it decides nothing itself.
+//!
+//! What it needs to be allowed: get, list and watch of `resourceclasses`, `resourceclaims` and `podschedulingcontexts`; patch of
+//! `resourceclaims`, `resourceclaims/status` and `podschedulingcontexts/status`; get of `pods`; create of `events` in
+//! `events.k8s.io`.
+
+mod execute;
+mod leader;
+mod report;
+mod watch;
+mod write;
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use futures::future::FutureExt as _;
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use crate::api::resource::{GROUP, VERSION};
+use crate::core::protocol::{Command, Event, LeaseSettings, LeaseSettingsError, Moment, Settings, World};
+use crate::driver::Driver;
+
+pub use leader::LeaderElection;
+
+use execute::Executor;
+use leader::{Fence, Leader};
+use report::Reports;
+
+/// Why the controller cannot run.
+#[derive(Debug, thiserror::Error)]
+pub enum ControllerError {
+    /// The driver's name would be refused by the API server as soon as it is part of a finalizer.
+    #[error(
+        "driver name {0:?} is not a lower-case DNS subdomain of at most 63 characters: the API server refuses its finalizer"
+    )]
+    DriverName(String),
+    /// The API is alpha, and off by default.
+    #[error(
+        "the API server does not serve {GROUP}/{VERSION}: start it with --runtime-config={GROUP}/{VERSION}=true and the feature gate DynamicResourceAllocation (Kubernetes 1.27 to 1.30)"
+    )]
+    NotServed,
+    /// Two controllers could write at once, or one lost request would end the lease.
+    #[error("leader election: {0}")]
+    LeaderElection(#[from] LeaseSettingsError),
+    /// Another controller may lead by now.
+    #[error("the lease could not be renewed in time, so another controller may lead by now: start again")]
+    LeaseLost,
+    /// The API server took the connection and said nothing.
+    #[error("the API server has not answered for {} s", .0.as_secs())]
+    Silent(Duration),
+    /// The API server could not be asked.
+    #[error("the API server does not answer: {0}")]
+    Unreachable(#[source] Box<kube::Error>),
+}
+
+/// Serves the claims of one driver. Made by [`Controller::builder`].
+pub struct Controller<D> {
+    driver: Arc<D>,
+    client: kube::Client,
+    settings: Settings,
+    call_timeout: Duration,
+    request_timeout: Duration,
+    instance: Option<String>,
+    leader_election: Option<LeaderElection>,
+}
+
+impl<D> std::fmt::Debug for Controller<D> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Controller")
+            .field("settings", &self.settings)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Builds a [`Controller`].
+#[derive(Debug)]
+pub struct Builder<D> {
+    driver: D,
+    call_timeout: Duration,
+    request_timeout: Duration,
+    reserve_for_pod: bool,
+    instance: Option<String>,
+    leader_election: Option<LeaderElection>,
+}
+
+impl<D: Driver> Controller<D> {
+    /// How long a call of the driver may take, unless [`Builder::call_timeout`] says otherwise.
+    pub const CALL_TIMEOUT: Duration = Duration::from_secs(30);
+    /// How long a request to the API server may take, unless [`Builder::request_timeout`] says otherwise.
+    pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+
+    /// Begins to build a controller for a driver.
+    pub fn builder(driver: D) -> Builder<D> {
+        Builder {
+            driver,
+            call_timeout: Self::CALL_TIMEOUT,
+            request_timeout: Self::REQUEST_TIMEOUT,
+            reserve_for_pod: true,
+            instance: None,
+            leader_election: None,
+        }
+    }
+
+    /// Runs until `shutdown` is cancelled. Writes that are under way then are awaited, up to the request timeout, and the lease
+    /// is given up.
+    ///
+    /// With leader election it returns [`ControllerError::LeaseLost`] when it can lead no longer; the process should end then and
+    /// be started again, because only a start passes the start barrier.
+    pub async fn run(self, shutdown: CancellationToken) -> Result<(), ControllerError> {
+        tokio::select! {
+            () = shutdown.cancelled() => return Ok(()),
+            served = self.check_served() => served?,
+        }
+        let Some(election) = self.leader_election.clone() else {
+            self.serve(&Fence::open(), &shutdown).await;
+            return Ok(());
+        };
+        let settings = LeaseSettings {
+            identity: election.identity.clone(),
+            duration: election.lease_duration,
+            renew_deadline: election.renew_deadline,
+            retry_period: election.retry_period,
+            request_timeout: self.request_timeout,
+        };
+        settings.check()?;
+        let mut leader = Leader::new(self.client.clone(), election, settings);
+        if !leader.lead(&shutdown).await {
+            return Ok(());
+        }
+        let fence = leader.fence();
+        tokio::select! {
+            () = self.serve(&fence, &shutdown) => {}
+            () = leader.keep() => return Err(ControllerError::LeaseLost),
+        }
+        leader.release().await;
+        Ok(())
+    }
+
+    /// Serves until `shutdown` is cancelled, from a list of everything on: what a standby has seen before is not trusted.
+    async fn serve(&self, fence: &Fence, shutdown: &CancellationToken) {
+        let mut watches = watch::all(&self.client);
+        let mut capacity_changes = pin!(self.driver.capacity_changes());
+        let (answers, mut answered) = mpsc::unbounded_channel();
+        let reports = Reports::start(
+            self.client.clone(),
+            &self.settings.driver_name,
+            self.instance.clone(),
+        );
+        let executor = Executor::new(self, fence.clone(), answers);
+        let mut world = World::new(self.settings.clone());
+        let start = Instant::now();
+        let now = || Moment::new(start.elapsed());
+        loop {
+            let deadline = world.next_deadline().map(|moment| start + moment.since_start());
+            let event = tokio::select! {
+                () = shutdown.cancelled() => break,
+                Some(event) = watches.next() => Some(event),
+                Some(event) = answered.recv() => Some(event),
+                Some(change) = capacity_changes.next() => Some(Event::Capacity(change)),
+                () = sleep_until(deadline) => None,
+            };
+            if let Some(event) = event {
+                world.apply(event, now());
+            }
+            // Everything that is there already is taken in before anything is decided.
+            while let Ok(event) = answered.try_recv() {
+                world.apply(event, now());
+            }
+            while let Some(Some(event)) = watches.next().now_or_never() {
+                world.apply(event, now());
+            }
+            for command in world.decide(now()) {
+                tracing::trace!(?command, "decided");
+                match command {
+                    Command::Report(report) => reports.send(report),
+                    command => executor.execute(command),
+                }
+            }
+        }
+        executor.finish(self.request_timeout).await;
+        reports.finish(self.request_timeout).await;
+    }
+
+    async fn check_served(&self) -> Result<(), ControllerError> {
+        let version = format!("{GROUP}/{VERSION}");
+        let asked = self.client.list_api_group_resources(&version);
+        match tokio::time::timeout(self.request_timeout, asked).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(kube::Error::Api(status))) if status.is_not_found() => Err(ControllerError::NotServed),
+            Ok(Err(error)) => Err(ControllerError::Unreachable(Box::new(error))),
+            Err(_) => Err(ControllerError::Silent(self.request_timeout)),
+        }
+    }
+}
+
+impl<D: Driver> Builder<D> {
+    /// How long a call of the driver may take. One that takes longer is dropped, and holds up only its own claim.
+    #[must_use]
+    pub fn call_timeout(mut self, timeout: Duration) -> Self {
+        self.call_timeout = timeout;
+        self
+    }
+
+    /// How long a request to the API server may take.
+    #[must_use]
+    pub fn request_timeout(mut self, timeout: Duration) -> Self {
+        self.request_timeout = timeout;
+        self
+    }
+
+    /// Whether the pod is entered into `reservedFor` together with the allocation (the default). If not, the scheduler does it.
+    #[must_use]
+    pub fn reserve_for_pod(mut self, reserve: bool) -> Self {
+        self.reserve_for_pod = reserve;
+        self
+    }
+
+    /// The name of this process in the events that it writes, for instance its pod's.
+    #[must_use]
+    pub fn instance(mut self, instance: Option<String>) -> Self {
+        self.instance = instance;
+        self
+    }
+
+    /// Lets several controllers of one driver run, of which one leads. Without it there must never be two.
+    #[must_use]
+    pub fn leader_election(mut self, leader_election: Option<LeaderElection>) -> Self {
+        self.leader_election = leader_election;
+        self
+    }
+
+    /// The controller. The client should have its own retries off (`Config::default_retry`), so that a write whose answer is
+    /// lost is not sent a second time behind the controller's back.
+    pub fn build(self, client: kube::Client) -> Result<Controller<D>, ControllerError> {
+        let driver_name = self.driver.name().to_owned();
+        if !is_driver_name(&driver_name) {
+            return Err(ControllerError::DriverName(driver_name));
+        }
+        let mut settings = Settings::new(driver_name);
+        settings.reserve_for_pod = self.reserve_for_pod;
+        Ok(Controller {
+            driver: Arc::new(self.driver),
+            client,
+            settings,
+            call_timeout: self.call_timeout,
+            request_timeout: self.request_timeout,
+            instance: self.instance,
+            leader_election: self.leader_election,
+        })
+    }
+}
+
+/// Whether a name can be a driver's: it becomes the prefix of a finalizer, where upper case is refused.
+pub fn is_driver_name(name: &str) -> bool {
+    let is_label = |label: &str| {
+        let is_inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        !label.is_empty() && label.chars().all(is_inner) && !label.starts_with('-') && !label.ends_with('-')
+    };
+    name.len() <= 63 && name.split('.').all(is_label)
+}
+
+async fn sleep_until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline).await,
+        None => std::future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_driver_name;
+
+    #[test]
+    fn a_driver_name_is_a_lower_case_dns_subdomain_of_at_most_63_characters() {
+        for name in ["drayman.dev", "a", "1.2-3.x"] {
+            assert!(is_driver_name(name), "{name}");
+        }
+        for name in [
+            "",
+            "Drayman.dev",
+            "a..b",
+            "-a",
+            "a-",
+            "a_b",
+            "a/b",
+            &"x".repeat(64),
+        ] {
+            assert!(!is_driver_name(name), "{name}");
+        }
+    }
+}

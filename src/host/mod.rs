@@ -1,1 +1,9 @@
-//! (being written)
+//! The built-in driver: any host device that the nodes' companions publish as a claimable device. A shell over
+//! [`crate::core::devices`]: it watches, locks and translates, and decides nothing itself.
+
+mod changes;
+mod driver;
+mod state;
+mod watch;
+
+pub use driver::HostDriver;

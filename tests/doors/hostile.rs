@@ -49,6 +49,11 @@ async fn a_message_that_is_no_sane_request_is_refused_and_the_connection_lives()
     for (body, status, text) in [
         (list(vec![claim("")]), "3", "has no uid"),
         (list(vec![claim("u"), claim("v"), claim("u")]), "3", "comes twice"),
+        (
+            list(vec![claim("u".repeat(20_000)), claim("u".repeat(20_000))]),
+            "3",
+            "uuu%22... comes twice",
+        ),
         (b"\x0a\x02\x12\xff".to_vec(), "13", ""),
         (b"\x0a\x03\x12\x01\xff".to_vec(), "13", ""),
         (vec![0xff; 1000], "13", ""),

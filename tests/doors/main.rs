@@ -5,4 +5,5 @@
 mod device_plugin;
 mod dra;
 mod hostile;
+mod sockets;
 mod support;

@@ -195,6 +195,7 @@ fn door(mode: Mode) -> &'static str {
     match mode {
         Mode::Claims => "resource claims",
         Mode::ExtendedResource => "an extended resource",
+        Mode::Unknown => "nobody that this release knows",
     }
 }
 

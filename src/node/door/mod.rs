@@ -155,6 +155,17 @@ fn refused(message: String) -> Status {
     Status::invalid_argument(message)
 }
 
+/// What a caller sent, as errors and logs may show it: escaped and not too long.
+fn shown(text: &str) -> String {
+    const MOST: usize = 64;
+    let start = text.chars().take(MOST).collect::<String>();
+    if start.len() < text.len() {
+        format!("{start:?}...")
+    } else {
+        format!("{start:?}")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -210,5 +221,12 @@ mod tests {
             paths.device_plugin_socket("a.dev/x"),
             paths.device_plugin_socket("b.dev/x")
         );
+    }
+
+    #[test]
+    fn what_a_caller_sent_is_shown_escaped_and_cut() {
+        assert_eq!(shown("a\nb"), r#""a\nb""#);
+        assert_eq!(shown(&"é".repeat(64)), format!("{:?}", "é".repeat(64)));
+        assert_eq!(shown(&"é".repeat(65)), format!("{:?}...", "é".repeat(64)));
     }
 }

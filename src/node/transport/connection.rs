@@ -94,6 +94,7 @@ impl<S> Connection<S> {
         Ok(())
     }
 
+    /// Reads and writes alike ask this: a peer that does not read keeps the task at its write.
     fn check_cut(&mut self, context: &mut Context<'_>) -> io::Result<()> {
         match self.cut.as_mut().poll(context) {
             Poll::Ready(()) => Err(io::Error::new(
@@ -148,14 +149,17 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
+        self.check_cut(context)?;
         Pin::new(&mut self.stream).poll_write(context, bytes)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.check_cut(context)?;
         Pin::new(&mut self.stream).poll_flush(context)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.check_cut(context)?;
         Pin::new(&mut self.stream).poll_shutdown(context)
     }
 
@@ -164,6 +168,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         context: &mut Context<'_>,
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        self.check_cut(context)?;
         Pin::new(&mut self.stream).poll_write_vectored(context, bytes)
     }
 
@@ -275,6 +280,19 @@ mod tests {
         cut.cancel();
         assert_eq!(
             reader.await.unwrap().unwrap_err().kind(),
+            io::ErrorKind::ConnectionAborted
+        );
+    }
+
+    #[tokio::test]
+    async fn a_cut_ends_a_write_that_the_client_does_not_read() {
+        let cut = CancellationToken::new();
+        let (_client, mut connection, _slots) = connection(&cut);
+        let writer = tokio::spawn(async move { connection.write_all(&vec![0; 200_000]).await });
+        tokio::task::yield_now().await;
+        cut.cancel();
+        assert_eq!(
+            writer.await.unwrap().unwrap_err().kind(),
             io::ErrorKind::ConnectionAborted
         );
     }

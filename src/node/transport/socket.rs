@@ -137,7 +137,8 @@ pub(super) struct Socket {
 }
 
 impl Socket {
-    /// Binds under the hidden name: kubelet ignores names that begin with a dot.
+    /// Binds under the hidden name: kubelet ignores names that begin with a dot. (It may log that it cannot stat this one, when
+    /// the rename is quicker.)
     pub(super) async fn bind(place: &SocketPlace) -> Result<Self, SocketError> {
         let hidden = check_path(place)?;
         make_directory(place)?;

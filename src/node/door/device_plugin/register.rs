@@ -25,6 +25,9 @@ const GRACE: Duration = Duration::from_secs(2);
 const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(30));
 
 /// Keeps one resource registered.
+///
+/// Streams of earlier registrations are left to kubelet: up to 1.35, when one ends, it disconnects whatever plugin now has the
+/// resource's name (kubernetes#121994), so ending them would undo the registration that follows.
 pub(super) struct Registrar {
     pub(super) kubelet: PathBuf,
     pub(super) endpoint: String,

@@ -19,7 +19,7 @@ use crate::api::proto::device_plugin_v1beta1::{
 use crate::api::proto::{ContainerList, DeviceIdList, MAX_CONTAINERS, MAX_DEVICES_PER_CONTAINER};
 use crate::core::node::injection::Injection;
 use crate::node::companion::{Companion, PluginDevice};
-use crate::node::door::{refused, status, wrong_number_of_answers};
+use crate::node::door::{refused, shown, status, wrong_number_of_answers};
 use crate::node::transport::MAX_MESSAGE;
 
 /// The streams of ListAndWatch, numbered from 1.
@@ -93,7 +93,10 @@ impl<C: Companion> DevicePlugin for DevicePluginService<C> {
                 return Err(refused("a device id is empty".into()));
             }
             if !ids.insert(id.as_str()) {
-                return Err(refused(format!("the device {id:?} comes twice in one call")));
+                return Err(refused(format!(
+                    "the device {} comes twice in one call",
+                    shown(id)
+                )));
             }
         }
         if containers.is_empty() || containers.iter().any(Vec::is_empty) {

@@ -10,7 +10,7 @@ use crate::api::proto::dra_v1alpha2 as v1alpha2;
 use crate::api::proto::dra_v1alpha3 as v1alpha3;
 use crate::api::proto::{ClaimList, MAX_CLAIMS};
 use crate::node::companion::{ClaimToPrepare, ClaimToUnprepare, Companion, CompanionError};
-use crate::node::door::{refused, status, wrong_number_of_answers};
+use crate::node::door::{refused, shown, status, wrong_number_of_answers};
 use crate::node::transport::MAX_MESSAGE;
 
 /// What a claim is refused with that has structured parameters.
@@ -36,19 +36,24 @@ fn checked(request: Request<ClaimList>) -> Result<Vec<v1alpha3::Claim>, Status> 
     let mut uids = BTreeSet::new();
     for claim in &claims {
         if claim.uid.is_empty() {
-            return Err(refused(format!(
-                "the claim {}/{} has no uid",
-                claim.namespace, claim.name
-            )));
+            return Err(no_uid(&claim.namespace, &claim.name));
         }
         if !uids.insert(claim.uid.as_str()) {
             return Err(refused(format!(
-                "the claim uid {:?} comes twice in one call",
-                claim.uid
+                "the claim uid {} comes twice in one call",
+                shown(&claim.uid)
             )));
         }
     }
     Ok(claims)
+}
+
+fn no_uid(namespace: &str, name: &str) -> Status {
+    refused(format!(
+        "the claim {} in namespace {} has no uid",
+        shown(name),
+        shown(namespace)
+    ))
 }
 
 #[tonic::async_trait]
@@ -139,10 +144,7 @@ impl<C: Companion> v1alpha2::node_server::Node for DraService<C> {
     ) -> Result<Response<v1alpha2::NodePrepareResourceResponse>, Status> {
         let request = request.into_inner();
         if request.claim_uid.is_empty() {
-            return Err(refused(format!(
-                "the claim {}/{} has no uid",
-                request.namespace, request.claim_name
-            )));
+            return Err(no_uid(&request.namespace, &request.claim_name));
         }
         if request.structured_resource_handle.is_some() {
             return Err(Status::failed_precondition(STRUCTURED));
@@ -165,10 +167,7 @@ impl<C: Companion> v1alpha2::node_server::Node for DraService<C> {
     ) -> Result<Response<v1alpha2::NodeUnprepareResourceResponse>, Status> {
         let request = request.into_inner();
         if request.claim_uid.is_empty() {
-            return Err(refused(format!(
-                "the claim {}/{} has no uid",
-                request.namespace, request.claim_name
-            )));
+            return Err(no_uid(&request.namespace, &request.claim_name));
         }
         let claim = ClaimToUnprepare {
             namespace: request.namespace,

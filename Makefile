@@ -1,0 +1,72 @@
+# The targets are those of Kubernetes projects; `make help` lists them. Everything that is made lies under target/.
+
+.DEFAULT_GOAL := help
+SHELL := /usr/bin/env bash
+.SHELLFLAGS := -euo pipefail -c
+
+TARGET := $(abspath $(or $(CARGO_TARGET_DIR),target))
+# Version of Kubernetes for `make cluster` and the figures: 1.27 to 1.30.
+KUBERNETES_VERSION ?= 1.30.14
+CLUSTER := $(TARGET)/cluster/cluster
+
+.PHONY: help
+help: ## List the targets
+	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+##@ Every commit
+
+.PHONY: check
+check: format lint ## Format, clippy, and every test that needs no cluster
+	hack/test quick
+
+.PHONY: format
+format:
+	cargo fmt --check
+
+.PHONY: lint
+lint:
+	cargo clippy --locked --all-targets -- -D warnings
+
+##@ Everything
+
+.PHONY: test
+test: format lint ## Everything: check, then the tests on real Kubernetes (root and Go are needed)
+	hack/test all
+
+.PHONY: verify
+verify: docs bench ## What is slow and not of every day: documentation, and the figures with their limits
+
+.PHONY: docs
+docs:
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --document-private-items
+
+.PHONY: bench
+bench: $(CLUSTER) ## Print size and memory of the release build and fail beyond their limits
+	cargo build --locked --release
+	hack/footprint size "$(TARGET)/release/drayman"
+	$(CLUSTER) up --target "$(TARGET)" --version "$(KUBERNETES_VERSION)" --nodes 1 \
+	    --hook 'hack/footprint memory "$(TARGET)/release/drayman"'
+
+##@ Work
+
+.PHONY: cluster
+cluster: $(CLUSTER) ## Start a real Kubernetes with drayman in it; Ctrl-C ends it
+	cargo build --locked
+	$(CLUSTER) up --target "$(TARGET)" --version "$(KUBERNETES_VERSION)" --nodes 1 \
+	    --hook 'hack/run-in-cluster "$(TARGET)/debug/drayman"'
+
+.PHONY: generate
+generate: ## Write crds/ anew from the types
+	rm -f crds/*.yaml
+	cargo run --locked --quiet -- crds --output-directory crds
+
+.PHONY: clean
+clean: ## Remove everything that was built, the Kubernetes of the tests included
+	cargo clean
+
+# Go's own cache decides what is built anew, so the program is always asked for.
+.PHONY: $(CLUSTER)
+$(CLUSTER):
+	@command -v go >/dev/null || { echo "Go is missing: it builds the Kubernetes of the tests; install Go 1.22 or newer from your distribution" >&2; exit 1; }
+	@mkdir -p "$(dir $@)"
+	cd tests/cluster && CGO_ENABLED=0 GOTOOLCHAIN=local GOWORK=off go build -buildvcs=false -o "$@" .

@@ -1,0 +1,69 @@
+# Sourced by the scripts that `cluster up --hook` runs: starts drayman in the test cluster as an installation would, as
+# users that may do what hack/rbac.yaml says and no more. The hook sets KUBECONFIG (an administrator's) and CLUSTER.
+# shellcheck shell=bash
+
+: "${KUBECONFIG:?is set by cluster up --hook}" "${CLUSTER:?is set by cluster up --hook}"
+
+DIRECTORY=$(grep -oE '"directory":"[^"]*"' <<<"$CLUSTER" | cut -d '"' -f 4)
+LOG=$DIRECTORY/log
+NODE_INIT=$(grep -oE '"init":[0-9]+' <<<"$CLUSTER" | head -n 1 | cut -d : -f 2)
+NODE_NAME=$(kubectl get nodes --output 'jsonpath={.items[0].metadata.name}')
+# The node's files, /dev among them, are in a mount namespace of its own.
+IN_NODE=(nsenter "--mount=/proc/$NODE_INIT/ns/mnt" --)
+
+# Writes a kubeconfig that acts as the given user, and prints where it is.
+kubeconfig_of() {
+    local file=$DIRECTORY/kubeconfig/$1-hook.yaml user
+    kubectl config view --raw --flatten --minify >"$file"
+    user=$(kubectl config view --minify --output 'jsonpath={.users[0].name}')
+    kubectl --kubeconfig "$file" config set "users.$user.act-as" "$1" >/dev/null
+    echo "$file"
+}
+
+# Three devices that can be read: each is /dev/zero by another name. The mode comes from the umask, since not every
+# machine can change that of a device.
+make_devices() {
+    local number
+    for number in 1 2 3; do
+        (umask 0 && "${IN_NODE[@]}" mknod "/dev/drayman-test-$number" c 1 5)
+    done
+}
+
+# Starts controller and companion. Sets CONTROLLER and COMPANION to their process ids; what they log lies beside the
+# logs of the cluster.
+start_drayman() {
+    local program=$1 config=$2 as_controller as_node
+    "$program" crds | kubectl apply --server-side --filename - >/dev/null
+    kubectl apply --filename hack/rbac.yaml >/dev/null
+    "$program" crds | kubectl wait --for condition=Established --timeout 30s --filename - >/dev/null
+    as_controller=$(kubeconfig_of drayman-controller)
+    as_node=$(kubeconfig_of drayman-node)
+    "$program" controller --kubeconfig "$as_controller" 2>"$LOG/drayman-controller.log" &
+    CONTROLLER=$!
+    # nsenter turns into the program, so this is the program's own process id.
+    "${IN_NODE[@]}" "$program" node --kubeconfig "$as_node" --node-name "$NODE_NAME" --config "$config" \
+        2>"$LOG/drayman-node.log" &
+    COMPANION=$!
+    trap stop_drayman EXIT
+    trap 'exit 0' INT TERM
+}
+
+# Ends both, as kubelet would.
+stop_drayman() {
+    kill "$CONTROLLER" "$COMPANION" 2>/dev/null || true
+    wait "$CONTROLLER" "$COMPANION" 2>/dev/null || true
+}
+
+# Fails, with the ends of the logs, unless both are running.
+assert_running() {
+    local name pid
+    for name in controller node; do
+        pid=$CONTROLLER
+        [[ $name == controller ]] || pid=$COMPANION
+        if ! kill -0 "$pid" 2>/dev/null; then
+            echo "drayman $name has ended:" >&2
+            tail -n 20 "$LOG/drayman-$name.log" >&2
+            return 1
+        fi
+    done
+}

@@ -1,0 +1,154 @@
+//! The client of the API server.
+
+use std::path::Path;
+use std::time::Duration;
+
+use http::HeaderValue;
+use http::header::USER_AGENT;
+use kube::Client;
+use kube::config::{Config, KubeConfigOptions, Kubeconfig};
+
+use super::Error;
+
+/// For a connection to be made, TLS included.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// For a request to be sent. The answer has no limit here, because a watch has none; whoever calls sets one.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Set by kubelet in every container, unless the pod says `enableServiceLinks: false` (this one stays even then).
+const IN_CLUSTER: &str = "KUBERNETES_SERVICE_HOST";
+
+/// Reads where the API server is: from the file, or else from the service account of the pod. Nothing is sent yet.
+///
+/// Neither `KUBECONFIG` nor `~/.kube/config` is read, so that no component ever works on the cluster that the shell of
+/// somebody happens to point at.
+pub(super) async fn configuration(kubeconfig: Option<&Path>) -> Result<Config, Error> {
+    match kubeconfig {
+        Some(file) => {
+            let refused = |error: &dyn std::fmt::Display| {
+                Error::Configuration(format!("--kubeconfig {}: {error}", file.display()))
+            };
+            // kube takes UTF-16 for granted where a file begins like it, and panics if it is not.
+            std::fs::read_to_string(file).map_err(|error| refused(&error))?;
+            let content = Kubeconfig::read_from(file).map_err(|error| refused(&error))?;
+            Config::from_custom_kubeconfig(content, &KubeConfigOptions::default())
+                .await
+                .map_err(|error| refused(&error))
+        }
+        None if std::env::var_os(IN_CLUSTER).is_some() => Config::incluster().map_err(|error| {
+            Error::Configuration(format!(
+                "no credentials: {error}; let the pod mount its service account's token, or give --kubeconfig FILE"
+            ))
+        }),
+        None => Err(Error::Configuration(format!(
+            "no API server: --kubeconfig is not set, and this is not a pod ({IN_CLUSTER} is not set); \
+             give --kubeconfig FILE or set DRAYMAN_KUBECONFIG"
+        ))),
+    }
+}
+
+/// Builds a client that sends each request once: kube's own retries are off, because a write that is sent again by itself
+/// may arrive when it must not any more, and a create may meet its own success as a conflict.
+///
+/// `component` becomes the user agent (`drayman-controller/0.1.0`), by which the audit log tells who asked.
+pub(super) fn build(mut config: Config, component: &str) -> Result<Client, Error> {
+    config.default_retry = false;
+    config.connect_timeout = Some(CONNECT_TIMEOUT);
+    config.write_timeout = Some(WRITE_TIMEOUT);
+    let agent = format!("drayman-{component}/{}", env!("CARGO_PKG_VERSION"));
+    let agent = HeaderValue::from_str(&agent).map_err(anyhow::Error::from)?;
+    config.headers.push((USER_AGENT, agent));
+    let server = config.cluster_url.clone();
+    Client::try_from(config)
+        .map_err(|error| Error::Configuration(format!("no client for the API server {server}: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn refusal(content: &str) -> String {
+        let file = tempfile::NamedTempFile::new().expect("a temporary file");
+        std::fs::write(file.path(), content).expect("written");
+        let error = configuration(Some(file.path())).await.expect_err("refused");
+        assert_eq!(error.reason(), "ConfigurationInvalid");
+        error.to_string()
+    }
+
+    const GOOD: &str = "
+apiVersion: v1
+kind: Config
+current-context: here
+contexts: [{name: here, context: {cluster: here, user: me}}]
+clusters: [{name: here, cluster: {server: 'http://127.0.0.1:1'}}]
+users: [{name: me, user: {token: secret}}]
+";
+
+    #[tokio::test]
+    async fn a_kubeconfig_that_cannot_be_used_is_refused_with_its_name_and_what_is_wrong() {
+        let missing = configuration(Some(Path::new("/nowhere/kubeconfig")))
+            .await
+            .expect_err("refused")
+            .to_string();
+        assert!(
+            missing.starts_with("--kubeconfig /nowhere/kubeconfig: "),
+            "{missing}"
+        );
+        assert!(missing.contains("No such file"), "{missing}");
+
+        assert!(refusal("").await.contains("current context"));
+        assert!(refusal("clusters: 7\n").await.contains("line 1"));
+        assert!(
+            refusal(&GOOD.replace("current-context: here", "current-context: there"))
+                .await
+                .contains("there")
+        );
+        assert!(
+            refusal(&GOOD.replace("http://127.0.0.1:1", "not a url"))
+                .await
+                .contains("cluster url")
+        );
+    }
+
+    #[tokio::test]
+    async fn requests_are_sent_once_and_carry_the_component_s_name() {
+        use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+        super::super::choose_tls_provider();
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
+            .await
+            .expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let file = tempfile::NamedTempFile::new().expect("a temporary file");
+        std::fs::write(file.path(), GOOD.replace("127.0.0.1:1", &address.to_string())).expect("written");
+        let served = tokio::spawn(async move {
+            let mut requests = Vec::new();
+            // Requests that come within the answer's reach; a repeat would come at once or on a new connection.
+            while let Ok(Ok((mut stream, _))) =
+                tokio::time::timeout(Duration::from_millis(300), listener.accept()).await
+            {
+                let mut buffer = vec![0; 4096];
+                let read = stream.read(&mut buffer).await.unwrap_or_default();
+                requests.push(String::from_utf8_lossy(&buffer[..read]).to_lowercase());
+                let answer =
+                    "HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
+                stream.write_all(answer.as_bytes()).await.expect("answered");
+            }
+            requests
+        });
+
+        let client = build(
+            configuration(Some(file.path())).await.expect("valid"),
+            "controller",
+        )
+        .expect("a client");
+        client.apiserver_version().await.expect_err("the server refuses");
+
+        let requests = served.await.expect("served");
+        assert_eq!(requests.len(), 1);
+        assert!(requests[0].contains(concat!(
+            "user-agent: drayman-controller/",
+            env!("CARGO_PKG_VERSION")
+        )));
+        assert!(requests[0].contains("authorization: bearer secret"));
+    }
+}

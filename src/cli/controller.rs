@@ -1,0 +1,202 @@
+//! `drayman controller`: flags -> a controller of the built-in driver.
+
+use std::time::Duration;
+
+use kube::Client;
+use tokio_util::sync::CancellationToken;
+
+use super::{Error, client, group, logging, shutdown, value};
+use crate::controller::{Controller, ControllerError, LeaderElection};
+use crate::host::HostDriver;
+
+/// Run the controller, which allocates ResourceClaims
+///
+/// It watches ResourceClaims, ResourceClasses and PodSchedulingContexts of
+/// resource.k8s.io/v1alpha2 and serves the classes whose driverName is its own. Several may run for one driver name if all
+/// have --leader-elect: one of them leads.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct Arguments {
+    #[command(flatten)]
+    cluster: group::Cluster,
+
+    #[command(flatten)]
+    driver: Driver,
+
+    #[command(flatten)]
+    leader: Leader,
+
+    #[command(flatten)]
+    logging: group::Logging,
+}
+
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Driver")]
+struct Driver {
+    /// Longest time that one call of the driver may take, from 100ms to 10m. A call that takes longer counts as failed
+    /// and is tried again.
+    #[arg(
+        long,
+        value_name = "DURATION",
+        env = "DRAYMAN_DRIVER_CALL_TIMEOUT",
+        hide_env_values = true,
+        default_value = "30s",
+        value_parser = value::time_limit
+    )]
+    driver_call_timeout: Duration,
+}
+
+/// Named as in the components of Kubernetes, with their defaults.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Leader election")]
+#[expect(
+    clippy::struct_field_names,
+    reason = "the flags are named after the fields, and begin as those of Kubernetes do"
+)]
+struct Leader {
+    /// Lead only while holding a Lease, so that several controllers can run. Without it there must never be two.
+    #[arg(long, env = "DRAYMAN_LEADER_ELECT", hide_env_values = true)]
+    leader_elect: bool,
+
+    /// How long others leave a lease alone that is not renewed; at least the renew deadline and 5s together, which a request
+    /// of the old leader may still take
+    #[arg(
+        long,
+        value_name = "DURATION",
+        env = "DRAYMAN_LEADER_ELECT_LEASE_DURATION",
+        hide_env_values = true,
+        default_value = "15s",
+        value_parser = value::time_limit
+    )]
+    leader_elect_lease_duration: Duration,
+
+    /// How long the leader goes on without having renewed the lease
+    #[arg(
+        long,
+        value_name = "DURATION",
+        env = "DRAYMAN_LEADER_ELECT_RENEW_DEADLINE",
+        hide_env_values = true,
+        default_value = "10s",
+        value_parser = value::time_limit
+    )]
+    leader_elect_renew_deadline: Duration,
+
+    /// How long between two attempts to take or renew the lease
+    #[arg(
+        long,
+        value_name = "DURATION",
+        env = "DRAYMAN_LEADER_ELECT_RETRY_PERIOD",
+        hide_env_values = true,
+        default_value = "2s",
+        value_parser = value::time_limit
+    )]
+    leader_elect_retry_period: Duration,
+
+    /// Namespace of the Lease
+    #[arg(
+        long,
+        value_name = "NAMESPACE",
+        env = "DRAYMAN_LEADER_ELECT_RESOURCE_NAMESPACE",
+        hide_env_values = true,
+        default_value = "kube-system",
+        value_parser = value::namespace
+    )]
+    leader_elect_resource_namespace: String,
+}
+
+impl Leader {
+    /// The lease, if there is one. It has the driver's name.
+    fn election(&self, driver_name: &str, instance: Option<&str>) -> Option<LeaderElection> {
+        // A process is told from an earlier one of the same pod by when it was started.
+        let started = jiff::Timestamp::now().as_nanosecond();
+        self.leader_elect.then(|| LeaderElection {
+            namespace: self.leader_elect_resource_namespace.clone(),
+            name: driver_name.to_owned(),
+            lease_duration: self.leader_elect_lease_duration,
+            renew_deadline: self.leader_elect_renew_deadline,
+            retry_period: self.leader_elect_retry_period,
+            identity: format!(
+                "{}_{}_{started:x}",
+                instance.unwrap_or("drayman"),
+                std::process::id()
+            ),
+        })
+    }
+}
+
+/// Runs until a signal asks for the end.
+pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
+    super::choose_tls_provider();
+    // One thread: decisions are made by one task, and what remains is waiting for the API server.
+    super::block_on(async {
+        // First of all, so that no signal finds the program without an answer.
+        let shutdown = shutdown::on_signal()?;
+        let Arguments {
+            cluster,
+            driver,
+            leader,
+            logging,
+        } = arguments;
+        let configuration = client::configuration(cluster.kubeconfig.as_deref()).await?;
+        logging::start(*logging)?;
+        tracing::info!(
+            version = env!("CARGO_PKG_VERSION"),
+            driver_name = cluster.driver_name,
+            kubeconfig = cluster.kubeconfig.as_ref().map(tracing::field::debug),
+            server = %configuration.cluster_url,
+            driver_call_timeout = ?driver.driver_call_timeout,
+            leader_elect = leader.leader_elect,
+            leader_elect_lease_duration = ?leader.leader_elect_lease_duration,
+            leader_elect_renew_deadline = ?leader.leader_elect_renew_deadline,
+            leader_elect_retry_period = ?leader.leader_elect_retry_period,
+            leader_elect_resource_namespace = leader.leader_elect_resource_namespace,
+            logging_format = ?logging.logging_format,
+            v = logging.verbosity,
+            "drayman controller starts"
+        );
+        let client = client::build(configuration, "controller")?;
+        serve(
+            client,
+            cluster.driver_name.clone(),
+            driver.driver_call_timeout,
+            leader,
+            shutdown,
+        )
+        .await?;
+        tracing::info!("drayman controller has ended");
+        Ok(())
+    })
+}
+
+/// Runs a controller of the built-in driver.
+async fn serve(
+    client: Client,
+    driver_name: String,
+    call_timeout: Duration,
+    leader: &Leader,
+    shutdown: CancellationToken,
+) -> Result<(), Error> {
+    let driver = HostDriver::start(client.clone(), driver_name.clone(), shutdown.clone());
+    // In a pod, the name of the pod; it tells replicas apart in the events that they write.
+    let instance = std::env::var("HOSTNAME").ok().filter(|name| !name.is_empty());
+    let controller = Controller::builder(driver)
+        .call_timeout(call_timeout)
+        .leader_election(leader.election(&driver_name, instance.as_deref()))
+        .instance(instance)
+        .build(client)
+        .map_err(refused)?;
+    controller.run(shutdown).await.map_err(refused)
+}
+
+/// A name that the API server refuses stays wrong until somebody changes it. All else may be cured by time: an API server
+/// that does not answer, and one that does not serve the API yet.
+fn refused(error: ControllerError) -> Error {
+    match error {
+        ControllerError::DriverName(_) | ControllerError::LeaderElection(_) => {
+            Error::Configuration(error.to_string())
+        }
+        ControllerError::NotServed
+        | ControllerError::Unreachable(_)
+        | ControllerError::Silent(_)
+        | ControllerError::LeaseLost => Error::Runtime(error.into()),
+    }
+}

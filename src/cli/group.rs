@@ -1,0 +1,60 @@
+//! Flags that several subcommands share.
+
+use std::path::PathBuf;
+
+use super::{logging, value};
+
+/// The driver name of the built-in driver, unless a flag says otherwise.
+pub(super) const DRIVER_NAME: &str = "drayman.dev";
+
+/// How the API server is found.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Cluster")]
+pub(super) struct Cluster {
+    /// Kubeconfig file with the API server and the credentials. Without it, the service account of the pod that this
+    /// runs in is used.
+    #[arg(long, value_name = "FILE", env = "DRAYMAN_KUBECONFIG", hide_env_values = true)]
+    pub(super) kubeconfig: Option<PathBuf>,
+
+    /// Name of the driver: the driverName of its ResourceClasses. A lower-case DNS subdomain of at most 63 characters,
+    /// the same for the controller and on every node.
+    #[arg(
+        long,
+        value_name = "NAME",
+        env = "DRAYMAN_DRIVER_NAME",
+        hide_env_values = true,
+        default_value = DRIVER_NAME,
+        value_parser = value::driver_name
+    )]
+    pub(super) driver_name: String,
+}
+
+/// What is logged, and in which form. Logs go to stderr.
+#[derive(Clone, Copy, Debug, clap::Args)]
+#[command(next_help_heading = "Logging")]
+pub(super) struct Logging {
+    /// Form of the log: text for people, json for machines (one object per line, with the keys ts, level, msg, target
+    /// and the fields of the event).
+    #[arg(
+        long,
+        value_name = "FORMAT",
+        env = "DRAYMAN_LOGGING_FORMAT",
+        hide_env_values = true,
+        value_enum,
+        default_value_t = logging::Format::Text
+    )]
+    pub(super) logging_format: logging::Format,
+
+    /// How much is logged: 0 what an operator needs, with the configuration at the start; 2 what the libraries tell as
+    /// well; 4 each decision; 6 each request to the API server; 8 every step; 9 every step of the libraries too.
+    #[arg(
+        short = 'v',
+        long = "v",
+        value_name = "LEVEL",
+        env = "DRAYMAN_V",
+        hide_env_values = true,
+        default_value_t = 0,
+        value_parser = clap::value_parser!(u8).range(0..=9)
+    )]
+    pub(super) verbosity: u8,
+}

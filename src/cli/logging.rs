@@ -1,0 +1,105 @@
+//! What is logged, and in which form.
+
+mod json;
+
+use std::io::IsTerminal as _;
+
+use tracing::Level;
+use tracing::level_filters::LevelFilter;
+use tracing_subscriber::Layer as _;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
+
+use super::{Error, group};
+
+/// The form of the log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Format {
+    /// For people.
+    Text,
+    /// One object per line.
+    Json,
+}
+
+/// Libraries that speak to the API server; at level 6 each request of theirs is shown.
+const API_CLIENTS: [&str; 2] = ["kube_client", "kube_runtime"];
+
+/// Starts the log. Called once, when all flags are known to be right.
+pub(super) fn start(logging: group::Logging) -> Result<(), Error> {
+    let levels = levels(logging.verbosity);
+    let registry = tracing_subscriber::registry();
+    let started = match logging.logging_format {
+        Format::Json => registry
+            .with(json::layer(std::io::stderr).with_filter(levels))
+            .try_init(),
+        Format::Text => {
+            let text = tracing_subscriber::fmt::layer()
+                .with_writer(std::io::stderr)
+                .with_ansi(std::io::stderr().is_terminal());
+            registry.with(text.with_filter(levels)).try_init()
+        }
+    };
+    Ok(started.map_err(anyhow::Error::from)?)
+}
+
+/// Tells why the program ends: in the log's own form if the log has started, else as clap tells of a wrong flag.
+pub(super) fn report(error: &Error) {
+    if tracing::dispatcher::has_been_set() {
+        tracing::error!(reason = error.reason(), %error, "ending");
+    } else {
+        eprintln!("error: {error}");
+    }
+}
+
+/// The levels of tracing that a level of `--v` stands for; `docs/controller.md` has the table for users.
+fn levels(verbosity: u8) -> Targets {
+    let (own, api_clients, libraries) = match verbosity {
+        0 | 1 => (Level::INFO, Level::WARN, Level::WARN),
+        2 | 3 => (Level::INFO, Level::INFO, Level::INFO),
+        4 | 5 => (Level::DEBUG, Level::INFO, Level::INFO),
+        6 | 7 => (Level::DEBUG, Level::DEBUG, Level::INFO),
+        8 => (Level::TRACE, Level::DEBUG, Level::DEBUG),
+        _ => (Level::TRACE, Level::TRACE, Level::TRACE),
+    };
+    Targets::new()
+        .with_default(LevelFilter::from_level(libraries))
+        .with_target(env!("CARGO_CRATE_NAME"), own)
+        .with_targets(API_CLIENTS.map(|target| (target, api_clients)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_higher_level_never_logs_less_and_the_last_one_logs_everything() {
+        let targets = ["drayman::node", "kube_client::client", "h2::codec"];
+        let order = [Level::ERROR, Level::WARN, Level::INFO, Level::DEBUG, Level::TRACE];
+        let shown = |verbosity, target| {
+            order
+                .iter()
+                .filter(|level| levels(verbosity).would_enable(target, level))
+                .count()
+        };
+        for target in targets {
+            let counts: Vec<_> = (0..=9).map(|verbosity| shown(verbosity, target)).collect();
+            assert!(counts.is_sorted(), "{target}: {counts:?}");
+            assert_eq!(counts.last(), Some(&order.len()), "{target}");
+        }
+    }
+
+    #[test]
+    fn level_0_has_our_own_information_and_only_the_warnings_of_libraries() {
+        assert!(levels(0).would_enable("drayman::cli", &Level::INFO));
+        assert!(!levels(0).would_enable("drayman::cli", &Level::DEBUG));
+        assert!(levels(0).would_enable("kube_runtime::watcher", &Level::WARN));
+        assert!(!levels(0).would_enable("kube_runtime::watcher", &Level::INFO));
+    }
+
+    #[test]
+    fn level_6_shows_each_request_to_the_api_server() {
+        assert!(!levels(5).would_enable("kube_client::client::builder", &Level::DEBUG));
+        assert!(levels(6).would_enable("kube_client::client::builder", &Level::DEBUG));
+    }
+}

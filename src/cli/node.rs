@@ -1,0 +1,111 @@
+//! `drayman node`: flags and the file of device kinds -> the node's companion.
+
+use std::path::PathBuf;
+
+use super::{Error, client, group, logging, shutdown, value};
+
+/// Run the node companion, which hands this node's devices to containers
+///
+/// One on every node, as root. It finds the devices that the configuration file describes, publishes them as a
+/// NodeInventory, and serves kubelet through the DRA and the device plugin API.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct Arguments {
+    #[command(flatten)]
+    cluster: group::Cluster,
+
+    #[command(flatten)]
+    node: Node,
+
+    #[command(flatten)]
+    directories: Directories,
+
+    #[command(flatten)]
+    logging: group::Logging,
+}
+
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Node")]
+struct Node {
+    /// Name of the Node object of this machine. In a pod, set NODE_NAME from the field spec.nodeName.
+    #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, value_parser = value::node_name)]
+    node_name: String,
+
+    /// YAML file that describes the kinds of devices of this node (docs/node.md).
+    #[arg(long, value_name = "FILE", env = "DRAYMAN_CONFIG", hide_env_values = true)]
+    config: PathBuf,
+}
+
+/// Where kubelet and the container runtime expect files.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Directories")]
+struct Directories {
+    /// Root directory of kubelet (its --root-dir). The sockets and the checkpoint are in plugins and plugins_registry below it.
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        env = "DRAYMAN_KUBELET_ROOT_DIR",
+        hide_env_values = true,
+        default_value = "/var/lib/kubelet",
+        value_parser = value::absolute_path
+    )]
+    kubelet_root_dir: PathBuf,
+
+    /// Directory of kubelet's socket for device plugins, which does not move with kubelet's root directory
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        env = "DRAYMAN_DEVICE_PLUGIN_DIR",
+        hide_env_values = true,
+        default_value = "/var/lib/kubelet/device-plugins",
+        value_parser = value::absolute_path
+    )]
+    device_plugin_dir: PathBuf,
+
+    /// Directory in which CDI files are written: one of those that the container runtime reads (cdi_spec_dirs)
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        env = "DRAYMAN_CDI_ROOT",
+        hide_env_values = true,
+        default_value = "/var/run/cdi",
+        value_parser = value::absolute_path
+    )]
+    cdi_root: PathBuf,
+}
+
+/// Runs until a signal asks for the end.
+pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
+    super::choose_tls_provider();
+    // One thread: the companion waits nearly always, and each thread would cost memory on every node.
+    super::block_on(async {
+        // First of all, so that no signal finds the program without an answer.
+        let shutdown = shutdown::on_signal()?;
+        let Arguments {
+            cluster,
+            node,
+            directories,
+            logging,
+        } = arguments;
+        let configuration = client::configuration(cluster.kubeconfig.as_deref()).await?;
+        logging::start(logging)?;
+        tracing::info!(
+            version = env!("CARGO_PKG_VERSION"),
+            driver_name = cluster.driver_name,
+            node_name = node.node_name,
+            config = %node.config.display(),
+            kubeconfig = cluster.kubeconfig.as_ref().map(tracing::field::debug),
+            server = %configuration.cluster_url,
+            kubelet_root_dir = %directories.kubelet_root_dir.display(),
+            device_plugin_dir = %directories.device_plugin_dir.display(),
+            cdi_root = %directories.cdi_root.display(),
+            logging_format = ?logging.logging_format,
+            v = logging.verbosity,
+            "drayman node starts"
+        );
+        let client = client::build(configuration, "node")?;
+        shutdown.cancelled().await;
+        drop(client);
+        tracing::info!("drayman node has ended");
+        Ok(())
+    })
+}

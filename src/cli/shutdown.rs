@@ -1,0 +1,53 @@
+//! SIGTERM and SIGINT: the first asks for a clean end, the second ends the process at once.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::Context as _;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+/// Exit code of a process that did not end cleanly.
+const UNCLEAN: i32 = 1;
+
+/// Returns a token that the first SIGTERM or SIGINT cancels. Must be called within a runtime.
+///
+/// The second signal ends the process from within the signal handler, with exit code 1, so that it also ends a process
+/// whose runtime hangs.
+pub(super) fn on_signal() -> Result<CancellationToken, anyhow::Error> {
+    let token = CancellationToken::new();
+    let mut signals = register().context("cannot receive SIGTERM and SIGINT")?;
+    let cancelled = token.clone();
+    tokio::spawn(async move {
+        let name = tokio::select! {
+            _ = signals.terminate.recv() => "SIGTERM",
+            _ = signals.interrupt.recv() => "SIGINT",
+        };
+        tracing::info!(
+            signal = name,
+            "stopping; a second signal ends the process at once"
+        );
+        cancelled.cancel();
+    });
+    Ok(token)
+}
+
+struct Signals {
+    terminate: tokio::signal::unix::Signal,
+    interrupt: tokio::signal::unix::Signal,
+}
+
+fn register() -> io::Result<Signals> {
+    let asked_before = Arc::new(AtomicBool::new(false));
+    for signal in [SIGTERM, SIGINT] {
+        // In this order: the first looks at the flag before the second sets it.
+        signal_hook::flag::register_conditional_shutdown(signal, UNCLEAN, Arc::clone(&asked_before))?;
+        signal_hook::flag::register(signal, Arc::clone(&asked_before))?;
+    }
+    Ok(Signals {
+        terminate: signal(SignalKind::terminate())?,
+        interrupt: signal(SignalKind::interrupt())?,
+    })
+}

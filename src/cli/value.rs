@@ -1,0 +1,136 @@
+//! The checks of flag values. Each takes the text of a flag and gives a valid value or a sentence that says what is
+//! allowed; clap puts the flag's name in front.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::core::node::driver_name::DriverName;
+use crate::core::node::naming::is_dns_subdomain;
+
+/// A node's name, at most, as for every DNS subdomain.
+const NODE_NAME_MAX: usize = 253;
+/// A namespace's name, at most, as for every DNS label.
+const NAMESPACE_MAX: usize = 63;
+/// The longest time limit that is accepted. Whoever wants more has mistaken the unit.
+const TIME_LIMIT_MAX: Duration = Duration::from_secs(600);
+/// The shortest one: below it the limit would strike on a healthy cluster.
+const TIME_LIMIT_MIN: Duration = Duration::from_millis(100);
+
+/// A driver's name, such that it can name a finalizer, a directory and a CDI vendor.
+pub(super) fn driver_name(text: &str) -> Result<String, String> {
+    match DriverName::parse(text) {
+        Ok(name) => Ok(name.to_string()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// A node's name: a lower-case DNS subdomain of at most 253 characters.
+pub(super) fn node_name(text: &str) -> Result<String, String> {
+    if is_dns_subdomain(text, NODE_NAME_MAX) {
+        return Ok(text.to_owned());
+    }
+    Err(format!(
+        "must be a lower-case DNS subdomain of at most {NODE_NAME_MAX} characters, as kubectl get nodes shows it"
+    ))
+}
+
+/// A namespace's name: a lower-case DNS label.
+pub(super) fn namespace(text: &str) -> Result<String, String> {
+    if is_dns_subdomain(text, NAMESPACE_MAX) && !text.contains('.') {
+        return Ok(text.to_owned());
+    }
+    Err(format!(
+        "must be a lower-case DNS label of at most {NAMESPACE_MAX} characters, as kubectl get namespaces shows it"
+    ))
+}
+
+/// A path from the root. A relative one would depend on where the program is started.
+pub(super) fn absolute_path(text: &str) -> Result<PathBuf, String> {
+    let path = Path::new(text);
+    if !path.is_absolute() {
+        return Err("the path must be absolute".to_owned());
+    }
+    if path
+        .components()
+        .any(|component| component == std::path::Component::ParentDir)
+    {
+        return Err("the path must not contain '..'".to_owned());
+    }
+    Ok(path.to_owned())
+}
+
+/// A time limit in the way Kubernetes writes durations: `500ms`, `30s`, `1m30s`.
+pub(super) fn time_limit(text: &str) -> Result<Duration, String> {
+    let wrong =
+        || "must be a duration from 100ms to 10m with its unit, such as 500ms, 30s or 1m30s".to_owned();
+    let signed: jiff::SignedDuration = text.parse().map_err(|_| wrong())?;
+    let duration = Duration::try_from(signed).map_err(|_| wrong())?;
+    if (TIME_LIMIT_MIN..=TIME_LIMIT_MAX).contains(&duration) {
+        Ok(duration)
+    } else {
+        Err(wrong())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_kubernetes_would_refuse_is_refused_at_once() {
+        assert_eq!(driver_name("drayman.dev").as_deref(), Ok("drayman.dev"));
+        assert_eq!(
+            node_name("node-1.example.com").as_deref(),
+            Ok("node-1.example.com")
+        );
+        for invalid in [
+            "",
+            ".",
+            "Drayman.dev",
+            "a..b",
+            "-a",
+            "a-",
+            "a_b",
+            "a/b",
+            "../a",
+            "ä.dev",
+            "a.dev.",
+            "a b",
+        ] {
+            assert!(driver_name(invalid).is_err(), "{invalid:?}");
+            assert!(node_name(invalid).is_err(), "{invalid:?}");
+        }
+        assert!(driver_name(&format!("{}.dev", "a".repeat(60))).is_err_and(|error| error.contains("63")));
+        assert!(node_name(&["a"; 128].join(".")).is_err_and(|error| error.contains("253")));
+    }
+
+    #[test]
+    fn a_path_that_depends_on_the_place_of_the_start_is_refused() {
+        assert_eq!(absolute_path("/var/run/cdi"), Ok(PathBuf::from("/var/run/cdi")));
+        for invalid in ["", "cdi", "./cdi", "../cdi", "/var/../cdi"] {
+            assert!(absolute_path(invalid).is_err(), "{invalid:?}");
+        }
+    }
+
+    #[test]
+    fn a_time_limit_is_written_as_kubernetes_writes_durations() {
+        assert_eq!(time_limit("500ms"), Ok(Duration::from_millis(500)));
+        assert_eq!(time_limit("1m30s"), Ok(Duration::from_secs(90)));
+        for invalid in [
+            "",
+            "30",
+            "0s",
+            "-30s",
+            "99ms",
+            "601s",
+            "999999999999999h",
+            "soon",
+            "1e9s",
+        ] {
+            assert!(
+                time_limit(invalid).is_err_and(|error| error.contains("100ms to 10m")),
+                "{invalid:?}"
+            );
+        }
+    }
+}

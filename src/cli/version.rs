@@ -1,0 +1,52 @@
+//! `drayman version`: which program this is and what it speaks.
+
+use std::io::Write as _;
+
+use anyhow::Context as _;
+
+use super::Error;
+use crate::api::crd;
+
+/// Print the version of this program and of what it speaks
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub(super) struct Arguments {}
+
+/// Prints one fact per line.
+pub(super) fn run(_: Arguments) -> Result<(), Error> {
+    let mut stdout = std::io::stdout().lock();
+    stdout
+        .write_all(text().as_bytes())
+        .and_then(|()| stdout.flush())
+        .context("cannot write to stdout")?;
+    Ok(())
+}
+
+fn text() -> String {
+    let name = env!("CARGO_PKG_NAME");
+    let version = env!("CARGO_PKG_VERSION");
+    let (own_group, own_version) = (crd::GROUP, crd::VERSION);
+    let (system, machine) = (std::env::consts::OS, std::env::consts::ARCH);
+    let build = if cfg!(debug_assertions) {
+        "debug"
+    } else {
+        "release"
+    };
+    format!("{name} {version}\nbuilt for {system}/{machine} ({build})\nowns {own_group}/{own_version}\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_line_is_name_and_version() {
+        let text = text();
+
+        assert_eq!(
+            text.lines().next(),
+            Some(concat!("drayman ", env!("CARGO_PKG_VERSION")))
+        );
+        assert!(text.contains("drayman.dev/v1alpha1"));
+        assert!(text.ends_with('\n'));
+    }
+}

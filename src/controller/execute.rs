@@ -1,0 +1,305 @@
+//! Commands are carried out, answers come back as events. Nothing is decided here.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kube::api::Api;
+use tokio::sync::{Semaphore, mpsc};
+use tokio_util::task::TaskTracker;
+
+use crate::api::resource::{Pod, ResourceClaim};
+use crate::core::protocol::{
+    Answer, CallError, CallErrorKind, CallId, ClaimToAllocate, Command, DriverRequest, Event, ObjectKey,
+    Outcome, Settings, Subject,
+};
+use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError};
+
+use super::leader::Fence;
+use super::{Controller, write};
+
+/// Requests to the API server under way at once, at most.
+const REQUESTS: usize = 64;
+
+/// Carries commands out.
+pub(super) struct Executor<D> {
+    shared: Arc<Shared<D>>,
+    answers: mpsc::UnboundedSender<Event>,
+    tasks: TaskTracker,
+}
+
+struct Shared<D> {
+    driver: Arc<D>,
+    client: kube::Client,
+    settings: Settings,
+    finalizer: String,
+    call_timeout: Duration,
+    request_timeout: Duration,
+    requests: Semaphore,
+    fence: Fence,
+}
+
+impl<D: Driver> Executor<D> {
+    pub(super) fn new(
+        controller: &Controller<D>,
+        fence: Fence,
+        answers: mpsc::UnboundedSender<Event>,
+    ) -> Self {
+        let shared = Shared {
+            driver: controller.driver.clone(),
+            client: controller.client.clone(),
+            settings: controller.settings.clone(),
+            finalizer: controller.settings.finalizer(),
+            call_timeout: controller.call_timeout,
+            request_timeout: controller.request_timeout,
+            requests: Semaphore::new(REQUESTS),
+            fence,
+        };
+        Self {
+            shared: Arc::new(shared),
+            answers,
+            tasks: TaskTracker::new(),
+        }
+    }
+
+    /// Begins to carry out a command. What the driver is told is told at once, in order.
+    pub(super) fn execute(&self, command: Command) {
+        let shared = self.shared.clone();
+        match command {
+            Command::Observe(observation) => shared.driver.observe(&observation),
+            Command::AwaitDriver => {
+                let answers = self.answers.clone();
+                // Not tracked: a driver that never gets ready must not hold up the end.
+                tokio::spawn(async move {
+                    shared.driver.ready().await;
+                    let _ = answers.send(Event::DriverReady);
+                });
+            }
+            Command::ReadPod { id, key } => {
+                self.answer(id, async move { Answer::PodRead(shared.read_pod(&key).await) });
+            }
+            Command::ReadClaim { id, key } => {
+                self.answer(
+                    id,
+                    async move { Answer::ClaimRead(shared.read_claim(&key).await) },
+                );
+            }
+            Command::WriteClaim { id, key, uid, write } => self.answer(id, async move {
+                let (finalizer, driver_name) = (&shared.finalizer, &shared.settings.driver_name);
+                let write = write::claim(&shared.client, &key, &uid, finalizer, driver_name, &write);
+                Answer::ClaimWritten(shared.write(write).await)
+            }),
+            Command::WriteContext {
+                id,
+                key,
+                uid,
+                entries,
+            } => self.answer(id, async move {
+                let write =
+                    write::context(&shared.client, &key, &uid, &shared.settings.driver_name, &entries);
+                Answer::ContextWritten(shared.write(write).await)
+            }),
+            Command::CallDriver { id, request } => self.answer(id, call(shared, request)),
+            // Reports go to their own queue.
+            Command::Report(_) => {}
+        }
+    }
+
+    fn answer(&self, id: CallId, work: impl Future<Output = Answer> + Send + 'static) {
+        let answers = self.answers.clone();
+        self.tasks.spawn(async move {
+            let answer = work.await;
+            tracing::trace!(?id, ?answer, "answered");
+            let _ = answers.send(Event::Answer { id, answer });
+        });
+    }
+
+    /// Waits for what is under way, for at most `limit`.
+    pub(super) async fn finish(self, limit: Duration) {
+        self.tasks.close();
+        if tokio::time::timeout(limit, self.tasks.wait()).await.is_err() {
+            tracing::warn!(left = self.tasks.len(), "calls were left unanswered at the end");
+        }
+    }
+}
+
+impl<D: Driver> Shared<D> {
+    async fn read_pod(&self, key: &ObjectKey) -> Result<Option<Arc<Pod>>, String> {
+        let api = Api::<Pod>::namespaced(self.client.clone(), &key.namespace);
+        self.read(api.get_opt(&key.name)).await
+    }
+
+    async fn read_claim(&self, key: &ObjectKey) -> Result<Option<Arc<ResourceClaim>>, String> {
+        let api = Api::<ResourceClaim>::namespaced(self.client.clone(), &key.namespace);
+        self.read(api.get_opt(&key.name)).await
+    }
+
+    async fn read<T>(
+        &self,
+        request: impl Future<Output = Result<Option<T>, kube::Error>>,
+    ) -> Result<Option<Arc<T>>, String> {
+        let _permit = self.requests.acquire().await;
+        let timeout = self.request_timeout;
+        match tokio::time::timeout(timeout, request).await {
+            Ok(Ok(object)) => Ok(object.map(Arc::new)),
+            Ok(Err(error)) => {
+                tracing::warn!(%error, "read failed");
+                Err(error.to_string())
+            }
+            Err(_) => Err(format!("no answer within {timeout:?}")),
+        }
+    }
+
+    async fn write<T>(&self, request: impl Future<Output = Outcome<T>>) -> Outcome<Arc<T>> {
+        let _permit = self.requests.acquire().await;
+        // As late as possible: a write that has waited, or a process that was paused, may have outlived the lease.
+        if !self.fence.holds() {
+            return Outcome::Unknown("the lease is lost".to_owned());
+        }
+        let timeout = self.request_timeout;
+        let outcome = match tokio::time::timeout(timeout, request).await {
+            Ok(outcome) => outcome,
+            Err(_) => Outcome::Unknown(format!("no answer within {timeout:?}")),
+        };
+        match outcome {
+            Outcome::Done(object) => Outcome::Done(Arc::new(object)),
+            Outcome::Refused(message) => {
+                tracing::warn!(message, "write refused");
+                Outcome::Refused(message)
+            }
+            Outcome::Conflict(message) => {
+                tracing::info!(message, "write conflicts");
+                Outcome::Conflict(message)
+            }
+            Outcome::Unknown(message) => {
+                tracing::warn!(message, "write without a clear answer");
+                Outcome::Unknown(message)
+            }
+        }
+    }
+
+    /// Reads and checks the parameters of claims, for the driver to be asked about them.
+    async fn requests(&self, claims: Vec<ClaimToAllocate>) -> Result<Vec<ClaimRequest<D>>, CallError> {
+        let mut requests = Vec::with_capacity(claims.len());
+        for ClaimToAllocate {
+            pod_claim_name,
+            claim,
+            class,
+        } in claims
+        {
+            let name = class.metadata.name.clone().unwrap_or_default();
+            let class_parameters = self
+                .driver
+                .class_parameters(&class)
+                .await
+                .map_err(|error| call_error(error, Subject::Class(name)))?;
+            let key = ObjectKey::of(&claim.metadata);
+            let claim_parameters = self
+                .driver
+                .claim_parameters(&claim, &class, &class_parameters)
+                .await
+                .map_err(|error| call_error(error, Subject::Claim(key)))?;
+            let class_parameters = Arc::new(class_parameters);
+            requests.push(ClaimRequest {
+                pod_claim_name,
+                claim,
+                class,
+                class_parameters,
+                claim_parameters,
+            });
+        }
+        Ok(requests)
+    }
+}
+
+/// Asks the driver, with a time limit, in a task of its own: a driver that panics or hangs harms only this call.
+async fn call<D: Driver>(shared: Arc<Shared<D>>, request: DriverRequest) -> Answer {
+    let timeout = shared.call_timeout;
+    match request {
+        DriverRequest::UnsuitableNodes { pod, claims, nodes } => Answer::Judged(
+            limited(timeout, async move {
+                let requests = shared.requests(claims).await?;
+                shared
+                    .driver
+                    .unsuitable_nodes(&pod, &requests, &nodes)
+                    .await
+                    .map_err(|error| call_error(error, Subject::Call))
+            })
+            .await,
+        ),
+        DriverRequest::Allocate { claims, node } => Answer::Allocated(
+            limited(timeout, async move {
+                let keys: Vec<ObjectKey> = claims
+                    .iter()
+                    .map(|claim| ObjectKey::of(&claim.claim.metadata))
+                    .collect();
+                let requests = shared.requests(claims).await?;
+                let results = shared
+                    .driver
+                    .allocate(&requests, node.as_deref())
+                    .await
+                    .map_err(|error| call_error(error, Subject::Call))?;
+                let subjects = keys
+                    .into_iter()
+                    .map(Subject::Claim)
+                    .chain(std::iter::repeat(Subject::Call));
+                Ok(results
+                    .into_iter()
+                    .zip(subjects)
+                    .map(|(result, subject)| result.map_err(|error| call_error(error, subject)))
+                    .collect())
+            })
+            .await,
+        ),
+        DriverRequest::Deallocate { claim, allocation } => Answer::Deallocated(
+            limited(timeout, async move {
+                let key = ObjectKey::of(&claim.metadata);
+                shared
+                    .driver
+                    .deallocate(Deallocation {
+                        claim: &claim,
+                        allocation: allocation.as_ref(),
+                    })
+                    .await
+                    .map_err(|error| call_error(error, Subject::Claim(key)))
+            })
+            .await,
+        ),
+    }
+}
+
+async fn limited<T: Send + 'static>(
+    timeout: Duration,
+    call: impl Future<Output = Result<T, CallError>> + Send + 'static,
+) -> Result<T, CallError> {
+    let error = |kind, reason, message| CallError {
+        kind,
+        subject: Subject::Call,
+        reason,
+        message,
+    };
+    match tokio::spawn(tokio::time::timeout(timeout, call)).await {
+        Ok(Ok(result)) => result,
+        Ok(Err(_)) => {
+            let message = format!("the driver has not answered within {timeout:?}");
+            Err(error(CallErrorKind::TimedOut, "DriverTimeout", message))
+        }
+        Err(failure) => {
+            tracing::error!(%failure, "the driver panicked");
+            Err(error(
+                CallErrorKind::TimedOut,
+                "DriverPanicked",
+                "the driver panicked".to_owned(),
+            ))
+        }
+    }
+}
+
+fn call_error(error: DriverError, subject: Subject) -> CallError {
+    CallError {
+        kind: error.kind.into(),
+        subject,
+        reason: error.reason,
+        message: error.message,
+    }
+}

@@ -1,0 +1,94 @@
+//! Watches become events. Each kind keeps its own order; lists replace what was known.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use futures::stream::{self, BoxStream, StreamExt as _};
+use kube::api::Api;
+use kube::runtime::{WatchStreamExt as _, watcher};
+use kube::{Resource, ResourceExt as _};
+use serde::de::DeserializeOwned;
+
+use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClass};
+use crate::core::protocol::{Event, ObjectKey};
+
+/// How one kind's watch becomes events.
+#[derive(Clone, Copy)]
+struct Kind<K> {
+    all: fn(Vec<Arc<K>>) -> Event,
+    one: fn(Arc<K>) -> Event,
+    gone: fn(K) -> Event,
+}
+
+/// Everything that the controller watches. Never ends; errors are logged and tried again with a growing delay.
+pub(super) fn all(client: &kube::Client) -> stream::SelectAll<BoxStream<'static, Event>> {
+    stream::select_all([
+        events(
+            Api::<ResourceClass>::all(client.clone()),
+            Kind {
+                all: Event::Classes,
+                one: Event::Class,
+                gone: |class| Event::ClassGone(class.name_any()),
+            },
+        ),
+        events(
+            Api::<ResourceClaim>::all(client.clone()),
+            Kind {
+                all: Event::Claims,
+                one: Event::Claim,
+                gone: |claim| Event::ClaimGone {
+                    key: ObjectKey::of(&claim.metadata),
+                    uid: claim.metadata.uid.unwrap_or_default(),
+                },
+            },
+        ),
+        events(
+            Api::<PodSchedulingContext>::all(client.clone()),
+            Kind {
+                all: Event::Contexts,
+                one: Event::Context,
+                gone: |context| Event::ContextGone {
+                    key: ObjectKey::of(&context.metadata),
+                    uid: context.metadata.uid.unwrap_or_default(),
+                },
+            },
+        ),
+    ])
+}
+
+fn events<K>(api: Api<K>, kind: Kind<K>) -> BoxStream<'static, Event>
+where
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
+{
+    let trim = |mut object: K| {
+        // A third of a claim's size, and of no use here.
+        object.meta_mut().managed_fields = None;
+        Arc::new(object)
+    };
+    let mut listed = None;
+    watcher(api, watcher::Config::default())
+        .default_backoff()
+        .filter_map(move |result| {
+            let event = match result {
+                Ok(watcher::Event::Init) => {
+                    listed = Some(Vec::new());
+                    None
+                }
+                Ok(watcher::Event::InitApply(object)) => {
+                    if let Some(listed) = &mut listed {
+                        listed.push(trim(object));
+                    }
+                    None
+                }
+                Ok(watcher::Event::InitDone) => listed.take().map(kind.all),
+                Ok(watcher::Event::Apply(object)) => Some((kind.one)(trim(object))),
+                Ok(watcher::Event::Delete(object)) => Some((kind.gone)(object)),
+                Err(error) => {
+                    tracing::warn!(kind = %K::kind(&()), %error, "watch failed, trying again");
+                    None
+                }
+            };
+            std::future::ready(event)
+        })
+        .boxed()
+}

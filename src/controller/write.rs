@@ -1,0 +1,227 @@
+//! Writes as patches: each touches only what is ours, and only the object that was seen.
+//!
+//! Never a full update: fields that a newer server adds, other drivers' finalizers and entries, and a second writer are left alone.
+
+use kube::api::{Api, Patch, PatchParams};
+use serde_json::{Value, json};
+
+use crate::api::resource::{
+    GROUP, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, VERSION,
+};
+use crate::core::protocol::{ClaimWrite, ObjectKey, Outcome};
+
+/// What a claim write is on the wire.
+#[derive(Debug, PartialEq)]
+enum ClaimPatch {
+    /// A strategic merge patch of the object itself.
+    Main(Value),
+    /// A merge patch of its status.
+    Status(Value),
+    /// A JSON patch of its status.
+    StatusJson(Value),
+}
+
+fn claim_patch(uid: &str, finalizer: &str, driver_name: &str, write: &ClaimWrite) -> ClaimPatch {
+    match write {
+        // Strategic merge adds to and removes from the set of finalizers by value: nobody else's is touched, and no index can
+        // have moved.
+        ClaimWrite::AddFinalizer => {
+            ClaimPatch::Main(json!({ "metadata": { "uid": uid, "finalizers": [finalizer] } }))
+        }
+        ClaimWrite::RemoveFinalizer => ClaimPatch::Main(
+            json!({ "metadata": { "uid": uid, "$deleteFromPrimitiveList/finalizers": [finalizer] } }),
+        ),
+        // The allocation is immutable once set, so the uid is all that has to be checked: a second writer costs nothing. An
+        // unallocated claim is reserved for nobody, so the list that is replaced is empty.
+        ClaimWrite::Allocate {
+            allocation,
+            reserved_for,
+        } => {
+            let mut status = json!({ "allocation": allocation, "driverName": driver_name });
+            if let Some(consumer) = reserved_for {
+                status["reservedFor"] = json!([consumer]);
+            }
+            ClaimPatch::Status(json!({ "metadata": { "uid": uid }, "status": status }))
+        }
+        ClaimWrite::ClearAllocation {
+            deallocation_requested,
+            driver_name,
+        } => {
+            let mut operations = vec![json!({ "op": "test", "path": "/metadata/uid", "value": uid })];
+            if *deallocation_requested {
+                operations
+                    .push(json!({ "op": "test", "path": "/status/deallocationRequested", "value": true }));
+                operations.push(json!({ "op": "remove", "path": "/status/deallocationRequested" }));
+            }
+            if let Some(name) = driver_name {
+                operations.push(json!({ "op": "test", "path": "/status/driverName", "value": name }));
+                operations.push(json!({ "op": "remove", "path": "/status/driverName" }));
+            }
+            operations.push(json!({ "op": "remove", "path": "/status/allocation" }));
+            ClaimPatch::StatusJson(Value::Array(operations))
+        }
+    }
+}
+
+/// Changes a claim.
+pub(super) async fn claim(
+    client: &kube::Client,
+    key: &ObjectKey,
+    uid: &str,
+    finalizer: &str,
+    driver_name: &str,
+    write: &ClaimWrite,
+) -> Outcome<ResourceClaim> {
+    let api = Api::<ResourceClaim>::namespaced(client.clone(), &key.namespace);
+    let parameters = PatchParams::default();
+    let result = match claim_patch(uid, finalizer, driver_name, write) {
+        ClaimPatch::Main(patch) => api.patch(&key.name, &parameters, &Patch::Strategic(patch)).await,
+        ClaimPatch::Status(patch) => {
+            api.patch_status(&key.name, &parameters, &Patch::Merge(patch))
+                .await
+        }
+        ClaimPatch::StatusJson(operations) => match serde_json::from_value(operations) {
+            Ok(patch) => {
+                api.patch_status(&key.name, &parameters, &Patch::Json::<()>(patch))
+                    .await
+            }
+            Err(error) => return Outcome::Refused(format!("the patch cannot be written: {error}")),
+        },
+    };
+    outcome(result)
+}
+
+/// Makes `entries` our entries in a context's status.
+pub(super) async fn context(
+    client: &kube::Client,
+    key: &ObjectKey,
+    uid: &str,
+    driver_name: &str,
+    entries: &[ResourceClaimSchedulingStatus],
+) -> Outcome<PodSchedulingContext> {
+    let api = Api::<PodSchedulingContext>::namespaced(client.clone(), &key.namespace);
+    let parameters = PatchParams::apply(driver_name).force();
+    let patch = context_patch(key, uid, entries);
+    outcome(
+        api.patch_status(&key.name, &parameters, &Patch::Apply(patch))
+            .await,
+    )
+}
+
+fn context_patch(key: &ObjectKey, uid: &str, entries: &[ResourceClaimSchedulingStatus]) -> Value {
+    // An empty list is written out: the scheduler waits for the entry, not for its contents.
+    let entries: Vec<Value> = entries
+        .iter()
+        .map(|entry| json!({ "name": entry.name, "unsuitableNodes": entry.unsuitable_nodes }))
+        .collect();
+    json!({
+        "apiVersion": format!("{GROUP}/{VERSION}"),
+        "kind": "PodSchedulingContext",
+        "metadata": { "name": key.name, "namespace": key.namespace, "uid": uid },
+        "status": { "resourceClaims": entries },
+    })
+}
+
+/// What an answer of the server, or the lack of one, says about a write.
+fn outcome<T>(result: Result<T, kube::Error>) -> Outcome<T> {
+    match result {
+        Ok(object) => Outcome::Done(object),
+        Err(kube::Error::Api(status)) => match status.code {
+            409 => Outcome::Conflict(status.message.clone()),
+            400 | 401 | 403 | 404 | 405 | 413 | 422 => Outcome::Refused(status.message.clone()),
+            _ => Outcome::Unknown(status.message.clone()),
+        },
+        Err(error) => Outcome::Unknown(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::resource::{AllocationResult, ResourceClaimConsumerReference};
+
+    const UID: &str = "7d0a";
+
+    fn patch(write: &ClaimWrite) -> ClaimPatch {
+        claim_patch(UID, "drayman.dev/deletion-protection", "drayman.dev", write)
+    }
+
+    #[test]
+    fn finalizers_are_added_and_removed_by_value_on_the_object_with_this_uid() {
+        assert_eq!(
+            patch(&ClaimWrite::AddFinalizer),
+            ClaimPatch::Main(
+                json!({ "metadata": { "uid": UID, "finalizers": ["drayman.dev/deletion-protection"] } })
+            )
+        );
+        assert_eq!(
+            patch(&ClaimWrite::RemoveFinalizer),
+            ClaimPatch::Main(json!({
+                "metadata": { "uid": UID, "$deleteFromPrimitiveList/finalizers": ["drayman.dev/deletion-protection"] }
+            }))
+        );
+    }
+
+    #[test]
+    fn an_allocation_names_driver_and_pod_in_the_same_write() {
+        let write = ClaimWrite::Allocate {
+            allocation: AllocationResult::default(),
+            reserved_for: Some(ResourceClaimConsumerReference::pod("pod", "11")),
+        };
+        assert_eq!(
+            patch(&write),
+            ClaimPatch::Status(json!({
+                "metadata": { "uid": UID },
+                "status": {
+                    "allocation": {},
+                    "driverName": "drayman.dev",
+                    "reservedFor": [{ "resource": "pods", "name": "pod", "uid": "11" }],
+                },
+            }))
+        );
+    }
+
+    #[test]
+    fn clearing_tests_what_was_seen_before_it_removes_anything() {
+        let write = ClaimWrite::ClearAllocation {
+            deallocation_requested: true,
+            driver_name: Some("drayman.dev".to_owned()),
+        };
+        let ClaimPatch::StatusJson(Value::Array(operations)) = patch(&write) else {
+            panic!("not a JSON patch")
+        };
+        let paths: Vec<(&str, &str)> = operations
+            .iter()
+            .map(|operation| {
+                (
+                    operation["op"].as_str().unwrap(),
+                    operation["path"].as_str().unwrap(),
+                )
+            })
+            .collect();
+        assert_eq!(
+            paths,
+            [
+                ("test", "/metadata/uid"),
+                ("test", "/status/deallocationRequested"),
+                ("remove", "/status/deallocationRequested"),
+                ("test", "/status/driverName"),
+                ("remove", "/status/driverName"),
+                ("remove", "/status/allocation"),
+            ]
+        );
+    }
+
+    #[test]
+    fn an_entry_without_unsuitable_nodes_is_still_written() {
+        let entry = ResourceClaimSchedulingStatus {
+            name: "device".to_owned(),
+            unsuitable_nodes: vec![],
+        };
+        let patch = context_patch(&ObjectKey::new("default", "pod"), UID, &[entry]);
+        assert_eq!(
+            patch["status"],
+            json!({ "resourceClaims": [{ "name": "device", "unsuitableNodes": [] }] })
+        );
+    }
+}

@@ -1,0 +1,394 @@
+//! Who holds what, derived from the claims. The claim is the only durable record; this is an index of it, with what was
+//! granted and is not yet written down laid over it.
+//!
+//! Devices are found by the *uid* of their node: what a claim holds on a node that is gone or was made again does not block
+//! the devices of the node that now has the name.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use jiff::Timestamp;
+
+use crate::api::handle::HandleDevice;
+
+/// The devices of one node that one claim holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Grant {
+    /// The node.
+    pub node_name: Box<str>,
+    /// The uid of the Node object at the time of the allocation.
+    pub node_uid: Box<str>,
+    /// The devices, in the order of requests, then of names.
+    pub devices: Vec<HandleDevice>,
+}
+
+/// How a claim holds something.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Granted by us and not yet seen in the claim. Ends when it is seen or given back.
+    Held(Grant),
+    /// Seen in the claim. Ends only when it is seen to be gone.
+    Recorded(Grant),
+    /// The claim has an allocation of this driver that cannot be read, for instance one of a newer release. Whatever it
+    /// is, it is on one of these nodes, and nothing on them is given to others meanwhile.
+    Unreadable {
+        /// The nodes by name, as far as the allocation tells.
+        nodes: BTreeSet<Box<str>>,
+        /// What is wrong with it.
+        error: Box<str>,
+    },
+}
+
+impl State {
+    /// What is held, if that can be told.
+    pub fn grant(&self) -> Option<&Grant> {
+        match self {
+            Self::Held(grant) | Self::Recorded(grant) => Some(grant),
+            Self::Unreadable { .. } => None,
+        }
+    }
+}
+
+/// A claim that holds something.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// `namespace/name`, for people.
+    pub claim: Box<str>,
+    /// When the claim was made.
+    pub created: Option<Timestamp>,
+    /// What it holds.
+    pub state: State,
+}
+
+impl Holder {
+    /// Of two claims that hold one device the lower keeps it: what is recorded before what is not, then the older claim,
+    /// then the lower uid. The time of the allocation itself is not recorded in a claim.
+    fn rank<'a>(&self, uid: &'a str) -> (bool, Option<Timestamp>, &'a str) {
+        (matches!(self.state, State::Held(_)), self.created, uid)
+    }
+}
+
+/// One device of one node of one uid.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Place {
+    /// The node's name.
+    pub node_name: Box<str>,
+    /// The node's uid.
+    pub node_uid: Box<str>,
+    /// The device's name.
+    pub device: Box<str>,
+}
+
+/// Two claims that hold one device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Conflict {
+    /// The device.
+    pub place: Place,
+    /// The claim that keeps it.
+    pub keeper: Box<str>,
+    /// The claim that should not have it.
+    pub other: Box<str>,
+}
+
+/// What came of a change.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Change {
+    /// Devices that nobody holds any more.
+    pub freed: Vec<Place>,
+    /// Devices that the claim holds although another one does.
+    pub conflicts: Vec<Conflict>,
+    /// Nodes, by name, on which nothing unreadable is held any more.
+    pub unblocked: Vec<Box<str>>,
+}
+
+/// The holders of each device of one node: nearly always one.
+pub type NodeHoldings = BTreeMap<Box<str>, Vec<Arc<str>>>;
+
+/// Who holds what.
+#[derive(Clone, Debug, Default)]
+pub struct Holdings {
+    claims: BTreeMap<Arc<str>, Holder>,
+    /// By node uid.
+    nodes: BTreeMap<Box<str>, NodeHoldings>,
+    /// Claims with an allocation that cannot be read, by node name.
+    unreadable: BTreeMap<Box<str>, BTreeSet<Arc<str>>>,
+}
+
+impl Holdings {
+    /// What the claim of this uid holds.
+    pub fn get(&self, uid: &str) -> Option<&Holder> {
+        self.claims.get(uid)
+    }
+
+    /// The uids of the claims that hold something, in order.
+    pub fn uids(&self) -> impl Iterator<Item = &str> {
+        self.claims.keys().map(|uid| &**uid)
+    }
+
+    /// What is held on the node of this uid, and by whom.
+    pub fn on_node(&self, node_uid: &str) -> Option<&NodeHoldings> {
+        self.nodes.get(node_uid)
+    }
+
+    /// Whether a claim holds something on the node of this name that cannot be told.
+    pub fn unreadable_on(&self, node_name: &str) -> bool {
+        self.unreadable.contains_key(node_name)
+    }
+
+    /// Whether anybody but the claim of this uid holds the device.
+    pub fn held_by_another(&self, uid: &str, node_uid: &str, device: &str) -> bool {
+        let holders = self.nodes.get(node_uid).and_then(|devices| devices.get(device));
+        holders.is_some_and(|holders| holders.iter().any(|holder| **holder != *uid))
+    }
+
+    /// Says what a claim holds, in place of what it held before.
+    pub fn put(&mut self, uid: &str, holder: Holder) -> Change {
+        let uid: Arc<str> = uid.into();
+        let mut change = Change::default();
+        if self
+            .claims
+            .get(&uid)
+            .is_some_and(|before| before.state == holder.state)
+        {
+            return change;
+        }
+        let new = places(&holder);
+        if let State::Unreadable { nodes, .. } = &holder.state {
+            for node in nodes {
+                self.unreadable
+                    .entry(node.clone())
+                    .or_default()
+                    .insert(Arc::clone(&uid));
+            }
+        }
+        if let Some(before) = self.claims.insert(Arc::clone(&uid), holder) {
+            let left = places(&before)
+                .into_iter()
+                .filter(|place| !new.contains(place))
+                .collect();
+            self.leave(&uid, left, &mut change);
+            self.leave_unreadable(&uid, &before, &mut change);
+        }
+        for place in new {
+            let devices = self.nodes.entry(place.node_uid.clone()).or_default();
+            let holders = devices.entry(place.device.clone()).or_default();
+            if !holders.contains(&uid) {
+                holders.push(Arc::clone(&uid));
+                change.conflicts.extend(conflict(&self.claims, holders, place));
+            }
+        }
+        change
+    }
+
+    /// Says that a claim holds nothing.
+    pub fn remove(&mut self, uid: &str) -> Change {
+        let mut change = Change::default();
+        if let Some((uid, before)) = self.claims.remove_entry(uid) {
+            self.leave_unreadable(&uid, &before, &mut change);
+            self.leave(&uid, places(&before).into_iter().collect(), &mut change);
+        }
+        change
+    }
+
+    fn leave(&mut self, uid: &Arc<str>, places: Vec<Place>, change: &mut Change) {
+        for place in places {
+            let Some(devices) = self.nodes.get_mut(&place.node_uid) else {
+                continue;
+            };
+            let Some(holders) = devices.get_mut(&place.device) else {
+                continue;
+            };
+            holders.retain(|holder| holder != uid);
+            if holders.is_empty() {
+                devices.remove(&place.device);
+                if devices.is_empty() {
+                    self.nodes.remove(&place.node_uid);
+                }
+                change.freed.push(place);
+            }
+        }
+    }
+
+    /// Takes the claim, which holds something else now, from the nodes that it kept from others before.
+    fn leave_unreadable(&mut self, uid: &Arc<str>, before: &Holder, change: &mut Change) {
+        let State::Unreadable { nodes, .. } = &before.state else {
+            return;
+        };
+        let still = self.claims.get(uid).map(|holder| &holder.state);
+        for node in nodes {
+            if matches!(still, Some(State::Unreadable { nodes, .. }) if nodes.contains(node)) {
+                continue;
+            }
+            let claims = self.unreadable.get_mut(node);
+            if claims.is_some_and(|claims| claims.remove(uid) && claims.is_empty()) {
+                self.unreadable.remove(node);
+                change.unblocked.push(node.clone());
+            }
+        }
+    }
+}
+
+/// The conflict that the last of the holders of a device has brought, if there are several.
+fn conflict<'a>(
+    claims: &'a BTreeMap<Arc<str>, Holder>,
+    holders: &'a [Arc<str>],
+    place: Place,
+) -> Option<Conflict> {
+    let (last, others) = holders.split_last()?;
+    let rank = |uid: &'a Arc<str>| Some((claims.get(uid)?.rank(uid), &claims.get(uid)?.claim));
+    let (last_rank, last) = rank(last)?;
+    let (first_rank, first) = others.iter().filter_map(rank).min()?;
+    let (keeper, other) = if last_rank < first_rank {
+        (last, first)
+    } else {
+        (first, last)
+    };
+    Some(Conflict {
+        place,
+        keeper: keeper.clone(),
+        other: other.clone(),
+    })
+}
+
+/// The devices that are held, each once even if a handle names it twice.
+fn places(holder: &Holder) -> BTreeSet<Place> {
+    let Some(grant) = holder.state.grant() else {
+        return BTreeSet::new();
+    };
+    let place = |device: &HandleDevice| Place {
+        node_name: grant.node_name.clone(),
+        node_uid: grant.node_uid.clone(),
+        device: device.device.as_str().into(),
+    };
+    grant.devices.iter().map(place).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn grant(node_uid: &str, devices: &[&str]) -> Grant {
+        let device = |name: &&str| HandleDevice {
+            request: "r".into(),
+            device: (*name).into(),
+        };
+        Grant {
+            node_name: "a".into(),
+            node_uid: node_uid.into(),
+            devices: devices.iter().map(device).collect(),
+        }
+    }
+
+    fn holder(claim: &str, created: i64, state: State) -> Holder {
+        Holder {
+            claim: claim.into(),
+            created: Some(Timestamp::from_second(created).unwrap()),
+            state,
+        }
+    }
+
+    fn unreadable(node: &str) -> State {
+        State::Unreadable {
+            nodes: BTreeSet::from([node.into()]),
+            error: "x".into(),
+        }
+    }
+
+    fn freed(places: &[Place]) -> Vec<&str> {
+        places.iter().map(|place| &*place.device).collect()
+    }
+
+    #[test]
+    fn what_was_held_and_then_seen_in_the_claim_is_held_once() {
+        let mut holdings = Holdings::default();
+        assert_eq!(
+            holdings.put("u", holder("n/c", 1, State::Held(grant("1", &["d"])))),
+            Change::default()
+        );
+        assert_eq!(
+            holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["d"])))),
+            Change::default()
+        );
+        assert!(holdings.held_by_another("v", "1", "d") && !holdings.held_by_another("u", "1", "d"));
+        assert_eq!(freed(&holdings.remove("u").freed), ["d"]);
+        assert!(holdings.remove("u") == Change::default() && holdings.on_node("1").is_none());
+    }
+
+    #[test]
+    fn a_claim_that_comes_to_hold_something_else_frees_what_it_held() {
+        let mut holdings = Holdings::default();
+        holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["d", "e"]))));
+        let change = holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["e", "f"]))));
+        assert_eq!(freed(&change.freed), ["d"]);
+    }
+
+    #[test]
+    fn the_older_claim_keeps_a_device_and_the_other_does_not_free_it() {
+        let mut holdings = Holdings::default();
+        holdings.put("u", holder("n/younger", 2, State::Recorded(grant("1", &["d"]))));
+        let change = holdings.put("v", holder("n/older", 1, State::Recorded(grant("1", &["d"]))));
+        let [conflict] = change.conflicts.as_slice() else {
+            panic!("{change:?}")
+        };
+        assert_eq!((&*conflict.keeper, &*conflict.other), ("n/older", "n/younger"));
+        let again = holdings.put("v", holder("n/older", 1, State::Recorded(grant("1", &["d"]))));
+        assert_eq!(again, Change::default(), "said once");
+        assert_eq!(holdings.remove("u"), Change::default());
+        assert_eq!(freed(&holdings.remove("v").freed), ["d"]);
+    }
+
+    #[test]
+    fn what_is_recorded_comes_before_what_is_only_held_and_the_uid_decides_last() {
+        let mut holdings = Holdings::default();
+        holdings.put("u", holder("n/held", 1, State::Held(grant("1", &["d"]))));
+        let change = holdings.put("v", holder("n/recorded", 2, State::Recorded(grant("1", &["d"]))));
+        assert_eq!(&*change.conflicts.first().unwrap().keeper, "n/recorded");
+        let change = holdings.put("a", holder("n/same-age", 2, State::Recorded(grant("1", &["d"]))));
+        assert_eq!(&*change.conflicts.first().unwrap().keeper, "n/same-age");
+    }
+
+    #[test]
+    fn a_node_of_another_uid_has_devices_of_its_own() {
+        let mut holdings = Holdings::default();
+        holdings.put("u", holder("n/c", 1, State::Recorded(grant("old", &["d"]))));
+        assert!(holdings.on_node("new").is_none());
+        assert!(
+            holdings
+                .put("v", holder("n/e", 1, State::Held(grant("new", &["d"]))))
+                .conflicts
+                .is_empty()
+        );
+    }
+
+    #[test]
+    fn an_allocation_that_cannot_be_read_blocks_its_node_until_it_is_gone() {
+        let mut holdings = Holdings::default();
+        holdings.put("u", holder("n/c", 1, unreadable("a")));
+        holdings.put("v", holder("n/d", 1, unreadable("a")));
+        let other_error = State::Unreadable {
+            nodes: BTreeSet::from(["a".into()]),
+            error: "y".into(),
+        };
+        assert_eq!(
+            holdings.put("v", holder("n/d", 1, other_error)),
+            Change::default()
+        );
+        assert!(holdings.unreadable_on("a") && !holdings.unreadable_on("b"));
+        let change = holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["d"]))));
+        assert!(holdings.unreadable_on("a") && change.unblocked.is_empty());
+        assert_eq!(holdings.remove("v").unblocked, ["a".into()]);
+        assert!(!holdings.unreadable_on("a"));
+    }
+
+    #[test]
+    fn a_handle_that_names_a_device_twice_holds_it_once() {
+        let mut holdings = Holdings::default();
+        assert!(
+            holdings
+                .put("u", holder("n/c", 1, State::Recorded(grant("1", &["d", "d"]))))
+                .conflicts
+                .is_empty()
+        );
+        assert_eq!(freed(&holdings.remove("u").freed), ["d"]);
+    }
+}

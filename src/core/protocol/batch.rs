@@ -1,0 +1,548 @@
+//! A batch: claims that are allocated together, all or none.
+//!
+//! Finalizers first, then the driver, then one status write per claim. A batch outlives its context and its claims: what the
+//! driver holds for it is either recorded or given back, whatever is deleted meanwhile.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use crate::api::resource::{AllocationResult, ResourceClaim, ResourceClaimConsumerReference, ResourceClass};
+
+use super::claim::ClaimStage;
+use super::event::{
+    Answer, CallError, CallErrorKind, ClaimToAllocate, ClaimWrite, Command, DriverRequest, Moment, ObjectKey,
+    Outcome, Subject,
+};
+use super::retry::Retry;
+use super::world::{Flight, Work, World};
+
+/// Names a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct BatchId(u64);
+
+/// For whom a batch is allocated.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Consumer {
+    /// The context.
+    pub(super) context: ObjectKey,
+    /// The context's uid.
+    pub(super) context_uid: String,
+    /// The pod's uid; its name is the context's.
+    pub(super) pod_uid: String,
+}
+
+/// How far a batch is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Each claim gets our finalizer.
+    Securing,
+    /// The driver has been asked.
+    Allocating,
+    /// Each claim gets its allocation.
+    Recording,
+    /// The driver is asked to take back what was not recorded.
+    GivingBack,
+}
+
+/// How far a claim is within its batch's stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    /// To be done.
+    Waiting,
+    /// A write or a call is under way.
+    InFlight,
+    /// The write had no clear answer, or was refused: the claim is to be read before anything else.
+    ToRead,
+    /// Done.
+    Done,
+    /// It will not work.
+    Failed,
+}
+
+/// A claim within a batch.
+#[derive(Clone, Debug)]
+struct Item {
+    key: ObjectKey,
+    uid: String,
+    pod_claim_name: String,
+    claim: Arc<ResourceClaim>,
+    class: Arc<ResourceClass>,
+    allocation: Option<AllocationResult>,
+    step: Step,
+    /// Why the last write was refused. An earlier one that had no clear answer may have been stored after all.
+    refusal: Option<String>,
+    retry: Retry,
+}
+
+/// Why a batch came to nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Failure {
+    /// The driver cannot.
+    Driver(CallError),
+    /// The API server will not.
+    Refused(String),
+    /// It is no longer wanted: the node, the pod or a claim has changed.
+    Withdrawn,
+}
+
+/// Claims that are allocated together.
+#[derive(Clone, Debug)]
+pub(super) struct Batch {
+    consumer: Option<Consumer>,
+    node: Option<String>,
+    stage: Stage,
+    items: Vec<Item>,
+    failure: Option<Failure>,
+}
+
+impl Batch {
+    pub(super) fn has(&self, uid: &str) -> bool {
+        self.items.iter().any(|item| item.uid == uid)
+    }
+
+    fn restart_items(&mut self, stage: Stage) {
+        self.stage = stage;
+        for item in &mut self.items {
+            item.step = Step::Waiting;
+            item.retry.succeeded();
+        }
+    }
+}
+
+impl World {
+    /// Starts to allocate `claims` (entry of the pod, key), which must all be resting, on `node` or anywhere.
+    pub(super) fn start_batch(
+        &mut self,
+        consumer: Option<Consumer>,
+        node: Option<String>,
+        claims: &[(String, ObjectKey)],
+    ) -> Option<BatchId> {
+        let id = BatchId(self.next_number());
+        let mut items: Vec<Item> = Vec::new();
+        let mut uids = BTreeSet::new();
+        for (pod_claim_name, key) in claims {
+            let claim = self.claims.get_mut(key)?;
+            let class = self.classes.get(&claim.object.spec.resource_class_name)?.clone();
+            // A pod may name one claim twice.
+            if !uids.insert(claim.uid().to_owned()) {
+                continue;
+            }
+            claim.stage = ClaimStage::InBatch(id);
+            claim.finalizer_to_go = false;
+            items.push(Item {
+                key: key.clone(),
+                uid: claim.uid().to_owned(),
+                pod_claim_name: pod_claim_name.clone(),
+                claim: claim.object.clone(),
+                class,
+                allocation: None,
+                step: Step::Waiting,
+                refusal: None,
+                retry: Retry::default(),
+            });
+        }
+        self.batches.insert(
+            id,
+            Batch {
+                consumer,
+                node,
+                stage: Stage::Securing,
+                items,
+                failure: None,
+            },
+        );
+        self.dirty.insert(Work::Batch(id));
+        Some(id)
+    }
+
+    /// Takes the next steps of a batch.
+    pub(super) fn step_batch(&mut self, id: BatchId, now: Moment) {
+        let Some(mut batch) = self.batches.remove(&id) else {
+            return;
+        };
+        self.refresh(&mut batch);
+        self.read_unclear(id, &mut batch, now);
+        let over = match batch.stage {
+            Stage::Securing => self.secure(id, &mut batch, now),
+            Stage::Allocating => false,
+            Stage::Recording => self.record(id, &mut batch, now),
+            Stage::GivingBack => self.give_back(id, &mut batch, now),
+        };
+        if over {
+            self.end_batch(&batch, now);
+        } else {
+            self.batches.insert(id, batch);
+        }
+    }
+
+    /// Takes the latest state of each claim.
+    fn refresh(&self, batch: &mut Batch) {
+        for item in &mut batch.items {
+            if let Some(known) = self.claims.get(&item.key).filter(|known| known.uid() == item.uid) {
+                item.claim = known.object.clone();
+            }
+        }
+    }
+
+    /// Reads each claim whose write had no clear answer.
+    fn read_unclear(&mut self, id: BatchId, batch: &mut Batch, now: Moment) {
+        for item in batch.items.iter_mut().filter(|item| item.step == Step::ToRead) {
+            if let Some(moment) = item.retry.wait_until(now) {
+                self.wake_at(moment, Work::Batch(id));
+                continue;
+            }
+            item.step = Step::InFlight;
+            let (key, uid) = (item.key.clone(), item.uid.clone());
+            self.send(Flight::Item { batch: id, uid }, |id| Command::ReadClaim {
+                id,
+                key,
+            });
+        }
+    }
+
+    /// Whether the batch is still wanted: the pod is on its way to this node, and no claim is gone, going or taken.
+    fn is_wanted(&self, batch: &Batch) -> bool {
+        let context_stands = batch.consumer.as_ref().is_none_or(|consumer| {
+            self.contexts.get(&consumer.context).is_some_and(|context| {
+                context.uid() == consumer.context_uid
+                    && !context.is_deleting()
+                    && Some(&context.object.spec.selected_node) == batch.node.as_ref()
+            })
+        });
+        context_stands
+            && batch.items.iter().all(|item| {
+                self.claims.get(&item.key).is_some_and(|claim| {
+                    claim.uid() == item.uid && !claim.is_deleting() && !claim.is_allocated()
+                })
+            })
+    }
+
+    /// The answer is whether the batch is over.
+    fn secure(&mut self, id: BatchId, batch: &mut Batch, now: Moment) -> bool {
+        let wanted = self.is_wanted(batch);
+        for item in &mut batch.items {
+            let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
+            if item.step == Step::Waiting && known.is_some_and(|known| known.has_finalizer()) {
+                item.step = Step::Done;
+            }
+            if item.step == Step::Waiting && wanted && batch.failure.is_none() {
+                self.write_item(id, item, ClaimWrite::AddFinalizer, now);
+            }
+        }
+        if batch
+            .items
+            .iter()
+            .any(|item| matches!(item.step, Step::InFlight | Step::ToRead))
+        {
+            return false;
+        }
+        if !wanted {
+            batch.failure.get_or_insert(Failure::Withdrawn);
+        }
+        if batch.failure.is_some() {
+            return true;
+        }
+        if batch.items.iter().all(|item| item.step == Step::Done) {
+            batch.stage = Stage::Allocating;
+            let claims = batch.items.iter().map(Item::to_allocate).collect();
+            let node = batch.node.clone();
+            self.send(Flight::Batch { batch: id }, |id| Command::CallDriver {
+                id,
+                request: DriverRequest::Allocate { claims, node },
+            });
+        }
+        false
+    }
+
+    fn record(&mut self, id: BatchId, batch: &mut Batch, now: Moment) -> bool {
+        let reserved_for = batch
+            .consumer
+            .as_ref()
+            .filter(|_| self.settings.reserve_for_pod)
+            .map(|consumer| ResourceClaimConsumerReference::pod(&consumer.context.name, &consumer.pod_uid));
+        for item in &mut batch.items {
+            if item.step == Step::Waiting
+                && let Some(allocation) = item.allocation.clone()
+            {
+                let write = ClaimWrite::Allocate {
+                    allocation,
+                    reserved_for: reserved_for.clone(),
+                };
+                self.write_item(id, item, write, now);
+            }
+        }
+        if batch
+            .items
+            .iter()
+            .any(|item| !matches!(item.step, Step::Done | Step::Failed))
+        {
+            return false;
+        }
+        if batch.items.iter().all(|item| item.step == Step::Done) {
+            return true;
+        }
+        // What is recorded stays: a claim is never taken back behind the scheduler's back.
+        self.begin_to_give_back(id, batch, |item| item.step == Step::Failed);
+        false
+    }
+
+    /// Everything that `which` picks is given back; the rest counts as done.
+    fn begin_to_give_back(&mut self, id: BatchId, batch: &mut Batch, which: impl Fn(&Item) -> bool) {
+        let picked: Vec<bool> = batch.items.iter().map(which).collect();
+        batch.restart_items(Stage::GivingBack);
+        for (item, picked) in batch.items.iter_mut().zip(picked) {
+            if !picked {
+                item.step = Step::Done;
+            }
+        }
+        self.dirty.insert(Work::Batch(id));
+    }
+
+    fn give_back(&mut self, id: BatchId, batch: &mut Batch, now: Moment) -> bool {
+        for item in &mut batch.items {
+            if item.step != Step::Waiting {
+                continue;
+            }
+            if let Some(moment) = item.retry.wait_until(now) {
+                self.wake_at(moment, Work::Batch(id));
+                continue;
+            }
+            item.step = Step::InFlight;
+            let (claim, allocation) = (item.claim.clone(), item.allocation.clone());
+            self.send(
+                Flight::Item {
+                    batch: id,
+                    uid: item.uid.clone(),
+                },
+                |id| Command::CallDriver {
+                    id,
+                    request: DriverRequest::Deallocate { claim, allocation },
+                },
+            );
+        }
+        batch.items.iter().all(|item| item.step == Step::Done)
+    }
+
+    fn write_item(&mut self, id: BatchId, item: &mut Item, write: ClaimWrite, now: Moment) {
+        if let Some(moment) = item.retry.wait_until(now) {
+            self.wake_at(moment, Work::Batch(id));
+            return;
+        }
+        item.step = Step::InFlight;
+        let (key, uid) = (item.key.clone(), item.uid.clone());
+        self.send(
+            Flight::Item {
+                batch: id,
+                uid: uid.clone(),
+            },
+            |id| Command::WriteClaim { id, key, uid, write },
+        );
+    }
+
+    /// The driver's answer for the whole batch.
+    pub(super) fn batch_answered(&mut self, id: BatchId, answer: Answer) {
+        let Some(mut batch) = self.batches.remove(&id) else {
+            return;
+        };
+        if let Answer::Allocated(result) = answer
+            && batch.stage == Stage::Allocating
+        {
+            self.allocated(id, &mut batch, result);
+        }
+        self.batches.insert(id, batch);
+        self.dirty.insert(Work::Batch(id));
+    }
+
+    fn allocated(
+        &mut self,
+        id: BatchId,
+        batch: &mut Batch,
+        result: Result<Vec<Result<AllocationResult, CallError>>, CallError>,
+    ) {
+        let count = batch.items.len();
+        let results = match result {
+            Ok(results) if results.len() == count => results,
+            Ok(results) => {
+                let message = format!("the driver answered for {} of {count} claims", results.len());
+                batch.failure = Some(Failure::Driver(CallError {
+                    kind: CallErrorKind::Retry,
+                    subject: Subject::Call,
+                    reason: "DriverMisbehaved",
+                    message,
+                }));
+                self.begin_to_give_back(id, batch, |_| true);
+                return;
+            }
+            Err(error) => {
+                batch.failure = Some(Failure::Driver(error));
+                self.begin_to_give_back(id, batch, |_| true);
+                return;
+            }
+        };
+        for (item, result) in batch.items.iter_mut().zip(results) {
+            match result {
+                Ok(allocation) => item.allocation = Some(allocation),
+                Err(error) => {
+                    batch.failure.get_or_insert(Failure::Driver(error));
+                }
+            }
+        }
+        if batch.failure.is_none() && !self.is_wanted(batch) {
+            batch.failure = Some(Failure::Withdrawn);
+        }
+        if batch.failure.is_some() {
+            self.begin_to_give_back(id, batch, |item| item.allocation.is_some());
+        } else {
+            batch.restart_items(Stage::Recording);
+        }
+    }
+
+    /// An answer for one claim of a batch.
+    pub(super) fn item_answered(&mut self, id: BatchId, uid: &str, answer: Answer, now: Moment) {
+        let Some(mut batch) = self.batches.remove(&id) else {
+            return;
+        };
+        let stage = batch.stage;
+        let mut refused = None;
+        if let Some(item) = batch.items.iter_mut().find(|item| item.uid == uid) {
+            match answer {
+                Answer::ClaimWritten(Outcome::Done(_)) => {
+                    item.step = Step::Done;
+                    self.statistics.allocations += u64::from(stage == Stage::Recording);
+                }
+                Answer::ClaimWritten(Outcome::Refused(message)) => {
+                    item.step = Step::ToRead;
+                    item.refusal = Some(message);
+                }
+                Answer::ClaimWritten(Outcome::Conflict(_)) => item.step = Step::ToRead,
+                Answer::ClaimWritten(Outcome::Unknown(_)) => {
+                    item.step = Step::ToRead;
+                    if let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid) {
+                        claim.unsettle(now);
+                    }
+                }
+                Answer::ClaimRead(Err(_)) => {
+                    item.step = Step::ToRead;
+                    item.retry.failed(now);
+                }
+                Answer::ClaimRead(Ok(object)) => {
+                    let object = object.filter(|object| object.metadata.uid.as_deref() == Some(uid));
+                    match &object {
+                        Some(object) => self.see_written_claim(object.clone(), now),
+                        None => self.claim_vanished(&item.key, uid),
+                    }
+                    item.step = self.step_after_read(stage, item, object.as_deref());
+                    item.retry.failed(now);
+                    if item.step == Step::Done
+                        && let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid)
+                    {
+                        claim.settle();
+                    }
+                    let refusal = item.refusal.take();
+                    if item.step == Step::Waiting && refusal.is_some() {
+                        item.step = Step::Failed;
+                    }
+                    self.statistics.allocations +=
+                        u64::from(stage == Stage::Recording && item.step == Step::Done);
+                    if item.step == Step::Failed {
+                        let by_others = || "it has been deleted or allocated by somebody else".to_owned();
+                        refused = Some(refusal.unwrap_or_else(by_others));
+                    }
+                }
+                Answer::Deallocated(Ok(())) => item.step = Step::Done,
+                Answer::Deallocated(Err(_)) => {
+                    item.step = Step::Waiting;
+                    item.retry.failed(now);
+                }
+                Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Judged(_) | Answer::Allocated(_) => {
+                }
+            }
+        }
+        if let Some(message) = refused {
+            batch.failure.get_or_insert(Failure::Refused(message));
+        }
+        self.batches.insert(id, batch);
+        self.dirty.insert(Work::Batch(id));
+    }
+
+    fn step_after_read(&self, stage: Stage, item: &Item, object: Option<&ResourceClaim>) -> Step {
+        let Some(object) = object else { return Step::Failed };
+        match (stage, &object.status.allocation) {
+            (Stage::Recording, Some(allocation)) => {
+                let ours = object.status.driver_name.as_deref() == Some(&self.settings.driver_name)
+                    && Some(allocation) == item.allocation.as_ref();
+                if ours { Step::Done } else { Step::Failed }
+            }
+            _ => Step::Waiting,
+        }
+    }
+
+    fn end_batch(&mut self, batch: &Batch, now: Moment) {
+        // What is refused for a claim that is deleted needs no report: it is no longer wanted.
+        let deleted = batch.items.iter().any(|item| {
+            let claim = self.claims.get(&item.key);
+            claim.is_none_or(|claim| claim.uid() != item.uid || claim.is_deleting())
+        });
+        let failure = match &batch.failure {
+            Some(Failure::Refused(_)) if deleted => Some(&Failure::Withdrawn),
+            other => other.as_ref(),
+        };
+        for item in &batch.items {
+            if let Some(claim) = self
+                .claims
+                .get_mut(&item.key)
+                .filter(|claim| claim.uid() == item.uid)
+            {
+                claim.stage = ClaimStage::Resting;
+                self.dirty.insert(Work::Claim(item.key.clone()));
+                self.touch_users(&item.key);
+            }
+        }
+        match &batch.consumer {
+            Some(consumer) => self.context_batch_ended(consumer, batch.node.as_deref(), failure, now),
+            None => {
+                for item in &batch.items {
+                    self.immediate_ended(&item.key, &item.uid, failure, now);
+                }
+            }
+        }
+    }
+
+    fn immediate_ended(&mut self, key: &ObjectKey, uid: &str, failure: Option<&Failure>, now: Moment) {
+        let epoch = self.epoch;
+        let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
+            return;
+        };
+        match failure {
+            None => {
+                claim.retry.succeeded();
+                claim.reported = None;
+            }
+            Some(Failure::Withdrawn) => {}
+            Some(Failure::Refused(message)) => {
+                claim.retry.failed(now);
+                let message = format!("the allocation could not be recorded: {message}");
+                self.report_claim(key, "AllocationNotRecorded", message);
+            }
+            Some(Failure::Driver(error)) => {
+                if error.kind == CallErrorKind::Invalid {
+                    claim.refused_at = Some(epoch);
+                } else {
+                    claim.retry.failed(now);
+                }
+                let (reason, message) = (error.reason, error.message.clone());
+                self.report_claim(key, reason, message);
+            }
+        }
+    }
+}
+
+impl Item {
+    fn to_allocate(&self) -> ClaimToAllocate {
+        ClaimToAllocate {
+            pod_claim_name: self.pod_claim_name.clone(),
+            claim: self.claim.clone(),
+            class: self.class.clone(),
+        }
+    }
+}

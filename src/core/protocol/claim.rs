@@ -1,0 +1,470 @@
+//! One claim: what is known of it, and how it is released.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::api::resource::{AllocationMode, AllocationResult, ResourceClaim, controller_of};
+use crate::driver::{Holding, Observation};
+
+use super::batch::BatchId;
+use super::event::{Answer, ClaimWrite, Command, DriverRequest, Moment, ObjectKey, Outcome, Regarding};
+use super::retry::Retry;
+use super::world::{Flight, Work, World};
+
+/// How long a pod's own claim that is to be deallocated waits for its deletion, which the claim controller sends right after when
+/// the pod has ended. The removal of the finalizer is then the only write.
+const DELETION_GRACE: Duration = Duration::from_millis(250);
+
+/// For how long after its sender has given it up a write may still be stored. Whatever undoes it waits as long.
+const SETTLING: Duration = Duration::from_secs(3);
+
+/// What is under way for a claim. At most one thing at a time.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) enum ClaimStage {
+    /// Nothing.
+    #[default]
+    Resting,
+    /// It is being allocated.
+    InBatch(BatchId),
+    /// The driver gives back what it holds.
+    Deallocating,
+    /// Its status is being cleared.
+    Clearing,
+    /// Our finalizer is being removed.
+    RemovingFinalizer,
+    /// A write had no clear answer: the claim is to be read before anything else.
+    ToRead,
+    /// It is being read.
+    Reading,
+}
+
+/// A claim.
+#[derive(Clone, Debug)]
+pub(super) struct ClaimState {
+    /// As last seen: by the watch or as the answer of our own write, whichever is later.
+    pub(super) object: Arc<ResourceClaim>,
+    /// What is under way.
+    pub(super) stage: ClaimStage,
+    /// Whether the driver has been told of it.
+    pub(super) observed: bool,
+    /// Failures in a row.
+    pub(super) retry: Retry,
+    /// When it was first seen to be asked back.
+    release_seen: Option<Moment>,
+    /// The driver has given back what the claim held, and the finalizer is to go as soon as the allocation is cleared. Kept
+    /// over failures, since a claim that is merely deallocated no longer asks for anything.
+    pub(super) finalizer_to_go: bool,
+    /// The last report, so that it is not repeated.
+    pub(super) reported: Option<String>,
+    /// For an immediate claim that only a change can help: the world's epoch when it was refused.
+    pub(super) refused_at: Option<u64>,
+    /// An earlier process may have been killed between allocating and writing it down: whatever the driver holds is given back
+    /// before anything else.
+    uncertain: bool,
+    /// The server has told us that it no longer exists; the watch will. Nothing is done with it any more.
+    gone: bool,
+    /// Until when a write without a clear answer may still be stored.
+    settled_at: Moment,
+    /// Why the server refused the release, until it is known that the claim still exists.
+    refusal: Option<String>,
+    has_finalizer: bool,
+    is_ours: bool,
+}
+
+impl ClaimState {
+    pub(super) fn new(object: Arc<ResourceClaim>) -> Self {
+        Self {
+            object,
+            stage: ClaimStage::Resting,
+            observed: false,
+            retry: Retry::default(),
+            release_seen: None,
+            finalizer_to_go: false,
+            reported: None,
+            refused_at: None,
+            uncertain: false,
+            gone: false,
+            settled_at: Moment::default(),
+            refusal: None,
+            has_finalizer: false,
+            is_ours: false,
+        }
+    }
+
+    pub(super) fn uid(&self) -> &str {
+        self.object.metadata.uid.as_deref().unwrap_or_default()
+    }
+
+    /// Takes the newer object; the answer is what the driver is to be told, if it concerns the driver.
+    pub(super) fn see(
+        &mut self,
+        object: Arc<ResourceClaim>,
+        driver: &str,
+        finalizer: &str,
+        now: Moment,
+    ) -> Option<Holding> {
+        let had = (self.has_finalizer, self.is_ours);
+        let before = std::mem::replace(&mut self.object, object);
+        let status = &self.object.status;
+        self.has_finalizer = self
+            .object
+            .metadata
+            .finalizers
+            .as_ref()
+            .is_some_and(|all| all.iter().any(|name| name == finalizer));
+        self.is_ours = status.allocation.is_some() && status.driver_name.as_deref() == Some(driver);
+        if self.is_asked_back() {
+            self.release_seen.get_or_insert(now);
+        } else {
+            self.release_seen = None;
+        }
+        let concerns = self.has_finalizer || self.is_ours;
+        if !concerns && !self.observed {
+            return None;
+        }
+        let changed = !self.observed
+            || had != (self.has_finalizer, self.is_ours)
+            || before.status.allocation != self.object.status.allocation;
+        self.observed = concerns;
+        changed.then(|| Holding::of(&self.object))
+    }
+
+    /// What the driver is told of it at the start.
+    pub(super) fn observe_first(&mut self) -> Option<Holding> {
+        self.observed = self.has_finalizer || self.is_ours;
+        self.uncertain = self.has_finalizer && !self.is_ours;
+        self.observed.then(|| Holding::of(&self.object))
+    }
+
+    pub(super) fn is_deleting(&self) -> bool {
+        self.gone || self.object.metadata.deletion_timestamp.is_some()
+    }
+
+    /// A write had no clear answer.
+    pub(super) fn unsettle(&mut self, now: Moment) {
+        self.settled_at = now.after(SETTLING);
+    }
+
+    /// What a write without a clear answer was to do is done.
+    pub(super) fn settle(&mut self) {
+        self.settled_at = Moment::default();
+    }
+
+    /// When no write can come late any more, if that is not now.
+    pub(super) fn unsettled_until(&self, now: Moment) -> Option<Moment> {
+        (self.settled_at > now).then_some(self.settled_at)
+    }
+
+    /// Whether the server has told us that it no longer exists.
+    pub(super) fn is_gone(&self) -> bool {
+        self.gone
+    }
+
+    pub(super) fn is_asked_back(&self) -> bool {
+        self.is_deleting() || self.object.status.deallocation_requested
+    }
+
+    pub(super) fn is_allocated(&self) -> bool {
+        self.object.status.allocation.is_some()
+    }
+
+    pub(super) fn is_delayed(&self) -> bool {
+        self.object.spec.allocation_mode.unwrap_or_default() == AllocationMode::WaitForFirstConsumer
+    }
+
+    pub(super) fn has_finalizer(&self) -> bool {
+        self.has_finalizer
+    }
+
+    /// The allocation, if it is recorded as ours.
+    fn own_allocation(&self) -> Option<AllocationResult> {
+        self.object.status.allocation.clone().filter(|_| self.is_ours)
+    }
+
+    fn has_other_finalizers(&self) -> bool {
+        let count = self.object.metadata.finalizers.as_ref().map_or(0, Vec::len);
+        count > usize::from(self.has_finalizer)
+    }
+}
+
+impl World {
+    /// Whether a claim is of a class of ours that this controller allocates.
+    pub(super) fn is_own_class(&self, class_name: &str) -> bool {
+        self.classes.get(class_name).is_some_and(|class| {
+            class.driver_name == self.settings.driver_name && class.structured_parameters != Some(true)
+        })
+    }
+
+    /// Whether a context might be about this claim.
+    pub(super) fn is_candidate(&self, claim: &ClaimState) -> bool {
+        claim.is_delayed()
+            && !claim.is_allocated()
+            && !claim.is_deleting()
+            && self.is_own_class(&claim.object.spec.resource_class_name)
+    }
+
+    pub(super) fn claim_regarding(key: &ObjectKey, uid: &str) -> Regarding {
+        Regarding::Claim {
+            key: key.clone(),
+            uid: uid.to_owned(),
+        }
+    }
+
+    /// Reports something about a claim, once.
+    pub(super) fn report_claim(&mut self, key: &ObjectKey, reason: &str, message: String) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
+        if claim.reported.as_deref() == Some(&message) {
+            return;
+        }
+        claim.reported = Some(message.clone());
+        let regarding = Self::claim_regarding(key, claim.uid());
+        self.report(regarding, reason, message);
+    }
+
+    /// Looks at one claim by itself: release it, or allocate it if it is immediate.
+    pub(super) fn step_claim(&mut self, key: &ObjectKey, now: Moment) {
+        let Some(claim) = self.claims.get(key) else { return };
+        if claim.gone || !matches!(claim.stage, ClaimStage::Resting | ClaimStage::ToRead) {
+            return;
+        }
+        if let Some(moment) = claim.retry.wait_until(now) {
+            self.wake_at(moment, Work::Claim(key.clone()));
+        } else if claim.stage == ClaimStage::ToRead {
+            self.read_released(key);
+        } else if let Some(moment) = claim.unsettled_until(now) {
+            self.wake_at(moment, Work::Claim(key.clone()));
+        } else if claim.uncertain && !claim.is_ours {
+            self.deallocate(key);
+        } else if !claim.object.status.reserved_for.is_empty() {
+            // In use: nothing is taken from under a pod.
+        } else if claim.finalizer_to_go && claim.has_finalizer && !claim.is_ours {
+            self.remove_finalizer(key);
+        } else if claim.is_asked_back() {
+            self.release(key, now);
+        } else if !claim.is_delayed() && !claim.is_allocated() {
+            self.allocate_immediately(key);
+        }
+    }
+
+    fn release(&mut self, key: &ObjectKey, now: Moment) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
+        if !claim.has_finalizer {
+            return;
+        }
+        if !claim.is_deleting() && controller_of(&claim.object.metadata).is_some() {
+            let end = claim.release_seen.unwrap_or(now).after(DELETION_GRACE);
+            if end > now {
+                self.wake_at(end, Work::Claim(key.clone()));
+                return;
+            }
+        }
+        self.deallocate(key);
+    }
+
+    fn deallocate(&mut self, key: &ObjectKey) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
+        claim.stage = ClaimStage::Deallocating;
+        let (object, allocation, uid) = (
+            claim.object.clone(),
+            claim.own_allocation(),
+            claim.uid().to_owned(),
+        );
+        self.send(
+            Flight::Release {
+                claim: key.clone(),
+                uid,
+            },
+            |id| Command::CallDriver {
+                id,
+                request: DriverRequest::Deallocate {
+                    claim: object,
+                    allocation,
+                },
+            },
+        );
+    }
+
+    fn remove_finalizer(&mut self, key: &ObjectKey) {
+        self.write_release(key, ClaimStage::RemovingFinalizer, ClaimWrite::RemoveFinalizer);
+    }
+
+    fn write_release(&mut self, key: &ObjectKey, stage: ClaimStage, write: ClaimWrite) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
+        claim.stage = stage;
+        let uid = claim.uid().to_owned();
+        self.send(
+            Flight::Release {
+                claim: key.clone(),
+                uid: uid.clone(),
+            },
+            |id| Command::WriteClaim {
+                id,
+                key: key.clone(),
+                uid,
+                write,
+            },
+        );
+    }
+
+    /// An answer for a claim that is being released.
+    pub(super) fn release_answered(&mut self, key: &ObjectKey, uid: &str, answer: Answer, now: Moment) {
+        let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
+            return;
+        };
+        match answer {
+            Answer::Deallocated(Ok(())) => {
+                claim.retry.succeeded();
+                claim.uncertain = false;
+                if !claim.is_asked_back() {
+                    claim.stage = ClaimStage::Resting;
+                    self.dirty.insert(Work::Claim(key.clone()));
+                    self.touch_users(key);
+                    return;
+                }
+                self.statistics.deallocations += u64::from(claim.is_ours);
+                let foreign = claim.is_allocated() && !claim.is_ours;
+                claim.finalizer_to_go = true;
+                // With the last finalizer the claim goes, allocation and all, in one write.
+                if foreign || !claim.is_allocated() || (claim.is_deleting() && !claim.has_other_finalizers())
+                {
+                    self.remove_finalizer(key);
+                } else {
+                    let write = ClaimWrite::ClearAllocation {
+                        deallocation_requested: claim.object.status.deallocation_requested,
+                        driver_name: claim.object.status.driver_name.clone(),
+                    };
+                    self.write_release(key, ClaimStage::Clearing, write);
+                }
+            }
+            Answer::Deallocated(Err(error)) => {
+                claim.stage = ClaimStage::Resting;
+                claim.retry.failed(now);
+                self.report_claim(
+                    key,
+                    error.reason,
+                    format!("cannot be deallocated yet: {}", error.message),
+                );
+                self.dirty.insert(Work::Claim(key.clone()));
+            }
+            Answer::ClaimWritten(Outcome::Done(_)) if claim.stage == ClaimStage::Clearing => {
+                self.remove_finalizer(key);
+            }
+            // With its last finalizer it is gone, though the answer has the version that was there before.
+            Answer::ClaimWritten(Outcome::Done(object))
+                if object.metadata.deletion_timestamp.is_some()
+                    && object.metadata.finalizers.as_ref().is_none_or(Vec::is_empty) =>
+            {
+                self.claim_vanished(key, uid);
+            }
+            Answer::ClaimWritten(Outcome::Done(_)) => self.end_release(key),
+            Answer::ClaimWritten(Outcome::Refused(message)) => {
+                claim.stage = ClaimStage::ToRead;
+                claim.refusal = Some(message);
+                self.dirty.insert(Work::Claim(key.clone()));
+            }
+            Answer::ClaimWritten(Outcome::Conflict(_)) => {
+                claim.stage = ClaimStage::ToRead;
+                self.dirty.insert(Work::Claim(key.clone()));
+            }
+            Answer::ClaimWritten(Outcome::Unknown(_)) => {
+                claim.stage = ClaimStage::ToRead;
+                claim.unsettle(now);
+                self.dirty.insert(Work::Claim(key.clone()));
+            }
+            Answer::ClaimRead(Ok(object)) => {
+                claim.stage = ClaimStage::Resting;
+                claim.retry.failed(now);
+                let refusal = claim.refusal.take();
+                self.dirty.insert(Work::Claim(key.clone()));
+                match object.filter(|object| object.metadata.uid.as_deref() == Some(uid)) {
+                    Some(object) => {
+                        self.see_written_claim(object, now);
+                        if let Some(claim) = self.claims.get_mut(key)
+                            && !claim.has_finalizer
+                        {
+                            claim.settle();
+                        }
+                        if let Some(message) = refusal {
+                            let message = format!("the server refuses the release: {message}");
+                            self.report_claim(key, "ReleaseRefused", message);
+                        }
+                    }
+                    None => self.claim_vanished(key, uid),
+                }
+            }
+            Answer::ClaimRead(Err(_)) => {
+                claim.stage = ClaimStage::ToRead;
+                claim.retry.failed(now);
+                self.dirty.insert(Work::Claim(key.clone()));
+            }
+            Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Judged(_) | Answer::Allocated(_) => {}
+        }
+    }
+
+    /// Reads a claim whose write had no clear answer, before anything else is done with it.
+    fn read_released(&mut self, key: &ObjectKey) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
+        claim.stage = ClaimStage::Reading;
+        let uid = claim.uid().to_owned();
+        self.send(
+            Flight::Release {
+                claim: key.clone(),
+                uid,
+            },
+            |id| Command::ReadClaim { id, key: key.clone() },
+        );
+    }
+
+    /// The server says that a claim no longer exists. It stays known, so that older news of it from the watch is not taken for a
+    /// new claim.
+    pub(super) fn claim_vanished(&mut self, key: &ObjectKey, uid: &str) {
+        let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
+            return;
+        };
+        claim.gone = true;
+        if std::mem::take(&mut claim.observed) {
+            self.outbox
+                .push(Command::Observe(Observation::Gone { uid: uid.to_owned() }));
+        }
+        self.candidates.remove(key);
+        self.touch_users(key);
+    }
+
+    fn end_release(&mut self, key: &ObjectKey) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
+        claim.stage = ClaimStage::Resting;
+        claim.finalizer_to_go = false;
+        claim.release_seen = None;
+        claim.reported = None;
+        claim.retry.succeeded();
+        self.dirty.insert(Work::Claim(key.clone()));
+        self.touch_users(key);
+    }
+
+    fn allocate_immediately(&mut self, key: &ObjectKey) {
+        let Some(claim) = self.claims.get(key) else { return };
+        let class_name = claim.object.spec.resource_class_name.clone();
+        if !self.classes.contains_key(&class_name) {
+            let message = format!(
+                "resource class \"{class_name}\" does not exist, so nobody can allocate this claim: create the class, or delete the claim and name another"
+            );
+            self.report_claim(key, "ResourceClassMissing", message);
+            return;
+        }
+        if self.is_own_class(&class_name) && claim.refused_at != Some(self.epoch) {
+            self.start_batch(None, None, &[(String::new(), key.clone())]);
+        }
+    }
+}

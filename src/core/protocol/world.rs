@@ -1,0 +1,525 @@
+//! Everything the protocol knows, and how events change it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClass, controller_of};
+use crate::driver::{Holding, Observation};
+
+use super::batch::{Batch, BatchId};
+use super::claim::ClaimState;
+use super::context::{Basis, ContextState};
+use super::event::{Answer, CallId, Command, Event, Moment, ObjectKey, Outcome, Regarding, Report};
+use super::wake::Wake;
+
+/// What an operator chooses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// The driver's name.
+    pub driver_name: String,
+    /// Whether the pod is entered into `reservedFor` together with the allocation. If not, the scheduler does it.
+    pub reserve_for_pod: bool,
+}
+
+impl Settings {
+    /// The defaults for a driver.
+    pub fn new(driver_name: impl Into<String>) -> Self {
+        Self {
+            driver_name: driver_name.into(),
+            reserve_for_pod: true,
+        }
+    }
+
+    /// The finalizer that keeps a claim until its devices are given back.
+    pub fn finalizer(&self) -> String {
+        format!("{}/deletion-protection", self.driver_name)
+    }
+}
+
+/// What the protocol has counted since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// Claims allocated: the status write is known to be stored.
+    pub allocations: u64,
+    /// Claims whose devices were given back.
+    pub deallocations: u64,
+    /// Waiting pods for which the slow recheck found a place that nothing had announced. Each one is a lost wake-up.
+    pub caught_by_recheck: u64,
+}
+
+/// What must have happened before the first decision.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Barrier {
+    classes: bool,
+    claims: bool,
+    contexts: bool,
+    driver: bool,
+}
+
+impl Barrier {
+    fn listed(self) -> bool {
+        self.classes && self.claims && self.contexts
+    }
+}
+
+/// Something that may need a step.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Work {
+    /// A batch under way.
+    Batch(BatchId),
+    /// A claim.
+    Claim(ObjectKey),
+    /// A context.
+    Context(ObjectKey),
+    /// The slow recheck of a waiting context.
+    Recheck(ObjectKey),
+    /// The end of an offer to a waiting context.
+    Offer(ObjectKey),
+}
+
+/// To whom the answer of a call belongs.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Flight {
+    /// A context that reads its pod.
+    Pod { context: ObjectKey, uid: String },
+    /// A context that is being judged.
+    Judge {
+        context: ObjectKey,
+        uid: String,
+        basis: Basis,
+    },
+    /// A context whose entries are being written.
+    Publish { context: ObjectKey, uid: String },
+    /// A claim that is being released.
+    Release { claim: ObjectKey, uid: String },
+    /// A claim within a batch.
+    Item { batch: BatchId, uid: String },
+    /// A whole batch.
+    Batch { batch: BatchId },
+}
+
+/// Everything the protocol knows. Owned by one task; changed by [`World::apply`] and [`World::decide`] only.
+#[derive(Clone, Debug)]
+pub struct World {
+    pub(super) settings: Settings,
+    pub(super) finalizer: String,
+    barrier: Barrier,
+    pub(super) classes: BTreeMap<String, Arc<ResourceClass>>,
+    pub(super) claims: BTreeMap<ObjectKey, ClaimState>,
+    /// Claims by the uid of the pod that owns them.
+    pub(super) claims_by_owner: BTreeMap<String, BTreeSet<ObjectKey>>,
+    /// Claims that a context might be about: ours, delayed, not allocated.
+    pub(super) candidates: BTreeSet<ObjectKey>,
+    pub(super) contexts: BTreeMap<ObjectKey, ContextState>,
+    /// The contexts whose pods name a claim.
+    pub(super) users: BTreeMap<ObjectKey, BTreeSet<ObjectKey>>,
+    pub(super) batches: BTreeMap<BatchId, Batch>,
+    pub(super) flights: BTreeMap<CallId, Flight>,
+    pub(super) dirty: BTreeSet<Work>,
+    timers: BTreeSet<(Moment, Work)>,
+    pub(super) wake: Wake,
+    /// Raised when something may have become possible.
+    pub(super) epoch: u64,
+    pub(super) outbox: Vec<Command>,
+    next_id: u64,
+    pub(super) statistics: Statistics,
+}
+
+impl World {
+    /// A world that knows nothing yet and decides nothing until everything is listed and the driver is ready.
+    pub fn new(settings: Settings) -> Self {
+        Self {
+            finalizer: settings.finalizer(),
+            settings,
+            barrier: Barrier::default(),
+            classes: BTreeMap::new(),
+            claims: BTreeMap::new(),
+            claims_by_owner: BTreeMap::new(),
+            candidates: BTreeSet::new(),
+            contexts: BTreeMap::new(),
+            users: BTreeMap::new(),
+            batches: BTreeMap::new(),
+            flights: BTreeMap::new(),
+            dirty: BTreeSet::new(),
+            timers: BTreeSet::new(),
+            wake: Wake::default(),
+            epoch: 0,
+            outbox: Vec::new(),
+            next_id: 0,
+            statistics: Statistics::default(),
+        }
+    }
+
+    /// What has been counted since the start.
+    pub fn statistics(&self) -> Statistics {
+        self.statistics
+    }
+
+    /// Whether decisions are made: everything is listed and the driver is ready.
+    pub fn is_ready(&self) -> bool {
+        self.barrier.driver
+    }
+
+    /// Whether a call, a write or a batch is under way.
+    pub fn is_busy(&self) -> bool {
+        !self.flights.is_empty() || !self.batches.is_empty()
+    }
+
+    /// When [`World::decide`] must be called again even if nothing happens.
+    pub fn next_deadline(&self) -> Option<Moment> {
+        self.timers.first().map(|(moment, _)| *moment)
+    }
+
+    /// Takes note of what has happened.
+    pub fn apply(&mut self, event: Event, now: Moment) {
+        match event {
+            Event::Classes(classes) => self.see_all_classes(classes),
+            Event::Class(class) => self.see_class(class),
+            Event::ClassGone(name) => self.class_gone(&name),
+            Event::Claims(claims) => self.see_all_claims(claims, now),
+            Event::Claim(claim) => self.see_claim(claim, now),
+            Event::ClaimGone { key, uid } => self.claim_gone(&key, &uid),
+            Event::Contexts(contexts) => self.see_all_contexts(contexts, now),
+            Event::Context(context) => self.see_context(context, now),
+            Event::ContextGone { key, uid } => self.context_gone(&key, &uid),
+            Event::DriverReady => self.driver_ready(),
+            Event::Capacity(change) => self.capacity_changed(&change, now),
+            Event::Answer { id, answer } => self.answered(id, answer, now),
+        }
+    }
+
+    /// Says what to do now. Pure: the same world and the same moment give the same commands.
+    pub fn decide(&mut self, now: Moment) -> Vec<Command> {
+        if self.barrier.driver {
+            self.fire_timers(now);
+            loop {
+                while let Some(work) = self.dirty.pop_first() {
+                    match work {
+                        Work::Batch(id) => self.step_batch(id, now),
+                        Work::Claim(key) => self.step_claim(&key, now),
+                        Work::Context(key) => self.step_context(&key, now),
+                        Work::Recheck(key) => self.recheck_context(&key, now),
+                        Work::Offer(key) => self.end_offer(&key),
+                    }
+                }
+                if !self.make_offers(now) {
+                    break;
+                }
+            }
+        }
+        std::mem::take(&mut self.outbox)
+    }
+
+    // === time and calls ===
+
+    pub(super) fn wake_at(&mut self, moment: Moment, work: Work) {
+        self.timers.insert((moment, work));
+    }
+
+    fn fire_timers(&mut self, now: Moment) {
+        while let Some((moment, _)) = self.timers.first() {
+            if *moment > now {
+                break;
+            }
+            if let Some((_, work)) = self.timers.pop_first() {
+                self.dirty.insert(work);
+            }
+        }
+    }
+
+    pub(super) fn next_number(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    /// Sends a command whose answer belongs to `flight`.
+    pub(super) fn send(&mut self, flight: Flight, command: impl FnOnce(CallId) -> Command) {
+        let id = CallId(self.next_number());
+        self.flights.insert(id, flight);
+        self.outbox.push(command(id));
+    }
+
+    pub(super) fn report(&mut self, regarding: Regarding, reason: &str, message: String) {
+        self.outbox.push(Command::Report(Report {
+            regarding,
+            reason: reason.to_owned(),
+            message,
+        }));
+    }
+
+    fn answered(&mut self, id: CallId, answer: Answer, now: Moment) {
+        let Some(flight) = self.flights.remove(&id) else {
+            return;
+        };
+        // What a write returned is seen at once: the watch will show it later.
+        if let Answer::ClaimWritten(Outcome::Done(claim)) = &answer {
+            self.see_written_claim(claim.clone(), now);
+        }
+        match flight {
+            Flight::Pod { context, uid } => self.pod_read(&context, &uid, answer, now),
+            Flight::Judge { context, uid, basis } => self.judged(&context, &uid, basis, answer, now),
+            Flight::Publish { context, uid } => self.published(&context, &uid, answer, now),
+            Flight::Release { claim, uid } => self.release_answered(&claim, &uid, answer, now),
+            Flight::Item { batch, uid } => self.item_answered(batch, &uid, answer, now),
+            Flight::Batch { batch } => self.batch_answered(batch, answer),
+        }
+    }
+
+    // === start ===
+
+    fn pass_barrier(&mut self) {
+        if !self.barrier.listed() || self.barrier.driver {
+            return;
+        }
+        let holdings = self
+            .claims
+            .values_mut()
+            .filter_map(|claim| claim.observe_first())
+            .collect();
+        self.outbox.push(Command::Observe(Observation::All(holdings)));
+        self.outbox.push(Command::AwaitDriver);
+    }
+
+    fn driver_ready(&mut self) {
+        self.barrier.driver = true;
+        self.dirty.extend(self.claims.keys().cloned().map(Work::Claim));
+        self.dirty
+            .extend(self.contexts.keys().cloned().map(Work::Context));
+    }
+
+    // === classes ===
+
+    fn see_all_classes(&mut self, classes: Vec<Arc<ResourceClass>>) {
+        let names: BTreeSet<String> = classes
+            .iter()
+            .filter_map(|class| class.metadata.name.clone())
+            .collect();
+        let gone: Vec<String> = self
+            .classes
+            .keys()
+            .filter(|name| !names.contains(*name))
+            .cloned()
+            .collect();
+        for name in gone {
+            self.class_gone(&name);
+        }
+        for class in classes {
+            self.see_class(class);
+        }
+        if !self.barrier.classes {
+            self.barrier.classes = true;
+            self.pass_barrier();
+        }
+    }
+
+    fn see_class(&mut self, class: Arc<ResourceClass>) {
+        let Some(name) = class.metadata.name.clone() else {
+            return;
+        };
+        if self.classes.get(&name) == Some(&class) {
+            return;
+        }
+        self.classes.insert(name.clone(), class);
+        self.class_changed(&name);
+    }
+
+    fn class_gone(&mut self, name: &str) {
+        if self.classes.remove(name).is_some() {
+            self.class_changed(name);
+        }
+    }
+
+    fn class_changed(&mut self, name: &str) {
+        let keys: Vec<ObjectKey> = self
+            .claims
+            .iter()
+            .filter(|(_, claim)| claim.object.spec.resource_class_name == name)
+            .map(|(key, _)| key.clone())
+            .collect();
+        for key in keys {
+            if let Some(claim) = self.claims.get_mut(&key) {
+                claim.refused_at = None;
+            }
+            self.reconsider_claim(&key);
+        }
+    }
+
+    // === claims ===
+
+    fn see_all_claims(&mut self, claims: Vec<Arc<ResourceClaim>>, now: Moment) {
+        let keys: BTreeSet<ObjectKey> = claims
+            .iter()
+            .map(|claim| ObjectKey::of(&claim.metadata))
+            .collect();
+        let gone: Vec<(ObjectKey, String)> = self
+            .claims
+            .iter()
+            .filter(|(key, _)| !keys.contains(*key))
+            .map(|(key, claim)| (key.clone(), claim.uid().to_owned()))
+            .collect();
+        for (key, uid) in gone {
+            self.claim_gone(&key, &uid);
+        }
+        for claim in claims {
+            self.see_claim(claim, now);
+        }
+        if !self.barrier.claims {
+            self.barrier.claims = true;
+            self.pass_barrier();
+        }
+    }
+
+    /// What our own write returned. It is not taken for a claim that the watch has meanwhile shown to be gone.
+    pub(super) fn see_written_claim(&mut self, claim: Arc<ResourceClaim>, now: Moment) {
+        let key = ObjectKey::of(&claim.metadata);
+        if self
+            .claims
+            .get(&key)
+            .is_some_and(|known| Some(known.uid()) == claim.metadata.uid.as_deref())
+        {
+            self.see_claim(claim, now);
+        }
+    }
+
+    fn see_claim(&mut self, object: Arc<ResourceClaim>, now: Moment) {
+        let key = ObjectKey::of(&object.metadata);
+        let uid = object.metadata.uid.clone().unwrap_or_default();
+        if let Some(known) = self.claims.get(&key) {
+            let known_uid = known.uid().to_owned();
+            if known_uid != uid {
+                self.claim_gone(&key, &known_uid);
+            } else if known.is_gone()
+                || !newer(
+                    known.object.metadata.resource_version.as_deref(),
+                    object.metadata.resource_version.as_deref(),
+                )
+            {
+                return;
+            }
+        }
+        if let Some(owner) = controller_of(&object.metadata) {
+            self.claims_by_owner
+                .entry(owner.uid.clone())
+                .or_default()
+                .insert(key.clone());
+        }
+        let (driver, finalizer) = (self.settings.driver_name.clone(), self.finalizer.clone());
+        let listed = self.barrier.listed();
+        let state = self
+            .claims
+            .entry(key.clone())
+            .or_insert_with(|| ClaimState::new(object.clone()));
+        if let Some(holding) = state.see(object, &driver, &finalizer, now)
+            && listed
+        {
+            self.outbox.push(Command::Observe(Observation::Changed(holding)));
+        }
+        self.reconsider_claim(&key);
+    }
+
+    fn claim_gone(&mut self, key: &ObjectKey, uid: &str) {
+        if self.claims.get(key).is_none_or(|claim| claim.uid() != uid) {
+            return;
+        }
+        let Some(claim) = self.claims.remove(key) else {
+            return;
+        };
+        if let Some(owner) = controller_of(&claim.object.metadata)
+            && let Some(keys) = self.claims_by_owner.get_mut(&owner.uid)
+        {
+            keys.remove(key);
+            if keys.is_empty() {
+                self.claims_by_owner.remove(&owner.uid);
+            }
+        }
+        self.candidates.remove(key);
+        if claim.observed && self.barrier.listed() {
+            self.outbox
+                .push(Command::Observe(Observation::Gone { uid: uid.to_owned() }));
+        }
+        self.touch_users(key);
+        for (id, batch) in &self.batches {
+            if batch.has(uid) {
+                self.dirty.insert(Work::Batch(*id));
+            }
+        }
+    }
+
+    /// Brings the indexes up to date after a claim or its class has changed, and looks at everything that it concerns.
+    fn reconsider_claim(&mut self, key: &ObjectKey) {
+        let Some(claim) = self.claims.get(key) else { return };
+        // Another driver's claim counts too: the pod's claims are allocated when all of them are there.
+        if let Some(owner) = controller_of(&claim.object.metadata) {
+            let context = ObjectKey::new(key.namespace.clone(), owner.name.clone());
+            self.dirty.insert(Work::Context(context));
+        }
+        let is_owned = controller_of(&claim.object.metadata).is_some();
+        if self.is_candidate(claim) {
+            if self.candidates.insert(key.clone()) && !is_owned {
+                self.touch_unread_contexts(&key.namespace);
+            }
+        } else {
+            self.candidates.remove(key);
+        }
+        self.dirty.insert(Work::Claim(key.clone()));
+        self.touch_users(key);
+    }
+
+    /// Looks again at the contexts whose pods name a claim.
+    pub(super) fn touch_users(&mut self, claim: &ObjectKey) {
+        if let Some(contexts) = self.users.get(claim) {
+            self.dirty.extend(contexts.iter().cloned().map(Work::Context));
+        }
+    }
+
+    // === contexts ===
+
+    fn see_all_contexts(&mut self, contexts: Vec<Arc<PodSchedulingContext>>, now: Moment) {
+        let keys: BTreeSet<ObjectKey> = contexts
+            .iter()
+            .map(|context| ObjectKey::of(&context.metadata))
+            .collect();
+        let gone: Vec<(ObjectKey, String)> = self
+            .contexts
+            .iter()
+            .filter(|(key, _)| !keys.contains(*key))
+            .map(|(key, context)| (key.clone(), context.uid().to_owned()))
+            .collect();
+        for (key, uid) in gone {
+            self.context_gone(&key, &uid);
+        }
+        for context in contexts {
+            self.see_context(context, now);
+        }
+        if !self.barrier.contexts {
+            self.barrier.contexts = true;
+            self.pass_barrier();
+        }
+    }
+}
+
+/// Whether `new` is a later state of an object than `known`. Resource versions are compared as numbers, as client-go's caches do.
+pub(super) fn newer(known: Option<&str>, new: Option<&str>) -> bool {
+    let number = |version: Option<&str>| version.and_then(|text| text.parse::<u64>().ok());
+    match (number(known), number(new)) {
+        (Some(known), Some(new)) => new > known,
+        _ => known != new,
+    }
+}
+
+/// A delay between `base` and `base + spread` that depends on the name alone, so that rechecks do not come all at once.
+pub(super) fn spread(name: &str, base: Duration, spread: Duration) -> Duration {
+    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    let share = u32::try_from(hash % 1024).unwrap_or_default();
+    base.saturating_add(spread.saturating_mul(share) / 1024)
+}
+
+impl Holding {
+    /// A claim that the driver is told about.
+    pub(super) fn of(claim: &Arc<ResourceClaim>) -> Self {
+        Self { claim: claim.clone() }
+    }
+}

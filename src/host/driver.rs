@@ -1,0 +1,268 @@
+//! [`HostDriver`]: the books behind one lock, kept by three watches and by what the controller observes.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use futures::Stream;
+use kube::Client;
+use tokio::sync::watch as cell;
+use tokio_util::sync::CancellationToken;
+
+use crate::api::crd::{DeviceClaimParameters, DeviceClassParameters, NodeInventory};
+use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
+use crate::core::devices::allocate::Target;
+use crate::core::devices::books::Observed;
+use crate::core::devices::errors::AllocateError;
+use crate::core::devices::inventory::Node;
+use crate::core::devices::judge::Wish;
+use crate::core::devices::parameters::{ClassParameters, Demand};
+use crate::driver::{
+    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Observation, Verdict,
+};
+use crate::host::changes::Changes;
+use crate::host::state::{Change, State};
+use crate::host::watch::{self, Guarded, events, follow};
+
+/// NodeInventory objects in one page of a list: a page stays below some 10 MiB even if the nodes have hundreds of devices.
+const INVENTORY_PAGE: u32 = 100;
+/// Parameter objects in one page of a list.
+const PARAMETERS_PAGE: u32 = 500;
+
+/// The built-in driver: allocates the devices that NodeInventory objects list, by what DeviceClassParameters and
+/// DeviceClaimParameters say. It asks the API server for nothing when it is asked something.
+///
+/// Its service account needs `list` and `watch` on `nodeinventories`, `deviceclassparameters` and `deviceclaimparameters`
+/// of group `drayman.dev`, and nothing else; what the [controller](crate::controller) needs comes on top.
+#[derive(Clone, Debug)]
+pub struct HostDriver {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    name: String,
+    /// Check and hold are one step under this lock. It is never held across an await.
+    state: Mutex<State>,
+    changes: Changes,
+    synced: cell::Sender<Synced>,
+}
+
+/// Which of the three copies are complete.
+#[derive(Clone, Copy, Debug, Default)]
+struct Synced {
+    inventories: bool,
+    classes: bool,
+    claims: bool,
+}
+
+impl Synced {
+    fn all(self) -> bool {
+        self.inventories && self.classes && self.claims
+    }
+}
+
+impl HostDriver {
+    /// Starts the watches of the driver called `driver_name`; they end at `shutdown`. Must be called within a tokio runtime.
+    pub fn start(client: Client, driver_name: impl Into<String>, shutdown: CancellationToken) -> Self {
+        let driver = Self::unwatched(driver_name);
+        let name = driver.shared.name.clone();
+        let shared = Arc::clone(&driver.shared);
+        tokio::spawn(follow(
+            events::<NodeInventory>(client.clone(), INVENTORY_PAGE),
+            shutdown.clone(),
+            move |object| read_inventory(&name, object),
+            move |change| shared.inventories(change),
+        ));
+        let shared = Arc::clone(&driver.shared);
+        tokio::spawn(follow(
+            events::<DeviceClassParameters>(client.clone(), PARAMETERS_PAGE),
+            shutdown.clone(),
+            |object| {
+                let key = watch::name(&object);
+                (
+                    key,
+                    Some(object.0.map(|object| object.spec).map_err(|error| error.error)),
+                )
+            },
+            move |change| {
+                let all = matches!(change, Change::All(_));
+                let number = shared.state().classes.apply(change);
+                shared.parameters(number, |synced| synced.classes |= all);
+            },
+        ));
+        let shared = Arc::clone(&driver.shared);
+        tokio::spawn(follow(
+            events::<DeviceClaimParameters>(client, PARAMETERS_PAGE),
+            shutdown,
+            |object| {
+                let key = watch::namespaced_name(&object);
+                (
+                    key,
+                    Some(object.0.map(|object| object.spec).map_err(|error| error.error)),
+                )
+            },
+            move |change| {
+                let all = matches!(change, Change::All(_));
+                let number = shared.state().claims.apply(change);
+                shared.parameters(number, |synced| synced.claims |= all);
+            },
+        ));
+        driver
+    }
+
+    fn unwatched(driver_name: impl Into<String>) -> Self {
+        let name = driver_name.into();
+        let state = Mutex::new(State::new(&name));
+        let synced = cell::Sender::new(Synced::default());
+        Self {
+            shared: Arc::new(Shared {
+                name,
+                state,
+                changes: Changes::new(),
+                synced,
+            }),
+        }
+    }
+}
+
+/// The name of an inventory object, and what it says if it is of the driver called `driver` and can be read.
+fn read_inventory(driver: &str, object: Guarded<NodeInventory>) -> (String, Option<Node>) {
+    let key = watch::name(&object);
+    match object.0 {
+        Ok(inventory) => (
+            key,
+            (inventory.spec.driver_name == driver).then(|| Node::read(&inventory)),
+        ),
+        Err(error) => {
+            tracing::warn!(name = key, %error, "a NodeInventory cannot be read; nothing is allocated from it");
+            (key, None)
+        }
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn inventories(&self, change: Change<String, Node>) {
+        let all = matches!(change, Change::All(_));
+        let number = self.state().apply_inventories(change);
+        self.synced.send_modify(|synced| synced.inventories |= all);
+        self.changes.report(CapacityCause::Inventory, number);
+    }
+
+    fn parameters(&self, number: usize, mark: impl FnOnce(&mut Synced)) {
+        self.synced.send_modify(mark);
+        self.changes.report(CapacityCause::Parameters, number);
+    }
+}
+
+impl Driver for HostDriver {
+    type ClassParameters = ClassParameters;
+    type ClaimParameters = Demand;
+
+    fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    async fn ready(&self) {
+        let mut synced = self.shared.synced.subscribe();
+        // The sender lives as long as self.
+        let _ = synced.wait_for(|synced| synced.all()).await;
+    }
+
+    async fn class_parameters(&self, class: &ResourceClass) -> Result<ClassParameters, DriverError> {
+        self.shared.state().class_parameters(class)
+    }
+
+    async fn claim_parameters(
+        &self,
+        claim: &ResourceClaim,
+        _class: &ResourceClass,
+        class_parameters: &ClassParameters,
+    ) -> Result<Demand, DriverError> {
+        self.shared.state().claim_parameters(claim, class_parameters)
+    }
+
+    async fn unsuitable_nodes(
+        &self,
+        _pod: &Pod,
+        claims: &[ClaimRequest<Self>],
+        nodes: &[String],
+    ) -> Result<Vec<Verdict>, DriverError> {
+        let wishes: Vec<Wish<'_>> = claims.iter().map(wish).collect();
+        let verdicts = self.shared.state().books.unsuitable_nodes(&wishes, nodes);
+        Ok(verdicts
+            .into_iter()
+            .map(|unsuitable_nodes| Verdict { unsuitable_nodes })
+            .collect())
+    }
+
+    async fn allocate(
+        &self,
+        claims: &[ClaimRequest<Self>],
+        node: Option<&str>,
+    ) -> Result<Vec<Result<AllocationResult, DriverError>>, DriverError> {
+        let wishes: Vec<Wish<'_>> = claims.iter().map(wish).collect();
+        let target = node.map_or(Target::Anywhere, Target::Node);
+        let allocated = self.shared.state().books.allocate(&wishes, target);
+        self.shared.changes.report(CapacityCause::Freed, allocated.freed);
+        Ok(allocated
+            .answers
+            .into_iter()
+            .map(|answer| answer.map_err(DriverError::from))
+            .collect())
+    }
+
+    async fn deallocate(&self, deallocation: Deallocation<'_>) -> Result<(), DriverError> {
+        let freed = self.shared.state().books.deallocate(deallocation.claim);
+        self.shared.changes.report(CapacityCause::Freed, freed);
+        Ok(())
+    }
+
+    fn observe(&self, observation: &Observation) {
+        let driver = self.name();
+        let Observed { freed, problems } = {
+            let books = &mut self.shared.state().books;
+            match observation {
+                Observation::All(holdings) => books.observe_all(
+                    holdings
+                        .iter()
+                        .map(|holding| (&*holding.claim, holding.allocation(driver))),
+                ),
+                Observation::Changed(holding) => books.observe(&holding.claim, holding.allocation(driver)),
+                Observation::Gone { uid } => Observed {
+                    freed: books.gone(uid),
+                    problems: Vec::new(),
+                },
+            }
+        };
+        for problem in problems {
+            tracing::error!(reason = problem.reason(), "{problem}");
+        }
+        self.shared.changes.report(CapacityCause::Freed, freed);
+    }
+
+    fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
+        self.shared.changes.subscribe()
+    }
+}
+
+fn wish(request: &ClaimRequest<HostDriver>) -> Wish<'_> {
+    Wish {
+        claim: &request.claim,
+        demand: &request.claim_parameters,
+        suitable_nodes: request.class.suitable_nodes.as_ref(),
+    }
+}
+
+impl From<AllocateError> for DriverError {
+    fn from(error: AllocateError) -> Self {
+        let make = if error.is_final() {
+            Self::invalid
+        } else {
+            Self::retry
+        };
+        make(error.reason(), error.to_string())
+    }
+}

@@ -1,0 +1,217 @@
+//! The three watches of the built-in driver, from the API server to [`Change`]s.
+
+use std::fmt::Debug;
+use std::pin::pin;
+
+use futures::{Stream, StreamExt};
+use kube::core::DeserializeGuard;
+use kube::runtime::{WatchStreamExt, watcher};
+use kube::{Api, Client, Resource, ResourceExt};
+use serde::de::DeserializeOwned;
+use tokio_util::sync::CancellationToken;
+
+use crate::host::state::Change;
+
+/// An object, or what is wrong with it. One object that cannot be read must not stop the watch of all others.
+pub(crate) type Guarded<K> = DeserializeGuard<K>;
+
+/// Events of all objects of a kind, in all namespaces, for ever; `page` objects per request at the start.
+pub(crate) fn events<K>(
+    client: Client,
+    page: u32,
+) -> impl Stream<Item = watcher::Result<watcher::Event<Guarded<K>>>> + Send
+where
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static,
+{
+    let api: Api<Guarded<K>> = Api::all(client);
+    watcher(api, watcher::Config::default().page_size(page)).default_backoff()
+}
+
+/// Passes on what the events say until `shutdown`. `read` makes the compact form of an object; an object for which it has
+/// none does not exist. After a gap the objects are listed anew and passed on all at once, since what was deleted
+/// meanwhile shows only as absence.
+pub(crate) async fn follow<K, T, V>(
+    events: impl Stream<Item = watcher::Result<watcher::Event<Guarded<K>>>>,
+    shutdown: CancellationToken,
+    read: impl Fn(Guarded<K>) -> (T, Option<V>),
+    mut apply: impl FnMut(Change<T, V>),
+) where
+    K: Resource<DynamicType = ()>,
+{
+    let kind = K::kind(&());
+    let mut events = pin!(events);
+    let mut listed = Vec::new();
+    let mut trouble = None;
+    loop {
+        let event = tokio::select! {
+            biased;
+            () = shutdown.cancelled() => return,
+            event = events.next() => event,
+        };
+        match event {
+            Some(Ok(event)) => {
+                if trouble.take().is_some() {
+                    tracing::info!(kind = %kind, "the watch works again");
+                }
+                match event {
+                    watcher::Event::Init => listed.clear(),
+                    watcher::Event::InitApply(object) => {
+                        let (key, value) = read(object);
+                        listed.extend(value.map(|value| (key, value)));
+                    }
+                    watcher::Event::InitDone => apply(Change::All(std::mem::take(&mut listed))),
+                    watcher::Event::Apply(object) => match read(object) {
+                        (key, Some(value)) => apply(Change::Set(key, value)),
+                        (key, None) => apply(Change::Gone(key)),
+                    },
+                    watcher::Event::Delete(object) => apply(Change::Gone(read(object).0)),
+                }
+            }
+            Some(Err(error)) => {
+                let text = explain::<K>(&error);
+                // The watch tries again for ever, at growing distances; the same trouble is told once.
+                if trouble.as_ref() != Some(&text) {
+                    tracing::warn!(kind = %kind, "{text}");
+                    trouble = Some(text);
+                }
+            }
+            None => return,
+        }
+    }
+}
+
+/// The error, with what to do if that is known.
+fn explain<K: Resource<DynamicType = ()>>(error: &watcher::Error) -> String {
+    let (plural, group) = (K::plural(&()), K::group(&()));
+    let status = match error {
+        watcher::Error::InitialListFailed(kube::Error::Api(status))
+        | watcher::Error::WatchStartFailed(kube::Error::Api(status)) => Some(status),
+        _ => None,
+    };
+    match status {
+        Some(status) if status.is_not_found() => format!(
+            "the server does not know {plural}.{group}: install the definitions with `drayman crds | kubectl apply -f -`"
+        ),
+        Some(status) if status.is_forbidden() => {
+            format!("the controller's role must allow it to list and watch {plural}.{group}: {error}")
+        }
+        _ => format!("cannot watch {plural}.{group}: {error}"),
+    }
+}
+
+/// Name of an object.
+pub(crate) fn name<K: Resource<DynamicType = ()>>(object: &Guarded<K>) -> String {
+    object.name_any()
+}
+
+/// Namespace and name of an object.
+pub(crate) fn namespaced_name<K: Resource<DynamicType = ()>>(object: &Guarded<K>) -> (String, String) {
+    (object.namespace().unwrap_or_default(), object.name_any())
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+
+    use super::*;
+    use crate::api::crd::{DeviceClassParameters, DeviceClassParametersSpec, NodeInventory};
+
+    fn object(name: &str, kind: Option<&str>) -> Guarded<DeviceClassParameters> {
+        let spec = kind.map_or_else(
+            || serde_json::json!({"kind": "x", "knid": 1}),
+            |kind| serde_json::json!({"kind": kind}),
+        );
+        serde_json::from_value(serde_json::json!({"metadata": {"name": name}, "spec": spec})).unwrap()
+    }
+
+    async fn changes(
+        events: Vec<watcher::Result<watcher::Event<Guarded<DeviceClassParameters>>>>,
+    ) -> Vec<Change<String, Result<String, String>>> {
+        let mut changes = Vec::new();
+        let read = |object: Guarded<DeviceClassParameters>| {
+            let key = name(&object);
+            let value = object
+                .0
+                .map(|object| object.spec.kind)
+                .map_err(|error| error.to_string());
+            (key, (value != Ok("foreign".into())).then_some(value))
+        };
+        follow(
+            futures::stream::iter(events),
+            CancellationToken::new(),
+            read,
+            |change| changes.push(change),
+        )
+        .await;
+        changes
+    }
+
+    fn failure(code: u16, reason: &str) -> watcher::Error {
+        watcher::Error::InitialListFailed(kube::Error::Api(Box::new(
+            Status::failure("x", reason).with_code(code),
+        )))
+    }
+
+    #[tokio::test]
+    async fn a_list_is_passed_on_at_once_and_only_when_it_is_complete() {
+        use watcher::Event::{Apply, Delete, Init, InitApply, InitDone};
+        let ok = |kind: &str| Ok::<String, String>(kind.into());
+        let changes = changes(vec![
+            Ok(Init),
+            Ok(InitApply(object("lost", Some("x")))),
+            Err(failure(500, "InternalError")),
+            Ok(Init),
+            Ok(InitApply(object("a", Some("x")))),
+            Ok(InitApply(object("f", Some("foreign")))),
+            Ok(InitDone),
+            Ok(Apply(object("b", Some("y")))),
+            Ok(Apply(object("f", Some("foreign")))),
+            Ok(Delete(object("a", Some("x")))),
+        ])
+        .await;
+        let expected = [
+            Change::All(vec![("a".into(), ok("x"))]),
+            Change::Set("b".into(), ok("y")),
+            Change::Gone("f".into()),
+            Change::Gone("a".into()),
+        ];
+        assert_eq!(changes, expected);
+    }
+
+    #[tokio::test]
+    async fn an_object_that_cannot_be_read_says_why_beside_those_that_can() {
+        use watcher::Event::{Init, InitApply, InitDone};
+        let events = vec![
+            Ok(Init),
+            Ok(InitApply(object("bad", None))),
+            Ok(InitApply(object("good", Some("x")))),
+            Ok(InitDone),
+        ];
+        let changes = changes(events).await;
+        let [Change::All(objects)] = changes.as_slice() else {
+            panic!("{changes:?}")
+        };
+        let [(bad, Err(error)), (good, Ok(_))] = objects.as_slice() else {
+            panic!("{objects:?}")
+        };
+        assert_eq!((bad.as_str(), good.as_str()), ("bad", "good"));
+        assert!(error.contains("knid"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn shutdown_ends_a_watch_that_never_ends_by_itself() {
+        let shutdown = CancellationToken::new();
+        shutdown.cancel();
+        let read =
+            |object: Guarded<DeviceClassParameters>| (name(&object), None::<DeviceClassParametersSpec>);
+        follow(futures::stream::pending(), shutdown, read, |_| {}).await;
+    }
+
+    #[test]
+    fn trouble_with_a_watch_says_what_to_do() {
+        let text = |error| explain::<NodeInventory>(&error);
+        assert!(text(failure(404, "NotFound")).contains("drayman crds | kubectl apply"));
+        assert!(text(failure(403, "Forbidden")).contains("list and watch nodeinventories.drayman.dev"));
+        assert!(text(failure(500, "InternalError")).starts_with("cannot watch nodeinventories.drayman.dev"));
+    }
+}

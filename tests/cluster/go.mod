@@ -1,0 +1,3 @@
+module drayman.dev/tests/cluster
+
+go 1.22

@@ -1,0 +1,144 @@
+// Command cluster runs real Kubernetes for the tests of drayman: control planes, and nodes with real containers. See
+// README.md.
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+
+	"drayman.dev/tests/cluster/image"
+	"drayman.dev/tests/cluster/node"
+	"drayman.dev/tests/cluster/protocol"
+	"drayman.dev/tests/cluster/recipe"
+	"drayman.dev/tests/cluster/supervisor"
+)
+
+const usage = `usage: cluster build|up|join|pin [flags]
+
+  build   builds Kubernetes and, with --nodes, containerd into the cache
+  up      starts a cluster (after building what is missing) and keeps it until Ctrl-C; -h lists its flags
+  join    runs a program in the mount namespace of a node: join node-0 PROGRAM...; for hooks of up
+  pin     writes the requirements of --version into the recipe, in the folder given
+`
+
+func main() {
+	if err := run(os.Args[1:]); err != nil {
+		fmt.Fprintln(os.Stderr, "cluster:", err)
+		os.Exit(1)
+	}
+}
+
+func run(arguments []string) error {
+	if len(arguments) == 0 {
+		fmt.Fprint(os.Stderr, usage)
+		return errors.New("a command is missing")
+	}
+	command, rest := arguments[0], arguments[1:]
+	switch command {
+	case "build":
+		return build(rest)
+	case "up":
+		return up(rest)
+	case "join":
+		return join(rest)
+	case "pin":
+		return pin(rest)
+	case "image", "node": // of our own use
+		if len(rest) != 1 {
+			return fmt.Errorf("%s takes one argument", command)
+		}
+		if command == "image" {
+			return image.Write(rest[0])
+		}
+		return node.Main(rest[0])
+	}
+	fmt.Fprint(os.Stderr, usage)
+	return fmt.Errorf("unknown command %q", command)
+}
+
+// common declares the flags that say what is built and where.
+func common(flags *flag.FlagSet) (target, version *string, nodes *int) {
+	return flags.String("target", "target", "cargo's target directory; the cache is in its folder cluster"),
+		flags.String("version", recipe.DefaultVersion, "version of Kubernetes, 1.27 to 1.30"),
+		flags.Int("nodes", 0, "number of nodes; any needs root")
+}
+
+func build(arguments []string) error {
+	flags := flag.NewFlagSet("cluster build", flag.ExitOnError)
+	target, text, nodes := common(flags)
+	flags.Parse(arguments)
+	version, err := recipe.ParseVersion(*text)
+	if err != nil {
+		return err
+	}
+	programs, err := recipe.Build(context.Background(), *target, version, *nodes > 0)
+	if err == nil {
+		fmt.Println(programs.Kubernetes)
+	}
+	return err
+}
+
+func pin(arguments []string) error {
+	flags := flag.NewFlagSet("cluster pin", flag.ExitOnError)
+	text := flags.String("version", recipe.DefaultVersion, "version of Kubernetes")
+	flags.Parse(arguments)
+	version, err := recipe.ParseVersion(*text)
+	if err != nil {
+		return err
+	}
+	if flags.NArg() != 1 {
+		return errors.New("pin takes the folder of the recipe, tests/cluster/recipe")
+	}
+	return recipe.Pin(context.Background(), flags.Arg(0), version)
+}
+
+// join becomes the program, so that a signal to us is one to the program.
+func join(arguments []string) error {
+	if len(arguments) < 2 {
+		return errors.New("join takes the name of a node and a program")
+	}
+	var cluster protocol.Cluster
+	if err := json.Unmarshal([]byte(os.Getenv("CLUSTER")), &cluster); err != nil {
+		return fmt.Errorf("CLUSTER does not describe a cluster (it does for hooks of up): %w", err)
+	}
+	for _, node := range cluster.Nodes {
+		if node.Name != arguments[0] {
+			continue
+		}
+		nsenter, err := exec.LookPath("nsenter")
+		if err != nil {
+			return err
+		}
+		namespace := fmt.Sprintf("--mount=/proc/%d/ns/mnt", node.Init)
+		return syscall.Exec(nsenter, append([]string{nsenter, namespace, "--"}, arguments[1:]...), os.Environ())
+	}
+	return fmt.Errorf("the cluster has no node %q", arguments[0])
+}
+
+func up(arguments []string) error {
+	options := supervisor.Options{Flags: map[string][]string{}}
+	flags := flag.NewFlagSet("cluster up", flag.ExitOnError)
+	target, version, nodes := common(flags)
+	flags.BoolVar(&options.ServiceAccounts, "service-accounts", false, "turn ServiceAccount admission on: pods get tokens, and wait for their account")
+	flags.BoolVar(&options.AuditBodies, "audit-bodies", false, "record the bodies of requests about claims, pods and drayman's own resources")
+	flags.BoolVar(&options.Requests, "requests", false, "read requests from standard input, as JSON lines, and end with it")
+	flags.StringVar(&options.Hook, "hook", "", "shell command to run when the cluster is ready; it ends with it. Gets KUBECONFIG and CLUSTER (JSON)")
+	flags.Func("flag", "add a flag to a component, as in --flag apiserver=--v=4 (repeatable)", func(text string) error {
+		component, added, found := strings.Cut(text, "=")
+		if !found {
+			return fmt.Errorf("%q is not of the form COMPONENT=FLAG", text)
+		}
+		options.Flags[component] = append(options.Flags[component], added)
+		return nil
+	})
+	flags.Parse(arguments)
+	options.Target, options.Version, options.Nodes = *target, *version, *nodes
+	return supervisor.Up(options)
+}

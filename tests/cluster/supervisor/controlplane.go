@@ -1,0 +1,220 @@
+package supervisor
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"syscall"
+
+	"drayman.dev/tests/cluster/process"
+	"drayman.dev/tests/cluster/recipe"
+)
+
+const (
+	serviceRange = "10.96.0.0/16"
+	apiService   = "10.96.0.1"
+)
+
+// apis turns on the resource API that a minor has, and with it the feature gates it needs on every component.
+func apis(version recipe.Version) (runtimeConfig, gates string) {
+	switch {
+	case version.Minor <= 30:
+		return "resource.k8s.io/v1alpha2=true", "DynamicResourceAllocation=true"
+	case version.Minor == 31:
+		return "resource.k8s.io/v1alpha3=true", "DynamicResourceAllocation=true,DRAControlPlaneController=true"
+	case version.Minor == 32:
+		return "resource.k8s.io/v1beta1=true,resource.k8s.io/v1alpha3=true", "DynamicResourceAllocation=true"
+	case version.Minor == 33:
+		return "resource.k8s.io/v1beta1=true,resource.k8s.io/v1beta2=true", "DynamicResourceAllocation=true"
+	default:
+		return "resource.k8s.io/v1=true", "DynamicResourceAllocation=true"
+	}
+}
+
+// credentials makes everything the control plane is told by files.
+func (s *supervisor) credentials() error {
+	ca, err := newAuthority(s.path("pki"))
+	if err != nil {
+		return err
+	}
+	s.ca = ca
+	addresses := []net.IP{net.IPv4(127, 0, 0, 1), net.ParseIP(apiService), s.slot.address(0).AsSlice()}
+	names := []string{"localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc"}
+	if err := ca.issueFiles("apiserver", "kube-apiserver", nil, addresses, names); err != nil {
+		return err
+	}
+	if err := ca.issueFiles("kubelet-client", "kube-apiserver", []string{"system:masters"}, nil, nil); err != nil {
+		return err
+	}
+	if err := ca.serviceAccountKeys(); err != nil {
+		return err
+	}
+	for user, groups := range map[string][]string{
+		"admin": {"system:masters"}, "system:kube-controller-manager": nil, "system:kube-scheduler": nil,
+	} {
+		if err := ca.kubeconfig(s.kubeconfig(user), s.server(), user, groups); err != nil {
+			return err
+		}
+	}
+	if err := os.WriteFile(s.path("audit-policy.yaml"), []byte(auditPolicy(s.options.AuditBodies)), 0o600); err != nil {
+		return err
+	}
+	return os.WriteFile(s.path("scheduler.yaml"), []byte(fmt.Sprintf(`apiVersion: kubescheduler.config.k8s.io/v1
+kind: KubeSchedulerConfiguration
+leaderElection: {leaderElect: false}
+clientConnection: {kubeconfig: %q, qps: 1000, burst: 1000}
+`, s.kubeconfig("system:kube-scheduler"))), 0o600)
+}
+
+// auditPolicy records every request once, when it is answered. Bodies are kept where tests look at them.
+func auditPolicy(bodies bool) string {
+	policy := "apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived, ResponseStarted]\nrules:\n"
+	if bodies {
+		policy += `- level: RequestResponse
+  resources: [{group: resource.k8s.io}, {group: drayman.dev}, {group: "", resources: [pods, pods/*]}]
+`
+	}
+	return policy + "- level: Metadata\n"
+}
+
+func (s *supervisor) server() string { return fmt.Sprintf("https://127.0.0.1:%d", s.slot.port(0)) }
+
+// nodeServer is how nodes and pods reach the API server: over the link to the machine.
+func (s *supervisor) nodeServer() string {
+	return fmt.Sprintf("https://%s:%d", s.slot.address(0), s.slot.port(0))
+}
+
+// startControlPlane returns when the API server is ready; the components that need it are started by then.
+func (s *supervisor) startControlPlane(ctx context.Context) error {
+	etcd := fmt.Sprintf("http://127.0.0.1:%d", s.slot.port(1))
+	peer := fmt.Sprintf("http://127.0.0.1:%d", s.slot.port(2))
+	data := s.path("etcd")
+	if err := os.MkdirAll(data, 0o700); err != nil {
+		return err
+	}
+	if s.root {
+		if err := s.processes.OnThread(func() error { return privateTmpfs(data) }); err != nil {
+			return err
+		}
+	}
+	runtimeConfig, gates := apis(s.version)
+	bind := "127.0.0.1"
+	if s.options.Nodes > 0 {
+		bind = "0.0.0.0" // nodes come over their links
+	}
+	pki := s.ca.path
+	s.define("etcd", "--data-dir="+data, "--listen-client-urls="+etcd, "--advertise-client-urls="+etcd,
+		"--listen-peer-urls="+peer, "--initial-advertise-peer-urls="+peer, "--initial-cluster=default="+peer,
+		"--unsafe-no-fsync", "--log-level=warn")
+	admission := []string{"--enable-admission-plugins=NodeRestriction"}
+	if !s.options.ServiceAccounts {
+		// Pods may be created at once then: they wait for no service account.
+		admission = append(admission, "--disable-admission-plugins=ServiceAccount")
+	}
+	s.define("apiserver", append([]string{"--etcd-servers=" + etcd, "--bind-address=" + bind,
+		fmt.Sprintf("--secure-port=%d", s.slot.port(0)),
+		// Said explicitly, because a machine without a network has no address to choose.
+		"--advertise-address=" + s.slot.address(0).String(),
+		"--cert-dir=" + s.path("pki"), "--tls-cert-file=" + pki("apiserver.crt"), "--tls-private-key-file=" + pki("apiserver.key"),
+		"--client-ca-file=" + pki("ca.crt"),
+		// Nobody has this name; without the flag the other components complain all the time.
+		"--requestheader-client-ca-file=" + pki("ca.crt"), "--requestheader-allowed-names=front-proxy",
+		"--service-account-key-file=" + pki("sa.pub"), "--service-account-signing-key-file=" + pki("sa.key"),
+		"--service-account-issuer=https://kubernetes.default.svc",
+		"--kubelet-client-certificate=" + pki("kubelet-client.crt"), "--kubelet-client-key=" + pki("kubelet-client.key"),
+		"--kubelet-preferred-address-types=InternalIP",
+		"--authorization-mode=Node,RBAC", "--service-cluster-ip-range=" + serviceRange, "--allow-privileged=true",
+		"--runtime-config=" + runtimeConfig, "--feature-gates=" + gates,
+		"--audit-log-path=" + s.path("audit.log"), "--audit-log-maxsize=10000",
+		"--audit-policy-file=" + s.path("audit-policy.yaml")}, admission...)...)
+	manager := s.kubeconfig("system:kube-controller-manager")
+	s.define("controller-manager", "--kubeconfig="+manager, "--authentication-kubeconfig="+manager,
+		"--authorization-kubeconfig="+manager, "--service-account-private-key-file="+pki("sa.key"),
+		"--root-ca-file="+pki("ca.crt"), "--leader-elect=false", fmt.Sprintf("--secure-port=%d", s.slot.port(3)),
+		"--cert-dir="+s.path("pki/controller-manager"), "--feature-gates="+gates,
+		// Each controller under its own account, as in a real cluster: the audit log tells them apart.
+		"--use-service-account-credentials=true", "--kube-api-qps=500", "--kube-api-burst=1000",
+		"--controllers=*,-cloud-node-lifecycle",
+		// It makes this folder, by default in /usr.
+		"--flex-volume-plugin-dir="+s.path("flex-volume"))
+	scheduler := s.kubeconfig("system:kube-scheduler")
+	s.define("scheduler", "--config="+s.path("scheduler.yaml"), fmt.Sprintf("--secure-port=%d", s.slot.port(4)),
+		"--cert-dir="+s.path("pki/scheduler"), "--feature-gates="+gates,
+		"--authentication-kubeconfig="+scheduler, "--authorization-kubeconfig="+scheduler)
+
+	for _, name := range []string{"etcd", "apiserver"} {
+		if err := s.start(name); err != nil {
+			return err
+		}
+	}
+	client, err := newAPI(s.server(), s.ca)
+	if err != nil {
+		return err
+	}
+	s.api = client
+	if err := s.api.ready(ctx, s.failure); err != nil {
+		return err
+	}
+	for _, name := range []string{"controller-manager", "scheduler"} {
+		if err := s.start(name); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// define says how a component is started. Flags that the caller of `cluster up` gave come last and so win.
+func (s *supervisor) define(name string, flags ...string) {
+	s.components[name] = append(append([]string{s.programs.Kubernetes, name}, flags...), s.options.Flags[name]...)
+}
+
+// start starts a defined component that is not running.
+func (s *supervisor) start(name string) error {
+	arguments := s.components[name]
+	if arguments == nil {
+		return fmt.Errorf("the control plane has no %q", name)
+	}
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	if s.removing {
+		return errAsked
+	}
+	if running := s.running[name]; running != nil && !running.Ended() {
+		return fmt.Errorf("%s runs already", name)
+	}
+	started, err := s.processes.Start(process.Spec{Name: name, Arguments: arguments, Log: s.log(name), Directory: s.directory})
+	if err != nil {
+		return err
+	}
+	s.running[name] = started
+	return nil
+}
+
+// failure is an error when a component that should run has ended.
+func (s *supervisor) failure() error {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	for name, component := range s.running {
+		if component.Ended() {
+			return fmt.Errorf("%s %s; its log says:\n%s", name, component.Describe(), tail(s.log(name), 15))
+		}
+	}
+	return nil
+}
+
+func (s *supervisor) kubeconfig(user string) string {
+	return filepath.Join(s.directory, "kubeconfig", fileName(user))
+}
+
+// privateTmpfs gives the calling thread, and so all that is started from it, a mount namespace with memory at path.
+func privateTmpfs(path string) error {
+	if err := syscall.Unshare(syscall.CLONE_NEWNS); err != nil {
+		return fmt.Errorf("a mount namespace: %w", err)
+	}
+	if err := syscall.Mount("", "/", "", syscall.MS_REC|syscall.MS_PRIVATE, ""); err != nil {
+		return fmt.Errorf("keeping mounts private: %w", err)
+	}
+	return syscall.Mount("tmpfs", path, "tmpfs", 0, "mode=700")
+}

@@ -1,0 +1,289 @@
+// Package supervisor runs one test cluster: it starts the control plane and the nodes, answers requests, and when its
+// standard input ends (which is when the test has died, however that came) or a signal arrives, it takes away
+// everything it made.
+package supervisor
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"drayman.dev/tests/cluster/image"
+	inside "drayman.dev/tests/cluster/node"
+	"drayman.dev/tests/cluster/process"
+	"drayman.dev/tests/cluster/protocol"
+	"drayman.dev/tests/cluster/recipe"
+)
+
+// Options is what `cluster up` is told.
+type Options struct {
+	Target          string
+	Version         string
+	Nodes           int
+	ServiceAccounts bool
+	AuditBodies     bool
+	// Flags are added to the flags of a component, by its name.
+	Flags map[string][]string
+	// Requests makes standard input and output speak the protocol; otherwise people are spoken to.
+	Requests bool
+	// Hook is a shell command that runs beside the cluster and with which the cluster ends.
+	Hook string
+}
+
+type supervisor struct {
+	options   Options
+	version   recipe.Version
+	programs  recipe.Programs
+	root      bool
+	directory string
+	lock      *os.File
+	slot      *slot
+	ca        *authority
+	api       *api
+	processes *process.Group
+	nodes     []*node
+
+	mutex      sync.Mutex
+	components map[string][]string
+	running    map[string]*process.Process
+	// removing is set once, and from then on nothing is started any more.
+	removing bool
+}
+
+const startPatience = 2 * time.Minute
+
+// Up starts a cluster and returns when it has ended and nothing of it is left.
+func Up(options Options) error {
+	// A test that died closes our standard output; writing there must be an error, not our death.
+	signal.Ignore(syscall.SIGPIPE)
+	ended, cancel := context.WithCancelCause(context.Background())
+	defer cancel(nil)
+	signals := make(chan os.Signal, 8)
+	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
+	go func() { cancel(fmt.Errorf("%w by signal: %s", errAsked, <-signals)) }()
+
+	s := &supervisor{
+		options: options, root: os.Geteuid() == 0,
+		components: map[string][]string{}, running: map[string]*process.Process{},
+	}
+	requests := make(chan protocol.Request, 16)
+	if options.Requests {
+		go func() {
+			err := protocol.Requests(os.Stdin, func(request protocol.Request) { requests <- request })
+			cancel(errors.Join(errAsked, err))
+		}()
+	}
+	if err := s.check(); err != nil {
+		return err
+	}
+	var err error
+	if s.programs, err = recipe.Build(ended, options.Target, s.version, options.Nodes > 0); err != nil {
+		if ended.Err() != nil {
+			return nil
+		}
+		return err
+	}
+	if err := s.claim(); err != nil {
+		return errors.Join(err, os.RemoveAll(s.directory))
+	}
+	err = s.run(ended, requests)
+	if errors.Is(err, errAsked) {
+		err = nil
+	}
+	return errors.Join(err, s.remove())
+}
+
+// errAsked ends a cluster in the ordinary way.
+var errAsked = errors.New("asked to end")
+
+func (s *supervisor) check() error {
+	var err error
+	if s.version, err = recipe.ParseVersion(s.options.Version); err != nil {
+		return err
+	}
+	if s.options.Nodes > maxNodes {
+		return fmt.Errorf("a test cluster has at most %d nodes, not %d", maxNodes, s.options.Nodes)
+	}
+	if s.options.Nodes > 0 && !s.root {
+		return errors.New("a test node needs root (namespaces, mounts, containers): run this as root, or ask for a control plane without nodes")
+	}
+	return nil
+}
+
+// claim takes what belongs to this cluster alone: a directory, ports and addresses.
+func (s *supervisor) claim() error {
+	// One at a time, so that nobody finds a directory that is not locked yet and takes it for an abandoned one.
+	all, err := os.Open(os.TempDir())
+	if err != nil {
+		return err
+	}
+	defer all.Close()
+	if err := syscall.Flock(int(all.Fd()), syscall.LOCK_EX); err != nil {
+		return err
+	}
+	removeAbandoned()
+	if s.directory, err = os.MkdirTemp("", directoryPrefix); err != nil {
+		return err
+	}
+	if s.lock, err = os.Open(s.directory); err != nil {
+		return err
+	}
+	// Held until we die: who finds it free knows that nobody will clean up here any more.
+	if err := syscall.Flock(int(s.lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+		return err
+	}
+	for _, name := range []string{"log", "kubeconfig"} {
+		if err := os.Mkdir(s.path(name), 0o700); err != nil {
+			return err
+		}
+	}
+	s.slot, err = takeSlot()
+	return err
+}
+
+// run starts everything and serves until it is asked to end.
+func (s *supervisor) run(ended context.Context, requests <-chan protocol.Request) error {
+	s.processes = process.NewGroup()
+	starting, cancel := context.WithTimeout(ended, startPatience)
+	defer cancel()
+	if err := s.startAll(starting); err != nil {
+		if ended.Err() != nil {
+			return context.Cause(ended)
+		}
+		return err
+	}
+	answers := protocol.NewWriter(os.Stdout)
+	if s.options.Requests {
+		if err := answers.Write(s.describe()); err != nil {
+			return nil
+		}
+	} else {
+		s.greet()
+	}
+	hook, err := s.startHook()
+	if err != nil {
+		return err
+	}
+	for {
+		select {
+		case <-ended.Done():
+			return context.Cause(ended)
+		case <-hook:
+			return nil
+		case request := <-requests:
+			// Each by itself: restarting a kubelet waits, and another request need not.
+			go func() { answers.Write(s.answer(ended, request)) }()
+		}
+	}
+}
+
+func (s *supervisor) startAll(ctx context.Context) error {
+	if err := s.credentials(); err != nil {
+		return err
+	}
+	// Nodes prepare themselves while the control plane starts. Both are waited for in any case: what is being made
+	// while it is taken away would be left behind.
+	s.makeNodes()
+	prepared := make(chan error, 1)
+	go func() { prepared <- s.eachNode(func(n *node) error { return n.prepare(s) }) }()
+	err := s.startControlPlane(ctx)
+	if err != nil {
+		s.endNodes()
+	}
+	if err := errors.Join(err, <-prepared); err != nil {
+		return err
+	}
+	return s.joinNodes(ctx)
+}
+
+func (s *supervisor) describe() protocol.Cluster {
+	cluster := protocol.Cluster{
+		Version: s.version.String(), Directory: s.directory, Server: s.server(), Kubeconfig: s.kubeconfig("admin"),
+		Kubectl: s.programs.Kubectl, Audit: s.path("audit.log"), Image: image.Name,
+		Logs: map[string]string{}, Nodes: []protocol.Node{},
+	}
+	for name := range s.components {
+		cluster.Logs[name] = s.log(name)
+	}
+	for _, node := range s.nodes {
+		cluster.Nodes = append(cluster.Nodes, node.describe(s))
+		for _, name := range append([]string{"init"}, inside.Components...) {
+			cluster.Logs[node.name+"-"+name] = s.log(node.name + "-" + name)
+		}
+	}
+	return cluster
+}
+
+// greet tells a person how to use the cluster.
+func (s *supervisor) greet() {
+	fmt.Printf("Kubernetes %s is ready.\n\n", s.version)
+	fmt.Printf("    export KUBECONFIG=%s PATH=%s:$PATH\n", s.kubeconfig("admin"), filepath.Dir(s.programs.Kubectl))
+	fmt.Printf("    kubectl get nodes\n\n")
+	for _, node := range s.nodes {
+		fmt.Printf("node %s    in its mount namespace: nsenter --mount=/proc/%d/ns/mnt\n", node.name, node.init.Load().PID)
+	}
+	if len(s.nodes) > 0 {
+		fmt.Printf("image        %s (imagePullPolicy: Never)\n", image.Name)
+	}
+	fmt.Printf("logs         %s\n\nCtrl-C ends it and leaves nothing behind.\n", s.path("log"))
+}
+
+// startHook runs the caller's command, told about the cluster by its environment. The channel is closed at its end.
+func (s *supervisor) startHook() (<-chan struct{}, error) {
+	if s.options.Hook == "" {
+		return nil, nil
+	}
+	description, err := json.Marshal(s.describe())
+	if err != nil {
+		return nil, err
+	}
+	hook, err := s.processes.Start(process.Spec{
+		Name: "hook", Arguments: []string{"/bin/sh", "-c", s.options.Hook}, Output: os.Stdout, Errors: os.Stderr,
+		Environment: []string{
+			"KUBECONFIG=" + s.kubeconfig("admin"), "CLUSTER=" + string(description), marker + "=" + s.directory,
+			"PATH=" + filepath.Dir(s.programs.Kubectl) + ":" + os.Getenv("PATH"), "KUBECACHEDIR=" + s.path("kubectl-cache"),
+		},
+	})
+	if err != nil {
+		return nil, err
+	}
+	return hook.Done, nil
+}
+
+func (s *supervisor) path(name string) string { return filepath.Join(s.directory, name) }
+
+func (s *supervisor) log(name string) string { return filepath.Join(s.directory, "log", name+".log") }
+
+// fileName turns the name of a user into that of a file.
+func fileName(user string) string {
+	return strings.Map(func(r rune) rune {
+		if r == '-' || r == '.' || r >= '0' && r <= '9' || r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' {
+			return r
+		}
+		return '_'
+	}, user) + ".yaml"
+}
+
+// tail returns the last lines of a file.
+func tail(path string, lines int) string {
+	file, err := os.Open(path)
+	if err != nil {
+		return err.Error()
+	}
+	defer file.Close()
+	if info, err := file.Stat(); err == nil && info.Size() > 1<<16 {
+		file.Seek(-1<<16, io.SeekEnd)
+	}
+	content, _ := io.ReadAll(file)
+	all := strings.Split(strings.TrimSpace(string(content)), "\n")
+	return strings.Join(all[max(0, len(all)-lines):], "\n")
+}

@@ -1,0 +1,285 @@
+//! One cluster: started by its builder, gone when dropped.
+
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Stdio;
+
+use anyhow::{Context, bail};
+use kube::config::{Config, KubeConfigOptions, Kubeconfig};
+use tokio::process::Command;
+
+use super::supervisor::{Description, Request, Supervisor};
+use super::{Audit, Node, VERSION, program};
+
+/// How many last lines of each log a failed test prints.
+const LINES_OF_LOG: usize = 20;
+
+/// The environment variable by which the supervisor finds what runs beside its cluster.
+const MARKER: &str = "DRAYMAN_TEST_CLUSTER";
+
+/// What a cluster shall be. The default is a control plane without nodes, which needs no root, of [`VERSION`] or what
+/// the environment variable `DRAYMAN_TEST_KUBERNETES` says.
+#[derive(Debug)]
+#[must_use]
+pub struct Builder {
+    version: String,
+    nodes: usize,
+    service_accounts: bool,
+    audit_bodies: bool,
+    flags: Vec<String>,
+    user: Option<u32>,
+}
+
+impl Builder {
+    /// The Kubernetes version, 1.27 to 1.30 with a patch number.
+    pub fn version(mut self, version: &str) -> Self {
+        version.clone_into(&mut self.version);
+        self
+    }
+
+    /// How many nodes; any needs root.
+    pub fn nodes(mut self, nodes: usize) -> Self {
+        self.nodes = nodes;
+        self
+    }
+
+    /// Turns ServiceAccount admission on: pods get tokens, and wait for the account of their namespace.
+    pub fn service_accounts(mut self) -> Self {
+        self.service_accounts = true;
+        self
+    }
+
+    /// Records the bodies of requests for claims, pods and our own resources in the audit log.
+    pub fn audit_bodies(mut self) -> Self {
+        self.audit_bodies = true;
+        self
+    }
+
+    /// Adds a flag to a component (`etcd`, `apiserver`, `controller-manager`, `scheduler`, `kubelet`, `proxy`).
+    pub fn flag(mut self, component: &str, flag: &str) -> Self {
+        self.flags.push(format!("{component}={flag}"));
+        self
+    }
+
+    /// Runs the cluster as another user, for tests of the harness itself.
+    pub fn run_as(mut self, user: u32) -> Self {
+        self.user = Some(user);
+        self
+    }
+
+    /// Starts the cluster and returns when its API server and its nodes are ready.
+    pub async fn start(self) -> anyhow::Result<Cluster> {
+        if self.nodes > 0 && !rustix::process::geteuid().is_root() {
+            bail!(
+                "a test node needs root (namespaces, mounts, containers): run this test as root; \
+                 tests of the control plane alone run without"
+            );
+        }
+        let program = tokio::task::spawn_blocking(program::build).await??;
+        let mut command = std::process::Command::new(program);
+        command.args([
+            "up",
+            "--requests",
+            "--version",
+            &self.version,
+            "--nodes",
+            &self.nodes.to_string(),
+        ]);
+        command.arg("--target").arg(program::target());
+        if self.service_accounts {
+            command.arg("--service-accounts");
+        }
+        if self.audit_bodies {
+            command.arg("--audit-bodies");
+        }
+        for flag in &self.flags {
+            command.args(["--flag", flag]);
+        }
+        if let Some(user) = self.user {
+            command.uid(user).gid(user);
+        }
+        let (supervisor, description) = Supervisor::start(command)
+            .await
+            .context("starting a test cluster")?;
+        let client = client(&description.kubeconfig).await?;
+        Ok(Cluster {
+            client,
+            description,
+            supervisor,
+            succeeded: false,
+        })
+    }
+}
+
+/// A running cluster. Dropping it ends it and returns when nothing of it is left. Unless [`Cluster::stop`] said that
+/// all went well, the ends of all logs are printed first.
+#[allow(missing_debug_implementations, reason = "a kube::Client has none")]
+pub struct Cluster {
+    pub(super) client: kube::Client,
+    pub(super) description: Description,
+    pub(super) supervisor: Supervisor,
+    succeeded: bool,
+}
+
+impl Cluster {
+    /// A cluster to be described further.
+    pub fn builder() -> Builder {
+        // So that the same tests can be run against another version.
+        let version = std::env::var("DRAYMAN_TEST_KUBERNETES").unwrap_or_else(|_| VERSION.to_owned());
+        Builder {
+            version,
+            nodes: 0,
+            service_accounts: false,
+            audit_bodies: false,
+            flags: Vec::new(),
+            user: None,
+        }
+    }
+
+    /// A client that may do everything.
+    pub fn client(&self) -> kube::Client {
+        self.client.clone()
+    }
+
+    /// A client for a kubeconfig, such as [`Cluster::user`] returns.
+    pub async fn client_of(&self, kubeconfig: &Path) -> anyhow::Result<kube::Client> {
+        client(kubeconfig).await
+    }
+
+    /// The kubeconfig of a user who may do everything. It names this machine's loopback address.
+    pub fn kubeconfig(&self) -> &Path {
+        &self.description.kubeconfig
+    }
+
+    /// The cluster's directory. It is removed with the cluster, so it suits files of a test as well.
+    pub fn directory(&self) -> &Path {
+        &self.description.directory
+    }
+
+    /// The URL of the API server.
+    pub fn server(&self) -> &str {
+        &self.description.server
+    }
+
+    /// A node, counted from 0.
+    ///
+    /// # Panics
+    /// When the cluster has fewer nodes.
+    pub fn node(&self, number: usize) -> Node<'_> {
+        assert!(
+            number < self.description.nodes.len(),
+            "the cluster has no node {number}"
+        );
+        Node::new(self, number)
+    }
+
+    /// What the API server was asked.
+    pub fn audit(&self) -> Audit<'_> {
+        Audit::new(self)
+    }
+
+    /// A command on this machine that is killed when it is dropped, and with the cluster at the latest.
+    pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new(program);
+        command
+            .env(MARKER, &self.description.directory)
+            .stdin(Stdio::null())
+            .kill_on_drop(true);
+        command
+    }
+
+    /// Runs kubectl as admin and returns what it printed.
+    pub async fn kubectl(&self, arguments: &[&str]) -> anyhow::Result<String> {
+        let mut command = self.command(&self.description.kubectl);
+        // kubectl keeps what it discovers in the home directory otherwise.
+        command
+            .arg("--kubeconfig")
+            .arg(&self.description.kubeconfig)
+            .arg("--cache-dir");
+        command
+            .arg(self.description.directory.join("kubectl-cache"))
+            .args(arguments);
+        let output = command.output().await.context("running kubectl")?;
+        if !output.status.success() {
+            bail!(
+                "kubectl {}: {}",
+                arguments.join(" "),
+                String::from_utf8_lossy(&output.stderr).trim()
+            );
+        }
+        String::from_utf8(output.stdout).context("what kubectl printed")
+    }
+
+    /// Ends a component of the control plane by a signal (SIGTERM: 15, SIGKILL: 9) and waits for its end.
+    pub async fn stop_component(&self, component: &str, signal: i32) -> anyhow::Result<()> {
+        let request = Request {
+            r#do: "stop",
+            process: Some(component.into()),
+            signal: Some(signal),
+            ..Request::default()
+        };
+        self.supervisor.ask(request).await.map(drop)
+    }
+
+    /// Starts a component that was stopped, and returns when the API server is ready.
+    pub async fn start_component(&self, component: &str) -> anyhow::Result<()> {
+        let request = Request {
+            r#do: "start",
+            process: Some(component.into()),
+            ..Request::default()
+        };
+        self.supervisor.ask(request).await.map(drop)
+    }
+
+    /// The whole log of a component: `apiserver`, `scheduler`, …, `node-0-kubelet`, `node-0-containerd`, ….
+    pub fn log(&self, component: &str) -> anyhow::Result<String> {
+        let path = self
+            .description
+            .logs
+            .get(component)
+            .with_context(|| format!("{component} has no log"))?;
+        let bytes = fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// The process that runs the cluster, for tests of the harness itself.
+    pub fn supervisor_pid(&self) -> u32 {
+        self.supervisor.pid()
+    }
+
+    /// Ends the cluster: the last line of a test that went well.
+    pub async fn stop(mut self) -> anyhow::Result<()> {
+        self.succeeded = true;
+        Ok(tokio::task::spawn_blocking(move || drop(self)).await?)
+    }
+
+    fn print_logs(&self) {
+        for component in self.description.logs.keys() {
+            let Ok(log) = self.log(component) else { continue };
+            let lines: Vec<_> = log.lines().collect();
+            let last = &lines[lines.len().saturating_sub(LINES_OF_LOG)..];
+            if !last.is_empty() {
+                eprintln!("--- the last lines of {component}:\n{}", last.join("\n"));
+            }
+        }
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        // A test that fails by `?` does not panic. Of tests that pass, the test runner does not show this.
+        if !self.succeeded {
+            self.print_logs();
+        }
+    }
+}
+
+async fn client(kubeconfig: &Path) -> anyhow::Result<kube::Client> {
+    // Done already when another cluster of this process was first.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let file =
+        Kubeconfig::read_from(kubeconfig).with_context(|| format!("reading {}", kubeconfig.display()))?;
+    let config = Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await?;
+    Ok(kube::Client::try_from(config)?)
+}

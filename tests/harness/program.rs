@@ -1,0 +1,68 @@
+//! The Go program that runs clusters: found or built.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use anyhow::{Context, anyhow, bail};
+use rustix::fs::FlockOperation;
+
+/// Cargo's target directory, whatever it is called.
+pub fn target() -> &'static Path {
+    let tmpdir = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    tmpdir.parent().unwrap_or(tmpdir)
+}
+
+/// The program, built if its sources are newer. Takes a second at most: it needs nothing but Go's own library. What
+/// takes minutes, Kubernetes, is built by the program itself.
+pub fn build() -> anyhow::Result<&'static Path> {
+    static BUILT: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    let built = BUILT.get_or_init(|| build_once().map_err(|error| format!("{error:#}")));
+    built.as_deref().map_err(|error| anyhow!("{error}"))
+}
+
+fn build_once() -> anyhow::Result<PathBuf> {
+    check_go()?;
+    let directory = target().join("cluster");
+    fs::create_dir_all(&directory).with_context(|| format!("creating {}", directory.display()))?;
+    // Test programs run side by side; one builds and the others find it done. Closing the file unlocks.
+    let lock = directory.join("program.lock");
+    let lock = fs::File::create(&lock).with_context(|| format!("opening {}", lock.display()))?;
+    rustix::fs::flock(&lock, FlockOperation::LockExclusive)?;
+    let program = directory.join("cluster");
+    let output = Command::new("go")
+        .args(["build", "-buildvcs=false", "-o"])
+        .arg(&program)
+        .arg(".")
+        .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cluster"))
+        .env("GOTOOLCHAIN", "local")
+        .env("GOWORK", "off")
+        .env("CGO_ENABLED", "0")
+        .output()
+        .context("running go build")?;
+    if !output.status.success() {
+        bail!(
+            "building tests/cluster failed:\n{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+    Ok(program)
+}
+
+fn check_go() -> anyhow::Result<()> {
+    let fix = "Go 1.22 or newer is needed to build Kubernetes for the tests: install it from your distribution \
+               or from the Go project, and put it into PATH";
+    let Ok(output) = Command::new("go").args(["env", "GOVERSION"]).output() else {
+        bail!("{fix}")
+    };
+    let version = String::from_utf8_lossy(&output.stdout);
+    // A development build of Go calls itself otherwise, and is newer than any release.
+    let minor = version
+        .strip_prefix("go1.")
+        .and_then(|rest| rest.split(['.', '\n', 'r', 'b']).next()?.parse().ok());
+    if !output.status.success() || minor.is_some_and(|minor: u32| minor < 22) {
+        bail!("{fix} (found {})", version.trim());
+    }
+    Ok(())
+}

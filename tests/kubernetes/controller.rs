@@ -1,0 +1,507 @@
+//! The controller on a real control plane. The nodes are pretended: the scheduler binds pods to them, nothing runs there.
+
+use std::collections::BTreeSet;
+
+use drayman::api::crd::DeviceClaimParameters;
+use drayman::api::handle::DeviceHandle;
+use drayman::api::resource::{Pod, ResourceClaim, controller_of};
+use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
+use kube::runtime::conditions::is_deleted;
+use serde_json::json;
+
+use crate::stage::{
+    DRIVER, FINALIZER, Stage, claim_name, has_finalizer, is_allocated, is_bound, is_gone, pod_from,
+    pod_with_claim,
+};
+
+fn handle(claim: &ResourceClaim) -> anyhow::Result<DeviceHandle> {
+    let handles = claim
+        .status
+        .allocation
+        .as_ref()
+        .map(|allocation| allocation.resource_handles.as_slice());
+    let data = handles
+        .and_then(|handles| handles.first())
+        .and_then(|handle| handle.data.as_deref());
+    Ok(DeviceHandle::parse(data.unwrap_or_default())?)
+}
+
+#[tokio::test]
+async fn the_whole_life_of_a_one_claim_pod_takes_three_writes_and_one_read() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 2).await?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+
+    stage.make_pod("first").await?;
+    stage.wait(stage.pods(), "first", "bound", is_bound()).await?;
+    let claim = stage.claim_of("first", "allocated", is_allocated).await?;
+    assert!(
+        has_finalizer(&claim),
+        "the finalizer is there before the allocation"
+    );
+    assert_eq!(claim.status.driver_name.as_deref(), Some(DRIVER));
+    let reserved: Vec<&str> = claim
+        .status
+        .reserved_for
+        .iter()
+        .map(|consumer| consumer.name.as_str())
+        .collect();
+    assert_eq!(reserved, ["first"]);
+    let handle = handle(&claim)?;
+    assert_eq!(handle.node_name, "node-a");
+    assert_eq!(Some(&handle.claim_uid), claim.metadata.uid.as_ref());
+    assert_eq!(handle.devices.len(), 1);
+
+    stage.remove_pod("first").await?;
+    let name = claim.metadata.name.clone().unwrap_or_default();
+    stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+
+    let requests: Vec<_> = stage
+        .cluster
+        .audit()
+        .of_user("drayman-controller")
+        .await?
+        .into_iter()
+        .filter(|entry| !matches!(entry.verb.as_str(), "list" | "watch") && !entry.resource.is_empty())
+        .map(|entry| {
+            format!(
+                "{} {}/{} {}",
+                entry.verb, entry.resource, entry.subresource, entry.code
+            )
+        })
+        .collect();
+    println!("requests of one pod life: {requests:?}");
+    assert_eq!(
+        requests,
+        [
+            "get pods/ 200",
+            "patch resourceclaims/ 200",
+            "patch resourceclaims/status 200",
+            "patch resourceclaims/ 200",
+        ]
+    );
+    let events = stage
+        .cluster
+        .kubectl(&["get", "events", "--output=jsonpath={.items[*].reason}"])
+        .await?;
+    let unwanted: Vec<&str> = events
+        .split_whitespace()
+        .filter(|reason| !["Scheduled", "FailedScheduling", "RegisteredNode"].contains(reason))
+        .collect();
+    assert!(
+        unwanted.is_empty(),
+        "a normal pod life has no event of ours: {unwanted:?}"
+    );
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn each_freed_device_lets_exactly_one_waiting_pod_in() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 3).await?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let names = ["pod-0", "pod-1", "pod-2", "pod-3", "pod-4"];
+    for name in names {
+        stage.make_pod(name).await?;
+    }
+    let mut waiting: BTreeSet<&str> = names.into();
+    let mut bound: Vec<&str> = Vec::new();
+    for expected in [3, 4, 5] {
+        while bound.len() < expected {
+            let name = first_bound(&stage, &waiting).await?;
+            waiting.remove(name);
+            bound.push(name);
+        }
+        assert_distinct(&stage).await?;
+        for name in &waiting {
+            stage
+                .wait_for_event(name, "NoSuitableDevice", "3 of 3 held")
+                .await?;
+        }
+        let allocated = stage.claims().list(&Default::default()).await?;
+        assert_eq!(
+            allocated.iter().filter(|claim| is_allocated(claim)).count(),
+            3,
+            "no more than there are"
+        );
+        stage.remove_pod(bound[expected - 3]).await?;
+    }
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Waits until one of these pods is bound.
+async fn first_bound<'a>(stage: &Stage, names: &BTreeSet<&'a str>) -> anyhow::Result<&'a str> {
+    let waits = names.iter().map(|name| {
+        Box::pin(async move {
+            stage
+                .wait(stage.pods(), name, "bound", is_bound())
+                .await
+                .map(|_| *name)
+        })
+    });
+    let (name, _, _) = futures::future::select_all(waits).await;
+    name
+}
+
+/// No device is in the allocations of two claims.
+pub(crate) async fn assert_distinct(stage: &Stage) -> anyhow::Result<()> {
+    let mut seen = BTreeSet::new();
+    for claim in stage
+        .claims()
+        .list(&Default::default())
+        .await?
+        .iter()
+        .filter(|claim| is_allocated(claim))
+    {
+        let handle = handle(claim)?;
+        for device in handle.devices {
+            assert!(
+                seen.insert((handle.node_name.clone(), device.device.clone())),
+                "{} twice",
+                device.device
+            );
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_claim_that_is_deleted_at_any_moment_leaves_nothing_behind() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 1).await?;
+    let controller = stage.controller()?;
+    let claim = |name: &str| -> anyhow::Result<ResourceClaim> {
+        Ok(serde_json::from_value(
+            json!({ "metadata": { "name": name }, "spec": { "resourceClassName": "test" } }),
+        )?)
+    };
+    // Before any pod.
+    stage
+        .claims()
+        .create(&PostParams::default(), &claim("unused")?)
+        .await?;
+    stage.claims().delete("unused", &DeleteParams::default()).await?;
+    stage.wait(stage.claims(), "unused", "gone", is_gone()).await?;
+    // While it is being allocated, again and again: whatever the moment, the one device is free afterwards.
+    for round in 0..10 {
+        let name = format!("round-{round}");
+        stage
+            .claims()
+            .create(&PostParams::default(), &claim(&name)?)
+            .await?;
+        let pod = pod_naming_claim(&name, &name)?;
+        stage.pods().create(&PostParams::default(), &pod).await?;
+        if round % 2 == 0 {
+            stage
+                .wait(
+                    stage.claims(),
+                    &name,
+                    "secured",
+                    |claim: Option<&ResourceClaim>| claim.is_some_and(has_finalizer),
+                )
+                .await?;
+        } else {
+            stage
+                .wait(stage.contexts(), &name, "there", |context: Option<&_>| {
+                    context.is_some()
+                })
+                .await?;
+        }
+        let _ = stage.claims().delete(&name, &DeleteParams::default()).await?;
+        stage.remove_pod(&name).await?;
+        stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+    }
+    // The device is free.
+    stage.make_template(None).await?;
+    stage.make_pod("last").await?;
+    stage.wait(stage.pods(), "last", "bound", is_bound()).await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// A pod that names a claim that exists on its own.
+fn pod_naming_claim(name: &str, claim: &str) -> anyhow::Result<Pod> {
+    let mut pod = pod_with_claim(name)?;
+    pod.spec.resource_claims[0].source.resource_claim_template_name = None;
+    pod.spec.resource_claims[0].source.resource_claim_name = Some(claim.to_owned());
+    Ok(pod)
+}
+
+#[tokio::test]
+async fn a_pod_recreated_under_the_same_name_gets_a_claim_of_its_own() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 1).await?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let mut uids = BTreeSet::new();
+    for _ in 0..3 {
+        let pod = stage.make_pod("again").await?;
+        stage.wait(stage.pods(), "again", "bound", is_bound()).await?;
+        let claim = stage.claim_of("again", "allocated", is_allocated).await?;
+        assert_eq!(
+            controller_of(&claim.metadata).map(|owner| &owner.uid),
+            pod.metadata.uid.as_ref()
+        );
+        assert!(uids.insert(claim.metadata.uid.clone()));
+        stage.remove_pod("again").await?;
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        stage
+            .wait(stage.pods(), "again", "gone", is_deleted(&uid))
+            .await?;
+    }
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_missing_class_is_named_and_its_creation_helps_at_once() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 1).await?;
+    let controller = stage.controller()?;
+    let immediate: ResourceClaim = serde_json::from_value(json!({
+        "metadata": { "name": "early" }, "spec": { "resourceClassName": "late", "allocationMode": "Immediate" },
+    }))?;
+    stage.claims().create(&PostParams::default(), &immediate).await?;
+    stage
+        .wait_for_event("early", "ResourceClassMissing", "create the class")
+        .await?;
+    stage.make_class("late").await?;
+    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+    stage.wait(stage.claims(), "early", "allocated", met).await?;
+
+    // For a pod, the scheduler itself says so and asks no driver.
+    let delayed: ResourceClaim = serde_json::from_value(json!({
+        "metadata": { "name": "delayed" }, "spec": { "resourceClassName": "later" },
+    }))?;
+    stage.claims().create(&PostParams::default(), &delayed).await?;
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_naming_claim("delayed", "delayed")?)
+        .await?;
+    stage
+        .wait_for_event(
+            "delayed",
+            "FailedScheduling",
+            "resource class later does not exist",
+        )
+        .await?;
+    stage.claims().delete("early", &DeleteParams::default()).await?;
+    stage.make_class("later").await?;
+    stage.wait(stage.pods(), "delayed", "bound", is_bound()).await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn missing_or_wrong_parameters_are_named_to_the_user_and_mending_them_helps_at_once()
+-> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 4).await?;
+    stage.make_template(Some("two")).await?;
+    let controller = stage.controller()?;
+    stage.make_pod("missing").await?;
+    let event = stage
+        .wait_for_event("missing", "ParametersNotFound", "does not exist; create it")
+        .await?;
+    let message = event.message.unwrap_or_default();
+    assert!(
+        message.contains("DeviceClaimParameters") && message.contains("two"),
+        "{message}"
+    );
+    // The schema refuses nonsense before the controller ever sees it.
+    for (count, hint) in [
+        (json!(0), "greater than or equal to 1"),
+        (json!(1_000_000_000), "less than or equal to 64"),
+        (json!("x"), "integer"),
+    ] {
+        let wrong = parameters(count);
+        let Err(error) = stage.apply(&wrong).await else {
+            anyhow::bail!("{wrong} was accepted")
+        };
+        assert!(error.to_string().contains(hint), "{error}");
+    }
+    stage.apply(&parameters(json!(2))).await?;
+    stage.wait(stage.pods(), "missing", "bound", is_bound()).await?;
+    let claim = stage.claim_of("missing", "allocated", is_allocated).await?;
+    assert_eq!(handle(&claim)?.devices.len(), 2);
+
+    // More than any node has: said with counts, and no other claim is held up by it.
+    Api::<DeviceClaimParameters>::namespaced(stage.cluster.client(), "default")
+        .patch(
+            "two",
+            &PatchParams::default(),
+            &Patch::Merge(json!({ "spec": { "requests": [{ "name": "device", "count": 64 }] } })),
+        )
+        .await?;
+    stage.make_pod("greedy").await?;
+    stage.wait_for_event("greedy", "NoSuitableDevice", "64").await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+fn parameters(count: serde_json::Value) -> serde_json::Value {
+    json!({
+        "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters", "metadata": { "name": "two" },
+        "spec": { "requests": [{ "name": "device", "count": count }] },
+    })
+}
+
+#[tokio::test]
+async fn a_class_without_usable_parameters_is_reported_on_the_class_and_on_the_pod() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 1).await?;
+    stage.make_template(None).await?;
+    stage
+        .classes()
+        .patch(
+            "test",
+            &PatchParams::default(),
+            &Patch::Merge(json!({ "parametersRef": { "name": "nowhere" } })),
+        )
+        .await?;
+    let controller = stage.controller()?;
+    stage.make_pod("pod").await?;
+    stage
+        .wait_for_event("pod", "ParametersNotFound", "nowhere")
+        .await?;
+    stage
+        .wait_for_event("test", "ParametersNotFound", "nowhere")
+        .await?;
+    stage
+        .classes()
+        .patch(
+            "test",
+            &PatchParams::default(),
+            &Patch::Merge(json!({ "parametersRef": { "name": "test" } })),
+        )
+        .await?;
+    stage.wait(stage.pods(), "pod", "bound", is_bound()).await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_controller_killed_at_any_step_leaves_the_same_end_state() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 1).await?;
+    stage.make_template(None).await?;
+
+    // After the finalizer: the status write is forbidden, so that the allocation cannot follow.
+    let rules: Vec<_> = crate::stage::controller_rules()
+        .into_iter()
+        .filter(|rule| rule.resources.as_deref() != Some(&["resourceclaims/status".to_owned()]))
+        .collect();
+    stage.cluster.user("drayman-controller", &rules).await?;
+    let mut controller = stage.controller()?;
+    stage.make_pod("pod").await?;
+    stage.claim_of("pod", "secured", has_finalizer).await?;
+    stage
+        .wait_for_event("pod", "AllocationNotRecorded", "forbidden")
+        .await?;
+    controller.kill().await?;
+    stage
+        .cluster
+        .user("drayman-controller", &crate::stage::controller_rules())
+        .await?;
+    let mut controller = stage.controller()?;
+    // After the allocation.
+    stage.claim_of("pod", "allocated", is_allocated).await?;
+    controller.kill().await?;
+    let mut controller = stage.controller()?;
+    stage.wait(stage.pods(), "pod", "bound", is_bound()).await?;
+    // Before the release: the pod goes while nobody watches.
+    controller.kill().await?;
+    let claim = stage.claim_of("pod", "allocated", is_allocated).await?;
+    stage.remove_pod("pod").await?;
+    let name = claim.metadata.name.clone().unwrap_or_default();
+    let released = |claim: Option<&ResourceClaim>| {
+        claim.is_some_and(|claim| claim.metadata.deletion_timestamp.is_some())
+    };
+    stage.wait(stage.claims(), &name, "asked back", released).await?;
+    let controller = stage.controller()?;
+    stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+    // The only device is free again, and everything else is as if nothing had happened.
+    stage.make_pod("next").await?;
+    stage.wait(stage.pods(), "next", "bound", is_bound()).await?;
+    assert_distinct(&stage).await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn an_object_that_is_read_and_written_back_is_the_same() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 1).await?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    stage.make_pod("pod").await?;
+    stage.wait(stage.pods(), "pod", "bound", is_bound()).await?;
+    let pod = stage.pods().get("pod").await?;
+    let claim = claim_name(Some(&pod)).unwrap_or_default();
+    let namespaced = "/apis/resource.k8s.io/v1alpha2/namespaces/default";
+    for (path, read) in [
+        (
+            "/apis/resource.k8s.io/v1alpha2/resourceclasses/test".to_owned(),
+            Kind::Class,
+        ),
+        (format!("{namespaced}/resourceclaims/{claim}"), Kind::Claim),
+        (
+            format!("{namespaced}/resourceclaimtemplates/test"),
+            Kind::Template,
+        ),
+        ("/api/v1/namespaces/default/pods/pod".to_owned(), Kind::Pod),
+    ] {
+        let raw = stage.cluster.kubectl(&["get", "--raw", &path]).await?;
+        let mut raw: serde_json::Value = serde_json::from_str(&raw)?;
+        let ours = read.round_trip(&raw)?;
+        // The kind is known, a null says nothing, and a pod's status is read only as far as claims are concerned.
+        drop_nulls(&mut raw);
+        for field in ["kind", "apiVersion"] {
+            raw.as_object_mut().and_then(|object| object.remove(field));
+        }
+        if matches!(read, Kind::Pod) {
+            raw["status"] = ours["status"].clone();
+        }
+        assert_eq!(ours, raw, "{path}");
+    }
+    assert!(pod.metadata.name.is_some() && claim.starts_with("pod-device-"));
+    assert_eq!(FINALIZER, "drayman.dev/deletion-protection");
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+fn drop_nulls(value: &mut serde_json::Value) {
+    match value {
+        serde_json::Value::Object(fields) => {
+            fields.retain(|_, field| !field.is_null());
+            fields.values_mut().for_each(drop_nulls);
+        }
+        serde_json::Value::Array(items) => items.iter_mut().for_each(drop_nulls),
+        _ => {}
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Kind {
+    Class,
+    Claim,
+    Template,
+    Pod,
+}
+
+impl Kind {
+    fn round_trip(self, raw: &serde_json::Value) -> anyhow::Result<serde_json::Value> {
+        use drayman::api::resource::{ResourceClaimTemplate, ResourceClass};
+        let raw = raw.clone();
+        Ok(match self {
+            Self::Class => serde_json::to_value(serde_json::from_value::<ResourceClass>(raw)?)?,
+            Self::Claim => serde_json::to_value(serde_json::from_value::<ResourceClaim>(raw)?)?,
+            Self::Template => serde_json::to_value(serde_json::from_value::<ResourceClaimTemplate>(raw)?)?,
+            Self::Pod => serde_json::to_value(pod_from(raw)?)?,
+        })
+    }
+}

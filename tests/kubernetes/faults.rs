@@ -1,0 +1,124 @@
+//! The companion is killed where it hurts, and restarted: same end state, no leak.
+
+use std::path::PathBuf;
+
+use futures::StreamExt as _;
+use inotify::{Inotify, WatchMask};
+
+use crate::harness::PATIENCE;
+use crate::pods::{CONFIGURATION, look_inside, make_devices, traces, wait_for_inventory};
+use crate::stage::{Stage, is_allocated, is_gone};
+
+/// Returns at the first change in a directory.
+struct Change(inotify::EventStream<[u8; 4096]>);
+
+impl Change {
+    fn expect(directory: PathBuf) -> anyhow::Result<Self> {
+        let inotify = Inotify::init()?;
+        inotify.watches().add(
+            directory,
+            WatchMask::MODIFY | WatchMask::MOVED_TO | WatchMask::CREATE | WatchMask::DELETE,
+        )?;
+        Ok(Self(inotify.into_event_stream([0; 4096])?))
+    }
+
+    async fn seen(mut self) -> anyhow::Result<()> {
+        tokio::time::timeout(PATIENCE, self.0.next()).await?;
+        Ok(())
+    }
+}
+
+/// Kills the companion at the first sign of work in `directory` while a pod starts, and again while it ends.
+async fn killed_at_the_first_sign_in(directory: &str) -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    make_devices(node, "drayman-test", 1)?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let mut companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, 0, 1).await?;
+    for round in 0..3 {
+        let name = format!("pod-{round}");
+        let change = Change::expect(node.path(directory))?;
+        stage.make_pod(&name).await?;
+        change.seen().await?;
+        companion.kill().await?;
+        companion = stage.companion(0, CONFIGURATION)?;
+        look_inside(&stage, &name).await?.only_device();
+        let claim = stage.claim_of(&name, "allocated", is_allocated).await?;
+        let uid = claim.metadata.uid.clone().unwrap_or_default();
+        assert_eq!(
+            traces(node, &uid)?.len(),
+            2,
+            "prepared once: {:?}",
+            traces(node, &uid)?
+        );
+
+        let change = Change::expect(node.path(directory))?;
+        stage
+            .cluster
+            .kubectl(&["delete", "pod", &name, "--wait=false"])
+            .await?;
+        change.seen().await?;
+        companion.kill().await?;
+        companion = stage.companion(0, CONFIGURATION)?;
+        stage
+            .wait(
+                stage.claims(),
+                claim.metadata.name.as_deref().unwrap_or_default(),
+                "gone",
+                is_gone(),
+            )
+            .await?;
+        assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    }
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_companion_killed_while_it_writes_the_checkpoint_ends_in_the_same_state() -> anyhow::Result<()> {
+    killed_at_the_first_sign_in("/var/lib/kubelet/plugins/drayman.dev").await
+}
+
+#[tokio::test]
+async fn a_companion_killed_while_it_writes_the_cdi_file_ends_in_the_same_state() -> anyhow::Result<()> {
+    killed_at_the_first_sign_in("/run/cdi").await
+}
+
+#[tokio::test]
+async fn a_companion_killed_after_prepare_knows_what_it_has_handed_out() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    make_devices(node, "drayman-test", 2)?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let mut companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, 0, 2).await?;
+    stage.make_pod("first").await?;
+    let first = look_inside(&stage, "first").await?;
+    companion.kill().await?;
+    // The pod ends while nobody is there to unprepare; it stays until somebody is.
+    stage
+        .cluster
+        .kubectl(&["delete", "pod", "first", "--wait=false"])
+        .await?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    let claim_is_gone = stage.wait(stage.pods(), "first", "gone", is_gone());
+    claim_is_gone.await?;
+    stage.make_pod("second").await?;
+    stage.make_pod("third").await?;
+    let (second, third) = (
+        look_inside(&stage, "second").await?,
+        look_inside(&stage, "third").await?,
+    );
+    assert_ne!(second.only_device(), third.only_device());
+    assert!(
+        [second.only_device(), third.only_device()].contains(&first.only_device()),
+        "the device came back"
+    );
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

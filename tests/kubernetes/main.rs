@@ -1,0 +1,13 @@
+//! drayman on real Kubernetes: the programs as they are shipped, each a user of its own with exactly its rights.
+//!
+//! `controller` needs a control plane only, and no root: the tests write the inventories that companions would write.
+//! `pods` and `faults` have real nodes, on which containers open devices.
+
+#[path = "../harness/mod.rs"]
+mod harness;
+
+mod controller;
+mod faults;
+mod leader;
+mod pods;
+mod stage;

@@ -1,0 +1,331 @@
+//! Pods on real nodes: real scheduler, real kubelet, real containerd, devices that open.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use drayman::api::crd::NodeInventory;
+use drayman::api::resource::Pod;
+use kube::api::{Api, PostParams};
+use serde_json::json;
+
+use crate::harness::{IMAGE, Node};
+use crate::stage::{Stage, is_allocated, is_gone, is_running, pod_from};
+
+/// Two kinds on one node: `test` for claims, `plugged` for the device plugin API.
+pub(crate) const CONFIGURATION: &str = "\
+apiVersion: drayman.dev/v1alpha1
+kind: NodeConfiguration
+kinds:
+- name: test
+  mode: claims
+  paths: [\"/dev/drayman-test-*\"]
+- name: plugged
+  mode: extended-resource
+  resourceName: drayman.dev/plugged
+  paths: [\"/dev/drayman-plugged-*\"]
+";
+
+/// Makes device nodes that behave like zero, which always reads.
+pub(crate) fn make_devices(node: Node<'_>, prefix: &str, count: usize) -> anyhow::Result<()> {
+    (0..count).try_for_each(|number| node.make_device(format!("/dev/{prefix}-{number}"), 1, 5))
+}
+
+/// Waits until the node's inventory counts so many devices and is ready.
+pub(crate) async fn wait_for_inventory(stage: &Stage, number: usize, count: u32) -> anyhow::Result<()> {
+    let name = format!("{}.drayman.dev", stage.cluster.node(number).name());
+    let met = move |inventory: Option<&NodeInventory>| {
+        inventory
+            .and_then(|inventory| inventory.status.as_ref())
+            .is_some_and(|status| {
+                status.devices == count
+                    && status
+                        .conditions
+                        .iter()
+                        .any(|one| one.type_ == "Ready" && one.status == "True")
+            })
+    };
+    stage
+        .wait(Api::all(stage.cluster.client()), &name, "ready", met)
+        .await
+        .map(drop)
+}
+
+/// Waits until the pod runs, and returns what its container sees: the granted devices by the environment, and those that exist.
+pub(crate) async fn look_inside(stage: &Stage, name: &str) -> anyhow::Result<Inside> {
+    stage.wait(stage.pods(), name, "running", is_running()).await?;
+    let environment = stage.cluster.kubectl(&["exec", name, "--", "env"]).await?;
+    let granted = environment
+        .lines()
+        .filter_map(|line| line.split_once('='))
+        .filter(|(key, _)| key.starts_with("DRAYMAN_DEVICE_"))
+        .map(|(key, path)| (key.to_owned(), path.to_owned()))
+        .collect();
+    let devices = stage.cluster.kubectl(&["exec", name, "--", "ls", "/dev"]).await?;
+    let present = devices
+        .split_whitespace()
+        .filter(|name| name.starts_with("drayman-"))
+        .map(str::to_owned)
+        .collect();
+    Ok(Inside { granted, present })
+}
+
+/// What a container sees of devices.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Inside {
+    /// The variables that name devices, with the paths in them.
+    pub(crate) granted: BTreeMap<String, String>,
+    /// The device nodes of this test that exist.
+    pub(crate) present: BTreeSet<String>,
+}
+
+impl Inside {
+    /// The one device: the variable names it, and no other is there.
+    pub(crate) fn only_device(&self) -> &str {
+        assert_eq!((self.granted.len(), self.present.len()), (1, 1), "{self:?}");
+        let path = self
+            .granted
+            .values()
+            .next()
+            .map(String::as_str)
+            .unwrap_or_default();
+        assert_eq!(
+            path.strip_prefix("/dev/"),
+            self.present.first().map(String::as_str),
+            "{self:?}"
+        );
+        path
+    }
+}
+
+/// Files that the companion has left on a node for claims: CDI files and entries of the checkpoint.
+pub(crate) fn traces(node: Node<'_>, uid: &str) -> anyhow::Result<Vec<String>> {
+    let mut traces: Vec<String> = node
+        .list("/run/cdi")?
+        .into_iter()
+        .filter(|name| name.contains(uid))
+        .collect();
+    for name in node.list("/var/lib/kubelet/plugins/drayman.dev")? {
+        let path = format!("/var/lib/kubelet/plugins/drayman.dev/{name}");
+        if node.read(&path).is_ok_and(|text| text.contains(uid)) {
+            traces.push(name);
+        }
+    }
+    Ok(traces)
+}
+
+#[tokio::test]
+async fn a_pod_reads_from_its_device_and_leaves_nothing_behind() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    make_devices(node, "drayman-test", 2)?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, 0, 2).await?;
+
+    stage.make_pod("pod").await?;
+    let inside = look_inside(&stage, "pod").await?;
+    let device = inside.only_device().to_owned();
+    let status = stage
+        .cluster
+        .kubectl(&[
+            "exec",
+            "pod",
+            "--",
+            "dd",
+            &format!("if={device}"),
+            "of=/tmp/read",
+            "bs=4",
+            "count=1",
+        ])
+        .await;
+    assert!(status.is_ok(), "{status:?}");
+    let size = stage
+        .cluster
+        .kubectl(&["exec", "pod", "--", "stat", "-c", "%s", "/tmp/read"])
+        .await?;
+    assert_eq!(size.trim(), "4", "four bytes were read from the device");
+
+    let claim = stage.claim_of("pod", "allocated", is_allocated).await?;
+    let uid = claim.metadata.uid.clone().unwrap_or_default();
+    assert_eq!(
+        traces(node, &uid)?.len(),
+        2,
+        "a CDI file and a checkpoint entry: {:?}",
+        traces(node, &uid)?
+    );
+    stage.cluster.kubectl(&["delete", "pod", "pod"]).await?;
+    let name = claim.metadata.name.clone().unwrap_or_default();
+    stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn three_devices_serve_five_pods_one_after_the_other() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    make_devices(node, "drayman-test", 3)?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, 0, 3).await?;
+    let mut waiting: BTreeSet<String> = (0..5).map(|number| format!("pod-{number}")).collect();
+    for name in &waiting {
+        stage.make_pod(name).await?;
+    }
+    // Which pod has which device.
+    let mut holders: BTreeMap<String, String> = BTreeMap::new();
+    for round in 0..3 {
+        while holders.len() < 3 {
+            let name = first_running(&stage, &waiting).await?;
+            waiting.remove(&name);
+            let device = look_inside(&stage, &name).await?.only_device().to_owned();
+            let before = holders.insert(device.clone(), name.clone());
+            assert_eq!(
+                before, None,
+                "{device} is in two containers, of {name} and another"
+            );
+        }
+        for name in &waiting {
+            stage
+                .wait_for_event(name, "NoSuitableDevice", "3 of 3 held")
+                .await?;
+        }
+        if round < 2 {
+            let (device, name) = holders.pop_first().unwrap_or_default();
+            stage.cluster.kubectl(&["delete", "pod", &name]).await?;
+            println!("{name} gave {device} back");
+        }
+    }
+    assert!(waiting.is_empty());
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Waits until one of these pods runs.
+pub(crate) async fn first_running(stage: &Stage, names: &BTreeSet<String>) -> anyhow::Result<String> {
+    let waits = names.iter().map(|name| {
+        Box::pin(async move {
+            stage
+                .wait(stage.pods(), name, "running", is_running())
+                .await
+                .map(|_| name.clone())
+        })
+    });
+    futures::future::select_all(waits).await.0
+}
+
+/// A pod that asks for a device of the kind `plugged` in its limits.
+pub(crate) fn pod_with_limit(name: &str) -> anyhow::Result<Pod> {
+    pod_from(json!({
+        "metadata": { "name": name },
+        "spec": {
+            "containers": [{ "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
+                "resources": { "limits": { "drayman.dev/plugged": "1" } } }],
+            "dnsPolicy": "Default",
+            "terminationGracePeriodSeconds": 1,
+        },
+    }))
+}
+
+/// Waits until the node offers so many devices of the kind `plugged`.
+pub(crate) async fn wait_for_allocatable(stage: &Stage, number: usize, count: &str) -> anyhow::Result<()> {
+    use k8s_openapi::api::core::v1::Node;
+    let count = count.to_owned();
+    let met = move |node: Option<&Node>| {
+        let allocatable = node.and_then(|node| node.status.as_ref()?.allocatable.as_ref());
+        allocatable
+            .and_then(|all| all.get("drayman.dev/plugged"))
+            .is_some_and(|quantity| quantity.0 == count)
+    };
+    stage
+        .wait(
+            Api::all(stage.cluster.client()),
+            stage.cluster.node(number).name(),
+            "offering devices",
+            met,
+        )
+        .await
+        .map(drop)
+}
+
+#[tokio::test]
+async fn a_pod_with_a_limit_gets_its_device_through_the_device_plugin() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    make_devices(node, "drayman-plugged", 2)?;
+    // The controller has no part in it.
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_allocatable(&stage, 0, "2").await?;
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("plugged")?)
+        .await?;
+    let inside = look_inside(&stage, "plugged").await?;
+    let device = inside.only_device();
+    stage
+        .cluster
+        .kubectl(&[
+            "exec",
+            "plugged",
+            "--",
+            "dd",
+            &format!("if={device}"),
+            "of=/tmp/read",
+            "bs=4",
+            "count=1",
+        ])
+        .await?;
+    // A device that is unplugged is withdrawn, one that is plugged in is offered.
+    node.make_device("/dev/drayman-plugged-2", 1, 5)?;
+    wait_for_allocatable(&stage, 0, "3").await?;
+    node.remove("/dev/drayman-plugged-2")?;
+    wait_for_allocatable(&stage, 0, "2").await?;
+    companion.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_restarted_kubelet_finds_the_companion_again() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    make_devices(node, "drayman-test", 2)?;
+    make_devices(node, "drayman-plugged", 2)?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, 0, 4).await?;
+    wait_for_allocatable(&stage, 0, "2").await?;
+    stage.make_pod("before").await?;
+    let before = look_inside(&stage, "before").await?;
+
+    node.restart_kubelet().await?;
+    wait_for_allocatable(&stage, 0, "2").await?;
+    stage.make_pod("after").await?;
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("plugged")?)
+        .await?;
+    let after = look_inside(&stage, "after").await?;
+    assert_ne!(before.only_device(), after.only_device());
+    look_inside(&stage, "plugged").await?.only_device();
+    assert_eq!(
+        look_inside(&stage, "before").await?,
+        before,
+        "the running pod has kept its device"
+    );
+    for name in ["before", "after", "plugged"] {
+        stage.cluster.kubectl(&["delete", "pod", name]).await?;
+    }
+    assert!(
+        node.list("/run/cdi")?.iter().all(|name| !name.ends_with(".json")),
+        "{:?}",
+        node.list("/run/cdi")?
+    );
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

@@ -1,0 +1,526 @@
+//! What the tests stand on: a cluster with drayman's kinds in it, the programs, and the objects of users.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::process::{ExitStatus, Stdio};
+
+use anyhow::{Context as _, bail};
+use drayman::api::crd::{
+    Device, DeviceClassParameters, DeviceClassParametersSpec, Mode, NodeInventory, NodeInventorySpec,
+    definitions,
+};
+use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
+use k8s_openapi::api::core::v1::{Event, Node};
+use k8s_openapi::api::rbac::v1::PolicyRule;
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use kube::runtime::conditions::is_crd_established;
+use kube::runtime::wait::{Condition, await_condition};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use tokio::process::Child;
+use tokio::time::timeout;
+
+use crate::harness::{Cluster, IMAGE, PATIENCE, rule};
+
+/// The driver name of the built-in driver.
+pub(crate) const DRIVER: &str = "drayman.dev";
+/// The finalizer that the controller puts on claims.
+pub(crate) const FINALIZER: &str = "drayman.dev/deletion-protection";
+
+/// A cluster with drayman's kinds and one class, `test`, in it.
+#[allow(missing_debug_implementations, reason = "a kube::Client has none")]
+pub(crate) struct Stage {
+    /// The cluster.
+    pub(crate) cluster: Cluster,
+    controller: PathBuf,
+    node: PathBuf,
+}
+
+/// A program of drayman's. Its log is printed if the test fails.
+#[derive(Debug)]
+pub(crate) struct Program {
+    name: String,
+    child: Child,
+    log: PathBuf,
+    quiet: bool,
+}
+
+/// What the controller may do: the same list as in its documentation.
+pub(crate) fn controller_rules() -> Vec<PolicyRule> {
+    let read = ["get", "list", "watch"];
+    vec![
+        rule(
+            &["resource.k8s.io"],
+            &["resourceclasses", "resourceclaims", "podschedulingcontexts"],
+            &read,
+        ),
+        rule(&["resource.k8s.io"], &["resourceclaims"], &["patch"]),
+        rule(&["resource.k8s.io"], &["resourceclaims/status"], &["patch"]),
+        rule(
+            &["resource.k8s.io"],
+            &["podschedulingcontexts/status"],
+            &["patch"],
+        ),
+        rule(&[""], &["pods"], &["get"]),
+        rule(&["events.k8s.io"], &["events"], &["create"]),
+        rule(
+            &[DRIVER],
+            &[
+                "nodeinventories",
+                "deviceclassparameters",
+                "deviceclaimparameters",
+            ],
+            &read,
+        ),
+    ]
+}
+
+/// What the companion may do.
+fn node_rules() -> Vec<PolicyRule> {
+    vec![
+        rule(&[""], &["nodes"], &["get"]),
+        rule(&[DRIVER], &["nodeinventories"], &["get", "create", "patch"]),
+        rule(&[DRIVER], &["nodeinventories/status"], &["patch"]),
+    ]
+}
+
+impl Stage {
+    /// Starts a cluster with so many real nodes.
+    pub(crate) async fn start(nodes: usize) -> anyhow::Result<Self> {
+        Self::on(Cluster::builder().nodes(nodes).start().await?).await
+    }
+
+    /// Prepares a cluster.
+    pub(crate) async fn on(cluster: Cluster) -> anyhow::Result<Self> {
+        let client = cluster.client();
+        let definitions_api = Api::<CustomResourceDefinition>::all(client.clone());
+        for definition in definitions() {
+            let name = definition
+                .metadata
+                .name
+                .clone()
+                .context("a definition has a name")?;
+            definitions_api
+                .create(&PostParams::default(), &definition)
+                .await
+                .with_context(|| name.clone())?;
+            timeout(
+                PATIENCE,
+                await_condition(definitions_api.clone(), &name, is_crd_established()),
+            )
+            .await??;
+        }
+        let parameters = DeviceClassParameters::new(
+            "test",
+            DeviceClassParametersSpec {
+                kind: "test".to_owned(),
+            },
+        );
+        Api::all(client.clone())
+            .create(&PostParams::default(), &parameters)
+            .await?;
+        let controller = cluster.user("drayman-controller", &controller_rules()).await?;
+        let node = cluster.user("drayman-node", &node_rules()).await?;
+        let stage = Self {
+            cluster,
+            controller,
+            node,
+        };
+        stage.make_class("test").await?;
+        Ok(stage)
+    }
+
+    /// Makes a class of ours whose parameters are the DeviceClassParameters `test`.
+    pub(crate) async fn make_class(&self, name: &str) -> anyhow::Result<()> {
+        self.apply(&json!({
+            "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": name },
+            "driverName": DRIVER,
+            "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClassParameters", "name": "test" },
+        }))
+        .await
+    }
+
+    /// Makes a template named `test` for claims of the class `test`, with the parameters of that name, if any.
+    pub(crate) async fn make_template(&self, parameters: Option<&str>) -> anyhow::Result<()> {
+        let reference = parameters
+            .map(|name| json!({ "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": name }));
+        self.apply(&json!({
+            "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate", "metadata": { "name": "test" },
+            "spec": { "spec": { "resourceClassName": "test", "parametersRef": reference } },
+        }))
+        .await
+    }
+
+    /// Applies an object as kubectl does.
+    pub(crate) async fn apply(&self, object: &Value) -> anyhow::Result<()> {
+        let name = object["metadata"]["name"].as_str().unwrap_or("object");
+        let kind = object["kind"].as_str().unwrap_or("kind");
+        let path = self.cluster.directory().join(format!("{kind}-{name}.json"));
+        std::fs::write(&path, object.to_string())?;
+        let path = path.to_str().context("the path is UTF-8")?;
+        self.cluster
+            .kubectl(&["apply", "--filename", path])
+            .await
+            .map(drop)
+    }
+
+    /// Claims of the namespace `default`.
+    pub(crate) fn claims(&self) -> Api<ResourceClaim> {
+        Api::namespaced(self.cluster.client(), "default")
+    }
+
+    /// Classes.
+    pub(crate) fn classes(&self) -> Api<ResourceClass> {
+        Api::all(self.cluster.client())
+    }
+
+    /// Pods of the namespace `default`.
+    pub(crate) fn pods(&self) -> Api<Pod> {
+        Api::namespaced(self.cluster.client(), "default")
+    }
+
+    /// Contexts of the namespace `default`.
+    pub(crate) fn contexts(&self) -> Api<PodSchedulingContext> {
+        Api::namespaced(self.cluster.client(), "default")
+    }
+
+    /// Makes a pod with one claim from the template `test`.
+    pub(crate) async fn make_pod(&self, name: &str) -> anyhow::Result<Pod> {
+        Ok(self
+            .pods()
+            .create(&PostParams::default(), &pod_with_claim(name)?)
+            .await?)
+    }
+
+    /// Deletes a pod at once, as a kubelet does at the end.
+    pub(crate) async fn remove_pod(&self, name: &str) -> anyhow::Result<()> {
+        self.pods()
+            .delete(name, &DeleteParams::default().grace_period(0))
+            .await
+            .map(drop)?;
+        Ok(())
+    }
+
+    /// Waits for a condition; the error says what was waited for and how the object is.
+    pub(crate) async fn wait<K>(
+        &self,
+        api: Api<K>,
+        name: &str,
+        what: &str,
+        condition: impl Condition<K>,
+    ) -> anyhow::Result<Option<K>>
+    where
+        K: kube::Resource<DynamicType = ()>
+            + Clone
+            + std::fmt::Debug
+            + serde::de::DeserializeOwned
+            + Send
+            + 'static,
+    {
+        match timeout(PATIENCE, await_condition(api.clone(), name, condition)).await {
+            Ok(found) => Ok(found?),
+            Err(_) => {
+                let now = api.get_opt(name).await;
+                bail!("{} {name} is not {what}, but {now:?}", K::kind(&()))
+            }
+        }
+    }
+
+    /// The claim that was made for a pod, once it meets a condition.
+    pub(crate) async fn claim_of(
+        &self,
+        pod: &str,
+        what: &str,
+        condition: fn(&ResourceClaim) -> bool,
+    ) -> anyhow::Result<ResourceClaim> {
+        let pod = self
+            .wait(self.pods(), pod, "given a claim", |pod: Option<&Pod>| {
+                claim_name(pod).is_some()
+            })
+            .await?;
+        let name = claim_name(pod.as_ref()).context("the pod has a claim")?;
+        let met = move |claim: Option<&ResourceClaim>| claim.is_some_and(condition);
+        self.wait(self.claims(), &name, what, met)
+            .await?
+            .context("the claim is there")
+    }
+
+    /// Waits for an Event of this reason about an object whose text contains `text`.
+    pub(crate) async fn wait_for_event(&self, name: &str, reason: &str, text: &str) -> anyhow::Result<Event> {
+        use futures::TryStreamExt as _;
+        use kube::runtime::{WatchStreamExt as _, watcher};
+
+        let api = Api::<Event>::namespaced(self.cluster.client(), "default");
+        let about = watcher::Config::default().fields(&format!("involvedObject.name={name}"));
+        let (reason, text) = (reason.to_owned(), text.to_owned());
+        let found = async {
+            let mut seen = Vec::new();
+            let mut events = std::pin::pin!(watcher(api, about).applied_objects());
+            while let Some(event) = events.try_next().await? {
+                let message = event.message.clone().unwrap_or_default();
+                if event.reason.as_deref() == Some(&reason) && message.contains(&text) {
+                    return Ok(event);
+                }
+                seen.push(message);
+            }
+            bail!("the watch of events ended after {seen:?}")
+        };
+        match timeout(PATIENCE, found).await {
+            Ok(found) => found,
+            Err(_) => {
+                let all = Api::<Event>::namespaced(self.cluster.client(), "default")
+                    .list(&ListParams::default())
+                    .await?
+                    .items
+                    .into_iter()
+                    .map(|event| {
+                        format!(
+                            "{:?}: {:?} {:?}",
+                            event.involved_object.name, event.reason, event.message
+                        )
+                    })
+                    .collect::<Vec<_>>();
+                bail!(
+                    "no event {reason} on {name} with {text:?}, but\n{}",
+                    all.join("\n")
+                )
+            }
+        }
+    }
+
+    /// Starts the controller.
+    pub(crate) fn controller(&self) -> anyhow::Result<Program> {
+        let mut command = self.cluster.command(env!("CARGO_BIN_EXE_drayman"));
+        command
+            .args(["controller", "--v=4", "--kubeconfig"])
+            .arg(&self.controller);
+        self.program("controller", command)
+    }
+
+    /// Starts one of several controllers, as a user of its own, so that the audit log tells them apart.
+    pub(crate) async fn replica(&self, name: &str) -> anyhow::Result<Program> {
+        let mut rules = controller_rules();
+        rules.push(rule(
+            &["coordination.k8s.io"],
+            &["leases"],
+            &["get", "create", "update"],
+        ));
+        let kubeconfig = self.cluster.user(name, &rules).await?;
+        let mut command = self.cluster.command(env!("CARGO_BIN_EXE_drayman"));
+        command.args([
+            "controller",
+            "--v=4",
+            "--leader-elect",
+            "--leader-elect-lease-duration=7s",
+        ]);
+        command.args([
+            "--leader-elect-renew-deadline=2s",
+            "--leader-elect-retry-period=500ms",
+        ]);
+        command.arg("--kubeconfig").arg(kubeconfig);
+        self.program(name, command)
+    }
+
+    /// Starts the companion on a real node, with a configuration of device kinds.
+    pub(crate) fn companion(&self, number: usize, configuration: &str) -> anyhow::Result<Program> {
+        let node = self.cluster.node(number);
+        let file = self.cluster.directory().join(format!("node-{number}.yaml"));
+        std::fs::write(&file, configuration)?;
+        let mut command = node.command(env!("CARGO_BIN_EXE_drayman"));
+        command
+            .args(["node", "--v=4", "--node-name", node.name(), "--kubeconfig"])
+            .arg(&self.node);
+        command.arg("--config").arg(&file);
+        self.program(&format!("companion-{number}"), command)
+    }
+
+    fn program(&self, name: &str, mut command: tokio::process::Command) -> anyhow::Result<Program> {
+        let log = self.cluster.directory().join(format!("{name}.log"));
+        let file = File::options().create(true).append(true).open(&log)?;
+        command.stdout(Stdio::null()).stderr(file);
+        let child = command.spawn().with_context(|| format!("starting {name}"))?;
+        Ok(Program {
+            name: name.to_owned(),
+            child,
+            log,
+            quiet: false,
+        })
+    }
+
+    /// Makes a node that exists in the API only. The scheduler binds pods to it; nothing runs there.
+    pub(crate) async fn pretend_node(&self, name: &str) -> anyhow::Result<Node> {
+        let api = Api::<Node>::all(self.cluster.client());
+        let node: Node = serde_json::from_value(json!({ "metadata": { "name": name } }))?;
+        api.create(&PostParams::default(), &node).await?;
+        let resources = json!({ "cpu": "64", "memory": "64Gi", "pods": "1000" });
+        let status = json!({ "status": {
+            "capacity": resources, "allocatable": resources,
+            "conditions": [{ "type": "Ready", "status": "True", "reason": "Pretended", "message": "",
+                "lastHeartbeatTime": "2026-01-01T00:00:00Z", "lastTransitionTime": "2026-01-01T00:00:00Z" }],
+        } });
+        Ok(api
+            .patch_status(name, &PatchParams::default(), &Patch::Merge(status))
+            .await?)
+    }
+
+    /// Makes a pretended node with its inventory, as a companion writes it: `count` devices of the kind `test`.
+    pub(crate) async fn pretend_devices(&self, node: &str, count: usize) -> anyhow::Result<()> {
+        let uid = self
+            .pretend_node(node)
+            .await?
+            .metadata
+            .uid
+            .context("a node has a uid")?;
+        self.write_inventory(node, &uid, count).await
+    }
+
+    /// Writes the inventory of a pretended node anew.
+    pub(crate) async fn write_inventory(&self, node: &str, uid: &str, count: usize) -> anyhow::Result<()> {
+        let device = |number| Device {
+            name: format!("drayman-test-{number}"),
+            kind: "test".to_owned(),
+            mode: Mode::Claims,
+            ..Device::default()
+        };
+        let mut inventory = NodeInventory::new(
+            &format!("{node}.{DRIVER}"),
+            NodeInventorySpec {
+                driver_name: DRIVER.to_owned(),
+                node_name: node.to_owned(),
+                node_uid: uid.to_owned(),
+                devices: (0..count).map(device).collect(),
+            },
+        );
+        let api = Api::<NodeInventory>::all(self.cluster.client());
+        let name = inventory.metadata.name.clone().unwrap_or_default();
+        let apply = PatchParams::apply("the-test").force();
+        inventory.status = None;
+        api.patch(&name, &apply, &Patch::Apply(&inventory)).await?;
+        let now = jiff::Timestamp::now();
+        let status = json!({ "status": { "devices": count, "unhealthy": 0, "conditions": [{
+            "type": "Ready", "status": "True", "reason": "Serving", "message": "", "lastTransitionTime": now }] } });
+        api.patch_status(&name, &PatchParams::default(), &Patch::Merge(status))
+            .await?;
+        Ok(())
+    }
+}
+
+impl Program {
+    /// Kills it where it stands.
+    pub(crate) async fn kill(&mut self) -> anyhow::Result<()> {
+        self.child
+            .kill()
+            .await
+            .with_context(|| format!("killing {}", self.name))
+    }
+
+    /// Sends a signal.
+    pub(crate) fn signal(&self, signal: Signal) -> anyhow::Result<()> {
+        let id = self
+            .child
+            .id()
+            .and_then(|id| i32::try_from(id).ok())
+            .context("it runs")?;
+        Ok(kill_process(Pid::from_raw(id).context("a pid")?, signal)?)
+    }
+
+    /// Asks it to end and waits for that.
+    pub(crate) async fn end(mut self) -> anyhow::Result<ExitStatus> {
+        self.signal(Signal::TERM)?;
+        let status = timeout(PATIENCE, self.child.wait())
+            .await
+            .with_context(|| format!("{} ends", self.name))??;
+        anyhow::ensure!(status.success(), "{} ended with {status}", self.name);
+        self.quiet = true;
+        Ok(status)
+    }
+
+    /// Waits until it ends by itself.
+    pub(crate) async fn ended(mut self) -> anyhow::Result<ExitStatus> {
+        let status = timeout(PATIENCE, self.child.wait())
+            .await
+            .with_context(|| format!("{} ends", self.name))??;
+        self.quiet = true;
+        Ok(status)
+    }
+
+    /// What it has logged.
+    pub(crate) fn log(&self) -> anyhow::Result<String> {
+        Ok(std::fs::read_to_string(&self.log)?)
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // Shown by the test runner only if the test fails.
+        if !self.quiet
+            && let Ok(log) = self.log()
+        {
+            let lines: Vec<&str> = log.lines().collect();
+            eprintln!(
+                "--- the last lines of {}:\n{}",
+                self.name,
+                lines[lines.len().saturating_sub(60)..].join("\n")
+            );
+        }
+    }
+}
+
+/// A pod with one container and one claim from the template `test`.
+pub(crate) fn pod_with_claim(name: &str) -> anyhow::Result<Pod> {
+    pod_from(json!({
+        "metadata": { "name": name },
+        "spec": {
+            "resourceClaims": [{ "name": "device", "source": { "resourceClaimTemplateName": "test" } }],
+            "containers": [{ "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
+                "resources": { "claims": [{ "name": "device" }] } }],
+            "dnsPolicy": "Default",
+            "terminationGracePeriodSeconds": 1,
+        },
+    }))
+}
+
+/// A pod as a user writes it. Our own type of it keeps the `source` of a claim, which k8s-openapi's has no more.
+pub(crate) fn pod_from(manifest: Value) -> anyhow::Result<Pod> {
+    serde_json::from_value(manifest).map_err(Into::into)
+}
+
+/// The name of a pod's first claim, as the claim controller has entered it.
+pub(crate) fn claim_name(pod: Option<&Pod>) -> Option<String> {
+    pod?.status
+        .resource_claim_statuses
+        .first()?
+        .resource_claim_name
+        .clone()
+}
+
+/// A condition: the pod runs.
+pub(crate) fn is_running() -> impl Condition<Pod> {
+    |pod: Option<&Pod>| pod.is_some_and(|pod| pod.status.phase.as_deref() == Some("Running"))
+}
+
+/// A condition: the scheduler has bound the pod to a node.
+pub(crate) fn is_bound() -> impl Condition<Pod> {
+    |pod: Option<&Pod>| pod.is_some_and(|pod| pod.spec.node_name.is_some())
+}
+
+/// Whether a claim is allocated.
+pub(crate) fn is_allocated(claim: &ResourceClaim) -> bool {
+    claim.status.allocation.is_some()
+}
+
+/// Whether a claim has our finalizer.
+pub(crate) fn has_finalizer(claim: &ResourceClaim) -> bool {
+    claim
+        .metadata
+        .finalizers
+        .iter()
+        .flatten()
+        .any(|name| name == FINALIZER)
+}
+
+/// A condition: the object is gone.
+pub(crate) fn is_gone<K>() -> impl Condition<K> {
+    |object: Option<&K>| object.is_none()
+}

@@ -1,0 +1,248 @@
+//! A driver of our trait's contract that answers from memory, written apart from the built-in one.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use drayman::api::resource::{AllocationResult, ResourceClaim, ResourceHandle};
+use drayman::core::protocol::{CallError, CallErrorKind, ClaimToAllocate, ObjectKey, Subject};
+use drayman::driver::{Holding, Observation, Verdict};
+
+/// The name of the driver under test.
+pub(crate) const DRIVER: &str = "sim.drayman.dev";
+/// Its finalizer.
+pub(crate) const FINALIZER: &str = "sim.drayman.dev/deletion-protection";
+/// The other driver of the cluster.
+pub(crate) const OTHER_DRIVER: &str = "other.example.com";
+/// The other driver's finalizer.
+pub(crate) const OTHER_FINALIZER: &str = "other.example.com/deletion-protection";
+
+/// Devices on a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Hold {
+    pub(crate) node: String,
+    pub(crate) devices: BTreeSet<String>,
+}
+
+/// What a parameter object says.
+#[derive(Clone, Debug)]
+pub(crate) struct Parameters {
+    pub(crate) count: usize,
+    pub(crate) valid: bool,
+    pub(crate) shareable: bool,
+}
+
+/// The world outside: inventories and parameter objects. It outlives the controller.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Facts {
+    pub(crate) nodes: BTreeMap<String, BTreeSet<String>>,
+    pub(crate) parameters: BTreeMap<String, Parameters>,
+}
+
+impl Facts {
+    /// The parameters of a claim, or what is wrong with them.
+    pub(crate) fn parameters_of(&self, claim: &ResourceClaim) -> Result<Parameters, String> {
+        let Some(reference) = &claim.spec.parameters_ref else {
+            return Ok(Parameters {
+                count: 1,
+                valid: true,
+                shareable: false,
+            });
+        };
+        match self.parameters.get(&reference.name) {
+            Some(parameters) if parameters.valid => Ok(parameters.clone()),
+            Some(_) => Err(format!("parameters {} are wrong", reference.name)),
+            None => Err(format!("parameters {} are missing", reference.name)),
+        }
+    }
+}
+
+/// The driver's books.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct MemoryDriver {
+    /// What the claims record, as observed.
+    pub(crate) recorded: BTreeMap<String, Hold>,
+    /// What was handed out and is not seen in a claim yet.
+    pub(crate) pending: BTreeMap<String, Hold>,
+    /// Whether everything has been shown to it.
+    pub(crate) observed_all: bool,
+}
+
+pub(crate) fn allocation_of(hold: &Hold, shareable: bool) -> AllocationResult {
+    let devices: Vec<&str> = hold.devices.iter().map(String::as_str).collect();
+    AllocationResult {
+        resource_handles: vec![ResourceHandle {
+            driver_name: Some(DRIVER.to_owned()),
+            data: Some(format!("{}:{}", hold.node, devices.join(","))),
+            structured_data: None,
+        }],
+        available_on_nodes: None,
+        shareable,
+    }
+}
+
+/// What an allocation holds, whoever made it.
+pub(crate) fn hold_of(allocation: &AllocationResult) -> Hold {
+    let data = allocation
+        .resource_handles
+        .first()
+        .and_then(|handle| handle.data.clone());
+    let data = data.unwrap_or_default();
+    let (node, devices) = data.split_once(':').unwrap_or_default();
+    let devices = devices.split(',').filter(|name| !name.is_empty());
+    Hold {
+        node: node.to_owned(),
+        devices: devices.map(str::to_owned).collect(),
+    }
+}
+
+/// What a claim records as this driver's.
+pub(crate) fn recorded_hold(claim: &ResourceClaim) -> Option<Hold> {
+    let status = &claim.status;
+    let allocation = status.allocation.as_ref()?;
+    (status.driver_name.as_deref() == Some(DRIVER)).then(|| hold_of(allocation))
+}
+
+pub(crate) fn uid_of(claim: &ResourceClaim) -> String {
+    claim.metadata.uid.clone().unwrap_or_default()
+}
+
+impl MemoryDriver {
+    fn held(&self, node: &str, except: &[String]) -> BTreeSet<String> {
+        self.recorded
+            .iter()
+            .chain(&self.pending)
+            .filter(|(uid, hold)| hold.node == node && !except.contains(uid))
+            .flat_map(|(_, hold)| hold.devices.iter().cloned())
+            .collect()
+    }
+
+    fn free(&self, facts: &Facts, node: &str, except: &[String]) -> Vec<String> {
+        let held = self.held(node, except);
+        let all = facts.nodes.get(node).into_iter().flatten();
+        all.filter(|device| !held.contains(*device)).cloned().collect()
+    }
+
+    pub(crate) fn unsuitable_nodes(
+        &self,
+        facts: &Facts,
+        claims: &[ClaimToAllocate],
+        nodes: &[String],
+    ) -> Result<Vec<Verdict>, CallError> {
+        let mut wanted = 0;
+        for claim in claims {
+            wanted += facts
+                .parameters_of(&claim.claim)
+                .map_err(|message| wrong(claim, message))?
+                .count;
+        }
+        let own: Vec<String> = claims.iter().map(|claim| uid_of(&claim.claim)).collect();
+        let mut verdict = Verdict::default();
+        for node in nodes {
+            let free = self.free(facts, node, &own).len();
+            if free < wanted {
+                let all = facts.nodes.get(node).map_or(0, BTreeSet::len);
+                let reason = format!("{} of {all} held", all.saturating_sub(free));
+                verdict.unsuitable_nodes.insert(node.clone(), reason);
+            }
+        }
+        Ok(vec![verdict; claims.len()])
+    }
+
+    /// Idempotent by uid. What is held without being recorded moves to the node that is asked for now.
+    pub(crate) fn allocate(
+        &mut self,
+        facts: &Facts,
+        claims: &[ClaimToAllocate],
+        node: Option<&str>,
+    ) -> Result<Vec<Result<AllocationResult, CallError>>, CallError> {
+        let mut results = Vec::new();
+        for claim in claims {
+            results.push(self.allocate_one(facts, claim, node));
+        }
+        Ok(results)
+    }
+
+    fn allocate_one(
+        &mut self,
+        facts: &Facts,
+        claim: &ClaimToAllocate,
+        node: Option<&str>,
+    ) -> Result<AllocationResult, CallError> {
+        let uid = uid_of(&claim.claim);
+        let parameters = facts
+            .parameters_of(&claim.claim)
+            .map_err(|message| wrong(claim, message))?;
+        if let Some(hold) = self.recorded.get(&uid) {
+            return Ok(allocation_of(hold, parameters.shareable));
+        }
+        match self.pending.get(&uid) {
+            Some(hold) if node.is_none_or(|node| node == hold.node) => {
+                return Ok(allocation_of(hold, parameters.shareable));
+            }
+            Some(_) => {
+                self.pending.remove(&uid);
+            }
+            None => {}
+        }
+        let candidates: Vec<String> = match node {
+            Some(node) => vec![node.to_owned()],
+            None => facts.nodes.keys().cloned().collect(),
+        };
+        for node in candidates {
+            let free = self.free(facts, &node, &[]);
+            if free.len() >= parameters.count {
+                let devices = free.into_iter().take(parameters.count).collect();
+                let hold = Hold { node, devices };
+                let allocation = allocation_of(&hold, parameters.shareable);
+                self.pending.insert(uid, hold);
+                return Ok(allocation);
+            }
+        }
+        Err(CallError {
+            kind: CallErrorKind::Retry,
+            subject: Subject::Call,
+            reason: "NoDevice",
+            message: "all devices are held".to_owned(),
+        })
+    }
+
+    /// The answer is how many devices became free.
+    pub(crate) fn deallocate(&mut self, uid: &str) -> usize {
+        self.pending.remove(uid).map_or(0, |hold| hold.devices.len())
+    }
+
+    /// The answer is how many devices became free.
+    pub(crate) fn observe(&mut self, observation: &Observation) -> usize {
+        match observation {
+            Observation::All(holdings) => {
+                self.observed_all = true;
+                let known: BTreeSet<&str> = holdings.iter().map(Holding::uid).collect();
+                self.recorded.clear();
+                self.pending.retain(|uid, _| known.contains(uid.as_str()));
+                holdings.iter().map(|holding| self.observe_one(holding)).sum()
+            }
+            Observation::Changed(holding) => self.observe_one(holding),
+            Observation::Gone { uid } => self.recorded.remove(uid).map_or(0, |hold| hold.devices.len()),
+        }
+    }
+
+    fn observe_one(&mut self, holding: &Holding) -> usize {
+        let uid = holding.uid().to_owned();
+        match holding.allocation(DRIVER) {
+            Some(allocation) => {
+                self.pending.remove(&uid);
+                self.recorded.insert(uid, hold_of(allocation));
+                0
+            }
+            None => self.recorded.remove(&uid).map_or(0, |hold| hold.devices.len()),
+        }
+    }
+}
+
+fn wrong(claim: &ClaimToAllocate, message: String) -> CallError {
+    CallError {
+        kind: CallErrorKind::Invalid,
+        subject: Subject::Claim(ObjectKey::of(&claim.claim.metadata)),
+        reason: "ParametersInvalid",
+        message,
+    }
+}

@@ -1,0 +1,198 @@
+//! What can go wrong, how often, and how often it did.
+
+use std::collections::BTreeMap;
+
+use crate::rng::Rng;
+
+/// Something that goes wrong with one command of the controller, with a watch, or with the controller itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Fault {
+    /// The controller is killed when it is about to send the command.
+    CrashBefore,
+    /// The controller is killed when the command has had its effect; it never hears of it.
+    CrashAfter,
+    /// The request never reaches the server; the client gives up.
+    RequestLost,
+    /// The request is carried out; the client gives up waiting.
+    ReplyLost,
+    /// The client gives up, and only then the request is carried out.
+    Late,
+    /// The server answers 500 and has done nothing.
+    ServerError,
+    /// The server answers 409.
+    Conflict,
+    /// The server answers 422.
+    Refused,
+    /// Request and reply take seconds.
+    Slow,
+    /// The driver fails and says "try again".
+    DriverRetry,
+    /// The driver fails and says "a person must act".
+    DriverInvalid,
+    /// The driver has done it, but does not answer in time.
+    DriverHungAfter,
+    /// The driver does nothing and does not answer in time.
+    DriverHungBefore,
+    /// The driver answers for too few claims.
+    DriverMiscounts,
+    /// A watch shows an event twice.
+    WatchDuplicate,
+    /// A watch loses events and starts over with a list.
+    WatchRelist,
+    /// A watch stands still for up to a minute.
+    WatchStall,
+    /// Events queue up in the controller before it decides.
+    Coalesced,
+    /// The controller is killed at any time.
+    CrashAnytime,
+    /// Somebody else changes an object that the controller is about to write.
+    SecondWriter,
+}
+
+pub(crate) const ALL: [Fault; 20] = [
+    Fault::CrashBefore,
+    Fault::CrashAfter,
+    Fault::RequestLost,
+    Fault::ReplyLost,
+    Fault::Late,
+    Fault::ServerError,
+    Fault::Conflict,
+    Fault::Refused,
+    Fault::Slow,
+    Fault::DriverRetry,
+    Fault::DriverInvalid,
+    Fault::DriverHungAfter,
+    Fault::DriverHungBefore,
+    Fault::DriverMiscounts,
+    Fault::WatchDuplicate,
+    Fault::WatchRelist,
+    Fault::WatchStall,
+    Fault::Coalesced,
+    Fault::CrashAnytime,
+    Fault::SecondWriter,
+];
+
+/// Faults of a request to the server.
+const OF_REQUESTS: [Fault; 9] = [
+    Fault::CrashBefore,
+    Fault::CrashAfter,
+    Fault::RequestLost,
+    Fault::ReplyLost,
+    Fault::Late,
+    Fault::ServerError,
+    Fault::Conflict,
+    Fault::Refused,
+    Fault::Slow,
+];
+
+/// Faults of a call of the driver.
+const OF_CALLS: [Fault; 8] = [
+    Fault::CrashBefore,
+    Fault::CrashAfter,
+    Fault::Slow,
+    Fault::DriverRetry,
+    Fault::DriverInvalid,
+    Fault::DriverHungAfter,
+    Fault::DriverHungBefore,
+    Fault::DriverMiscounts,
+];
+
+/// What a command is, as far as faults are concerned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Target {
+    Read,
+    Write,
+    Call,
+}
+
+impl Fault {
+    pub(crate) fn applies_to(self, target: Target) -> bool {
+        match target {
+            Target::Write => OF_REQUESTS.contains(&self),
+            Target::Read => {
+                OF_REQUESTS.contains(&self) && !matches!(self, Self::Conflict | Self::Refused | Self::Late)
+            }
+            Target::Call => OF_CALLS.contains(&self),
+        }
+    }
+}
+
+/// Which faults a run has.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Faults {
+    /// At the n-th command, by plan.
+    pub(crate) plan: BTreeMap<u64, Fault>,
+    /// Per thousand commands, watch events or steps, by chance.
+    pub(crate) rates: BTreeMap<Fault, u64>,
+    /// How often each was hit.
+    pub(crate) hits: BTreeMap<Fault, u64>,
+}
+
+impl Faults {
+    /// Each seed has a temper of its own: some are calm, some storm, most have a few kinds of trouble.
+    pub(crate) fn by_seed(rng: &mut Rng) -> Self {
+        let mut rates = BTreeMap::new();
+        let storm = rng.between(0, 3) * 25;
+        for fault in ALL {
+            if rng.chance(400) {
+                let rate = match fault {
+                    Fault::CrashAnytime => rng.between(0, 3),
+                    Fault::CrashBefore | Fault::CrashAfter | Fault::WatchStall => rng.between(0, 15),
+                    Fault::WatchDuplicate | Fault::Coalesced => rng.between(0, 300),
+                    Fault::SecondWriter => rng.between(0, 400),
+                    _ => rng.between(0, 20 + storm),
+                };
+                rates.insert(fault, rate);
+            }
+        }
+        Self {
+            rates,
+            ..Self::default()
+        }
+    }
+
+    pub(crate) fn stop(&mut self) {
+        self.plan.clear();
+        self.rates.clear();
+    }
+
+    pub(crate) fn hit(&mut self, fault: Fault) {
+        *self.hits.entry(fault).or_default() += 1;
+    }
+
+    /// Whether this fault happens now.
+    pub(crate) fn strikes(&mut self, fault: Fault, rng: &mut Rng) -> bool {
+        let rate = self.rates.get(&fault).copied().unwrap_or_default();
+        let strikes = rng.chance(rate);
+        if strikes {
+            self.hit(fault);
+        }
+        strikes
+    }
+
+    /// What goes wrong with the `index`-th command.
+    pub(crate) fn of_command(&mut self, index: u64, target: Target, rng: &mut Rng) -> Option<Fault> {
+        if let Some(fault) = self
+            .plan
+            .get(&index)
+            .copied()
+            .filter(|fault| fault.applies_to(target))
+        {
+            self.hit(fault);
+            return Some(fault);
+        }
+        let kinds: &[Fault] = if target == Target::Call {
+            &OF_CALLS
+        } else {
+            &OF_REQUESTS
+        };
+        let fault = rng.pick(kinds)?;
+        // One kind is tried per command, so its rate is scaled up.
+        let rate = self.rates.get(&fault).copied().unwrap_or_default();
+        if fault.applies_to(target) && rng.chance(rate * kinds.len() as u64) {
+            self.hit(fault);
+            return Some(fault);
+        }
+        None
+    }
+}

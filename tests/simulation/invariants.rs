@@ -1,0 +1,247 @@
+//! The promises that must hold after every step.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use drayman::api::resource::NODE_LIST_MAX;
+use drayman::core::protocol::{ClaimToAllocate, ClaimWrite, Command, DriverRequest, ObjectKey};
+
+use crate::driver::{DRIVER, FINALIZER, hold_of, recorded_hold, uid_of};
+use crate::stage::Stage;
+
+impl Stage {
+    /// I1: no device in two claims, counting writes that may still land.
+    pub(crate) fn check_store(&mut self) {
+        let mut holders: BTreeMap<(String, String), String> = BTreeMap::new();
+        let mut twice = None;
+        let recorded = self
+            .store
+            .claims
+            .values()
+            .filter_map(|claim| recorded_hold(claim).map(|hold| (uid_of(claim), hold)));
+        let on_the_way = self
+            .network
+            .values()
+            .filter_map(|request| match &request.command {
+                Command::WriteClaim {
+                    key,
+                    uid,
+                    write: ClaimWrite::Allocate { allocation, .. },
+                    ..
+                } => {
+                    let claim = self.store.claims.get(key)?;
+                    // What is being deleted or is allocated already takes no new allocation.
+                    let open = uid_of(claim) == *uid
+                        && claim.status.allocation.is_none()
+                        && claim.metadata.deletion_timestamp.is_none();
+                    open.then(|| (uid.clone(), hold_of(allocation)))
+                }
+                _ => None,
+            });
+        for (uid, hold) in recorded.chain(on_the_way) {
+            for device in hold.devices {
+                let place = (hold.node.clone(), device);
+                if let Some(other) = holders.insert(place.clone(), uid.clone())
+                    && other != uid
+                {
+                    twice = Some((place, other, uid.clone()));
+                }
+            }
+        }
+        if let Some((place, one, other)) = twice {
+            self.violate(|| format!("I1: device {place:?} is in claims {one} and {other}"));
+        }
+    }
+
+    /// What the controller may ask for at all.
+    pub(crate) fn check_command(&mut self, command: &Command) {
+        match command {
+            Command::WriteClaim { key, uid, write, .. } => self.check_write(key, uid, write),
+            Command::WriteContext {
+                key, entries, uid, ..
+            } => {
+                let names: Vec<(String, BTreeSet<String>)> = entries
+                    .iter()
+                    .map(|entry| {
+                        (
+                            entry.name.clone(),
+                            entry.unsuitable_nodes.iter().cloned().collect(),
+                        )
+                    })
+                    .collect();
+                self.check_entries(key, uid, &names);
+                if entries
+                    .iter()
+                    .any(|entry| entry.unsuitable_nodes.len() > NODE_LIST_MAX)
+                {
+                    self.violate(|| "I13: an entry of more than 128 nodes".to_owned());
+                }
+            }
+            Command::CallDriver { request, .. } => self.check_call(request),
+            _ => {}
+        }
+    }
+
+    fn is_ours(&self, class_name: &str) -> bool {
+        self.store
+            .drivers_ever
+            .get(class_name)
+            .is_some_and(|drivers| drivers.contains(DRIVER))
+    }
+
+    /// I6 and I16.
+    fn check_write(&mut self, key: &ObjectKey, uid: &str, write: &ClaimWrite) {
+        let Some(claim) = self
+            .store
+            .claims
+            .get(key)
+            .filter(|claim| uid_of(claim) == uid)
+            .cloned()
+        else {
+            return;
+        };
+        let adds = matches!(write, ClaimWrite::AddFinalizer | ClaimWrite::Allocate { .. });
+        if adds && !self.is_ours(&claim.spec.resource_class_name) {
+            self.violate(|| format!("I6: {key} is not of a class of ours"));
+        }
+        if let ClaimWrite::ClearAllocation { .. } = write
+            && claim.status.allocation.is_some()
+            && recorded_hold(&claim).is_none()
+        {
+            self.violate(|| format!("I6: the allocation of {key} is not ours to clear"));
+        }
+        let ClaimWrite::Allocate {
+            reserved_for: Some(consumer),
+            ..
+        } = write
+        else {
+            return;
+        };
+        let pod = ObjectKey::new(key.namespace.clone(), consumer.name.clone());
+        let existed = self
+            .store
+            .pods_ever
+            .get(&pod)
+            .is_some_and(|uids| uids.contains(&consumer.uid));
+        if !existed {
+            self.violate(|| format!("I16: {key} is reserved for a pod {pod} that never was"));
+        }
+        if let Some(owner) = Self::owner_of(&claim)
+            && owner != consumer.uid
+        {
+            let owner = owner.to_owned();
+            self.violate(|| {
+                format!(
+                    "I16: {key} belongs to pod {owner} and is reserved for {}",
+                    consumer.uid
+                )
+            });
+        }
+    }
+
+    /// I6 and I13.
+    fn check_entries(&mut self, key: &ObjectKey, uid: &str, entries: &[(String, BTreeSet<String>)]) {
+        let Some(seen) = self
+            .process
+            .as_ref()
+            .and_then(|process| process.seen.get(key))
+            .cloned()
+        else {
+            self.violate(|| format!("entries for context {key}, which was never seen"));
+            return;
+        };
+        if seen.metadata.uid.as_deref() != Some(uid) {
+            self.violate(|| format!("entries for another context {key} than the one that was seen"));
+        }
+        for (name, nodes) in entries {
+            let mut known: BTreeSet<&String> = seen.spec.potential_nodes.iter().collect();
+            known.insert(&seen.spec.selected_node);
+            known.extend(
+                seen.status
+                    .resource_claims
+                    .iter()
+                    .flat_map(|entry| &entry.unsuitable_nodes),
+            );
+            if let Some(node) = nodes.iter().find(|node| !known.contains(node)) {
+                self.violate(|| format!("I13: {key} was not asked about node {node} for {name}"));
+            }
+            let chosen = &seen.spec.selected_node;
+            if nodes.len() == NODE_LIST_MAX && !chosen.is_empty() && !nodes.contains(chosen) {
+                self.note(|| format!("{key}: the list is full and does not have the selected node"));
+            }
+            if let Some(pod) = self.store.pods.get(key)
+                && Some(pod.metadata.uid.clone().unwrap_or_default())
+                    == drayman::api::resource::controller_of(&seen.metadata).map(|owner| owner.uid.clone())
+                && let Some(claim) = self.claim_of_entry(key, name)
+                && !self.is_ours(&claim.spec.resource_class_name)
+            {
+                self.violate(|| format!("I6: entry {name} of {key} is another driver's"));
+            }
+        }
+    }
+
+    fn check_call(&mut self, request: &DriverRequest) {
+        if !self.driver.observed_all {
+            self.violate(|| "the driver is asked before it was told what is held".to_owned());
+        }
+        match request {
+            DriverRequest::Allocate { claims, node } => self.check_allocate(claims, node.as_deref()),
+            DriverRequest::UnsuitableNodes { claims, .. } => {
+                if claims.is_empty() {
+                    self.violate(|| "the driver is asked about no claim".to_owned());
+                }
+            }
+            DriverRequest::Deallocate { claim, .. } => {
+                if !claim.status.reserved_for.is_empty() && recorded_hold(claim).is_some() {
+                    self.violate(|| "I5: a claim in use is deallocated".to_owned());
+                }
+            }
+        }
+    }
+
+    /// I3, I6, I7.
+    fn check_allocate(&mut self, claims: &[ClaimToAllocate], node: Option<&str>) {
+        let mut uids = BTreeSet::new();
+        for claim in claims {
+            let uid = uid_of(&claim.claim);
+            let key = ObjectKey::of(&claim.claim.metadata);
+            if !uids.insert(uid.clone()) {
+                self.violate(|| format!("claim {key} twice in one call"));
+            }
+            if !self.is_ours(&claim.claim.spec.resource_class_name) || claim.class.driver_name != DRIVER {
+                self.violate(|| format!("I6: {key} is not of a class of ours"));
+            }
+            if let Some(stored) = self.store.claims.get(&key)
+                && uid_of(stored) == uid
+                && !stored
+                    .metadata
+                    .finalizers
+                    .as_ref()
+                    .is_some_and(|all| all.iter().any(|name| name == FINALIZER))
+            {
+                self.violate(|| format!("I3: allocate for {key} before our finalizer is stored"));
+            }
+        }
+        if let Some(node) = node {
+            let pods = self.process.as_ref().map(|process| &process.seen);
+            let selected = pods.is_some_and(|seen| {
+                seen.values()
+                    .any(|context| context.spec.selected_node == node && self.concerns(context, claims))
+            });
+            if !selected {
+                self.violate(|| format!("I7: node {node} is not selected for these claims"));
+            }
+        }
+    }
+
+    fn concerns(
+        &self,
+        context: &drayman::api::resource::PodSchedulingContext,
+        claims: &[ClaimToAllocate],
+    ) -> bool {
+        let owner = drayman::api::resource::controller_of(&context.metadata).map(|owner| owner.uid.clone());
+        claims.iter().all(|claim| {
+            let of = Self::owner_of(&claim.claim);
+            of.is_none() || of == owner.as_deref()
+        })
+    }
+}

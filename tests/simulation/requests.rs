@@ -1,0 +1,169 @@
+//! What each write of the controller means to the server, and which promises it must keep when it lands.
+
+use drayman::api::resource::{ResourceClaim, controller_of};
+use drayman::core::protocol::{Answer, ClaimWrite, Command, ObjectKey, Outcome};
+
+use crate::driver::{DRIVER, FINALIZER, recorded_hold, uid_of};
+use crate::stage::Stage;
+use crate::store::{ApiError, Endpoint};
+
+impl Stage {
+    /// Carries a request out at the server.
+    pub(crate) fn carry_out(&mut self, command: &Command) -> Answer {
+        match command {
+            Command::ReadPod { key, .. } => {
+                self.reads += 1;
+                Answer::PodRead(Ok(self.store.pods.get(key).cloned()))
+            }
+            Command::ReadClaim { key, .. } => {
+                self.reads += 1;
+                Answer::ClaimRead(Ok(self.store.claims.get(key).cloned()))
+            }
+            Command::WriteContext {
+                key, uid, entries, ..
+            } => {
+                self.writes += 1;
+                Answer::ContextWritten(outcome(self.store.apply_entries(key, uid, entries)))
+            }
+            Command::WriteClaim { key, uid, write, .. } => {
+                self.writes += 1;
+                let before = self
+                    .store
+                    .claims
+                    .get(key)
+                    .filter(|claim| uid_of(claim) == *uid)
+                    .cloned();
+                let result = self.write_claim(key, uid, write);
+                if let (Some(before), Ok(_)) = (before, &result) {
+                    self.check_landed(&before, write);
+                }
+                Answer::ClaimWritten(outcome(result))
+            }
+            _ => unreachable!("not a request"),
+        }
+    }
+
+    fn write_claim(
+        &mut self,
+        key: &ObjectKey,
+        uid: &str,
+        write: &ClaimWrite,
+    ) -> Result<std::sync::Arc<ResourceClaim>, ApiError> {
+        let store = &mut self.store;
+        match write {
+            ClaimWrite::AddFinalizer => store.update_claim(key, Some(uid), Endpoint::Main, |claim| {
+                let finalizers = claim.metadata.finalizers.get_or_insert_default();
+                if !finalizers.iter().any(|name| name == FINALIZER) {
+                    finalizers.push(FINALIZER.to_owned());
+                }
+                Ok(())
+            }),
+            ClaimWrite::RemoveFinalizer => store.update_claim(key, Some(uid), Endpoint::Main, |claim| {
+                if let Some(finalizers) = &mut claim.metadata.finalizers {
+                    finalizers.retain(|name| name != FINALIZER);
+                }
+                Ok(())
+            }),
+            // A merge patch: a list in it replaces the stored one.
+            ClaimWrite::Allocate {
+                allocation,
+                reserved_for,
+            } => store.update_claim(key, Some(uid), Endpoint::Status, |claim| {
+                claim.status.allocation = Some(allocation.clone());
+                claim.status.driver_name = Some(DRIVER.to_owned());
+                if let Some(consumer) = reserved_for {
+                    claim.status.reserved_for = vec![consumer.clone()];
+                }
+                Ok(())
+            }),
+            ClaimWrite::ClearAllocation {
+                deallocation_requested,
+                driver_name,
+            } => store.update_claim(key, Some(uid), Endpoint::Status, |claim| {
+                let status = &mut claim.status;
+                if status.deallocation_requested != *deallocation_requested
+                    || status.driver_name != *driver_name
+                {
+                    return Err(ApiError::Conflict("testing value failed".to_owned()));
+                }
+                status.allocation = None;
+                status.driver_name = None;
+                status.deallocation_requested = false;
+                Ok(())
+            }),
+        }
+    }
+
+    /// I3, I4, I5 at the moment at which a write is stored.
+    fn check_landed(&mut self, before: &ResourceClaim, write: &ClaimWrite) {
+        let uid = uid_of(before);
+        let name = before.metadata.name.clone().unwrap_or_default();
+        let finalizers = before.metadata.finalizers.clone().unwrap_or_default();
+        let has_finalizer = finalizers.iter().any(|name| name == FINALIZER);
+        let goes = before.metadata.deletion_timestamp.is_some() && finalizers.len() == 1;
+        match write {
+            ClaimWrite::AddFinalizer => {}
+            ClaimWrite::Allocate { .. } => {
+                if !has_finalizer {
+                    self.violate(|| format!("I3: {name} is allocated without our finalizer"));
+                }
+            }
+            ClaimWrite::ClearAllocation { .. } => {
+                if !before.status.reserved_for.is_empty() {
+                    self.violate(|| format!("I5: {name} is cleared while it is reserved"));
+                }
+                if before.metadata.deletion_timestamp.is_none() && !before.status.deallocation_requested {
+                    self.violate(|| format!("{name} is cleared although nobody asked for it"));
+                }
+            }
+            ClaimWrite::RemoveFinalizer if has_finalizer => {
+                if recorded_hold(before).is_some() && !goes {
+                    self.violate(|| format!("I4: our finalizer leaves {name}, which records an allocation"));
+                }
+                if !before.status.reserved_for.is_empty() && recorded_hold(before).is_some() {
+                    self.violate(|| format!("I5: our finalizer leaves {name}, which is reserved"));
+                }
+                if self.driver.pending.contains_key(&uid) {
+                    self.violate(|| {
+                        format!("I4: our finalizer leaves {name}, for which the driver holds a device")
+                    });
+                }
+            }
+            ClaimWrite::RemoveFinalizer => {}
+        }
+    }
+
+    /// Somebody else changes the object that a command is about to change.
+    pub(crate) fn bump(&mut self, command: &Command) {
+        let tick = self.store.version().to_string();
+        match command {
+            Command::WriteClaim { key, .. } => {
+                let _ = self.store.update_claim(key, None, Endpoint::Main, |claim| {
+                    let annotations = claim.metadata.annotations.get_or_insert_default();
+                    annotations.insert("example.com/tick".to_owned(), tick);
+                    Ok(())
+                });
+            }
+            Command::WriteContext { key, .. } => {
+                let _ = self.store.update_context(key, None, |context| {
+                    let annotations = context.metadata.annotations.get_or_insert_default();
+                    annotations.insert("example.com/tick".to_owned(), tick);
+                });
+            }
+            _ => {}
+        }
+    }
+
+    /// The pod that a claim was made for, by uid.
+    pub(crate) fn owner_of(claim: &ResourceClaim) -> Option<&str> {
+        controller_of(&claim.metadata).map(|owner| owner.uid.as_str())
+    }
+}
+
+fn outcome<T>(result: Result<T, ApiError>) -> Outcome<T> {
+    match result {
+        Ok(object) => Outcome::Done(object),
+        Err(ApiError::NotFound(text) | ApiError::Invalid(text)) => Outcome::Refused(text),
+        Err(ApiError::Conflict(text)) => Outcome::Conflict(text),
+    }
+}

@@ -1,0 +1,416 @@
+//! The scheduler: the dynamicresources plugin of 1.30. What a cycle decides is written a little later, as in PreBind.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use drayman::api::resource::{
+    NODE_LIST_MAX, Pod, PodSchedulingContext, PodSchedulingContextSpec, ResourceClaim,
+    ResourceClaimConsumerReference, controller_of,
+};
+use drayman::core::protocol::ObjectKey;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+
+use crate::driver::{hold_of, uid_of};
+use crate::stage::{Action, MILLISECOND, SECOND, Stage};
+use crate::store::{ApiError, Endpoint};
+
+/// What a cycle wants to be written.
+#[derive(Clone, Debug)]
+pub(crate) struct Plan {
+    pub(crate) pod: ObjectKey,
+    pub(crate) uid: String,
+    pub(crate) act: Act,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Act {
+    /// Publish, then take the pod back out of `reservedFor`.
+    Publish {
+        potential: Option<Vec<String>>,
+        selected: Option<String>,
+    },
+    /// Ask for the deallocation of a claim that is in the way.
+    Deallocate { claim: ObjectKey, uid: String },
+    /// Reserve and bind.
+    Bind { node: String },
+}
+
+pub(crate) fn uid_of_pod(pod: &Pod) -> String {
+    pod.metadata.uid.clone().unwrap_or_default()
+}
+
+/// The owner reference of what belongs to a pod.
+pub(crate) fn owned_by(pod: &Pod) -> OwnerReference {
+    OwnerReference {
+        api_version: "v1".to_owned(),
+        kind: "Pod".to_owned(),
+        name: pod.metadata.name.clone().unwrap_or_default(),
+        uid: uid_of_pod(pod),
+        controller: Some(true),
+        block_owner_deletion: Some(true),
+    }
+}
+
+impl Stage {
+    /// Something has changed: pods without a node are looked at again, later and later.
+    pub(crate) fn wake_scheduler(&mut self) {
+        let pending: Vec<(ObjectKey, String)> = self
+            .store
+            .pods
+            .iter()
+            .filter(|(_, pod)| pod.spec.node_name.is_none() && pod.status.phase.is_none())
+            .map(|(key, pod)| (key.clone(), uid_of_pod(pod)))
+            .filter(|(_, uid)| !self.cycles.contains(uid))
+            .collect();
+        for (key, uid) in pending {
+            let attempts = self.attempts.entry(uid.clone()).or_default();
+            let longest = (MILLISECOND << (*attempts).min(14)).min(10 * SECOND);
+            *attempts += 1;
+            self.cycles.insert(uid);
+            let delay = self.rng.between(longest / 4, longest);
+            self.after(delay, Action::Cycle(key));
+        }
+    }
+
+    /// The claim of a pod's entry, if it is there and belongs to the pod.
+    pub(crate) fn claim_of_entry(&self, key: &ObjectKey, entry: &str) -> Option<Arc<ResourceClaim>> {
+        let pod = self.store.pods.get(key)?;
+        let source = &pod
+            .spec
+            .resource_claims
+            .iter()
+            .find(|claim| claim.name == entry)?
+            .source;
+        if let Some(name) = &source.resource_claim_name {
+            return self
+                .store
+                .claims
+                .get(&ObjectKey::new(key.namespace.clone(), name.clone()))
+                .cloned();
+        }
+        let statuses = &pod.status.resource_claim_statuses;
+        let name = statuses
+            .iter()
+            .find(|status| status.name == entry)?
+            .resource_claim_name
+            .clone()?;
+        let claim = self
+            .store
+            .claims
+            .get(&ObjectKey::new(key.namespace.clone(), name))?;
+        (Self::owner_of(claim) == pod.metadata.uid.as_deref()).then(|| claim.clone())
+    }
+
+    /// All claims of a pod by entry; `None` while one is missing or going.
+    pub(crate) fn claims_of(&self, key: &ObjectKey) -> Option<Vec<(String, Arc<ResourceClaim>)>> {
+        let pod = self.store.pods.get(key)?;
+        pod.spec
+            .resource_claims
+            .iter()
+            .map(|entry| {
+                let claim = self.claim_of_entry(key, &entry.name)?;
+                claim
+                    .metadata
+                    .deletion_timestamp
+                    .is_none()
+                    .then_some((entry.name.clone(), claim))
+            })
+            .collect()
+    }
+
+    pub(crate) fn nodes_of(&self, uid: &str) -> BTreeSet<String> {
+        let all: BTreeSet<String> = self.facts.nodes.keys().cloned().collect();
+        match self.pod_nodes.get(uid) {
+            Some(nodes) => nodes.intersection(&all).cloned().collect(),
+            None => all,
+        }
+    }
+
+    pub(crate) fn cycle(&mut self, key: &ObjectKey) {
+        let Some(pod) = self.store.pods.get(key).cloned() else {
+            return;
+        };
+        let uid = uid_of_pod(&pod);
+        self.cycles.remove(&uid);
+        if pod.spec.node_name.is_some() || pod.status.phase.is_some() {
+            return;
+        }
+        if let Some(act) = self.decide_for(key, &pod) {
+            self.note(|| format!("scheduler: {} {act:?}", key.name));
+            // Until it is written there is no other cycle.
+            self.cycles.insert(uid.clone());
+            let delay = self.delay();
+            let plan = Plan {
+                pod: key.clone(),
+                uid,
+                act,
+            };
+            self.after(delay, Action::Carry(plan));
+        }
+    }
+
+    fn decide_for(&mut self, key: &ObjectKey, pod: &Pod) -> Option<Act> {
+        let uid = uid_of_pod(pod);
+        let claims = self.claims_of(key)?;
+        let context = self.store.contexts.get(key).cloned();
+        if let Some(context) = &context
+            && controller_of(&context.metadata).is_none_or(|owner| owner.uid != uid)
+        {
+            return None;
+        }
+        for (_, claim) in &claims {
+            let status = &claim.status;
+            let unallocated = status.allocation.is_none();
+            let class = &claim.spec.resource_class_name;
+            let reserved = status.reserved_for.iter().any(|consumer| consumer.uid == uid);
+            let taken = status
+                .allocation
+                .as_ref()
+                .is_some_and(|allocation| !allocation.shareable)
+                && !status.reserved_for.is_empty()
+                && !reserved;
+            let immediate =
+                claim.spec.allocation_mode == Some(drayman::api::resource::AllocationMode::Immediate);
+            if status.deallocation_requested
+                || taken
+                || (unallocated && (immediate || !self.store.classes.contains_key(class)))
+            {
+                return None;
+            }
+        }
+        let unsuitable = |entry: &str, node: &String| {
+            context.as_ref().is_some_and(|context| {
+                let entries = &context.status.resource_claims;
+                entries
+                    .iter()
+                    .any(|known| known.name == entry && known.unsuitable_nodes.contains(node))
+            })
+        };
+        let mut passing = Vec::new();
+        let mut in_the_way: Vec<(ObjectKey, String)> = Vec::new();
+        for node in self.nodes_of(&uid) {
+            let mut passes = true;
+            for (entry, claim) in &claims {
+                match &claim.status.allocation {
+                    Some(allocation) if !reaches(allocation, &node) => {
+                        in_the_way.push((ObjectKey::of(&claim.metadata), uid_of(claim)));
+                        passes = false;
+                    }
+                    None if unsuitable(entry, &node) => {
+                        passes = false;
+                        break;
+                    }
+                    _ => {}
+                }
+            }
+            if passes {
+                passing.push(node);
+            }
+        }
+        if passing.is_empty() {
+            in_the_way.retain(|(key, _)| {
+                self.store.claims.get(key).is_some_and(|claim| {
+                    let reserved = &claim.status.reserved_for;
+                    claim.spec.allocation_mode != Some(drayman::api::resource::AllocationMode::Immediate)
+                        && reserved.iter().all(|consumer| consumer.uid == uid)
+                })
+            });
+            let (claim, uid) = self.rng.pick(&in_the_way)?;
+            return Some(Act::Deallocate { claim, uid });
+        }
+        self.reserve(&claims, context.as_deref(), &passing)
+    }
+
+    fn reserve(
+        &mut self,
+        claims: &[(String, Arc<ResourceClaim>)],
+        context: Option<&PodSchedulingContext>,
+        passing: &[String],
+    ) -> Option<Act> {
+        let pending: Vec<&String> = claims
+            .iter()
+            .filter(|(_, claim)| claim.status.allocation.is_none())
+            .map(|(entry, _)| entry)
+            .collect();
+        let spec = context.map(|context| context.spec.clone()).unwrap_or_default();
+        let mut node = self.rng.pick(passing)?;
+        if passing.contains(&spec.selected_node) && self.rng.chance(700) {
+            node.clone_from(&spec.selected_node);
+        }
+        if pending.is_empty() {
+            return Some(Act::Bind { node });
+        }
+        let mut potential = None;
+        if passing.len() > 1 && !passing.iter().all(|node| spec.potential_nodes.contains(node)) {
+            potential = Some(passing.iter().take(NODE_LIST_MAX).cloned().collect());
+        }
+        if passing.len() == 1 && !spec.potential_nodes.contains(&node) {
+            potential = Some(vec![node.clone()]);
+        }
+        let informed = pending
+            .iter()
+            .filter(|entry| {
+                context.is_some_and(|context| {
+                    context
+                        .status
+                        .resource_claims
+                        .iter()
+                        .any(|known| known.name == ***entry)
+                })
+            })
+            .count();
+        let mut selected = None;
+        if (pending.len() == 1 || informed == pending.len()) && spec.selected_node != node {
+            selected = Some(node);
+        }
+        let dirty = potential.is_some() || selected.is_some();
+        dirty.then_some(Act::Publish { potential, selected })
+    }
+
+    pub(crate) fn carry(&mut self, plan: Plan) {
+        self.cycles.remove(&plan.uid);
+        let Some(pod) = self
+            .store
+            .pods
+            .get(&plan.pod)
+            .filter(|pod| uid_of_pod(pod) == plan.uid)
+            .cloned()
+        else {
+            return;
+        };
+        match plan.act {
+            Act::Publish { potential, selected } => {
+                self.publish(&plan.pod, &pod, potential, selected);
+                self.unreserve(&plan.pod, &plan.uid);
+            }
+            Act::Deallocate { claim, uid } => {
+                let selects = self
+                    .store
+                    .contexts
+                    .get(&plan.pod)
+                    .is_some_and(|context| !context.spec.selected_node.is_empty());
+                if selects {
+                    self.publish(&plan.pod, &pod, None, Some(String::new()));
+                }
+                let _ = self
+                    .store
+                    .update_claim(&claim, Some(&uid), Endpoint::Status, |claim| {
+                        if claim
+                            .status
+                            .reserved_for
+                            .iter()
+                            .any(|consumer| consumer.uid != plan.uid)
+                        {
+                            return Err(ApiError::Conflict("changed".to_owned()));
+                        }
+                        claim.status.reserved_for.clear();
+                        claim.status.deallocation_requested = true;
+                        Ok(())
+                    });
+            }
+            Act::Bind { node } => self.bind(&plan.pod, &pod, &node),
+        }
+        // Somebody may have changed something while this cycle was under way.
+        self.wake_scheduler();
+    }
+
+    fn publish(
+        &mut self,
+        key: &ObjectKey,
+        pod: &Pod,
+        potential: Option<Vec<String>>,
+        selected: Option<String>,
+    ) {
+        if self.store.contexts.contains_key(key) {
+            let uid = uid_of_pod(pod);
+            let _ = self.store.update_context(key, None, |context| {
+                if controller_of(&context.metadata).is_none_or(|owner| owner.uid != uid) {
+                    return;
+                }
+                if let Some(nodes) = potential {
+                    context.spec.potential_nodes = nodes;
+                }
+                if let Some(node) = selected {
+                    context.spec.selected_node = node;
+                }
+            });
+        } else {
+            let _ = self.store.create_context(PodSchedulingContext {
+                metadata: ObjectMeta {
+                    namespace: Some(key.namespace.clone()),
+                    name: Some(key.name.clone()),
+                    owner_references: Some(vec![owned_by(pod)]),
+                    ..ObjectMeta::default()
+                },
+                spec: PodSchedulingContextSpec {
+                    selected_node: selected.unwrap_or_default(),
+                    potential_nodes: potential.unwrap_or_default(),
+                },
+                ..PodSchedulingContext::default()
+            });
+        }
+    }
+
+    fn unreserve(&mut self, key: &ObjectKey, uid: &str) {
+        for (_, claim) in self.claims_of(key).unwrap_or_default() {
+            let _ = self.store.update_claim(
+                &ObjectKey::of(&claim.metadata),
+                claim.metadata.uid.as_deref(),
+                Endpoint::Status,
+                |claim| {
+                    claim.status.reserved_for.retain(|consumer| consumer.uid != uid);
+                    Ok(())
+                },
+            );
+        }
+    }
+
+    fn bind(&mut self, key: &ObjectKey, pod: &Pod, node: &str) {
+        let uid = uid_of_pod(pod);
+        let Some(claims) = self.claims_of(key) else { return };
+        let fits = |claim: &ResourceClaim| {
+            claim
+                .status
+                .allocation
+                .as_ref()
+                .is_some_and(|own| reaches(own, node))
+        };
+        if !claims.iter().all(|(_, claim)| fits(claim)) {
+            self.unreserve(key, &uid);
+            return;
+        }
+        for (_, claim) in &claims {
+            let consumer = ResourceClaimConsumerReference::pod(&key.name, &uid);
+            let reserved = self.store.update_claim(
+                &ObjectKey::of(&claim.metadata),
+                claim.metadata.uid.as_deref(),
+                Endpoint::Status,
+                |claim| {
+                    if !claim
+                        .status
+                        .reserved_for
+                        .iter()
+                        .any(|known| known.uid == consumer.uid)
+                    {
+                        claim.status.reserved_for.push(consumer.clone());
+                    }
+                    Ok(())
+                },
+            );
+            if reserved.is_err() {
+                self.unreserve(key, &uid);
+                return;
+            }
+        }
+        self.note(|| format!("scheduler: {} is bound to {node}", key.name));
+        self.store
+            .update_pod(key, |pod| pod.spec.node_name = Some(node.to_owned()));
+        self.store.delete_context(key);
+    }
+}
+
+/// Whether what is allocated can be used on a node. The other driver's is not bound to one.
+pub(crate) fn reaches(allocation: &drayman::api::resource::AllocationResult, node: &str) -> bool {
+    let hold = hold_of(allocation);
+    hold.node.is_empty() || hold.node == node
+}

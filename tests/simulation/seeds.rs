@@ -1,0 +1,120 @@
+//! Runs by seed.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::faults::{ALL, Fault, Faults};
+use crate::stage::Stage;
+
+pub(crate) struct Run {
+    pub(crate) hash: u64,
+    pub(crate) hits: BTreeMap<Fault, u64>,
+    pub(crate) violation: Option<String>,
+    pub(crate) steps: u64,
+    pub(crate) allocations: u64,
+}
+
+pub(crate) fn run(seed: u64, verbose: bool) -> Run {
+    let mut stage = Stage::new(seed);
+    stage.verbose = verbose;
+    let mut tempers = crate::rng::Rng::new(!seed);
+    stage.faults = Faults::by_seed(&mut tempers);
+    stage.set_up_by_seed();
+    while stage.violation.is_none() && (stage.user_actions > 0 || stage.generation == 0) {
+        let end = stage.now + 600 * crate::stage::SECOND;
+        if !stage.step(end) {
+            break;
+        }
+    }
+    let linger = stage.rng.between(0, 60 * crate::stage::SECOND);
+    stage.run_for(linger);
+    stage.conclude();
+    Run {
+        hash: stage.hash,
+        hits: stage.faults.hits.clone(),
+        allocations: stage.counted().allocations,
+        steps: stage.steps,
+        violation: stage.violation,
+    }
+}
+
+fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap())
+}
+
+/// Prints which seed a thread is at when it panics.
+struct Guard(u64);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            println!("panic in seed {}: {}", self.0, command(self.0));
+        }
+    }
+}
+
+fn command(seed: u64) -> String {
+    format!("SEED={seed} cargo test --test simulation replay -- --nocapture")
+}
+
+/// `SEEDS` says how many, `FIRST` where to begin.
+#[test]
+fn every_seed_keeps_every_promise_and_every_kind_of_fault_is_hit() {
+    let (first, count) = (number("FIRST", 0), number("SEEDS", 600));
+    let next = AtomicU64::new(first);
+    let sums: Mutex<(BTreeMap<Fault, u64>, u64, u64)> = Mutex::default();
+    let failures: Mutex<Vec<(u64, String)>> = Mutex::default();
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= first + count {
+                        break;
+                    }
+                    let _guard = Guard(seed);
+                    let result = run(seed, false);
+                    if seed % 16 == 0 {
+                        assert_eq!(
+                            result.hash,
+                            run(seed, false).hash,
+                            "seed {seed} does not repeat itself"
+                        );
+                    }
+                    if let Some(text) = result.violation {
+                        failures.lock().unwrap().push((seed, text));
+                    }
+                    let mut sums = sums.lock().unwrap();
+                    for (fault, hits) in result.hits {
+                        *sums.0.entry(fault).or_default() += hits;
+                    }
+                    sums.1 += result.steps;
+                    sums.2 += result.allocations;
+                }
+            });
+        }
+    });
+    let (hits, steps, allocations) = sums.into_inner().unwrap();
+    println!("{count} seeds, {steps} steps, {allocations} allocations, faults: {hits:#?}");
+    let mut failures = failures.into_inner().unwrap();
+    failures.sort();
+    for (seed, text) in &failures {
+        println!("seed {seed}: {text}\n    {}", command(*seed));
+    }
+    assert!(failures.is_empty(), "{} of {count} seeds fail", failures.len());
+    if count >= 100 {
+        for fault in ALL {
+            assert!(hits.contains_key(&fault), "{fault:?} was never hit");
+        }
+        assert!(allocations > 0, "nothing was ever allocated");
+    }
+}
+
+/// Runs the seed `SEED` again and prints everything that happens.
+#[test]
+fn replay() {
+    let seed = number("SEED", 1);
+    let result = run(seed, std::env::var("SEED").is_ok());
+    assert_eq!(result.violation, None, "seed {seed}");
+}

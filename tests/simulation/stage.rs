@@ -1,0 +1,320 @@
+//! The stage: a virtual clock, one queue of what is to happen, and everybody on it. One thread, one seed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use drayman::core::protocol::{Answer, Event, ObjectKey, Report, Statistics};
+
+use crate::driver::{Facts, MemoryDriver};
+use crate::faults::Faults;
+use crate::rng::Rng;
+use crate::scheduler::Plan;
+use crate::shell::{Call, Process, Request};
+use crate::store::{Kind, Store};
+
+pub(crate) const MILLISECOND: u64 = 1_000;
+pub(crate) const SECOND: u64 = 1_000_000;
+
+/// Something that happens at its time.
+#[derive(Clone, Debug)]
+pub(crate) enum Action {
+    /// An event reaches the controller; `from` is the watch that it came by.
+    Deliver {
+        generation: u32,
+        event: Event,
+        from: Option<Kind>,
+    },
+    /// A list is taken for a watch that starts (over).
+    List { generation: u32, kind: Kind },
+    /// A watch shows its next event.
+    Watch { generation: u32, kind: Kind },
+    /// The controller gets round to deciding.
+    Decide { generation: u32 },
+    /// A request reaches the server.
+    Arrive(u64),
+    /// The driver does what it was asked.
+    Work { generation: u32, call: u64 },
+    /// The controller's process starts.
+    Start,
+    /// The scheduler looks at a pod.
+    Cycle(ObjectKey),
+    /// The scheduler writes what it decided.
+    Carry(Plan),
+    /// One of the cluster's other controllers does one thing.
+    Housekeep,
+    /// A user does something.
+    User,
+}
+
+/// The whole cluster.
+pub(crate) struct Stage {
+    pub(crate) seed: u64,
+    /// Microseconds.
+    pub(crate) now: u64,
+    queue: BTreeMap<(u64, u64), Action>,
+    sequence: u64,
+    pub(crate) rng: Rng,
+    pub(crate) store: Store,
+    pub(crate) facts: Facts,
+    pub(crate) faults: Faults,
+    pub(crate) driver: MemoryDriver,
+    /// The driver's books survive the controller, as those of devices on a network do.
+    pub(crate) lasting_driver: bool,
+    pub(crate) process: Option<Process>,
+    pub(crate) generation: u32,
+    /// Requests on their way to the server, of this process and of dead ones.
+    pub(crate) network: BTreeMap<u64, Request>,
+    pub(crate) calls: BTreeMap<u64, Call>,
+    pub(crate) requests_sent: u64,
+    /// Commands that went to the server or the driver.
+    pub(crate) commands: u64,
+    /// The commands as text, if `record` is set.
+    pub(crate) command_log: Vec<String>,
+    pub(crate) record: bool,
+    /// Print everything.
+    pub(crate) verbose: bool,
+    pub(crate) reports: Vec<Report>,
+    /// Writes and reads that reached the server.
+    pub(crate) writes: u64,
+    pub(crate) reads: u64,
+    pub(crate) judgements: u64,
+    /// Statistics of the processes that have ended.
+    pub(crate) statistics: Statistics,
+    /// Pods' cycles that are under way or due, by uid.
+    pub(crate) cycles: BTreeSet<String>,
+    pub(crate) attempts: BTreeMap<String, u32>,
+    /// The nodes that a pod can run on for other reasons than devices, by uid; all if absent.
+    pub(crate) pod_nodes: BTreeMap<String, BTreeSet<String>>,
+    pub(crate) housekeeping: bool,
+    pub(crate) user_actions: u64,
+    /// For how long changes may rest before the other controllers see them, at most.
+    pub(crate) lag: u64,
+    pub(crate) violation: Option<String>,
+    pub(crate) hash: u64,
+    pub(crate) steps: u64,
+    pub(crate) last_change: u64,
+    seen_version: u64,
+}
+
+impl Stage {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self {
+            seed,
+            now: 0,
+            queue: BTreeMap::new(),
+            sequence: 0,
+            rng: Rng::new(seed),
+            store: Store::default(),
+            facts: Facts::default(),
+            faults: Faults::default(),
+            driver: MemoryDriver::default(),
+            lasting_driver: false,
+            process: None,
+            generation: 0,
+            network: BTreeMap::new(),
+            calls: BTreeMap::new(),
+            requests_sent: 0,
+            commands: 0,
+            command_log: Vec::new(),
+            record: false,
+            verbose: false,
+            reports: Vec::new(),
+            writes: 0,
+            reads: 0,
+            judgements: 0,
+            statistics: Statistics::default(),
+            cycles: BTreeSet::new(),
+            attempts: BTreeMap::new(),
+            pod_nodes: BTreeMap::new(),
+            housekeeping: false,
+            user_actions: 0,
+            lag: 20 * MILLISECOND,
+            violation: None,
+            hash: 0,
+            steps: 0,
+            last_change: 0,
+            seen_version: 0,
+        }
+    }
+
+    // === time ===
+
+    pub(crate) fn at(&mut self, when: u64, action: Action) {
+        self.sequence += 1;
+        self.queue.insert((when.max(self.now), self.sequence), action);
+    }
+
+    pub(crate) fn after(&mut self, delay: u64, action: Action) {
+        self.at(self.now + delay, action);
+    }
+
+    /// A delay as on a good network, now and then as on a bad one.
+    pub(crate) fn delay(&mut self) -> u64 {
+        if self.rng.chance(30) {
+            self.rng.between(0, 500 * MILLISECOND)
+        } else {
+            self.rng.between(100, 5 * MILLISECOND)
+        }
+    }
+
+    pub(crate) fn note(&self, text: impl FnOnce() -> String) {
+        if self.verbose {
+            let (seconds, micros) = (self.now / SECOND, self.now % SECOND);
+            println!("[{seconds:>5}.{micros:06}] {}", text());
+        }
+    }
+
+    /// A promise is broken. The first one ends the run.
+    pub(crate) fn violate(&mut self, text: impl FnOnce() -> String) {
+        if self.violation.is_none() {
+            let text = text();
+            self.note(|| format!("VIOLATION {text}"));
+            self.violation = Some(text);
+        }
+    }
+
+    fn mix(&mut self, value: u64) {
+        self.hash = (self.hash ^ value).wrapping_mul(0x0100_0000_01b3).rotate_left(23);
+    }
+
+    /// Lets the next thing happen, if it is due by `end`. The answer is whether there was one.
+    pub(crate) fn step(&mut self, end: u64) -> bool {
+        if self.violation.is_some() {
+            return false;
+        }
+        let Some((&(when, number), _)) = self.queue.first_key_value() else {
+            return false;
+        };
+        if when > end {
+            return false;
+        }
+        let action = self.queue.remove(&(when, number)).unwrap();
+        self.now = when;
+        self.steps += 1;
+        self.act(action);
+        let (version, probe) = (self.store.version(), self.rng.clone().next());
+        self.mix(when);
+        self.mix(version);
+        self.mix(probe);
+        self.mix(self.commands);
+        if version != self.seen_version {
+            self.seen_version = version;
+            self.last_change = self.now;
+            self.check_store();
+            self.feed_watches();
+            self.wake_scheduler();
+        }
+        self.start_housekeeping();
+        true
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Deliver {
+                generation,
+                event,
+                from,
+            } => self.deliver(generation, event, from),
+            Action::List { generation, kind } => self.take_list(generation, kind),
+            Action::Watch { generation, kind } => self.show_next(generation, kind),
+            Action::Decide { generation } => {
+                if generation == self.generation {
+                    self.decide();
+                }
+            }
+            Action::Arrive(number) => self.arrive(number),
+            Action::Work { generation, call } => self.work(generation, call),
+            Action::Start => self.start(),
+            Action::Cycle(pod) => self.cycle(&pod),
+            Action::Carry(plan) => self.carry(plan),
+            Action::Housekeep => self.housekeep(),
+            Action::User => self.user_acts(),
+        }
+    }
+
+    // === running ===
+
+    /// Runs for `duration`.
+    pub(crate) fn run_for(&mut self, duration: u64) {
+        let end = self.now + duration;
+        while self.step(end) {}
+        if self.violation.is_none() {
+            self.now = end;
+        }
+    }
+
+    /// Runs until `done`, or fails after ten minutes.
+    pub(crate) fn run_until(&mut self, what: &str, mut done: impl FnMut(&Self) -> bool) {
+        let end = self.now + 600 * SECOND;
+        while !done(self) {
+            if !self.step(end) {
+                self.violate(|| format!("never: {what}"));
+                return;
+            }
+        }
+    }
+
+    /// Runs until nothing has been stored for two minutes. More than `limit` steps on the way are a hot loop.
+    pub(crate) fn run_until_quiet(&mut self, limit: u64) {
+        let last_step = self.steps + limit;
+        let end = self.now + 7200 * SECOND;
+        loop {
+            let quiet_until = self.last_change + 120 * SECOND;
+            if self
+                .queue
+                .first_key_value()
+                .is_none_or(|((when, _), _)| *when > quiet_until)
+                && self.network.is_empty()
+                && self.process.is_some()
+            {
+                self.now = self.now.max(quiet_until);
+                return;
+            }
+            if !self.step(end) {
+                self.violate(|| "it never comes to rest".to_owned());
+                return;
+            }
+            if self.steps > last_step {
+                self.violate(|| format!("more than {limit} steps without coming to rest"));
+                return;
+            }
+        }
+    }
+
+    /// What the controller has counted, over all its lives.
+    pub(crate) fn counted(&self) -> Statistics {
+        let mut sum = self.statistics;
+        if let Some(process) = &self.process {
+            add(&mut sum, process.world.statistics());
+        }
+        sum
+    }
+
+    pub(crate) fn answer_later(
+        &mut self,
+        generation: u32,
+        delay: u64,
+        id: drayman::core::protocol::CallId,
+        answer: Answer,
+    ) {
+        let event = Event::Answer { id, answer };
+        self.after(
+            delay,
+            Action::Deliver {
+                generation,
+                event,
+                from: None,
+            },
+        );
+    }
+
+    pub(crate) fn claim(&self, name: &str) -> Option<Arc<drayman::api::resource::ResourceClaim>> {
+        self.store.claims.get(&ObjectKey::new("default", name)).cloned()
+    }
+}
+
+pub(crate) fn add(sum: &mut Statistics, more: Statistics) {
+    sum.allocations += more.allocations;
+    sum.deallocations += more.deallocations;
+    sum.caught_by_recheck += more.caught_by_recheck;
+}

@@ -1,0 +1,345 @@
+//! The API server: objects with versions and uids, and a history for the watches. What it refuses is in `rules`.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use drayman::api::resource::{
+    Pod, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, ResourceClass,
+};
+use drayman::core::protocol::{Event, ObjectKey};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
+
+use crate::rules;
+
+/// The kinds that the controller watches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Kind {
+    Class,
+    Claim,
+    Context,
+}
+
+pub(crate) const KINDS: [Kind; 3] = [Kind::Class, Kind::Claim, Kind::Context];
+
+/// Why a request was not carried out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum ApiError {
+    NotFound(String),
+    Conflict(String),
+    Invalid(String),
+}
+
+/// Which half of a claim a request can change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Endpoint {
+    Main,
+    Status,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Store {
+    version: u64,
+    uids: u64,
+    pub(crate) classes: BTreeMap<String, Arc<ResourceClass>>,
+    pub(crate) claims: BTreeMap<ObjectKey, Arc<ResourceClaim>>,
+    pub(crate) contexts: BTreeMap<ObjectKey, Arc<PodSchedulingContext>>,
+    pub(crate) pods: BTreeMap<ObjectKey, Arc<Pod>>,
+    /// What the watches show, by kind.
+    history: [Vec<Event>; 3],
+    /// By context uid: the entries that our field manager has applied.
+    applied: BTreeMap<String, BTreeSet<String>>,
+    /// By context uid: every node that was ever selected, and every node ever asked about.
+    pub(crate) selected_ever: BTreeMap<String, BTreeSet<String>>,
+    /// By class name: every driver that it has named.
+    pub(crate) drivers_ever: BTreeMap<String, BTreeSet<String>>,
+    /// Uids of pods by the key that they had.
+    pub(crate) pods_ever: BTreeMap<ObjectKey, BTreeSet<String>>,
+}
+
+fn deletion_time() -> Time {
+    Time(jiff::Timestamp::UNIX_EPOCH)
+}
+
+impl Store {
+    /// Counts every stored change.
+    pub(crate) fn version(&self) -> u64 {
+        self.version
+    }
+
+    pub(crate) fn history(&self, kind: Kind) -> &Vec<Event> {
+        &self.history[kind as usize]
+    }
+
+    fn next_version(&mut self) -> String {
+        self.version += 1;
+        self.version.to_string()
+    }
+
+    fn stamp_new(&mut self, metadata: &mut ObjectMeta) {
+        self.uids += 1;
+        metadata.uid = Some(format!("uid-{:04}", self.uids));
+        metadata.resource_version = Some(self.next_version());
+    }
+
+    fn record(&mut self, kind: Kind, event: Event) {
+        self.history[kind as usize].push(event);
+    }
+
+    /// Everything of a kind, as a list answers it.
+    pub(crate) fn list(&self, kind: Kind) -> Event {
+        match kind {
+            Kind::Class => Event::Classes(self.classes.values().cloned().collect()),
+            Kind::Claim => Event::Claims(self.claims.values().cloned().collect()),
+            Kind::Context => Event::Contexts(self.contexts.values().cloned().collect()),
+        }
+    }
+
+    // === classes ===
+
+    pub(crate) fn put_class(&mut self, mut class: ResourceClass) {
+        let name = class.metadata.name.clone().unwrap();
+        match self.classes.get(&name) {
+            Some(known) => {
+                class.metadata.uid.clone_from(&known.metadata.uid);
+                class.metadata.resource_version = Some(self.next_version());
+            }
+            None => self.stamp_new(&mut class.metadata),
+        }
+        self.drivers_ever
+            .entry(name.clone())
+            .or_default()
+            .insert(class.driver_name.clone());
+        let class = Arc::new(class);
+        self.record(Kind::Class, Event::Class(class.clone()));
+        self.classes.insert(name, class);
+    }
+
+    pub(crate) fn delete_class(&mut self, name: &str) {
+        if self.classes.remove(name).is_some() {
+            self.next_version();
+            self.record(Kind::Class, Event::ClassGone(name.to_owned()));
+        }
+    }
+
+    // === pods ===
+
+    pub(crate) fn create_pod(&mut self, mut pod: Pod) -> Arc<Pod> {
+        let key = ObjectKey::of(&pod.metadata);
+        assert!(!self.pods.contains_key(&key), "{key} exists");
+        self.stamp_new(&mut pod.metadata);
+        let uid = pod.metadata.uid.clone().unwrap();
+        self.pods_ever.entry(key.clone()).or_default().insert(uid);
+        let pod = Arc::new(pod);
+        self.pods.insert(key, pod.clone());
+        pod
+    }
+
+    pub(crate) fn update_pod(&mut self, key: &ObjectKey, change: impl FnOnce(&mut Pod)) {
+        if let Some(known) = self.pods.get(key) {
+            let mut pod = (**known).clone();
+            change(&mut pod);
+            if pod != **known {
+                pod.metadata.resource_version = Some(self.next_version());
+                self.pods.insert(key.clone(), Arc::new(pod));
+            }
+        }
+    }
+
+    /// A pod that runs goes when the kubelet has stopped it; any other goes at once.
+    pub(crate) fn delete_pod(&mut self, key: &ObjectKey) {
+        let runs = self
+            .pods
+            .get(key)
+            .is_some_and(|pod| pod.spec.node_name.is_some() && pod.status.phase.is_none());
+        if runs {
+            self.update_pod(key, |pod| {
+                pod.metadata.deletion_timestamp.get_or_insert_with(deletion_time);
+            });
+        } else {
+            self.remove_pod(key);
+        }
+    }
+
+    pub(crate) fn remove_pod(&mut self, key: &ObjectKey) {
+        if self.pods.remove(key).is_some() {
+            self.next_version();
+        }
+    }
+
+    // === claims ===
+
+    pub(crate) fn create_claim(&mut self, mut claim: ResourceClaim) -> Result<Arc<ResourceClaim>, ApiError> {
+        let key = ObjectKey::of(&claim.metadata);
+        if self.claims.contains_key(&key) {
+            return Err(ApiError::Conflict(format!("{key} already exists")));
+        }
+        claim.status = Default::default();
+        self.stamp_new(&mut claim.metadata);
+        let claim = Arc::new(claim);
+        self.record(Kind::Claim, Event::Claim(claim.clone()));
+        self.claims.insert(key, claim.clone());
+        Ok(claim)
+    }
+
+    /// Changes one half of a claim; the other half stays as it is stored, whatever `change` does to it.
+    pub(crate) fn update_claim(
+        &mut self,
+        key: &ObjectKey,
+        uid: Option<&str>,
+        endpoint: Endpoint,
+        change: impl FnOnce(&mut ResourceClaim) -> Result<(), ApiError>,
+    ) -> Result<Arc<ResourceClaim>, ApiError> {
+        let known = self
+            .claims
+            .get(key)
+            .cloned()
+            .ok_or_else(|| ApiError::NotFound(format!("{key} not found")))?;
+        if uid.is_some() && uid != known.metadata.uid.as_deref() {
+            return Err(ApiError::Conflict(format!("{key} has another uid")));
+        }
+        let mut claim = (*known).clone();
+        change(&mut claim)?;
+        match endpoint {
+            Endpoint::Main => claim.status = known.status.clone(),
+            Endpoint::Status => claim.metadata = known.metadata.clone(),
+        }
+        claim.spec = known.spec.clone();
+        rules::claim_update(&known, &claim)?;
+        if claim.metadata.finalizers.as_ref().is_some_and(Vec::is_empty) {
+            claim.metadata.finalizers = None;
+        }
+        if claim == *known {
+            return Ok(known);
+        }
+        if claim.metadata.deletion_timestamp.is_some() && claim.metadata.finalizers.is_none() {
+            self.remove_claim(key);
+            // The answer is the object of the request, with the version that it had.
+            return Ok(Arc::new(claim));
+        }
+        claim.metadata.resource_version = Some(self.next_version());
+        let claim = Arc::new(claim);
+        self.record(Kind::Claim, Event::Claim(claim.clone()));
+        self.claims.insert(key.clone(), claim.clone());
+        Ok(claim)
+    }
+
+    pub(crate) fn delete_claim(&mut self, key: &ObjectKey) {
+        let Some(known) = self.claims.get(key) else { return };
+        if known.metadata.finalizers.is_none() {
+            self.remove_claim(key);
+        } else {
+            let _ = self.update_claim(key, None, Endpoint::Main, |claim| {
+                claim
+                    .metadata
+                    .deletion_timestamp
+                    .get_or_insert_with(deletion_time);
+                Ok(())
+            });
+        }
+    }
+
+    fn remove_claim(&mut self, key: &ObjectKey) {
+        if let Some(claim) = self.claims.remove(key) {
+            self.next_version();
+            let uid = claim.metadata.uid.clone().unwrap();
+            self.record(
+                Kind::Claim,
+                Event::ClaimGone {
+                    key: key.clone(),
+                    uid,
+                },
+            );
+        }
+    }
+
+    // === contexts ===
+
+    pub(crate) fn create_context(&mut self, mut context: PodSchedulingContext) -> Result<(), ApiError> {
+        let key = ObjectKey::of(&context.metadata);
+        if self.contexts.contains_key(&key) {
+            return Err(ApiError::Conflict(format!("{key} already exists")));
+        }
+        context.status = Default::default();
+        rules::context(&context)?;
+        self.stamp_new(&mut context.metadata);
+        self.store_context(&key, context);
+        Ok(())
+    }
+
+    pub(crate) fn update_context(
+        &mut self,
+        key: &ObjectKey,
+        uid: Option<&str>,
+        change: impl FnOnce(&mut PodSchedulingContext),
+    ) -> Result<Arc<PodSchedulingContext>, ApiError> {
+        let known = self
+            .contexts
+            .get(key)
+            .cloned()
+            .ok_or_else(|| ApiError::NotFound(format!("{key} not found")))?;
+        if uid.is_some() && uid != known.metadata.uid.as_deref() {
+            return Err(ApiError::Conflict(format!("{key} has another uid")));
+        }
+        let mut context = (*known).clone();
+        change(&mut context);
+        rules::context(&context)?;
+        if context == *known {
+            return Ok(known);
+        }
+        context.metadata.resource_version = Some(self.next_version());
+        Ok(self.store_context(key, context))
+    }
+
+    /// Server-side apply of all entries of our field manager.
+    pub(crate) fn apply_entries(
+        &mut self,
+        key: &ObjectKey,
+        uid: &str,
+        entries: &[ResourceClaimSchedulingStatus],
+    ) -> Result<Arc<PodSchedulingContext>, ApiError> {
+        let before = self.applied.get(uid).cloned().unwrap_or_default();
+        let written = self.update_context(key, Some(uid), |context| {
+            let known = &mut context.status.resource_claims;
+            known.retain(|entry| {
+                !before.contains(&entry.name) || entries.iter().any(|new| new.name == entry.name)
+            });
+            for entry in entries {
+                match known.iter_mut().find(|known| known.name == entry.name) {
+                    Some(known) => *known = entry.clone(),
+                    None => known.push(entry.clone()),
+                }
+            }
+        })?;
+        let names = entries.iter().map(|entry| entry.name.clone()).collect();
+        self.applied.insert(uid.to_owned(), names);
+        Ok(written)
+    }
+
+    fn store_context(&mut self, key: &ObjectKey, context: PodSchedulingContext) -> Arc<PodSchedulingContext> {
+        let uid = context.metadata.uid.clone().unwrap();
+        if !context.spec.selected_node.is_empty() {
+            self.selected_ever
+                .entry(uid)
+                .or_default()
+                .insert(context.spec.selected_node.clone());
+        }
+        let context = Arc::new(context);
+        self.record(Kind::Context, Event::Context(context.clone()));
+        self.contexts.insert(key.clone(), context.clone());
+        context
+    }
+
+    pub(crate) fn delete_context(&mut self, key: &ObjectKey) {
+        if let Some(context) = self.contexts.remove(key) {
+            self.next_version();
+            let uid = context.metadata.uid.clone().unwrap();
+            self.record(
+                Kind::Context,
+                Event::ContextGone {
+                    key: key.clone(),
+                    uid,
+                },
+            );
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! What must be true when faults have stopped and nobody changes anything: the reference by which a run is judged.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use drayman::api::resource::{AllocationMode, Pod, ResourceClaim};
+use drayman::core::protocol::ObjectKey;
+
+use crate::driver::{DRIVER, FINALIZER, Hold, OTHER_FINALIZER, recorded_hold, uid_of};
+use crate::scheduler::uid_of_pod;
+use crate::stage::{SECOND, Stage};
+
+impl Stage {
+    /// Lets everything come to rest and judges what came of it.
+    pub(crate) fn conclude(&mut self) {
+        self.faults.stop();
+        self.users_rest();
+        self.run_until_quiet(60_000);
+        if self.violation.is_some() {
+            return;
+        }
+        self.check_rest();
+        self.check_liveness();
+        // The slow recheck may find that a place it had named has been taken.
+        self.run_for(450 * SECOND);
+        let (writes, version, judgements) = (self.writes, self.store.version(), self.judgements);
+        self.run_for(900 * SECOND);
+        let waiting = self.store.contexts.len() as u64;
+        if self.judgements > judgements + 3 * waiting {
+            let more = self.judgements - judgements;
+            self.violate(|| format!("I12: {more} judgements of {waiting} contexts in 15 minutes of rest"));
+        }
+        if self.writes != writes || self.store.version() != version {
+            self.violate(|| "I12: something is written although nothing changes".to_owned());
+        }
+        if self.counted().caught_by_recheck > 0 {
+            self.violate(|| {
+                "a wake-up was lost: the slow recheck found a place that nothing had announced".to_owned()
+            });
+        }
+    }
+
+    fn recorded(&self) -> BTreeMap<String, Hold> {
+        self.store
+            .claims
+            .values()
+            .filter_map(|claim| recorded_hold(claim).map(|hold| (uid_of(claim), hold)))
+            .collect()
+    }
+
+    /// I8, I9, I11: the books are those of the claims, and nothing is left to do.
+    pub(crate) fn check_rest(&mut self) {
+        let recorded = self.recorded();
+        if self.driver.recorded != recorded {
+            let (books, claims) = (self.driver.recorded.clone(), recorded);
+            self.violate(|| format!("I9: the driver's books say {books:?}, the claims {claims:?}"));
+        }
+        if !self.driver.pending.is_empty() {
+            let pending = self.driver.pending.clone();
+            self.violate(|| format!("I8: the driver still holds {pending:?} for nobody"));
+        }
+        let Some(process) = &self.process else {
+            self.violate(|| "the controller does not run".to_owned());
+            return;
+        };
+        if process.world.is_busy() || !process.in_flight.is_empty() {
+            self.violate(|| "something is still under way".to_owned());
+        }
+        let mut left = Vec::new();
+        for (key, claim) in &self.store.claims {
+            let status = &claim.status;
+            let finalizers = claim.metadata.finalizers.clone().unwrap_or_default();
+            if !status.reserved_for.is_empty() || finalizers.iter().any(|name| name == OTHER_FINALIZER) {
+                continue;
+            }
+            if claim.metadata.deletion_timestamp.is_some() {
+                left.push(format!("I11: claim {key} is not gone"));
+            } else if status.deallocation_requested && finalizers.iter().any(|name| name == FINALIZER) {
+                left.push(format!("I10: claim {key} is not deallocated"));
+            }
+        }
+        if let Some(text) = left.pop() {
+            self.violate(|| text);
+        }
+    }
+
+    fn free(&self, node: &str, except: &BTreeSet<String>) -> usize {
+        let held: BTreeSet<String> = self
+            .recorded()
+            .into_iter()
+            .filter(|(uid, hold)| hold.node == node && !except.contains(uid))
+            .flat_map(|(_, hold)| hold.devices)
+            .collect();
+        let all = self.facts.nodes.get(node).into_iter().flatten();
+        all.filter(|device| !held.contains(*device)).count()
+    }
+
+    /// I10: whatever could be served is served.
+    pub(crate) fn check_liveness(&mut self) {
+        let pods: Vec<(ObjectKey, std::sync::Arc<Pod>)> = self
+            .store
+            .pods
+            .iter()
+            .map(|(key, pod)| (key.clone(), pod.clone()))
+            .collect();
+        for (key, pod) in pods {
+            if pod.status.phase.is_none()
+                && pod.metadata.deletion_timestamp.is_none()
+                && let Some(node) = self.could_run(&key, &pod)
+            {
+                self.violate(|| format!("I10: pod {key} could run on {node}, and waits"));
+            }
+        }
+        let claims: Vec<_> = self.store.claims.values().cloned().collect();
+        for claim in claims {
+            if claim.spec.allocation_mode == Some(AllocationMode::Immediate)
+                && claim.status.allocation.is_none()
+                && claim.metadata.deletion_timestamp.is_none()
+                && self.is_ours_now(&claim)
+                && let Ok(parameters) = self.facts.parameters_of(&claim)
+                && let Some(node) = self
+                    .facts
+                    .nodes
+                    .keys()
+                    .find(|node| self.free(node, &BTreeSet::new()) >= parameters.count)
+            {
+                let (name, node) = (claim.metadata.name.clone(), node.clone());
+                self.violate(|| format!("I10: immediate claim {name:?} could be allocated on {node}"));
+            }
+        }
+    }
+
+    fn is_ours_now(&self, claim: &ResourceClaim) -> bool {
+        let class = self.store.classes.get(&claim.spec.resource_class_name);
+        class.is_some_and(|class| class.driver_name == DRIVER)
+    }
+
+    /// A node on which a pod could run that does not.
+    fn could_run(&self, key: &ObjectKey, pod: &Pod) -> Option<String> {
+        let uid = uid_of_pod(pod);
+        let claims = self.claims_of(key)?;
+        if pod.spec.node_name.is_some()
+            && claims.iter().all(|(_, claim)| {
+                claim
+                    .status
+                    .reserved_for
+                    .iter()
+                    .any(|consumer| consumer.uid == uid)
+            })
+        {
+            return None;
+        }
+        let mut needs = Vec::new();
+        let mut bound_to: Vec<String> = Vec::new();
+        let mut own = BTreeSet::new();
+        for (_, claim) in &claims {
+            let others = claim
+                .status
+                .reserved_for
+                .iter()
+                .any(|consumer| consumer.uid != uid);
+            let immediate = claim.spec.allocation_mode == Some(AllocationMode::Immediate);
+            match (&claim.status.allocation, recorded_hold(claim)) {
+                (Some(allocation), _) if others && !allocation.shareable => return None,
+                (Some(_), None) => {}
+                // It stays where it is: others use it, or nobody takes it away.
+                (Some(_), Some(hold)) if others || immediate => bound_to.push(hold.node),
+                (None, _) if immediate => return None,
+                (None, _) if !self.is_ours_now(claim) => {
+                    self.store.classes.get(&claim.spec.resource_class_name)?;
+                }
+                (allocation, _) => {
+                    let count = match allocation {
+                        Some(_) => recorded_hold(claim)?.devices.len(),
+                        None => self.facts.parameters_of(claim).ok()?.count,
+                    };
+                    if own.insert(uid_of(claim)) {
+                        needs.push(count);
+                    }
+                }
+            }
+        }
+        let nodes = match &pod.spec.node_name {
+            Some(node) => [node.clone()].into(),
+            None => self.nodes_of(&uid),
+        };
+        let wanted: usize = needs.iter().sum();
+        nodes
+            .into_iter()
+            .find(|node| bound_to.iter().all(|other| other == node) && self.free(node, &own) >= wanted)
+    }
+}
