@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::{Error, client, group, logging, shutdown, value};
+use crate::node::run::{NodeError, NodeOptions};
 
 /// Run the node companion, which hands this node's devices to containers
 ///
@@ -103,9 +104,25 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             "drayman node starts"
         );
         let client = client::build(configuration, "node")?;
-        shutdown.cancelled().await;
-        drop(client);
+        let options = NodeOptions {
+            driver_name: cluster.driver_name,
+            kubelet_root: directories.kubelet_root_dir,
+            device_plugin_dir: directories.device_plugin_dir,
+            cdi_dir: directories.cdi_root,
+            ..NodeOptions::new(node.node_name, node.config, client)
+        };
+        crate::node::run::run(options, shutdown).await.map_err(refused)?;
         tracing::info!("drayman node has ended");
         Ok(())
     })
+}
+
+/// A name or a file that is wrong stays so until somebody changes it. All else may be cured by time.
+fn refused(error: NodeError) -> Error {
+    match error {
+        NodeError::DriverName(_) | NodeError::Config(_) => Error::Configuration(error.to_string()),
+        NodeError::Store(_) | NodeError::Door(_) | NodeError::BootId(_) | NodeError::Broken(_) => {
+            Error::Runtime(error.into())
+        }
+    }
 }

@@ -3,20 +3,21 @@
 //! Read into raw types first, which only know the shape, and then into types that cannot hold nonsense. Every refusal
 //! names the file, the place in it, the value and what to write instead.
 
+mod error;
 mod pattern;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::fs::File;
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Deserialize;
-use serde_saphyr::{Location, MergeKeyPolicy, Spanned};
+use serde_saphyr::{MergeKeyPolicy, Spanned};
 
 use crate::api::crd::{GROUP, Mode, VERSION};
 use crate::core::node::name::check_extended_resource;
 use crate::core::node::naming::is_dns_label;
+pub use error::{ConfigError, Place};
 pub use pattern::PathPattern;
 use pattern::PatternError;
 
@@ -71,60 +72,6 @@ impl DeviceKind {
     }
 }
 
-/// Why a file is refused.
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
-    /// The file cannot be read.
-    #[error("cannot read the configuration {path:?}: {source}")]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// What stands in the file is wrong.
-    #[error("{path}:{place}: {problem}", path = path.display())]
-    Content {
-        /// The file.
-        path: PathBuf,
-        /// Where in it.
-        place: Place,
-        /// What is wrong, and what to write instead.
-        problem: String,
-    },
-}
-
-impl ConfigError {
-    /// CamelCase, from a small fixed set.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::Read { .. } => "ConfigurationUnreadable",
-            Self::Content { .. } => "ConfigurationInvalid",
-        }
-    }
-}
-
-/// A line and a column, both from 1; `1:1` where the file as a whole is meant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    line: u64,
-    column: u64,
-}
-
-impl Place {
-    const START: Self = Self { line: 1, column: 1 };
-
-    fn of(location: Location) -> Self {
-        Self { line: location.line().max(1), column: location.column().max(1) }
-    }
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.line, self.column)
-    }
-}
-
 /// What is wrong, before the file's name is added.
 type Refused = (Place, String);
 
@@ -161,12 +108,24 @@ struct RawKind {
 impl NodeConfiguration {
     /// Reads a file.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
-        let unreadable = |source| ConfigError::Read { path: path.to_owned(), source };
-        let content = |(place, problem)| ConfigError::Content { path: path.to_owned(), place, problem };
+        let unreadable = |source| ConfigError::Read {
+            path: path.to_owned(),
+            source,
+        };
+        let content = |(place, problem)| ConfigError::Content {
+            path: path.to_owned(),
+            place,
+            problem,
+        };
         let mut text = Vec::new();
-        File::open(path).and_then(|file| file.take(SIZE_MAX + 1).read_to_end(&mut text)).map_err(unreadable)?;
+        File::open(path)
+            .and_then(|file| file.take(SIZE_MAX + 1).read_to_end(&mut text))
+            .map_err(unreadable)?;
         if text.len() as u64 > SIZE_MAX {
-            return Err(content((Place::START, format!("the file has more than {SIZE_MAX} bytes"))));
+            return Err(content((
+                Place::START,
+                format!("the file has more than {SIZE_MAX} bytes"),
+            )));
         }
         let text = String::from_utf8(text).map_err(|error| content(not_utf8(&error)))?;
         Self::parse(&text).map_err(content)
@@ -174,7 +133,10 @@ impl NodeConfiguration {
 
     fn parse(text: &str) -> Result<Self, Refused> {
         if text.trim().is_empty() {
-            return Err((Place::START, format!("the file is empty; it must begin with apiVersion: {GROUP}/{VERSION}")));
+            return Err((
+                Place::START,
+                format!("the file is empty; it must begin with apiVersion: {GROUP}/{VERSION}"),
+            ));
         }
         // First what every version has, so that a newer file is refused for its version and not for its fields.
         let version: RawVersion = from_yaml(text)?;
@@ -182,11 +144,17 @@ impl NodeConfiguration {
         if version.api_version.value != expected {
             return Err(at(
                 &version.api_version,
-                format!("apiVersion {} is not known to this release; write {expected}", shown(&version.api_version)),
+                format!(
+                    "apiVersion {} is not known to this release; write {expected}",
+                    shown(&version.api_version)
+                ),
             ));
         }
         if version.kind.value != "NodeConfiguration" {
-            return Err(at(&version.kind, format!("kind {} must be NodeConfiguration", shown(&version.kind))));
+            return Err(at(
+                &version.kind,
+                format!("kind {} must be NodeConfiguration", shown(&version.kind)),
+            ));
         }
         Self::try_from(from_yaml::<RawConfiguration>(text)?)
     }
@@ -197,7 +165,13 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
 
     fn try_from(raw: RawConfiguration) -> Result<Self, Refused> {
         if raw.kinds.value.len() > KINDS_MAX {
-            return Err(at(&raw.kinds, format!("kinds has {} entries; at most {KINDS_MAX} are allowed", raw.kinds.value.len())));
+            return Err(at(
+                &raw.kinds,
+                format!(
+                    "kinds has {} entries; at most {KINDS_MAX} are allowed",
+                    raw.kinds.value.len()
+                ),
+            ));
         }
         let mut names = BTreeMap::new();
         let mut resources = BTreeMap::new();
@@ -205,12 +179,24 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
         for (index, raw) in raw.kinds.value.into_iter().enumerate() {
             let field = format!("kinds[{index}]");
             if let Some(line) = names.insert(raw.name.value.clone(), raw.name.referenced.line()) {
-                return Err(at(&raw.name, format!("{field}.name {} stands on line {line} already; give each kind its own name", shown(&raw.name))));
+                return Err(at(
+                    &raw.name,
+                    format!(
+                        "{field}.name {} stands on line {line} already; give each kind its own name",
+                        shown(&raw.name)
+                    ),
+                ));
             }
             if let Some(resource) = &raw.resource_name
                 && let Some(line) = resources.insert(resource.value.clone(), resource.referenced.line())
             {
-                return Err(at(resource, format!("{field}.resourceName {} stands on line {line} already; put all paths of a resource into one kind", shown(resource))));
+                return Err(at(
+                    resource,
+                    format!(
+                        "{field}.resourceName {} stands on line {line} already; put all paths of a resource into one kind",
+                        shown(resource)
+                    ),
+                ));
             }
             kinds.push(raw.check(&field)?);
         }
@@ -221,19 +207,46 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
 impl RawKind {
     fn check(self, field: &str) -> Result<DeviceKind, Refused> {
         if !is_dns_label(&self.name.value) {
-            return Err(at(&self.name, format!("{field}.name {} must be 1 to 63 of a-z, 0-9 and -, with a letter or digit at both ends", shown(&self.name))));
+            return Err(at(
+                &self.name,
+                format!(
+                    "{field}.name {} must be 1 to 63 of a-z, 0-9 and -, with a letter or digit at both ends",
+                    shown(&self.name)
+                ),
+            ));
         }
         let door = check_door(field, &self.name, self.mode.as_ref(), self.resource_name.as_ref())?;
-        let permissions = self.permissions.as_ref().map_or_else(|| Ok("rw".to_owned()), |raw| check_permissions(field, raw))?;
+        let permissions = self
+            .permissions
+            .as_ref()
+            .map_or_else(|| Ok("rw".to_owned()), |raw| check_permissions(field, raw))?;
         if self.paths.value.is_empty() || self.paths.value.len() > PATHS_MAX {
-            return Err(at(&self.paths, format!("{field}.paths has {} entries; 1 to {PATHS_MAX} are allowed", self.paths.value.len())));
+            return Err(at(
+                &self.paths,
+                format!(
+                    "{field}.paths has {} entries; 1 to {PATHS_MAX} are allowed",
+                    self.paths.value.len()
+                ),
+            ));
         }
         let path = |(index, raw): (usize, &Spanned<String>)| {
-            PathPattern::parse(&raw.value)
-                .map_err(|error: PatternError| at(raw, format!("{field}.paths[{index}] {} {error}", shown(raw))))
+            PathPattern::parse(&raw.value).map_err(|error: PatternError| {
+                at(raw, format!("{field}.paths[{index}] {} {error}", shown(raw)))
+            })
         };
-        let paths = self.paths.value.iter().enumerate().map(path).collect::<Result<_, _>>()?;
-        Ok(DeviceKind { name: self.name.value, door, paths, permissions })
+        let paths = self
+            .paths
+            .value
+            .iter()
+            .enumerate()
+            .map(path)
+            .collect::<Result<_, _>>()?;
+        Ok(DeviceKind {
+            name: self.name.value,
+            door,
+            paths,
+            permissions,
+        })
     }
 }
 
@@ -247,28 +260,47 @@ fn check_door(
         (None | Some("claims"), None) => Ok(KindDoor::Claims),
         (None | Some("claims"), Some(resource)) => Err(at(
             resource,
-            format!("{field}.resourceName is for mode extended-resource only; remove it or set mode: extended-resource"),
+            format!(
+                "{field}.resourceName is for mode extended-resource only; remove it or set mode: extended-resource"
+            ),
         )),
         (Some("extended-resource"), Some(resource)) => match check_extended_resource(&resource.value) {
-            Ok(()) => Ok(KindDoor::ExtendedResource { resource_name: resource.value.clone() }),
+            Ok(()) => Ok(KindDoor::ExtendedResource {
+                resource_name: resource.value.clone(),
+            }),
             Err(error) => Err(at(resource, format!("{field}.resourceName: {error}"))),
         },
         (Some("extended-resource"), None) => Err(at(
             mode.unwrap_or(name),
-            format!("{field}.resourceName is missing; mode extended-resource needs one, for instance {GROUP}/{}", name.value),
+            format!(
+                "{field}.resourceName is missing; mode extended-resource needs one, for instance {GROUP}/{}",
+                name.value
+            ),
         )),
         (Some(_), _) => {
             let raw = mode.unwrap_or(name);
-            Err(at(raw, format!("{field}.mode {} must be claims or extended-resource", shown(raw))))
+            Err(at(
+                raw,
+                format!("{field}.mode {} must be claims or extended-resource", shown(raw)),
+            ))
         }
     }
 }
 
 fn check_permissions(field: &str, raw: &Spanned<String>) -> Result<String, Refused> {
-    let ordered: String = "rwm".chars().filter(|&character| raw.value.contains(character)).collect();
+    let ordered: String = "rwm"
+        .chars()
+        .filter(|&character| raw.value.contains(character))
+        .collect();
     // Equal lengths mean that no character stood twice and none was another.
     if ordered.is_empty() || ordered.len() != raw.value.len() {
-        return Err(at(raw, format!("{field}.permissions {} must be one or more of r, w and m, each once, for instance rw", shown(raw))));
+        return Err(at(
+            raw,
+            format!(
+                "{field}.permissions {} must be one or more of r, w and m, each once, for instance rw",
+                shown(raw)
+            ),
+        ));
     }
     Ok(ordered)
 }
@@ -288,7 +320,13 @@ fn from_yaml<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, Refused> {
     };
     serde_saphyr::from_str_with_options(text, options).map_err(|error| {
         let place = error.location().map_or(Place::START, Place::of);
-        let problem: String = error.without_snippet().to_string().chars().filter(|c| !c.is_control()).take(300).collect();
+        let problem: String = error
+            .without_snippet()
+            .to_string()
+            .chars()
+            .filter(|c| !c.is_control())
+            .take(300)
+            .collect();
         (place, problem)
     })
 }
@@ -306,10 +344,19 @@ fn shown(raw: &Spanned<String>) -> String {
 }
 
 fn not_utf8(error: &std::string::FromUtf8Error) -> Refused {
-    let good = error.as_bytes().get(..error.utf8_error().valid_up_to()).unwrap_or_default();
+    let good = error
+        .as_bytes()
+        .get(..error.utf8_error().valid_up_to())
+        .unwrap_or_default();
     let mut lines = good.split(|&byte| byte == b'\n');
     let column = lines.next_back().map_or(0, <[u8]>::len) as u64 + 1;
-    (Place { line: lines.count() as u64 + 1, column }, "the file is not UTF-8 from here on; save it as UTF-8".to_owned())
+    (
+        Place {
+            line: lines.count() as u64 + 1,
+            column,
+        },
+        "the file is not UTF-8 from here on; save it as UTF-8".to_owned(),
+    )
 }
 
 #[cfg(test)]

@@ -31,7 +31,9 @@ pub enum NodeDriverError {
         problem: String,
     },
     /// Something else is in its place.
-    #[error("device {device:?} has become another since it was found ({before}, now {now}); it is looked for again")]
+    #[error(
+        "device {device:?} has become another since it was found ({before}, now {now}); it is looked for again"
+    )]
     Changed {
         /// The device.
         device: String,

@@ -123,7 +123,10 @@ impl Publisher {
                     None
                 }
                 Err(error) => {
-                    warn!(inventory = name, "the inventory is not written, kubelet is served all the same: {error}");
+                    warn!(
+                        inventory = name,
+                        "the inventory is not written, kubelet is served all the same: {error}"
+                    );
                     let retry = spread(pause, &self.node_name);
                     pause = (pause * 2).min(RETRY.1);
                     Some(retry)
@@ -161,7 +164,11 @@ impl Publisher {
         if seen.applied.as_ref() != Some(&wanted) {
             let parameters = PatchParams::apply(FIELD_MANAGER).force();
             seen.stored = Some(call(api.patch(name, &parameters, &Patch::Apply(&wanted))).await?);
-            info!(inventory = name, devices = wanted.spec.devices.len(), "the inventory is written");
+            info!(
+                inventory = name,
+                devices = wanted.spec.devices.len(),
+                "the inventory is written"
+            );
             seen.applied = Some(wanted);
         }
         let standing = self.standing.borrow_and_update().clone();
@@ -188,11 +195,19 @@ impl Publisher {
     /// Asks which Node this is and whether the cluster has claims of the kind that we serve.
     async fn ask_cluster(&self) -> Result<Node, PublishError> {
         let nodes: Api<Node> = Api::all(self.client.0.clone());
-        let node =
-            call(nodes.get_opt(&self.node_name)).await?.ok_or_else(|| PublishError::NoNode(self.node_name.clone()))?;
-        let uid = node.metadata.uid.clone().ok_or_else(|| PublishError::NoUid(self.node_name.clone()))?;
+        let node = call(nodes.get_opt(&self.node_name))
+            .await?
+            .ok_or_else(|| PublishError::NoNode(self.node_name.clone()))?;
+        let uid = node
+            .metadata
+            .uid
+            .clone()
+            .ok_or_else(|| PublishError::NoUid(self.node_name.clone()))?;
         let serves_claims = self.serves_claims().await?;
-        let facts = ClusterFacts { node_uid: Some(uid), serves_claims: Some(serves_claims) };
+        let facts = ClusterFacts {
+            node_uid: Some(uid),
+            serves_claims: Some(serves_claims),
+        };
         self.cluster.send_if_modified(|known| {
             let changed = *known != facts;
             *known = facts;
@@ -204,23 +219,38 @@ impl Publisher {
     async fn serves_claims(&self) -> Result<bool, PublishError> {
         let group = format!("{}/{}", resource::GROUP, resource::VERSION);
         match call(self.client.0.list_api_group_resources(&group)).await {
-            Ok(list) => Ok(list.resources.iter().any(|resource| resource.name == "resourceclaims")),
+            Ok(list) => Ok(list
+                .resources
+                .iter()
+                .any(|resource| resource.name == "resourceclaims")),
             Err(PublishError::Api(kube::Error::Api(status))) if status.is_not_found() => Ok(false),
             Err(error) => Err(error),
         }
     }
 
     async fn say_stopped(&self, api: &Api<NodeInventory>, name: &str, seen: &Seen) {
-        let mut seen = Seen { applied: None, stored: seen.stored.clone() };
+        let mut seen = Seen {
+            applied: None,
+            stored: seen.stored.clone(),
+        };
         let standing = Standing {
             ready: false,
             reason: "Stopped".to_owned(),
             message: "the companion was stopped; running containers keep their devices".to_owned(),
         };
         match timeout(STOP_TIMEOUT, self.write_status(api, name, &standing, &mut seen)).await {
-            Ok(Ok(())) => debug!(inventory = name, "the inventory says that the companion has stopped"),
-            Ok(Err(error)) => warn!(inventory = name, "the inventory still says that the companion runs: {error}"),
-            Err(_) => warn!(inventory = name, "the inventory still says that the companion runs: no answer"),
+            Ok(Ok(())) => debug!(
+                inventory = name,
+                "the inventory says that the companion has stopped"
+            ),
+            Ok(Err(error)) => warn!(
+                inventory = name,
+                "the inventory still says that the companion runs: {error}"
+            ),
+            Err(_) => warn!(
+                inventory = name,
+                "the inventory still says that the companion runs: no answer"
+            ),
         }
     }
 }
@@ -242,7 +272,10 @@ fn deletions(
     api: Api<NodeInventory>,
     name: &str,
 ) -> Deletions<impl Stream<Item = Result<Option<NodeInventory>, watcher::Error>> + Unpin + use<>> {
-    Deletions { events: Box::pin(watcher::watch_object(api, name).default_backoff()), complained: false }
+    Deletions {
+        events: Box::pin(watcher::watch_object(api, name).default_backoff()),
+        complained: false,
+    }
 }
 
 impl<S: Stream<Item = Result<Option<NodeInventory>, watcher::Error>> + Unpin> Deletions<S> {
@@ -254,7 +287,9 @@ impl<S: Stream<Item = Result<Option<NodeInventory>, watcher::Error>> + Unpin> De
                 Err(error) if self.complained => debug!("the inventory still cannot be watched: {error}"),
                 Err(error) => {
                     self.complained = true;
-                    warn!("the inventory cannot be watched, so that it would not be noticed if somebody deletes it: {error}");
+                    warn!(
+                        "the inventory cannot be watched, so that it would not be noticed if somebody deletes it: {error}"
+                    );
                 }
             }
         }
@@ -263,7 +298,10 @@ impl<S: Stream<Item = Result<Option<NodeInventory>, watcher::Error>> + Unpin> De
 }
 
 async fn call<T>(call: impl Future<Output = Result<T, kube::Error>>) -> Result<T, PublishError> {
-    timeout(CALL_TIMEOUT, call).await.map_err(|_| PublishError::Timeout)?.map_err(PublishError::from)
+    timeout(CALL_TIMEOUT, call)
+        .await
+        .map_err(|_| PublishError::Timeout)?
+        .map_err(PublishError::from)
 }
 
 /// A pause, longer by up to a half: an API server that comes back must not hear of all nodes in the same second.

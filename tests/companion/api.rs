@@ -50,7 +50,10 @@ impl Api {
             watchers: Vec::new(),
             deletions: Vec::new(),
         };
-        Self { state: Arc::new(Mutex::new(state)), changed: watch::Sender::new(()) }
+        Self {
+            state: Arc::new(Mutex::new(state)),
+            changed: watch::Sender::new(()),
+        }
     }
 
     pub(crate) fn client(&self) -> kube::Client {
@@ -89,11 +92,15 @@ impl Api {
 
     pub(crate) fn delete_inventory(&self) {
         let mut state = self.state.lock().unwrap();
-        let Some(mut gone) = state.inventory.take() else { return };
+        let Some(mut gone) = state.inventory.take() else {
+            return;
+        };
         gone["metadata"]["resourceVersion"] = json!((state.deletions.len() + 1).to_string());
         let event = Bytes::from(json!({"type": "DELETED", "object": gone}).to_string() + "\n");
         state.deletions.push(event.clone());
-        state.watchers.retain(|watcher| watcher.send(event.clone()).is_ok());
+        state
+            .watchers
+            .retain(|watcher| watcher.send(event.clone()).is_ok());
     }
 }
 
@@ -101,12 +108,17 @@ impl State {
     fn answer(&mut self, method: &str, path: &str, query: &str, body: &[u8]) -> (StatusCode, Answer) {
         let not_found = || (StatusCode::NOT_FOUND, Answer::Json(status(404, "NotFound")));
         if self.away {
-            return (StatusCode::SERVICE_UNAVAILABLE, Answer::Json(status(503, "ServiceUnavailable")));
+            return (
+                StatusCode::SERVICE_UNAVAILABLE,
+                Answer::Json(status(503, "ServiceUnavailable")),
+            );
         }
         if method == "GET" && path == INVENTORIES {
             if query.contains("watch=true") {
                 let (sender, receiver) = mpsc::unbounded_channel();
-                let since = query.split('&').find_map(|part| part.strip_prefix("resourceVersion="));
+                let since = query
+                    .split('&')
+                    .find_map(|part| part.strip_prefix("resourceVersion="));
                 for event in self.deletions.iter().skip(since.unwrap().parse().unwrap()) {
                     sender.send(event.clone()).unwrap();
                 }
@@ -124,7 +136,10 @@ impl State {
         match (method, path) {
             ("GET", "/api/v1/nodes/node-a") => {
                 let metadata = json!({"name": "node-a", "uid": self.node_uid});
-                (StatusCode::OK, Answer::Json(json!({"apiVersion": "v1", "kind": "Node", "metadata": metadata})))
+                (
+                    StatusCode::OK,
+                    Answer::Json(json!({"apiVersion": "v1", "kind": "Node", "metadata": metadata})),
+                )
             }
             ("GET", "/apis/resource.k8s.io/v1alpha2") if self.claims => {
                 let claims = json!({"name": "resourceclaims", "kind": "ResourceClaim", "namespaced": true, "verbs": [], "singularName": ""});
@@ -134,26 +149,32 @@ impl State {
                 });
                 (StatusCode::OK, Answer::Json(list))
             }
-            ("PATCH", path) if path.starts_with(INVENTORIES) => self.patch(path, query, body).map_or_else(
-                not_found,
-                |inventory| (StatusCode::OK, Answer::Json(inventory)),
-            ),
+            ("PATCH", path) if path.starts_with(INVENTORIES) => self
+                .patch(path, query, body)
+                .map_or_else(not_found, |inventory| (StatusCode::OK, Answer::Json(inventory))),
             _ => not_found(),
         }
     }
 
     fn patch(&mut self, path: &str, query: &str, body: &[u8]) -> Option<Value> {
-        let patch: Value = serde_json::from_slice(body).unwrap();
+        let sent: Value = serde_json::from_slice(body).unwrap();
         assert!(path.contains("/node-a.drayman.dev"), "{path}");
         if path.ends_with("/status") {
             let inventory = self.inventory.as_mut()?;
-            inventory["status"] = patch["status"].clone();
+            inventory["status"] = sent["status"].clone();
             return Some(inventory.clone());
         }
-        assert!(query.contains("fieldManager=drayman-node") && query.contains("force=true"), "{query}");
-        let before = self.inventory.take().unwrap_or_else(|| json!({"metadata": {"generation": 0}}));
-        let mut inventory = patch;
-        let generation = before["metadata"]["generation"].as_u64().unwrap() + u64::from(before["spec"] != inventory["spec"]);
+        assert!(
+            query.contains("fieldManager=drayman-node") && query.contains("force=true"),
+            "{query}"
+        );
+        let before = self
+            .inventory
+            .take()
+            .unwrap_or_else(|| json!({"metadata": {"generation": 0}}));
+        let mut inventory = sent;
+        let generation = before["metadata"]["generation"].as_u64().unwrap()
+            + u64::from(before["spec"] != inventory["spec"]);
         inventory["metadata"]["generation"] = json!(generation);
         if let Some(status) = before.get("status") {
             inventory["status"] = status.clone();
@@ -188,7 +209,10 @@ impl Service<Request<Body>> for Api {
             let body = body.collect_bytes().await.unwrap();
             let query = head.uri.query().unwrap_or_default();
             let (code, answer) =
-                api.state.lock().unwrap().answer(head.method.as_str(), head.uri.path(), query, &body);
+                api.state
+                    .lock()
+                    .unwrap()
+                    .answer(head.method.as_str(), head.uri.path(), query, &body);
             api.changed.send_replace(());
             let body = match answer {
                 Answer::Json(value) => Answered::Once(Some(value.to_string().into())),

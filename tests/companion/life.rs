@@ -1,7 +1,7 @@
 use std::time::{Duration, Instant};
 
-use drayman::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
 use drayman::api::proto::device_plugin_v1beta1::Empty;
+use drayman::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
 use drayman::api::proto::{ContainerList, DeviceIdList};
 use drayman::node::door::KubeletPaths;
 use tonic::transport::Endpoint;
@@ -16,7 +16,12 @@ fn file(uid: &str) -> String {
 }
 
 fn device_names(inventory: &serde_json::Value) -> Vec<&str> {
-    inventory["spec"]["devices"].as_array().unwrap().iter().map(|device| device["name"].as_str().unwrap()).collect()
+    inventory["spec"]["devices"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|device| device["name"].as_str().unwrap())
+        .collect()
 }
 
 #[tokio::test]
@@ -24,7 +29,10 @@ async fn a_claim_lives_from_prepare_to_unprepare_without_a_request_to_the_api_se
     let Some(node) = Node::new() else { return };
     let process = node.start();
     let inventory = node.api.until_ready("True", "Serving").await;
-    assert_eq!(device_names(&inventory), ["camera-0", "test-0", "test-1", "test-2"]);
+    assert_eq!(
+        device_names(&inventory),
+        ["camera-0", "test-0", "test-1", "test-2"]
+    );
     assert_eq!(inventory["spec"]["nodeUid"], "n-1");
     assert_eq!(inventory["status"]["devices"], 4);
     let mut kubelet = node.kubelet().await;
@@ -40,7 +48,10 @@ async fn a_claim_lives_from_prepare_to_unprepare_without_a_request_to_the_api_se
     assert!(node.checkpoint().contains(A));
     assert_eq!(kubelet.prepare(A, &["test-0", "test-1"]).await.unwrap(), ids);
     let refusal = kubelet.prepare(B, &["test-1"]).await.unwrap_err();
-    assert!(refusal.contains("held by claim default/claim") && refusal.contains(A), "{refusal}");
+    assert!(
+        refusal.contains("held by claim default/claim") && refusal.contains(A),
+        "{refusal}"
+    );
     let wrong_door = kubelet.prepare(B, &["camera-0"]).await.unwrap_err();
     assert!(wrong_door.contains("extended resource"), "{wrong_door}");
     kubelet.unprepare(A).await.unwrap();
@@ -50,7 +61,8 @@ async fn a_claim_lives_from_prepare_to_unprepare_without_a_request_to_the_api_se
     assert_eq!(node.cdi_files(), Vec::<String>::new());
     assert!(!node.checkpoint().contains(A) && !node.checkpoint().contains(B));
 
-    node.api.set(|state| assert_eq!(state.requests.len(), 0, "{:?}", state.requests));
+    node.api
+        .set(|state| assert_eq!(state.requests.len(), 0, "{:?}", state.requests));
     process.stop().await.unwrap();
     node.api.until_ready("False", "Stopped").await;
     assert!(!node.dra_socket().exists());
@@ -62,13 +74,23 @@ async fn the_inventory_is_written_when_something_changes_and_at_no_other_time() 
     let process = node.start();
     node.api.until_ready("True", "Serving").await;
     node.api.set(|state| {
-        let writes: Vec<&String> = state.requests.iter().filter(|request| request.starts_with("PATCH")).collect();
-        assert!((2..=3).contains(&writes.len()), "the inventory, and its status once or twice: {writes:?}");
+        let writes: Vec<&String> = state
+            .requests
+            .iter()
+            .filter(|request| request.starts_with("PATCH"))
+            .collect();
+        assert!(
+            (2..=3).contains(&writes.len()),
+            "the inventory, and its status once or twice: {writes:?}"
+        );
         state.requests.clear();
     });
     node.device("test-3", 9);
-    node.api.until(|state| (state.inventory.as_ref()?["status"]["devices"] == 5).then_some(())).await;
-    node.api.set(|state| assert_eq!(state.requests.len(), 2, "spec and status: {:?}", state.requests));
+    node.api
+        .until(|state| (state.inventory.as_ref()?["status"]["devices"] == 5).then_some(()))
+        .await;
+    node.api
+        .set(|state| assert_eq!(state.requests.len(), 2, "spec and status: {:?}", state.requests));
     process.stop().await.unwrap();
 
     // A restart that finds all as it was applies once, and says that it is ready again.
@@ -92,7 +114,13 @@ async fn what_is_held_outlives_the_process() {
     let process = node.start();
     let mut kubelet = node.kubelet().await;
     assert_eq!(node.cdi_files(), [file(A)]);
-    assert!(kubelet.prepare(B, &["test-0"]).await.unwrap_err().contains("held"));
+    assert!(
+        kubelet
+            .prepare(B, &["test-0"])
+            .await
+            .unwrap_err()
+            .contains("held")
+    );
     kubelet.prepare(B, &["test-1"]).await.unwrap();
     kubelet.unprepare(A).await.unwrap();
     process.kill();
@@ -114,8 +142,12 @@ async fn an_api_server_that_comes_late_is_waited_for() {
         root_dir: node.path("kubelet"),
         device_plugin_dir: node.path("kubelet/device-plugins"),
     };
-    node.until_exists(&paths.device_plugin_socket("example.com/camera").path).await;
-    assert!(!node.dra_socket().exists(), "whether there are claims is not known");
+    node.until_exists(&paths.device_plugin_socket("example.com/camera").path)
+        .await;
+    assert!(
+        !node.dra_socket().exists(),
+        "whether there are claims is not known"
+    );
     node.api.set(|state| state.away = false);
     node.api.until_ready("True", "Serving").await;
     node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
@@ -136,12 +168,22 @@ async fn a_cluster_without_claims_gets_extended_resources_only() {
         root_dir: node.path("kubelet"),
         device_plugin_dir: node.path("kubelet/device-plugins"),
     };
-    let socket = format!("unix://{}", paths.device_plugin_socket("example.com/camera").path.display());
+    let socket = format!(
+        "unix://{}",
+        paths.device_plugin_socket("example.com/camera").path.display()
+    );
     let channel = Endpoint::from_shared(socket).unwrap().connect().await.unwrap();
     let mut plugin = DevicePluginClient::new(channel);
     let mut devices = plugin.list_and_watch(Empty {}).await.unwrap().into_inner();
     let first = devices.message().await.unwrap().unwrap();
-    assert_eq!(first.devices.iter().map(|device| device.id.as_str()).collect::<Vec<_>>(), ["camera-0"]);
+    assert_eq!(
+        first
+            .devices
+            .iter()
+            .map(|device| device.id.as_str())
+            .collect::<Vec<_>>(),
+        ["camera-0"]
+    );
     node.device("camera-1", 11);
     let second = devices.message().await.unwrap().unwrap();
     assert_eq!(second.devices.len(), 2);
@@ -191,7 +233,9 @@ async fn a_companion_that_cannot_run_says_why_and_ends() {
     assert!(error.to_string().contains("node.yaml:"), "{error}");
     let mut options = node.options();
     options.driver_name = "../x".into();
-    let error = drayman::node::run::run(options, tokio_util::sync::CancellationToken::new()).await.unwrap_err();
+    let error = drayman::node::run::run(options, tokio_util::sync::CancellationToken::new())
+        .await
+        .unwrap_err();
     assert_eq!(error.reason(), "InvalidDriverName");
 }
 
@@ -210,7 +254,10 @@ async fn how_long_a_prepare_takes_with_all_that_makes_it_durable() {
         kubelet.unprepare(&uid).await.unwrap();
     }
     times.sort();
-    println!("prepare: median {:?}, p99 {:?}, longest {:?}", times[250], times[495], times[499]);
+    println!(
+        "prepare: median {:?}, p99 {:?}, longest {:?}",
+        times[250], times[495], times[499]
+    );
     assert!(times[495] <= Duration::from_millis(20), "the goal is 20 ms");
     process.stop().await.unwrap();
 }

@@ -30,7 +30,10 @@ impl Node {
             return None;
         }
         let directory = tempfile::tempdir().unwrap();
-        let node = Self { directory, api: Api::new() };
+        let node = Self {
+            directory,
+            api: Api::new(),
+        };
         for directory in ["dev", "kubelet/device-plugins"] {
             std::fs::create_dir_all(node.path(directory)).unwrap();
         }
@@ -50,7 +53,14 @@ impl Node {
 
     pub(crate) fn device(&self, name: &str, minor: u32) {
         let path = self.path("dev").join(name);
-        mknodat(CWD, path, FileType::CharacterDevice, Mode::RUSR, makedev(240, minor)).unwrap();
+        mknodat(
+            CWD,
+            path,
+            FileType::CharacterDevice,
+            Mode::RUSR,
+            makedev(240, minor),
+        )
+        .unwrap();
     }
 
     pub(crate) fn options(&self) -> NodeOptions {
@@ -58,15 +68,26 @@ impl Node {
         options.kubelet_root = self.path("kubelet");
         options.device_plugin_dir = self.path("kubelet/device-plugins");
         options.cdi_dir = self.path("cdi");
-        options.host = HostPaths { dev: self.path("dev"), ..HostPaths::default() };
+        options.host = HostPaths {
+            dev: self.path("dev"),
+            ..HostPaths::default()
+        };
         options
     }
 
     pub(crate) fn start(&self) -> Process {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
         let shutdown = CancellationToken::new();
         let task = runtime.spawn(run(self.options(), shutdown.clone()));
-        Process { runtime: Some(runtime), shutdown, task: Some(task) }
+        Process {
+            runtime: Some(runtime),
+            shutdown,
+            task: Some(task),
+        }
     }
 
     pub(crate) fn dra_socket(&self) -> PathBuf {
@@ -76,7 +97,11 @@ impl Node {
     pub(crate) async fn until_exists(&self, path: &Path) {
         let start = Instant::now();
         while !path.exists() {
-            assert!(start.elapsed() < Duration::from_secs(20), "{} does not come", path.display());
+            assert!(
+                start.elapsed() < Duration::from_secs(20),
+                "{} does not come",
+                path.display()
+            );
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
@@ -88,7 +113,11 @@ impl Node {
         loop {
             // A companion that was killed leaves its socket behind, as a real one does.
             match socket.connect().await {
-                Ok(channel) => return Kubelet { client: NodeClient::new(channel) },
+                Ok(channel) => {
+                    return Kubelet {
+                        client: NodeClient::new(channel),
+                    };
+                }
                 Err(error) => assert!(start.elapsed() < Duration::from_secs(20), "no companion: {error}"),
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
@@ -98,7 +127,9 @@ impl Node {
     /// The CDI files, sorted.
     pub(crate) fn cdi_files(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.path("cdi")).unwrap();
-        let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        let mut names: Vec<String> = entries
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
         names.sort();
         names
     }
@@ -123,7 +154,10 @@ impl Process {
 
     pub(crate) async fn ended(&mut self) -> Result<(), NodeError> {
         let task = self.task.take().unwrap();
-        tokio::time::timeout(Duration::from_secs(20), task).await.expect("it ends in time").unwrap()
+        tokio::time::timeout(Duration::from_secs(20), task)
+            .await
+            .expect("it ends in time")
+            .unwrap()
     }
 
     pub(crate) fn kill(self) {
@@ -135,7 +169,9 @@ impl Drop for Process {
     fn drop(&mut self) {
         // Every task is dropped where it waits, and nothing is told to anybody.
         if let Some(runtime) = self.runtime.take() {
-            std::thread::spawn(move || runtime.shutdown_timeout(Duration::from_secs(5))).join().unwrap();
+            std::thread::spawn(move || runtime.shutdown_timeout(Duration::from_secs(5)))
+                .join()
+                .unwrap();
         }
     }
 }
@@ -148,23 +184,48 @@ impl Kubelet {
     /// The CDI ids, or the error for the claim.
     pub(crate) async fn prepare(&mut self, uid: &str, devices: &[&str]) -> Result<Vec<String>, String> {
         let claim = claim(uid, "n-1", devices);
-        let answer = self.client.node_prepare_resources(ClaimList::new(vec![claim])).await.unwrap().into_inner();
-        let entry = answer.claims.into_iter().find(|entry| entry.key == uid).expect("an entry for the claim");
+        let answer = self
+            .client
+            .node_prepare_resources(ClaimList::new(vec![claim]))
+            .await
+            .unwrap()
+            .into_inner();
+        let entry = answer
+            .claims
+            .into_iter()
+            .find(|entry| entry.key == uid)
+            .expect("an entry for the claim");
         let value = entry.value.expect("a value");
-        if value.error.is_empty() { Ok(value.cdi_devices) } else { Err(value.error) }
+        if value.error.is_empty() {
+            Ok(value.cdi_devices)
+        } else {
+            Err(value.error)
+        }
     }
 
     pub(crate) async fn unprepare(&mut self, uid: &str) -> Result<(), String> {
         let claim = claim(uid, "n-1", &[]);
-        let answer = self.client.node_unprepare_resources(ClaimList::new(vec![claim])).await.unwrap().into_inner();
-        let entry = answer.claims.into_iter().find(|entry| entry.key == uid).expect("an entry for the claim");
+        let answer = self
+            .client
+            .node_unprepare_resources(ClaimList::new(vec![claim]))
+            .await
+            .unwrap()
+            .into_inner();
+        let entry = answer
+            .claims
+            .into_iter()
+            .find(|entry| entry.key == uid)
+            .expect("an entry for the claim");
         let error = entry.value.expect("a value").error;
         if error.is_empty() { Ok(()) } else { Err(error) }
     }
 }
 
 fn claim(uid: &str, node_uid: &str, devices: &[&str]) -> Claim {
-    let device = |name: &&str| HandleDevice { request: "device".into(), device: (*name).into() };
+    let device = |name: &&str| HandleDevice {
+        request: "device".into(),
+        device: (*name).into(),
+    };
     let handle = DeviceHandle {
         version: VERSION,
         claim_uid: uid.into(),

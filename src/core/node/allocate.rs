@@ -1,8 +1,8 @@
 //! The device plugin's side of the plan: what an Allocate may hand out.
 
+use super::check::{distinct, usable};
 use super::inventory::Devices;
 use super::ledger::Ledger;
-use super::prepare::{distinct, usable};
 use super::refusal::Refusal;
 use crate::api::crd::Mode;
 
@@ -22,10 +22,16 @@ pub fn check_allocate(
     for name in distinct(containers.iter().flatten().map(String::as_str))? {
         let device = usable(inventory, name, Mode::ExtendedResource)?;
         if device.kind != kind {
-            return Err(Refusal::OtherResource { device: device.name.clone(), resource: resource.to_owned() });
+            return Err(Refusal::OtherResource {
+                device: device.name.clone(),
+                resource: resource.to_owned(),
+            });
         }
         if let Some((uid, entry)) = ledger.holder(name) {
-            return Err(Refusal::Held { device: device.name.clone(), holder: entry.describe(uid) });
+            return Err(Refusal::Held {
+                device: device.name.clone(),
+                holder: entry.describe(uid),
+            });
         }
     }
     Ok(())

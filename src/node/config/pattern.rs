@@ -47,7 +47,9 @@ impl PathPattern {
         for part in relative.split('/') {
             Pattern::new(part).map_err(|error| PatternError::Syntax(error.msg.to_owned()))?;
         }
-        Ok(Self { relative: relative.to_owned() })
+        Ok(Self {
+            relative: relative.to_owned(),
+        })
     }
 
     /// The pattern, relative to `/dev`.
@@ -68,17 +70,39 @@ mod tests {
 
     #[test]
     fn patterns_below_dev_are_taken() {
-        for (text, literal) in [("/dev/kvm", true), ("/dev/ttyUSB*", false), ("/dev/serial/by-id/usb-[0-9]?", false)] {
+        for (text, literal) in [
+            ("/dev/kvm", true),
+            ("/dev/ttyUSB*", false),
+            ("/dev/serial/by-id/usb-[0-9]?", false),
+        ] {
             assert_eq!(PathPattern::parse(text).unwrap().is_literal(), literal, "{text}");
         }
     }
 
     #[test]
     fn every_way_out_of_dev_is_refused() {
-        for text in ["/etc/passwd", "dev/kvm", "/dev", "/dev/", "/device/x", "/", "", "*", "/*/kvm", "/de[v]/kvm"] {
+        for text in [
+            "/etc/passwd",
+            "dev/kvm",
+            "/dev",
+            "/dev/",
+            "/device/x",
+            "/",
+            "",
+            "*",
+            "/*/kvm",
+            "/de[v]/kvm",
+        ] {
             assert!(PathPattern::parse(text).is_err(), "{text}");
         }
-        for text in ["/dev/../etc/passwd", "/dev/a/../../etc", "/dev/./kvm", "/dev//kvm", "/dev/a/", "/dev/*/.."] {
+        for text in [
+            "/dev/../etc/passwd",
+            "/dev/a/../../etc",
+            "/dev/./kvm",
+            "/dev//kvm",
+            "/dev/a/",
+            "/dev/*/..",
+        ] {
             assert_eq!(PathPattern::parse(text), Err(PatternError::Part), "{text}");
         }
     }
@@ -86,8 +110,14 @@ mod tests {
     #[test]
     fn patterns_that_mean_too_much_or_nothing_are_refused() {
         assert_eq!(PathPattern::parse("/dev/**/x"), Err(PatternError::Recursive));
-        assert!(matches!(PathPattern::parse("/dev/[a"), Err(PatternError::Syntax(_))));
+        assert!(matches!(
+            PathPattern::parse("/dev/[a"),
+            Err(PatternError::Syntax(_))
+        ));
         assert_eq!(PathPattern::parse("/dev/a\0"), Err(PatternError::Text));
-        assert_eq!(PathPattern::parse(&format!("/dev/{}", "x".repeat(2000))), Err(PatternError::Text));
+        assert_eq!(
+            PathPattern::parse(&format!("/dev/{}", "x".repeat(2000))),
+            Err(PatternError::Text)
+        );
     }
 }

@@ -10,7 +10,11 @@ fn refusal(text: impl AsRef<[u8]>) -> String {
     assert_eq!(error.reason(), "ConfigurationInvalid");
     let message = error.to_string();
     assert!(message.len() < 700, "{message}");
-    message.split_once("node.yaml:").expect("the file is named").1.to_owned()
+    message
+        .split_once("node.yaml:")
+        .expect("the file is named")
+        .1
+        .to_owned()
 }
 
 /// The refusal of a file that is well but for one kind, which begins on line 4.
@@ -36,7 +40,9 @@ fn a_file_is_read_with_its_defaults() {
                 },
                 DeviceKind {
                     name: "camera".into(),
-                    door: KindDoor::ExtendedResource { resource_name: "example.com/camera".into() },
+                    door: KindDoor::ExtendedResource {
+                        resource_name: "example.com/camera".into()
+                    },
                     paths: vec![path("/dev/video0"), path("/dev/video1")],
                     permissions: "rm".into()
                 },
@@ -47,7 +53,10 @@ fn a_file_is_read_with_its_defaults() {
 
 #[test]
 fn a_file_without_kinds_is_a_node_without_devices() {
-    assert_eq!(NodeConfiguration::parse(&format!("{HEADER}kinds: []\n")), Ok(NodeConfiguration::default()));
+    assert_eq!(
+        NodeConfiguration::parse(&format!("{HEADER}kinds: []\n")),
+        Ok(NodeConfiguration::default())
+    );
 }
 
 #[test]
@@ -59,22 +68,62 @@ fn a_missing_file_is_named() {
 #[test]
 fn a_wrong_value_is_refused_with_its_line_its_field_and_what_to_write() {
     for (kind, place, words) in [
-        ("- {name: A, paths: [/dev/x]}", "4:10:", ["kinds[0].name \"A\"", "a-z"]),
+        (
+            "- {name: A, paths: [/dev/x]}",
+            "4:10:",
+            ["kinds[0].name \"A\"", "a-z"],
+        ),
         ("- {name: a, paths: []}", "4:20:", ["kinds[0].paths", "1 to 64"]),
-        ("- {name: a, paths: [/etc/passwd]}", "4:21:", ["kinds[0].paths[0] \"/etc/passwd\"", "/dev/"]),
-        ("- {name: a, paths: [/dev/x, /dev/../etc]}", "4:29:", ["kinds[0].paths[1] \"/dev/../etc\"", "\"..\""]),
-        ("- name: a\n  mode: both\n  paths: [/dev/x]", "5:9:", ["kinds[0].mode \"both\"", "claims or extended-resource"]),
-        ("- name: a\n  mode: extended-resource\n  paths: [/dev/x]", "5:9:", ["kinds[0].resourceName is missing", "drayman.dev/a"]),
-        ("- name: a\n  resourceName: x.dev/a\n  paths: [/dev/x]", "5:17:", ["kinds[0].resourceName", "mode: extended-resource"]),
+        (
+            "- {name: a, paths: [/etc/passwd]}",
+            "4:21:",
+            ["kinds[0].paths[0] \"/etc/passwd\"", "/dev/"],
+        ),
+        (
+            "- {name: a, paths: [/dev/x, /dev/../etc]}",
+            "4:29:",
+            ["kinds[0].paths[1] \"/dev/../etc\"", "\"..\""],
+        ),
+        (
+            "- name: a\n  mode: both\n  paths: [/dev/x]",
+            "5:9:",
+            ["kinds[0].mode \"both\"", "claims or extended-resource"],
+        ),
+        (
+            "- name: a\n  mode: extended-resource\n  paths: [/dev/x]",
+            "5:9:",
+            ["kinds[0].resourceName is missing", "drayman.dev/a"],
+        ),
+        (
+            "- name: a\n  resourceName: x.dev/a\n  paths: [/dev/x]",
+            "5:17:",
+            ["kinds[0].resourceName", "mode: extended-resource"],
+        ),
         (
             "- name: a\n  mode: extended-resource\n  resourceName: cpu\n  paths: [/dev/x]",
             "6:17:",
             ["kinds[0].resourceName", "\"cpu\""],
         ),
-        ("- {name: a, permissions: rx, paths: [/dev/x]}", "4:26:", ["kinds[0].permissions \"rx\"", "r, w and m"]),
-        ("- {name: a, permissions: rr, paths: [/dev/x]}", "4:26:", ["kinds[0].permissions \"rr\"", "each once"]),
-        ("- {name: a, permissions: '', paths: [/dev/x]}", "4:26:", ["kinds[0].permissions \"\"", "rw"]),
-        ("- {name: a, paths: [/dev/x]}\n- {name: a, paths: [/dev/y]}", "5:10:", ["kinds[1].name \"a\"", "line 4"]),
+        (
+            "- {name: a, permissions: rx, paths: [/dev/x]}",
+            "4:26:",
+            ["kinds[0].permissions \"rx\"", "r, w and m"],
+        ),
+        (
+            "- {name: a, permissions: rr, paths: [/dev/x]}",
+            "4:26:",
+            ["kinds[0].permissions \"rr\"", "each once"],
+        ),
+        (
+            "- {name: a, permissions: '', paths: [/dev/x]}",
+            "4:26:",
+            ["kinds[0].permissions \"\"", "rw"],
+        ),
+        (
+            "- {name: a, paths: [/dev/x]}\n- {name: a, paths: [/dev/y]}",
+            "5:10:",
+            ["kinds[1].name \"a\"", "line 4"],
+        ),
     ] {
         let message = kind_refusal(kind);
         assert!(message.starts_with(place), "{message}");
@@ -86,9 +135,14 @@ fn a_wrong_value_is_refused_with_its_line_its_field_and_what_to_write() {
 
 #[test]
 fn one_resource_belongs_to_one_kind() {
-    let kind = |name| format!("- {{name: {name}, mode: extended-resource, resourceName: x.dev/r, paths: [/dev/x]}}\n");
+    let kind = |name| {
+        format!("- {{name: {name}, mode: extended-resource, resourceName: x.dev/r, paths: [/dev/x]}}\n")
+    };
     let message = kind_refusal(&(kind("a") + &kind("b")));
-    assert!(message.starts_with("5:") && message.contains("line 4 already"), "{message}");
+    assert!(
+        message.starts_with("5:") && message.contains("line 4 already"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -111,16 +165,33 @@ fn unknown_doubled_and_ill_typed_fields_are_refused_on_their_line() {
 #[test]
 fn another_version_is_refused_for_its_version_and_not_for_its_fields() {
     let message = refusal("apiVersion: drayman.dev/v1\nkind: NodeConfiguration\ngroups: {}\n");
-    assert!(message.starts_with("1:13:") && message.contains("drayman.dev/v1alpha1"), "{message}");
+    assert!(
+        message.starts_with("1:13:") && message.contains("drayman.dev/v1alpha1"),
+        "{message}"
+    );
     let message = refusal("apiVersion: drayman.dev/v1alpha1\nkind: Pod\n");
-    assert!(message.starts_with("2:7:") && message.contains("NodeConfiguration"), "{message}");
+    assert!(
+        message.starts_with("2:7:") && message.contains("NodeConfiguration"),
+        "{message}"
+    );
     let message = refusal("kinds: []\n");
     assert!(message.contains("apiVersion"), "{message}");
 }
 
 #[test]
 fn files_that_are_no_configuration_are_refused() {
-    for text in ["", "  \n\n", "# only a comment\n", "null", "[]", "just text", "a: b: c", "\t", "--- {}\n--- {}\n", "{"] {
+    for text in [
+        "",
+        "  \n\n",
+        "# only a comment\n",
+        "null",
+        "[]",
+        "just text",
+        "a: b: c",
+        "\t",
+        "--- {}\n--- {}\n",
+        "{",
+    ] {
         refusal(text);
     }
     assert!(refusal("").contains("empty"));
@@ -129,7 +200,10 @@ fn files_that_are_no_configuration_are_refused() {
 #[test]
 fn a_file_that_is_not_utf8_is_refused_where_that_begins() {
     let message = refusal([HEADER.as_bytes(), b"kinds:\n- name: \xff\n"].concat());
-    assert!(message.starts_with("4:9:") && message.contains("UTF-8"), "{message}");
+    assert!(
+        message.starts_with("4:9:") && message.contains("UTF-8"),
+        "{message}"
+    );
 }
 
 #[test]

@@ -15,7 +15,10 @@ pub(super) fn in_use(paths: &HostPaths) -> io::Result<BTreeSet<(u32, u32)>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
         swaps => swaps?,
     };
-    let named = mounts.lines().filter_map(mount_source).chain(swaps.lines().skip(1).filter_map(swap_area));
+    let named = mounts
+        .lines()
+        .filter_map(mount_source)
+        .chain(swaps.lines().skip(1).filter_map(swap_area));
     let mut above: Vec<(u32, u32)> = mounts.lines().filter_map(mounted).collect();
     above.extend(named.filter_map(|path| block_numbers(&paths.dev, path)));
     let mut all = BTreeSet::new();
@@ -34,11 +37,17 @@ fn mounted(line: &str) -> Option<(u32, u32)> {
 
 /// The source of a mount if it is a path: some file systems (btrfs) have numbers that are no device's.
 fn mount_source(line: &str) -> Option<&str> {
-    line.split_once(" - ")?.1.split_whitespace().nth(1).filter(|source| source.starts_with("/dev/"))
+    line.split_once(" - ")?
+        .1
+        .split_whitespace()
+        .nth(1)
+        .filter(|source| source.starts_with("/dev/"))
 }
 
 fn swap_area(line: &str) -> Option<&str> {
-    line.split_whitespace().next().filter(|path| path.starts_with("/dev/"))
+    line.split_whitespace()
+        .next()
+        .filter(|path| path.starts_with("/dev/"))
 }
 
 fn block_numbers(dev: &Path, path: &str) -> Option<(u32, u32)> {
@@ -59,7 +68,11 @@ fn below(sys: &Path, (major, minor): (u32, u32)) -> Vec<(u32, u32)> {
     if device.join("partition").exists() {
         lower.extend(device.parent().map(Path::to_owned));
     }
-    let number_of = |device: PathBuf| std::fs::read_to_string(device.join("dev")).ok().and_then(|text| numbers(text.trim()));
+    let number_of = |device: PathBuf| {
+        std::fs::read_to_string(device.join("dev"))
+            .ok()
+            .and_then(|text| numbers(text.trim()))
+    };
     lower.into_iter().filter_map(number_of).collect()
 }
 
@@ -107,7 +120,11 @@ mod tests {
              a line of a newer kernel\n",
         )
         .unwrap();
-        std::fs::write(root.path().join("swaps"), "Filename Type Size Used Priority\n/dev/missing partition 1 0 -2\n").unwrap();
+        std::fs::write(
+            root.path().join("swaps"),
+            "Filename Type Size Used Priority\n/dev/missing partition 1 0 -2\n",
+        )
+        .unwrap();
         let paths = HostPaths {
             dev: root.path().join("dev"),
             sys,
@@ -120,7 +137,10 @@ mod tests {
     #[test]
     fn the_disk_below_the_root_file_system_is_in_use_with_all_that_lies_between() {
         let (_root, paths) = host();
-        assert_eq!(in_use(&paths).unwrap(), BTreeSet::from([(253, 0), (8, 1), (8, 0)]));
+        assert_eq!(
+            in_use(&paths).unwrap(),
+            BTreeSet::from([(253, 0), (8, 1), (8, 0)])
+        );
     }
 
     #[test]

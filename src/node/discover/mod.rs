@@ -69,7 +69,11 @@ struct Shared {
 
 impl HostDevices {
     /// Searches once and goes on searching until the token is cancelled.
-    pub async fn start(configuration: NodeConfiguration, paths: HostPaths, shutdown: CancellationToken) -> Self {
+    pub async fn start(
+        configuration: NodeConfiguration,
+        paths: HostPaths,
+        shutdown: CancellationToken,
+    ) -> Self {
         let shared = Arc::new(Shared {
             configuration,
             paths,
@@ -77,7 +81,11 @@ impl HostDevices {
             look_again: Notify::new(),
         });
         let (sender, devices) = value::channel(Arc::default());
-        let mut search = Search { shared: shared.clone(), sender, reported: BTreeSet::new() };
+        let mut search = Search {
+            shared: shared.clone(),
+            sender,
+            reported: BTreeSet::new(),
+        };
         let watches = DirectoryWatches::new();
         // The directories are watched before they are searched, so that nothing falls between.
         let directories = search.once().await;
@@ -102,8 +110,16 @@ impl NodeDriver for HostDevices {
 
 impl Shared {
     fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
-        let found = self.found.lock().unwrap_or_else(PoisonError::into_inner).get(device).cloned();
-        let gone = |problem: String| NodeDriverError::Gone { device: device.to_owned(), problem };
+        let found = self
+            .found
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(device)
+            .cloned();
+        let gone = |problem: String| NodeDriverError::Gone {
+            device: device.to_owned(),
+            problem,
+        };
         let found = found.ok_or_else(|| gone("the search for devices does not find it".to_owned()))?;
         let now = DevRoot::new(&self.paths.dev)
             .and_then(|root| root.look(&found.path))
@@ -138,14 +154,20 @@ impl Search {
     /// Searches, publishes what has changed, and returns the directories that the result depends on.
     async fn once(&mut self) -> BTreeSet<PathBuf> {
         let shared = self.shared.clone();
-        let Ok(Scan { found, problems, directories }) =
-            spawn_blocking(move || scan(&shared.configuration, &shared.paths)).await
+        let Ok(Scan {
+            found,
+            problems,
+            directories,
+        }) = spawn_blocking(move || scan(&shared.configuration, &shared.paths)).await
         else {
             warn!("a search for devices was broken off; the next one comes by itself");
             return BTreeSet::new();
         };
         self.report(problems);
-        let devices: Devices = found.iter().map(|(name, found)| (name.clone(), found.device(name))).collect();
+        let devices: Devices = found
+            .iter()
+            .map(|(name, found)| (name.clone(), found.device(name)))
+            .collect();
         // First what is looked up, then what is announced.
         *self.shared.found.lock().unwrap_or_else(PoisonError::into_inner) = found;
         self.sender.send_if_modified(|published| {

@@ -51,7 +51,9 @@ pub(super) enum NodeError {
 
 impl DevRoot {
     pub(super) fn new(root: &Path) -> Result<Self, NodeError> {
-        Ok(Self { root: root.canonicalize()? })
+        Ok(Self {
+            root: root.canonicalize()?,
+        })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -63,9 +65,14 @@ impl DevRoot {
         let real = self.resolve(&self.root.join(relative))?;
         // Not followed: should the node be swapped for a link in between, this sees the link.
         let numbers = Numbers::of(&real.symlink_metadata()?).ok_or(NodeError::NoDevice)?;
-        let below = real.strip_prefix(&self.root).map_err(|_| NodeError::Outside(real.clone()))?;
+        let below = real
+            .strip_prefix(&self.root)
+            .map_err(|_| NodeError::Outside(real.clone()))?;
         let below = below.to_str().ok_or(NodeError::NotUtf8)?;
-        Ok(Node { host_path: format!("/dev/{below}"), numbers })
+        Ok(Node {
+            host_path: format!("/dev/{below}"),
+            numbers,
+        })
     }
 
     /// Where a path leads, unless that is out of the root. A link to an absolute path below `/dev` is meant as the host
@@ -78,7 +85,11 @@ impl DevRoot {
             }
             _ => path.canonicalize()?,
         };
-        if real.starts_with(&self.root) { Ok(real) } else { Err(NodeError::Outside(real)) }
+        if real.starts_with(&self.root) {
+            Ok(real)
+        } else {
+            Err(NodeError::Outside(real))
+        }
     }
 }
 
@@ -92,7 +103,11 @@ impl Numbers {
         } else {
             return None;
         };
-        Some(Self { kind, major: major(metadata.rdev()), minor: minor(metadata.rdev()) })
+        Some(Self {
+            kind,
+            major: major(metadata.rdev()),
+            minor: minor(metadata.rdev()),
+        })
     }
 
     /// Whether it is the memory or the ports of the machine: `mem`, `kmem` and `port` of the kernel's

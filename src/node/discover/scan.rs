@@ -18,8 +18,11 @@ const PATH_MAX: usize = 256;
 const PROBLEMS_MAX: usize = 100;
 
 /// As a shell matches: `*` does not stand for a dot at the beginning.
-const MATCH: MatchOptions =
-    MatchOptions { case_sensitive: true, require_literal_separator: true, require_literal_leading_dot: true };
+const MATCH: MatchOptions = MatchOptions {
+    case_sensitive: true,
+    require_literal_separator: true,
+    require_literal_leading_dot: true,
+};
 
 /// A device that was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -73,11 +76,25 @@ pub(super) fn scan(configuration: &NodeConfiguration, paths: &HostPaths) -> Scan
     let root = match DevRoot::new(&paths.dev) {
         Ok(root) => root,
         Err(error) => {
-            let problem = Problem { path: paths.dev.display().to_string(), kind: String::new(), what: error.to_string() };
-            return Scan { problems: BTreeSet::from([problem]), ..Scan::default() };
+            let problem = Problem {
+                path: paths.dev.display().to_string(),
+                kind: String::new(),
+                what: error.to_string(),
+            };
+            return Scan {
+                problems: BTreeSet::from([problem]),
+                ..Scan::default()
+            };
         }
     };
-    let mut search = Searching { root, paths, in_use: None, paths_seen: BTreeMap::new(), numbers_seen: BTreeMap::new(), scan: Scan::default() };
+    let mut search = Searching {
+        root,
+        paths,
+        in_use: None,
+        paths_seen: BTreeMap::new(),
+        numbers_seen: BTreeMap::new(),
+        scan: Scan::default(),
+    };
     for kind in &configuration.kinds {
         for pattern in &kind.paths {
             for path in search.matches(kind, pattern) {
@@ -114,7 +131,13 @@ impl Searching<'_> {
                 }
                 let names = names_in(&directory, part);
                 self.scan.directories.insert(directory);
-                next.extend(names.into_iter().map(|name| if depth == 0 { name } else { format!("{parent}/{name}") }));
+                next.extend(names.into_iter().map(|name| {
+                    if depth == 0 {
+                        name
+                    } else {
+                        format!("{parent}/{name}")
+                    }
+                }));
             }
             level = next;
         }
@@ -154,12 +177,25 @@ impl Searching<'_> {
     }
 
     /// The device, or nothing if there is nothing to be said, or why it is not handed out.
-    fn judge(&mut self, kind: &DeviceKind, pattern: &PathPattern, path: &str) -> Result<Option<Node>, String> {
+    fn judge(
+        &mut self,
+        kind: &DeviceKind,
+        pattern: &PathPattern,
+        path: &str,
+    ) -> Result<Option<Node>, String> {
         if let Some(first) = self.paths_seen.get(path) {
-            return if *first == kind.name { Ok(None) } else { Err(format!("belongs to kind {first:?}, which stands first in the configuration")) };
+            return if *first == kind.name {
+                Ok(None)
+            } else {
+                Err(format!(
+                    "belongs to kind {first:?}, which stands first in the configuration"
+                ))
+            };
         }
         if path.len() + "/dev/".len() > PATH_MAX || path.chars().any(char::is_control) {
-            return Err(format!("its path has more than {PATH_MAX} bytes or a control character"));
+            return Err(format!(
+                "its path has more than {PATH_MAX} bytes or a control character"
+            ));
         }
         let node = match self.root.look(path) {
             Ok(node) => node,
@@ -174,10 +210,15 @@ impl Searching<'_> {
             self.refuse_dangerous(node.numbers)?;
         }
         if self.scan.found.contains_key(&device_name(path)) {
-            return Err(format!("its name {:?} is taken by another device", device_name(path)));
+            return Err(format!(
+                "its name {:?} is taken by another device",
+                device_name(path)
+            ));
         }
         if self.scan.found.len() >= DEVICES_MAX {
-            return Err(format!("this node has {DEVICES_MAX} devices already, more are not handed out"));
+            return Err(format!(
+                "this node has {DEVICES_MAX} devices already, more are not handed out"
+            ));
         }
         Ok(Some(node))
     }
@@ -191,18 +232,27 @@ impl Searching<'_> {
         if numbers.kind == NodeKind::Character {
             return Ok(());
         }
-        match self.in_use.get_or_insert_with(|| in_use(self.paths).map_err(|error| error.to_string())) {
+        match self
+            .in_use
+            .get_or_insert_with(|| in_use(self.paths).map_err(|error| error.to_string()))
+        {
             Ok(used) if used.contains(&(numbers.major, numbers.minor)) => {
                 Err(format!("is mounted, or something on it is; {remedy}"))
             }
             Ok(_) => Ok(()),
-            Err(error) => Err(format!("whether it is mounted cannot be seen ({error}); {remedy}")),
+            Err(error) => Err(format!(
+                "whether it is mounted cannot be seen ({error}); {remedy}"
+            )),
         }
     }
 
     fn problem(&mut self, kind: &DeviceKind, path: &str, what: String) {
         if self.scan.problems.len() < PROBLEMS_MAX {
-            self.scan.problems.insert(Problem { path: format!("/dev/{path}"), kind: kind.name.clone(), what });
+            self.scan.problems.insert(Problem {
+                path: format!("/dev/{path}"),
+                kind: kind.name.clone(),
+                what,
+            });
         }
     }
 }
@@ -214,9 +264,16 @@ fn names_in(directory: &Path, part: &str) -> Vec<String> {
         let exists = directory.join(part).symlink_metadata().is_ok();
         return if exists { vec![part.to_owned()] } else { Vec::new() };
     }
-    let Ok(pattern) = Pattern::new(part) else { return Vec::new() };
+    let Ok(pattern) = Pattern::new(part) else {
+        return Vec::new();
+    };
     let mut names: Vec<String> = std::fs::read_dir(directory)
-        .map(|entries| entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect())
+        .map(|entries| {
+            entries
+                .flatten()
+                .filter_map(|entry| entry.file_name().into_string().ok())
+                .collect()
+        })
         .unwrap_or_default();
     names.retain(|name| pattern.matches_with(name, MATCH));
     names.sort_unstable();

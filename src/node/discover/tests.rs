@@ -5,8 +5,8 @@ use std::time::Duration;
 use rustix::fs::{CWD, FileType, Mode as FileMode, makedev, mknodat};
 
 use super::*;
-use crate::core::node::naming::device_name;
 use crate::api::crd::Mode;
+use crate::core::node::naming::device_name;
 
 /// A host with a `/dev` of its own. Making device nodes needs root.
 struct Host {
@@ -21,13 +21,22 @@ impl Host {
         }
         let directory = tempfile::tempdir().unwrap();
         std::fs::create_dir(directory.path().join("dev")).unwrap();
-        std::fs::write(directory.path().join("mountinfo"), "1 1 259:1 / / rw - ext4 /dev/root rw\n").unwrap();
+        std::fs::write(
+            directory.path().join("mountinfo"),
+            "1 1 259:1 / / rw - ext4 /dev/root rw\n",
+        )
+        .unwrap();
         Some(Self { directory })
     }
 
     fn paths(&self) -> HostPaths {
         let path = |name: &str| self.directory.path().join(name);
-        HostPaths { dev: path("dev"), sys: path("sys"), mountinfo: path("mountinfo"), swaps: path("swaps") }
+        HostPaths {
+            dev: path("dev"),
+            sys: path("sys"),
+            mountinfo: path("mountinfo"),
+            swaps: path("swaps"),
+        }
     }
 
     fn dev(&self, path: &str) -> PathBuf {
@@ -37,7 +46,14 @@ impl Host {
     }
 
     fn node(&self, path: &str, file_type: FileType, major: u32, minor: u32) {
-        mknodat(CWD, self.dev(path), file_type, FileMode::RUSR, makedev(major, minor)).unwrap();
+        mknodat(
+            CWD,
+            self.dev(path),
+            file_type,
+            FileMode::RUSR,
+            makedev(major, minor),
+        )
+        .unwrap();
     }
 
     fn character(&self, path: &str, minor: u32) {
@@ -62,7 +78,10 @@ fn names(scan: &Scan) -> Vec<&str> {
 }
 
 fn problem<'a>(scan: &'a Scan, path: &str) -> &'a str {
-    scan.problems.iter().find(|problem| problem.path == path).map_or("", |problem| &problem.what)
+    scan.problems
+        .iter()
+        .find(|problem| problem.path == path)
+        .map_or("", |problem| &problem.what)
 }
 
 #[test]
@@ -79,7 +98,10 @@ fn device_nodes_are_found_and_nothing_else() {
     assert_eq!(scan.problems, BTreeSet::new());
     let device = scan.found["test-a"].device("test-a");
     assert_eq!((device.kind.as_str(), device.mode), ("test", Mode::Claims));
-    assert_eq!(device.attributes["drayman.dev/path"].string.as_deref(), Some("/dev/test-a"));
+    assert_eq!(
+        device.attributes["drayman.dev/path"].string.as_deref(),
+        Some("/dev/test-a")
+    );
     assert_eq!(device.attributes["drayman.dev/major"].int, Some(240));
     assert_eq!(device.attributes["drayman.dev/minor"].int, Some(1));
 }
@@ -92,12 +114,26 @@ fn a_link_is_known_by_its_own_path_and_leads_to_the_node() {
     symlink("../../ttyUSB0", host.dev("serial/by-id/usb-A")).unwrap();
     symlink("/dev/ttyUSB1", host.dev("serial/by-id/usb-B")).unwrap();
     let scan = host.scan("- {name: serial, paths: [\"/dev/serial/by-*/usb-?\"]}");
-    let nodes: Vec<(&str, &str)> =
-        scan.found.values().map(|found| (found.path.as_str(), found.node.host_path.as_str())).collect();
-    assert_eq!(nodes, [("serial/by-id/usb-A", "/dev/ttyUSB0"), ("serial/by-id/usb-B", "/dev/ttyUSB1")]);
+    let nodes: Vec<(&str, &str)> = scan
+        .found
+        .values()
+        .map(|found| (found.path.as_str(), found.node.host_path.as_str()))
+        .collect();
+    assert_eq!(
+        nodes,
+        [
+            ("serial/by-id/usb-A", "/dev/ttyUSB0"),
+            ("serial/by-id/usb-B", "/dev/ttyUSB1")
+        ]
+    );
     for directory in ["", "serial", "serial/by-id"] {
         let directory = host.dev(directory).canonicalize().unwrap();
-        assert!(scan.directories.iter().any(|path| path.canonicalize().unwrap() == directory), "{directory:?}");
+        assert!(
+            scan.directories
+                .iter()
+                .any(|path| path.canonicalize().unwrap() == directory),
+            "{directory:?}"
+        );
     }
 }
 
@@ -106,13 +142,28 @@ fn links_out_of_dev_are_refused_wherever_they_stand_in_the_path() {
     let Some(host) = Host::new() else { return };
     let outside = host.directory.path().join("outside");
     std::fs::create_dir(&outside).unwrap();
-    mknodat(CWD, outside.join("secret"), FileType::CharacterDevice, FileMode::RUSR, makedev(240, 9)).unwrap();
+    mknodat(
+        CWD,
+        outside.join("secret"),
+        FileType::CharacterDevice,
+        FileMode::RUSR,
+        makedev(240, 9),
+    )
+    .unwrap();
     symlink(outside.join("secret"), host.dev("test-link")).unwrap();
     symlink("../outside", host.dev("test-directory")).unwrap();
-    let scan = host.scan("- {name: test, paths: [\"/dev/test-*\", \"/dev/test-directory/*\", /dev/test-directory/secret]}");
+    let scan = host.scan(
+        "- {name: test, paths: [\"/dev/test-*\", \"/dev/test-directory/*\", /dev/test-directory/secret]}",
+    );
     assert_eq!(names(&scan), Vec::<&str>::new());
-    assert!(problem(&scan, "/dev/test-link").contains("leads out of /dev"), "{scan:?}");
-    assert!(problem(&scan, "/dev/test-directory").contains("leads out of /dev"), "{scan:?}");
+    assert!(
+        problem(&scan, "/dev/test-link").contains("leads out of /dev"),
+        "{scan:?}"
+    );
+    assert!(
+        problem(&scan, "/dev/test-directory").contains("leads out of /dev"),
+        "{scan:?}"
+    );
     assert!(scan.directories.iter().all(|path| !path.ends_with("outside")));
 }
 
@@ -127,7 +178,10 @@ fn a_device_of_two_kinds_is_the_firsts_and_the_second_is_told() {
     assert_eq!(names(&scan), ["test-a"]);
     assert_eq!(scan.found["test-a"].kind, "first");
     assert!(problem(&scan, "/dev/test-a").contains("\"first\""), "{scan:?}");
-    assert!(problem(&scan, "/dev/alias").contains("same device as /dev/test-a"), "{scan:?}");
+    assert!(
+        problem(&scan, "/dev/alias").contains("same device as /dev/test-a"),
+        "{scan:?}"
+    );
 }
 
 #[test]
@@ -140,7 +194,10 @@ fn the_machines_memory_and_its_own_disk_are_handed_out_by_their_very_name_only()
     host.node("spare", FileType::BlockDevice, 259, 2);
     let scan = host.scan("- {name: all, paths: [\"/dev/*\"]}");
     assert_eq!(names(&scan), ["null", "spare"]);
-    assert!(problem(&scan, "/dev/mem").contains("without a wildcard"), "{scan:?}");
+    assert!(
+        problem(&scan, "/dev/mem").contains("without a wildcard"),
+        "{scan:?}"
+    );
     assert!(problem(&scan, "/dev/root").contains("is mounted"), "{scan:?}");
     let scan = host.scan("- {name: named, paths: [/dev/mem, /dev/root]}");
     assert_eq!(names(&scan), ["mem", "root"]);
@@ -153,7 +210,10 @@ fn without_a_view_of_the_mounts_no_block_device_is_taken_for_free() {
     std::fs::remove_file(host.paths().mountinfo).unwrap();
     let scan = host.scan("- {name: all, paths: [\"/dev/*\"]}");
     assert_eq!(names(&scan), Vec::<&str>::new());
-    assert!(problem(&scan, "/dev/spare").contains("cannot be seen"), "{scan:?}");
+    assert!(
+        problem(&scan, "/dev/spare").contains("cannot be seen"),
+        "{scan:?}"
+    );
 }
 
 #[test]
@@ -162,14 +222,20 @@ fn a_literal_path_that_is_no_device_is_told_and_one_that_is_missing_is_not() {
     std::fs::write(host.dev("file"), "").unwrap();
     symlink("nowhere", host.dev("broken")).unwrap();
     let scan = host.scan("- {name: test, paths: [/dev/file, /dev/missing, /dev/broken]}");
-    assert!(problem(&scan, "/dev/file").contains("not a character or block device"), "{scan:?}");
+    assert!(
+        problem(&scan, "/dev/file").contains("not a character or block device"),
+        "{scan:?}"
+    );
     assert!(problem(&scan, "/dev/broken").contains("No such file"), "{scan:?}");
     assert_eq!(scan.problems.len(), 2);
 }
 
 #[test]
 fn a_dev_that_is_missing_is_told() {
-    let paths = HostPaths { dev: "/nonexistent".into(), ..HostPaths::default() };
+    let paths = HostPaths {
+        dev: "/nonexistent".into(),
+        ..HostPaths::default()
+    };
     let scan = scan(&configuration("- {name: test, paths: [/dev/x]}"), &paths);
     assert!(scan.problems.iter().any(|problem| problem.path == "/nonexistent"));
 }
@@ -182,7 +248,10 @@ async fn start(host: &Host, shutdown: &CancellationToken) -> HostDevices {
 async fn until(devices: &mut value::Receiver<Arc<Devices>>, names: &[&str]) {
     let here = devices.wait_for(|devices| devices.keys().eq(names));
     // Far below the time after which a search is made anyway.
-    tokio::time::timeout(Duration::from_secs(10), here).await.expect("the change was not noticed").unwrap();
+    tokio::time::timeout(Duration::from_secs(10), here)
+        .await
+        .expect("the change was not noticed")
+        .unwrap();
 }
 
 #[tokio::test]
@@ -232,17 +301,29 @@ async fn a_device_that_has_gone_or_become_another_is_refused_at_once() {
     host.character("test-a", 1);
     host.character("test-b", 2);
     let driver = start(&host, &shutdown).await;
-    assert_eq!(driver.injection("nowhere").await.unwrap_err().reason(), "DeviceGone");
+    assert_eq!(
+        driver.injection("nowhere").await.unwrap_err().reason(),
+        "DeviceGone"
+    );
     // In one go with the question, so that the search cannot come in between.
     std::fs::remove_file(host.dev("test-a")).unwrap();
-    assert_eq!(driver.shared.injection("test-a").unwrap_err().reason(), "DeviceGone");
+    assert_eq!(
+        driver.shared.injection("test-a").unwrap_err().reason(),
+        "DeviceGone"
+    );
     std::fs::remove_file(host.dev("test-b")).unwrap();
     host.character("test-b", 7);
-    assert_eq!(driver.shared.injection("test-b").unwrap_err().reason(), "DeviceChanged");
+    assert_eq!(
+        driver.shared.injection("test-b").unwrap_err().reason(),
+        "DeviceChanged"
+    );
     until(&mut driver.devices(), &["test-b"]).await;
     driver.injection("test-b").await.unwrap();
     std::fs::remove_file(host.dev("test-b")).unwrap();
     symlink(Path::new("/etc/passwd"), host.dev("test-b")).unwrap();
-    assert_eq!(driver.shared.injection("test-b").unwrap_err().reason(), "DeviceGone");
+    assert_eq!(
+        driver.shared.injection("test-b").unwrap_err().reason(),
+        "DeviceGone"
+    );
     shutdown.cancel();
 }

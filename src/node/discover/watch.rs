@@ -32,7 +32,11 @@ impl DirectoryWatches {
         if let Err(error) = &events {
             warn!(%error, "directories cannot be watched; devices are searched for every {} s only", RESCAN.as_secs());
         }
-        Self { events: events.ok(), watched: BTreeMap::new(), refused: BTreeSet::new() }
+        Self {
+            events: events.ok(),
+            watched: BTreeMap::new(),
+            refused: BTreeSet::new(),
+        }
     }
 
     /// Watches these directories and no others. True if one is among them that was not watched before.
@@ -40,7 +44,12 @@ impl DirectoryWatches {
         let Some(events) = &self.events else { return false };
         let mut watches = events.watches();
         self.refused.retain(|path| directories.contains(path));
-        let stale: Vec<PathBuf> = self.watched.keys().filter(|path| !directories.contains(*path)).cloned().collect();
+        let stale: Vec<PathBuf> = self
+            .watched
+            .keys()
+            .filter(|path| !directories.contains(*path))
+            .cloned()
+            .collect();
         for path in stale {
             if let Some(watch) = self.watched.remove(&path) {
                 // Fails if the directory is gone, and the watch with it.
@@ -71,7 +80,9 @@ impl DirectoryWatches {
 
     /// Waits until something may have changed, or until it is time to look anyway.
     pub(super) async fn changed(&mut self) {
-        let Some(events) = &mut self.events else { return sleep(RESCAN).await };
+        let Some(events) = &mut self.events else {
+            return sleep(RESCAN).await;
+        };
         tokio::select! {
             event = events.next() => {
                 if !matches!(event, Some(Ok(_))) {

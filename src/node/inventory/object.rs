@@ -17,7 +17,12 @@ pub(super) fn object_name(node_name: &str, driver_name: &DriverName) -> String {
 }
 
 /// The part of the inventory that we apply. It goes with its Node.
-pub(super) fn inventory(name: &str, driver_name: &DriverName, node: &Node, devices: &Devices) -> NodeInventory {
+pub(super) fn inventory(
+    name: &str,
+    driver_name: &DriverName,
+    node: &Node,
+    devices: &Devices,
+) -> NodeInventory {
     let uid = node.uid().unwrap_or_default();
     NodeInventory {
         metadata: ObjectMeta {
@@ -44,10 +49,21 @@ pub(super) fn inventory(name: &str, driver_name: &DriverName, node: &Node, devic
 /// The status that belongs to a stored inventory. The same as the stored one, if nothing in it has to change.
 pub(super) fn status(stored: &NodeInventory, standing: &Standing, now: Timestamp) -> NodeInventoryStatus {
     let status = if standing.ready { "True" } else { "False" };
-    let before = stored.status.iter().flat_map(|status| &status.conditions).find(|condition| condition.type_ == READY);
-    let since = before.filter(|before| before.status == status).map_or(Time(now), |before| before.last_transition_time.clone());
+    let before = stored
+        .status
+        .iter()
+        .flat_map(|status| &status.conditions)
+        .find(|condition| condition.type_ == READY);
+    let since = before
+        .filter(|before| before.status == status)
+        .map_or(Time(now), |before| before.last_transition_time.clone());
     let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-    let unhealthy = stored.spec.devices.iter().filter(|device| device.unhealthy.is_some()).count();
+    let unhealthy = stored
+        .spec
+        .devices
+        .iter()
+        .filter(|device| device.unhealthy.is_some())
+        .count();
     NodeInventoryStatus {
         devices: count(stored.spec.devices.len()),
         unhealthy: count(unhealthy),
@@ -69,10 +85,19 @@ mod tests {
     use crate::api::crd::Device;
 
     fn stored() -> NodeInventory {
-        let node: Node = serde_json::from_value(serde_json::json!({"metadata": {"name": "node-a", "uid": "n-1"}})).unwrap();
+        let node: Node =
+            serde_json::from_value(serde_json::json!({"metadata": {"name": "node-a", "uid": "n-1"}}))
+                .unwrap();
         let device = |name: &str, unhealthy: Option<&str>| {
             let unhealthy = unhealthy.map(str::to_owned);
-            (name.to_owned(), Device { name: name.into(), unhealthy, ..Device::default() })
+            (
+                name.to_owned(),
+                Device {
+                    name: name.into(),
+                    unhealthy,
+                    ..Device::default()
+                },
+            )
         };
         let devices = Devices::from([device("a", None), device("b", Some("gone"))]);
         let driver = DriverName::parse("drayman.dev").unwrap();
@@ -82,7 +107,11 @@ mod tests {
     }
 
     fn standing(ready: bool) -> Standing {
-        Standing { ready, reason: "Serving".into(), message: "all is well".into() }
+        Standing {
+            ready,
+            reason: "Serving".into(),
+            message: "all is well".into(),
+        }
     }
 
     #[test]
@@ -91,13 +120,20 @@ mod tests {
         assert_eq!(inventory["metadata"]["name"], "node-a.drayman.dev");
         assert_eq!(inventory["metadata"]["ownerReferences"][0]["uid"], "n-1");
         assert_eq!(inventory["spec"]["nodeUid"], "n-1");
-        assert_eq!(inventory.get("status"), None, "what we apply must not claim the status");
+        assert_eq!(
+            inventory.get("status"),
+            None,
+            "what we apply must not claim the status"
+        );
     }
 
     #[test]
     fn the_status_counts_and_says_which_generation_it_is_of() {
         let status = status(&stored(), &standing(true), Timestamp::UNIX_EPOCH);
-        assert_eq!((status.devices, status.unhealthy, status.observed_generation), (2, 1, Some(3)));
+        assert_eq!(
+            (status.devices, status.unhealthy, status.observed_generation),
+            (2, 1, Some(3))
+        );
         assert_eq!(status.conditions[0].status, "True");
     }
 
