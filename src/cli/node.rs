@@ -2,9 +2,8 @@
 
 use std::path::PathBuf;
 
-use crate::node::run::{NodeError, NodeOptions};
-
 use super::{Error, client, group, logging, shutdown, value};
+use crate::node::run::{NodeError, NodeOptions};
 
 /// Run the node companion, which hands this node's devices to containers
 ///
@@ -118,7 +117,7 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
     })
 }
 
-/// A file that says nonsense says it again at the next start. All else may be cured by time, or by whoever holds the lock.
+/// A name or a file that is wrong stays so until somebody changes it. All else may be cured by time.
 fn refused(error: NodeError) -> Error {
     match error {
         NodeError::DriverName(_) | NodeError::Config(_) => Error::Configuration(error.to_string()),
