@@ -2,8 +2,12 @@
 
 use std::path::PathBuf;
 
-use super::{Error, client, group, logging, shutdown, value};
+use crate::node::config::NodeConfiguration;
+use crate::node::door::DoorError;
 use crate::node::run::{NodeError, NodeOptions};
+use crate::node::transport::SocketError;
+
+use super::{Error, client, group, logging, shutdown, value};
 
 /// Run the node companion, which hands this node's devices to containers
 ///
@@ -87,6 +91,10 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             directories,
             logging,
         } = arguments;
+        // The companion reads the file itself; here it is only checked before anything else is asked for.
+        NodeConfiguration::read(&node.config)
+            .map_err(NodeError::from)
+            .map_err(refused)?;
         let configuration = client::configuration(cluster.kubeconfig.as_deref()).await?;
         logging::start(logging)?;
         tracing::info!(
@@ -117,10 +125,15 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
     })
 }
 
-/// A name or a file that is wrong stays so until somebody changes it. All else may be cured by time.
+/// What is wrong in a flag or a file is still wrong at the next start. All else may be cured by time, or by whoever holds
+/// the lock.
 fn refused(error: NodeError) -> Error {
     match error {
-        NodeError::DriverName(_) | NodeError::Config(_) => Error::Configuration(error.to_string()),
+        NodeError::DriverName(_)
+        | NodeError::Config(_)
+        | NodeError::Door(DoorError::Socket(
+            SocketError::PathTooLong { .. } | SocketError::NotAbsolute { .. },
+        )) => Error::Configuration(error.to_string()),
         NodeError::Store(_) | NodeError::Door(_) | NodeError::BootId(_) | NodeError::Broken(_) => {
             Error::Runtime(error.into())
         }
