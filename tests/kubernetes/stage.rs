@@ -224,13 +224,11 @@ impl Stage {
             + Send
             + 'static,
     {
-        match timeout(PATIENCE, await_condition(api.clone(), name, condition)).await {
-            Ok(found) => Ok(found?),
-            Err(_) => {
-                let now = api.get_opt(name).await;
-                bail!("{} {name} is not {what}, but {now:?}", K::kind(&()))
-            }
+        if let Ok(found) = timeout(PATIENCE, await_condition(api.clone(), name, condition)).await {
+            return Ok(found?);
         }
+        let now = api.get_opt(name).await;
+        bail!("{} {name} is not {what}, but {now:?}", K::kind(&()))
     }
 
     /// The claim that was made for a pod, once it meets a condition.
@@ -272,27 +270,22 @@ impl Stage {
             }
             bail!("the watch of events ended after {seen:?}")
         };
-        match timeout(PATIENCE, found).await {
-            Ok(found) => found,
-            Err(_) => {
-                let all = Api::<Event>::namespaced(self.cluster.client(), "default")
-                    .list(&ListParams::default())
-                    .await?
-                    .items
-                    .into_iter()
-                    .map(|event| {
-                        format!(
-                            "{:?}: {:?} {:?}",
-                            event.involved_object.name, event.reason, event.message
-                        )
-                    })
-                    .collect::<Vec<_>>();
-                bail!(
-                    "no event {reason} on {name} with {text:?}, but\n{}",
-                    all.join("\n")
-                )
-            }
+        if let Ok(found) = timeout(PATIENCE, found).await {
+            return found;
         }
+        let all: Vec<String> = Api::<Event>::namespaced(self.cluster.client(), "default")
+            .list(&ListParams::default())
+            .await?
+            .items
+            .into_iter()
+            .map(|event| {
+                format!(
+                    "{:?}: {:?} {:?}",
+                    event.involved_object.name, event.reason, event.message
+                )
+            })
+            .collect();
+        bail!("no such event on {name}, but\n{}", all.join("\n"))
     }
 
     /// Starts the controller.
@@ -343,7 +336,7 @@ impl Stage {
 
     fn program(&self, name: &str, mut command: tokio::process::Command) -> anyhow::Result<Program> {
         // A log of its own for each start.
-        let log = (0..)
+        let log = (0..1000)
             .map(|start| self.cluster.directory().join(format!("{name}-{start}.log")))
             .find(|log| !log.exists())
             .context("a free name")?;
