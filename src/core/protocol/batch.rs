@@ -96,10 +96,6 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    pub(super) fn has(&self, uid: &str) -> bool {
-        self.items.iter().any(|item| item.uid == uid)
-    }
-
     fn restart_items(&mut self, stage: Stage) {
         self.stage = stage;
         for item in &mut self.items {
@@ -406,10 +402,7 @@ impl World {
         let mut refused = None;
         if let Some(item) = batch.items.iter_mut().find(|item| item.uid == uid) {
             match answer {
-                Answer::ClaimWritten(Outcome::Done(_)) => {
-                    item.step = Step::Done;
-                    self.statistics.allocations += u64::from(stage == Stage::Recording);
-                }
+                Answer::ClaimWritten(Outcome::Done(_)) => item.step = Step::Done,
                 Answer::ClaimWritten(Outcome::Refused(message)) => {
                     item.step = Step::ToRead;
                     item.refusal = Some(message);
@@ -442,8 +435,6 @@ impl World {
                     if item.step == Step::Waiting && refusal.is_some() {
                         item.step = Step::Failed;
                     }
-                    self.statistics.allocations +=
-                        u64::from(stage == Stage::Recording && item.step == Step::Done);
                     if item.step == Step::Failed {
                         let by_others = || "it has been deleted or allocated by somebody else".to_owned();
                         refused = Some(refusal.unwrap_or_else(by_others));
@@ -455,6 +446,16 @@ impl World {
                     item.retry.failed(now);
                 }
                 Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Judged(_) | Answer::Allocated(_) => {
+                }
+            }
+            if stage == Stage::Recording && item.step == Step::Done {
+                let known = self.claims.get(&item.key);
+                if known.is_some_and(|known| known.uid() == uid && !known.is_gone()) {
+                    self.statistics.allocations += 1;
+                } else {
+                    // The driver was told that the claim is gone before it could be told what the claim records.
+                    item.step = Step::Failed;
+                    refused = Some("it is gone".to_owned());
                 }
             }
         }

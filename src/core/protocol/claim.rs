@@ -436,7 +436,7 @@ impl World {
             self.outbox
                 .push(Command::Observe(Observation::Gone { uid: uid.to_owned() }));
         }
-        self.candidates.remove(key);
+        self.forget_candidate(key);
         self.touch_users(key);
     }
 
