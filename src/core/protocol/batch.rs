@@ -537,7 +537,12 @@ impl World {
                     claim.retry.failed(now);
                 }
                 let (reason, message) = (error.reason, error.message.clone());
-                self.report_claim(key, reason, message);
+                let is_new = self.report_claim(key, reason, message.clone());
+                if let Subject::Class(name) = &error.subject
+                    && is_new
+                {
+                    self.report_class(name, reason, message);
+                }
             }
         }
     }
