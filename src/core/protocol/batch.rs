@@ -93,6 +93,8 @@ pub(super) struct Batch {
     stage: Stage,
     items: Vec<Item>,
     failure: Option<Failure>,
+    /// The world's epoch when it was started: what the driver says may be older than what has happened since.
+    asked: u64,
 }
 
 impl Batch {
@@ -145,6 +147,7 @@ impl World {
                 stage: Stage::Securing,
                 items,
                 failure: None,
+                asked: self.epoch,
             },
         );
         self.dirty.insert(Work::Batch(id));
@@ -503,15 +506,18 @@ impl World {
             Some(consumer) => self.context_batch_ended(consumer, batch.node.as_deref(), failure, now),
             None => {
                 for item in &batch.items {
-                    self.immediate_ended(&item.key, &item.uid, failure, now);
+                    self.immediate_ended(item, batch.asked, failure, now);
                 }
             }
         }
     }
 
-    fn immediate_ended(&mut self, key: &ObjectKey, uid: &str, failure: Option<&Failure>, now: Moment) {
+    fn immediate_ended(&mut self, item: &Item, asked: u64, failure: Option<&Failure>, now: Moment) {
         let epoch = self.epoch;
-        let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
+        let (key, class_name) = (&item.key, &item.claim.spec.resource_class_name);
+        // What has changed while the driver was asked may have put it right.
+        let changed = asked < epoch || self.classes.get(class_name) != Some(&item.class);
+        let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == item.uid) else {
             return;
         };
         match failure {
@@ -526,13 +532,18 @@ impl World {
                 self.report_claim(key, "AllocationNotRecorded", message);
             }
             Some(Failure::Driver(error)) => {
-                if error.kind == CallErrorKind::Invalid {
+                if error.kind == CallErrorKind::Invalid && !changed {
                     claim.refused_at = Some(epoch);
                 } else {
                     claim.retry.failed(now);
                 }
                 let (reason, message) = (error.reason, error.message.clone());
-                self.report_claim(key, reason, message);
+                let is_new = self.report_claim(key, reason, message.clone());
+                if let Subject::Class(name) = &error.subject
+                    && is_new
+                {
+                    self.report_class(name, reason, message);
+                }
             }
         }
     }

@@ -793,21 +793,9 @@ impl World {
     fn report_call(&mut self, key: &ObjectKey, subject: &Subject, reason: &str, message: String) {
         match subject {
             Subject::Class(name) => {
-                let uid = self
-                    .classes
-                    .get(name)
-                    .and_then(|class| class.metadata.uid.clone())
-                    .unwrap_or_default();
                 let text = format!("resource class \"{name}\": {message}");
                 if self.report_pod(key, reason, text) {
-                    self.report(
-                        Regarding::Class {
-                            name: name.clone(),
-                            uid,
-                        },
-                        reason,
-                        message,
-                    );
+                    self.report_class(name, reason, message);
                 }
             }
             Subject::Claim(claim) => {
