@@ -3,10 +3,6 @@
 //! Prints each figure beside its goal. Times are per operation: the median and the 99th percentile of many.
 
 #![expect(
-    missing_docs,
-    reason = "a program has no reader of its documentation but its own help"
-)]
-#![expect(
     clippy::unwrap_used,
     reason = "a benchmark that cannot go on has nothing better to do than to end"
 )]

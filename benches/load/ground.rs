@@ -112,7 +112,7 @@ pub(crate) async fn stage(flags: &[(&str, &str)], bodies: bool) -> anyhow::Resul
 pub(crate) async fn set_backoff(stage: &Stage, first: u32, longest: u32) -> anyhow::Result<()> {
     let path = stage.cluster.directory().join("scheduler.yaml");
     let mut text = std::fs::read_to_string(&path)?;
-    text += &format!("podInitialBackoffSeconds: {first}\npodMaxBackoffSeconds: {longest}\n");
+    text = format!("{text}podInitialBackoffSeconds: {first}\npodMaxBackoffSeconds: {longest}\n");
     std::fs::write(&path, text)?;
     stage.cluster.stop_component("scheduler", 15).await?;
     stage.cluster.start_component("scheduler").await
