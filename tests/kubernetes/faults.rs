@@ -6,7 +6,7 @@ use futures::StreamExt as _;
 use inotify::{Inotify, WatchMask};
 
 use crate::harness::PATIENCE;
-use crate::pods::{CONFIGURATION, look_inside, make_devices, traces, wait_for_inventory};
+use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, traces, wait_for_inventory};
 use crate::stage::{Stage, is_allocated, is_gone};
 
 /// Returns at the first change in a directory.
@@ -32,7 +32,7 @@ impl Change {
 async fn killed_at_the_first_sign_in(directory: &str) -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
-    make_devices(node, "drayman-test", 1)?;
+    make_devices(node, "drayman-test", &MINORS[..1])?;
     stage.make_template(None).await?;
     let controller = stage.controller()?;
     let mut companion = stage.companion(0, CONFIGURATION)?;
@@ -91,7 +91,7 @@ async fn a_companion_killed_while_it_writes_the_cdi_file_ends_in_the_same_state(
 async fn a_companion_killed_after_prepare_knows_what_it_has_handed_out() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
-    make_devices(node, "drayman-test", 2)?;
+    make_devices(node, "drayman-test", &MINORS[..2])?;
     stage.make_template(None).await?;
     let controller = stage.controller()?;
     let mut companion = stage.companion(0, CONFIGURATION)?;

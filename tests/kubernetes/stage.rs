@@ -80,7 +80,11 @@ pub(crate) fn controller_rules() -> Vec<PolicyRule> {
 fn node_rules() -> Vec<PolicyRule> {
     vec![
         rule(&[""], &["nodes"], &["get"]),
-        rule(&[DRIVER], &["nodeinventories"], &["get", "create", "patch"]),
+        rule(
+            &[DRIVER],
+            &["nodeinventories"],
+            &["get", "list", "watch", "create", "patch"],
+        ),
         rule(&[DRIVER], &["nodeinventories/status"], &["patch"]),
     ]
 }
