@@ -3,20 +3,21 @@
 //! Read into raw types first, which only know the shape, and then into types that cannot hold nonsense. Every refusal
 //! names the file, the place in it, the value and what to write instead.
 
+mod error;
 mod pattern;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::fs::File;
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Deserialize;
-use serde_saphyr::{Location, MergeKeyPolicy, Spanned};
+use serde_saphyr::{MergeKeyPolicy, Spanned};
 
 use crate::api::crd::{GROUP, Mode, VERSION};
 use crate::core::node::name::check_extended_resource;
 use crate::core::node::naming::is_dns_label;
+pub use error::{ConfigError, Place};
 pub use pattern::PathPattern;
 use pattern::PatternError;
 
@@ -68,63 +69,6 @@ impl DeviceKind {
             KindDoor::Claims => Mode::Claims,
             KindDoor::ExtendedResource { .. } => Mode::ExtendedResource,
         }
-    }
-}
-
-/// Why a file is refused.
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
-    /// The file cannot be read.
-    #[error("cannot read the configuration {path:?}: {source}")]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// What stands in the file is wrong.
-    #[error("{path}:{place}: {problem}", path = path.display())]
-    Content {
-        /// The file.
-        path: PathBuf,
-        /// Where in it.
-        place: Place,
-        /// What is wrong, and what to write instead.
-        problem: String,
-    },
-}
-
-impl ConfigError {
-    /// CamelCase, from a small fixed set.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::Read { .. } => "ConfigurationUnreadable",
-            Self::Content { .. } => "ConfigurationInvalid",
-        }
-    }
-}
-
-/// A line and a column, both from 1; `1:1` where the file as a whole is meant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    line: u64,
-    column: u64,
-}
-
-impl Place {
-    const START: Self = Self { line: 1, column: 1 };
-
-    fn of(location: Location) -> Self {
-        Self {
-            line: location.line().max(1),
-            column: location.column().max(1),
-        }
-    }
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.line, self.column)
     }
 }
 

@@ -3,18 +3,20 @@
 //! Requests are served one after the other. A caller that goes away leaves its request in the queue; when kubelet asks
 //! again, the second request finds the work of the first done. File work runs on a thread of its own.
 
+mod handle;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use tracing::{error, info, warn};
 
-use super::companion::{Companion, CompanionError};
-use super::driver::{NodeDriver, NodeDriverError};
-use super::store::{Opened, Store, StoreError};
+use super::companion::CompanionError;
+use super::driver::NodeDriver;
+use super::store::{Opened, Store};
 use crate::core::node::allocate::check_allocate;
 use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::claim_uid::ClaimUid;
@@ -28,111 +30,15 @@ use crate::core::node::refusal::Refusal;
 use crate::core::node::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity, PluginDevice};
 use crate::core::node::step::Step;
 
+pub use handle::OwnerHandle;
+use handle::{Failure, Request};
+
 /// Requests that wait, at most; further callers wait to get in.
 const QUEUE: usize = 64;
+/// How much of a name is logged, in characters: Kubernetes' own are no longer.
+const SHOWN_MAX: usize = 253;
 /// How long the driver may take for one device. Kubelet gives up after 45 s and asks again.
 const INJECTION_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Why a request failed.
-#[derive(Debug, thiserror::Error)]
-enum Failure {
-    #[error(transparent)]
-    Refused(#[from] Refusal),
-    #[error(transparent)]
-    Driver(#[from] NodeDriverError),
-    #[error("looking at device {device:?} took more than {} s; it is tried again", INJECTION_TIMEOUT.as_secs())]
-    Slow { device: String },
-    #[error("this node cannot keep its records, so nothing was handed out: {0}")]
-    Store(#[from] StoreError),
-    #[error("the companion is stopping; kubelet asks again when it is back")]
-    Stopping,
-}
-
-impl Failure {
-    fn reason(&self) -> &'static str {
-        match self {
-            Self::Refused(refusal) => refusal.reason(),
-            Self::Driver(error) => error.reason(),
-            Self::Slow { .. } => "DeviceSlow",
-            Self::Store(error) => error.reason(),
-            Self::Stopping => "Stopping",
-        }
-    }
-}
-
-impl From<Failure> for CompanionError {
-    fn from(failure: Failure) -> Self {
-        Self {
-            reason: failure.reason(),
-            invalid_request: matches!(&failure, Failure::Refused(refusal) if refusal.is_invalid_request()),
-            message: failure.to_string(),
-        }
-    }
-}
-
-#[derive(Debug)]
-enum Request {
-    Prepare(
-        Vec<ClaimToPrepare>,
-        oneshot::Sender<Vec<Result<Vec<String>, CompanionError>>>,
-    ),
-    Unprepare(
-        Vec<ClaimToUnprepare>,
-        oneshot::Sender<Vec<Result<(), CompanionError>>>,
-    ),
-    Allocate(
-        String,
-        Vec<Vec<String>>,
-        oneshot::Sender<Result<Vec<Injection>, CompanionError>>,
-    ),
-}
-
-/// The owner as doors see it. When the last handle is dropped, the owner ends after the requests that it has.
-#[derive(Debug)]
-pub struct OwnerHandle {
-    requests: mpsc::Sender<Request>,
-    resources: BTreeMap<String, watch::Receiver<Vec<PluginDevice>>>,
-}
-
-impl OwnerHandle {
-    async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, CompanionError> {
-        let (sender, answer) = oneshot::channel();
-        let stopping = || CompanionError::from(Failure::Stopping);
-        self.requests
-            .send(request(sender))
-            .await
-            .map_err(|_| stopping())?;
-        answer.await.map_err(|_| stopping())
-    }
-}
-
-impl Companion for OwnerHandle {
-    async fn prepare(&self, claims: Vec<ClaimToPrepare>) -> Vec<Result<Vec<String>, CompanionError>> {
-        let count = claims.len();
-        let answer = self.ask(|sender| Request::Prepare(claims, sender)).await;
-        answer.unwrap_or_else(|error| vec![Err(error); count])
-    }
-
-    async fn unprepare(&self, claims: Vec<ClaimToUnprepare>) -> Vec<Result<(), CompanionError>> {
-        let count = claims.len();
-        let answer = self.ask(|sender| Request::Unprepare(claims, sender)).await;
-        answer.unwrap_or_else(|error| vec![Err(error); count])
-    }
-
-    fn plugin_devices(&self, resource_name: &str) -> Option<watch::Receiver<Vec<PluginDevice>>> {
-        self.resources.get(resource_name).cloned()
-    }
-
-    async fn allocate(
-        &self,
-        resource_name: &str,
-        containers: Vec<Vec<String>>,
-    ) -> Result<Vec<Injection>, CompanionError> {
-        let resource = resource_name.to_owned();
-        self.ask(|sender| Request::Allocate(resource, containers, sender))
-            .await?
-    }
-}
 
 /// An extended resource and the kind that it is made of.
 struct Resource {
@@ -286,7 +192,7 @@ impl<D: NodeDriver> Owner<D> {
                 match &result {
                     Ok(_) => info!(resource, devices = ?containers, "allocate done"),
                     Err(failure) => {
-                        warn!(resource, devices = ?containers, reason = failure.reason(), "allocate refused: {failure}")
+                        warn!(resource, devices = ?containers, reason = failure.reason(), "allocate refused: {failure}");
                     }
                 }
                 let _ = answer.send(result.map_err(CompanionError::from));
@@ -435,6 +341,9 @@ impl<D: NodeDriver> Owner<D> {
 }
 
 fn report(what: &str, namespace: &str, name: &str, uid: &str, failure: Option<&Failure>) {
+    // Not checked yet if it was refused, and as long as the caller likes.
+    let [namespace, name, uid] =
+        [namespace, name, uid].map(|text| text.chars().take(SHOWN_MAX).collect::<String>());
     match failure {
         None => info!(namespace, name, uid, "{what} done"),
         Some(failure) => warn!(
@@ -447,5 +356,7 @@ fn report(what: &str, namespace: &str, name: &str, uid: &str, failure: Option<&F
     }
 }
 
+#[cfg(test)]
+mod stage;
 #[cfg(test)]
 mod tests;

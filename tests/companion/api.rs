@@ -157,11 +157,11 @@ impl State {
     }
 
     fn patch(&mut self, path: &str, query: &str, body: &[u8]) -> Option<Value> {
-        let patch: Value = serde_json::from_slice(body).unwrap();
+        let sent: Value = serde_json::from_slice(body).unwrap();
         assert!(path.contains("/node-a.drayman.dev"), "{path}");
         if path.ends_with("/status") {
             let inventory = self.inventory.as_mut()?;
-            inventory["status"] = patch["status"].clone();
+            inventory["status"] = sent["status"].clone();
             return Some(inventory.clone());
         }
         assert!(
@@ -172,7 +172,7 @@ impl State {
             .inventory
             .take()
             .unwrap_or_else(|| json!({"metadata": {"generation": 0}}));
-        let mut inventory = patch;
+        let mut inventory = sent;
         let generation = before["metadata"]["generation"].as_u64().unwrap()
             + u64::from(before["spec"] != inventory["spec"]);
         inventory["metadata"]["generation"] = json!(generation);

@@ -13,7 +13,7 @@ use drayman::driver::{CapacityCause, CapacityChange};
 use crate::describe::{describe_command, describe_event};
 use crate::driver::{DRIVER, MemoryDriver};
 use crate::faults::{Fault, Target};
-use crate::stage::{Action, MILLISECOND, SECOND, Stage, add};
+use crate::stage::{Action, MILLISECOND, SECOND, Stage, Way, add};
 use crate::store::{KINDS, Kind};
 
 /// A life of the controller.
@@ -24,6 +24,8 @@ pub(crate) struct Process {
     cursors: [usize; 3],
     /// Whether something is on its way by a watch; a watch that is not listed yet counts.
     busy: [bool; 3],
+    /// How often each watch has started over.
+    rounds: [u32; 3],
     decide_at: Option<u64>,
     /// By claim uid: the write or call under way.
     pub(crate) in_flight: BTreeMap<String, CallId>,
@@ -47,6 +49,8 @@ pub(crate) struct Call {
     pub(crate) id: CallId,
     pub(crate) request: DriverRequest,
     pub(crate) fault: Option<Fault>,
+    /// It is done at once, and takes long to be told.
+    pub(crate) slow_answer: bool,
 }
 
 impl Process {
@@ -110,6 +114,7 @@ impl Stage {
             started: self.now,
             cursors: [0; 3],
             busy: [true; 3],
+            rounds: [0; 3],
             decide_at: None,
             in_flight: BTreeMap::new(),
             uids: BTreeMap::new(),
@@ -117,7 +122,8 @@ impl Stage {
         });
         for kind in KINDS {
             let delay = self.delay();
-            self.after(delay, Action::List { generation, kind });
+            let way = Way { kind, round: 0 };
+            self.after(delay, Action::List { generation, way });
         }
     }
 
@@ -148,20 +154,29 @@ impl Stage {
 
     // === watches ===
 
-    pub(crate) fn take_list(&mut self, generation: u32, kind: Kind) {
-        let list = self.store.list(kind);
-        let end = self.store.history(kind).len();
-        let Some(process) = self.process.as_mut().filter(|_| generation == self.generation) else {
+    /// The process, if it still is the one that this watch belongs to.
+    fn listener(&mut self, generation: u32, way: Way) -> Option<&mut Process> {
+        let current = generation == self.generation;
+        self.process
+            .as_mut()
+            .filter(|process| current && process.rounds[way.kind as usize] == way.round)
+    }
+
+    pub(crate) fn take_list(&mut self, generation: u32, way: Way) {
+        let event = self.store.list(way.kind);
+        let end = self.store.history(way.kind).len();
+        let Some(process) = self.listener(generation, way) else {
             return;
         };
-        process.cursors[kind as usize] = end;
+        process.cursors[way.kind as usize] = end;
         let delay = self.delay();
+        let from = Some(way);
         self.after(
             delay,
             Action::Deliver {
                 generation,
-                event: list,
-                from: Some(kind),
+                event,
+                from,
             },
         );
     }
@@ -175,37 +190,39 @@ impl Stage {
             let index = kind as usize;
             if !process.busy[index] && process.cursors[index] < self.store.history(kind).len() {
                 process.busy[index] = true;
+                let round = process.rounds[index];
                 let mut delay = self.delay();
                 if self.faults.strikes(Fault::WatchStall, &mut self.rng) {
                     delay = self.rng.between(SECOND, 60 * SECOND);
                 }
-                self.after(delay, Action::Watch { generation, kind });
+                let way = Way { kind, round };
+                self.after(delay, Action::Watch { generation, way });
             }
         }
     }
 
-    pub(crate) fn show_next(&mut self, generation: u32, kind: Kind) {
-        if generation != self.generation || self.process.is_none() {
+    pub(crate) fn show_next(&mut self, generation: u32, way: Way) {
+        if self.listener(generation, way).is_none() {
             return;
         }
         if self.faults.strikes(Fault::WatchRelist, &mut self.rng) {
             let delay = self.delay();
-            self.after(delay, Action::List { generation, kind });
+            self.after(delay, Action::List { generation, way });
             return;
         }
         let Some(process) = self.process.as_mut() else {
             return;
         };
-        let cursor = &mut process.cursors[kind as usize];
-        let Some(event) = self.store.history(kind).get(*cursor).cloned() else {
-            process.busy[kind as usize] = false;
+        let cursor = &mut process.cursors[way.kind as usize];
+        let Some(event) = self.store.history(way.kind).get(*cursor).cloned() else {
+            process.busy[way.kind as usize] = false;
             return;
         };
         *cursor += 1;
         if self.faults.strikes(Fault::WatchDuplicate, &mut self.rng) {
             self.deliver(generation, event.clone(), None);
         }
-        self.deliver(generation, event, Some(kind));
+        self.deliver(generation, event, Some(way));
     }
 
     /// A watch stands still until it is let go.
@@ -226,8 +243,12 @@ impl Stage {
     pub(crate) fn relist(&mut self, kind: Kind) {
         let generation = self.generation;
         if let Some(process) = self.process.as_mut() {
-            process.busy[kind as usize] = true;
-            self.after(0, Action::List { generation, kind });
+            let index = kind as usize;
+            process.busy[index] = true;
+            process.rounds[index] += 1;
+            let round = process.rounds[index];
+            let way = Way { kind, round };
+            self.after(0, Action::List { generation, way });
         }
     }
 
@@ -238,8 +259,9 @@ impl Stage {
         Moment::new(std::time::Duration::from_micros(self.now - started))
     }
 
-    pub(crate) fn deliver(&mut self, generation: u32, event: Event, from: Option<Kind>) {
-        if generation != self.generation || self.process.is_none() {
+    pub(crate) fn deliver(&mut self, generation: u32, event: Event, from: Option<Way>) {
+        let dropped = from.is_some_and(|way| self.listener(generation, way).is_none());
+        if dropped || generation != self.generation || self.process.is_none() {
             return;
         }
         self.note(|| format!("  -> {}", describe_event(&event)));
@@ -247,8 +269,8 @@ impl Stage {
         let Some(process) = self.process.as_mut() else {
             return;
         };
-        if let Some(kind) = from {
-            process.busy[kind as usize] = false;
+        if let Some(way) = from {
+            process.busy[way.kind as usize] = false;
         }
         if let Event::Answer { id, .. } = &event {
             for uid in process.uids.remove(id).unwrap_or_default() {
@@ -519,13 +541,22 @@ impl Stage {
             Some(Fault::DriverHungAfter) => self.answer_later(generation, 30 * SECOND, id, timed_out),
             _ => {}
         }
-        let way = if fault == Some(Fault::Slow) {
+        // What a slow driver says may be old or new.
+        let says_what_was = self.rng.chance(500);
+        let way = if fault == Some(Fault::Slow) && !says_what_was {
             self.rng.between(SECOND, 25 * SECOND)
         } else {
             delay
         };
         let call = id.0;
-        self.calls.insert(call, Call { id, request, fault });
+        let slow_answer = fault == Some(Fault::Slow) && says_what_was;
+        let state = Call {
+            id,
+            request,
+            fault,
+            slow_answer,
+        };
+        self.calls.insert(call, state);
         self.after(way, Action::Work { generation, call });
     }
 
@@ -560,7 +591,10 @@ impl Stage {
             Some(Fault::CrashAfter) => self.crash(),
             Some(Fault::DriverHungAfter) => {}
             _ => {
-                let delay = self.delay();
+                let mut delay = self.delay();
+                if call.slow_answer {
+                    delay = self.rng.between(SECOND, 25 * SECOND);
+                }
                 self.answer_later(generation, delay, call.id, answer);
             }
         }

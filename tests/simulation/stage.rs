@@ -15,6 +15,13 @@ use crate::store::{Kind, Store};
 pub(crate) const MILLISECOND: u64 = 1_000;
 pub(crate) const SECOND: u64 = 1_000_000;
 
+/// A watch: its kind, and how often it has started over. What an earlier round had on its way is dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Way {
+    pub(crate) kind: Kind,
+    pub(crate) round: u32,
+}
+
 /// Something that happens at its time.
 #[derive(Clone, Debug)]
 pub(crate) enum Action {
@@ -22,12 +29,12 @@ pub(crate) enum Action {
     Deliver {
         generation: u32,
         event: Event,
-        from: Option<Kind>,
+        from: Option<Way>,
     },
     /// A list is taken for a watch that starts (over).
-    List { generation: u32, kind: Kind },
+    List { generation: u32, way: Way },
     /// A watch shows its next event.
-    Watch { generation: u32, kind: Kind },
+    Watch { generation: u32, way: Way },
     /// The controller gets round to deciding.
     Decide { generation: u32 },
     /// A request reaches the server.
@@ -230,8 +237,8 @@ impl Stage {
                 event,
                 from,
             } => self.deliver(generation, event, from),
-            Action::List { generation, kind } => self.take_list(generation, kind),
-            Action::Watch { generation, kind } => self.show_next(generation, kind),
+            Action::List { generation, way } => self.take_list(generation, way),
+            Action::Watch { generation, way } => self.show_next(generation, way),
             Action::Decide { generation } => {
                 if generation == self.generation {
                     self.decide();

@@ -1,8 +1,8 @@
 //! The device plugin's side of the plan: what an Allocate may hand out.
 
+use super::check::{distinct, usable};
 use super::inventory::Devices;
 use super::ledger::Ledger;
-use super::prepare::{distinct, usable};
 use super::refusal::Refusal;
 use crate::api::crd::Mode;
 

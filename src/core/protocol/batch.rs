@@ -93,13 +93,11 @@ pub(super) struct Batch {
     stage: Stage,
     items: Vec<Item>,
     failure: Option<Failure>,
+    /// The world's epoch when it was started: what the driver says may be older than what has happened since.
+    asked: u64,
 }
 
 impl Batch {
-    pub(super) fn has(&self, uid: &str) -> bool {
-        self.items.iter().any(|item| item.uid == uid)
-    }
-
     fn restart_items(&mut self, stage: Stage) {
         self.stage = stage;
         for item in &mut self.items {
@@ -149,6 +147,7 @@ impl World {
                 stage: Stage::Securing,
                 items,
                 failure: None,
+                asked: self.epoch,
             },
         );
         self.dirty.insert(Work::Batch(id));
@@ -406,10 +405,7 @@ impl World {
         let mut refused = None;
         if let Some(item) = batch.items.iter_mut().find(|item| item.uid == uid) {
             match answer {
-                Answer::ClaimWritten(Outcome::Done(_)) => {
-                    item.step = Step::Done;
-                    self.statistics.allocations += u64::from(stage == Stage::Recording);
-                }
+                Answer::ClaimWritten(Outcome::Done(_)) => item.step = Step::Done,
                 Answer::ClaimWritten(Outcome::Refused(message)) => {
                     item.step = Step::ToRead;
                     item.refusal = Some(message);
@@ -442,8 +438,6 @@ impl World {
                     if item.step == Step::Waiting && refusal.is_some() {
                         item.step = Step::Failed;
                     }
-                    self.statistics.allocations +=
-                        u64::from(stage == Stage::Recording && item.step == Step::Done);
                     if item.step == Step::Failed {
                         let by_others = || "it has been deleted or allocated by somebody else".to_owned();
                         refused = Some(refusal.unwrap_or_else(by_others));
@@ -455,6 +449,16 @@ impl World {
                     item.retry.failed(now);
                 }
                 Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Judged(_) | Answer::Allocated(_) => {
+                }
+            }
+            if stage == Stage::Recording && item.step == Step::Done {
+                let known = self.claims.get(&item.key);
+                if known.is_some_and(|known| known.uid() == uid && !known.is_gone()) {
+                    self.statistics.allocations += 1;
+                } else {
+                    // The driver was told that the claim is gone before it could be told what the claim records.
+                    item.step = Step::Failed;
+                    refused = Some("it is gone".to_owned());
                 }
             }
         }
@@ -502,15 +506,18 @@ impl World {
             Some(consumer) => self.context_batch_ended(consumer, batch.node.as_deref(), failure, now),
             None => {
                 for item in &batch.items {
-                    self.immediate_ended(&item.key, &item.uid, failure, now);
+                    self.immediate_ended(item, batch.asked, failure, now);
                 }
             }
         }
     }
 
-    fn immediate_ended(&mut self, key: &ObjectKey, uid: &str, failure: Option<&Failure>, now: Moment) {
+    fn immediate_ended(&mut self, item: &Item, asked: u64, failure: Option<&Failure>, now: Moment) {
         let epoch = self.epoch;
-        let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
+        let (key, class_name) = (&item.key, &item.claim.spec.resource_class_name);
+        // What has changed while the driver was asked may have put it right.
+        let changed = asked < epoch || self.classes.get(class_name) != Some(&item.class);
+        let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == item.uid) else {
             return;
         };
         match failure {
@@ -525,13 +532,18 @@ impl World {
                 self.report_claim(key, "AllocationNotRecorded", message);
             }
             Some(Failure::Driver(error)) => {
-                if error.kind == CallErrorKind::Invalid {
+                if error.kind == CallErrorKind::Invalid && !changed {
                     claim.refused_at = Some(epoch);
                 } else {
                     claim.retry.failed(now);
                 }
                 let (reason, message) = (error.reason, error.message.clone());
-                self.report_claim(key, reason, message);
+                let is_new = self.report_claim(key, reason, message.clone());
+                if let Subject::Class(name) = &error.subject
+                    && is_new
+                {
+                    self.report_class(name, reason, message);
+                }
             }
         }
     }

@@ -210,16 +210,30 @@ impl World {
         }
     }
 
-    /// Reports something about a claim, once.
-    pub(super) fn report_claim(&mut self, key: &ObjectKey, reason: &str, message: String) {
+    /// Reports something about a claim, unless it was the last thing reported. The answer is whether it was new.
+    pub(super) fn report_claim(&mut self, key: &ObjectKey, reason: &str, message: String) -> bool {
         let Some(claim) = self.claims.get_mut(key) else {
-            return;
+            return false;
         };
         if claim.reported.as_deref() == Some(&message) {
-            return;
+            return false;
         }
         claim.reported = Some(message.clone());
         let regarding = Self::claim_regarding(key, claim.uid());
+        self.report(regarding, reason, message);
+        true
+    }
+
+    /// Reports something about a class.
+    pub(super) fn report_class(&mut self, name: &str, reason: &str, message: String) {
+        let uid = self
+            .classes
+            .get(name)
+            .and_then(|class| class.metadata.uid.clone());
+        let regarding = Regarding::Class {
+            name: name.to_owned(),
+            uid: uid.unwrap_or_default(),
+        };
         self.report(regarding, reason, message);
     }
 
@@ -436,7 +450,7 @@ impl World {
             self.outbox
                 .push(Command::Observe(Observation::Gone { uid: uid.to_owned() }));
         }
-        self.candidates.remove(key);
+        self.forget_candidate(key);
         self.touch_users(key);
     }
 

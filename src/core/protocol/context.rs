@@ -9,7 +9,7 @@ use crate::api::resource::{
 };
 use crate::driver::Verdict;
 
-use super::batch::{Consumer, Failure};
+use super::batch::{BatchId, Consumer, Failure};
 use super::claim::ClaimStage;
 use super::event::{
     Answer, CallErrorKind, ClaimToAllocate, Command, DriverRequest, Moment, ObjectKey, Outcome, Regarding,
@@ -66,6 +66,10 @@ pub(super) struct ContextState {
     /// The pod has been served since it was read. If its claims are to be allocated once more, it may have ended meanwhile.
     served: bool,
     stage: ContextStage,
+    /// The batch that allocates for it.
+    batch: Option<BatchId>,
+    /// The claims that its pod names, as far as they are known: where it stands in the world's `users`.
+    named: BTreeSet<ObjectKey>,
     /// The last verdict, in the order of the basis' claims.
     verdict: Option<(Basis, Vec<Verdict>)>,
     /// The driver cannot judge, or cannot allocate, as long as this stands.
@@ -110,6 +114,8 @@ impl ContextState {
             pod: PodKnown::Unread,
             served: false,
             stage: ContextStage::Resting,
+            batch: None,
+            named: BTreeSet::new(),
             verdict: None,
             stuck: None,
             refused: BTreeMap::new(),
@@ -188,33 +194,46 @@ impl World {
             }
         }
         match self.contexts.get_mut(&key) {
-            Some(context) => context.object = object,
+            Some(context) => {
+                context.object = object;
+                // A batch ends early if its pod is no longer on the way to its node.
+                self.dirty.extend(context.batch.map(Work::Batch));
+            }
             None => {
                 let mut context = ContextState::new(object);
                 context.epoch = self.epoch;
                 self.contexts.insert(key.clone(), context);
             }
         }
-        self.dirty.insert(Work::Context(key.clone()));
-        self.touch_batches();
+        self.dirty.insert(Work::Context(key));
     }
 
     pub(super) fn context_gone(&mut self, key: &ObjectKey, uid: &str) {
         if self.contexts.get(key).is_none_or(|context| context.uid() != uid) {
             return;
         }
-        self.contexts.remove(key);
+        let Some(context) = self.contexts.remove(key) else {
+            return;
+        };
         self.wake.remove(key);
-        self.users.retain(|_, contexts| {
-            contexts.remove(key);
-            !contexts.is_empty()
-        });
-        self.touch_batches();
+        for claim in &context.named {
+            if let Some(contexts) = self.users.get_mut(claim) {
+                contexts.remove(key);
+                if contexts.is_empty() {
+                    self.users.remove(claim);
+                }
+            }
+        }
+        self.dirty.extend(context.batch.map(Work::Batch));
     }
 
-    /// A batch ends early if its pod is no longer on the way to its node.
-    fn touch_batches(&mut self) {
-        self.dirty.extend(self.batches.keys().copied().map(Work::Batch));
+    /// Notes that a context's pod names a claim.
+    fn note_user(&mut self, context: &ObjectKey, claim: ObjectKey) {
+        if let Some(state) = self.contexts.get_mut(context)
+            && state.named.insert(claim.clone())
+        {
+            self.users.entry(claim).or_default().insert(context.clone());
+        }
     }
 
     /// Looks again at the contexts of a namespace whose pods have not been read, since one may now be ours.
@@ -274,17 +293,12 @@ impl World {
             return;
         };
         let Some(owner) = context.owner_uid() else { return };
+        let mut made_for_it = self.claims_by_owner.get(owner).into_iter().flatten();
         let first = ObjectKey::new(key.namespace.clone(), "");
-        let concerns = self
-            .candidates
-            .range(first..)
-            .take_while(|claim| claim.namespace == key.namespace)
-            .any(|claim| {
-                self.claims.get(claim).is_some_and(|claim| {
-                    controller_of(&claim.object.metadata).is_none_or(|of| of.uid == owner)
-                })
-            });
-        if !concerns {
+        let anybodys = self.unowned_candidates.range(first..).next();
+        if !made_for_it.any(|claim| self.candidates.contains(claim))
+            && anybodys.is_none_or(|claim| claim.namespace != key.namespace)
+        {
             return;
         }
         self.send_read_pod(key);
@@ -360,13 +374,13 @@ impl World {
         let resolved = self.resolve_claims(&key.namespace, pod);
         for (_, resolved) in &resolved {
             if let Resolved::Claim(claim) | Resolved::NotOwned(claim) = resolved {
-                self.users.entry(claim.clone()).or_default().insert(key.clone());
+                self.note_user(key, claim.clone());
             }
         }
         for entry in &pod.spec.resource_claims {
             if let Some(name) = &entry.source.resource_claim_name {
                 let claim = ObjectKey::new(key.namespace.clone(), name.clone());
-                self.users.entry(claim).or_default().insert(key.clone());
+                self.note_user(key, claim);
             }
         }
         let mut own: Vec<Pending> = Vec::new();
@@ -584,11 +598,12 @@ impl World {
                 .map(|claim| (claim.pod_claim_name.clone(), claim.key.clone()))
                 .collect();
             self.ask(key, ContextStage::Allocating);
-            if self
-                .start_batch(Some(consumer), Some(selected.clone()), &claims)
-                .is_none()
-            {
-                self.set_stage(key, ContextStage::Resting);
+            let batch = self.start_batch(Some(consumer), Some(selected.clone()), &claims);
+            if let Some(context) = self.contexts.get_mut(key) {
+                context.batch = batch;
+                if batch.is_none() {
+                    context.stage = ContextStage::Resting;
+                }
             }
             return;
         }
@@ -669,6 +684,7 @@ impl World {
         let Some(context) = self.landed(key, &consumer.context_uid) else {
             return;
         };
+        context.batch = None;
         match failure {
             None => {
                 context.retry.succeeded();
@@ -777,21 +793,9 @@ impl World {
     fn report_call(&mut self, key: &ObjectKey, subject: &Subject, reason: &str, message: String) {
         match subject {
             Subject::Class(name) => {
-                let uid = self
-                    .classes
-                    .get(name)
-                    .and_then(|class| class.metadata.uid.clone())
-                    .unwrap_or_default();
                 let text = format!("resource class \"{name}\": {message}");
                 if self.report_pod(key, reason, text) {
-                    self.report(
-                        Regarding::Class {
-                            name: name.clone(),
-                            uid,
-                        },
-                        reason,
-                        message,
-                    );
+                    self.report_class(name, reason, message);
                 }
             }
             Subject::Claim(claim) => {

@@ -127,12 +127,7 @@ impl World {
         };
         self.wake.offered.clear();
         self.wake.queue = queue;
-        let immediate: Vec<ObjectKey> = self
-            .claims
-            .iter()
-            .filter(|(_, claim)| !claim.is_delayed() && !claim.is_allocated())
-            .map(|(key, _)| key.clone())
-            .collect();
+        let immediate: Vec<ObjectKey> = self.unallocated_immediate.iter().cloned().collect();
         for key in immediate {
             if let Some(claim) = self.claims.get_mut(&key) {
                 claim.retry.succeeded();

@@ -8,7 +8,7 @@ use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClass, c
 use crate::driver::{Holding, Observation};
 
 use super::batch::{Batch, BatchId};
-use super::claim::ClaimState;
+use super::claim::{ClaimStage, ClaimState};
 use super::context::{Basis, ContextState};
 use super::event::{Answer, CallId, Command, Event, Moment, ObjectKey, Outcome, Regarding, Report};
 use super::wake::Wake;
@@ -111,6 +111,10 @@ pub struct World {
     pub(super) claims_by_owner: BTreeMap<String, BTreeSet<ObjectKey>>,
     /// Claims that a context might be about: ours, delayed, not allocated.
     pub(super) candidates: BTreeSet<ObjectKey>,
+    /// Those of them that were not made for one pod.
+    pub(super) unowned_candidates: BTreeSet<ObjectKey>,
+    /// Immediate claims that are not allocated.
+    pub(super) unallocated_immediate: BTreeSet<ObjectKey>,
     pub(super) contexts: BTreeMap<ObjectKey, ContextState>,
     /// The contexts whose pods name a claim.
     pub(super) users: BTreeMap<ObjectKey, BTreeSet<ObjectKey>>,
@@ -137,6 +141,8 @@ impl World {
             claims: BTreeMap::new(),
             claims_by_owner: BTreeMap::new(),
             candidates: BTreeSet::new(),
+            unowned_candidates: BTreeSet::new(),
+            unallocated_immediate: BTreeSet::new(),
             contexts: BTreeMap::new(),
             users: BTreeMap::new(),
             batches: BTreeMap::new(),
@@ -433,17 +439,22 @@ impl World {
                 self.claims_by_owner.remove(&owner.uid);
             }
         }
-        self.candidates.remove(key);
+        self.forget_candidate(key);
         if claim.observed && self.barrier.listed() {
             self.outbox
                 .push(Command::Observe(Observation::Gone { uid: uid.to_owned() }));
         }
         self.touch_users(key);
-        for (id, batch) in &self.batches {
-            if batch.has(uid) {
-                self.dirty.insert(Work::Batch(*id));
-            }
+        if let ClaimStage::InBatch(id) = claim.stage {
+            self.dirty.insert(Work::Batch(id));
         }
+    }
+
+    /// A claim is no longer one that waits to be allocated.
+    pub(super) fn forget_candidate(&mut self, key: &ObjectKey) {
+        self.candidates.remove(key);
+        self.unowned_candidates.remove(key);
+        self.unallocated_immediate.remove(key);
     }
 
     /// Brings the indexes up to date after a claim or its class has changed, and looks at everything that it concerns.
@@ -457,10 +468,13 @@ impl World {
         let is_owned = controller_of(&claim.object.metadata).is_some();
         if self.is_candidate(claim) {
             if self.candidates.insert(key.clone()) && !is_owned {
+                self.unowned_candidates.insert(key.clone());
                 self.touch_unread_contexts(&key.namespace);
             }
+        } else if claim.is_delayed() || claim.is_allocated() {
+            self.forget_candidate(key);
         } else {
-            self.candidates.remove(key);
+            self.unallocated_immediate.insert(key.clone());
         }
         self.dirty.insert(Work::Claim(key.clone()));
         self.touch_users(key);

@@ -5,7 +5,7 @@ use drayman::core::protocol::ObjectKey;
 use super::{calm, end_pod, expect_well, key};
 use crate::driver::{DRIVER, OTHER_DRIVER};
 use crate::stage::{SECOND, Stage};
-use crate::store::{Endpoint, KINDS};
+use crate::store::{Endpoint, KINDS, Kind};
 use crate::users::Use;
 
 fn begin() -> Stage {
@@ -75,6 +75,26 @@ fn a_pod_may_be_made_again_under_the_same_name_at_any_moment() {
     at_every_step(|stage| {
         stage.store.remove_pod(&key("p"));
         stage.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("gpu")], None);
+    });
+}
+
+#[test]
+fn a_claim_may_be_replaced_under_its_name_while_the_watch_is_away() {
+    at_every_step(|stage| {
+        stage.hold_watch(Kind::Claim);
+        for key in claims_of(stage, "p") {
+            let claim = stage.store.claims[&key].clone();
+            let _ = stage.store.update_claim(&key, None, Endpoint::Main, |claim| {
+                claim.metadata.finalizers = None;
+                Ok(())
+            });
+            stage.store.delete_claim(&key);
+            let mut again = (*claim).clone();
+            again.metadata.finalizers = None;
+            again.metadata.deletion_timestamp = None;
+            stage.store.create_claim(again).unwrap();
+        }
+        stage.relist(Kind::Claim);
     });
 }
 

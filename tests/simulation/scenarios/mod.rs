@@ -3,6 +3,7 @@
 mod deletion;
 mod every_fault;
 mod life;
+mod scale;
 mod several;
 mod trouble;
 mod waking;

@@ -4,6 +4,7 @@ use drayman::core::protocol::ObjectKey;
 
 use super::{bound_pod, calm, expect_well, is_bound, key, until_bound};
 use crate::faults::Fault;
+use crate::rng::Rng;
 use crate::stage::{SECOND, Stage};
 use crate::users::Use;
 
@@ -91,9 +92,10 @@ fn a_woken_pod_that_cannot_run_blocks_nobody() {
 
 #[test]
 fn what_becomes_free_while_the_driver_is_asked_is_not_missed() {
-    for slow in 1..=12 {
+    for (slow, variant) in (1..=12).flat_map(|slow| (0..6).map(move |variant| (slow, variant))) {
         let mut stage = calm(&[("node-a", 1)]);
         bound_pod(&mut stage, "holder");
+        stage.rng = Rng::new(variant);
         // The n-th command from here takes seconds, and the device is freed in the middle of it.
         stage.faults.plan.insert(stage.commands + slow, Fault::Slow);
         stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
@@ -122,6 +124,23 @@ fn new_inventory_and_a_repaired_node_wake_those_who_wait() {
         until_bound(&mut stage, &format!("p{index}"));
     }
     assert!(stage.now - plugged < 30 * SECOND);
+    expect_well(stage);
+}
+
+#[test]
+fn a_list_that_is_full_keeps_the_selected_node() {
+    let names: Vec<String> = (0..200).map(|n| format!("node-{n:03}")).collect();
+    let nodes: Vec<(&str, usize)> = names.iter().map(|name| (name.as_str(), 0)).collect();
+    let mut stage = calm(&nodes);
+    stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    // The scheduler lists 128 nodes at a time, and learns of them all in turn.
+    stage.run_for(300 * SECOND);
+    assert_eq!(stage.violation, None);
+    // 72 of 200 cannot be listed: the scheduler finds a good one among them by trying.
+    for name in names.iter().skip(150) {
+        stage.set_devices(name, 1);
+    }
+    until_bound(&mut stage, "p");
     expect_well(stage);
 }
 
