@@ -145,6 +145,11 @@ impl ContextState {
         self.retry.succeeded();
     }
 
+    /// Something is not what it was when the driver failed: it is asked again without delay.
+    pub(super) fn hurry(&mut self) {
+        self.retry.succeeded();
+    }
+
     /// Lets refused nodes be tried again when their time has come.
     fn forgive(&mut self, now: Moment) {
         if !self.refused.is_empty() && self.refusals.wait_until(now).is_none() {
@@ -195,6 +200,10 @@ impl World {
         }
         match self.contexts.get_mut(&key) {
             Some(context) => {
+                // Another question need not wait for what has failed.
+                if context.object.spec != object.spec {
+                    context.hurry();
+                }
                 context.object = object;
                 // A batch ends early if its pod is no longer on the way to its node.
                 self.dirty.extend(context.batch.map(Work::Batch));

@@ -346,6 +346,12 @@ impl World {
         for key in keys {
             if let Some(claim) = self.claims.get_mut(&key) {
                 claim.refused_at = None;
+                claim.retry.succeeded();
+            }
+            for context in self.users.get(&key).into_iter().flatten() {
+                if let Some(context) = self.contexts.get_mut(context) {
+                    context.hurry();
+                }
             }
             self.reconsider_claim(&key);
         }
