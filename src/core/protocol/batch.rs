@@ -363,12 +363,7 @@ impl World {
             Ok(results) if results.len() == count => results,
             Ok(results) => {
                 let message = format!("the driver answered for {} of {count} claims", results.len());
-                batch.failure = Some(Failure::Driver(CallError {
-                    kind: CallErrorKind::Retry,
-                    subject: Subject::Call,
-                    reason: "DriverMisbehaved",
-                    message,
-                }));
+                batch.failure = Some(misbehaved(message));
                 self.begin_to_give_back(id, batch, |_| true);
                 return;
             }
@@ -380,7 +375,14 @@ impl World {
         };
         for (item, result) in batch.items.iter_mut().zip(results) {
             match result {
-                Ok(allocation) => item.allocation = Some(allocation),
+                Ok(allocation) => {
+                    // Before anything is written: a claim that the server refuses would leave the others allocated in vain.
+                    if let Err(message) = allocation.check() {
+                        let message = format!("the driver's allocation for claim {}: {message}", item.key);
+                        batch.failure.get_or_insert(misbehaved(message));
+                    }
+                    item.allocation = Some(allocation);
+                }
                 Err(error) => {
                     batch.failure.get_or_insert(Failure::Driver(error));
                 }
@@ -548,6 +550,16 @@ impl World {
             }
         }
     }
+}
+
+/// The driver's answer cannot be used. Another answer may.
+fn misbehaved(message: String) -> Failure {
+    Failure::Driver(CallError {
+        kind: CallErrorKind::Retry,
+        subject: Subject::Call,
+        reason: "DriverMisbehaved",
+        message,
+    })
 }
 
 impl Item {

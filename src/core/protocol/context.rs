@@ -859,11 +859,21 @@ fn listed(object: &PodSchedulingContext, reasons: &BTreeMap<String, String>) -> 
             2
         }
     };
-    let mut nodes: Vec<&String> = reasons.keys().collect();
+    // What is no name of a node, the server does not take: `selectedNode` it takes as it comes.
+    let mut nodes: Vec<&String> = reasons.keys().filter(|node| is_node_name(node)).collect();
     nodes.sort_by_key(|node| (rank(node), *node));
     let mut nodes: Vec<String> = nodes.into_iter().take(NODE_LIST_MAX).cloned().collect();
     nodes.sort();
     nodes
+}
+
+/// Whether the server takes it for the name of a node: a DNS subdomain.
+fn is_node_name(name: &str) -> bool {
+    let is_inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    let is_label = |label: &str| {
+        !label.is_empty() && label.bytes().all(is_inner) && !label.starts_with('-') && !label.ends_with('-')
+    };
+    name.len() <= 253 && name.split('.').all(is_label)
 }
 
 /// Whether the context says this already, in whatever order.

@@ -327,8 +327,22 @@ impl World {
         let Some(name) = class.metadata.name.clone() else {
             return;
         };
-        if self.classes.get(&name) == Some(&class) {
+        let known = self.classes.get(&name);
+        if known == Some(&class) {
             return;
+        }
+        let same_driver = known.is_some_and(|known| known.driver_name == class.driver_name);
+        let ours = &self.settings.driver_name;
+        if !same_driver && class.driver_name != *ours && class.driver_name.eq_ignore_ascii_case(ours) {
+            let message = format!(
+                "driverName \"{}\" is in upper case, with which the API server refuses the finalizer of a claim: write \"{ours}\"",
+                class.driver_name
+            );
+            let regarding = Regarding::Class {
+                name: name.clone(),
+                uid: class.metadata.uid.clone().unwrap_or_default(),
+            };
+            self.report(regarding, "DriverNameNotLowerCase", message);
         }
         self.classes.insert(name.clone(), class);
         self.class_changed(&name);
