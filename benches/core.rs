@@ -170,7 +170,8 @@ fn claim(name: &str) -> ResourceClaim {
     .unwrap()
 }
 
-/// A claim as the claim controller makes it from a template, allocated and reserved.
+/// A claim as the claim controller makes it from a template, allocated and reserved; in memory as the controller keeps it, without
+/// managed fields and without room to spare.
 fn allocated(number: usize, version: u64) -> Arc<ResourceClaim> {
     let name = format!("bound-{number:05}");
     let mut metadata = owned(metadata("claim", &format!("{name}-device-abcde"), version), &name);

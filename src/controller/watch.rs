@@ -12,6 +12,8 @@ use serde::de::DeserializeOwned;
 use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClass};
 use crate::core::protocol::{Event, ObjectKey};
 
+use super::trim::{Trim, trimmed};
+
 /// How one kind's watch becomes events.
 struct Kind<K> {
     all: fn(Vec<Arc<K>>) -> Event,
@@ -57,13 +59,8 @@ pub(super) fn all(client: &kube::Client) -> stream::SelectAll<BoxStream<'static,
 
 fn events<K>(api: Api<K>, kind: &'static Kind<K>) -> BoxStream<'static, Event>
 where
-    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
+    K: Trim + Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
 {
-    let trim = |mut object: K| {
-        // A third of a claim's size, and of no use here.
-        object.meta_mut().managed_fields = None;
-        Arc::new(object)
-    };
     let mut listed = None;
     watcher(api, watcher::Config::default())
         .default_backoff()
@@ -75,12 +72,12 @@ where
                 }
                 Ok(watcher::Event::InitApply(object)) => {
                     if let Some(listed) = &mut listed {
-                        listed.push(trim(object));
+                        listed.push(trimmed(object));
                     }
                     None
                 }
                 Ok(watcher::Event::InitDone) => listed.take().map(kind.all),
-                Ok(watcher::Event::Apply(object)) => Some((kind.one)(trim(object))),
+                Ok(watcher::Event::Apply(object)) => Some((kind.one)(trimmed(object))),
                 Ok(watcher::Event::Delete(object)) => Some((kind.gone)(object)),
                 Err(error) => {
                     tracing::warn!(kind = %K::kind(&()), %error, "watch failed, trying again");

@@ -172,12 +172,12 @@ impl ContextState {
             .filter(|entry| own.iter().any(|claim| claim.pod_claim_name == entry.name))
             .flat_map(|entry| &entry.unsuitable_nodes);
         let selected = Some(&spec.selected_node).filter(|node| !node.is_empty());
-        let mut seen = BTreeSet::new();
+        let mut seen: BTreeSet<&str> = BTreeSet::new();
         selected
             .into_iter()
             .chain(&spec.potential_nodes)
             .chain(before)
-            .filter(|node| seen.insert((*node).clone()))
+            .filter(|node| seen.insert(node))
             .cloned()
             .collect()
     }
@@ -581,10 +581,11 @@ impl World {
             .filter_map(|claim| verdict.get(claim.position))
             .map(|verdict| verdict.unsuitable_nodes.clone())
             .collect();
+        let asked: BTreeSet<&String> = basis.nodes.iter().collect();
         for reasons in &mut reasons {
-            reasons.retain(|node, _| basis.nodes.contains(node));
+            reasons.retain(|node, _| asked.contains(node));
             for (node, reason) in &context.refused {
-                if basis.nodes.contains(node) {
+                if asked.contains(node) {
                     reasons.entry(node.clone()).or_insert_with(|| reason.clone());
                 }
             }
@@ -850,10 +851,14 @@ fn bad_nodes(verdict: &[Verdict]) -> usize {
 
 /// The nodes for an entry, cut to what the API takes: the selected node first, then the scheduler's, then earlier ones.
 fn listed(object: &PodSchedulingContext, reasons: &BTreeMap<String, String>) -> Vec<String> {
+    if reasons.len() <= NODE_LIST_MAX {
+        return reasons.keys().cloned().collect();
+    }
+    let potential: BTreeSet<&String> = object.spec.potential_nodes.iter().collect();
     let rank = |node: &String| {
         if *node == object.spec.selected_node {
             0
-        } else if object.spec.potential_nodes.contains(node) {
+        } else if potential.contains(node) {
             1
         } else {
             2
@@ -861,7 +866,7 @@ fn listed(object: &PodSchedulingContext, reasons: &BTreeMap<String, String>) -> 
     };
     // What is no name of a node, the server does not take: `selectedNode` it takes as it comes.
     let mut nodes: Vec<&String> = reasons.keys().filter(|node| is_node_name(node)).collect();
-    nodes.sort_by_key(|node| (rank(node), *node));
+    nodes.sort_by_cached_key(|node| (rank(node), *node));
     let mut nodes: Vec<String> = nodes.into_iter().take(NODE_LIST_MAX).cloned().collect();
     nodes.sort();
     nodes
@@ -879,7 +884,8 @@ fn is_node_name(name: &str) -> bool {
 /// Whether the context says this already, in whatever order.
 fn stands(object: &PodSchedulingContext, entry: &ResourceClaimSchedulingStatus) -> bool {
     object.status.resource_claims.iter().any(|known| {
-        let set = |nodes: &[String]| nodes.iter().cloned().collect::<BTreeSet<_>>();
-        known.name == entry.name && set(&known.unsuitable_nodes) == set(&entry.unsuitable_nodes)
+        let (known_nodes, nodes) = (&known.unsuitable_nodes, &entry.unsuitable_nodes);
+        let same = || known_nodes.iter().collect::<BTreeSet<_>>() == nodes.iter().collect::<BTreeSet<_>>();
+        known.name == entry.name && (known_nodes == nodes || same())
     })
 }
