@@ -15,7 +15,6 @@ use crate::core::protocol::{Event, ObjectKey};
 use super::trim::{Trim, trimmed};
 
 /// How one kind's watch becomes events.
-#[derive(Clone, Copy)]
 struct Kind<K> {
     all: fn(Vec<Arc<K>>) -> Event,
     one: fn(Arc<K>) -> Event,
@@ -27,7 +26,7 @@ pub(super) fn all(client: &kube::Client) -> stream::SelectAll<BoxStream<'static,
     stream::select_all([
         events(
             Api::<ResourceClass>::all(client.clone()),
-            Kind {
+            &Kind {
                 all: Event::Classes,
                 one: Event::Class,
                 gone: |class| Event::ClassGone(class.name_any()),
@@ -35,7 +34,7 @@ pub(super) fn all(client: &kube::Client) -> stream::SelectAll<BoxStream<'static,
         ),
         events(
             Api::<ResourceClaim>::all(client.clone()),
-            Kind {
+            &Kind {
                 all: Event::Claims,
                 one: Event::Claim,
                 gone: |claim| Event::ClaimGone {
@@ -46,7 +45,7 @@ pub(super) fn all(client: &kube::Client) -> stream::SelectAll<BoxStream<'static,
         ),
         events(
             Api::<PodSchedulingContext>::all(client.clone()),
-            Kind {
+            &Kind {
                 all: Event::Contexts,
                 one: Event::Context,
                 gone: |context| Event::ContextGone {
@@ -58,7 +57,7 @@ pub(super) fn all(client: &kube::Client) -> stream::SelectAll<BoxStream<'static,
     ])
 }
 
-fn events<K>(api: Api<K>, kind: Kind<K>) -> BoxStream<'static, Event>
+fn events<K>(api: Api<K>, kind: &'static Kind<K>) -> BoxStream<'static, Event>
 where
     K: Trim + Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
 {

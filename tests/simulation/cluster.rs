@@ -346,7 +346,7 @@ impl Stage {
             }
             Chore::OtherClear(claim) => {
                 let _ = store.update_claim(&claim, None, Endpoint::Status, |claim| {
-                    claim.status = Default::default();
+                    claim.status = drayman::api::resource::ResourceClaimStatus::default();
                     Ok(())
                 });
                 self.do_chore(Chore::OtherLeave(claim));

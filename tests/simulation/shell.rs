@@ -59,7 +59,9 @@ impl Process {
             Event::Contexts(all) => {
                 self.seen
                     .retain(|key, _| all.iter().any(|context| ObjectKey::of(&context.metadata) == *key));
-                all.iter().for_each(|context| self.note_context(context));
+                for context in all.iter() {
+                    self.note_context(context);
+                }
             }
             Event::Context(context) => self.note_context(context),
             Event::ContextGone { key, uid } => {

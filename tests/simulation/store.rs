@@ -175,7 +175,7 @@ impl Store {
         if self.claims.contains_key(&key) {
             return Err(ApiError::Conflict(format!("{key} already exists")));
         }
-        claim.status = Default::default();
+        claim.status = drayman::api::resource::ResourceClaimStatus::default();
         self.stamp_new(&mut claim.metadata);
         let claim = Arc::new(claim);
         self.record(Kind::Claim, Event::Claim(claim.clone()));
@@ -261,7 +261,7 @@ impl Store {
         if self.contexts.contains_key(&key) {
             return Err(ApiError::Conflict(format!("{key} already exists")));
         }
-        context.status = Default::default();
+        context.status = drayman::api::resource::PodSchedulingContextStatus::default();
         rules::context(&context)?;
         self.stamp_new(&mut context.metadata);
         self.store_context(&key, context);
