@@ -21,6 +21,10 @@ const RECHECK: Duration = Duration::from_secs(300);
 /// Rechecks are spread over this time.
 const RECHECK_SPREAD: Duration = Duration::from_secs(120);
 
+/// How long a pod without a place is not reported again, though the counts change with each device that others get or give back:
+/// as rarely as client-go's recorder does.
+const NO_PLACE_AGAIN: Duration = Duration::from_secs(300);
+
 /// What is known of a context's pod. Read once per context.
 #[derive(Clone, Debug, Default, PartialEq)]
 enum PodKnown {
@@ -82,6 +86,8 @@ pub(super) struct ContextState {
     asked: u64,
     retry: Retry,
     reported: Option<String>,
+    /// When it was last reported that there is no place, unless something else was since.
+    told_no_place: Option<Moment>,
     /// The verdict under way was asked for by the slow recheck alone.
     by_recheck: bool,
 }
@@ -121,6 +127,7 @@ impl ContextState {
             asked: 0,
             retry: Retry::default(),
             reported: None,
+            told_no_place: None,
             by_recheck: false,
         }
     }
@@ -418,7 +425,18 @@ impl World {
         self.dirty.insert(Work::Context(key.clone()));
     }
 
-    fn report_no_place(&mut self, key: &ObjectKey, own: &[Pending], reasons: &[BTreeMap<String, String>]) {
+    /// Tells a pod's user that the pod fits nowhere and why, but not with every change of the counts.
+    fn report_no_place(
+        &mut self,
+        key: &ObjectKey,
+        own: &[Pending],
+        reasons: &[BTreeMap<String, String>],
+        now: Moment,
+    ) {
+        let told = self.contexts.get(key).and_then(|context| context.told_no_place);
+        if told.is_some_and(|told| told.after(NO_PLACE_AGAIN) > now) {
+            return;
+        }
         let sentences: Vec<String> = own
             .iter()
             .zip(reasons)
@@ -431,7 +449,11 @@ impl World {
                 )
             })
             .collect();
-        self.report_pod(key, "NoSuitableDevice", sentences.join("; "));
+        if self.report_pod(key, "NoSuitableDevice", sentences.join("; "))
+            && let Some(context) = self.contexts.get_mut(key)
+        {
+            context.told_no_place = Some(now);
+        }
     }
 
     /// Reports a driver's error to everyone who can act on it: the pod's user, and whoever owns the object at fault.
@@ -465,6 +487,7 @@ impl World {
             return false;
         };
         context.reported = Some(message.clone());
+        context.told_no_place = None;
         self.report(
             Regarding::Pod {
                 key: key.clone(),

@@ -181,7 +181,7 @@ impl World {
         }
         if without_place {
             self.wake.end(key);
-            self.report_no_place(key, own, &reasons);
+            self.report_no_place(key, own, &reasons, now);
         }
         let must_write = any_unsuitable || selected.is_empty() || all > 1;
         let entries: Vec<ResourceClaimSchedulingStatus> = own
@@ -262,6 +262,7 @@ impl World {
                 context.waiting = None;
                 context.verdict = None;
                 context.reported = None;
+                context.told_no_place = None;
             }
             Some(Failure::Withdrawn) => context.verdict = None,
             Some(Failure::Refused(message)) => {
