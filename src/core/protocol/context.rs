@@ -11,7 +11,7 @@ use crate::api::resource::{Pod, PodSchedulingContext, controller_of};
 use crate::driver::Verdict;
 
 use super::batch::BatchId;
-use super::event::{Answer, ClaimToAllocate, Command, Moment, ObjectKey, Regarding, Subject, summary};
+use super::event::{Answer, ClaimToAllocate, Command, Moment, ObjectKey, Regarding, Subject};
 use super::retry::Retry;
 use super::wake::Waiting;
 use super::world::{Flight, Work, World, newer, spread};
@@ -20,10 +20,6 @@ use super::world::{Flight, Work, World, newer, spread};
 const RECHECK: Duration = Duration::from_secs(300);
 /// Rechecks are spread over this time.
 const RECHECK_SPREAD: Duration = Duration::from_secs(120);
-
-/// How long a pod without a place is not reported again, though the counts change with each device that others get or give back:
-/// as rarely as client-go's recorder does.
-const NO_PLACE_AGAIN: Duration = Duration::from_secs(300);
 
 /// What is known of a context's pod. Read once per context.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -423,37 +419,6 @@ impl World {
         context.offered(self.epoch);
         self.wake_at(next, Work::Recheck(key.clone()));
         self.dirty.insert(Work::Context(key.clone()));
-    }
-
-    /// Tells a pod's user that the pod fits nowhere and why, but not with every change of the counts.
-    fn report_no_place(
-        &mut self,
-        key: &ObjectKey,
-        own: &[Pending],
-        reasons: &[BTreeMap<String, String>],
-        now: Moment,
-    ) {
-        let told = self.contexts.get(key).and_then(|context| context.told_no_place);
-        if told.is_some_and(|told| told.after(NO_PLACE_AGAIN) > now) {
-            return;
-        }
-        let sentences: Vec<String> = own
-            .iter()
-            .zip(reasons)
-            .filter(|(_, reasons)| !reasons.is_empty())
-            .map(|(claim, reasons)| {
-                format!(
-                    "claim \"{}\" fits on no node: {}",
-                    claim.pod_claim_name,
-                    summary(reasons)
-                )
-            })
-            .collect();
-        if self.report_pod(key, "NoSuitableDevice", sentences.join("; "))
-            && let Some(context) = self.contexts.get_mut(key)
-        {
-            context.told_no_place = Some(now);
-        }
     }
 
     /// Reports a driver's error to everyone who can act on it: the pod's user, and whoever owns the object at fault.
