@@ -48,7 +48,7 @@ impl World {
                     // Before anything is written: a claim that the server refuses would leave the others allocated in vain.
                     if let Err(message) = allocation.check() {
                         let message = format!("the driver's allocation for claim {}: {message}", item.key);
-                        batch.failure.get_or_insert(misbehaved(message));
+                        batch.failure.get_or_insert_with(|| misbehaved(message));
                     }
                     item.allocation = Some(allocation);
                 }
@@ -83,7 +83,7 @@ impl World {
         if let Some(item) = batch.items.iter_mut().find(|item| item.uid == uid) {
             match answer {
                 Answer::ClaimWritten(Outcome::Done(_)) | Answer::Deallocated(Ok(())) => {
-                    item.step = Step::Done
+                    item.step = Step::Done;
                 }
                 Answer::ClaimWritten(Outcome::Refused(message)) => {
                     item.step = Step::ToRead;

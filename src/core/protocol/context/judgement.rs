@@ -119,6 +119,10 @@ impl World {
         }
     }
 
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one step of one decision, called from one place"
+    )]
     pub(super) fn act(
         &mut self,
         key: &ObjectKey,
