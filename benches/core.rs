@@ -33,9 +33,10 @@ const DRIVER: &str = "drayman.dev";
 
 fn main() {
     heading("decisions");
+    // First, so that nothing has been given back that could be used again.
+    memory();
     verdicts();
     fits();
-    memory();
     events();
     burst();
 }
