@@ -59,7 +59,7 @@ impl Process {
             Event::Contexts(all) => {
                 self.seen
                     .retain(|key, _| all.iter().any(|context| ObjectKey::of(&context.metadata) == *key));
-                for context in *all {
+                for context in all {
                     self.note_context(context);
                 }
             }
