@@ -4,8 +4,8 @@
 use drayman::api::resource::{
     AllocationMode, AllocationResult, POD_CLAIM_NAME_ANNOTATION, Pod, PodResourceClaimStatus,
     PodSchedulingContext, PodSchedulingContextSpec, ResourceClaim, ResourceClaimConsumerReference,
-    ResourceClaimParametersReference, ResourceClaimSchedulingStatus, ResourceClaimSpec, ResourceHandle,
-    controller_of,
+    ResourceClaimParametersReference, ResourceClaimSchedulingStatus, ResourceClaimSpec, ResourceClaimStatus,
+    ResourceHandle, controller_of,
 };
 use drayman::core::protocol::ObjectKey;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -346,7 +346,7 @@ impl Stage {
             }
             Chore::OtherClear(claim) => {
                 let _ = store.update_claim(&claim, None, Endpoint::Status, |claim| {
-                    claim.status = Default::default();
+                    claim.status = ResourceClaimStatus::default();
                     Ok(())
                 });
                 self.do_chore(Chore::OtherLeave(claim));

@@ -6,6 +6,11 @@
 //!
 //! A failure prints its seed and the command that replays it.
 
+#![expect(
+    clippy::unwrap_used,
+    reason = "the model is a test: what it has put in it takes out"
+)]
+
 mod cluster;
 mod describe;
 mod driver;

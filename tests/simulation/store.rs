@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use drayman::api::resource::{
-    Pod, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, ResourceClass, controller_of,
+    Pod, PodSchedulingContext, PodSchedulingContextStatus, ResourceClaim, ResourceClaimSchedulingStatus,
+    ResourceClaimStatus, ResourceClass, controller_of,
 };
 use drayman::core::protocol::{Event, ObjectKey};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
@@ -175,7 +176,7 @@ impl Store {
         if self.claims.contains_key(&key) {
             return Err(ApiError::Conflict(format!("{key} already exists")));
         }
-        claim.status = Default::default();
+        claim.status = ResourceClaimStatus::default();
         self.stamp_new(&mut claim.metadata);
         let claim = Arc::new(claim);
         self.record(Kind::Claim, Event::Claim(claim.clone()));
@@ -261,7 +262,7 @@ impl Store {
         if self.contexts.contains_key(&key) {
             return Err(ApiError::Conflict(format!("{key} already exists")));
         }
-        context.status = Default::default();
+        context.status = PodSchedulingContextStatus::default();
         rules::context(&context)?;
         self.stamp_new(&mut context.metadata);
         self.store_context(&key, context);

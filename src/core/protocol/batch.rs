@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::api::resource::{AllocationResult, ResourceClaim, ResourceClaimConsumerReference, ResourceClass};
 
-use super::claim::ClaimStage;
+use super::claim::{ClaimStage, ClaimState};
 use super::event::{
     Answer, CallError, CallErrorKind, ClaimToAllocate, ClaimWrite, Command, DriverRequest, Moment, ObjectKey,
     Outcome, Subject,
@@ -221,7 +221,7 @@ impl World {
         let wanted = self.is_wanted(batch);
         for item in &mut batch.items {
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
-            if item.step == Step::Waiting && known.is_some_and(|known| known.has_finalizer()) {
+            if item.step == Step::Waiting && known.is_some_and(ClaimState::has_finalizer) {
                 item.step = Step::Done;
             }
             if item.step == Step::Waiting && wanted && batch.failure.is_none() {
@@ -405,7 +405,9 @@ impl World {
         let mut refused = None;
         if let Some(item) = batch.items.iter_mut().find(|item| item.uid == uid) {
             match answer {
-                Answer::ClaimWritten(Outcome::Done(_)) => item.step = Step::Done,
+                Answer::ClaimWritten(Outcome::Done(_)) | Answer::Deallocated(Ok(())) => {
+                    item.step = Step::Done;
+                }
                 Answer::ClaimWritten(Outcome::Refused(message)) => {
                     item.step = Step::ToRead;
                     item.refusal = Some(message);
@@ -443,7 +445,6 @@ impl World {
                         refused = Some(refusal.unwrap_or_else(by_others));
                     }
                 }
-                Answer::Deallocated(Ok(())) => item.step = Step::Done,
                 Answer::Deallocated(Err(_)) => {
                     item.step = Step::Waiting;
                     item.retry.failed(now);

@@ -40,6 +40,10 @@ pub(super) enum ClaimStage {
 
 /// A claim.
 #[derive(Clone, Debug)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "facts about one object, independent of each other"
+)]
 pub(super) struct ClaimState {
     /// As last seen: by the watch or as the answer of our own write, whichever is later.
     pub(super) object: Arc<ResourceClaim>,

@@ -193,17 +193,14 @@ impl World {
                 return;
             }
         }
-        match self.contexts.get_mut(&key) {
-            Some(context) => {
-                context.object = object;
-                // A batch ends early if its pod is no longer on the way to its node.
-                self.dirty.extend(context.batch.map(Work::Batch));
-            }
-            None => {
-                let mut context = ContextState::new(object);
-                context.epoch = self.epoch;
-                self.contexts.insert(key.clone(), context);
-            }
+        if let Some(context) = self.contexts.get_mut(&key) {
+            context.object = object;
+            // A batch ends early if its pod is no longer on the way to its node.
+            self.dirty.extend(context.batch.map(Work::Batch));
+        } else {
+            let mut context = ContextState::new(object);
+            context.epoch = self.epoch;
+            self.contexts.insert(key.clone(), context);
         }
         self.dirty.insert(Work::Context(key));
     }
@@ -709,7 +706,7 @@ impl World {
                         context.retry.failed(now);
                     }
                     CallErrorKind::Invalid => {
-                        context.stuck = context.verdict.as_ref().map(|(basis, _)| basis.clone())
+                        context.stuck = context.verdict.as_ref().map(|(basis, _)| basis.clone());
                     }
                     // The node is told to the scheduler as unsuitable, so that the pod can go elsewhere.
                     CallErrorKind::Retry => {

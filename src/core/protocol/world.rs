@@ -50,6 +50,10 @@ pub struct Statistics {
 
 /// What must have happened before the first decision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "four things that happen once each, in any order"
+)]
 struct Barrier {
     classes: bool,
     claims: bool,
@@ -281,7 +285,7 @@ impl World {
         let holdings = self
             .claims
             .values_mut()
-            .filter_map(|claim| claim.observe_first())
+            .filter_map(ClaimState::observe_first)
             .collect();
         self.outbox.push(Command::Observe(Observation::All(holdings)));
         self.outbox.push(Command::AwaitDriver);
