@@ -383,7 +383,7 @@ impl World {
                     // Before anything is written: a claim that the server refuses would leave the others allocated in vain.
                     if let Err(message) = allocation.check() {
                         let message = format!("the driver's allocation for claim {}: {message}", item.key);
-                        batch.failure.get_or_insert(misbehaved(message));
+                        batch.failure.get_or_insert_with(|| misbehaved(message));
                     }
                     item.allocation = Some(allocation);
                 }

@@ -25,6 +25,9 @@ const RECHECK: Duration = Duration::from_secs(300);
 /// Rechecks are spread over this time.
 const RECHECK_SPREAD: Duration = Duration::from_secs(120);
 
+/// Failed attempts to write an answer before the pod's user is told.
+const WRITES_BEFORE_REPORT: u32 = 3;
+
 /// What is known of a context's pod. Read once per context.
 #[derive(Clone, Debug, Default, PartialEq)]
 enum PodKnown {
@@ -192,19 +195,16 @@ impl World {
                 return;
             }
         }
-        match self.contexts.get_mut(&key) {
-            Some(context) => {
-                // Another question need not wait for what has failed.
-                if context.object.spec != object.spec {
-                    context.hurry();
-                }
-                context.object = object;
+        if let Some(context) = self.contexts.get_mut(&key) {
+            // Another question need not wait for what has failed.
+            if context.object.spec != object.spec {
+                context.hurry();
             }
-            None => {
-                let mut context = ContextState::new(object);
-                context.epoch = self.epoch;
-                self.contexts.insert(key.clone(), context);
-            }
+            context.object = object;
+        } else {
+            let mut context = ContextState::new(object);
+            context.epoch = self.epoch;
+            self.contexts.insert(key.clone(), context);
         }
         self.dirty.insert(Work::Context(key.clone()));
         self.touch_batches();
@@ -658,10 +658,15 @@ impl World {
                     context.object = object;
                 }
             }
-            // Gone, most often: the pod has been bound or deleted. If not, the next attempt says so again.
-            Answer::ContextWritten(Outcome::Refused(_) | Outcome::Conflict(_) | Outcome::Unknown(_)) => {
+            // Gone, most often: the pod has been bound or deleted. What fails on and on is there, and somebody must know.
+            Answer::ContextWritten(Outcome::Refused(message) | Outcome::Unknown(message)) => {
                 context.retry.failed(now);
+                if context.retry.failures() > WRITES_BEFORE_REPORT {
+                    let message = format!("the scheduler cannot be answered: {message}");
+                    self.report_pod(key, "AnswerRefused", message);
+                }
             }
+            Answer::ContextWritten(Outcome::Conflict(_)) => context.retry.failed(now),
             _ => {}
         }
     }
