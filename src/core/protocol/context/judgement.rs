@@ -1,7 +1,7 @@
 //! Where a pod cannot go, and what follows from it: entries, or an allocation.
 
 use super::standing::distinct;
-use super::{Basis, ContextStage, Pending};
+use super::{Basis, ContextStage, Pending, WRITES_BEFORE_REPORT};
 use crate::api::resource::{NODE_LIST_MAX, Pod, PodSchedulingContext, ResourceClaimSchedulingStatus};
 use crate::core::protocol::batch::{Consumer, Failure};
 use crate::core::protocol::event::{
@@ -235,10 +235,15 @@ impl World {
                     context.object = object;
                 }
             }
-            // Gone, most often: the pod has been bound or deleted. If not, the next attempt says so again.
-            Answer::ContextWritten(Outcome::Refused(_) | Outcome::Conflict(_) | Outcome::Unknown(_)) => {
+            // Gone, most often: the pod has been bound or deleted. What fails on and on is there, and somebody must know.
+            Answer::ContextWritten(Outcome::Refused(message) | Outcome::Unknown(message)) => {
                 context.retry.failed(now);
+                if context.retry.failures() > WRITES_BEFORE_REPORT {
+                    let message = format!("the scheduler cannot be answered: {message}");
+                    self.report_pod(key, "AnswerRefused", message);
+                }
             }
+            Answer::ContextWritten(Outcome::Conflict(_)) => context.retry.failed(now),
             _ => {}
         }
     }
