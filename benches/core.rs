@@ -82,6 +82,7 @@ fn demand(counts: &[u32]) -> Demand {
         "test",
         &DeviceClassParametersSpec {
             kind: "test".to_owned(),
+            ..DeviceClassParametersSpec::default()
         },
     )
     .unwrap();

@@ -67,12 +67,24 @@ fn claim(number: usize, allocation: Option<AllocationResult>) -> ResourceClaim {
 }
 
 fn demand(count: u32) -> Option<Demand> {
-    let class = ClassParameters::check("gpu", &DeviceClassParametersSpec { kind: "gpu".into() }).ok()?;
+    let class = ClassParameters::check(
+        "gpu",
+        &DeviceClassParametersSpec {
+            kind: "gpu".into(),
+            ..DeviceClassParametersSpec::default()
+        },
+    )
+    .ok()?;
     let requests = vec![DeviceRequest {
         name: "device".into(),
-        count,
+        count: Some(count),
+        ..DeviceRequest::default()
     }];
-    Demand::check(&class, "default", "p", &DeviceClaimParametersSpec { requests }).ok()
+    let spec = DeviceClaimParametersSpec {
+        requests,
+        constraints: Vec::new(),
+    };
+    Demand::check(&class, "default", "p", &spec).ok()
 }
 
 fn measure(what: &str, tries: usize, limit: Duration, mut run: impl FnMut()) -> bool {
@@ -169,8 +181,8 @@ fn main() -> ExitCode {
             1000,
             Duration::from_micros(50),
             || {
-                let mut fit = Fit::new(64);
-                let _ = black_box(fit.add((0..64).collect(), 8));
+                let mut fit = Fit::new([1; 64]);
+                let _ = black_box(fit.add(0, (0..64).collect(), 8));
                 black_box(fit.answers());
             },
         ),
