@@ -20,12 +20,13 @@ kubeconfig_of() {
     echo "$file"
 }
 
-# Three devices that can be read: each is /dev/zero by another name. The mode comes from the umask, since not every
-# machine can change that of a device.
+# Three devices that can be read: zero, random and urandom by other names. (Two names of one device are one device.) The
+# mode comes from the umask, since not every machine can change that of a device.
 make_devices() {
-    local number
-    for number in 1 2 3; do
-        (umask 0 && "${IN_NODE[@]}" mknod "/dev/drayman-test-$number" c 1 5)
+    local number=0 minor
+    for minor in 5 8 9; do
+        number=$((number + 1))
+        (umask 0 && "${IN_NODE[@]}" mknod "/dev/drayman-test-$number" c 1 "$minor")
     done
 }
 
@@ -38,10 +39,11 @@ start_drayman() {
     "$program" crds | kubectl wait --for condition=Established --timeout 30s --filename - >/dev/null
     as_controller=$(kubeconfig_of drayman-controller)
     as_node=$(kubeconfig_of drayman-node)
-    "$program" controller --kubeconfig "$as_controller" 2>"$LOG/drayman-controller.log" &
+    # In sessions of their own, so that Ctrl-C reaches the hook alone, which then asks each to end, once.
+    setsid "$program" controller --kubeconfig "$as_controller" 2>"$LOG/drayman-controller.log" &
     CONTROLLER=$!
-    # nsenter turns into the program, so this is the program's own process id.
-    "${IN_NODE[@]}" "$program" node --kubeconfig "$as_node" --node-name "$NODE_NAME" --config "$config" \
+    # setsid and nsenter turn into the program, so this is the program's own process id.
+    setsid "${IN_NODE[@]}" "$program" node --kubeconfig "$as_node" --node-name "$NODE_NAME" --config "$config" \
         2>"$LOG/drayman-node.log" &
     COMPANION=$!
     trap stop_drayman EXIT

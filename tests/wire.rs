@@ -1,6 +1,8 @@
 //! The hand-written types of `resource.k8s.io/v1alpha2` against objects as a real apiserver 1.30 wrote them, with every field
 //! that the API has: what is read and written again must be the same.
 
+#![expect(clippy::unwrap_used, reason = "a helper of a test fails the test")]
+
 use std::path::Path;
 
 use drayman::api::resource::{

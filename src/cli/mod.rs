@@ -3,7 +3,7 @@
 //! Flags are named as the components of Kubernetes and device drivers name theirs. Each can be set by an environment
 //! variable too: `--driver-name` by `DRAYMAN_DRIVER_NAME`, and so on; `--node-name` by `NODE_NAME`, which is what the
 //! downward API usually sets. A flag wins over its variable. What clap has accepted is valid: every value has passed
-//! its check in [`value`], so that nothing behind this module checks a flag again.
+//! its check in `cli::value`, so that nothing behind this module checks a flag again.
 //!
 //! Exit codes: 0 for a clean end, 1 for a failure at run time, 2 for a wrong flag, file or environment.
 

@@ -2,6 +2,11 @@
 
 use std::path::PathBuf;
 
+use crate::node::config::NodeConfiguration;
+use crate::node::door::DoorError;
+use crate::node::run::{NodeError, NodeOptions};
+use crate::node::transport::SocketError;
+
 use super::{Error, client, group, logging, shutdown, value};
 
 /// Run the node companion, which hands this node's devices to containers
@@ -86,6 +91,10 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             directories,
             logging,
         } = arguments;
+        // The companion reads the file itself; here it is only checked before anything else is asked for.
+        NodeConfiguration::read(&node.config)
+            .map_err(NodeError::from)
+            .map_err(refused)?;
         let configuration = client::configuration(cluster.kubeconfig.as_deref()).await?;
         logging::start(logging)?;
         tracing::info!(
@@ -103,9 +112,30 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             "drayman node starts"
         );
         let client = client::build(configuration, "node")?;
-        shutdown.cancelled().await;
-        drop(client);
+        let options = NodeOptions {
+            driver_name: cluster.driver_name,
+            kubelet_root: directories.kubelet_root_dir,
+            device_plugin_dir: directories.device_plugin_dir,
+            cdi_dir: directories.cdi_root,
+            ..NodeOptions::new(node.node_name, node.config, client)
+        };
+        crate::node::run::run(options, shutdown).await.map_err(refused)?;
         tracing::info!("drayman node has ended");
         Ok(())
     })
+}
+
+/// What is wrong in a flag or a file is still wrong at the next start. All else may be cured by time, or by whoever holds
+/// the lock.
+fn refused(error: NodeError) -> Error {
+    match error {
+        NodeError::DriverName(_)
+        | NodeError::Config(_)
+        | NodeError::Door(DoorError::Socket(
+            SocketError::PathTooLong { .. } | SocketError::NotAbsolute { .. },
+        )) => Error::Configuration(error.to_string()),
+        NodeError::Store(_) | NodeError::Door(_) | NodeError::BootId(_) | NodeError::Broken(_) => {
+            Error::Runtime(error.into())
+        }
+    }
 }

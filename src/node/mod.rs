@@ -1,6 +1,12 @@
 //! The companion that runs on every node: a shell around [`crate::core::node`].
 
 pub mod companion;
+pub mod config;
+pub mod discover;
 pub mod door;
+pub mod driver;
+pub mod inventory;
+pub mod owner;
+pub mod run;
 pub mod store;
 pub mod transport;

@@ -37,5 +37,7 @@ pub const IMAGE: &str = "localhost/busybox:1";
 /// The Kubernetes version of a cluster that asks for none.
 pub const VERSION: &str = "1.30.14";
 
-/// How long anything may take that a test waits for. Generous: it only bounds how long a failure takes.
-pub const PATIENCE: std::time::Duration = std::time::Duration::from_secs(60);
+/// How long anything may take that a test waits for. Generous: it only bounds how long a failure takes. kubelet tries a pod
+/// again only after up to a minute and a half, for instance when the API server's node authorizer has not yet heard that the
+/// pod's claim is the node's business (seen on 1.30).
+pub const PATIENCE: std::time::Duration = std::time::Duration::from_secs(180);

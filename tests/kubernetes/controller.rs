@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use drayman::api::crd::DeviceClaimParameters;
 use drayman::api::handle::DeviceHandle;
 use drayman::api::resource::{Pod, ResourceClaim, controller_of};
-use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::runtime::conditions::is_deleted;
 use serde_json::json;
 
@@ -121,7 +121,7 @@ async fn each_freed_device_lets_exactly_one_waiting_pod_in() -> anyhow::Result<(
                 .wait_for_event(name, "NoSuitableDevice", "3 of 3 held")
                 .await?;
         }
-        let allocated = stage.claims().list(&Default::default()).await?;
+        let allocated = stage.claims().list(&ListParams::default()).await?;
         assert_eq!(
             allocated.iter().filter(|claim| is_allocated(claim)).count(),
             3,
@@ -152,7 +152,7 @@ pub(crate) async fn assert_distinct(stage: &Stage) -> anyhow::Result<()> {
     let mut seen = BTreeSet::new();
     for claim in stage
         .claims()
-        .list(&Default::default())
+        .list(&ListParams::default())
         .await?
         .iter()
         .filter(|claim| is_allocated(claim))
@@ -318,13 +318,13 @@ async fn missing_or_wrong_parameters_are_named_to_the_user_and_mending_them_help
         (json!(1_000_000_000), "less than or equal to 64"),
         (json!("x"), "integer"),
     ] {
-        let wrong = parameters(count);
+        let wrong = parameters(&count);
         let Err(error) = stage.apply(&wrong).await else {
             anyhow::bail!("{wrong} was accepted")
         };
         assert!(error.to_string().contains(hint), "{error}");
     }
-    stage.apply(&parameters(json!(2))).await?;
+    stage.apply(&parameters(&json!(2))).await?;
     stage.wait(stage.pods(), "missing", "bound", is_bound()).await?;
     let claim = stage.claim_of("missing", "allocated", is_allocated).await?;
     assert_eq!(handle(&claim)?.devices.len(), 2);
@@ -343,7 +343,7 @@ async fn missing_or_wrong_parameters_are_named_to_the_user_and_mending_them_help
     stage.cluster.stop().await
 }
 
-fn parameters(count: serde_json::Value) -> serde_json::Value {
+fn parameters(count: &serde_json::Value) -> serde_json::Value {
     json!({
         "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters", "metadata": { "name": "two" },
         "spec": { "requests": [{ "name": "device", "count": count }] },

@@ -6,8 +6,11 @@ use futures::StreamExt as _;
 use inotify::{Inotify, WatchMask};
 
 use crate::harness::PATIENCE;
-use crate::pods::{CONFIGURATION, look_inside, make_devices, traces, wait_for_inventory};
+use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, traces, wait_for_inventory};
 use crate::stage::{Stage, is_allocated, is_gone};
+
+/// What the companion logs when kubelet knows it.
+const REGISTERED: &str = "kubelet has registered the driver";
 
 /// Returns at the first change in a directory.
 struct Change(inotify::EventStream<[u8; 4096]>);
@@ -32,7 +35,7 @@ impl Change {
 async fn killed_at_the_first_sign_in(directory: &str) -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
-    make_devices(node, "drayman-test", 1)?;
+    make_devices(node, "drayman-test", &MINORS[..1])?;
     stage.make_template(None).await?;
     let controller = stage.controller()?;
     let mut companion = stage.companion(0, CONFIGURATION)?;
@@ -44,6 +47,7 @@ async fn killed_at_the_first_sign_in(directory: &str) -> anyhow::Result<()> {
         change.seen().await?;
         companion.kill().await?;
         companion = stage.companion(0, CONFIGURATION)?;
+        companion.logged(REGISTERED).await?;
         look_inside(&stage, &name).await?.only_device();
         let claim = stage.claim_of(&name, "allocated", is_allocated).await?;
         let uid = claim.metadata.uid.clone().unwrap_or_default();
@@ -62,6 +66,8 @@ async fn killed_at_the_first_sign_in(directory: &str) -> anyhow::Result<()> {
         change.seen().await?;
         companion.kill().await?;
         companion = stage.companion(0, CONFIGURATION)?;
+        // A kubelet that finds no plugin when it prepares a pod tries again only after a minute and a half.
+        companion.logged(REGISTERED).await?;
         stage
             .wait(
                 stage.claims(),
@@ -91,7 +97,7 @@ async fn a_companion_killed_while_it_writes_the_cdi_file_ends_in_the_same_state(
 async fn a_companion_killed_after_prepare_knows_what_it_has_handed_out() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
-    make_devices(node, "drayman-test", 2)?;
+    make_devices(node, "drayman-test", &MINORS[..2])?;
     stage.make_template(None).await?;
     let controller = stage.controller()?;
     let mut companion = stage.companion(0, CONFIGURATION)?;
@@ -105,6 +111,7 @@ async fn a_companion_killed_after_prepare_knows_what_it_has_handed_out() -> anyh
         .kubectl(&["delete", "pod", "first", "--wait=false"])
         .await?;
     let companion = stage.companion(0, CONFIGURATION)?;
+    companion.logged(REGISTERED).await?;
     let claim_is_gone = stage.wait(stage.pods(), "first", "gone", is_gone());
     claim_is_gone.await?;
     stage.make_pod("second").await?;

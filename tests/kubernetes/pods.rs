@@ -24,9 +24,16 @@ kinds:
   paths: [\"/dev/drayman-plugged-*\"]
 ";
 
-/// Makes device nodes that behave like zero, which always reads.
-pub(crate) fn make_devices(node: Node<'_>, prefix: &str, count: usize) -> anyhow::Result<()> {
-    (0..count).try_for_each(|number| node.make_device(format!("/dev/{prefix}-{number}"), 1, 5))
+/// Memory devices that can always be read, by minor number: zero, full, random, urandom. Nodes of the same number would be one
+/// device to the companion.
+pub(crate) const MINORS: [u32; 4] = [5, 7, 8, 9];
+
+/// Makes device nodes with these minor numbers.
+pub(crate) fn make_devices(node: Node<'_>, prefix: &str, minors: &[u32]) -> anyhow::Result<()> {
+    minors
+        .iter()
+        .enumerate()
+        .try_for_each(|(number, minor)| node.make_device(format!("/dev/{prefix}-{number}"), 1, *minor))
 }
 
 /// Waits until the node's inventory counts so many devices and is ready.
@@ -116,7 +123,7 @@ pub(crate) fn traces(node: Node<'_>, uid: &str) -> anyhow::Result<Vec<String>> {
 async fn a_pod_reads_from_its_device_and_leaves_nothing_behind() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
-    make_devices(node, "drayman-test", 2)?;
+    make_devices(node, "drayman-test", &MINORS[..2])?;
     stage.make_template(None).await?;
     let controller = stage.controller()?;
     let companion = stage.companion(0, CONFIGURATION)?;
@@ -166,7 +173,7 @@ async fn a_pod_reads_from_its_device_and_leaves_nothing_behind() -> anyhow::Resu
 async fn three_devices_serve_five_pods_one_after_the_other() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
-    make_devices(node, "drayman-test", 3)?;
+    make_devices(node, "drayman-test", &MINORS[..3])?;
     stage.make_template(None).await?;
     let controller = stage.controller()?;
     let companion = stage.companion(0, CONFIGURATION)?;
@@ -256,7 +263,7 @@ pub(crate) async fn wait_for_allocatable(stage: &Stage, number: usize, count: &s
 async fn a_pod_with_a_limit_gets_its_device_through_the_device_plugin() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
-    make_devices(node, "drayman-plugged", 2)?;
+    make_devices(node, "drayman-plugged", &MINORS[..2])?;
     // The controller has no part in it.
     let companion = stage.companion(0, CONFIGURATION)?;
     wait_for_allocatable(&stage, 0, "2").await?;
@@ -280,7 +287,7 @@ async fn a_pod_with_a_limit_gets_its_device_through_the_device_plugin() -> anyho
         ])
         .await?;
     // A device that is unplugged is withdrawn, one that is plugged in is offered.
-    node.make_device("/dev/drayman-plugged-2", 1, 5)?;
+    node.make_device("/dev/drayman-plugged-2", 1, MINORS[2])?;
     wait_for_allocatable(&stage, 0, "3").await?;
     node.remove("/dev/drayman-plugged-2")?;
     wait_for_allocatable(&stage, 0, "2").await?;
@@ -292,8 +299,8 @@ async fn a_pod_with_a_limit_gets_its_device_through_the_device_plugin() -> anyho
 async fn a_restarted_kubelet_finds_the_companion_again() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
-    make_devices(node, "drayman-test", 2)?;
-    make_devices(node, "drayman-plugged", 2)?;
+    make_devices(node, "drayman-test", &MINORS[..2])?;
+    make_devices(node, "drayman-plugged", &MINORS[2..])?;
     stage.make_template(None).await?;
     let controller = stage.controller()?;
     let companion = stage.companion(0, CONFIGURATION)?;
@@ -321,7 +328,7 @@ async fn a_restarted_kubelet_finds_the_companion_again() -> anyhow::Result<()> {
         stage.cluster.kubectl(&["delete", "pod", name]).await?;
     }
     assert!(
-        node.list("/run/cdi")?.iter().all(|name| !name.ends_with(".json")),
+        node.list("/run/cdi")?.iter().all(|name| !name.contains(".json")),
         "{:?}",
         node.list("/run/cdi")?
     );

@@ -10,6 +10,8 @@ use drayman::api::crd::{
     definitions,
 };
 use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
+use futures::StreamExt as _;
+use inotify::{Inotify, WatchMask};
 use k8s_openapi::api::core::v1::{Event, Node};
 use k8s_openapi::api::rbac::v1::PolicyRule;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
@@ -80,7 +82,11 @@ pub(crate) fn controller_rules() -> Vec<PolicyRule> {
 fn node_rules() -> Vec<PolicyRule> {
     vec![
         rule(&[""], &["nodes"], &["get"]),
-        rule(&[DRIVER], &["nodeinventories"], &["get", "create", "patch"]),
+        rule(
+            &[DRIVER],
+            &["nodeinventories"],
+            &["get", "list", "watch", "create", "patch"],
+        ),
         rule(&[DRIVER], &["nodeinventories/status"], &["patch"]),
     ]
 }
@@ -218,13 +224,11 @@ impl Stage {
             + Send
             + 'static,
     {
-        match timeout(PATIENCE, await_condition(api.clone(), name, condition)).await {
-            Ok(found) => Ok(found?),
-            Err(_) => {
-                let now = api.get_opt(name).await;
-                bail!("{} {name} is not {what}, but {now:?}", K::kind(&()))
-            }
+        if let Ok(found) = timeout(PATIENCE, await_condition(api.clone(), name, condition)).await {
+            return Ok(found?);
         }
+        let now = api.get_opt(name).await;
+        bail!("{} {name} is not {what}, but {now:?}", K::kind(&()))
     }
 
     /// The claim that was made for a pod, once it meets a condition.
@@ -266,27 +270,22 @@ impl Stage {
             }
             bail!("the watch of events ended after {seen:?}")
         };
-        match timeout(PATIENCE, found).await {
-            Ok(found) => found,
-            Err(_) => {
-                let all = Api::<Event>::namespaced(self.cluster.client(), "default")
-                    .list(&ListParams::default())
-                    .await?
-                    .items
-                    .into_iter()
-                    .map(|event| {
-                        format!(
-                            "{:?}: {:?} {:?}",
-                            event.involved_object.name, event.reason, event.message
-                        )
-                    })
-                    .collect::<Vec<_>>();
-                bail!(
-                    "no event {reason} on {name} with {text:?}, but\n{}",
-                    all.join("\n")
-                )
-            }
+        if let Ok(found) = timeout(PATIENCE, found).await {
+            return found;
         }
+        let all: Vec<String> = Api::<Event>::namespaced(self.cluster.client(), "default")
+            .list(&ListParams::default())
+            .await?
+            .items
+            .into_iter()
+            .map(|event| {
+                format!(
+                    "{:?}: {:?} {:?}",
+                    event.involved_object.name, event.reason, event.message
+                )
+            })
+            .collect();
+        bail!("no such event on {name}, but\n{}", all.join("\n"))
     }
 
     /// Starts the controller.
@@ -336,8 +335,12 @@ impl Stage {
     }
 
     fn program(&self, name: &str, mut command: tokio::process::Command) -> anyhow::Result<Program> {
-        let log = self.cluster.directory().join(format!("{name}.log"));
-        let file = File::options().create(true).append(true).open(&log)?;
+        // A log of its own for each start.
+        let log = (0..1000)
+            .map(|start| self.cluster.directory().join(format!("{name}-{start}.log")))
+            .find(|log| !log.exists())
+            .context("a free name")?;
+        let file = File::create_new(&log)?;
         command.stdout(Stdio::null()).stderr(file);
         let child = command.spawn().with_context(|| format!("starting {name}"))?;
         Ok(Program {
@@ -434,6 +437,19 @@ impl Program {
         anyhow::ensure!(status.success(), "{} ended with {status}", self.name);
         self.quiet = true;
         Ok(status)
+    }
+
+    /// Waits until it has logged a text.
+    pub(crate) async fn logged(&self, text: &str) -> anyhow::Result<()> {
+        let inotify = Inotify::init()?;
+        inotify.watches().add(&self.log, WatchMask::MODIFY)?;
+        let mut changes = inotify.into_event_stream([0; 4096])?;
+        while !self.log()?.contains(text) {
+            timeout(PATIENCE, changes.next())
+                .await
+                .with_context(|| format!("{} logs {text:?}", self.name))?;
+        }
+        Ok(())
     }
 
     /// Waits until it ends by itself.

@@ -80,7 +80,12 @@ fn is_done(pod: &Pod) -> bool {
 
 impl Stage {
     pub(crate) fn start_housekeeping(&mut self) {
-        if !self.housekeeping && !self.chores().is_empty() {
+        if self.housekeeping || self.tidy_at == Some(self.store.version()) {
+            return;
+        }
+        if self.chores().is_empty() {
+            self.tidy_at = Some(self.store.version());
+        } else {
             self.housekeeping = true;
             let longest = if self.rng.chance(50) {
                 30 * self.lag
@@ -231,6 +236,10 @@ impl Stage {
             chores.push(Chore::CollectContext(key.clone()));
             return;
         };
+        // The other driver is no fool either: the claim controller would take back at once what it gave to such a pod.
+        if is_done(pod) {
+            return;
+        }
         for (entry, claim) in self.claims_of(key).unwrap_or_default() {
             let class = self.store.classes.get(&claim.spec.resource_class_name);
             let delayed = claim.spec.allocation_mode == Some(AllocationMode::WaitForFirstConsumer);
@@ -341,7 +350,7 @@ impl Stage {
             }
             Chore::OtherClear(claim) => {
                 let _ = store.update_claim(&claim, None, Endpoint::Status, |claim| {
-                    claim.status = Default::default();
+                    claim.status = drayman::api::resource::ResourceClaimStatus::default();
                     Ok(())
                 });
                 self.do_chore(Chore::OtherLeave(claim));

@@ -186,12 +186,10 @@ impl Faults {
         } else {
             &OF_REQUESTS
         };
-        let fault = rng.pick(kinds)?;
-        // One kind is tried per command, so its rate is scaled up.
-        let rate = self.rates.get(&fault).copied().unwrap_or_default();
-        if fault.applies_to(target) && rng.chance(rate * kinds.len() as u64) {
-            self.hit(fault);
-            return Some(fault);
+        for fault in kinds {
+            if fault.applies_to(target) && self.strikes(*fault, rng) {
+                return Some(*fault);
+            }
         }
         None
     }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::api::resource::NODE_LIST_MAX;
+use drayman::api::resource::{NODE_LIST_MAX, controller_of};
 use drayman::core::protocol::{ClaimToAllocate, ClaimWrite, Command, DriverRequest, ObjectKey};
 
 use crate::driver::{DRIVER, FINALIZER, hold_of, recorded_hold, uid_of};
@@ -125,6 +125,9 @@ impl Stage {
         if !existed {
             self.violate(|| format!("I16: {key} is reserved for a pod {pod} that never was"));
         }
+        if !self.store.context_owners_ever.contains(&consumer.uid) {
+            self.violate(|| format!("I16: {key} is reserved for {pod} by the context of another pod"));
+        }
         if let Some(owner) = Self::owner_of(&claim)
             && owner != consumer.uid
         {
@@ -166,7 +169,7 @@ impl Stage {
             }
             let chosen = &seen.spec.selected_node;
             if nodes.len() == NODE_LIST_MAX && !chosen.is_empty() && !nodes.contains(chosen) {
-                self.note(|| format!("{key}: the list is full and does not have the selected node"));
+                self.violate(|| format!("I13: the full list of {key} does not have the selected node"));
             }
             if let Some(pod) = self.store.pods.get(key)
                 && Some(pod.metadata.uid.clone().unwrap_or_default())
@@ -185,7 +188,13 @@ impl Stage {
         }
         match request {
             DriverRequest::Allocate { claims, node } => self.check_allocate(claims, node.as_deref()),
-            DriverRequest::UnsuitableNodes { claims, .. } => {
+            DriverRequest::UnsuitableNodes { claims, pod, .. } => {
+                let seen = self.process.as_ref().map(|process| &process.seen);
+                let context = seen.and_then(|seen| seen.get(&ObjectKey::of(&pod.metadata)));
+                let owner = context.and_then(|context| controller_of(&context.metadata));
+                if owner.map(|owner| &owner.uid) != pod.metadata.uid.as_ref() {
+                    self.violate(|| "I16: a pod is judged by the context of another one".to_owned());
+                }
                 if claims.is_empty() {
                     self.violate(|| "the driver is asked about no claim".to_owned());
                 }
@@ -225,23 +234,20 @@ impl Stage {
             let pods = self.process.as_ref().map(|process| &process.seen);
             let selected = pods.is_some_and(|seen| {
                 seen.values()
-                    .any(|context| context.spec.selected_node == node && self.concerns(context, claims))
+                    .any(|context| context.spec.selected_node == node && concerns(context, claims))
             });
             if !selected {
                 self.violate(|| format!("I7: node {node} is not selected for these claims"));
             }
         }
     }
+}
 
-    fn concerns(
-        &self,
-        context: &drayman::api::resource::PodSchedulingContext,
-        claims: &[ClaimToAllocate],
-    ) -> bool {
-        let owner = drayman::api::resource::controller_of(&context.metadata).map(|owner| owner.uid.clone());
-        claims.iter().all(|claim| {
-            let of = Self::owner_of(&claim.claim);
-            of.is_none() || of == owner.as_deref()
-        })
-    }
+/// Whether all claims can be those of a context's pod.
+fn concerns(context: &drayman::api::resource::PodSchedulingContext, claims: &[ClaimToAllocate]) -> bool {
+    let owner = drayman::api::resource::controller_of(&context.metadata).map(|owner| owner.uid.clone());
+    claims.iter().all(|claim| {
+        let of = Stage::owner_of(&claim.claim);
+        of.is_none() || of == owner.as_deref()
+    })
 }

@@ -6,6 +6,17 @@
 //!
 //! A failure prints its seed and the command that replays it.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::format_push_string,
+    clippy::unused_self,
+    clippy::unnecessary_wraps,
+    clippy::match_same_arms,
+    clippy::struct_excessive_bools,
+    reason = "a model for tests: it may end at once where it is wrong, and keeps the shape of what it models"
+)]
+
 mod cluster;
 mod describe;
 mod driver;
@@ -14,6 +25,7 @@ mod invariants;
 mod requests;
 mod rng;
 mod rules;
+mod scenarios;
 mod scheduler;
 mod seeds;
 mod shell;

@@ -64,7 +64,13 @@ impl Stage {
             .collect();
         for (key, uid) in pending {
             let attempts = self.attempts.entry(uid.clone()).or_default();
-            let longest = (MILLISECOND << (*attempts).min(14)).min(10 * SECOND);
+            let first = if self.patient_scheduler {
+                SECOND
+            } else {
+                MILLISECOND
+            };
+            let longest = (first << (*attempts).min(14)).min(10 * SECOND);
+            let longest = if *attempts == 0 { MILLISECOND } else { longest };
             *attempts += 1;
             self.cycles.insert(uid);
             let delay = self.rng.between(longest / 4, longest);

@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 use drayman::api::resource::PodSchedulingContext;
 use drayman::core::protocol::{
-    Answer, CallError, CallErrorKind, CallId, Command, DriverRequest, Event, Moment, ObjectKey, Outcome,
-    Settings, Subject, World,
+    Answer, CallError, CallErrorKind, CallId, ClaimWrite, Command, DriverRequest, Event, Moment, ObjectKey,
+    Outcome, Settings, Subject, World,
 };
 use drayman::driver::{CapacityCause, CapacityChange};
 
 use crate::describe::{describe_command, describe_event};
 use crate::driver::{DRIVER, MemoryDriver};
 use crate::faults::{Fault, Target};
-use crate::stage::{Action, MILLISECOND, SECOND, Stage, add};
+use crate::stage::{Action, MILLISECOND, SECOND, Stage, Way, add};
 use crate::store::{KINDS, Kind};
 
 /// A life of the controller.
@@ -24,6 +24,8 @@ pub(crate) struct Process {
     cursors: [usize; 3],
     /// Whether something is on its way by a watch; a watch that is not listed yet counts.
     busy: [bool; 3],
+    /// How often each watch has started over.
+    rounds: [u32; 3],
     decide_at: Option<u64>,
     /// By claim uid: the write or call under way.
     pub(crate) in_flight: BTreeMap<String, CallId>,
@@ -47,6 +49,8 @@ pub(crate) struct Call {
     pub(crate) id: CallId,
     pub(crate) request: DriverRequest,
     pub(crate) fault: Option<Fault>,
+    /// It is done at once, and takes long to be told.
+    pub(crate) slow_answer: bool,
 }
 
 impl Process {
@@ -55,7 +59,9 @@ impl Process {
             Event::Contexts(all) => {
                 self.seen
                     .retain(|key, _| all.iter().any(|context| ObjectKey::of(&context.metadata) == *key));
-                all.iter().for_each(|context| self.note_context(context));
+                for context in all {
+                    self.note_context(context);
+                }
             }
             Event::Context(context) => self.note_context(context),
             Event::ContextGone { key, uid } => {
@@ -110,6 +116,7 @@ impl Stage {
             started: self.now,
             cursors: [0; 3],
             busy: [true; 3],
+            rounds: [0; 3],
             decide_at: None,
             in_flight: BTreeMap::new(),
             uids: BTreeMap::new(),
@@ -117,7 +124,8 @@ impl Stage {
         });
         for kind in KINDS {
             let delay = self.delay();
-            self.after(delay, Action::List { generation, kind });
+            let way = Way { kind, round: 0 };
+            self.after(delay, Action::List { generation, way });
         }
     }
 
@@ -148,20 +156,29 @@ impl Stage {
 
     // === watches ===
 
-    pub(crate) fn take_list(&mut self, generation: u32, kind: Kind) {
-        let list = self.store.list(kind);
-        let end = self.store.history(kind).len();
-        let Some(process) = self.process.as_mut().filter(|_| generation == self.generation) else {
+    /// The process, if it still is the one that this watch belongs to.
+    fn listener(&mut self, generation: u32, way: Way) -> Option<&mut Process> {
+        let current = generation == self.generation;
+        self.process
+            .as_mut()
+            .filter(|process| current && process.rounds[way.kind as usize] == way.round)
+    }
+
+    pub(crate) fn take_list(&mut self, generation: u32, way: Way) {
+        let event = self.store.list(way.kind);
+        let end = self.store.history(way.kind).len();
+        let Some(process) = self.listener(generation, way) else {
             return;
         };
-        process.cursors[kind as usize] = end;
+        process.cursors[way.kind as usize] = end;
         let delay = self.delay();
+        let from = Some(way);
         self.after(
             delay,
             Action::Deliver {
                 generation,
-                event: list,
-                from: Some(kind),
+                event,
+                from,
             },
         );
     }
@@ -175,37 +192,66 @@ impl Stage {
             let index = kind as usize;
             if !process.busy[index] && process.cursors[index] < self.store.history(kind).len() {
                 process.busy[index] = true;
+                let round = process.rounds[index];
                 let mut delay = self.delay();
                 if self.faults.strikes(Fault::WatchStall, &mut self.rng) {
                     delay = self.rng.between(SECOND, 60 * SECOND);
                 }
-                self.after(delay, Action::Watch { generation, kind });
+                let way = Way { kind, round };
+                self.after(delay, Action::Watch { generation, way });
             }
         }
     }
 
-    pub(crate) fn show_next(&mut self, generation: u32, kind: Kind) {
-        if generation != self.generation || self.process.is_none() {
+    pub(crate) fn show_next(&mut self, generation: u32, way: Way) {
+        if self.listener(generation, way).is_none() {
             return;
         }
         if self.faults.strikes(Fault::WatchRelist, &mut self.rng) {
             let delay = self.delay();
-            self.after(delay, Action::List { generation, kind });
+            self.after(delay, Action::List { generation, way });
             return;
         }
         let Some(process) = self.process.as_mut() else {
             return;
         };
-        let cursor = &mut process.cursors[kind as usize];
-        let Some(event) = self.store.history(kind).get(*cursor).cloned() else {
-            process.busy[kind as usize] = false;
+        let cursor = &mut process.cursors[way.kind as usize];
+        let Some(event) = self.store.history(way.kind).get(*cursor).cloned() else {
+            process.busy[way.kind as usize] = false;
             return;
         };
         *cursor += 1;
         if self.faults.strikes(Fault::WatchDuplicate, &mut self.rng) {
             self.deliver(generation, event.clone(), None);
         }
-        self.deliver(generation, event, Some(kind));
+        self.deliver(generation, event, Some(way));
+    }
+
+    /// A watch stands still until it is let go.
+    pub(crate) fn hold_watch(&mut self, kind: Kind) {
+        if let Some(process) = self.process.as_mut() {
+            process.busy[kind as usize] = true;
+        }
+    }
+
+    pub(crate) fn let_watch_go(&mut self, kind: Kind) {
+        if let Some(process) = self.process.as_mut() {
+            process.busy[kind as usize] = false;
+        }
+        self.feed_watches();
+    }
+
+    /// A watch starts over with a list.
+    pub(crate) fn relist(&mut self, kind: Kind) {
+        let generation = self.generation;
+        if let Some(process) = self.process.as_mut() {
+            let index = kind as usize;
+            process.busy[index] = true;
+            process.rounds[index] += 1;
+            let round = process.rounds[index];
+            let way = Way { kind, round };
+            self.after(0, Action::List { generation, way });
+        }
     }
 
     // === events and decisions ===
@@ -215,8 +261,9 @@ impl Stage {
         Moment::new(std::time::Duration::from_micros(self.now - started))
     }
 
-    pub(crate) fn deliver(&mut self, generation: u32, event: Event, from: Option<Kind>) {
-        if generation != self.generation || self.process.is_none() {
+    pub(crate) fn deliver(&mut self, generation: u32, event: Event, from: Option<Way>) {
+        let dropped = from.is_some_and(|way| self.listener(generation, way).is_none());
+        if dropped || generation != self.generation || self.process.is_none() {
             return;
         }
         self.note(|| format!("  -> {}", describe_event(&event)));
@@ -224,8 +271,8 @@ impl Stage {
         let Some(process) = self.process.as_mut() else {
             return;
         };
-        if let Some(kind) = from {
-            process.busy[kind as usize] = false;
+        if let Some(way) = from {
+            process.busy[way.kind as usize] = false;
         }
         if let Event::Answer { id, .. } = &event {
             for uid in process.uids.remove(id).unwrap_or_default() {
@@ -318,7 +365,15 @@ impl Stage {
             Command::CallDriver { .. } => Target::Call,
             _ => Target::Write,
         };
-        let fault = self.faults.of_command(self.commands, target, &mut self.rng);
+        let mut fault = self.faults.of_command(self.commands, target, &mut self.rng);
+        if self.refuse_allocations
+            && let Command::WriteClaim {
+                write: ClaimWrite::Allocate { .. },
+                ..
+            } = &command
+        {
+            fault = Some(Fault::Refused);
+        }
         if let Some(fault) = fault {
             self.note(|| format!("     fault: {fault:?}"));
         }
@@ -488,13 +543,22 @@ impl Stage {
             Some(Fault::DriverHungAfter) => self.answer_later(generation, 30 * SECOND, id, timed_out),
             _ => {}
         }
-        let way = if fault == Some(Fault::Slow) {
+        // What a slow driver says may be old or new.
+        let says_what_was = self.rng.chance(500);
+        let way = if fault == Some(Fault::Slow) && !says_what_was {
             self.rng.between(SECOND, 25 * SECOND)
         } else {
             delay
         };
         let call = id.0;
-        self.calls.insert(call, Call { id, request, fault });
+        let slow_answer = fault == Some(Fault::Slow) && says_what_was;
+        let state = Call {
+            id,
+            request,
+            fault,
+            slow_answer,
+        };
+        self.calls.insert(call, state);
         self.after(way, Action::Work { generation, call });
     }
 
@@ -510,7 +574,7 @@ impl Stage {
                 Answer::Judged(self.driver.unsuitable_nodes(&self.facts, claims, nodes))
             }
             DriverRequest::Allocate { claims, node } => {
-                Answer::Allocated(self.driver.allocate(&self.facts, claims, node.as_deref()))
+                Answer::Allocated(Ok(self.driver.allocate(&self.facts, claims, node.as_deref())))
             }
             DriverRequest::Deallocate { claim, .. } => {
                 let freed = self.driver.deallocate(&crate::driver::uid_of(claim));
@@ -529,7 +593,10 @@ impl Stage {
             Some(Fault::CrashAfter) => self.crash(),
             Some(Fault::DriverHungAfter) => {}
             _ => {
-                let delay = self.delay();
+                let mut delay = self.delay();
+                if call.slow_answer {
+                    delay = self.rng.between(SECOND, 25 * SECOND);
+                }
                 self.answer_later(generation, delay, call.id, answer);
             }
         }

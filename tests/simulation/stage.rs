@@ -15,6 +15,13 @@ use crate::store::{Kind, Store};
 pub(crate) const MILLISECOND: u64 = 1_000;
 pub(crate) const SECOND: u64 = 1_000_000;
 
+/// A watch: its kind, and how often it has started over. What an earlier round had on its way is dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Way {
+    pub(crate) kind: Kind,
+    pub(crate) round: u32,
+}
+
 /// Something that happens at its time.
 #[derive(Clone, Debug)]
 pub(crate) enum Action {
@@ -22,12 +29,12 @@ pub(crate) enum Action {
     Deliver {
         generation: u32,
         event: Event,
-        from: Option<Kind>,
+        from: Option<Way>,
     },
     /// A list is taken for a watch that starts (over).
-    List { generation: u32, kind: Kind },
+    List { generation: u32, way: Way },
     /// A watch shows its next event.
-    Watch { generation: u32, kind: Kind },
+    Watch { generation: u32, way: Way },
     /// The controller gets round to deciding.
     Decide { generation: u32 },
     /// A request reaches the server.
@@ -47,8 +54,11 @@ pub(crate) enum Action {
 }
 
 /// The whole cluster.
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "switches of a stage, independent of each other"
+)]
 pub(crate) struct Stage {
-    pub(crate) seed: u64,
     /// Microseconds.
     pub(crate) now: u64,
     queue: BTreeMap<(u64, u64), Action>,
@@ -73,6 +83,8 @@ pub(crate) struct Stage {
     pub(crate) record: bool,
     /// Print everything.
     pub(crate) verbose: bool,
+    /// The server refuses every allocation, for good.
+    pub(crate) refuse_allocations: bool,
     pub(crate) reports: Vec<Report>,
     /// Writes and reads that reached the server.
     pub(crate) writes: u64,
@@ -83,9 +95,13 @@ pub(crate) struct Stage {
     /// Pods' cycles that are under way or due, by uid.
     pub(crate) cycles: BTreeSet<String>,
     pub(crate) attempts: BTreeMap<String, u32>,
+    /// The scheduler takes a second or more before it looks at a pod again, as the real one does.
+    pub(crate) patient_scheduler: bool,
     /// The nodes that a pod can run on for other reasons than devices, by uid; all if absent.
     pub(crate) pod_nodes: BTreeMap<String, BTreeSet<String>>,
     pub(crate) housekeeping: bool,
+    /// The version at which the other controllers had nothing to do.
+    pub(crate) tidy_at: Option<u64>,
     pub(crate) user_actions: u64,
     /// For how long changes may rest before the other controllers see them, at most.
     pub(crate) lag: u64,
@@ -99,7 +115,6 @@ pub(crate) struct Stage {
 impl Stage {
     pub(crate) fn new(seed: u64) -> Self {
         Self {
-            seed,
             now: 0,
             queue: BTreeMap::new(),
             sequence: 0,
@@ -118,6 +133,7 @@ impl Stage {
             command_log: Vec::new(),
             record: false,
             verbose: false,
+            refuse_allocations: false,
             reports: Vec::new(),
             writes: 0,
             reads: 0,
@@ -125,8 +141,10 @@ impl Stage {
             statistics: Statistics::default(),
             cycles: BTreeSet::new(),
             attempts: BTreeMap::new(),
+            patient_scheduler: false,
             pod_nodes: BTreeMap::new(),
             housekeeping: false,
+            tidy_at: None,
             user_actions: 0,
             lag: 20 * MILLISECOND,
             violation: None,
@@ -182,6 +200,8 @@ impl Stage {
         if self.violation.is_some() {
             return false;
         }
+        // A story may have changed something between two steps.
+        self.follow_up();
         let Some((&(when, number), _)) = self.queue.first_key_value() else {
             return false;
         };
@@ -197,6 +217,13 @@ impl Stage {
         self.mix(version);
         self.mix(probe);
         self.mix(self.commands);
+        self.follow_up();
+        true
+    }
+
+    /// Everybody notices what has been stored.
+    fn follow_up(&mut self) {
+        let version = self.store.version();
         if version != self.seen_version {
             self.seen_version = version;
             self.last_change = self.now;
@@ -205,7 +232,6 @@ impl Stage {
             self.wake_scheduler();
         }
         self.start_housekeeping();
-        true
     }
 
     fn act(&mut self, action: Action) {
@@ -215,8 +241,8 @@ impl Stage {
                 event,
                 from,
             } => self.deliver(generation, event, from),
-            Action::List { generation, kind } => self.take_list(generation, kind),
-            Action::Watch { generation, kind } => self.show_next(generation, kind),
+            Action::List { generation, way } => self.take_list(generation, way),
+            Action::Watch { generation, way } => self.show_next(generation, way),
             Action::Decide { generation } => {
                 if generation == self.generation {
                     self.decide();
@@ -258,6 +284,7 @@ impl Stage {
     pub(crate) fn run_until_quiet(&mut self, limit: u64) {
         let last_step = self.steps + limit;
         let end = self.now + 7200 * SECOND;
+        self.follow_up();
         loop {
             let quiet_until = self.last_change + 120 * SECOND;
             if self

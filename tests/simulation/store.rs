@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use drayman::api::resource::{
-    Pod, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, ResourceClass,
+    Pod, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, ResourceClass, controller_of,
 };
 use drayman::core::protocol::{Event, ObjectKey};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
@@ -52,6 +52,8 @@ pub(crate) struct Store {
     pub(crate) selected_ever: BTreeMap<String, BTreeSet<String>>,
     /// By class name: every driver that it has named.
     pub(crate) drivers_ever: BTreeMap<String, BTreeSet<String>>,
+    /// Uids of the pods for which there was a context.
+    pub(crate) context_owners_ever: BTreeSet<String>,
     /// Uids of pods by the key that they had.
     pub(crate) pods_ever: BTreeMap<ObjectKey, BTreeSet<String>>,
 }
@@ -173,7 +175,7 @@ impl Store {
         if self.claims.contains_key(&key) {
             return Err(ApiError::Conflict(format!("{key} already exists")));
         }
-        claim.status = Default::default();
+        claim.status = drayman::api::resource::ResourceClaimStatus::default();
         self.stamp_new(&mut claim.metadata);
         let claim = Arc::new(claim);
         self.record(Kind::Claim, Event::Claim(claim.clone()));
@@ -259,7 +261,7 @@ impl Store {
         if self.contexts.contains_key(&key) {
             return Err(ApiError::Conflict(format!("{key} already exists")));
         }
-        context.status = Default::default();
+        context.status = drayman::api::resource::PodSchedulingContextStatus::default();
         rules::context(&context)?;
         self.stamp_new(&mut context.metadata);
         self.store_context(&key, context);
@@ -317,6 +319,9 @@ impl Store {
 
     fn store_context(&mut self, key: &ObjectKey, context: PodSchedulingContext) -> Arc<PodSchedulingContext> {
         let uid = context.metadata.uid.clone().unwrap();
+        if let Some(owner) = controller_of(&context.metadata) {
+            self.context_owners_ever.insert(owner.uid.clone());
+        }
         if !context.spec.selected_node.is_empty() {
             self.selected_ever
                 .entry(uid)

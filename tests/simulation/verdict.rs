@@ -14,6 +14,7 @@ impl Stage {
     pub(crate) fn conclude(&mut self) {
         self.faults.stop();
         self.users_rest();
+        self.last_change = self.now;
         self.run_until_quiet(60_000);
         if self.violation.is_some() {
             return;

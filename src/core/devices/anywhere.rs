@@ -124,7 +124,7 @@ mod tests {
             .collect();
         assert_eq!(devices, ["b1", "a1", "b2", "a2", "b3", "a3", "b4"]);
         assert_eq!(device(&mut books, "u3"), Ok("a2".into()), "the same again");
-        let exhausted = "resources exhausted on all 2 ready nodes with devices of kind test: 7 of 7 held";
+        let exhausted = "resources exhausted on every ready node with devices of kind test (2): 7 of 7 held";
         assert_eq!(device(&mut books, "x"), Err(exhausted.into()));
         let nowhere = "no ready node has a device of kind test";
         assert_eq!(device(&mut Books::new(DRIVER), "x"), Err(nowhere.into()));

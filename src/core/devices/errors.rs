@@ -69,7 +69,7 @@ pub enum AllocateError {
         claim: String,
     },
     /// No node can have it.
-    #[error("resources exhausted on all {nodes} ready nodes with devices of kind {}: {shortage}", shortage.kind)]
+    #[error("resources exhausted on every ready node with devices of kind {} ({nodes}): {shortage}", shortage.kind)]
     Exhausted {
         /// Nodes that were looked at.
         nodes: usize,

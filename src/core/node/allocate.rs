@@ -1,48 +1,40 @@
 //! The device plugin's side of the plan: what an Allocate may hand out.
 
+use super::check::{distinct, usable};
 use super::inventory::Devices;
 use super::ledger::Ledger;
-use super::prepare::{distinct, usable};
 use super::refusal::Refusal;
 use crate::api::crd::Mode;
 
-/// Plans an Allocate of the device plugin API: one list of device ids per container. Returns them checked.
+/// Says whether an Allocate of the device plugin API may be granted: one list of device ids per container.
 ///
 /// Nothing is stored: kubelet's own record of what it granted is the only one that lives as long as the pod.
-pub fn plan_allocate<'a>(
+pub fn check_allocate(
     ledger: &Ledger,
     inventory: &Devices,
     resource: &str,
     kind: &str,
-    containers: &'a [Vec<String>],
-) -> Result<Vec<Vec<&'a str>>, Refusal> {
-    distinct(containers.iter().flatten().map(String::as_str))?;
-    let allocate = |name: &'a String| {
+    containers: &[Vec<String>],
+) -> Result<(), Refusal> {
+    if containers.is_empty() || containers.iter().any(Vec::is_empty) {
+        return Err(Refusal::NoDevice);
+    }
+    for name in distinct(containers.iter().flatten().map(String::as_str))? {
         let device = usable(inventory, name, Mode::ExtendedResource)?;
         if device.kind != kind {
             return Err(Refusal::OtherResource {
-                device: name.clone(),
+                device: device.name.clone(),
                 resource: resource.to_owned(),
             });
         }
         if let Some((uid, entry)) = ledger.holder(name) {
             return Err(Refusal::Held {
-                device: name.clone(),
+                device: device.name.clone(),
                 holder: entry.describe(uid),
             });
         }
-        Ok(name.as_str())
-    };
-    containers
-        .iter()
-        .map(|ids| {
-            if ids.is_empty() {
-                Err(Refusal::NoDevice)
-            } else {
-                ids.iter().map(allocate).collect()
-            }
-        })
-        .collect()
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -82,8 +74,7 @@ mod tests {
             .iter()
             .map(|ids| ids.iter().map(|id| (*id).to_owned()).collect())
             .collect();
-        plan_allocate(ledger, &inventory(), "example.com/camera", "camera", &containers)
-            .map(|_| ())
+        check_allocate(ledger, &inventory(), "example.com/camera", "camera", &containers)
             .map_err(|refusal| refusal.reason())
     }
 
@@ -98,6 +89,7 @@ mod tests {
             (&[&["a", "a"][..]][..], "InvalidHandle"),
             (&[&["a"], &["a"]], "InvalidHandle"),
             (&[&[]], "InvalidHandle"),
+            (&[], "InvalidHandle"),
             (&[&["nowhere"]], "DeviceGone"),
             (&[&["sick"]], "DeviceUnhealthy"),
             (&[&["other"]], "InvalidResource"),

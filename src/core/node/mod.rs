@@ -1,6 +1,7 @@
 //! The node's brain: who holds which device on this node, and one plan of what a container gets for both doors.
 
 pub mod allocate;
+mod check;
 pub mod checkpoint;
 pub mod claim_uid;
 pub mod driver_name;

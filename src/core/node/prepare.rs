@@ -6,6 +6,7 @@
 
 use std::collections::BTreeSet;
 
+use super::check::{check_handle, check_name, distinct, list, usable};
 use super::claim_uid::ClaimUid;
 use super::inventory::Devices;
 use super::ledger::{Change, Entry, HeldDevice, Ledger, Progress};
@@ -13,11 +14,8 @@ use super::naming::{is_dns_label, is_dns_subdomain};
 use super::refusal::Refusal;
 use super::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity};
 use super::step::Step;
-use crate::api::crd::{Device, Mode};
+use crate::api::crd::Mode;
 use crate::api::handle::DeviceHandle;
-
-/// How much of a text that somebody else wrote is repeated in an error, in characters.
-const SHOWN_MAX: usize = 64;
 
 /// Plans a Prepare: afterwards kubelet may be given the claim's CDI id.
 ///
@@ -117,103 +115,13 @@ pub(super) fn restore(uid: &ClaimUid) -> Vec<Step> {
     ]
 }
 
-fn check_name(field: &'static str, value: &str, rule: impl Fn(&str) -> bool) -> Result<(), Refusal> {
-    if rule(value) {
-        Ok(())
-    } else {
-        Err(Refusal::ClaimName {
-            field,
-            value: shown(value),
-        })
-    }
-}
-
-fn check_handle(handle: &DeviceHandle, uid: &ClaimUid, node: &NodeIdentity) -> Result<(), Refusal> {
-    if handle.claim_uid != uid.as_str() {
-        return Err(Refusal::OtherClaim {
-            expected: uid.to_string(),
-            found: shown(&handle.claim_uid),
-        });
-    }
-    if handle.node_name != node.name {
-        return Err(Refusal::OtherNode {
-            expected: node.name.clone(),
-            found: shown(&handle.node_name),
-        });
-    }
-    let node_uid = node
-        .uid
-        .as_ref()
-        .ok_or_else(|| Refusal::NodeUnknown(node.name.clone()))?;
-    if handle.node_uid != *node_uid {
-        return Err(Refusal::EarlierNode {
-            expected: node_uid.clone(),
-            found: shown(&handle.node_uid),
-        });
-    }
-    if handle.devices.is_empty() {
-        Err(Refusal::NoDevice)
-    } else {
-        Ok(())
-    }
-}
-
-pub(super) fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Result<Vec<&'a str>, Refusal> {
-    let mut seen = BTreeSet::new();
-    names
-        .map(|name| {
-            if seen.insert(name) {
-                Ok(name)
-            } else {
-                Err(Refusal::Twice(shown(name)))
-            }
-        })
-        .collect()
-}
-
-/// A device that exists, is of the right mode and is well.
-pub(super) fn usable<'a>(inventory: &'a Devices, name: &str, asked_by: Mode) -> Result<&'a Device, Refusal> {
-    let device = inventory.get(name).ok_or_else(|| Refusal::Gone(shown(name)))?;
-    if device.mode != asked_by {
-        return Err(Refusal::WrongDoor {
-            device: name.to_owned(),
-            kind: device.kind.clone(),
-            given_to: door(device.mode),
-            asked_by: door(asked_by),
-        });
-    }
-    match &device.unhealthy {
-        Some(reason) => Err(Refusal::Unhealthy {
-            device: name.to_owned(),
-            reason: reason.clone(),
-        }),
-        None => Ok(device),
-    }
-}
-
-fn door(mode: Mode) -> &'static str {
-    match mode {
-        Mode::Claims => "resource claims",
-        Mode::ExtendedResource => "an extended resource",
-        Mode::Unknown => "nobody that this release knows",
-    }
-}
-
-/// The beginning of a text that is repeated to the caller: handles are not ours to trust with the length of our messages.
-fn shown(text: &str) -> String {
-    text.chars().take(SHOWN_MAX).collect()
-}
-
-fn list<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
-    names.into_iter().map(shown).collect::<Vec<_>>().join(", ")
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
 
     use super::super::injection::Injection;
     use super::*;
+    use crate::api::crd::Device;
     use crate::api::handle::{HandleDevice, VERSION};
 
     const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";

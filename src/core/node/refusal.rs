@@ -54,7 +54,7 @@ pub enum Refusal {
     #[error("the API server has not yet told the uid of node {0:?}; it is asked until it does")]
     NodeUnknown(String),
     /// The handle names no device.
-    #[error("the resource handle names no device")]
+    #[error("no device is named")]
     NoDevice,
     /// The same device twice.
     #[error("device {0:?} is named twice")]

@@ -42,7 +42,9 @@ impl Step {
         let mut next = ledger.clone();
         match self {
             Self::Save(changes) => {
-                changes.iter().for_each(|change| next.apply(change));
+                for change in changes {
+                    next.apply(change);
+                }
                 records.save(&next)?;
             }
             Self::WriteCdi(uid) => {

@@ -40,6 +40,7 @@ pub(super) enum ClaimStage {
 
 /// A claim.
 #[derive(Clone, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts about one object")]
 pub(super) struct ClaimState {
     /// As last seen: by the watch or as the answer of our own write, whichever is later.
     pub(super) object: Arc<ResourceClaim>,
@@ -455,7 +456,7 @@ impl World {
             self.outbox
                 .push(Command::Observe(Observation::Gone { uid: uid.to_owned() }));
         }
-        self.candidates.remove(key);
+        self.forget_candidate(key);
         self.touch_users(key);
     }
 

@@ -360,7 +360,7 @@ pub(super) fn summary(reasons: &BTreeMap<String, String>) -> String {
             let more = nodes.len().saturating_sub(NAMED);
             let mut named = nodes.iter().take(NAMED).copied().collect::<Vec<_>>().join(", ");
             if more > 0 {
-                named.push_str(&format!(" and {more} more"));
+                named = format!("{named} and {more} more");
             }
             (nodes.len(), format!("{named}: {reason}"))
         })
@@ -374,7 +374,7 @@ pub(super) fn summary(reasons: &BTreeMap<String, String>) -> String {
         .collect::<Vec<_>>()
         .join("; ");
     if more > 0 {
-        sentence.push_str(&format!("; and {more} other reasons"));
+        sentence = format!("{sentence}; and {more} other reasons");
     }
     sentence
 }

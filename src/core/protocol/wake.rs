@@ -21,6 +21,9 @@ pub(super) struct Wake {
     queue: VecDeque<ObjectKey>,
     offered: BTreeSet<ObjectKey>,
     width: usize,
+    /// When each namespace with waiting pods had its last turn, counted in offers.
+    turns: BTreeMap<String, u64>,
+    offers: u64,
 }
 
 /// What decides whose turn it is.
@@ -58,12 +61,18 @@ impl Wake {
         }
         let key = self.queue.pop_front()?;
         self.offered.insert(key.clone());
+        self.offers += 1;
+        self.turns.insert(key.namespace.clone(), self.offers);
         Some(key)
     }
 }
 
-/// Puts waiting contexts in order: priority first, then the namespaces in turn, then the longest wait.
-fn in_turn(waiting: impl Iterator<Item = (ObjectKey, Waiting)>) -> VecDeque<ObjectKey> {
+/// Puts waiting contexts in order: priority first, then the namespaces in turn, beginning with the one whose last turn is longest
+/// ago, then the longest wait.
+fn in_turn(
+    waiting: impl Iterator<Item = (ObjectKey, Waiting)>,
+    last_turns: &BTreeMap<String, u64>,
+) -> VecDeque<ObjectKey> {
     let mut sorted: Vec<(ObjectKey, Waiting)> = waiting.collect();
     sorted.sort_by(|(left_key, left), (right_key, right)| {
         right
@@ -74,14 +83,15 @@ fn in_turn(waiting: impl Iterator<Item = (ObjectKey, Waiting)>) -> VecDeque<Obje
     });
     // The n-th of a namespace, within one priority, comes after the n-1st of every other.
     let mut turns: BTreeMap<(i32, String), usize> = BTreeMap::new();
-    let mut ranked: Vec<(i32, usize, Moment, ObjectKey)> = sorted
+    let mut ranked: Vec<(i32, usize, u64, Moment, ObjectKey)> = sorted
         .into_iter()
         .map(|(key, waiting)| {
             let turn = turns
                 .entry((waiting.priority, key.namespace.clone()))
                 .or_default();
             *turn += 1;
-            (waiting.priority, *turn, waiting.since, key)
+            let last_turn = last_turns.get(&key.namespace).copied().unwrap_or_default();
+            (waiting.priority, *turn, last_turn, waiting.since, key)
         })
         .collect();
     ranked.sort_by(|left, right| {
@@ -91,8 +101,9 @@ fn in_turn(waiting: impl Iterator<Item = (ObjectKey, Waiting)>) -> VecDeque<Obje
             .then(left.1.cmp(&right.1))
             .then(left.2.cmp(&right.2))
             .then(left.3.cmp(&right.3))
+            .then(left.4.cmp(&right.4))
     });
-    ranked.into_iter().map(|(_, _, _, key)| key).collect()
+    ranked.into_iter().map(|(.., key)| key).collect()
 }
 
 impl World {
@@ -102,7 +113,11 @@ impl World {
             .contexts
             .iter()
             .filter_map(|(key, context)| context.waiting.clone().map(|waiting| (key.clone(), waiting)));
-        let queue = in_turn(waiting);
+        let queue = in_turn(waiting, &self.wake.turns);
+        let namespaces: BTreeSet<&str> = queue.iter().map(|key| key.namespace.as_str()).collect();
+        self.wake
+            .turns
+            .retain(|namespace, _| namespaces.contains(namespace.as_str()));
         // A change while offers are out adds to them: what they were made for may be gone by now.
         let width = change.pods.unwrap_or(queue.len()).max(1);
         self.wake.width = if self.wake.offered.is_empty() {
@@ -112,12 +127,7 @@ impl World {
         };
         self.wake.offered.clear();
         self.wake.queue = queue;
-        let immediate: Vec<ObjectKey> = self
-            .claims
-            .iter()
-            .filter(|(_, claim)| !claim.is_delayed() && !claim.is_allocated())
-            .map(|(key, _)| key.clone())
-            .collect();
+        let immediate: Vec<ObjectKey> = self.unallocated_immediate.iter().cloned().collect();
         for key in immediate {
             if let Some(claim) = self.claims.get_mut(&key) {
                 claim.retry.succeeded();
@@ -171,8 +181,12 @@ mod tests {
     #[test]
     fn a_namespace_with_many_waiting_pods_does_not_starve_another() {
         let crowd = (0..100).map(|n| waiting("crowd", &format!("pod-{n:03}"), 0, n));
-        let queue = names(in_turn(crowd.chain([waiting("small", "pod", 0, 500)])));
+        let all: Vec<_> = crowd.chain([waiting("small", "pod", 0, 500)]).collect();
+        let queue = names(in_turn(all.clone().into_iter(), &BTreeMap::new()));
         assert_eq!(queue[..2], ["crowd/pod-000", "small/pod"]);
+        let after = BTreeMap::from([("crowd".to_owned(), 1)]);
+        let queue = names(in_turn(all.into_iter(), &after));
+        assert_eq!(queue[..2], ["small/pod", "crowd/pod-000"]);
     }
 
     #[test]
@@ -184,6 +198,7 @@ mod tests {
                 waiting("a", "urgent", 5, 10),
             ]
             .into_iter(),
+            &BTreeMap::new(),
         ));
         assert_eq!(queue, ["a/urgent", "a/old", "a/young"]);
     }

@@ -167,10 +167,10 @@ fn rebuild(
                 entries.insert(uid.clone(), entry);
             }
             Ok(None) => {
-                error!(claim_uid = %uid, "a CDI file is damaged as well; the devices of its claim are not known any more")
+                error!(claim_uid = %uid, "a CDI file is damaged as well; the devices of its claim are not known any more");
             }
             Err(error) => {
-                error!(claim_uid = %uid, %error, "a CDI file cannot be read; the devices of its claim are not known any more")
+                error!(claim_uid = %uid, %error, "a CDI file cannot be read; the devices of its claim are not known any more");
             }
         }
     }

@@ -1,95 +1,22 @@
-//! The books of the built-in driver against a reference that is nothing but sets and maps: random sequences of everything
-//! that can happen to inventories, claims and the process itself.
+//! What the books should say, in sets and maps, and the check that they say it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::api::crd::{
-    Device, DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceRequest, Mode, NodeInventory,
-    NodeInventorySpec, NodeInventoryStatus, READY,
-};
+use drayman::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceRequest};
 use drayman::api::handle::DeviceHandle;
 use drayman::api::resource::{AllocationResult, ResourceClaim};
 use drayman::core::devices::allocate::Target;
 use drayman::core::devices::books::Books;
-use drayman::core::devices::inventory::Node;
 use drayman::core::devices::judge::Wish;
 use drayman::core::devices::parameters::{ClassParameters, Demand};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
-use proptest::prelude::*;
 
-const DRIVER: &str = "devices.example";
-const NODES: usize = 3;
-const DEVICES: usize = 4;
-const CLAIMS: usize = 6;
-const KINDS: [&str; 2] = ["gpu", "nic"];
-
-/// What can happen. Claims and nodes are numbers.
-#[derive(Clone, Debug)]
-enum Step {
-    /// A node says what it has: its uid, whether it is ready, and of each device the kind and whether it is healthy.
-    Inventory {
-        node: usize,
-        uid: u8,
-        ready: bool,
-        devices: Vec<Option<(usize, bool)>>,
-    },
-    /// A node's inventory is deleted.
-    NoInventory { node: usize },
-    /// These claims are allocated together, on a node or anywhere.
-    Allocate {
-        claims: BTreeSet<usize>,
-        node: Option<usize>,
-    },
-    /// The status write of a granted claim succeeds, and is observed.
-    Record { claim: usize },
-    /// The claim is observed without a change.
-    Observe { claim: usize },
-    /// The driver is asked to give back what the claim holds.
-    Deallocate { claim: usize },
-    /// The allocation is cleared, and that is observed.
-    Clear { claim: usize },
-    /// The claim is deleted, and another of its name made.
-    Delete { claim: usize },
-    /// The process is killed and starts anew from the claims.
-    Restart,
-}
-
-fn step() -> impl Strategy<Value = Step> {
-    let device = prop::option::weighted(0.8, (0..KINDS.len(), prop::bool::weighted(0.8)));
-    let inventory = (
-        0..NODES,
-        0_u8..2,
-        prop::bool::weighted(0.9),
-        prop::collection::vec(device, DEVICES),
-    )
-        .prop_map(|(node, uid, ready, devices)| Step::Inventory {
-            node,
-            uid,
-            ready,
-            devices,
-        });
-    let allocate = (
-        prop::collection::btree_set(0..CLAIMS, 1..4),
-        prop::option::weighted(0.8, 0..NODES),
-    )
-        .prop_map(|(claims, node)| Step::Allocate { claims, node });
-    prop_oneof![
-        4 => inventory,
-        1 => (0..NODES).prop_map(|node| Step::NoInventory { node }),
-        10 => allocate,
-        6 => (0..CLAIMS).prop_map(|claim| Step::Record { claim }),
-        2 => (0..CLAIMS).prop_map(|claim| Step::Observe { claim }),
-        2 => (0..CLAIMS).prop_map(|claim| Step::Deallocate { claim }),
-        3 => (0..CLAIMS).prop_map(|claim| Step::Clear { claim }),
-        2 => (0..CLAIMS).prop_map(|claim| Step::Delete { claim }),
-        1 => Just(Step::Restart),
-    ]
-}
+use crate::inventory::{Known, name, read};
+use crate::{CLAIMS, DRIVER, KINDS, NODES, Step};
 
 type Place = (String, String, String);
 
 /// What a node has, as the reference knows it: its uid, whether it is ready, and the kind and health of each device.
-type ReferenceNode = (String, bool, BTreeMap<String, (&'static str, bool)>);
+type ReferenceNode = (String, bool, Known);
 
 /// One claim, as the reference knows it.
 #[derive(Clone, Debug)]
@@ -152,14 +79,14 @@ fn places(allocation: &AllocationResult) -> Vec<Place> {
 }
 
 /// The reference and the books, side by side.
-struct Pair {
-    books: Books,
+pub(crate) struct Pair {
+    pub(crate) books: Books,
     nodes: BTreeMap<String, ReferenceNode>,
     claims: Vec<ReferenceClaim>,
 }
 
 impl Pair {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let shapes: [(usize, &[u32]); CLAIMS] = [
             (0, &[1]),
             (0, &[1]),
@@ -232,7 +159,7 @@ impl Pair {
             && wanted.iter().all(|(kind, number)| here(kind) >= *number)
     }
 
-    fn run(&mut self, step: &Step) {
+    pub(crate) fn run(&mut self, step: &Step) {
         let nobody = BTreeSet::new();
         let before = self.available(&nobody);
         let freed = match step {
@@ -294,7 +221,7 @@ impl Pair {
             .iter()
             .enumerate()
             .filter_map(|(index, device)| Some((index, (*device)?)));
-        let devices: BTreeMap<String, (&'static str, bool)> = known
+        let devices: Known = known
             .map(|(index, (kind, healthy))| (format!("d{index}"), (KINDS[kind], healthy)))
             .collect();
         let before = self.available(&BTreeSet::new());
@@ -407,7 +334,7 @@ impl Pair {
     }
 
     /// No exclusive device is in two claims, and the books hold exactly what the claims hold.
-    fn check(&self) {
+    pub(crate) fn check(&self) {
         let mut held = BTreeSet::new();
         for place in self
             .claims
@@ -434,61 +361,6 @@ impl Pair {
                 .on_node(uid)
                 .and_then(|node| node.get(device.as_str()));
             assert_eq!(holders.map(Vec::len), Some(1), "{device} of {name}");
-        }
-    }
-}
-
-fn name(node: usize) -> String {
-    format!("node-{node}")
-}
-
-fn read(name: &str, uid: &str, ready: bool, devices: &BTreeMap<String, (&'static str, bool)>) -> Node {
-    let device = |(name, (kind, healthy)): (&String, &(&str, bool))| Device {
-        name: name.clone(),
-        kind: (*kind).to_owned(),
-        mode: Mode::Claims,
-        unhealthy: (!healthy).then(|| "it smokes".to_owned()),
-        ..Device::default()
-    };
-    let spec = NodeInventorySpec {
-        driver_name: DRIVER.into(),
-        node_name: name.into(),
-        node_uid: uid.into(),
-        devices: devices.iter().map(device).collect(),
-    };
-    let mut inventory = NodeInventory::new(name, spec);
-    let condition = Condition {
-        type_: READY.into(),
-        status: if ready { "True" } else { "False" }.into(),
-        reason: "Test".into(),
-        message: String::new(),
-        last_transition_time: Time(jiff::Timestamp::UNIX_EPOCH),
-        observed_generation: None,
-    };
-    inventory.status = Some(NodeInventoryStatus {
-        conditions: vec![condition],
-        ..Default::default()
-    });
-    Node::read(&inventory)
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
-
-    #[test]
-    fn the_books_say_what_sets_and_maps_say(steps in prop::collection::vec(step(), 1..60)) {
-        let mut pair = Pair::new();
-        for step in &steps {
-            pair.run(step);
-            pair.check();
-        }
-        for claim in 0..CLAIMS {
-            pair.run(&Step::Delete { claim });
-        }
-        pair.check();
-        prop_assert_eq!(pair.books.holdings().uids().count(), 0);
-        for uid in (0..NODES).flat_map(|node| [format!("node-{node}-0"), format!("node-{node}-1")]) {
-            prop_assert!(pair.books.holdings().on_node(&uid).is_none(), "nothing is left");
         }
     }
 }

@@ -1,0 +1,484 @@
+//! What decisions cost, without an API server: `cargo bench --bench core`.
+//!
+//! Prints each figure beside its goal. Times are per operation: the median and the 99th percentile of many.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "a benchmark that cannot go on has nothing better to do than to end"
+)]
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use drayman::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, NodeInventory};
+use drayman::api::resource::{AllocationResult, Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
+use drayman::core::devices::allocate::Target;
+use drayman::core::devices::books::Books;
+use drayman::core::devices::inventory::Node;
+use drayman::core::devices::judge::Wish;
+use drayman::core::devices::parameters::{ClassParameters, Demand};
+use drayman::core::protocol::{
+    Answer, ClaimWrite, Command, DriverRequest, Event, Moment, ObjectKey, Outcome, Settings, World,
+};
+use drayman::driver::{CapacityCause, CapacityChange, Verdict};
+use serde_json::{Value, json};
+
+#[path = "figures/mod.rs"]
+mod figures;
+
+use figures::{Goal, Times, figure, heading, resident_kib};
+
+const DRIVER: &str = "drayman.dev";
+
+fn main() {
+    heading("decisions");
+    // First, so that nothing has been given back that could be used again.
+    memory();
+    verdicts();
+    fits();
+    events();
+    burst();
+}
+
+// === devices ===
+
+fn inventory(node: usize, devices: usize) -> Node {
+    let devices: Vec<Value> = (0..devices)
+        .map(|device| json!({ "name": format!("device-{device:03}"), "kind": "test", "mode": "claims" }))
+        .collect();
+    let inventory: NodeInventory = serde_json::from_value(json!({
+        "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory",
+        "metadata": { "name": format!("node-{node:05}.{DRIVER}") },
+        "spec": {
+            "driverName": DRIVER, "nodeName": node_name(node), "nodeUid": format!("uid-{node:05}"), "devices": devices,
+        },
+        "status": { "devices": 0, "unhealthy": 0, "conditions": [{ "type": "Ready", "status": "True",
+            "reason": "Serving", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z" }] },
+    }))
+    .unwrap();
+    Node::read(&inventory)
+}
+
+fn node_name(node: usize) -> String {
+    format!("node-{node:05}")
+}
+
+fn books(nodes: usize, devices: usize) -> Books {
+    let mut books = Books::new(DRIVER);
+    books.replace_inventories(
+        (0..nodes)
+            .map(|node| (format!("{}.{DRIVER}", node_name(node)), inventory(node, devices)))
+            .collect(),
+    );
+    books
+}
+
+fn demand(counts: &[u32]) -> Demand {
+    let class = ClassParameters::check(
+        "test",
+        &DeviceClassParametersSpec {
+            kind: "test".to_owned(),
+        },
+    )
+    .unwrap();
+    let requests: Vec<Value> = counts
+        .iter()
+        .enumerate()
+        .map(|(number, count)| json!({ "name": format!("r{number}"), "count": count }))
+        .collect();
+    let spec: DeviceClaimParametersSpec = serde_json::from_value(json!({ "requests": requests })).unwrap();
+    Demand::check(&class, "default", "test", &spec).unwrap()
+}
+
+/// Where 1 of 15,000 nodes' devices does not fit, for the 128 nodes that the scheduler asks about at most.
+fn verdicts() {
+    const NODES: usize = 15_000;
+    for (what, held) in [("all free", 0), ("all but one node full", 8)] {
+        let mut books = books(NODES, 8);
+        let wanted = demand(&[1]);
+        // The asked nodes lie all over the inventory.
+        let asked: Vec<String> = (0..128).map(|node| node_name(node * 117)).collect();
+        for node in asked.iter().skip(1) {
+            for device in 0..held {
+                let claim = claim(&format!("{node}-{device}"));
+                let wish = Wish {
+                    claim: &claim,
+                    demand: &wanted,
+                    suitable_nodes: None,
+                };
+                books.allocate(&[wish], Target::Node(node));
+            }
+        }
+        let claim = claim("asked");
+        let wish = Wish {
+            claim: &claim,
+            demand: &wanted,
+            suitable_nodes: None,
+        };
+        let mut times = Times::default();
+        for _ in 0..1000 {
+            times.time(|| books.unsuitable_nodes(&[wish], &asked));
+        }
+        figure(
+            &format!("unsuitable_nodes, 128 nodes of {NODES} with 8 devices each, {what}"),
+            &times.to_string(),
+            Goal::at_most(times.median(), Duration::from_millis(1)),
+        );
+    }
+}
+
+/// Requests that get in each other's way are the worst case of the search.
+fn fits() {
+    for (what, counts) in [("one request", &[8][..]), ("eight requests", &[1; 8])] {
+        let books = books(1, 64);
+        let wanted = demand(counts);
+        let claim = claim("asked");
+        let wish = Wish {
+            claim: &claim,
+            demand: &wanted,
+            suitable_nodes: None,
+        };
+        let mut times = Times::default();
+        for _ in 0..1000 {
+            let mut books = books.clone();
+            times.time(|| books.allocate(&[wish], Target::Node("node-00000")));
+        }
+        figure(
+            &format!("allocate 8 devices out of 64, {what}"),
+            &times.to_string(),
+            Goal::at_most(times.median(), Duration::from_millis(1)),
+        );
+    }
+}
+
+// === protocol ===
+
+fn metadata(kind: &str, name: &str, version: u64) -> Value {
+    json!({ "namespace": "default", "name": name, "uid": format!("{kind}-{name}"), "resourceVersion": version.to_string() })
+}
+
+fn owned(mut metadata: Value, pod: &str) -> Value {
+    metadata["ownerReferences"] = json!([{ "apiVersion": "v1", "kind": "Pod", "name": pod,
+        "uid": format!("pod-{pod}"), "controller": true, "blockOwnerDeletion": true }]);
+    metadata
+}
+
+fn claim(name: &str) -> ResourceClaim {
+    serde_json::from_value(json!({
+        "metadata": metadata("claim", name, 1), "spec": { "resourceClassName": "test" },
+    }))
+    .unwrap()
+}
+
+/// A claim as the claim controller makes it from a template, allocated and reserved; in memory as the controller keeps it, without
+/// managed fields and without room to spare.
+fn allocated(number: usize, version: u64) -> Arc<ResourceClaim> {
+    let name = format!("bound-{number:05}");
+    let mut metadata = owned(metadata("claim", &format!("{name}-device-abcde"), version), &name);
+    metadata["annotations"] = json!({ "resource.kubernetes.io/pod-claim-name": "device" });
+    metadata["finalizers"] = json!([format!("{DRIVER}/deletion-protection")]);
+    metadata["generateName"] = json!(format!("{name}-device-"));
+    metadata["creationTimestamp"] = json!("2026-01-01T00:00:00Z");
+    let mut claim: ResourceClaim = serde_json::from_value(json!({
+        "metadata": metadata,
+        "spec": { "resourceClassName": "test", "allocationMode": "WaitForFirstConsumer" },
+        "status": { "driverName": DRIVER, "reservedFor": [{ "resource": "pods", "name": name, "uid": format!("pod-{name}") }] },
+    }))
+    .unwrap();
+    claim.status.allocation = Some(allocation(number));
+    Arc::new(claim)
+}
+
+fn allocation(number: usize) -> AllocationResult {
+    let (node, device) = (number / 8, number % 8);
+    let handle = json!({ "version": 1, "claimUid": format!("claim-{number}"), "nodeName": node_name(node),
+        "nodeUid": format!("uid-{node:05}"), "devices": [{ "request": "device", "device": format!("device-{device:03}") }] });
+    serde_json::from_value(json!({
+        "resourceHandles": [{ "driverName": DRIVER, "data": handle.to_string() }],
+        "availableOnNodes": { "nodeSelectorTerms": [{ "matchFields": [
+            { "key": "metadata.name", "operator": "In", "values": [node_name(node)] }] }] },
+    }))
+    .unwrap()
+}
+
+fn class() -> Arc<ResourceClass> {
+    let class = json!({ "metadata": { "name": "test", "uid": "class", "resourceVersion": "1" }, "driverName": DRIVER });
+    Arc::new(serde_json::from_value(class).unwrap())
+}
+
+fn pod(name: &str) -> Arc<Pod> {
+    let pod = json!({
+        "metadata": metadata("pod", name, 1),
+        "spec": { "resourceClaims": [{ "name": "device", "source": { "resourceClaimName": name } }] },
+    });
+    Arc::new(serde_json::from_value(pod).unwrap())
+}
+
+fn context(name: &str, version: u64) -> Arc<PodSchedulingContext> {
+    let nodes: Vec<String> = (0..128).map(node_name).collect();
+    let context = json!({
+        "metadata": owned(metadata("context", name, version), name),
+        "spec": { "selectedNode": nodes[0], "potentialNodes": nodes },
+    });
+    Arc::new(serde_json::from_value(context).unwrap())
+}
+
+/// A shell that answers every command from memory, so that what is measured is the protocol alone.
+struct Shell {
+    world: World,
+    answers: VecDeque<Event>,
+    claims: BTreeMap<ObjectKey, ResourceClaim>,
+    version: u64,
+    /// Whether the driver finds that no node is suitable.
+    full: bool,
+    times: Times,
+}
+
+impl Shell {
+    /// A world with so many allocated claims that makes decisions.
+    fn new(claims: usize) -> Self {
+        let mut shell = Self {
+            world: World::new(Settings::new(DRIVER)),
+            answers: VecDeque::new(),
+            claims: BTreeMap::new(),
+            version: 10,
+            full: false,
+            times: Times::default(),
+        };
+        shell.apply(Event::Classes(vec![class()]));
+        shell.apply(Event::Claims(
+            (0..claims).map(|number| allocated(number, 1)).collect(),
+        ));
+        shell.apply(Event::Contexts(Vec::new()));
+        shell.run();
+        assert!(shell.world.is_ready());
+        shell.times = Times::default();
+        shell
+    }
+
+    fn next_version(&mut self) -> u64 {
+        self.version += 1;
+        self.version
+    }
+
+    /// Takes one event and decides, as the controller does.
+    fn apply(&mut self, event: Event) {
+        let now = Moment::default();
+        let world = &mut self.world;
+        let commands = self.times.time(|| {
+            world.apply(event, now);
+            world.decide(now)
+        });
+        for command in commands {
+            self.answer(command);
+        }
+    }
+
+    /// Answers until nothing is asked any more.
+    fn run(&mut self) {
+        while let Some(event) = self.answers.pop_front() {
+            self.apply(event);
+        }
+    }
+
+    /// The next answers, all of them before anything is decided.
+    fn answer(&mut self, command: Command) {
+        let (id, answer) = match command {
+            Command::AwaitDriver => return self.answers.push_back(Event::DriverReady),
+            Command::Observe(_) | Command::Report(_) => return,
+            Command::ReadPod { id, key } => (id, Answer::PodRead(Ok(Some(pod(&key.name))))),
+            Command::ReadClaim { id, key } => (
+                id,
+                Answer::ClaimRead(Ok(self.claims.get(&key).cloned().map(Arc::new))),
+            ),
+            Command::WriteClaim { id, key, write, .. } => {
+                let version = self.next_version().to_string();
+                let claim = self.claims.get_mut(&key).unwrap();
+                claim.metadata.resource_version = Some(version);
+                match write {
+                    ClaimWrite::AddFinalizer => {
+                        claim.metadata.finalizers = Some(vec![format!("{DRIVER}/deletion-protection")]);
+                    }
+                    ClaimWrite::Allocate {
+                        allocation,
+                        reserved_for,
+                    } => {
+                        claim.status.allocation = Some(allocation);
+                        claim.status.driver_name = Some(DRIVER.to_owned());
+                        claim.status.reserved_for = reserved_for.into_iter().collect();
+                    }
+                    ClaimWrite::ClearAllocation { .. } | ClaimWrite::RemoveFinalizer => {
+                        unreachable!("nothing is released here")
+                    }
+                }
+                let claim = Arc::new(claim.clone());
+                // The watch shows it too.
+                self.answers.push_back(Event::Claim(claim.clone()));
+                (id, Answer::ClaimWritten(Outcome::Done(claim)))
+            }
+            Command::WriteContext { id, key, entries, .. } => {
+                let version = self.next_version();
+                let mut context = context(&key.name, version);
+                Arc::make_mut(&mut context).status.resource_claims = entries;
+                self.answers.push_back(Event::Context(context.clone()));
+                (id, Answer::ContextWritten(Outcome::Done(context)))
+            }
+            Command::CallDriver { id, request } => (id, self.drive(&request)),
+        };
+        self.answers.push_back(Event::Answer { id, answer });
+    }
+
+    fn drive(&self, request: &DriverRequest) -> Answer {
+        match request {
+            DriverRequest::UnsuitableNodes { claims, nodes, .. } => {
+                let reasons = nodes
+                    .iter()
+                    .filter(|_| self.full)
+                    .map(|node| (node.clone(), "8 of 8 held".to_owned()));
+                let verdict = Verdict {
+                    unsuitable_nodes: reasons.collect(),
+                };
+                Answer::Judged(Ok(vec![verdict; claims.len()]))
+            }
+            DriverRequest::Allocate { claims, .. } => {
+                Answer::Allocated(Ok(claims.iter().map(|_| Ok(allocation(0))).collect()))
+            }
+            DriverRequest::Deallocate { .. } => Answer::Deallocated(Ok(())),
+        }
+    }
+
+    /// Adds a pod with one claim and a context whose node is chosen.
+    fn add_pod(&mut self, name: &str) {
+        let claim = claim(name);
+        self.claims.insert(ObjectKey::of(&claim.metadata), claim.clone());
+        self.apply(Event::Claim(Arc::new(claim)));
+        self.apply(Event::Context(context(name, 1)));
+    }
+
+    /// Adds pods that wait.
+    fn add_waiting(&mut self, number: usize) {
+        self.full = true;
+        for number in 0..number {
+            self.add_pod(&format!("waiting-{number:05}"));
+        }
+        self.run();
+    }
+}
+
+/// The memory of what the protocol and the books know of a claim.
+fn memory() {
+    const CLAIMS: usize = 10_000;
+    let before = resident_kib();
+    let shell = Shell::new(CLAIMS);
+    let protocol = resident_kib().saturating_sub(before) * 1024 / CLAIMS as u64;
+    let mut books = Books::new(DRIVER);
+    let claims: Vec<_> = (0..CLAIMS).map(|number| allocated(number, 1)).collect();
+    let before = resident_kib();
+    books.observe_all(
+        claims
+            .iter()
+            .map(|claim| (&**claim, claim.status.allocation.as_ref())),
+    );
+    let held = resident_kib().saturating_sub(before) * 1024 / CLAIMS as u64;
+    figure(
+        "memory of an allocated claim among 10,000",
+        &format!("{protocol} bytes in the protocol, {held} bytes in the books"),
+        // 64 MB less what the program needs at rest, shared by 10,000.
+        Goal::below(protocol + held, 4_000),
+    );
+    drop(shell);
+}
+
+fn events() {
+    const CLAIMS: usize = 10_000;
+    const WAITING: usize = 500;
+    let goal = Duration::from_millis(1);
+    let mut shell = Shell::new(CLAIMS);
+    shell.add_waiting(WAITING);
+    let about = format!("{CLAIMS} allocated claims, {WAITING} waiting contexts");
+
+    shell.times = Times::default();
+    for number in 0..1000 {
+        let version = shell.next_version();
+        shell.apply(Event::Claim(allocated(number, version)));
+        shell.run();
+    }
+    figure(
+        &format!("event of an allocated claim ({about})"),
+        &shell.times.to_string(),
+        Goal::at_most(shell.times.median(), goal),
+    );
+
+    shell.times = Times::default();
+    for number in 0..WAITING {
+        let name = format!("waiting-{number:05}");
+        let version = shell.next_version();
+        let mut changed = context(&name, version);
+        let entries =
+            json!([{ "name": "device", "unsuitableNodes": (0..128).map(node_name).collect::<Vec<_>>() }]);
+        Arc::make_mut(&mut changed).status.resource_claims = serde_json::from_value(entries).unwrap();
+        shell.apply(Event::Context(changed));
+        shell.run();
+    }
+    figure(
+        &format!("event of a waiting context ({about})"),
+        &shell.times.to_string(),
+        Goal::at_most(shell.times.median(), goal),
+    );
+
+    // One device comes free, and none of those who wait is helped by it: the dearest case.
+    shell.times = Times::default();
+    let start = Instant::now();
+    shell.apply(Event::Capacity(CapacityChange {
+        cause: CapacityCause::Freed,
+        pods: Some(1),
+    }));
+    shell.run();
+    figure(
+        &format!("one device freed that helps none of {WAITING} waiting pods"),
+        &format!(
+            "{:?} until all were judged again, {} events",
+            start.elapsed(),
+            shell.times.len()
+        ),
+        Goal::at_most(start.elapsed(), Duration::from_millis(200)),
+    );
+
+    shell.times = Times::default();
+    for number in 0..WAITING {
+        let key = ObjectKey::new("default", format!("waiting-{number:05}"));
+        let uid = format!("context-{}", key.name);
+        shell.apply(Event::ContextGone { key, uid });
+        shell.run();
+    }
+    figure(
+        &format!("end of a waiting context ({about})"),
+        &shell.times.to_string(),
+        Goal::at_most(shell.times.median(), goal),
+    );
+}
+
+/// All pods at once, so that all of them are under way at the same time.
+fn burst() {
+    const CLAIMS: usize = 10_000;
+    const PODS: usize = 500;
+    let mut shell = Shell::new(CLAIMS);
+    let start = Instant::now();
+    for number in 0..PODS {
+        shell.add_pod(&format!("pod-{number:05}"));
+    }
+    shell.run();
+    let elapsed = start.elapsed();
+    assert_eq!(shell.world.statistics().allocations, PODS as u64);
+    figure(
+        &format!("{PODS} pods under way at once beside {CLAIMS} allocated claims"),
+        &format!(
+            "{:?} of decisions per pod in {} events, {}",
+            shell.times.sum() / u32::try_from(PODS).unwrap(),
+            shell.times.len(),
+            shell.times
+        ),
+        Goal::at_most(elapsed, Duration::from_secs(1)),
+    );
+}

@@ -1,0 +1,194 @@
+//! How long the decisions of the built-in driver take, at the size of the largest clusters: `cargo bench --bench devices`.
+//!
+//! Prints one line per question, with the median and the slowest of many tries, and fails if a median is beyond its limit.
+
+use std::hint::black_box;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use drayman::api::crd::{
+    Device, DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceRequest, NodeInventory,
+    NodeInventorySpec, NodeInventoryStatus, READY,
+};
+use drayman::api::resource::{AllocationResult, ResourceClaim};
+use drayman::core::devices::allocate::Target;
+use drayman::core::devices::books::Books;
+use drayman::core::devices::fit::Fit;
+use drayman::core::devices::inventory::Node;
+use drayman::core::devices::judge::Wish;
+use drayman::core::devices::parameters::{ClassParameters, Demand};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+
+const DRIVER: &str = "drayman.dev";
+const NODES: usize = 15_000;
+const DEVICES: usize = 8;
+const CLAIMS: usize = 10_000;
+
+fn node_name(number: usize) -> String {
+    format!("node-{number:05}.example.internal")
+}
+
+fn node(number: usize) -> Node {
+    let device = |index| Device {
+        name: format!("pci-0000-{index:02}-00-0"),
+        kind: "gpu".into(),
+        ..Device::default()
+    };
+    let spec = NodeInventorySpec {
+        driver_name: DRIVER.into(),
+        node_name: node_name(number),
+        node_uid: format!("00000000-0000-4000-8000-{number:012}"),
+        devices: (0..DEVICES).map(device).collect(),
+    };
+    let mut inventory = NodeInventory::new(&spec.node_name.clone(), spec);
+    let ready = Condition {
+        type_: READY.into(),
+        status: "True".into(),
+        reason: "Serving".into(),
+        message: String::new(),
+        last_transition_time: Time(jiff::Timestamp::UNIX_EPOCH),
+        observed_generation: None,
+    };
+    inventory.status = Some(NodeInventoryStatus {
+        conditions: vec![ready],
+        ..NodeInventoryStatus::default()
+    });
+    Node::read(&inventory)
+}
+
+fn claim(number: usize, allocation: Option<AllocationResult>) -> ResourceClaim {
+    let mut claim = ResourceClaim::default();
+    claim.metadata.namespace = Some("default".into());
+    claim.metadata.name = Some(format!("pod-{number}-device"));
+    claim.metadata.uid = Some(format!("00000000-0000-4000-9000-{number:012}"));
+    claim.status.driver_name = Some(DRIVER.into());
+    claim.status.allocation = allocation;
+    claim
+}
+
+fn demand(count: u32) -> Option<Demand> {
+    let class = ClassParameters::check("gpu", &DeviceClassParametersSpec { kind: "gpu".into() }).ok()?;
+    let requests = vec![DeviceRequest {
+        name: "device".into(),
+        count,
+    }];
+    Demand::check(&class, "default", "p", &DeviceClaimParametersSpec { requests }).ok()
+}
+
+fn measure(what: &str, tries: usize, limit: Duration, mut run: impl FnMut()) -> bool {
+    let mut times: Vec<Duration> = (0..tries)
+        .map(|_| {
+            let start = Instant::now();
+            run();
+            start.elapsed()
+        })
+        .collect();
+    times.sort_unstable();
+    let at = |index: usize| times.get(index).copied().unwrap_or_default();
+    let (median, slowest) = (at(tries / 2), at(tries.saturating_sub(1)));
+    let fine = median <= limit;
+    let mark = if fine { "" } else { "  BEYOND THE LIMIT" };
+    println!("{what:<62} {median:>10.1?} {slowest:>10.1?}  (limit {limit:?}){mark}");
+    fine
+}
+
+/// Books in which every one of [`CLAIMS`] holds a device, the nodes filled one after the other, and the claims.
+fn filled(one: &Demand) -> Option<(Books, Vec<ResourceClaim>)> {
+    let mut books = Books::new(DRIVER);
+    books.replace_inventories(
+        (0..NODES)
+            .map(node)
+            .map(|node| (node.name().to_owned(), node))
+            .collect(),
+    );
+    let mut claims = Vec::with_capacity(CLAIMS);
+    for number in 0..CLAIMS {
+        let (asking, target) = (claim(number, None), node_name(number / DEVICES));
+        let wish = Wish {
+            claim: &asking,
+            demand: one,
+            suitable_nodes: None,
+        };
+        let allocation = books
+            .allocate(&[wish], Target::Node(&target))
+            .answers
+            .pop()?
+            .ok()?;
+        claims.push(claim(number, Some(allocation)));
+    }
+    books.observe_all(observed(&claims));
+    Some((books, claims))
+}
+
+fn observed(claims: &[ResourceClaim]) -> impl Iterator<Item = (&ResourceClaim, Option<&AllocationResult>)> {
+    claims
+        .iter()
+        .map(|claim| (claim, claim.status.allocation.as_ref()))
+}
+
+fn main() -> ExitCode {
+    let (Some(one), Some(eight)) = (demand(1), demand(8)) else {
+        return ExitCode::FAILURE;
+    };
+    let Some((mut books, claims)) = filled(&one) else {
+        return ExitCode::FAILURE;
+    };
+    let asking = claim(CLAIMS, None);
+    let wish = |demand| Wish {
+        claim: &asking,
+        demand,
+        suitable_nodes: None,
+    };
+    // The last full node and the first free one are in the middle.
+    let border = CLAIMS / DEVICES - 64;
+    let names: Vec<String> = (border..border + 128).map(node_name).collect();
+    let last = node_name(NODES - 1);
+    let title = format!("{NODES} nodes with {DEVICES} devices each, {CLAIMS} claims");
+    println!("{title:<62} {:>10} {:>10}", "median", "slowest");
+
+    let millis = Duration::from_millis;
+    let fine = [
+        measure(
+            "unsuitable_nodes, 128 nodes of which 64 are full, 1 device",
+            1000,
+            millis(1),
+            || {
+                black_box(books.unsuitable_nodes(&[wish(&one)], &names));
+            },
+        ),
+        measure(
+            "unsuitable_nodes, 128 nodes of which 64 are full, 8 devices",
+            1000,
+            millis(1),
+            || {
+                black_box(books.unsuitable_nodes(&[wish(&eight)], &names));
+            },
+        ),
+        measure(
+            "fit, 8 out of 64 devices",
+            1000,
+            Duration::from_micros(50),
+            || {
+                let mut fit = Fit::new(64);
+                let _ = black_box(fit.add((0..64).collect(), 8));
+                black_box(fit.answers());
+            },
+        ),
+        measure("allocate and deallocate, on a node", 1000, millis(1), || {
+            black_box(books.allocate(&[wish(&one)], Target::Node(&last)));
+            books.deallocate(&asking);
+        }),
+        measure("allocate and deallocate, anywhere", 50, millis(100), || {
+            black_box(books.allocate(&[wish(&one)], Target::Anywhere));
+            books.deallocate(&asking);
+        }),
+        measure("observe, all claims at once", 20, millis(200), || {
+            black_box(Books::new(DRIVER).observe_all(observed(&claims)));
+        }),
+    ];
+    if fine.contains(&false) {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    }
+}

@@ -1,0 +1,181 @@
+//! Pods that cannot run, in one namespace, against the allocations of another.
+
+use std::time::Duration;
+
+use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim};
+use k8s_openapi::api::core::v1::Namespace;
+use kube::api::{Api, DeleteParams, ListParams, PostParams};
+use serde_json::json;
+use tokio::time::sleep;
+
+use crate::Options;
+use crate::figures::{Goal, Times, figure};
+use crate::ground::{self, Controller, PATIENCE, USER};
+use crate::requests;
+use crate::stage::{DRIVER, Stage, is_allocated, pod_with_claim};
+
+const CROWD: usize = 100;
+const NODES: usize = 16;
+const SAMPLES: usize = 300;
+/// Samples under way at once: allocations and releases overlap, as in a busy namespace.
+const AT_ONCE: usize = 4;
+
+pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
+    let stage = ground::stage(
+        &[
+            ("controller-manager", "--kube-api-qps=2000"),
+            ("controller-manager", "--kube-api-burst=4000"),
+        ],
+        true,
+    )
+    .await?;
+    ground::make_nodes(&stage, (0..NODES).map(|node| (node, 8))).await?;
+    stage
+        .apply(&json!({
+            "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": "nobody" },
+            "driverName": "nobody.example.com",
+        }))
+        .await?;
+    let controller = Controller::start(&stage, options).await?;
+    // The first ones pay for connections and caches.
+    samples(&stage, "warm", AT_ONCE * 10).await?;
+    let alone = samples(&stage, "alone", SAMPLES).await?;
+    show("alone", &alone, Goal::none());
+    // The same crowd of a driver that is not there: what scheduler and API server make of it.
+    crowd(&stage, "nobody", "nobody").await?;
+    let beside_nobody = samples(&stage, "nobody", SAMPLES).await?;
+    show(
+        &format!("beside {CROWD} pods that wait for a driver that is not there"),
+        &beside_nobody,
+        Goal::none(),
+    );
+    disperse(&stage, "nobody").await?;
+    crowd(&stage, "crowd", "test").await?;
+    let before = requests::of(&stage, USER).await?.len();
+    let beside = samples(&stage, "beside", SAMPLES).await?;
+    let entries = requests::of(&stage, USER).await?;
+    let for_crowd = entries
+        .iter()
+        .skip(before)
+        .filter(|entry| entry.namespace == "crowd")
+        .count();
+    let change =
+        |from: &Times| 100.0 * (beside.quantile(99).as_secs_f64() / from.quantile(99).as_secs_f64() - 1.0);
+    show(
+        &format!(
+            "beside {CROWD} unsatisfiable pods of another namespace, on which {for_crowd} requests were spent"
+        ),
+        &beside,
+        Goal::is(change(&alone) < 20.0),
+    );
+    figure(
+        "change of p99",
+        &format!(
+            "{:+.0} % against alone, {:+.0} % against the other crowd",
+            change(&alone),
+            change(&beside_nobody)
+        ),
+        Goal::none(),
+    );
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+fn show(what: &str, times: &Times, goal: Goal) {
+    figure(
+        &format!("context written -> allocation stored, {what}"),
+        &times.to_string(),
+        goal,
+    );
+}
+
+/// Pods in a namespace of their own, each of which wants more devices than any node has.
+async fn crowd(stage: &Stage, namespace: &str, class: &str) -> anyhow::Result<()> {
+    let client = stage.cluster.client();
+    let object: Namespace = serde_json::from_value(json!({ "metadata": { "name": namespace } }))?;
+    Api::all(client.clone())
+        .create(&PostParams::default(), &object)
+        .await?;
+    stage
+        .apply(&json!({
+            "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters",
+            "metadata": { "name": "many", "namespace": namespace },
+            "spec": { "requests": [{ "name": "device", "count": 64 }] },
+        }))
+        .await?;
+    let reference = json!({ "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": "many" });
+    stage
+        .apply(&json!({
+            "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate",
+            "metadata": { "name": "test", "namespace": namespace },
+            "spec": { "spec": { "resourceClassName": class, "parametersRef": reference } },
+        }))
+        .await?;
+    let pods = Api::<Pod>::namespaced(client.clone(), namespace);
+    ground::each(0..CROWD, |number| {
+        let pods = pods.clone();
+        async move {
+            let pod = pod_with_claim(&format!("crowd-{number:03}"))?;
+            pods.create(&PostParams::default(), &pod).await?;
+            Ok(())
+        }
+    })
+    .await?;
+    let contexts = Api::<PodSchedulingContext>::namespaced(client, namespace);
+    ground::until("the scheduler has asked for every pod", PATIENCE, || async {
+        let contexts = contexts.list(&ListParams::default()).await?.items;
+        let is_told =
+            |context: &PodSchedulingContext| class == "nobody" || !context.status.resource_claims.is_empty();
+        Ok(contexts.iter().filter(|context| is_told(context)).count() == CROWD)
+    })
+    .await?;
+    sleep(Duration::from_secs(3)).await;
+    Ok(())
+}
+
+async fn disperse(stage: &Stage, namespace: &str) -> anyhow::Result<()> {
+    let pods = Api::<Pod>::namespaced(stage.cluster.client(), namespace);
+    let now = DeleteParams::default().grace_period(0);
+    drop(pods.delete_collection(&now, &ListParams::default()).await?);
+    let claims = Api::<ResourceClaim>::namespaced(stage.cluster.client(), namespace);
+    ground::until("the crowd is gone", PATIENCE, || async {
+        Ok(claims.list(&ListParams::default()).await?.items.is_empty())
+    })
+    .await
+}
+
+/// Lives of claims in the namespace `default`, in which this program is the scheduler: its choice of a node is all that counts.
+async fn samples(stage: &Stage, phase: &str, number: usize) -> anyhow::Result<Times> {
+    let lanes = (0..AT_ONCE).map(|lane| async move {
+        for sample in (lane..number).step_by(AT_ONCE) {
+            one(stage, &format!("{phase}-{sample:03}"), sample % NODES).await?;
+        }
+        anyhow::Ok(())
+    });
+    futures::future::try_join_all(lanes).await?;
+    let all = stage.cluster.audit().entries().await?;
+    Ok(requests::allocation_times(&all, USER, |claim| {
+        claim.starts_with(&format!("{phase}-")).then(|| claim.to_owned())
+    }))
+}
+
+async fn one(stage: &Stage, name: &str, node: usize) -> anyhow::Result<()> {
+    let (claims, pods) = (stage.claims(), stage.pods());
+    let claim = serde_json::from_value(json!({
+        "metadata": { "name": name }, "spec": { "resourceClassName": "test" },
+    }))?;
+    claims.create(&PostParams::default(), &claim).await?;
+    let pod = pods
+        .create(&PostParams::default(), &ground::held_pod(name, name)?)
+        .await?;
+    let nodes: Vec<String> = (0..NODES).map(ground::node_name).collect();
+    let context = ground::context_of(&pod, nodes.get(node).map(String::as_str), &nodes)?;
+    stage.contexts().create(&PostParams::default(), &context).await?;
+    ground::until("the claim is allocated", PATIENCE, || async {
+        Ok(claims.get_opt(name).await?.as_ref().is_some_and(is_allocated))
+    })
+    .await?;
+    ground::remove_pod(&pods, name).await?;
+    claims.delete(name, &DeleteParams::default()).await?;
+    Ok(())
+}

@@ -1,0 +1,92 @@
+//! The controller under load on a real control plane: `cargo bench --bench load -- [SCENARIO]...`.
+//!
+//! Each scenario starts a control plane of its own (see `tests/harness`) with nodes that exist in the API only, runs the program
+//! `drayman controller` as a user of its own, and prints each figure beside its goal. Requests are counted, and latencies are
+//! taken, in the audit log of the API server, so that what is measured is the same for every controller. Nothing leaves the
+//! loopback interface.
+
+#[path = "../figures/mod.rs"]
+mod figures;
+#[path = "../../tests/harness/mod.rs"]
+mod harness;
+#[path = "../../tests/kubernetes/stage.rs"]
+#[allow(
+    dead_code,
+    unreachable_pub,
+    clippy::single_match_else,
+    reason = "written for the tests, which use another part of it"
+)]
+mod stage;
+
+mod burst;
+mod fair;
+mod ground;
+mod life;
+mod memory_driver;
+mod requests;
+mod rest;
+mod restart;
+mod wake;
+
+use std::path::PathBuf;
+
+use anyhow::bail;
+
+const USAGE: &str = "usage: cargo bench --bench load -- [life|rest|wake|burst|restart|fair]...
+  --program PATH   measure this build of drayman instead of the one that cargo has just made
+All scenarios are run if none is named.";
+
+/// What was asked for.
+#[derive(Clone, Debug)]
+struct Options {
+    /// The program under test.
+    program: PathBuf,
+}
+
+const SCENARIOS: [&str; 6] = ["life", "rest", "wake", "burst", "restart", "fair"];
+
+fn main() -> anyhow::Result<()> {
+    let mut options = Options {
+        program: env!("CARGO_BIN_EXE_drayman").into(),
+    };
+    let mut scenarios = Vec::new();
+    let mut arguments = std::env::args().skip(1);
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            // What cargo passes to every benchmark.
+            "--bench" => {}
+            "--program" => match arguments.next() {
+                Some(path) => options.program = path.into(),
+                None => bail!("{USAGE}"),
+            },
+            memory_driver::COMMAND => match arguments.next() {
+                Some(kubeconfig) => return memory_driver::run(&kubeconfig),
+                None => bail!("{USAGE}"),
+            },
+            name if SCENARIOS.contains(&name) => scenarios.push(name.to_owned()),
+            _ => bail!("{USAGE}"),
+        }
+    }
+    if scenarios.is_empty() {
+        scenarios = SCENARIOS.map(str::to_owned).to_vec();
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()?;
+    for scenario in scenarios {
+        figures::heading(&scenario);
+        println!("program: {}", options.program.display());
+        runtime.block_on(async {
+            match scenario.as_str() {
+                "life" => life::run(&options).await,
+                "rest" => rest::run(&options).await,
+                "wake" => wake::run(&options).await,
+                "burst" => burst::run(&options).await,
+                "restart" => restart::run(&options).await,
+                _ => fair::run(&options).await,
+            }
+        })?;
+    }
+    Ok(())
+}

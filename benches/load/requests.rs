@@ -1,0 +1,117 @@
+//! What a controller asked the API server, out of the audit log.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use jiff::Timestamp;
+
+use crate::figures::Times;
+use crate::harness::Entry;
+use crate::stage::Stage;
+
+/// The requests of one user, without those that open a watch.
+pub(crate) async fn of(stage: &Stage, user: &str) -> anyhow::Result<Vec<Entry>> {
+    let mut entries = stage.cluster.audit().of_user(user).await?;
+    entries.retain(|entry| !matches!(entry.verb.as_str(), "list" | "watch") && !entry.resource.is_empty());
+    Ok(entries)
+}
+
+/// Requests, sorted by what they are.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Count {
+    pub(crate) writes: usize,
+    pub(crate) reads: usize,
+    pub(crate) conflicts: usize,
+    pub(crate) failures: usize,
+    /// Events that the controller wrote for users.
+    pub(crate) events: usize,
+    kinds: BTreeMap<String, usize>,
+}
+
+impl Count {
+    pub(crate) fn new<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Self {
+        let mut count = Self::default();
+        for entry in entries {
+            if entry.resource == "events" {
+                count.events += 1;
+            } else if entry.is_write() {
+                count.writes += 1;
+            } else {
+                count.reads += 1;
+            }
+            count.conflicts += usize::from(entry.code == 409);
+            count.failures += usize::from(entry.code >= 400);
+            let slash = if entry.subresource.is_empty() { "" } else { "/" };
+            let kind = format!("{} {}{slash}{}", entry.verb, entry.resource, entry.subresource);
+            *count.kinds.entry(kind).or_default() += 1;
+        }
+        count
+    }
+
+    pub(crate) fn all(&self) -> usize {
+        self.writes + self.reads + self.events
+    }
+
+    /// How many there were per pod.
+    pub(crate) fn per(&self, pods: usize) -> String {
+        #[expect(clippy::cast_precision_loss, reason = "counts of requests are small")]
+        let per = |number: usize| number as f64 / pods.max(1) as f64;
+        let kinds: Vec<String> = self
+            .kinds
+            .iter()
+            .map(|(kind, number)| format!("{kind} {:.2}", per(*number)))
+            .collect();
+        format!(
+            "{:.2} writes, {:.2} reads, {} 409s, {} failures, {} events ({})",
+            per(self.writes),
+            per(self.reads),
+            self.conflicts,
+            self.failures,
+            self.events,
+            kinds.join(", ")
+        )
+    }
+}
+
+/// A moment of the audit log.
+pub(crate) fn moment(text: &str) -> Timestamp {
+    text.parse().unwrap_or(Timestamp::UNIX_EPOCH)
+}
+
+/// From one moment to a later one; nothing if it is earlier.
+pub(crate) fn between(from: Timestamp, to: Timestamp) -> Duration {
+    Duration::try_from(to.duration_since(from)).unwrap_or_default()
+}
+
+/// From the scheduler's choice of a node to the stored allocation, for each claim.
+///
+/// `claim_pod` tells of a claim's name which pod it is for. The choice is the last write of a context before the allocation
+/// that was not the controller's.
+pub(crate) fn allocation_times(
+    all: &[Entry],
+    user: &str,
+    claim_pod: impl Fn(&str) -> Option<String>,
+) -> Times {
+    let mut chosen: BTreeMap<(String, String), Timestamp> = BTreeMap::new();
+    let mut times = Times::default();
+    let mut sorted: Vec<&Entry> = all
+        .iter()
+        .filter(|entry| entry.is_write() && entry.code < 300)
+        .collect();
+    sorted.sort_by(|left, right| left.completed.cmp(&right.completed));
+    for entry in sorted {
+        let foreign = entry.user != user && entry.verb != "delete";
+        if entry.resource == "podschedulingcontexts" && foreign && !entry.name.is_empty() {
+            let key = (entry.namespace.clone(), entry.name.clone());
+            chosen.insert(key, moment(&entry.completed));
+        } else if entry.resource == "resourceclaims"
+            && entry.subresource == "status"
+            && entry.user == user
+            && let Some(pod) = claim_pod(&entry.name)
+            && let Some(chosen) = chosen.remove(&(entry.namespace.clone(), pod))
+        {
+            times.push(between(chosen, moment(&entry.completed)));
+        }
+    }
+    times
+}

@@ -1,0 +1,93 @@
+//! A cluster in which nothing happens costs nothing.
+
+use std::time::Duration;
+
+use kube::api::PostParams;
+use serde_json::json;
+use tokio::time::sleep;
+
+use crate::Options;
+use crate::figures::{Goal, figure};
+use crate::ground::{self, Controller, USER};
+use crate::requests::{self, Count};
+use crate::stage::DRIVER;
+
+const CLAIMS: usize = 1000;
+const CONTEXTS: usize = 1000;
+const REST: Duration = Duration::from_secs(60);
+
+pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
+    let stage = ground::stage(&[], false).await?;
+    let nodes: Vec<String> = (0..128).map(ground::node_name).collect();
+    ground::each(&nodes, |node| {
+        let stage = &stage;
+        async move { stage.write_inventory(node, &format!("uid-of-{node}"), 8).await }
+    })
+    .await?;
+    stage
+        .apply(&json!({
+            "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": "foreign" },
+            "driverName": "foreign.example.com",
+        }))
+        .await?;
+    // Pods whose claims are another driver's, each with the context that the scheduler makes for it.
+    ground::each(0..CONTEXTS, |number| {
+        let (stage, nodes) = (&stage, &nodes);
+        async move {
+            let name = format!("foreign-{number:04}");
+            let claim = serde_json::from_value(json!({
+                "metadata": { "name": name }, "spec": { "resourceClassName": "foreign" },
+            }))?;
+            stage.claims().create(&PostParams::default(), &claim).await?;
+            let pod = stage
+                .pods()
+                .create(&PostParams::default(), &ground::held_pod(&name, &name)?)
+                .await?;
+            let context = ground::context_of(&pod, nodes.first().map(String::as_str), nodes)?;
+            stage.contexts().create(&PostParams::default(), &context).await?;
+            Ok(())
+        }
+    })
+    .await?;
+    ground::each(0..CLAIMS, |number| {
+        let stage = &stage;
+        async move {
+            let pod = stage
+                .pods()
+                .create(
+                    &PostParams::default(),
+                    &ground::held_pod(&format!("ours-{number:04}"), &format!("bound-{number:05}-device"))?,
+                )
+                .await?;
+            let node = ground::node_name(number / 8);
+            let device = format!("drayman-test-{}", number % 8);
+            ground::make_allocated(stage, number, &pod, (&node, &format!("uid-of-{node}"), &device)).await
+        }
+    })
+    .await?;
+    let controller = Controller::start(&stage, options).await?;
+    sleep(Duration::from_secs(5)).await;
+    let start = requests::of(&stage, USER).await?;
+    let used = controller.processor_time();
+    sleep(REST).await;
+    let entries = requests::of(&stage, USER).await?;
+    let count = Count::new(entries.iter().skip(start.len()));
+    figure(
+        &format!(
+            "requests in {REST:?} at rest, {CLAIMS} claims allocated by {DRIVER}, {CONTEXTS} contexts of another driver"
+        ),
+        &format!("{} (and {} at the start)", count.all(), start.len()),
+        Goal::is(count.all() == 0),
+    );
+    let (resident, most) = controller.resident_kib();
+    figure(
+        "the controller then",
+        &format!(
+            "{resident} KiB resident, {most} KiB at most, {:?} of processor time in these {REST:?}",
+            controller.processor_time().saturating_sub(used)
+        ),
+        Goal::none(),
+    );
+    controller.end().await?;
+    stage.cluster.stop().await
+}

@@ -1,0 +1,138 @@
+//! A start with ten thousand allocated claims.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use drayman::api::handle::DeviceHandle;
+use drayman::api::resource::ResourceClaim;
+use kube::api::{ListParams, PostParams};
+use serde_json::json;
+use tokio::time::sleep;
+
+use crate::Options;
+use crate::figures::{Goal, figure};
+use crate::ground::{self, Controller, PATIENCE, USER};
+use crate::requests::{self, between, moment};
+use crate::stage::{Stage, is_allocated};
+
+const CLAIMS: usize = 10_000;
+/// Devices of each node.
+const DEVICES: usize = 8;
+/// Starts, with one free device for each.
+const STARTS: usize = 3;
+/// Claims of one pod, to make fewer pods.
+const PER_POD: usize = 100;
+/// 64 MB, MB taken as 10^6 bytes.
+const LIMIT_KIB: u64 = 62_500;
+
+pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
+    let stage = ground::stage(&[], false).await?;
+    // The claims are filled in as they are after a long time; nobody schedules or collects meanwhile.
+    for component in ["scheduler", "controller-manager"] {
+        stage.cluster.stop_component(component, 15).await?;
+    }
+    fill(&stage).await?;
+    for start in 0..STARTS {
+        one(&stage, options, start).await?;
+    }
+    ensure!(
+        distinct(&stage).await? == CLAIMS + STARTS,
+        "a device was allocated twice"
+    );
+    stage.cluster.stop().await
+}
+
+/// Makes inventories with just so many devices more than claims, and the claims.
+async fn fill(stage: &Stage) -> anyhow::Result<()> {
+    let nodes = (CLAIMS + STARTS).div_ceil(DEVICES);
+    ground::each(0..nodes, |number| async move {
+        let node = ground::node_name(number);
+        let devices = DEVICES.min(CLAIMS + STARTS - number * DEVICES);
+        stage
+            .write_inventory(&node, &format!("uid-of-{node}"), devices)
+            .await
+    })
+    .await?;
+    ground::each(0..CLAIMS / PER_POD, |number| async move {
+        let pod = ground::held_pod(&format!("bound-{number:03}"), "any")?;
+        let pod = stage.pods().create(&PostParams::default(), &pod).await?;
+        for claim in number * PER_POD..(number + 1) * PER_POD {
+            let node = ground::node_name(claim / DEVICES);
+            let device = format!("drayman-test-{}", claim % DEVICES);
+            let place = (node.as_str(), format!("uid-of-{node}"), device);
+            ground::make_allocated(stage, claim, &pod, (place.0, &place.1, &place.2)).await?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+/// Starts the controller while a pod waits for the last node, where one device more is free each time.
+async fn one(stage: &Stage, options: &Options, start: usize) -> anyhow::Result<()> {
+    let name = format!("waiting-{start}");
+    let claim = serde_json::from_value(json!({
+        "metadata": { "name": name }, "spec": { "resourceClassName": "test" },
+    }))?;
+    stage.claims().create(&PostParams::default(), &claim).await?;
+    let pod = stage
+        .pods()
+        .create(&PostParams::default(), &ground::held_pod(&name, &name)?)
+        .await?;
+    let last = ground::node_name((CLAIMS + STARTS).div_ceil(DEVICES) - 1);
+    let context = ground::context_of(&pod, Some(&last), std::slice::from_ref(&last))?;
+    stage.contexts().create(&PostParams::default(), &context).await?;
+
+    let controller = Controller::start(stage, options).await?;
+    ground::until("the waiting pod's claim is allocated", PATIENCE, || async {
+        Ok(stage
+            .claims()
+            .get_opt(&name)
+            .await?
+            .as_ref()
+            .is_some_and(is_allocated))
+    })
+    .await?;
+    let entries = requests::of(stage, USER).await?;
+    let stored = entries
+        .iter()
+        .find(|entry| entry.subresource == "status" && entry.name == name)
+        .context("the allocation is in the audit log")?;
+    let elapsed = between(controller.started, moment(&stored.completed));
+    figure(
+        &format!(
+            "start {} with {CLAIMS} allocated claims -> first allocation stored",
+            start + 1
+        ),
+        &format!(
+            "{elapsed:.1?}, {:?} of processor time",
+            controller.processor_time()
+        ),
+        Goal::at_most(elapsed, Duration::from_secs(2)),
+    );
+    // What the start needed is given back, or not.
+    sleep(Duration::from_secs(5)).await;
+    let (resident, most) = controller.resident_kib();
+    figure(
+        &format!(
+            "memory with {CLAIMS} allocated claims and {} inventories",
+            (CLAIMS + STARTS).div_ceil(DEVICES)
+        ),
+        &format!("{resident} KiB resident, {most} KiB at most"),
+        Goal::below(resident, LIMIT_KIB),
+    );
+    controller.end().await
+}
+
+/// How many different devices are allocated.
+async fn distinct(stage: &Stage) -> anyhow::Result<usize> {
+    let claims = stage.claims().list(&ListParams::default()).await?;
+    let devices = |claim: &ResourceClaim| {
+        let handle = claim.status.allocation.as_ref()?.resource_handles.first()?;
+        let handle = DeviceHandle::parse(handle.data.as_deref()?).ok()?;
+        let device = handle.devices.first()?.device.clone();
+        Some((handle.node_name, device))
+    };
+    let all: BTreeSet<_> = claims.items.iter().filter_map(devices).collect();
+    Ok(all.len())
+}

@@ -1,0 +1,194 @@
+//! Pods that wait: what they cost, and how soon they are offered what has become free.
+
+use std::time::Duration;
+
+use anyhow::Context as _;
+use drayman::api::resource::{Pod, controller_of};
+use jiff::Timestamp;
+use kube::api::ListParams;
+use tokio::time::sleep;
+
+use crate::Options;
+use crate::figures::{Goal, Times, figure};
+use crate::ground::{self, Controller, PATIENCE, USER};
+use crate::harness::Entry;
+use crate::requests::{self, Count, between, moment};
+use crate::stage::{Stage, is_allocated, is_bound};
+
+/// Nodes with one device each, pods that hold them, and as many that wait.
+const PODS: usize = 22;
+const WAIT: Duration = Duration::from_secs(60);
+/// The scheduler's backoff, first and longest, in seconds. By default it is 1 and 10.
+const BACKOFF: (u32, u32) = (1, 1);
+
+/// One release.
+struct Release {
+    claim: String,
+    node: String,
+    asked: Timestamp,
+}
+
+pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
+    let stage = ground::stage(&[], true).await?;
+    ground::set_backoff(&stage, BACKOFF.0, BACKOFF.1).await?;
+    println!(
+        "scheduler: podInitialBackoffSeconds {}, podMaxBackoffSeconds {}",
+        BACKOFF.0, BACKOFF.1
+    );
+    stage.make_template(None).await?;
+    ground::make_nodes(&stage, (0..PODS).map(|node| (node, 1))).await?;
+    let controller = Controller::start(&stage, options).await?;
+    let holders: Vec<String> = (0..PODS).map(|number| format!("holder-{number:02}")).collect();
+    let waiters: Vec<String> = (0..PODS).map(|number| format!("waiter-{number:02}")).collect();
+    ground::each(&holders, |name| async { stage.make_pod(name).await.map(drop) }).await?;
+    ground::each(&holders, |name| async {
+        stage
+            .wait(stage.pods(), name, "bound", is_bound())
+            .await
+            .map(drop)
+    })
+    .await?;
+    ground::each(&waiters, |name| async { stage.make_pod(name).await.map(drop) }).await?;
+    settle(&stage).await?;
+    waiting(&stage).await?;
+
+    let mut releases = Vec::new();
+    for (number, holder) in holders.iter().enumerate() {
+        let claim = stage.claim_of(holder, "allocated", is_allocated).await?;
+        let node = stage
+            .pods()
+            .get(holder)
+            .await?
+            .spec
+            .node_name
+            .context("the pod is bound")?;
+        releases.push(Release {
+            claim: claim.metadata.name.context("a claim has a name")?,
+            node,
+            asked: Timestamp::now(),
+        });
+        ground::remove_pod(&stage.pods(), holder).await?;
+        ground::until("a pod that waited is bound", PATIENCE, || async {
+            Ok(bound(&stage, "waiter-").await? > number)
+        })
+        .await?;
+        sleep(random_pause()).await;
+    }
+    latencies(&stage, &releases).await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Between 0.2 and 2.2 s, so that no release keeps step with anything.
+fn random_pause() -> Duration {
+    let nanoseconds = Timestamp::now().as_nanosecond().unsigned_abs();
+    let share =
+        u64::try_from(nanoseconds.wrapping_mul(6_364_136_223_846_793_005) >> 16 & 0xffff).unwrap_or(0);
+    Duration::from_millis(200 + share * 2000 / 0x1_0000)
+}
+
+async fn bound(stage: &Stage, prefix: &str) -> anyhow::Result<usize> {
+    let pods = stage.pods().list(&ListParams::default()).await?;
+    let is = |pod: &&Pod| {
+        pod.spec.node_name.is_some()
+            && pod
+                .metadata
+                .name
+                .as_deref()
+                .is_some_and(|name| name.starts_with(prefix))
+    };
+    Ok(pods.items.iter().filter(is).count())
+}
+
+/// Waits until the controller has asked for nothing for five seconds.
+async fn settle(stage: &Stage) -> anyhow::Result<()> {
+    let every_one = |context: &drayman::api::resource::PodSchedulingContext| {
+        let entries = &context.status.resource_claims;
+        controller_of(&context.metadata).is_some()
+            && entries.iter().any(|entry| entry.unsuitable_nodes.len() == PODS)
+    };
+    ground::until("every waiting pod is told so", PATIENCE, || async {
+        let contexts = stage.contexts().list(&ListParams::default()).await?;
+        Ok(contexts.items.iter().filter(|context| every_one(context)).count() == PODS)
+    })
+    .await?;
+    ground::until("the controller is at rest", PATIENCE, || async {
+        let before = requests::of(stage, USER).await?.len();
+        sleep(Duration::from_secs(5)).await;
+        Ok(requests::of(stage, USER).await?.len() == before)
+    })
+    .await
+}
+
+async fn waiting(stage: &Stage) -> anyhow::Result<()> {
+    let start = requests::of(stage, USER).await?;
+    let told = Count::new(&start);
+    sleep(WAIT).await;
+    let entries = requests::of(stage, USER).await?;
+    let count = Count::new(entries.iter().skip(start.len()));
+    figure(
+        &format!("requests while {PODS} pods wait for {WAIT:?}"),
+        &format!("{} ({})", count.all(), count.per(1)),
+        Goal::is(count.all() == 0),
+    );
+    figure(
+        &format!("requests until {PODS} pods are served and {PODS} wait"),
+        &told.per(2 * PODS),
+        Goal::is(told.conflicts == 0),
+    );
+    Ok(())
+}
+
+/// Whether the answer to a write says that a node is not unsuitable, or that it has been allocated already: the scheduler may
+/// have chosen it before.
+fn offers(entry: &Entry, node: &str) -> bool {
+    let Some(status) = entry.response.as_ref().map(|body| &body["status"]) else {
+        return false;
+    };
+    if entry.resource == "resourceclaims" {
+        let selector = &status["allocation"]["availableOnNodes"]["nodeSelectorTerms"];
+        return entry.subresource == "status"
+            && selector[0]["matchFields"][0]["values"][0].as_str() == Some(node);
+    }
+    status["resourceClaims"].as_array().is_some_and(|claims| {
+        !claims.is_empty()
+            && claims.iter().all(|claim| {
+                let nodes = claim["unsuitableNodes"].as_array();
+                nodes.is_none_or(|nodes| nodes.iter().all(|unsuitable| unsuitable != node))
+            })
+    })
+}
+
+async fn latencies(stage: &Stage, releases: &[Release]) -> anyhow::Result<()> {
+    let entries = requests::of(stage, USER).await?;
+    let (mut driver, mut whole) = (Times::default(), Times::default());
+    for release in releases {
+        let written = entries
+            .iter()
+            .filter(|entry| entry.resource == "resourceclaims" && entry.name == release.claim)
+            .find(|entry| entry.is_write() && moment(&entry.received) > release.asked)
+            .with_context(|| format!("claim {} was released", release.claim))?;
+        let offered = entries
+            .iter()
+            .filter(|entry| entry.is_write() && entry.code < 300 && entry.name != release.claim)
+            .find(|entry| {
+                moment(&entry.received) >= moment(&written.received) && offers(entry, &release.node)
+            })
+            .with_context(|| format!("node {} was offered", release.node))?;
+        driver.push(between(moment(&written.completed), moment(&offered.completed)));
+        whole.push(between(release.asked, moment(&offered.completed)));
+    }
+    figure(
+        "release stored -> the node is offered to a waiting pod (stored)",
+        &driver.to_string(),
+        Goal::is(
+            driver.median() <= Duration::from_millis(50) && driver.quantile(99) <= Duration::from_millis(200),
+        ),
+    );
+    figure(
+        "deletion of the pod that held it -> the same",
+        &format!("{whole} (with the claim controller's part)"),
+        Goal::none(),
+    );
+    Ok(())
+}

@@ -1,0 +1,223 @@
+use super::*;
+
+const HEADER: &str = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\n";
+
+fn refusal(text: impl AsRef<[u8]>) -> String {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("node.yaml");
+    std::fs::write(&path, text).unwrap();
+    let error = NodeConfiguration::read(&path).unwrap_err();
+    assert_eq!(error.reason(), "ConfigurationInvalid");
+    let message = error.to_string();
+    assert!(message.len() < 700, "{message}");
+    message
+        .split_once("node.yaml:")
+        .expect("the file is named")
+        .1
+        .to_owned()
+}
+
+/// The refusal of a file that is well but for one kind, which begins on line 4.
+fn kind_refusal(kind: &str) -> String {
+    refusal(format!("{HEADER}kinds:\n{kind}"))
+}
+
+#[test]
+fn a_file_is_read_with_its_defaults() {
+    let text = format!(
+        "{HEADER}kinds:\n- name: test\n  paths: [\"/dev/drayman-test-*\"]\n- name: camera\n  mode: extended-resource\n  resourceName: example.com/camera\n  paths: [/dev/video0, /dev/video1]\n  permissions: mr\n"
+    );
+    let path = |text| PathPattern::parse(text).unwrap();
+    assert_eq!(
+        NodeConfiguration::parse(&text),
+        Ok(NodeConfiguration {
+            kinds: vec![
+                DeviceKind {
+                    name: "test".into(),
+                    door: KindDoor::Claims,
+                    paths: vec![path("/dev/drayman-test-*")],
+                    permissions: "rw".into()
+                },
+                DeviceKind {
+                    name: "camera".into(),
+                    door: KindDoor::ExtendedResource {
+                        resource_name: "example.com/camera".into()
+                    },
+                    paths: vec![path("/dev/video0"), path("/dev/video1")],
+                    permissions: "rm".into()
+                },
+            ]
+        })
+    );
+}
+
+#[test]
+fn a_file_without_kinds_is_a_node_without_devices() {
+    assert_eq!(
+        NodeConfiguration::parse(&format!("{HEADER}kinds: []\n")),
+        Ok(NodeConfiguration::default())
+    );
+}
+
+#[test]
+fn a_missing_file_is_named() {
+    let error = NodeConfiguration::read(Path::new("/nonexistent/node.yaml")).unwrap_err();
+    assert!(error.to_string().contains("/nonexistent/node.yaml"), "{error}");
+}
+
+#[test]
+fn a_wrong_value_is_refused_with_its_line_its_field_and_what_to_write() {
+    for (kind, place, words) in [
+        (
+            "- {name: A, paths: [/dev/x]}",
+            "4:10:",
+            ["kinds[0].name \"A\"", "a-z"],
+        ),
+        ("- {name: a, paths: []}", "4:20:", ["kinds[0].paths", "1 to 64"]),
+        (
+            "- {name: a, paths: [/etc/passwd]}",
+            "4:21:",
+            ["kinds[0].paths[0] \"/etc/passwd\"", "/dev/"],
+        ),
+        (
+            "- {name: a, paths: [/dev/x, /dev/../etc]}",
+            "4:29:",
+            ["kinds[0].paths[1] \"/dev/../etc\"", "\"..\""],
+        ),
+        (
+            "- name: a\n  mode: both\n  paths: [/dev/x]",
+            "5:9:",
+            ["kinds[0].mode \"both\"", "claims or extended-resource"],
+        ),
+        (
+            "- name: a\n  mode: extended-resource\n  paths: [/dev/x]",
+            "5:9:",
+            ["kinds[0].resourceName is missing", "drayman.dev/a"],
+        ),
+        (
+            "- name: a\n  resourceName: x.dev/a\n  paths: [/dev/x]",
+            "5:17:",
+            ["kinds[0].resourceName", "mode: extended-resource"],
+        ),
+        (
+            "- name: a\n  mode: extended-resource\n  resourceName: cpu\n  paths: [/dev/x]",
+            "6:17:",
+            ["kinds[0].resourceName", "\"cpu\""],
+        ),
+        (
+            "- {name: a, permissions: rx, paths: [/dev/x]}",
+            "4:26:",
+            ["kinds[0].permissions \"rx\"", "r, w and m"],
+        ),
+        (
+            "- {name: a, permissions: rr, paths: [/dev/x]}",
+            "4:26:",
+            ["kinds[0].permissions \"rr\"", "each once"],
+        ),
+        (
+            "- {name: a, permissions: '', paths: [/dev/x]}",
+            "4:26:",
+            ["kinds[0].permissions \"\"", "rw"],
+        ),
+        (
+            "- {name: a, paths: [/dev/x]}\n- {name: a, paths: [/dev/y]}",
+            "5:10:",
+            ["kinds[1].name \"a\"", "line 4"],
+        ),
+    ] {
+        let message = kind_refusal(kind);
+        assert!(message.starts_with(place), "{message}");
+        for word in words {
+            assert!(message.contains(word), "{word} in {message}");
+        }
+    }
+}
+
+#[test]
+fn one_resource_belongs_to_one_kind() {
+    let kind = |name| {
+        format!("- {{name: {name}, mode: extended-resource, resourceName: x.dev/r, paths: [/dev/x]}}\n")
+    };
+    let message = kind_refusal(&(kind("a") + &kind("b")));
+    assert!(
+        message.starts_with("5:") && message.contains("line 4 already"),
+        "{message}"
+    );
+}
+
+#[test]
+fn unknown_doubled_and_ill_typed_fields_are_refused_on_their_line() {
+    for (kind, line, word) in [
+        ("- name: a\n  path: [/dev/x]", "5:", "path"),
+        ("- name: a\n  name: b\n  paths: [/dev/x]", "5:", "name"),
+        ("- name: a\n  paths: /dev/x", "5:", "sequence"),
+        ("- name: [a]\n  paths: [/dev/x]", "4:", "string"),
+        ("- name: a", "4:", "paths"),
+    ] {
+        let message = kind_refusal(kind);
+        assert!(message.starts_with(line), "{message}");
+        assert!(message.contains(word), "{word} in {message}");
+    }
+    let message = refusal(format!("{HEADER}kinds: []\nsets: []\n"));
+    assert!(message.starts_with("4:") && message.contains("sets"), "{message}");
+}
+
+#[test]
+fn another_version_is_refused_for_its_version_and_not_for_its_fields() {
+    let message = refusal("apiVersion: drayman.dev/v1\nkind: NodeConfiguration\ngroups: {}\n");
+    assert!(
+        message.starts_with("1:13:") && message.contains("drayman.dev/v1alpha1"),
+        "{message}"
+    );
+    let message = refusal("apiVersion: drayman.dev/v1alpha1\nkind: Pod\n");
+    assert!(
+        message.starts_with("2:7:") && message.contains("NodeConfiguration"),
+        "{message}"
+    );
+    let message = refusal("kinds: []\n");
+    assert!(message.contains("apiVersion"), "{message}");
+}
+
+#[test]
+fn files_that_are_no_configuration_are_refused() {
+    for text in [
+        "",
+        "  \n\n",
+        "# only a comment\n",
+        "null",
+        "[]",
+        "just text",
+        "a: b: c",
+        "\t",
+        "--- {}\n--- {}\n",
+        "{",
+    ] {
+        refusal(text);
+    }
+    assert!(refusal("").contains("empty"));
+}
+
+#[test]
+fn a_file_that_is_not_utf8_is_refused_where_that_begins() {
+    let message = refusal([HEADER.as_bytes(), b"kinds:\n- name: \xff\n"].concat());
+    assert!(
+        message.starts_with("4:9:") && message.contains("UTF-8"),
+        "{message}"
+    );
+}
+
+#[test]
+fn bombs_are_refused_quickly() {
+    assert!(refusal("a".repeat(300_000)).contains("262144 bytes"));
+    let mut bomb = String::from("a0: &a0 [x, x]\n");
+    for level in 1..30 {
+        use std::fmt::Write;
+        let below = level - 1;
+        writeln!(bomb, "a{level}: &a{level} [*a{below}, *a{below}, *a{below}]").unwrap();
+    }
+    refusal(format!("{HEADER}{bomb}kinds: []\n"));
+    refusal(format!("{HEADER}kinds: {}", "[".repeat(100_000)));
+    refusal(format!("{HEADER}kinds: [{}]", "x,".repeat(100_000)));
+    let many = "- {name: k, paths: [/dev/x]}\n".repeat(65);
+    assert!(kind_refusal(&many).contains("at most 64"));
+}

@@ -1,0 +1,134 @@
+//! A look at one device node.
+
+use std::fmt;
+use std::fs::Metadata;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{major, minor};
+
+/// The directory in which the host's `/dev` is seen.
+pub(super) struct DevRoot {
+    /// Without symbolic links.
+    root: PathBuf,
+}
+
+/// What tells a device node from another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Node {
+    /// Where the node itself is on the host, without symbolic links.
+    pub(super) host_path: String,
+    pub(super) numbers: Numbers,
+}
+
+/// The device that a node stands for: two nodes with the same numbers are one device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Numbers {
+    pub(super) kind: NodeKind,
+    pub(super) major: u32,
+    pub(super) minor: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum NodeKind {
+    Character,
+    Block,
+}
+
+/// Why a path is not a device that can be handed out.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum NodeError {
+    #[error("cannot be looked at: {0}")]
+    Io(#[from] io::Error),
+    #[error("leads out of /dev, to {0:?}")]
+    Outside(PathBuf),
+    #[error("is not a character or block device")]
+    NoDevice,
+    #[error("has a name that is not UTF-8")]
+    NotUtf8,
+}
+
+impl DevRoot {
+    pub(super) fn new(root: &Path) -> Result<Self, NodeError> {
+        Ok(Self {
+            root: root.canonicalize()?,
+        })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.root
+    }
+
+    /// Looks at a path relative to the root. Symbolic links are followed as long as they stay inside.
+    pub(super) fn look(&self, relative: &str) -> Result<Node, NodeError> {
+        let real = self.resolve(&self.root.join(relative))?;
+        // Not followed: should the node be swapped for a link in between, this sees the link.
+        let numbers = Numbers::of(&real.symlink_metadata()?).ok_or(NodeError::NoDevice)?;
+        let below = real
+            .strip_prefix(&self.root)
+            .map_err(|_| NodeError::Outside(real.clone()))?;
+        let below = below.to_str().ok_or(NodeError::NotUtf8)?;
+        Ok(Node {
+            host_path: format!("/dev/{below}"),
+            numbers,
+        })
+    }
+
+    /// Where a path leads, unless that is out of the root. A link to an absolute path below `/dev` is meant as the host
+    /// sees it, also where the host's `/dev` is seen elsewhere.
+    pub(super) fn resolve(&self, path: &Path) -> Result<PathBuf, NodeError> {
+        let real = match path.read_link() {
+            Ok(target) if target.starts_with("/dev") => {
+                let below = target.strip_prefix("/dev").unwrap_or(&target);
+                self.root.join(below).canonicalize()?
+            }
+            _ => path.canonicalize()?,
+        };
+        if real.starts_with(&self.root) {
+            Ok(real)
+        } else {
+            Err(NodeError::Outside(real))
+        }
+    }
+}
+
+impl Numbers {
+    pub(super) fn of(metadata: &Metadata) -> Option<Self> {
+        let file_type = metadata.file_type();
+        let kind = if file_type.is_char_device() {
+            NodeKind::Character
+        } else if file_type.is_block_device() {
+            NodeKind::Block
+        } else {
+            return None;
+        };
+        Some(Self {
+            kind,
+            major: major(metadata.rdev()),
+            minor: minor(metadata.rdev()),
+        })
+    }
+
+    /// Whether it is the memory or the ports of the machine: `mem`, `kmem` and `port` of the kernel's
+    /// `Documentation/admin-guide/devices.txt`.
+    pub(super) fn is_memory(self) -> bool {
+        self.kind == NodeKind::Character && self.major == 1 && matches!(self.minor, 1 | 2 | 4)
+    }
+}
+
+impl fmt::Display for Numbers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.kind {
+            NodeKind::Character => "character",
+            NodeKind::Block => "block",
+        };
+        write!(f, "{kind} device {}:{}", self.major, self.minor)
+    }
+}
+
+impl fmt::Display for Node {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} at {}", self.numbers, self.host_path)
+    }
+}

@@ -1,0 +1,310 @@
+//! Tells the API server what the node has: the NodeInventory of this node and driver.
+//!
+//! The spec is written by server-side apply and the status by a merge patch, each only when it differs from what the
+//! server has. Nothing is written at rest. While the API server is away, kubelet is served all the same.
+
+mod object;
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::{Stream, StreamExt};
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::jiff::Timestamp;
+use kube::api::{Api, Patch, PatchParams};
+use kube::runtime::{WatchStreamExt, watcher};
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+use crate::api::crd::NodeInventory;
+use crate::api::resource;
+use crate::core::node::checkpoint::ClusterFacts;
+use crate::core::node::driver_name::DriverName;
+use crate::core::node::inventory::Devices;
+use object::{inventory, object_name, status};
+
+/// The field manager of what is applied.
+const FIELD_MANAGER: &str = "drayman-node";
+/// How long one call may take.
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the last write, "not ready", may take at a clean stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+/// The pause after a call that failed, at first and at most.
+const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+/// The pause between two questions for the Node object, at least: whoever causes them must not flood the API server.
+const DOUBT_PAUSE: Duration = Duration::from_secs(10);
+
+/// How the companion stands with kubelet, for the condition `Ready`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Standing {
+    /// Whether every door is open.
+    pub ready: bool,
+    /// CamelCase.
+    pub reason: String,
+    /// For a person.
+    pub message: String,
+}
+
+/// Why the API server has not done what it was asked.
+#[derive(Debug, thiserror::Error)]
+enum PublishError {
+    #[error("the Node object {0:?} does not exist: is --node-name right?")]
+    NoNode(String),
+    #[error("the Node object {0:?} has no uid")]
+    NoUid(String),
+    #[error("the API server does not answer within {} s", CALL_TIMEOUT.as_secs())]
+    Timeout,
+    #[error(transparent)]
+    Api(#[from] kube::Error),
+}
+
+/// The task that writes the inventory.
+#[derive(Debug)]
+pub struct Publisher {
+    /// A client of the API server.
+    pub client: PublisherClient,
+    /// The driver.
+    pub driver_name: DriverName,
+    /// The name of the Node object.
+    pub node_name: String,
+    /// What the node has.
+    pub devices: watch::Receiver<Arc<Devices>>,
+    /// Where it is told what the API server says.
+    pub cluster: watch::Sender<ClusterFacts>,
+    /// How the companion stands with kubelet.
+    pub standing: watch::Receiver<Standing>,
+    /// Told when the Node object may be another one than we know.
+    pub node_in_doubt: Arc<Notify>,
+}
+
+/// A [`kube::Client`], which does not say anything of itself.
+#[derive(Clone)]
+pub struct PublisherClient(pub kube::Client);
+
+impl std::fmt::Debug for PublisherClient {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("PublisherClient")
+    }
+}
+
+/// What the server has, as far as we know.
+#[derive(Debug, Default)]
+struct Seen {
+    /// What was applied, without what the server adds.
+    applied: Option<NodeInventory>,
+    /// What the server answered last.
+    stored: Option<NodeInventory>,
+}
+
+impl Publisher {
+    /// Writes until the token is cancelled, and then that the companion is no longer ready.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        let api: Api<NodeInventory> = Api::all(self.client.0.clone());
+        let name = object_name(&self.node_name, &self.driver_name);
+        let mut seen = Seen::default();
+        let mut node: Option<Node> = None;
+        let mut pause = RETRY.0;
+        let mut deleted = deletions(api.clone(), &name);
+        let mut asked = Instant::now();
+        loop {
+            if node.is_none() {
+                asked = Instant::now();
+            }
+            let written = tokio::select! {
+                () = shutdown.cancelled() => break,
+                written = self.write(&api, &name, &mut node, &mut seen) => written,
+            };
+            let retry = match written {
+                Ok(()) => {
+                    pause = RETRY.0;
+                    None
+                }
+                Err(error) => {
+                    warn!(
+                        inventory = name,
+                        "the inventory is not written, kubelet is served all the same: {error}"
+                    );
+                    let retry = spread(pause, &self.node_name);
+                    pause = (pause * 2).min(RETRY.1);
+                    Some(retry)
+                }
+            };
+            tokio::select! {
+                () = shutdown.cancelled() => break,
+                () = sleep(retry.unwrap_or_default()), if retry.is_some() => {}
+                Ok(()) = self.devices.changed(), if retry.is_none() => {}
+                Ok(()) = self.standing.changed(), if retry.is_none() => {}
+                () = in_doubt(&self.node_in_doubt, asked) => node = None,
+                () = deleted.next_deletion() => {
+                    info!(inventory = name, "the inventory was deleted; it is written again");
+                    // With its Node, perhaps: a new one of the same name has another uid.
+                    (node, seen) = (None, Seen::default());
+                }
+            }
+        }
+        self.say_stopped(&api, &name, &seen).await;
+    }
+
+    async fn write(
+        &mut self,
+        api: &Api<NodeInventory>,
+        name: &str,
+        node: &mut Option<Node>,
+        seen: &mut Seen,
+    ) -> Result<(), PublishError> {
+        if node.is_none() {
+            *node = Some(self.ask_cluster().await?);
+        }
+        let Some(node) = node else { return Ok(()) };
+        let devices = self.devices.borrow_and_update().clone();
+        let wanted = inventory(name, &self.driver_name, node, &devices);
+        if seen.applied.as_ref() != Some(&wanted) {
+            let parameters = PatchParams::apply(FIELD_MANAGER).force();
+            seen.stored = Some(call(api.patch(name, &parameters, &Patch::Apply(&wanted))).await?);
+            info!(
+                inventory = name,
+                devices = wanted.spec.devices.len(),
+                "the inventory is written"
+            );
+            seen.applied = Some(wanted);
+        }
+        let standing = self.standing.borrow_and_update().clone();
+        self.write_status(api, name, &standing, seen).await
+    }
+
+    async fn write_status(
+        &self,
+        api: &Api<NodeInventory>,
+        name: &str,
+        standing: &Standing,
+        seen: &mut Seen,
+    ) -> Result<(), PublishError> {
+        let Some(stored) = &seen.stored else { return Ok(()) };
+        let wanted = status(stored, standing, Timestamp::now());
+        if stored.status.as_ref() == Some(&wanted) {
+            return Ok(());
+        }
+        let patch = Patch::Merge(serde_json::json!({ "status": wanted }));
+        seen.stored = Some(call(api.patch_status(name, &PatchParams::default(), &patch)).await?);
+        Ok(())
+    }
+
+    /// Asks which Node this is and whether the cluster has claims of the kind that we serve.
+    async fn ask_cluster(&self) -> Result<Node, PublishError> {
+        let nodes: Api<Node> = Api::all(self.client.0.clone());
+        let node = call(nodes.get_opt(&self.node_name))
+            .await?
+            .ok_or_else(|| PublishError::NoNode(self.node_name.clone()))?;
+        let uid = node
+            .metadata
+            .uid
+            .clone()
+            .ok_or_else(|| PublishError::NoUid(self.node_name.clone()))?;
+        let serves_claims = self.serves_claims().await?;
+        let facts = ClusterFacts {
+            node_uid: Some(uid),
+            serves_claims: Some(serves_claims),
+        };
+        self.cluster.send_if_modified(|known| {
+            let changed = *known != facts;
+            *known = facts;
+            changed
+        });
+        Ok(node)
+    }
+
+    async fn serves_claims(&self) -> Result<bool, PublishError> {
+        let group = format!("{}/{}", resource::GROUP, resource::VERSION);
+        match call(self.client.0.list_api_group_resources(&group)).await {
+            Ok(list) => Ok(list
+                .resources
+                .iter()
+                .any(|resource| resource.name == "resourceclaims")),
+            Err(PublishError::Api(kube::Error::Api(status))) if status.is_not_found() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn say_stopped(&self, api: &Api<NodeInventory>, name: &str, seen: &Seen) {
+        let mut seen = Seen {
+            applied: None,
+            stored: seen.stored.clone(),
+        };
+        let standing = Standing {
+            ready: false,
+            reason: "Stopped".to_owned(),
+            message: "the companion was stopped; running containers keep their devices".to_owned(),
+        };
+        match timeout(STOP_TIMEOUT, self.write_status(api, name, &standing, &mut seen)).await {
+            Ok(Ok(())) => debug!(
+                inventory = name,
+                "the inventory says that the companion has stopped"
+            ),
+            Ok(Err(error)) => warn!(
+                inventory = name,
+                "the inventory still says that the companion runs: {error}"
+            ),
+            Err(_) => warn!(
+                inventory = name,
+                "the inventory still says that the companion runs: no answer"
+            ),
+        }
+    }
+}
+
+/// Waits until the Node object is in doubt and may be asked for again.
+async fn in_doubt(doubt: &Notify, asked: Instant) {
+    doubt.notified().await;
+    sleep_until(asked + DOUBT_PAUSE).await;
+}
+
+/// Tells when the inventory has been deleted by somebody.
+struct Deletions<S> {
+    events: S,
+    complained: bool,
+}
+
+/// Watches our own object and no other: nothing comes at rest.
+fn deletions(
+    api: Api<NodeInventory>,
+    name: &str,
+) -> Deletions<impl Stream<Item = Result<Option<NodeInventory>, watcher::Error>> + Unpin + use<>> {
+    Deletions {
+        events: Box::pin(watcher::watch_object(api, name).default_backoff()),
+        complained: false,
+    }
+}
+
+impl<S: Stream<Item = Result<Option<NodeInventory>, watcher::Error>> + Unpin> Deletions<S> {
+    async fn next_deletion(&mut self) {
+        while let Some(event) = self.events.next().await {
+            match event {
+                Ok(None) => return,
+                Ok(Some(_)) => self.complained = false,
+                Err(error) if self.complained => debug!("the inventory still cannot be watched: {error}"),
+                Err(error) => {
+                    self.complained = true;
+                    warn!(
+                        "the inventory cannot be watched, so that it would not be noticed if somebody deletes it: {error}"
+                    );
+                }
+            }
+        }
+        std::future::pending::<()>().await;
+    }
+}
+
+async fn call<T>(call: impl Future<Output = Result<T, kube::Error>>) -> Result<T, PublishError> {
+    timeout(CALL_TIMEOUT, call)
+        .await
+        .map_err(|_| PublishError::Timeout)?
+        .map_err(PublishError::from)
+}
+
+/// A pause, longer by up to a half: an API server that comes back must not hear of all nodes in the same second.
+fn spread(pause: Duration, node_name: &str) -> Duration {
+    pause + pause.mul_f64(f64::from(crc32fast::hash(node_name.as_bytes())) / f64::from(u32::MAX) / 2.0)
+}

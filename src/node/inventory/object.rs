@@ -1,0 +1,150 @@
+//! The NodeInventory as it should be.
+
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, OwnerReference, Time};
+use k8s_openapi::jiff::Timestamp;
+use kube::ResourceExt;
+use kube::api::ObjectMeta;
+
+use super::Standing;
+use crate::api::crd::{NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
+use crate::core::node::driver_name::DriverName;
+use crate::core::node::inventory::Devices;
+
+/// The name of the inventory of a node and driver.
+pub(super) fn object_name(node_name: &str, driver_name: &DriverName) -> String {
+    format!("{node_name}.{driver_name}")
+}
+
+/// The part of the inventory that we apply. It goes with its Node.
+pub(super) fn inventory(
+    name: &str,
+    driver_name: &DriverName,
+    node: &Node,
+    devices: &Devices,
+) -> NodeInventory {
+    let uid = node.uid().unwrap_or_default();
+    NodeInventory {
+        metadata: ObjectMeta {
+            name: Some(name.to_owned()),
+            owner_references: Some(vec![OwnerReference {
+                api_version: "v1".to_owned(),
+                kind: "Node".to_owned(),
+                name: node.name_any(),
+                uid: uid.clone(),
+                ..OwnerReference::default()
+            }]),
+            ..ObjectMeta::default()
+        },
+        spec: NodeInventorySpec {
+            driver_name: driver_name.to_string(),
+            node_name: node.name_any(),
+            node_uid: uid,
+            devices: devices.values().cloned().collect(),
+        },
+        status: None,
+    }
+}
+
+/// The status that belongs to a stored inventory. The same as the stored one, if nothing in it has to change.
+pub(super) fn status(stored: &NodeInventory, standing: &Standing, now: Timestamp) -> NodeInventoryStatus {
+    let status = if standing.ready { "True" } else { "False" };
+    let before = stored
+        .status
+        .iter()
+        .flat_map(|status| &status.conditions)
+        .find(|condition| condition.type_ == READY);
+    let since = before
+        .filter(|before| before.status == status)
+        .map_or(Time(now), |before| before.last_transition_time.clone());
+    let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    let unhealthy = stored
+        .spec
+        .devices
+        .iter()
+        .filter(|device| device.unhealthy.is_some())
+        .count();
+    NodeInventoryStatus {
+        devices: count(stored.spec.devices.len()),
+        unhealthy: count(unhealthy),
+        observed_generation: stored.metadata.generation,
+        conditions: vec![Condition {
+            type_: READY.to_owned(),
+            status: status.to_owned(),
+            reason: standing.reason.clone(),
+            message: standing.message.clone(),
+            observed_generation: stored.metadata.generation,
+            last_transition_time: since,
+        }],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::crd::Device;
+
+    fn stored() -> NodeInventory {
+        let node: Node =
+            serde_json::from_value(serde_json::json!({"metadata": {"name": "node-a", "uid": "n-1"}}))
+                .unwrap();
+        let device = |name: &str, unhealthy: Option<&str>| {
+            let unhealthy = unhealthy.map(str::to_owned);
+            (
+                name.to_owned(),
+                Device {
+                    name: name.into(),
+                    unhealthy,
+                    ..Device::default()
+                },
+            )
+        };
+        let devices = Devices::from([device("a", None), device("b", Some("gone"))]);
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        let mut inventory = inventory(&object_name("node-a", &driver), &driver, &node, &devices);
+        inventory.metadata.generation = Some(3);
+        inventory
+    }
+
+    fn standing(ready: bool) -> Standing {
+        Standing {
+            ready,
+            reason: "Serving".into(),
+            message: "all is well".into(),
+        }
+    }
+
+    #[test]
+    fn the_inventory_names_its_node_and_goes_with_it() {
+        let inventory = serde_json::to_value(stored()).unwrap();
+        assert_eq!(inventory["metadata"]["name"], "node-a.drayman.dev");
+        assert_eq!(inventory["metadata"]["ownerReferences"][0]["uid"], "n-1");
+        assert_eq!(inventory["spec"]["nodeUid"], "n-1");
+        assert_eq!(
+            inventory.get("status"),
+            None,
+            "what we apply must not claim the status"
+        );
+    }
+
+    #[test]
+    fn the_status_counts_and_says_which_generation_it_is_of() {
+        let status = status(&stored(), &standing(true), Timestamp::UNIX_EPOCH);
+        assert_eq!(
+            (status.devices, status.unhealthy, status.observed_generation),
+            (2, 1, Some(3))
+        );
+        assert_eq!(status.conditions[0].status, "True");
+    }
+
+    #[test]
+    fn a_status_that_has_not_changed_is_the_same_at_any_later_time() {
+        let mut stored = stored();
+        let first = status(&stored, &standing(true), Timestamp::UNIX_EPOCH);
+        stored.status = Some(first.clone());
+        let later = Timestamp::from_second(1_000).unwrap();
+        assert_eq!(status(&stored, &standing(true), later), first);
+        let changed = status(&stored, &standing(false), later);
+        assert_eq!(changed.conditions[0].last_transition_time, Time(later));
+    }
+}

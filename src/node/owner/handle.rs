@@ -1,0 +1,114 @@
+//! The owner as doors see it: requests, answers, and why something fails.
+
+use std::collections::BTreeMap;
+
+use tokio::sync::{mpsc, oneshot, watch};
+
+use super::INJECTION_TIMEOUT;
+use crate::core::node::injection::Injection;
+use crate::core::node::refusal::Refusal;
+use crate::core::node::request::{ClaimToPrepare, ClaimToUnprepare, PluginDevice};
+use crate::node::companion::{Companion, CompanionError};
+use crate::node::driver::NodeDriverError;
+use crate::node::store::StoreError;
+
+/// Why a request failed.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Failure {
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    #[error(transparent)]
+    Driver(#[from] NodeDriverError),
+    #[error("looking at device {device:?} took more than {} s; it is tried again", INJECTION_TIMEOUT.as_secs())]
+    Slow { device: String },
+    #[error("this node cannot keep its records, so nothing was handed out: {0}")]
+    Store(#[from] StoreError),
+    #[error("the companion is stopping; kubelet asks again when it is back")]
+    Stopping,
+}
+
+impl Failure {
+    pub(super) fn reason(&self) -> &'static str {
+        match self {
+            Self::Refused(refusal) => refusal.reason(),
+            Self::Driver(error) => error.reason(),
+            Self::Slow { .. } => "DeviceSlow",
+            Self::Store(error) => error.reason(),
+            Self::Stopping => "Stopping",
+        }
+    }
+}
+
+impl From<Failure> for CompanionError {
+    fn from(failure: Failure) -> Self {
+        Self {
+            reason: failure.reason(),
+            invalid_request: matches!(&failure, Failure::Refused(refusal) if refusal.is_invalid_request()),
+            message: failure.to_string(),
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) enum Request {
+    Prepare(
+        Vec<ClaimToPrepare>,
+        oneshot::Sender<Vec<Result<Vec<String>, CompanionError>>>,
+    ),
+    Unprepare(
+        Vec<ClaimToUnprepare>,
+        oneshot::Sender<Vec<Result<(), CompanionError>>>,
+    ),
+    Allocate(
+        String,
+        Vec<Vec<String>>,
+        oneshot::Sender<Result<Vec<Injection>, CompanionError>>,
+    ),
+}
+
+/// The owner as doors see it. When the last handle is dropped, the owner ends after the requests that it has.
+#[derive(Debug)]
+pub struct OwnerHandle {
+    pub(super) requests: mpsc::Sender<Request>,
+    pub(super) resources: BTreeMap<String, watch::Receiver<Vec<PluginDevice>>>,
+}
+
+impl OwnerHandle {
+    async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, CompanionError> {
+        let (sender, answer) = oneshot::channel();
+        let stopping = || CompanionError::from(Failure::Stopping);
+        self.requests
+            .send(request(sender))
+            .await
+            .map_err(|_| stopping())?;
+        answer.await.map_err(|_| stopping())
+    }
+}
+
+impl Companion for OwnerHandle {
+    async fn prepare(&self, claims: Vec<ClaimToPrepare>) -> Vec<Result<Vec<String>, CompanionError>> {
+        let count = claims.len();
+        let answer = self.ask(|sender| Request::Prepare(claims, sender)).await;
+        answer.unwrap_or_else(|error| vec![Err(error); count])
+    }
+
+    async fn unprepare(&self, claims: Vec<ClaimToUnprepare>) -> Vec<Result<(), CompanionError>> {
+        let count = claims.len();
+        let answer = self.ask(|sender| Request::Unprepare(claims, sender)).await;
+        answer.unwrap_or_else(|error| vec![Err(error); count])
+    }
+
+    fn plugin_devices(&self, resource_name: &str) -> Option<watch::Receiver<Vec<PluginDevice>>> {
+        self.resources.get(resource_name).cloned()
+    }
+
+    async fn allocate(
+        &self,
+        resource_name: &str,
+        containers: Vec<Vec<String>>,
+    ) -> Result<Vec<Injection>, CompanionError> {
+        let resource = resource_name.to_owned();
+        self.ask(|sender| Request::Allocate(resource, containers, sender))
+            .await?
+    }
+}

@@ -1,0 +1,260 @@
+use std::sync::atomic::Ordering;
+
+use super::stage::*;
+use super::*;
+use crate::api::crd::Mode;
+use crate::node::companion::Companion;
+
+#[tokio::test]
+async fn a_claim_is_prepared_again_and_again_with_the_same_id_until_it_is_unprepared() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    for _ in 0..3 {
+        assert_eq!(
+            life.prepare(A, &["x"]).await.unwrap(),
+            [format!("drayman.dev/claim={A}")]
+        );
+    }
+    assert_eq!(files(root.path()), [file(A)]);
+    life.unprepare(A).await.unwrap();
+    life.unprepare(A).await.unwrap();
+    assert_eq!(files(root.path()), Vec::<String>::new());
+    life.end().await;
+}
+
+#[tokio::test]
+async fn the_answers_come_in_the_order_of_the_requests_and_one_refusal_stops_nobody() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    let hostile = ClaimToPrepare {
+        uid: "../../../etc/cron.d/x".into(),
+        ..claim(A, &["x"])
+    };
+    let answers = life
+        .handle
+        .prepare(vec![
+            claim(A, &["x"]),
+            hostile,
+            claim(B, &["x"]),
+            claim(B, &["y"]),
+        ])
+        .await;
+    assert!(answers[0].is_ok() && answers[3].is_ok(), "{answers:?}");
+    let refused = answers[1].as_ref().unwrap_err();
+    assert_eq!((refused.reason, refused.invalid_request), ("InvalidClaim", true));
+    let held = answers[2].as_ref().unwrap_err();
+    assert_eq!((held.reason, held.invalid_request), ("DeviceHeld", false));
+    assert!(held.message.contains("default/claim"), "{held}");
+    assert_eq!(files(root.path()), [file(A), file(B)]);
+    life.end().await;
+}
+
+#[tokio::test]
+async fn the_work_goes_on_when_the_caller_goes_away_and_unprepare_comes_after_it() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    let closed = driver.gate.acquire().await.unwrap();
+    let asked = driver.asked.load(Ordering::SeqCst);
+    let caller = {
+        let handle = life.handle.clone();
+        tokio::spawn(async move { handle.prepare(vec![claim(A, &["x"])]).await })
+    };
+    while driver.asked.load(Ordering::SeqCst) == asked {
+        tokio::task::yield_now().await;
+    }
+    caller.abort();
+    assert!(caller.await.unwrap_err().is_cancelled());
+    // A repeat joins what is under way, and an Unprepare waits for both.
+    let (repeat, undone) = tokio::join!(life.handle.prepare(vec![claim(A, &["x"])]), async {
+        tokio::task::yield_now().await;
+        let undone = life.unprepare(A);
+        tokio::pin!(undone);
+        assert!(futures::poll!(&mut undone).is_pending());
+        drop(closed);
+        undone.await
+    });
+    repeat[0].as_ref().unwrap();
+    undone.unwrap();
+    assert_eq!(files(root.path()), Vec::<String>::new());
+    life.prepare(B, &["x"]).await.unwrap();
+    life.end().await;
+}
+
+#[tokio::test]
+async fn the_next_process_keeps_what_is_held_and_brings_files_back() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.end().await;
+    std::fs::remove_dir_all(root.path().join("cdi")).unwrap();
+
+    // The API server is away: what it told is known from the checkpoint.
+    let life = live(root.path(), "boot", &driver).await;
+    assert_eq!(files(root.path()), [file(A)]);
+    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason, "DeviceHeld");
+    life.prepare(A, &["x"]).await.unwrap();
+    life.unprepare(A).await.unwrap();
+    life.prepare(B, &["x"]).await.unwrap();
+    life.end().await;
+}
+
+#[tokio::test]
+async fn after_a_boot_files_are_back_and_what_no_longer_runs_gives_way() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let life = live_and_know(root.path(), "boot-1", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.prepare(B, &["y"]).await.unwrap();
+    life.end().await;
+    std::fs::remove_dir_all(root.path().join("cdi")).unwrap();
+
+    let life = live_and_know(root.path(), "boot-2", &driver).await;
+    assert_eq!(
+        files(root.path()),
+        [file(A), file(B)],
+        "also for a kubelet that does not ask again"
+    );
+    life.prepare(A, &["x"]).await.unwrap();
+    let c = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0c";
+    assert_eq!(life.prepare(c, &["x"]).await.unwrap_err().reason, "DeviceHeld");
+    life.prepare(c, &["y"]).await.unwrap();
+    assert_eq!(files(root.path()), [file(A), file(c)]);
+    life.end().await;
+}
+
+#[tokio::test]
+async fn nothing_is_prepared_before_the_nodes_uid_is_known() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live(root.path(), "boot", &driver).await;
+    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason, "NodeUnknown");
+    life.cluster.send_replace(ClusterFacts {
+        node_uid: Some("n-0".into()),
+        serves_claims: None,
+    });
+    while life.prepare(A, &["x"]).await.unwrap_err().reason != "WrongNode" {
+        tokio::task::yield_now().await;
+    }
+    tokio::time::timeout(Duration::from_secs(5), life.doubt.notified())
+        .await
+        .expect("the uid is in doubt");
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_device_that_vanishes_takes_the_file_and_brings_it_back() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let mut life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    driver.gone.lock().unwrap().insert("x".into());
+    driver.say(&[], "test", Mode::Claims);
+    let shown = life
+        .inventory
+        .wait_for(|devices| devices.keys().eq(["x"]))
+        .await
+        .unwrap()
+        .clone();
+    assert!(shown["x"].unhealthy.as_deref().unwrap().contains("default/claim"));
+    assert_eq!(
+        files(root.path()),
+        Vec::<String>::new(),
+        "no container is started with what is now another's node"
+    );
+    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason, "DeviceGone");
+    assert_eq!(
+        life.prepare(B, &["x"]).await.unwrap_err().reason,
+        "DeviceUnhealthy"
+    );
+    driver.gone.lock().unwrap().clear();
+    driver.say(&["x"], "test", Mode::Claims);
+    life.inventory
+        .wait_for(|devices| devices.get("x").is_some_and(|x| x.unhealthy.is_none()))
+        .await
+        .unwrap();
+    assert_eq!(files(root.path()), [file(A)]);
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_full_disk_is_told_and_leaves_nothing_half_done() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.unprepare(A).await.unwrap();
+    let obstacles = [
+        root.path().join("state/checkpoint.json.tmp"),
+        root.path().join(format!("cdi/{}.tmp", file(A))),
+    ];
+    for obstacle in obstacles {
+        std::fs::create_dir(&obstacle).unwrap();
+        let error = life.prepare(A, &["x"]).await.unwrap_err();
+        assert_eq!((error.reason, error.invalid_request), ("StorageFailed", false));
+        std::fs::remove_dir(&obstacle).unwrap();
+        assert_eq!(files(root.path()), Vec::<String>::new());
+        life.prepare(B, &["x"]).await.expect("the device is free again");
+        life.unprepare(B).await.unwrap();
+    }
+    life.end().await;
+}
+
+#[tokio::test]
+async fn an_extended_resource_is_listed_and_handed_out() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    driver.say(&["x", "y"], "camera", Mode::ExtendedResource);
+    let life = live(root.path(), "boot", &driver).await;
+    assert!(life.handle.plugin_devices("example.com/other").is_none());
+    let devices = life.handle.plugin_devices("example.com/camera").unwrap();
+    assert_eq!(
+        devices
+            .borrow()
+            .iter()
+            .map(|device| device.id.as_str())
+            .collect::<Vec<_>>(),
+        ["x", "y"]
+    );
+    let injections = life
+        .handle
+        .allocate("example.com/camera", vec![vec!["y".into(), "x".into()]])
+        .await
+        .unwrap();
+    assert_eq!(injections[0].device_nodes.len(), 2);
+    assert_eq!(injections[0].environment["DRAYMAN_DEVICE_X"], "/dev/x");
+    let error = life
+        .handle
+        .allocate("example.com/other", vec![vec!["x".into()]])
+        .await
+        .unwrap_err();
+    assert_eq!((error.reason, error.invalid_request), ("InvalidResource", true));
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_list_of_devices_is_sent_again_only_when_it_has_changed() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    let mut devices = life.handle.plugin_devices("example.com/camera").unwrap();
+    let mut inventory = life.inventory.clone();
+    devices.mark_unchanged();
+    inventory.mark_unchanged();
+    life.prepare(A, &["x"]).await.unwrap();
+    life.unprepare(A).await.unwrap();
+    assert!(!devices.has_changed().unwrap() && !inventory.has_changed().unwrap());
+    life.end().await;
+}
+
+#[tokio::test]
+async fn who_asks_a_companion_that_has_ended_is_told_so() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.task.abort();
+    let _ = life.task.await;
+    let answers = life
+        .handle
+        .prepare(vec![claim(A, &["x"]), claim(B, &["x"])])
+        .await;
+    assert_eq!(
+        answers
+            .iter()
+            .map(|answer| answer.as_ref().unwrap_err().reason)
+            .collect::<Vec<_>>(),
+        ["Stopping"; 2]
+    );
+}

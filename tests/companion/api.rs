@@ -1,0 +1,245 @@
+//! The few requests of an API server that a companion makes, with the faults that a real one cannot be asked for.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use kube::client::Body;
+use serde_json::{Value, json};
+use tokio::sync::{mpsc, watch};
+use tonic::codegen::http::{Request, Response, StatusCode};
+use tonic::codegen::{Body as HttpBody, Service};
+
+const INVENTORIES: &str = "/apis/drayman.dev/v1alpha1/nodeinventories";
+
+/// What the server has and how it behaves.
+#[derive(Debug)]
+pub(crate) struct State {
+    /// Answers nothing but 503.
+    pub(crate) away: bool,
+    /// Serves `resource.k8s.io/v1alpha2`.
+    pub(crate) claims: bool,
+    /// The uid of `node-a`.
+    pub(crate) node_uid: String,
+    pub(crate) inventory: Option<Value>,
+    /// Every request that was answered, watches apart.
+    pub(crate) requests: VecDeque<String>,
+    watchers: Vec<mpsc::UnboundedSender<Bytes>>,
+    /// Deletions, for those who list before and watch after them: the n-th has revision n.
+    deletions: Vec<Bytes>,
+}
+
+/// The server.
+#[derive(Clone, Debug)]
+pub(crate) struct Api {
+    pub(crate) state: Arc<Mutex<State>>,
+    changed: watch::Sender<()>,
+}
+
+impl Api {
+    pub(crate) fn new() -> Self {
+        let state = State {
+            away: false,
+            claims: true,
+            node_uid: "n-1".into(),
+            inventory: None,
+            requests: VecDeque::new(),
+            watchers: Vec::new(),
+            deletions: Vec::new(),
+        };
+        Self {
+            state: Arc::new(Mutex::new(state)),
+            changed: watch::Sender::new(()),
+        }
+    }
+
+    pub(crate) fn client(&self) -> kube::Client {
+        kube::Client::new(self.clone(), "default")
+    }
+
+    pub(crate) fn set(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.state.lock().unwrap());
+    }
+
+    /// Waits until the state is as wanted.
+    pub(crate) async fn until<T>(&self, wanted: impl Fn(&State) -> Option<T>) -> T {
+        let mut changed = self.changed.subscribe();
+        let wait = async {
+            loop {
+                if let Some(found) = wanted(&self.state.lock().unwrap()) {
+                    return found;
+                }
+                changed.changed().await.unwrap();
+            }
+        };
+        let found = tokio::time::timeout(std::time::Duration::from_secs(30), wait).await;
+        found.unwrap_or_else(|_| panic!("not in time: {:#?}", self.state.lock().unwrap()))
+    }
+
+    /// Waits until the inventory's condition Ready has a status and a reason.
+    pub(crate) async fn until_ready(&self, status: &str, reason: &str) -> Value {
+        self.until(|state| {
+            let inventory = state.inventory.as_ref()?;
+            let ready = &inventory["status"]["conditions"][0];
+            (ready["type"] == "Ready" && ready["status"] == status && ready["reason"] == reason)
+                .then(|| inventory.clone())
+        })
+        .await
+    }
+
+    pub(crate) fn delete_inventory(&self) {
+        let mut state = self.state.lock().unwrap();
+        let Some(mut gone) = state.inventory.take() else {
+            return;
+        };
+        gone["metadata"]["resourceVersion"] = json!((state.deletions.len() + 1).to_string());
+        let event = Bytes::from(json!({"type": "DELETED", "object": gone}).to_string() + "\n");
+        state.deletions.push(event.clone());
+        state
+            .watchers
+            .retain(|watcher| watcher.send(event.clone()).is_ok());
+    }
+}
+
+impl State {
+    fn answer(&mut self, method: &str, path: &str, query: &str, body: &[u8]) -> (StatusCode, Answer) {
+        let not_found = || (StatusCode::NOT_FOUND, Answer::Json(status(404, "NotFound")));
+        if self.away {
+            return (
+                StatusCode::SERVICE_UNAVAILABLE,
+                Answer::Json(status(503, "ServiceUnavailable")),
+            );
+        }
+        if method == "GET" && path == INVENTORIES {
+            if query.contains("watch=true") {
+                let (sender, receiver) = mpsc::unbounded_channel();
+                let since = query
+                    .split('&')
+                    .find_map(|part| part.strip_prefix("resourceVersion="));
+                for event in self.deletions.iter().skip(since.unwrap().parse().unwrap()) {
+                    sender.send(event.clone()).unwrap();
+                }
+                self.watchers.push(sender);
+                return (StatusCode::OK, Answer::Watch(receiver));
+            }
+            let items: Vec<&Value> = self.inventory.iter().collect();
+            let list = json!({
+                "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventoryList",
+                "metadata": {"resourceVersion": self.deletions.len().to_string()}, "items": items
+            });
+            return (StatusCode::OK, Answer::Json(list));
+        }
+        self.requests.push_back(format!("{method} {path}"));
+        match (method, path) {
+            ("GET", "/api/v1/nodes/node-a") => {
+                let metadata = json!({"name": "node-a", "uid": self.node_uid});
+                (
+                    StatusCode::OK,
+                    Answer::Json(json!({"apiVersion": "v1", "kind": "Node", "metadata": metadata})),
+                )
+            }
+            ("GET", "/apis/resource.k8s.io/v1alpha2") if self.claims => {
+                let claims = json!({"name": "resourceclaims", "kind": "ResourceClaim", "namespaced": true, "verbs": [], "singularName": ""});
+                let list = json!({
+                    "kind": "APIResourceList", "apiVersion": "v1",
+                    "groupVersion": "resource.k8s.io/v1alpha2", "resources": [claims]
+                });
+                (StatusCode::OK, Answer::Json(list))
+            }
+            ("PATCH", path) if path.starts_with(INVENTORIES) => self
+                .patch(path, query, body)
+                .map_or_else(not_found, |inventory| (StatusCode::OK, Answer::Json(inventory))),
+            _ => not_found(),
+        }
+    }
+
+    fn patch(&mut self, path: &str, query: &str, body: &[u8]) -> Option<Value> {
+        let sent: Value = serde_json::from_slice(body).unwrap();
+        assert!(path.contains("/node-a.drayman.dev"), "{path}");
+        if path.ends_with("/status") {
+            let inventory = self.inventory.as_mut()?;
+            inventory["status"] = sent["status"].clone();
+            return Some(inventory.clone());
+        }
+        assert!(
+            query.contains("fieldManager=drayman-node") && query.contains("force=true"),
+            "{query}"
+        );
+        let before = self
+            .inventory
+            .take()
+            .unwrap_or_else(|| json!({"metadata": {"generation": 0}}));
+        let mut inventory = sent;
+        let generation = before["metadata"]["generation"].as_u64().unwrap()
+            + u64::from(before["spec"] != inventory["spec"]);
+        inventory["metadata"]["generation"] = json!(generation);
+        if let Some(status) = before.get("status") {
+            inventory["status"] = status.clone();
+        }
+        self.inventory = Some(inventory.clone());
+        Some(inventory)
+    }
+}
+
+fn status(code: u16, reason: &str) -> Value {
+    json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": reason, "message": reason})
+}
+
+enum Answer {
+    Json(Value),
+    Watch(mpsc::UnboundedReceiver<Bytes>),
+}
+
+impl Service<Request<Body>> for Api {
+    type Response = Response<Answered>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let api = self.clone();
+        Box::pin(async move {
+            let (head, body) = request.into_parts();
+            let body = body.collect_bytes().await.unwrap();
+            let query = head.uri.query().unwrap_or_default();
+            let (code, answer) =
+                api.state
+                    .lock()
+                    .unwrap()
+                    .answer(head.method.as_str(), head.uri.path(), query, &body);
+            api.changed.send_replace(());
+            let body = match answer {
+                Answer::Json(value) => Answered::Once(Some(value.to_string().into())),
+                Answer::Watch(events) => Answered::Stream(events),
+            };
+            Ok(Response::builder().status(code).body(body).unwrap())
+        })
+    }
+}
+
+pub(crate) enum Answered {
+    Once(Option<Bytes>),
+    Stream(mpsc::UnboundedReceiver<Bytes>),
+}
+
+impl HttpBody for Answered {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<http_body::Frame<Bytes>, Infallible>>> {
+        let bytes = match self.get_mut() {
+            Self::Once(bytes) => Poll::Ready(bytes.take()),
+            Self::Stream(events) => events.poll_recv(context),
+        };
+        bytes.map(|bytes| bytes.map(|bytes| Ok(http_body::Frame::data(bytes))))
+    }
+}

@@ -1,0 +1,7 @@
+//! The whole companion over real sockets, files and device nodes, against an API server that is played by the test.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail")]
+
+mod api;
+mod life;
+mod node;

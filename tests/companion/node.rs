@@ -1,0 +1,243 @@
+//! A node: its directories, its devices, and the companion on it.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
+use drayman::api::proto::ClaimList;
+use drayman::api::proto::dra_v1alpha3::Claim;
+use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
+use drayman::node::discover::HostPaths;
+use drayman::node::run::{NodeError, NodeOptions, run};
+use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
+use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Endpoint;
+
+use crate::api::Api;
+
+pub(crate) struct Node {
+    pub(crate) directory: tempfile::TempDir,
+    pub(crate) api: Api,
+}
+
+impl Node {
+    /// A node with three devices for claims and one for an extended resource. `None`, and a word, without root.
+    pub(crate) fn new() -> Option<Self> {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root can make device nodes; run it as root");
+            return None;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let node = Self {
+            directory,
+            api: Api::new(),
+        };
+        for directory in ["dev", "kubelet/device-plugins"] {
+            std::fs::create_dir_all(node.path(directory)).unwrap();
+        }
+        for (number, name) in ["test-0", "test-1", "test-2", "camera-0"].into_iter().enumerate() {
+            node.device(name, u32::try_from(number).unwrap());
+        }
+        let configuration = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
+            - {name: test, paths: [\"/dev/test-*\"]}\n\
+            - {name: camera, mode: extended-resource, resourceName: example.com/camera, paths: [\"/dev/camera-*\"]}\n";
+        std::fs::write(node.path("node.yaml"), configuration).unwrap();
+        Some(node)
+    }
+
+    pub(crate) fn path(&self, path: impl AsRef<Path>) -> PathBuf {
+        self.directory.path().join(path)
+    }
+
+    pub(crate) fn device(&self, name: &str, minor: u32) {
+        let path = self.path("dev").join(name);
+        mknodat(
+            CWD,
+            path,
+            FileType::CharacterDevice,
+            Mode::RUSR,
+            makedev(240, minor),
+        )
+        .unwrap();
+    }
+
+    pub(crate) fn options(&self) -> NodeOptions {
+        let mut options = NodeOptions::new("node-a", self.path("node.yaml"), self.api.client());
+        options.kubelet_root = self.path("kubelet");
+        options.device_plugin_dir = self.path("kubelet/device-plugins");
+        options.cdi_dir = self.path("cdi");
+        options.host = HostPaths {
+            dev: self.path("dev"),
+            ..HostPaths::default()
+        };
+        options
+    }
+
+    pub(crate) fn start(&self) -> Process {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        let shutdown = CancellationToken::new();
+        let task = runtime.spawn(run(self.options(), shutdown.clone()));
+        Process {
+            runtime: Some(runtime),
+            shutdown,
+            task: Some(task),
+        }
+    }
+
+    pub(crate) fn dra_socket(&self) -> PathBuf {
+        self.path("kubelet/plugins/drayman.dev/dra.sock")
+    }
+
+    pub(crate) async fn until_exists(&self, path: &Path) {
+        let start = Instant::now();
+        while !path.exists() {
+            assert!(
+                start.elapsed() < Duration::from_secs(20),
+                "{} does not come",
+                path.display()
+            );
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Kubelet's view of the companion.
+    pub(crate) async fn kubelet(&self) -> Kubelet {
+        let socket = Endpoint::from_shared(format!("unix://{}", self.dra_socket().display())).unwrap();
+        let start = Instant::now();
+        loop {
+            // A companion that was killed leaves its socket behind, as a real one does.
+            match socket.connect().await {
+                Ok(channel) => {
+                    return Kubelet {
+                        client: NodeClient::new(channel),
+                    };
+                }
+                Err(error) => assert!(start.elapsed() < Duration::from_secs(20), "no companion: {error}"),
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// The CDI files, sorted.
+    pub(crate) fn cdi_files(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(self.path("cdi")).unwrap();
+        let mut names: Vec<String> = entries
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    pub(crate) fn checkpoint(&self) -> String {
+        std::fs::read_to_string(self.path("kubelet/plugins/drayman.dev/checkpoint.json")).unwrap()
+    }
+}
+
+/// A companion that can be stopped, or be gone from one moment to the next.
+pub(crate) struct Process {
+    runtime: Option<Runtime>,
+    shutdown: CancellationToken,
+    task: Option<JoinHandle<Result<(), NodeError>>>,
+}
+
+impl Process {
+    pub(crate) async fn stop(mut self) -> Result<(), NodeError> {
+        self.shutdown.cancel();
+        self.ended().await
+    }
+
+    pub(crate) async fn ended(&mut self) -> Result<(), NodeError> {
+        let task = self.task.take().unwrap();
+        tokio::time::timeout(Duration::from_secs(20), task)
+            .await
+            .expect("it ends in time")
+            .unwrap()
+    }
+
+    pub(crate) fn kill(self) {
+        drop(self);
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // Every task is dropped where it waits, and nothing is told to anybody.
+        if let Some(runtime) = self.runtime.take() {
+            std::thread::spawn(move || runtime.shutdown_timeout(Duration::from_secs(5)))
+                .join()
+                .unwrap();
+        }
+    }
+}
+
+pub(crate) struct Kubelet {
+    client: NodeClient<tonic::transport::Channel>,
+}
+
+impl Kubelet {
+    /// The CDI ids, or the error for the claim.
+    pub(crate) async fn prepare(&mut self, uid: &str, devices: &[&str]) -> Result<Vec<String>, String> {
+        let claim = claim(uid, "n-1", devices);
+        let answer = self
+            .client
+            .node_prepare_resources(ClaimList::new(vec![claim]))
+            .await
+            .unwrap()
+            .into_inner();
+        let entry = answer
+            .claims
+            .into_iter()
+            .find(|entry| entry.key == uid)
+            .expect("an entry for the claim");
+        let value = entry.value.expect("a value");
+        if value.error.is_empty() {
+            Ok(value.cdi_devices)
+        } else {
+            Err(value.error)
+        }
+    }
+
+    pub(crate) async fn unprepare(&mut self, uid: &str) -> Result<(), String> {
+        let claim = claim(uid, "n-1", &[]);
+        let answer = self
+            .client
+            .node_unprepare_resources(ClaimList::new(vec![claim]))
+            .await
+            .unwrap()
+            .into_inner();
+        let entry = answer
+            .claims
+            .into_iter()
+            .find(|entry| entry.key == uid)
+            .expect("an entry for the claim");
+        let error = entry.value.expect("a value").error;
+        if error.is_empty() { Ok(()) } else { Err(error) }
+    }
+}
+
+fn claim(uid: &str, node_uid: &str, devices: &[&str]) -> Claim {
+    let device = |name: &&str| HandleDevice {
+        request: "device".into(),
+        device: (*name).into(),
+    };
+    let handle = DeviceHandle {
+        version: VERSION,
+        claim_uid: uid.into(),
+        node_name: "node-a".into(),
+        node_uid: node_uid.into(),
+        devices: devices.iter().map(device).collect(),
+    };
+    Claim {
+        namespace: "default".into(),
+        uid: uid.into(),
+        name: "claim".into(),
+        resource_handle: handle.to_data().unwrap(),
+        structured_resource_handle: None,
+    }
+}

@@ -1,0 +1,124 @@
+//! Every fault at every command of the base stories, and every pair of faults in the life of one claim.
+
+use drayman::api::resource::AllocationMode;
+
+use super::{calm, end_pod, key};
+use crate::faults::{ALL, Fault};
+use crate::stage::{SECOND, Stage};
+use crate::users::Use;
+
+type Story = fn(&mut Stage);
+
+fn one_claim(stage: &mut Stage) {
+    stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    stage.run_for(20 * SECOND);
+    end_pod(stage, "p");
+    stage.run_for(20 * SECOND);
+}
+
+fn two_claims(stage: &mut Stage) {
+    let uses = [Use::Template("gpu"), Use::Template("gpu"), Use::Template("other")];
+    stage.create_pod(&key("p"), &uses, None);
+    stage.run_for(20 * SECOND);
+    stage.store.delete_pod(&key("p"));
+    stage.run_for(20 * SECOND);
+}
+
+fn four_pods_for_three_devices(stage: &mut Stage) {
+    for name in ["p", "q", "r", "s"] {
+        stage.create_pod(&key(name), &[Use::Template("gpu")], None);
+    }
+    stage.run_for(20 * SECOND);
+    stage.store.delete_pod(&key("q"));
+    stage.run_for(20 * SECOND);
+}
+
+fn a_shared_claim(stage: &mut Stage) {
+    stage.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
+    for name in ["p", "q"] {
+        stage.create_pod(&key(name), &[Use::Named("named")], None);
+    }
+    stage.run_for(20 * SECOND);
+    stage.store.delete_pod(&key("p"));
+    stage.store.delete_pod(&key("q"));
+    stage.run_for(20 * SECOND);
+    stage.create_pod(&key("r"), &[Use::Named("named")], None);
+    stage.run_for(20 * SECOND);
+}
+
+fn an_immediate_claim(stage: &mut Stage) {
+    stage.create_claim(&key("named"), "gpu", AllocationMode::Immediate);
+    stage.run_for(20 * SECOND);
+    stage.store.delete_claim(&key("named"));
+    stage.run_for(20 * SECOND);
+}
+
+const STORIES: [(&str, Story); 5] = [
+    ("one claim", one_claim),
+    ("two claims", two_claims),
+    ("four pods for three devices", four_pods_for_three_devices),
+    ("a shared claim", a_shared_claim),
+    ("an immediate claim", an_immediate_claim),
+];
+
+/// Tells a story with faults at commands, counted from its beginning. The answer is how many commands there were.
+fn tell(name: &str, story: Story, lasting: bool, faults: &[(u64, Fault)]) -> (u64, u64) {
+    let mut stage = calm(&[("node-a", 1), ("node-b", 2)]);
+    stage.lasting_driver = lasting;
+    let before = stage.commands;
+    for (index, fault) in faults {
+        stage.faults.plan.insert(before + index, *fault);
+    }
+    story(&mut stage);
+    let told = stage.commands - before;
+    let hits = stage.faults.hits.values().sum();
+    stage.conclude();
+    assert_eq!(
+        stage.violation, None,
+        "{name}, lasting driver: {lasting}, faults: {faults:?}"
+    );
+    (told, hits)
+}
+
+#[test]
+fn every_fault_at_every_command_of_every_story() {
+    for (name, story) in STORIES {
+        let (commands, _) = tell(name, story, false, &[]);
+        assert!(commands >= 5, "{name}: {commands}");
+        let mut hits = 0;
+        for lasting in [false, true] {
+            for index in 1..=commands {
+                for fault in ALL {
+                    hits += tell(name, story, lasting, &[(index, fault)]).1;
+                }
+            }
+        }
+        assert!(
+            hits >= 2 * 7 * commands,
+            "{name}: {hits} hits in {commands} commands"
+        );
+    }
+}
+
+#[test]
+fn every_pair_of_faults_in_the_life_of_one_claim() {
+    let kinds = [
+        Fault::CrashBefore,
+        Fault::CrashAfter,
+        Fault::ReplyLost,
+        Fault::Late,
+        Fault::Refused,
+        Fault::DriverHungAfter,
+        Fault::DriverRetry,
+    ];
+    let (commands, _) = tell("one claim", one_claim, false, &[]);
+    for first in 1..=commands {
+        for second in first + 1..=commands + 4 {
+            for one in kinds {
+                for other in kinds {
+                    tell("one claim", one_claim, true, &[(first, one), (second, other)]);
+                }
+            }
+        }
+    }
+}

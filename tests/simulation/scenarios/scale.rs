@@ -1,0 +1,208 @@
+//! The core alone with a large cluster: its own work, without server, scheduler or driver.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use drayman::api::resource::{
+    ClaimSource, Pod, PodResourceClaim, PodSchedulingContext, PodSchedulingContextSpec, PodSpec,
+    ResourceClaim, ResourceClass,
+};
+use drayman::core::protocol::{
+    Answer, ClaimWrite, Command, DriverRequest, Event, Moment, Outcome, Settings, World,
+};
+use drayman::driver::{CapacityCause, CapacityChange, Verdict};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+
+use crate::cluster::template_spec;
+use crate::driver::{DRIVER, FINALIZER, Hold, allocation_of};
+use crate::scheduler::owned_by;
+
+fn named(name: &str, version: u64) -> ObjectMeta {
+    ObjectMeta {
+        namespace: Some("default".to_owned()),
+        name: Some(name.to_owned()),
+        uid: Some(format!("uid-of-{name}")),
+        resource_version: Some(version.to_string()),
+        ..ObjectMeta::default()
+    }
+}
+
+fn allocated(claim: &mut ResourceClaim, node: &str, device: &str) {
+    let devices = [device.to_owned()].into();
+    claim.metadata.finalizers = Some(vec![FINALIZER.to_owned()]);
+    claim.status.driver_name = Some(DRIVER.to_owned());
+    claim.status.allocation = Some(allocation_of(
+        &Hold {
+            node: node.to_owned(),
+            devices,
+        },
+        false,
+    ));
+}
+
+fn pod(name: &str) -> Pod {
+    Pod {
+        metadata: named(name, 1),
+        spec: PodSpec {
+            resource_claims: vec![PodResourceClaim {
+                name: "c".to_owned(),
+                source: ClaimSource {
+                    resource_claim_name: Some(format!("{name}-c")),
+                    resource_claim_template_name: None,
+                },
+            }],
+            ..PodSpec::default()
+        },
+        ..Pod::default()
+    }
+}
+
+/// A shell that answers everything at once: every node is full while `full`, every write is stored.
+struct Echo {
+    world: World,
+    now: Moment,
+    version: u64,
+    full: bool,
+    decisions: u64,
+}
+
+impl Echo {
+    fn feed(&mut self, event: Event) {
+        let mut events = vec![event];
+        while let Some(event) = events.pop() {
+            self.world.apply(event, self.now);
+            self.decisions += 1;
+            for command in self.world.decide(self.now) {
+                events.extend(self.answer(command));
+            }
+        }
+    }
+
+    fn answer(&mut self, command: Command) -> Option<Event> {
+        self.version += 1;
+        let (id, answer) = match command {
+            Command::AwaitDriver => return Some(Event::DriverReady),
+            Command::Observe(_) | Command::Report(_) => return None,
+            Command::ReadPod { id, key } => (id, Answer::PodRead(Ok(Some(Arc::new(pod(&key.name)))))),
+            Command::CallDriver { id, request } => match request {
+                DriverRequest::UnsuitableNodes { claims, nodes, .. } => {
+                    let full = nodes.into_iter().filter(|_| self.full);
+                    let unsuitable_nodes = full.map(|node| (node, "8 of 8 held".to_owned())).collect();
+                    let verdict = Verdict { unsuitable_nodes };
+                    (id, Answer::Judged(Ok(vec![verdict; claims.len()])))
+                }
+                DriverRequest::Allocate { claims, .. } => {
+                    let results = claims.iter().map(|_| {
+                        let mut claim = ResourceClaim::default();
+                        allocated(&mut claim, "node-000", "any");
+                        Ok(claim.status.allocation.unwrap())
+                    });
+                    (id, Answer::Allocated(Ok(results.collect())))
+                }
+                DriverRequest::Deallocate { .. } => (id, Answer::Deallocated(Ok(()))),
+            },
+            Command::WriteClaim { id, key, write, .. } => {
+                let mut claim = ResourceClaim {
+                    metadata: named(&key.name, self.version),
+                    spec: template_spec("gpu"),
+                    ..ResourceClaim::default()
+                };
+                claim.metadata.finalizers = Some(vec![FINALIZER.to_owned()]);
+                if let ClaimWrite::Allocate { allocation, .. } = write {
+                    claim.status.driver_name = Some(DRIVER.to_owned());
+                    claim.status.allocation = Some(allocation);
+                }
+                (id, Answer::ClaimWritten(Outcome::Done(Arc::new(claim))))
+            }
+            Command::WriteContext { id, key, entries, .. } => {
+                let mut context = context(&key.name, self.version);
+                context.status.resource_claims = entries;
+                (id, Answer::ContextWritten(Outcome::Done(Arc::new(context))))
+            }
+            Command::ReadClaim { .. } => unreachable!("nothing is unclear here"),
+        };
+        Some(Event::Answer { id, answer })
+    }
+}
+
+fn context(pod_name: &str, version: u64) -> PodSchedulingContext {
+    let mut metadata = named(pod_name, version);
+    metadata.owner_references = Some(vec![owned_by(&pod(pod_name))]);
+    PodSchedulingContext {
+        metadata,
+        spec: PodSchedulingContextSpec {
+            selected_node: "node-000".to_owned(),
+            potential_nodes: (0..128).map(|n| format!("node-{n:03}")).collect(),
+        },
+        ..PodSchedulingContext::default()
+    }
+}
+
+/// How long the core works for 10,000 allocated claims and `count` pods that wait, are woken by freed devices and allocated.
+fn work(count: u64) -> Duration {
+    let mut echo = Echo {
+        world: World::new(Settings::new(DRIVER)),
+        now: Moment::default(),
+        version: 1_000_000,
+        full: true,
+        decisions: 0,
+    };
+    let class = ResourceClass {
+        metadata: ObjectMeta {
+            namespace: None,
+            ..named("gpu", 1)
+        },
+        driver_name: DRIVER.to_owned(),
+        ..ResourceClass::default()
+    };
+    let held = (0..10_000).map(|n| {
+        let mut claim = ResourceClaim {
+            metadata: named(&format!("held-{n}"), n + 2),
+            spec: template_spec("gpu"),
+            ..ResourceClaim::default()
+        };
+        allocated(&mut claim, "node-001", &format!("d{n}"));
+        Arc::new(claim)
+    });
+    let held: Vec<Arc<ResourceClaim>> = held.collect();
+    let start = Instant::now();
+    echo.feed(Event::Classes(vec![Arc::new(class)]));
+    echo.feed(Event::Claims(held.clone()));
+    echo.feed(Event::Contexts(Vec::new()));
+    for n in 0..count {
+        echo.version += 1;
+        let claim = ResourceClaim {
+            metadata: named(&format!("p{n}-c"), echo.version),
+            spec: template_spec("gpu"),
+            ..ResourceClaim::default()
+        };
+        echo.feed(Event::Claim(Arc::new(claim)));
+        echo.feed(Event::Context(Arc::new(context(&format!("p{n}"), echo.version))));
+    }
+    assert_eq!(echo.world.statistics().allocations, 0);
+    echo.full = false;
+    for _ in 0..count {
+        echo.feed(Event::Capacity(CapacityChange {
+            cause: CapacityCause::Freed,
+            pods: Some(1),
+        }));
+    }
+    assert_eq!(echo.world.statistics().allocations, count);
+    for n in 0..count {
+        let uid = format!("uid-of-p{n}");
+        let key = super::key(&format!("p{n}"));
+        echo.feed(Event::ContextGone { key, uid });
+    }
+    let took = start.elapsed();
+    println!("{count} pods: {took:?} for {} decisions", echo.decisions);
+    took
+}
+
+#[test]
+fn the_work_grows_with_the_pods_and_not_with_their_square() {
+    // The shortest of three, since the machine may have other things to do.
+    let shortest = |count| (0..3).map(|_| work(count)).min().unwrap();
+    let (few, many) = (shortest(60), shortest(240));
+    // Four times the pods: the sorting of those who wait may show, a scan of everything per event may not.
+    assert!(many < few * 12, "{few:?} for 60 pods, {many:?} for 240");
+}

@@ -1,0 +1,182 @@
+//! Several claims in a pod, several pods for a claim, several drivers.
+
+use drayman::api::resource::AllocationMode;
+
+use super::{calm, expect_well, is_bound, key, plain, until_bound};
+use crate::driver::{DRIVER, FINALIZER};
+use crate::stage::SECOND;
+use crate::store::Kind;
+use crate::users::Use;
+
+#[test]
+fn two_claims_of_a_pod_are_judged_and_allocated_together() {
+    let mut stage = calm(&[("node-a", 2)]);
+    stage.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("gpu")], None);
+    until_bound(&mut stage, "p");
+    let log = plain(&stage.command_log);
+    assert_eq!(
+        log[..3],
+        [
+            "read pod p",
+            "judge p-c0,p-c1 on node-a",
+            "tell p c0 not []; c1 not []",
+        ]
+    );
+    assert!(
+        log.contains(&"allocate p-c0,p-c1 on node-a".to_owned()),
+        "{log:?}"
+    );
+    assert_eq!(stage.reports, []);
+    expect_well(stage);
+}
+
+#[test]
+fn nothing_is_touched_until_all_claims_of_a_pod_fit_together() {
+    let mut stage = calm(&[("node-a", 1), ("node-b", 1)]);
+    stage.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("gpu")], None);
+    stage.run_for(60 * SECOND);
+    assert!(
+        stage
+            .store
+            .claims
+            .values()
+            .all(|claim| claim.metadata.finalizers.is_none())
+    );
+    stage.set_devices("node-b", 2);
+    until_bound(&mut stage, "p");
+    expect_well(stage);
+}
+
+#[test]
+fn one_claim_named_twice_counts_once() {
+    let mut stage = calm(&[("node-a", 1)]);
+    stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+    stage.create_pod(&key("p"), &[Use::Named("named"), Use::Named("named")], None);
+    until_bound(&mut stage, "p");
+    assert_eq!(stage.counted().allocations, 1);
+    expect_well(stage);
+}
+
+#[test]
+fn a_shared_claim_serves_two_pods_and_goes_back_after_the_last() {
+    let mut stage = calm(&[("node-a", 1)]);
+    stage.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
+    for pod in ["one", "two"] {
+        stage.create_pod(&key(pod), &[Use::Named("named")], None);
+    }
+    until_bound(&mut stage, "one");
+    until_bound(&mut stage, "two");
+    assert_eq!(stage.counted().allocations, 1);
+    stage.store.delete_pod(&key("one"));
+    stage.run_for(10 * SECOND);
+    assert!(stage.claim("named").unwrap().status.allocation.is_some());
+    stage.store.delete_pod(&key("two"));
+    stage.run_for(10 * SECOND);
+    let claim = stage.claim("named").unwrap();
+    assert_eq!(
+        (claim.status.allocation.clone(), claim.metadata.finalizers.clone()),
+        (None, None)
+    );
+    expect_well(stage);
+}
+
+#[test]
+fn a_claim_that_cannot_be_shared_goes_from_one_pod_to_the_next() {
+    let mut stage = calm(&[("node-a", 1)]);
+    stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+    for pod in ["one", "two"] {
+        stage.create_pod(&key(pod), &[Use::Named("named")], None);
+    }
+    stage.run_until("one of them runs", |stage| {
+        is_bound(stage, "one") || is_bound(stage, "two")
+    });
+    stage.run_for(30 * SECOND);
+    let (first, second) = if is_bound(&stage, "one") {
+        ("one", "two")
+    } else {
+        ("two", "one")
+    };
+    assert!(!is_bound(&stage, second));
+    stage.store.delete_pod(&key(first));
+    until_bound(&mut stage, second);
+    expect_well(stage);
+}
+
+#[test]
+fn two_drivers_in_a_pod_leave_each_other_alone() {
+    let mut stage = calm(&[("node-a", 1)]);
+    stage.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("other")], None);
+    until_bound(&mut stage, "p");
+    for claim in stage.store.claims.values() {
+        let ours = claim.spec.resource_class_name == "gpu";
+        let finalizers = claim.metadata.finalizers.clone().unwrap_or_default();
+        assert_eq!(finalizers.contains(&FINALIZER.to_owned()), ours, "{claim:?}");
+    }
+    stage.store.delete_pod(&key("p"));
+    let stage = expect_well(stage);
+    assert!(stage.store.claims.is_empty());
+}
+
+#[test]
+fn a_pod_waits_for_the_claims_that_are_not_seen_yet() {
+    let mut stage = calm(&[("node-a", 2)]);
+    stage.hold_watch(Kind::Claim);
+    stage.create_pod(&key("p"), &[Use::Template("other"), Use::Template("gpu")], None);
+    stage.run_for(30 * SECOND);
+    assert_eq!(stage.command_log, Vec::<String>::new());
+    stage.let_watch_go(Kind::Claim);
+    until_bound(&mut stage, "p");
+    expect_well(stage);
+}
+
+#[test]
+fn claims_may_be_seen_before_their_class_and_contexts_before_their_claims() {
+    for held in [
+        vec![Kind::Class],
+        vec![Kind::Claim],
+        vec![Kind::Class, Kind::Claim],
+        vec![Kind::Context],
+    ] {
+        let mut stage = calm(&[("node-a", 2)]);
+        for kind in &held {
+            stage.hold_watch(*kind);
+        }
+        stage.set_class("late", DRIVER);
+        stage.create_pod(&key("p"), &[Use::Template("late"), Use::Template("gpu")], None);
+        stage.run_for(30 * SECOND);
+        assert!(!is_bound(&stage, "p"), "{held:?}");
+        for kind in held {
+            stage.let_watch_go(kind);
+            stage.run_for(SECOND);
+        }
+        until_bound(&mut stage, "p");
+        expect_well(stage);
+    }
+}
+
+#[test]
+fn two_problems_of_one_pod_are_reported_once_together() {
+    let mut stage = calm(&[("node-a", 1)]);
+    stage.set_class("late", DRIVER);
+    stage.set_class("later", DRIVER);
+    // The scheduler talks about the pod while the classes are there; then they go.
+    let uses = [
+        Use::Template("gpu"),
+        Use::Template("late"),
+        Use::Template("later"),
+    ];
+    stage.create_pod(&key("p"), &uses, None);
+    stage.run_for(30 * SECOND);
+    stage.reports.clear();
+    stage.store.delete_class("late");
+    stage.store.delete_class("later");
+    stage.run_for(30 * SECOND);
+    for name in ["a", "b", "c"] {
+        stage.create_claim(&key(name), "gpu", AllocationMode::WaitForFirstConsumer);
+        stage.run_for(SECOND);
+    }
+    let said = stage.reports.len();
+    // One when the first class goes, one when both are gone.
+    assert!(said <= 2, "{:?}", stage.reports);
+    expect_well(stage);
+}

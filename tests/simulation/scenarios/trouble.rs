@@ -1,0 +1,173 @@
+//! Kinds of trouble that last.
+
+use super::{bound_pod, calm, end_pod, expect_well, key, plain, until_bound};
+use crate::faults::Fault;
+use crate::stage::{SECOND, Stage};
+use crate::users::Use;
+
+#[test]
+fn a_lost_reply_is_cleared_by_one_read() {
+    let mut stage = calm(&[("node-a", 1)]);
+    // Read, judge, finalizer, allocate, record.
+    stage.faults.plan.insert(stage.commands + 5, Fault::ReplyLost);
+    // The watch must not give the answer.
+    stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    stage.run_for(60 * SECOND);
+    let log = plain(&stage.command_log);
+    assert_eq!(
+        log[4..],
+        [
+            "record node-a:d0 in p-c0 for p".to_owned(),
+            "read claim p-c0".to_owned()
+        ],
+        "{log:?}"
+    );
+    expect_well(stage);
+}
+
+#[test]
+fn an_allocation_that_timed_out_is_given_back_before_anything_else() {
+    for fault in [Fault::DriverHungAfter, Fault::DriverHungBefore] {
+        let mut stage = calm(&[("node-a", 1)]);
+        stage.faults.plan.insert(stage.commands + 4, fault);
+        stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+        until_bound(&mut stage, "p");
+        let log = plain(&stage.command_log);
+        assert_eq!(
+            log[3..5],
+            ["allocate p-c0 on node-a", "deallocate p-c0"],
+            "{log:?}"
+        );
+        expect_well(stage);
+    }
+}
+
+#[test]
+fn a_second_writer_costs_no_allocation_and_no_conflict() {
+    let mut stage = calm(&[("node-a", 2)]);
+    stage.faults.rates.insert(Fault::SecondWriter, 1000);
+    for name in ["p", "q"] {
+        bound_pod(&mut stage, name);
+        end_pod(&mut stage, name);
+    }
+    stage.run_for(30 * SECOND);
+    assert_eq!((stage.writes, stage.reads), (6, 2));
+    assert_eq!(stage.reports, []);
+    expect_well(stage);
+}
+
+fn storm(fault: Fault, rate: u64) -> Stage {
+    let mut stage = calm(&[("node-a", 2), ("node-b", 1)]);
+    stage.faults.rates.insert(fault, rate);
+    for index in 0..4 {
+        stage.create_pod(&key(&format!("p{index}")), &[Use::Template("gpu")], None);
+    }
+    stage.run_for(300 * SECOND);
+    stage.store.delete_pod(&key("p0"));
+    stage.run_for(300 * SECOND);
+    assert!(stage.faults.hits.contains_key(&fault));
+    expect_well(stage)
+}
+
+#[test]
+fn a_server_that_fails_every_third_request_is_outlived() {
+    storm(Fault::ServerError, 333);
+}
+
+#[test]
+fn a_server_that_is_slow_is_outlived() {
+    storm(Fault::Slow, 1000);
+}
+
+#[test]
+fn a_server_that_is_down_for_ten_minutes_is_outlived() {
+    storm(Fault::RequestLost, 1000);
+}
+
+#[test]
+fn watches_that_stand_still_for_a_minute_are_outlived() {
+    storm(Fault::WatchStall, 1000);
+}
+
+#[test]
+fn watches_that_lose_every_other_event_are_outlived() {
+    storm(Fault::WatchRelist, 500);
+}
+
+#[test]
+fn an_allocation_that_the_server_never_takes_is_reported_and_tried_rarely() {
+    let mut stage = calm(&[("node-a", 1)]);
+    stage.refuse_allocations = true;
+    stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    stage.run_for(600 * SECOND);
+    let reasons: Vec<&str> = stage
+        .reports
+        .iter()
+        .map(|report| report.reason.as_str())
+        .collect();
+    assert_eq!(reasons, ["AllocationNotRecorded"]);
+    let tries = stage
+        .command_log
+        .iter()
+        .filter(|line| line.starts_with("record"))
+        .count();
+    assert!((5..40).contains(&tries), "{tries} tries in ten minutes");
+    assert!(stage.driver.pending.is_empty() || stage.process.as_ref().unwrap().world.is_busy());
+    stage.refuse_allocations = false;
+    until_bound(&mut stage, "p");
+    expect_well(stage);
+}
+
+#[test]
+fn a_pod_that_has_ended_is_not_served_again() {
+    use drayman::api::resource::AllocationMode;
+    let mut stage = calm(&[("node-a", 1)]);
+    stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+    // Bound by its user: the context stays as long as the pod.
+    stage.create_pod(&key("p"), &[Use::Named("named")], Some("node-a"));
+    stage.run_until("the claim is reserved", |stage| {
+        stage
+            .claim("named")
+            .is_some_and(|claim| !claim.status.reserved_for.is_empty())
+    });
+    end_pod(&mut stage, "p");
+    stage.run_for(300 * SECOND);
+    assert_eq!(stage.counted().allocations, 1);
+    expect_well(stage);
+}
+
+#[test]
+fn what_a_killed_process_allocated_at_a_lasting_driver_is_given_back_though_nobody_asks() {
+    use drayman::api::resource::AllocationMode;
+    let mut stage = calm(&[("node-a", 1)]);
+    stage.lasting_driver = true;
+    stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+    // Read, judge, finalizer, allocate.
+    stage.faults.plan.insert(stage.commands + 4, Fault::CrashAfter);
+    stage.create_pod(&key("p"), &[Use::Named("named")], None);
+    stage.run_until("the controller is killed", |stage| stage.process.is_none());
+    assert_eq!(stage.driver.pending.len(), 1);
+    // The claim stays, with our finalizer and without an allocation, and no pod uses it.
+    stage.store.remove_pod(&key("p"));
+    expect_well(stage);
+}
+
+#[test]
+fn an_allocation_that_is_stored_late_finds_the_finalizer_still_there() {
+    use drayman::api::resource::AllocationMode;
+    for variant in 0..20 {
+        let mut stage = calm(&[("node-a", 1)]);
+        stage.rng = crate::rng::Rng::new(variant);
+        stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+        // Read, judge, finalizer, allocate, record.
+        stage.faults.plan.insert(stage.commands + 5, Fault::Late);
+        stage.create_pod(&key("p"), &[Use::Named("named")], None);
+        stage.run_until("the claim is allocated", |stage| {
+            stage
+                .claim("named")
+                .is_some_and(|claim| claim.status.allocation.is_some())
+        });
+        stage.store.remove_pod(&key("p"));
+        expect_well(stage);
+    }
+}

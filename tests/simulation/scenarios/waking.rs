@@ -1,0 +1,159 @@
+//! Pods that wait are woken by what they wait for, each once and in turn.
+
+use drayman::core::protocol::ObjectKey;
+
+use super::{bound_pod, calm, expect_well, is_bound, key, until_bound};
+use crate::faults::Fault;
+use crate::rng::Rng;
+use crate::stage::{SECOND, Stage};
+use crate::users::Use;
+
+fn running(stage: &Stage) -> usize {
+    stage
+        .store
+        .pods
+        .values()
+        .filter(|pod| pod.spec.node_name.is_some())
+        .count()
+}
+
+#[test]
+fn each_freed_device_lets_exactly_one_in() {
+    let mut stage = calm(&[("node-a", 3)]);
+    for index in 0..6 {
+        stage.create_pod(&key(&format!("p{index}")), &[Use::Template("gpu")], None);
+    }
+    stage.run_for(60 * SECOND);
+    assert_eq!(running(&stage), 3);
+    for left in [5, 4, 3] {
+        let first = stage
+            .store
+            .pods
+            .iter()
+            .find(|(_, pod)| pod.spec.node_name.is_some());
+        let first = first.map(|(key, _)| key.clone()).unwrap();
+        let judged = stage.judgements;
+        stage.store.delete_pod(&first);
+        stage.run_for(60 * SECOND);
+        assert_eq!((running(&stage), stage.store.pods.len()), (3, left));
+        // The one that was woken, and once more when the scheduler has selected its node.
+        assert!(
+            stage.judgements - judged <= 3,
+            "{} judgements",
+            stage.judgements - judged
+        );
+    }
+    expect_well(stage);
+}
+
+#[test]
+fn a_crowd_in_one_namespace_does_not_starve_another() {
+    let mut stage = calm(&[("node-a", 1)]);
+    bound_pod(&mut stage, "holder");
+    for index in 0..8 {
+        stage.create_pod(&key(&format!("crowd{index}")), &[Use::Template("gpu")], None);
+        stage.run_for(SECOND);
+    }
+    let small = ObjectKey::new("small", "p");
+    stage.create_pod(&small, &[Use::Template("gpu")], None);
+    stage.run_for(60 * SECOND);
+    let mut turns = 0;
+    while stage.store.pods[&small].spec.node_name.is_none() {
+        let running = stage
+            .store
+            .pods
+            .iter()
+            .find(|(_, pod)| pod.spec.node_name.is_some());
+        let running = running.map(|(key, _)| key.clone()).unwrap();
+        stage.store.delete_pod(&running);
+        stage.run_for(60 * SECOND);
+        turns += 1;
+        assert!(turns <= 2, "it waits behind the crowd");
+    }
+    expect_well(stage);
+}
+
+#[test]
+fn a_woken_pod_that_cannot_run_blocks_nobody() {
+    let mut stage = calm(&[("node-a", 1), ("node-b", 1)]);
+    bound_pod(&mut stage, "one");
+    bound_pod(&mut stage, "two");
+    // The oldest can never run: it wants two devices of one node.
+    stage.create_pod(&key("greedy"), &[Use::Template("gpu.pair")], None);
+    stage.run_for(10 * SECOND);
+    stage.create_pod(&key("modest"), &[Use::Template("gpu")], None);
+    stage.run_for(10 * SECOND);
+    stage.store.delete_pod(&key("one"));
+    let freed = stage.now;
+    until_bound(&mut stage, "modest");
+    assert!(stage.now - freed < 12 * SECOND);
+    expect_well(stage);
+}
+
+#[test]
+fn what_becomes_free_while_the_driver_is_asked_is_not_missed() {
+    for (slow, variant) in (1..=12).flat_map(|slow| (0..6).map(move |variant| (slow, variant))) {
+        let mut stage = calm(&[("node-a", 1)]);
+        bound_pod(&mut stage, "holder");
+        stage.rng = Rng::new(variant);
+        // The n-th command from here takes seconds, and the device is freed in the middle of it.
+        stage.faults.plan.insert(stage.commands + slow, Fault::Slow);
+        stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+        stage.run_for(SECOND);
+        stage.store.delete_pod(&key("holder"));
+        until_bound(&mut stage, "p");
+        assert!(
+            stage.now < 120 * SECOND,
+            "found by the slow recheck at the earliest"
+        );
+        expect_well(stage);
+    }
+}
+
+#[test]
+fn new_inventory_and_a_repaired_node_wake_those_who_wait() {
+    let mut stage = calm(&[("node-a", 0)]);
+    for index in 0..3 {
+        stage.create_pod(&key(&format!("p{index}")), &[Use::Template("gpu")], None);
+    }
+    stage.run_for(60 * SECOND);
+    assert_eq!(running(&stage), 0);
+    let plugged = stage.now;
+    stage.set_devices("node-a", 3);
+    for index in 0..3 {
+        until_bound(&mut stage, &format!("p{index}"));
+    }
+    assert!(stage.now - plugged < 30 * SECOND);
+    expect_well(stage);
+}
+
+#[test]
+fn a_list_that_is_full_keeps_the_selected_node() {
+    let names: Vec<String> = (0..200).map(|n| format!("node-{n:03}")).collect();
+    let nodes: Vec<(&str, usize)> = names.iter().map(|name| (name.as_str(), 0)).collect();
+    let mut stage = calm(&nodes);
+    stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    // The scheduler lists 128 nodes at a time, and learns of them all in turn.
+    stage.run_for(300 * SECOND);
+    assert_eq!(stage.violation, None);
+    // 72 of 200 cannot be listed: the scheduler finds a good one among them by trying.
+    for name in names.iter().skip(150) {
+        stage.set_devices(name, 1);
+    }
+    until_bound(&mut stage, "p");
+    expect_well(stage);
+}
+
+#[test]
+fn a_node_on_which_the_driver_failed_once_is_tried_again() {
+    let mut stage = calm(&[("node-a", 1)]);
+    // Read, judge, finalizer, allocate.
+    stage.faults.plan.insert(stage.commands + 4, Fault::DriverRetry);
+    stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    let created = stage.now;
+    until_bound(&mut stage, "p");
+    assert_eq!(stage.faults.hits.get(&Fault::DriverRetry), Some(&1));
+    assert!(stage.now - created < 60 * SECOND);
+    assert!(is_bound(&stage, "p"));
+    expect_well(stage);
+}
