@@ -21,9 +21,6 @@ const RECHECK: Duration = Duration::from_secs(300);
 /// Rechecks are spread over this time.
 const RECHECK_SPREAD: Duration = Duration::from_secs(120);
 
-/// Failed attempts to write an answer before the pod's user is told.
-const WRITES_BEFORE_REPORT: u32 = 3;
-
 /// What is known of a context's pod. Read once per context.
 #[derive(Clone, Debug, Default, PartialEq)]
 enum PodKnown {

@@ -17,6 +17,9 @@ use std::time::Duration;
 /// as rarely as client-go's recorder does.
 const NO_PLACE_AGAIN: Duration = Duration::from_secs(300);
 
+/// Failed attempts to write an answer before the pod's user is told.
+const WRITES_BEFORE_REPORT: u32 = 3;
+
 impl World {
     /// Tells a pod's user that the pod fits nowhere and why, but not with every change of the counts.
     fn report_no_place(
