@@ -1,7 +1,9 @@
 //! Where a pod cannot go, and what follows from it: entries, or an allocation.
 
-use super::standing::distinct;
-use super::{Basis, ContextStage, Pending, WRITES_BEFORE_REPORT};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
 use crate::api::resource::{NODE_LIST_MAX, Pod, PodSchedulingContext, ResourceClaimSchedulingStatus};
 use crate::core::protocol::batch::{Consumer, Failure};
 use crate::core::protocol::event::{
@@ -9,9 +11,9 @@ use crate::core::protocol::event::{
 };
 use crate::core::protocol::world::{Flight, Work, World, newer};
 use crate::driver::Verdict;
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
-use std::time::Duration;
+
+use super::standing::distinct;
+use super::{Basis, ContextStage, Pending};
 
 /// How long a pod without a place is not reported again, though the counts change with each device that others get or give back:
 /// as rarely as client-go's recorder does.
