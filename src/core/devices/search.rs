@@ -164,7 +164,7 @@ mod tests {
             if !right || !equal || all.windows(2).any(|pair| pair[0] == pair[1]) {
                 return false;
             }
-            for &device in all {
+            for device in all {
                 used[device] += 1;
             }
         }
