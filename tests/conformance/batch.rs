@@ -4,9 +4,11 @@ use drayman::driver::DriverError;
 use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
+use crate::call::{What, count};
 use crate::harness::rule;
-use crate::script::{Act, What, count};
-use crate::stage::{From, Stage, finalizers, is_allocated, names, on_stage, rules, rules_without, verdicts};
+use crate::objects::From;
+use crate::script::Act;
+use crate::stage::{Stage, finalizers, is_allocated, names, on_stage, rules, rules_without, verdicts};
 
 /// A pod `pod` that names these claims, which are made, and its context.
 async fn pod_with(

@@ -4,8 +4,10 @@ use drayman::driver::{CapacityCause, DriverError};
 use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
-use crate::script::{Act, What, count};
-use crate::stage::{From, finalizers, is_allocated, names, on_stage, verdicts};
+use crate::call::{What, count};
+use crate::objects::From;
+use crate::script::Act;
+use crate::stage::{finalizers, is_allocated, names, on_stage, verdicts};
 
 #[test]
 fn a_missing_class_is_named_and_holds_the_whole_pod_up_until_it_is_there() -> anyhow::Result<()> {

@@ -1,11 +1,13 @@
 //! What the controller makes of a PodSchedulingContext. The test is the scheduler.
 
 use drayman::driver::DriverError;
-use kube::api::{DeleteParams, Patch, PatchParams};
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::json;
 
-use crate::script::{Act, What, count};
-use crate::stage::{From, Stage, is_allocated, names, on_stage, verdicts};
+use crate::call::{What, count};
+use crate::objects::From;
+use crate::script::Act;
+use crate::stage::{Stage, is_allocated, names, on_stage, verdicts};
 
 /// A pod with one claim, both by this name.
 async fn pod(stage: &Stage, name: &str) -> anyhow::Result<drayman::api::resource::Pod> {
@@ -253,7 +255,7 @@ fn entries_of_other_drivers_stay_and_an_unchanged_answer_is_not_written_again() 
         )?);
         stage
             .contexts()
-            .replace_status("pod", &Default::default(), &context)
+            .replace_status("pod", &PostParams::default(), &context)
             .await?;
         stage
             .reschedule("pod", json!({ "potentialNodes": ["good", "bad", "worse"] }))

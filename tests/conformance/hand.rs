@@ -3,8 +3,10 @@
 use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
-use crate::script::{What, count};
-use crate::stage::{From, finalizers, is_allocated, names, on_stage, verdicts};
+use crate::call::{What, count};
+use crate::objects::From;
+
+use crate::stage::{finalizers, is_allocated, names, on_stage, verdicts};
 
 #[test]
 fn claims_edited_to_nonsense_harm_nobody_else_and_can_be_deleted() -> anyhow::Result<()> {
@@ -114,20 +116,25 @@ fn contexts_edited_to_nonsense_are_answered_or_left_alone() -> anyhow::Result<()
             .contexts()
             .patch_status("pod", &PatchParams::default(), &nonsense)
             .await?;
-        // "good" fits after all, and a name that is no node's is never written.
+        // "good" fits, but while the first entry is there the server lets nobody apply another.
+        stage.event("pod", "AnswerRefused", "key field").await?;
+        assert_eq!(count(&stage.driver.calls(), What::is_allocate), 0);
+        let mended = Patch::Merge(json!({ "status": { "resourceClaims": [
+            { "name": "stranger", "unsuitableNodes": ["good"] }, { "name": "device", "unsuitableNodes": ["good"] }] } }));
+        stage
+            .contexts()
+            .patch_status("pod", &PatchParams::default(), &mended)
+            .await?;
+        // A name that is no node's is never written.
         let context = stage
             .until_context("pod", "judged", |context| {
                 verdicts(context).get("device").is_some_and(Vec::is_empty)
             })
             .await?;
         assert_eq!(verdicts(&context)["stranger"], ["good"], "what is not ours stays");
-        stage.fence().await?;
-        let requests = stage.requests(&controller).await?;
-        assert_eq!(
-            requests,
-            ["get pods 200", "patch podschedulingcontexts/status 200"]
-        );
-        assert_eq!(count(&stage.driver.calls(), What::is_allocate), 0);
+        let events = stage.events("pod").await?;
+        let refused = events.iter().filter(|(reason, _)| reason == "AnswerRefused");
+        assert_eq!(refused.count(), 1, "told once: {events:?}");
         stage
             .reschedule(
                 "pod",

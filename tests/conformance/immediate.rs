@@ -6,7 +6,8 @@ use drayman::api::resource::ResourceClaimConsumerReference;
 use drayman::driver::{CapacityCause, DriverError};
 use serde_json::json;
 
-use crate::script::{Act, What, count};
+use crate::call::{What, count};
+use crate::script::Act;
 use crate::stage::{finalizers, is_allocated, on_stage};
 
 #[test]

@@ -3,8 +3,10 @@
 use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
-use crate::script::{Act, What, count};
-use crate::stage::{From, finalizers, is_allocated, names, on_stage, verdicts};
+use crate::call::{What, count};
+use crate::objects::From;
+use crate::script::Act;
+use crate::stage::{finalizers, is_allocated, names, on_stage, verdicts};
 
 fn nodes(from: usize, to: usize) -> Vec<String> {
     (from..to).map(|number| format!("node-{number:03}")).collect()

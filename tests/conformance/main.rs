@@ -10,15 +10,19 @@
 mod harness;
 
 mod batch;
+mod call;
 mod classes;
 mod contexts;
 mod hand;
 mod immediate;
 mod limits;
 mod names;
+mod objects;
+mod outcome;
 mod pods;
 mod queue;
 mod release;
 mod script;
 mod stage;
 mod trouble;
+mod world;

@@ -5,8 +5,10 @@ use serde_json::json;
 
 use drayman::api::resource::Pod;
 
-use crate::script::{What, count};
-use crate::stage::{From, Stage, is_allocated, names, on_stage};
+use crate::call::{What, count};
+use crate::objects::From;
+
+use crate::stage::{Stage, is_allocated, names, on_stage};
 
 /// What a claim needs to be a pod's own.
 fn owned_by(pod: &Pod, name: &str) -> serde_json::Value {

@@ -2,11 +2,13 @@
 
 use drayman::driver::DriverError;
 use k8s_openapi::api::core::v1::Node;
-use kube::api::{Api, Patch, PatchParams};
+use kube::api::{Api, ListParams, Patch, PatchParams};
 use serde_json::json;
 
-use crate::script::{Act, Script, What, count};
-use crate::stage::{From, Stage, is_allocated, names, on_stage, rules};
+use crate::call::{What, count};
+use crate::objects::From;
+use crate::script::{Act, Script};
+use crate::stage::{Stage, is_allocated, names, on_stage, rules};
 
 /// A second driver, of the class `other-<stage>`.
 async fn other_driver(stage: &Stage) -> anyhow::Result<Script> {
@@ -283,7 +285,7 @@ fn suitable_nodes_of_a_class_are_honoured_and_a_change_of_them_helps_at_once() -
             .event(
                 "pod",
                 "FailedScheduling",
-                "excluded via potential node filter in resource class",
+                "excluded by resource class node filter",
             )
             .await?;
         assert_eq!(
@@ -328,7 +330,7 @@ fn nodes_are_filled_exactly_and_a_freed_place_is_taken_by_a_waiting_pod() -> any
                     stage.driver.counts().0 == expected
                 })
                 .await?;
-            let allocated = stage.claims().list(&Default::default()).await?;
+            let allocated = stage.claims().list(&ListParams::default()).await?;
             let allocated = allocated
                 .iter()
                 .filter(|claim| is_allocated(claim) && claim.metadata.deletion_timestamp.is_none());
@@ -351,12 +353,12 @@ fn nodes_are_filled_exactly_and_a_freed_place_is_taken_by_a_waiting_pod() -> any
 }
 
 #[test]
-fn a_pod_finds_the_few_free_ones_among_140_nodes() -> anyhow::Result<()> {
+fn pods_find_the_free_ones_among_140_nodes() -> anyhow::Result<()> {
     on_stage("many-real-nodes", async |stage| {
         let mut places = Vec::new();
         for number in 0..140 {
             let node = stage.node(&format!("{number:03}")).await?;
-            places.push((node, usize::from(number % 35 == 0)));
+            places.push((node, usize::from(number % 7 == 0)));
         }
         stage.driver.nodes(places.clone());
         let controller = stage.start().await?;

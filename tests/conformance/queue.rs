@@ -6,8 +6,10 @@ use drayman::driver::DriverError;
 use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
-use crate::script::{Act, Call, What, count};
-use crate::stage::{From, finalizers, is_allocated, names, on_stage, rules_without};
+use crate::call::{Call, What, count};
+use crate::objects::From;
+use crate::script::Act;
+use crate::stage::{finalizers, is_allocated, names, on_stage, rules_without};
 
 fn broken() -> DriverError {
     DriverError::retry("Broken", "the device box does not answer")

@@ -7,8 +7,10 @@ use drayman::driver::DriverError;
 use kube::api::DeleteParams;
 use serde_json::json;
 
-use crate::script::{Act, Script, What, count};
-use crate::stage::{From, Stage, finalizers, is_allocated, on_stage};
+use crate::call::{What, count};
+use crate::objects::From;
+use crate::script::{Act, Script};
+use crate::stage::{Stage, finalizers, is_allocated, on_stage};
 
 /// A claim, allocated and in no use.
 async fn allocated(stage: &Stage, name: &str) -> anyhow::Result<()> {

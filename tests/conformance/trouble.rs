@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
-use crate::script::{Act, What, count};
-use crate::stage::{From, is_allocated, names, on_stage, rules};
+use crate::call::{What, count};
+use crate::objects::From;
+use crate::script::Act;
+use crate::stage::{is_allocated, names, on_stage, rules};
 
 #[test]
 fn a_call_that_hangs_is_given_up_undone_and_holds_up_only_its_own_claim() -> anyhow::Result<()> {

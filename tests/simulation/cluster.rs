@@ -236,6 +236,10 @@ impl Stage {
             chores.push(Chore::CollectContext(key.clone()));
             return;
         };
+        // The other driver is no fool either: the claim controller would take back at once what it gave to such a pod.
+        if is_done(pod) {
+            return;
+        }
         for (entry, claim) in self.claims_of(key).unwrap_or_default() {
             let class = self.store.classes.get(&claim.spec.resource_class_name);
             let delayed = claim.spec.allocation_mode == Some(AllocationMode::WaitForFirstConsumer);

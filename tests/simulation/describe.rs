@@ -1,5 +1,7 @@
 //! One readable line for everything that passes between the controller and the rest.
 
+use std::fmt::Write as _;
+
 use drayman::api::resource::{PodSchedulingContext, ResourceClaim};
 use drayman::core::protocol::{Answer, ClaimWrite, Command, DriverRequest, Event, Outcome, Regarding};
 use drayman::driver::Observation;
@@ -18,15 +20,15 @@ pub(crate) fn describe_claim(claim: &ResourceClaim) -> String {
         text.push_str(" deleting");
     }
     if let Some(finalizers) = &metadata.finalizers {
-        text.push_str(&format!(" finalizers {finalizers:?}"));
+        let _ = write!(text, " finalizers {finalizers:?}");
     }
     if let Some(allocation) = &status.allocation {
         let hold = hold_of(allocation);
-        text.push_str(&format!(" allocated {}:{:?}", hold.node, hold.devices));
+        let _ = write!(text, " allocated {}:{:?}", hold.node, hold.devices);
     }
     if !status.reserved_for.is_empty() {
         let uids: Vec<&String> = status.reserved_for.iter().map(|consumer| &consumer.uid).collect();
-        text.push_str(&format!(" reserved {uids:?}"));
+        let _ = write!(text, " reserved {uids:?}");
     }
     if status.deallocation_requested {
         text.push_str(" deallocation requested");

@@ -153,12 +153,12 @@ impl MemoryDriver {
         facts: &Facts,
         claims: &[ClaimToAllocate],
         node: Option<&str>,
-    ) -> Result<Vec<Result<AllocationResult, CallError>>, CallError> {
+    ) -> Vec<Result<AllocationResult, CallError>> {
         let mut results = Vec::new();
         for claim in claims {
             results.push(self.allocate_one(facts, claim, node));
         }
-        Ok(results)
+        results
     }
 
     fn allocate_one(

@@ -234,23 +234,20 @@ impl Stage {
             let pods = self.process.as_ref().map(|process| &process.seen);
             let selected = pods.is_some_and(|seen| {
                 seen.values()
-                    .any(|context| context.spec.selected_node == node && self.concerns(context, claims))
+                    .any(|context| context.spec.selected_node == node && concerns(context, claims))
             });
             if !selected {
                 self.violate(|| format!("I7: node {node} is not selected for these claims"));
             }
         }
     }
+}
 
-    fn concerns(
-        &self,
-        context: &drayman::api::resource::PodSchedulingContext,
-        claims: &[ClaimToAllocate],
-    ) -> bool {
-        let owner = drayman::api::resource::controller_of(&context.metadata).map(|owner| owner.uid.clone());
-        claims.iter().all(|claim| {
-            let of = Self::owner_of(&claim.claim);
-            of.is_none() || of == owner.as_deref()
-        })
-    }
+/// Whether all claims can be those of a context's pod.
+fn concerns(context: &drayman::api::resource::PodSchedulingContext, claims: &[ClaimToAllocate]) -> bool {
+    let owner = drayman::api::resource::controller_of(&context.metadata).map(|owner| owner.uid.clone());
+    claims.iter().all(|claim| {
+        let of = Stage::owner_of(&claim.claim);
+        of.is_none() || of == owner.as_deref()
+    })
 }

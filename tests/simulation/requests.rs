@@ -102,7 +102,6 @@ impl Stage {
         let has_finalizer = finalizers.iter().any(|name| name == FINALIZER);
         let goes = before.metadata.deletion_timestamp.is_some() && finalizers.len() == 1;
         match write {
-            ClaimWrite::AddFinalizer => {}
             ClaimWrite::Allocate { .. } => {
                 if !has_finalizer {
                     self.violate(|| format!("I3: {name} is allocated without our finalizer"));
@@ -129,7 +128,7 @@ impl Stage {
                     });
                 }
             }
-            ClaimWrite::RemoveFinalizer => {}
+            ClaimWrite::AddFinalizer | ClaimWrite::RemoveFinalizer => {}
         }
     }
 

@@ -59,7 +59,7 @@ impl Process {
             Event::Contexts(all) => {
                 self.seen
                     .retain(|key, _| all.iter().any(|context| ObjectKey::of(&context.metadata) == *key));
-                for context in all.iter() {
+                for context in all {
                     self.note_context(context);
                 }
             }
@@ -574,7 +574,7 @@ impl Stage {
                 Answer::Judged(self.driver.unsuitable_nodes(&self.facts, claims, nodes))
             }
             DriverRequest::Allocate { claims, node } => {
-                Answer::Allocated(self.driver.allocate(&self.facts, claims, node.as_deref()))
+                Answer::Allocated(Ok(self.driver.allocate(&self.facts, claims, node.as_deref())))
             }
             DriverRequest::Deallocate { claim, .. } => {
                 let freed = self.driver.deallocate(&crate::driver::uid_of(claim));

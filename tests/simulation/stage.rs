@@ -54,6 +54,10 @@ pub(crate) enum Action {
 }
 
 /// The whole cluster.
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "switches of a stage, independent of each other"
+)]
 pub(crate) struct Stage {
     /// Microseconds.
     pub(crate) now: u64,

@@ -108,7 +108,7 @@ impl Stage {
         self.lasting_driver = self.rng.chance(300);
         self.lag = self.rng.between(2, 200) * MILLISECOND;
         for index in 0..self.rng.between(1, 4) {
-            let count = self.rng.between(0, 3) as usize;
+            let count = self.rng.pick(&[0, 1, 2, 3]).unwrap();
             self.set_devices(&format!("node-{index}"), count);
         }
         for name in ["gpu", "late", "flip"] {

@@ -374,12 +374,6 @@ impl World {
         }
     }
 
-    /// The verdict stands: allocate, or say where the pod cannot go.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "one step of one decision, called from one place"
-    )]
-
     fn begin_to_wait(&mut self, key: &ObjectKey, now: Moment) {
         let Some(context) = self.contexts.get_mut(key) else {
             return;

@@ -4,7 +4,8 @@ use drayman::api::resource::AllocationMode;
 
 use super::{bound_pod, calm, end_pod, expect_well, is_bound, key, plain, until_bound};
 use crate::driver::{DRIVER, OTHER_DRIVER};
-use crate::stage::SECOND;
+use crate::stage::{MILLISECOND, SECOND};
+use crate::store::Kind;
 use crate::users::Use;
 
 #[test]
@@ -46,6 +47,29 @@ fn the_cost_does_not_depend_on_how_many_nodes_there_are() {
     end_pod(&mut stage, "p");
     stage.run_for(10 * SECOND);
     assert_eq!((stage.writes, stage.reads), (3, 1));
+    expect_well(stage);
+}
+
+#[test]
+fn a_claim_is_released_once_however_late_the_watch_says_that_it_is_gone() {
+    let mut stage = calm(&[("node-a", 1)]);
+    bound_pod(&mut stage, "p");
+    stage.store.delete_pod(&key("p"));
+    stage.run_until("the claim is being deleted", |stage| {
+        let mut claims = stage.store.claims.values();
+        claims.any(|claim| claim.metadata.deletion_timestamp.is_some())
+    });
+    stage.run_for(10 * MILLISECOND);
+    stage.hold_watch(Kind::Claim);
+    stage.run_for(60 * SECOND);
+    stage.let_watch_go(Kind::Claim);
+    let released = stage
+        .command_log
+        .iter()
+        .filter(|line| line.starts_with("deallocate"));
+    assert_eq!(released.count(), 1);
+    assert_eq!(stage.writes, 3);
+    assert_eq!(stage.reports, []);
     expect_well(stage);
 }
 

@@ -135,3 +135,39 @@ fn a_pod_that_has_ended_is_not_served_again() {
     assert_eq!(stage.counted().allocations, 1);
     expect_well(stage);
 }
+
+#[test]
+fn what_a_killed_process_allocated_at_a_lasting_driver_is_given_back_though_nobody_asks() {
+    use drayman::api::resource::AllocationMode;
+    let mut stage = calm(&[("node-a", 1)]);
+    stage.lasting_driver = true;
+    stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+    // Read, judge, finalizer, allocate.
+    stage.faults.plan.insert(stage.commands + 4, Fault::CrashAfter);
+    stage.create_pod(&key("p"), &[Use::Named("named")], None);
+    stage.run_until("the controller is killed", |stage| stage.process.is_none());
+    assert_eq!(stage.driver.pending.len(), 1);
+    // The claim stays, with our finalizer and without an allocation, and no pod uses it.
+    stage.store.remove_pod(&key("p"));
+    expect_well(stage);
+}
+
+#[test]
+fn an_allocation_that_is_stored_late_finds_the_finalizer_still_there() {
+    use drayman::api::resource::AllocationMode;
+    for variant in 0..20 {
+        let mut stage = calm(&[("node-a", 1)]);
+        stage.rng = crate::rng::Rng::new(variant);
+        stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+        // Read, judge, finalizer, allocate, record.
+        stage.faults.plan.insert(stage.commands + 5, Fault::Late);
+        stage.create_pod(&key("p"), &[Use::Named("named")], None);
+        stage.run_until("the claim is allocated", |stage| {
+            stage
+                .claim("named")
+                .is_some_and(|claim| claim.status.allocation.is_some())
+        });
+        stage.store.remove_pod(&key("p"));
+        expect_well(stage);
+    }
+}

@@ -1,10 +1,11 @@
 //! What came of a batch's calls and writes, and how it ends.
 
-use super::{Batch, BatchId, Failure, Item, Stage, Step, misbehaved};
 use crate::api::resource::{AllocationResult, ResourceClaim};
 use crate::core::protocol::claim::ClaimStage;
 use crate::core::protocol::event::{Answer, CallError, CallErrorKind, Moment, Outcome, Subject};
 use crate::core::protocol::world::{Work, World};
+
+use super::{Batch, BatchId, Failure, Item, Stage, Step, misbehaved};
 
 impl World {
     /// The driver's answer for the whole batch.
@@ -48,7 +49,7 @@ impl World {
                     // Before anything is written: a claim that the server refuses would leave the others allocated in vain.
                     if let Err(message) = allocation.check() {
                         let message = format!("the driver's allocation for claim {}: {message}", item.key);
-                        batch.failure.get_or_insert(misbehaved(message));
+                        batch.failure.get_or_insert_with(|| misbehaved(message));
                     }
                     item.allocation = Some(allocation);
                 }
@@ -83,7 +84,7 @@ impl World {
         if let Some(item) = batch.items.iter_mut().find(|item| item.uid == uid) {
             match answer {
                 Answer::ClaimWritten(Outcome::Done(_)) | Answer::Deallocated(Ok(())) => {
-                    item.step = Step::Done
+                    item.step = Step::Done;
                 }
                 Answer::ClaimWritten(Outcome::Refused(message)) => {
                     item.step = Step::ToRead;

@@ -1,7 +1,9 @@
 //! Where a pod cannot go, and what follows from it: entries, or an allocation.
 
-use super::standing::distinct;
-use super::{Basis, ContextStage, Pending};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
 use crate::api::resource::{NODE_LIST_MAX, Pod, PodSchedulingContext, ResourceClaimSchedulingStatus};
 use crate::core::protocol::batch::{Consumer, Failure};
 use crate::core::protocol::event::{
@@ -9,13 +11,16 @@ use crate::core::protocol::event::{
 };
 use crate::core::protocol::world::{Flight, Work, World, newer};
 use crate::driver::Verdict;
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
-use std::time::Duration;
+
+use super::standing::distinct;
+use super::{Basis, ContextStage, Pending};
 
 /// How long a pod without a place is not reported again, though the counts change with each device that others get or give back:
 /// as rarely as client-go's recorder does.
 const NO_PLACE_AGAIN: Duration = Duration::from_secs(300);
+
+/// Failed attempts to write an answer before the pod's user is told.
+const WRITES_BEFORE_REPORT: u32 = 3;
 
 impl World {
     /// Tells a pod's user that the pod fits nowhere and why, but not with every change of the counts.
@@ -155,6 +160,10 @@ impl World {
         }
     }
 
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one step of one decision, called from one place"
+    )]
     pub(super) fn act(
         &mut self,
         key: &ObjectKey,
@@ -267,10 +276,15 @@ impl World {
                     context.object = object;
                 }
             }
-            // Gone, most often: the pod has been bound or deleted. If not, the next attempt says so again.
-            Answer::ContextWritten(Outcome::Refused(_) | Outcome::Conflict(_) | Outcome::Unknown(_)) => {
+            // Gone, most often: the pod has been bound or deleted. What fails on and on is there, and somebody must know.
+            Answer::ContextWritten(Outcome::Refused(message) | Outcome::Unknown(message)) => {
                 context.retry.failed(now);
+                if context.retry.failures() > WRITES_BEFORE_REPORT {
+                    let message = format!("the scheduler cannot be answered: {message}");
+                    self.report_pod(key, "AnswerRefused", message);
+                }
             }
+            Answer::ContextWritten(Outcome::Conflict(_)) => context.retry.failed(now),
             _ => {}
         }
     }
