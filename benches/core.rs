@@ -385,8 +385,8 @@ fn memory() {
     figure(
         "memory of an allocated claim among 10,000",
         &format!("{protocol} bytes in the protocol, {held} bytes in the books"),
-        // 64 MB less what the program needs at rest, shared by 10,000.
-        Goal::below(protocol + held, 4_000),
+        // The goal is for the program as a whole: see the load, `restart`.
+        Goal::none(),
     );
     drop(shell);
 }

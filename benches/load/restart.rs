@@ -14,15 +14,13 @@ use crate::Options;
 use crate::figures::{Goal, figure};
 use crate::ground::{self, Controller, PATIENCE, USER};
 use crate::requests::{self, between, moment};
-use crate::stage::{Stage, is_allocated};
+use crate::stage::{Stage, is_allocated, pod_from};
 
 const CLAIMS: usize = 10_000;
 /// Devices of each node.
 const DEVICES: usize = 8;
 /// Starts, with one free device for each.
 const STARTS: usize = 3;
-/// Claims of one pod, to make fewer pods.
-const PER_POD: usize = 100;
 /// 64 MB, MB taken as 10^6 bytes.
 const LIMIT_KIB: u64 = 62_500;
 
@@ -54,16 +52,14 @@ async fn fill(stage: &Stage) -> anyhow::Result<()> {
             .await
     })
     .await?;
-    ground::each(0..CLAIMS / PER_POD, |number| async move {
-        let pod = ground::held_pod(&format!("bound-{number:03}"), "any")?;
-        let pod = stage.pods().create(&PostParams::default(), &pod).await?;
-        for claim in number * PER_POD..(number + 1) * PER_POD {
-            let node = ground::node_name(claim / DEVICES);
-            let device = format!("drayman-test-{}", claim % DEVICES);
-            let place = (node.as_str(), format!("uid-of-{node}"), device);
-            ground::make_allocated(stage, claim, &pod, (place.0, &place.1, &place.2)).await?;
-        }
-        Ok(())
+    ground::each(0..CLAIMS, |number| async move {
+        // Nobody is there who would miss the pods themselves.
+        let pod = pod_from(json!({
+            "metadata": { "name": format!("bound-{number:05}"), "uid": format!("00000000-0000-4000-8000-{number:012}") },
+        }))?;
+        let node = ground::node_name(number / DEVICES);
+        let device = format!("drayman-test-{}", number % DEVICES);
+        ground::make_allocated(stage, number, &pod, (&node, &format!("uid-of-{node}"), &device)).await
     })
     .await
 }

@@ -113,8 +113,8 @@ pub struct World {
     barrier: Barrier,
     pub(super) classes: BTreeMap<String, Arc<ResourceClass>>,
     pub(super) claims: BTreeMap<ObjectKey, ClaimState>,
-    /// Claims by the uid of the pod that owns them.
-    pub(super) claims_by_owner: BTreeMap<String, BTreeSet<ObjectKey>>,
+    /// Claims by the uid of the pod that owns them, in order. Nearly always one, for which a set would take room for eleven.
+    pub(super) claims_by_owner: BTreeMap<String, Vec<ObjectKey>>,
     /// Claims that a context might be about: ours, delayed, not allocated.
     pub(super) candidates: BTreeSet<ObjectKey>,
     /// Those of them that were not made for one pod.

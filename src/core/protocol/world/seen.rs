@@ -138,10 +138,13 @@ impl World {
             }
         }
         if let Some(owner) = controller_of(&object.metadata) {
-            self.claims_by_owner
-                .entry(owner.uid.clone())
-                .or_default()
-                .insert(key.clone());
+            let keys = self.claims_by_owner.entry(owner.uid.clone()).or_default();
+            if let Err(place) = keys.binary_search(&key) {
+                if keys.is_empty() {
+                    keys.reserve_exact(1);
+                }
+                keys.insert(place, key.clone());
+            }
         }
         let (driver, finalizer) = (self.settings.driver_name.clone(), self.finalizer.clone());
         let listed = self.barrier.listed();
@@ -167,7 +170,7 @@ impl World {
         if let Some(owner) = controller_of(&claim.object.metadata)
             && let Some(keys) = self.claims_by_owner.get_mut(&owner.uid)
         {
-            keys.remove(key);
+            keys.retain(|owned| owned != key);
             if keys.is_empty() {
                 self.claims_by_owner.remove(&owner.uid);
             }
