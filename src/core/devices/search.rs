@@ -164,7 +164,9 @@ mod tests {
             if !right || !equal || all.windows(2).any(|pair| pair[0] == pair[1]) {
                 return false;
             }
-            all.iter().for_each(|&device| used[device] += 1);
+            for device in all {
+                used[device] += 1;
+            }
         }
         used.iter().zip(room).all(|(used, room)| used <= room)
     }
