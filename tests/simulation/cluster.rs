@@ -236,6 +236,9 @@ impl Stage {
             chores.push(Chore::CollectContext(key.clone()));
             return;
         };
+        if is_done(pod) {
+            return;
+        }
         for (entry, claim) in self.claims_of(key).unwrap_or_default() {
             let class = self.store.classes.get(&claim.spec.resource_class_name);
             let delayed = claim.spec.allocation_mode == Some(AllocationMode::WaitForFirstConsumer);
