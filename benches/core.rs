@@ -79,6 +79,7 @@ fn demand(counts: &[u32]) -> Demand {
         "test",
         &DeviceClassParametersSpec {
             kind: "test".to_owned(),
+            ..DeviceClassParametersSpec::default()
         },
     )
     .unwrap();

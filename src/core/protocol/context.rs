@@ -11,7 +11,7 @@ use crate::api::resource::{Pod, PodSchedulingContext, controller_of};
 use crate::driver::Verdict;
 
 use super::batch::BatchId;
-use super::event::{Answer, ClaimToAllocate, Command, Moment, ObjectKey, Regarding, Subject, summary};
+use super::event::{Answer, ClaimToAllocate, Command, Moment, ObjectKey, Regarding, Subject};
 use super::retry::Retry;
 use super::wake::Waiting;
 use super::world::{Flight, Work, World, newer, spread};
@@ -82,6 +82,8 @@ pub(super) struct ContextState {
     asked: u64,
     retry: Retry,
     reported: Option<String>,
+    /// When it was last reported that there is no place, unless something else was since.
+    told_no_place: Option<Moment>,
     /// The verdict under way was asked for by the slow recheck alone.
     by_recheck: bool,
 }
@@ -121,6 +123,7 @@ impl ContextState {
             asked: 0,
             retry: Retry::default(),
             reported: None,
+            told_no_place: None,
             by_recheck: false,
         }
     }
@@ -412,22 +415,6 @@ impl World {
         self.dirty.insert(Work::Context(key.clone()));
     }
 
-    fn report_no_place(&mut self, key: &ObjectKey, own: &[Pending], reasons: &[BTreeMap<String, String>]) {
-        let sentences: Vec<String> = own
-            .iter()
-            .zip(reasons)
-            .filter(|(_, reasons)| !reasons.is_empty())
-            .map(|(claim, reasons)| {
-                format!(
-                    "claim \"{}\" fits on no node: {}",
-                    claim.pod_claim_name,
-                    summary(reasons)
-                )
-            })
-            .collect();
-        self.report_pod(key, "NoSuitableDevice", sentences.join("; "));
-    }
-
     /// Reports a driver's error to everyone who can act on it: the pod's user, and whoever owns the object at fault.
     fn report_call(&mut self, key: &ObjectKey, subject: &Subject, reason: &str, message: String) {
         match subject {
@@ -459,6 +446,7 @@ impl World {
             return false;
         };
         context.reported = Some(message.clone());
+        context.told_no_place = None;
         self.report(
             Regarding::Pod {
                 key: key.clone(),

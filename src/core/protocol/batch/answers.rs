@@ -1,10 +1,11 @@
 //! What came of a batch's calls and writes, and how it ends.
 
-use super::{Batch, BatchId, Failure, Item, Stage, Step, misbehaved};
 use crate::api::resource::{AllocationResult, ResourceClaim};
 use crate::core::protocol::claim::ClaimStage;
 use crate::core::protocol::event::{Answer, CallError, CallErrorKind, Moment, Outcome, Subject};
 use crate::core::protocol::world::{Work, World};
+
+use super::{Batch, BatchId, Failure, Item, Stage, Step, misbehaved};
 
 impl World {
     /// The driver's answer for the whole batch.

@@ -1,21 +1,59 @@
 //! Where a pod cannot go, and what follows from it: entries, or an allocation.
 
-use super::standing::distinct;
-use super::{Basis, ContextStage, Pending};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
 use crate::api::resource::{NODE_LIST_MAX, Pod, PodSchedulingContext, ResourceClaimSchedulingStatus};
 use crate::core::protocol::batch::{Consumer, Failure};
 use crate::core::protocol::event::{
-    Answer, CallErrorKind, Command, DriverRequest, Moment, ObjectKey, Outcome,
+    Answer, CallErrorKind, Command, DriverRequest, Moment, ObjectKey, Outcome, summary,
 };
 use crate::core::protocol::world::{Flight, Work, World, newer};
 use crate::driver::Verdict;
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+
+use super::standing::distinct;
+use super::{Basis, ContextStage, Pending};
+
+/// How long a pod without a place is not reported again, though the counts change with each device that others get or give back:
+/// as rarely as client-go's recorder does.
+const NO_PLACE_AGAIN: Duration = Duration::from_secs(300);
 
 /// Failed attempts to write an answer before the pod's user is told.
 const WRITES_BEFORE_REPORT: u32 = 3;
 
 impl World {
+    /// Tells a pod's user that the pod fits nowhere and why, but not with every change of the counts.
+    fn report_no_place(
+        &mut self,
+        key: &ObjectKey,
+        own: &[Pending],
+        reasons: &[BTreeMap<String, String>],
+        now: Moment,
+    ) {
+        let told = self.contexts.get(key).and_then(|context| context.told_no_place);
+        if told.is_some_and(|told| told.after(NO_PLACE_AGAIN) > now) {
+            return;
+        }
+        let sentences: Vec<String> = own
+            .iter()
+            .zip(reasons)
+            .filter(|(_, reasons)| !reasons.is_empty())
+            .map(|(claim, reasons)| {
+                format!(
+                    "claim \"{}\" fits on no node: {}",
+                    claim.pod_claim_name,
+                    summary(reasons)
+                )
+            })
+            .collect();
+        if self.report_pod(key, "NoSuitableDevice", sentences.join("; "))
+            && let Some(context) = self.contexts.get_mut(key)
+        {
+            context.told_no_place = Some(now);
+        }
+    }
+
     pub(super) fn judge_or_act(
         &mut self,
         key: &ObjectKey,
@@ -188,7 +226,7 @@ impl World {
         }
         if without_place {
             self.wake.end(key);
-            self.report_no_place(key, own, &reasons);
+            self.report_no_place(key, own, &reasons, now);
         }
         let must_write = any_unsuitable || selected.is_empty() || all > 1;
         let entries: Vec<ResourceClaimSchedulingStatus> = own
@@ -274,6 +312,7 @@ impl World {
                 context.waiting = None;
                 context.verdict = None;
                 context.reported = None;
+                context.told_no_place = None;
             }
             Some(Failure::Withdrawn) => context.verdict = None,
             Some(Failure::Refused(message)) => {

@@ -1,12 +1,14 @@
 //! What the claims of a context's pod ask of us.
 
-use super::{Pending, Standing};
+use std::collections::BTreeSet;
+
 use crate::api::resource::Pod;
 use crate::core::protocol::claim::ClaimStage;
 use crate::core::protocol::event::{ClaimToAllocate, Moment, ObjectKey};
 use crate::core::protocol::resolve::Resolved;
 use crate::core::protocol::world::{Work, World};
-use std::collections::BTreeSet;
+
+use super::{Pending, Standing};
 
 impl World {
     /// Sorts the pod's claims.

@@ -1,12 +1,14 @@
 //! What the watches and our own writes show, and what has to be looked at again for it.
 
-use super::{Work, World, newer};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
 use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClass, controller_of};
 use crate::core::protocol::claim::{ClaimStage, ClaimState};
 use crate::core::protocol::event::{Command, Moment, ObjectKey, Regarding};
 use crate::driver::Observation;
-use std::collections::BTreeSet;
-use std::sync::Arc;
+
+use super::{Work, World, newer};
 
 impl World {
     pub(super) fn see_all_classes(&mut self, classes: Vec<Arc<ResourceClass>>) {
