@@ -82,7 +82,7 @@ impl Books {
         shortage.wanted_besides = wishes.iter().skip(1).map(|wish| wish.demand.total()).sum();
         for_all(AllocateError::Exhausted {
             nodes: candidates.len(),
-            shortage,
+            shortage: Box::new(shortage),
         })
     }
 }

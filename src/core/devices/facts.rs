@@ -4,7 +4,6 @@
 //! are alike are judged once. The shell judges ([`crate::host`]); here is only what came of it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use crate::api::crd::AttributeValue;
@@ -20,14 +19,26 @@ pub struct Facts {
 impl FromIterator<(Box<str>, Attribute)> for Facts {
     fn from_iter<T: IntoIterator<Item = (Box<str>, Attribute)>>(attributes: T) -> Self {
         let attributes: Arc<[_]> = attributes.into_iter().collect();
-        // Without a random key: the order of facts must not depend on the process.
-        let mut hasher = DefaultHasher::new();
-        attributes.hash(&mut hasher);
         Self {
-            fingerprint: hasher.finish(),
+            fingerprint: fingerprint(&attributes),
             attributes,
         }
     }
+}
+
+/// FNV-1a over names and values. Two that are equal by accident cost a comparison, nothing else.
+fn fingerprint(attributes: &[(Box<str>, Attribute)]) -> u64 {
+    let mix = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+    attributes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |sum, (name, value)| {
+            let sum = name.as_bytes().iter().fold(sum, mix);
+            match value {
+                Attribute::String(text) | Attribute::Version(text) => text.as_bytes().iter().fold(sum, mix),
+                Attribute::Int(number) => number.to_le_bytes().iter().fold(sum, mix),
+                Attribute::Bool(value) => mix(sum, &u8::from(*value)),
+            }
+        })
 }
 
 impl std::ops::Deref for Facts {
@@ -47,7 +58,7 @@ impl Facts {
 }
 
 /// The value of an attribute.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Attribute {
     /// A text.
     String(Box<str>),

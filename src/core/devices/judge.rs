@@ -81,7 +81,9 @@ pub fn judge(
                 let found = view.ask(held).and_then(|ask| {
                     asks.push(ask);
                     search(&room, &asks).map_err(|unfit| match (unfit, asks.pop()) {
-                        (Unfit::Impossible, Some(ask)) => Unsuitable::Short(view.explain(&room, &ask)),
+                        (Unfit::Impossible, Some(ask)) => {
+                            Unsuitable::Short(Box::new(view.explain(&room, &ask)))
+                        }
                         _ => Unsuitable::TooMuchWork,
                     })
                 });

@@ -251,8 +251,6 @@ mod tests {
             constraints: (0..8).map(equal).collect(),
         };
         let asks = vec![ask; 8];
-        let started = std::time::Instant::now();
         assert_eq!(search(&[1; 64], &asks), Err(Unfit::TooMuchWork));
-        assert!(started.elapsed() < std::time::Duration::from_secs(5));
     }
 }

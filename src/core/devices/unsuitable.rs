@@ -24,7 +24,7 @@ pub enum Unsuitable {
     AllocatedElsewhere(String),
     /// Not enough devices.
     #[error("{0}")]
-    Short(Shortage),
+    Short(Box<Shortage>),
     /// There may be enough devices, but the search for a division of them was given up.
     #[error("the pod's requests are too many to be judged together; ask for fewer")]
     TooMuchWork,

@@ -63,10 +63,10 @@ impl<'a> View<'a> {
         }
         let wanted = ask.requests.iter().map(|(_, count)| count).sum();
         if wanted > CLAIM_DEVICES_MAX {
-            return Err(Unsuitable::Short(Shortage {
+            return Err(Unsuitable::Short(Box::new(Shortage {
                 requirement: Some(Requirement::TooMany { wanted }),
                 ..self.shortage(None)
-            }));
+            })));
         }
         let equal = |constraint| self.equal(constraint, &ask, held);
         ask.constraints = self.demand.constraints().iter().map(equal).collect();
@@ -189,14 +189,14 @@ impl<'a> View<'a> {
         if judged && matching == candidates {
             return Ok(matching.max(1));
         }
-        Err(Unsuitable::Short(Shortage {
+        Err(Unsuitable::Short(Box::new(Shortage {
             requirement: judged.then(|| Requirement::All {
                 request: request.name().to_owned(),
                 matching,
                 unavailable: matching.saturating_sub(candidates),
             }),
             ..self.shortage(Some(request))
-        }))
+        })))
     }
 
     /// The first selector that does not want the device.

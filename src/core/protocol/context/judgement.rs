@@ -359,8 +359,10 @@ fn bad_nodes(verdict: &[Verdict]) -> usize {
 
 /// The nodes for an entry, cut to what the API takes: the selected node first, then the scheduler's, then earlier ones.
 fn listed(object: &PodSchedulingContext, reasons: &BTreeMap<String, String>) -> Vec<String> {
+    // What is no name of a node, the server does not take: `selectedNode` it takes as it comes.
+    let names = reasons.keys().filter(|node| is_node_name(node));
     if reasons.len() <= NODE_LIST_MAX {
-        return reasons.keys().cloned().collect();
+        return names.cloned().collect();
     }
     let potential: BTreeSet<&String> = object.spec.potential_nodes.iter().collect();
     let rank = |node: &String| {
@@ -372,8 +374,7 @@ fn listed(object: &PodSchedulingContext, reasons: &BTreeMap<String, String>) -> 
             2
         }
     };
-    // What is no name of a node, the server does not take: `selectedNode` it takes as it comes.
-    let mut nodes: Vec<&String> = reasons.keys().filter(|node| is_node_name(node)).collect();
+    let mut nodes: Vec<&String> = names.collect();
     nodes.sort_by_cached_key(|node| (rank(node), *node));
     let mut nodes: Vec<String> = nodes.into_iter().take(NODE_LIST_MAX).cloned().collect();
     nodes.sort();
