@@ -20,7 +20,7 @@ const FINISHING: usize = 10;
 const DELETED: usize = 4;
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
-    let stage = ground::stage(&[], true).await?;
+    let stage = ground::stage(&[], false).await?;
     stage.make_template(None).await?;
     let controller = Controller::start(&stage, options).await?;
     let mut made = 0;
@@ -72,6 +72,13 @@ async fn lives(stage: &Stage, nodes: usize) -> anyhow::Result<()> {
         &format!("context written by the scheduler -> allocation stored, lone pod, N = {nodes}"),
         &times.to_string(),
         Goal::at_most(times.median(), Duration::from_millis(8)),
+    );
+    figure(
+        &format!(
+            "of which within the API server, for a read and two writes one after the other, N = {nodes}"
+        ),
+        &requests::server_times(&all, USER, |pod| pod.starts_with(&prefix)).to_string(),
+        Goal::none(),
     );
     let events = Api::<Event>::all(stage.cluster.client())
         .list(&ListParams::default())

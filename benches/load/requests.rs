@@ -86,7 +86,7 @@ pub(crate) fn between(from: Timestamp, to: Timestamp) -> Duration {
 /// From the scheduler's choice of a node to the stored allocation, for each claim.
 ///
 /// `claim_pod` tells of a claim's name which pod it is for. The choice is the last write of a context before the allocation
-/// that was not the controller's.
+/// that was not the controller's. Without bodies the audit log does not name what is created: then pods must come one by one.
 pub(crate) fn allocation_times(
     all: &[Entry],
     user: &str,
@@ -101,17 +101,41 @@ pub(crate) fn allocation_times(
     sorted.sort_by(|left, right| left.completed.cmp(&right.completed));
     for entry in sorted {
         let foreign = entry.user != user && entry.verb != "delete";
-        if entry.resource == "podschedulingcontexts" && foreign && !entry.name.is_empty() {
+        if entry.resource == "podschedulingcontexts" && foreign {
             let key = (entry.namespace.clone(), entry.name.clone());
             chosen.insert(key, moment(&entry.completed));
         } else if entry.resource == "resourceclaims"
             && entry.subresource == "status"
             && entry.user == user
             && let Some(pod) = claim_pod(&entry.name)
-            && let Some(chosen) = chosen.remove(&(entry.namespace.clone(), pod))
+            && let Some(chosen) = chosen
+                .remove(&(entry.namespace.clone(), pod))
+                .or_else(|| chosen.remove(&(entry.namespace.clone(), String::new())))
         {
             times.push(between(chosen, moment(&entry.completed)));
         }
     }
     times
+}
+
+/// How much of each allocation the API server itself took: for the reading of the pod and the two writes to the claim.
+pub(crate) fn server_times(entries: &[Entry], user: &str, pods: impl Fn(&str) -> bool) -> Times {
+    let mut sums: BTreeMap<String, (Duration, bool)> = BTreeMap::new();
+    for entry in entries.iter().filter(|entry| entry.user == user) {
+        let pod = match entry.resource.as_str() {
+            "pods" => entry.name.as_str(),
+            "resourceclaims" => entry.name.rsplit_once("-device-").map_or("", |(pod, _)| pod),
+            _ => continue,
+        };
+        if !pods(pod) {
+            continue;
+        }
+        let (sum, complete) = sums.entry(pod.to_owned()).or_default();
+        if !*complete {
+            *sum += between(moment(&entry.received), moment(&entry.completed));
+            // What comes after the allocation is the release.
+            *complete = entry.subresource == "status";
+        }
+    }
+    sums.into_values().map(|(sum, _)| sum).collect()
 }
