@@ -227,10 +227,11 @@ impl Stage {
         self.deliver(generation, event, Some(way));
     }
 
-    /// A watch stands still until it is let go.
+    /// A watch stands still until it is let go. What is on its way by it waits too.
     pub(crate) fn hold_watch(&mut self, kind: Kind) {
         if let Some(process) = self.process.as_mut() {
             process.busy[kind as usize] = true;
+            process.rounds[kind as usize] += 1;
         }
     }
 
