@@ -4,18 +4,22 @@
 //! surrounds [`drayman::core::protocol::World`]. One seed decides everything; the same seed is the same run. The promises are
 //! checked after every step; when faults have stopped and all is at rest, a reference says what must have been served.
 //!
-//! A failure prints its seed and the command that replays it.
+//! A failure prints its seed and the command that replays it. `SEEDS` says how many seeds are run, `FIRST` where they begin;
+//! `VERBOSE=1` prints everything that happens in the named stories.
 
 #![expect(
     clippy::unwrap_used,
     reason = "the model is a test: what it has put in it takes out"
 )]
 
+mod calls;
 mod cluster;
 mod describe;
 mod driver;
 mod faults;
+mod generate;
 mod invariants;
+mod pods;
 mod requests;
 mod rng;
 mod rules;

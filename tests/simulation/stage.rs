@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use drayman::core::protocol::{Answer, Event, ObjectKey, Report, Statistics};
 
+use crate::calls::{Call, Request};
 use crate::driver::{Facts, MemoryDriver};
 use crate::faults::Faults;
 use crate::rng::Rng;
 use crate::scheduler::Plan;
-use crate::shell::{Call, Process, Request};
+use crate::shell::Process;
 use crate::store::{Kind, Store};
 
 pub(crate) const MILLISECOND: u64 = 1_000;
