@@ -34,7 +34,7 @@ test: format lint ## Everything: check, then the tests on real Kubernetes (root 
 	hack/test all
 
 .PHONY: verify
-verify: docs bench ## What is slow and not of every day: documentation, and the figures with their limits
+verify: docs bench requests ## What is slow and not of every day: documentation, and the figures with their limits
 
 .PHONY: docs
 docs:
@@ -46,6 +46,10 @@ bench: $(CLUSTER) ## Print size and memory of the release build and fail beyond 
 	hack/footprint size "$(TARGET)/release/drayman"
 	$(CLUSTER) up --target "$(TARGET)" --version "$(KUBERNETES_VERSION)" --nodes 1 \
 	    --hook 'hack/footprint memory "$(TARGET)/release/drayman"'
+
+.PHONY: requests
+requests: ## Print the requests of one pod's life, counted from the API server's audit log
+	cargo test --locked --test kubernetes the_whole_life_of_a_one_claim_pod -- --nocapture
 
 ##@ Work
 

@@ -2,17 +2,19 @@
 //!
 //! Prints one line per question, with the median and the slowest of many tries, and fails if a median is beyond its limit.
 
+use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use drayman::api::crd::{
-    Device, DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceRequest, NodeInventory,
-    NodeInventorySpec, NodeInventoryStatus, READY,
+    AttributeValue, Device, DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceConstraint,
+    DeviceRequest, DeviceSelector, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY,
 };
 use drayman::api::resource::{AllocationResult, ResourceClaim};
 use drayman::core::devices::allocate::Target;
 use drayman::core::devices::books::Books;
+use drayman::core::devices::facts::Match;
 use drayman::core::devices::fit::Fit;
 use drayman::core::devices::inventory::Node;
 use drayman::core::devices::judge::Wish;
@@ -23,12 +25,17 @@ const DRIVER: &str = "drayman.dev";
 const NODES: usize = 15_000;
 const DEVICES: usize = 8;
 const CLAIMS: usize = 10_000;
+const SELECTOR: &str = "true";
 
 fn node_name(number: usize) -> String {
     format!("node-{number:05}.example.internal")
 }
 
 fn node(number: usize) -> Node {
+    Node::read(&inventory(number))
+}
+
+fn inventory(number: usize) -> NodeInventory {
     let device = |index| Device {
         name: format!("pci-0000-{index:02}-00-0"),
         kind: "gpu".into(),
@@ -53,7 +60,7 @@ fn node(number: usize) -> Node {
         conditions: vec![ready],
         ..NodeInventoryStatus::default()
     });
-    Node::read(&inventory)
+    inventory
 }
 
 fn claim(number: usize, allocation: Option<AllocationResult>) -> ResourceClaim {
@@ -67,12 +74,76 @@ fn claim(number: usize, allocation: Option<AllocationResult>) -> ResourceClaim {
 }
 
 fn demand(count: u32) -> Option<Demand> {
-    let class = ClassParameters::check("gpu", &DeviceClassParametersSpec { kind: "gpu".into() }).ok()?;
+    let class = ClassParameters::check(
+        "gpu",
+        &DeviceClassParametersSpec {
+            kind: "gpu".into(),
+            ..DeviceClassParametersSpec::default()
+        },
+    )
+    .ok()?;
     let requests = vec![DeviceRequest {
         name: "device".into(),
-        count,
+        count: Some(count),
+        ..DeviceRequest::default()
     }];
-    Demand::check(&class, "default", "p", &DeviceClaimParametersSpec { requests }).ok()
+    let spec = DeviceClaimParametersSpec {
+        requests,
+        constraints: Vec::new(),
+    };
+    Demand::check(&class, "default", "p", &spec).ok()
+}
+
+/// 64 devices of 2 generations on 4 NUMA nodes.
+fn large_node() -> Node {
+    let device = |number: i64| Device {
+        name: format!("pci-0000-{number:02}-00-0"),
+        kind: "gpu".into(),
+        attributes: BTreeMap::from([
+            ("drayman.dev/generation".into(), AttributeValue::int(number % 2)),
+            ("drayman.dev/numaNode".into(), AttributeValue::int(number / 16)),
+        ]),
+        ..Device::default()
+    };
+    let mut inventory = inventory(0);
+    inventory.spec.devices = (0..64).map(device).collect();
+    Node::read(&inventory)
+}
+
+/// Eight devices by a selector, all with two equal attributes.
+fn constrained() -> Option<Demand> {
+    let class = DeviceClassParametersSpec {
+        kind: "gpu".into(),
+        selectors: vec![DeviceSelector::cel(SELECTOR)],
+        ..DeviceClassParametersSpec::default()
+    };
+    let equal = |attribute: &str| DeviceConstraint {
+        match_attribute: attribute.into(),
+        ..DeviceConstraint::default()
+    };
+    let spec = DeviceClaimParametersSpec {
+        requests: vec![DeviceRequest {
+            name: "device".into(),
+            count: Some(8),
+            ..DeviceRequest::default()
+        }],
+        constraints: vec![equal("drayman.dev/generation"), equal("drayman.dev/numaNode")],
+    };
+    let class = ClassParameters::check("gpu", &class).ok()?;
+    Demand::check(&class, "default", "p", &spec).ok()
+}
+
+/// Books with nothing but [`large_node`], all of whose devices match.
+fn large() -> Books {
+    let mut books = Books::new(DRIVER);
+    books.set_inventory("large", Some(large_node()));
+    let said: Vec<_> = books
+        .unjudged("gpu", SELECTOR, None)
+        .into_iter()
+        .map(|facts| (facts, Match::Yes))
+        .collect();
+    books.matches().put(&SELECTOR.into(), said);
+    books
 }
 
 fn measure(what: &str, tries: usize, limit: Duration, mut run: impl FnMut()) -> bool {
@@ -127,12 +198,13 @@ fn observed(claims: &[ResourceClaim]) -> impl Iterator<Item = (&ResourceClaim, O
 }
 
 fn main() -> ExitCode {
-    let (Some(one), Some(eight)) = (demand(1), demand(8)) else {
+    let (Some(one), Some(eight), Some(constrained)) = (demand(1), demand(8), constrained()) else {
         return ExitCode::FAILURE;
     };
     let Some((mut books, claims)) = filled(&one) else {
         return ExitCode::FAILURE;
     };
+    let mut large = large();
     let asking = claim(CLAIMS, None);
     let wish = |demand| Wish {
         claim: &asking,
@@ -169,9 +241,21 @@ fn main() -> ExitCode {
             1000,
             Duration::from_micros(50),
             || {
-                let mut fit = Fit::new(64);
-                let _ = black_box(fit.add((0..64).collect(), 8));
+                let mut fit = Fit::new([1; 64]);
+                let _ = black_box(fit.add(0, (0..64).collect(), 8));
                 black_box(fit.answers());
+            },
+        ),
+        measure(
+            "allocate and deallocate, 8 out of 64, selector, 2 constraints",
+            1000,
+            millis(1),
+            || {
+                let answer = large
+                    .allocate(&[wish(&constrained)], Target::Node(&node_name(0)))
+                    .answers;
+                assert!(answer.iter().all(Result::is_ok), "{answer:?}");
+                large.deallocate(&asking);
             },
         ),
         measure("allocate and deallocate, on a node", 1000, millis(1), || {

@@ -166,7 +166,7 @@ impl Driver for NetworkAttached {
                 let message = format!("pool {}: {used} of {} held", pool.name, pool.devices);
                 return Err(DriverError::retry("NoSuitableDevice", message));
             }
-            held.entry(uid).or_insert(Held {
+            held.entry(uid).or_insert_with(|| Held {
                 pool: pool.name.clone(),
                 recorded: false,
             });

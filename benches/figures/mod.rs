@@ -130,8 +130,8 @@ impl fmt::Display for Times {
     }
 }
 
-impl Extend<Duration> for Times {
-    fn extend<T: IntoIterator<Item = Duration>>(&mut self, times: T) {
-        self.0.extend(times);
+impl FromIterator<Duration> for Times {
+    fn from_iter<T: IntoIterator<Item = Duration>>(times: T) -> Self {
+        Self(times.into_iter().collect())
     }
 }

@@ -1,21 +1,22 @@
 //! Many pods at once, with exactly enough devices.
 
+use std::collections::BTreeSet;
 use std::pin::pin;
 use std::time::Duration;
 
-use drayman::api::resource::Pod;
+use drayman::api::resource::{Pod, ResourceClaimSchedulingStatus};
 use futures::TryStreamExt as _;
-use kube::api::PostParams;
+use kube::api::{ListParams, PostParams};
 use kube::runtime::{WatchStreamExt as _, watcher};
 use serde_json::json;
 use tokio::time::{Instant, timeout_at};
 
 use crate::Options;
-use crate::figures::{Goal, figure, load};
+use crate::figures::{Goal, Times, figure, load};
 use crate::ground::{self, Controller, USER};
 use crate::memory_driver;
 use crate::requests::{self, Count};
-use crate::stage::{Stage, pod_with_claim};
+use crate::stage::{Stage, claim_name, pod_with_claim};
 
 const PODS: usize = 500;
 const NODES: usize = 128;
@@ -28,20 +29,10 @@ const FLAGS: [(&str, &str); 2] = [
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     println!("flags: {FLAGS:?}; scheduler: qps 1000, burst 1000, backoff 1 s to 10 s (its default)");
-    let stage = stage().await?;
-    stage.make_template(None).await?;
-    let controller = Controller::start(&stage, options).await?;
-    let ours = measure(
-        &stage,
-        &controller,
-        USER,
-        "built-in driver, exactly enough devices",
-    )
-    .await?;
-    controller.end().await?;
-    stage.cluster.stop().await?;
+    built_in(options, PODS, "exactly enough devices").await?;
+    let ours = built_in(options, 2 * PODS, "twice as many devices").await?;
 
-    let stage = self::stage().await?;
+    let stage = stage(PODS).await?;
     stage
         .apply(&json!({
             "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": "memory" },
@@ -65,18 +56,29 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     .await?;
     controller.end().await?;
     figure(
-        "pods per second of the built-in driver, of the other's",
+        "pods per second of the built-in driver with twice as many devices, of the other's",
         &format!("{:.0} %", 100.0 * ours / memory),
         Goal::none(),
     );
     stage.cluster.stop().await
 }
 
-/// A control plane with as many devices as there are pods.
-async fn stage() -> anyhow::Result<Stage> {
+async fn built_in(options: &Options, devices: usize, what: &str) -> anyhow::Result<f64> {
+    let stage = stage(devices).await?;
+    stage.make_template(None).await?;
+    let controller = Controller::start(&stage, options).await?;
+    let rate = measure(&stage, &controller, USER, &format!("built-in driver, {what}")).await?;
+    controller.end().await?;
+    stage.cluster.stop().await?;
+    Ok(rate)
+}
+
+/// A control plane with so many devices.
+async fn stage(devices: usize) -> anyhow::Result<Stage> {
     let stage = ground::stage(&FLAGS, false).await?;
-    let devices = |node| PODS / NODES + usize::from(node < PODS % NODES);
-    ground::make_nodes(&stage, (0..NODES).map(|node| (node, devices(node)))).await?;
+    let of_node = |node| devices / NODES + usize::from(node < devices % NODES);
+    ground::make_nodes(&stage, (0..NODES).map(|node| (node, of_node(node)))).await?;
+    // The scheduler learns of nodes by its own watch.
     tokio::time::sleep(Duration::from_secs(3)).await;
     Ok(stage)
 }
@@ -93,15 +95,25 @@ async fn measure(stage: &Stage, controller: &Controller, user: &str, what: &str)
     let bound = count_bound(stage, start + LIMIT);
     let (created, bound) = tokio::join!(create, bound);
     created?;
-    let (bound, last) = bound?;
-    let elapsed = last.duration_since(start);
+    let moments: Times = bound?
+        .into_iter()
+        .map(|moment| moment.duration_since(start))
+        .collect();
+    let (bound, elapsed) = (moments.len(), moments.quantile(100));
     #[expect(clippy::cast_precision_loss, reason = "some hundreds")]
     let rate = bound as f64 / elapsed.as_secs_f64();
     figure(
         &format!("{PODS} pods at once over {NODES} nodes, {what}"),
-        &format!("{bound} bound in {elapsed:.1?}, {rate:.1} pods/s (load before: {load_before})"),
+        &format!(
+            "{bound} bound in {elapsed:.1?}, {rate:.1} pods/s; half of them after {:.1?}, 9 of 10 after {:.1?} (load before: {load_before})",
+            moments.median(),
+            moments.quantile(90)
+        ),
         Goal::is(bound == PODS),
     );
+    if bound < PODS {
+        explain(stage).await?;
+    }
     let entries = requests::of(stage, user).await?;
     let (resident, most) = controller.resident_kib();
     figure(
@@ -116,19 +128,57 @@ async fn measure(stage: &Stage, controller: &Controller, user: &str, what: &str)
     Ok(rate)
 }
 
-/// Counts the pods that are bound until all are or the time is over; also when the last one was.
-async fn count_bound(stage: &Stage, deadline: Instant) -> anyhow::Result<(usize, Instant)> {
-    let mut bound = std::collections::BTreeSet::new();
-    let mut last = Instant::now();
+/// Says how the first of the pods stand that are not bound.
+async fn explain(stage: &Stage) -> anyhow::Result<()> {
+    let pods = stage.pods().list(&ListParams::default()).await?.items;
+    let unbound: Vec<Pod> = pods
+        .into_iter()
+        .filter(|pod| pod.spec.node_name.is_none())
+        .collect();
+    println!("{} pods are not bound; the first of them:", unbound.len());
+    for pod in unbound.iter().take(5) {
+        let name = pod.metadata.name.clone().unwrap_or_default();
+        let claim = match claim_name(Some(pod)) {
+            Some(claim) => stage.claims().get_opt(&claim).await?,
+            None => None,
+        };
+        let context = stage.contexts().get_opt(&name).await?;
+        let unsuitable = |entries: &[ResourceClaimSchedulingStatus]| {
+            entries
+                .iter()
+                .map(|entry| entry.unsuitable_nodes.len())
+                .collect::<Vec<_>>()
+        };
+        println!(
+            "  {name}: claim {:?}, context {:?}",
+            claim.map(|claim| (
+                claim.metadata.finalizers,
+                claim.metadata.deletion_timestamp,
+                claim.status
+            )),
+            context.map(|context| (
+                context.spec.selected_node,
+                context.spec.potential_nodes.len(),
+                unsuitable(&context.status.resource_claims)
+            )),
+        );
+    }
+    Ok(())
+}
+
+/// When each pod was bound, until all are or the time is over.
+async fn count_bound(stage: &Stage, deadline: Instant) -> anyhow::Result<Vec<Instant>> {
+    let mut bound = BTreeSet::new();
+    let mut moments = Vec::new();
     let mut pods = pin!(watcher(stage.pods(), watcher::Config::default()).applied_objects());
-    while bound.len() < PODS {
+    while moments.len() < PODS {
         let Ok(pod) = timeout_at(deadline, pods.try_next()).await else {
             break;
         };
         let Some(pod): Option<Pod> = pod? else { break };
         if pod.spec.node_name.is_some() && bound.insert(pod.metadata.name) {
-            last = Instant::now();
+            moments.push(Instant::now());
         }
     }
-    Ok((bound.len(), last))
+    Ok(moments)
 }

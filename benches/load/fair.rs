@@ -11,7 +11,7 @@ use tokio::time::sleep;
 use crate::Options;
 use crate::figures::{Goal, Times, figure};
 use crate::ground::{self, Controller, PATIENCE, USER};
-use crate::requests;
+use crate::requests::{self, Count};
 use crate::stage::{DRIVER, Stage, is_allocated, pod_with_claim};
 
 const CROWD: usize = 100;
@@ -54,17 +54,16 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     let before = requests::of(&stage, USER).await?.len();
     let beside = samples(&stage, "beside", SAMPLES).await?;
     let entries = requests::of(&stage, USER).await?;
-    let for_crowd = entries
-        .iter()
-        .skip(before)
-        .filter(|entry| entry.namespace == "crowd")
-        .count();
+    let for_crowd = Count::new(
+        entries
+            .iter()
+            .skip(before)
+            .filter(|entry| entry.namespace == "crowd"),
+    );
     let change =
         |from: &Times| 100.0 * (beside.quantile(99).as_secs_f64() / from.quantile(99).as_secs_f64() - 1.0);
     show(
-        &format!(
-            "beside {CROWD} unsatisfiable pods of another namespace, on which {for_crowd} requests were spent"
-        ),
+        &format!("beside {CROWD} unsatisfiable pods of another namespace"),
         &beside,
         Goal::is(change(&alone) < 20.0),
     );
@@ -75,6 +74,11 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
             change(&alone),
             change(&beside_nobody)
         ),
+        Goal::none(),
+    );
+    figure(
+        "requests spent on those pods, for each allocation of the other namespace",
+        &for_crowd.per(SAMPLES),
         Goal::none(),
     );
     controller.end().await?;

@@ -96,9 +96,10 @@ impl Controller {
     }
 }
 
-/// A control plane for a scenario. `flags` are of the form `component=flag`.
+/// A control plane for a scenario, with more flags for its components.
 pub(crate) async fn stage(flags: &[(&str, &str)], bodies: bool) -> anyhow::Result<Stage> {
-    let mut builder = Cluster::builder();
+    // Nobody sends the heartbeats of nodes that exist in the API only.
+    let mut builder = Cluster::builder().flag("controller-manager", "--node-monitor-grace-period=24h");
     for (component, flag) in flags {
         builder = builder.flag(component, flag);
     }
@@ -111,9 +112,9 @@ pub(crate) async fn stage(flags: &[(&str, &str)], bodies: bool) -> anyhow::Resul
 /// Sets how long the scheduler leaves a pod alone after an attempt that failed.
 pub(crate) async fn set_backoff(stage: &Stage, first: u32, longest: u32) -> anyhow::Result<()> {
     let path = stage.cluster.directory().join("scheduler.yaml");
-    let mut text = std::fs::read_to_string(&path)?;
-    text += &format!("podInitialBackoffSeconds: {first}\npodMaxBackoffSeconds: {longest}\n");
-    std::fs::write(&path, text)?;
+    let text = std::fs::read_to_string(&path)?;
+    let backoff = format!("podInitialBackoffSeconds: {first}\npodMaxBackoffSeconds: {longest}\n");
+    std::fs::write(&path, text + &backoff)?;
     stage.cluster.stop_component("scheduler", 15).await?;
     stage.cluster.start_component("scheduler").await
 }

@@ -139,13 +139,18 @@ async fn waiting(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether an answer of the server says of a context that a node is not unsuitable.
+/// Whether the answer to a write says that a node is not unsuitable, or that it has been allocated already: the scheduler may
+/// have chosen it before.
 fn offers(entry: &Entry, node: &str) -> bool {
-    let claims = entry
-        .response
-        .as_ref()
-        .and_then(|body| body["status"]["resourceClaims"].as_array());
-    claims.is_some_and(|claims| {
+    let Some(status) = entry.response.as_ref().map(|body| &body["status"]) else {
+        return false;
+    };
+    if entry.resource == "resourceclaims" {
+        let selector = &status["allocation"]["availableOnNodes"]["nodeSelectorTerms"];
+        return entry.subresource == "status"
+            && selector[0]["matchFields"][0]["values"][0].as_str() == Some(node);
+    }
+    status["resourceClaims"].as_array().is_some_and(|claims| {
         !claims.is_empty()
             && claims.iter().all(|claim| {
                 let nodes = claim["unsuitableNodes"].as_array();
@@ -165,7 +170,7 @@ async fn latencies(stage: &Stage, releases: &[Release]) -> anyhow::Result<()> {
             .with_context(|| format!("claim {} was released", release.claim))?;
         let offered = entries
             .iter()
-            .filter(|entry| entry.resource == "podschedulingcontexts" && entry.is_write())
+            .filter(|entry| entry.is_write() && entry.code < 300 && entry.name != release.claim)
             .find(|entry| {
                 moment(&entry.received) >= moment(&written.received) && offers(entry, &release.node)
             })

@@ -9,6 +9,8 @@
     reason = "each printcolumn has a type of its own"
 )]
 
+mod parameters;
+
 use std::collections::BTreeMap;
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
@@ -16,6 +18,12 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::{CustomResource, CustomResourceExt, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+
+pub use parameters::{
+    AllocationMode, CONSTRAINTS_MAX, CelDeviceSelector, DeviceClaimParameters, DeviceClaimParametersSpec,
+    DeviceClassParameters, DeviceClassParametersSpec, DeviceConstraint, DeviceRequest, DeviceSelector,
+    EXPRESSION_MAX, PlacementPolicy, SELECTORS_MAX,
+};
 
 /// The API group of our kinds.
 pub const GROUP: &str = "drayman.dev";
@@ -139,6 +147,10 @@ pub struct Device {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 256))]
     pub unhealthy: Option<String>,
+    /// How many claims may hold the device at once; one if it is not set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 1024))]
+    pub shares: Option<u32>,
 }
 
 /// Through which door of kubelet the devices of a kind leave the node.
@@ -195,75 +207,6 @@ impl AttributeValue {
     }
 }
 
-/// What a ResourceClass of the built-in driver stands for. Cluster-scoped, made by operators.
-#[derive(CustomResource, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
-#[kube(
-    group = "drayman.dev",
-    version = "v1alpha1",
-    kind = "DeviceClassParameters",
-    doc = "What a ResourceClass of the built-in driver stands for: a kind of device. Made by operators.",
-    plural = "deviceclassparameters",
-    category = "drayman",
-    derive = "PartialEq",
-    printcolumn(name = "Kind", type_ = "string", json_path = ".spec.kind"),
-    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
-)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct DeviceClassParametersSpec {
-    /// The kind of device, as the nodes' configuration names it.
-    #[schemars(
-        length(min = 1, max = 63),
-        regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
-    )]
-    pub kind: String,
-}
-
-/// Which devices of its class a claim wants. In the claim's namespace, made by users.
-#[derive(CustomResource, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
-#[kube(
-    group = "drayman.dev",
-    version = "v1alpha1",
-    kind = "DeviceClaimParameters",
-    doc = "Which devices of its class a ResourceClaim wants. In the claim's namespace, made by users.",
-    plural = "deviceclaimparameters",
-    category = "drayman",
-    namespaced,
-    derive = "PartialEq",
-    printcolumn(name = "Requests", type_ = "string", json_path = ".spec.requests[*].name"),
-    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
-)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-#[x_kube(validation = (
-    "self.requests.map(r, r.count).sum() <= 64",
-    "a claim gets at most 64 devices: the counts of the requests add up to more"
-))]
-pub struct DeviceClaimParametersSpec {
-    /// What is wanted; the claim is allocated only if all of it is to be had on one node.
-    #[schemars(length(min = 1, max = 16))]
-    #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
-    pub requests: Vec<DeviceRequest>,
-}
-
-/// A number of devices of the class.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct DeviceRequest {
-    /// Unique within the claim.
-    #[schemars(
-        length(min = 1, max = 63),
-        regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
-    )]
-    pub name: String,
-    /// How many devices.
-    #[serde(default = "one")]
-    #[schemars(range(min = 1, max = 64))]
-    pub count: u32,
-}
-
-fn one() -> u32 {
-    1
-}
-
 /// Every definition that the API server needs, in the order in which `drayman crds` prints them.
 pub fn definitions() -> Vec<CustomResourceDefinition> {
     vec![
@@ -294,6 +237,7 @@ mod tests {
             mode: Mode::ExtendedResource,
             attributes: (0..per_device).map(attribute).collect(),
             unhealthy: Some("u".repeat(TEXT_MAX)),
+            shares: Some(1024),
         };
         let spec = NodeInventorySpec {
             driver_name: "d".repeat(63),
@@ -319,6 +263,9 @@ mod tests {
             format!("\"maxProperties\":{ATTRIBUTES_MAX}"),
             format!("\"maxLength\":{TEXT_MAX}"),
             format!("\"maximum\":{CLAIM_DEVICES_MAX}"),
+            format!("\"maxItems\":{SELECTORS_MAX}"),
+            format!("\"maxItems\":{CONSTRAINTS_MAX}"),
+            format!("\"maxLength\":{EXPRESSION_MAX}"),
             format!("<= {CLAIM_DEVICES_MAX}\""),
             format!("<= {INVENTORY_ATTRIBUTES_MAX}\""),
             format!("<= {ATTRIBUTE_NAME_MAX})\""),

@@ -22,6 +22,8 @@ pub const VERSION: &str = "v1alpha2";
 pub const NODE_LIST_MAX: usize = 128;
 /// Consumers in `reservedFor`, at most (`ResourceClaimReservedForMaxSize`).
 pub const RESERVED_FOR_MAX: usize = 32;
+/// Resource handles in one allocation, at most (`AllocationResultResourceHandlesMaxSize`).
+pub const RESOURCE_HANDLES_MAX: usize = 32;
 /// Bytes in one resource handle's `data`, at most (`ResourceHandleDataMaxSize`).
 pub const RESOURCE_HANDLE_MAX: usize = 16 * 1024;
 /// The annotation that the claim controller puts on a claim made from a template: the entry of the pod it is for (1.28 and later).
@@ -208,6 +210,34 @@ pub struct AllocationResult {
     /// Whether several consumers may use the claim at the same time.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub shareable: bool,
+}
+
+impl AllocationResult {
+    /// What the API server would refuse about it (`validateAllocationResult` at release-1.30), as far as a driver can get it wrong.
+    pub fn check(&self) -> Result<(), String> {
+        let count = self.resource_handles.len();
+        if count > RESOURCE_HANDLES_MAX {
+            return Err(format!(
+                "{count} resource handles, of which the API takes {RESOURCE_HANDLES_MAX}"
+            ));
+        }
+        for (number, handle) in self.resource_handles.iter().enumerate() {
+            if handle.driver_name.as_deref().is_none_or(str::is_empty) {
+                return Err(format!("resource handle {number} names no driver"));
+            }
+            let size = handle.data.as_deref().unwrap_or_default().len();
+            if size > RESOURCE_HANDLE_MAX {
+                return Err(format!(
+                    "resource handle {number} has {size} bytes of data, of which the API takes {RESOURCE_HANDLE_MAX}"
+                ));
+            }
+        }
+        let nodes = self.available_on_nodes.as_ref();
+        if nodes.is_some_and(|selector| selector.node_selector_terms.is_empty()) {
+            return Err("availableOnNodes has no term: leave it out if every node will do".to_owned());
+        }
+        Ok(())
+    }
 }
 
 /// An opaque record for one driver's kubelet plugin.

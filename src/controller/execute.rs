@@ -16,6 +16,7 @@ use crate::core::protocol::{
 use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError};
 
 use super::leader::Fence;
+use super::trim::{Trim, trimmed};
 use super::{Controller, write};
 
 /// Requests to the API server under way at once, at most.
@@ -134,14 +135,14 @@ impl<D: Driver> Shared<D> {
         self.read(api.get_opt(&key.name)).await
     }
 
-    async fn read<T>(
+    async fn read<T: Trim>(
         &self,
         request: impl Future<Output = Result<Option<T>, kube::Error>>,
     ) -> Result<Option<Arc<T>>, String> {
         let _permit = self.requests.acquire().await;
         let timeout = self.request_timeout;
         match tokio::time::timeout(timeout, request).await {
-            Ok(Ok(object)) => Ok(object.map(Arc::new)),
+            Ok(Ok(object)) => Ok(object.map(trimmed)),
             Ok(Err(error)) => {
                 tracing::warn!(%error, "read failed");
                 Err(error.to_string())
@@ -150,7 +151,7 @@ impl<D: Driver> Shared<D> {
         }
     }
 
-    async fn write<T>(&self, request: impl Future<Output = Outcome<T>>) -> Outcome<Arc<T>> {
+    async fn write<T: Trim>(&self, request: impl Future<Output = Outcome<T>>) -> Outcome<Arc<T>> {
         let _permit = self.requests.acquire().await;
         // As late as possible: a write that has waited, or a process that was paused, may have outlived the lease.
         if !self.fence.holds() {
@@ -162,7 +163,7 @@ impl<D: Driver> Shared<D> {
             Err(_) => Outcome::Unknown(format!("no answer within {timeout:?}")),
         };
         match outcome {
-            Outcome::Done(object) => Outcome::Done(Arc::new(object)),
+            Outcome::Done(object) => Outcome::Done(trimmed(object)),
             Outcome::Refused(message) => {
                 tracing::warn!(message, "write refused");
                 Outcome::Refused(message)

@@ -10,6 +10,7 @@
 mod execute;
 mod leader;
 mod report;
+mod trim;
 mod watch;
 mod write;
 

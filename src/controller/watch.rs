@@ -12,8 +12,9 @@ use serde::de::DeserializeOwned;
 use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClass};
 use crate::core::protocol::{Event, ObjectKey};
 
+use super::trim::{Trim, trimmed};
+
 /// How one kind's watch becomes events.
-#[derive(Clone, Copy)]
 struct Kind<K> {
     all: fn(Vec<Arc<K>>) -> Event,
     one: fn(Arc<K>) -> Event,
@@ -25,7 +26,7 @@ pub(super) fn all(client: &kube::Client) -> stream::SelectAll<BoxStream<'static,
     stream::select_all([
         events(
             Api::<ResourceClass>::all(client.clone()),
-            Kind {
+            &Kind {
                 all: Event::Classes,
                 one: Event::Class,
                 gone: |class| Event::ClassGone(class.name_any()),
@@ -33,7 +34,7 @@ pub(super) fn all(client: &kube::Client) -> stream::SelectAll<BoxStream<'static,
         ),
         events(
             Api::<ResourceClaim>::all(client.clone()),
-            Kind {
+            &Kind {
                 all: Event::Claims,
                 one: Event::Claim,
                 gone: |claim| Event::ClaimGone {
@@ -44,7 +45,7 @@ pub(super) fn all(client: &kube::Client) -> stream::SelectAll<BoxStream<'static,
         ),
         events(
             Api::<PodSchedulingContext>::all(client.clone()),
-            Kind {
+            &Kind {
                 all: Event::Contexts,
                 one: Event::Context,
                 gone: |context| Event::ContextGone {
@@ -56,15 +57,10 @@ pub(super) fn all(client: &kube::Client) -> stream::SelectAll<BoxStream<'static,
     ])
 }
 
-fn events<K>(api: Api<K>, kind: Kind<K>) -> BoxStream<'static, Event>
+fn events<K>(api: Api<K>, kind: &'static Kind<K>) -> BoxStream<'static, Event>
 where
-    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
+    K: Trim + Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
 {
-    let trim = |mut object: K| {
-        // A third of a claim's size, and of no use here.
-        object.meta_mut().managed_fields = None;
-        Arc::new(object)
-    };
     let mut listed = None;
     watcher(api, watcher::Config::default())
         .default_backoff()
@@ -76,12 +72,12 @@ where
                 }
                 Ok(watcher::Event::InitApply(object)) => {
                     if let Some(listed) = &mut listed {
-                        listed.push(trim(object));
+                        listed.push(trimmed(object));
                     }
                     None
                 }
                 Ok(watcher::Event::InitDone) => listed.take().map(kind.all),
-                Ok(watcher::Event::Apply(object)) => Some((kind.one)(trim(object))),
+                Ok(watcher::Event::Apply(object)) => Some((kind.one)(trimmed(object))),
                 Ok(watcher::Event::Delete(object)) => Some((kind.gone)(object)),
                 Err(error) => {
                     tracing::warn!(kind = %K::kind(&()), %error, "watch failed, trying again");

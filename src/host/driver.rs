@@ -14,12 +14,13 @@ use crate::core::devices::books::Observed;
 use crate::core::devices::errors::AllocateError;
 use crate::core::devices::inventory::Node;
 use crate::core::devices::judge::Wish;
-use crate::core::devices::parameters::{ClassParameters, Demand};
+use crate::core::devices::parameters::{ClassParameters, Demand, Selector};
 use crate::driver::{
     CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Observation, Verdict,
 };
 use crate::host::changes::Changes;
-use crate::host::state::{Change, State};
+use crate::host::selectors::Evaluator;
+use crate::host::state::{Change, State, Unjudged};
 use crate::host::watch::{self, Guarded, events, follow};
 
 /// NodeInventory objects in one page of a list: a page stays below some 10 MiB even if the nodes have hundreds of devices.
@@ -44,6 +45,9 @@ struct Shared {
     state: Mutex<State>,
     changes: Changes,
     synced: cell::Sender<Synced>,
+    evaluator: Evaluator,
+    /// Held while devices are judged, so that nothing is judged twice at once.
+    judging: tokio::sync::Mutex<()>,
 }
 
 /// Which of the three copies are complete.
@@ -70,7 +74,14 @@ impl HostDriver {
             events::<NodeInventory>(client.clone(), INVENTORY_PAGE),
             shutdown.clone(),
             move |object| read_inventory(&name, object),
-            move |change| shared.inventories(change),
+            move |change| {
+                let node = match &change {
+                    Change::Set(_, node) => Some(node.name().to_owned()),
+                    Change::All(_) | Change::Gone(_) => None,
+                };
+                shared.inventories(change);
+                shared.judge_anew(node);
+            },
         ));
         let shared = Arc::clone(&driver.shared);
         tokio::spawn(follow(
@@ -85,7 +96,12 @@ impl HostDriver {
             },
             move |change| {
                 let all = matches!(change, Change::All(_));
-                let number = shared.state().classes.apply(change);
+                let number = {
+                    let mut state = shared.state();
+                    let number = state.classes.apply(change);
+                    state.forget_selectors();
+                    number
+                };
                 shared.parameters(number, |synced| synced.classes |= all);
             },
         ));
@@ -102,7 +118,12 @@ impl HostDriver {
             },
             move |change| {
                 let all = matches!(change, Change::All(_));
-                let number = shared.state().claims.apply(change);
+                let number = {
+                    let mut state = shared.state();
+                    let number = state.claims.apply(change);
+                    state.forget_selectors();
+                    number
+                };
                 shared.parameters(number, |synced| synced.claims |= all);
             },
         ));
@@ -113,12 +134,15 @@ impl HostDriver {
         let name = driver_name.into();
         let state = Mutex::new(State::new(&name));
         let synced = cell::Sender::new(Synced::default());
+        let evaluator = Evaluator::new(&name);
         Self {
             shared: Arc::new(Shared {
                 name,
                 state,
                 changes: Changes::new(),
                 synced,
+                evaluator,
+                judging: tokio::sync::Mutex::new(()),
             }),
         }
     }
@@ -151,6 +175,55 @@ impl Shared {
         self.changes.report(CapacityCause::Inventory, number);
     }
 
+    /// Judges what is new on a node, or on all, by the selectors that are in use.
+    fn judge_anew(self: &Arc<Self>, node: Option<String>) {
+        if self.state().unjudged_on(node.as_deref()).is_none() {
+            return;
+        }
+        let shared = Arc::clone(self);
+        tokio::spawn(async move {
+            let _judging = shared.judging.lock().await;
+            let mut wanted = 0;
+            while let Some(unjudged) = shared.unjudged_on(node.as_deref()) {
+                wanted += shared.judge(unjudged).await;
+            }
+            shared.changes.report(CapacityCause::Inventory, wanted);
+        });
+    }
+
+    fn unjudged_on(&self, node: Option<&str>) -> Option<Unjudged> {
+        self.state().unjudged_on(node)
+    }
+
+    /// Sees to it that all devices of a kind are judged by these selectors.
+    async fn judge_all(&self, kind: &str, selectors: &[Selector]) -> Result<(), DriverError> {
+        for selector in selectors {
+            let refuse = |error: String| DriverError::from(selector.refusal(error));
+            if self.unjudged(kind, selector).map_err(refuse)?.is_none() {
+                continue;
+            }
+            let _judging = self.judging.lock().await;
+            while let Some(unjudged) = self.unjudged(kind, selector).map_err(refuse)? {
+                self.judge(unjudged).await;
+            }
+        }
+        Ok(())
+    }
+
+    fn unjudged(&self, kind: &str, selector: &Selector) -> Result<Option<Unjudged>, String> {
+        self.state().unjudged(kind, selector.expression())
+    }
+
+    /// Answers with how many of the devices the expression wants.
+    async fn judge(&self, unjudged: Unjudged) -> usize {
+        let Unjudged { expression, devices } = unjudged;
+        let judged = self.evaluator.judge(&expression, devices).await;
+        if let Err(error) = &judged {
+            tracing::warn!(%expression, error, "a selector is refused");
+        }
+        self.state().judged(&expression, judged)
+    }
+
     fn parameters(&self, number: usize, mark: impl FnOnce(&mut Synced)) {
         self.synced.send_modify(mark);
         self.changes.report(CapacityCause::Parameters, number);
@@ -172,7 +245,11 @@ impl Driver for HostDriver {
     }
 
     async fn class_parameters(&self, class: &ResourceClass) -> Result<ClassParameters, DriverError> {
-        self.shared.state().class_parameters(class)
+        let parameters = self.shared.state().class_parameters(class)?;
+        self.shared
+            .judge_all(parameters.kind(), parameters.selectors())
+            .await?;
+        Ok(parameters)
     }
 
     async fn claim_parameters(
@@ -181,7 +258,11 @@ impl Driver for HostDriver {
         _class: &ResourceClass,
         class_parameters: &ClassParameters,
     ) -> Result<Demand, DriverError> {
-        self.shared.state().claim_parameters(claim, class_parameters)
+        let demand = self.shared.state().claim_parameters(claim, class_parameters)?;
+        for request in demand.requests() {
+            self.shared.judge_all(demand.kind(), request.selectors()).await?;
+        }
+        Ok(demand)
     }
 
     async fn unsuitable_nodes(

@@ -3,6 +3,7 @@
 
 mod changes;
 mod driver;
+mod selectors;
 mod state;
 mod watch;
 

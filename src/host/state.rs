@@ -1,16 +1,22 @@
 //! Everything the built-in driver knows: the books and its copies of the parameter objects.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use crate::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec};
 use crate::api::resource::{ResourceClaim, ResourceClass};
 use crate::core::devices::books::Books;
+use crate::core::devices::facts::{Facts, Match};
 use crate::core::devices::inventory::Node;
 use crate::core::devices::parameters::{ClassParameters, Demand, ParametersError};
 use crate::core::devices::reference::{
     CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND, ReferenceError, claim_reference, class_reference,
 };
 use crate::driver::DriverError;
+use crate::host::selectors::{CHUNK, Judged};
+
+/// Changed inventories after which what was said of devices that are gone is forgotten.
+const CHANGES_MAX: usize = 1024;
 
 /// What a watch tells about objects of one kind.
 #[derive(Clone, Debug, PartialEq)]
@@ -64,6 +70,11 @@ impl<K: Ord, V: PartialEq> Copy<K, V> {
         }
     }
 
+    /// The objects that can be read.
+    fn values(&self) -> impl Iterator<Item = &V> {
+        self.objects.values().flatten()
+    }
+
     /// The object, or why it is not to be had. `name` is its kind, namespace and name.
     fn get(&self, key: &K, name: impl FnOnce() -> String) -> Result<&V, DriverError> {
         match self.objects.get(key) {
@@ -103,6 +114,28 @@ pub(crate) struct State {
     pub(crate) classes: Copy<String, DeviceClassParametersSpec>,
     /// DeviceClaimParameters by namespace and name.
     pub(crate) claims: Copy<(String, String), DeviceClaimParametersSpec>,
+    /// The selectors that somebody asked for.
+    pub(crate) selectors: Selectors,
+}
+
+/// Expressions that are in use.
+#[derive(Debug, Default)]
+pub(crate) struct Selectors {
+    /// What is wrong with each, if anything.
+    known: BTreeMap<Arc<str>, Result<(), String>>,
+    /// By which of them the devices of which kind are judged.
+    wanted: BTreeSet<(String, Arc<str>)>,
+    /// Inventories that have changed since what is of no use any more was forgotten.
+    changes: usize,
+}
+
+/// Devices that have to be judged by an expression.
+#[derive(Debug)]
+pub(crate) struct Unjudged {
+    /// The expression.
+    pub(crate) expression: Arc<str>,
+    /// Some of the devices.
+    pub(crate) devices: Vec<Facts>,
 }
 
 impl State {
@@ -111,11 +144,95 @@ impl State {
             books: Books::new(driver),
             classes: Copy::default(),
             claims: Copy::default(),
+            selectors: Selectors::default(),
         }
+    }
+
+    /// What has to be judged before the devices of `kind` can be chosen by an expression; `None` if everything is. The
+    /// error is what is wrong with the expression.
+    pub(crate) fn unjudged(&mut self, kind: &str, expression: &Arc<str>) -> Result<Option<Unjudged>, String> {
+        let known = self.selectors.known.get(expression);
+        if let Some(Err(error)) = known {
+            return Err(error.clone());
+        }
+        let known = known.is_some();
+        self.selectors
+            .wanted
+            .insert((kind.to_owned(), Arc::clone(expression)));
+        let unjudged = self.books.unjudged(kind, expression, None);
+        let devices: Vec<Facts> = unjudged.into_iter().take(CHUNK).collect();
+        Ok((!known || !devices.is_empty()).then(|| Unjudged {
+            expression: Arc::clone(expression),
+            devices,
+        }))
+    }
+
+    /// What has to be judged after the inventory of a node, or of all, has changed.
+    pub(crate) fn unjudged_on(&self, node: Option<&str>) -> Option<Unjudged> {
+        let fine = |expression| matches!(self.selectors.known.get(expression), Some(Ok(())));
+        self.selectors
+            .wanted
+            .iter()
+            .filter(|(_, expression)| fine(expression))
+            .find_map(|(kind, expression)| {
+                let unjudged = self.books.unjudged(kind, expression, node);
+                let devices: Vec<Facts> = unjudged.into_iter().take(CHUNK).collect();
+                (!devices.is_empty()).then(|| Unjudged {
+                    expression: Arc::clone(expression),
+                    devices,
+                })
+            })
+    }
+
+    /// Takes note of what an expression says, or of what is wrong with it. Answers with how many of them it wants.
+    pub(crate) fn judged(&mut self, expression: &Arc<str>, judged: Result<Judged, String>) -> usize {
+        let (said, known) = match judged {
+            Ok(said) => (said, Ok(())),
+            Err(error) => (Vec::new(), Err(error)),
+        };
+        self.selectors.known.insert(Arc::clone(expression), known);
+        let wanted = said.iter().filter(|(_, said)| *said == Match::Yes).count();
+        self.books.matches().put(expression, said);
+        wanted
+    }
+
+    /// Forgets the selectors that are in no object any more.
+    pub(crate) fn forget_selectors(&mut self) {
+        if self.selectors.known.is_empty() {
+            return;
+        }
+        let classes = self.classes.values().flat_map(|spec| &spec.selectors);
+        let requests = self.claims.values().flat_map(|spec| &spec.requests);
+        let all = classes.chain(requests.flat_map(|request| &request.selectors));
+        let written: BTreeSet<&str> = all.map(|selector| selector.cel.expression.as_str()).collect();
+        let before = self.selectors.known.len();
+        self.selectors
+            .known
+            .retain(|expression, _| written.contains(&**expression));
+        if self.selectors.known.len() < before {
+            self.selectors
+                .wanted
+                .retain(|(_, expression)| written.contains(&**expression));
+            self.forget_matches();
+        }
+    }
+
+    fn forget_matches(&mut self) {
+        let expressions = self
+            .selectors
+            .wanted
+            .iter()
+            .map(|(_, expression)| Arc::clone(expression));
+        self.books.retain_matches(&expressions.collect());
     }
 
     /// Takes over a change of NodeInventory objects of this driver. Answers with how many devices have become available.
     pub(crate) fn apply_inventories(&mut self, change: Change<String, Node>) -> usize {
+        self.selectors.changes += 1;
+        if self.selectors.changes >= CHANGES_MAX {
+            self.selectors.changes = 0;
+            self.forget_matches();
+        }
         match change {
             Change::All(nodes) => self.books.replace_inventories(nodes.into_iter().collect()),
             Change::Set(object, node) => self.books.set_inventory(&object, Some(node)),
@@ -149,128 +266,4 @@ impl State {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::api::crd::{DeviceRequest, GROUP};
-    use crate::api::resource::{ResourceClaimParametersReference, ResourceClassParametersReference};
-    use crate::core::devices::fixture;
-    use crate::driver::DriverErrorKind;
-
-    fn class() -> ResourceClass {
-        let reference = ResourceClassParametersReference {
-            api_group: Some(GROUP.into()),
-            kind: CLASS_PARAMETERS_KIND.into(),
-            name: "p".into(),
-            namespace: None,
-        };
-        ResourceClass {
-            parameters_ref: Some(reference),
-            ..ResourceClass::default()
-        }
-    }
-
-    fn claim() -> ResourceClaim {
-        let mut claim = fixture::claim("u", None);
-        claim.spec.parameters_ref = Some(ResourceClaimParametersReference {
-            api_group: Some(GROUP.into()),
-            kind: CLAIM_PARAMETERS_KIND.into(),
-            name: "p".into(),
-        });
-        claim
-    }
-
-    fn spec(kind: &str) -> DeviceClassParametersSpec {
-        DeviceClassParametersSpec { kind: kind.into() }
-    }
-
-    #[test]
-    fn parameters_that_are_missing_are_named_once_it_is_certain_that_they_are() {
-        let mut state = State::new(fixture::DRIVER);
-        let error = state.class_parameters(&class()).unwrap_err();
-        assert_eq!((error.kind, error.reason), (DriverErrorKind::Retry, "NotSynced"));
-        state.classes.apply(Change::All(vec![]));
-        state.claims.apply(Change::All(vec![]));
-        let error = state.class_parameters(&class()).unwrap_err();
-        assert_eq!(
-            (error.kind, error.reason),
-            (DriverErrorKind::Invalid, "ParametersNotFound")
-        );
-        assert_eq!(error.message, "DeviceClassParameters p does not exist; create it");
-        let error = state
-            .claim_parameters(&claim(), &fixture::class("test"))
-            .unwrap_err();
-        assert_eq!(
-            error.message,
-            "DeviceClaimParameters ns/p does not exist; create it"
-        );
-    }
-
-    #[test]
-    fn an_object_that_cannot_be_read_is_a_reason_and_not_the_end_of_the_watch() {
-        let mut state = State::new(fixture::DRIVER);
-        state.classes.apply(Change::All(vec![(
-            "p".into(),
-            Err("unknown field `knid`".into()),
-        )]));
-        let error = state.class_parameters(&class()).unwrap_err();
-        assert_eq!(
-            error.message,
-            "DeviceClassParameters p cannot be read: unknown field `knid`; correct it"
-        );
-        state
-            .classes
-            .apply(Change::Set("p".into(), Ok(spec("Not A Label"))));
-        assert_eq!(
-            state.class_parameters(&class()).unwrap_err().reason,
-            "ParametersInvalid"
-        );
-        state.classes.apply(Change::Set("p".into(), Ok(spec("test"))));
-        assert_eq!(state.class_parameters(&class()).unwrap().kind(), "test");
-    }
-
-    #[test]
-    fn a_claim_wants_what_its_parameters_in_its_own_namespace_say() {
-        let mut state = State::new(fixture::DRIVER);
-        let requests = |count| DeviceClaimParametersSpec {
-            requests: vec![DeviceRequest {
-                name: "r".into(),
-                count,
-            }],
-        };
-        let entry = |namespace: &str, count| ((namespace.to_owned(), "p".to_owned()), Ok(requests(count)));
-        state
-            .claims
-            .apply(Change::All(vec![entry("another", 1), entry("ns", 3)]));
-        assert_eq!(
-            state
-                .claim_parameters(&claim(), &fixture::class("test"))
-                .unwrap()
-                .total(),
-            3
-        );
-        let plain = fixture::claim("u", None);
-        assert_eq!(
-            state
-                .claim_parameters(&plain, &fixture::class("test"))
-                .unwrap()
-                .total(),
-            1
-        );
-    }
-
-    #[test]
-    fn only_what_is_new_or_different_can_help_somebody() {
-        let mut copy: Copy<String, u8> = Copy::default();
-        assert_eq!(
-            copy.apply(Change::All(vec![("a".into(), Ok(1)), ("b".into(), Ok(1))])),
-            2
-        );
-        assert_eq!(copy.apply(Change::Set("a".into(), Ok(1))), 0);
-        assert_eq!(copy.apply(Change::Set("a".into(), Ok(2))), 1);
-        assert_eq!(copy.apply(Change::Gone("b".into())), 0);
-        assert_eq!(
-            copy.apply(Change::All(vec![("a".into(), Ok(2)), ("b".into(), Ok(1))])),
-            1
-        );
-    }
-}
+mod tests;

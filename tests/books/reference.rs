@@ -42,14 +42,20 @@ impl ReferenceClaim {
     fn demand(&self) -> Demand {
         let spec = DeviceClassParametersSpec {
             kind: self.kind.into(),
+            ..DeviceClassParametersSpec::default()
         };
         let class = ClassParameters::check("class", &spec).unwrap();
         let request = |(index, &count)| DeviceRequest {
             name: format!("r{index}"),
-            count,
+            count: Some(count),
+            ..DeviceRequest::default()
         };
         let requests = self.counts.iter().enumerate().map(request).collect();
-        Demand::check(&class, "ns", "p", &DeviceClaimParametersSpec { requests }).unwrap()
+        let spec = DeviceClaimParametersSpec {
+            requests,
+            constraints: Vec::new(),
+        };
+        Demand::check(&class, "ns", "p", &spec).unwrap()
     }
 
     fn holds(&self) -> Option<&AllocationResult> {

@@ -10,4 +10,5 @@ mod controller;
 mod faults;
 mod leader;
 mod pods;
+mod selectors;
 mod stage;

@@ -121,6 +121,7 @@ impl Stage {
             "test",
             DeviceClassParametersSpec {
                 kind: "test".to_owned(),
+                ..DeviceClassParametersSpec::default()
             },
         );
         Api::all(client.clone())

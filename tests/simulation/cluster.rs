@@ -218,6 +218,7 @@ impl Stage {
             chores.push(Chore::CollectContext(key.clone()));
             return;
         };
+        // The other driver is no fool either: the claim controller would take back at once what it gave to such a pod.
         if is_done(pod) {
             return;
         }

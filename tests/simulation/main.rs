@@ -7,9 +7,15 @@
 //! A failure prints its seed and the command that replays it. `SEEDS` says how many seeds are run, `FIRST` where they begin;
 //! `VERBOSE=1` prints everything that happens in the named stories.
 
-#![expect(
+#![allow(
     clippy::unwrap_used,
-    reason = "the model is a test: what it has put in it takes out"
+    clippy::cast_possible_truncation,
+    clippy::format_push_string,
+    clippy::unused_self,
+    clippy::unnecessary_wraps,
+    clippy::match_same_arms,
+    clippy::struct_excessive_bools,
+    reason = "a model for tests: it may end at once where it is wrong, and keeps the shape of what it models"
 )]
 
 mod calls;

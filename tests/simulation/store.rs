@@ -4,8 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use drayman::api::resource::{
-    Pod, PodSchedulingContext, PodSchedulingContextStatus, ResourceClaim, ResourceClaimSchedulingStatus,
-    ResourceClaimStatus, ResourceClass, controller_of,
+    Pod, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, ResourceClass, controller_of,
 };
 use drayman::core::protocol::{Event, ObjectKey};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
@@ -176,7 +175,7 @@ impl Store {
         if self.claims.contains_key(&key) {
             return Err(ApiError::Conflict(format!("{key} already exists")));
         }
-        claim.status = ResourceClaimStatus::default();
+        claim.status = drayman::api::resource::ResourceClaimStatus::default();
         self.stamp_new(&mut claim.metadata);
         let claim = Arc::new(claim);
         self.record(Kind::Claim, Event::Claim(claim.clone()));
@@ -262,7 +261,7 @@ impl Store {
         if self.contexts.contains_key(&key) {
             return Err(ApiError::Conflict(format!("{key} already exists")));
         }
-        context.status = PodSchedulingContextStatus::default();
+        context.status = drayman::api::resource::PodSchedulingContextStatus::default();
         rules::context(&context)?;
         self.stamp_new(&mut context.metadata);
         self.store_context(&key, context);

@@ -33,7 +33,7 @@ impl Books {
     pub fn unsuitable_nodes(&self, wishes: &[Wish<'_>], nodes: &[String]) -> Vec<BTreeMap<String, String>> {
         let mut verdicts = vec![BTreeMap::new(); wishes.len()];
         for node in nodes {
-            let judged = judge(&self.inventory, &self.holdings, node, wishes);
+            let judged = judge(&self.inventory, &self.holdings, &self.matches, node, wishes);
             for (verdict, judged) in verdicts.iter_mut().zip(judged) {
                 if let Err(reason) = judged {
                     verdict.insert(node.clone(), reason.to_string());
@@ -81,7 +81,7 @@ impl Books {
     }
 
     pub(super) fn on_node(&self, wishes: &[Wish<'_>], node: &str) -> Result<Vec<Grant>, Vec<AllocateError>> {
-        let judged = judge(&self.inventory, &self.holdings, node, wishes);
+        let judged = judge(&self.inventory, &self.holdings, &self.matches, node, wishes);
         let misfit = wishes.iter().zip(&judged).find(|(_, judged)| judged.is_err());
         let Some((misfit, _)) = misfit else {
             return Ok(judged.into_iter().flatten().collect());

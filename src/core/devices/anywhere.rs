@@ -60,7 +60,7 @@ impl Books {
             let Some(node) = self.inventory.node(name).filter(|node| node.unready().is_none()) else {
                 continue;
             };
-            let census = census(&self.holdings, node, first.demand);
+            let census = census(&self.holdings, &self.matches, node, first.demand);
             shortage.add(&census);
             let free = self
                 .available(node)
@@ -82,7 +82,7 @@ impl Books {
         shortage.wanted_besides = wishes.iter().skip(1).map(|wish| wish.demand.total()).sum();
         for_all(AllocateError::Exhausted {
             nodes: candidates.len(),
-            shortage,
+            shortage: Box::new(shortage),
         })
     }
 }

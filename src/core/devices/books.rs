@@ -4,11 +4,13 @@
 //! What changes the books is here; what is asked of them is in [`super::allocate`].
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use crate::api::resource::{AllocationResult, ResourceClaim};
 use crate::core::devices::allocation::{self, claim_name};
 use crate::core::devices::errors::Problem;
-use crate::core::devices::holdings::{Change, Holder, Holdings, State};
+use crate::core::devices::facts::{Facts, Matches};
+use crate::core::devices::holdings::{Change, Holder, Holdings, Place, State};
 use crate::core::devices::inventory::{Device, Inventory, Node, Replaced};
 
 /// The inventory and the holdings of one driver.
@@ -17,6 +19,7 @@ pub struct Books {
     pub(super) driver: String,
     pub(super) inventory: Inventory,
     pub(super) holdings: Holdings,
+    pub(super) matches: Matches,
 }
 
 /// What an observation has brought to light.
@@ -35,6 +38,7 @@ impl Books {
             driver: driver.into(),
             inventory: Inventory::default(),
             holdings: Holdings::default(),
+            matches: Matches::default(),
         }
     }
 
@@ -46,6 +50,29 @@ impl Books {
     /// Who holds what.
     pub fn holdings(&self) -> &Holdings {
         &self.holdings
+    }
+
+    /// What the selectors say of the devices.
+    pub fn matches(&mut self) -> &mut Matches {
+        &mut self.matches
+    }
+
+    /// The facts of the devices of a kind, on one node or on all, of which an expression has not said anything yet.
+    pub fn unjudged(&self, kind: &str, expression: &str, node: Option<&str>) -> BTreeSet<Facts> {
+        let nodes = node.map_or_else(|| self.inventory.nodes_with(kind).collect(), |node| vec![node]);
+        let nodes = nodes.into_iter().filter_map(|name| self.inventory.node(name));
+        let devices = nodes
+            .flat_map(Node::devices)
+            .filter(|device| *device.kind == *kind);
+        let unjudged = devices.filter(|device| self.matches.get(expression, &device.attributes).is_none());
+        unjudged.map(|device| device.attributes.clone()).collect()
+    }
+
+    /// Forgets what expressions other than these say, and what is said of devices that are gone.
+    pub fn retain_matches(&mut self, expressions: &BTreeSet<Arc<str>>) {
+        let devices = self.inventory.nodes().flat_map(Node::devices);
+        let facts = devices.map(|device| &device.attributes).collect();
+        self.matches.retain(expressions, &facts);
     }
 
     /// Puts what a NodeInventory object says in place of what it said before; `None` if it is gone. Answers with how many
@@ -136,7 +163,11 @@ impl Books {
         }
         let change = self.put(claim, record.state);
         let freed = self.available_again(&change);
-        problems.extend(change.conflicts.into_iter().map(Problem::Conflict));
+        let conflicts = change
+            .conflicts
+            .into_iter()
+            .filter(|conflict| self.overfull(&conflict.place));
+        problems.extend(conflicts.map(Problem::Conflict));
         Observed { freed, problems }
     }
 
@@ -181,7 +212,7 @@ impl Books {
             let device = node.and_then(|node| node.device(&place.device));
             places.extend(
                 device
-                    .filter(|device| device.claimable())
+                    .filter(|device| device.claimable() && self.has_room(&place.node_uid, device))
                     .map(|_| (&*place.node_name, &*place.device)),
             );
         }
@@ -209,175 +240,34 @@ impl Books {
         (node.unready().is_none() && !self.holdings.unreadable_on(name)).then_some(node)
     }
 
-    /// The devices of a node that are healthy and held by nobody.
+    /// The devices of a node that are healthy and of which something is left.
     pub fn available<'a>(&'a self, node: &'a Node) -> impl Iterator<Item = &'a Device> {
-        let held = self.holdings.on_node(node.uid());
-        let free = move |device: &&Device| held.is_none_or(|held| !held.contains_key(&device.name));
-        node.devices()
-            .iter()
-            .filter(|device| device.claimable())
-            .filter(free)
+        let devices = node.devices().iter().filter(|device| device.claimable());
+        devices.filter(|device| self.has_room(node.uid(), device))
+    }
+
+    /// Whether one claim more could hold the device.
+    fn has_room(&self, node_uid: &str, device: &Device) -> bool {
+        self.holders(node_uid, &device.name) < device.shares
+    }
+
+    /// Whether more claims hold a device than may. What is not in the inventory is taken for exclusive.
+    fn overfull(&self, place: &Place) -> bool {
+        let node = self
+            .inventory
+            .node(&place.node_name)
+            .filter(|node| *node.uid() == *place.node_uid);
+        let shares = node
+            .and_then(|node| node.device(&place.device))
+            .map_or(1, |device| device.shares);
+        self.holders(&place.node_uid, &place.device) > shares
+    }
+
+    fn holders(&self, node_uid: &str, device: &str) -> usize {
+        let held = self.holdings.on_node(node_uid).and_then(|held| held.get(device));
+        held.map_or(0, Vec::len)
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::api::resource::ResourceHandle;
-    use crate::core::devices::allocate::Target;
-    use crate::core::devices::fixture::{DRIVER, claim, demand, node};
-    use crate::core::devices::judge::Wish;
-
-    fn books(devices: &[&str]) -> Books {
-        let mut books = Books::new(DRIVER);
-        books.set_inventory("a", Some(node("a", "1", devices)));
-        books
-    }
-
-    fn allocate(books: &mut Books, uid: &str) -> Option<AllocationResult> {
-        let wish = Wish {
-            claim: &claim(uid, None),
-            demand: &demand("test", &[1]),
-            suitable_nodes: None,
-        };
-        books.allocate(&[wish], Target::Node("a")).answers.pop()?.ok()
-    }
-
-    fn observe(books: &mut Books, uid: &str, allocation: Option<&AllocationResult>) -> Observed {
-        books.observe(&claim(uid, allocation), allocation)
-    }
-
-    #[test]
-    fn what_was_never_recorded_is_free_when_it_is_given_back() {
-        let mut books = books(&["d"]);
-        allocate(&mut books, "u").unwrap();
-        assert_eq!(
-            observe(&mut books, "u", None),
-            Observed::default(),
-            "not written yet: still held"
-        );
-        assert!(allocate(&mut books, "v").is_none());
-        assert_eq!(books.deallocate(&claim("u", None)), 1);
-        assert_eq!(books.deallocate(&claim("u", None)), 0);
-        assert!(allocate(&mut books, "v").is_some());
-    }
-
-    #[test]
-    fn what_is_recorded_stays_held_until_it_is_seen_to_be_gone() {
-        let mut books = books(&["d"]);
-        let allocation = allocate(&mut books, "u").unwrap();
-        assert_eq!(
-            books.deallocate(&claim("u", Some(&allocation))),
-            0,
-            "recorded, although that was not observed yet"
-        );
-        observe(&mut books, "u", Some(&allocation));
-        assert_eq!(books.deallocate(&claim("u", None)), 0);
-        assert!(allocate(&mut books, "v").is_none());
-        assert_eq!(observe(&mut books, "u", None).freed, 1);
-        assert!(allocate(&mut books, "v").is_some());
-    }
-
-    #[test]
-    fn a_claim_that_no_longer_exists_holds_nothing_however_it_held_it() {
-        let mut books = books(&["d", "e"]);
-        let allocation = allocate(&mut books, "u").unwrap();
-        observe(&mut books, "u", Some(&allocation));
-        allocate(&mut books, "v").unwrap();
-        assert_eq!((books.gone("u"), books.gone("v"), books.gone("w")), (1, 1, 0));
-    }
-
-    #[test]
-    fn books_made_from_the_claims_alone_say_the_same() {
-        let mut before = books(&["d", "e"]);
-        let allocation = allocate(&mut before, "u").unwrap();
-        observe(&mut before, "u", Some(&allocation));
-        allocate(&mut before, "lost").unwrap();
-        let mut after = books(&["d", "e"]);
-        let claims = [claim("u", Some(&allocation)), claim("lost", None)];
-        after.observe_all(
-            claims
-                .iter()
-                .map(|claim| (claim, claim.status.allocation.as_ref())),
-        );
-        assert_eq!(after.holdings().uids().collect::<Vec<_>>(), ["u"]);
-        before.observe_all(
-            claims
-                .iter()
-                .map(|claim| (claim, claim.status.allocation.as_ref())),
-        );
-        assert_eq!(before.observe_all([]).freed, 2);
-    }
-
-    #[test]
-    fn a_holding_on_a_node_that_was_made_again_blocks_nothing_and_can_be_given_back() {
-        let mut books = books(&["d"]);
-        let allocation = allocate(&mut books, "u").unwrap();
-        observe(&mut books, "u", Some(&allocation));
-        assert_eq!(books.set_inventory("a", None), 0);
-        assert_eq!(books.set_inventory("a", Some(node("a", "2", &["d"]))), 1);
-        assert!(allocate(&mut books, "v").is_some());
-        assert_eq!(books.deallocate(&claim("u", Some(&allocation))), 0);
-        assert_eq!(observe(&mut books, "u", None), Observed::default());
-    }
-
-    #[test]
-    fn an_unreadable_allocation_is_reported_once_and_blocks_its_node_until_it_is_gone() {
-        let mut books = books(&["d", "e"]);
-        let mut allocation = allocate(&mut books, "u").unwrap();
-        let newer = Some(r#"{"version":2}"#.to_owned());
-        allocation.resource_handles = vec![ResourceHandle {
-            data: newer,
-            ..ResourceHandle::default()
-        }];
-        let observed = observe(&mut books, "u", Some(&allocation));
-        let [problem] = observed.problems.as_slice() else {
-            panic!("{observed:?}")
-        };
-        assert_eq!(problem.reason(), "HoldingUnreadable");
-        assert!(
-            problem
-                .to_string()
-                .starts_with("ResourceClaim ns/u holds something that cannot be read: "),
-            "{problem}"
-        );
-        assert_eq!(observe(&mut books, "u", Some(&allocation)), Observed::default());
-        assert!(allocate(&mut books, "v").is_none());
-        assert_eq!(books.deallocate(&claim("u", Some(&allocation))), 0);
-        assert_eq!(observe(&mut books, "u", None).freed, 2);
-        assert!(allocate(&mut books, "v").is_some());
-    }
-
-    #[test]
-    fn an_allocation_copied_from_another_claim_is_reported_and_both_hold_the_device() {
-        let mut books = books(&["d"]);
-        let allocation = allocate(&mut books, "u").unwrap();
-        observe(&mut books, "u", Some(&allocation));
-        let observed = observe(&mut books, "v", Some(&allocation));
-        let reasons: Vec<&str> = observed.problems.iter().map(Problem::reason).collect();
-        assert_eq!(reasons, ["AllocationMadeForAnother", "DeviceHeldTwice"]);
-        assert_eq!(observe(&mut books, "v", None).freed, 0);
-        assert_eq!(observe(&mut books, "u", None).freed, 1);
-    }
-
-    #[test]
-    fn a_list_of_inventories_replaces_all_and_counts_only_what_is_new() {
-        let mut books = books(&["d"]);
-        let list = |nodes: &[(&str, &[&str])]| {
-            nodes
-                .iter()
-                .map(|&(name, devices)| (name.to_owned(), node(name, "1", devices)))
-                .collect()
-        };
-        assert_eq!(
-            books.replace_inventories(list(&[("a", &["d", "e"]), ("b", &["d"])])),
-            2
-        );
-        assert_eq!(
-            books.replace_inventories(list(&[("a", &["d", "e"]), ("b", &["d"])])),
-            0
-        );
-        assert_eq!(books.replace_inventories(list(&[])), 0);
-        assert!(books.inventory().node("a").is_none());
-    }
-}
+mod tests;

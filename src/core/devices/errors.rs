@@ -74,7 +74,7 @@ pub enum AllocateError {
         /// Nodes that were looked at.
         nodes: usize,
         /// Their devices together.
-        shortage: Shortage,
+        shortage: Box<Shortage>,
     },
     /// No node has such devices at all.
     #[error("no ready node has a device of kind {kind}")]

@@ -50,17 +50,26 @@ pub(crate) fn node(node: &str, uid: &str, devices: &[&str]) -> Node {
 
 /// The class of kind `test`.
 pub(crate) fn class(kind: &str) -> ClassParameters {
-    ClassParameters::check("class", &DeviceClassParametersSpec { kind: kind.into() }).unwrap()
+    ClassParameters::check(
+        "class",
+        &DeviceClassParametersSpec {
+            kind: kind.into(),
+            ..DeviceClassParametersSpec::default()
+        },
+    )
+    .unwrap()
 }
 
 /// What a claim of kind `kind` wants: one request for each count.
 pub(crate) fn demand(kind: &str, counts: &[u32]) -> Demand {
     let request = |(index, &count)| DeviceRequest {
         name: format!("r{index}"),
-        count,
+        count: Some(count),
+        ..DeviceRequest::default()
     };
     let spec = DeviceClaimParametersSpec {
         requests: counts.iter().enumerate().map(request).collect(),
+        constraints: Vec::new(),
     };
     Demand::check(&class(kind), "ns", "p", &spec).unwrap()
 }

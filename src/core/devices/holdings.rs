@@ -93,7 +93,7 @@ pub struct Conflict {
 /// What came of a change.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Change {
-    /// Devices that nobody holds any more.
+    /// Devices that the claim holds no longer; others may.
     pub freed: Vec<Place>,
     /// Devices that the claim holds although another one does.
     pub conflicts: Vec<Conflict>,
@@ -204,8 +204,8 @@ impl Holdings {
                 if devices.is_empty() {
                     self.nodes.remove(&place.node_uid);
                 }
-                change.freed.push(place);
             }
+            change.freed.push(place);
         }
     }
 
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn the_older_claim_keeps_a_device_and_the_other_does_not_free_it() {
+    fn the_older_claim_keeps_a_device_and_each_that_leaves_it_says_so() {
         let mut holdings = Holdings::default();
         holdings.put("u", holder("n/younger", 2, State::Recorded(grant("1", &["d"]))));
         let change = holdings.put("v", holder("n/older", 1, State::Recorded(grant("1", &["d"]))));
@@ -333,7 +333,7 @@ mod tests {
         assert_eq!((&*conflict.keeper, &*conflict.other), ("n/older", "n/younger"));
         let again = holdings.put("v", holder("n/older", 1, State::Recorded(grant("1", &["d"]))));
         assert_eq!(again, Change::default(), "said once");
-        assert_eq!(holdings.remove("u"), Change::default());
+        assert_eq!(freed(&holdings.remove("u").freed), ["d"]);
         assert_eq!(freed(&holdings.remove("v").freed), ["d"]);
     }
 

@@ -6,7 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use jiff::Timestamp;
 
-use crate::api::crd::{AttributeValue, Device as ApiDevice, Mode, NodeInventory, READY};
+use crate::api::crd::{Device as ApiDevice, Mode, NodeInventory, READY};
+use crate::core::devices::facts::{Attribute, Facts};
 
 /// One node as one NodeInventory object describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,20 +31,9 @@ pub struct Device {
     /// Why it must not be given to anybody now; `None` if it is healthy.
     pub unhealthy: Option<Box<str>>,
     /// Facts about it, by qualified name, in the order of the names.
-    pub attributes: Box<[(Box<str>, Attribute)]>,
-}
-
-/// The value of an attribute.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Attribute {
-    /// A text.
-    String(Box<str>),
-    /// A whole number.
-    Int(i64),
-    /// A truth value.
-    Bool(bool),
-    /// A semantic version, as written.
-    Version(Box<str>),
+    pub attributes: Facts,
+    /// How many claims may hold it at once, at least one.
+    pub shares: usize,
 }
 
 impl Node {
@@ -129,6 +119,9 @@ impl Device {
             kind: device.kind.as_str().into(),
             mode: device.mode,
             unhealthy: device.unhealthy.as_deref().map(Into::into),
+            shares: device
+                .shares
+                .map_or(1, |shares| usize::try_from(shares).unwrap_or(usize::MAX).max(1)),
             attributes: attributes
                 .iter()
                 .filter_map(|(name, value)| Some((name.as_str().into(), Attribute::read(value)?)))
@@ -139,18 +132,6 @@ impl Device {
     /// Whether a claim may get it as far as the device itself is concerned.
     pub fn claimable(&self) -> bool {
         self.mode == Mode::Claims && self.unhealthy.is_none()
-    }
-}
-
-impl Attribute {
-    fn read(value: &AttributeValue) -> Option<Self> {
-        match (&value.string, value.int, value.bool, &value.version) {
-            (Some(string), None, None, None) => Some(Self::String(string.as_str().into())),
-            (None, Some(int), None, None) => Some(Self::Int(int)),
-            (None, None, Some(bool), None) => Some(Self::Bool(bool)),
-            (None, None, None, Some(version)) => Some(Self::Version(version.as_str().into())),
-            _ => None,
-        }
     }
 }
 
@@ -177,6 +158,14 @@ impl Inventory {
     /// The names of the nodes that have a device of this kind, in order.
     pub fn nodes_with(&self, kind: &str) -> impl Iterator<Item = &str> {
         self.kinds.get(kind).into_iter().flatten().map(|name| &**name)
+    }
+
+    /// All nodes, in the order of their names.
+    pub fn nodes(&self) -> impl Iterator<Item = &Node> {
+        self.nodes
+            .values()
+            .filter_map(|entries| entries.first())
+            .map(|(_, node)| node)
     }
 
     /// The names of the objects, in order.
@@ -253,6 +242,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
+    use crate::api::crd::AttributeValue;
     use crate::core::devices::fixture;
 
     fn names(inventory: &Inventory, kind: &str) -> Vec<String> {

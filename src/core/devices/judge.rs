@@ -9,11 +9,14 @@ use k8s_openapi::api::core::v1::NodeSelector;
 use crate::api::crd::Mode;
 use crate::api::handle::HandleDevice;
 use crate::api::resource::ResourceClaim;
-use crate::core::devices::fit::{Fit, Unfit};
+use crate::core::devices::facts::Matches;
+use crate::core::devices::fit::Unfit;
 use crate::core::devices::holdings::{Grant, Holdings, State};
 use crate::core::devices::inventory::{Device, Inventory, Node};
 use crate::core::devices::parameters::Demand;
+use crate::core::devices::search::{Ask, search};
 use crate::core::devices::unsuitable::{Shortage, Unsuitable};
+use crate::core::devices::view::{Standing, View};
 
 /// A claim and what it wants.
 #[derive(Clone, Copy, Debug)]
@@ -33,25 +36,11 @@ impl<'a> Wish<'a> {
     }
 }
 
-/// How a device stands towards the claims that are judged.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Standing<'a> {
-    /// Nobody holds it.
-    Free,
-    /// Granted before to one of these claims, not recorded yet: may be given anew.
-    Own(&'a str),
-    /// Held by others.
-    Held,
-    /// Held by nobody, and must not be given.
-    Unhealthy,
-    /// Leaves the node in another way, or in one that only a newer release knows.
-    OtherMode,
-}
-
 /// Judges claims together on one node: each gets what it wants beside those before it, or the reason why not.
 pub fn judge(
     inventory: &Inventory,
     holdings: &Holdings,
+    matches: &Matches,
     node_name: &str,
     wishes: &[Wish<'_>],
 ) -> Vec<Result<Grant, Unsuitable>> {
@@ -66,10 +55,12 @@ pub fn judge(
         return everywhere(Unsuitable::Unreadable);
     }
     let standings = standings(holdings, node, wishes);
-    let mut fit = Fit::new(node.devices().len());
+    let room: Vec<usize> = standings.iter().map(Standing::room).collect();
+    // What is met by the search so far, and its answers.
+    let mut asks: Vec<Ask> = Vec::with_capacity(wishes.len());
+    let mut answers = Vec::new();
     // Of each wish that is met by the search: the number of its first request there.
     let mut met: Vec<Result<Met, Unsuitable>> = Vec::with_capacity(wishes.len());
-    let mut requests = 0;
     let mut wanted_before: BTreeMap<&str, usize> = BTreeMap::new();
     for wish in wishes {
         met.push(match holdings.get(wish.uid()).map(|holder| &holder.state) {
@@ -80,27 +71,37 @@ pub fn judge(
                 let held = held
                     .and_then(State::grant)
                     .filter(|grant| *grant.node_uid == *node.uid());
-                // A wish that fails halfway must leave nothing behind. The last one has nothing behind it.
-                let mut attempt = fit.clone();
-                match add(&mut attempt, node, &standings, wish, held) {
-                    Ok(()) => {
-                        fit = attempt;
-                        let first = requests;
-                        requests += wish.demand.requests().len();
+                let view = View {
+                    node,
+                    standings: &standings,
+                    matches,
+                    demand: wish.demand,
+                };
+                let first = asks.iter().map(|ask| ask.requests.len()).sum();
+                let found = view.ask(held).and_then(|ask| {
+                    asks.push(ask);
+                    search(&room, &asks).map_err(|unfit| match (unfit, asks.pop()) {
+                        (Unfit::Impossible, Some(ask)) => {
+                            Unsuitable::Short(Box::new(view.explain(&room, &ask)))
+                        }
+                        _ => Unsuitable::TooMuchWork,
+                    })
+                });
+                match found {
+                    Ok(found) => {
+                        answers = found;
                         *wanted_before.entry(wish.demand.kind()).or_default() += wish.demand.total();
                         Ok(Met::From(first))
                     }
-                    Err(Unfit::TooMuchWork) => Err(Unsuitable::TooMuchWork),
-                    Err(Unfit::Impossible) => {
-                        let mut shortage = shortage(node, &standings, wish.demand);
+                    Err(Unsuitable::Short(mut shortage)) => {
                         shortage.wanted_besides = wanted_before.get(wish.demand.kind()).copied().unwrap_or(0);
                         Err(Unsuitable::Short(shortage))
                     }
+                    Err(error) => Err(error),
                 }
             }
         });
     }
-    let answers = fit.answers();
     let grant = |wish: &Wish<'_>, first: usize| Grant {
         node_name: node.name().into(),
         node_uid: node.uid().into(),
@@ -139,23 +140,24 @@ enum Met {
 }
 
 /// How the devices of one kind stand on a node, for claims that hold nothing yet.
-pub fn census(holdings: &Holdings, node: &Node, demand: &Demand) -> Shortage {
-    shortage(node, &standings(holdings, node, &[]), demand)
+pub fn census(holdings: &Holdings, matches: &Matches, node: &Node, demand: &Demand) -> Shortage {
+    let view = View {
+        node,
+        standings: &standings(holdings, node, &[]),
+        matches,
+        demand,
+    };
+    view.shortage(demand.requests().first())
 }
 
-fn standings<'a>(holdings: &'a Holdings, node: &Node, wishes: &[Wish<'a>]) -> Vec<Standing<'a>> {
-    let own = |holders: &[Arc<str>]| match holders {
-        [holder] => wishes
-            .iter()
-            .map(Wish::uid)
-            .find(|uid| **uid == **holder)
-            .filter(|uid| {
-                matches!(
-                    holdings.get(uid).map(|holder| &holder.state),
-                    Some(State::Held(_))
-                )
-            }),
-        _ => None,
+fn standings(holdings: &Holdings, node: &Node, wishes: &[Wish<'_>]) -> Vec<Standing> {
+    // Granted before to one of these claims and not recorded yet: may be given anew.
+    let own = |holder: &&Arc<str>| {
+        wishes.iter().any(|wish| *wish.uid() == ***holder)
+            && matches!(
+                holdings.get(holder).map(|holder| &holder.state),
+                Some(State::Held(_))
+            )
     };
     // Both are in the order of names.
     let mut held = holdings.on_node(node.uid()).into_iter().flatten().peekable();
@@ -163,72 +165,15 @@ fn standings<'a>(holdings: &'a Holdings, node: &Node, wishes: &[Wish<'a>]) -> Ve
         while held.next_if(|(name, _)| **name < device.name).is_some() {}
         let holders = held
             .next_if(|(name, _)| **name == device.name)
-            .map(|(_, holders)| holders);
-        match holders.map(|holders| own(holders)) {
+            .map_or(&[][..], |(_, holders)| holders);
+        let ours = holders.iter().filter(own).count();
+        let room = device.shares.saturating_sub(holders.len() - ours);
+        match room {
             _ if device.mode != Mode::Claims => Standing::OtherMode,
-            Some(None) => Standing::Held,
+            0 => Standing::Held,
             _ if device.unhealthy.is_some() => Standing::Unhealthy,
-            Some(Some(uid)) => Standing::Own(uid),
-            None => Standing::Free,
+            room => Standing::Open { room, own: ours > 0 },
         }
     };
     node.devices().iter().map(standing).collect()
-}
-
-/// Adds the requests of a wish. What the claim was granted before is preferred, then what nobody has, so that the same
-/// question gets the same answer.
-fn add(
-    fit: &mut Fit,
-    node: &Node,
-    standings: &[Standing<'_>],
-    wish: &Wish<'_>,
-    held: Option<&Grant>,
-) -> Result<(), Unfit> {
-    for request in wish.demand.requests() {
-        let (mut before, mut free, mut others) = (Vec::new(), Vec::new(), Vec::new());
-        for (index, (device, standing)) in node.devices().iter().zip(standings).enumerate() {
-            if *device.kind != *wish.demand.kind() {
-                continue;
-            }
-            let granted_before = |grant: &Grant| {
-                grant
-                    .devices
-                    .iter()
-                    .any(|held| held.request == request.name() && *held.device == *device.name)
-            };
-            match standing {
-                Standing::Free => free.push(index),
-                Standing::Own(uid) if **uid == *wish.uid() && held.is_some_and(granted_before) => {
-                    before.push(index);
-                }
-                Standing::Own(_) => others.push(index),
-                Standing::Held | Standing::Unhealthy | Standing::OtherMode => {}
-            }
-        }
-        before.append(&mut free);
-        before.append(&mut others);
-        fit.add(before, request.count())?;
-    }
-    Ok(())
-}
-
-fn shortage(node: &Node, standings: &[Standing<'_>], demand: &Demand) -> Shortage {
-    let mut shortage = Shortage {
-        kind: demand.kind().into(),
-        wanted: demand.total(),
-        ..Shortage::default()
-    };
-    for (device, standing) in node.devices().iter().zip(standings) {
-        if *device.kind != *demand.kind() {
-            continue;
-        }
-        shortage.total += usize::from(*standing != Standing::OtherMode);
-        match standing {
-            Standing::Held => shortage.held += 1,
-            Standing::Unhealthy => shortage.unhealthy += 1,
-            Standing::OtherMode => shortage.other_mode += 1,
-            Standing::Free | Standing::Own(_) => {}
-        }
-    }
-    shortage
 }

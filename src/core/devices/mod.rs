@@ -10,7 +10,8 @@
 //! * [`parameters`]: what a class and a claim ask for, checked.
 //! * [`inventory`]: what the nodes have.
 //! * [`holdings`]: which claim holds what, derived from the claims.
-//! * [`fit`], [`judge`]: which devices answer which requests, for all claims of a pod together.
+//! * [`facts`]: what is known about a device, and what the selectors say of it.
+//! * [`fit`], [`search`], [`judge`]: which devices answer which requests, for all claims of a pod together.
 //! * [`books`], [`allocate`]: the two indexes behind one owner, and all that changes or asks them.
 
 pub mod allocate;
@@ -18,13 +19,16 @@ pub mod allocation;
 pub mod anywhere;
 pub mod books;
 pub mod errors;
+pub mod facts;
 pub mod fit;
 pub mod holdings;
 pub mod inventory;
 pub mod judge;
 pub mod parameters;
 pub mod reference;
+pub mod search;
 pub mod unsuitable;
+mod view;
 
 #[cfg(test)]
 pub(crate) mod fixture;

@@ -1,14 +1,21 @@
 //! What a claim wants: the parameters of its class and its own, checked so far that nothing nonsensical is left.
 //!
 //! Everything is checked again although the CRDs have schemas: an object may be older than its schema, or the schema
-//! may have been replaced.
+//! may have been replaced. What a selector says is not looked at here: the shell compiles it.
+
+mod error;
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use crate::api::crd::{
-    CLAIM_DEVICES_MAX, DeviceClaimParametersSpec, DeviceClassParametersSpec, REQUESTS_MAX,
+    ATTRIBUTE_NAME_MAX, AllocationMode, CLAIM_DEVICES_MAX, CONSTRAINTS_MAX, DeviceClaimParametersSpec,
+    DeviceClassParametersSpec, DeviceConstraint, DeviceRequest, DeviceSelector, EXPRESSION_MAX,
+    PlacementPolicy, REQUESTS_MAX, SELECTORS_MAX,
 };
 use crate::core::devices::reference::{CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND};
+
+pub use error::ParametersError;
 
 /// The name of the one request of a claim that has no parameters.
 pub const DEFAULT_REQUEST: &str = "device";
@@ -17,19 +24,82 @@ pub const DEFAULT_REQUEST: &str = "device";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClassParameters {
     kind: String,
+    selectors: Vec<Selector>,
+    policy: PlacementPolicy,
+}
+
+/// A condition on devices, and where it is written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Selector {
+    object: Arc<str>,
+    label: Arc<str>,
+    expression: Arc<str>,
+}
+
+impl Selector {
+    fn check(object: &str, place: &str, selectors: &[DeviceSelector]) -> Result<Vec<Self>, ParametersError> {
+        let (number, object) = (selectors.len(), Arc::<str>::from(object));
+        if number > SELECTORS_MAX {
+            let (object, place) = (object.to_string(), place.to_owned());
+            return Err(ParametersError::Selectors {
+                object,
+                place,
+                number,
+            });
+        }
+        let check = |(index, selector): (usize, &DeviceSelector)| {
+            let expression = &selector.cel.expression;
+            let (length, label) = (expression.len(), format!("selector {} of {place}", index + 1));
+            if !(1..=EXPRESSION_MAX).contains(&length) {
+                let (object, selector) = (object.to_string(), label);
+                return Err(ParametersError::ExpressionLength {
+                    object,
+                    selector,
+                    length,
+                });
+            }
+            Ok(Self {
+                object: Arc::clone(&object),
+                label: label.into(),
+                expression: expression.as_str().into(),
+            })
+        };
+        selectors.iter().enumerate().map(check).collect()
+    }
+
+    /// What people call it: `selector 1 of request gpu`.
+    pub fn label(&self) -> &Arc<str> {
+        &self.label
+    }
+
+    /// The condition, in the Common Expression Language.
+    pub fn expression(&self) -> &Arc<str> {
+        &self.expression
+    }
+
+    /// The refusal of what is written there.
+    pub fn refusal(&self, error: impl Into<String>) -> ParametersError {
+        ParametersError::Selector {
+            object: self.object.to_string(),
+            selector: self.label.to_string(),
+            error: error.into(),
+        }
+    }
 }
 
 impl ClassParameters {
     /// Checks the parameters called `name`.
     pub fn check(name: &str, spec: &DeviceClassParametersSpec) -> Result<Self, ParametersError> {
-        let object = || format!("{CLASS_PARAMETERS_KIND} {name}");
+        let object = format!("{CLASS_PARAMETERS_KIND} {name}");
         if is_label(&spec.kind) {
             Ok(Self {
                 kind: spec.kind.clone(),
+                selectors: Selector::check(&object, "the class", &spec.selectors)?,
+                policy: spec.policy.unwrap_or_default(),
             })
         } else {
             Err(ParametersError::NotALabel {
-                object: object(),
+                object,
                 field: "spec.kind".into(),
                 value: shortened(&spec.kind),
             })
@@ -40,6 +110,11 @@ impl ClassParameters {
     pub fn kind(&self) -> &str {
         &self.kind
     }
+
+    /// What each device must match.
+    pub fn selectors(&self) -> &[Selector] {
+        &self.selectors
+    }
 }
 
 /// What a claim wants: at least one device, at most [`CLAIM_DEVICES_MAX`], all of one kind.
@@ -47,13 +122,25 @@ impl ClassParameters {
 pub struct Demand {
     kind: String,
     requests: Vec<Request>,
+    constraints: Vec<Constraint>,
+    policy: PlacementPolicy,
 }
 
-/// A number of devices, counted by name.
+/// A number of devices, or all that match.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
     name: String,
-    count: usize,
+    amount: Amount,
+    selectors: Vec<Selector>,
+}
+
+/// How many devices a request wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Amount {
+    /// So many: 1 to [`CLAIM_DEVICES_MAX`].
+    Exactly(usize),
+    /// Every device that matches, held or not; at least one.
+    All,
 }
 
 impl Request {
@@ -62,9 +149,81 @@ impl Request {
         &self.name
     }
 
-    /// How many devices: 1 to [`CLAIM_DEVICES_MAX`].
-    pub fn count(&self) -> usize {
-        self.count
+    /// How many devices.
+    pub fn amount(&self) -> Amount {
+        self.amount
+    }
+
+    /// How many devices at least.
+    pub fn least(&self) -> usize {
+        match self.amount {
+            Amount::Exactly(count) => count,
+            Amount::All => 1,
+        }
+    }
+
+    /// What each device must match: the selectors of the class, then those of the request.
+    pub fn selectors(&self) -> &[Selector] {
+        &self.selectors
+    }
+}
+
+/// An attribute that the devices of some requests have with the same value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Constraint {
+    attribute: String,
+    requests: Vec<usize>,
+}
+
+impl Constraint {
+    /// The attribute's qualified name.
+    pub fn attribute(&self) -> &str {
+        &self.attribute
+    }
+
+    /// The places of the requests in [`Demand::requests`], in order.
+    pub fn requests(&self) -> &[usize] {
+        &self.requests
+    }
+
+    fn check(
+        object: &str,
+        number: usize,
+        constraint: &DeviceConstraint,
+        requests: &[Request],
+    ) -> Result<Self, ParametersError> {
+        let attribute = &constraint.match_attribute;
+        let qualified = matches!(
+            attribute.split_once('/'),
+            Some((domain, name)) if !domain.is_empty() && !name.is_empty() && !name.contains('/')
+        );
+        if !qualified || attribute.chars().count() > ATTRIBUTE_NAME_MAX {
+            return Err(ParametersError::MatchAttribute {
+                object: object.to_owned(),
+                constraint: number,
+                attribute: shortened(attribute),
+            });
+        }
+        let place = |name: &String| {
+            let place = requests.iter().position(|request| request.name == *name);
+            place.ok_or_else(|| ParametersError::UnknownRequest {
+                object: object.to_owned(),
+                constraint: number,
+                request: shortened(name),
+            })
+        };
+        let named = constraint
+            .requests
+            .iter()
+            .map(place)
+            .collect::<Result<BTreeSet<_>, _>>()?;
+        let requests = if named.is_empty() {
+            (0..requests.len()).collect()
+        } else {
+            named.into_iter().collect()
+        };
+        let attribute = attribute.clone();
+        Ok(Self { attribute, requests })
     }
 }
 
@@ -75,8 +234,11 @@ impl Demand {
             kind: class.kind.clone(),
             requests: vec![Request {
                 name: DEFAULT_REQUEST.to_owned(),
-                count: 1,
+                amount: Amount::Exactly(1),
+                selectors: class.selectors.clone(),
             }],
+            constraints: Vec::new(),
+            policy: class.policy,
         }
     }
 
@@ -87,57 +249,84 @@ impl Demand {
         name: &str,
         spec: &DeviceClaimParametersSpec,
     ) -> Result<Self, ParametersError> {
-        let object = || format!("{CLAIM_PARAMETERS_KIND} {namespace}/{name}");
-        let (least, most) = (1, REQUESTS_MAX);
+        let object = format!("{CLAIM_PARAMETERS_KIND} {namespace}/{name}");
         let number = spec.requests.len();
-        if !(least..=most).contains(&number) {
-            return Err(ParametersError::Requests {
-                object: object(),
-                number,
-            });
+        if !(1..=REQUESTS_MAX).contains(&number) {
+            return Err(ParametersError::Requests { object, number });
         }
         let mut names = BTreeSet::new();
         let mut requests = Vec::with_capacity(number);
-        let mut total = 0_u64;
         for request in &spec.requests {
-            if !is_label(&request.name) {
-                let (field, value) = ("spec.requests[].name".into(), shortened(&request.name));
-                return Err(ParametersError::NotALabel {
-                    object: object(),
-                    field,
-                    value,
-                });
-            }
+            requests.push(Self::check_request(class, &object, request)?);
             if !names.insert(request.name.as_str()) {
-                return Err(ParametersError::Twice {
-                    object: object(),
-                    request: request.name.clone(),
-                });
+                let request = request.name.clone();
+                return Err(ParametersError::Twice { object, request });
             }
-            let count = usize::try_from(request.count).unwrap_or(usize::MAX);
-            if !(1..=CLAIM_DEVICES_MAX).contains(&count) {
-                let (request, count) = (request.name.clone(), u64::from(request.count));
-                return Err(ParametersError::Count {
-                    object: object(),
-                    request,
-                    count,
-                });
-            }
-            total += u64::from(request.count);
-            requests.push(Request {
-                name: request.name.clone(),
-                count,
-            });
         }
-        if usize::try_from(total).map_or(true, |total| total > CLAIM_DEVICES_MAX) {
-            return Err(ParametersError::Total {
-                object: object(),
-                total,
-            });
+        let total: usize = requests.iter().map(Request::least).sum();
+        if total > CLAIM_DEVICES_MAX {
+            let total = u64::try_from(total).unwrap_or(u64::MAX);
+            return Err(ParametersError::Total { object, total });
         }
+        let number = spec.constraints.len();
+        if number > CONSTRAINTS_MAX {
+            return Err(ParametersError::Constraints { object, number });
+        }
+        let check = |(index, constraint)| Constraint::check(&object, index + 1, constraint, &requests);
+        let constraints = spec
+            .constraints
+            .iter()
+            .enumerate()
+            .map(check)
+            .collect::<Result<_, _>>()?;
         Ok(Self {
             kind: class.kind.clone(),
             requests,
+            constraints,
+            policy: class.policy,
+        })
+    }
+
+    fn check_request(
+        class: &ClassParameters,
+        object: &str,
+        request: &DeviceRequest,
+    ) -> Result<Request, ParametersError> {
+        if !is_label(&request.name) {
+            return Err(ParametersError::NotALabel {
+                object: object.to_owned(),
+                field: "spec.requests[].name".into(),
+                value: shortened(&request.name),
+            });
+        }
+        let amount = match (request.allocation_mode.unwrap_or_default(), request.count) {
+            (AllocationMode::All, None) => Amount::All,
+            (AllocationMode::All, Some(_)) => {
+                let (object, request) = (object.to_owned(), request.name.clone());
+                return Err(ParametersError::CountWithAll { object, request });
+            }
+            (AllocationMode::ExactCount, count) => {
+                let count = count.unwrap_or(1);
+                let number = usize::try_from(count).unwrap_or(usize::MAX);
+                if !(1..=CLAIM_DEVICES_MAX).contains(&number) {
+                    let (object, request, count) =
+                        (object.to_owned(), request.name.clone(), u64::from(count));
+                    return Err(ParametersError::Count {
+                        object,
+                        request,
+                        count,
+                    });
+                }
+                Amount::Exactly(number)
+            }
+        };
+        let mut selectors = class.selectors.clone();
+        let place = format!("request {}", request.name);
+        selectors.extend(Selector::check(object, &place, &request.selectors)?);
+        Ok(Request {
+            name: request.name.clone(),
+            amount,
+            selectors,
         })
     }
 
@@ -151,89 +340,19 @@ impl Demand {
         &self.requests
     }
 
-    /// How many devices in all.
-    pub fn total(&self) -> usize {
-        self.requests.iter().map(Request::count).sum()
+    /// What must hold between the devices.
+    pub fn constraints(&self) -> &[Constraint] {
+        &self.constraints
     }
-}
 
-/// Why parameters are refused. Each can be put right only by a person.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ParametersError {
-    /// There is no such object.
-    #[error("{object} does not exist; create it")]
-    NotFound {
-        /// Kind, namespace and name.
-        object: String,
-    },
-    /// The object is not of the kind's shape.
-    #[error("{object} cannot be read: {error}; correct it")]
-    Malformed {
-        /// Kind, namespace and name.
-        object: String,
-        /// What the parser says.
-        error: String,
-    },
-    /// A name is not a DNS label.
-    #[error(
-        "{object}: {field} is {value:?}; at most 63 of a-z, 0-9 and '-' are allowed, with a letter or digit at both ends"
-    )]
-    NotALabel {
-        /// Kind, namespace and name.
-        object: String,
-        /// The field.
-        field: String,
-        /// What it holds.
-        value: String,
-    },
-    /// Too few or too many requests.
-    #[error("{object}: spec.requests has {number} entries; 1 to {REQUESTS_MAX} are allowed")]
-    Requests {
-        /// Kind, namespace and name.
-        object: String,
-        /// How many there are.
-        number: usize,
-    },
-    /// Two requests of one name.
-    #[error("{object}: request {request} is there twice; give each request a name of its own")]
-    Twice {
-        /// Kind, namespace and name.
-        object: String,
-        /// The name.
-        request: String,
-    },
-    /// A count outside the limits.
-    #[error("{object}: request {request} has count {count}; 1 to {CLAIM_DEVICES_MAX} are allowed")]
-    Count {
-        /// Kind, namespace and name.
-        object: String,
-        /// The request.
-        request: String,
-        /// Its count.
-        count: u64,
-    },
-    /// More devices than a claim may have.
-    #[error("{object}: the requests add up to {total} devices; a claim gets at most {CLAIM_DEVICES_MAX}")]
-    Total {
-        /// Kind, namespace and name.
-        object: String,
-        /// The sum of the counts.
-        total: u64,
-    },
-}
+    /// Which of several groups of devices is taken.
+    pub fn policy(&self) -> PlacementPolicy {
+        self.policy
+    }
 
-impl ParametersError {
-    /// Reason of the event and label of the metric.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::NotFound { .. } => "ParametersNotFound",
-            Self::Malformed { .. }
-            | Self::NotALabel { .. }
-            | Self::Requests { .. }
-            | Self::Twice { .. }
-            | Self::Count { .. }
-            | Self::Total { .. } => "ParametersInvalid",
-        }
+    /// How many devices in all, at least.
+    pub fn total(&self) -> usize {
+        self.requests.iter().map(Request::least).sum()
     }
 }
 
@@ -252,75 +371,4 @@ pub(super) fn shortened(value: &str) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::api::crd::DeviceRequest;
-
-    fn class() -> ClassParameters {
-        ClassParameters::check("c", &DeviceClassParametersSpec { kind: "test".into() }).unwrap()
-    }
-
-    fn demand(requests: &[(&str, u32)]) -> Result<Demand, ParametersError> {
-        let requests = requests
-            .iter()
-            .map(|&(name, count)| DeviceRequest {
-                name: name.into(),
-                count,
-            })
-            .collect();
-        Demand::check(&class(), "ns", "p", &DeviceClaimParametersSpec { requests })
-    }
-
-    #[test]
-    fn a_claim_without_parameters_wants_one_device() {
-        assert_eq!(Demand::one(&class()).total(), 1);
-        assert_eq!(Demand::one(&class()).kind(), "test");
-    }
-
-    #[test]
-    fn requests_keep_their_order_and_add_up() {
-        let demand = demand(&[("b", 2), ("a", 62)]).unwrap();
-        assert_eq!(demand.total(), 64);
-        assert_eq!(
-            demand.requests().iter().map(Request::name).collect::<Vec<_>>(),
-            ["b", "a"]
-        );
-    }
-
-    #[test]
-    fn nonsense_is_refused_with_the_object_the_field_and_the_limit() {
-        let text = |requests: &[(&str, u32)]| demand(requests).unwrap_err().to_string();
-        let limits = "1 to 64 are allowed";
-        assert_eq!(
-            text(&[("a", 0)]),
-            format!("DeviceClaimParameters ns/p: request a has count 0; {limits}")
-        );
-        assert_eq!(
-            text(&[("a", 1_000_000_000)]),
-            format!("DeviceClaimParameters ns/p: request a has count 1000000000; {limits}")
-        );
-        assert_eq!(
-            text(&[("a", 64), ("b", 1)]),
-            "DeviceClaimParameters ns/p: the requests add up to 65 devices; a claim gets at most 64"
-        );
-        assert_eq!(
-            text(&[("a", 1), ("a", 1)]),
-            "DeviceClaimParameters ns/p: request a is there twice; give each request a name of its own"
-        );
-        assert_eq!(
-            text(&[]),
-            "DeviceClaimParameters ns/p: spec.requests has 0 entries; 1 to 16 are allowed"
-        );
-        for name in ["", "A", "a/b", "-a", "../x", &"x".repeat(64), "a\0", "ä"] {
-            assert_eq!(
-                demand(&[(name, 1)]).unwrap_err().reason(),
-                "ParametersInvalid",
-                "{name:?}"
-            );
-            assert!(
-                ClassParameters::check("c", &DeviceClassParametersSpec { kind: name.into() }).is_err(),
-                "{name:?}"
-            );
-        }
-    }
-}
+mod tests;

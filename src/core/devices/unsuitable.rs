@@ -1,6 +1,9 @@
 //! Why a claim does not fit, as a user shall read it.
 
+use std::collections::BTreeMap;
 use std::fmt;
+
+use crate::api::crd::CLAIM_DEVICES_MAX;
 
 /// Why a claim cannot be allocated on a node.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -21,7 +24,7 @@ pub enum Unsuitable {
     AllocatedElsewhere(String),
     /// Not enough devices.
     #[error("{0}")]
-    Short(Shortage),
+    Short(Box<Shortage>),
     /// There may be enough devices, but the search for a division of them was given up.
     #[error("the pod's requests are too many to be judged together; ask for fewer")]
     TooMuchWork,
@@ -58,12 +61,72 @@ pub struct Shortage {
     pub wanted: usize,
     /// Devices that the pod's other claims want, as far as they are met before this one.
     pub wanted_besides: usize,
+    /// Devices that could be given and that a selector does not want.
+    pub misfits: BTreeMap<Misfit, usize>,
+    /// What else is not met.
+    pub requirement: Option<Requirement>,
+}
+
+/// Why a device is not wanted; which selector says so, in words for people.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Misfit {
+    /// It does not match.
+    No(String),
+    /// The selector cannot be evaluated on it, and why.
+    Failed(String, String),
+    /// The selector was not evaluated on it yet.
+    Unjudged(String),
+}
+
+/// What is not met although there are enough devices.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Requirement {
+    /// An equal attribute.
+    #[error("no {wanted} of the rest have an equal {attribute}")]
+    Equal {
+        /// The attribute.
+        attribute: String,
+        /// How many devices must have the same.
+        wanted: usize,
+    },
+    /// Every constraint could be met, but not all of them at once.
+    #[error("each constraint can be met, but not all of them together")]
+    Together,
+    /// All matching devices.
+    #[error(
+        "request {request} wants all {matching} that match, and {unavailable} of them are held or unhealthy"
+    )]
+    All {
+        /// The request.
+        request: String,
+        /// How many match.
+        matching: usize,
+        /// How many of these cannot be had.
+        unavailable: usize,
+    },
+    /// More devices than a claim may have.
+    #[error("the requests for all devices make {wanted}; a claim gets at most {CLAIM_DEVICES_MAX}")]
+    TooMany {
+        /// How many they are.
+        wanted: usize,
+    },
+}
+
+impl fmt::Display for Misfit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::No(selector) => write!(f, "do not match {selector}"),
+            Self::Failed(selector, error) => write!(f, "cannot be judged by {selector} ({error})"),
+            Self::Unjudged(selector) => write!(f, "not judged yet by {selector}"),
+        }
+    }
 }
 
 impl Shortage {
-    /// Devices that are healthy and held by nobody.
+    /// Devices that are healthy and wanted, and of which something is left.
     pub fn free(&self) -> usize {
-        self.total.saturating_sub(self.held + self.unhealthy)
+        let misfits: usize = self.misfits.values().sum();
+        self.total.saturating_sub(self.held + self.unhealthy + misfits)
     }
 
     /// Counts another node's devices in.
@@ -72,6 +135,9 @@ impl Shortage {
         self.held += other.held;
         self.unhealthy += other.unhealthy;
         self.other_mode += other.other_mode;
+        for (misfit, number) in &other.misfits {
+            *self.misfits.entry(misfit.clone()).or_default() += number;
+        }
     }
 }
 
@@ -85,6 +151,8 @@ impl fmt::Display for Shortage {
             other_mode,
             wanted,
             wanted_besides,
+            misfits,
+            requirement,
         } = self;
         if *total == 0 && *other_mode > 0 {
             return write!(
@@ -96,13 +164,22 @@ impl fmt::Display for Shortage {
             return write!(f, "no device of kind {kind} on this node");
         }
         match (held, unhealthy) {
-            (0, 0) => write!(f, "{total} of {total} free")?,
+            (0, 0) if misfits.is_empty() => write!(f, "{total} of {total} free")?,
+            (0, 0) => {}
             (0, _) => write!(f, "{unhealthy} of {total} unhealthy")?,
             (_, 0) => write!(f, "{held} of {total} held")?,
             (_, _) => write!(f, "{held} of {total} held, {unhealthy} unhealthy")?,
         }
+        let mut separator = if held + unhealthy > 0 { ", " } else { "" };
+        for (misfit, number) in misfits {
+            write!(f, "{separator}{number} of {total} {misfit}")?;
+            separator = ", ";
+        }
         let free = self.free();
-        if free > 0 && held + unhealthy > 0 {
+        if let Some(requirement) = requirement {
+            return write!(f, ", {requirement}");
+        }
+        if free > 0 && held + unhealthy + misfits.len() > 0 {
             write!(f, ", {free} free")?;
         }
         if *wanted > 1 || free > 0 {
@@ -125,9 +202,9 @@ mod tests {
             total,
             held,
             unhealthy,
-            other_mode: 0,
             wanted,
             wanted_besides,
+            ..Shortage::default()
         }
         .to_string()
     }

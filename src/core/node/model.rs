@@ -298,6 +298,11 @@ where
             .filter(|(_, entry)| entry.is_done())
             .map(|(uid, _)| uid.clone())
             .collect();
+        assert_eq!(
+            done.len(),
+            entries.len(),
+            "an attempt that failed still holds something"
+        );
         let expected: BTreeSet<ClaimUid> = done.difference(&self.without_file).cloned().collect();
         assert_eq!(files, expected, "a CDI file exists exactly for what is prepared");
     }

@@ -40,10 +40,7 @@ pub(super) enum ClaimStage {
 
 /// A claim.
 #[derive(Clone, Debug)]
-#[expect(
-    clippy::struct_excessive_bools,
-    reason = "facts about one object, independent of each other"
-)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts about one object")]
 pub(super) struct ClaimState {
     /// As last seen: by the watch or as the answer of our own write, whichever is later.
     pub(super) object: Arc<ResourceClaim>,
@@ -108,6 +105,7 @@ impl ClaimState {
         now: Moment,
     ) -> Option<Holding> {
         let had = (self.has_finalizer, self.is_ours);
+        let asked_back = (self.is_asked_back(), self.is_deleting());
         let before = std::mem::replace(&mut self.object, object);
         let status = &self.object.status;
         self.has_finalizer = self
@@ -117,6 +115,10 @@ impl ClaimState {
             .as_ref()
             .is_some_and(|all| all.iter().any(|name| name == finalizer));
         self.is_ours = status.allocation.is_some() && status.driver_name.as_deref() == Some(driver);
+        // What is to be done now is not what has failed.
+        if asked_back != (self.is_asked_back(), self.is_deleting()) {
+            self.retry.succeeded();
+        }
         if self.is_asked_back() {
             self.release_seen.get_or_insert(now);
         } else {

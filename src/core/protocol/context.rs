@@ -1,21 +1,17 @@
 //! One PodSchedulingContext: is the pod ours to serve, where can it not go, and is it time to allocate?
 
+mod judgement;
+mod standing;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::api::resource::{
-    NODE_LIST_MAX, Pod, PodSchedulingContext, ResourceClaimSchedulingStatus, controller_of,
-};
+use crate::api::resource::{Pod, PodSchedulingContext, controller_of};
 use crate::driver::Verdict;
 
-use super::batch::{BatchId, Consumer, Failure};
-use super::claim::ClaimStage;
-use super::event::{
-    Answer, CallErrorKind, ClaimToAllocate, Command, DriverRequest, Moment, ObjectKey, Outcome, Regarding,
-    Subject, summary,
-};
-use super::resolve::Resolved;
+use super::batch::BatchId;
+use super::event::{Answer, ClaimToAllocate, Command, Moment, ObjectKey, Regarding, Subject};
 use super::retry::Retry;
 use super::wake::Waiting;
 use super::world::{Flight, Work, World, newer, spread};
@@ -86,6 +82,8 @@ pub(super) struct ContextState {
     asked: u64,
     retry: Retry,
     reported: Option<String>,
+    /// When it was last reported that there is no place, unless something else was since.
+    told_no_place: Option<Moment>,
     /// The verdict under way was asked for by the slow recheck alone.
     by_recheck: bool,
 }
@@ -125,6 +123,7 @@ impl ContextState {
             asked: 0,
             retry: Retry::default(),
             reported: None,
+            told_no_place: None,
             by_recheck: false,
         }
     }
@@ -142,6 +141,11 @@ impl ContextState {
         self.epoch = epoch;
         self.refused.clear();
         self.refusals.succeeded();
+        self.retry.succeeded();
+    }
+
+    /// Something is not what it was when the driver failed: it is asked again without delay.
+    pub(super) fn hurry(&mut self) {
         self.retry.succeeded();
     }
 
@@ -167,12 +171,12 @@ impl ContextState {
             .filter(|entry| own.iter().any(|claim| claim.pod_claim_name == entry.name))
             .flat_map(|entry| &entry.unsuitable_nodes);
         let selected = Some(&spec.selected_node).filter(|node| !node.is_empty());
-        let mut seen = BTreeSet::new();
+        let mut seen: BTreeSet<&str> = BTreeSet::new();
         selected
             .into_iter()
             .chain(&spec.potential_nodes)
             .chain(before)
-            .filter(|node| seen.insert((*node).clone()))
+            .filter(|node| seen.insert(node))
             .cloned()
             .collect()
     }
@@ -194,6 +198,10 @@ impl World {
             }
         }
         if let Some(context) = self.contexts.get_mut(&key) {
+            // Another question need not wait for what has failed.
+            if context.object.spec != object.spec {
+                context.hurry();
+            }
             context.object = object;
             // A batch ends early if its pod is no longer on the way to its node.
             self.dirty.extend(context.batch.map(Work::Batch));
@@ -366,369 +374,6 @@ impl World {
         }
     }
 
-    /// Sorts the pod's claims.
-    fn standing(&mut self, key: &ObjectKey, pod: &Pod, now: Moment) -> Standing {
-        let resolved = self.resolve_claims(&key.namespace, pod);
-        for (_, resolved) in &resolved {
-            if let Resolved::Claim(claim) | Resolved::NotOwned(claim) = resolved {
-                self.note_user(key, claim.clone());
-            }
-        }
-        for entry in &pod.spec.resource_claims {
-            if let Some(name) = &entry.source.resource_claim_name {
-                let claim = ObjectKey::new(key.namespace.clone(), name.clone());
-                self.note_user(key, claim);
-            }
-        }
-        let mut own: Vec<Pending> = Vec::new();
-        let mut distinct = 0;
-        let mut all = 0;
-        let mut rest = false;
-        let mut problems: Vec<(&'static str, String)> = Vec::new();
-        for (pod_claim_name, resolved) in resolved {
-            let claim_key = match resolved {
-                Resolved::NotNeeded => continue,
-                Resolved::Awaited => {
-                    rest = true;
-                    continue;
-                }
-                Resolved::NotOwned(claim) => {
-                    let message = format!(
-                        "ResourceClaim {claim} was not made for this pod although it has the name of its claim \"{pod_claim_name}\": delete it, or rename the pod"
-                    );
-                    problems.push(("ClaimNotOwned", message));
-                    rest = true;
-                    continue;
-                }
-                Resolved::Claim(claim) => claim,
-            };
-            let Some(claim) = self.claims.get(&claim_key) else {
-                continue;
-            };
-            if !claim.is_delayed() || (claim.is_allocated() && !claim.is_asked_back()) {
-                continue;
-            }
-            all += 1;
-            let class_name = claim.object.spec.resource_class_name.clone();
-            let Some(class) = self.classes.get(&class_name).cloned() else {
-                let message = format!(
-                    "resource class \"{class_name}\" of claim {claim_key} does not exist: create the class, or let the claim name another"
-                );
-                problems.push(("ResourceClassMissing", message));
-                rest = true;
-                continue;
-            };
-            if !self.is_own_class(&class_name) {
-                continue;
-            }
-            // All of a pod's claims are allocated together: one that is under way or going holds up the others.
-            let unsettled = claim.unsettled_until(now);
-            if claim.is_asked_back() || claim.stage != ClaimStage::Resting || unsettled.is_some() {
-                rest = true;
-                if let Some(moment) = unsettled {
-                    self.wake_at(moment, Work::Context(key.clone()));
-                }
-                continue;
-            }
-            let to_allocate = ClaimToAllocate {
-                pod_claim_name: pod_claim_name.clone(),
-                claim: claim.object.clone(),
-                class,
-            };
-            let before = own.iter().find(|pending| pending.key == claim_key);
-            let position = before.map_or(distinct, |pending| pending.position);
-            distinct = distinct.max(position + 1);
-            own.push(Pending {
-                pod_claim_name,
-                key: claim_key,
-                position,
-                to_allocate,
-            });
-        }
-        // In one report, since only the last one is known not to be repeated.
-        if let Some((reason, _)) = problems.first() {
-            let messages: Vec<&str> = problems.iter().map(|(_, message)| message.as_str()).collect();
-            self.report_pod(key, reason, messages.join("; "));
-        }
-        if rest || own.is_empty() {
-            Standing::Rest
-        } else {
-            Standing::Pending { own, all }
-        }
-    }
-
-    fn judge_or_act(&mut self, key: &ObjectKey, pod: &Arc<Pod>, own: &[Pending], all: usize, now: Moment) {
-        let Some(context) = self.contexts.get(key) else {
-            return;
-        };
-        let asked = distinct(own);
-        let basis = Basis {
-            nodes: context.nodes(own),
-            claims: asked
-                .iter()
-                .map(|claim| {
-                    let uid = claim.to_allocate.claim.metadata.uid.clone().unwrap_or_default();
-                    (uid, claim.to_allocate.class.metadata.resource_version.clone())
-                })
-                .collect(),
-            epoch: context.epoch,
-        };
-        if context.stuck.as_ref() == Some(&basis) {
-            self.wake.end(key);
-            self.begin_to_wait(key, now);
-            return;
-        }
-        match &context.verdict {
-            Some((judged, verdict)) if *judged == basis => {
-                let verdict = verdict.clone();
-                self.act(key, pod, own, all, &basis, &verdict, now);
-            }
-            _ => {
-                let uid = context.uid().to_owned();
-                let claims = asked.iter().map(|claim| claim.to_allocate.clone()).collect();
-                let nodes = basis.nodes.clone();
-                let pod = pod.clone();
-                self.ask(key, ContextStage::Judging);
-                self.send(
-                    Flight::Judge {
-                        context: key.clone(),
-                        uid,
-                        basis,
-                    },
-                    |id| Command::CallDriver {
-                        id,
-                        request: DriverRequest::UnsuitableNodes { pod, claims, nodes },
-                    },
-                );
-            }
-        }
-    }
-
-    pub(super) fn judged(&mut self, key: &ObjectKey, uid: &str, basis: Basis, answer: Answer, now: Moment) {
-        let Some(context) = self.landed(key, uid) else {
-            return;
-        };
-        let Answer::Judged(answer) = answer else { return };
-        let by_recheck = std::mem::take(&mut context.by_recheck);
-        match answer {
-            Ok(verdict) if verdict.len() == basis.claims.len() => {
-                context.retry.succeeded();
-                context.stuck = None;
-                // A basis with other nodes or a new offer lets the refused nodes be tried again.
-                if context
-                    .verdict
-                    .as_ref()
-                    .is_some_and(|(before, _)| before.claims != basis.claims)
-                {
-                    context.refused.clear();
-                }
-                let helped = context.verdict.as_ref().is_some_and(|(before, old)| {
-                    before.nodes == basis.nodes && bad_nodes(old) > bad_nodes(&verdict)
-                });
-                context.verdict = Some((basis, verdict));
-                self.statistics.caught_by_recheck += u64::from(by_recheck && helped);
-            }
-            Ok(verdict) => {
-                context.retry.failed(now);
-                let message = format!(
-                    "the driver answered for {} of {} claims",
-                    verdict.len(),
-                    basis.claims.len()
-                );
-                self.report_pod(key, "DriverMisbehaved", message);
-            }
-            Err(error) => {
-                if error.kind == CallErrorKind::Invalid {
-                    context.stuck = Some(basis);
-                    self.begin_to_wait(key, now);
-                } else {
-                    context.retry.failed(now);
-                }
-                self.report_call(key, &error.subject, error.reason, error.message);
-            }
-        }
-    }
-
-    /// The verdict stands: allocate, or say where the pod cannot go.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "one step of one decision, called from one place"
-    )]
-    fn act(
-        &mut self,
-        key: &ObjectKey,
-        pod: &Arc<Pod>,
-        own: &[Pending],
-        all: usize,
-        basis: &Basis,
-        verdict: &[Verdict],
-        now: Moment,
-    ) {
-        let Some(context) = self.contexts.get(key) else {
-            return;
-        };
-        let mut reasons: Vec<BTreeMap<String, String>> = own
-            .iter()
-            .filter_map(|claim| verdict.get(claim.position))
-            .map(|verdict| verdict.unsuitable_nodes.clone())
-            .collect();
-        for reasons in &mut reasons {
-            reasons.retain(|node, _| basis.nodes.contains(node));
-            for (node, reason) in &context.refused {
-                if basis.nodes.contains(node) {
-                    reasons.entry(node.clone()).or_insert_with(|| reason.clone());
-                }
-            }
-        }
-        let object = context.object.clone();
-        let selected = &object.spec.selected_node;
-        let selected_fits =
-            !selected.is_empty() && reasons.iter().all(|reasons| !reasons.contains_key(selected));
-        if selected_fits {
-            let consumer = Consumer {
-                context: key.clone(),
-                context_uid: context.uid().to_owned(),
-                pod_uid: pod.metadata.uid.clone().unwrap_or_default(),
-            };
-            let claims: Vec<_> = own
-                .iter()
-                .map(|claim| (claim.pod_claim_name.clone(), claim.key.clone()))
-                .collect();
-            self.ask(key, ContextStage::Allocating);
-            let batch = self.start_batch(Some(consumer), Some(selected.clone()), &claims);
-            if let Some(context) = self.contexts.get_mut(key) {
-                context.batch = batch;
-                if batch.is_none() {
-                    context.stage = ContextStage::Resting;
-                }
-            }
-            return;
-        }
-        let any_unsuitable = reasons.iter().any(|reasons| !reasons.is_empty());
-        let without_place = !basis.nodes.is_empty()
-            && basis
-                .nodes
-                .iter()
-                .all(|node| reasons.iter().any(|reasons| reasons.contains_key(node)));
-        if any_unsuitable {
-            self.begin_to_wait(key, now);
-        }
-        if without_place {
-            self.wake.end(key);
-            self.report_no_place(key, own, &reasons);
-        }
-        let must_write = any_unsuitable || selected.is_empty() || all > 1;
-        let entries: Vec<ResourceClaimSchedulingStatus> = own
-            .iter()
-            .zip(&reasons)
-            .map(|(claim, reasons)| ResourceClaimSchedulingStatus {
-                name: claim.pod_claim_name.clone(),
-                unsuitable_nodes: listed(&object, reasons),
-            })
-            .collect();
-        if must_write && entries.iter().any(|entry| !stands(&object, entry)) {
-            let uid = object.metadata.uid.clone().unwrap_or_default();
-            self.set_stage(key, ContextStage::Publishing);
-            self.send(
-                Flight::Publish {
-                    context: key.clone(),
-                    uid: uid.clone(),
-                },
-                |id| Command::WriteContext {
-                    id,
-                    key: key.clone(),
-                    uid,
-                    entries,
-                },
-            );
-        }
-    }
-
-    pub(super) fn published(&mut self, key: &ObjectKey, uid: &str, answer: Answer, now: Moment) {
-        let Some(context) = self.landed(key, uid) else {
-            return;
-        };
-        match answer {
-            Answer::ContextWritten(Outcome::Done(object)) => {
-                context.retry.succeeded();
-                if newer(
-                    context.object.metadata.resource_version.as_deref(),
-                    object.metadata.resource_version.as_deref(),
-                ) && object.metadata.uid.as_deref() == Some(uid)
-                {
-                    context.object = object;
-                }
-            }
-            // Gone, most often: the pod has been bound or deleted. If not, the next attempt says so again.
-            Answer::ContextWritten(Outcome::Refused(_) | Outcome::Conflict(_) | Outcome::Unknown(_)) => {
-                context.retry.failed(now);
-            }
-            _ => {}
-        }
-    }
-
-    /// A batch for this context is over.
-    pub(super) fn context_batch_ended(
-        &mut self,
-        consumer: &Consumer,
-        node: Option<&str>,
-        failure: Option<&Failure>,
-        now: Moment,
-    ) {
-        let key = &consumer.context;
-        let epoch = self.epoch;
-        self.wake.end(key);
-        let Some(context) = self.landed(key, &consumer.context_uid) else {
-            return;
-        };
-        context.batch = None;
-        match failure {
-            None => {
-                context.retry.succeeded();
-                context.refusals.succeeded();
-                context.served = true;
-                context.waiting = None;
-                context.verdict = None;
-                context.reported = None;
-            }
-            Some(Failure::Withdrawn) => context.verdict = None,
-            Some(Failure::Refused(message)) => {
-                context.retry.failed(now);
-                let message = format!("the allocation could not be recorded: {message}");
-                self.report_pod(key, "AllocationNotRecorded", message);
-            }
-            Some(Failure::Driver(error)) => {
-                let mut again = None;
-                match error.kind {
-                    // What has changed while the driver was asked may have put it right.
-                    CallErrorKind::Invalid | CallErrorKind::Retry if context.asked < epoch => {
-                        context.epoch = epoch;
-                        context.retry.failed(now);
-                    }
-                    CallErrorKind::Invalid => {
-                        context.stuck = context.verdict.as_ref().map(|(basis, _)| basis.clone());
-                    }
-                    // The node is told to the scheduler as unsuitable, so that the pod can go elsewhere.
-                    CallErrorKind::Retry => {
-                        if let Some(node) = node {
-                            context.refused.insert(node.to_owned(), error.message.clone());
-                        }
-                        context.refusals.failed(now);
-                        again = context.refusals.wait_until(now);
-                    }
-                    CallErrorKind::TimedOut => context.retry.failed(now),
-                }
-                if let Some(moment) = again {
-                    self.wake_at(moment, Work::Context(key.clone()));
-                }
-                self.begin_to_wait(key, now);
-                if error.kind != CallErrorKind::Retry {
-                    self.report_call(key, &error.subject, error.reason, error.message.clone());
-                }
-            }
-        }
-    }
-
     fn begin_to_wait(&mut self, key: &ObjectKey, now: Moment) {
         let Some(context) = self.contexts.get_mut(key) else {
             return;
@@ -770,22 +415,6 @@ impl World {
         self.dirty.insert(Work::Context(key.clone()));
     }
 
-    fn report_no_place(&mut self, key: &ObjectKey, own: &[Pending], reasons: &[BTreeMap<String, String>]) {
-        let sentences: Vec<String> = own
-            .iter()
-            .zip(reasons)
-            .filter(|(_, reasons)| !reasons.is_empty())
-            .map(|(claim, reasons)| {
-                format!(
-                    "claim \"{}\" fits on no node: {}",
-                    claim.pod_claim_name,
-                    summary(reasons)
-                )
-            })
-            .collect();
-        self.report_pod(key, "NoSuitableDevice", sentences.join("; "));
-    }
-
     /// Reports a driver's error to everyone who can act on it: the pod's user, and whoever owns the object at fault.
     fn report_call(&mut self, key: &ObjectKey, subject: &Subject, reason: &str, message: String) {
         match subject {
@@ -817,6 +446,7 @@ impl World {
             return false;
         };
         context.reported = Some(message.clone());
+        context.told_no_place = None;
         self.report(
             Regarding::Pod {
                 key: key.clone(),
@@ -827,40 +457,4 @@ impl World {
         );
         true
     }
-}
-
-/// Each claim once, in the order of their positions.
-fn distinct(own: &[Pending]) -> Vec<&Pending> {
-    let mut known = BTreeSet::new();
-    own.iter().filter(|claim| known.insert(claim.position)).collect()
-}
-
-fn bad_nodes(verdict: &[Verdict]) -> usize {
-    verdict.iter().map(|verdict| verdict.unsuitable_nodes.len()).sum()
-}
-
-/// The nodes for an entry, cut to what the API takes: the selected node first, then the scheduler's, then earlier ones.
-fn listed(object: &PodSchedulingContext, reasons: &BTreeMap<String, String>) -> Vec<String> {
-    let rank = |node: &String| {
-        if *node == object.spec.selected_node {
-            0
-        } else if object.spec.potential_nodes.contains(node) {
-            1
-        } else {
-            2
-        }
-    };
-    let mut nodes: Vec<&String> = reasons.keys().collect();
-    nodes.sort_by_key(|node| (rank(node), *node));
-    let mut nodes: Vec<String> = nodes.into_iter().take(NODE_LIST_MAX).cloned().collect();
-    nodes.sort();
-    nodes
-}
-
-/// Whether the context says this already, in whatever order.
-fn stands(object: &PodSchedulingContext, entry: &ResourceClaimSchedulingStatus) -> bool {
-    object.status.resource_claims.iter().any(|known| {
-        let set = |nodes: &[String]| nodes.iter().cloned().collect::<BTreeSet<_>>();
-        known.name == entry.name && set(&known.unsuitable_nodes) == set(&entry.unsuitable_nodes)
-    })
 }

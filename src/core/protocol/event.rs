@@ -1,7 +1,7 @@
 //! What comes in and what goes out: plain data, so that a run can be logged and replayed.
 
 use std::collections::BTreeMap;
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -360,7 +360,7 @@ pub(super) fn summary(reasons: &BTreeMap<String, String>) -> String {
             let more = nodes.len().saturating_sub(NAMED);
             let mut named = nodes.iter().take(NAMED).copied().collect::<Vec<_>>().join(", ");
             if more > 0 {
-                let _ = write!(named, " and {more} more");
+                named = format!("{named} and {more} more");
             }
             (nodes.len(), format!("{named}: {reason}"))
         })
@@ -374,7 +374,7 @@ pub(super) fn summary(reasons: &BTreeMap<String, String>) -> String {
         .collect::<Vec<_>>()
         .join("; ");
     if more > 0 {
-        let _ = write!(sentence, "; and {more} other reasons");
+        sentence = format!("{sentence}; and {more} other reasons");
     }
     sentence
 }

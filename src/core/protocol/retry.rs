@@ -29,6 +29,11 @@ impl Retry {
         *self = Self::default();
     }
 
+    /// How often it has failed since it last succeeded.
+    pub(super) fn failures(&self) -> u32 {
+        self.failures
+    }
+
     /// When it may be tried again, if not now.
     pub(super) fn wait_until(&self, now: Moment) -> Option<Moment> {
         (self.not_before > now).then_some(self.not_before)

@@ -1,14 +1,16 @@
 //! Everything the protocol knows, and how events change it.
 
+mod seen;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClass, controller_of};
+use crate::api::resource::{ResourceClaim, ResourceClass};
 use crate::driver::{Holding, Observation};
 
 use super::batch::{Batch, BatchId};
-use super::claim::{ClaimStage, ClaimState};
+use super::claim::ClaimState;
 use super::context::{Basis, ContextState};
 use super::event::{Answer, CallId, Command, Event, Moment, ObjectKey, Outcome, Regarding, Report};
 use super::wake::Wake;
@@ -52,7 +54,7 @@ pub struct Statistics {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(
     clippy::struct_excessive_bools,
-    reason = "four things that happen once each, in any order"
+    reason = "four things that have or have not happened"
 )]
 struct Barrier {
     classes: bool,
@@ -296,224 +298,6 @@ impl World {
         self.dirty.extend(self.claims.keys().cloned().map(Work::Claim));
         self.dirty
             .extend(self.contexts.keys().cloned().map(Work::Context));
-    }
-
-    // === classes ===
-
-    fn see_all_classes(&mut self, classes: Vec<Arc<ResourceClass>>) {
-        let names: BTreeSet<String> = classes
-            .iter()
-            .filter_map(|class| class.metadata.name.clone())
-            .collect();
-        let gone: Vec<String> = self
-            .classes
-            .keys()
-            .filter(|name| !names.contains(*name))
-            .cloned()
-            .collect();
-        for name in gone {
-            self.class_gone(&name);
-        }
-        for class in classes {
-            self.see_class(class);
-        }
-        if !self.barrier.classes {
-            self.barrier.classes = true;
-            self.pass_barrier();
-        }
-    }
-
-    fn see_class(&mut self, class: Arc<ResourceClass>) {
-        let Some(name) = class.metadata.name.clone() else {
-            return;
-        };
-        if self.classes.get(&name) == Some(&class) {
-            return;
-        }
-        self.classes.insert(name.clone(), class);
-        self.class_changed(&name);
-    }
-
-    fn class_gone(&mut self, name: &str) {
-        if self.classes.remove(name).is_some() {
-            self.class_changed(name);
-        }
-    }
-
-    fn class_changed(&mut self, name: &str) {
-        let keys: Vec<ObjectKey> = self
-            .claims
-            .iter()
-            .filter(|(_, claim)| claim.object.spec.resource_class_name == name)
-            .map(|(key, _)| key.clone())
-            .collect();
-        for key in keys {
-            if let Some(claim) = self.claims.get_mut(&key) {
-                claim.refused_at = None;
-            }
-            self.reconsider_claim(&key);
-        }
-    }
-
-    // === claims ===
-
-    fn see_all_claims(&mut self, claims: Vec<Arc<ResourceClaim>>, now: Moment) {
-        let keys: BTreeSet<ObjectKey> = claims
-            .iter()
-            .map(|claim| ObjectKey::of(&claim.metadata))
-            .collect();
-        let gone: Vec<(ObjectKey, String)> = self
-            .claims
-            .iter()
-            .filter(|(key, _)| !keys.contains(*key))
-            .map(|(key, claim)| (key.clone(), claim.uid().to_owned()))
-            .collect();
-        for (key, uid) in gone {
-            self.claim_gone(&key, &uid);
-        }
-        for claim in claims {
-            self.see_claim(claim, now);
-        }
-        if !self.barrier.claims {
-            self.barrier.claims = true;
-            self.pass_barrier();
-        }
-    }
-
-    /// What our own write returned. It is not taken for a claim that the watch has meanwhile shown to be gone.
-    pub(super) fn see_written_claim(&mut self, claim: Arc<ResourceClaim>, now: Moment) {
-        let key = ObjectKey::of(&claim.metadata);
-        if self
-            .claims
-            .get(&key)
-            .is_some_and(|known| Some(known.uid()) == claim.metadata.uid.as_deref())
-        {
-            self.see_claim(claim, now);
-        }
-    }
-
-    fn see_claim(&mut self, object: Arc<ResourceClaim>, now: Moment) {
-        let key = ObjectKey::of(&object.metadata);
-        let uid = object.metadata.uid.clone().unwrap_or_default();
-        if let Some(known) = self.claims.get(&key) {
-            let known_uid = known.uid().to_owned();
-            if known_uid != uid {
-                self.claim_gone(&key, &known_uid);
-            } else if known.is_gone()
-                || !newer(
-                    known.object.metadata.resource_version.as_deref(),
-                    object.metadata.resource_version.as_deref(),
-                )
-            {
-                return;
-            }
-        }
-        if let Some(owner) = controller_of(&object.metadata) {
-            self.claims_by_owner
-                .entry(owner.uid.clone())
-                .or_default()
-                .insert(key.clone());
-        }
-        let (driver, finalizer) = (self.settings.driver_name.clone(), self.finalizer.clone());
-        let listed = self.barrier.listed();
-        let state = self
-            .claims
-            .entry(key.clone())
-            .or_insert_with(|| ClaimState::new(object.clone()));
-        if let Some(holding) = state.see(object, &driver, &finalizer, now)
-            && listed
-        {
-            self.outbox.push(Command::Observe(Observation::Changed(holding)));
-        }
-        self.reconsider_claim(&key);
-    }
-
-    fn claim_gone(&mut self, key: &ObjectKey, uid: &str) {
-        if self.claims.get(key).is_none_or(|claim| claim.uid() != uid) {
-            return;
-        }
-        let Some(claim) = self.claims.remove(key) else {
-            return;
-        };
-        if let Some(owner) = controller_of(&claim.object.metadata)
-            && let Some(keys) = self.claims_by_owner.get_mut(&owner.uid)
-        {
-            keys.remove(key);
-            if keys.is_empty() {
-                self.claims_by_owner.remove(&owner.uid);
-            }
-        }
-        self.forget_candidate(key);
-        if claim.observed && self.barrier.listed() {
-            self.outbox
-                .push(Command::Observe(Observation::Gone { uid: uid.to_owned() }));
-        }
-        self.touch_users(key);
-        if let ClaimStage::InBatch(id) = claim.stage {
-            self.dirty.insert(Work::Batch(id));
-        }
-    }
-
-    /// A claim is no longer one that waits to be allocated.
-    pub(super) fn forget_candidate(&mut self, key: &ObjectKey) {
-        self.candidates.remove(key);
-        self.unowned_candidates.remove(key);
-        self.unallocated_immediate.remove(key);
-    }
-
-    /// Brings the indexes up to date after a claim or its class has changed, and looks at everything that it concerns.
-    fn reconsider_claim(&mut self, key: &ObjectKey) {
-        let Some(claim) = self.claims.get(key) else { return };
-        // Another driver's claim counts too: the pod's claims are allocated when all of them are there.
-        if let Some(owner) = controller_of(&claim.object.metadata) {
-            let context = ObjectKey::new(key.namespace.clone(), owner.name.clone());
-            self.dirty.insert(Work::Context(context));
-        }
-        let is_owned = controller_of(&claim.object.metadata).is_some();
-        if self.is_candidate(claim) {
-            if self.candidates.insert(key.clone()) && !is_owned {
-                self.unowned_candidates.insert(key.clone());
-                self.touch_unread_contexts(&key.namespace);
-            }
-        } else if claim.is_delayed() || claim.is_allocated() {
-            self.forget_candidate(key);
-        } else {
-            self.unallocated_immediate.insert(key.clone());
-        }
-        self.dirty.insert(Work::Claim(key.clone()));
-        self.touch_users(key);
-    }
-
-    /// Looks again at the contexts whose pods name a claim.
-    pub(super) fn touch_users(&mut self, claim: &ObjectKey) {
-        if let Some(contexts) = self.users.get(claim) {
-            self.dirty.extend(contexts.iter().cloned().map(Work::Context));
-        }
-    }
-
-    // === contexts ===
-
-    fn see_all_contexts(&mut self, contexts: Vec<Arc<PodSchedulingContext>>, now: Moment) {
-        let keys: BTreeSet<ObjectKey> = contexts
-            .iter()
-            .map(|context| ObjectKey::of(&context.metadata))
-            .collect();
-        let gone: Vec<(ObjectKey, String)> = self
-            .contexts
-            .iter()
-            .filter(|(key, _)| !keys.contains(*key))
-            .map(|(key, context)| (key.clone(), context.uid().to_owned()))
-            .collect();
-        for (key, uid) in gone {
-            self.context_gone(&key, &uid);
-        }
-        for context in contexts {
-            self.see_context(context, now);
-        }
-        if !self.barrier.contexts {
-            self.barrier.contexts = true;
-            self.pass_barrier();
-        }
     }
 }
 

@@ -67,6 +67,7 @@ impl Found {
                 attribute("minor", AttributeValue::int(self.node.numbers.minor.into())),
             ]),
             unhealthy: None,
+            shares: None,
         }
     }
 }

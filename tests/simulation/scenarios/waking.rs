@@ -91,6 +91,31 @@ fn a_woken_pod_that_cannot_run_blocks_nobody() {
 }
 
 #[test]
+fn a_pod_that_cannot_run_is_reported_again_after_minutes_and_not_with_every_change_of_the_counts() {
+    let mut stage = calm(&[("node-a", 2)]);
+    bound_pod(&mut stage, "keeper");
+    stage.create_pod(&key("greedy"), &[Use::Template("gpu.pair")], None);
+    stage.run_for(10 * SECOND);
+    for _ in 0..5 {
+        bound_pod(&mut stage, "other");
+        stage.run_for(SECOND);
+        stage.store.delete_pod(&key("other"));
+        stage.run_for(10 * SECOND);
+    }
+    assert_eq!(stage.reports.len(), 1, "{:?}", stage.reports);
+    bound_pod(&mut stage, "last");
+    stage.run_for(500 * SECOND);
+    let said: Vec<&str> = stage
+        .reports
+        .iter()
+        .map(|report| report.message.as_str())
+        .collect();
+    let text = |held| format!("claim \"c0\" fits on no node: node-a: {held} of 2 held");
+    assert_eq!(said, [text(1), text(2)]);
+    expect_well(stage);
+}
+
+#[test]
 fn what_becomes_free_while_the_driver_is_asked_is_not_missed() {
     for (slow, variant) in (1..=12).flat_map(|slow| (0..6).map(move |variant| (slow, variant))) {
         let mut stage = calm(&[("node-a", 1)]);

@@ -1,0 +1,160 @@
+//! What observations free and what they bring to light.
+
+use super::*;
+use crate::api::resource::ResourceHandle;
+use crate::core::devices::allocate::Target;
+use crate::core::devices::fixture::{DRIVER, claim, demand, node};
+use crate::core::devices::judge::Wish;
+
+fn books(devices: &[&str]) -> Books {
+    let mut books = Books::new(DRIVER);
+    books.set_inventory("a", Some(node("a", "1", devices)));
+    books
+}
+
+fn allocate(books: &mut Books, uid: &str) -> Option<AllocationResult> {
+    let wish = Wish {
+        claim: &claim(uid, None),
+        demand: &demand("test", &[1]),
+        suitable_nodes: None,
+    };
+    books.allocate(&[wish], Target::Node("a")).answers.pop()?.ok()
+}
+
+fn observe(books: &mut Books, uid: &str, allocation: Option<&AllocationResult>) -> Observed {
+    books.observe(&claim(uid, allocation), allocation)
+}
+
+#[test]
+fn what_was_never_recorded_is_free_when_it_is_given_back() {
+    let mut books = books(&["d"]);
+    allocate(&mut books, "u").unwrap();
+    assert_eq!(
+        observe(&mut books, "u", None),
+        Observed::default(),
+        "not written yet: still held"
+    );
+    assert!(allocate(&mut books, "v").is_none());
+    assert_eq!(books.deallocate(&claim("u", None)), 1);
+    assert_eq!(books.deallocate(&claim("u", None)), 0);
+    assert!(allocate(&mut books, "v").is_some());
+}
+
+#[test]
+fn what_is_recorded_stays_held_until_it_is_seen_to_be_gone() {
+    let mut books = books(&["d"]);
+    let allocation = allocate(&mut books, "u").unwrap();
+    assert_eq!(
+        books.deallocate(&claim("u", Some(&allocation))),
+        0,
+        "recorded, although that was not observed yet"
+    );
+    observe(&mut books, "u", Some(&allocation));
+    assert_eq!(books.deallocate(&claim("u", None)), 0);
+    assert!(allocate(&mut books, "v").is_none());
+    assert_eq!(observe(&mut books, "u", None).freed, 1);
+    assert!(allocate(&mut books, "v").is_some());
+}
+
+#[test]
+fn a_claim_that_no_longer_exists_holds_nothing_however_it_held_it() {
+    let mut books = books(&["d", "e"]);
+    let allocation = allocate(&mut books, "u").unwrap();
+    observe(&mut books, "u", Some(&allocation));
+    allocate(&mut books, "v").unwrap();
+    assert_eq!((books.gone("u"), books.gone("v"), books.gone("w")), (1, 1, 0));
+}
+
+#[test]
+fn books_made_from_the_claims_alone_say_the_same() {
+    let mut before = books(&["d", "e"]);
+    let allocation = allocate(&mut before, "u").unwrap();
+    observe(&mut before, "u", Some(&allocation));
+    allocate(&mut before, "lost").unwrap();
+    let mut after = books(&["d", "e"]);
+    let claims = [claim("u", Some(&allocation)), claim("lost", None)];
+    after.observe_all(
+        claims
+            .iter()
+            .map(|claim| (claim, claim.status.allocation.as_ref())),
+    );
+    assert_eq!(after.holdings().uids().collect::<Vec<_>>(), ["u"]);
+    before.observe_all(
+        claims
+            .iter()
+            .map(|claim| (claim, claim.status.allocation.as_ref())),
+    );
+    assert_eq!(before.observe_all([]).freed, 2);
+}
+
+#[test]
+fn a_holding_on_a_node_that_was_made_again_blocks_nothing_and_can_be_given_back() {
+    let mut books = books(&["d"]);
+    let allocation = allocate(&mut books, "u").unwrap();
+    observe(&mut books, "u", Some(&allocation));
+    assert_eq!(books.set_inventory("a", None), 0);
+    assert_eq!(books.set_inventory("a", Some(node("a", "2", &["d"]))), 1);
+    assert!(allocate(&mut books, "v").is_some());
+    assert_eq!(books.deallocate(&claim("u", Some(&allocation))), 0);
+    assert_eq!(observe(&mut books, "u", None), Observed::default());
+}
+
+#[test]
+fn an_unreadable_allocation_is_reported_once_and_blocks_its_node_until_it_is_gone() {
+    let mut books = books(&["d", "e"]);
+    let mut allocation = allocate(&mut books, "u").unwrap();
+    let newer = Some(r#"{"version":2}"#.to_owned());
+    allocation.resource_handles = vec![ResourceHandle {
+        data: newer,
+        ..ResourceHandle::default()
+    }];
+    let observed = observe(&mut books, "u", Some(&allocation));
+    let [problem] = observed.problems.as_slice() else {
+        panic!("{observed:?}")
+    };
+    assert_eq!(problem.reason(), "HoldingUnreadable");
+    assert!(
+        problem
+            .to_string()
+            .starts_with("ResourceClaim ns/u holds something that cannot be read: "),
+        "{problem}"
+    );
+    assert_eq!(observe(&mut books, "u", Some(&allocation)), Observed::default());
+    assert!(allocate(&mut books, "v").is_none());
+    assert_eq!(books.deallocate(&claim("u", Some(&allocation))), 0);
+    assert_eq!(observe(&mut books, "u", None).freed, 2);
+    assert!(allocate(&mut books, "v").is_some());
+}
+
+#[test]
+fn an_allocation_copied_from_another_claim_is_reported_and_both_hold_the_device() {
+    let mut books = books(&["d"]);
+    let allocation = allocate(&mut books, "u").unwrap();
+    observe(&mut books, "u", Some(&allocation));
+    let observed = observe(&mut books, "v", Some(&allocation));
+    let reasons: Vec<&str> = observed.problems.iter().map(Problem::reason).collect();
+    assert_eq!(reasons, ["AllocationMadeForAnother", "DeviceHeldTwice"]);
+    assert_eq!(observe(&mut books, "v", None).freed, 0);
+    assert_eq!(observe(&mut books, "u", None).freed, 1);
+}
+
+#[test]
+fn a_list_of_inventories_replaces_all_and_counts_only_what_is_new() {
+    let mut books = books(&["d"]);
+    let list = |nodes: &[(&str, &[&str])]| {
+        nodes
+            .iter()
+            .map(|&(name, devices)| (name.to_owned(), node(name, "1", devices)))
+            .collect()
+    };
+    assert_eq!(
+        books.replace_inventories(list(&[("a", &["d", "e"]), ("b", &["d"])])),
+        2
+    );
+    assert_eq!(
+        books.replace_inventories(list(&[("a", &["d", "e"]), ("b", &["d"])])),
+        0
+    );
+    assert_eq!(books.replace_inventories(list(&[])), 0);
+    assert!(books.inventory().node("a").is_none());
+}

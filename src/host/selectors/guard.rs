@@ -1,0 +1,184 @@
+//! What an expression may look like, decided before and after it is parsed.
+//!
+//! The parser and the interpreter of CEL recurse on the expression and know no limit of work. An overflow of the stack and
+//! an allocation that fails end the process, so neither may be possible: the text is limited before it is parsed, in a
+//! way that does not depend on how it is read, and what was parsed may only call functions whose results are not larger
+//! than their arguments together, within a number of steps that is known beforehand.
+
+use kube_cel::cel::IdedExpr;
+use kube_cel::cel::common::ast::{EntryExpr, Expr, LiteralValue};
+
+use crate::api::crd::EXPRESSION_MAX;
+
+/// Steps of one evaluation, at most: some ten milliseconds.
+pub(super) const STEPS_MAX: usize = 10_000;
+/// Elements of an attribute map, at most; the elements of a list in the expression are counted as steps.
+const ELEMENTS_MAX: usize = 64;
+/// Steps that a regular expression is counted as.
+const PATTERN_STEPS: usize = 500;
+/// The marks of a text that make a parser recurse, and how many of each it may have, in texts and comments too.
+const MARKS: [(&[&str], usize, &str); 6] = [
+    (&["(", "[", "{"], 64, "brackets"),
+    (&["?"], 16, "question marks"),
+    (&["."], 160, "dots"),
+    (
+        &["+", "-", "*", "/", "%", "<", ">", "=", "!", "&", "|"],
+        512,
+        "operators",
+    ),
+    (&["in"], 64, "times \"in\""),
+    (&[","], 512, "commas"),
+];
+/// Functions that an expression may call: those of a selector in Kubernetes, without those that make large values of small ones.
+const FUNCTIONS: [&str; 31] = [
+    "add",
+    "asApproximateFloat",
+    "asInteger",
+    "charAt",
+    "compareTo",
+    "contains",
+    "double",
+    "endsWith",
+    "indexOf",
+    "int",
+    "isGreaterThan",
+    "isInteger",
+    "isLessThan",
+    "isQuantity",
+    "isSemver",
+    "lastIndexOf",
+    "lowerAscii",
+    "major",
+    "matches",
+    "minor",
+    "patch",
+    "quantity",
+    "semver",
+    "sign",
+    "size",
+    "startsWith",
+    "string",
+    "sub",
+    "substring",
+    "trim",
+    "upperAscii",
+];
+
+/// Refuses a text that must not be parsed.
+pub(super) fn text(expression: &str) -> Result<(), String> {
+    if !(1..=EXPRESSION_MAX).contains(&expression.len()) {
+        return Err(format!(
+            "it has {} bytes; 1 to {EXPRESSION_MAX} are allowed",
+            expression.len()
+        ));
+    }
+    for (marks, most, name) in MARKS {
+        let number: usize = marks.iter().map(|mark| expression.matches(mark).count()).sum();
+        if number > most {
+            return Err(format!(
+                "it has {number} {name}; at most {most} are allowed: make it shorter"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// What an expression needs.
+#[derive(Debug, Default)]
+pub(super) struct Needs {
+    /// The texts by which maps are asked: a domain that no device has is an empty map.
+    pub(super) keys: Vec<String>,
+    variables: Vec<String>,
+    comprehension: bool,
+}
+
+impl Needs {
+    /// Refuses what must not be evaluated.
+    pub(super) fn of(expression: &IdedExpr) -> Result<Self, String> {
+        let mut needs = Self::default();
+        let steps = needs.steps(expression)?;
+        if steps > STEPS_MAX {
+            return Err(format!(
+                "one evaluation takes up to {steps} steps; at most {STEPS_MAX} are allowed: make it simpler"
+            ));
+        }
+        Ok(needs)
+    }
+
+    fn all<'a>(&mut self, expressions: impl IntoIterator<Item = &'a IdedExpr>) -> Result<usize, String> {
+        expressions.into_iter().try_fold(0_usize, |sum, expression| {
+            Ok(sum.saturating_add(self.steps(expression)?))
+        })
+    }
+
+    fn steps(&mut self, expression: &IdedExpr) -> Result<usize, String> {
+        let inner = match &expression.expr {
+            Expr::Unspecified | Expr::Literal(_) => 0,
+            Expr::Ident(name) if name == "device" || self.variables.contains(name) => 0,
+            Expr::Ident(name) => return Err(format!("there is no variable {name:?}, only device")),
+            Expr::Select(select) => {
+                let known = ["driver", "attributes", "capacity"].contains(&&*select.field);
+                if matches!(&select.operand.expr, Expr::Ident(name) if name == "device") && !known {
+                    let field = &select.field;
+                    return Err(format!(
+                        "device has no {field:?}, only driver, attributes and capacity"
+                    ));
+                }
+                self.steps(&select.operand)?
+            }
+            Expr::Call(call) => {
+                let name = call.func_name.as_str();
+                let operator = name.starts_with(['_', '@', '!', '-']);
+                if !operator && !FUNCTIONS.contains(&name) {
+                    return Err(format!("there is no function {name:?} in selectors"));
+                }
+                if let ("_[_]", Some(Expr::Literal(LiteralValue::String(key)))) =
+                    (name, call.args.get(1).map(|key| &key.expr))
+                {
+                    self.keys.push(key.inner().to_owned());
+                }
+                let own = if name == "matches" { PATTERN_STEPS } else { 0 };
+                self.all(call.target.as_deref().into_iter().chain(&call.args))?
+                    .saturating_add(own)
+            }
+            Expr::List(list) => self.all(&list.elements)?,
+            Expr::Map(map) => {
+                let mut sum = 0_usize;
+                for entry in &map.entries {
+                    let EntryExpr::MapEntry(entry) = &entry.expr else {
+                        return Err("it makes an object; selectors have no types".to_owned());
+                    };
+                    sum = sum.saturating_add(self.all([&entry.key, &entry.value])?);
+                }
+                sum
+            }
+            Expr::Struct(made) => {
+                return Err(format!(
+                    "it makes an object of type {:?}; selectors have no types",
+                    made.type_name
+                ));
+            }
+            Expr::Comprehension(comprehension) => {
+                if std::mem::replace(&mut self.comprehension, true) {
+                    return Err(
+                        "it has more than one of all, exists, exists_one, filter and map; make selectors of their \
+                         own of them, all of which must hold"
+                            .to_owned(),
+                    );
+                }
+                let range = self.all([&comprehension.iter_range, &comprehension.accu_init])?;
+                let names = [&comprehension.iter_var, &comprehension.accu_var];
+                self.variables
+                    .extend(names.into_iter().chain(&comprehension.iter_var2).cloned());
+                let step = self.all([
+                    &comprehension.loop_cond,
+                    &comprehension.loop_step,
+                    &comprehension.result,
+                ])?;
+                let elements = range.saturating_add(ELEMENTS_MAX);
+                range.saturating_add(elements.saturating_mul(step))
+            }
+        };
+        Ok(inner.saturating_add(1))
+    }
+}

@@ -1,0 +1,126 @@
+//! The selectors of devices, compiled and evaluated where they can do no harm: on one thread of its own with a large stack,
+//! within limits that are checked beforehand, and a deadline after which the thread is left to itself.
+
+mod guard;
+mod program;
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+
+use crate::core::devices::facts::{Facts, Match};
+use program::{Compiled, Ground};
+
+/// Stack of the thread. The limits of [`guard`] keep an expression well below it.
+const STACK: usize = 16 << 20;
+/// Devices that are judged in one go.
+pub(crate) const CHUNK: usize = 256;
+/// How long one go may take.
+const DEADLINE: Duration = Duration::from_secs(5);
+/// Expressions that are kept compiled.
+const PROGRAMS_MAX: usize = 1024;
+
+/// Judges devices by expressions.
+#[derive(Debug)]
+pub(crate) struct Evaluator {
+    driver: String,
+    jobs: Mutex<Option<Sender<Job>>>,
+}
+
+struct Job {
+    expression: Arc<str>,
+    devices: Vec<Facts>,
+    reply: oneshot::Sender<Result<Judged, String>>,
+}
+
+/// What an expression says of each device.
+pub(crate) type Judged = Vec<(Facts, Match)>;
+
+impl Evaluator {
+    /// For the devices of `driver`. The thread starts when it is needed.
+    pub(crate) fn new(driver: &str) -> Self {
+        Self {
+            driver: driver.to_owned(),
+            jobs: Mutex::new(None),
+        }
+    }
+
+    /// Judges at most [`CHUNK`] devices, none included, by an expression; the error is what is wrong with it.
+    pub(crate) async fn judge(&self, expression: &Arc<str>, devices: Vec<Facts>) -> Result<Judged, String> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Job {
+            expression: Arc::clone(expression),
+            devices,
+            reply,
+        })?;
+        match tokio::time::timeout(DEADLINE, answer).await {
+            Ok(Ok(judged)) => judged,
+            Ok(Err(_)) => {
+                self.forget_thread();
+                Err("it cannot be evaluated".to_owned())
+            }
+            Err(_) => {
+                self.forget_thread();
+                Err(format!(
+                    "its evaluation takes longer than {DEADLINE:?}: make it simpler"
+                ))
+            }
+        }
+    }
+
+    fn send(&self, job: Job) -> Result<(), String> {
+        let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let job = match jobs.as_ref() {
+            Some(sender) => match sender.send(job) {
+                Ok(()) => return Ok(()),
+                Err(unsent) => unsent.0,
+            },
+            None => job,
+        };
+        let (sender, receiver) = mpsc::channel();
+        let driver = self.driver.clone();
+        let thread = std::thread::Builder::new()
+            .name("selectors".to_owned())
+            .stack_size(STACK);
+        // The thread ends with its sender, so there is nothing to join.
+        thread
+            .spawn(move || run(&driver, &receiver))
+            .map_err(|error| format!("no thread to evaluate it on: {error}"))?;
+        let sent = sender.send(job).map_err(|_| "it cannot be evaluated".to_owned());
+        *jobs = Some(sender);
+        sent
+    }
+
+    fn forget_thread(&self) {
+        *self.jobs.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+fn run(driver: &str, jobs: &Receiver<Job>) {
+    let ground = Ground::new(driver);
+    let mut programs: BTreeMap<Arc<str>, Result<Compiled, String>> = BTreeMap::new();
+    while let Ok(job) = jobs.recv() {
+        if programs.len() >= PROGRAMS_MAX && !programs.contains_key(&job.expression) {
+            programs.clear();
+        }
+        let compile = || Compiled::new(&job.expression);
+        let compiled = programs
+            .entry(Arc::clone(&job.expression))
+            .or_insert_with(compile);
+        let judge = |compiled: &Compiled| {
+            // Nobody waits any more: what is left would be for nothing.
+            let wanted = job.devices.into_iter().take_while(|_| !job.reply.is_closed());
+            wanted
+                .map(|facts| (facts.clone(), compiled.judge(&ground, &facts)))
+                .collect()
+        };
+        let judged = compiled.as_ref().map(judge).map_err(String::clone);
+        let _ = job.reply.send(judged);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,202 @@
+//! One expression, ready to judge devices.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use kube_cel::KubeCelExt;
+use kube_cel::cel::objects::{Key, Map};
+use kube_cel::cel::{Context, Program, Value};
+
+use crate::core::devices::facts::{Attribute, Facts, Match};
+use crate::host::selectors::guard::{self, Needs};
+
+/// Characters of the text of an error, at most.
+const ERROR_MAX: usize = 200;
+
+/// What every expression is evaluated with.
+pub(super) struct Ground {
+    context: Context<'static>,
+    version: Option<Program>,
+    driver: Arc<String>,
+}
+
+/// An expression that was found to be harmless.
+pub(super) struct Compiled {
+    program: Program,
+    keys: Vec<String>,
+}
+
+impl Ground {
+    /// For the devices of one driver.
+    pub(super) fn new(driver: &str) -> Self {
+        Self {
+            context: Context::default().with_all(),
+            version: Program::compile("semver(version)").ok(),
+            driver: Arc::new(driver.to_owned()),
+        }
+    }
+
+    fn value(&self, attribute: &Attribute) -> Option<Value> {
+        Some(match attribute {
+            Attribute::String(text) => Value::String(Arc::new(text.to_string())),
+            Attribute::Int(number) => Value::Int(*number),
+            Attribute::Bool(value) => Value::Bool(*value),
+            Attribute::Version(text) => {
+                let mut context = self.context.new_inner_scope();
+                context.add_variable_from_value("version", text.to_string());
+                self.version.as_ref()?.execute(&context).ok()?
+            }
+        })
+    }
+
+    fn device(&self, facts: &Facts, keys: &[String]) -> Value {
+        let mut domains: BTreeMap<&str, HashMap<Key, Value>> = BTreeMap::new();
+        for key in keys {
+            domains.entry(key).or_default();
+        }
+        let empty = domains.clone();
+        for (name, value) in facts.iter() {
+            // As in Kubernetes, a name without a domain is of the driver's.
+            let (domain, name) = name.split_once('/').unwrap_or((&self.driver, name));
+            if let Some(value) = self.value(value) {
+                domains.entry(domain).or_default().insert(name.into(), value);
+            }
+        }
+        let fields: [(&str, Value); 3] = [
+            ("driver", Value::String(Arc::clone(&self.driver))),
+            ("attributes", map(domains)),
+            ("capacity", map(empty)),
+        ];
+        let fields: HashMap<Key, Value> = fields
+            .into_iter()
+            .map(|(name, value)| (name.into(), value))
+            .collect();
+        Value::Map(Map {
+            map: Arc::new(fields),
+        })
+    }
+}
+
+fn map(domains: BTreeMap<&str, HashMap<Key, Value>>) -> Value {
+    let domain = |(name, values): (&str, _)| {
+        (
+            name.into(),
+            Value::Map(Map {
+                map: Arc::new(values),
+            }),
+        )
+    };
+    let domains: HashMap<Key, Value> = domains.into_iter().map(domain).collect();
+    Value::Map(Map {
+        map: Arc::new(domains),
+    })
+}
+
+impl Compiled {
+    /// Reads an expression, or says what is wrong with it. Needs a stack of some megabytes.
+    pub(super) fn new(expression: &str) -> Result<Self, String> {
+        guard::text(expression)?;
+        let program = Program::compile(expression).map_err(|errors| shortened(&errors.to_string()))?;
+        let keys = Needs::of(program.expression())?.keys;
+        Ok(Self { program, keys })
+    }
+
+    /// Judges a device.
+    pub(super) fn judge(&self, ground: &Ground, facts: &Facts) -> Match {
+        let mut context = ground.context.new_inner_scope();
+        context.add_variable_from_value("device", ground.device(facts, &self.keys));
+        match self.program.execute(&context) {
+            Ok(Value::Bool(true)) => Match::Yes,
+            Ok(Value::Bool(false)) => Match::No,
+            Ok(_) => Match::Failed("the result is neither true nor false".into()),
+            Err(error) => Match::Failed(shortened(&error.to_string()).into()),
+        }
+    }
+}
+
+fn shortened(text: &str) -> String {
+    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    line.chars().take(ERROR_MAX).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts() -> Facts {
+        let attribute = |name: &str, value| (Box::from(name), value);
+        [
+            attribute("drayman.dev/firmware", Attribute::Version("1.10.0".into())),
+            attribute("drayman.dev/numaNode", Attribute::Int(1)),
+            attribute("drayman.dev/spare", Attribute::Bool(false)),
+            attribute("drayman.dev/vendor", Attribute::String("0403".into())),
+        ]
+        .into_iter()
+        .collect()
+    }
+
+    fn judge(expression: &str) -> Match {
+        let compiled = Compiled::new(expression).unwrap_or_else(|error| panic!("{expression}: {error}"));
+        compiled.judge(&Ground::new("drayman.dev"), &facts())
+    }
+
+    #[test]
+    fn a_device_is_judged_as_in_kubernetes() {
+        for expression in [
+            r#"device.driver == "drayman.dev""#,
+            r#"device.attributes["drayman.dev"].vendor == "0403""#,
+            r#"device.attributes["drayman.dev"].vendor.startsWith("04") && device.attributes["drayman.dev"].numaNode > 0"#,
+            r#"device.attributes["drayman.dev"].vendor in ["0403", "10de"]"#,
+            r#"has(device.attributes["drayman.dev"].vendor)"#,
+            r#"!has(device.attributes["drayman.dev"].model)"#,
+            r#"!has(device.attributes["other.example"].model)"#,
+            r#"!("model" in device.attributes["other.example"])"#,
+            r#"!has(device.capacity["drayman.dev"].memory)"#,
+            r#"device.attributes["drayman.dev"].firmware.isGreaterThan(semver("1.9.0"))"#,
+            r#"device.attributes["drayman.dev"].firmware.compareTo(semver("1.10.0")) == 0"#,
+            r#"quantity("40Gi").isGreaterThan(quantity("1Gi"))"#,
+            r#"device.attributes["drayman.dev"].vendor.matches("^04..$")"#,
+            r#"["0403"].exists(vendor, vendor == device.attributes["drayman.dev"].vendor)"#,
+            "!device.attributes[\"drayman.dev\"].spare",
+            "true",
+        ] {
+            assert_eq!(judge(expression), Match::Yes, "{expression}");
+        }
+        assert_eq!(judge("device.driver == 'other.example'"), Match::No);
+    }
+
+    #[test]
+    fn an_attribute_that_is_missing_or_of_another_type_fails_and_says_so() {
+        for (expression, says) in [
+            ("device.attributes['drayman.dev'].model == 'x'", "model"),
+            ("device.attributes['drayman.dev'].vendor > 1", "No such overload"),
+            (
+                "device.attributes['drayman.dev'].vendor",
+                "neither true nor false",
+            ),
+            ("1 / 0 == 1", "zero"),
+        ] {
+            let Match::Failed(error) = judge(expression) else {
+                panic!("{expression}")
+            };
+            assert!(error.contains(says), "{expression}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_a_selector_is_refused_with_the_reason() {
+        for (expression, says) in [
+            ("", "0 bytes"),
+            ("devices.driver == 'x'", "no variable \"devices\""),
+            ("device.atributes['x'].y", "device has no \"atributes\""),
+            ("device.driver ==", "ERROR"),
+            ("device.driver.replace('', 'x') == 'x'", "no function \"replace\""),
+            ("[1].all(x, [2].all(y, x < y))", "more than one of all"),
+            ("[1].map(x, x).map(y, y) == [1]", "more than one of all"),
+            ("Thing{name: 1} == 1", "no types"),
+        ] {
+            let error = Compiled::new(expression).err().unwrap_or_default();
+            assert!(error.contains(says), "{expression}: {error}");
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! Selectors that mean harm.
+
+use std::time::Instant;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::core::devices::facts::Attribute;
+
+fn facts(value: i64) -> Facts {
+    [("drayman.dev/x".into(), Attribute::Int(value))]
+        .into_iter()
+        .collect()
+}
+
+async fn judge(evaluator: &Evaluator, expression: &str) -> Result<Judged, String> {
+    evaluator.judge(&expression.into(), vec![facts(1)]).await
+}
+
+#[tokio::test]
+async fn hostile_expressions_are_refused_and_others_go_on() {
+    let evaluator = Evaluator::new("drayman.dev");
+    let list = vec!["1"; 100].join(",");
+    for (what, expression) in [
+        (
+            "nested brackets",
+            format!("{}1{} == 1", "(".repeat(1000), ")".repeat(1000)),
+        ),
+        (
+            "nested lists",
+            format!("{}1{} == 1", "[".repeat(1000), "]".repeat(1000)),
+        ),
+        (
+            "a bracket in a text",
+            format!("{}\"{}\"", "(".repeat(500), ")".repeat(500)),
+        ),
+        ("a long chain", format!("a{} == 1", ".b".repeat(5000))),
+        ("a long sum", format!("1{} == 1", "+1".repeat(3000))),
+        ("many negations", format!("{}true", "!".repeat(5000))),
+        ("many choices", "true?".repeat(500) + "1:1"),
+        ("many memberships", format!("1{}", " in 1".repeat(1500))),
+        ("too long", "1".repeat(20_000)),
+        (
+            "three loops",
+            format!("[{list}].all(a, [{list}].all(b, [{list}].all(c, a+b+c > 0)))"),
+        ),
+        (
+            "one loop after the other",
+            format!("[{list}].map(a, [{list}]).map(a, [a, a]) == []"),
+        ),
+        (
+            "a loop that is too long",
+            format!("[{list}].all(a, [{list}] == [{list}])"),
+        ),
+        (
+            "a text that grows",
+            "'a'".to_owned() + &".replace('','aaaaaaaaa')".repeat(12) + " == ''",
+        ),
+        ("nothing but noise", "\u{0}\u{1}{{{]]]".to_owned()),
+    ] {
+        let started = Instant::now();
+        let error = judge(&evaluator, &expression).await.unwrap_err();
+        assert!(started.elapsed() < DEADLINE, "{what}: {error}");
+        assert!(error.len() < 300, "{what}: {error}");
+        assert_eq!(
+            judge(&evaluator, "device.attributes['drayman.dev'].x == 1").await,
+            Ok(vec![(facts(1), Match::Yes)]),
+            "after {what}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn the_most_that_is_let_through_fits_on_the_stack_and_into_the_time() {
+    let evaluator = Evaluator::new("drayman.dev");
+    for expression in [
+        format!("{}1{} == 1", "(".repeat(64), ")".repeat(64)),
+        format!("{}1{} == 1", "[".repeat(64), "]".repeat(64)),
+        format!("device{} == 1", ".b".repeat(158)),
+        format!("1{} == 1", "+1".repeat(158)),
+        format!("1{} == 1", " in [1]".repeat(63)),
+        format!("1{} == 1", " in 1".repeat(64)),
+        format!("{}true", "!".repeat(160)),
+        format!("{}1 == 1", "-".repeat(158)),
+        "true?".repeat(16) + "true" + &":true".repeat(16),
+        format!(
+            "{}{}1{}{}",
+            "true?1:".repeat(16),
+            "(1+".repeat(64),
+            ".b".repeat(160),
+            "+1".repeat(90) + &" in 1".repeat(64) + &")".repeat(64)
+        ),
+        format!(
+            "{}1{}",
+            "[-".repeat(64),
+            "]".repeat(64) + &".b".repeat(160) + &"+1".repeat(90) + &" in 1".repeat(64)
+        ),
+        format!("true{}", " && true".repeat(80)),
+        format!("[{}] == []", vec!["[1]"; 62].join(",")),
+        format!("'{}'.matches('{}')", "a".repeat(4000), "(a{1,99}){1,99}"),
+        format!("[{}].all(a, a + a + a > 0)", vec!["1"; 400].join(",")),
+    ] {
+        // Refused or not: what counts is that there is an answer, and no end of the process.
+        let started = Instant::now();
+        let _ = judge(&evaluator, &expression).await;
+        assert!(started.elapsed() < DEADLINE, "{expression}");
+    }
+}
+
+#[tokio::test]
+async fn an_expression_is_checked_even_if_there_are_no_devices() {
+    let evaluator = Evaluator::new("drayman.dev");
+    assert_eq!(evaluator.judge(&"true".into(), vec![]).await, Ok(vec![]));
+    assert!(evaluator.judge(&"device.driver ==".into(), vec![]).await.is_err());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
+
+    #[test]
+    fn noise_made_of_the_words_of_the_language_is_answered(
+        words in prop::collection::vec(prop::sample::select(vec![
+            "device", ".", "attributes", "[", "]", "(", ")", "'drayman.dev'", "x", "==", "&&", "||", "!", "-", "1", "0u",
+            "1.5", "\"", "'", "?", ":", ",", "{", "}", "has", "all", "map", "in", "true", "null", "semver", "b'", "r'",
+            "\\u", "9223372036854775808", "//", "\n", "+", "%", "ä", "exists_one", "size", "matches", "0x", "1e999",
+        ]), 0..24)
+    ) {
+        let text = words.join(" ");
+        let ground = Ground::new("drayman.dev");
+        let thread = std::thread::Builder::new().stack_size(STACK);
+        let judged = thread.spawn(move || {
+            if let Ok(compiled) = Compiled::new(&text) {
+                compiled.judge(&ground, &facts(1));
+            }
+        });
+        prop_assert!(judged.unwrap().join().is_ok(), "{words:?}");
+    }
+}

@@ -1,0 +1,174 @@
+//! What the copies of the parameter objects answer.
+
+use super::*;
+use crate::api::crd::{DeviceRequest, GROUP};
+use crate::api::resource::{ResourceClaimParametersReference, ResourceClassParametersReference};
+use crate::core::devices::fixture;
+use crate::driver::DriverErrorKind;
+
+fn class() -> ResourceClass {
+    let reference = ResourceClassParametersReference {
+        api_group: Some(GROUP.into()),
+        kind: CLASS_PARAMETERS_KIND.into(),
+        name: "p".into(),
+        namespace: None,
+    };
+    ResourceClass {
+        parameters_ref: Some(reference),
+        ..ResourceClass::default()
+    }
+}
+
+fn claim() -> ResourceClaim {
+    let mut claim = fixture::claim("u", None);
+    claim.spec.parameters_ref = Some(ResourceClaimParametersReference {
+        api_group: Some(GROUP.into()),
+        kind: CLAIM_PARAMETERS_KIND.into(),
+        name: "p".into(),
+    });
+    claim
+}
+
+fn spec(kind: &str) -> DeviceClassParametersSpec {
+    DeviceClassParametersSpec {
+        kind: kind.into(),
+        ..DeviceClassParametersSpec::default()
+    }
+}
+
+#[test]
+fn parameters_that_are_missing_are_named_once_it_is_certain_that_they_are() {
+    let mut state = State::new(fixture::DRIVER);
+    let error = state.class_parameters(&class()).unwrap_err();
+    assert_eq!((error.kind, error.reason), (DriverErrorKind::Retry, "NotSynced"));
+    state.classes.apply(Change::All(vec![]));
+    state.claims.apply(Change::All(vec![]));
+    let error = state.class_parameters(&class()).unwrap_err();
+    assert_eq!(
+        (error.kind, error.reason),
+        (DriverErrorKind::Invalid, "ParametersNotFound")
+    );
+    assert_eq!(error.message, "DeviceClassParameters p does not exist; create it");
+    let error = state
+        .claim_parameters(&claim(), &fixture::class("test"))
+        .unwrap_err();
+    assert_eq!(
+        error.message,
+        "DeviceClaimParameters ns/p does not exist; create it"
+    );
+}
+
+#[test]
+fn an_object_that_cannot_be_read_is_a_reason_and_not_the_end_of_the_watch() {
+    let mut state = State::new(fixture::DRIVER);
+    state.classes.apply(Change::All(vec![(
+        "p".into(),
+        Err("unknown field `knid`".into()),
+    )]));
+    let error = state.class_parameters(&class()).unwrap_err();
+    assert_eq!(
+        error.message,
+        "DeviceClassParameters p cannot be read: unknown field `knid`; correct it"
+    );
+    state
+        .classes
+        .apply(Change::Set("p".into(), Ok(spec("Not A Label"))));
+    assert_eq!(
+        state.class_parameters(&class()).unwrap_err().reason,
+        "ParametersInvalid"
+    );
+    state.classes.apply(Change::Set("p".into(), Ok(spec("test"))));
+    assert_eq!(state.class_parameters(&class()).unwrap().kind(), "test");
+}
+
+#[test]
+fn a_claim_wants_what_its_parameters_in_its_own_namespace_say() {
+    let mut state = State::new(fixture::DRIVER);
+    let requests = |count| DeviceClaimParametersSpec {
+        requests: vec![DeviceRequest {
+            name: "r".into(),
+            count: Some(count),
+            ..DeviceRequest::default()
+        }],
+        constraints: Vec::new(),
+    };
+    let entry = |namespace: &str, count| ((namespace.to_owned(), "p".to_owned()), Ok(requests(count)));
+    state
+        .claims
+        .apply(Change::All(vec![entry("another", 1), entry("ns", 3)]));
+    assert_eq!(
+        state
+            .claim_parameters(&claim(), &fixture::class("test"))
+            .unwrap()
+            .total(),
+        3
+    );
+    let plain = fixture::claim("u", None);
+    assert_eq!(
+        state
+            .claim_parameters(&plain, &fixture::class("test"))
+            .unwrap()
+            .total(),
+        1
+    );
+}
+
+#[test]
+fn only_what_is_new_or_different_can_help_somebody() {
+    let mut copy: Copy<String, u8> = Copy::default();
+    assert_eq!(
+        copy.apply(Change::All(vec![("a".into(), Ok(1)), ("b".into(), Ok(1))])),
+        2
+    );
+    assert_eq!(copy.apply(Change::Set("a".into(), Ok(1))), 0);
+    assert_eq!(copy.apply(Change::Set("a".into(), Ok(2))), 1);
+    assert_eq!(copy.apply(Change::Gone("b".into())), 0);
+    assert_eq!(
+        copy.apply(Change::All(vec![("a".into(), Ok(2)), ("b".into(), Ok(1))])),
+        1
+    );
+}
+
+#[test]
+fn a_selector_is_judged_once_and_forgotten_with_the_object_that_has_it() {
+    let mut state = State::new(fixture::DRIVER);
+    let expression: Arc<str> = "true".into();
+    state.apply_inventories(Change::Set("a".into(), fixture::node("a", "1", &["d"])));
+    let unjudged = state.unjudged("test", &expression).unwrap().unwrap();
+    assert_eq!(unjudged.devices.len(), 1);
+    let said = unjudged
+        .devices
+        .into_iter()
+        .map(|facts| (facts, Match::Yes))
+        .collect();
+    assert_eq!(state.judged(&expression, Ok(said)), 1);
+    assert!(state.unjudged("test", &expression).unwrap().is_none());
+    assert!(state.unjudged_on(None).is_none());
+    // A device that is alike needs no judgement of its own.
+    state.apply_inventories(Change::Set("b".into(), fixture::node("b", "2", &["e"])));
+    assert!(state.unjudged_on(Some("b")).is_none());
+
+    let mut with = spec("test");
+    with.selectors = vec![crate::api::crd::DeviceSelector::cel("true")];
+    state.classes.apply(Change::Set("p".into(), Ok(with)));
+    state.forget_selectors();
+    assert_eq!(state.books.matches().len(), 1);
+    state.classes.apply(Change::Gone("p".into()));
+    state.forget_selectors();
+    assert!(state.books.matches().is_empty());
+    assert!(state.selectors.known.is_empty() && state.selectors.wanted.is_empty());
+}
+
+#[test]
+fn a_selector_that_is_refused_is_not_tried_again_until_it_is_written_anew() {
+    let mut state = State::new(fixture::DRIVER);
+    let expression: Arc<str> = "no".into();
+    assert!(
+        state.unjudged("test", &expression).unwrap().is_some(),
+        "unknown, even without devices"
+    );
+    state.judged(&expression, Err("nonsense".into()));
+    assert_eq!(state.unjudged("test", &expression).unwrap_err(), "nonsense");
+    state.forget_selectors();
+    assert!(state.unjudged("test", &expression).unwrap().is_some());
+}

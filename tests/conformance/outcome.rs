@@ -1,0 +1,188 @@
+//! What comes of it: waited for, and looked up afterwards.
+
+use std::fmt::Debug;
+use std::pin::pin;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim};
+use futures::TryStreamExt as _;
+use k8s_openapi::api::core::v1::Event;
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
+use kube::runtime::wait::{Condition, await_condition};
+use kube::runtime::{WatchStreamExt as _, watcher};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use tokio::time::{sleep, timeout};
+
+use crate::harness::PATIENCE;
+use crate::stage::Stage;
+
+impl Stage {
+    /// Waits for a condition; the error says what was waited for and how the object is.
+    pub(crate) async fn until<K>(
+        &self,
+        api: Api<K>,
+        name: &str,
+        what: &str,
+        condition: impl Condition<K>,
+    ) -> anyhow::Result<Option<K>>
+    where
+        K: kube::Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static,
+    {
+        match timeout(PATIENCE, await_condition(api.clone(), name, condition)).await {
+            Ok(found) => Ok(found?),
+            Err(_) => bail!(
+                "{} {name} is not {what}, but {:?}",
+                K::kind(&()),
+                api.get_opt(name).await
+            ),
+        }
+    }
+
+    /// Waits until a claim meets a condition.
+    pub(crate) async fn until_claim(
+        &self,
+        name: &str,
+        what: &str,
+        met: impl Fn(&ResourceClaim) -> bool,
+    ) -> anyhow::Result<ResourceClaim> {
+        let met = |claim: Option<&ResourceClaim>| claim.is_some_and(&met);
+        self.until(self.claims(), name, what, met)
+            .await?
+            .context("the claim is there")
+    }
+
+    /// Waits until a context meets a condition.
+    pub(crate) async fn until_context(
+        &self,
+        name: &str,
+        what: &str,
+        met: impl Fn(&PodSchedulingContext) -> bool,
+    ) -> anyhow::Result<PodSchedulingContext> {
+        let met = |context: Option<&PodSchedulingContext>| context.is_some_and(&met);
+        self.until(self.contexts(), name, what, met)
+            .await?
+            .context("the context is there")
+    }
+
+    /// Waits until a pod is bound, and returns its node.
+    pub(crate) async fn until_bound(&self, name: &str) -> anyhow::Result<String> {
+        let met = |pod: Option<&Pod>| pod.is_some_and(|pod| pod.spec.node_name.is_some());
+        let pod = self.until(self.pods(), name, "bound", met).await?;
+        pod.and_then(|pod| pod.spec.node_name)
+            .context("a bound pod has a node")
+    }
+
+    /// Waits until a claim is gone.
+    pub(crate) async fn until_gone(&self, name: &str) -> anyhow::Result<()> {
+        let met = |claim: Option<&ResourceClaim>| claim.is_none();
+        self.until(self.claims(), name, "gone", met).await.map(drop)
+    }
+
+    /// Deletes a claim.
+    pub(crate) async fn delete_claim(&self, name: &str) -> anyhow::Result<()> {
+        self.claims()
+            .delete(name, &DeleteParams::default())
+            .await
+            .map(drop)?;
+        Ok(())
+    }
+
+    /// Changes a claim by hand.
+    pub(crate) async fn patch_claim(&self, name: &str, change: Value) -> anyhow::Result<ResourceClaim> {
+        Ok(self
+            .claims()
+            .patch(name, &PatchParams::default(), &Patch::Merge(change))
+            .await?)
+    }
+
+    /// Changes the status of a claim by hand.
+    pub(crate) async fn patch_claim_status(
+        &self,
+        name: &str,
+        status: Value,
+    ) -> anyhow::Result<ResourceClaim> {
+        let patch = Patch::Merge(json!({ "status": status }));
+        Ok(self
+            .claims()
+            .patch_status(name, &PatchParams::default(), &patch)
+            .await?)
+    }
+
+    /// Every version of a claim so far.
+    pub(crate) async fn versions(&self, name: &str) -> anyhow::Result<Vec<ResourceClaim>> {
+        versions(&self.history.claims, self.claims(), name).await
+    }
+
+    /// The Events of the stage's driver about objects by this name: reason and text.
+    pub(crate) async fn events(&self, name: &str) -> anyhow::Result<Vec<(String, String)>> {
+        let events = Api::<Event>::all(self.cluster.client());
+        let about = ListParams::default().fields(&format!("involvedObject.name={name}"));
+        let events = events.list(&about).await?.items.into_iter();
+        let ours = events.filter(|event| event.reporting_component.as_deref() == Some(&self.driver_name()));
+        Ok(ours
+            .map(|event| {
+                (
+                    event.reason.unwrap_or_default(),
+                    event.message.unwrap_or_default(),
+                )
+            })
+            .collect())
+    }
+
+    /// Waits for an Event about an object with this reason and this in its text.
+    pub(crate) async fn event(&self, name: &str, reason: &str, text: &str) -> anyhow::Result<Event> {
+        let api = Api::<Event>::all(self.cluster.client());
+        let about = watcher::Config::default().fields(&format!("involvedObject.name={name},reason={reason}"));
+        let found = async {
+            let mut events = pin!(watcher(api, about).applied_objects());
+            while let Some(event) = events.try_next().await? {
+                let message = event.message.as_deref().unwrap_or_default();
+                let by_us = event
+                    .reporting_component
+                    .as_deref()
+                    .is_some_and(|by| by.ends_with(&self.driver_name()) || by == "default-scheduler");
+                if by_us && message.contains(text) {
+                    return Ok(event);
+                }
+            }
+            bail!("the watch of events ended")
+        };
+        match timeout(PATIENCE, found).await {
+            Ok(found) => found,
+            Err(_) => bail!(
+                "no event {reason} on {name} with {text:?}, but {:#?}",
+                self.events(name).await?
+            ),
+        }
+    }
+}
+
+async fn versions<K>(history: &Mutex<Vec<K>>, api: Api<K>, name: &str) -> anyhow::Result<Vec<K>>
+where
+    K: kube::Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static,
+{
+    let last = api.get_opt(name).await?;
+    let seen = async {
+        loop {
+            let versions: Vec<K> = {
+                let all = history.lock().expect("no panic with it");
+                all.iter()
+                    .filter(|object| object.meta().name.as_deref() == Some(name))
+                    .cloned()
+                    .collect()
+            };
+            let version = |object: &K| object.meta().resource_version.clone();
+            if last
+                .as_ref()
+                .is_none_or(|last| versions.iter().any(|seen| version(seen) == version(last)))
+            {
+                return versions;
+            }
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(PATIENCE, seen).await.context("every version is seen")
+}

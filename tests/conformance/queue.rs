@@ -1,0 +1,467 @@
+//! When the controller looks at something, how often, and what a failure costs.
+
+use std::time::{Duration, Instant};
+
+use drayman::driver::DriverError;
+use kube::api::{Patch, PatchParams};
+use serde_json::json;
+
+use crate::call::{Call, What, count};
+use crate::objects::From;
+use crate::script::Act;
+use crate::stage::{finalizers, is_allocated, names, on_stage, rules_without};
+
+fn broken() -> DriverError {
+    DriverError::retry("Broken", "the device box does not answer")
+}
+
+#[test]
+fn three_kinds_are_watched_pods_are_read_one_by_one_and_nothing_else_is_touched() -> anyhow::Result<()> {
+    on_stage("three-kinds", async |stage| {
+        let controller = stage.start().await?;
+        stage.claim("one").await?;
+        let pod = stage.pod("pod", &[("device", From::Claim("one"))]).await?;
+        stage.context(&pod, "", &names(["node"])).await?;
+        stage
+            .until_context("pod", "judged", |context| {
+                !context.status.resource_claims.is_empty()
+            })
+            .await?;
+        stage.fence().await?;
+        let user = controller.user.clone();
+        // The watches are logged when they end.
+        controller.end().await?;
+        let entries = stage.cluster.audit().of_user(&user).await?;
+        let mut kinds: Vec<String> = entries
+            .iter()
+            .map(|entry| format!("{} {}", entry.verb, entry.resource))
+            .collect();
+        kinds.sort();
+        kinds.dedup();
+        assert_eq!(
+            kinds,
+            [
+                "get ",
+                "get pods",
+                "list podschedulingcontexts",
+                "list resourceclaims",
+                "list resourceclasses",
+                "patch podschedulingcontexts",
+                "patch resourceclaims",
+                "watch podschedulingcontexts",
+                "watch resourceclaims",
+                "watch resourceclasses",
+            ]
+        );
+        let reads = entries
+            .iter()
+            .filter(|entry| entry.resource == "pods" && entry.name == "pod")
+            .count();
+        assert_eq!(reads, 1, "a pod is read once for its context");
+        Ok(())
+    })
+}
+
+#[test]
+fn nothing_is_asked_before_all_three_kinds_are_listed() -> anyhow::Result<()> {
+    on_stage("barrier", async |stage| {
+        stage.immediate("one").await?;
+        let rules = rules_without("podschedulingcontexts", "list");
+        let controller = stage
+            .start_as("", &stage.driver, &rules, |builder| builder)
+            .await?;
+        let refused = async {
+            loop {
+                let entries = stage.entries(&controller).await?;
+                let count = entries
+                    .iter()
+                    .filter(|entry| entry.verb == "list" && entry.code == 403)
+                    .count();
+                // By the second refusal everything else has been listed long ago.
+                if count >= 2 {
+                    return anyhow::Ok(());
+                }
+            }
+        };
+        refused.await?;
+        assert_eq!(stage.driver.story(), Vec::<String>::new());
+        assert_eq!(stage.driver.observed(), []);
+        stage.allow(&controller).await?;
+        stage.until_claim("one", "allocated", is_allocated).await?;
+        assert!(
+            !stage.driver.observed().is_empty(),
+            "it is told what there is before it is asked"
+        );
+        controller.end().await
+    })
+}
+
+#[test]
+fn what_is_there_at_the_start_is_served_and_what_was_left_half_done_is_given_back_first() -> anyhow::Result<()>
+{
+    on_stage("start", async |stage| {
+        stage.immediate("immediate").await?;
+        stage.claim("delayed").await?;
+        let pod = stage.pod("pod", &[("device", From::Claim("delayed"))]).await?;
+        stage.context(&pod, "node", &names(["node"])).await?;
+        let half_done = json!({ "name": "half-done", "finalizers": [stage.finalizer()] });
+        stage.create_claim(json!({ "metadata": half_done })).await?;
+        let controller = stage.start().await?;
+        stage.until_claim("immediate", "allocated", is_allocated).await?;
+        stage.until_claim("delayed", "allocated", is_allocated).await?;
+        stage.fence().await?;
+        let mut story = stage.driver.story();
+        story.sort();
+        assert_eq!(
+            story,
+            [
+                "allocate delayed",
+                "allocate immediate",
+                "deallocate half-done",
+                "judge delayed"
+            ]
+        );
+        controller.end().await
+    })
+}
+
+#[test]
+fn calls_for_one_claim_never_overlap_and_calls_for_different_claims_do() -> anyhow::Result<()> {
+    on_stage("overlap", async |stage| {
+        stage
+            .driver
+            .rule(|what| if what.is_allocate() { Act::Wait } else { Act::Go });
+        let controller = stage.start().await?;
+        stage.immediate("one").await?;
+        stage.claim("two").await?;
+        let pod = stage.pod("pod", &[("device", From::Claim("two"))]).await?;
+        stage.context(&pod, "node", &[]).await?;
+        stage
+            .driver
+            .until("allocate both", |calls| count(calls, What::is_allocate) == 2)
+            .await?;
+        // Everything that could make the controller act once more, while it is allocating.
+        for name in ["one", "two"] {
+            stage
+                .patch_claim(name, json!({ "metadata": { "labels": { "touched": "yes" } } }))
+                .await?;
+            stage.delete_claim(name).await?;
+        }
+        stage
+            .reschedule("pod", json!({ "selectedNode": "other" }))
+            .await?;
+        stage.fence().await?;
+        assert_eq!(
+            stage
+                .driver
+                .calls()
+                .iter()
+                .filter(|call| call.ended.is_none())
+                .count(),
+            2
+        );
+        assert_eq!(count(&stage.driver.calls(), What::is_deallocate), 0);
+        stage.driver.open();
+        stage.until_gone("one").await?;
+        stage.until_gone("two").await?;
+        for name in ["one", "two"] {
+            assert_one_after_the_other(&stage.driver.calls(), name);
+        }
+        assert_eq!(
+            stage.driver.counts(),
+            (2, 2),
+            "what was allocated in vain is given back"
+        );
+        controller.end().await
+    })
+}
+
+fn assert_one_after_the_other(calls: &[Call], claim: &str) {
+    let calls: Vec<&Call> = calls.iter().filter(|call| call.what.is_about(claim)).collect();
+    for (before, after) in calls.iter().zip(calls.iter().skip(1)) {
+        assert!(
+            before.ended.is_some_and(|ended| ended <= after.began),
+            "{calls:#?}"
+        );
+    }
+}
+
+#[test]
+fn every_change_is_looked_at_at_once_but_the_driver_is_asked_only_if_it_matters() -> anyhow::Result<()> {
+    on_stage("at-once", async |stage| {
+        let controller = stage.start().await?;
+        stage.claim("one").await?;
+        let pod = stage.pod("pod", &[("device", From::Claim("one"))]).await?;
+        stage.context(&pod, "", &names(["a", "b"])).await?;
+        stage
+            .until_context("pod", "judged", |context| {
+                !context.status.resource_claims.is_empty()
+            })
+            .await?;
+        stage
+            .patch_claim("one", json!({ "metadata": { "labels": { "touched": "yes" } } }))
+            .await?;
+        let labels = Patch::Merge(json!({ "metadata": { "labels": { "touched": "yes" } } }));
+        stage
+            .contexts()
+            .patch("pod", &PatchParams::default(), &labels)
+            .await?;
+        stage.fence().await?;
+        assert_eq!(stage.driver.story(), ["judge one"]);
+        assert_eq!(
+            stage.requests(&controller).await?,
+            ["get pods 200", "patch podschedulingcontexts/status 200"]
+        );
+
+        let changed = Instant::now();
+        stage
+            .reschedule("pod", json!({ "potentialNodes": ["a", "b", "c"] }))
+            .await?;
+        stage.driver.until_story(&["judge one", "judge one"]).await?;
+        stage.reschedule("pod", json!({ "selectedNode": "c" })).await?;
+        stage.until_claim("one", "allocated", is_allocated).await?;
+        assert!(
+            changed.elapsed() < Duration::from_secs(5),
+            "{:?}",
+            changed.elapsed()
+        );
+        controller.end().await
+    })
+}
+
+#[test]
+fn a_failure_is_tried_again_with_a_growing_delay_that_a_change_cuts_short() -> anyhow::Result<()> {
+    on_stage("backoff", async |stage| {
+        stage.driver.rule(|what| {
+            if what.is_allocate() {
+                Act::Fail(broken())
+            } else {
+                Act::Go
+            }
+        });
+        let controller = stage.start().await?;
+        stage.immediate("one").await?;
+        let calls = stage
+            .driver
+            .until("allocate six times", |calls| count(calls, What::is_allocate) == 6)
+            .await?;
+        let moments: Vec<Instant> = calls
+            .iter()
+            .filter(|call| call.what.is_allocate())
+            .map(|call| call.began)
+            .collect();
+        for (number, pair) in moments.windows(2).enumerate() {
+            let least = Duration::from_millis(100) * (1 << number);
+            assert!(
+                pair[1] - pair[0] >= least,
+                "delay {number} is {:?}",
+                pair[1] - pair[0]
+            );
+        }
+        // The next attempt is 3.2 s away; a deletion does not wait for it.
+        let deleted = Instant::now();
+        stage.delete_claim("one").await?;
+        stage.until_gone("one").await?;
+        assert!(
+            deleted.elapsed() < Duration::from_secs(2),
+            "{:?}",
+            deleted.elapsed()
+        );
+
+        // Neither does a pod that the scheduler sends elsewhere.
+        stage.driver.rule(|what| match what {
+            What::Judge { nodes, .. } if nodes.iter().any(|node| node == "bad") => Act::Fail(broken()),
+            _ => Act::Go,
+        });
+        stage.claim("two").await?;
+        let pod = stage.pod("pod", &[("device", From::Claim("two"))]).await?;
+        stage.context(&pod, "bad", &[]).await?;
+        stage
+            .driver
+            .until("judge six times", |calls| count(calls, What::is_judge) == 6)
+            .await?;
+        let moved = Instant::now();
+        stage.reschedule("pod", json!({ "selectedNode": "good" })).await?;
+        stage.until_claim("two", "allocated", is_allocated).await?;
+        assert!(moved.elapsed() < Duration::from_secs(2), "{:?}", moved.elapsed());
+
+        // Nor a claim whose class is mended.
+        stage.driver.rule(|what| match what {
+            What::Class(class) if class.parameters_ref.is_none() => Act::Fail(broken()),
+            _ => Act::Go,
+        });
+        stage.immediate("three").await?;
+        stage.claim("four").await?;
+        let pod = stage.pod("waits", &[("device", From::Claim("four"))]).await?;
+        stage.context(&pod, "node", &[]).await?;
+        let before = stage.driver.calls().len();
+        stage
+            .driver
+            .until("read the class twelve times", move |calls| {
+                calls.len() >= before + 12
+            })
+            .await?;
+        let mended = Instant::now();
+        stage
+            .patch_class(
+                &stage.name,
+                json!({ "parametersRef": { "kind": "ConfigMap", "name": "new" } }),
+            )
+            .await?;
+        stage.until_claim("three", "allocated", is_allocated).await?;
+        stage.until_claim("four", "allocated", is_allocated).await?;
+        assert!(
+            mended.elapsed() < Duration::from_secs(2),
+            "{:?}",
+            mended.elapsed()
+        );
+        controller.end().await
+    })
+}
+
+#[test]
+fn an_error_is_told_once_as_a_warning_in_the_driver_s_name() -> anyhow::Result<()> {
+    on_stage("told-once", async |stage| {
+        stage.driver.rule(|what| {
+            if what.is_judge() {
+                Act::Fail(broken())
+            } else {
+                Act::Go
+            }
+        });
+        let controller = stage.start().await?;
+        stage.claim("one").await?;
+        let pod = stage.pod("pod", &[("device", From::Claim("one"))]).await?;
+        stage.context(&pod, "", &names(["node"])).await?;
+        stage
+            .driver
+            .until("judge four times", |calls| count(calls, What::is_judge) == 4)
+            .await?;
+        let event = stage
+            .event("pod", "Broken", "the device box does not answer")
+            .await?;
+        assert_eq!(event.type_.as_deref(), Some("Warning"));
+        assert_eq!(event.reporting_component, Some(stage.driver_name()));
+        assert_eq!(event.involved_object.kind.as_deref(), Some("Pod"));
+        assert_eq!(event.involved_object.uid, pod.metadata.uid);
+        stage.driver.behave();
+        stage
+            .until_context("pod", "judged", |context| {
+                !context.status.resource_claims.is_empty()
+            })
+            .await?;
+        assert_eq!(stage.events("pod").await?.len(), 1);
+        controller.end().await
+    })
+}
+
+#[test]
+fn a_second_writer_that_never_rests_costs_no_failed_write() -> anyhow::Result<()> {
+    on_stage("second-writer", async |stage| {
+        let controller = stage.start().await?;
+        let claims: Vec<String> = (0..8).map(|number| format!("claim-{number}")).collect();
+        for name in &claims {
+            stage.claim(name).await?;
+            let pod = stage.pod(name, &[("device", From::Claim(name))]).await?;
+            stage.context(&pod, "", &[]).await?;
+        }
+        let restless = async {
+            for round in 0_u32.. {
+                let labels = json!({ "metadata": { "labels": { "round": round.to_string() } } });
+                for name in &claims {
+                    stage.patch_claim(name, labels.clone()).await?;
+                    let patch = Patch::Merge(labels.clone());
+                    stage
+                        .contexts()
+                        .patch(name, &PatchParams::default(), &patch)
+                        .await?;
+                }
+            }
+            anyhow::Ok(())
+        };
+        let scheduled = async {
+            for name in &claims {
+                stage
+                    .reschedule(name, json!({ "potentialNodes": ["node"] }))
+                    .await?;
+                stage
+                    .until_context(name, "judged", |context| {
+                        !context.status.resource_claims.is_empty()
+                    })
+                    .await?;
+                stage.reschedule(name, json!({ "selectedNode": "node" })).await?;
+            }
+            for name in &claims {
+                stage.until_claim(name, "allocated", is_allocated).await?;
+            }
+            anyhow::Ok(())
+        };
+        tokio::select! {
+            result = restless => result?,
+            result = scheduled => result?,
+        }
+        let failed: Vec<_> = stage
+            .entries(&controller)
+            .await?
+            .into_iter()
+            .filter(|entry| entry.code >= 400)
+            .collect();
+        assert_eq!(failed, []);
+        assert_eq!(stage.driver.counts(), (8, 0));
+        controller.end().await
+    })
+}
+
+#[test]
+fn a_claim_recreated_under_its_name_is_another_claim() -> anyhow::Result<()> {
+    on_stage("recreated", async |stage| {
+        stage
+            .driver
+            .rule(|what| if what.is_allocate() { Act::Wait } else { Act::Go });
+        let controller = stage.start().await?;
+        let first = stage.immediate("one").await?;
+        stage
+            .driver
+            .until("allocate", |calls| count(calls, What::is_allocate) == 1)
+            .await?;
+        // Somebody takes the finalizer away by force.
+        stage
+            .patch_claim("one", json!({ "metadata": { "finalizers": null } }))
+            .await?;
+        stage.delete_claim("one").await?;
+        stage.until_gone("one").await?;
+        let second = stage.immediate("one").await?;
+        stage.driver.open();
+        let claim = stage.until_claim("one", "allocated", is_allocated).await?;
+        assert_eq!(claim.metadata.uid, second.metadata.uid);
+        assert_eq!(finalizers(&claim), [stage.finalizer()]);
+        let calls = stage
+            .driver
+            .until("give back the first", |calls| {
+                count(calls, What::is_deallocate) >= 1
+            })
+            .await?;
+        for call in calls.iter().filter(|call| call.what.is_deallocate()) {
+            assert!(
+                matches!(&call.what, What::Deallocate { claim, .. } if claim.metadata.uid == first.metadata.uid)
+            );
+        }
+        stage.fence().await?;
+        assert_eq!(stage.driver.counts(), (2, 1));
+        controller.end().await
+    })
+}
+
+#[test]
+fn a_claim_that_no_pod_needs_rests_and_goes_when_it_is_deleted() -> anyhow::Result<()> {
+    on_stage("rests", async |stage| {
+        let controller = stage.start().await?;
+        stage.claim("one").await?;
+        stage.fence().await?;
+        stage.delete_claim("one").await?;
+        stage.until_gone("one").await?;
+        assert_eq!(stage.driver.story(), Vec::<String>::new());
+        assert_eq!(stage.requests(&controller).await?, Vec::<String>::new());
+        controller.end().await
+    })
+}

@@ -1,0 +1,178 @@
+//! What a real control plane cannot be made to show in a test's time: long waits, news that were missed, objects that its own
+//! checks refuse. The pure core, with a clock of the test's.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
+use drayman::core::protocol::{
+    Answer, CallId, Command, DriverRequest, Event, Moment, Outcome, Settings, World,
+};
+use drayman::driver::{Observation, Verdict};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+const DRIVER: &str = "driver.example.com";
+
+fn object<T: DeserializeOwned>(value: Value) -> Arc<T> {
+    Arc::new(serde_json::from_value(value).expect("a well-formed object"))
+}
+
+fn class() -> Arc<ResourceClass> {
+    object(
+        json!({ "metadata": { "name": "class", "uid": "class", "resourceVersion": "1" }, "driverName": DRIVER }),
+    )
+}
+
+fn claim(finalizers: &[&str]) -> Arc<ResourceClaim> {
+    let metadata = json!({ "namespace": "default", "name": "claim", "uid": "claim", "resourceVersion": "2",
+        "finalizers": finalizers });
+    object(json!({ "metadata": metadata, "spec": { "resourceClassName": "class" } }))
+}
+
+fn context(version: &str, status: &Value) -> Arc<PodSchedulingContext> {
+    object(json!({
+        "metadata": { "namespace": "default", "name": "pod", "uid": "context", "resourceVersion": version,
+            "ownerReferences": [{ "apiVersion": "v1", "kind": "Pod", "name": "pod", "uid": "pod", "controller": true }] },
+        "spec": { "potentialNodes": ["a", "b"] },
+        "status": status,
+    }))
+}
+
+fn pod(source: &Value) -> Arc<Pod> {
+    object(json!({
+        "metadata": { "namespace": "default", "name": "pod", "uid": "pod" },
+        "spec": { "resourceClaims": [{ "name": "device", "source": source }] },
+    }))
+}
+
+/// A world that has listed these and whose driver is ready, and what it does first.
+fn world(
+    claims: Vec<Arc<ResourceClaim>>,
+    contexts: Vec<Arc<PodSchedulingContext>>,
+    now: Moment,
+) -> (World, Vec<Command>) {
+    let mut world = World::new(Settings::new(DRIVER));
+    world.apply(Event::Classes(vec![class()]), now);
+    world.apply(Event::Claims(claims), now);
+    world.apply(Event::Contexts(contexts), now);
+    let commands = world.decide(now);
+    assert!(matches!(
+        commands.as_slice(),
+        [Command::Observe(Observation::All(_)), Command::AwaitDriver]
+    ));
+    world.apply(Event::DriverReady, now);
+    let commands = world.decide(now);
+    (world, commands)
+}
+
+fn answer(world: &mut World, id: CallId, answer: Answer, now: Moment) -> Vec<Command> {
+    world.apply(Event::Answer { id, answer }, now);
+    world.decide(now)
+}
+
+#[test]
+fn a_pod_that_waits_costs_nothing_for_five_minutes_and_then_one_question_to_the_driver() {
+    let mut now = Moment::default();
+    let (mut world, commands) = world(vec![claim(&[])], vec![context("3", &json!({}))], now);
+    let [Command::ReadPod { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    let commands = answer(
+        &mut world,
+        *id,
+        Answer::PodRead(Ok(Some(pod(&json!({ "resourceClaimName": "claim" }))))),
+        now,
+    );
+    let [
+        Command::CallDriver {
+            id,
+            request: DriverRequest::UnsuitableNodes { .. },
+        },
+    ] = commands.as_slice()
+    else {
+        panic!("{commands:?}")
+    };
+    let full = Verdict {
+        unsuitable_nodes: BTreeMap::from(["a", "b"].map(|node| (node.to_owned(), "full".to_owned()))),
+    };
+    let commands = answer(&mut world, *id, Answer::Judged(Ok(vec![full.clone()])), now);
+    let [Command::Report(_), Command::WriteContext { id, entries, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    assert_eq!(entries[0].unsuitable_nodes, ["a", "b"]);
+    let written = context(
+        "4",
+        &json!({ "resourceClaims": [{ "name": "device", "unsuitableNodes": ["a", "b"] }] }),
+    );
+    let commands = answer(
+        &mut world,
+        *id,
+        Answer::ContextWritten(Outcome::Done(written)),
+        now,
+    );
+    assert_eq!(commands, []);
+    for _ in 0..3 {
+        let next = world.next_deadline().expect("the slow recheck");
+        let wait = next.since_start().saturating_sub(now.since_start());
+        assert!(
+            wait >= Duration::from_secs(300) && wait <= Duration::from_secs(420),
+            "{wait:?}"
+        );
+        now = next;
+        let commands = world.decide(now);
+        let [
+            Command::CallDriver {
+                id,
+                request: DriverRequest::UnsuitableNodes { .. },
+            },
+        ] = commands.as_slice()
+        else {
+            panic!("{commands:?}")
+        };
+        assert_eq!(
+            answer(&mut world, *id, Answer::Judged(Ok(vec![full.clone()])), now),
+            [],
+            "an unchanged answer"
+        );
+    }
+    assert_eq!(world.statistics().caught_by_recheck, 0);
+}
+
+#[test]
+fn a_context_that_is_not_about_us_is_never_looked_at_again() {
+    let now = Moment::default();
+    let (world, commands) = world(Vec::new(), vec![context("3", &json!({}))], now);
+    assert_eq!((commands, world.next_deadline()), (Vec::new(), None));
+}
+
+#[test]
+fn an_entry_of_a_pod_without_any_source_is_waited_for() {
+    let now = Moment::default();
+    let (mut world, commands) = world(vec![claim(&[])], vec![context("3", &json!({}))], now);
+    let [Command::ReadPod { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    let commands = answer(&mut world, *id, Answer::PodRead(Ok(Some(pod(&json!({}))))), now);
+    assert_eq!((commands, world.next_deadline()), (Vec::new(), None));
+}
+
+#[test]
+fn a_claim_whose_deletion_was_missed_is_gone_with_the_next_list() {
+    let now = Moment::default();
+    let finalizer = format!("{DRIVER}/deletion-protection");
+    let (mut world, commands) = world(vec![claim(&[&finalizer])], Vec::new(), now);
+    assert!(
+        matches!(commands.as_slice(), [Command::CallDriver { .. }]),
+        "what was left half done is given back"
+    );
+    world.apply(Event::Claims(Vec::new()), now);
+    let commands = world.decide(now);
+    assert_eq!(
+        commands,
+        [Command::Observe(Observation::Gone {
+            uid: "claim".to_owned()
+        })]
+    );
+}

@@ -1,0 +1,165 @@
+//! Two kinds of devices of one class, told apart by what is known about them, on a real control plane.
+
+use drayman::api::crd::NodeInventory;
+use drayman::api::handle::DeviceHandle;
+use drayman::api::resource::ResourceClaim;
+use kube::api::{Api, Patch, PatchParams};
+use serde_json::{Value, json};
+
+use crate::stage::{DRIVER, Stage, is_allocated, is_bound};
+
+/// The devices of a claim, in the order of their names.
+fn devices(claim: &ResourceClaim) -> anyhow::Result<Vec<String>> {
+    let handles = claim
+        .status
+        .allocation
+        .iter()
+        .flat_map(|allocation| &allocation.resource_handles);
+    let data: Vec<&str> = handles.filter_map(|handle| handle.data.as_deref()).collect();
+    let handle = DeviceHandle::parse(data.first().copied().unwrap_or_default())?;
+    Ok(handle.devices.into_iter().map(|device| device.device).collect())
+}
+
+/// Writes what is known about the devices of a pretended node: vendor and NUMA node of each.
+async fn describe(stage: &Stage, node: &str, known: &[(&str, i64)]) -> anyhow::Result<()> {
+    let device = |(number, (vendor, numa)): (usize, &(&str, i64))| {
+        json!({ "name": format!("drayman-test-{number}"), "kind": "test", "mode": "claims", "attributes": {
+            "drayman.dev/vendor": { "string": vendor }, "drayman.dev/numaNode": { "int": numa } } })
+    };
+    let devices: Vec<Value> = known.iter().enumerate().map(device).collect();
+    let patch = json!({ "spec": { "devices": devices } });
+    Api::<NodeInventory>::all(stage.cluster.client())
+        .patch(
+            &format!("{node}.{DRIVER}"),
+            &PatchParams::default(),
+            &Patch::Merge(patch),
+        )
+        .await?;
+    Ok(())
+}
+
+/// Makes a pod whose claim has these parameters.
+async fn make_pod(stage: &Stage, name: &str, spec: Value) -> anyhow::Result<()> {
+    stage
+        .apply(
+            &json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters",
+            "metadata": { "name": name }, "spec": spec }),
+        )
+        .await?;
+    // A template is copied when the claim is made, and cannot be changed.
+    let template = json!({
+        "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim", "metadata": { "name": name },
+        "spec": { "resourceClassName": "test",
+            "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": name } },
+    });
+    stage.apply(&template).await?;
+    stage
+        .apply(&json!({ "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name }, "spec": {
+            "resourceClaims": [{ "name": "device", "source": { "resourceClaimName": name } }],
+            "containers": [{ "name": "main", "image": "unused", "resources": { "claims": [{ "name": "device" }] } }] } }))
+        .await
+}
+
+async fn allocated(stage: &Stage, name: &str) -> anyhow::Result<Vec<String>> {
+    stage.wait(stage.pods(), name, "bound", is_bound()).await?;
+    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+    let claim = stage.wait(stage.claims(), name, "allocated", met).await?;
+    devices(&claim.unwrap_or_default())
+}
+
+fn vendor(name: &str, count: u32, vendor: &str) -> Value {
+    let expression = format!("device.attributes[\"drayman.dev\"].vendor == \"{vendor}\"");
+    json!({ "name": name, "count": count, "selectors": [{ "cel": { "expression": expression } }] })
+}
+
+#[tokio::test]
+async fn devices_of_one_kind_are_told_apart_by_their_attributes() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 6).await?;
+    let known = [
+        ("0403", 0),
+        ("10de", 0),
+        ("0403", 1),
+        ("10de", 1),
+        ("10de", 1),
+        ("0403", 1),
+    ];
+    describe(&stage, "node-a", &known).await?;
+    let controller = stage.controller()?;
+
+    make_pod(
+        &stage,
+        "chosen",
+        json!({ "requests": [vendor("one", 1, "10de")] }),
+    )
+    .await?;
+    assert_eq!(allocated(&stage, "chosen").await?, ["drayman-test-1"]);
+
+    let equal = json!([{ "matchAttribute": "drayman.dev/numaNode" }]);
+    let both = json!([vendor("gpu", 2, "10de"), vendor("serial", 1, "0403")]);
+    make_pod(
+        &stage,
+        "together",
+        json!({ "requests": both, "constraints": equal }),
+    )
+    .await?;
+    let together = allocated(&stage, "together").await?;
+    assert_eq!(together, ["drayman-test-3", "drayman-test-4", "drayman-test-2"]);
+
+    // Both that are left are of this vendor, on different NUMA nodes.
+    make_pod(
+        &stage,
+        "apart",
+        json!({ "requests": [vendor("pair", 2, "0403")], "constraints": equal }),
+    )
+    .await?;
+    let said = "4 of 6 held, no 2 of the rest have an equal drayman.dev/numaNode";
+    stage.wait_for_event("apart", "NoSuitableDevice", said).await?;
+    make_pod(&stage, "other", json!({ "requests": [vendor("one", 1, "10de")] })).await?;
+    let said = "4 of 6 held, 2 of 6 do not match selector 1 of request one";
+    stage.wait_for_event("other", "NoSuitableDevice", said).await?;
+
+    // Refused with the object and the selector, and nobody else is held up.
+    let chain = format!("device{} == 1", ".b".repeat(5000 / 2));
+    for (name, expression, said) in [
+        ("syntax", "device.driver ==", "selector 1 of request bad"),
+        ("hostile", chain.as_str(), "at most 160 are allowed"),
+    ] {
+        let request = json!({ "name": "bad", "selectors": [{ "cel": { "expression": expression } }] });
+        make_pod(&stage, name, json!({ "requests": [request] })).await?;
+        let event = stage.wait_for_event(name, "SelectorInvalid", said).await?;
+        let object = format!("DeviceClaimParameters default/{name}");
+        let message = event.message.unwrap_or_default();
+        assert!(message.contains(&object), "{message}");
+    }
+
+    // What is known about a device changes, and the pod that waits for that gets it.
+    let known = [
+        ("0403", 0),
+        ("10de", 0),
+        ("0403", 1),
+        ("10de", 1),
+        ("10de", 1),
+        ("10de", 1),
+    ];
+    describe(&stage, "node-a", &known).await?;
+    assert_eq!(allocated(&stage, "other").await?, ["drayman-test-5"]);
+
+    let all = json!({ "name": "all", "allocationMode": "All", "selectors": [{ "cel": {
+        "expression": "device.attributes[\"drayman.dev\"].numaNode == 0" } }] });
+    make_pod(&stage, "all", json!({ "requests": [all] })).await?;
+    let said = "request all wants all 2 that match, and 1 of them are held or unhealthy";
+    stage.wait_for_event("all", "NoSuitableDevice", said).await?;
+    stage.remove_pod("chosen").await?;
+    stage
+        .claims()
+        .delete("chosen", &kube::api::DeleteParams::default())
+        .await?;
+    assert_eq!(
+        allocated(&stage, "all").await?,
+        ["drayman-test-0", "drayman-test-1"]
+    );
+
+    controller.end().await?;
+    stage.cluster.stop().await
+}
