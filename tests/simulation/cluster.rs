@@ -3,15 +3,13 @@
 
 use drayman::api::resource::{
     AllocationMode, AllocationResult, POD_CLAIM_NAME_ANNOTATION, Pod, PodResourceClaimStatus,
-    PodSchedulingContext, PodSchedulingContextSpec, ResourceClaim, ResourceClaimConsumerReference,
-    ResourceClaimParametersReference, ResourceClaimSchedulingStatus, ResourceClaimSpec, ResourceHandle,
-    controller_of,
+    PodSchedulingContext, ResourceClaim, ResourceClaimConsumerReference, ResourceClaimSchedulingStatus,
+    ResourceClaimStatus, ResourceHandle, controller_of,
 };
 use drayman::core::protocol::ObjectKey;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::driver::{OTHER_DRIVER, OTHER_FINALIZER};
-use crate::scheduler::{owned_by, uid_of_pod};
+use crate::pods::uid_of_pod;
 use crate::stage::{Action, Stage};
 use crate::store::Endpoint;
 
@@ -56,22 +54,6 @@ enum Chore {
     },
     OtherClear(ObjectKey),
     OtherLeave(ObjectKey),
-}
-
-/// The name of a template says what is in it: the class, and the parameters after a dot.
-pub(crate) fn template_spec(name: &str) -> ResourceClaimSpec {
-    let (class, parameters) = name
-        .split_once('.')
-        .map_or((name, None), |(class, rest)| (class, Some(rest)));
-    ResourceClaimSpec {
-        resource_class_name: class.to_owned(),
-        parameters_ref: parameters.map(|name| ResourceClaimParametersReference {
-            api_group: None,
-            kind: "Parameters".to_owned(),
-            name: name.to_owned(),
-        }),
-        allocation_mode: Some(AllocationMode::WaitForFirstConsumer),
-    }
 }
 
 fn is_done(pod: &Pod) -> bool {
@@ -350,7 +332,7 @@ impl Stage {
             }
             Chore::OtherClear(claim) => {
                 let _ = store.update_claim(&claim, None, Endpoint::Status, |claim| {
-                    claim.status = drayman::api::resource::ResourceClaimStatus::default();
+                    claim.status = ResourceClaimStatus::default();
                     Ok(())
                 });
                 self.do_chore(Chore::OtherLeave(claim));
@@ -363,55 +345,6 @@ impl Stage {
                     Ok(())
                 });
             }
-        }
-    }
-
-    fn create_claim_for(&mut self, key: &ObjectKey, entry: &str, suffix: u64) {
-        let Some(pod) = self.store.pods.get(key).cloned() else {
-            return;
-        };
-        let template = pod.spec.resource_claims.iter().find(|known| known.name == entry);
-        let Some(template) = template.and_then(|entry| entry.source.resource_claim_template_name.clone())
-        else {
-            return;
-        };
-        let annotations = [(POD_CLAIM_NAME_ANNOTATION.to_owned(), entry.to_owned())];
-        let _ = self.store.create_claim(ResourceClaim {
-            metadata: ObjectMeta {
-                namespace: Some(key.namespace.clone()),
-                name: Some(format!("{}-{entry}-{suffix:05}", key.name)),
-                annotations: Some(annotations.into()),
-                owner_references: Some(vec![owned_by(&pod)]),
-                ..ObjectMeta::default()
-            },
-            spec: template_spec(&template),
-            ..ResourceClaim::default()
-        });
-    }
-
-    fn tell_node(&mut self, key: &ObjectKey) {
-        let Some(pod) = self.store.pods.get(key).cloned() else {
-            return;
-        };
-        let node = pod.spec.node_name.clone().unwrap_or_default();
-        if self.store.contexts.contains_key(key) {
-            let _ = self
-                .store
-                .update_context(key, None, |context| context.spec.selected_node = node);
-        } else {
-            let _ = self.store.create_context(PodSchedulingContext {
-                metadata: ObjectMeta {
-                    namespace: Some(key.namespace.clone()),
-                    name: Some(key.name.clone()),
-                    owner_references: Some(vec![owned_by(&pod)]),
-                    ..ObjectMeta::default()
-                },
-                spec: PodSchedulingContextSpec {
-                    selected_node: node,
-                    potential_nodes: Vec::new(),
-                },
-                ..PodSchedulingContext::default()
-            });
         }
     }
 }

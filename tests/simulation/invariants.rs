@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::api::resource::{NODE_LIST_MAX, controller_of};
+use drayman::api::resource::{AllocationMode, NODE_LIST_MAX, controller_of};
 use drayman::core::protocol::{ClaimToAllocate, ClaimWrite, Command, DriverRequest, ObjectKey};
 
 use crate::driver::{DRIVER, FINALIZER, hold_of, recorded_hold, uid_of};
@@ -207,6 +207,40 @@ impl Stage {
         }
     }
 
+    /// All claims of a pod that are still to be allocated go together.
+    fn check_together(&mut self, claims: &[ClaimToAllocate]) {
+        let names: BTreeSet<String> = claims.iter().map(|claim| uid_of(&claim.claim)).collect();
+        let mut left_out = None;
+        for key in self.store.pods.keys() {
+            let all = self.claims_of(key).unwrap_or_default();
+            let of_pod = |uid: &String| {
+                all.iter()
+                    .any(|(_, claim)| uid_of(claim) == *uid && Self::owner_of(claim).is_some())
+            };
+            if !names.iter().any(of_pod) {
+                continue;
+            }
+            left_out = all.into_iter().map(|(_, claim)| claim).find(|claim| {
+                // What another driver may have had meanwhile does not count.
+                let class = &claim.spec.resource_class_name;
+                let always_ours = self
+                    .store
+                    .drivers_ever
+                    .get(class)
+                    .is_some_and(|all| all.len() == 1);
+                self.is_ours(class)
+                    && always_ours
+                    && claim.spec.allocation_mode == Some(AllocationMode::WaitForFirstConsumer)
+                    && claim.status.allocation.is_none()
+                    && !names.contains(&uid_of(claim))
+            });
+        }
+        if let Some(claim) = left_out {
+            let name = claim.metadata.name.clone();
+            self.violate(|| format!("claim {name:?} is left out when its pod's claims are allocated"));
+        }
+    }
+
     /// I3, I6, I7.
     fn check_allocate(&mut self, claims: &[ClaimToAllocate], node: Option<&str>) {
         let mut uids = BTreeSet::new();
@@ -229,6 +263,9 @@ impl Stage {
             {
                 self.violate(|| format!("I3: allocate for {key} before our finalizer is stored"));
             }
+        }
+        if node.is_some() {
+            self.check_together(claims);
         }
         if let Some(node) = node {
             let pods = self.process.as_ref().map(|process| &process.seen);

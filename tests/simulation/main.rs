@@ -4,7 +4,8 @@
 //! surrounds [`drayman::core::protocol::World`]. One seed decides everything; the same seed is the same run. The promises are
 //! checked after every step; when faults have stopped and all is at rest, a reference says what must have been served.
 //!
-//! A failure prints its seed and the command that replays it.
+//! A failure prints its seed and the command that replays it. `SEEDS` says how many seeds are run, `FIRST` where they begin;
+//! `VERBOSE=1` prints everything that happens in the named stories.
 
 #![allow(
     clippy::unwrap_used,
@@ -17,11 +18,14 @@
     reason = "a model for tests: it may end at once where it is wrong, and keeps the shape of what it models"
 )]
 
+mod calls;
 mod cluster;
 mod describe;
 mod driver;
 mod faults;
+mod generate;
 mod invariants;
+mod pods;
 mod requests;
 mod rng;
 mod rules;

@@ -5,15 +5,18 @@ use std::sync::Arc;
 
 use drayman::core::protocol::{Answer, Event, ObjectKey, Report, Statistics};
 
+use crate::calls::{Call, Request};
 use crate::driver::{Facts, MemoryDriver};
 use crate::faults::Faults;
 use crate::rng::Rng;
 use crate::scheduler::Plan;
-use crate::shell::{Call, Process, Request};
+use crate::shell::Process;
 use crate::store::{Kind, Store};
 
 pub(crate) const MILLISECOND: u64 = 1_000;
 pub(crate) const SECOND: u64 = 1_000_000;
+/// More steps than this in ten seconds are no work any more.
+const HOT: u64 = 10_000;
 
 /// A watch: its kind, and how often it has started over. What an earlier round had on its way is dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,6 +111,8 @@ pub(crate) struct Stage {
     pub(crate) violation: Option<String>,
     pub(crate) hash: u64,
     pub(crate) steps: u64,
+    /// When the present ten seconds began, and with which step.
+    window: (u64, u64),
     pub(crate) last_change: u64,
     seen_version: u64,
 }
@@ -150,6 +155,7 @@ impl Stage {
             violation: None,
             hash: 0,
             steps: 0,
+            window: (0, 0),
             last_change: 0,
             seen_version: 0,
         }
@@ -211,6 +217,12 @@ impl Stage {
         let action = self.queue.remove(&(when, number)).unwrap();
         self.now = when;
         self.steps += 1;
+        if when > self.window.0 + 10 * SECOND {
+            self.window = (when, self.steps);
+        } else if self.steps > self.window.1 + HOT {
+            self.violate(|| format!("a hot loop: more than {HOT} steps in ten seconds"));
+            return false;
+        }
         self.act(action);
         let (version, probe) = (self.store.version(), self.rng.clone().next());
         self.mix(when);

@@ -7,8 +7,8 @@ use drayman::core::protocol::ObjectKey;
 use drayman::driver::CapacityCause;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
-use crate::cluster::template_spec;
 use crate::driver::{DRIVER, OTHER_DRIVER, Parameters};
+use crate::generate::template_spec;
 use crate::stage::{Action, MILLISECOND, SECOND, Stage};
 use crate::store::Endpoint;
 

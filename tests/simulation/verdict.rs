@@ -6,7 +6,7 @@ use drayman::api::resource::{AllocationMode, Pod, ResourceClaim};
 use drayman::core::protocol::ObjectKey;
 
 use crate::driver::{DRIVER, FINALIZER, Hold, OTHER_FINALIZER, recorded_hold, uid_of};
-use crate::scheduler::uid_of_pod;
+use crate::pods::uid_of_pod;
 use crate::stage::{SECOND, Stage};
 
 impl Stage {

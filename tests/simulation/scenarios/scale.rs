@@ -13,9 +13,9 @@ use drayman::core::protocol::{
 use drayman::driver::{CapacityCause, CapacityChange, Verdict};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
-use crate::cluster::template_spec;
 use crate::driver::{DRIVER, FINALIZER, Hold, allocation_of};
-use crate::scheduler::owned_by;
+use crate::generate::template_spec;
+use crate::pods::owned_by;
 
 fn named(name: &str, version: u64) -> ObjectMeta {
     ObjectMeta {

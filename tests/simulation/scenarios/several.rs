@@ -4,7 +4,7 @@ use drayman::api::resource::AllocationMode;
 
 use super::{calm, expect_well, is_bound, key, plain, until_bound};
 use crate::driver::{DRIVER, FINALIZER};
-use crate::stage::SECOND;
+use crate::stage::{MILLISECOND, SECOND};
 use crate::store::Kind;
 use crate::users::Use;
 
@@ -124,6 +124,29 @@ fn a_pod_waits_for_the_claims_that_are_not_seen_yet() {
     stage.create_pod(&key("p"), &[Use::Template("other"), Use::Template("gpu")], None);
     stage.run_for(30 * SECOND);
     assert_eq!(stage.command_log, Vec::<String>::new());
+    stage.let_watch_go(Kind::Claim);
+    until_bound(&mut stage, "p");
+    expect_well(stage);
+}
+
+#[test]
+fn nothing_is_said_about_a_pod_while_only_some_of_its_claims_are_seen() {
+    let mut stage = calm(&[("node-a", 2)]);
+    stage.lag = 10 * SECOND;
+    stage.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("gpu")], None);
+    stage.run_until("one of two claims is there", |stage| {
+        !stage.store.claims.is_empty()
+    });
+    stage.run_for(100 * MILLISECOND);
+    assert_eq!(
+        stage.store.claims.len(),
+        1,
+        "this one is seen and the other is not"
+    );
+    stage.hold_watch(Kind::Claim);
+    stage.run_for(120 * SECOND);
+    assert_eq!(stage.store.claims.len(), 2);
+    assert_eq!(plain(&stage.command_log), ["read pod p"]);
     stage.let_watch_go(Kind::Claim);
     until_bound(&mut stage, "p");
     expect_well(stage);

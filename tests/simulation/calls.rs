@@ -1,0 +1,279 @@
+//! What the controller asks for on its way there and back: requests to the server, calls of the driver, and their faults.
+
+use drayman::core::protocol::{
+    Answer, CallError, CallErrorKind, CallId, Command, DriverRequest, Event, Outcome, Subject,
+};
+use drayman::driver::{CapacityCause, CapacityChange};
+
+use crate::describe::describe_command;
+use crate::faults::Fault;
+use crate::stage::{Action, SECOND, Stage};
+
+/// A request on its way.
+#[derive(Clone, Debug)]
+pub(crate) struct Request {
+    pub(crate) generation: u32,
+    pub(crate) id: CallId,
+    pub(crate) command: Command,
+    pub(crate) fault: Option<Fault>,
+}
+
+/// A call of the driver.
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub(crate) id: CallId,
+    pub(crate) request: DriverRequest,
+    pub(crate) fault: Option<Fault>,
+    /// It is done at once, and takes long to be told.
+    pub(crate) slow_answer: bool,
+}
+
+impl Stage {
+    // === requests ===
+
+    pub(crate) fn send(&mut self, command: Command, fault: Option<Fault>) {
+        let id = match &command {
+            Command::ReadPod { id, .. }
+            | Command::ReadClaim { id, .. }
+            | Command::WriteContext { id, .. } => *id,
+            Command::WriteClaim { id, uid, .. } => {
+                let (id, uid) = (*id, uid.clone());
+                self.take_off(id, vec![uid]);
+                id
+            }
+            _ => return,
+        };
+        let generation = self.generation;
+        // What is refused now would have been refused before: no write that is late can still be taken.
+        let fault = fault.filter(|fault| *fault != Fault::Refused || !self.is_late(&command));
+        let timeout = self.rng.between(2 * SECOND, 10 * SECOND);
+        let mut way = self.delay();
+        match fault {
+            Some(Fault::RequestLost) => {
+                self.answer_later(generation, timeout, id, unknown(&command, "no answer in time"));
+                return;
+            }
+            Some(Fault::ServerError) => {
+                self.answer_later(generation, way, id, unknown(&command, "500"));
+                return;
+            }
+            Some(Fault::Conflict) => {
+                self.answer_later(generation, way, id, failed(&command, Fault::Conflict));
+                return;
+            }
+            Some(Fault::Refused) => {
+                self.answer_later(generation, way, id, failed(&command, Fault::Refused));
+                return;
+            }
+            Some(Fault::ReplyLost) => {
+                self.answer_later(generation, timeout, id, unknown(&command, "no answer in time"));
+            }
+            Some(Fault::Late) => {
+                self.answer_later(generation, timeout, id, unknown(&command, "no answer in time"));
+                way = timeout + self.rng.between(0, 2 * SECOND);
+            }
+            Some(Fault::Slow) => way = self.rng.between(SECOND, 8 * SECOND),
+            _ => {}
+        }
+        if matches!(command, Command::WriteClaim { .. } | Command::WriteContext { .. })
+            && self.faults.strikes(Fault::SecondWriter, &mut self.rng)
+        {
+            self.bump(&command);
+        }
+        self.requests_sent += 1;
+        let number = self.requests_sent;
+        self.network.insert(
+            number,
+            Request {
+                generation,
+                id,
+                command,
+                fault,
+            },
+        );
+        self.after(way, Action::Arrive(number));
+    }
+
+    /// Whether an earlier write to the same claim is still on its way.
+    fn is_late(&self, command: &Command) -> bool {
+        let Command::WriteClaim { uid, .. } = command else {
+            return false;
+        };
+        self.network
+            .values()
+            .any(|request| matches!(&request.command, Command::WriteClaim { uid: other, .. } if other == uid))
+    }
+
+    pub(crate) fn arrive(&mut self, number: u64) {
+        let Some(request) = self.network.remove(&number) else {
+            return;
+        };
+        self.note(|| format!("     carried out: {}", describe_command(&request.command)));
+        let answer = self.carry_out(&request.command);
+        match request.fault {
+            Some(Fault::CrashAfter) if request.generation == self.generation => self.crash(),
+            Some(Fault::ReplyLost | Fault::Late) => {}
+            fault => {
+                let mut delay = self.delay();
+                if fault == Some(Fault::Slow) {
+                    delay = self.rng.between(SECOND, 8 * SECOND);
+                }
+                self.answer_later(request.generation, delay, request.id, answer);
+            }
+        }
+    }
+
+    // === driver ===
+
+    pub(crate) fn call(&mut self, id: CallId, request: DriverRequest, fault: Option<Fault>) {
+        let generation = self.generation;
+        let uids = match &request {
+            DriverRequest::UnsuitableNodes { .. } => {
+                self.judgements += 1;
+                Vec::new()
+            }
+            DriverRequest::Allocate { claims, .. } => claims
+                .iter()
+                .map(|claim| crate::driver::uid_of(&claim.claim))
+                .collect(),
+            DriverRequest::Deallocate { claim, .. } => vec![crate::driver::uid_of(claim)],
+        };
+        self.take_off(id, uids);
+        let error = |kind, reason| CallError {
+            kind,
+            subject: Subject::Call,
+            reason,
+            message: "the driver failed, since a fault was asked for".to_owned(),
+        };
+        let delay = self.delay();
+        let timed_out = driver_failed(&request, error(CallErrorKind::TimedOut, "DriverTimedOut"));
+        match fault {
+            Some(Fault::DriverRetry) => {
+                let answer = driver_failed(&request, error(CallErrorKind::Retry, "DriverBusy"));
+                self.answer_later(generation, delay, id, answer);
+                return;
+            }
+            Some(Fault::DriverInvalid) => {
+                let answer = driver_failed(&request, error(CallErrorKind::Invalid, "DriverRefused"));
+                self.answer_later(generation, delay, id, answer);
+                // A person acts, in the end.
+                let later = self.rng.between(SECOND, 20 * SECOND);
+                self.announce_change(CapacityCause::Parameters, None, later);
+                return;
+            }
+            Some(Fault::DriverHungBefore) => {
+                self.answer_later(generation, 30 * SECOND, id, timed_out);
+                return;
+            }
+            Some(Fault::DriverHungAfter) => self.answer_later(generation, 30 * SECOND, id, timed_out),
+            _ => {}
+        }
+        // What a slow driver says may be old or new.
+        let says_what_was = self.rng.chance(500);
+        let way = if fault == Some(Fault::Slow) && !says_what_was {
+            self.rng.between(SECOND, 25 * SECOND)
+        } else {
+            delay
+        };
+        let call = id.0;
+        let slow_answer = fault == Some(Fault::Slow) && says_what_was;
+        let state = Call {
+            id,
+            request,
+            fault,
+            slow_answer,
+        };
+        self.calls.insert(call, state);
+        self.after(way, Action::Work { generation, call });
+    }
+
+    pub(crate) fn work(&mut self, generation: u32, call: u64) {
+        if generation != self.generation {
+            return;
+        }
+        let Some(call) = self.calls.remove(&call) else {
+            return;
+        };
+        let mut answer = match &call.request {
+            DriverRequest::UnsuitableNodes { claims, nodes, .. } => {
+                Answer::Judged(self.driver.unsuitable_nodes(&self.facts, claims, nodes))
+            }
+            DriverRequest::Allocate { claims, node } => {
+                Answer::Allocated(Ok(self.driver.allocate(&self.facts, claims, node.as_deref())))
+            }
+            DriverRequest::Deallocate { claim, .. } => {
+                let freed = self.driver.deallocate(&crate::driver::uid_of(claim));
+                self.announce(freed);
+                Answer::Deallocated(Ok(()))
+            }
+        };
+        if call.fault == Some(Fault::DriverMiscounts) {
+            match &mut answer {
+                Answer::Judged(Ok(all)) => drop(all.pop()),
+                Answer::Allocated(Ok(all)) => drop(all.pop()),
+                _ => {}
+            }
+        }
+        match call.fault {
+            Some(Fault::CrashAfter) => self.crash(),
+            Some(Fault::DriverHungAfter) => {}
+            _ => {
+                let mut delay = self.delay();
+                if call.slow_answer {
+                    delay = self.rng.between(SECOND, 25 * SECOND);
+                }
+                self.answer_later(generation, delay, call.id, answer);
+            }
+        }
+    }
+
+    /// The driver says that devices became free.
+    pub(crate) fn announce(&mut self, freed: usize) {
+        if freed > 0 {
+            let delay = self.delay();
+            self.announce_change(CapacityCause::Freed, Some(freed), delay);
+        }
+    }
+
+    pub(crate) fn announce_change(&mut self, cause: CapacityCause, pods: Option<usize>, delay: u64) {
+        let event = Event::Capacity(CapacityChange { cause, pods });
+        let generation = self.generation;
+        self.after(
+            delay,
+            Action::Deliver {
+                generation,
+                event,
+                from: None,
+            },
+        );
+    }
+}
+
+fn unknown(command: &Command, text: &str) -> Answer {
+    let text = text.to_owned();
+    match command {
+        Command::ReadPod { .. } => Answer::PodRead(Err(text)),
+        Command::ReadClaim { .. } => Answer::ClaimRead(Err(text)),
+        Command::WriteContext { .. } => Answer::ContextWritten(Outcome::Unknown(text)),
+        _ => Answer::ClaimWritten(Outcome::Unknown(text)),
+    }
+}
+
+fn failed(command: &Command, fault: Fault) -> Answer {
+    let refused = fault == Fault::Refused;
+    let text = "a fault was asked for".to_owned();
+    match command {
+        Command::WriteContext { .. } if refused => Answer::ContextWritten(Outcome::Refused(text)),
+        Command::WriteContext { .. } => Answer::ContextWritten(Outcome::Conflict(text)),
+        _ if refused => Answer::ClaimWritten(Outcome::Refused(text)),
+        _ => Answer::ClaimWritten(Outcome::Conflict(text)),
+    }
+}
+
+fn driver_failed(request: &DriverRequest, error: CallError) -> Answer {
+    match request {
+        DriverRequest::UnsuitableNodes { .. } => Answer::Judged(Err(error)),
+        DriverRequest::Allocate { .. } => Answer::Allocated(Err(error)),
+        DriverRequest::Deallocate { .. } => Answer::Deallocated(Err(error)),
+    }
+}
