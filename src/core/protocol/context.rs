@@ -183,7 +183,7 @@ impl ContextState {
 }
 
 impl World {
-    pub(super) fn see_context(&mut self, object: Arc<PodSchedulingContext>, _now: Moment) {
+    pub(super) fn see_context(&mut self, object: Arc<PodSchedulingContext>) {
         let key = ObjectKey::of(&object.metadata);
         let uid = object.metadata.uid.clone().unwrap_or_default();
         if let Some(known) = self.contexts.get(&key) {

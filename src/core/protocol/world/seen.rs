@@ -223,7 +223,7 @@ impl World {
         }
     }
 
-    pub(super) fn see_all_contexts(&mut self, contexts: Vec<Arc<PodSchedulingContext>>, now: Moment) {
+    pub(super) fn see_all_contexts(&mut self, contexts: Vec<Arc<PodSchedulingContext>>) {
         let keys: BTreeSet<ObjectKey> = contexts
             .iter()
             .map(|context| ObjectKey::of(&context.metadata))
@@ -238,7 +238,7 @@ impl World {
             self.context_gone(&key, &uid);
         }
         for context in contexts {
-            self.see_context(context, now);
+            self.see_context(context);
         }
         if !self.barrier.contexts {
             self.barrier.contexts = true;
