@@ -60,6 +60,18 @@ fn claim_patch(uid: &str, finalizer: &str, driver_name: &str, write: &ClaimWrite
             operations.push(json!({ "op": "remove", "path": "/status/allocation" }));
             ClaimPatch::StatusJson(Value::Array(operations))
         }
+        ClaimWrite::UndoAllocation { version, reserved } => {
+            let mut operations = vec![
+                json!({ "op": "test", "path": "/metadata/uid", "value": uid }),
+                json!({ "op": "test", "path": "/metadata/resourceVersion", "value": version }),
+            ];
+            if *reserved {
+                operations.push(json!({ "op": "remove", "path": "/status/reservedFor" }));
+            }
+            operations.push(json!({ "op": "remove", "path": "/status/driverName" }));
+            operations.push(json!({ "op": "remove", "path": "/status/allocation" }));
+            ClaimPatch::StatusJson(Value::Array(operations))
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use drayman::driver::{CapacityCause, CapacityChange};
 
 use crate::describe::describe_command;
 use crate::faults::Fault;
-use crate::stage::{Action, SECOND, Stage};
+use crate::stage::{Action, MILLISECOND, SECOND, Stage};
 
 /// A request on its way.
 #[derive(Clone, Debug)]
@@ -45,7 +45,8 @@ impl Stage {
         };
         let generation = self.generation;
         // What is refused now would have been refused before: no write that is late can still be taken.
-        let fault = fault.filter(|fault| *fault != Fault::Refused || !self.is_late(&command));
+        let refusals = [Fault::Refused, Fault::RefusedLast];
+        let fault = fault.filter(|fault| !refusals.contains(fault) || !self.is_late(&command));
         let timeout = self.rng.between(2 * SECOND, 10 * SECOND);
         let mut way = self.delay();
         match fault {
@@ -62,6 +63,11 @@ impl Stage {
                 return;
             }
             Some(Fault::Refused) => {
+                self.answer_later(generation, way, id, failed(&command, Fault::Refused));
+                return;
+            }
+            Some(Fault::RefusedLast) => {
+                way = self.rng.between(10 * MILLISECOND, 200 * MILLISECOND);
                 self.answer_later(generation, way, id, failed(&command, Fault::Refused));
                 return;
             }

@@ -136,6 +136,14 @@ impl ContextState {
         self.object.metadata.deletion_timestamp.is_some()
     }
 
+    /// Whether the pod had a node when it was read.
+    pub(super) fn pod_has_a_node(&self) -> bool {
+        match &self.pod {
+            PodKnown::Read(pod) => pod.spec.node_name.is_some(),
+            PodKnown::Unread | PodKnown::Gone => false,
+        }
+    }
+
     /// Something has become possible, and it is this pod's turn.
     pub(super) fn offered(&mut self, epoch: u64) {
         self.epoch = epoch;
