@@ -1,6 +1,7 @@
 //! One PodSchedulingContext: is the pod ours to serve, where can it not go, and is it time to allocate?
 
 mod judgement;
+mod others;
 mod standing;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -82,6 +83,8 @@ pub(super) struct ContextState {
     asked: u64,
     retry: Retry,
     reported: Option<String>,
+    /// Other drivers that owe the scheduler an answer for this pod, or did and were named for it.
+    silent: BTreeMap<String, others::Silence>,
     /// When it was last reported that there is no place, unless something else was since.
     told_no_place: Option<Moment>,
     /// The verdict under way was asked for by the slow recheck alone.
@@ -123,6 +126,7 @@ impl ContextState {
             asked: 0,
             retry: Retry::default(),
             reported: None,
+            silent: BTreeMap::new(),
             told_no_place: None,
             by_recheck: false,
         }
