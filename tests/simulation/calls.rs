@@ -134,16 +134,13 @@ impl Stage {
     pub(crate) fn call(&mut self, id: CallId, request: DriverRequest, fault: Option<Fault>) {
         let generation = self.generation;
         let uids = match &request {
-            DriverRequest::UnsuitableNodes { .. } => {
-                self.judgements += 1;
-                Vec::new()
-            }
-            DriverRequest::Allocate { claims, .. } => claims
+            DriverRequest::UnsuitableNodes { claims, .. } | DriverRequest::Allocate { claims, .. } => claims
                 .iter()
                 .map(|claim| crate::driver::uid_of(&claim.claim))
                 .collect(),
             DriverRequest::Deallocate { claim, .. } => vec![crate::driver::uid_of(claim)],
         };
+        self.judgements += u64::from(matches!(request, DriverRequest::UnsuitableNodes { .. }));
         self.take_off(id, uids);
         let error = |kind, reason| CallError {
             kind,

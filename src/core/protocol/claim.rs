@@ -48,6 +48,8 @@ pub(super) struct ClaimState {
     pub(super) object: Arc<ResourceClaim>,
     /// What is under way.
     pub(super) stage: ClaimStage,
+    /// The driver is being asked for which nodes it is unsuitable. Of two pods that share it one waits for the other.
+    pub(super) judged_now: bool,
     /// Whether the driver has been told of it.
     pub(super) observed: bool,
     /// Failures in a row.
@@ -81,6 +83,7 @@ impl ClaimState {
         Self {
             object,
             stage: ClaimStage::Resting,
+            judged_now: false,
             observed: false,
             retry: Retry::default(),
             release_seen: None,
@@ -261,7 +264,8 @@ impl World {
     /// Looks at one claim by itself: release it, or allocate it if it is immediate.
     pub(super) fn step_claim(&mut self, key: &ObjectKey, now: Moment) {
         let Some(claim) = self.claims.get(key) else { return };
-        if claim.gone || !matches!(claim.stage, ClaimStage::Resting | ClaimStage::ToRead) {
+        if claim.gone || claim.judged_now || !matches!(claim.stage, ClaimStage::Resting | ClaimStage::ToRead)
+        {
             return;
         }
         if let Some(moment) = claim.retry.wait_until(now) {

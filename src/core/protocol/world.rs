@@ -99,6 +99,8 @@ pub(super) enum Flight {
     Judge {
         context: ObjectKey,
         uid: String,
+        /// The claims, in the order of the basis.
+        claims: Vec<ObjectKey>,
         basis: Basis,
     },
     /// A context whose entries are being written.
@@ -276,7 +278,15 @@ impl World {
         }
         match flight {
             Flight::Pod { context, uid } => self.pod_read(&context, &uid, answer, now),
-            Flight::Judge { context, uid, basis } => self.judged(&context, &uid, basis, answer, now),
+            Flight::Judge {
+                context,
+                uid,
+                claims,
+                basis,
+            } => {
+                self.end_judging(&claims, &basis);
+                self.judged(&context, &uid, basis, answer, now);
+            }
             Flight::Publish { context, uid } => self.published(&context, &uid, answer, now),
             Flight::Release { claim, uid } => self.release_answered(&claim, &uid, answer, now),
             Flight::Item { batch, uid } => self.item_answered(batch, &uid, answer, now),

@@ -4,6 +4,7 @@ use drayman::api::resource::{AllocationMode, ResourceClaimConsumerReference, Res
 
 use super::{calm, expect_well, is_bound, key, plain, until_bound};
 use crate::driver::{DRIVER, FINALIZER};
+use crate::faults::Fault;
 use crate::stage::{MILLISECOND, SECOND};
 use crate::store::{Endpoint, Kind};
 use crate::users::Use;
@@ -279,5 +280,23 @@ fn a_claim_that_another_pod_shares_by_now_is_not_taken_back() {
     stage.let_watch_go(Kind::Claim);
     stage.refuse_allocations = None;
     until_bound(&mut stage, "p");
+    expect_well(stage);
+}
+
+#[test]
+fn the_driver_is_asked_about_a_shared_claim_for_one_pod_after_the_other() {
+    let mut stage = calm(&[("node-a", 1)]);
+    stage.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
+    // It takes seconds to answer, and both pods' contexts are there meanwhile.
+    stage.faults.rates.insert(Fault::Slow, 1000);
+    for pod in ["one", "two"] {
+        stage.create_pod(&key(pod), &[Use::Named("named")], None);
+    }
+    stage.run_until("both contexts are there", |stage| stage.store.contexts.len() == 2);
+    stage.run_for(60 * SECOND);
+    stage.faults.rates.clear();
+    assert!(stage.judgements >= 2, "{:?}", stage.command_log);
+    until_bound(&mut stage, "one");
+    until_bound(&mut stage, "two");
     expect_well(stage);
 }
