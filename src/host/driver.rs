@@ -11,7 +11,7 @@ use crate::api::crd::{DeviceClaimParameters, DeviceClassParameters, NodeInventor
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use crate::core::devices::allocate::Target;
 use crate::core::devices::books::Observed;
-use crate::core::devices::errors::AllocateError;
+use crate::core::devices::errors::{AllocateError, Problem};
 use crate::core::devices::inventory::Node;
 use crate::core::devices::judge::Wish;
 use crate::core::devices::parameters::{ClassParameters, Demand, Selector};
@@ -170,7 +170,11 @@ impl Shared {
 
     fn inventories(&self, change: Change<String, Node>) {
         let all = matches!(change, Change::All(_));
-        let number = self.state().apply_inventories(change);
+        let (number, problems) = {
+            let mut state = self.state();
+            (state.apply_inventories(change), state.books.settle_doubts())
+        };
+        tell(&problems);
         self.synced.send_modify(|synced| synced.inventories |= all);
         self.changes.report(CapacityCause::Inventory, number);
     }
@@ -318,14 +322,18 @@ impl Driver for HostDriver {
                 },
             }
         };
-        for problem in problems {
-            tracing::error!(reason = problem.reason(), "{problem}");
-        }
+        tell(&problems);
         self.shared.changes.report(CapacityCause::Freed, freed);
     }
 
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
         self.shared.changes.subscribe()
+    }
+}
+
+fn tell(problems: &[Problem]) {
+    for problem in problems {
+        tracing::error!(reason = problem.reason(), "{problem}");
     }
 }
 
