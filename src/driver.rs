@@ -91,6 +91,33 @@ pub trait Driver: Send + Sync + 'static {
     {
         futures::stream::pending()
     }
+
+    /// Yields whatever [`Driver::observe`] or a change of the devices shows to be wrong with what a claim holds, once. The
+    /// controller tells the users of the claim.
+    fn holding_problems(&self) -> impl Stream<Item = HoldingProblem> + Send + 'static
+    where
+        Self: Sized,
+    {
+        futures::stream::pending()
+    }
+}
+
+/// Something is wrong with what a claim holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HoldingProblem {
+    /// The claim's namespace.
+    pub namespace: String,
+    /// The claim's name.
+    pub name: String,
+    /// The claim's uid.
+    pub uid: String,
+    /// CamelCase, from a small fixed set: the reason of the event.
+    pub reason: &'static str,
+    /// What is wrong and what to do, as a user shall read it.
+    pub message: String,
+    /// Whether the claim must not keep what it holds, because another one has the better right to it. The controller takes it
+    /// back if no pod can be using it yet.
+    pub take_back: bool,
 }
 
 /// A claim to be judged or allocated, with everything that was read for it.

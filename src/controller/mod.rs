@@ -150,6 +150,7 @@ impl<D: Driver> Controller<D> {
     async fn serve(&self, fence: &Fence, shutdown: &CancellationToken) {
         let mut watches = watch::all(&self.client);
         let mut capacity_changes = pin!(self.driver.capacity_changes());
+        let mut holding_problems = pin!(self.driver.holding_problems());
         let (answers, mut answered) = mpsc::unbounded_channel();
         let reports = Reports::start(
             self.client.clone(),
@@ -167,6 +168,7 @@ impl<D: Driver> Controller<D> {
                 Some(event) = watches.next() => Some(event),
                 Some(event) = answered.recv() => Some(event),
                 Some(change) = capacity_changes.next() => Some(Event::Capacity(change)),
+                Some(problem) = holding_problems.next() => Some(Event::HoldingProblem(problem)),
                 () = sleep_until(deadline) => None,
             };
             if let Some(event) = event {

@@ -3,9 +3,9 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use futures::Stream;
+use futures::{Stream, StreamExt as _};
 use kube::Client;
-use tokio::sync::watch as cell;
+use tokio::sync::{mpsc, watch as cell};
 use tokio_util::sync::CancellationToken;
 
 use crate::api::crd::{DeviceClaimParameters, DeviceClassParameters, NodeInventory};
@@ -18,7 +18,7 @@ use crate::core::devices::judge::Wish;
 use crate::core::devices::parameters::{ClassParameters, Demand, Selector};
 use crate::driver::{
     CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, DriverErrorKind,
-    Observation, Verdict,
+    HoldingProblem, Observation, Verdict,
 };
 use crate::host::changes::Changes;
 use crate::host::selectors::{Evaluator, Refusal};
@@ -46,11 +46,20 @@ struct Shared {
     /// Check and hold are one step under this lock. It is never held across an await.
     state: Mutex<State>,
     changes: Changes,
+    /// What is wrong with what claims hold, kept until the controller asks for it.
+    problems: Problems,
     synced: cell::Sender<Synced>,
     evaluator: Evaluator,
     /// Held while devices are judged, so that nothing is judged twice at once.
     judging: tokio::sync::Mutex<()>,
 }
+
+/// The two ends of what is reported once.
+#[derive(Debug)]
+struct Problems(
+    mpsc::UnboundedSender<HoldingProblem>,
+    Mutex<Option<mpsc::UnboundedReceiver<HoldingProblem>>>,
+);
 
 /// Which of the three copies are complete.
 #[derive(Clone, Copy, Debug, Default)]
@@ -142,6 +151,10 @@ impl HostDriver {
                 name,
                 state,
                 changes: Changes::new(),
+                problems: {
+                    let (sender, receiver) = mpsc::unbounded_channel();
+                    Problems(sender, Mutex::new(Some(receiver)))
+                },
                 synced,
                 evaluator,
                 judging: tokio::sync::Mutex::new(()),
@@ -176,7 +189,7 @@ impl Shared {
             let mut state = self.state();
             (state.apply_inventories(change), state.books.settle_doubts())
         };
-        tell(&problems);
+        self.tell(problems);
         self.synced.send_modify(|synced| synced.inventories |= all);
         self.changes.report(CapacityCause::Inventory, number);
     }
@@ -261,6 +274,25 @@ impl Shared {
 
     fn unjudged_again(&self, expression: &Arc<str>) -> Option<Unjudged> {
         self.state().unjudged_again(expression, Instant::now())
+    }
+
+    /// Passes on what is wrong with what claims hold.
+    fn tell(&self, problems: Vec<Problem>) {
+        for problem in problems {
+            let (claim, uid) = problem.claim();
+            let (namespace, name) = claim.split_once('/').unwrap_or(("", claim));
+            let problem = HoldingProblem {
+                namespace: namespace.to_owned(),
+                name: name.to_owned(),
+                uid: uid.to_owned(),
+                reason: problem.reason(),
+                message: problem.to_string(),
+                take_back: matches!(problem, Problem::Conflict(_)),
+            };
+            tracing::error!(reason = problem.reason, "{}", problem.message);
+            // Without a controller nobody listens.
+            let _ = self.problems.0.send(problem);
+        }
     }
 
     fn parameters(&self, number: usize, mark: impl FnOnce(&mut Synced)) {
@@ -357,18 +389,23 @@ impl Driver for HostDriver {
                 },
             }
         };
-        tell(&problems);
+        self.shared.tell(problems);
         self.shared.changes.report(CapacityCause::Freed, freed);
     }
 
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
         self.shared.changes.subscribe()
     }
-}
 
-fn tell(problems: &[Problem]) {
-    for problem in problems {
-        tracing::error!(reason = problem.reason(), "{problem}");
+    /// Goes to whoever asks first.
+    fn holding_problems(&self) -> impl Stream<Item = HoldingProblem> + Send + 'static {
+        let receiver = &self.shared.problems.1;
+        let receiver = receiver.lock().unwrap_or_else(PoisonError::into_inner).take();
+        futures::stream::unfold(receiver, |mut receiver| async move {
+            let problem = receiver.as_mut()?.recv().await?;
+            Some((problem, receiver))
+        })
+        .chain(futures::stream::pending())
     }
 }
 

@@ -11,7 +11,7 @@ use crate::api::resource::{
     AllocationResult, Pod, PodSchedulingContext, ResourceClaim, ResourceClaimConsumerReference,
     ResourceClaimSchedulingStatus, ResourceClass,
 };
-use crate::driver::{CapacityChange, DriverErrorKind, Observation, Verdict};
+use crate::driver::{CapacityChange, DriverErrorKind, HoldingProblem, Observation, Verdict};
 
 /// A point in time: how long after the controller's start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -107,6 +107,8 @@ pub enum Event {
     DriverReady,
     /// A pod that found no place might find one now.
     Capacity(CapacityChange),
+    /// Something is wrong with what a claim holds.
+    HoldingProblem(HoldingProblem),
     /// A command has been carried out, or not.
     Answer {
         /// The command's id.
@@ -265,8 +267,8 @@ pub enum ClaimWrite {
         /// The driver name that was seen.
         driver_name: Option<String>,
     },
-    /// Clear allocation, driver name and our own reservation, if the claim is still at this version: another claim of the pod
-    /// could not be recorded.
+    /// Clear allocation, driver name and the one reservation, if the claim is still at this version: another claim of the pod
+    /// could not be recorded, or another claim holds the same.
     UndoAllocation {
         /// The resource version that was seen.
         version: String,

@@ -32,7 +32,9 @@ impl World {
         claim.stage = ClaimStage::Deallocating;
         let (object, allocation, uid) = (
             claim.object.clone(),
-            claim.own_allocation(),
+            claim
+                .own_allocation()
+                .or_else(|| claim.given_up.as_deref().cloned()),
             claim.uid().to_owned(),
         );
         self.send(
@@ -54,7 +56,7 @@ impl World {
         self.write_release(key, ClaimStage::RemovingFinalizer, ClaimWrite::RemoveFinalizer);
     }
 
-    fn write_release(&mut self, key: &ObjectKey, stage: ClaimStage, write: ClaimWrite) {
+    pub(super) fn write_release(&mut self, key: &ObjectKey, stage: ClaimStage, write: ClaimWrite) {
         let Some(claim) = self.claims.get_mut(key) else {
             return;
         };
@@ -85,10 +87,15 @@ impl World {
         let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
             return;
         };
+        if claim.stage == ClaimStage::Repairing {
+            self.repair_answered(key, answer, now);
+            return;
+        }
         match answer {
             Answer::Deallocated(Ok(())) => {
                 claim.retry.succeeded();
                 claim.uncertain = false;
+                claim.given_up = None;
                 if !claim.is_asked_back() {
                     claim.stage = ClaimStage::Resting;
                     self.dirty.insert(Work::Claim(key.clone()));
