@@ -12,7 +12,9 @@ impl World {
         let Some(claim) = self.claims.get_mut(key) else {
             return;
         };
-        if !claim.has_finalizer {
+        // Without our finalizer it is not ours, unless it says so: nobody else would give back what an earlier leader's last write
+        // has recorded when the finalizer was gone already.
+        if !claim.has_finalizer && !claim.is_ours {
             return;
         }
         if !claim.is_deleting() && controller_of(&claim.object.metadata).is_some() {
@@ -127,7 +129,9 @@ impl World {
                 );
                 self.dirty.insert(Work::Claim(key.clone()));
             }
-            Answer::ClaimWritten(Outcome::Done(_)) if claim.stage == ClaimStage::Clearing => {
+            Answer::ClaimWritten(Outcome::Done(_))
+                if claim.stage == ClaimStage::Clearing && claim.has_finalizer =>
+            {
                 self.remove_finalizer(key);
             }
             // With its last finalizer it is gone, though the answer has the version that was there before.
