@@ -12,3 +12,4 @@ mod leader;
 mod pods;
 mod selectors;
 mod stage;
+mod tool;
