@@ -11,12 +11,13 @@ use crate::api::crd::{DeviceClaimParameters, DeviceClassParameters, NodeInventor
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use crate::core::devices::allocate::Target;
 use crate::core::devices::books::Observed;
-use crate::core::devices::errors::AllocateError;
+use crate::core::devices::errors::{AllocateError, Problem};
 use crate::core::devices::inventory::Node;
 use crate::core::devices::judge::Wish;
 use crate::core::devices::parameters::{ClassParameters, Demand, Selector};
 use crate::driver::{
-    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Observation, Verdict,
+    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation,
+    Verdict,
 };
 use crate::host::changes::Changes;
 use crate::host::selectors::Evaluator;
@@ -301,7 +302,7 @@ impl Driver for HostDriver {
         Ok(())
     }
 
-    fn observe(&self, observation: &Observation) {
+    fn observe(&self, observation: &Observation) -> Vec<Finding> {
         let driver = self.name();
         let Observed { freed, problems } = {
             let books = &mut self.shared.state().books;
@@ -318,14 +319,22 @@ impl Driver for HostDriver {
                 },
             }
         };
-        for problem in problems {
-            tracing::error!(reason = problem.reason(), "{problem}");
-        }
         self.shared.changes.report(CapacityCause::Freed, freed);
+        problems.iter().map(finding).collect()
     }
 
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
         self.shared.changes.subscribe()
+    }
+}
+
+fn finding(problem: &Problem) -> Finding {
+    let (namespace, name) = problem.claim().split_once('/').unwrap_or_default();
+    Finding {
+        namespace: namespace.to_owned(),
+        name: name.to_owned(),
+        reason: problem.reason(),
+        message: problem.to_string(),
     }
 }
 

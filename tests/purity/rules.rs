@@ -24,8 +24,9 @@ const LAYERS: [(&str, &[&str]); 7] = [
 
 /// Of the driver's seam, `core` may name the data of calls and answers, but neither the trait nor what is generic over it:
 /// a call is a command for the shell.
-const DRIVER_DATA: [&str; 7] = [
+const DRIVER_DATA: [&str; 8] = [
     "Verdict",
+    "Finding",
     "Observation",
     "Holding",
     "CapacityChange",
