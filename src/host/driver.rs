@@ -17,7 +17,7 @@ use crate::core::devices::inventory::Node;
 use crate::core::devices::judge::Wish;
 use crate::core::devices::parameters::{ClassParameters, Demand, Selector};
 use crate::driver::{
-    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, DriverErrorKind,
+    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, DriverErrorKind, Finding,
     Observation, Verdict,
 };
 use crate::host::changes::Changes;
@@ -340,7 +340,7 @@ impl Driver for HostDriver {
         Ok(())
     }
 
-    fn observe(&self, observation: &Observation) {
+    fn observe(&self, observation: &Observation) -> Vec<Finding> {
         let driver = self.name();
         let Observed { freed, problems } = {
             let books = &mut self.shared.state().books;
@@ -357,8 +357,8 @@ impl Driver for HostDriver {
                 },
             }
         };
-        tell(&problems);
         self.shared.changes.report(CapacityCause::Freed, freed);
+        problems.iter().map(finding).collect()
     }
 
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
@@ -366,9 +366,20 @@ impl Driver for HostDriver {
     }
 }
 
+/// What is only certain since the inventories are known: nobody asks just now, so the log has to do.
 fn tell(problems: &[Problem]) {
     for problem in problems {
         tracing::error!(reason = problem.reason(), "{problem}");
+    }
+}
+
+fn finding(problem: &Problem) -> Finding {
+    let (namespace, name) = problem.claim().split_once('/').unwrap_or_default();
+    Finding {
+        namespace: namespace.to_owned(),
+        name: name.to_owned(),
+        reason: problem.reason(),
+        message: problem.to_string(),
     }
 }
 

@@ -7,6 +7,7 @@
 mod harness;
 
 mod controller;
+mod example;
 mod faults;
 mod leader;
 mod pods;

@@ -306,7 +306,8 @@ impl Stage {
         self.program(&format!("companion-{number}"), command)
     }
 
-    fn program(&self, name: &str, mut command: tokio::process::Command) -> anyhow::Result<Program> {
+    /// Starts a program with a log of its own.
+    pub(crate) fn program(&self, name: &str, mut command: tokio::process::Command) -> anyhow::Result<Program> {
         // A log of its own for each start.
         let log = (0..1000)
             .map(|start| self.cluster.directory().join(format!("{name}-{start}.log")))
