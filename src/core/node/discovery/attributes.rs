@@ -16,6 +16,7 @@ pub const NUMA_NODE: &str = "drayman.dev/numaNode";
 /// inventory takes. What is not in the list comes after everything that is.
 const IMPORTANCE: [&str; 17] = [
     "path",
+    "nodes",
     "vendor",
     "product",
     "serial",
@@ -29,7 +30,6 @@ const IMPORTANCE: [&str; 17] = [
     "linkWidth",
     "pcieRoot",
     "manufacturer",
-    "nodes",
     "major",
     "minor",
 ];
