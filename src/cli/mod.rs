@@ -8,8 +8,10 @@
 //! Exit codes: 0 for a clean end, 1 for a failure at run time, 2 for a wrong flag, file or environment.
 
 mod client;
+mod config;
 mod controller;
 mod crds;
+mod discover;
 mod error;
 mod group;
 mod logging;
@@ -38,6 +40,7 @@ struct Arguments {
 enum Command {
     Controller(controller::Arguments),
     Node(node::Arguments),
+    Config(config::Arguments),
     Crds(crds::Arguments),
     Version(version::Arguments),
 }
@@ -57,6 +60,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let result = match command {
         Command::Controller(arguments) => controller::run(&arguments),
         Command::Node(arguments) => node::run(arguments),
+        Command::Config(arguments) => config::run(&arguments),
         Command::Crds(arguments) => crds::run(&arguments),
         Command::Version(arguments) => version::run(arguments),
     };
@@ -100,8 +104,11 @@ mod tests {
     #[test]
     fn every_flag_has_a_variable_of_its_name_and_a_section() {
         let command = Arguments::command();
-        for name in ["controller", "node"] {
-            let subcommand = command.find_subcommand(name).expect("the subcommand exists");
+        for path in [&["controller"][..], &["node"], &["node", "discover"]] {
+            let name = path.join(" ");
+            let subcommand = path.iter().fold(&command, |command, name| {
+                command.find_subcommand(name).expect("the subcommand exists")
+            });
             let mut flags = 0;
             for argument in subcommand
                 .get_arguments()
