@@ -8,8 +8,10 @@
 //! Exit codes: 0 for a clean end, 1 for a failure at run time, 2 for a wrong flag, file or environment.
 
 mod client;
+mod config;
 mod controller;
 mod crds;
+mod discover;
 mod error;
 mod group;
 mod logging;
@@ -44,6 +46,7 @@ enum Command {
     Explain(tool::explain::Arguments),
     Doctor(tool::doctor::Arguments),
     Drain(tool::drain::Arguments),
+    Config(config::Arguments),
     Crds(crds::Arguments),
     Completion(tool::completion::Arguments),
     Version(version::Arguments),
@@ -70,6 +73,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Explain(arguments) => tool::explain::run(&arguments),
         Command::Doctor(arguments) => tool::doctor::run(&arguments),
         Command::Drain(arguments) => tool::drain::run(&arguments),
+        Command::Config(arguments) => config::run(&arguments).map(succeeded),
         Command::Crds(arguments) => crds::run(&arguments).map(succeeded),
         Command::Completion(arguments) => {
             tool::completion::run(arguments, Arguments::command()).map(succeeded)
@@ -120,8 +124,11 @@ mod tests {
     #[test]
     fn every_flag_has_a_variable_of_its_name_and_a_section() {
         let command = Arguments::command();
-        for name in ["controller", "node"] {
-            let subcommand = command.find_subcommand(name).expect("the subcommand exists");
+        for path in [&["controller"][..], &["node"], &["node", "discover"]] {
+            let name = path.join(" ");
+            let subcommand = path.iter().fold(&command, |command, name| {
+                command.find_subcommand(name).expect("the subcommand exists")
+            });
             let mut flags = 0;
             for argument in subcommand
                 .get_arguments()

@@ -7,14 +7,18 @@ use crate::node::door::DoorError;
 use crate::node::run::{NodeError, NodeOptions};
 use crate::node::transport::SocketError;
 
-use super::{Error, client, group, logging, shutdown, value};
+use super::{Error, client, discover, group, logging, shutdown, value};
 
 /// Run the node companion, which hands this node's devices to containers
 ///
 /// One on every node, as root. It finds the devices that the configuration file describes, publishes them as a
 /// NodeInventory, and serves kubelet through the DRA and the device plugin API.
 #[derive(Clone, Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(super) struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
+
     #[command(flatten)]
     cluster: group::Cluster,
 
@@ -25,19 +29,33 @@ pub(super) struct Arguments {
     directories: Directories,
 
     #[command(flatten)]
+    host: discover::Host,
+
+    #[command(flatten)]
     logging: group::Logging,
+}
+
+#[derive(Clone, Debug, clap::Subcommand)]
+enum Command {
+    Discover(discover::Arguments),
 }
 
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Node")]
 struct Node {
     /// Name of the Node object of this machine. In a pod, set NODE_NAME from the field spec.nodeName.
-    #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, value_parser = value::node_name)]
-    node_name: String,
+    #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, required = true, value_parser = value::node_name)]
+    node_name: Option<String>,
 
     /// YAML file that describes the kinds of devices of this node (docs/node.md).
-    #[arg(long, value_name = "FILE", env = "DRAYMAN_CONFIG", hide_env_values = true)]
-    config: PathBuf,
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "DRAYMAN_CONFIG",
+        hide_env_values = true,
+        required = true
+    )]
+    config: Option<PathBuf>,
 }
 
 /// Where kubelet and the container runtime expect files.
@@ -80,19 +98,30 @@ struct Directories {
 
 /// Runs until a signal asks for the end.
 pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
+    let Arguments {
+        command,
+        cluster,
+        node,
+        directories,
+        host,
+        logging,
+    } = arguments;
+    if let Some(Command::Discover(arguments)) = command {
+        return discover::run(arguments);
+    }
+    // clap asks for both unless there is a subcommand; this is for the types.
+    let (Some(node_name), Some(config)) = (node.node_name, node.config) else {
+        return Err(Error::Configuration(
+            "--node-name and --config are required".to_owned(),
+        ));
+    };
     super::choose_tls_provider();
     // One thread: the companion waits nearly always, and each thread would cost memory on every node.
     super::block_on(async {
         // First of all, so that no signal finds the program without an answer.
         let shutdown = shutdown::on_signal()?;
-        let Arguments {
-            cluster,
-            node,
-            directories,
-            logging,
-        } = arguments;
         // The companion reads the file itself; here it is only checked before anything else is asked for.
-        NodeConfiguration::read(&node.config)
+        NodeConfiguration::read(&config)
             .map_err(NodeError::from)
             .map_err(refused)?;
         let configuration = client::configuration(cluster.kubeconfig.as_deref()).await?;
@@ -100,13 +129,15 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
         tracing::info!(
             version = env!("CARGO_PKG_VERSION"),
             driver_name = cluster.driver_name,
-            node_name = node.node_name,
-            config = %node.config.display(),
+            node_name,
+            config = %config.display(),
             kubeconfig = cluster.kubeconfig.as_ref().map(tracing::field::debug),
             server = %configuration.cluster_url,
             kubelet_root_dir = %directories.kubelet_root_dir.display(),
             device_plugin_dir = %directories.device_plugin_dir.display(),
             cdi_root = %directories.cdi_root.display(),
+            dev_root = %host.dev_root.display(),
+            sysfs_root = %host.sysfs_root.display(),
             logging_format = ?logging.logging_format,
             v = logging.verbosity,
             "drayman node starts"
@@ -117,7 +148,8 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             kubelet_root: directories.kubelet_root_dir,
             device_plugin_dir: directories.device_plugin_dir,
             cdi_dir: directories.cdi_root,
-            ..NodeOptions::new(node.node_name, node.config, client)
+            host: host.paths(),
+            ..NodeOptions::new(node_name, config, client)
         };
         crate::node::run::run(options, shutdown).await.map_err(refused)?;
         tracing::info!("drayman node has ended");
