@@ -1,6 +1,11 @@
 //! `drayman node`: flags and the file of device kinds -> the node's companion.
 
+mod records;
+
 use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Context as _;
 
 use crate::node::config::NodeConfiguration;
 use crate::node::door::DoorError;
@@ -14,7 +19,11 @@ use super::{Error, client, group, logging, shutdown, value};
 /// One on every node, as root. It finds the devices that the configuration file describes, publishes them as a
 /// NodeInventory, and serves kubelet through the DRA and the device plugin API.
 #[derive(Clone, Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(super) struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
+
     #[command(flatten)]
     cluster: group::Cluster,
 
@@ -28,16 +37,41 @@ pub(super) struct Arguments {
     logging: group::Logging,
 }
 
+/// What else there is to do on a node, for a person.
+#[derive(Clone, Debug, clap::Subcommand)]
+enum Command {
+    Holdings(records::Holdings),
+    Release(records::Release),
+}
+
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Node")]
 struct Node {
     /// Name of the Node object of this machine. In a pod, set NODE_NAME from the field spec.nodeName.
-    #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, value_parser = value::node_name)]
-    node_name: String,
+    #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, value_parser = value::node_name, required = true)]
+    node_name: Option<String>,
 
     /// YAML file that describes the kinds of devices of this node (docs/node.md).
-    #[arg(long, value_name = "FILE", env = "DRAYMAN_CONFIG", hide_env_values = true)]
-    config: PathBuf,
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "DRAYMAN_CONFIG",
+        hide_env_values = true,
+        required = true
+    )]
+    config: Option<PathBuf>,
+
+    /// How long a claim may be missing from kubelet's own list before it is looked into: what neither kubelet nor the API
+    /// server knows any more is given back, anything else is put into quarantine
+    #[arg(
+        long,
+        value_name = "DURATION",
+        env = "DRAYMAN_ORPHAN_GRACE_PERIOD",
+        hide_env_values = true,
+        default_value = "2m",
+        value_parser = value::time_limit
+    )]
+    orphan_grace_period: Duration,
 }
 
 /// Where kubelet and the container runtime expect files.
@@ -80,6 +114,11 @@ struct Directories {
 
 /// Runs until a signal asks for the end.
 pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
+    match &arguments.command {
+        Some(Command::Holdings(arguments)) => return records::holdings(arguments),
+        Some(Command::Release(arguments)) => return records::release(arguments),
+        None => {}
+    }
     super::choose_tls_provider();
     // One thread: the companion waits nearly always, and each thread would cost memory on every node.
     super::block_on(async {
@@ -90,9 +129,13 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             node,
             directories,
             logging,
+            command: _,
         } = arguments;
+        // Both are required, except by subcommands.
+        let node_name = node.node_name.context("--node-name is missing")?;
+        let config = node.config.context("--config is missing")?;
         // The companion reads the file itself; here it is only checked before anything else is asked for.
-        NodeConfiguration::read(&node.config)
+        NodeConfiguration::read(&config)
             .map_err(NodeError::from)
             .map_err(refused)?;
         let configuration = client::configuration(cluster.kubeconfig.as_deref()).await?;
@@ -100,13 +143,14 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
         tracing::info!(
             version = env!("CARGO_PKG_VERSION"),
             driver_name = cluster.driver_name,
-            node_name = node.node_name,
-            config = %node.config.display(),
+            node_name,
+            config = %config.display(),
             kubeconfig = cluster.kubeconfig.as_ref().map(tracing::field::debug),
             server = %configuration.cluster_url,
             kubelet_root_dir = %directories.kubelet_root_dir.display(),
             device_plugin_dir = %directories.device_plugin_dir.display(),
             cdi_root = %directories.cdi_root.display(),
+            orphan_grace_period = ?node.orphan_grace_period,
             logging_format = ?logging.logging_format,
             v = logging.verbosity,
             "drayman node starts"
@@ -117,7 +161,8 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             kubelet_root: directories.kubelet_root_dir,
             device_plugin_dir: directories.device_plugin_dir,
             cdi_dir: directories.cdi_root,
-            ..NodeOptions::new(node.node_name, node.config, client)
+            orphan_grace: node.orphan_grace_period,
+            ..NodeOptions::new(node_name, config, client)
         };
         crate::node::run::run(options, shutdown).await.map_err(refused)?;
         tracing::info!("drayman node has ended");

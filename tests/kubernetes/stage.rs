@@ -82,6 +82,8 @@ pub(crate) fn controller_rules() -> Vec<PolicyRule> {
 fn node_rules() -> Vec<PolicyRule> {
     vec![
         rule(&[""], &["nodes"], &["get"]),
+        rule(&["resource.k8s.io"], &["resourceclaims"], &["get", "list"]),
+        rule(&["events.k8s.io"], &["events"], &["create"]),
         rule(
             &[DRIVER],
             &["nodeinventories"],
