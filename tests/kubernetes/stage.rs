@@ -307,7 +307,11 @@ impl Stage {
     }
 
     /// Starts a program with a log of its own.
-    pub(crate) fn program(&self, name: &str, mut command: tokio::process::Command) -> anyhow::Result<Program> {
+    pub(crate) fn program(
+        &self,
+        name: &str,
+        mut command: tokio::process::Command,
+    ) -> anyhow::Result<Program> {
         // A log of its own for each start.
         let log = (0..1000)
             .map(|start| self.cluster.directory().join(format!("{name}-{start}.log")))
