@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::node::config::NodeConfiguration;
+use crate::node::discover::HostPaths;
 use crate::node::door::DoorError;
 use crate::node::run::{NodeError, NodeOptions};
 use crate::node::transport::SocketError;
@@ -76,6 +77,29 @@ struct Directories {
         value_parser = value::absolute_path
     )]
     cdi_root: PathBuf,
+
+    /// Where this process sees the host's /dev. In a pod it is better mounted elsewhere than over the container's own.
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        env = "DRAYMAN_DEV_ROOT",
+        hide_env_values = true,
+        default_value = "/dev",
+        value_parser = value::absolute_path
+    )]
+    dev_root: PathBuf,
+
+    /// The mounts of the host's first process, by which block devices in use are known. In a pod that does not share the
+    /// host's process ids, this file of the host must be mounted.
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "DRAYMAN_MOUNTINFO",
+        hide_env_values = true,
+        default_value = "/proc/1/mountinfo",
+        value_parser = value::absolute_path
+    )]
+    mountinfo: PathBuf,
 }
 
 /// Runs until a signal asks for the end.
@@ -107,6 +131,8 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             kubelet_root_dir = %directories.kubelet_root_dir.display(),
             device_plugin_dir = %directories.device_plugin_dir.display(),
             cdi_root = %directories.cdi_root.display(),
+            dev_root = %directories.dev_root.display(),
+            mountinfo = %directories.mountinfo.display(),
             logging_format = ?logging.logging_format,
             v = logging.verbosity,
             "drayman node starts"
@@ -117,6 +143,11 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             kubelet_root: directories.kubelet_root_dir,
             device_plugin_dir: directories.device_plugin_dir,
             cdi_dir: directories.cdi_root,
+            host: HostPaths {
+                dev: directories.dev_root,
+                mountinfo: directories.mountinfo,
+                ..HostPaths::default()
+            },
             ..NodeOptions::new(node.node_name, node.config, client)
         };
         crate::node::run::run(options, shutdown).await.map_err(refused)?;
