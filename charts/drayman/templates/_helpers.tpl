@@ -59,11 +59,14 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end }}
 
-{{/* Whether a node's token is held to its own inventory: "true" or nothing. Tokens name their node from 1.30 on. */}}
+{{/* Whether the server has admission policies, and tokens that name their node, both from 1.30 on: "true" or nothing. */}}
+{{- define "drayman.admissionPossible" -}}
+{{- if semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version }}true{{ end }}
+{{- end }}
+
+{{/* Whether a node's token is held to its own inventory: "true" or nothing. */}}
 {{- define "drayman.admissionPolicy" -}}
-{{- $choice := .Values.admissionPolicy.enabled }}
-{{- $possible := and (.Capabilities.APIVersions.Has "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy") (semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version) }}
-{{- if and .Values.node.enabled (ne $choice "never") (or $possible (eq $choice "always")) }}true{{ end }}
+{{- if and .Values.node.enabled (ne .Values.admissionPolicy.enabled "never") (include "drayman.admissionPossible" .) }}true{{ end }}
 {{- end }}
 
 {{/* A container that no Pod Security Standard objects to. */}}
