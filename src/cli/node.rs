@@ -160,6 +160,7 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             dev_root = %host.dev_root.display(),
             sysfs_root = %host.sysfs_root.display(),
             orphan_grace_period = ?node.orphan_grace_period,
+            mountinfo = %host.mountinfo.display(),
             logging_format = ?logging.logging_format,
             v = logging.verbosity,
             "drayman node starts"
