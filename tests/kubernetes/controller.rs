@@ -282,11 +282,7 @@ async fn a_missing_class_is_named_and_its_creation_helps_at_once() -> anyhow::Re
         .create(&PostParams::default(), &pod_naming_claim("delayed", "delayed")?)
         .await?;
     stage
-        .wait_for_event(
-            "delayed",
-            "FailedScheduling",
-            "resource class later does not exist",
-        )
+        .wait_for_event("delayed", "FailedScheduling", "later")
         .await?;
     stage.claims().delete("early", &DeleteParams::default()).await?;
     stage.make_class("later").await?;

@@ -194,7 +194,13 @@ async fn open_definitions(stage: &Stage) -> anyhow::Result<()> {
 
 /// Our kinds as anybody may write them.
 fn kind(stage: &Stage, kind: &str, namespaced: bool) -> Api<DynamicObject> {
-    let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(DRIVER, "v1alpha1", kind));
+    let plural = if kind == "NodeInventory" {
+        "nodeinventories".to_owned()
+    } else {
+        kind.to_lowercase()
+    };
+    let resource =
+        ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(DRIVER, "v1alpha1", kind), &plural);
     let client = stage.cluster.client();
     if namespaced {
         Api::namespaced_with(client, "default", &resource)
