@@ -46,7 +46,7 @@ fn a_claim_made_from_a_template_is_found_by_the_name_that_the_pod_s_status_has()
         let name = name.unwrap_or_default();
         let claim = stage.until_claim(&name, "allocated", is_allocated).await?;
         assert_eq!(claim.status.reserved_for[0].name, "pod");
-        assert!(name.starts_with("pod-device-"), "{name}");
+        assert!(name.starts_with("pod-device"), "{name}");
         stage.fence().await?;
         let reads = stage.requests(&controller).await?;
         assert_eq!(

@@ -267,7 +267,7 @@ async fn kinds_of_an_older_and_of_a_newer_release_are_read_and_what_is_not_under
     stage.apply(&claim).await?;
     stage.make_pod_with("wish", "wish").await?;
     let event = stage
-        .wait_for_event("wish", "ParametersMalformed", "bandwidth")
+        .wait_for_event("wish", "ParametersInvalid", "bandwidth")
         .await?;
     let message = event.message.unwrap_or_default();
     assert!(
@@ -310,8 +310,9 @@ async fn class_kind_and_parameters_that_change_after_the_allocation_change_nothi
     parameters
         .delete("test", &kube::api::DeleteParams::default())
         .await?;
+    stage.make_pod("later").await?;
     stage
-        .wait_for_event("other", "ParametersNotFound", "test")
+        .wait_for_event("later", "ParametersNotFound", "test")
         .await?;
     let another = Patch::Merge(json!({ "driverName": "somebody.example.com" }));
     stage
