@@ -127,6 +127,7 @@ pub struct Builder<D> {
     call_timeout: Duration,
     request_timeout: Duration,
     reserve_for_pod: bool,
+    other_driver_wait: Duration,
     instance: Option<String>,
     leader_election: Option<LeaderElection>,
 }
@@ -144,6 +145,7 @@ impl<D: Driver> Controller<D> {
             call_timeout: Self::CALL_TIMEOUT,
             request_timeout: Self::REQUEST_TIMEOUT,
             reserve_for_pod: true,
+            other_driver_wait: Settings::OTHER_DRIVER_WAIT,
             instance: None,
             leader_election: None,
         }
@@ -263,6 +265,14 @@ impl<D: Driver> Builder<D> {
         self
     }
 
+    /// After which time another driver of a pod that says nothing to the scheduler is named in an Event on the pod, once; by
+    /// default after [`Settings::OTHER_DRIVER_WAIT`].
+    #[must_use]
+    pub fn other_driver_wait(mut self, wait: Duration) -> Self {
+        self.other_driver_wait = wait;
+        self
+    }
+
     /// The name of this process in the events that it writes, for instance its pod's.
     #[must_use]
     pub fn instance(mut self, instance: Option<String>) -> Self {
@@ -286,6 +296,7 @@ impl<D: Driver> Builder<D> {
         }
         let mut settings = Settings::new(driver_name);
         settings.reserve_for_pod = self.reserve_for_pod;
+        settings.other_driver_wait = self.other_driver_wait;
         Ok(Controller {
             driver: Arc::new(self.driver),
             client,

@@ -3,6 +3,8 @@
 //! Never a full update: fields that a newer server adds, other drivers' finalizers and entries, and a second writer are left alone.
 
 use kube::api::{Api, Patch, PatchParams};
+use kube::core::Status;
+use kube::core::response::StatusDetails;
 use serde_json::{Value, json};
 
 use crate::api::resource::{
@@ -60,6 +62,18 @@ fn claim_patch(uid: &str, finalizer: &str, driver_name: &str, write: &ClaimWrite
             operations.push(json!({ "op": "remove", "path": "/status/allocation" }));
             ClaimPatch::StatusJson(Value::Array(operations))
         }
+        ClaimWrite::UndoAllocation { version, reserved } => {
+            let mut operations = vec![
+                json!({ "op": "test", "path": "/metadata/uid", "value": uid }),
+                json!({ "op": "test", "path": "/metadata/resourceVersion", "value": version }),
+            ];
+            if *reserved {
+                operations.push(json!({ "op": "remove", "path": "/status/reservedFor" }));
+            }
+            operations.push(json!({ "op": "remove", "path": "/status/driverName" }));
+            operations.push(json!({ "op": "remove", "path": "/status/allocation" }));
+            ClaimPatch::StatusJson(Value::Array(operations))
+        }
     }
 }
 
@@ -88,7 +102,23 @@ pub(super) async fn claim(
             Err(error) => return Outcome::Refused(format!("the patch cannot be written: {error}")),
         },
     };
-    outcome(result)
+    let is_conditional = matches!(
+        write,
+        ClaimWrite::ClearAllocation { .. } | ClaimWrite::UndoAllocation { .. }
+    );
+    match result {
+        Err(kube::Error::Api(status)) if is_conditional && is_failed_test(&status) => {
+            Outcome::Conflict("it is not what was seen".to_owned())
+        }
+        result => outcome(result),
+    }
+}
+
+/// Whether a JSON patch was not applied because a `test` in it failed, or what it removes is gone. The server says 422 then as it
+/// does for an object that breaks a rule, but names no object and no cause (`applyJSPatch` in apiserver's `patch.go`).
+fn is_failed_test(status: &Status) -> bool {
+    let names_nothing = |details: &StatusDetails| details.kind.is_empty() && details.causes.is_empty();
+    status.code == 422 && status.details.as_ref().is_none_or(names_nothing)
 }
 
 /// Makes `entries` our entries in a context's status.
@@ -262,6 +292,38 @@ mod tests {
                 ("remove", "/status/allocation"),
             ]
         );
+    }
+
+    #[test]
+    fn an_allocation_is_undone_together_with_its_reservation_at_the_version_that_was_seen() {
+        let write = ClaimWrite::UndoAllocation {
+            version: "7".to_owned(),
+            reserved: true,
+        };
+        assert_eq!(
+            patch(&write),
+            ClaimPatch::StatusJson(json!([
+                { "op": "test", "path": "/metadata/uid", "value": UID },
+                { "op": "test", "path": "/metadata/resourceVersion", "value": "7" },
+                { "op": "remove", "path": "/status/reservedFor" },
+                { "op": "remove", "path": "/status/driverName" },
+                { "op": "remove", "path": "/status/allocation" },
+            ]))
+        );
+    }
+
+    #[test]
+    fn a_failed_test_of_a_patch_is_told_apart_from_an_object_that_breaks_a_rule() {
+        let status = |details: Value| -> Status {
+            serde_json::from_value(
+                json!({ "status": "Failure", "code": 422, "reason": "Invalid", "details": details }),
+            )
+            .unwrap()
+        };
+        assert!(is_failed_test(&status(json!({}))));
+        let causes = json!([{ "reason": "FieldValueInvalid", "field": "status.allocation" }]);
+        let details = json!({ "name": "c", "group": GROUP, "kind": "ResourceClaim", "causes": causes });
+        assert!(!is_failed_test(&status(details)));
     }
 
     #[test]

@@ -30,7 +30,7 @@ async fn build() -> anyhow::Result<PathBuf> {
 /// Starts the driver as a user who may do what every controller must, and get ConfigMaps.
 async fn start(stage: &Stage, program: &PathBuf) -> anyhow::Result<Program> {
     let ours = |group: &String| group == DRIVER;
-    let mut rules = controller_rules();
+    let mut rules = controller_rules()?;
     rules.retain(|rule| !rule.api_groups.iter().flatten().any(ours));
     rules.push(rule(&[""], &["configmaps"], &["get"]));
     let kubeconfig = stage.cluster.user(USER, &rules).await?;

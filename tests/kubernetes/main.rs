@@ -15,4 +15,5 @@ mod pods;
 mod records;
 mod selectors;
 mod stage;
+mod tool;
 mod upgrade;

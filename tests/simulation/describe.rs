@@ -118,6 +118,7 @@ pub(crate) fn describe_command(command: &Command) -> String {
             ClaimWrite::AddFinalizer => format!("add finalizer to {}", key.name),
             ClaimWrite::RemoveFinalizer => format!("remove finalizer of {}", key.name),
             ClaimWrite::ClearAllocation { .. } => format!("clear allocation of {}", key.name),
+            ClaimWrite::UndoAllocation { .. } => format!("take back {}", key.name),
             ClaimWrite::Allocate {
                 allocation,
                 reserved_for,

@@ -267,6 +267,14 @@ pub enum ClaimWrite {
         /// The driver name that was seen.
         driver_name: Option<String>,
     },
+    /// Clear allocation, driver name and our own reservation, if the claim is still at this version: another claim of the pod
+    /// could not be recorded.
+    UndoAllocation {
+        /// The resource version that was seen.
+        version: String,
+        /// Whether the claim was seen to be reserved, for our pod alone.
+        reserved: bool,
+    },
     /// Remove our finalizer.
     RemoveFinalizer,
 }

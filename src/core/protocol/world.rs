@@ -22,14 +22,20 @@ pub struct Settings {
     pub driver_name: String,
     /// Whether the pod is entered into `reservedFor` together with the allocation. If not, the scheduler does it.
     pub reserve_for_pod: bool,
+    /// After which time of silence another driver of a pod is named in an Event on the pod.
+    pub other_driver_wait: Duration,
 }
 
 impl Settings {
+    /// The usual [`Settings::other_driver_wait`]. A driver in good health answers within milliseconds.
+    pub const OTHER_DRIVER_WAIT: Duration = Duration::from_secs(60);
+
     /// The defaults for a driver.
     pub fn new(driver_name: impl Into<String>) -> Self {
         Self {
             driver_name: driver_name.into(),
             reserve_for_pod: true,
+            other_driver_wait: Self::OTHER_DRIVER_WAIT,
         }
     }
 
@@ -93,6 +99,8 @@ pub(super) enum Flight {
     Judge {
         context: ObjectKey,
         uid: String,
+        /// The claims, in the order of the basis.
+        claims: Vec<ObjectKey>,
         basis: Basis,
     },
     /// A context whose entries are being written.
@@ -279,7 +287,15 @@ impl World {
         }
         match flight {
             Flight::Pod { context, uid } => self.pod_read(&context, &uid, answer, now),
-            Flight::Judge { context, uid, basis } => self.judged(&context, &uid, basis, answer, now),
+            Flight::Judge {
+                context,
+                uid,
+                claims,
+                basis,
+            } => {
+                self.end_judging(&claims, &basis);
+                self.judged(&context, &uid, basis, answer, now);
+            }
             Flight::Publish { context, uid } => self.published(&context, &uid, answer, now),
             Flight::Release { claim, uid } => self.release_answered(&claim, &uid, answer, now),
             Flight::Item { batch, uid } => self.item_answered(batch, &uid, answer, now),
