@@ -187,6 +187,7 @@ fn a_selected_node_alone_is_judged_and_allocated_on() -> anyhow::Result<()> {
         assert_eq!(stage.driver.story(), ["judge one", "allocate one", "judge two"]);
         // It is served as soon as the first has gone.
         stage.remove_pod("one").await?;
+        stage.give_up("one").await?;
         stage.until_claim("two", "allocated", is_allocated).await?;
         controller.end().await
     })
