@@ -96,16 +96,18 @@ async fn a_device_of_a_pod_deleted_by_force_while_kubelet_was_away_is_free_or_in
         anyhow::ensure!(done, "{said}");
         anyhow::Ok(said)
     };
-    let running = look_inside(&stage, "second");
-    tokio::pin!(running);
-    let inside = tokio::select! {
-        inside = &mut running => inside?,
-        said = quarantined => {
-            println!("in quarantine, and released by hand: {}", said?.trim());
-            running.await?
-        }
-    };
-    inside.only_device();
+    {
+        let running = look_inside(&stage, "second");
+        tokio::pin!(running, quarantined);
+        let inside = tokio::select! {
+            inside = &mut running => inside?,
+            said = &mut quarantined => {
+                println!("in quarantine, and released by hand: {}", said?.trim());
+                running.await?
+            }
+        };
+        inside.only_device();
+    }
     assert_eq!(traces(node, &uid)?, Vec::<String>::new());
     companion.end().await?;
     controller.end().await?;
