@@ -170,7 +170,10 @@ async fn a_thousand_idle_connections_cost_little_and_keep_nobody_out() {
         clients.push(client);
     }
     // Of this process, which also has the thousand clients with their own tables.
-    println!("{} KiB for a thousand more connections", resident().saturating_sub(before));
+    println!(
+        "{} KiB for a thousand more connections",
+        resident().saturating_sub(before)
+    );
     let mut alive = 0;
     for client in &mut clients {
         client.begin("localhost", PREPARE, &[]).await;
@@ -178,7 +181,9 @@ async fn a_thousand_idle_connections_cost_little_and_keep_nobody_out() {
     }
     assert_eq!(alive, 63, "as many as there are places, and the one that waits");
     assert!(
-        tokio::time::timeout(Duration::from_millis(50), waiting.answer()).await.is_err(),
+        tokio::time::timeout(Duration::from_millis(50), waiting.answer())
+            .await
+            .is_err(),
         "a connection with a call is left alone"
     );
     assert_alive(&door).await;

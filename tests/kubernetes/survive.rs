@@ -73,13 +73,21 @@ async fn a_device_of_a_pod_deleted_by_force_while_kubelet_was_away_is_free_or_in
     let claim = stage.claim_of("first", "allocated", is_allocated).await?;
     stage.remove_pod("first").await?;
     stage
-        .wait(stage.claims(), claim.metadata.name.as_deref().unwrap_or_default(), "gone", is_gone())
+        .wait(
+            stage.claims(),
+            claim.metadata.name.as_deref().unwrap_or_default(),
+            "gone",
+            is_gone(),
+        )
         .await?;
     stage.make_pod("second").await?;
     node.start("kubelet").await?;
     // Either kubelet gives the claim back after all, or it keeps it in its list for ever.
     let list = node.read("/var/lib/kubelet/dra_manager_state")?;
-    println!("kubelet lists the claim of the pod that is gone: {}", list.contains(&uid));
+    println!(
+        "kubelet lists the claim of the pod that is gone: {}",
+        list.contains(&uid)
+    );
     let quarantined = async {
         companion.logged("ClaimQuarantined").await?;
         let events = Api::<Event>::namespaced(stage.cluster.client(), "default")
@@ -129,11 +137,19 @@ async fn what_a_kubelet_killed_within_prepare_never_asks_for_again_is_freed() ->
     let claim = stage.claim_of("first", "allocated", is_allocated).await?;
     stage.remove_pod("first").await?;
     stage
-        .wait(stage.claims(), claim.metadata.name.as_deref().unwrap_or_default(), "gone", is_gone())
+        .wait(
+            stage.claims(),
+            claim.metadata.name.as_deref().unwrap_or_default(),
+            "gone",
+            is_gone(),
+        )
         .await?;
     node.start("kubelet").await?;
     let listed = node.read("/var/lib/kubelet/dra_manager_state")?.contains(&uid);
-    println!("kubelet lists the claim: {listed}; prepared: {}", companion.log()?.contains(&uid));
+    println!(
+        "kubelet lists the claim: {listed}; prepared: {}",
+        companion.log()?.contains(&uid)
+    );
     if listed {
         // Kubelet was quicker. Then this is the case of the test above.
         person(node, &["release", &uid, "--force"]).await?;
@@ -170,7 +186,11 @@ async fn directories_that_are_wiped_while_kubelet_is_down_cost_no_pod_its_device
     stage.make_pod("second").await?;
     let second = look_inside(&stage, "second").await?;
     assert_ne!(first.only_device(), second.only_device());
-    assert_eq!(look_inside(&stage, "first").await?, first, "the running pod has kept its device");
+    assert_eq!(
+        look_inside(&stage, "first").await?,
+        first,
+        "the running pod has kept its device"
+    );
     assert_eq!(traces(node, &uid)?.len(), 2, "{:?}", traces(node, &uid)?);
     stage
         .pods()

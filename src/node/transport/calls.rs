@@ -139,7 +139,13 @@ mod tests {
 
     fn frame(kind: u8, flags: u8, stream: u32, length: usize) -> Vec<u8> {
         let size = u32::try_from(length).unwrap().to_be_bytes();
-        [&size[1..], &[kind, flags], &stream.to_be_bytes(), &vec![7; length]].concat()
+        [
+            &size[1..],
+            &[kind, flags],
+            &stream.to_be_bytes(),
+            &vec![7; length],
+        ]
+        .concat()
     }
 
     #[test]
@@ -156,7 +162,11 @@ mod tests {
             calls.sent(&frame(DATA, END_STREAM, 1, 500), &activity, 2);
             calls.answered(&frame(HEADERS, 4, 1, 9), &activity, 3);
             calls.answered(&frame(DATA, 0, 1, 70_000), &activity, 4);
-            assert_eq!(activity.idle_since(), None, "what the client has ended is still to be answered");
+            assert_eq!(
+                activity.idle_since(),
+                None,
+                "what the client has ended is still to be answered"
+            );
             if by_server {
                 calls.answered(&end, &activity, 5);
             } else {

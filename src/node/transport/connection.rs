@@ -242,7 +242,11 @@ mod tests {
         let slots = Arc::new(Semaphore::new(1));
         let slot = Arc::clone(&slots).try_acquire_owned().unwrap();
         let activity = Arc::new(Activity::new(cut.clone(), 0));
-        (client, Connection::new(server, slot, activity, Clock::start()), slots)
+        (
+            client,
+            Connection::new(server, slot, activity, Clock::start()),
+            slots,
+        )
     }
 
     #[tokio::test(start_paused = true)]

@@ -242,7 +242,10 @@ impl Keeper {
         let path = self.place.path.display();
         tracing::debug!(%path, reason = "TooManyConnections", "the connection that was idle for longest is closed for another");
         longest.1.cut.cancel();
-        timeout(GIVE_WAY, Arc::clone(&self.slots).acquire_owned()).await.ok()?.ok()
+        timeout(GIVE_WAY, Arc::clone(&self.slots).acquire_owned())
+            .await
+            .ok()?
+            .ok()
     }
 }
 
