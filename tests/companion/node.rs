@@ -30,7 +30,11 @@ impl Node {
             eprintln!("skipped: only root can make device nodes; run it as root");
             return None;
         }
-        let directory = tempfile::tempdir().unwrap();
+        Some(Self::within(tempfile::tempdir().unwrap()))
+    }
+
+    /// The same in a directory of one's choice.
+    pub(crate) fn within(directory: tempfile::TempDir) -> Self {
         let node = Self {
             directory,
             api: Api::new(),
@@ -46,7 +50,7 @@ impl Node {
             - {name: test, paths: [\"/dev/test-*\"]}\n\
             - {name: camera, mode: extended-resource, resourceName: example.com/camera, paths: [\"/dev/camera-*\"]}\n";
         std::fs::write(node.path("node.yaml"), configuration).unwrap();
-        Some(node)
+        node
     }
 
     pub(crate) fn path(&self, path: impl AsRef<Path>) -> PathBuf {

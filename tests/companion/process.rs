@@ -166,6 +166,12 @@ impl Process {
         kill_process(Pid::from_raw(id).unwrap(), signal).unwrap();
     }
 
+    /// The process, as `/proc` knows it.
+    #[allow(dead_code, reason = "for the benchmarks")]
+    pub(crate) fn id(&self) -> String {
+        self.child.id().to_string()
+    }
+
     /// SIGKILL.
     pub(crate) fn kill(mut self) {
         self.child.kill().unwrap();
