@@ -5,14 +5,12 @@ mod records;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Context as _;
-
 use crate::node::config::NodeConfiguration;
 use crate::node::door::DoorError;
 use crate::node::run::{NodeError, NodeOptions};
 use crate::node::transport::SocketError;
 
-use super::{Error, client, group, logging, shutdown, value};
+use super::{Error, client, discover, group, logging, shutdown, value};
 
 /// Run the node companion, which hands this node's devices to containers
 ///
@@ -34,21 +32,29 @@ pub(super) struct Arguments {
     directories: Directories,
 
     #[command(flatten)]
+    host: discover::Host,
+
+    #[command(flatten)]
     logging: group::Logging,
 }
 
 /// What else there is to do on a node, for a person.
 #[derive(Clone, Debug, clap::Subcommand)]
 enum Command {
+    Discover(discover::Arguments),
     Holdings(records::Holdings),
     Release(records::Release),
 }
 
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Node")]
+#[expect(
+    clippy::struct_field_names,
+    reason = "the fields are named as their flags are"
+)]
 struct Node {
     /// Name of the Node object of this machine. In a pod, set NODE_NAME from the field spec.nodeName.
-    #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, value_parser = value::node_name, required = true)]
+    #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, required = true, value_parser = value::node_name)]
     node_name: Option<String>,
 
     /// YAML file that describes the kinds of devices of this node (docs/node.md).
@@ -114,26 +120,31 @@ struct Directories {
 
 /// Runs until a signal asks for the end.
 pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
-    match &arguments.command {
-        Some(Command::Holdings(arguments)) => return records::holdings(arguments),
-        Some(Command::Release(arguments)) => return records::release(arguments),
+    let Arguments {
+        command,
+        cluster,
+        node,
+        directories,
+        host,
+        logging,
+    } = arguments;
+    match command {
+        Some(Command::Discover(arguments)) => return discover::run(arguments),
+        Some(Command::Holdings(arguments)) => return records::holdings(&arguments),
+        Some(Command::Release(arguments)) => return records::release(&arguments),
         None => {}
     }
+    // clap asks for both unless there is a subcommand; this is for the types.
+    let (Some(node_name), Some(config)) = (node.node_name, node.config) else {
+        return Err(Error::Configuration(
+            "--node-name and --config are required".to_owned(),
+        ));
+    };
     super::choose_tls_provider();
     // One thread: the companion waits nearly always, and each thread would cost memory on every node.
     super::block_on(async {
         // First of all, so that no signal finds the program without an answer.
         let shutdown = shutdown::on_signal()?;
-        let Arguments {
-            cluster,
-            node,
-            directories,
-            logging,
-            command: _,
-        } = arguments;
-        // Both are required, except by subcommands.
-        let node_name = node.node_name.context("--node-name is missing")?;
-        let config = node.config.context("--config is missing")?;
         // The companion reads the file itself; here it is only checked before anything else is asked for.
         NodeConfiguration::read(&config)
             .map_err(NodeError::from)
@@ -150,7 +161,10 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             kubelet_root_dir = %directories.kubelet_root_dir.display(),
             device_plugin_dir = %directories.device_plugin_dir.display(),
             cdi_root = %directories.cdi_root.display(),
+            dev_root = %host.dev_root.display(),
+            sysfs_root = %host.sysfs_root.display(),
             orphan_grace_period = ?node.orphan_grace_period,
+            mountinfo = %host.mountinfo.display(),
             logging_format = ?logging.logging_format,
             v = logging.verbosity,
             "drayman node starts"
@@ -161,6 +175,7 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             kubelet_root: directories.kubelet_root_dir,
             device_plugin_dir: directories.device_plugin_dir,
             cdi_dir: directories.cdi_root,
+            host: host.paths(),
             orphan_grace: node.orphan_grace_period,
             ..NodeOptions::new(node_name, config, client)
         };

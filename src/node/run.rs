@@ -156,7 +156,14 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
     // The search for devices outlives the doors: what is under way at the end still needs its devices.
     let search = CancellationToken::new();
     let _end_of_search = search.clone().drop_guard();
-    let driver = Arc::new(HostDevices::start(configuration, options.host.clone(), search).await);
+    let driver = Arc::new(
+        HostDevices::start(
+            watch::channel(Arc::new(configuration)).1,
+            options.host.clone(),
+            search,
+        )
+        .await,
+    );
     let (cluster, _) = watch::channel(opened.cluster.clone());
     let node_in_doubt = Arc::new(Notify::new());
     let (owner, companion, devices) = Owner::start(OwnerOptions {

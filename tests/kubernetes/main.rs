@@ -7,9 +7,11 @@
 mod harness;
 
 mod controller;
+mod example;
 mod faults;
 mod leader;
 mod pods;
 mod selectors;
 mod stage;
 mod survive;
+mod tool;

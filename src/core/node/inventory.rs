@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::claim_uid::ClaimUid;
+use super::discovery::attributes::numa_nodes;
 use super::ledger::Ledger;
 use super::request::PluginDevice;
 use crate::api::crd::{Device, Mode};
@@ -64,7 +65,7 @@ pub fn plugin_devices(inventory: &Devices, ledger: &Ledger, kind: &str) -> Vec<P
         .map(|device| PluginDevice {
             id: device.name.clone(),
             healthy: device.unhealthy.is_none() && ledger.holder(&device.name).is_none(),
-            numa_nodes: Vec::new(),
+            numa_nodes: numa_nodes(device),
         })
         .collect()
 }

@@ -4,6 +4,7 @@ pub mod allocate;
 mod check;
 pub mod checkpoint;
 pub mod claim_uid;
+pub mod discovery;
 pub mod driver_name;
 pub mod injection;
 pub mod inventory;
