@@ -83,9 +83,12 @@ async fn apply_one(client: Client, definition: &CustomResourceDefinition) -> any
     )
     .await
     .map_err(|_| anyhow!("the API server does not answer"))??;
-    timeout(PATIENCE, await_condition(definitions, &name, is_crd_established()))
-        .await
-        .map_err(|_| anyhow!("it is stored, but the API server does not serve it"))??;
+    timeout(
+        PATIENCE,
+        await_condition(definitions, &name, is_crd_established()),
+    )
+    .await
+    .map_err(|_| anyhow!("it is stored, but the API server does not serve it"))??;
     Ok(())
 }
 
