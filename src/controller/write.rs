@@ -132,10 +132,62 @@ pub(super) async fn context(
     let api = Api::<PodSchedulingContext>::namespaced(client.clone(), &key.namespace);
     let parameters = PatchParams::apply(driver_name).force();
     let patch = context_patch(key, uid, entries);
-    outcome(
-        api.patch_status(&key.name, &parameters, &Patch::Apply(patch))
-            .await,
-    )
+    let applied = api
+        .patch_status(&key.name, &parameters, &Patch::Apply(patch))
+        .await;
+    let leftovers = match &applied {
+        Ok(object) => leftovers(object, entries),
+        // With those of another writer there would be more than an entry takes.
+        Err(kube::Error::Api(status)) if is_too_long(status) => {
+            let found = api.get_opt(&key.name).await.ok().flatten();
+            found
+                .filter(|object| object.metadata.uid.as_deref() == Some(uid))
+                .and_then(|object| leftovers(&object, entries))
+        }
+        Err(_) => None,
+    };
+    match leftovers.map(serde_json::from_value) {
+        None => outcome(applied),
+        Some(Ok(patch)) => {
+            let parameters = PatchParams {
+                field_manager: Some(driver_name.to_owned()),
+                ..PatchParams::default()
+            };
+            let patch = Patch::Json::<()>(patch);
+            outcome(api.patch_status(&key.name, &parameters, &patch).await)
+        }
+        Some(Err(error)) => Outcome::Refused(format!("the patch cannot be written: {error}")),
+    }
+}
+
+/// Whether the server refuses a list for its length.
+fn is_too_long(status: &kube::core::Status) -> bool {
+    let causes = status.details.iter().flat_map(|details| &details.causes);
+    causes
+        .into_iter()
+        .any(|cause| matches!(&*cause.reason, "FieldValueTooLong" | "FieldValueTooMany"))
+}
+
+/// What takes nodes out of our entries that somebody else has written there.
+///
+/// Up to 1.28 `unsuitableNodes` is a set to server-side apply, so that nodes of another writer stay, for instance those of the driver
+/// that served these claims before: to apply again would change nothing. From 1.29 on the list is replaced as a whole.
+fn leftovers(object: &PodSchedulingContext, entries: &[ResourceClaimSchedulingStatus]) -> Option<Value> {
+    let wanted = |name: &str| entries.iter().find(|entry| entry.name == name);
+    let mut operations = vec![json!({
+        "op": "test", "path": "/metadata/resourceVersion", "value": object.metadata.resource_version })];
+    for (number, stored) in object.status.resource_claims.iter().enumerate() {
+        if let Some(entry) = wanted(&stored.name)
+            && stored
+                .unsuitable_nodes
+                .iter()
+                .any(|node| !entry.unsuitable_nodes.contains(node))
+        {
+            let path = format!("/status/resourceClaims/{number}/unsuitableNodes");
+            operations.push(json!({ "op": "replace", "path": path, "value": entry.unsuitable_nodes }));
+        }
+    }
+    (operations.len() > 1).then_some(Value::Array(operations))
 }
 
 fn context_patch(key: &ObjectKey, uid: &str, entries: &[ResourceClaimSchedulingStatus]) -> Value {
@@ -285,5 +337,34 @@ mod tests {
             patch["status"],
             json!({ "resourceClaims": [{ "name": "device", "unsuitableNodes": [] }] })
         );
+    }
+
+    #[test]
+    fn nodes_that_somebody_else_wrote_into_our_entries_are_taken_out_and_others_entries_are_left() {
+        let context: PodSchedulingContext = serde_json::from_value(json!({
+            "metadata": { "resourceVersion": "7" },
+            "status": { "resourceClaims": [
+                { "name": "theirs", "unsuitableNodes": ["x"] }, { "name": "same", "unsuitableNodes": ["b", "a"] },
+                { "name": "more", "unsuitableNodes": ["a", "x"] }, { "name": "none", "unsuitableNodes": ["x"] }] },
+        }))
+        .unwrap();
+        let entry = |name: &str, nodes: &[&str]| ResourceClaimSchedulingStatus {
+            name: name.to_owned(),
+            unsuitable_nodes: nodes.iter().map(|&node| node.to_owned()).collect(),
+        };
+        let entries = [
+            entry("same", &["a", "b"]),
+            entry("more", &["a"]),
+            entry("none", &[]),
+        ];
+        assert_eq!(
+            leftovers(&context, &entries),
+            Some(json!([
+                { "op": "test", "path": "/metadata/resourceVersion", "value": "7" },
+                { "op": "replace", "path": "/status/resourceClaims/2/unsuitableNodes", "value": ["a"] },
+                { "op": "replace", "path": "/status/resourceClaims/3/unsuitableNodes", "value": [] },
+            ]))
+        );
+        assert_eq!(leftovers(&context, &entries[..1]), None);
     }
 }

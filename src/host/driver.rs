@@ -17,8 +17,8 @@ use crate::core::devices::inventory::Node;
 use crate::core::devices::judge::Wish;
 use crate::core::devices::parameters::{ClassParameters, Demand, Selector};
 use crate::driver::{
-    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, DriverErrorKind,
-    HoldingProblem, Observation, Verdict,
+    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, DriverErrorKind, Finding,
+    Observation, Verdict,
 };
 use crate::host::changes::Changes;
 use crate::host::selectors::{Evaluator, Refusal};
@@ -46,8 +46,8 @@ struct Shared {
     /// Check and hold are one step under this lock. It is never held across an await.
     state: Mutex<State>,
     changes: Changes,
-    /// What is wrong with what claims hold, kept until the controller asks for it.
-    problems: Problems,
+    /// What turned out to be wrong with what claims hold, kept until the controller asks for it.
+    findings: Findings,
     synced: cell::Sender<Synced>,
     evaluator: Evaluator,
     /// Held while devices are judged, so that nothing is judged twice at once.
@@ -56,9 +56,9 @@ struct Shared {
 
 /// The two ends of what is reported once.
 #[derive(Debug)]
-struct Problems(
-    mpsc::UnboundedSender<HoldingProblem>,
-    Mutex<Option<mpsc::UnboundedReceiver<HoldingProblem>>>,
+struct Findings(
+    mpsc::UnboundedSender<Finding>,
+    Mutex<Option<mpsc::UnboundedReceiver<Finding>>>,
 );
 
 /// Which of the three copies are complete.
@@ -151,9 +151,9 @@ impl HostDriver {
                 name,
                 state,
                 changes: Changes::new(),
-                problems: {
+                findings: {
                     let (sender, receiver) = mpsc::unbounded_channel();
-                    Problems(sender, Mutex::new(Some(receiver)))
+                    Findings(sender, Mutex::new(Some(receiver)))
                 },
                 synced,
                 evaluator,
@@ -189,7 +189,7 @@ impl Shared {
             let mut state = self.state();
             (state.apply_inventories(change), state.books.settle_doubts())
         };
-        self.tell(problems);
+        self.tell(&problems);
         self.synced.send_modify(|synced| synced.inventories |= all);
         self.changes.report(CapacityCause::Inventory, number);
     }
@@ -276,22 +276,11 @@ impl Shared {
         self.state().unjudged_again(expression, Instant::now())
     }
 
-    /// Passes on what is wrong with what claims hold.
-    fn tell(&self, problems: Vec<Problem>) {
+    /// Passes on what is only certain since the inventories are known.
+    fn tell(&self, problems: &[Problem]) {
         for problem in problems {
-            let (claim, uid) = problem.claim();
-            let (namespace, name) = claim.split_once('/').unwrap_or(("", claim));
-            let problem = HoldingProblem {
-                namespace: namespace.to_owned(),
-                name: name.to_owned(),
-                uid: uid.to_owned(),
-                reason: problem.reason(),
-                message: problem.to_string(),
-                take_back: matches!(problem, Problem::Conflict(_)),
-            };
-            tracing::error!(reason = problem.reason, "{}", problem.message);
             // Without a controller nobody listens.
-            let _ = self.problems.0.send(problem);
+            let _ = self.findings.0.send(finding(problem));
         }
     }
 
@@ -372,7 +361,7 @@ impl Driver for HostDriver {
         Ok(())
     }
 
-    fn observe(&self, observation: &Observation) {
+    fn observe(&self, observation: &Observation) -> Vec<Finding> {
         let driver = self.name();
         let Observed { freed, problems } = {
             let books = &mut self.shared.state().books;
@@ -389,8 +378,8 @@ impl Driver for HostDriver {
                 },
             }
         };
-        self.shared.tell(problems);
         self.shared.changes.report(CapacityCause::Freed, freed);
+        problems.iter().map(finding).collect()
     }
 
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
@@ -398,14 +387,28 @@ impl Driver for HostDriver {
     }
 
     /// Goes to whoever asks first.
-    fn holding_problems(&self) -> impl Stream<Item = HoldingProblem> + Send + 'static {
-        let receiver = &self.shared.problems.1;
+    fn findings(&self) -> impl Stream<Item = Finding> + Send + 'static {
+        let receiver = &self.shared.findings.1;
         let receiver = receiver.lock().unwrap_or_else(PoisonError::into_inner).take();
         futures::stream::unfold(receiver, |mut receiver| async move {
-            let problem = receiver.as_mut()?.recv().await?;
-            Some((problem, receiver))
+            let finding = receiver.as_mut()?.recv().await?;
+            Some((finding, receiver))
         })
         .chain(futures::stream::pending())
+    }
+}
+
+/// What is wrong, for the users of the claim.
+fn finding(problem: &Problem) -> Finding {
+    let (claim, uid) = problem.claim();
+    let (namespace, name) = claim.split_once('/').unwrap_or_default();
+    Finding {
+        namespace: namespace.to_owned(),
+        name: name.to_owned(),
+        uid: uid.to_owned(),
+        reason: problem.reason(),
+        message: problem.to_string(),
+        take_back: matches!(problem, Problem::Conflict(_)),
     }
 }
 

@@ -85,7 +85,7 @@ pub(crate) fn describe_event(event: &Event) -> String {
         Event::ContextGone { key, uid } => format!("context {} ({uid}) gone", key.name),
         Event::DriverReady => "driver ready".to_owned(),
         Event::Capacity(change) => format!("{change:?}"),
-        Event::HoldingProblem(problem) => format!("{problem:?}"),
+        Event::Found(findings) => format!("{findings:?}"),
         Event::Answer { id, answer } => format!("answer {}: {}", id.0, describe_answer(answer)),
     }
 }

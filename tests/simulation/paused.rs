@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::core::protocol::{Command, Event, ObjectKey};
-use drayman::driver::HoldingProblem;
+use drayman::driver::Finding;
 
 use crate::describe::describe_command;
 use crate::driver::{recorded_hold, uid_of};
@@ -42,14 +42,14 @@ impl Stage {
             let Some(ObjectKey { namespace, name }) = key else {
                 continue;
             };
-            let event = Event::HoldingProblem(HoldingProblem {
+            let event = Event::Found(vec![Finding {
                 namespace,
                 name,
                 uid,
                 reason: "DeviceHeldTwice",
                 message,
                 take_back: true,
-            });
+            }]);
             let (delay, generation) = (self.delay(), self.generation);
             self.after(
                 delay,

@@ -16,8 +16,9 @@ pub enum Problem {
     Conflict(Conflict),
     /// A claim has an allocation that cannot be read.
     #[error(
-        "ResourceClaim {claim} holds something that cannot be read: {error}. Nothing is allocated on its nodes ({nodes}) until \
-         it is gone: upgrade the controller or delete the claim"
+        "ResourceClaim {claim} holds something that cannot be read: {error}. Nothing is allocated on {} until \
+         it is gone: upgrade the controller or delete the claim",
+        if nodes.is_empty() { "the nodes that it names (none)" } else { nodes }
     )]
     Unreadable {
         /// The claim.

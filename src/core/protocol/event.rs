@@ -11,7 +11,7 @@ use crate::api::resource::{
     AllocationResult, Pod, PodSchedulingContext, ResourceClaim, ResourceClaimConsumerReference,
     ResourceClaimSchedulingStatus, ResourceClass,
 };
-use crate::driver::{CapacityChange, DriverErrorKind, HoldingProblem, Observation, Verdict};
+use crate::driver::{CapacityChange, DriverErrorKind, Finding, Observation, Verdict};
 
 /// A point in time: how long after the controller's start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -107,8 +107,8 @@ pub enum Event {
     DriverReady,
     /// A pod that found no place might find one now.
     Capacity(CapacityChange),
-    /// Something is wrong with what a claim holds.
-    HoldingProblem(HoldingProblem),
+    /// The driver finds something wrong with what claims hold.
+    Found(Vec<Finding>),
     /// A command has been carried out, or not.
     Answer {
         /// The command's id.

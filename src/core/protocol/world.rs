@@ -205,7 +205,7 @@ impl World {
             Event::ContextGone { key, uid } => self.context_gone(&key, &uid),
             Event::DriverReady => self.driver_ready(),
             Event::Capacity(change) => self.capacity_changed(&change, now),
-            Event::HoldingProblem(problem) => self.holding_problem(&problem),
+            Event::Found(findings) => self.found(findings),
             Event::Answer { id, answer } => self.answered(id, answer, now),
         }
     }

@@ -6,7 +6,7 @@
 use crate::api::resource::{Pod, ResourceClaimConsumerReference};
 use crate::core::protocol::event::{Answer, ClaimWrite, Command, Moment, ObjectKey, Outcome, Regarding};
 use crate::core::protocol::world::{Flight, Work, World};
-use crate::driver::HoldingProblem;
+use crate::driver::Finding;
 
 use super::ClaimStage;
 
@@ -18,27 +18,34 @@ pub(super) struct Misallocated {
 }
 
 impl World {
-    /// Something is wrong with what a claim holds: its users are told, and what must not stay is taken back.
-    pub(in crate::core::protocol) fn holding_problem(&mut self, problem: &HoldingProblem) {
-        let key = ObjectKey::new(problem.namespace.clone(), problem.name.clone());
+    /// The driver has found something wrong with what claims hold.
+    pub(in crate::core::protocol) fn found(&mut self, findings: Vec<Finding>) {
+        for finding in findings {
+            self.found_one(finding);
+        }
+    }
+
+    /// A claim's users are told, and what must not stay is taken back.
+    fn found_one(&mut self, finding: Finding) {
+        let key = ObjectKey::new(finding.namespace, finding.name);
         let Some(claim) = self
             .claims
             .get_mut(&key)
-            .filter(|claim| claim.uid() == problem.uid)
+            .filter(|claim| claim.uid() == finding.uid)
         else {
             return;
         };
-        if problem.take_back {
+        if finding.take_back {
             claim.misallocated = Some(Misallocated::default());
         }
         let users = claim.object.status.reserved_for.clone();
-        if self.report_claim(&key, problem.reason, problem.message.clone()) {
+        if self.report_claim(&key, finding.reason, finding.message.clone()) {
             for user in users.iter().filter(|user| is_pod(user)) {
                 let regarding = Regarding::Pod {
                     key: ObjectKey::new(key.namespace.clone(), user.name.clone()),
                     uid: user.uid.clone(),
                 };
-                self.report(regarding, problem.reason, problem.message.clone());
+                self.report(regarding, finding.reason, finding.message.clone());
             }
         }
         self.dirty.insert(Work::Claim(key));
