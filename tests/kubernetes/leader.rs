@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use anyhow::Context as _;
 use drayman::api::handle::DeviceHandle;
-use drayman::api::resource::{Pod, ResourceClaim};
+use drayman::api::resource::{Pod, ResourceClaim, ResourceClaimStatus};
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::api::{Api, Patch, PatchParams, PostParams};
 use rustix::process::Signal;
@@ -165,8 +165,9 @@ async fn a_device_that_an_old_leader_gave_away_twice_is_taken_back_or_refused_at
     // A pod without a node: it cannot be using it yet, and loses it together with its reservation.
     let unbound = unscheduled(&stage, "unbound").await?;
     late_write(&stage, &unbound, &first).await?;
-    let taken_back =
-        |claim: Option<&ResourceClaim>| claim.is_some_and(|claim| claim.status == Default::default());
+    let taken_back = |claim: Option<&ResourceClaim>| {
+        claim.is_some_and(|claim| claim.status == ResourceClaimStatus::default())
+    };
     stage
         .wait(stage.claims(), "unbound", "taken back", taken_back)
         .await?;
