@@ -11,6 +11,7 @@ mod example;
 mod faults;
 mod leader;
 mod loss;
+mod newer;
 mod pods;
 mod records;
 mod selectors;
