@@ -1,15 +1,11 @@
 //! Records of other releases, and of nobody's: what can be read counts, what cannot is told and never guessed at.
 
-use drayman::api::crd::{NodeInventory, definitions};
+use drayman::api::crd::NodeInventory;
 use drayman::api::resource::ResourceClaim;
-use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{
-    CustomResourceDefinition, CustomResourceValidation, JSONSchemaProps,
-};
-use kube::api::{Api, DynamicObject, Patch, PatchParams};
-use kube::core::{ApiResource, GroupVersionKind};
+use kube::api::{Api, Patch, PatchParams};
 use serde_json::{Value, json};
 
-use crate::records::{devices, first_handle};
+use crate::records::{devices, first_handle, kind, open_definitions, write};
 use crate::stage::{DRIVER, Stage, is_allocated, is_bound};
 
 #[tokio::test]
@@ -171,55 +167,6 @@ async fn a_copied_allocation_is_told_and_frees_nothing_of_the_claim_that_it_was_
     assert_eq!(stage.claims().get(&name).await?.status, original.status);
     controller.end().await?;
     stage.cluster.stop().await
-}
-
-/// Replaces our definitions by such as take any field, as those of a later release take its fields.
-async fn open_definitions(stage: &Stage) -> anyhow::Result<()> {
-    let api = Api::<CustomResourceDefinition>::all(stage.cluster.client());
-    let open: JSONSchemaProps =
-        serde_json::from_value(json!({ "type": "object", "x-kubernetes-preserve-unknown-fields": true }))?;
-    for definition in definitions() {
-        let name = definition.metadata.name.clone().unwrap_or_default();
-        let mut versions = definition.spec.versions;
-        for version in &mut versions {
-            version.schema = Some(CustomResourceValidation {
-                open_api_v3_schema: Some(open.clone()),
-            });
-        }
-        let patch = Patch::Merge(json!({ "spec": { "versions": versions } }));
-        api.patch(&name, &PatchParams::default(), &patch).await?;
-    }
-    Ok(())
-}
-
-/// Our kinds as anybody may write them.
-fn kind(stage: &Stage, kind: &str, namespaced: bool) -> Api<DynamicObject> {
-    let plural = if kind == "NodeInventory" {
-        "nodeinventories".to_owned()
-    } else {
-        kind.to_lowercase()
-    };
-    let resource =
-        ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(DRIVER, "v1alpha1", kind), &plural);
-    let client = stage.cluster.client();
-    if namespaced {
-        Api::namespaced_with(client, "default", &resource)
-    } else {
-        Api::all_with(client, &resource)
-    }
-}
-
-/// Writes an object until the server's definition takes it: a new one needs a moment.
-async fn write(api: &Api<DynamicObject>, name: &str, object: &Value, kept: &str) -> anyhow::Result<()> {
-    for _ in 0..200 {
-        let parameters = PatchParams::apply("another-release").force();
-        let stored = api.patch(name, &parameters, &Patch::Apply(object)).await?;
-        if stored.data.pointer(kept).is_some() {
-            return Ok(());
-        }
-        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
-    }
-    anyhow::bail!("{name} is stored without {kept}")
 }
 
 #[tokio::test]
