@@ -2,9 +2,10 @@
 
 use drayman::api::crd::NodeInventory;
 use drayman::api::resource::ResourceClaim;
-use kube::api::{Api, Patch, PatchParams};
+use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
 
+use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, traces, wait_for_inventory};
 use crate::records::{devices, first_handle, kind, open_definitions, write};
 use crate::stage::{DRIVER, Stage, is_allocated, is_bound};
 
@@ -254,9 +255,7 @@ async fn class_kind_and_parameters_that_change_after_the_allocation_change_nothi
     parameters.patch("test", &PatchParams::default(), &other).await?;
     stage.make_pod("other").await?;
     stage.wait_for_event("other", "NoSuitableDevice", "other").await?;
-    parameters
-        .delete("test", &kube::api::DeleteParams::default())
-        .await?;
+    parameters.delete("test", &DeleteParams::default()).await?;
     stage.make_pod("later").await?;
     stage
         .wait_for_event("later", "ParametersNotFound", "test")
@@ -266,14 +265,73 @@ async fn class_kind_and_parameters_that_change_after_the_allocation_change_nothi
         .classes()
         .patch("test", &PatchParams::default(), &another)
         .await?;
-    stage
-        .classes()
-        .delete("test", &kube::api::DeleteParams::default())
-        .await?;
+    stage.classes().delete("test", &DeleteParams::default()).await?;
     let after = stage.claims().get("early").await?.status.allocation;
     assert_eq!(after, before);
     // It is given back all the same, and what it held is free.
     stage.delete_claim("early").await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_node_hands_out_what_was_allocated_though_the_class_has_changed_and_refuses_what_it_cannot_read()
+-> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    make_devices(node, "drayman-test", &MINORS[..2])?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, 0, 2).await?;
+    stage.make_claim("early", "Immediate", false).await?;
+    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+    let early = stage.wait(stage.claims(), "early", "allocated", met).await?;
+    let device = devices(&early.unwrap_or_default())?.concat();
+    // Another kind, and then no class at all; the pod comes after that.
+    let other = Patch::Merge(json!({ "spec": { "kind": "plugged" } }));
+    kind(&stage, "DeviceClassParameters", false)
+        .patch("test", &PatchParams::default(), &other)
+        .await?;
+    stage.classes().delete("test", &DeleteParams::default()).await?;
+    stage.make_pod_with("user", "early").await?;
+    let inside = look_inside(&stage, "user").await?;
+    let path = inside.only_device();
+    assert_eq!(path.rsplit('/').next(), device.rsplit('/').next(), "{device}");
+
+    // A handle of a later release, for the device that is free: nobody guesses what it means.
+    let free = if device.ends_with("-0") {
+        "drayman-test-1"
+    } else {
+        "drayman-test-0"
+    };
+    let uid = stage.node_uid(node.name()).await?;
+    stage
+        .record("newer", node.name(), |claim| {
+            first_handle(claim, node.name(), &uid, free).replace("\"version\":1", "\"version\":2")
+        })
+        .await?;
+    stage.make_pod_with("later", "newer").await?;
+    companion.logged("has version 2").await?;
+    if stage.cluster.minor() >= 28 {
+        // kubelet says it on the pod since then.
+        stage
+            .wait_for_event(
+                "later",
+                "FailedPrepareDynamicResources",
+                "upgrade drayman on this node",
+            )
+            .await?;
+    }
+    let claim = stage.claims().get("newer").await?;
+    let uid = claim.metadata.uid.unwrap_or_default();
+    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    assert_eq!(
+        look_inside(&stage, "user").await?,
+        inside,
+        "the other pod has kept its device"
+    );
+    companion.end().await?;
     controller.end().await?;
     stage.cluster.stop().await
 }
