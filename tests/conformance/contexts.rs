@@ -335,6 +335,11 @@ fn a_pod_that_goes_while_it_waits_leaves_nothing_behind() -> anyhow::Result<()> 
         let one = pod(stage, "one").await?;
         stage.context(&one, "", &names(["good"])).await?;
         stage.event("one", "NoSuitableDevice", "full").await?;
+        stage
+            .until_context("one", "judged", |context| {
+                !context.status.resource_claims.is_empty()
+            })
+            .await?;
         stage.remove_pod("one").await?;
         stage
             .until(stage.contexts(), "one", "gone", |context: Option<&_>| {
