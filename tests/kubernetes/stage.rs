@@ -308,6 +308,16 @@ impl Stage {
 
     /// Starts the companion on a real node, with a configuration of device kinds.
     pub(crate) fn companion(&self, number: usize, configuration: &str) -> anyhow::Result<Program> {
+        self.companion_with(number, configuration, &[])
+    }
+
+    /// The same with further flags.
+    pub(crate) fn companion_with(
+        &self,
+        number: usize,
+        configuration: &str,
+        flags: &[&str],
+    ) -> anyhow::Result<Program> {
         let node = self.cluster.node(number);
         let file = self.cluster.directory().join(format!("node-{number}.yaml"));
         std::fs::write(&file, configuration)?;
@@ -315,7 +325,7 @@ impl Stage {
         command
             .args(["node", "--v=4", "--node-name", node.name(), "--kubeconfig"])
             .arg(&self.node);
-        command.arg("--config").arg(&file);
+        command.arg("--config").arg(&file).args(flags);
         self.program(&format!("companion-{number}"), command)
     }
 
