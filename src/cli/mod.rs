@@ -41,7 +41,7 @@ struct Arguments {
 #[derive(Debug, Subcommand)]
 enum Command {
     Controller(controller::Arguments),
-    Node(node::Arguments),
+    Node(Box<node::Arguments>),
     Devices(tool::devices::Arguments),
     Who(tool::who::Arguments),
     Explain(tool::explain::Arguments),
@@ -68,7 +68,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     let result = match command {
         Command::Controller(arguments) => controller::run(&arguments).map(succeeded),
-        Command::Node(arguments) => node::run(arguments).map(succeeded),
+        Command::Node(arguments) => node::run(*arguments).map(succeeded),
         Command::Devices(arguments) => tool::devices::run(&arguments),
         Command::Who(arguments) => tool::who::run(&arguments),
         Command::Explain(arguments) => tool::explain::run(&arguments),

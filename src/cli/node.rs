@@ -53,6 +53,10 @@ enum Command {
 
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Node")]
+#[expect(
+    clippy::struct_field_names,
+    reason = "the fields are named as their flags are"
+)]
 struct Node {
     /// Name of the Node object of this machine. In a pod, set NODE_NAME from the field spec.nodeName.
     #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, required = true, value_parser = value::node_name)]

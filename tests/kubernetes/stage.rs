@@ -214,12 +214,20 @@ impl Stage {
         what: &str,
         condition: fn(&ResourceClaim) -> bool,
     ) -> anyhow::Result<ResourceClaim> {
-        let pod = self
-            .wait(self.pods(), pod, "given a claim", |pod: Option<&Pod>| {
-                claim_name(pod).is_some()
-            })
-            .await?;
-        let name = claim_name(pod.as_ref()).context("the pod has a claim")?;
+        let name = if self.cluster.minor() < 28 {
+            // The name is a rule there, and not told.
+            let pod = self.pods().get(pod).await?;
+            let entry = pod.spec.resource_claims.first().context("the pod has a claim")?;
+            let name = pod.metadata.name.as_deref().unwrap_or_default();
+            format!("{name}-{}", entry.name)
+        } else {
+            let pod = self
+                .wait(self.pods(), pod, "given a claim", |pod: Option<&Pod>| {
+                    claim_name(pod).is_some()
+                })
+                .await?;
+            claim_name(pod.as_ref()).context("the pod has a claim")?
+        };
         let met = move |claim: Option<&ResourceClaim>| claim.is_some_and(condition);
         self.wait(self.claims(), &name, what, met)
             .await?
@@ -295,6 +303,16 @@ impl Stage {
 
     /// Starts the companion on a real node, with a configuration of device kinds.
     pub(crate) fn companion(&self, number: usize, configuration: &str) -> anyhow::Result<Program> {
+        self.companion_with(number, configuration, &[])
+    }
+
+    /// The same with further flags.
+    pub(crate) fn companion_with(
+        &self,
+        number: usize,
+        configuration: &str,
+        flags: &[&str],
+    ) -> anyhow::Result<Program> {
         let node = self.cluster.node(number);
         let file = self.cluster.directory().join(format!("node-{number}.yaml"));
         std::fs::write(&file, configuration)?;
@@ -302,7 +320,7 @@ impl Stage {
         command
             .args(["node", "--v=4", "--node-name", node.name(), "--kubeconfig"])
             .arg(&self.node);
-        command.arg("--config").arg(&file);
+        command.arg("--config").arg(&file).args(flags);
         self.program(&format!("companion-{number}"), command)
     }
 

@@ -1,8 +1,9 @@
 //! The owner as doors see it: requests, answers, and why something fails.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 
 use super::INJECTION_TIMEOUT;
 use super::records::{RecordsHandle, RecordsRequest};
@@ -74,6 +75,7 @@ pub struct OwnerHandle {
     pub(super) requests: mpsc::Sender<Request>,
     pub(super) resources: BTreeMap<String, watch::Receiver<Vec<PluginDevice>>>,
     pub(super) held: watch::Receiver<usize>,
+    pub(super) look_due: Arc<Notify>,
 }
 
 impl OwnerHandle {
@@ -82,6 +84,7 @@ impl OwnerHandle {
         RecordsHandle {
             requests: self.requests.clone(),
             held: self.held.clone(),
+            look_due: self.look_due.clone(),
         }
     }
 
