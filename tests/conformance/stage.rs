@@ -182,7 +182,7 @@ impl Stage {
         let user = format!("{}{name}", self.name);
         let kubeconfig = self.cluster.user(&user, rules).await?;
         let client = self.cluster.client_of(&kubeconfig).await?;
-        self.run(user, client, driver, options)
+        run(user, client, driver, options)
     }
 
     /// The same for the stage's driver, and `before` is awaited before each of its requests goes out.
@@ -204,24 +204,7 @@ impl Stage {
             }
         });
         let client = kube::Client::new(watched, "default");
-        self.run(self.name.clone(), client, &self.driver, |builder| builder)
-    }
-
-    fn run(
-        &self,
-        user: String,
-        client: kube::Client,
-        driver: &Script,
-        options: impl FnOnce(Builder<Script>) -> Builder<Script>,
-    ) -> anyhow::Result<Running> {
-        let controller = options(Controller::builder(driver.clone())).build(client)?;
-        let stop = CancellationToken::new();
-        let task = tokio::spawn(controller.run(stop.clone()));
-        Ok(Running {
-            user,
-            task,
-            stop: stop.drop_guard(),
-        })
+        run(self.name.clone(), client, &self.driver, |builder| builder)
     }
 
     /// Takes a right away from a controller and returns when the server knows.
@@ -336,6 +319,23 @@ impl Running {
         drop(self.stop);
         Ok(timeout(PATIENCE, self.task).await???)
     }
+}
+
+/// Starts a controller with a client of its own.
+fn run(
+    user: String,
+    client: kube::Client,
+    driver: &Script,
+    options: impl FnOnce(Builder<Script>) -> Builder<Script>,
+) -> anyhow::Result<Running> {
+    let controller = options(Controller::builder(driver.clone())).build(client)?;
+    let stop = CancellationToken::new();
+    let task = tokio::spawn(controller.run(stop.clone()));
+    Ok(Running {
+        user,
+        task,
+        stop: stop.drop_guard(),
+    })
 }
 
 /// What a claim's finalizers are.
