@@ -6,4 +6,10 @@
 //! * [`source`]: where the stage has its time and its randomness from.
 
 pub mod api;
+mod claims;
+mod garbage;
+mod hand;
+pub mod kubelet;
+pub mod runtime;
+mod scheduler;
 pub mod source;

@@ -45,6 +45,8 @@ pub(crate) struct WriteOptions {
     pub(crate) force: bool,
     /// Refuse fields that nobody knows.
     pub(crate) strict: bool,
+    /// Whether the object is made from a patch, and not the request's own.
+    pub(crate) patches: bool,
 }
 
 /// An answer: the status code, and the object.
@@ -122,6 +124,28 @@ impl ApiServer {
             .iter()
             .find(|kind| kind.group == group && kind.version == version && kind.plural == plural)
             .cloned()
+    }
+
+    /// The kind of this plural; the core group's, if there are several.
+    pub(crate) fn kind_of(&self, plural: &str) -> Option<Arc<Kind>> {
+        self.state()
+            .kinds
+            .iter()
+            .find(|kind| kind.plural == plural)
+            .cloned()
+    }
+
+    /// The plurals of all kinds, each once.
+    pub(crate) fn plurals(&self) -> Vec<String> {
+        let mut plurals: Vec<String> = self
+            .state()
+            .kinds
+            .iter()
+            .map(|kind| kind.plural.clone())
+            .collect();
+        plurals.sort();
+        plurals.dedup();
+        plurals
     }
 
     // === reading ===
