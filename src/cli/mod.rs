@@ -10,6 +10,8 @@
 mod client;
 mod controller;
 mod crds;
+#[cfg(feature = "sim")]
+mod demo;
 mod error;
 mod group;
 mod logging;
@@ -39,6 +41,8 @@ enum Command {
     Controller(controller::Arguments),
     Node(node::Arguments),
     Crds(crds::Arguments),
+    #[cfg(feature = "sim")]
+    Demo(demo::Arguments),
     Version(version::Arguments),
 }
 
@@ -58,6 +62,8 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Controller(arguments) => controller::run(&arguments),
         Command::Node(arguments) => node::run(arguments),
         Command::Crds(arguments) => crds::run(&arguments),
+        #[cfg(feature = "sim")]
+        Command::Demo(arguments) => demo::run(&arguments),
         Command::Version(arguments) => version::run(arguments),
     };
     match result {

@@ -85,10 +85,7 @@ fn attempt(hand: &Hand, pod: &Value) -> Result<(), Wait> {
     for (entry, claim) in claims_of(hand, pod) {
         // PreEnqueue: the pod is not looked at before all its claims are there.
         let Some(claim) = claim else {
-            let message = format!(
-                "waiting for dynamic resource controller to create the resourceclaim for entry {entry}"
-            );
-            return Err(Wait::Unschedulable(message));
+            return Err(Wait::Pending);
         };
         if object::is_deleting(&claim) {
             return Err(Wait::Unschedulable(format!(

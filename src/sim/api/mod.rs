@@ -30,3 +30,6 @@ pub(crate) use refusal::Refusal;
 pub use serve::kubeconfig;
 pub use server::ApiServer;
 pub(crate) use server::{ListQuery, Target, WriteOptions};
+pub(crate) use store::Change;
+#[cfg(test)]
+pub(crate) use store::Key;

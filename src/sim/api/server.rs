@@ -8,7 +8,7 @@ use tokio::sync::watch;
 use super::kinds::{Kind, built_in};
 use super::refusal::Refusal;
 use super::selector::Selector;
-use super::store::{Key, Store};
+use super::store::{Change, Key, Store};
 use crate::sim::source::Source;
 
 /// Changes that are remembered for watches and for later pages of lists.
@@ -135,17 +135,40 @@ impl ApiServer {
             .cloned()
     }
 
-    /// The plurals of all kinds, each once.
-    pub(crate) fn plurals(&self) -> Vec<String> {
-        let mut plurals: Vec<String> = self
-            .state()
+    /// The kind of an object that says what it is.
+    pub(crate) fn kind_named(&self, api_version: &str, kind: &str) -> Option<Arc<Kind>> {
+        self.state()
             .kinds
             .iter()
-            .map(|kind| kind.plural.clone())
-            .collect();
-        plurals.sort();
-        plurals.dedup();
-        plurals
+            .find(|each| each.kind == kind && each.api_version() == api_version)
+            .cloned()
+    }
+
+    /// All objects at one moment, each with the plural of its kind.
+    pub(crate) fn snapshot(&self) -> Vec<(String, Value)> {
+        let state = self.state();
+        let plural = |storage: &str| {
+            state
+                .kinds
+                .iter()
+                .find(|kind| kind.storage() == storage)
+                .map(|kind| kind.plural.clone())
+        };
+        state
+            .store
+            .all()
+            .filter_map(|(key, object)| Some((plural(&key.storage)?, (**object).clone())))
+            .collect()
+    }
+
+    /// What has changed after a version, and the version after that. Nothing if it is too long ago.
+    pub(crate) fn changes_after(&self, version: u64) -> (Vec<Change>, u64) {
+        let state = self.state();
+        let changes = state
+            .store
+            .changes_after(version)
+            .map(|changes| changes.cloned().collect());
+        (changes.unwrap_or_default(), state.store.version())
     }
 
     // === reading ===
