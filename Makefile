@@ -36,13 +36,17 @@ test: format lint ## Everything: check, then the tests on real Kubernetes (root 
 .PHONY: verify
 verify: docs bench requests ## What is slow and not of every day: documentation, and the figures with their limits
 
+.PHONY: fuzz
+fuzz: ## Feed every parser with damaged input, for a minute each (FUZZ_SECONDS); what fails is kept in tests/fuzz/corpus
+	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} cargo test --locked --test fuzz -- --nocapture --test-threads 1
+
 .PHONY: docs
 docs:
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --document-private-items
 
 .PHONY: bench
 bench: $(CLUSTER) ## Print size and memory of the release build and fail beyond their limits
-	cargo build --locked --release
+	cargo build --locked --release --no-default-features
 	hack/footprint size "$(TARGET)/release/drayman"
 	$(CLUSTER) up --target "$(TARGET)" --version "$(KUBERNETES_VERSION)" --nodes 1 \
 	    --hook 'hack/footprint memory "$(TARGET)/release/drayman"'
@@ -52,6 +56,10 @@ requests: ## Print the requests of one pod's life, counted from the API server's
 	cargo test --locked --test kubernetes the_whole_life_of_a_one_claim_pod -- --nocapture
 
 ##@ Work
+
+.PHONY: demo
+demo: ## Show what drayman does, on a cluster within one process: Rust alone is needed
+	cargo run --locked --release -- demo
 
 .PHONY: cluster
 cluster: $(CLUSTER) ## Start a real Kubernetes with drayman in it; Ctrl-C ends it

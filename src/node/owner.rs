@@ -4,6 +4,7 @@
 //! again, the second request finds the work of the first done. File work runs on a thread of its own.
 
 mod handle;
+mod records;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -16,14 +17,15 @@ use tracing::{error, info, warn};
 
 use super::companion::CompanionError;
 use super::driver::NodeDriver;
-use super::store::{Opened, Store};
+use super::store::{Opened, Places, Store};
 use crate::core::node::allocate::check_allocate;
 use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::claim_uid::ClaimUid;
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::injection::Injection;
-use crate::core::node::inventory::{Devices, inventory, plugin_devices};
+use crate::core::node::inventory::{Devices, inventory, plugin_devices, withhold};
 use crate::core::node::ledger::Ledger;
+use crate::core::node::orphans::Orphans;
 use crate::core::node::prepare::{plan_prepare, plan_unprepare};
 use crate::core::node::recovery::{plan_clearing, plan_refresh, plan_restoring, plan_undo};
 use crate::core::node::refusal::Refusal;
@@ -32,6 +34,8 @@ use crate::core::node::step::Step;
 
 pub use handle::OwnerHandle;
 use handle::{Failure, Request};
+pub(in crate::node) use records::Quarantine;
+pub use records::{RecordsHandle, ReleaseError};
 
 /// Requests that wait, at most; further callers wait to get in.
 const QUEUE: usize = 64;
@@ -49,8 +53,10 @@ struct Resource {
 /// What the owner needs to begin.
 #[derive(Debug)]
 pub struct OwnerOptions<D> {
-    /// The driver's name, from which CDI ids are made.
-    pub driver_name: DriverName,
+    /// The driver, from whose name CDI ids are made, and where its records and kubelet's are.
+    pub places: Places,
+    /// How long a claim may be missing from kubelet's list before it is looked into.
+    pub orphan_grace: Duration,
     /// The name of the Node object.
     pub node_name: String,
     /// The kind that each extended resource is made of, by the resource's name.
@@ -68,6 +74,12 @@ pub struct OwnerOptions<D> {
 /// The owner, before it runs.
 pub struct Owner<D> {
     driver_name: DriverName,
+    places: Places,
+    orphans: Orphans,
+    /// How many claims hold something.
+    held: watch::Sender<usize>,
+    /// Told when a claim is to be looked into.
+    look_due: Arc<Notify>,
     driver: Arc<D>,
     store: Arc<Store>,
     ledger: Ledger,
@@ -98,6 +110,7 @@ impl<D: NodeDriver> Owner<D> {
             ledger,
             cluster,
             files,
+            rebuilt: _,
         } = options.opened;
         let (sender, requests) = mpsc::channel(QUEUE);
         let (inventory, published) = watch::channel(Arc::default());
@@ -108,8 +121,14 @@ impl<D: NodeDriver> Owner<D> {
             offered.insert(name.clone(), receiver);
             resources.insert(name, Resource { kind, devices });
         }
+        let (held, holds) = watch::channel(0);
+        let look_due = Arc::new(Notify::new());
         let mut owner = Self {
-            driver_name: options.driver_name,
+            driver_name: options.places.driver.clone(),
+            places: options.places,
+            orphans: Orphans::new(options.orphan_grace),
+            held,
+            look_due: look_due.clone(),
             found: options.driver.devices(),
             driver: options.driver,
             store: Arc::new(store),
@@ -132,6 +151,8 @@ impl<D: NodeDriver> Owner<D> {
             OwnerHandle {
                 requests: sender,
                 resources: offered,
+                held: holds,
+                look_due,
             },
             published,
         )
@@ -197,16 +218,26 @@ impl<D: NodeDriver> Owner<D> {
                 }
                 let _ = answer.send(result.map_err(CompanionError::from));
             }
+            Request::Records(request) => self.records(request).await,
         }
     }
 
     async fn prepare(&mut self, claim: &ClaimToPrepare) -> Result<Vec<String>, Failure> {
         let planned = plan_prepare(&self.ledger, &self.inventory.borrow(), &self.node, claim);
-        if let Err(Refusal::EarlierNode { .. }) = planned {
+        match &planned {
             // One of the two is out of date, and it may be we.
-            self.node_in_doubt.notify_one();
+            Err(Refusal::EarlierNode { .. }) => self.node_in_doubt.notify_one(),
+            // Either the holder is about to end, or kubelet has lost it.
+            Err(Refusal::Held { device, .. }) => {
+                let holder = self.ledger.holder(device).map(|(uid, _)| uid.clone());
+                if holder.is_some_and(|uid| self.orphans.contest(&uid)) {
+                    self.look_due.notify_one();
+                }
+            }
+            _ => {}
         }
         let (uid, steps) = planned?;
+        self.orphans.forget(&uid);
         if let Err(failure) = self.carry_out(&steps).await {
             self.undo(&uid).await;
             return Err(failure);
@@ -293,7 +324,8 @@ impl<D: NodeDriver> Owner<D> {
     /// The devices are not what they were: files must not lead to a node that has become another's.
     async fn refresh(&mut self) {
         let before = self.inventory.borrow().clone();
-        let after = inventory(&self.found.borrow_and_update(), &before, &self.ledger);
+        self.found.mark_unchanged();
+        let after = self.devices();
         let plans = plan_refresh(&self.ledger, &before, &after);
         self.carry_out_each(plans).await;
     }
@@ -320,8 +352,18 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
+    /// The devices as they are to be published.
+    fn devices(&self) -> Devices {
+        let mut all = inventory(&self.found.borrow(), &self.inventory.borrow(), &self.ledger);
+        withhold(&mut all, &self.ledger, &self.orphans.quarantine());
+        all
+    }
+
     fn publish(&self) {
-        let all = inventory(&self.found.borrow(), &self.inventory.borrow(), &self.ledger);
+        let count = self.ledger.entries().len();
+        self.held
+            .send_if_modified(|held| std::mem::replace(held, count) != count);
+        let all = self.devices();
         for resource in self.resources.values() {
             let devices = plugin_devices(&all, &self.ledger, &resource.kind);
             resource.devices.send_if_modified(|published| {

@@ -18,9 +18,12 @@ use super::config::{ConfigError, KindDoor, NodeConfiguration};
 use super::discover::{HostDevices, HostPaths};
 use super::door::{DoorError, KubeletPaths};
 use super::inventory::{Publisher, PublisherClient, Standing};
+use super::orphans::Caretaker;
 use super::owner::{Owner, OwnerOptions};
-use super::store::{Opened, Store, StoreError};
+use super::records;
+use super::store::{Opened, Places, Store, StoreError};
 use crate::core::node::driver_name::{DriverName, DriverNameError};
+use crate::core::node::orphans;
 
 /// How long a companion waits for another one on the same node to end, as at an update.
 const LOCK_PATIENCE: Duration = Duration::from_secs(30);
@@ -42,6 +45,8 @@ pub struct NodeOptions {
     pub device_plugin_dir: PathBuf,
     /// A directory in which the container runtime looks for CDI files.
     pub cdi_dir: PathBuf,
+    /// How long a claim may be missing from kubelet's own list before it is looked into.
+    pub orphan_grace: Duration,
     /// Where this process sees the host's `/dev`, `/sys` and mounts.
     pub host: HostPaths,
     /// A client of the API server.
@@ -59,6 +64,7 @@ impl NodeOptions {
             kubelet_root: kubelet.root_dir,
             device_plugin_dir: kubelet.device_plugin_dir,
             cdi_dir: "/var/run/cdi".into(),
+            orphan_grace: orphans::GRACE,
             host: HostPaths::default(),
             client,
         }
@@ -74,6 +80,7 @@ impl std::fmt::Debug for NodeOptions {
             .field("kubelet_root", &self.kubelet_root)
             .field("device_plugin_dir", &self.device_plugin_dir)
             .field("cdi_dir", &self.cdi_dir)
+            .field("orphan_grace", &self.orphan_grace)
             .field("host", &self.host)
             .finish_non_exhaustive()
     }
@@ -119,6 +126,11 @@ impl NodeError {
 /// Where the kernel tells the id of the boot (`random(4)`).
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
+/// The id of this boot.
+pub(super) fn boot_id() -> std::io::Result<String> {
+    std::fs::read_to_string(BOOT_ID).map(|id| id.trim().to_owned())
+}
+
 /// Runs the companion until the token is cancelled.
 ///
 /// The records of the node are put right before a door opens. An API server that is away stops nothing here: claims are
@@ -127,11 +139,9 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<(), NodeError> {
     let driver_name = DriverName::parse(&options.driver_name)?;
     let configuration = NodeConfiguration::read(&options.config)?;
-    let boot_id = std::fs::read_to_string(BOOT_ID)
-        .map_err(NodeError::BootId)?
-        .trim()
-        .to_owned();
-    let Some(opened) = open(&options, &driver_name, &boot_id, &shutdown).await? else {
+    let boot_id = boot_id().map_err(NodeError::BootId)?;
+    let places = Places::new(driver_name.clone(), &options.kubelet_root, &options.cdi_dir);
+    let Some(opened) = open(&places, &boot_id, &shutdown).await? else {
         return Ok(());
     };
 
@@ -146,11 +156,19 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
     // The search for devices outlives the doors: what is under way at the end still needs its devices.
     let search = CancellationToken::new();
     let _end_of_search = search.clone().drop_guard();
-    let driver = Arc::new(HostDevices::start(configuration, options.host.clone(), search).await);
+    let driver = Arc::new(
+        HostDevices::start(
+            watch::channel(Arc::new(configuration)).1,
+            options.host.clone(),
+            search,
+        )
+        .await,
+    );
     let (cluster, _) = watch::channel(opened.cluster.clone());
     let node_in_doubt = Arc::new(Notify::new());
     let (owner, companion, devices) = Owner::start(OwnerOptions {
-        driver_name: driver_name.clone(),
+        places: places.clone(),
+        orphan_grace: options.orphan_grace,
         node_name: options.node_name.clone(),
         resources: resources.clone(),
         driver,
@@ -160,6 +178,26 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
     })
     .await;
     let owner = tokio::spawn(owner.run());
+
+    // Both have handles of the owner, and end before it.
+    let stop_care = CancellationToken::new();
+    let _end_of_care = stop_care.clone().drop_guard();
+    let (quarantine, in_quarantine) = watch::channel(BTreeMap::new());
+    let caretaker = Caretaker {
+        client: options.client.clone(),
+        driver_name: driver_name.clone(),
+        node_name: options.node_name.clone(),
+        records: companion.records(),
+        cluster: cluster.subscribe(),
+        quarantine,
+    };
+    let caretaker = tokio::spawn(caretaker.run(stop_care.clone()));
+    let records = records::serve(
+        records::socket(&places.state, &options.kubelet_root),
+        companion.records(),
+        stop_care.clone(),
+    );
+    let records = records.await.map_err(DoorError::from)?;
 
     let (standing_sender, standing) = watch::channel(Standing {
         reason: "Starting".to_owned(),
@@ -172,6 +210,7 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
         devices,
         cluster: cluster.clone(),
         standing,
+        quarantine: in_quarantine,
         node_in_doubt,
     };
     let stop_publishing = CancellationToken::new();
@@ -185,10 +224,13 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
     };
     // The last handle of the owner goes with the doors.
     let served = doors.serve(Arc::new(companion), standing_sender, shutdown).await;
+    stop_care.cancel();
+    records.closed().await;
+    let caretaker = caretaker.await.map_err(NodeError::Broken);
     let owner = owner.await.map_err(NodeError::Broken);
     stop_publishing.cancel();
     let publisher = publisher.await.map_err(NodeError::Broken);
-    served.and(owner).and(publisher)
+    served.and(caretaker).and(owner).and(publisher)
 }
 
 impl NodeOptions {
@@ -202,17 +244,15 @@ impl NodeOptions {
 
 /// Opens the records, and waits a while for another companion to let go of them. `None` if the shutdown comes first.
 async fn open(
-    options: &NodeOptions,
-    driver_name: &DriverName,
+    places: &Places,
     boot_id: &str,
     shutdown: &CancellationToken,
 ) -> Result<Option<Opened>, NodeError> {
     let until = Instant::now() + LOCK_PATIENCE;
     let mut told = false;
     loop {
-        let state = options.kubelet_root.join("plugins").join(driver_name.as_str());
-        let (driver_name, cdi, boot_id) = (driver_name.clone(), options.cdi_dir.clone(), boot_id.to_owned());
-        let opened = spawn_blocking(move || Store::open(&driver_name, &state, &cdi, &boot_id)).await;
+        let (places, boot_id) = (places.clone(), boot_id.to_owned());
+        let opened = spawn_blocking(move || Store::open(&places, &boot_id)).await;
         match opened.map_err(NodeError::Broken)? {
             Err(StoreError::Locked(lock)) if Instant::now() < until => {
                 if !told {

@@ -126,6 +126,7 @@ impl Companion for Scripted {
                     permissions: "rw".into(),
                 }],
                 environment: [("DEVICES".to_owned(), ids.join(","))].into(),
+                ..Injection::default()
             };
             let call = format!("allocate {resource_name} {}", ids.join(","));
             if let Some(answer) = self.answer(call, &ids[0], injection).await {

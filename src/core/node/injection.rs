@@ -17,6 +17,9 @@ pub struct Injection {
     /// Environment, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub environment: BTreeMap<String, String>,
+    /// Files and directories of the node.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mounts: Vec<Mount>,
 }
 
 /// A device node in a container.
@@ -31,6 +34,18 @@ pub struct DeviceNode {
     pub permissions: String,
 }
 
+/// A file or directory of the node in a container.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Mount {
+    /// Absolute path on the node. It must stay valid as long as the container may be started again.
+    pub host_path: String,
+    /// Absolute path in the container.
+    pub container_path: String,
+    /// Whether the container may only read it.
+    pub read_only: bool,
+}
+
 impl Injection {
     /// What a container gets for a device that is one device node: the node, at the path by which the operator's
     /// configuration found it, and a variable with that path.
@@ -38,6 +53,7 @@ impl Injection {
         Self {
             environment: BTreeMap::from([(environment_name(device), node.container_path.clone())]),
             device_nodes: vec![node],
+            ..Self::default()
         }
     }
 

@@ -2,9 +2,14 @@
 
 use std::collections::BTreeMap;
 
+use super::claim_uid::ClaimUid;
+use super::discovery::attributes::numa_nodes;
 use super::ledger::Ledger;
 use super::request::PluginDevice;
 use crate::api::crd::{Device, Mode};
+
+/// The length of a reason that is published, at most, in characters; the CRD has the same limit.
+const UNHEALTHY_MAX: usize = 256;
 
 /// The devices of the node, by name.
 pub type Devices = BTreeMap<String, Device>;
@@ -36,6 +41,21 @@ pub fn inventory(found: &Devices, previous: &Devices, ledger: &Ledger) -> Device
     all
 }
 
+/// Shows the devices of claims in quarantine as unhealthy, so that nobody is allocated what this node would refuse to prepare.
+pub fn withhold(devices: &mut Devices, ledger: &Ledger, quarantine: &BTreeMap<ClaimUid, String>) {
+    for (uid, why) in quarantine {
+        let Some(entry) = ledger.entry(uid) else { continue };
+        for held in &entry.devices {
+            if let Some(device) = devices.get_mut(&held.device)
+                && device.unhealthy.is_none()
+            {
+                let reason = format!("withheld for {}: {why}", entry.describe(uid));
+                device.unhealthy = Some(reason.chars().take(UNHEALTHY_MAX).collect());
+            }
+        }
+    }
+}
+
 /// The devices of a kind as ListAndWatch shows them. One that a claim holds (its kind had another mode when it was
 /// prepared) is shown as unhealthy, so that kubelet does not grant it.
 pub fn plugin_devices(inventory: &Devices, ledger: &Ledger, kind: &str) -> Vec<PluginDevice> {
@@ -45,14 +65,13 @@ pub fn plugin_devices(inventory: &Devices, ledger: &Ledger, kind: &str) -> Vec<P
         .map(|device| PluginDevice {
             id: device.name.clone(),
             healthy: device.unhealthy.is_none() && ledger.holder(&device.name).is_none(),
-            numa_nodes: Vec::new(),
+            numa_nodes: numa_nodes(device),
         })
         .collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::claim_uid::ClaimUid;
     use super::super::injection::Injection;
     use super::super::ledger::{Entry, HeldDevice, Progress};
     use super::*;
@@ -102,6 +121,24 @@ mod tests {
         let gone = inventory(&Devices::new(), &before, &ledger_holding("b"));
         let back = inventory(&before, &gone, &ledger_holding("b"));
         assert_eq!(back, before);
+    }
+
+    #[test]
+    fn a_device_in_quarantine_is_shown_with_the_reason_and_others_are_not() {
+        let mut all = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
+        let ledger = ledger_holding("b");
+        let uid = ledger.entries().keys().next().unwrap().clone();
+        withhold(
+            &mut all,
+            &ledger,
+            &BTreeMap::from([(uid, "forgotten ".repeat(50))]),
+        );
+        let reason = all["b"].unhealthy.as_deref().unwrap();
+        assert!(
+            reason.contains("default/camera") && reason.contains("forgotten"),
+            "{reason}"
+        );
+        assert!(reason.len() <= 256 && all["a"].unhealthy.is_none());
     }
 
     #[test]

@@ -94,6 +94,16 @@ pub enum Refusal {
         /// Who has it.
         holder: String,
     },
+    /// Somebody may have the device.
+    #[error(
+        "the checkpoint of this node was lost, and it is not known yet which devices {holder} has: the API server is asked; if it cannot tell and no container uses the claim, run `drayman node release {uid}` on the node"
+    )]
+    Unaccounted {
+        /// Who has devices that nobody knows.
+        holder: String,
+        /// Its uid.
+        uid: String,
+    },
     /// The claim has other devices already.
     #[error(
         "the claim is prepared with {held}, the resource handle now names {named}: it must be unprepared first"
@@ -129,6 +139,7 @@ impl Refusal {
             Self::WrongDoor { .. } => "WrongMode",
             Self::Unhealthy { .. } => "DeviceUnhealthy",
             Self::Held { .. } => "DeviceHeld",
+            Self::Unaccounted { .. } => "HoldingsUnknown",
             Self::Changed { .. } => "AllocationChanged",
             Self::NoResource(_) | Self::OtherResource { .. } => "InvalidResource",
         }
@@ -152,6 +163,7 @@ impl Refusal {
             | Self::WrongDoor { .. }
             | Self::Unhealthy { .. }
             | Self::Held { .. }
+            | Self::Unaccounted { .. }
             | Self::Changed { .. } => false,
         }
     }

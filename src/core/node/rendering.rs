@@ -77,6 +77,7 @@ pub fn entry_of_cdi_spec(
             injection: Injection {
                 device_nodes,
                 environment,
+                ..Injection::default()
             },
         },
     })

@@ -1,10 +1,12 @@
 //! The owner as doors see it: requests, answers, and why something fails.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 
 use super::INJECTION_TIMEOUT;
+use super::records::{RecordsHandle, RecordsRequest};
 use crate::core::node::injection::Injection;
 use crate::core::node::refusal::Refusal;
 use crate::core::node::request::{ClaimToPrepare, ClaimToUnprepare, PluginDevice};
@@ -64,6 +66,7 @@ pub(super) enum Request {
         Vec<Vec<String>>,
         oneshot::Sender<Result<Vec<Injection>, CompanionError>>,
     ),
+    Records(RecordsRequest),
 }
 
 /// The owner as doors see it. When the last handle is dropped, the owner ends after the requests that it has.
@@ -71,9 +74,20 @@ pub(super) enum Request {
 pub struct OwnerHandle {
     pub(super) requests: mpsc::Sender<Request>,
     pub(super) resources: BTreeMap<String, watch::Receiver<Vec<PluginDevice>>>,
+    pub(super) held: watch::Receiver<usize>,
+    pub(super) look_due: Arc<Notify>,
 }
 
 impl OwnerHandle {
+    /// The owner as those see it who look after its records.
+    pub fn records(&self) -> RecordsHandle {
+        RecordsHandle {
+            requests: self.requests.clone(),
+            held: self.held.clone(),
+            look_due: self.look_due.clone(),
+        }
+    }
+
     async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, CompanionError> {
         let (sender, answer) = oneshot::channel();
         let stopping = || CompanionError::from(Failure::Stopping);

@@ -86,12 +86,18 @@ pub(super) struct Life {
 }
 
 pub(super) async fn live(root: &Path, boot_id: &str, driver: &Arc<Said>) -> Life {
-    let driver_name = DriverName::parse("drayman.dev").unwrap();
-    let opened = Store::open(&driver_name, &root.join("state"), &root.join("cdi"), boot_id).unwrap();
+    let places = Places {
+        driver: DriverName::parse("drayman.dev").unwrap(),
+        state: root.join("state"),
+        cdi: root.join("cdi"),
+        kubelet_state: root.join("dra_manager_state"),
+    };
+    let opened = Store::open(&places, boot_id).unwrap();
     let (cluster, receiver) = watch::channel(ClusterFacts::default());
     let doubt = Arc::new(Notify::new());
     let (owner, handle, inventory) = Owner::start(OwnerOptions {
-        driver_name,
+        places,
+        orphan_grace: Duration::ZERO,
         node_name: "node-a".into(),
         resources: BTreeMap::from([("example.com/camera".to_owned(), "camera".to_owned())]),
         driver: driver.clone(),

@@ -236,6 +236,7 @@ mod tests {
                 permissions: "rw".into(),
             }],
             environment: [("B".into(), "2".into()), ("A".into(), String::new())].into(),
+            ..Injection::default()
         };
         let response = AllocateResponse {
             container_responses: vec![container_response(injection)],
