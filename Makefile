@@ -50,7 +50,7 @@ docs:
 
 .PHONY: bench
 bench: $(CLUSTER) ## Print size and memory of the release build and fail beyond their limits
-	cargo build --locked --release
+	cargo build --locked --release --no-default-features
 	hack/footprint size "$(TARGET)/release/drayman"
 	$(CLUSTER) up --target "$(TARGET)" --version "$(KUBERNETES_VERSION)" --nodes 1 \
 	    --hook 'hack/footprint memory "$(TARGET)/release/drayman"'
@@ -60,6 +60,10 @@ requests: ## Print the requests of one pod's life, counted from the API server's
 	cargo test --locked --test kubernetes the_whole_life_of_a_one_claim_pod -- --nocapture
 
 ##@ Work
+
+.PHONY: demo
+demo: ## Show what drayman does, on a cluster within one process: Rust alone is needed
+	cargo run --locked --release -- demo
 
 .PHONY: cluster
 cluster: $(CLUSTER) ## Start a real Kubernetes with drayman in it; Ctrl-C ends it

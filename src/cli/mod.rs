@@ -11,6 +11,8 @@ mod client;
 mod config;
 mod controller;
 mod crds;
+#[cfg(feature = "sim")]
+mod demo;
 mod discover;
 mod error;
 mod group;
@@ -49,6 +51,8 @@ enum Command {
     Drain(tool::drain::Arguments),
     Config(config::Arguments),
     Crds(crds::Arguments),
+    #[cfg(feature = "sim")]
+    Demo(demo::Arguments),
     Completion(tool::completion::Arguments),
     Version(version::Arguments),
 }
@@ -76,6 +80,8 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Drain(arguments) => tool::drain::run(&arguments),
         Command::Config(arguments) => config::run(&arguments).map(succeeded),
         Command::Crds(arguments) => crds::run(&arguments).map(succeeded),
+        #[cfg(feature = "sim")]
+        Command::Demo(arguments) => demo::run(&arguments).map(succeeded),
         Command::Completion(arguments) => {
             tool::completion::run(arguments, Arguments::command()).map(succeeded)
         }

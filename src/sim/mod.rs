@@ -3,7 +3,18 @@
 //! control plane by `tests/stage_promises`.
 //!
 //! * [`api`]: the API server, for [`kube::Client`] directly and over TCP.
+//! * [`stage`]: the cluster as a whole, with the real controller and the real companions.
+//! * [`kubelet`], [`runtime`]: the nodes.
+//! * [`demo`]: what `drayman demo` shows.
 //! * [`source`]: where the stage has its time and its randomness from.
 
 pub mod api;
+mod claims;
+pub mod demo;
+mod garbage;
+mod hand;
+pub mod kubelet;
+pub mod runtime;
+mod scheduler;
 pub mod source;
+pub mod stage;

@@ -73,6 +73,7 @@ impl Names {
                 } else if text.parse::<jiff::Timestamp>().is_ok() {
                     "a time".clone_into(text);
                 } else {
+                    hide_value(text);
                     for (uid, name) in &self.uids {
                         if text.contains(uid.as_str()) {
                             *text = text.replace(uid.as_str(), name);
@@ -82,5 +83,16 @@ impl Names {
             }
             _ => {}
         }
+    }
+}
+
+/// The real server shows the value of an immutable field as Go prints it, with addresses in it.
+fn hide_value(text: &mut String) {
+    const END: &str = ": field is immutable";
+    const BEGIN: &str = "Invalid value: ";
+    if let (Some(begin), Some(end)) = (text.find(BEGIN), text.rfind(END))
+        && begin < end
+    {
+        text.replace_range(begin + BEGIN.len()..end, "...");
     }
 }

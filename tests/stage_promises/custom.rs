@@ -40,6 +40,10 @@ fn objects_of_a_defined_kind_are_checked_by_its_schema() {
         define(ground).await?;
         for (name, spec) in [
             ("good", json!({ "requests": [{ "name": "a", "count": 2 }] })),
+            (
+                "pruned",
+                json!({ "requests": [{ "name": "a", "color": "red" }], "taste": 1 }),
+            ),
             ("missing", json!({})),
             ("empty", json!({ "requests": [] })),
             ("typed", json!({ "requests": "many" })),
@@ -89,7 +93,7 @@ fn a_change_of_the_spec_is_a_generation_and_a_change_of_the_status_is_none() {
         let status = json!({ "status": { "devices": 3, "unhealthy": 0, "conditions": [] } });
         ground.patch(&format!("{at}/status"), MERGE, &status).await?;
         let mut changed = inventory.clone();
-        changed["spec"]["devices"] = json!([{ "name": "d", "kind": "k", "mode": "Claims", "color": "red" }]);
+        changed["spec"]["devices"] = json!([{ "name": "d", "kind": "k", "mode": "claims" }]);
         ground.patch(&apply, APPLY, &changed).await?;
         ground.patch(&at, STRATEGIC, &json!({})).await?;
         ground.delete(&at).await?;

@@ -4,8 +4,6 @@ use serde_json::{Value, json};
 
 use crate::ground::{CLAIMS, Ground, JSON, MERGE, both, version};
 
-const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
-
 async fn make(ground: &mut Ground, names: &[&str]) -> anyhow::Result<Value> {
     let mut last = Value::Null;
     for name in names {
@@ -117,16 +115,5 @@ fn a_watch_ends_when_it_was_asked_to() {
             .watch(&format!("{CLAIMS}?watch=true&timeoutSeconds=1"), 5)
             .await
             .map(drop)
-    });
-}
-
-#[test]
-fn a_version_is_a_number() {
-    both("list-version", async |ground| {
-        let (code, answer) = ground
-            .send("GET", &format!("{MAPS}?resourceVersion=x"), JSON, Vec::new())
-            .await?;
-        ground.note(json!([code, answer["reason"]]));
-        Ok(())
     });
 }

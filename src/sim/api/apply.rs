@@ -165,10 +165,13 @@ pub(crate) fn apply(
     let mut conflicts = Vec::new();
     for entry in entries.iter_mut().filter(|entry| !mine(entry)) {
         for path in differs.keys().filter(|path| entry.fields.contains(**path)) {
-            let by = match entry.operation.as_str() {
-                "Update" => format!("{:?} using {}", entry.manager, kind.api_version()),
-                _ => format!("{:?}", entry.manager),
-            };
+            let mut by = format!("{:?}", entry.manager);
+            if !entry.subresource.is_empty() {
+                by = format!("{by} with subresource {:?}", entry.subresource);
+            }
+            if entry.operation == "Update" {
+                by = format!("{by} using {} at {}", kind.api_version(), entry.time);
+            }
             conflicts.push(FieldError {
                 cause: "FieldManagerConflict",
                 field: dotted(path),
@@ -343,7 +346,7 @@ mod tests {
             (refusal.code, refusal.message.as_str()),
             (
                 409,
-                "Apply failed with 1 conflict: conflict with \"a\": .status.resourceClaims[name=\"y\"].unsuitableNodes"
+                "Apply failed with 1 conflict: conflict with \"a\" with subresource \"status\": .status.resourceClaims[name=\"y\"].unsuitableNodes"
             )
         );
         let live = applied(&live, "b", &other, true).unwrap();

@@ -143,9 +143,40 @@ pub(crate) fn validate(definition: &Definition, value: &Value, before: Option<&V
         .iter_errors(value)
         .map(|error| of_schema(&error))
         .collect();
-    if !errors.is_empty() {
+    const BLOCKING: [&str; 5] = [
+        "FieldValueNotSupported",
+        "FieldValueRequired",
+        "FieldValueTooLong",
+        "FieldValueTooMany",
+        "FieldValueTypeInvalid",
+    ];
+    let mut errors = errors;
+    if errors.iter().any(|error| BLOCKING.contains(&error.cause)) {
+        if has_rules(&definition.schema) {
+            errors.push(FieldError {
+                cause: "FieldValueInvalid",
+                field: "<nil>".to_owned(),
+                message: "Invalid value: \"null\": some validation rules were not checked because the object was invalid; correct the existing errors to complete validation".to_owned(),
+            });
+        }
         return errors;
     }
+    errors.extend(rules(definition, value, before));
+    errors
+}
+
+fn has_rules(schema: &Value) -> bool {
+    match schema {
+        Value::Object(map) => map
+            .iter()
+            .any(|(key, value)| key == "x-kubernetes-validations" || has_rules(value)),
+        Value::Array(list) => list.iter().any(has_rules),
+        _ => false,
+    }
+}
+
+/// The rules of `x-kubernetes-validations` that do not hold.
+fn rules(definition: &Definition, value: &Value, before: Option<&Value>) -> Vec<FieldError> {
     match kube_cel::Validator::new().validate(&definition.schema, value, before) {
         Ok(()) => Vec::new(),
         Err(errors) => errors

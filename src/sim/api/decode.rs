@@ -46,6 +46,8 @@ pub(crate) fn decode(kind: &Kind, value: Value, strict: bool) -> Result<Value, R
         Some(definition) => custom::prune(&definition.schema, &mut object),
         None if kind.group == RESOURCE => {
             default_claim(&mut object);
+            // Whether a mode is one is a rule about the object, and not one about its form.
+            let mode = take_mode(&mut object);
             let typed = match kind.kind.as_str() {
                 "ResourceClass" => typed::<resource::ResourceClass>(&object),
                 "ResourceClaim" => typed::<resource::ResourceClaim>(&object),
@@ -56,6 +58,11 @@ pub(crate) fn decode(kind: &Kind, value: Value, strict: bool) -> Result<Value, R
             let mut unknown = Vec::new();
             lost(&object, &typed, "", &mut unknown);
             object = typed;
+            if let Some((pointer, mode)) = mode
+                && let Some(spec) = object.pointer_mut(pointer)
+            {
+                spec["allocationMode"] = mode;
+            }
             object["apiVersion"] = kind.api_version().into();
             object["kind"] = kind.kind.clone().into();
             unknown
@@ -129,13 +136,68 @@ fn is_empty(value: &Value) -> bool {
     }
 }
 
+fn take_mode(object: &mut Value) -> Option<(&'static str, Value)> {
+    ["/spec", "/spec/spec"].into_iter().find_map(|pointer| {
+        let spec = object.pointer_mut(pointer)?.as_object_mut()?;
+        if !spec.get("allocationMode")?.is_string() {
+            return None;
+        }
+        Some((pointer, spec.remove("allocationMode")?))
+    })
+}
+
+/// Texts that Go has as empty where they are left out, and the default mode.
 fn default_claim(object: &mut Value) {
-    for pointer in ["/spec", "/spec/spec"] {
-        if let Some(spec) = object.pointer_mut(pointer).and_then(Value::as_object_mut)
-            && spec.contains_key("resourceClassName")
+    let Some(map) = object.as_object_mut() else { return };
+    map.entry("spec").or_insert_with(|| json!({}));
+    fill(object, "", &["driverName"], "ResourceClass");
+    fill(object, "/spec", &["resourceClassName"], "ResourceClaim");
+    fill(
+        object,
+        "/spec/spec",
+        &["resourceClassName"],
+        "ResourceClaimTemplate",
+    );
+    for reference in [
+        "/parametersRef",
+        "/spec/parametersRef",
+        "/spec/spec/parametersRef",
+    ] {
+        fill(object, reference, &["kind", "name"], "");
+    }
+    let consumers = object
+        .pointer("/status/reservedFor")
+        .and_then(Value::as_array)
+        .map_or(0, Vec::len);
+    for index in 0..consumers {
+        fill(
+            object,
+            &format!("/status/reservedFor/{index}"),
+            &["resource", "name", "uid"],
+            "",
+        );
+    }
+    for (pointer, kind) in [
+        ("/spec", "ResourceClaim"),
+        ("/spec/spec", "ResourceClaimTemplate"),
+    ] {
+        if object["kind"] == kind
+            && let Some(spec) = object.pointer_mut(pointer).and_then(Value::as_object_mut)
             && spec.get("allocationMode").is_none_or(is_empty)
         {
             spec.insert("allocationMode".to_owned(), "WaitForFirstConsumer".into());
+        }
+    }
+}
+
+/// Fills in empty texts, in objects of one kind or of any.
+fn fill(object: &mut Value, pointer: &str, keys: &[&str], kind: &str) {
+    if !kind.is_empty() && object["kind"] != kind {
+        return;
+    }
+    if let Some(map) = object.pointer_mut(pointer).and_then(Value::as_object_mut) {
+        for key in keys {
+            map.entry(*key).or_insert_with(|| "".into());
         }
     }
 }

@@ -11,7 +11,7 @@ mod events;
 mod fields;
 mod kinds;
 mod lists;
-mod object;
+pub(crate) mod object;
 mod patch;
 mod refusal;
 mod remove;
@@ -25,5 +25,11 @@ mod table;
 mod watch;
 mod write;
 
+pub(crate) use patch::Patch;
+pub(crate) use refusal::Refusal;
 pub use serve::kubeconfig;
 pub use server::ApiServer;
+pub(crate) use server::{ListQuery, Target, WriteOptions};
+pub(crate) use store::Change;
+#[cfg(test)]
+pub(crate) use store::Key;

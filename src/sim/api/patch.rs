@@ -10,6 +10,11 @@ use super::strategic;
 /// Operations of one JSON patch, at most (`maxJSONPatchOperations`).
 const OPERATIONS_MAX: usize = 10_000;
 
+/// The content type of RFC 6902.
+pub(crate) const JSON_PATCH: &str = "application/json-patch+json";
+/// The content type of RFC 7386.
+pub(crate) const MERGE_PATCH: &str = "application/merge-patch+json";
+
 /// A patch, as the body of a request.
 #[derive(Debug)]
 pub(crate) enum Patch {
@@ -41,7 +46,7 @@ impl Patch {
             ))
         };
         match content_type.split(';').next().unwrap_or_default().trim() {
-            "application/json-patch+json" => {
+            JSON_PATCH => {
                 let patch: json_patch::Patch = serde_json::from_value(json()?)
                     .map_err(|error| Refusal::bad_request(format!("error decoding patch: {error}")))?;
                 if patch.0.len() > OPERATIONS_MAX {
@@ -49,7 +54,7 @@ impl Patch {
                 }
                 Ok(Self::Json(patch))
             }
-            "application/merge-patch+json" => match json()? {
+            MERGE_PATCH => match json()? {
                 patch @ Value::Object(_) => Ok(Self::Merge(patch)),
                 _ => Err(Refusal::bad_request(
                     "error decoding patch: it is not a JSON object",

@@ -185,6 +185,26 @@ impl Refusal {
         refusal
     }
 
+    /// A pod that cannot be bound.
+    pub(crate) fn binding_conflict(name: &str, why: &str) -> Self {
+        let message = format!("Operation cannot be fulfilled on pods/binding {name:?}: {why}");
+        let mut refusal = Self::new(409, "Conflict", message);
+        refusal.details = Some(json!({ "name": name, "kind": "pods/binding" }));
+        refusal
+    }
+
+    /// A patch that makes something else of the object than an object of its kind.
+    pub(crate) fn invalid_patch(message: &str) -> Self {
+        let error = FieldError::invalid("patch", &json!("the patched object"), message);
+        let mut refusal = Self::new(
+            422,
+            "Invalid",
+            format!(" \"\" is invalid: patch: {}", error.message),
+        );
+        refusal.details = Some(json!({ "causes": causes_of(&[error]) }));
+        refusal
+    }
+
     /// A patch that is well-formed and does not fit.
     pub(crate) fn unprocessable() -> Self {
         let message = "the server rejected our request due to an error in our request";
@@ -264,7 +284,8 @@ impl Refusal {
 
     /// Something that the real server has no better word for.
     pub(crate) fn internal(message: impl Into<String>) -> Self {
-        Self::new(500, "InternalError", message)
+        // As the real server has it for an error that it has no name for.
+        Self::new(500, "", message)
     }
 
     /// The `Status` object.
@@ -275,9 +296,11 @@ impl Refusal {
             "metadata": {},
             "status": "Failure",
             "message": self.message,
-            "reason": self.reason,
             "code": self.code,
         });
+        if !self.reason.is_empty() {
+            status["reason"] = self.reason.into();
+        }
         if let Some(details) = &self.details {
             status["details"] = details.clone();
         }

@@ -63,9 +63,17 @@ impl ApiServer {
         }
         let answer = if may_go(kind, &after) {
             state.remove(&target.key());
-            match kind.returns_deleted {
-                true => shown(kind, &before),
-                false => deleted_status(kind, &before),
+            if kind.returns_deleted {
+                // What was deleted has the version of its deletion; only a pod says when it was.
+                let mut gone = if grace.is_some() { after } else { (*before).clone() };
+                set_metadata(
+                    &mut gone,
+                    "resourceVersion",
+                    Some(state.store.version().to_string().into()),
+                );
+                shown(kind, &gone)
+            } else {
+                deleted_status(kind, &before)
             }
         } else if after == *before {
             shown(kind, &before)

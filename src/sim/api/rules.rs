@@ -196,10 +196,10 @@ fn immutable_spec(before: Option<&Value>, after: &Value) -> Vec<FieldError> {
 }
 
 fn driver_name(name: &str, field: &str) -> Vec<FieldError> {
-    if name.is_empty() {
-        return vec![FieldError::required(field, "")];
-    }
     let mut errors = Vec::new();
+    if name.is_empty() {
+        errors.push(FieldError::required(field, ""));
+    }
     if name.len() > 63 {
         errors.push(FieldError::too_long(field, 63));
     }

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
 use super::discovery;
-use super::patch::Patch;
+use super::patch::{JSON_PATCH, MERGE_PATCH, Patch};
 use super::refusal::Refusal;
 use super::selector::Selector;
 use super::server::{Answer, ApiServer, ListQuery, Target, WriteOptions, list_of};
@@ -119,6 +119,7 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
         },
         force: query.is("force"),
         strict: query.text("fieldValidation") == "Strict",
+        patches: matches!(content_type, JSON_PATCH | MERGE_PATCH),
     };
     write(
         server,
@@ -253,7 +254,7 @@ fn read(server: &ApiServer, target: Target, query: &Query, as_table: bool) -> Re
     }
     if !target.name.is_empty() {
         if !matches!(target.subresource.as_str(), "" | "status") {
-            return Err(Refusal::method_not_allowed());
+            return Err(Refusal::no_path());
         }
         let (code, found) = server.get(&target)?;
         let found = if as_table {

@@ -8,7 +8,7 @@ use tokio::sync::watch;
 use super::kinds::{Kind, built_in};
 use super::refusal::Refusal;
 use super::selector::Selector;
-use super::store::{Key, Store};
+use super::store::{Change, Key, Store};
 use crate::sim::source::Source;
 
 /// Changes that are remembered for watches and for later pages of lists.
@@ -45,6 +45,8 @@ pub(crate) struct WriteOptions {
     pub(crate) force: bool,
     /// Refuse fields that nobody knows.
     pub(crate) strict: bool,
+    /// Whether the object is made from a patch, and not the request's own.
+    pub(crate) patches: bool,
 }
 
 /// An answer: the status code, and the object.
@@ -122,6 +124,51 @@ impl ApiServer {
             .iter()
             .find(|kind| kind.group == group && kind.version == version && kind.plural == plural)
             .cloned()
+    }
+
+    /// The kind of this plural; the core group's, if there are several.
+    pub(crate) fn kind_of(&self, plural: &str) -> Option<Arc<Kind>> {
+        self.state()
+            .kinds
+            .iter()
+            .find(|kind| kind.plural == plural)
+            .cloned()
+    }
+
+    /// The kind of an object that says what it is.
+    pub(crate) fn kind_named(&self, api_version: &str, kind: &str) -> Option<Arc<Kind>> {
+        self.state()
+            .kinds
+            .iter()
+            .find(|each| each.kind == kind && each.api_version() == api_version)
+            .cloned()
+    }
+
+    /// All objects at one moment, each with the plural of its kind.
+    pub(crate) fn snapshot(&self) -> Vec<(String, Value)> {
+        let state = self.state();
+        let plural = |storage: &str| {
+            state
+                .kinds
+                .iter()
+                .find(|kind| kind.storage() == storage)
+                .map(|kind| kind.plural.clone())
+        };
+        state
+            .store
+            .all()
+            .filter_map(|(key, object)| Some((plural(&key.storage)?, (**object).clone())))
+            .collect()
+    }
+
+    /// What has changed after a version, and the version after that. Nothing if it is too long ago.
+    pub(crate) fn changes_after(&self, version: u64) -> (Vec<Change>, u64) {
+        let state = self.state();
+        let changes = state
+            .store
+            .changes_after(version)
+            .map(|changes| changes.cloned().collect());
+        (changes.unwrap_or_default(), state.store.version())
     }
 
     // === reading ===

@@ -119,13 +119,38 @@ fn without_directives(elements: &[Value]) -> Vec<Value> {
 }
 
 fn merged_set(known: Option<&Value>, added: &[Value]) -> Vec<Value> {
-    let mut set = known.and_then(Value::as_array).cloned().unwrap_or_default();
+    let known = known.and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+    let mut patch: Vec<Value> = Vec::new();
     for element in added {
-        if !set.contains(element) {
-            set.push(element.clone());
+        if !patch.contains(element) {
+            patch.push(element.clone());
         }
     }
-    set
+    ordered(known, patch, Value::eq)
+}
+
+/// What the patch names in its order, and the others between them as they were; what is new comes before what it meets
+/// (`mergeSortedSlice`).
+fn ordered(known: &[Value], patch: Vec<Value>, same: impl Fn(&Value, &Value) -> bool) -> Vec<Value> {
+    let position = |element: &Value| known.iter().position(|each| same(each, element));
+    let others: Vec<Value> = known
+        .iter()
+        .filter(|each| !patch.iter().any(|named| same(each, named)))
+        .cloned()
+        .collect();
+    let mut others = others.into_iter().peekable();
+    let mut merged = Vec::new();
+    for element in patch {
+        while let Some(other) = others.peek()
+            && let (Some(left), Some(right)) = (position(other), position(&element))
+            && left < right
+        {
+            merged.extend(others.next());
+        }
+        merged.push(element);
+    }
+    merged.extend(others);
+    merged
 }
 
 fn merged_map(
@@ -141,6 +166,7 @@ fn merged_map(
     {
         return Ok(without_directives(patches));
     }
+    let mut named: Vec<Value> = Vec::new();
     for patch in patches {
         let Some(inner) = patch.as_object() else {
             return Err(Refusal::bad_request(format!(
@@ -149,24 +175,21 @@ fn merged_map(
             )));
         };
         let Some(id) = inner.get(key) else {
-            return Err(Refusal::bad_request(format!(
-                "map: {patch} does not contain declared merge key: {key}"
-            )));
+            return Err(Refusal::unprocessable());
         };
         if inner.get(PATCH).and_then(Value::as_str) == Some("delete") {
             known.retain(|element| element.get(key) != Some(id));
             continue;
         }
-        match known.iter_mut().find(|element| element.get(key) == Some(id)) {
-            Some(element) => merge(kind, path, element, inner)?,
-            None => {
-                let mut element = Value::Null;
-                merge(kind, path, &mut element, inner)?;
-                known.push(element);
-            }
-        }
+        let element = known.iter().find(|element| element.get(key) == Some(id));
+        let mut element = element.cloned().unwrap_or_default();
+        merge(kind, path, &mut element, inner)?;
+        named.retain(|each| each.get(key) != Some(id));
+        named.push(element);
     }
-    Ok(known)
+    Ok(ordered(&known, named, |one, other| {
+        one.get(key) == other.get(key)
+    }))
 }
 
 #[cfg(test)]
@@ -192,7 +215,7 @@ mod tests {
             object.clone(),
             &json!({ "metadata": { "finalizers": ["c", "a"] } }),
         );
-        assert_eq!(added["metadata"]["finalizers"], json!(["a", "b", "c"]));
+        assert_eq!(added["metadata"]["finalizers"], json!(["c", "a", "b"]));
         let removed = patched(
             object,
             &json!({ "metadata": { "$deleteFromPrimitiveList/finalizers": ["a", "x"] } }),

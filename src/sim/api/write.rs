@@ -57,8 +57,12 @@ impl ApiServer {
         self.update(target, options, |state, before| {
             let uid = text(&value, "/metadata/uid");
             if !uid.is_empty() && uid != object::uid(before) {
+                let key = target.key();
+                let at = [key.storage.as_str(), &key.namespace, &key.name];
+                let at: Vec<&str> = at.into_iter().filter(|part| !part.is_empty()).collect();
                 let why = format!(
-                    "Precondition failed: UID in precondition: {uid}, UID in object meta: {}",
+                    "StorageError: invalid object, Code: 4, Key: /registry/{}, ResourceVersion: 0, AdditionalErrorMsg: Precondition failed: UID in precondition: {uid}, UID in object meta: {}",
+                    at.join("/"),
                     object::uid(before)
                 );
                 return Err(Refusal::conflict(&target.kind, &target.name, &why));
@@ -142,7 +146,10 @@ impl ApiServer {
         let before = state.existing(target)?.clone();
         let value = make(&state, &before)?;
         let applied = value.pointer("/metadata/managedFields") != before.pointer("/metadata/managedFields");
-        let mut after = decode(kind, value, options.strict)?;
+        let mut after = decode(kind, value, options.strict).map_err(|refusal| match options.patches {
+            true => Refusal::invalid_patch(&refusal.message),
+            false => refusal,
+        })?;
         let version = text(&after, "/metadata/resourceVersion");
         if !version.is_empty() && version != text(&before, "/metadata/resourceVersion") {
             return Err(Refusal::modified(kind, &target.name));
@@ -204,14 +211,14 @@ impl ApiServer {
         let known = text(&before, "/spec/nodeName");
         if !known.is_empty() {
             let why = format!("pod {} is already assigned to node {known:?}", target.name);
-            return Err(Refusal::conflict(&target.kind, &target.name, &why));
+            return Err(Refusal::binding_conflict(&target.name, &why));
         }
         if is_deleting(&before) {
             let why = format!(
                 "pod {} is being deleted, cannot be assigned to a host",
                 target.name
             );
-            return Err(Refusal::conflict(&target.kind, &target.name, &why));
+            return Err(Refusal::binding_conflict(&target.name, &why));
         }
         let mut after = (*before).clone();
         after["spec"]["nodeName"] = node.into();

@@ -1,0 +1,208 @@
+//! `drayman demo`: the embedded cluster, and what happens on it, as lines.
+
+use std::io::{IsTerminal as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context as _, anyhow};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use super::{Error, group, logging, shutdown};
+use crate::sim::demo::{Demo, SCENARIOS, Scenario, Shown, Summary};
+
+/// Show what drayman does, on a cluster within this process
+///
+/// Nothing has to be installed and root is not needed: three nodes with pretend devices, the real controller and a real
+/// companion for each node run in this process. Each step is told as it happens, and what is expected of it is checked.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct Arguments {
+    /// Play this scenario only; may be given several times
+    #[arg(long, value_name = "NAME", value_parser = scenario)]
+    scenario: Vec<Scenario>,
+
+    /// List the scenarios, and play none
+    #[arg(long)]
+    list: bool,
+
+    /// Go on afterwards until Ctrl-C, and say how kubectl can look at the cluster
+    #[arg(long)]
+    keep: bool,
+
+    /// Show the logs of the controller and the companions as well
+    #[arg(long)]
+    logs: bool,
+
+    #[command(flatten)]
+    logging: group::Logging,
+}
+
+fn scenario(name: &str) -> Result<Scenario, String> {
+    SCENARIOS
+        .into_iter()
+        .find(|scenario| scenario.name == name)
+        .ok_or_else(|| {
+            let names: Vec<&str> = SCENARIOS.iter().map(|scenario| scenario.name).collect();
+            format!("there is no such scenario; there are {}", names.join(", "))
+        })
+}
+
+/// Plays, and ends with whether everything went as expected.
+pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
+    if arguments.list {
+        let lines: String = SCENARIOS
+            .iter()
+            .map(|scenario| format!("{:<12} {}\n", scenario.name, scenario.about))
+            .collect();
+        return Ok(print(&lines)?);
+    }
+    super::choose_tls_provider();
+    super::block_on(async {
+        let shutdown = shutdown::on_signal()?;
+        if arguments.logs {
+            logging::start(arguments.logging)?;
+        }
+        let directory = Directory::make()?;
+        let (shown, lines) = mpsc::unbounded_channel();
+        let printing = tokio::spawn(print_all(lines, std::io::stdout().is_terminal()));
+        let start = Instant::now();
+        let summary = tokio::select! {
+            summary = play(arguments, &directory.0, shown, &shutdown) => summary?,
+            () = shutdown.cancelled() => return Err(Error::Runtime(anyhow!("ended before all was shown"))),
+        };
+        // The last line is printed when nobody can add one.
+        printing.await.context("printing")??;
+        let first = summary.first_allocation.map_or_else(String::new, |first| {
+            format!(
+                " (first claim allocated {:.1} s after the start)",
+                first.as_secs_f64()
+            )
+        });
+        print(&format!(
+            "\n{} scenarios, {} expectations, {} held, in {:.1} s{first}\n",
+            summary.scenarios,
+            summary.expected,
+            summary.held,
+            start.elapsed().as_secs_f64()
+        ))?;
+        match summary.expected - summary.held {
+            0 => Ok(()),
+            count => Err(Error::Runtime(anyhow!("{count} expectations did not hold"))),
+        }
+    })
+}
+
+async fn play(
+    arguments: &Arguments,
+    directory: &Path,
+    shown: mpsc::UnboundedSender<Shown>,
+    shutdown: &CancellationToken,
+) -> Result<Summary, Error> {
+    let failed = |error: crate::sim::stage::StageError| Error::Runtime(error.into());
+    let remarks = shown.clone();
+    let mut demo = Demo::start(directory, shown).await.map_err(failed)?;
+    let scenarios = if arguments.scenario.is_empty() {
+        SCENARIOS.to_vec()
+    } else {
+        arguments.scenario.clone()
+    };
+    for scenario in &scenarios {
+        demo.play(scenario).await.map_err(failed)?;
+    }
+    if arguments.keep {
+        let file = demo.keep(shutdown.clone()).await.map_err(failed)?;
+        let text = format!(
+            "the cluster goes on until Ctrl-C; look at it with\n\n  export KUBECONFIG={}\n  kubectl get nodeinventories,pods,resourceclaims\n  kubectl apply --validate=false -f examples/basic\n",
+            file.display()
+        );
+        let _ = remarks.send(Shown::Remark(text));
+        tokio::select! {
+            () = shutdown.cancelled() => {}
+            error = demo.broken() => return Err(failed(error)),
+        }
+    }
+    drop(remarks);
+    Ok(demo.stop().await)
+}
+
+async fn print_all(mut lines: mpsc::UnboundedReceiver<Shown>, colour: bool) -> Result<(), anyhow::Error> {
+    while let Some(shown) = lines.recv().await {
+        print(&format!("{}\n", text(&shown, colour)))?;
+    }
+    Ok(())
+}
+
+fn print(text: &str) -> Result<(), anyhow::Error> {
+    let mut stdout = std::io::stdout().lock();
+    stdout
+        .write_all(text.as_bytes())
+        .and_then(|()| stdout.flush())
+        .context("cannot write to stdout")
+}
+
+fn text(shown: &Shown, colour: bool) -> String {
+    let painted = |code: &str, text: &str| {
+        if colour {
+            format!("\u{1b}[{code}m{text}\u{1b}[0m")
+        } else {
+            text.to_owned()
+        }
+    };
+    match shown {
+        Shown::Heading(text) => format!("\n{}", painted("1", &format!("== {text}"))),
+        Shown::Step(time, who, what) => {
+            let who = painted("36", &format!("{who:<16}"));
+            format!("{:>7.2}s  {who}  {what}", time.as_secs_f64())
+        }
+        Shown::Check(what, true) => format!("          {}", painted("32", &format!("ok      {what}"))),
+        Shown::Check(what, false) => format!("          {}", painted("31", &format!("FAILED  {what}"))),
+        Shown::Remark(text) => format!("\n{text}"),
+    }
+}
+
+/// A directory of this process alone, which is removed at the end.
+struct Directory(PathBuf);
+
+impl Directory {
+    fn make() -> Result<Self, anyhow::Error> {
+        use std::os::unix::fs::DirBuilderExt as _;
+        // Short, because paths of sockets are.
+        let path = std::env::temp_dir().join(format!("drayman-demo-{}", std::process::id()));
+        std::fs::DirBuilder::new()
+            .mode(0o700)
+            .create(&path)
+            .with_context(|| format!("cannot make {}", path.display()))?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        // What cannot be removed is left to whoever cleans the directory of temporary files.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn lines_have_colour_on_a_terminal_only() {
+        let step = Shown::Step(Duration::from_millis(1234), "controller".into(), "waits".into());
+        assert_eq!(text(&step, false), "   1.23s  controller        waits");
+        assert!(text(&step, true).contains('\u{1b}'));
+        assert_eq!(
+            text(&Shown::Check("it runs".into(), false), false),
+            "          FAILED  it runs"
+        );
+    }
+
+    #[test]
+    fn a_scenario_that_there_is_not_is_refused_with_those_that_there_are() {
+        assert!(scenario("basic").is_ok());
+        assert!(scenario("none").unwrap_err().contains("both-doors"));
+    }
+}

@@ -1,0 +1,349 @@
+//! Pods of one node: claims are prepared, devices allocated, containers fitted out; and all of it undone at the end.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::PoisonError;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tonic::Request;
+
+use super::Kubelet;
+use super::wire::{CallError, call};
+use crate::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesResponse, NodeUnprepareResourcesResponse};
+use crate::api::proto::{ClaimList, ContainerList, DeviceIdList};
+use crate::sim::api::object::{self, list, text};
+use crate::sim::hand::{claims_of, is_reserved_for};
+use crate::sim::runtime::Outfit;
+
+/// The deadline of a call of the DRA service.
+const PREPARE: Duration = Duration::from_secs(45);
+
+/// A pod that was started: what it holds.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Running {
+    /// Claims that were prepared, with the driver of each.
+    claims: Vec<(String, Claim)>,
+    /// Devices of device plugins, by resource.
+    devices: BTreeMap<String, BTreeSet<String>>,
+}
+
+/// Why a pod does not start.
+enum Trouble {
+    /// Time may help.
+    Later(&'static str, String),
+    /// Never: admission has failed.
+    Never(String),
+}
+
+impl Kubelet {
+    /// Starts a pod, or says why not.
+    pub(super) async fn start(&self, pod: &Value) {
+        match self.fit_out(pod).await {
+            Ok(outfits) => {
+                let key = (object::namespace(pod).to_owned(), object::name(pod).to_owned());
+                self.outfits
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .insert(key, outfits);
+                let now = self.hand.server.now();
+                let statuses: Vec<Value> = list(pod, "/spec/containers")
+                    .iter()
+                    .map(|container| {
+                        json!({
+                            "name": container["name"], "image": container["image"], "imageID": "", "ready": true,
+                            "restartCount": 0, "state": { "running": { "startedAt": now } },
+                        })
+                    })
+                    .collect();
+                let ready = json!({ "type": "Ready", "status": "True", "lastTransitionTime": now });
+                let mut conditions: Vec<Value> = list(pod, "/status/conditions")
+                    .iter()
+                    .filter(|each| each["type"] != "Ready")
+                    .cloned()
+                    .collect();
+                conditions.push(ready);
+                let status = json!({ "phase": "Running", "startTime": now, "containerStatuses": statuses, "conditions": conditions });
+                self.write(pod, status);
+                self.hand
+                    .event(pod, "Normal", "Started", "Started all containers");
+            }
+            Err(Trouble::Later(reason, message)) => {
+                if !self.is_told(pod, &message) {
+                    self.hand.event(pod, "Warning", reason, &message);
+                }
+            }
+            Err(Trouble::Never(message)) => {
+                let status =
+                    json!({ "phase": "Failed", "reason": "UnexpectedAdmissionError", "message": message });
+                self.write(pod, status);
+                self.hand
+                    .event(pod, "Warning", "UnexpectedAdmissionError", &message);
+            }
+        }
+    }
+
+    /// A pod that tries again says the same only once.
+    fn is_told(&self, pod: &Value, message: &str) -> bool {
+        self.hand.list("events").iter().any(|event| {
+            event["involvedObject"]["uid"] == pod["metadata"]["uid"] && event["message"] == message
+        })
+    }
+
+    fn write(&self, pod: &Value, status: Value) {
+        // A pod that was deleted meanwhile is met in the next pass.
+        let _ = self
+            .hand
+            .merge("pods", pod, "status", json!({ "status": status }));
+    }
+
+    async fn fit_out(&self, pod: &Value) -> Result<BTreeMap<String, Outfit>, Trouble> {
+        let devices = self.allocate_devices(pod).await?;
+        let prepared = self.prepare_claims(pod).await?;
+        let mut outfits = BTreeMap::new();
+        for container in list(pod, "/spec/containers") {
+            let mut outfit = Outfit::default();
+            let failed =
+                |error: crate::sim::runtime::RuntimeError| Trouble::Later("Failed", error.to_string());
+            for claim in list(container, "/resources/claims") {
+                for id in prepared.get(text(claim, "/name")).into_iter().flatten() {
+                    outfit.add_cdi(&self.place.cdi, id).map_err(failed)?;
+                }
+            }
+            for (path, host, permissions) in devices
+                .get(text(container, "/name"))
+                .into_iter()
+                .flat_map(|got| &got.devices)
+            {
+                outfit.add_device(path, host, permissions).map_err(failed)?;
+            }
+            let environment = devices
+                .get(text(container, "/name"))
+                .map(|got| got.environment.clone());
+            outfit.environment.extend(environment.unwrap_or_default());
+            outfits.insert(text(container, "/name").to_owned(), outfit);
+        }
+        Ok(outfits)
+    }
+
+    /// Prepares the pod's claims; by entry of the pod, the CDI ids.
+    async fn prepare_claims(&self, pod: &Value) -> Result<BTreeMap<String, Vec<String>>, Trouble> {
+        const REASON: &str = "FailedPrepareDynamicResources";
+        let later = |message: String| Trouble::Later(REASON, message);
+        let mut ids = BTreeMap::new();
+        for (entry, claim) in claims_of(&self.hand, pod) {
+            let claim =
+                claim.ok_or_else(|| later(format!("the resource claim of entry {entry} does not exist")))?;
+            let name = object::name(&claim).to_owned();
+            if !is_reserved_for(&claim, pod) {
+                return Err(later(format!(
+                    "resource claim {name} is not reserved for the pod"
+                )));
+            }
+            for handle in list(&claim, "/status/allocation/resourceHandles") {
+                let driver = text(handle, "/driverName");
+                let socket = self.driver(driver).ok_or_else(|| {
+                    later(format!(
+                        "plugin name {driver} not found in the list of registered DRA plugins"
+                    ))
+                })?;
+                let request = Claim {
+                    namespace: object::namespace(&claim).to_owned(),
+                    uid: object::uid(&claim).to_owned(),
+                    name: name.clone(),
+                    resource_handle: text(handle, "/data").to_owned(),
+                    ..Claim::default()
+                };
+                let answer: Result<NodePrepareResourcesResponse, CallError> = call(
+                    &socket,
+                    "/v1alpha3.Node/NodePrepareResources",
+                    &ClaimList::new(vec![request.clone()]),
+                    PREPARE,
+                )
+                .await;
+                let answer =
+                    answer.map_err(|error| later(format!("NodePrepareResources failed: {error}")))?;
+                let Some(prepared) = answer.claims.into_iter().find(|each| each.key == request.uid) else {
+                    return Err(later("NodePrepareResources skipped 1 ResourceClaims".to_owned()));
+                };
+                let prepared = prepared.value.unwrap_or_default();
+                if !prepared.error.is_empty() {
+                    return Err(later(format!(
+                        "NodePrepareResources failed for claim {name}: {}",
+                        prepared.error
+                    )));
+                }
+                let devices: &mut Vec<String> = ids.entry(entry.clone()).or_default();
+                devices.extend(prepared.cdi_devices);
+                let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+                let held = &mut running.entry(object::uid(pod).to_owned()).or_default().claims;
+                if !held.iter().any(|(_, claim)| claim.uid == request.uid) {
+                    held.push((driver.to_owned(), request));
+                }
+            }
+        }
+        Ok(ids)
+    }
+
+    fn driver(&self, name: &str) -> Option<PathBuf> {
+        self.registry.with(|plugins| plugins.drivers.get(name).cloned())
+    }
+
+    /// Allocates the extended resources of each container; by container, what it gets for them.
+    async fn allocate_devices(&self, pod: &Value) -> Result<BTreeMap<String, Outfit>, Trouble> {
+        let mut outfits: BTreeMap<String, Outfit> = BTreeMap::new();
+        for container in list(pod, "/spec/containers") {
+            let limits = container.pointer("/resources/limits").and_then(Value::as_object);
+            for (resource, amount) in limits
+                .into_iter()
+                .flatten()
+                .filter(|(name, _)| name.contains('/'))
+            {
+                let amount = amount
+                    .as_str()
+                    .map_or_else(|| amount.as_u64(), |text| text.parse().ok())
+                    .unwrap_or(0);
+                let ids = self.choose(pod, resource, usize::try_from(amount).unwrap_or(usize::MAX))?;
+                let client = self
+                    .registry
+                    .with(|plugins| plugins.resources.get(resource).map(|(client, _)| client.clone()));
+                let Some(mut client) = client else { continue };
+                let request = ContainerList::new(vec![DeviceIdList::new(ids.into_iter().collect())]);
+                let answer = client
+                    .allocate(Request::new(request))
+                    .await
+                    .map_err(|status| {
+                        Trouble::Never(format!(
+                            "Allocate failed due to {}, which is unexpected",
+                            status.message()
+                        ))
+                    })?
+                    .into_inner();
+                let outfit = outfits.entry(text(container, "/name").to_owned()).or_default();
+                for response in answer.container_responses {
+                    outfit.environment.extend(response.envs);
+                    outfit.devices.extend(
+                        response
+                            .devices
+                            .into_iter()
+                            .map(|device| (device.container_path, device.host_path, device.permissions)),
+                    );
+                }
+            }
+        }
+        Ok(outfits)
+    }
+
+    /// Takes free and healthy devices of a resource for a pod. A pod that tries again keeps those that it has.
+    fn choose(&self, pod: &Value, resource: &str, amount: usize) -> Result<BTreeSet<String>, Trouble> {
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let uid = object::uid(pod);
+        if let Some(held) = running.get(uid).and_then(|running| running.devices.get(resource)) {
+            return Ok(held.clone());
+        }
+        let held: BTreeSet<String> = running
+            .values()
+            .filter_map(|running| running.devices.get(resource))
+            .flatten()
+            .cloned()
+            .collect();
+        let free: BTreeSet<String> = self.registry.with(|plugins| {
+            let devices = plugins
+                .resources
+                .get(resource)
+                .map(|(_, devices)| devices.clone())
+                .unwrap_or_default();
+            devices
+                .into_iter()
+                .filter(|(id, healthy)| *healthy && !held.contains(id))
+                .map(|(id, _)| id)
+                .take(amount)
+                .collect()
+        });
+        if free.len() < amount {
+            return Err(Trouble::Never(format!(
+                "Allocate failed due to requested number of devices unavailable for {resource}. Requested: {amount}, Available: {}, which is unexpected",
+                free.len()
+            )));
+        }
+        running
+            .entry(uid.to_owned())
+            .or_default()
+            .devices
+            .insert(resource.to_owned(), free.clone());
+        Ok(free)
+    }
+
+    /// Stops a pod that is to go, and lets it go when its claims are unprepared.
+    pub(super) async fn stop(&self, pod: &Value) {
+        if self.release(object::uid(pod)).await {
+            let key = (object::namespace(pod).to_owned(), object::name(pod).to_owned());
+            self.outfits
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .remove(&key);
+            // Somebody else may have been quicker.
+            let _ = self.hand.delete("pods", pod, Some(0));
+        }
+    }
+
+    /// Lets go of what pods held that are not there any more.
+    pub(super) async fn stop_missing(&self, pods: &[Value]) {
+        let missing: Vec<String> = {
+            let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+            running
+                .keys()
+                .filter(|uid| !pods.iter().any(|pod| object::uid(pod) == *uid))
+                .cloned()
+                .collect()
+        };
+        for uid in missing {
+            self.release(&uid).await;
+        }
+    }
+
+    /// Unprepares the claims that no other pod uses. Whether all is done.
+    async fn release(&self, uid: &str) -> bool {
+        let (mine, others) = {
+            let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(mine) = running.get(uid).cloned() else {
+                return true;
+            };
+            let others: BTreeSet<String> = running
+                .iter()
+                .filter(|(other, _)| *other != uid)
+                .flat_map(|(_, running)| running.claims.iter().map(|(_, claim)| claim.uid.clone()))
+                .collect();
+            (mine, others)
+        };
+        for (driver, claim) in mine
+            .claims
+            .iter()
+            .filter(|(_, claim)| !others.contains(&claim.uid))
+        {
+            let Some(socket) = self.driver(driver) else {
+                return false;
+            };
+            let answer: Result<NodeUnprepareResourcesResponse, CallError> = call(
+                &socket,
+                "/v1alpha3.Node/NodeUnprepareResources",
+                &ClaimList::new(vec![claim.clone()]),
+                PREPARE,
+            )
+            .await;
+            match answer {
+                Ok(answer)
+                    if answer.claims.iter().any(|each| {
+                        each.key == claim.uid
+                            && each.value.as_ref().is_none_or(|value| value.error.is_empty())
+                    }) => {}
+                _ => return false,
+            }
+        }
+        self.running
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(uid);
+        true
+    }
+}

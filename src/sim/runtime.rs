@@ -1,0 +1,142 @@
+//! A stand-in for the container runtime: it resolves CDI ids as a runtime does, and says what a container would get.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use crate::api::cdi;
+
+/// What a container gets.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Outfit {
+    /// Device nodes: path in the container, path on the host, permissions.
+    pub devices: Vec<(String, String, String)>,
+    /// Environment.
+    pub environment: BTreeMap<String, String>,
+}
+
+/// Why a container cannot be made.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RuntimeError {
+    /// No file, or more than one, has the device.
+    #[error("unresolvable CDI devices {0}")]
+    Unresolvable(String),
+    /// A device node is not there.
+    #[error("device node {0} does not exist on the host")]
+    NoDevice(String),
+}
+
+impl RuntimeError {
+    /// CamelCase, from a small fixed set.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Unresolvable(_) => "CdiUnresolvable",
+            Self::NoDevice(_) => "DeviceNodeMissing",
+        }
+    }
+}
+
+impl Outfit {
+    /// Adds what a CDI device brings. Files of the directory that are no CDI files are passed over, as runtimes do.
+    pub fn add_cdi(&mut self, directory: &Path, id: &str) -> Result<(), RuntimeError> {
+        let unresolvable = || RuntimeError::Unresolvable(id.to_owned());
+        let (kind, name) = id.split_once('=').ok_or_else(unresolvable)?;
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+            if entry
+                .path()
+                .extension()
+                .is_none_or(|extension| extension != "json")
+            {
+                continue;
+            }
+            let spec = std::fs::read(entry.path())
+                .ok()
+                .and_then(|bytes| serde_json::from_slice::<cdi::Spec>(&bytes).ok());
+            let devices = spec
+                .filter(|spec| spec.kind == kind)
+                .map(|spec| spec.devices)
+                .unwrap_or_default();
+            found.extend(devices.into_iter().filter(|device| device.name == name));
+        }
+        // The same device in two files is no device.
+        let [device] = found.as_slice() else {
+            return Err(unresolvable());
+        };
+        for node in &device.container_edits.device_nodes {
+            self.add_device(&node.path, &node.host_path, &node.permissions)?;
+        }
+        for variable in &device.container_edits.env {
+            if let Some((name, value)) = variable.split_once('=') {
+                self.environment.insert(name.to_owned(), value.to_owned());
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds a device node, which a runtime reads from the host.
+    pub fn add_device(&mut self, path: &str, host_path: &str, permissions: &str) -> Result<(), RuntimeError> {
+        if !Path::new(host_path).exists() {
+            return Err(RuntimeError::NoDevice(host_path.to_owned()));
+        }
+        self.devices
+            .push((path.to_owned(), host_path.to_owned(), permissions.to_owned()));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_resolved_from_the_one_file_that_has_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let spec = cdi::Spec {
+            cdi_version: cdi::VERSION.into(),
+            kind: "v/claim".into(),
+            devices: vec![cdi::Device {
+                name: "a".into(),
+                container_edits: cdi::ContainerEdits {
+                    env: vec!["A=b".into()],
+                    device_nodes: vec![cdi::DeviceNode {
+                        path: "/dev/x".into(),
+                        host_path: "/dev/null".into(),
+                        permissions: "rw".into(),
+                    }],
+                },
+            }],
+        };
+        std::fs::write(
+            directory.path().join("a.json"),
+            serde_json::to_vec(&spec).unwrap(),
+        )
+        .unwrap();
+        std::fs::write(directory.path().join("broken.json"), "{").unwrap();
+        let mut outfit = Outfit::default();
+        outfit.add_cdi(directory.path(), "v/claim=a").unwrap();
+        assert_eq!(
+            outfit.devices,
+            [("/dev/x".into(), "/dev/null".into(), "rw".into())]
+        );
+        assert_eq!(outfit.environment["A"], "b");
+        for id in ["v/claim=b", "w/claim=a", "nonsense"] {
+            assert_eq!(
+                outfit.add_cdi(directory.path(), id).unwrap_err().reason(),
+                "CdiUnresolvable"
+            );
+        }
+        std::fs::write(
+            directory.path().join("b.json"),
+            serde_json::to_vec(&spec).unwrap(),
+        )
+        .unwrap();
+        assert!(outfit.add_cdi(directory.path(), "v/claim=a").is_err());
+        assert_eq!(
+            outfit
+                .add_device("/dev/x", "/dev/none", "rw")
+                .unwrap_err()
+                .reason(),
+            "DeviceNodeMissing"
+        );
+    }
+}

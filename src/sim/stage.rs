@@ -1,0 +1,219 @@
+//! The cluster as a whole: an API server, the control loops, and on it the real controller and a real companion for each node.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::Value;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::api::{ApiServer, Patch, Refusal, Target, WriteOptions, object};
+use super::hand::Hand;
+use super::kubelet::{Kubelet, NodePlace};
+use super::source::Source;
+use super::{claims, garbage, scheduler};
+use crate::controller::{Controller, ControllerError};
+use crate::host::HostDriver;
+use crate::node::run::{NodeError, NodeOptions};
+
+/// Why the stage breaks down.
+#[derive(Debug, thiserror::Error)]
+pub enum StageError {
+    /// A file or directory of a node cannot be had.
+    #[error("{0}")]
+    Io(#[from] std::io::Error),
+    /// The controller has ended.
+    #[error("the controller: {0}")]
+    Controller(#[from] ControllerError),
+    /// A companion has ended.
+    #[error("a companion: {0}")]
+    Node(#[from] NodeError),
+    /// An object cannot be applied.
+    #[error("{object} cannot be applied: {message}")]
+    Refused {
+        /// Kind and name.
+        object: String,
+        /// What the API server says.
+        message: String,
+    },
+    /// A file is no YAML.
+    #[error("this is no YAML: {0}")]
+    Yaml(String),
+}
+
+impl StageError {
+    /// CamelCase, from a small fixed set.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Io(_) => "FileSystem",
+            Self::Controller(_) => "ControllerFailed",
+            Self::Node(error) => error.reason(),
+            Self::Refused { .. } => "ObjectRefused",
+            Self::Yaml(_) => "InvalidYaml",
+        }
+    }
+}
+
+/// A cluster in this process. It ends when it is dropped; [`Stage::stop`] waits for that.
+#[derive(Debug)]
+pub struct Stage {
+    server: ApiServer,
+    shutdown: CancellationToken,
+    parts: JoinSet<Result<(), StageError>>,
+}
+
+impl Stage {
+    /// A control plane without nodes. Must be called within a runtime.
+    pub fn start(source: Source) -> Self {
+        let server = ApiServer::new(Arc::new(source));
+        let shutdown = CancellationToken::new();
+        let mut parts = JoinSet::new();
+        let loops: [(&str, fn(&Hand)); 3] = [
+            ("ResourceClaimController", claims::pass),
+            ("kube-scheduler", scheduler::pass),
+            ("garbage-collector", garbage::pass),
+        ];
+        for (name, pass) in loops {
+            parts.spawn(keep(Hand::new(&server, name), pass, shutdown.clone()));
+        }
+        Self {
+            server,
+            shutdown,
+            parts,
+        }
+    }
+
+    /// The API server.
+    pub fn server(&self) -> &ApiServer {
+        &self.server
+    }
+
+    /// Starts the controller of the built-in driver, as it is.
+    pub fn add_controller(&mut self, driver_name: &str) -> Result<(), StageError> {
+        let client = self.server.client();
+        let driver = HostDriver::start(client.clone(), driver_name.to_owned(), self.shutdown.clone());
+        let controller = Controller::builder(driver).build(client)?;
+        let running = controller.run(self.shutdown.clone());
+        self.parts.spawn(async move { Ok(running.await?) });
+        Ok(())
+    }
+
+    /// Adds a node with a kubelet, and a companion as it is, which reads its devices from `configuration`.
+    pub fn add_node(
+        &mut self,
+        name: &str,
+        directory: &Path,
+        configuration: &str,
+    ) -> Result<Kubelet, StageError> {
+        let place = NodePlace {
+            name: name.to_owned(),
+            root: directory.join("kubelet"),
+            device_plugins: directory.join("kubelet/device-plugins"),
+            cdi: directory.join("cdi"),
+        };
+        for needed in [
+            &place.root.join("plugins_registry"),
+            &place.device_plugins,
+            &place.cdi,
+        ] {
+            std::fs::create_dir_all(needed)?;
+        }
+        let file = directory.join("node.yaml");
+        std::fs::write(&file, configuration)?;
+        let mut options = NodeOptions::new(name, file, self.server.client());
+        options.kubelet_root.clone_from(&place.root);
+        options.device_plugin_dir.clone_from(&place.device_plugins);
+        options.cdi_dir.clone_from(&place.cdi);
+        let kubelet = Kubelet::new(&self.server, place);
+        let running = kubelet.clone().run(self.shutdown.clone());
+        self.parts.spawn(async move { Ok(running.await?) });
+        let companion = crate::node::run::run(options, self.shutdown.clone());
+        self.parts.spawn(async move { Ok(companion.await?) });
+        Ok(kubelet)
+    }
+
+    /// Applies the objects of a YAML text, as `kubectl apply --server-side` does.
+    pub fn apply(&self, yaml: &str) -> Result<Vec<Value>, StageError> {
+        let documents: Vec<Value> =
+            serde_saphyr::from_multiple(yaml).map_err(|error| StageError::Yaml(error.to_string()))?;
+        documents
+            .into_iter()
+            .filter(Value::is_object)
+            .map(|document| self.apply_one(document))
+            .collect()
+    }
+
+    fn apply_one(&self, document: Value) -> Result<Value, StageError> {
+        let name = object::name(&document).to_owned();
+        let shown = format!("{} {name}", object::text(&document, "/kind"));
+        let refused = |refusal: Refusal| StageError::Refused {
+            object: shown.clone(),
+            message: refusal.message,
+        };
+        let kind = self
+            .server
+            .kind_named(
+                object::text(&document, "/apiVersion"),
+                object::text(&document, "/kind"),
+            )
+            .ok_or_else(|| refused(Refusal::no_path()))?;
+        let namespace = match (kind.namespaced, object::namespace(&document)) {
+            (false, _) => "",
+            (true, "") => "default",
+            (true, namespace) => namespace,
+        };
+        let target = Target {
+            namespace: namespace.to_owned(),
+            kind,
+            name,
+            subresource: String::new(),
+        };
+        let options = WriteOptions {
+            manager: "user".to_owned(),
+            strict: true,
+            ..WriteOptions::default()
+        };
+        let (_, object) = self
+            .server
+            .patch(&target, &Patch::Apply(document), &options)
+            .map_err(refused)?;
+        Ok(object)
+    }
+
+    /// Returns when a part has broken down; never otherwise.
+    pub async fn broken(&mut self) -> StageError {
+        loop {
+            match self.parts.join_next().await {
+                Some(Ok(Err(error))) => return error,
+                Some(Err(error)) => return StageError::Io(std::io::Error::other(error)),
+                Some(Ok(Ok(()))) => {}
+                None => std::future::pending().await,
+            }
+        }
+    }
+
+    /// Ends everything, and returns when it has ended.
+    pub async fn stop(mut self) {
+        self.shutdown.cancel();
+        while self.parts.join_next().await.is_some() {}
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        self.shutdown.cancel();
+    }
+}
+
+/// Does what is to be done, again after every change.
+async fn keep(hand: Hand, pass: fn(&Hand), shutdown: CancellationToken) -> Result<(), StageError> {
+    let mut changes = hand.server.changes();
+    loop {
+        changes.borrow_and_update();
+        pass(&hand);
+        tokio::select! {
+            () = shutdown.cancelled() => return Ok(()),
+            changed = changes.changed() => if changed.is_err() { return Ok(()) },
+        }
+    }
+}
