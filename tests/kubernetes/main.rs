@@ -12,6 +12,7 @@ mod faults;
 mod hostile;
 mod leader;
 mod loss;
+mod newer;
 mod pods;
 mod records;
 mod selectors;

@@ -77,6 +77,13 @@ impl Stage {
 
     /// Prepares a cluster.
     pub(crate) async fn on(cluster: Cluster) -> anyhow::Result<Self> {
+        let stage = Self::without_class(cluster).await?;
+        stage.make_class("test").await?;
+        Ok(stage)
+    }
+
+    /// The same for a cluster that may have no classes of our version.
+    pub(crate) async fn without_class(cluster: Cluster) -> anyhow::Result<Self> {
         let client = cluster.client();
         let definitions_api = Api::<CustomResourceDefinition>::all(client.clone());
         for definition in definitions() {
@@ -109,13 +116,11 @@ impl Stage {
         let node = cluster
             .user("drayman-node", &rules_of("ClusterRole", "drayman-node")?)
             .await?;
-        let stage = Self {
+        Ok(Self {
             cluster,
             controller,
             node,
-        };
-        stage.make_class("test").await?;
-        Ok(stage)
+        })
     }
 
     /// Makes a class of ours whose parameters are the DeviceClassParameters `test`.
