@@ -168,12 +168,10 @@ fn a_pod_whose_second_driver_loses_its_node_moves_and_what_the_first_held_there_
                 .is_some_and(|lost| *lost != node && [&a, &b].contains(&lost)),
             "{lost:?} {node}"
         );
-        // Once, if the first driver came first; the scheduler may have taken it back before, while the other still failed.
+        // Once, if the first driver came first and was on that node. The scheduler may also have taken it back before, while the other
+        // still failed, or have gone to the node that was lost after the first driver had allocated on the other one.
         let (allocated, given_back) = stage.driver.counts();
-        assert!(
-            given_back >= 1 && allocated == given_back + 1,
-            "{allocated} {given_back}"
-        );
+        assert_eq!(allocated, given_back + 1);
         assert_eq!(other.counts(), (1, 0));
         first.end().await?;
         second.end().await

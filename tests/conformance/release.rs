@@ -332,6 +332,7 @@ fn a_claim_that_somebody_clears_at_the_same_moment_is_released_without_a_word() 
         stage.contexts().delete("pod", &DeleteParams::default()).await?;
         // The claim controller takes the pod out of reservedFor and asks for the claim back.
         stage.remove_pod("pod").await?;
+        stage.give_up("one").await?;
         stage
             .until_claim("one", "released", |claim| {
                 finalizers(claim).is_empty() && !is_allocated(claim)

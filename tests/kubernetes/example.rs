@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context as _, ensure};
 use drayman::api::resource::ResourceClaim;
-use kube::api::ListParams;
+use kube::api::{ListParams, PostParams};
 use serde_json::{Value, json};
 
 use crate::harness::rule;
@@ -48,7 +48,7 @@ async fn make_pod(stage: &Stage, name: &str) -> anyhow::Result<()> {
     let pod = pod_from(json!({ "metadata": { "name": name }, "spec": {
         "resourceClaims": [{ "name": "device", "source": { "resourceClaimTemplateName": "dongle" } }],
         "containers": [{ "name": "main", "image": "unused", "resources": { "claims": [{ "name": "device" }] } }] } }))?;
-    stage.pods().create(&Default::default(), &pod).await?;
+    stage.pods().create(&PostParams::default(), &pod).await?;
     Ok(())
 }
 

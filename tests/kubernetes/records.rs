@@ -26,8 +26,8 @@ impl Stage {
             "metadata": { "name": name, "finalizers": finalizers },
             "spec": { "resourceClassName": "test", "allocationMode": mode },
         }))?;
-        let made = self.claims().create(&PostParams::default(), &claim).await?;
-        made.metadata.uid.context("a claim has a uid")
+        let stored = self.claims().create(&PostParams::default(), &claim).await?;
+        stored.metadata.uid.context("a claim has a uid")
     }
 
     /// Makes a claim with our finalizer and an allocation on a node that was recorded in our name. `handle` gets the claim's uid.
