@@ -196,6 +196,7 @@ impl<D: Driver> Controller<D> {
     async fn serve(&self, fence: &Fence, shutdown: &CancellationToken) {
         let mut watches = watch::all(&self.client);
         let mut capacity_changes = pin!(self.driver.capacity_changes());
+        let mut findings = pin!(self.driver.findings());
         let (answers, mut answered) = mpsc::unbounded_channel();
         let reports = Reports::start(
             self.client.clone(),
@@ -213,6 +214,7 @@ impl<D: Driver> Controller<D> {
                 Some(event) = watches.next() => Some(event),
                 Some(event) = answered.recv() => Some(event),
                 Some(change) = capacity_changes.next() => Some(Event::Capacity(change)),
+                Some(finding) = findings.next() => Some(Event::Found(vec![finding])),
                 () = sleep_until(deadline) => None,
             };
             if let Some(event) = event {
