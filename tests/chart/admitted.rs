@@ -201,6 +201,7 @@ fn inventory(node: &str, driver: &str) -> drayman::api::crd::NodeInventory {
 }
 
 #[tokio::test]
+#[expect(clippy::too_many_lines, reason = "one policy, case by case")]
 async fn the_token_of_a_node_writes_the_inventory_of_that_node_and_no_other() -> anyhow::Result<()> {
     let stage = Stage::on(Cluster::builder().service_accounts().start().await?).await?;
     let version = stage.cluster.kubectl(&["version", "--output=json"]).await?;

@@ -8,6 +8,7 @@ const KIND: [&str; 2] = [
 ];
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "one table")]
 fn a_combination_that_cannot_work_is_refused_with_one_sentence() {
     let with_kind = |more: &[&'static str]| [&KIND[..], more].concat();
     let cases: Vec<(Vec<&str>, &str, &str)> = vec![

@@ -13,7 +13,9 @@ fn schema() -> Value {
 
 /// The schema behind a reference.
 fn resolve<'a>(root: &'a Value, schema: &'a Value) -> &'a Value {
-    let reference = schema["allOf"][0]["$ref"].as_str().or(schema["$ref"].as_str());
+    let reference = schema["allOf"][0]["$ref"]
+        .as_str()
+        .or_else(|| schema["$ref"].as_str());
     reference.map_or(schema, |reference| {
         let name = reference.trim_start_matches("#/definitions/");
         let found = &root["definitions"][name];
@@ -99,9 +101,10 @@ fn every_value_has_a_default_a_schema_and_an_explanation() {
         let name = line.trim_start().split_once(':').map(|(name, _)| name);
         if line.trim_start().starts_with("# --") {
             comment = true;
-        } else if line.trim_start().starts_with('#') || line.trim().is_empty() || line.contains("- ") {
             continue;
-        } else if let Some(name) = name {
+        }
+        let ignored = line.trim_start().starts_with('#') || line.trim().is_empty() || line.contains("- ");
+        if let Some(name) = name.filter(|_| !ignored) {
             let group = line.trim_end().ends_with(':');
             let of_resources = [
                 "cpu",
