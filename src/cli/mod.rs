@@ -18,6 +18,7 @@ mod error;
 mod group;
 mod logging;
 mod node;
+mod observe;
 mod shutdown;
 mod tool;
 mod value;

@@ -82,7 +82,8 @@ pub struct Owner<D> {
     look_due: Arc<Notify>,
     driver: Arc<D>,
     store: Arc<Store>,
-    ledger: Ledger,
+    /// Shared with the thread that works on files, and never changed while it does.
+    ledger: Arc<Ledger>,
     node: NodeIdentity,
     cluster: watch::Receiver<ClusterFacts>,
     node_in_doubt: Arc<Notify>,
@@ -132,7 +133,7 @@ impl<D: NodeDriver> Owner<D> {
             found: options.driver.devices(),
             driver: options.driver,
             store: Arc::new(store),
-            ledger,
+            ledger: Arc::new(ledger),
             node: NodeIdentity {
                 name: options.node_name,
                 uid: cluster.node_uid,
@@ -278,12 +279,14 @@ impl<D: NodeDriver> Owner<D> {
                 let injection = self
                     .inject(held.into_iter().map(|held| held.device).collect())
                     .await?;
-                self.ledger.set_injection(uid, injection);
+                Arc::make_mut(&mut self.ledger).set_injection(uid, injection);
                 continue;
             }
             let (step, ledger, store) = (step.clone(), self.ledger.clone(), self.store.clone());
             let performed = spawn_blocking(move || step.perform(&ledger, &*store)).await;
-            self.ledger = performed.map_err(|_| Failure::Stopping)??;
+            if let Some(changed) = performed.map_err(|_| Failure::Stopping)?? {
+                self.ledger = Arc::new(changed);
+            }
         }
         Ok(())
     }
@@ -318,6 +321,12 @@ impl<D: NodeDriver> Owner<D> {
         }
         let plans = plan_restoring(&self.ledger);
         self.carry_out_each(plans).await;
+        if let Err(failure) = self.carry_out(&[Step::Save(Vec::new())]).await {
+            error!(
+                reason = failure.reason(),
+                "what was restored cannot be stored now: {failure}"
+            );
+        }
         info!(claims = self.ledger.entries().len(), "the ledger is complete");
     }
 

@@ -100,7 +100,9 @@ targets!(
     handle,
     kubelet_state,
     prepare,
-    requests
+    requests,
+    sysfs,
+    uevent
 );
 
 #[test]

@@ -4,13 +4,16 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use drayman::api::cdi::Spec;
-use drayman::api::crd::{Device, Mode};
+use drayman::api::crd::{Device, Mode, TEXT_MAX};
 use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use drayman::api::proto::{
     ClaimList, ContainerList, device_plugin_v1beta1, dra_v1alpha2, node_records, plugin_registration,
 };
 use drayman::core::node::checkpoint::Checkpoint;
 use drayman::core::node::claim_uid::ClaimUid;
+use drayman::core::node::discovery::attributes::{Attributes, fit};
+use drayman::core::node::discovery::pci::PciFacts;
+use drayman::core::node::discovery::usb::{UsbFacts, UsbIdentity, identities};
 use drayman::core::node::driver_name::DriverName;
 use drayman::core::node::inventory::Devices;
 use drayman::core::node::kubelet_state;
@@ -204,4 +207,59 @@ pub(crate) fn prepare(bytes: &[u8]) {
         }
         Err(refusal) => check_error(&refusal.to_string()),
     }
+}
+
+/// A message of the kernel.
+pub(crate) fn uevent(bytes: &[u8]) {
+    if let Some(event) = drayman::core::node::discovery::uevent::parse(bytes) {
+        let _ = event.concerns_devices();
+        assert!(event.devpath.len() <= bytes.len());
+    }
+}
+
+/// Values of sysfs, one in a line: whatever a device calls itself, its attributes fit into an inventory and its name is one.
+pub(crate) fn sysfs(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    let mut lines = text.lines().map(str::to_owned);
+    let mut next = || lines.next();
+    let usb = UsbFacts {
+        sysfs_name: next().unwrap_or_default(),
+        controller: next(),
+        serial: next(),
+        manufacturer: next(),
+        model: next(),
+        ..UsbFacts::default()
+    };
+    let pci = PciFacts {
+        address: next().unwrap_or_default(),
+        driver: next(),
+        link_speed: next(),
+        root: next(),
+        ..PciFacts::default()
+    };
+    for identity in [UsbIdentity::Port, UsbIdentity::Serial] {
+        let twins = [usb.clone(), usb.clone()];
+        for one in identities(&twins, identity)
+            .into_iter()
+            .chain(identities(&twins[..1], identity))
+        {
+            assert!(!one.unwrap_or_else(|problem| problem).is_empty());
+        }
+    }
+    let mut attributes = Attributes::default();
+    attributes.usb(&usb).pci(&pci);
+    let mut device = Device {
+        name: "x".into(),
+        attributes: attributes.finish(),
+        ..Device::default()
+    };
+    for value in device.attributes.values() {
+        let text = serde_json::to_value(value).unwrap();
+        let text = text["string"].as_str().unwrap_or_default().to_owned();
+        assert!(
+            text.chars().count() <= TEXT_MAX && !text.chars().any(char::is_control),
+            "{text:?}"
+        );
+    }
+    let _ = fit(std::slice::from_mut(&mut device));
 }

@@ -244,7 +244,9 @@ where
         {
             self.ledger.set_injection(uid, injection);
         }
-        self.ledger = step.perform(&self.ledger, &self.disk).unwrap();
+        if let Some(changed) = step.perform(&self.ledger, &self.disk).unwrap() {
+            self.ledger = changed;
+        }
     }
 
     fn undo(&mut self, uid: &ClaimUid) {
@@ -268,6 +270,7 @@ where
                 self.perform(&step);
             }
         }
+        self.perform(&Step::Save(Vec::new()));
         self.without_file.clear();
     }
 
@@ -287,6 +290,7 @@ where
                 self.perform(&step);
             }
         }
+        self.perform(&Step::Save(Vec::new()));
         self.without_file.clear();
     }
 
