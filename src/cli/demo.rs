@@ -68,7 +68,8 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         let start = Instant::now();
         let summary = tokio::select! {
             summary = play(arguments, &directory.0, shown, &shutdown) => summary?,
-            () = shutdown.cancelled() => return Err(Error::Runtime(anyhow!("ended before all was shown"))),
+            // With --keep, that is how it ends.
+            () = shutdown.cancelled(), if !arguments.keep => return Err(Error::Runtime(anyhow!("ended before all was shown"))),
         };
         // The last line is printed when nobody can add one.
         printing.await.context("printing")??;

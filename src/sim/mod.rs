@@ -18,3 +18,6 @@ pub mod runtime;
 mod scheduler;
 pub mod source;
 pub mod stage;
+
+#[cfg(test)]
+mod tests;

@@ -40,7 +40,7 @@ fn merge(
             return Ok(());
         }
         Some("merge") | None => {}
-        Some(other) => return Err(Refusal::bad_request(format!("Unknown patch type found: {other}"))),
+        Some(other) => return Err(Refusal::internal(format!("Unknown patch type found: {other}"))),
     }
     if !target.is_object() {
         *target = Value::Object(Map::new());
