@@ -6,9 +6,11 @@ use std::time::Duration;
 use http::HeaderValue;
 use http::header::USER_AGENT;
 use kube::Client;
+use kube::client::ClientBuilder;
 use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 
 use super::Error;
+use super::observe::Requests;
 
 /// For a connection to be made, TLS included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -78,16 +80,33 @@ async fn from_file(file: &Path, options: &KubeConfigOptions) -> Result<Config, E
 /// may arrive when it must not any more, and a create may meet its own success as a conflict.
 ///
 /// `component` becomes the user agent (`drayman-controller/0.1.0`), by which the audit log tells who asked.
-pub(super) fn build(mut config: Config, component: &str) -> Result<Client, Error> {
+pub(super) fn build(config: Config, component: &str) -> Result<Client, Error> {
+    let config = prepared(config, component)?;
+    let server = config.cluster_url.clone();
+    let builder = ClientBuilder::try_from(config).map_err(|error| no_client(&server, &error))?;
+    Ok(builder.build())
+}
+
+/// The same, with its requests counted.
+pub(super) fn build_counted(config: Config, component: &str, requests: &Requests) -> Result<Client, Error> {
+    let config = prepared(config, component)?;
+    let server = config.cluster_url.clone();
+    let builder = ClientBuilder::try_from(config).map_err(|error| no_client(&server, &error))?;
+    Ok(builder.with_layer(requests).build())
+}
+
+fn no_client(server: &http::Uri, error: &kube::Error) -> Error {
+    Error::Configuration(format!("no client for the API server {server}: {error}"))
+}
+
+fn prepared(mut config: Config, component: &str) -> Result<Config, Error> {
     config.default_retry = false;
     config.connect_timeout = Some(CONNECT_TIMEOUT);
     config.write_timeout = Some(WRITE_TIMEOUT);
     let agent = format!("drayman-{component}/{}", env!("CARGO_PKG_VERSION"));
     let agent = HeaderValue::from_str(&agent).map_err(anyhow::Error::from)?;
     config.headers.push((USER_AGENT, agent));
-    let server = config.cluster_url.clone();
-    Client::try_from(config)
-        .map_err(|error| Error::Configuration(format!("no client for the API server {server}: {error}")))
+    Ok(config)
 }
 
 #[cfg(test)]

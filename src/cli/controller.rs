@@ -1,10 +1,13 @@
 //! `drayman controller`: flags -> a controller of the built-in driver.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use kube::Client;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use super::observe::{self, Observer};
 use super::{Error, client, group, logging, shutdown, value};
 use crate::controller::{Controller, ControllerError, LeaderElection};
 use crate::host::HostDriver;
@@ -24,6 +27,9 @@ pub(super) struct Arguments {
 
     #[command(flatten)]
     leader: Leader,
+
+    #[command(flatten)]
+    observe: observe::Flags,
 
     #[command(flatten)]
     logging: group::Logging,
@@ -127,6 +133,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
             cluster,
             driver,
             leader,
+            observe,
             logging,
         } = arguments;
         let configuration = client::configuration(cluster.kubeconfig.as_deref()).await?;
@@ -142,16 +149,34 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
             leader_elect_renew_deadline = ?leader.leader_elect_renew_deadline,
             leader_elect_retry_period = ?leader.leader_elect_retry_period,
             leader_elect_resource_namespace = leader.leader_elect_resource_namespace,
+            metrics_bind_address = %observe.metrics_bind_address,
+            health_probe_bind_address = %observe.health_probe_bind_address,
             logging_format = ?logging.logging_format,
             v = logging.verbosity,
             "drayman controller starts"
         );
-        let client = client::build(configuration, "controller")?;
+        let mut observer = Observer::new("controller");
+        let (leading, leads) = watch::channel(false);
+        observer.follow(
+            "leader_election_master_status",
+            "Whether this controller leads: 1 if so",
+            move || *leads.borrow(),
+        );
+        let requests = observer.requests();
+        let client = client::build_counted(configuration, "controller", &requests)?;
+        let ready = Arc::new(move || {
+            requests
+                .granted()
+                .then_some(())
+                .ok_or_else(|| "the API server has granted no request yet".to_owned())
+        });
+        observer.serve(*observe, ready, &shutdown).await?;
         serve(
             client,
             cluster.driver_name.clone(),
             driver.driver_call_timeout,
             leader,
+            leading,
             shutdown,
         )
         .await?;
@@ -166,6 +191,7 @@ async fn serve(
     driver_name: String,
     call_timeout: Duration,
     leader: &Leader,
+    leading: watch::Sender<bool>,
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
     let driver = HostDriver::start(client.clone(), driver_name.clone(), shutdown.clone());
@@ -175,6 +201,7 @@ async fn serve(
         .call_timeout(call_timeout)
         .leader_election(leader.election(&driver_name, instance.as_deref()))
         .instance(instance)
+        .leading(leading)
         .build(client)
         .map_err(refused)?;
     controller.run(shutdown).await.map_err(refused)

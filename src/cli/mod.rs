@@ -16,6 +16,7 @@ mod error;
 mod group;
 mod logging;
 mod node;
+mod observe;
 mod shutdown;
 mod tool;
 mod value;

@@ -3,6 +3,7 @@
 mod records;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::node::config::NodeConfiguration;
@@ -10,6 +11,7 @@ use crate::node::door::DoorError;
 use crate::node::run::{NodeError, NodeOptions};
 use crate::node::transport::SocketError;
 
+use super::observe::{self, Observer};
 use super::{Error, client, discover, group, logging, shutdown, value};
 
 /// Run the node companion, which hands this node's devices to containers
@@ -33,6 +35,9 @@ pub(super) struct Arguments {
 
     #[command(flatten)]
     host: discover::Host,
+
+    #[command(flatten)]
+    observe: observe::Flags,
 
     #[command(flatten)]
     logging: group::Logging,
@@ -126,6 +131,7 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
         node,
         directories,
         host,
+        observe,
         logging,
     } = arguments;
     match command {
@@ -165,11 +171,14 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             sysfs_root = %host.sysfs_root.display(),
             orphan_grace_period = ?node.orphan_grace_period,
             mountinfo = %host.mountinfo.display(),
+            metrics_bind_address = %observe.metrics_bind_address,
+            health_probe_bind_address = %observe.health_probe_bind_address,
             logging_format = ?logging.logging_format,
             v = logging.verbosity,
             "drayman node starts"
         );
-        let client = client::build(configuration, "node")?;
+        let mut observer = Observer::new("node");
+        let client = client::build_counted(configuration, "node", &observer.requests())?;
         let options = NodeOptions {
             driver_name: cluster.driver_name,
             kubelet_root: directories.kubelet_root_dir,
@@ -179,6 +188,21 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             orphan_grace: node.orphan_grace_period,
             ..NodeOptions::new(node_name, config, client)
         };
+        let standing = options.standing.subscribe();
+        observer.follow(
+            "drayman_node_ready",
+            "Whether every door of kubelet is open: 1 if so",
+            {
+                let standing = standing.clone();
+                move || standing.borrow().ready
+            },
+        );
+        let ready = Arc::new(move || {
+            let standing = standing.borrow();
+            let why = || format!("{}: {}", standing.reason, standing.message);
+            standing.ready.then_some(()).ok_or_else(why)
+        });
+        observer.serve(observe, ready, &shutdown).await?;
         crate::node::run::run(options, shutdown).await.map_err(refused)?;
         tracing::info!("drayman node has ended");
         Ok(())

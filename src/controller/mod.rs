@@ -60,7 +60,7 @@ use std::time::Duration;
 
 use futures::StreamExt as _;
 use futures::future::FutureExt as _;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch as watch_value};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -110,6 +110,7 @@ pub struct Controller<D> {
     request_timeout: Duration,
     instance: Option<String>,
     leader_election: Option<LeaderElection>,
+    leading: watch_value::Sender<bool>,
 }
 
 impl<D> std::fmt::Debug for Controller<D> {
@@ -130,6 +131,7 @@ pub struct Builder<D> {
     other_driver_wait: Duration,
     instance: Option<String>,
     leader_election: Option<LeaderElection>,
+    leading: watch_value::Sender<bool>,
 }
 
 impl<D: Driver> Controller<D> {
@@ -148,6 +150,7 @@ impl<D: Driver> Controller<D> {
             other_driver_wait: Settings::OTHER_DRIVER_WAIT,
             instance: None,
             leader_election: None,
+            leading: watch_value::Sender::new(false),
         }
     }
 
@@ -162,6 +165,7 @@ impl<D: Driver> Controller<D> {
             served = self.check_served() => served?,
         }
         let Some(election) = self.leader_election.clone() else {
+            self.leading.send_replace(true);
             self.serve(&Fence::open(), &shutdown).await;
             return Ok(());
         };
@@ -178,10 +182,12 @@ impl<D: Driver> Controller<D> {
             return Ok(());
         }
         let fence = leader.fence();
+        self.leading.send_replace(true);
         tokio::select! {
             () = self.serve(&fence, &shutdown) => {}
             () = leader.keep() => return Err(ControllerError::LeaseLost),
         }
+        self.leading.send_replace(false);
         leader.release().await;
         Ok(())
     }
@@ -190,6 +196,7 @@ impl<D: Driver> Controller<D> {
     async fn serve(&self, fence: &Fence, shutdown: &CancellationToken) {
         let mut watches = watch::all(&self.client);
         let mut capacity_changes = pin!(self.driver.capacity_changes());
+        let mut findings = pin!(self.driver.findings());
         let (answers, mut answered) = mpsc::unbounded_channel();
         let reports = Reports::start(
             self.client.clone(),
@@ -207,6 +214,7 @@ impl<D: Driver> Controller<D> {
                 Some(event) = watches.next() => Some(event),
                 Some(event) = answered.recv() => Some(event),
                 Some(change) = capacity_changes.next() => Some(Event::Capacity(change)),
+                Some(finding) = findings.next() => Some(Event::Found(vec![finding])),
                 () = sleep_until(deadline) => None,
             };
             if let Some(event) = event {
@@ -287,6 +295,13 @@ impl<D: Driver> Builder<D> {
         self
     }
 
+    /// Where the controller says whether it leads. One that is known to be alone leads from the start.
+    #[must_use]
+    pub fn leading(mut self, leading: watch_value::Sender<bool>) -> Self {
+        self.leading = leading;
+        self
+    }
+
     /// The controller. The client should have its own retries off (`Config::default_retry`), so that a write whose answer is
     /// lost is not sent a second time behind the controller's back.
     pub fn build(self, client: kube::Client) -> Result<Controller<D>, ControllerError> {
@@ -305,6 +320,7 @@ impl<D: Driver> Builder<D> {
             request_timeout: self.request_timeout,
             instance: self.instance,
             leader_election: self.leader_election,
+            leading: self.leading,
         })
     }
 }

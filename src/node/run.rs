@@ -51,6 +51,8 @@ pub struct NodeOptions {
     pub host: HostPaths,
     /// A client of the API server.
     pub client: kube::Client,
+    /// Where the companion says how it stands with kubelet; whoever wants to know subscribes.
+    pub standing: watch::Sender<Standing>,
 }
 
 impl NodeOptions {
@@ -67,6 +69,10 @@ impl NodeOptions {
             orphan_grace: orphans::GRACE,
             host: HostPaths::default(),
             client,
+            standing: watch::Sender::new(Standing {
+                reason: "Starting".to_owned(),
+                ..Standing::default()
+            }),
         }
     }
 }
@@ -199,17 +205,13 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
     );
     let records = records.await.map_err(DoorError::from)?;
 
-    let (standing_sender, standing) = watch::channel(Standing {
-        reason: "Starting".to_owned(),
-        ..Standing::default()
-    });
     let publisher = Publisher {
         client: PublisherClient(options.client.clone()),
         driver_name: driver_name.clone(),
         node_name: options.node_name.clone(),
         devices,
         cluster: cluster.clone(),
-        standing,
+        standing: options.standing.subscribe(),
         quarantine: in_quarantine,
         node_in_doubt,
     };
@@ -223,7 +225,7 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
         cluster: cluster.subscribe(),
     };
     // The last handle of the owner goes with the doors.
-    let served = doors.serve(Arc::new(companion), standing_sender, shutdown).await;
+    let served = doors.serve(Arc::new(companion), options.standing.clone(), shutdown).await;
     stop_care.cancel();
     records.closed().await;
     let caretaker = caretaker.await.map_err(NodeError::Broken);

@@ -92,6 +92,8 @@ async fn a_release_serves_pods_and_is_upgraded_rolled_back_and_removed_without_l
     let before = (stage.run_of_pod("basic").await?, claims(&stage).await?);
     let first = stage.run_of("drayman", COMPANION).await?;
 
+    look_from_outside(&stage).await?;
+
     // An upgrade that replaces both programs, with the claim in use.
     stage
         .deploy("upgrade", &values, &["--set=logging.verbosity=4"])
@@ -179,6 +181,51 @@ async fn a_release_serves_pods_and_is_upgraded_rolled_back_and_removed_without_l
         .collect();
     assert!(sockets.is_empty(), "{left:?}");
     stage.cluster.stop().await
+}
+
+/// Reads metrics and probes of both programs, as a neighbour in the cluster does.
+async fn look_from_outside(stage: &Stage) -> anyhow::Result<()> {
+    for (labels, lines) in [
+        (
+            CONTROLLER,
+            [
+                "leader_election_master_status 1",
+                "component=\"controller\"",
+                "rest_client_requests_total{code=\"200\",method=\"PATCH\"}",
+            ],
+        ),
+        (
+            COMPANION,
+            [
+                "drayman_node_ready 1",
+                "component=\"node\"",
+                "rest_client_requests_total{code=\"200\",method=\"PATCH\"}",
+            ],
+        ),
+    ] {
+        let selector = format!("--selector={labels}");
+        let address = stage
+            .field(
+                &["pods", "--namespace=drayman", &selector],
+                ".items[0].status.podIP",
+            )
+            .await?;
+        let ask = async |port: u16, path: &str| {
+            let url = format!("http://{address}:{port}{path}");
+            stage
+                .cluster
+                .kubectl(&["exec", "basic", "--", "wget", "-qO-", &url])
+                .await
+        };
+        let metrics = ask(8080, "/metrics").await?;
+        for line in lines {
+            ensure!(metrics.contains(line), "{line} is not in {metrics}");
+        }
+        for path in ["/livez", "/readyz", "/healthz"] {
+            assert_eq!(ask(8081, path).await?, "ok", "{path} of {labels}");
+        }
+    }
+    Ok(())
 }
 
 #[tokio::test]

@@ -101,6 +101,28 @@ fn a_combination_that_cannot_work_is_refused_with_one_sentence() {
             "set the kind's mode to claims",
         ),
         (
+            vec![
+                "--set=monitoring.serviceMonitor.enabled=true",
+                "--set=monitoring.service=false",
+            ],
+            "it finds the pods by their Service",
+            "enable the Service",
+        ),
+        (
+            vec![
+                "--set=monitoring.serviceMonitor.enabled=true",
+                "--set=controller.metricsPort=0",
+                "--set=node.metricsPort=0",
+            ],
+            "no component has a metricsPort",
+            "give it one",
+        ),
+        (
+            vec!["--set=node.metricsPort=8081"],
+            "node.metricsPort and node.healthPort are the same",
+            "give each its own",
+        ),
+        (
             with_kind(&["--set=deviceKinds[0].health.open=read"]),
             "a companion without privileges cannot open devices",
             "set node.privileged=true",

@@ -282,6 +282,9 @@ fn the_program_takes_the_flags_and_the_configuration_of_every_variant() {
 fn selectors_stay_the_same_from_release_to_release() {
     for variant in variants() {
         for owner in render(Some(&variant), &[]) {
+            if !["Deployment", "DaemonSet"].contains(&owner["kind"].as_str().unwrap_or_default()) {
+                continue;
+            }
             let selector = &owner["spec"]["selector"]["matchLabels"];
             let Some(selector) = selector.as_object() else {
                 continue;
@@ -432,6 +435,95 @@ fn the_image_is_named_by_its_digest_if_there_is_one_and_else_by_its_tag() {
         image(&["--set=image.tag=v2", &format!("--set=image.digest={digest}")]),
         format!("localhost/drayman@{digest}")
     );
+}
+
+#[test]
+fn a_port_that_is_0_is_nowhere_and_any_other_is_the_same_everywhere() {
+    for (component, kind) in [("controller", "Deployment"), ("node", "DaemonSet")] {
+        let with = |metrics: u16, health: u16| {
+            render(
+                None,
+                &[
+                    &format!("--set={component}.metricsPort={metrics}"),
+                    &format!("--set={component}.healthPort={health}"),
+                ],
+            )
+        };
+        let name = format!("drayman-{component}");
+        let service = |rendered: &[Value]| {
+            rendered
+                .iter()
+                .find(|object| {
+                    object["kind"] == "Service" && object["metadata"]["name"] == format!("{name}-metrics")
+                })
+                .cloned()
+        };
+        let rendered = with(9090, 9091);
+        let spec = pod_spec(object(&rendered, kind, &name)).expect("pods");
+        let flags = arguments(spec);
+        assert!(
+            flags.contains(&"--metrics-bind-address=:9090".to_owned()),
+            "{flags:?}"
+        );
+        assert!(
+            flags.contains(&"--health-probe-bind-address=:9091".to_owned()),
+            "{flags:?}"
+        );
+        let container = &spec["containers"][0];
+        assert_eq!(
+            container["ports"],
+            json!([{ "name": "metrics", "containerPort": 9090 }, { "name": "health", "containerPort": 9091 }])
+        );
+        assert_eq!(
+            container["livenessProbe"]["httpGet"],
+            json!({ "path": "/livez", "port": "health" })
+        );
+        assert_eq!(
+            container["readinessProbe"]["httpGet"],
+            json!({ "path": "/readyz", "port": "health" })
+        );
+        assert_eq!(
+            service(&rendered).expect("a Service")["spec"]["ports"][0]["port"],
+            9090
+        );
+
+        let rendered = with(0, 0);
+        let spec = pod_spec(object(&rendered, kind, &name)).expect("pods");
+        assert!(arguments(spec).iter().all(|flag| !flag.contains("bind-address")));
+        let container = &spec["containers"][0];
+        for field in ["ports", "livenessProbe", "readinessProbe"] {
+            assert!(container[field].is_null(), "{field}");
+        }
+        assert!(service(&rendered).is_none());
+    }
+}
+
+#[test]
+fn alerts_ask_for_series_that_the_program_has_in_the_namespace_of_the_release() {
+    let rendered = render(Some(&chart("ci/everything-values.yaml")), &[]);
+    let rules = object(&rendered, "PrometheusRule", "devices");
+    let rules = rules["spec"]["groups"][0]["rules"].as_array().expect("rules");
+    assert_eq!(rules.len(), 3);
+    for rule in rules {
+        let expression = rule["expr"].as_str().expect("an expression");
+        let known = [
+            "drayman_build_info{",
+            "leader_election_master_status{",
+            "drayman_node_ready{",
+            "rest_client_requests_total{",
+        ];
+        let asked = expression.matches('{').count();
+        let found: usize = known
+            .iter()
+            .map(|series| expression.matches(series).count())
+            .sum();
+        assert_eq!(asked, found, "{expression}");
+        assert_eq!(
+            expression.matches("namespace=\"drayman\"").count(),
+            asked,
+            "{expression}"
+        );
+    }
 }
 
 #[test]

@@ -208,6 +208,12 @@ impl Stage {
         } });
         api.patch_status(&name, &PatchParams::default(), &Patch::Merge(status))
             .await?;
+        // Until then it is tainted as not ready, and the scheduler chooses among the others.
+        let untainted = |node: Option<&Node>| {
+            let spec = node.and_then(|node| node.spec.as_ref());
+            spec.is_some_and(|spec| spec.taints.as_ref().is_none_or(Vec::is_empty))
+        };
+        self.until(api, &name, "without a taint", untainted).await?;
         Ok(name)
     }
 }

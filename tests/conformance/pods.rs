@@ -113,7 +113,8 @@ fn a_driver_that_does_not_answer_is_named_once_on_the_pod_and_one_that_does_is_n
 }
 
 #[test]
-fn a_pod_whose_second_driver_loses_its_node_moves_and_the_first_is_given_back_once() -> anyhow::Result<()> {
+fn a_pod_whose_second_driver_loses_its_node_moves_and_what_the_first_held_there_is_given_back()
+-> anyhow::Result<()> {
     on_stage("reallocation", async |stage| {
         let other = other_driver(stage).await?;
         let [a, b] = [stage.node("a").await?, stage.node("b").await?];
@@ -167,7 +168,12 @@ fn a_pod_whose_second_driver_loses_its_node_moves_and_the_first_is_given_back_on
                 .is_some_and(|lost| *lost != node && [&a, &b].contains(&lost)),
             "{lost:?} {node}"
         );
-        stage.driver.until_counts((2, 1)).await?;
+        // Once, if the first driver came first; the scheduler may have taken it back before, while the other still failed.
+        let (allocated, given_back) = stage.driver.counts();
+        assert!(
+            given_back >= 1 && allocated == given_back + 1,
+            "{allocated} {given_back}"
+        );
         assert_eq!(other.counts(), (1, 0));
         first.end().await?;
         second.end().await

@@ -9,6 +9,7 @@ mod harness;
 mod controller;
 mod example;
 mod faults;
+mod hostile;
 mod leader;
 mod loss;
 mod newer;

@@ -1,10 +1,15 @@
 //! Claims as an earlier process, another release or a person has left them, and what is said about them.
 
 use anyhow::Context as _;
+use drayman::api::crd::definitions;
 use drayman::api::handle::DeviceHandle;
 use drayman::api::resource::ResourceClaim;
 use k8s_openapi::api::core::v1::{Event, Node};
-use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{
+    CustomResourceDefinition, CustomResourceValidation, JSONSchemaProps,
+};
+use kube::api::{Api, DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams};
+use kube::core::{ApiResource, GroupVersionKind};
 use serde_json::{Value, json};
 
 use crate::harness::Entry;
@@ -135,4 +140,58 @@ pub(crate) fn first_handle(claim_uid: &str, node: &str, node_uid: &str, device: 
     format!(
         r#"{{"version":1,"claimUid":"{claim_uid}","nodeName":"{node}","nodeUid":"{node_uid}","devices":[{{"request":"device","device":"{device}"}}]}}"#
     )
+}
+
+/// Replaces our definitions by such as take any field, as those of a later release take its fields.
+pub(crate) async fn open_definitions(stage: &Stage) -> anyhow::Result<()> {
+    let api = Api::<CustomResourceDefinition>::all(stage.cluster.client());
+    let open: JSONSchemaProps =
+        serde_json::from_value(json!({ "type": "object", "x-kubernetes-preserve-unknown-fields": true }))?;
+    for definition in definitions() {
+        let name = definition.metadata.name.clone().unwrap_or_default();
+        let mut versions = definition.spec.versions;
+        for version in &mut versions {
+            version.schema = Some(CustomResourceValidation {
+                open_api_v3_schema: Some(open.clone()),
+            });
+        }
+        let patch = Patch::Merge(json!({ "spec": { "versions": versions } }));
+        api.patch(&name, &PatchParams::default(), &patch).await?;
+    }
+    Ok(())
+}
+
+/// Our kinds as anybody may write them.
+pub(crate) fn kind(stage: &Stage, kind: &str, namespaced: bool) -> Api<DynamicObject> {
+    let plural = if kind == "NodeInventory" {
+        "nodeinventories".to_owned()
+    } else {
+        kind.to_lowercase()
+    };
+    let resource =
+        ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(DRIVER, "v1alpha1", kind), &plural);
+    let client = stage.cluster.client();
+    if namespaced {
+        Api::namespaced_with(client, "default", &resource)
+    } else {
+        Api::all_with(client, &resource)
+    }
+}
+
+/// Writes an object until the server's definition takes it: a new one needs a moment.
+pub(crate) async fn write(
+    api: &Api<DynamicObject>,
+    name: &str,
+    object: &Value,
+    kept: &str,
+) -> anyhow::Result<()> {
+    for _ in 0..200 {
+        let parameters = PatchParams::apply("another-release").force();
+        let stored = api.patch(name, &parameters, &Patch::Apply(object)).await?;
+        if stored.data.pointer(kept).is_some() {
+            return Ok(());
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    anyhow::bail!("{name} is stored without {kept}")
 }

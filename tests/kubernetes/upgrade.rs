@@ -1,15 +1,12 @@
 //! Records of other releases, and of nobody's: what can be read counts, what cannot is told and never guessed at.
 
-use drayman::api::crd::{NodeInventory, definitions};
+use drayman::api::crd::NodeInventory;
 use drayman::api::resource::ResourceClaim;
-use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{
-    CustomResourceDefinition, CustomResourceValidation, JSONSchemaProps,
-};
-use kube::api::{Api, DynamicObject, Patch, PatchParams};
-use kube::core::{ApiResource, GroupVersionKind};
+use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
 
-use crate::records::{devices, first_handle};
+use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, traces, wait_for_inventory};
+use crate::records::{devices, first_handle, kind, open_definitions, write};
 use crate::stage::{DRIVER, Stage, is_allocated, is_bound};
 
 #[tokio::test]
@@ -173,55 +170,6 @@ async fn a_copied_allocation_is_told_and_frees_nothing_of_the_claim_that_it_was_
     stage.cluster.stop().await
 }
 
-/// Replaces our definitions by such as take any field, as those of a later release take its fields.
-async fn open_definitions(stage: &Stage) -> anyhow::Result<()> {
-    let api = Api::<CustomResourceDefinition>::all(stage.cluster.client());
-    let open: JSONSchemaProps =
-        serde_json::from_value(json!({ "type": "object", "x-kubernetes-preserve-unknown-fields": true }))?;
-    for definition in definitions() {
-        let name = definition.metadata.name.clone().unwrap_or_default();
-        let mut versions = definition.spec.versions;
-        for version in &mut versions {
-            version.schema = Some(CustomResourceValidation {
-                open_api_v3_schema: Some(open.clone()),
-            });
-        }
-        let patch = Patch::Merge(json!({ "spec": { "versions": versions } }));
-        api.patch(&name, &PatchParams::default(), &patch).await?;
-    }
-    Ok(())
-}
-
-/// Our kinds as anybody may write them.
-fn kind(stage: &Stage, kind: &str, namespaced: bool) -> Api<DynamicObject> {
-    let plural = if kind == "NodeInventory" {
-        "nodeinventories".to_owned()
-    } else {
-        kind.to_lowercase()
-    };
-    let resource =
-        ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(DRIVER, "v1alpha1", kind), &plural);
-    let client = stage.cluster.client();
-    if namespaced {
-        Api::namespaced_with(client, "default", &resource)
-    } else {
-        Api::all_with(client, &resource)
-    }
-}
-
-/// Writes an object until the server's definition takes it: a new one needs a moment.
-async fn write(api: &Api<DynamicObject>, name: &str, object: &Value, kept: &str) -> anyhow::Result<()> {
-    for _ in 0..200 {
-        let parameters = PatchParams::apply("another-release").force();
-        let stored = api.patch(name, &parameters, &Patch::Apply(object)).await?;
-        if stored.data.pointer(kept).is_some() {
-            return Ok(());
-        }
-        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
-    }
-    anyhow::bail!("{name} is stored without {kept}")
-}
-
 #[tokio::test]
 async fn kinds_of_an_older_and_of_a_newer_release_are_read_and_what_is_not_understood_is_not_given_away()
 -> anyhow::Result<()> {
@@ -307,9 +255,7 @@ async fn class_kind_and_parameters_that_change_after_the_allocation_change_nothi
     parameters.patch("test", &PatchParams::default(), &other).await?;
     stage.make_pod("other").await?;
     stage.wait_for_event("other", "NoSuitableDevice", "other").await?;
-    parameters
-        .delete("test", &kube::api::DeleteParams::default())
-        .await?;
+    parameters.delete("test", &DeleteParams::default()).await?;
     stage.make_pod("later").await?;
     stage
         .wait_for_event("later", "ParametersNotFound", "test")
@@ -319,14 +265,73 @@ async fn class_kind_and_parameters_that_change_after_the_allocation_change_nothi
         .classes()
         .patch("test", &PatchParams::default(), &another)
         .await?;
-    stage
-        .classes()
-        .delete("test", &kube::api::DeleteParams::default())
-        .await?;
+    stage.classes().delete("test", &DeleteParams::default()).await?;
     let after = stage.claims().get("early").await?.status.allocation;
     assert_eq!(after, before);
     // It is given back all the same, and what it held is free.
     stage.delete_claim("early").await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_node_hands_out_what_was_allocated_though_the_class_has_changed_and_refuses_what_it_cannot_read()
+-> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    make_devices(node, "drayman-test", &MINORS[..2])?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, 0, 2).await?;
+    stage.make_claim("early", "Immediate", false).await?;
+    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+    let early = stage.wait(stage.claims(), "early", "allocated", met).await?;
+    let device = devices(&early.unwrap_or_default())?.concat();
+    // Another kind, and then no class at all; the pod comes after that.
+    let other = Patch::Merge(json!({ "spec": { "kind": "plugged" } }));
+    kind(&stage, "DeviceClassParameters", false)
+        .patch("test", &PatchParams::default(), &other)
+        .await?;
+    stage.classes().delete("test", &DeleteParams::default()).await?;
+    stage.make_pod_with("user", "early").await?;
+    let inside = look_inside(&stage, "user").await?;
+    let path = inside.only_device();
+    assert_eq!(path.rsplit('/').next(), device.rsplit('/').next(), "{device}");
+
+    // A handle of a later release, for the device that is free: nobody guesses what it means.
+    let free = if device.ends_with("-0") {
+        "drayman-test-1"
+    } else {
+        "drayman-test-0"
+    };
+    let uid = stage.node_uid(node.name()).await?;
+    stage
+        .record("newer", node.name(), |claim| {
+            first_handle(claim, node.name(), &uid, free).replace("\"version\":1", "\"version\":2")
+        })
+        .await?;
+    stage.make_pod_with("later", "newer").await?;
+    companion.logged("has version 2").await?;
+    if stage.cluster.minor() >= 28 {
+        // kubelet says it on the pod since then.
+        stage
+            .wait_for_event(
+                "later",
+                "FailedPrepareDynamicResources",
+                "upgrade drayman on this node",
+            )
+            .await?;
+    }
+    let claim = stage.claims().get("newer").await?;
+    let uid = claim.metadata.uid.unwrap_or_default();
+    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    assert_eq!(
+        look_inside(&stage, "user").await?,
+        inside,
+        "the other pod has kept its device"
+    );
+    companion.end().await?;
     controller.end().await?;
     stage.cluster.stop().await
 }

@@ -131,7 +131,7 @@ fn undoing_write(known: &ClaimState, item: &Item, consumer: Option<&Consumer>) -
             .iter()
             .all(|user| Some(user.uid.as_str()) == pod_uid);
     let version = known.object.metadata.resource_version.clone()?;
-    is_ours_alone.then(|| ClaimWrite::UndoAllocation {
+    is_ours_alone.then_some(ClaimWrite::UndoAllocation {
         version,
         reserved: !status.reserved_for.is_empty(),
     })

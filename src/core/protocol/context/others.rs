@@ -7,11 +7,11 @@ use crate::core::protocol::world::{Work, World};
 /// A claim of the pod that is for another driver to allocate.
 pub(super) struct Other {
     /// The entry of `pod.spec.resourceClaims`.
-    pub(super) pod_claim_name: String,
+    pub(super) entry: String,
     /// The claim's class.
-    pub(super) class_name: String,
+    pub(super) class: String,
     /// The class's driver.
-    pub(super) driver_name: String,
+    pub(super) driver: String,
 }
 
 impl World {
@@ -24,21 +24,18 @@ impl World {
         let object = context.object.clone();
         let silent: Vec<&Other> = others
             .iter()
-            .filter(|other| !has_answered(&object, &other.pod_claim_name))
+            .filter(|other| !has_answered(&object, &other.entry))
             .collect();
-        context.silent.retain(|driver, silence| {
-            silence.told || silent.iter().any(|other| other.driver_name == *driver)
-        });
+        context
+            .silent
+            .retain(|driver, silence| silence.told || silent.iter().any(|other| other.driver == *driver));
         let mut due: Vec<&Other> = Vec::new();
         let mut next: Option<Moment> = None;
         for other in silent {
-            let silence = context
-                .silent
-                .entry(other.driver_name.clone())
-                .or_insert(Silence {
-                    since: now,
-                    told: false,
-                });
+            let silence = context.silent.entry(other.driver.clone()).or_insert(Silence {
+                since: now,
+                told: false,
+            });
             let end = silence.since.after(wait);
             if silence.told {
                 continue;
@@ -55,13 +52,9 @@ impl World {
             self.wake_at(moment, Work::Context(key.clone()));
         }
         for other in due {
-            let Other {
-                pod_claim_name,
-                class_name,
-                driver_name,
-            } = other;
+            let Other { entry, class, driver } = other;
             let message = format!(
-                "the pod waits for driver \"{driver_name}\" of resource class \"{class_name}\" (claim \"{pod_claim_name}\"): no answer for {} s; is its controller running?",
+                "the pod waits for driver \"{driver}\" of resource class \"{class}\" (claim \"{entry}\"): no answer for {} s; is its controller running?",
                 wait.as_secs_f64()
             );
             let regarding = Regarding::Pod {

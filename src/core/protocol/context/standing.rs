@@ -70,9 +70,9 @@ impl World {
             if !self.is_own_class(&class_name) {
                 if class.structured_parameters != Some(true) && !claim.is_asked_back() {
                     others.push(Other {
-                        pod_claim_name,
-                        class_name,
-                        driver_name: class.driver_name.clone(),
+                        entry: pod_claim_name,
+                        class: class_name,
+                        driver: class.driver_name.clone(),
                     });
                 }
                 continue;

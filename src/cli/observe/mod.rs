@@ -1,0 +1,171 @@
+//! What the outside can see of a component while it runs: metrics, and answers to probes.
+//!
+//! Both are off unless an address is given. The server runs on the component's own thread, so that a component that hangs does
+//! not answer either: this is what liveness means here.
+
+mod process;
+mod requests;
+mod server;
+
+use std::net::{Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::AtomicI64;
+
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use tokio_util::sync::CancellationToken;
+
+pub(super) use requests::Requests;
+
+use super::Error;
+
+/// Where metrics and probes are served.
+#[derive(Clone, Copy, Debug, clap::Args)]
+#[command(next_help_heading = "Observability")]
+pub(super) struct Flags {
+    /// Where /metrics is served in the format of Prometheus: an address and a port, or ":8080" for every address; 0 for nowhere
+    #[arg(
+        long,
+        value_name = "ADDRESS",
+        env = "DRAYMAN_METRICS_BIND_ADDRESS",
+        hide_env_values = true,
+        default_value = "0",
+        value_parser = bind_address
+    )]
+    pub(super) metrics_bind_address: Bind,
+
+    /// Where /livez, /readyz and /healthz are served: an address and a port, or ":8081" for every address; 0 for nowhere
+    #[arg(
+        long,
+        value_name = "ADDRESS",
+        env = "DRAYMAN_HEALTH_PROBE_BIND_ADDRESS",
+        hide_env_values = true,
+        default_value = "0",
+        value_parser = bind_address
+    )]
+    pub(super) health_probe_bind_address: Bind,
+}
+
+/// An address to listen at, or nowhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Bind {
+    /// Nowhere.
+    Nowhere,
+    /// There.
+    At(SocketAddr),
+}
+
+impl std::fmt::Display for Bind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Nowhere => f.write_str("0"),
+            Self::At(address) => address.fmt(f),
+        }
+    }
+}
+
+/// An address as the components of Kubernetes take it: `0`, `:8080`, `127.0.0.1:8080`, `[::1]:8080`.
+fn bind_address(text: &str) -> Result<Bind, String> {
+    if text == "0" {
+        return Ok(Bind::Nowhere);
+    }
+    let wrong =
+        || "must be 0, or a port with or without an address, such as :8080 or 127.0.0.1:8080".to_owned();
+    let address = match text.strip_prefix(':') {
+        // Of both families, as far as the machine has them.
+        Some(port) => SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), port.parse().map_err(|_| wrong())?),
+        None => text.parse().map_err(|_| wrong())?,
+    };
+    if address.port() == 0 {
+        return Err(wrong());
+    }
+    Ok(Bind::At(address))
+}
+
+/// What a component tells about itself.
+#[derive(Debug)]
+pub(super) struct Observer {
+    registry: Registry,
+    requests: Requests,
+}
+
+/// Whether a component is ready, and why not.
+pub(super) type Readiness = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
+
+impl Observer {
+    /// For a component: `controller` or `node`.
+    pub(super) fn new(component: &str) -> Self {
+        let mut registry = Registry::default();
+        let build = Family::<Vec<(String, String)>, Gauge<i64, AtomicI64>>::default();
+        let labels = [
+            ("component", component),
+            ("version", env!("CARGO_PKG_VERSION")),
+            ("architecture", std::env::consts::ARCH),
+        ];
+        let labels = labels.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        build.get_or_create(&labels.to_vec()).set(1);
+        registry.register("drayman_build_info", "The program that runs; always 1", build);
+        registry.register_collector(Box::new(process::Process::of_this_one()));
+        let requests = Requests::register(&mut registry);
+        Self { registry, requests }
+    }
+
+    /// Counts the requests of a client.
+    pub(super) fn requests(&self) -> Requests {
+        self.requests.clone()
+    }
+
+    /// A gauge that is 1 while something holds, which is looked up when somebody asks.
+    pub(super) fn follow(
+        &mut self,
+        name: &'static str,
+        help: &'static str,
+        holds: impl Fn() -> bool + Send + Sync + 'static,
+    ) {
+        self.registry
+            .register_collector(Box::new(process::Followed::new(name, help, holds)));
+    }
+
+    /// Serves what the flags ask for until the token is cancelled. Returns as soon as the addresses are taken.
+    pub(super) async fn serve(
+        self,
+        flags: Flags,
+        ready: Readiness,
+        shutdown: &CancellationToken,
+    ) -> Result<(), Error> {
+        server::serve(Arc::new(self.registry), flags, ready, shutdown).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_written_as_for_the_components_of_kubernetes() {
+        assert_eq!(bind_address("0"), Ok(Bind::Nowhere));
+        assert_eq!(bind_address(":8080"), Ok(Bind::At("[::]:8080".parse().unwrap())));
+        assert_eq!(
+            bind_address("127.0.0.1:1"),
+            Ok(Bind::At("127.0.0.1:1".parse().unwrap()))
+        );
+        assert_eq!(
+            bind_address("[::1]:8080"),
+            Ok(Bind::At("[::1]:8080".parse().unwrap()))
+        );
+        for wrong in [
+            "",
+            ":",
+            "8080",
+            ":0",
+            "127.0.0.1:0",
+            ":65536",
+            "localhost:80",
+            ":http",
+        ] {
+            let refusal = bind_address(wrong).expect_err(wrong);
+            assert!(refusal.contains(":8080"), "{wrong:?}: {refusal}");
+        }
+    }
+}

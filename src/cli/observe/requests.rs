@@ -1,0 +1,201 @@
+//! Requests to the API server, counted where they leave: a layer around the client.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use http::{Method, Request, Response};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+use tower::{Layer, Service};
+
+/// Upper bounds in seconds, as client-go has them.
+const BUCKETS: [f64; 10] = [0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0];
+/// What a component asks with.
+const METHODS: [Method; 5] = [
+    Method::GET,
+    Method::POST,
+    Method::PUT,
+    Method::PATCH,
+    Method::DELETE,
+];
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Answered {
+    code: String,
+    method: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Asked {
+    verb: String,
+}
+
+/// Counts requests and their answers, under the names that client-go gave them.
+#[derive(Clone)]
+pub(in crate::cli) struct Requests {
+    answers: Family<Answered, Counter>,
+    durations: Family<Asked, Histogram>,
+    answered: Arc<AtomicBool>,
+}
+
+impl fmt::Debug for Requests {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Requests")
+            .field("answered", &self.answered)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Requests {
+    pub(super) fn register(registry: &mut Registry) -> Self {
+        let requests = Self {
+            answers: Family::default(),
+            durations: Family::new_with_constructor(|| Histogram::new(BUCKETS)),
+            answered: Arc::default(),
+        };
+        // There from the start, so that a rate has something to begin with.
+        for method in METHODS {
+            for code in ["200", "<error>"] {
+                drop(requests.answers.get_or_create(&labels(&method, code.to_owned())));
+            }
+            drop(requests.durations.get_or_create(&verb(&method)));
+        }
+        registry.register(
+            "rest_client_requests",
+            "Requests to the API server by method and status code; <error> if there was no answer",
+            requests.answers.clone(),
+        );
+        registry.register(
+            "rest_client_request_duration_seconds",
+            "Time from a request to the head of its answer, in seconds, by verb",
+            requests.durations.clone(),
+        );
+        requests
+    }
+
+    /// Whether the API server has granted a request since the start.
+    pub(in crate::cli) fn granted(&self) -> bool {
+        self.answered.load(Ordering::Relaxed)
+    }
+
+    fn note(&self, method: &Method, code: Option<u16>, since: Instant) {
+        if code.is_some_and(|code| (200..300).contains(&code)) {
+            self.answered.store(true, Ordering::Relaxed);
+        }
+        let code = code.map_or_else(|| "<error>".to_owned(), |code| code.to_string());
+        self.answers.get_or_create(&labels(method, code)).inc();
+        self.durations
+            .get_or_create(&verb(method))
+            .observe(since.elapsed().as_secs_f64());
+    }
+}
+
+fn labels(method: &Method, code: String) -> Answered {
+    Answered {
+        code,
+        method: method.as_str().to_owned(),
+    }
+}
+
+fn verb(method: &Method) -> Asked {
+    Asked {
+        verb: method.as_str().to_owned(),
+    }
+}
+
+impl<S> Layer<S> for Requests {
+    type Service = Counted<S>;
+
+    fn layer(&self, inner: S) -> Counted<S> {
+        Counted {
+            inner,
+            requests: self.clone(),
+        }
+    }
+}
+
+/// A client whose requests are counted.
+#[derive(Clone, Debug)]
+pub(in crate::cli) struct Counted<S> {
+    inner: S,
+    requests: Requests,
+}
+
+impl<S, B, A> Service<Request<B>> for Counted<S>
+where
+    S: Service<Request<B>, Response = Response<A>>,
+    S::Future: Send + 'static,
+{
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<S::Response, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let (requests, method, since) = (self.requests.clone(), request.method().clone(), Instant::now());
+        let answer = self.inner.call(request);
+        Box::pin(async move {
+            let answer = answer.await;
+            let code = answer.as_ref().ok().map(|answer| answer.status().as_u16());
+            requests.note(&method, code, since);
+            answer
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus_client::encoding::text::encode;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn every_answer_is_counted_and_the_first_that_is_granted_is_remembered() {
+        let mut registry = Registry::default();
+        let requests = Requests::register(&mut registry);
+        let mut client = requests.layer(tower::service_fn(|request: Request<u16>| async move {
+            match *request.body() {
+                0 => Err("no connection"),
+                code => Ok(Response::builder().status(code).body(()).unwrap()),
+            }
+        }));
+        let text = |registry: &Registry| {
+            let mut text = String::new();
+            encode(&mut text, registry).unwrap();
+            text
+        };
+        let before = text(&registry);
+        assert!(
+            before.contains("rest_client_requests_total{code=\"200\",method=\"PATCH\"} 0"),
+            "{before}"
+        );
+        for body in [0, 403] {
+            let request = Request::patch("/").body(body).unwrap();
+            let _ = client.call(request).await;
+            assert!(!requests.granted(), "{body}");
+        }
+        client.call(Request::patch("/").body(201).unwrap()).await.unwrap();
+        assert!(requests.granted());
+        let after = text(&registry);
+        for line in [
+            "rest_client_requests_total{code=\"<error>\",method=\"PATCH\"} 1",
+            "rest_client_requests_total{code=\"403\",method=\"PATCH\"} 1",
+            "rest_client_requests_total{code=\"201\",method=\"PATCH\"} 1",
+            "rest_client_requests_total{code=\"200\",method=\"GET\"} 0",
+            "rest_client_request_duration_seconds_count{verb=\"PATCH\"} 3",
+        ] {
+            assert!(after.contains(line), "{line} in {after}");
+        }
+    }
+}

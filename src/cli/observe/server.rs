@@ -1,0 +1,222 @@
+//! The server of metrics and probes.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use axum::Router;
+use axum::http::header::CONTENT_TYPE;
+use axum::http::{HeaderMap, HeaderValue, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::registry::Registry;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+use super::{Bind, Error, Flags, Readiness};
+
+/// The format that the text is in.
+const FORMAT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Takes the addresses and serves them in the background until the token is cancelled.
+pub(super) async fn serve(
+    registry: Arc<Registry>,
+    flags: Flags,
+    ready: Readiness,
+    shutdown: &CancellationToken,
+) -> Result<(), Error> {
+    let metrics = Router::new().route("/metrics", get(move || async move { metrics(&registry) }));
+    let probes = Router::new()
+        // That it answers is the answer.
+        .route("/livez", get(|| async { "ok" }))
+        .route("/healthz", get(|| async { "ok" }))
+        .route("/readyz", get(move || async move { readiness(&ready) }));
+    let routes = match (flags.metrics_bind_address, flags.health_probe_bind_address) {
+        (Bind::At(first), Bind::At(second)) if first == second => {
+            vec![("--metrics-bind-address", first, metrics.merge(probes))]
+        }
+        (first, second) => [
+            ("--metrics-bind-address", first, metrics),
+            ("--health-probe-bind-address", second, probes),
+        ]
+        .into_iter()
+        .filter_map(|(flag, bind, router)| match bind {
+            Bind::Nowhere => None,
+            Bind::At(address) => Some((flag, address, router)),
+        })
+        .collect(),
+    };
+    for (flag, address, router) in routes {
+        let listener = listen(address)
+            .await
+            .with_context(|| format!("cannot listen at {address} ({flag})"))?;
+        let shutdown = shutdown.clone();
+        tokio::spawn(async move {
+            let served = axum::serve(listener, router).with_graceful_shutdown(shutdown.cancelled_owned());
+            if let Err(error) = served.await {
+                tracing::error!(%error, %address, "metrics or probes are no longer served");
+            }
+        });
+    }
+    Ok(())
+}
+
+/// Every address means those of both families; a machine without IPv6 has those of one.
+async fn listen(address: SocketAddr) -> std::io::Result<TcpListener> {
+    let listener = TcpListener::bind(address).await;
+    match listener {
+        Err(error)
+            if address.ip().is_unspecified()
+                && error.raw_os_error() == Some(rustix::io::Errno::AFNOSUPPORT.raw_os_error()) =>
+        {
+            TcpListener::bind((std::net::Ipv4Addr::UNSPECIFIED, address.port())).await
+        }
+        other => other,
+    }
+}
+
+fn metrics(registry: &Registry) -> Response {
+    let mut text = String::new();
+    if encode(&mut text, registry).is_err() {
+        return StatusCode::INTERNAL_SERVER_ERROR.into_response();
+    }
+    let headers = HeaderMap::from_iter([(CONTENT_TYPE, HeaderValue::from_static(FORMAT))]);
+    (headers, text).into_response()
+}
+
+fn readiness(ready: &Readiness) -> Response {
+    match ready() {
+        Ok(()) => "ok".into_response(),
+        Err(why) => (StatusCode::SERVICE_UNAVAILABLE, why).into_response(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    use super::super::Observer;
+    use super::*;
+
+    async fn ask(address: SocketAddr, path: &str) -> String {
+        let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        let request = format!("GET {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        answer
+    }
+
+    /// An address that nobody else listens at now.
+    async fn free() -> SocketAddr {
+        TcpListener::bind("127.0.0.1:0")
+            .await
+            .unwrap()
+            .local_addr()
+            .unwrap()
+    }
+
+    fn never() -> Readiness {
+        Arc::new(|| Err("never".to_owned()))
+    }
+
+    #[tokio::test]
+    async fn probes_and_metrics_are_served_where_the_flags_say_and_each_at_its_own_place() {
+        let flags = Flags {
+            metrics_bind_address: Bind::At(free().await),
+            health_probe_bind_address: Bind::At(free().await),
+        };
+        let (Bind::At(metrics), Bind::At(probes)) =
+            (flags.metrics_bind_address, flags.health_probe_bind_address)
+        else {
+            unreachable!()
+        };
+        let (shutdown, ready) = (CancellationToken::new(), Arc::new(AtomicBool::new(false)));
+        let seen = ready.clone();
+        let readiness: Readiness = Arc::new(move || {
+            let ready = seen.load(Ordering::Relaxed);
+            ready.then_some(()).ok_or_else(|| "the door is shut".to_owned())
+        });
+        let (sender, value) = tokio::sync::watch::channel(true);
+        let mut observer = Observer::new("node");
+        observer.follow("drayman_test", "A test", move || *value.borrow());
+        observer.serve(flags, readiness, &shutdown).await.unwrap();
+
+        assert!(ask(probes, "/livez").await.starts_with("HTTP/1.1 200"));
+        assert!(ask(probes, "/healthz").await.starts_with("HTTP/1.1 200"));
+        let not_yet = ask(probes, "/readyz").await;
+        assert!(
+            not_yet.starts_with("HTTP/1.1 503") && not_yet.ends_with("the door is shut"),
+            "{not_yet}"
+        );
+        ready.store(true, Ordering::Relaxed);
+        assert!(ask(probes, "/readyz").await.starts_with("HTTP/1.1 200"));
+        assert!(ask(probes, "/metrics").await.starts_with("HTTP/1.1 404"));
+        assert!(ask(metrics, "/livez").await.starts_with("HTTP/1.1 404"));
+
+        let text = ask(metrics, "/metrics").await;
+        assert!(text.contains(FORMAT), "{text}");
+        for line in [
+            concat!(
+                "drayman_build_info{component=\"node\",version=\"",
+                env!("CARGO_PKG_VERSION")
+            ),
+            "drayman_test 1\n",
+            "process_resident_memory_bytes ",
+            "process_open_fds ",
+            "process_start_time_seconds ",
+            "# EOF",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
+        }
+        sender.send_replace(false);
+        assert!(ask(metrics, "/metrics").await.contains("drayman_test 0\n"));
+        shutdown.cancel();
+    }
+
+    #[tokio::test]
+    async fn one_address_serves_both_and_an_address_that_is_taken_is_told_with_its_flag() {
+        let address = free().await;
+        let both = Flags {
+            metrics_bind_address: Bind::At(address),
+            health_probe_bind_address: Bind::At(address),
+        };
+        let shutdown = CancellationToken::new();
+        Observer::new("controller")
+            .serve(both, never(), &shutdown)
+            .await
+            .unwrap();
+        assert!(ask(address, "/livez").await.starts_with("HTTP/1.1 200"));
+        assert!(
+            ask(address, "/metrics")
+                .await
+                .contains("component=\"controller\"")
+        );
+        let refusal = Observer::new("controller")
+            .serve(both, never(), &shutdown)
+            .await
+            .expect_err("it is taken")
+            .to_string();
+        assert!(
+            refusal.contains(&address.to_string()) && refusal.contains("--metrics-bind-address"),
+            "{refusal}"
+        );
+        shutdown.cancel();
+    }
+
+    #[tokio::test]
+    async fn nothing_is_served_unless_asked_for() {
+        let nowhere = Flags {
+            metrics_bind_address: Bind::Nowhere,
+            health_probe_bind_address: Bind::Nowhere,
+        };
+        let shutdown = CancellationToken::new();
+        Observer::new("node")
+            .serve(nowhere, never(), &shutdown)
+            .await
+            .unwrap();
+    }
+}
