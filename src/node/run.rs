@@ -225,7 +225,9 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
         cluster: cluster.subscribe(),
     };
     // The last handle of the owner goes with the doors.
-    let served = doors.serve(Arc::new(companion), options.standing.clone(), shutdown).await;
+    let served = doors
+        .serve(Arc::new(companion), options.standing.clone(), shutdown)
+        .await;
     stop_care.cancel();
     records.closed().await;
     let caretaker = caretaker.await.map_err(NodeError::Broken);
