@@ -129,7 +129,7 @@ pub enum Access {
     /// The companion runs.
     Running(RecordsClient<tonic::transport::Channel>),
     /// It does not.
-    Offline(Offline),
+    Offline(Box<Offline>),
 }
 
 /// The records without a companion, under its lock, so that none starts meanwhile.
@@ -157,7 +157,7 @@ impl Access {
         }
         let boot_id = super::run::boot_id().map_err(RecordsError::BootId)?;
         let opened = Store::open(&places, &boot_id)?;
-        Ok(Self::Offline(Offline { places, opened }))
+        Ok(Self::Offline(Box::new(Offline { places, opened })))
     }
 
     /// Who holds what.
