@@ -3,6 +3,7 @@
 //! Read into raw types first, which only know the shape, and then into types that cannot hold nonsense. Every refusal
 //! names the file, the place in it, the value and what to write instead.
 
+mod door;
 mod error;
 mod pattern;
 
@@ -14,9 +15,10 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_saphyr::{MergeKeyPolicy, Spanned};
 
-use crate::api::crd::{GROUP, Mode, VERSION};
-use crate::core::node::name::check_extended_resource;
+use crate::api::crd::{GROUP, VERSION};
 use crate::core::node::naming::is_dns_label;
+use door::RawDoors;
+pub use door::{KindDoors, KindMode};
 pub use error::{ConfigError, Place};
 pub use pattern::PathPattern;
 use pattern::PatternError;
@@ -42,34 +44,12 @@ pub struct NodeConfiguration {
 pub struct DeviceKind {
     /// A DNS label, unique in the file.
     pub name: String,
-    /// Through which door its devices leave the node.
-    pub door: KindDoor,
+    /// Through which doors its devices leave the node, and how.
+    pub doors: KindDoors,
     /// Which devices belong to it.
     pub paths: Vec<PathPattern>,
     /// What a container may do with a device: a non-empty subset of `rwm` in that order.
     pub permissions: String,
-}
-
-/// Through which door the devices of a kind leave the node.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum KindDoor {
-    /// Through ResourceClaims.
-    Claims,
-    /// Through the device plugin API.
-    ExtendedResource {
-        /// The name of the resource, unique in the file.
-        resource_name: String,
-    },
-}
-
-impl DeviceKind {
-    /// The mode as the inventory shows it.
-    pub fn mode(&self) -> Mode {
-        match self.door {
-            KindDoor::Claims => Mode::Claims,
-            KindDoor::ExtendedResource { .. } => Mode::ExtendedResource,
-        }
-    }
 }
 
 /// What is wrong, before the file's name is added.
@@ -100,6 +80,14 @@ struct RawKind {
     mode: Option<Spanned<String>>,
     #[serde(default)]
     resource_name: Option<Spanned<String>>,
+    #[serde(default)]
+    extended_resource_devices: Option<Spanned<Vec<Spanned<String>>>>,
+    #[serde(default)]
+    shares: Option<Spanned<u32>>,
+    #[serde(default)]
+    cdi_devices: Option<Spanned<bool>>,
+    #[serde(default)]
+    pre_start_check: Option<Spanned<bool>>,
     paths: Spanned<Vec<Spanned<String>>>,
     #[serde(default)]
     permissions: Option<Spanned<String>>,
@@ -215,7 +203,16 @@ impl RawKind {
                 ),
             ));
         }
-        let door = check_door(field, &self.name, self.mode.as_ref(), self.resource_name.as_ref())?;
+        let doors = RawDoors {
+            name: &self.name,
+            mode: self.mode.as_ref(),
+            resource_name: self.resource_name.as_ref(),
+            extended_resource_devices: self.extended_resource_devices.as_ref(),
+            shares: self.shares.as_ref(),
+            cdi_devices: self.cdi_devices.as_ref(),
+            pre_start_check: self.pre_start_check.as_ref(),
+        }
+        .check(field)?;
         let permissions = self
             .permissions
             .as_ref()
@@ -243,47 +240,10 @@ impl RawKind {
             .collect::<Result<_, _>>()?;
         Ok(DeviceKind {
             name: self.name.value,
-            door,
+            doors,
             paths,
             permissions,
         })
-    }
-}
-
-fn check_door(
-    field: &str,
-    name: &Spanned<String>,
-    mode: Option<&Spanned<String>>,
-    resource_name: Option<&Spanned<String>>,
-) -> Result<KindDoor, Refused> {
-    match (mode.map(|mode| mode.value.as_str()), resource_name) {
-        (None | Some("claims"), None) => Ok(KindDoor::Claims),
-        (None | Some("claims"), Some(resource)) => Err(at(
-            resource,
-            format!(
-                "{field}.resourceName is for mode extended-resource only; remove it or set mode: extended-resource"
-            ),
-        )),
-        (Some("extended-resource"), Some(resource)) => match check_extended_resource(&resource.value) {
-            Ok(()) => Ok(KindDoor::ExtendedResource {
-                resource_name: resource.value.clone(),
-            }),
-            Err(error) => Err(at(resource, format!("{field}.resourceName: {error}"))),
-        },
-        (Some("extended-resource"), None) => Err(at(
-            mode.unwrap_or(name),
-            format!(
-                "{field}.resourceName is missing; mode extended-resource needs one, for instance {GROUP}/{}",
-                name.value
-            ),
-        )),
-        (Some(_), _) => {
-            let raw = mode.unwrap_or(name);
-            Err(at(
-                raw,
-                format!("{field}.mode {} must be claims or extended-resource", shown(raw)),
-            ))
-        }
     }
 }
 

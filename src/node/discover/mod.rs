@@ -12,8 +12,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use futures::{Stream, StreamExt as _};
 use tokio::sync::{Notify, watch as value};
 use tokio::task::spawn_blocking;
+use tokio_stream::wrappers::WatchStream;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -22,6 +24,7 @@ use self::scan::{Found, Problem, Scan, scan};
 use self::watch::DirectoryWatches;
 use super::config::NodeConfiguration;
 use super::driver::{NodeDriver, NodeDriverError};
+use crate::api::crd::Device;
 use crate::core::node::injection::{DeviceNode, Injection};
 use crate::core::node::inventory::Devices;
 
@@ -95,8 +98,8 @@ impl HostDevices {
 }
 
 impl NodeDriver for HostDevices {
-    fn devices(&self) -> value::Receiver<Arc<Devices>> {
-        self.devices.clone()
+    fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
+        WatchStream::new(self.devices.clone()).map(|devices| devices.values().cloned().collect())
     }
 
     async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {

@@ -29,6 +29,7 @@ const MATCH: MatchOptions = MatchOptions {
 pub(super) struct Found {
     pub(super) kind: String,
     pub(super) mode: Mode,
+    pub(super) shares: Option<u32>,
     pub(super) permissions: String,
     /// The path that matched, relative to `/dev`: what identifies the device.
     pub(super) path: String,
@@ -67,7 +68,7 @@ impl Found {
                 attribute("minor", AttributeValue::int(self.node.numbers.minor.into())),
             ]),
             unhealthy: None,
-            shares: None,
+            shares: self.shares,
         }
     }
 }
@@ -165,7 +166,8 @@ impl Searching<'_> {
                 self.numbers_seen.insert(node.numbers, path.clone());
                 let found = Found {
                     kind: kind.name.clone(),
-                    mode: kind.mode(),
+                    mode: kind.doors.mode_of(&name),
+                    shares: kind.doors.shown_shares(),
                     permissions: kind.permissions.clone(),
                     path,
                     node,
