@@ -79,7 +79,7 @@ pub(crate) fn controller_rules() -> Vec<PolicyRule> {
 }
 
 /// What the companion may do.
-fn node_rules() -> Vec<PolicyRule> {
+pub(crate) fn node_rules() -> Vec<PolicyRule> {
     vec![
         rule(&[""], &["nodes"], &["get"]),
         rule(
@@ -88,6 +88,8 @@ fn node_rules() -> Vec<PolicyRule> {
             &["get", "list", "watch", "create", "patch"],
         ),
         rule(&[DRIVER], &["nodeinventories/status"], &["patch"]),
+        // For kinds of mode both.
+        rule(&["resource.k8s.io"], &["resourceclaims"], &["list", "watch"]),
     ]
 }
 
@@ -324,6 +326,16 @@ impl Stage {
 
     /// Starts the companion on a real node, with a configuration of device kinds.
     pub(crate) fn companion(&self, number: usize, configuration: &str) -> anyhow::Result<Program> {
+        self.companion_with(number, configuration, &[])
+    }
+
+    /// The same with more flags.
+    pub(crate) fn companion_with(
+        &self,
+        number: usize,
+        configuration: &str,
+        flags: &[&str],
+    ) -> anyhow::Result<Program> {
         let node = self.cluster.node(number);
         let file = self.cluster.directory().join(format!("node-{number}.yaml"));
         std::fs::write(&file, configuration)?;
@@ -331,11 +343,16 @@ impl Stage {
         command
             .args(["node", "--v=4", "--node-name", node.name(), "--kubeconfig"])
             .arg(&self.node);
-        command.arg("--config").arg(&file);
+        command.arg("--config").arg(&file).args(flags);
         self.program(&format!("companion-{number}"), command)
     }
 
-    fn program(&self, name: &str, mut command: tokio::process::Command) -> anyhow::Result<Program> {
+    /// Starts a program.
+    pub(crate) fn program(
+        &self,
+        name: &str,
+        mut command: tokio::process::Command,
+    ) -> anyhow::Result<Program> {
         // A log of its own for each start.
         let log = (0..1000)
             .map(|start| self.cluster.directory().join(format!("{name}-{start}.log")))
