@@ -9,7 +9,7 @@ use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use serde_json::Value;
 
 use crate::harness::{Node, PATIENCE};
-use crate::look::{in_containers, pod_with_limit, wait_for_allocatable, wait_for_inventory};
+use crate::look::{devices_inside, in_containers, pod_with_limit, wait_for_allocatable, wait_for_inventory};
 use crate::stage::{DRIVER, Stage, is_allocated, is_gone, is_running, pod_with_claim};
 
 const RESOURCE: &str = "drayman.dev/both";
@@ -237,6 +237,19 @@ async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_anybody_prepare
         Some(node.name())
     );
     until_granted(&kubelet, 2).await?;
+    // Claims have the first device in the order of names, and containers get the last.
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("plugged", RESOURCE)?)
+        .await?;
+    stage
+        .wait(stage.pods(), "plugged", "running", is_running())
+        .await?;
+    assert_eq!(devices_inside(&stage, "pod", PREFIX).await?, ["drayman-test-0"]);
+    assert_eq!(
+        devices_inside(&stage, "plugged", PREFIX).await?,
+        ["drayman-test-2"]
+    );
     companion.end().await?;
     controller.end().await?;
     stage.cluster.stop().await

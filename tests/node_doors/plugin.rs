@@ -1,11 +1,12 @@
 //! The device plugin door in its less common ways: found by the plugin watcher, shared devices, names instead of device nodes, a look
 //! before each start; and PodResources beside it.
 
+use drayman::api::crd::{Mode, NodeInventory};
 use drayman::node::door::pod_resources::PodResourcesError;
-use kube::api::PostParams;
+use kube::api::{Api, PostParams};
 
-use crate::look::{devices_inside, pod_resources, pod_with_limit, wait_for_allocatable};
-use crate::stage::{Stage, is_running};
+use crate::look::{devices_inside, pod_resources, pod_with_limit, wait_for_allocatable, wait_for_inventory};
+use crate::stage::{DRIVER, Stage, is_running};
 
 const RESOURCE: &str = "drayman.dev/shared";
 
@@ -108,5 +109,79 @@ async fn a_shared_device_is_found_by_the_plugin_watcher_and_looked_at_before_eac
     let pods = kube::api::Api::namespaced(stage.cluster.client(), "default");
     stage.wait(pods, "three", "running again", restarted).await?;
     companion.end().await?;
+    stage.cluster.stop().await
+}
+
+/// A device with shares is in as many pods as it has; of a kind that is split, the named devices leave by one door, the others by the
+/// other.
+#[tokio::test]
+async fn claims_share_a_device_and_a_split_kind_goes_through_both_doors() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    for (name, minor) in [
+        ("drayman-test-0", 5),
+        ("drayman-split-0", 7),
+        ("drayman-split-1", 8),
+    ] {
+        node.make_device(format!("/dev/{name}"), 1, minor)?;
+    }
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let configuration = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
+        - {name: test, shares: 2, paths: [\"/dev/drayman-test-*\"]}\n\
+        - {name: split, mode: split, resourceName: drayman.dev/split, extendedResourceDevices: [drayman-split-1], \
+           paths: [\"/dev/drayman-split-*\"]}\n";
+    let companion = stage.companion(0, configuration)?;
+    wait_for_inventory(&stage, DRIVER, 3, 0).await?;
+    for name in ["one", "two"] {
+        stage.make_pod(name).await?;
+    }
+    for name in ["one", "two"] {
+        stage.wait(stage.pods(), name, "running", is_running()).await?;
+        assert_eq!(
+            devices_inside(&stage, name, "drayman-").await?,
+            ["drayman-test-0"]
+        );
+    }
+    stage.make_pod("three").await?;
+    stage.wait_for_event("three", "NoSuitableDevice", "of 1").await?;
+    stage.cluster.kubectl(&["delete", "pod", "one"]).await?;
+    stage.wait(stage.pods(), "three", "running", is_running()).await?;
+
+    wait_for_allocatable(&stage, "drayman.dev/split", "1").await?;
+    let name = format!("{}.{DRIVER}", node.name());
+    let inventory = Api::<NodeInventory>::all(stage.cluster.client())
+        .get(&name)
+        .await?;
+    let modes: Vec<_> = inventory
+        .spec
+        .devices
+        .iter()
+        .map(|device| (device.name.as_str(), device.mode, device.shares))
+        .collect();
+    assert_eq!(
+        modes,
+        [
+            ("drayman-split-0", Mode::Claims, None),
+            ("drayman-split-1", Mode::ExtendedResource, None),
+            ("drayman-test-0", Mode::Claims, Some(2)),
+        ]
+    );
+    stage
+        .pods()
+        .create(
+            &PostParams::default(),
+            &pod_with_limit("plugged", "drayman.dev/split")?,
+        )
+        .await?;
+    stage
+        .wait(stage.pods(), "plugged", "running", is_running())
+        .await?;
+    assert_eq!(
+        devices_inside(&stage, "plugged", "drayman-").await?,
+        ["drayman-split-1"]
+    );
+    companion.end().await?;
+    controller.end().await?;
     stage.cluster.stop().await
 }

@@ -64,7 +64,8 @@ pub struct HandedOut<'a> {
 }
 
 /// The devices of a kind as ListAndWatch shows them. One that a claim holds, or is about to, is shown as unhealthy, so that kubelet
-/// does not grant it. One that a container holds stays healthy: it is kubelet's own.
+/// does not grant it, also when the container that has it now has ended. Any other that a container holds is healthy: it is
+/// kubelet's own, and kubelet asks for it again when it admits the pod anew.
 pub fn plugin_devices(inventory: &Devices, handed_out: HandedOut<'_>, kind: &str) -> Vec<PluginDevice> {
     inventory
         .values()
@@ -85,15 +86,14 @@ pub fn plugin_devices(inventory: &Devices, handed_out: HandedOut<'_>, kind: &str
 
 impl HandedOut<'_> {
     fn may_be_granted(self, device: &Device) -> bool {
-        let claimed = self.ledger.holder(&device.name).is_some();
-        if device.mode != Mode::Both {
-            return !claimed;
+        if self.ledger.holder(&device.name).is_some() {
+            return false;
         }
-        self.containers.hold(&device.name)
-            || (!claimed
-                && self.containers.known()
-                && self.announced.known()
-                && self.announced.holder(&device.name).is_none())
+        if device.mode != Mode::Both {
+            return true;
+        }
+        self.announced.holder(&device.name).is_none()
+            && (self.containers.hold(&device.name) || (self.containers.known() && self.announced.known()))
     }
 }
 
@@ -210,11 +210,12 @@ mod tests {
     }
 
     #[test]
-    fn what_a_container_holds_stays_healthy_whoever_else_wants_it() {
+    fn what_a_container_holds_is_healthy_from_the_start_unless_a_claim_waits_for_it() {
         let all = Devices::from([device("b", Mode::Both)]);
         let mut containers = Containers::default();
         containers.allocated(["b"], Duration::ZERO);
-        assert_eq!(offered(&all, &ledger_holding("b"), &containers), ["b"]);
+        assert_eq!(offered(&all, &Ledger::default(), &containers), ["b"]);
+        assert_eq!(offered(&all, &ledger_holding("b"), &containers), ["b?"]);
     }
 
     #[test]
