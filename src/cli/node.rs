@@ -1,6 +1,9 @@
 //! `drayman node`: flags and the file of device kinds -> the node's companion.
 
+mod records;
+
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::node::config::NodeConfiguration;
 use crate::node::door::DoorError;
@@ -8,14 +11,18 @@ use crate::node::door::device_plugin::PluginRegistration;
 use crate::node::run::{NodeError, NodeOptions};
 use crate::node::transport::SocketError;
 
-use super::{Error, client, group, logging, shutdown, value};
+use super::{Error, client, discover, group, logging, shutdown, value};
 
 /// Run the node companion, which hands this node's devices to containers
 ///
 /// One on every node, as root. It finds the devices that the configuration file describes, publishes them as a
 /// NodeInventory, and serves kubelet through the DRA and the device plugin API.
 #[derive(Clone, Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(super) struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
+
     #[command(flatten)]
     cluster: group::Cluster,
 
@@ -26,19 +33,52 @@ pub(super) struct Arguments {
     directories: Directories,
 
     #[command(flatten)]
+    host: discover::Host,
+
+    #[command(flatten)]
     logging: group::Logging,
+}
+
+/// What else there is to do on a node, for a person.
+#[derive(Clone, Debug, clap::Subcommand)]
+enum Command {
+    Discover(discover::Arguments),
+    Holdings(records::Holdings),
+    Release(records::Release),
 }
 
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Node")]
+#[expect(
+    clippy::struct_field_names,
+    reason = "the fields are named as their flags are"
+)]
 struct Node {
     /// Name of the Node object of this machine. In a pod, set NODE_NAME from the field spec.nodeName.
-    #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, value_parser = value::node_name)]
-    node_name: String,
+    #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, required = true, value_parser = value::node_name)]
+    node_name: Option<String>,
 
     /// YAML file that describes the kinds of devices of this node (docs/node.md).
-    #[arg(long, value_name = "FILE", env = "DRAYMAN_CONFIG", hide_env_values = true)]
-    config: PathBuf,
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "DRAYMAN_CONFIG",
+        hide_env_values = true,
+        required = true
+    )]
+    config: Option<PathBuf>,
+
+    /// How long a claim may be missing from kubelet's own list before it is looked into: what neither kubelet nor the API
+    /// server knows any more is given back, anything else is put into quarantine
+    #[arg(
+        long,
+        value_name = "DURATION",
+        env = "DRAYMAN_ORPHAN_GRACE_PERIOD",
+        hide_env_values = true,
+        default_value = "2m",
+        value_parser = value::time_limit
+    )]
+    orphan_grace_period: Duration,
 }
 
 /// Where kubelet and the container runtime expect files.
@@ -110,19 +150,33 @@ impl From<Registration> for PluginRegistration {
 
 /// Runs until a signal asks for the end.
 pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
+    let Arguments {
+        command,
+        cluster,
+        node,
+        directories,
+        host,
+        logging,
+    } = arguments;
+    match command {
+        Some(Command::Discover(arguments)) => return discover::run(arguments),
+        Some(Command::Holdings(arguments)) => return records::holdings(&arguments),
+        Some(Command::Release(arguments)) => return records::release(&arguments),
+        None => {}
+    }
+    // clap asks for both unless there is a subcommand; this is for the types.
+    let (Some(node_name), Some(config)) = (node.node_name, node.config) else {
+        return Err(Error::Configuration(
+            "--node-name and --config are required".to_owned(),
+        ));
+    };
     super::choose_tls_provider();
     // One thread: the companion waits nearly always, and each thread would cost memory on every node.
     super::block_on(async {
         // First of all, so that no signal finds the program without an answer.
         let shutdown = shutdown::on_signal()?;
-        let Arguments {
-            cluster,
-            node,
-            directories,
-            logging,
-        } = arguments;
         // The companion reads the file itself; here it is only checked before anything else is asked for.
-        NodeConfiguration::read(&node.config)
+        NodeConfiguration::read(&config)
             .map_err(NodeError::from)
             .map_err(refused)?;
         let configuration = client::configuration(cluster.kubeconfig.as_deref()).await?;
@@ -130,14 +184,18 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
         tracing::info!(
             version = env!("CARGO_PKG_VERSION"),
             driver_name = cluster.driver_name,
-            node_name = node.node_name,
-            config = %node.config.display(),
+            node_name,
+            config = %config.display(),
             kubeconfig = cluster.kubeconfig.as_ref().map(tracing::field::debug),
             server = %configuration.cluster_url,
             kubelet_root_dir = %directories.kubelet_root_dir.display(),
             device_plugin_dir = %directories.device_plugin_dir.display(),
             device_plugin_registration = ?directories.device_plugin_registration,
             cdi_root = %directories.cdi_root.display(),
+            dev_root = %host.dev_root.display(),
+            sysfs_root = %host.sysfs_root.display(),
+            orphan_grace_period = ?node.orphan_grace_period,
+            mountinfo = %host.mountinfo.display(),
             logging_format = ?logging.logging_format,
             v = logging.verbosity,
             "drayman node starts"
@@ -149,7 +207,9 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             device_plugin_dir: directories.device_plugin_dir,
             plugin_registration: directories.device_plugin_registration.into(),
             cdi_dir: directories.cdi_root,
-            ..NodeOptions::new(node.node_name, node.config, client)
+            host: host.paths(),
+            orphan_grace: node.orphan_grace_period,
+            ..NodeOptions::new(node_name, config, client)
         };
         crate::node::run::run(options, shutdown).await.map_err(refused)?;
         tracing::info!("drayman node has ended");

@@ -5,9 +5,13 @@
 
 mod door;
 mod error;
+mod extras;
+mod kind;
 mod pattern;
+mod preset;
+mod source;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
@@ -16,19 +20,19 @@ use serde::Deserialize;
 use serde_saphyr::{MergeKeyPolicy, Spanned};
 
 use crate::api::crd::{GROUP, VERSION};
-use crate::core::node::naming::is_dns_label;
-use door::RawDoors;
+use crate::core::node::injection::Mount;
 pub use door::{KindDoors, KindMode};
 pub use error::{ConfigError, Place};
+pub use extras::{Probe, ProbeOpen, ProbeSysfs};
+use kind::RawKind;
 pub use pattern::PathPattern;
-use pattern::PatternError;
+pub use preset::{PRESETS, Preset};
+pub use source::{NODE_BUS, NODE_VFIO, NodeGroup, PciSource, Source, UsbSource};
 
 /// The size of the file, at most, in bytes.
 const SIZE_MAX: u64 = 256 * 1024;
 /// Kinds in the file, at most.
 const KINDS_MAX: usize = 64;
-/// Paths of one kind, at most.
-const PATHS_MAX: usize = 64;
 /// How much of a wrong value is repeated in an error, in characters.
 const SHOWN_MAX: usize = 80;
 
@@ -46,10 +50,23 @@ pub struct DeviceKind {
     pub name: String,
     /// Through which doors its devices leave the node, and how.
     pub doors: KindDoors,
-    /// Which devices belong to it.
-    pub paths: Vec<PathPattern>,
+    /// Where its devices come from.
+    pub source: Source,
     /// What a container may do with a device: a non-empty subset of `rwm` in that order.
     pub permissions: String,
+    /// How many may hold a device at once; one if it is not set.
+    pub shares: Option<u32>,
+    /// Where a container sees the nodes of an entry of the source, if not at their own paths. May have the placeholders
+    /// `{device}`, `{key}` and `{n}`.
+    pub container_paths: BTreeMap<String, String>,
+    /// What is mounted into the container besides.
+    pub mounts: Vec<Mount>,
+    /// Variables that the container gets besides.
+    pub environment: BTreeMap<String, String>,
+    /// Paths below `/dev` of devices that are dangerous to hand out, and are meant.
+    pub dangerous_paths: BTreeSet<String>,
+    /// How its devices are probed.
+    pub probe: Probe,
 }
 
 /// What is wrong, before the file's name is added.
@@ -69,28 +86,7 @@ struct RawConfiguration {
     _api_version: String,
     #[serde(rename = "kind")]
     _kind: String,
-    kinds: Spanned<Vec<RawKind>>,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-struct RawKind {
-    name: Spanned<String>,
-    #[serde(default)]
-    mode: Option<Spanned<String>>,
-    #[serde(default)]
-    resource_name: Option<Spanned<String>>,
-    #[serde(default)]
-    extended_resource_devices: Option<Spanned<Vec<Spanned<String>>>>,
-    #[serde(default)]
-    shares: Option<Spanned<u32>>,
-    #[serde(default)]
-    cdi_devices: Option<Spanned<bool>>,
-    #[serde(default)]
-    pre_start_check: Option<Spanned<bool>>,
-    paths: Spanned<Vec<Spanned<String>>>,
-    #[serde(default)]
-    permissions: Option<Spanned<String>>,
+    kinds: Spanned<Vec<Spanned<RawKind>>>,
 }
 
 impl NodeConfiguration {
@@ -117,6 +113,25 @@ impl NodeConfiguration {
         }
         let text = String::from_utf8(text).map_err(|error| content(not_utf8(&error)))?;
         Self::parse(&text).map_err(content)
+    }
+
+    /// A configuration of ready-made kinds, each through ResourceClaims.
+    pub fn of_presets(presets: &[&'static Preset]) -> Self {
+        let kind = |preset: &&'static Preset| DeviceKind {
+            name: preset.name.to_owned(),
+            doors: KindDoors::default(),
+            source: preset.source(),
+            permissions: preset.permissions.to_owned(),
+            shares: preset.shares,
+            container_paths: BTreeMap::new(),
+            mounts: Vec::new(),
+            environment: BTreeMap::new(),
+            dangerous_paths: BTreeSet::new(),
+            probe: Probe::default(),
+        };
+        Self {
+            kinds: presets.iter().map(kind).collect(),
+        }
     }
 
     fn parse(text: &str) -> Result<Self, Refused> {
@@ -166,12 +181,17 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
         let mut kinds = Vec::new();
         for (index, raw) in raw.kinds.value.into_iter().enumerate() {
             let field = format!("kinds[{index}]");
-            if let Some(line) = names.insert(raw.name.value.clone(), raw.name.referenced.line()) {
+            let whole = Place::of(raw.referenced);
+            let raw = raw.value;
+            // A preset names its kind, unless the file does.
+            if let Some(name) = raw.name.as_ref().or(raw.preset.as_ref())
+                && let Some(line) = names.insert(name.value.clone(), name.referenced.line())
+            {
                 return Err(at(
-                    &raw.name,
+                    name,
                     format!(
                         "{field}.name {} stands on line {line} already; give each kind its own name",
-                        shown(&raw.name)
+                        shown(name)
                     ),
                 ));
             }
@@ -186,83 +206,10 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
                     ),
                 ));
             }
-            kinds.push(raw.check(&field)?);
+            kinds.push(raw.check(&field, whole)?);
         }
         Ok(Self { kinds })
     }
-}
-
-impl RawKind {
-    fn check(self, field: &str) -> Result<DeviceKind, Refused> {
-        if !is_dns_label(&self.name.value) {
-            return Err(at(
-                &self.name,
-                format!(
-                    "{field}.name {} must be 1 to 63 of a-z, 0-9 and -, with a letter or digit at both ends",
-                    shown(&self.name)
-                ),
-            ));
-        }
-        let doors = RawDoors {
-            name: &self.name,
-            mode: self.mode.as_ref(),
-            resource_name: self.resource_name.as_ref(),
-            extended_resource_devices: self.extended_resource_devices.as_ref(),
-            shares: self.shares.as_ref(),
-            cdi_devices: self.cdi_devices.as_ref(),
-            pre_start_check: self.pre_start_check.as_ref(),
-        }
-        .check(field)?;
-        let permissions = self
-            .permissions
-            .as_ref()
-            .map_or_else(|| Ok("rw".to_owned()), |raw| check_permissions(field, raw))?;
-        if self.paths.value.is_empty() || self.paths.value.len() > PATHS_MAX {
-            return Err(at(
-                &self.paths,
-                format!(
-                    "{field}.paths has {} entries; 1 to {PATHS_MAX} are allowed",
-                    self.paths.value.len()
-                ),
-            ));
-        }
-        let path = |(index, raw): (usize, &Spanned<String>)| {
-            PathPattern::parse(&raw.value).map_err(|error: PatternError| {
-                at(raw, format!("{field}.paths[{index}] {} {error}", shown(raw)))
-            })
-        };
-        let paths = self
-            .paths
-            .value
-            .iter()
-            .enumerate()
-            .map(path)
-            .collect::<Result<_, _>>()?;
-        Ok(DeviceKind {
-            name: self.name.value,
-            doors,
-            paths,
-            permissions,
-        })
-    }
-}
-
-fn check_permissions(field: &str, raw: &Spanned<String>) -> Result<String, Refused> {
-    let ordered: String = "rwm"
-        .chars()
-        .filter(|&character| raw.value.contains(character))
-        .collect();
-    // Equal lengths mean that no character stood twice and none was another.
-    if ordered.is_empty() || ordered.len() != raw.value.len() {
-        return Err(at(
-            raw,
-            format!(
-                "{field}.permissions {} must be one or more of r, w and m, each once, for instance rw",
-                shown(raw)
-            ),
-        ));
-    }
-    Ok(ordered)
 }
 
 fn from_yaml<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, Refused> {

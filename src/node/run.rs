@@ -4,7 +4,10 @@ mod builder;
 mod doors;
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
+use tokio::sync::watch;
 use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
 
@@ -15,6 +18,7 @@ use super::door::device_plugin::PluginRegistration;
 use super::door::{DoorError, KubeletPaths};
 use super::store::StoreError;
 use crate::core::node::driver_name::DriverNameError;
+use crate::core::node::orphans;
 
 /// What a companion is told.
 #[derive(Clone)]
@@ -33,6 +37,8 @@ pub struct NodeOptions {
     pub plugin_registration: PluginRegistration,
     /// A directory in which the container runtime looks for CDI files.
     pub cdi_dir: PathBuf,
+    /// How long a claim may be missing from kubelet's own list before it is looked into.
+    pub orphan_grace: Duration,
     /// Where this process sees the host's `/dev`, `/sys` and mounts.
     pub host: HostPaths,
     /// A client of the API server.
@@ -51,6 +57,7 @@ impl NodeOptions {
             device_plugin_dir: kubelet.device_plugin_dir,
             plugin_registration: PluginRegistration::default(),
             cdi_dir: "/var/run/cdi".into(),
+            orphan_grace: orphans::GRACE,
             host: HostPaths::default(),
             client,
         }
@@ -67,6 +74,7 @@ impl std::fmt::Debug for NodeOptions {
             .field("device_plugin_dir", &self.device_plugin_dir)
             .field("plugin_registration", &self.plugin_registration)
             .field("cdi_dir", &self.cdi_dir)
+            .field("orphan_grace", &self.orphan_grace)
             .field("host", &self.host)
             .finish_non_exhaustive()
     }
@@ -112,6 +120,11 @@ impl NodeError {
 /// Where the kernel tells the id of the boot (`random(4)`).
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
+/// The id of this boot.
+pub(super) fn boot_id() -> std::io::Result<String> {
+    std::fs::read_to_string(BOOT_ID).map(|id| id.trim().to_owned())
+}
+
 /// Runs the companion of the built-in discovery, as its configuration describes it, until the token is cancelled: a [`Node`] whose
 /// driver are the node's [`HostDevices`].
 pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<(), NodeError> {
@@ -124,6 +137,7 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
     // The search for devices outlives the doors: what is under way at the end still needs its devices.
     let search = CancellationToken::new();
     let _end_of_search = search.clone().drop_guard();
+    let configuration = watch::channel(Arc::new(configuration)).1;
     let driver = HostDevices::start(configuration, options.host.clone(), search).await;
     let mut node = Node::builder(driver, options.node_name, options.client)
         .driver_name(options.driver_name)
@@ -132,7 +146,8 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
             device_plugin_dir: options.device_plugin_dir,
         })
         .plugin_registration(options.plugin_registration)
-        .cdi_dir(options.cdi_dir);
+        .cdi_dir(options.cdi_dir)
+        .orphan_grace(options.orphan_grace);
     for (name, resource) in resources {
         node = node.extended_resource(name, resource);
     }

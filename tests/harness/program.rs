@@ -22,6 +22,27 @@ pub fn build() -> anyhow::Result<&'static Path> {
     built.as_deref().map_err(|error| anyhow!("{error}"))
 }
 
+/// Helm, built when it is not there or its recipe has changed (minutes, once).
+pub fn helm() -> anyhow::Result<&'static Path> {
+    static HELM: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    let built = HELM.get_or_init(|| {
+        let program = build().map_err(|error| format!("{error:#}"))?;
+        // What it says while it builds, people see.
+        let output = Command::new(program)
+            .args(["helm", "--target"])
+            .arg(target())
+            .stderr(std::process::Stdio::inherit())
+            .output()
+            .map_err(|error| format!("running {}: {error}", program.display()))?;
+        if output.status.success() {
+            Ok(String::from_utf8_lossy(&output.stdout).trim().into())
+        } else {
+            Err("Helm cannot be built".to_owned())
+        }
+    });
+    built.as_deref().map_err(|error| anyhow!("{error}"))
+}
+
 fn build_once() -> anyhow::Result<PathBuf> {
     build_go("tests/cluster", "cluster")
 }

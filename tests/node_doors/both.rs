@@ -59,9 +59,10 @@ impl Watched {
     fn look(&mut self, node: Node<'_>) {
         let now = in_containers(node, PREFIX);
         for (device, containers) in &now {
-            if containers.len() > 1 && self.last.get(device) == Some(containers) {
-                panic!("{device} is in two containers: {containers:?}");
-            }
+            assert!(
+                containers.len() < 2 || self.last.get(device) != Some(containers),
+                "{device} is in two containers: {containers:?}"
+            );
         }
         self.looks += 1;
         self.busy += now.len();

@@ -56,14 +56,14 @@ async fn a_pod_gets_a_vendors_device_by_a_claim_and_another_by_its_limits() -> a
         .await?;
     let user = stage
         .cluster
-        .user("sensors-controller", &controller_rules())
+        .user("sensors-controller", &controller_rules()?)
         .await?;
     let mut command = stage.cluster.command(env!("CARGO_BIN_EXE_drayman"));
     command
         .args(["controller", "--driver-name", DRIVER, "--kubeconfig"])
         .arg(user);
     let controller = stage.program("sensors-controller", command)?;
-    let user = stage.cluster.user("sensors-node", &node_rules()).await?;
+    let user = stage.cluster.user("sensors-node", &node_rules()?).await?;
     let mut command = node.command(std::env::current_exe()?);
     command
         .args(["--exact", "--nocapture"])

@@ -30,18 +30,6 @@ pub struct Injection {
     pub cdi_devices: Vec<String>,
 }
 
-/// A file or directory of the node in a container.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct Mount {
-    /// Absolute path on the node. It must stay valid as long as the container may be started again.
-    pub host_path: String,
-    /// Absolute path in the container.
-    pub container_path: String,
-    /// Whether the container may only read it.
-    pub read_only: bool,
-}
-
 /// A device node in a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -52,6 +40,18 @@ pub struct DeviceNode {
     pub container_path: String,
     /// What the container may do with it, a non-empty subset of `rwm` in that order: read, write, make nodes.
     pub permissions: String,
+}
+
+/// A file or directory of the node in a container.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Mount {
+    /// Absolute path on the node. It must stay valid as long as the container may be started again.
+    pub host_path: String,
+    /// Absolute path in the container.
+    pub container_path: String,
+    /// Whether the container may only read it.
+    pub read_only: bool,
 }
 
 impl Injection {

@@ -3,11 +3,16 @@
 use std::collections::BTreeMap;
 
 use super::announced::Announced;
+use super::claim_uid::ClaimUid;
 use super::containers::{Containers, Contested};
+use super::discovery::attributes::numa_nodes;
 use super::ledger::Ledger;
 use super::naming::plugin_ids;
 use super::request::PluginDevice;
-use crate::api::crd::{Device, GROUP, Mode};
+use crate::api::crd::{Device, Mode};
+
+/// The length of a reason that is published, at most, in characters; the CRD has the same limit.
+const UNHEALTHY_MAX: usize = 256;
 
 /// The devices of the node, by name.
 pub type Devices = BTreeMap<String, Device>;
@@ -37,6 +42,21 @@ pub fn inventory(found: &Devices, previous: &Devices, ledger: &Ledger) -> Device
         }
     }
     all
+}
+
+/// Shows the devices of claims in quarantine as unhealthy, so that nobody is allocated what this node would refuse to prepare.
+pub fn withhold(devices: &mut Devices, ledger: &Ledger, quarantine: &BTreeMap<ClaimUid, String>) {
+    for (uid, why) in quarantine {
+        let Some(entry) = ledger.entry(uid) else { continue };
+        for held in &entry.devices {
+            if let Some(device) = devices.get_mut(&held.device)
+                && device.unhealthy.is_none()
+            {
+                let reason = format!("withheld for {}: {why}", entry.describe(uid));
+                device.unhealthy = Some(reason.chars().take(UNHEALTHY_MAX).collect());
+            }
+        }
+    }
 }
 
 /// The inventory as it is published: of a device that a container and a claim were both given it says so.
@@ -97,21 +117,10 @@ impl HandedOut<'_> {
     }
 }
 
-/// The NUMA nodes that a device is near to, from the attribute that discovery sets: none if there is only one node or it is not
-/// known.
-pub fn numa_nodes(device: &Device) -> Vec<i64> {
-    let node = device
-        .attributes
-        .get(&format!("{GROUP}/numaNode"))
-        .and_then(|value| value.int);
-    node.filter(|node| *node >= 0).into_iter().collect()
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
 
-    use super::super::claim_uid::ClaimUid;
     use super::super::containers::Shown;
     use super::super::injection::Injection;
     use super::super::ledger::{Entry, HeldDevice, Progress};
@@ -163,6 +172,24 @@ mod tests {
         let gone = inventory(&Devices::new(), &before, &ledger_holding("b"));
         let back = inventory(&before, &gone, &ledger_holding("b"));
         assert_eq!(back, before);
+    }
+
+    #[test]
+    fn a_device_in_quarantine_is_shown_with_the_reason_and_others_are_not() {
+        let mut all = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
+        let ledger = ledger_holding("b");
+        let uid = ledger.entries().keys().next().unwrap().clone();
+        withhold(
+            &mut all,
+            &ledger,
+            &BTreeMap::from([(uid, "forgotten ".repeat(50))]),
+        );
+        let reason = all["b"].unhealthy.as_deref().unwrap();
+        assert!(
+            reason.contains("default/camera") && reason.contains("forgotten"),
+            "{reason}"
+        );
+        assert!(reason.len() <= 256 && all["a"].unhealthy.is_none());
     }
 
     #[test]

@@ -2,13 +2,27 @@
 
 use glob::Pattern;
 
+use crate::core::node::discovery::group::KEY;
+
 /// The length of a pattern, at most, in bytes.
 const LENGTH_MAX: usize = 1024;
 
 /// An absolute shell pattern below `/dev`, without a way out of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PathPattern {
+    /// As it was written.
+    text: String,
+    /// Below `/dev`, with `*` in place of the key.
     relative: String,
+    key: Option<Key>,
+}
+
+/// Where `{key}` stands in a pattern: in which part, after what and before what.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Key {
+    part: usize,
+    prefix: String,
+    suffix: String,
 }
 
 /// Why a text is not such a pattern. Follows the pattern in a sentence.
@@ -26,6 +40,11 @@ pub enum PatternError {
     /// Too long, or with a control character.
     #[error("must have at most {LENGTH_MAX} bytes and no control character")]
     Text,
+    /// A key where there can be none.
+    #[error(
+        "must have {{key}} in groups only, once in a pattern, and in a part of the path without another wildcard"
+    )]
+    Key,
     /// Not a pattern.
     #[error("is not a shell pattern: {0}")]
     Syntax(String),
@@ -34,6 +53,15 @@ pub enum PatternError {
 impl PathPattern {
     /// Checks a pattern.
     pub fn parse(text: &str) -> Result<Self, PatternError> {
+        let pattern = Self::parse_of_group(text)?;
+        if pattern.has_key() {
+            return Err(PatternError::Key);
+        }
+        Ok(pattern)
+    }
+
+    /// Checks a pattern of a group, which may have `{key}` in it.
+    pub fn parse_of_group(text: &str) -> Result<Self, PatternError> {
         if text.len() > LENGTH_MAX || text.chars().any(char::is_control) {
             return Err(PatternError::Text);
         }
@@ -44,15 +72,50 @@ impl PathPattern {
         if relative.contains("**") {
             return Err(PatternError::Recursive);
         }
-        for part in relative.split('/') {
-            Pattern::new(part).map_err(|error| PatternError::Syntax(error.msg.to_owned()))?;
+        let mut key = None;
+        for (part, content) in relative.split('/').enumerate() {
+            if let Some((prefix, suffix)) = content.split_once(KEY) {
+                let wild = |text: &str| text.contains(['*', '?', '[']) || text.contains(KEY);
+                if key.is_some() || wild(prefix) || wild(suffix) {
+                    return Err(PatternError::Key);
+                }
+                key = Some(Key {
+                    part,
+                    prefix: prefix.to_owned(),
+                    suffix: suffix.to_owned(),
+                });
+            }
+            Pattern::new(content).map_err(|error| PatternError::Syntax(error.msg.to_owned()))?;
         }
         Ok(Self {
-            relative: relative.to_owned(),
+            text: text.to_owned(),
+            relative: relative.replace(KEY, "*"),
+            key,
         })
     }
 
-    /// The pattern, relative to `/dev`.
+    /// The pattern as it was written.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Whether `{key}` is in it.
+    pub fn has_key(&self) -> bool {
+        self.key.is_some()
+    }
+
+    /// What the key stands for in a path that matches; nothing if the pattern has none or the key would be empty.
+    pub fn key_of(&self, path: &str) -> Option<String> {
+        let key = self.key.as_ref()?;
+        let inner = path
+            .split('/')
+            .nth(key.part)?
+            .strip_prefix(key.prefix.as_str())?
+            .strip_suffix(key.suffix.as_str())?;
+        (!inner.is_empty()).then(|| inner.to_owned())
+    }
+
+    /// The pattern relative to `/dev`, with `*` where the key is.
     pub fn relative(&self) -> &str {
         &self.relative
     }
@@ -104,6 +167,28 @@ mod tests {
             "/dev/*/..",
         ] {
             assert_eq!(PathPattern::parse(text), Err(PatternError::Part), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_key_is_what_stands_in_its_place() {
+        let pattern = PathPattern::parse_of_group("/dev/dri/by-path/{key}-render").unwrap();
+        assert_eq!(pattern.relative(), "dri/by-path/*-render");
+        assert!(pattern.has_key() && !pattern.is_literal());
+        assert_eq!(
+            pattern.key_of("dri/by-path/pci-0000:00:02.0-render").as_deref(),
+            Some("pci-0000:00:02.0")
+        );
+        for path in ["dri/by-path/-render", "dri/by-path/x-card", "dri"] {
+            assert_eq!(pattern.key_of(path), None, "{path}");
+        }
+        assert_eq!(PathPattern::parse("/dev/video{key}"), Err(PatternError::Key));
+        for text in ["/dev/{key}{key}", "/dev/{key}/x{key}", "/dev/video{key}*"] {
+            assert_eq!(
+                PathPattern::parse_of_group(text),
+                Err(PatternError::Key),
+                "{text}"
+            );
         }
     }
 

@@ -23,6 +23,29 @@ fn kind_refusal(kind: &str) -> String {
     refusal(format!("{HEADER}kinds:\n{kind}"))
 }
 
+/// A kind with everything that is the default.
+fn kind(name: &str, paths: Vec<PathPattern>) -> DeviceKind {
+    DeviceKind {
+        name: name.into(),
+        doors: KindDoors::default(),
+        source: Source::Paths(paths),
+        permissions: "rw".into(),
+        shares: None,
+        container_paths: BTreeMap::new(),
+        mounts: Vec::new(),
+        environment: BTreeMap::new(),
+        dangerous_paths: BTreeSet::new(),
+        probe: Probe::default(),
+    }
+}
+
+fn parsed(kinds: &str) -> DeviceKind {
+    NodeConfiguration::parse(&format!("{HEADER}kinds:\n{kinds}"))
+        .unwrap()
+        .kinds
+        .remove(0)
+}
+
 #[test]
 fn a_file_is_read_with_its_defaults() {
     let text = format!(
@@ -33,22 +56,16 @@ fn a_file_is_read_with_its_defaults() {
         NodeConfiguration::parse(&text),
         Ok(NodeConfiguration {
             kinds: vec![
+                kind("test", vec![path("/dev/drayman-test-*")]),
                 DeviceKind {
-                    name: "test".into(),
-                    doors: KindDoors::default(),
-                    paths: vec![path("/dev/drayman-test-*")],
-                    permissions: "rw".into()
-                },
-                DeviceKind {
-                    name: "camera".into(),
                     doors: KindDoors {
                         mode: KindMode::ExtendedResource {
-                            resource_name: "example.com/camera".into()
+                            resource_name: "example.com/camera".into(),
                         },
                         ..KindDoors::default()
                     },
-                    paths: vec![path("/dev/video0"), path("/dev/video1")],
-                    permissions: "rm".into()
+                    permissions: "rm".into(),
+                    ..kind("camera", vec![path("/dev/video0"), path("/dev/video1")])
                 },
             ]
         })
@@ -65,14 +82,11 @@ fn the_doors_of_a_kind_are_read() {
     let (name, resource) = kinds[0].doors.extended_resource("a").unwrap();
     assert_eq!((name.as_str(), resource.kind.as_str()), ("x.dev/a", "a"));
     assert!(resource.also_by_claims && resource.cdi_devices && resource.pre_start_check);
-    assert_eq!(
-        (kinds[0].doors.mode_of("a"), kinds[0].doors.shown_shares()),
-        (Mode::Both, None)
-    );
+    assert_eq!((kinds[0].doors.mode_of("a"), kinds[0].shares), (Mode::Both, None));
     let split = &kinds[1].doors;
     assert!(!split.extended_resource("b").unwrap().1.also_by_claims);
     assert_eq!(
-        (split.mode_of("b1"), split.mode_of("b2"), split.shown_shares()),
+        (split.mode_of("b1"), split.mode_of("b2"), kinds[1].shares),
         (Mode::ExtendedResource, Mode::Claims, Some(3))
     );
 }
@@ -123,7 +137,7 @@ fn a_wrong_value_is_refused_with_its_line_its_field_and_what_to_write() {
         (
             "- {name: a, mode: both, resourceName: x.dev/a, shares: 2, paths: [/dev/x]}",
             "4:56:",
-            ["kinds[0].shares", "exclusive"],
+            ["kinds[0].shares must be 1", "exclusive"],
         ),
         (
             "- {name: a, shares: 0, paths: [/dev/x]}",
@@ -213,7 +227,7 @@ fn unknown_doubled_and_ill_typed_fields_are_refused_on_their_line() {
         ("- name: a\n  name: b\n  paths: [/dev/x]", "5:", "name"),
         ("- name: a\n  paths: /dev/x", "5:", "sequence"),
         ("- name: [a]\n  paths: [/dev/x]", "4:", "string"),
-        ("- name: a", "4:", "paths"),
+        ("- name: a", "4:", "paths, groups, usb, pci or preset"),
     ] {
         let message = kind_refusal(kind);
         assert!(message.starts_with(line), "{message}");
@@ -281,4 +295,194 @@ fn bombs_are_refused_quickly() {
     refusal(format!("{HEADER}kinds: [{}]", "x,".repeat(100_000)));
     let many = "- {name: k, paths: [/dev/x]}\n".repeat(65);
     assert!(kind_refusal(&many).contains("at most 64"));
+}
+
+#[test]
+fn every_source_is_read() {
+    let Source::Usb(usb) = parsed(
+        "- name: modem\n  usb:\n    match:\n    - {vendor: \"12d1\", product: \"1506\"}\n    - {port: 1-1.4}\n    nodes: [bus, tty]\n    optionalNodes: [sound]\n    hubs: true\n    identity: port",
+    )
+    .source
+    else {
+        panic!("not a usb source")
+    };
+    assert_eq!(
+        (usb.matching[0].vendor, usb.matching[0].product),
+        (Some(0x12d1), Some(0x1506))
+    );
+    assert_eq!(usb.matching[1].port.as_deref(), Some("1-1.4"));
+    assert_eq!(
+        (usb.nodes, usb.optional_nodes, usb.hubs),
+        (vec!["bus".into(), "tty".into()], vec!["sound".into()], true)
+    );
+    let Source::Pci(pci) = parsed("- {name: gpu, pci: {match: [{class: \"03\", driver: vfio-pci}]}}").source
+    else {
+        panic!("not a pci source")
+    };
+    assert_eq!(pci.nodes, [NODE_VFIO]);
+    let Source::Groups(groups) = parsed(
+        "- name: media\n  groups:\n  - required: [\"/dev/video{key}\"]\n    optional: [\"/dev/media{key}\"]\n    shared: [/dev/ctl]",
+    )
+    .source
+    else {
+        panic!("not groups")
+    };
+    assert!(groups[0].required[0].has_key() && !groups[0].shared[0].has_key());
+}
+
+#[test]
+fn a_preset_is_a_kind_of_its_name_whose_fields_can_be_changed() {
+    let kvm = parsed("- preset: kvm");
+    assert_eq!(
+        (kvm.name.as_str(), kvm.permissions.as_str(), kvm.shares),
+        ("kvm", "rw", Some(110))
+    );
+    assert_eq!(kvm.source.entries(), ["/dev/kvm"]);
+    let own =
+        parsed("- {name: random, preset: hwrng, shares: 2, mode: extended-resource, resourceName: x.dev/r}");
+    assert_eq!(
+        (own.name.as_str(), own.permissions.as_str(), own.shares),
+        ("random", "r", Some(2))
+    );
+    assert!(kind_refusal("- preset: kvn").contains("must be one of dri, fuse, hwrng, kvm"));
+    assert!(kind_refusal("- preset: kvm\n- preset: kvm").contains("line 4 already"));
+    let both = kind_refusal("- {preset: kvm, paths: [/dev/kvm]}");
+    assert!(
+        both.contains("preset and paths") && both.starts_with("4:"),
+        "{both}"
+    );
+}
+
+#[test]
+fn what_a_container_gets_besides_is_read_from_the_operators_file_alone() {
+    let kind = parsed(
+        "- name: a\n  paths: [/dev/x*]\n  shares: 4\n  containerPaths: {\"/dev/x*\": \"/dev/y-{device}\"}\n  mounts:\n  - {hostPath: /opt/lib}\n  - {hostPath: /run/a, containerPath: /run/b, readOnly: false}\n  environment: {MODE: fast}\n  health: {open: read, sysfs: [{file: power/state, in: [on, active]}], recoverAfter: 2}",
+    );
+    assert_eq!(kind.container_paths["/dev/x*"], "/dev/y-{device}");
+    assert_eq!(
+        (kind.mounts[0].container_path.as_str(), kind.mounts[0].read_only),
+        ("/opt/lib", true)
+    );
+    assert_eq!(
+        (kind.mounts[1].container_path.as_str(), kind.mounts[1].read_only),
+        ("/run/b", false)
+    );
+    assert_eq!(kind.environment["MODE"], "fast");
+    assert_eq!(
+        (kind.probe.open, kind.probe.recover_after),
+        (Some(ProbeOpen::Read), 2)
+    );
+    assert_eq!(kind.probe.sysfs[0].values.len(), 2);
+}
+
+#[test]
+fn wrong_values_of_sources_and_extras_are_refused_with_their_field_and_what_to_write() {
+    for (kind, words) in [
+        ("usb: {match: []}", ["kinds[0].usb.match", "1 to 64"]),
+        (
+            "usb: {match: [{}]}",
+            ["kinds[0].usb.match[0]", "vendor, product, serial or port"],
+        ),
+        (
+            "usb: {match: [{vendor: \"403\"}]}",
+            ["kinds[0].usb.match[0].vendor \"403\"", "four hexadecimal"],
+        ),
+        (
+            "usb: {match: [{vendor: \"0403\"}], nodes: [vfio]}",
+            ["kinds[0].usb.nodes[0] \"vfio\"", "tty"],
+        ),
+        (
+            "usb: {match: [{vendor: \"0403\"}], nodes: [../x]}",
+            ["kinds[0].usb.nodes[0]", "subsystem"],
+        ),
+        (
+            "usb: {match: [{vendor: \"0403\"}], identity: name}",
+            ["kinds[0].usb.identity", "serial or port"],
+        ),
+        ("usb: {match: [{vendr: \"0403\"}]}", ["vendr", "vendor"]),
+        (
+            "pci: {match: [{class: \"3\"}]}",
+            ["kinds[0].pci.match[0].class", "two, four or six"],
+        ),
+        (
+            "pci: {match: [{address: \"65:00.0\"}]}",
+            ["kinds[0].pci.match[0].address", "0000:65:00.0"],
+        ),
+        (
+            "groups: [{required: [\"/dev/a\", \"/dev/b{key}\"]}]",
+            ["kinds[0].groups[0].required[0]", "{key}"],
+        ),
+        (
+            "groups: [{required: [/dev/a], optional: [\"/dev/b{key}\"]}]",
+            ["kinds[0].groups[0].optional[0]", "required"],
+        ),
+        (
+            "groups: [{required: [/etc/passwd]}]",
+            ["kinds[0].groups[0].required[0]", "/dev/"],
+        ),
+        ("paths: [\"/dev/a{key}\"]", ["kinds[0].paths[0]", "groups only"]),
+        ("shares: 0, paths: [/dev/a]", ["kinds[0].shares 0", "1 to 1024"]),
+        (
+            "paths: [/dev/a], containerPaths: {/dev/b: /dev/c}",
+            [
+                "kinds[0].containerPaths",
+                "\"/dev/b\", which is not one of /dev/a",
+            ],
+        ),
+        (
+            "paths: [/dev/a], containerPaths: {/dev/a: /etc/passwd}",
+            ["kinds[0].containerPaths", "below /dev/"],
+        ),
+        (
+            "paths: [/dev/a], containerPaths: {/dev/a: /dev/../etc}",
+            ["kinds[0].containerPaths", "\"..\""],
+        ),
+        (
+            "paths: [/dev/a], containerPaths: {/dev/a: \"/dev/{x}\"}",
+            ["kinds[0].containerPaths", "{device}"],
+        ),
+        (
+            "paths: [/dev/a], mounts: [{hostPath: ../x}]",
+            ["kinds[0].mounts[0].hostPath", "absolute"],
+        ),
+        (
+            "paths: [/dev/a], mounts: [{hostPath: /a}, {hostPath: /b, containerPath: /a}]",
+            ["kinds[0].mounts[1].containerPath", "each once"],
+        ),
+        (
+            "paths: [/dev/a], environment: {1A: x}",
+            ["kinds[0].environment: \"1A\"", "digit"],
+        ),
+        (
+            "paths: [/dev/a], environment: {DRAYMAN_DEVICE_X: x}",
+            ["kinds[0].environment", "another name"],
+        ),
+        (
+            "paths: [/dev/a], dangerousPaths: [\"/dev/*\"]",
+            ["kinds[0].dangerousPaths[0]", "wildcard"],
+        ),
+        (
+            "paths: [/dev/a], health: {open: always}",
+            ["kinds[0].health.open", "readWrite"],
+        ),
+        ("paths: [/dev/a], health: {command: [rm]}", ["command", "open"]),
+        (
+            "paths: [/dev/a], health: {sysfs: [{file: ../../x, equals: a}]}",
+            ["kinds[0].health.sysfs[0].file", "below"],
+        ),
+        (
+            "paths: [/dev/a], health: {sysfs: [{file: x}]}",
+            ["kinds[0].health.sysfs[0]", "equals, or in"],
+        ),
+        (
+            "paths: [/dev/a], health: {recoverAfter: 0}",
+            ["kinds[0].health.recoverAfter 0", "1 to 100"],
+        ),
+    ] {
+        let message = kind_refusal(&format!("- {{name: a, {kind}}}"));
+        assert!(message.starts_with("4:"), "{message}");
+        for word in words {
+            assert!(message.contains(word), "{word} in {message}");
+        }
+    }
 }

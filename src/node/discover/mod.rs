@@ -1,14 +1,23 @@
 //! Finds the devices that the node's configuration describes.
 //!
 //! Device nodes below `/dev` are identified by the path that a pattern matched, which may be a symbolic link that udev
-//! keeps (`/dev/serial/by-id/...`). The search is repeated when a directory concerned changes, and now and then anyway.
+//! keeps (`/dev/serial/by-id/...`); USB and PCI devices by what they are and where they are plugged in. The search is repeated
+//! when the kernel tells of a device, when a directory concerned changes, and now and then anyway.
 
+mod found;
 mod in_use;
 mod node;
+mod probe;
+mod report;
 mod scan;
+mod search;
+mod sources;
+mod sysfs;
+mod uevent;
+mod walk;
 mod watch;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -17,15 +26,16 @@ use tokio::sync::{Notify, watch as value};
 use tokio::task::spawn_blocking;
 use tokio_stream::wrappers::WatchStream;
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
 
+use self::found::Found;
 use self::node::{DevRoot, NodeError};
-use self::scan::{Found, Problem, Scan, scan};
-use self::watch::DirectoryWatches;
+pub use self::report::Candidate;
+use self::search::Search;
+pub use self::search::{Caught, Cause};
 use super::config::NodeConfiguration;
 use super::driver::{NodeDriver, NodeDriverError};
 use crate::api::crd::Device;
-use crate::core::node::injection::{DeviceNode, Injection};
+use crate::core::node::injection::Injection;
 use crate::core::node::inventory::Devices;
 
 /// Where the host's files are seen by this process. What is told to others always says `/dev`.
@@ -53,7 +63,23 @@ impl Default for HostPaths {
     }
 }
 
-/// The built-in [`NodeDriver`]: device nodes below `/dev`.
+/// What one search has found, for people.
+#[derive(Clone, Debug, Default)]
+pub struct Survey {
+    /// The devices, in the order of their names.
+    pub devices: Vec<Device>,
+    /// What a container would get for each of them, by the device's name.
+    pub injections: BTreeMap<String, Injection>,
+    /// Everything that was looked at.
+    pub candidates: Vec<Candidate>,
+}
+
+/// Searches once and probes what is found, without any cluster.
+pub async fn survey(configuration: NodeConfiguration, paths: HostPaths) -> Survey {
+    search::survey(configuration, paths).await
+}
+
+/// The built-in [`NodeDriver`]: what the node's configuration describes.
 #[derive(Debug)]
 pub struct HostDevices {
     shared: Arc<Shared>,
@@ -62,38 +88,35 @@ pub struct HostDevices {
 
 #[derive(Debug)]
 struct Shared {
-    configuration: NodeConfiguration,
     paths: HostPaths,
     /// What was found last, by name.
     found: Mutex<BTreeMap<String, Found>>,
     /// Told when something was seen to be not as it was found.
     look_again: Notify,
+    caught: Caught,
 }
 
 impl HostDevices {
-    /// Searches once and goes on searching until the token is cancelled.
+    /// Searches once and goes on searching until the token is cancelled, each time by the configuration as it is then.
     pub async fn start(
-        configuration: NodeConfiguration,
+        configuration: value::Receiver<Arc<NodeConfiguration>>,
         paths: HostPaths,
         shutdown: CancellationToken,
     ) -> Self {
         let shared = Arc::new(Shared {
-            configuration,
             paths,
             found: Mutex::default(),
             look_again: Notify::new(),
+            caught: Caught::default(),
         });
         let (sender, devices) = value::channel(Arc::default());
-        let mut search = Search {
-            shared: shared.clone(),
-            sender,
-            reported: BTreeSet::new(),
-        };
-        let watches = DirectoryWatches::new();
-        // The directories are watched before they are searched, so that nothing falls between.
-        let directories = search.once().await;
-        tokio::spawn(search.go_on(watches, directories, shutdown));
+        Search::start(shared.clone(), configuration, sender, shutdown).await;
         Self { shared, devices }
+    }
+
+    /// How many changes were noticed in which way.
+    pub fn caught(&self) -> &Caught {
+        &self.shared.caught
     }
 }
 
@@ -124,93 +147,22 @@ impl Shared {
             problem,
         };
         let found = found.ok_or_else(|| gone("the search for devices does not find it".to_owned()))?;
-        let now = DevRoot::new(&self.paths.dev)
-            .and_then(|root| root.look(&found.path))
-            .inspect_err(|_| self.look_again.notify_one())
-            .map_err(|error: NodeError| gone(error.to_string()))?;
-        if now != found.node {
-            self.look_again.notify_one();
-            return Err(NodeDriverError::Changed {
-                device: device.to_owned(),
-                before: found.node.to_string(),
-                now: now.to_string(),
-            });
-        }
-        let node = DeviceNode {
-            host_path: now.host_path,
-            container_path: format!("/dev/{}", found.path),
-            permissions: found.permissions,
-        };
-        Ok(Injection::of_device_node(device, node))
-    }
-}
-
-/// The task that searches.
-struct Search {
-    shared: Arc<Shared>,
-    sender: value::Sender<Arc<Devices>>,
-    /// What was logged already: a problem is told when it comes and when it goes, not at each search.
-    reported: BTreeSet<Problem>,
-}
-
-impl Search {
-    /// Searches, publishes what has changed, and returns the directories that the result depends on.
-    async fn once(&mut self) -> BTreeSet<PathBuf> {
-        let shared = self.shared.clone();
-        let Ok(Scan {
-            found,
-            problems,
-            directories,
-        }) = spawn_blocking(move || scan(&shared.configuration, &shared.paths)).await
-        else {
-            warn!("a search for devices was broken off; the next one comes by itself");
-            return BTreeSet::new();
-        };
-        self.report(problems);
-        let devices: Devices = found
-            .iter()
-            .map(|(name, found)| (name.clone(), found.device(name)))
-            .collect();
-        // First what is looked up, then what is announced.
-        *self.shared.found.lock().unwrap_or_else(PoisonError::into_inner) = found;
-        self.sender.send_if_modified(|published| {
-            let changed = **published != devices;
-            if changed {
-                info!(devices = devices.len(), "the devices of this node have changed");
-                *published = Arc::new(devices);
+        let root = DevRoot::new(&self.paths.dev).map_err(|error| gone(error.to_string()))?;
+        for node in &found.nodes {
+            let now = root
+                .look(&node.path)
+                .inspect_err(|_| self.look_again.notify_one())
+                .map_err(|error: NodeError| gone(format!("/dev/{} {error}", node.path)))?;
+            if now != node.node {
+                self.look_again.notify_one();
+                return Err(NodeDriverError::Changed {
+                    device: device.to_owned(),
+                    before: node.node.to_string(),
+                    now: now.to_string(),
+                });
             }
-            changed
-        });
-        directories
-    }
-
-    fn report(&mut self, problems: BTreeSet<Problem>) {
-        for problem in problems.difference(&self.reported) {
-            warn!(path = %problem.path, kind = %problem.kind, "not handed out: {}", problem.what);
         }
-        for problem in self.reported.difference(&problems) {
-            info!(path = %problem.path, kind = %problem.kind, "no longer so: {}", problem.what);
-        }
-        self.reported = problems;
-    }
-
-    async fn go_on(
-        mut self,
-        mut watches: DirectoryWatches,
-        mut directories: BTreeSet<PathBuf>,
-        shutdown: CancellationToken,
-    ) {
-        loop {
-            // A directory that was not watched yet may have changed since it was searched.
-            if !watches.watch(&directories) {
-                tokio::select! {
-                    () = shutdown.cancelled() => return,
-                    () = watches.changed() => {}
-                    () = self.shared.look_again.notified() => {}
-                }
-            }
-            directories = self.once().await;
-        }
+        Ok(found.injection(device))
     }
 }
 

@@ -1,76 +1,65 @@
 //! One search for the devices of all kinds.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
-
-use glob::{MatchOptions, Pattern};
+use std::path::PathBuf;
 
 use super::HostPaths;
+use super::found::{Found, FoundNode};
 use super::in_use::in_use;
 use super::node::{DevRoot, Node, NodeError, NodeKind, Numbers};
-use crate::api::crd::{AttributeValue, DEVICES_MAX, Device, GROUP, Mode};
+use super::report::Candidate;
+use super::sysfs::SysRoot;
+use crate::api::crd::DEVICES_MAX;
+use crate::core::node::discovery::attributes::Attributes;
 use crate::core::node::naming::device_name;
-use crate::node::config::{DeviceKind, NodeConfiguration, PathPattern};
+use crate::node::config::{DeviceKind, NodeConfiguration, Source};
 
 /// The length of a path that the inventory can show, in bytes.
 const PATH_MAX: usize = 256;
 /// Problems that are told, at most: a pattern that matches everything must not fill the log.
 const PROBLEMS_MAX: usize = 100;
-
-/// As a shell matches: `*` does not stand for a dot at the beginning.
-const MATCH: MatchOptions = MatchOptions {
-    case_sensitive: true,
-    require_literal_separator: true,
-    require_literal_leading_dot: true,
-};
-
-/// A device that was found.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Found {
-    pub(super) kind: String,
-    pub(super) mode: Mode,
-    pub(super) shares: Option<u32>,
-    pub(super) permissions: String,
-    /// The path that matched, relative to `/dev`: what identifies the device.
-    pub(super) path: String,
-    pub(super) node: Node,
-}
-
-/// Something that matches a pattern and is not handed out.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Problem {
-    pub(super) path: String,
-    pub(super) kind: String,
-    pub(super) what: String,
-}
+/// Candidates that are listed, at most.
+const CANDIDATES_MAX: usize = 8192;
 
 /// The result of a search.
 #[derive(Debug, Default)]
 pub(super) struct Scan {
     /// By name.
     pub(super) found: BTreeMap<String, Found>,
-    pub(super) problems: BTreeSet<Problem>,
-    /// The directories that were looked into: the result can change only if one of them does.
+    /// What was looked at, in the order of the configuration.
+    pub(super) candidates: Vec<Candidate>,
+    /// The directories that were looked into: the result can change only if one of them does, or the kernel says so.
     pub(super) directories: BTreeSet<PathBuf>,
+    problems: usize,
 }
 
-impl Found {
-    /// The device as the inventory shows it.
-    pub(super) fn device(&self, name: &str) -> Device {
-        let attribute = |attribute: &str, value| (format!("{GROUP}/{attribute}"), value);
-        Device {
-            name: name.to_owned(),
-            kind: self.kind.clone(),
-            mode: self.mode,
-            attributes: BTreeMap::from([
-                attribute("path", AttributeValue::string(format!("/dev/{}", self.path))),
-                attribute("major", AttributeValue::int(self.node.numbers.major.into())),
-                attribute("minor", AttributeValue::int(self.node.numbers.minor.into())),
-            ]),
-            unhealthy: None,
-            shares: self.shares,
-        }
-    }
+/// Something that may become a device.
+#[derive(Debug)]
+pub(super) struct Draft {
+    /// What identifies it.
+    pub(super) identity: String,
+    /// What people know it by.
+    pub(super) shown: String,
+    /// Its nodes, the one that it is known by first.
+    pub(super) members: Vec<Member>,
+    pub(super) key: Option<String>,
+    pub(super) attributes: Attributes,
+    pub(super) sysfs: Option<PathBuf>,
+    /// Whether it was named to the letter, so that it is worth a word if it is no device.
+    pub(super) literal: bool,
+}
+
+/// A node of a draft.
+#[derive(Debug)]
+pub(super) struct Member {
+    /// The pattern or subsystem of the configuration that brought it.
+    pub(super) entry: String,
+    /// Below `/dev`.
+    pub(super) path: String,
+    /// Whether it is this device's alone.
+    pub(super) own: bool,
+    /// What sysfs says that it is.
+    pub(super) expected: Option<Numbers>,
 }
 
 /// Searches for the devices of all kinds, in the order of the configuration: what two of them describe is the first's.
@@ -78,19 +67,22 @@ pub(super) fn scan(configuration: &NodeConfiguration, paths: &HostPaths) -> Scan
     let root = match DevRoot::new(&paths.dev) {
         Ok(root) => root,
         Err(error) => {
-            let problem = Problem {
-                path: paths.dev.display().to_string(),
+            let candidate = Candidate {
                 kind: String::new(),
-                what: error.to_string(),
+                candidate: paths.dev.display().to_string(),
+                device: None,
+                why: error.to_string(),
+                problem: true,
             };
             return Scan {
-                problems: BTreeSet::from([problem]),
+                candidates: vec![candidate],
                 ..Scan::default()
             };
         }
     };
     let mut search = Searching {
         root,
+        sys: SysRoot::new(&paths.sys),
         paths,
         in_use: None,
         paths_seen: BTreeMap::new(),
@@ -98,17 +90,19 @@ pub(super) fn scan(configuration: &NodeConfiguration, paths: &HostPaths) -> Scan
         scan: Scan::default(),
     };
     for kind in &configuration.kinds {
-        for pattern in &kind.paths {
-            for path in search.matches(kind, pattern) {
-                search.take(kind, pattern, path);
-            }
+        match &kind.source {
+            Source::Paths(patterns) => search.paths(kind, patterns),
+            Source::Groups(groups) => search.groups(kind, groups),
+            Source::Usb(usb) => search.usb(kind, usb),
+            Source::Pci(pci) => search.pci(kind, pci),
         }
     }
     search.scan
 }
 
-struct Searching<'a> {
-    root: DevRoot,
+pub(super) struct Searching<'a> {
+    pub(super) root: DevRoot,
+    pub(super) sys: Option<SysRoot>,
     paths: &'a HostPaths,
     /// Looked up for the first block device; an error is one for all of them.
     in_use: Option<Result<BTreeSet<(u32, u32)>, String>>,
@@ -116,121 +110,174 @@ struct Searching<'a> {
     paths_seen: BTreeMap<String, String>,
     /// The path that each device was taken by.
     numbers_seen: BTreeMap<Numbers, String>,
-    scan: Scan,
+    pub(super) scan: Scan,
+}
+
+/// Why a draft is not taken.
+pub(super) struct Refused {
+    why: String,
+    problem: bool,
+}
+
+impl Refused {
+    pub(super) fn problem(why: impl Into<String>) -> Self {
+        Self {
+            why: why.into(),
+            problem: true,
+        }
+    }
+
+    pub(super) fn quiet(why: impl Into<String>) -> Self {
+        Self {
+            why: why.into(),
+            problem: false,
+        }
+    }
 }
 
 impl Searching<'_> {
-    /// The paths that match, relative to the root, in the order of their names.
-    fn matches(&mut self, kind: &DeviceKind, pattern: &PathPattern) -> Vec<String> {
-        let mut level = vec![String::new()];
-        let parts: Vec<&str> = pattern.relative().split('/').collect();
-        for (depth, part) in parts.iter().enumerate() {
-            let mut next = Vec::new();
-            for parent in level {
-                let directory = self.root.path().join(&parent);
-                if depth > 0 && !self.may_enter(kind, &parent, &directory) {
-                    continue;
-                }
-                let names = names_in(&directory, part);
-                self.scan.directories.insert(directory);
-                next.extend(names.into_iter().map(|name| {
-                    if depth == 0 {
-                        name
-                    } else {
-                        format!("{parent}/{name}")
+    /// Takes a draft for a device, or notes why not.
+    pub(super) fn take(&mut self, kind: &DeviceKind, draft: Draft) {
+        let shown = draft.shown.clone();
+        match self.judge(kind, draft) {
+            Ok((name, found)) => {
+                for node in &found.nodes {
+                    self.paths_seen.insert(node.path.clone(), kind.name.clone());
+                    if node.own {
+                        self.numbers_seen.insert(node.node.numbers, node.path.clone());
                     }
-                }));
-            }
-            level = next;
-        }
-        level
-    }
-
-    /// Whether a match in the middle of a pattern is a directory inside of the root.
-    fn may_enter(&mut self, kind: &DeviceKind, relative: &str, directory: &Path) -> bool {
-        match self.root.resolve(directory) {
-            Ok(real) => real.is_dir(),
-            Err(NodeError::Outside(target)) => {
-                self.problem(kind, relative, NodeError::Outside(target).to_string());
-                false
-            }
-            Err(_) => false,
-        }
-    }
-
-    fn take(&mut self, kind: &DeviceKind, pattern: &PathPattern, path: String) {
-        match self.judge(kind, pattern, &path) {
-            Ok(Some(node)) => {
-                let name = device_name(&path);
-                self.paths_seen.insert(path.clone(), kind.name.clone());
-                self.numbers_seen.insert(node.numbers, path.clone());
-                let found = Found {
+                }
+                self.note(Candidate {
                     kind: kind.name.clone(),
-                    mode: kind.doors.mode_of(&name),
-                    shares: kind.doors.shown_shares(),
-                    permissions: kind.permissions.clone(),
-                    path,
-                    node,
-                };
+                    candidate: shown,
+                    device: Some(name.clone()),
+                    why: String::new(),
+                    problem: false,
+                });
                 self.scan.found.insert(name, found);
             }
-            Ok(None) => {}
-            Err(what) => self.problem(kind, &path, what),
+            Err(refused) => self.refuse(kind, shown, refused),
         }
     }
 
-    /// The device, or nothing if there is nothing to be said, or why it is not handed out.
-    fn judge(
-        &mut self,
-        kind: &DeviceKind,
-        pattern: &PathPattern,
-        path: &str,
-    ) -> Result<Option<Node>, String> {
-        if let Some(first) = self.paths_seen.get(path) {
-            return if *first == kind.name {
-                Ok(None)
-            } else {
-                Err(format!(
-                    "belongs to kind {first:?}, which stands first in the configuration"
-                ))
-            };
+    /// Notes why something is not taken.
+    pub(super) fn refuse(&mut self, kind: &DeviceKind, candidate: String, refused: Refused) {
+        let Refused { why, problem } = refused;
+        self.note(Candidate {
+            kind: kind.name.clone(),
+            candidate,
+            device: None,
+            why,
+            problem,
+        });
+    }
+
+    fn note(&mut self, candidate: Candidate) {
+        if candidate.problem {
+            self.scan.problems += 1;
+            if self.scan.problems > PROBLEMS_MAX {
+                return;
+            }
         }
-        if path.len() + "/dev/".len() > PATH_MAX || path.chars().any(char::is_control) {
-            return Err(format!(
-                "its path has more than {PATH_MAX} bytes or a control character"
-            ));
+        if self.scan.candidates.len() < CANDIDATES_MAX {
+            self.scan.candidates.push(candidate);
         }
-        let node = match self.root.look(path) {
-            Ok(node) => node,
-            // A pattern that matches directories and files besides devices is nobody's fault.
-            Err(NodeError::NoDevice) if !pattern.is_literal() => return Ok(None),
-            Err(error) => return Err(error.to_string()),
-        };
-        if let Some(first) = self.numbers_seen.get(&node.numbers) {
-            return Err(format!("is the same device as /dev/{first} ({})", node.numbers));
+    }
+
+    fn judge(&mut self, kind: &DeviceKind, draft: Draft) -> Result<(String, Found), Refused> {
+        let name = device_name(&draft.identity);
+        let mut nodes = Vec::new();
+        for member in &draft.members {
+            let node = self.look(kind, member, draft.literal)?;
+            nodes.push((member, node));
         }
-        if !pattern.is_literal() {
-            self.refuse_dangerous(node.numbers)?;
-        }
-        if self.scan.found.contains_key(&device_name(path)) {
-            return Err(format!(
-                "its name {:?} is taken by another device",
-                device_name(path)
-            ));
+        if self.scan.found.contains_key(&name) {
+            return Err(Refused::problem(format!(
+                "its name {name:?} is taken by another device"
+            )));
         }
         if self.scan.found.len() >= DEVICES_MAX {
-            return Err(format!(
+            return Err(Refused::problem(format!(
                 "this node has {DEVICES_MAX} devices already, more are not handed out"
-            ));
+            )));
         }
-        Ok(Some(node))
+        let nodes = place(kind, &name, draft.key.as_deref(), nodes)?;
+        let mut attributes = draft.attributes;
+        let mut sysfs = draft.sysfs;
+        if let Some(first) = nodes.first() {
+            if sysfs.is_none()
+                && let Some(sys) = &self.sys
+                && let Some(directory) = sys.directory_of(first.node.numbers)
+            {
+                sys.describe(&directory, &mut attributes);
+                sysfs = Some(directory);
+            }
+            let host: Vec<&str> = nodes.iter().map(|node| node.node.host_path.as_str()).collect();
+            attributes
+                .text("path", Some(&format!("/dev/{}", first.path)))
+                .text("nodes", Some(&host.join(",")))
+                .int("major", Some(first.node.numbers.major.into()))
+                .int("minor", Some(first.node.numbers.minor.into()));
+        }
+        let found = Found::new(kind, &name, nodes, attributes.finish(), sysfs);
+        Ok((name, found))
+    }
+
+    /// Looks at one node, and refuses what is another's or dangerous.
+    fn look(&mut self, kind: &DeviceKind, member: &Member, literal: bool) -> Result<Node, Refused> {
+        let path = &member.path;
+        if member.own
+            && let Some(first) = self.paths_seen.get(path)
+        {
+            return Err(if *first == kind.name {
+                Refused::quiet(format!(
+                    "/dev/{path} belongs to another device of this kind already"
+                ))
+            } else {
+                Refused::problem(format!(
+                    "/dev/{path} belongs to kind {first:?}, which stands first in the configuration"
+                ))
+            });
+        }
+        if path.len() + "/dev/".len() > PATH_MAX || path.chars().any(char::is_control) {
+            return Err(Refused::problem(format!(
+                "its path has more than {PATH_MAX} bytes or a control character"
+            )));
+        }
+        let node = self.root.look(path).map_err(|error| Refused {
+            why: error.to_string(),
+            // A pattern that matches directories and files besides devices is nobody's fault.
+            problem: literal || !matches!(error, NodeError::NoDevice),
+        })?;
+        if let Some(expected) = member.expected
+            && expected != node.numbers
+        {
+            return Err(Refused::problem(format!(
+                "/dev/{path} is {}, but sysfs says {expected}; it has just changed, or this /dev is not this /sys's",
+                node.numbers
+            )));
+        }
+        if member.own
+            && let Some(first) = self.numbers_seen.get(&node.numbers)
+        {
+            return Err(Refused::problem(format!(
+                "is the same device as /dev/{first} ({})",
+                node.numbers
+            )));
+        }
+        if !kind.dangerous_paths.contains(path.as_str()) {
+            self.refuse_dangerous(path, node.numbers)?;
+        }
+        Ok(node)
     }
 
     /// Refuses what would hand out the machine itself.
-    fn refuse_dangerous(&mut self, numbers: Numbers) -> Result<(), String> {
-        let remedy = "name it in the configuration without a wildcard if it is meant";
+    fn refuse_dangerous(&mut self, path: &str, numbers: Numbers) -> Result<(), Refused> {
+        let remedy = format!("put \"/dev/{path}\" into dangerousPaths of the kind if it is meant");
         if numbers.is_memory() {
-            return Err(format!("is the machine's own memory or ports; {remedy}"));
+            return Err(Refused::problem(format!(
+                "is the machine's own memory or ports; {remedy}"
+            )));
         }
         if numbers.kind == NodeKind::Character {
             return Ok(());
@@ -239,46 +286,50 @@ impl Searching<'_> {
             .in_use
             .get_or_insert_with(|| in_use(self.paths).map_err(|error| error.to_string()))
         {
-            Ok(used) if used.contains(&(numbers.major, numbers.minor)) => {
-                Err(format!("is mounted, or something on it is; {remedy}"))
-            }
+            Ok(used) if used.contains(&(numbers.major, numbers.minor)) => Err(Refused::problem(format!(
+                "is mounted, or something on it is; {remedy}"
+            ))),
             Ok(_) => Ok(()),
-            Err(error) => Err(format!(
+            Err(error) => Err(Refused::problem(format!(
                 "whether it is mounted cannot be seen ({error}); {remedy}"
-            )),
-        }
-    }
-
-    fn problem(&mut self, kind: &DeviceKind, path: &str, what: String) {
-        if self.scan.problems.len() < PROBLEMS_MAX {
-            self.scan.problems.insert(Problem {
-                path: format!("/dev/{path}"),
-                kind: kind.name.clone(),
-                what,
-            });
+            ))),
         }
     }
 }
 
-/// The names in a directory that match one part of a pattern, sorted. Names that are not UTF-8 never match: nothing that
-/// they would have to go through (JSON, protobuf) can carry them.
-fn names_in(directory: &Path, part: &str) -> Vec<String> {
-    if !part.contains(['*', '?', '[']) {
-        let exists = directory.join(part).symlink_metadata().is_ok();
-        return if exists { vec![part.to_owned()] } else { Vec::new() };
+/// Decides where a container sees each node.
+fn place(
+    kind: &DeviceKind,
+    device: &str,
+    key: Option<&str>,
+    nodes: Vec<(&Member, Node)>,
+) -> Result<Vec<FoundNode>, Refused> {
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut taken: BTreeMap<String, String> = BTreeMap::new();
+    let mut placed = Vec::new();
+    for (member, node) in nodes {
+        let number = counts.entry(&member.entry).or_default();
+        let container_path = match kind.container_paths.get(&member.entry) {
+            None => format!("/dev/{}", member.path),
+            Some(template) => template
+                .replace("{device}", device)
+                .replace("{key}", key.unwrap_or_default())
+                .replace("{n}", &number.to_string()),
+        };
+        *number += 1;
+        if let Some(other) = taken.insert(container_path.clone(), member.path.clone()) {
+            return Err(Refused::problem(format!(
+                "/dev/{other} and /dev/{} would both be {container_path} in a container; write {{n}} into containerPaths",
+                member.path
+            )));
+        }
+        placed.push(FoundNode {
+            path: member.path.clone(),
+            container_path,
+            permissions: kind.permissions.clone(),
+            own: member.own,
+            node,
+        });
     }
-    let Ok(pattern) = Pattern::new(part) else {
-        return Vec::new();
-    };
-    let mut names: Vec<String> = std::fs::read_dir(directory)
-        .map(|entries| {
-            entries
-                .flatten()
-                .filter_map(|entry| entry.file_name().into_string().ok())
-                .collect()
-        })
-        .unwrap_or_default();
-    names.retain(|name| pattern.matches_with(name, MATCH));
-    names.sort_unstable();
-    names
+    Ok(placed)
 }

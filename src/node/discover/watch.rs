@@ -2,18 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
-use std::time::Duration;
 
 use futures::{FutureExt, StreamExt};
 use inotify::{EventStream, Inotify, WatchDescriptor, WatchMask};
-use tokio::time::sleep;
 use tracing::warn;
 
-/// How often a search is made although nothing seems to have changed: what inotify cannot tell (a mount over a
-/// directory, a queue that ran over) is found then.
-const RESCAN: Duration = Duration::from_secs(60);
-/// How long changes are gathered before a search: a device that is plugged in makes several.
-const GATHER: Duration = Duration::from_millis(100);
 /// Room for some events with the longest of names, in bytes.
 const BUFFER: usize = 4096;
 
@@ -30,7 +23,7 @@ impl DirectoryWatches {
     pub(super) fn new() -> Self {
         let events = Inotify::init().and_then(|inotify| inotify.into_event_stream([0; BUFFER]));
         if let Err(error) = &events {
-            warn!(%error, "directories cannot be watched; devices are searched for every {} s only", RESCAN.as_secs());
+            warn!(%error, "directories cannot be watched; the kernel's messages and the search now and then are left");
         }
         Self {
             events: events.ok(),
@@ -70,7 +63,7 @@ impl DirectoryWatches {
                 Err(error) => {
                     self.watched.remove(path);
                     if self.refused.insert(path.clone()) {
-                        warn!(path = %path.display(), %error, "cannot be watched; it is searched every {} s only", RESCAN.as_secs());
+                        warn!(path = %path.display(), %error, "cannot be watched; it is searched now and then only");
                     }
                 }
             }
@@ -78,20 +71,20 @@ impl DirectoryWatches {
         added
     }
 
-    /// Waits until something may have changed, or until it is time to look anyway.
+    /// Waits until something in a directory may have changed.
     pub(super) async fn changed(&mut self) {
         let Some(events) = &mut self.events else {
-            return sleep(RESCAN).await;
+            return std::future::pending().await;
         };
-        tokio::select! {
-            event = events.next() => {
-                if !matches!(event, Some(Ok(_))) {
-                    warn!("events of directories were lost");
-                }
-            }
-            () = sleep(RESCAN) => return,
+        if !matches!(events.next().await, Some(Ok(_))) {
+            warn!("events of directories were lost");
         }
-        sleep(GATHER).await;
-        while let Some(Some(Ok(_))) = events.next().now_or_never() {}
+    }
+
+    /// Forgets what has happened up to now.
+    pub(super) fn drain(&mut self) {
+        if let Some(events) = &mut self.events {
+            while let Some(Some(Ok(_))) = events.next().now_or_never() {}
+        }
     }
 }

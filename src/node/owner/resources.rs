@@ -224,7 +224,7 @@ impl<D: NodeDriver> Owner<D> {
         match self.look().await {
             Ok(()) => self.complained = false,
             Err(problem) if self.complained => {
-                debug!("kubelet still does not show its containers: {problem}")
+                debug!("kubelet still does not show its containers: {problem}");
             }
             Err(problem) => {
                 self.complained = true;

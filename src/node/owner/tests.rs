@@ -284,12 +284,12 @@ async fn until_offered(life: &Life, wanted: &str) {
             .collect::<Vec<_>>()
             .join(" ")
     };
-    let waited = tokio::time::timeout(
+    let result = tokio::time::timeout(
         Duration::from_secs(20),
         devices.wait_for(|devices| shown(devices) == wanted),
     )
     .await;
-    assert!(waited.is_ok(), "not {wanted:?}");
+    assert!(result.is_ok(), "not {wanted:?}");
 }
 
 fn nothing_announced() -> Announced {

@@ -31,14 +31,13 @@ impl CdiDirectory {
             let Some(rest) = name.to_str().and_then(|name| name.strip_prefix(&prefix)) else {
                 continue;
             };
-            let kept = rest
-                .strip_suffix(".json")
-                .is_some_and(|device| devices.contains(device));
-            let ours = rest
-                .strip_suffix(files::TEMPORARY)
-                .unwrap_or(rest)
-                .ends_with(".json");
-            if ours && !kept {
+            let (file, half_written) = match rest.strip_suffix(files::TEMPORARY) {
+                Some(file) => (file, true),
+                None => (rest, false),
+            };
+            if let Some(device) = file.strip_suffix(".json")
+                && (half_written || !devices.contains(device))
+            {
                 files::remove(&entry.path())?;
             }
         }

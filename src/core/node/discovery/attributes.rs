@@ -1,0 +1,246 @@
+//! What is told of a device, by qualified name, in the shape of `resource.k8s.io/v1`.
+//!
+//! Names of our own are below `drayman.dev`; for the two that Kubernetes has standardised, its own names are used
+//! (`k8s.io/dynamic-resource-allocation/deviceattribute`).
+
+use std::collections::BTreeMap;
+
+use super::pci::PciFacts;
+use super::usb::UsbFacts;
+use crate::api::crd::{AttributeValue, Device, GROUP, INVENTORY_ATTRIBUTES_MAX, TEXT_MAX};
+
+/// The NUMA node that a device is near to.
+pub const NUMA_NODE: &str = "drayman.dev/numaNode";
+
+/// Names without their domain, the most important first: what comes last is left out first where a node has more than an
+/// inventory takes. What is not in the list comes after everything that is.
+const IMPORTANCE: [&str; 17] = [
+    "path",
+    "nodes",
+    "vendor",
+    "product",
+    "serial",
+    "numaNode",
+    "driver",
+    "model",
+    "port",
+    "class",
+    "pciBusID",
+    "linkSpeed",
+    "linkWidth",
+    "pcieRoot",
+    "manufacturer",
+    "major",
+    "minor",
+];
+
+/// Attributes that grow one by one.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Attributes(BTreeMap<String, AttributeValue>);
+
+impl Attributes {
+    /// Adds a text. What an inventory cannot hold is cut or left out: no device is worth less for a strange name.
+    pub fn text(&mut self, name: &str, value: Option<&str>) -> &mut Self {
+        let value: String = value
+            .unwrap_or_default()
+            .chars()
+            .filter(|character| !character.is_control())
+            .take(TEXT_MAX)
+            .collect();
+        let value = value.trim();
+        if !value.is_empty() {
+            self.0.insert(qualified(name), AttributeValue::string(value));
+        }
+        self
+    }
+
+    /// Adds a number.
+    pub fn int(&mut self, name: &str, value: Option<i64>) -> &mut Self {
+        if let Some(value) = value {
+            self.0.insert(qualified(name), AttributeValue::int(value));
+        }
+        self
+    }
+
+    /// Adds what a USB device tells.
+    pub fn usb(&mut self, facts: &UsbFacts) -> &mut Self {
+        self.text("bus", Some("usb"))
+            .text("vendor", Some(&format!("{:04x}", facts.vendor)))
+            .text("product", Some(&format!("{:04x}", facts.product)))
+            .text("serial", facts.serial.as_deref())
+            .text("manufacturer", facts.manufacturer.as_deref())
+            .text("model", facts.model.as_deref())
+            .text("port", facts.port().as_deref())
+            .int("linkSpeed", facts.speed)
+    }
+
+    /// Adds what a PCI function tells.
+    pub fn pci(&mut self, facts: &PciFacts) -> &mut Self {
+        self.text("bus", Some("pci"))
+            .text("vendor", Some(&format!("{:04x}", facts.vendor)))
+            .text("product", Some(&format!("{:04x}", facts.device)))
+            .text("class", Some(&format!("{:06x}", facts.class)))
+            .text("driver", facts.driver.as_deref())
+            .text("resource.kubernetes.io/pciBusID", Some(&facts.address))
+            .text("resource.kubernetes.io/pcieRoot", facts.root.as_deref())
+            .int("numaNode", facts.numa_node)
+            .int("linkSpeed", facts.link_speed.as_deref().and_then(megatransfers))
+            .int("linkWidth", facts.link_width)
+    }
+
+    /// All of them, by qualified name.
+    pub fn finish(self) -> BTreeMap<String, AttributeValue> {
+        self.0
+    }
+}
+
+fn qualified(name: &str) -> String {
+    if name.contains('/') {
+        name.to_owned()
+    } else {
+        format!("{GROUP}/{name}")
+    }
+}
+
+/// `8.0 GT/s PCIe` in millions of transfers per second and lane, so that links can be compared; for USB the same attribute
+/// has Mbit/s.
+fn megatransfers(speed: &str) -> Option<i64> {
+    let (whole, rest) = speed.split_once(' ')?;
+    if !rest.starts_with("GT/s") {
+        return None;
+    }
+    let (whole, tenths) = whole.split_once('.').unwrap_or((whole, "0"));
+    let whole: i64 = whole.parse().ok()?;
+    let tenths: i64 = tenths.get(..1)?.parse().ok()?;
+    whole.checked_mul(1000)?.checked_add(tenths * 100)
+}
+
+/// The NUMA nodes of a device, as kubelet is told them.
+pub fn numa_nodes(device: &Device) -> Vec<i64> {
+    let node = device.attributes.get(NUMA_NODE).and_then(|value| value.int);
+    node.into_iter().filter(|node| *node >= 0).collect()
+}
+
+/// Leaves out attributes, of all devices the same, until an inventory can hold the rest; answers with the names.
+pub fn fit(devices: &mut [Device]) -> Vec<String> {
+    let mut dropped = Vec::new();
+    loop {
+        let total: usize = devices.iter().map(|device| device.attributes.len()).sum();
+        if total <= INVENTORY_ATTRIBUTES_MAX {
+            return dropped;
+        }
+        let names = devices.iter().flat_map(|device| device.attributes.keys());
+        let Some(last) = names
+            .max_by_key(|name| (importance(name), (*name).clone()))
+            .cloned()
+        else {
+            return dropped;
+        };
+        for device in devices.iter_mut() {
+            device.attributes.remove(&last);
+        }
+        dropped.push(last);
+    }
+}
+
+fn importance(name: &str) -> usize {
+    let bare = name.rsplit('/').next().unwrap_or(name);
+    IMPORTANCE
+        .iter()
+        .position(|known| *known == bare)
+        .unwrap_or(IMPORTANCE.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::crd::{ATTRIBUTES_MAX, DEVICES_MAX};
+
+    #[test]
+    fn a_pci_function_is_described_as_kubernetes_does() {
+        let mut attributes = Attributes::default();
+        attributes.pci(&PciFacts {
+            address: "0000:65:00.0".into(),
+            vendor: 0x10de,
+            device: 0x1eb8,
+            class: 0x03_0200,
+            driver: Some("vfio-pci".into()),
+            numa_node: Some(1),
+            link_speed: Some("8.0 GT/s PCIe".into()),
+            link_width: Some(16),
+            root: Some("pci0000:64".into()),
+            ..PciFacts::default()
+        });
+        let all = attributes.finish();
+        assert_eq!(
+            all["resource.kubernetes.io/pciBusID"].string.as_deref(),
+            Some("0000:65:00.0")
+        );
+        assert_eq!(
+            all["resource.kubernetes.io/pcieRoot"].string.as_deref(),
+            Some("pci0000:64")
+        );
+        assert_eq!(all["drayman.dev/numaNode"].int, Some(1));
+        assert_eq!(all["drayman.dev/linkSpeed"].int, Some(8000));
+        assert_eq!(all["drayman.dev/class"].string.as_deref(), Some("030200"));
+        assert!(all.len() <= ATTRIBUTES_MAX);
+    }
+
+    #[test]
+    fn what_a_device_says_of_itself_is_made_fit() {
+        let mut attributes = Attributes::default();
+        attributes
+            .text("model", Some(&format!("a\u{7}b\n{}", "x".repeat(1000))))
+            .text("serial", Some("  \n"))
+            .text("driver", None)
+            .int("numaNode", None);
+        let all = attributes.finish();
+        assert_eq!(all.len(), 1);
+        let model = all["drayman.dev/model"].string.clone().unwrap();
+        assert!(model.starts_with("abx") && model.len() == TEXT_MAX);
+    }
+
+    #[test]
+    fn link_speeds_are_numbers() {
+        for (text, number) in [
+            ("2.5 GT/s PCIe", Some(2500)),
+            ("16.0 GT/s PCIe", Some(16000)),
+            ("Unknown", None),
+            ("x GT/s", None),
+        ] {
+            assert_eq!(megatransfers(text), number, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_most_important_is_left_where_not_everything_fits() {
+        let attributes = |count: usize| {
+            let names = ["path", "vendor", "minor", "strange"];
+            names[..count]
+                .iter()
+                .map(|name| (qualified(name), AttributeValue::int(1)))
+                .collect()
+        };
+        let device = |index: usize| Device {
+            name: format!("d{index}"),
+            attributes: attributes(4),
+            ..Device::default()
+        };
+        let mut few: Vec<Device> = (0..10).map(device).collect();
+        assert_eq!(fit(&mut few), Vec::<String>::new());
+        let mut many: Vec<Device> = (0..DEVICES_MAX).map(device).collect();
+        assert_eq!(fit(&mut many), ["drayman.dev/strange", "drayman.dev/minor"]);
+        assert!(many.iter().all(|device| device.attributes == attributes(2)));
+    }
+
+    #[test]
+    fn kubelet_is_told_a_numa_node_only_where_one_is_known() {
+        let device = |node| Device {
+            attributes: BTreeMap::from([(NUMA_NODE.to_owned(), AttributeValue::int(node))]),
+            ..Device::default()
+        };
+        assert_eq!(numa_nodes(&device(1)), [1]);
+        assert_eq!(numa_nodes(&device(-1)), Vec::<i64>::new());
+        assert_eq!(numa_nodes(&Device::default()), Vec::<i64>::new());
+    }
+}

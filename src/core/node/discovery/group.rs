@@ -1,0 +1,201 @@
+//! Device nodes that belong together and are handed out as one device.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// One path that a pattern of a group matched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Matched {
+    /// The pattern, as the operator wrote it.
+    pub pattern: String,
+    /// What `{key}` stood for; absent if the pattern has none.
+    pub key: Option<String>,
+    /// The path, relative to `/dev`.
+    pub path: String,
+}
+
+/// What the patterns of a group matched.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Matches {
+    /// One list for each pattern, in the order of the configuration: without a match, there is no device.
+    pub required: Vec<(String, Vec<Matched>)>,
+    /// Goes along if it is there.
+    pub optional: Vec<Matched>,
+    /// Goes along with every device of the group, and belongs to none.
+    pub shared: Vec<Matched>,
+}
+
+/// Nodes that make one device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// What `{key}` stands for; absent if the group has no key and is one device.
+    pub key: Option<String>,
+    /// The nodes of this device alone; the first is that by which the device is known. Never empty.
+    pub own: Vec<Matched>,
+    /// The nodes that it has in common with others.
+    pub shared: Vec<Matched>,
+}
+
+/// Puts together what belongs together: one group for each value of the key, in order.
+///
+/// A pattern without a key, in a group that has one, belongs to each value of it. What is missing from a group that is not
+/// complete comes as the error, with the key.
+pub fn assemble(matches: &Matches) -> Vec<Result<Group, (Option<String>, String)>> {
+    let all = || {
+        let required = matches.required.iter().flat_map(|(_, matched)| matched);
+        required.chain(&matches.optional)
+    };
+    let keys: BTreeSet<&String> = all().filter_map(|matched| matched.key.as_ref()).collect();
+    // A key that only optional nodes have is no device: they may be another's.
+    let keys = keys.into_iter().filter(|key| {
+        let mut required = matches.required.iter().flat_map(|(_, matched)| matched);
+        required.any(|matched| matched.key.as_ref() == Some(key))
+    });
+    let mut keys: Vec<Option<&String>> = keys.map(Some).collect();
+    let keyed = matches.required.iter().any(|(pattern, _)| pattern.contains(KEY));
+    if keys.is_empty() && !keyed {
+        keys.push(None);
+    }
+    let group = |key: Option<&String>| {
+        let belongs = |matched: &&Matched| matched.key.is_none() || matched.key.as_ref() == key;
+        let mut own: BTreeMap<&str, &Matched> = BTreeMap::new();
+        let mut ordered = Vec::new();
+        let mut missing = Vec::new();
+        for (pattern, matched) in &matches.required {
+            let before = ordered.len();
+            for matched in matched.iter().filter(belongs) {
+                if own.insert(&matched.path, matched).is_none() {
+                    ordered.push(matched.clone());
+                }
+            }
+            if ordered.len() == before && !matched.iter().any(|matched| belongs(&matched)) {
+                missing.push(key.map_or_else(|| pattern.clone(), |key| pattern.replace(KEY, key)));
+            }
+        }
+        if !missing.is_empty() {
+            return Err((
+                key.cloned(),
+                format!("it is not complete: there is no {}", missing.join(" and no ")),
+            ));
+        }
+        for matched in matches.optional.iter().filter(belongs) {
+            if own.insert(&matched.path, matched).is_none() {
+                ordered.push(matched.clone());
+            }
+        }
+        let shared = matches.shared.iter().filter(belongs);
+        Ok(Group {
+            key: key.cloned(),
+            own: ordered,
+            shared: shared
+                .filter(|matched| !own.contains_key(matched.path.as_str()))
+                .cloned()
+                .collect(),
+        })
+    };
+    keys.into_iter().map(group).collect()
+}
+
+/// What stands for the key in a pattern.
+pub const KEY: &str = "{key}";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn matched(pattern: &str, key: Option<&str>) -> Matched {
+        Matched {
+            pattern: pattern.into(),
+            key: key.map(Into::into),
+            path: key.map_or_else(|| pattern.to_owned(), |key| pattern.replace(KEY, key)),
+        }
+    }
+
+    fn required(pattern: &str, keys: &[&str]) -> (String, Vec<Matched>) {
+        (
+            pattern.into(),
+            keys.iter().map(|key| matched(pattern, Some(key))).collect(),
+        )
+    }
+
+    fn paths(group: &Group) -> Vec<&str> {
+        group.own.iter().map(|matched| matched.path.as_str()).collect()
+    }
+
+    #[test]
+    fn nodes_of_one_key_are_one_device_and_optional_ones_may_be_missing() {
+        let matches = Matches {
+            required: vec![
+                required("video{key}", &["0", "1"]),
+                required("media{key}", &["0", "1"]),
+            ],
+            optional: vec![matched("sub{key}", Some("1")), matched("sub{key}", Some("7"))],
+            shared: vec![matched("ctl", None)],
+        };
+        let groups: Vec<Group> = assemble(&matches).into_iter().map(Result::unwrap).collect();
+        assert_eq!(groups.len(), 2);
+        assert_eq!(paths(&groups[0]), ["video0", "media0"]);
+        assert_eq!(paths(&groups[1]), ["video1", "media1", "sub1"]);
+        assert!(groups.iter().all(|group| group.shared == [matched("ctl", None)]));
+    }
+
+    #[test]
+    fn a_group_that_is_not_complete_says_what_is_missing() {
+        let matches = Matches {
+            required: vec![
+                required("video{key}", &["0", "1"]),
+                required("media{key}", &["0"]),
+            ],
+            ..Matches::default()
+        };
+        let groups = assemble(&matches);
+        assert!(groups[0].is_ok());
+        assert_eq!(
+            groups[1],
+            Err((Some("1".into()), "it is not complete: there is no media1".into()))
+        );
+    }
+
+    #[test]
+    fn a_group_without_a_key_is_one_device() {
+        let matches = Matches {
+            required: vec![
+                ("a".into(), vec![matched("a", None)]),
+                ("b".into(), vec![matched("b", None)]),
+            ],
+            ..Matches::default()
+        };
+        let groups = assemble(&matches);
+        assert_eq!(paths(groups[0].as_ref().unwrap()), ["a", "b"]);
+        let matches = Matches {
+            required: vec![("a".into(), Vec::new())],
+            ..Matches::default()
+        };
+        assert_eq!(
+            assemble(&matches),
+            [Err((None, "it is not complete: there is no a".into()))]
+        );
+    }
+
+    #[test]
+    fn a_key_that_nothing_has_is_no_device_and_no_problem() {
+        let matches = Matches {
+            required: vec![("video{key}".into(), Vec::new())],
+            optional: vec![matched("sub{key}", Some("7"))],
+            ..Matches::default()
+        };
+        assert_eq!(assemble(&matches), []);
+    }
+
+    #[test]
+    fn a_node_that_two_patterns_match_is_there_once() {
+        let matches = Matches {
+            required: vec![("snd/control".into(), vec![matched("snd/control", None)])],
+            optional: vec![matched("snd/control", None), matched("snd/pcm", None)],
+            shared: vec![matched("snd/pcm", None)],
+        };
+        let groups = assemble(&matches);
+        let group = groups[0].as_ref().unwrap();
+        assert_eq!(paths(group), ["snd/control", "snd/pcm"]);
+        assert_eq!(group.shared, []);
+    }
+}

@@ -1,0 +1,212 @@
+//! Whether devices are well: what was observed becomes what is told, with hysteresis.
+//!
+//! One bad result makes a device unhealthy at once. To be healthy again it needs several good results in a row that lie some
+//! time apart, so that a loose contact is not offered each time it happens to touch. What a device was stays known for a
+//! while after it has vanished: to be away is no cure.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// How far apart good results must lie to count one by one. A burst of events causes many looks and proves nothing.
+pub const GOOD_SPACING: Duration = Duration::from_secs(4);
+/// How long it is remembered that a device which has vanished was unhealthy.
+pub const MEMORY: Duration = Duration::from_secs(60);
+
+/// The result of one look at a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Observation {
+    /// Nothing is wrong.
+    Good,
+    /// It must not be given to anybody; why, for a person.
+    Bad(String),
+}
+
+/// One look at one device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Look {
+    /// The result.
+    pub observation: Observation,
+    /// How many good results in a row make it healthy again, at least 1.
+    pub recover_after: u32,
+}
+
+/// What is known of the health of the devices of a node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HealthBook {
+    sick: BTreeMap<String, Sick>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Sick {
+    cause: String,
+    /// Good results in a row.
+    good: u32,
+    /// When the last of them was counted.
+    counted: Option<Duration>,
+    /// When the device was there last.
+    seen: Duration,
+    present: bool,
+}
+
+impl HealthBook {
+    /// Takes up the results of a look at every device that is there. `now` is the time since any fixed moment.
+    pub fn observe(&mut self, now: Duration, looks: &BTreeMap<String, Look>) {
+        for (name, look) in looks {
+            match (&look.observation, self.sick.get_mut(name)) {
+                (Observation::Good, None) => {}
+                (Observation::Good, Some(sick)) => {
+                    sick.seen = now;
+                    sick.present = true;
+                    let counts = sick
+                        .counted
+                        .is_none_or(|counted| now.saturating_sub(counted) >= GOOD_SPACING);
+                    if counts {
+                        sick.good += 1;
+                        sick.counted = Some(now);
+                    }
+                    if sick.good >= look.recover_after {
+                        self.sick.remove(name);
+                    }
+                }
+                (Observation::Bad(cause), sick) => {
+                    // The first cause of an illness is told as long as it lasts, unless the device says something else.
+                    let cause = cause.clone();
+                    let fresh = Sick {
+                        cause,
+                        good: 0,
+                        counted: None,
+                        seen: now,
+                        present: true,
+                    };
+                    match sick {
+                        Some(sick) => *sick = fresh,
+                        None => {
+                            self.sick.insert(name.clone(), fresh);
+                        }
+                    }
+                }
+            }
+        }
+        self.sick.retain(|name, sick| {
+            if !looks.contains_key(name) {
+                sick.present = false;
+                sick.good = 0;
+                sick.counted = None;
+            }
+            sick.present || now.saturating_sub(sick.seen) < MEMORY
+        });
+    }
+
+    /// Why a device must not be given to anybody; nothing if it is well.
+    pub fn cause(&self, device: &str) -> Option<&str> {
+        self.sick.get(device).map(|sick| sick.cause.as_str())
+    }
+
+    /// Whether a device that is there is unhealthy, so that it is worth looking again soon.
+    pub fn is_restless(&self) -> bool {
+        self.sick.values().any(|sick| sick.present)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn look(observation: Observation) -> BTreeMap<String, Look> {
+        let look = Look {
+            observation,
+            recover_after: 3,
+        };
+        BTreeMap::from([("x".to_owned(), look)])
+    }
+
+    fn bad(cause: &str) -> BTreeMap<String, Look> {
+        look(Observation::Bad(cause.into()))
+    }
+
+    fn good() -> BTreeMap<String, Look> {
+        look(Observation::Good)
+    }
+
+    fn at(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn a_device_is_unhealthy_at_once_and_healthy_again_after_several_good_results() {
+        let mut book = HealthBook::default();
+        book.observe(at(0), &good());
+        assert_eq!((book.cause("x"), book.is_restless()), (None, false));
+        book.observe(at(10), &bad("it smokes"));
+        assert_eq!((book.cause("x"), book.is_restless()), (Some("it smokes"), true));
+        for (second, healthy) in [(15, false), (20, false), (25, true)] {
+            book.observe(at(second), &good());
+            assert_eq!(book.cause("x").is_none(), healthy, "{second}");
+        }
+        assert!(!book.is_restless());
+    }
+
+    #[test]
+    fn a_burst_of_good_results_counts_once_and_a_bad_one_begins_anew() {
+        let mut book = HealthBook::default();
+        book.observe(at(0), &bad("it smokes"));
+        for _ in 0..10 {
+            book.observe(at(5), &good());
+        }
+        book.observe(at(10), &good());
+        assert!(book.cause("x").is_some());
+        book.observe(at(15), &bad("it burns"));
+        assert_eq!(book.cause("x"), Some("it burns"));
+        for second in [20, 25] {
+            book.observe(at(second), &good());
+        }
+        assert!(book.cause("x").is_some());
+        book.observe(at(30), &good());
+        assert_eq!(book.cause("x"), None);
+    }
+
+    #[test]
+    fn to_be_unplugged_for_a_moment_is_no_cure_and_to_be_away_for_long_is_a_new_start() {
+        let mut book = HealthBook::default();
+        book.observe(at(0), &bad("it smokes"));
+        book.observe(at(5), &good());
+        book.observe(at(10), &BTreeMap::new());
+        assert!(!book.is_restless(), "what is not there need not be looked at");
+        book.observe(at(15), &good());
+        assert_eq!(book.cause("x"), Some("it smokes"));
+        for second in [20, 25] {
+            book.observe(at(second), &good());
+        }
+        assert_eq!(book.cause("x"), None, "the good results before do not count");
+        book.observe(at(30), &bad("it smokes"));
+        book.observe(at(31), &BTreeMap::new());
+        book.observe(at(95), &BTreeMap::new());
+        book.observe(at(96), &good());
+        assert_eq!(book.cause("x"), None);
+    }
+
+    proptest! {
+        #[test]
+        fn a_device_is_never_healthy_before_its_good_results(results in proptest::collection::vec((0..3_u8, 0..10_u64), 1..60)) {
+            let mut book = HealthBook::default();
+            let (mut now, mut streak, mut sick) = (0, Vec::<u64>::new(), false);
+            for (result, pause) in results {
+                now += pause;
+                match result {
+                    0 => { book.observe(at(now), &bad("bad")); sick = true; streak.clear(); }
+                    1 => { book.observe(at(now), &good()); streak.push(now); }
+                    _ => { book.observe(at(now), &BTreeMap::new()); streak.clear(); }
+                }
+                if sick && book.cause("x").is_none() && result == 1 {
+                    let spread = streak.last().unwrap() - streak.first().unwrap();
+                    let forgotten = streak.len() < 3;
+                    prop_assert!(forgotten || spread >= 2 * GOOD_SPACING.as_secs());
+                    sick = false;
+                }
+                if result == 0 { prop_assert!(book.cause("x").is_some()); }
+            }
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! The kernel's messages of devices that come, go and change (`NETLINK_KOBJECT_UEVENT`).
+//!
+//! A message is `ACTION@DEVPATH` and then `KEY=VALUE`s, each ended by a zero byte (`lib/kobject_uevent.c` of the kernel).
+//! What udev sends on the same family begins with `libudev` and is not for us.
+
+use std::collections::BTreeMap;
+
+/// A message, at most, in bytes: the kernel's own buffer is 2 KiB and has a header before it.
+pub const MESSAGE_MAX: usize = 8 * 1024;
+
+/// What happened to a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Action {
+    /// It is there.
+    Add,
+    /// It is gone.
+    Remove,
+    /// Something about it is different.
+    Change,
+    /// A driver was bound to it.
+    Bind,
+    /// A driver was unbound from it.
+    Unbind,
+    /// Anything else: moved, online, offline, or what a newer kernel has.
+    Other,
+}
+
+/// One message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Uevent {
+    /// What happened.
+    pub action: Action,
+    /// The device, below `/sys`.
+    pub devpath: String,
+    /// The subsystem, `usb`, `tty`.
+    pub subsystem: Option<String>,
+    /// The device node, below `/dev`.
+    pub devname: Option<String>,
+    /// The kernel's number of the message: one more for each.
+    pub sequence: Option<u64>,
+}
+
+impl Uevent {
+    /// Whether the devices of the node can be others because of it. Much of what a busy machine says has nothing to do with
+    /// devices that are handed out: network interfaces, queues and control groups of the kernel itself.
+    pub fn concerns_devices(&self) -> bool {
+        const SUBSYSTEMS: [&str; 3] = ["usb", "pci", "vfio"];
+        self.devname.is_some()
+            || self
+                .subsystem
+                .as_deref()
+                .is_some_and(|subsystem| SUBSYSTEMS.contains(&subsystem))
+    }
+}
+
+/// Reads a message; nothing if it is not one of the kernel's.
+pub fn parse(message: &[u8]) -> Option<Uevent> {
+    if message.len() > MESSAGE_MAX {
+        return None;
+    }
+    let mut parts = message.split(|&byte| byte == 0);
+    let header = std::str::from_utf8(parts.next()?).ok()?;
+    let (header_action, header_path) = header.split_once('@')?;
+    let mut values: BTreeMap<&str, &str> = BTreeMap::new();
+    for part in parts {
+        // A value that is not UTF-8 is another device's name and no reason to lose the message.
+        if let Some((key, value)) = std::str::from_utf8(part)
+            .ok()
+            .and_then(|text| text.split_once('='))
+        {
+            values.entry(key).or_insert(value);
+        }
+    }
+    let action = action(values.get("ACTION").copied().unwrap_or(header_action));
+    let devpath = values.get("DEVPATH").copied().unwrap_or(header_path);
+    if !devpath.starts_with('/') || header_action.is_empty() {
+        return None;
+    }
+    let text = |key: &str| {
+        values
+            .get(key)
+            .filter(|value| !value.is_empty())
+            .map(|value| (*value).to_owned())
+    };
+    Some(Uevent {
+        action,
+        devpath: devpath.to_owned(),
+        subsystem: text("SUBSYSTEM"),
+        devname: text("DEVNAME"),
+        sequence: values.get("SEQNUM").and_then(|value| value.parse().ok()),
+    })
+}
+
+fn action(text: &str) -> Action {
+    match text {
+        "add" => Action::Add,
+        "remove" => Action::Remove,
+        "change" => Action::Change,
+        "bind" => Action::Bind,
+        "unbind" => Action::Unbind,
+        _ => Action::Other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const NULL: &[u8] = b"change@/devices/virtual/mem/null\0ACTION=change\0DEVPATH=/devices/virtual/mem/null\0SUBSYSTEM=mem\0\
+        SYNTH_UUID=0\0MAJOR=1\0MINOR=3\0DEVNAME=null\0DEVMODE=0666\0SEQNUM=6762\0";
+
+    #[test]
+    fn a_message_of_the_kernel_is_read() {
+        let event = parse(NULL).unwrap();
+        assert_eq!(
+            event,
+            Uevent {
+                action: Action::Change,
+                devpath: "/devices/virtual/mem/null".into(),
+                subsystem: Some("mem".into()),
+                devname: Some("null".into()),
+                sequence: Some(6762),
+            }
+        );
+        assert!(event.concerns_devices());
+    }
+
+    #[test]
+    fn a_driver_that_is_bound_concerns_devices_and_a_network_queue_does_not() {
+        let bind = b"bind@/devices/pci0000:00/0000:00:05.0\0ACTION=bind\0SUBSYSTEM=pci\0";
+        assert!(parse(bind).unwrap().concerns_devices());
+        let queue = b"add@/devices/virtual/net/veth1/queues/rx-0\0ACTION=add\0SUBSYSTEM=queues\0";
+        assert!(!parse(queue).unwrap().concerns_devices());
+    }
+
+    #[test]
+    fn what_is_not_a_message_of_the_kernel_is_left_alone() {
+        for message in [
+            &b""[..],
+            b"\0",
+            b"@",
+            b"add@",
+            b"add@relative\0",
+            b"@/devices/x\0",
+            b"libudev\0\xfe\xed\xca\xfe",
+            b"\xff@/x\0",
+        ] {
+            assert_eq!(parse(message), None, "{message:?}");
+        }
+        let long = [b"add@/devices/x\0".as_slice(), &vec![b'x'; MESSAGE_MAX]].concat();
+        assert_eq!(parse(&long), None);
+    }
+
+    #[test]
+    fn broken_values_cost_only_themselves() {
+        let event =
+            parse(b"add@/devices/x\0=\0NOTHING\0DEVNAME=\xff\0SEQNUM=many\0SUBSYSTEM=tty\0ACTION=teleport")
+                .unwrap();
+        assert_eq!(
+            (event.action, event.devname, event.sequence),
+            (Action::Other, None, None)
+        );
+        assert_eq!(event.subsystem.as_deref(), Some("tty"));
+    }
+
+    proptest! {
+        #[test]
+        fn no_message_makes_it_panic(message in proptest::collection::vec(any::<u8>(), 0..400)) {
+            let _ = parse(&message);
+        }
+
+        #[test]
+        fn no_cut_or_flipped_message_makes_it_panic(cut in 0..NULL.len(), at in 0..NULL.len(), bit in 0..8_u8) {
+            let mut message = NULL.to_vec();
+            message[at] ^= 1 << bit;
+            let _ = parse(&message[..cut]);
+        }
+    }
+}

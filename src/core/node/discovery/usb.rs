@@ -1,0 +1,307 @@
+//! USB devices: what is matched, and what identifies one.
+//!
+//! A device is what has a descriptor of its own (`1-1.4` in sysfs). Its interfaces (`1-1.4:1.0`) are parts of it, so a
+//! composite device is one device; a hub is taken only if the operator asks for hubs. Upstream: the kernel's
+//! `Documentation/ABI/testing/sysfs-bus-usb` and USB 2.0, section 9.6.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// `bDeviceClass` of a hub.
+const CLASS_HUB: u8 = 9;
+
+/// What sysfs tells of a USB device.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct UsbFacts {
+    /// The name in sysfs, `1-1.4`: bus, and the ports on the way. The number of the bus may be another after a boot.
+    pub sysfs_name: String,
+    /// What the bus hangs on, `pci-0000:00:14.0` or `platform-fe980000.usb`; absent if that cannot be seen.
+    pub controller: Option<String>,
+    /// The major version of the root hub: a controller has one bus for USB 2 and one for USB 3, with ports of the same numbers.
+    pub bus_version: u8,
+    /// `idVendor`.
+    pub vendor: u16,
+    /// `idProduct`.
+    pub product: u16,
+    /// `bDeviceClass`; 0 if each interface says its own.
+    pub class: u8,
+    /// The serial number, if the device has one.
+    pub serial: Option<String>,
+    /// The name of the vendor, as the device tells it.
+    pub manufacturer: Option<String>,
+    /// The name of the product, as the device tells it.
+    pub model: Option<String>,
+    /// The speed of the link in Mbit/s.
+    pub speed: Option<i64>,
+}
+
+impl UsbFacts {
+    /// Whether other devices are plugged into it.
+    pub fn is_hub(&self) -> bool {
+        self.class == CLASS_HUB
+    }
+
+    /// The port that the device is plugged into, the same after every boot: `pci-0000:00:14.0-usbv2-1.4`.
+    pub fn port(&self) -> Option<String> {
+        let (_, chain) = self.sysfs_name.split_once('-')?;
+        let controller = self.controller.as_deref()?;
+        Some(format!("{controller}-usbv{}-{chain}", self.bus_version))
+    }
+
+    /// A serial number that can identify the device: some have none, and some only blanks.
+    fn usable_serial(&self) -> Option<&str> {
+        self.serial
+            .as_deref()
+            .map(str::trim)
+            .filter(|serial| !serial.is_empty() && !serial.chars().any(char::is_control))
+    }
+}
+
+impl fmt::Display for UsbFacts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "USB device {} ({:04x}:{:04x}",
+            self.sysfs_name, self.vendor, self.product
+        )?;
+        if let Some(model) = &self.model {
+            write!(f, " {model}")?;
+        }
+        f.write_str(")")
+    }
+}
+
+/// What a device must be like. What is absent may be anything.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct UsbMatch {
+    /// The vendor's id.
+    pub vendor: Option<u16>,
+    /// The product's id.
+    pub product: Option<u16>,
+    /// The serial number, every character of it.
+    pub serial: Option<String>,
+    /// The port, as [`UsbFacts::port`] or as sysfs names the device.
+    pub port: Option<String>,
+}
+
+/// What makes the name of a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum UsbIdentity {
+    /// Vendor, product and serial number, wherever the device is plugged in; the port if it has no serial number.
+    #[default]
+    Serial,
+    /// The port, whatever is plugged into it.
+    Port,
+}
+
+/// Why a device does not match one description; follows the device in a sentence.
+fn mismatch(facts: &UsbFacts, wanted: &UsbMatch) -> Option<String> {
+    if let Some(vendor) = wanted.vendor.filter(|vendor| *vendor != facts.vendor) {
+        return Some(format!("its vendor is {:04x}, not {vendor:04x}", facts.vendor));
+    }
+    if let Some(product) = wanted.product.filter(|product| *product != facts.product) {
+        return Some(format!("its product is {:04x}, not {product:04x}", facts.product));
+    }
+    if let Some(serial) = &wanted.serial
+        && facts.serial.as_ref() != Some(serial)
+    {
+        return Some(match &facts.serial {
+            Some(other) => format!("its serial number is {other:?}, not {serial:?}"),
+            None => format!("it has no serial number, so it is not {serial:?}"),
+        });
+    }
+    let port = facts.port();
+    if let Some(wanted) = &wanted.port
+        && facts.sysfs_name != *wanted
+        && port.as_ref() != Some(wanted)
+    {
+        let port = port.unwrap_or_else(|| facts.sysfs_name.clone());
+        return Some(format!("its port is {port}, not {wanted}"));
+    }
+    None
+}
+
+/// Says why a device is not one of those described: nothing if it is.
+pub fn refuse(facts: &UsbFacts, wanted: &[UsbMatch], hubs: bool) -> Option<String> {
+    let mut problems = Vec::new();
+    for one in wanted {
+        match mismatch(facts, one) {
+            None if facts.is_hub() && !hubs => {
+                return Some("it is a hub; set hubs: true if hubs are meant".to_owned());
+            }
+            None => return None,
+            Some(problem) if problems.contains(&problem) => {}
+            Some(problem) => problems.push(problem),
+        }
+    }
+    Some(problems.join("; "))
+}
+
+/// What each device is identified by, in the order of the devices, or why nothing identifies it.
+///
+/// All devices of the machine are looked at: two with the same serial number (there are vendors who print the same on each)
+/// are none, because which of them has which name would change with the order in which they are plugged in.
+pub fn identities(devices: &[UsbFacts], identity: UsbIdentity) -> Vec<Result<String, String>> {
+    let key = |facts: &UsbFacts| {
+        let serial = facts.usable_serial()?;
+        Some(format!("usb-{:04x}-{:04x}-{serial}", facts.vendor, facts.product))
+    };
+    let mut twins: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+    for facts in devices {
+        if let Some(key) = key(facts) {
+            twins.entry(key).or_default().push(&facts.sysfs_name);
+        }
+    }
+    let by_port = |facts: &UsbFacts| {
+        facts
+            .port()
+            .map(|port| format!("usb-{port}"))
+            .ok_or_else(|| "the controller that its port belongs to cannot be seen in sysfs".to_owned())
+    };
+    let identify = |facts: &UsbFacts| match (identity, key(facts)) {
+        (UsbIdentity::Port, _) | (UsbIdentity::Serial, None) => by_port(facts),
+        (UsbIdentity::Serial, Some(key)) => match twins.get(&key).map(Vec::as_slice) {
+            Some([]) | Some([_]) | None => Ok(key),
+            Some(all) => Err(format!(
+                "{} have the same vendor, product and serial number, so nothing tells them apart but their ports; set identity: port",
+                all.join(" and ")
+            )),
+        },
+    };
+    devices.iter().map(identify).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn adapter() -> UsbFacts {
+        UsbFacts {
+            sysfs_name: "1-1.4".into(),
+            controller: Some("pci-0000:00:14.0".into()),
+            bus_version: 2,
+            vendor: 0x0403,
+            product: 0x6001,
+            serial: Some("A50285BI".into()),
+            ..UsbFacts::default()
+        }
+    }
+
+    fn wanted(vendor: u16, product: Option<u16>) -> UsbMatch {
+        UsbMatch {
+            vendor: Some(vendor),
+            product,
+            ..UsbMatch::default()
+        }
+    }
+
+    #[test]
+    fn a_device_that_fits_one_of_the_descriptions_is_taken_and_any_other_is_told_why_not() {
+        let all = [wanted(0x10c4, None), wanted(0x0403, Some(0x6001))];
+        assert_eq!(refuse(&adapter(), &all, false), None);
+        let other = UsbFacts {
+            product: 0x6010,
+            ..adapter()
+        };
+        assert_eq!(
+            refuse(&other, &all, false).unwrap(),
+            "its vendor is 0403, not 10c4; its product is 6010, not 6001"
+        );
+    }
+
+    #[test]
+    fn a_port_is_matched_by_its_lasting_name_and_by_that_of_sysfs() {
+        for (port, taken) in [
+            ("pci-0000:00:14.0-usbv2-1.4", true),
+            ("1-1.4", true),
+            ("1-1", false),
+            ("2-1.4", false),
+        ] {
+            let wanted = UsbMatch {
+                port: Some(port.into()),
+                ..UsbMatch::default()
+            };
+            assert_eq!(refuse(&adapter(), &[wanted], false).is_none(), taken, "{port}");
+        }
+    }
+
+    #[test]
+    fn a_hub_is_taken_only_if_hubs_are_asked_for() {
+        let hub = UsbFacts {
+            class: 9,
+            ..adapter()
+        };
+        let wanted = [wanted(0x0403, None)];
+        assert!(refuse(&hub, &wanted, false).unwrap().contains("hubs: true"));
+        assert_eq!(refuse(&hub, &wanted, true), None);
+    }
+
+    #[test]
+    fn a_serial_number_identifies_wherever_the_device_is_plugged_in() {
+        let moved = UsbFacts {
+            sysfs_name: "3-2".into(),
+            ..adapter()
+        };
+        for device in [adapter(), moved] {
+            assert_eq!(
+                identities(&[device], UsbIdentity::Serial),
+                [Ok("usb-0403-6001-A50285BI".into())]
+            );
+        }
+    }
+
+    #[test]
+    fn a_device_without_a_serial_number_is_its_port_whatever_number_the_bus_has() {
+        let first = UsbFacts {
+            serial: Some("  ".into()),
+            ..adapter()
+        };
+        let renumbered = UsbFacts {
+            sysfs_name: "7-1.4".into(),
+            serial: None,
+            ..adapter()
+        };
+        for device in [first, renumbered] {
+            assert_eq!(
+                identities(&[device], UsbIdentity::Serial),
+                [Ok("usb-pci-0000:00:14.0-usbv2-1.4".into())]
+            );
+        }
+        let usb3 = UsbFacts {
+            bus_version: 3,
+            ..adapter()
+        };
+        assert_ne!(
+            identities(&[usb3], UsbIdentity::Port),
+            identities(&[adapter()], UsbIdentity::Port)
+        );
+    }
+
+    #[test]
+    fn twins_are_told_apart_by_their_ports_or_not_at_all() {
+        let twin = UsbFacts {
+            sysfs_name: "1-2".into(),
+            ..adapter()
+        };
+        let both = [adapter(), twin];
+        for identity in identities(&both, UsbIdentity::Serial) {
+            let problem = identity.unwrap_err();
+            assert!(
+                problem.contains("1-1.4 and 1-2") && problem.contains("identity: port"),
+                "{problem}"
+            );
+        }
+        let ports = identities(&both, UsbIdentity::Port);
+        assert!(ports.iter().all(Result::is_ok) && ports[0] != ports[1]);
+    }
+
+    #[test]
+    fn a_device_whose_port_cannot_be_known_is_not_given_a_name_that_changes() {
+        let device = UsbFacts {
+            controller: None,
+            serial: None,
+            ..adapter()
+        };
+        assert!(identities(&[device], UsbIdentity::Serial)[0].is_err());
+    }
+}

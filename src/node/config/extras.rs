@@ -1,0 +1,297 @@
+//! What a container gets besides the device nodes, where it sees them, and how devices are probed: all of it from the
+//! operator alone.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Deserialize;
+use serde_saphyr::Spanned;
+
+use super::pattern::PathPattern;
+use super::source::Source;
+use super::{Refused, at, shown};
+use crate::core::node::injection::Mount;
+use crate::core::node::naming::ENVIRONMENT_PREFIX;
+
+/// Entries of one list or map, at most.
+const ENTRIES_MAX: usize = 32;
+/// Bytes of a path, at most.
+const PATH_MAX: usize = 256;
+/// Bytes of the value of a variable, at most.
+const VALUE_MAX: usize = 4096;
+/// How many good results in a row make a device healthy again, unless the kind says otherwise.
+const RECOVER_AFTER: u32 = 3;
+
+/// How the devices of a kind are probed. Nothing of it is a command.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Probe {
+    /// Open each node in this way.
+    pub open: Option<ProbeOpen>,
+    /// Read these files of the device in sysfs.
+    pub sysfs: Vec<ProbeSysfs>,
+    /// How many good results in a row make a device healthy again.
+    pub recover_after: u32,
+}
+
+impl Default for Probe {
+    fn default() -> Self {
+        Self {
+            open: None,
+            sysfs: Vec::new(),
+            recover_after: RECOVER_AFTER,
+        }
+    }
+}
+
+impl Probe {
+    /// Whether anything is looked at but that the device is there.
+    pub fn is_asked_for(&self) -> bool {
+        self.open.is_some() || !self.sysfs.is_empty()
+    }
+}
+
+/// How a node is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProbeOpen {
+    /// To read.
+    Read,
+    /// To write.
+    Write,
+    /// For both.
+    ReadWrite,
+}
+
+/// A file in sysfs and what it may say.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProbeSysfs {
+    /// Relative to the device's directory.
+    pub file: String,
+    /// What is good.
+    pub values: BTreeSet<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub(super) struct RawMount {
+    host_path: Spanned<String>,
+    #[serde(default)]
+    container_path: Option<Spanned<String>>,
+    #[serde(default)]
+    read_only: Option<bool>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub(super) struct RawHealth {
+    #[serde(default)]
+    open: Option<Spanned<String>>,
+    #[serde(default)]
+    sysfs: Option<Spanned<Vec<RawSysfs>>>,
+    #[serde(default)]
+    recover_after: Option<Spanned<u32>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct RawSysfs {
+    file: Spanned<String>,
+    #[serde(default)]
+    equals: Option<String>,
+    #[serde(default, rename = "in")]
+    one_of: Option<Vec<String>>,
+}
+
+/// The field `containerPaths`.
+pub(super) fn container_paths(
+    field: &str,
+    source: &Source,
+    raw: &Spanned<BTreeMap<String, Spanned<String>>>,
+) -> Result<BTreeMap<String, String>, Refused> {
+    let field = format!("{field}.containerPaths");
+    few(&field, raw, raw.value.len())?;
+    let entries = source.entries();
+    let mut all = BTreeMap::new();
+    for (entry, path) in &raw.value {
+        if !entries.contains(&entry.as_str()) {
+            let problem = format!(
+                "{field} names {entry:?}, which is not one of {}",
+                entries.join(", ")
+            );
+            return Err(at(path, problem));
+        }
+        let bare = ["{device}", "{key}", "{n}"]
+            .iter()
+            .fold(path.value.clone(), |text, placeholder| {
+                text.replace(placeholder, "0")
+            });
+        if let Some(problem) = path_problem(&bare) {
+            return Err(at(path, format!("{field} {} {problem}", shown(path))));
+        }
+        if !bare.starts_with("/dev/") || bare.contains(['{', '}']) {
+            let problem = format!(
+                "{field} {} must be below /dev/, with no other placeholder than {{device}}, {{key}} and {{n}}",
+                shown(path)
+            );
+            return Err(at(path, problem));
+        }
+        all.insert(entry.clone(), path.value.clone());
+    }
+    Ok(all)
+}
+
+/// The field `mounts`.
+pub(super) fn mounts(field: &str, raw: &Spanned<Vec<RawMount>>) -> Result<Vec<Mount>, Refused> {
+    few(&format!("{field}.mounts"), raw, raw.value.len())?;
+    let mut seen = BTreeSet::new();
+    let mut mounts = Vec::new();
+    for (index, raw) in raw.value.iter().enumerate() {
+        let field = format!("{field}.mounts[{index}]");
+        let container = raw.container_path.as_ref().unwrap_or(&raw.host_path);
+        for (name, path) in [("hostPath", &raw.host_path), ("containerPath", container)] {
+            if let Some(problem) = path_problem(&path.value) {
+                return Err(at(path, format!("{field}.{name} {} {problem}", shown(path))));
+            }
+        }
+        if !seen.insert(&container.value) {
+            let problem = format!(
+                "{field}.containerPath {} stands there already; each once",
+                shown(container)
+            );
+            return Err(at(container, problem));
+        }
+        mounts.push(Mount {
+            host_path: raw.host_path.value.clone(),
+            container_path: container.value.clone(),
+            read_only: raw.read_only.unwrap_or(true),
+        });
+    }
+    Ok(mounts)
+}
+
+/// The field `environment`.
+pub(super) fn environment(
+    field: &str,
+    raw: &Spanned<BTreeMap<String, Spanned<String>>>,
+) -> Result<BTreeMap<String, String>, Refused> {
+    let field = format!("{field}.environment");
+    few(&field, raw, raw.value.len())?;
+    let mut all = BTreeMap::new();
+    for (name, value) in &raw.value {
+        let shape = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
+        let begins = |byte: u8| byte.is_ascii_alphabetic() || byte == b'_';
+        let problem =
+            if !(name.bytes().all(shape) && name.bytes().next().is_some_and(begins)) || name.len() > 128 {
+                "must have letters, digits and _ only, no digit first, and at most 128 of them"
+            } else if name.starts_with(ENVIRONMENT_PREFIX) {
+                "begins as the variables that name devices do; choose another name"
+            } else if value.value.len() > VALUE_MAX || value.value.chars().any(char::is_control) {
+                "has a value of more than 4096 bytes, or with a control character"
+            } else {
+                all.insert(name.clone(), value.value.clone());
+                continue;
+            };
+        let name: String = name.chars().take(80).collect();
+        return Err(at(value, format!("{field}: {name:?} {problem}")));
+    }
+    Ok(all)
+}
+
+/// The field `dangerousPaths`.
+pub(super) fn dangerous_paths(
+    field: &str,
+    raw: &Spanned<Vec<Spanned<String>>>,
+) -> Result<BTreeSet<String>, Refused> {
+    let field = format!("{field}.dangerousPaths");
+    few(&field, raw, raw.value.len())?;
+    let mut all = BTreeSet::new();
+    for (index, raw) in raw.value.iter().enumerate() {
+        let refuse = |problem: String| at(raw, format!("{field}[{index}] {} {problem}", shown(raw)));
+        let pattern = PathPattern::parse(&raw.value).map_err(|error| refuse(error.to_string()))?;
+        if !pattern.is_literal() {
+            return Err(refuse(
+                "must be the very path of one device, without a wildcard".to_owned(),
+            ));
+        }
+        all.insert(pattern.relative().to_owned());
+    }
+    Ok(all)
+}
+
+/// The field `health`.
+pub(super) fn health(field: &str, raw: &RawHealth) -> Result<Probe, Refused> {
+    let field = format!("{field}.health");
+    let open = match &raw.open {
+        None => None,
+        Some(raw) => Some(match raw.value.as_str() {
+            "read" => ProbeOpen::Read,
+            "write" => ProbeOpen::Write,
+            "readWrite" => ProbeOpen::ReadWrite,
+            _ => {
+                let problem = format!("{field}.open {} must be read, write or readWrite", shown(raw));
+                return Err(at(raw, problem));
+            }
+        }),
+    };
+    let mut sysfs = Vec::new();
+    if let Some(raw) = &raw.sysfs {
+        few(&format!("{field}.sysfs"), raw, raw.value.len())?;
+        for (index, raw) in raw.value.iter().enumerate() {
+            let field = format!("{field}.sysfs[{index}]");
+            let file = &raw.file.value;
+            let outside = file.split('/').any(|part| matches!(part, "" | "." | ".."));
+            if outside || file.len() > PATH_MAX || file.chars().any(char::is_control) {
+                let problem = format!(
+                    "{field}.file {} must be a path below the device's directory in sysfs, for instance power/runtime_status",
+                    shown(&raw.file)
+                );
+                return Err(at(&raw.file, problem));
+            }
+            let values: BTreeSet<String> = match (&raw.equals, &raw.one_of) {
+                (Some(value), None) => BTreeSet::from([value.clone()]),
+                (None, Some(values)) if !values.is_empty() => values.iter().cloned().collect(),
+                _ => {
+                    let problem = format!("{field} needs either equals, or in with at least one value");
+                    return Err(at(&raw.file, problem));
+                }
+            };
+            sysfs.push(ProbeSysfs {
+                file: file.clone(),
+                values,
+            });
+        }
+    }
+    let recover_after = match &raw.recover_after {
+        None => RECOVER_AFTER,
+        Some(raw) if (1..=100).contains(&raw.value) => raw.value,
+        Some(raw) => {
+            let problem = format!("{field}.recoverAfter {} must be 1 to 100", raw.value);
+            return Err(at(raw, problem));
+        }
+    };
+    Ok(Probe {
+        open,
+        sysfs,
+        recover_after,
+    })
+}
+
+fn few<T>(field: &str, raw: &Spanned<T>, count: usize) -> Result<(), Refused> {
+    if count > ENTRIES_MAX {
+        return Err(at(
+            raw,
+            format!("{field} has {count} entries; at most {ENTRIES_MAX} are allowed"),
+        ));
+    }
+    Ok(())
+}
+
+/// What is wrong with an absolute path.
+fn path_problem(path: &str) -> Option<&'static str> {
+    let below = path.strip_prefix('/');
+    if below.is_none_or(|below| below.split('/').any(|part| matches!(part, "" | "." | ".."))) {
+        Some("must be absolute, without an empty part, \".\" or \"..\"")
+    } else if path.len() > PATH_MAX || path.chars().any(char::is_control) || path.contains([':', ',']) {
+        Some("must have at most 256 bytes, no control character, no colon and no comma")
+    } else {
+        None
+    }
+}

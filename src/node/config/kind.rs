@@ -1,0 +1,206 @@
+//! One kind of the file, with its source, its door and what goes along.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Deserialize;
+use serde_saphyr::Spanned;
+
+use super::door::RawDoors;
+use super::extras::{self, Probe};
+use super::preset::{PRESETS, Preset};
+use super::source::{self, Source};
+use super::{DeviceKind, Place, Refused, at, shown};
+use crate::core::node::naming::is_dns_label;
+
+/// How many may hold a device at once, at most.
+const SHARES_MAX: u32 = 1024;
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub(super) struct RawKind {
+    #[serde(default)]
+    pub(super) name: Option<Spanned<String>>,
+    #[serde(default)]
+    pub(super) preset: Option<Spanned<String>>,
+    #[serde(default)]
+    mode: Option<Spanned<String>>,
+    #[serde(default)]
+    pub(super) resource_name: Option<Spanned<String>>,
+    #[serde(default)]
+    extended_resource_devices: Option<Spanned<Vec<Spanned<String>>>>,
+    #[serde(default)]
+    cdi_devices: Option<Spanned<bool>>,
+    #[serde(default)]
+    pre_start_check: Option<Spanned<bool>>,
+    #[serde(default)]
+    paths: Option<Spanned<Vec<Spanned<String>>>>,
+    #[serde(default)]
+    groups: Option<Spanned<Vec<source::RawGroup>>>,
+    #[serde(default)]
+    usb: Option<Spanned<source::RawUsb>>,
+    #[serde(default)]
+    pci: Option<Spanned<source::RawPci>>,
+    #[serde(default)]
+    permissions: Option<Spanned<String>>,
+    #[serde(default)]
+    shares: Option<Spanned<u32>>,
+    #[serde(default)]
+    container_paths: Option<Spanned<BTreeMap<String, Spanned<String>>>>,
+    #[serde(default)]
+    mounts: Option<Spanned<Vec<extras::RawMount>>>,
+    #[serde(default)]
+    environment: Option<Spanned<BTreeMap<String, Spanned<String>>>>,
+    #[serde(default)]
+    dangerous_paths: Option<Spanned<Vec<Spanned<String>>>>,
+    #[serde(default)]
+    health: Option<extras::RawHealth>,
+}
+
+impl RawKind {
+    pub(super) fn check(self, field: &str, whole: Place) -> Result<DeviceKind, Refused> {
+        let preset = self
+            .preset
+            .as_ref()
+            .map(|raw| check_preset(field, raw))
+            .transpose()?;
+        let Some(name) = self.name.as_ref().or(self.preset.as_ref()) else {
+            return Err((
+                whole,
+                format!("{field}.name is missing; a kind needs a name, for instance camera"),
+            ));
+        };
+        if !is_dns_label(&name.value) {
+            return Err(at(
+                name,
+                format!(
+                    "{field}.name {} must be 1 to 63 of a-z, 0-9 and -, with a letter or digit at both ends",
+                    shown(name)
+                ),
+            ));
+        }
+        let permissions = self.permissions.as_ref().map_or_else(
+            || Ok(preset.map_or("rw", |preset| preset.permissions).to_owned()),
+            |raw| check_permissions(field, raw),
+        )?;
+        let source = self.source(field, whole, preset)?;
+        let shares = match &self.shares {
+            None => preset.and_then(|preset| preset.shares),
+            Some(raw) if (1..=SHARES_MAX).contains(&raw.value) => Some(raw.value),
+            Some(raw) => {
+                let problem = format!("{field}.shares {} must be 1 to {SHARES_MAX}", raw.value);
+                return Err(at(raw, problem));
+            }
+        };
+        let doors = RawDoors {
+            name,
+            mode: self.mode.as_ref(),
+            resource_name: self.resource_name.as_ref(),
+            extended_resource_devices: self.extended_resource_devices.as_ref(),
+            shares: self.shares.as_ref(),
+            cdi_devices: self.cdi_devices.as_ref(),
+            pre_start_check: self.pre_start_check.as_ref(),
+        }
+        .check(field, shares)?;
+        Ok(DeviceKind {
+            name: name.value.clone(),
+            doors,
+            container_paths: self.container_paths.as_ref().map_or_else(
+                || Ok(BTreeMap::new()),
+                |raw| extras::container_paths(field, &source, raw),
+            )?,
+            source,
+            permissions,
+            shares,
+            mounts: self
+                .mounts
+                .as_ref()
+                .map_or_else(|| Ok(Vec::new()), |raw| extras::mounts(field, raw))?,
+            environment: self
+                .environment
+                .as_ref()
+                .map_or_else(|| Ok(BTreeMap::new()), |raw| extras::environment(field, raw))?,
+            dangerous_paths: self
+                .dangerous_paths
+                .as_ref()
+                .map_or_else(|| Ok(BTreeSet::new()), |raw| extras::dangerous_paths(field, raw))?,
+            probe: self
+                .health
+                .as_ref()
+                .map_or_else(|| Ok(Probe::default()), |raw| extras::health(field, raw))?,
+        })
+    }
+
+    /// The one place that the devices come from.
+    fn source(&self, field: &str, whole: Place, preset: Option<&Preset>) -> Result<Source, Refused> {
+        let given = [
+            ("preset", self.preset.is_some()),
+            ("paths", self.paths.is_some()),
+            ("groups", self.groups.is_some()),
+            ("usb", self.usb.is_some()),
+            ("pci", self.pci.is_some()),
+        ];
+        let given: Vec<&str> = given
+            .into_iter()
+            .filter_map(|(name, given)| given.then_some(name))
+            .collect();
+        match (
+            given.as_slice(),
+            preset,
+            &self.paths,
+            &self.groups,
+            &self.usb,
+            &self.pci,
+        ) {
+            ([_], Some(preset), ..) => Ok(preset.source()),
+            ([_], _, Some(raw), ..) => source::paths(field, raw),
+            ([_], _, _, Some(raw), ..) => source::groups(field, raw),
+            ([_], _, _, _, Some(raw), _) => source::usb(field, &raw.value),
+            ([_], _, _, _, _, Some(raw)) => source::pci(field, &raw.value),
+            ([], ..) => Err((
+                whole,
+                format!(
+                    "{field} does not say where its devices come from; give paths, groups, usb, pci or preset"
+                ),
+            )),
+            (several, ..) => Err((
+                whole,
+                format!(
+                    "{field} has {}; one of them is allowed, put the others into kinds of their own",
+                    several.join(" and ")
+                ),
+            )),
+        }
+    }
+}
+
+fn check_preset(field: &str, raw: &Spanned<String>) -> Result<&'static Preset, Refused> {
+    Preset::named(&raw.value).ok_or_else(|| {
+        let names: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();
+        at(
+            raw,
+            format!(
+                "{field}.preset {} must be one of {}",
+                shown(raw),
+                names.join(", ")
+            ),
+        )
+    })
+}
+
+fn check_permissions(field: &str, raw: &Spanned<String>) -> Result<String, Refused> {
+    let ordered: String = "rwm"
+        .chars()
+        .filter(|&character| raw.value.contains(character))
+        .collect();
+    // Equal lengths mean that no character stood twice and none was another.
+    if ordered.is_empty() || ordered.len() != raw.value.len() {
+        return Err(at(
+            raw,
+            format!(
+                "{field}.permissions {} must be one or more of r, w and m, each once, for instance rw",
+                shown(raw)
+            ),
+        ));
+    }
+    Ok(ordered)
+}

@@ -1,0 +1,427 @@
+//! Where the devices of a kind come from: paths, groups of paths, USB and PCI.
+
+use serde::Deserialize;
+use serde_saphyr::Spanned;
+
+use super::pattern::{PathPattern, PatternError};
+use super::{Refused, at, shown};
+use crate::core::node::discovery::pci::PciMatch;
+use crate::core::node::discovery::usb::{UsbIdentity, UsbMatch};
+
+/// Paths, groups or descriptions in one list, at most.
+const ENTRIES_MAX: usize = 64;
+/// The node of a USB device itself, `/dev/bus/usb/BBB/DDD`.
+pub const NODE_BUS: &str = "bus";
+/// The VFIO group of a PCI device, `/dev/vfio/<group>`, with `/dev/vfio/vfio`.
+pub const NODE_VFIO: &str = "vfio";
+
+/// Where the devices of a kind come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// Each device node that a pattern matches is a device.
+    Paths(Vec<PathPattern>),
+    /// Device nodes that belong together are a device.
+    Groups(Vec<NodeGroup>),
+    /// USB devices, with the nodes that belong to them.
+    Usb(UsbSource),
+    /// PCI devices, with the nodes that belong to them.
+    Pci(PciSource),
+}
+
+/// Device nodes that belong together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeGroup {
+    /// What must be there; the first node is that by which the device is known.
+    pub required: Vec<PathPattern>,
+    /// What goes along if it is there.
+    pub optional: Vec<PathPattern>,
+    /// What goes along with each device of the kind and belongs to none of them.
+    pub shared: Vec<PathPattern>,
+}
+
+/// USB devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UsbSource {
+    /// A device must fit one of these.
+    pub matching: Vec<UsbMatch>,
+    /// Which of its nodes must be there: [`NODE_BUS`] or subsystems.
+    pub nodes: Vec<String>,
+    /// Which go along if they are there.
+    pub optional_nodes: Vec<String>,
+    /// Whether hubs are meant too.
+    pub hubs: bool,
+    /// What makes the name of a device.
+    pub identity: UsbIdentity,
+}
+
+/// PCI devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PciSource {
+    /// A function must fit one of these.
+    pub matching: Vec<PciMatch>,
+    /// Which of its nodes must be there: [`NODE_VFIO`] or subsystems.
+    pub nodes: Vec<String>,
+    /// Which go along if they are there.
+    pub optional_nodes: Vec<String>,
+}
+
+impl Source {
+    /// What `containerPaths` can name: the patterns or the nodes.
+    pub fn entries(&self) -> Vec<&str> {
+        match self {
+            Self::Paths(paths) => paths.iter().map(PathPattern::text).collect(),
+            Self::Groups(groups) => {
+                let all = groups
+                    .iter()
+                    .flat_map(|group| group.required.iter().chain(&group.optional).chain(&group.shared));
+                all.map(PathPattern::text).collect()
+            }
+            Self::Usb(usb) => strings(&usb.nodes, &usb.optional_nodes),
+            Self::Pci(pci) => strings(&pci.nodes, &pci.optional_nodes),
+        }
+    }
+}
+
+fn strings<'a>(first: &'a [String], second: &'a [String]) -> Vec<&'a str> {
+    first.iter().chain(second).map(String::as_str).collect()
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub(super) struct RawGroup {
+    required: Spanned<Vec<Spanned<String>>>,
+    #[serde(default)]
+    optional: Vec<Spanned<String>>,
+    #[serde(default)]
+    shared: Vec<Spanned<String>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub(super) struct RawUsb {
+    #[serde(rename = "match")]
+    matching: Spanned<Vec<Spanned<RawUsbMatch>>>,
+    #[serde(default)]
+    nodes: Option<Spanned<Vec<Spanned<String>>>>,
+    #[serde(default)]
+    optional_nodes: Option<Spanned<Vec<Spanned<String>>>>,
+    #[serde(default)]
+    hubs: bool,
+    #[serde(default)]
+    identity: Option<Spanned<String>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct RawUsbMatch {
+    #[serde(default)]
+    vendor: Option<Spanned<String>>,
+    #[serde(default)]
+    product: Option<Spanned<String>>,
+    #[serde(default)]
+    serial: Option<Spanned<String>>,
+    #[serde(default)]
+    port: Option<Spanned<String>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub(super) struct RawPci {
+    #[serde(rename = "match")]
+    matching: Spanned<Vec<Spanned<RawPciMatch>>>,
+    #[serde(default)]
+    nodes: Option<Spanned<Vec<Spanned<String>>>>,
+    #[serde(default)]
+    optional_nodes: Option<Spanned<Vec<Spanned<String>>>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct RawPciMatch {
+    #[serde(default)]
+    vendor: Option<Spanned<String>>,
+    #[serde(default)]
+    device: Option<Spanned<String>>,
+    #[serde(default)]
+    class: Option<Spanned<String>>,
+    #[serde(default)]
+    driver: Option<Spanned<String>>,
+    #[serde(default)]
+    address: Option<Spanned<String>>,
+}
+
+/// The field `paths`.
+pub(super) fn paths(field: &str, raw: &Spanned<Vec<Spanned<String>>>) -> Result<Source, Refused> {
+    Ok(Source::Paths(patterns(
+        &format!("{field}.paths"),
+        raw,
+        PathPattern::parse,
+    )?))
+}
+
+fn patterns(
+    field: &str,
+    raw: &Spanned<Vec<Spanned<String>>>,
+    parse: impl Fn(&str) -> Result<PathPattern, PatternError>,
+) -> Result<Vec<PathPattern>, Refused> {
+    count(field, raw)?;
+    let pattern = |(index, raw): (usize, &Spanned<String>)| {
+        parse(&raw.value).map_err(|error| at(raw, format!("{field}[{index}] {} {error}", shown(raw))))
+    };
+    raw.value.iter().enumerate().map(pattern).collect()
+}
+
+/// Refuses a list without an entry, or with too many.
+fn count<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), Refused> {
+    if raw.value.is_empty() || raw.value.len() > ENTRIES_MAX {
+        let problem = format!(
+            "{field} has {} entries; 1 to {ENTRIES_MAX} are allowed",
+            raw.value.len()
+        );
+        return Err(at(raw, problem));
+    }
+    Ok(())
+}
+
+/// The field `groups`.
+pub(super) fn groups(field: &str, raw: &Spanned<Vec<RawGroup>>) -> Result<Source, Refused> {
+    count(&format!("{field}.groups"), raw)?;
+    let mut groups = Vec::new();
+    for (index, raw) in raw.value.iter().enumerate() {
+        let field = format!("{field}.groups[{index}]");
+        let required = patterns(
+            &format!("{field}.required"),
+            &raw.required,
+            PathPattern::parse_of_group,
+        )?;
+        let keyed = required.iter().any(PathPattern::has_key);
+        let others = |name: &str, raws: &[Spanned<String>]| {
+            let pattern = |(index, raw): (usize, &Spanned<String>)| {
+                let field = format!("{field}.{name}[{index}]");
+                let pattern = PathPattern::parse_of_group(&raw.value)
+                    .map_err(|error| at(raw, format!("{field} {} {error}", shown(raw))))?;
+                if pattern.has_key() && !keyed {
+                    let problem = format!(
+                        "{field} {} has {{key}}, but nothing in required has; add it there",
+                        shown(raw)
+                    );
+                    return Err(at(raw, problem));
+                }
+                Ok(pattern)
+            };
+            raws.iter()
+                .take(ENTRIES_MAX)
+                .enumerate()
+                .map(pattern)
+                .collect::<Result<Vec<_>, Refused>>()
+        };
+        let first = required.first().is_some_and(PathPattern::has_key);
+        if keyed && !first {
+            let problem = format!(
+                "{field}.required[0] must have {{key}} if another has: it is what a device is known by"
+            );
+            return Err(at(&raw.required, problem));
+        }
+        groups.push(NodeGroup {
+            optional: others("optional", &raw.optional)?,
+            shared: others("shared", &raw.shared)?,
+            required,
+        });
+    }
+    Ok(Source::Groups(groups))
+}
+
+/// The field `usb`.
+pub(super) fn usb(field: &str, raw: &RawUsb) -> Result<Source, Refused> {
+    let field = format!("{field}.usb");
+    count(&format!("{field}.match"), &raw.matching)?;
+    let mut matching = Vec::new();
+    for (index, one) in raw.matching.value.iter().enumerate() {
+        let field = format!("{field}.match[{index}]");
+        let RawUsbMatch {
+            vendor,
+            product,
+            serial,
+            port,
+        } = &one.value;
+        if vendor.is_none() && product.is_none() && serial.is_none() && port.is_none() {
+            let problem = format!("{field} is empty; give vendor, product, serial or port");
+            return Err(at(one, problem));
+        }
+        matching.push(UsbMatch {
+            vendor: id(&format!("{field}.vendor"), vendor.as_ref())?,
+            product: id(&format!("{field}.product"), product.as_ref())?,
+            serial: plain(&format!("{field}.serial"), serial.as_ref())?,
+            port: plain(&format!("{field}.port"), port.as_ref())?,
+        });
+    }
+    let identity = match &raw.identity {
+        None => UsbIdentity::Serial,
+        Some(raw) if raw.value == "serial" => UsbIdentity::Serial,
+        Some(raw) if raw.value == "port" => UsbIdentity::Port,
+        Some(raw) => {
+            let problem = format!("{field}.identity {} must be serial or port", shown(raw));
+            return Err(at(raw, problem));
+        }
+    };
+    let (nodes, optional_nodes) = nodes(
+        &field,
+        raw.nodes.as_ref(),
+        raw.optional_nodes.as_ref(),
+        NODE_BUS,
+        NODE_VFIO,
+    )?;
+    Ok(Source::Usb(UsbSource {
+        matching,
+        nodes,
+        optional_nodes,
+        hubs: raw.hubs,
+        identity,
+    }))
+}
+
+/// The field `pci`.
+pub(super) fn pci(field: &str, raw: &RawPci) -> Result<Source, Refused> {
+    let field = format!("{field}.pci");
+    count(&format!("{field}.match"), &raw.matching)?;
+    let mut matching = Vec::new();
+    for (index, one) in raw.matching.value.iter().enumerate() {
+        let field = format!("{field}.match[{index}]");
+        let RawPciMatch {
+            vendor,
+            device,
+            class,
+            driver,
+            address,
+        } = &one.value;
+        if vendor.is_none() && device.is_none() && class.is_none() && driver.is_none() && address.is_none() {
+            let problem = format!("{field} is empty; give vendor, device, class, driver or address");
+            return Err(at(one, problem));
+        }
+        if let Some(class) = class
+            && !(matches!(class.value.len(), 2 | 4 | 6) && is_hexadecimal(&class.value))
+        {
+            let problem = format!(
+                "{field}.class {} must be two, four or six hexadecimal digits in lower case, for instance \"03\"",
+                shown(class)
+            );
+            return Err(at(class, problem));
+        }
+        if let Some(address) = address
+            && !is_address(&address.value)
+        {
+            let problem = format!("{field}.address {} must be like 0000:65:00.0", shown(address));
+            return Err(at(address, problem));
+        }
+        matching.push(PciMatch {
+            vendor: id(&format!("{field}.vendor"), vendor.as_ref())?,
+            device: id(&format!("{field}.device"), device.as_ref())?,
+            class: class.as_ref().map(|class| class.value.clone()),
+            driver: plain(&format!("{field}.driver"), driver.as_ref())?,
+            address: address.as_ref().map(|address| address.value.clone()),
+        });
+    }
+    let (nodes, optional_nodes) = nodes(
+        &field,
+        raw.nodes.as_ref(),
+        raw.optional_nodes.as_ref(),
+        NODE_VFIO,
+        NODE_BUS,
+    )?;
+    Ok(Source::Pci(PciSource {
+        matching,
+        nodes,
+        optional_nodes,
+    }))
+}
+
+type List = Spanned<Vec<Spanned<String>>>;
+
+/// The fields `nodes` and `optionalNodes`.
+fn nodes(
+    field: &str,
+    required: Option<&List>,
+    optional: Option<&List>,
+    default: &str,
+    foreign: &str,
+) -> Result<(Vec<String>, Vec<String>), Refused> {
+    let mut seen: Vec<String> = Vec::new();
+    let mut read = |name: &str, raw: &List| {
+        let mut all = Vec::new();
+        for (index, raw) in raw.value.iter().take(ENTRIES_MAX).enumerate() {
+            let subsystem = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
+            let text = &raw.value;
+            let problem =
+                if text == foreign || text.is_empty() || text.len() > 63 || !text.bytes().all(subsystem) {
+                    format!("must be {default} or a subsystem of the kernel, for instance tty")
+                } else if seen.contains(text) {
+                    "stands there already; each once is enough".to_owned()
+                } else {
+                    seen.push(text.clone());
+                    all.push(text.clone());
+                    continue;
+                };
+            return Err(at(
+                raw,
+                format!("{field}.{name}[{index}] {} {problem}", shown(raw)),
+            ));
+        }
+        Ok(all)
+    };
+    let required = match required {
+        None => vec![default.to_owned()],
+        Some(raw) => {
+            count(&format!("{field}.nodes"), raw)?;
+            read("nodes", raw)?
+        }
+    };
+    let optional = optional.map_or_else(|| Ok(Vec::new()), |raw| read("optionalNodes", raw))?;
+    Ok((required, optional))
+}
+
+fn is_hexadecimal(text: &str) -> bool {
+    text.bytes()
+        .all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
+}
+
+/// `0000:65:00.0`: domain, bus, device and function.
+fn is_address(text: &str) -> bool {
+    let bytes = text.as_bytes();
+    let digits = text.replace([':', '.'], "");
+    bytes.len() >= 12
+        && bytes.len() <= 16
+        && bytes.iter().rev().position(|byte| *byte == b'.') == Some(1)
+        && text.split(':').count() == 3
+        && is_hexadecimal(&digits)
+}
+
+/// An id of vendor, product or device.
+fn id(field: &str, raw: Option<&Spanned<String>>) -> Result<Option<u16>, Refused> {
+    let Some(raw) = raw else { return Ok(None) };
+    let number = (raw.value.len() == 4 && raw.value.bytes().all(|byte| byte.is_ascii_hexdigit()))
+        .then(|| u16::from_str_radix(&raw.value, 16).ok())
+        .flatten();
+    match number {
+        Some(number) => Ok(Some(number)),
+        None => Err(at(
+            raw,
+            format!(
+                "{field} {} must be four hexadecimal digits in quotes, for instance \"0403\"",
+                shown(raw)
+            ),
+        )),
+    }
+}
+
+/// A text that is compared as a whole.
+fn plain(field: &str, raw: Option<&Spanned<String>>) -> Result<Option<String>, Refused> {
+    let Some(raw) = raw else { return Ok(None) };
+    if raw.value.is_empty() || raw.value.len() > 255 || raw.value.chars().any(char::is_control) {
+        let problem = format!(
+            "{field} {} must have 1 to 255 bytes and no control character",
+            shown(raw)
+        );
+        return Err(at(raw, problem));
+    }
+    Ok(Some(raw.value.clone()))
+}
