@@ -8,8 +8,8 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::NodeSelector;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
+use crate::api::resource::label::NODE_LABEL;
 use crate::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
-use crate::core::node::naming::NODE_LABEL;
 
 /// An object that is kept.
 pub(super) trait Trim {

@@ -7,10 +7,10 @@ use kube::core::Status;
 use kube::core::response::StatusDetails;
 use serde_json::{Value, json};
 
+use crate::api::resource::label::NODE_LABEL;
 use crate::api::resource::{
     GROUP, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, VERSION,
 };
-use crate::core::node::naming::NODE_LABEL;
 use crate::core::protocol::{ClaimWrite, ObjectKey, Outcome};
 
 /// What a claim write is on the wire.

@@ -14,10 +14,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::api::resource::ResourceClaim;
+use crate::api::resource::label::{LABEL_OF_ANY_NODE, NODE_LABEL, label_of_node};
 use crate::core::node::announced::Announced;
 use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::driver_name::DriverName;
-use crate::core::node::naming::{LABEL_OF_ANY_NODE, NODE_LABEL, label_of_node};
 
 /// What the watch needs.
 pub(super) struct Announcements {

@@ -17,7 +17,7 @@ use super::discover::{HostDevices, HostPaths};
 use super::door::device_plugin::PluginRegistration;
 use super::door::{DoorError, KubeletPaths};
 use super::store::StoreError;
-use crate::core::node::driver_name::DriverNameError;
+use crate::core::node::driver_name::{DriverName, DriverNameError};
 use crate::core::node::orphans;
 
 /// What a companion is told.
@@ -128,6 +128,8 @@ pub(super) fn boot_id() -> std::io::Result<String> {
 /// Runs the companion of the built-in discovery, as its configuration describes it, until the token is cancelled: a [`Node`] whose
 /// driver are the node's [`HostDevices`].
 pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<(), NodeError> {
+    // What is wrong in a flag is told before what is wrong in a file.
+    DriverName::parse(&options.driver_name)?;
     let configuration = NodeConfiguration::read(&options.config)?;
     let resources: Vec<_> = configuration
         .kinds

@@ -10,8 +10,8 @@ mod undo;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use crate::api::resource::label::{LABEL_OF_ANY_NODE, label_of_node};
 use crate::api::resource::{AllocationResult, ResourceClaim, ResourceClaimConsumerReference, ResourceClass};
-use crate::core::node::naming::{LABEL_OF_ANY_NODE, label_of_node};
 
 use super::claim::{ClaimStage, ClaimState};
 use super::event::{

@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::api::resource::label::NODE_LABEL;
 use crate::api::resource::{ResourceClaim, ResourceClass};
-use crate::core::node::naming::NODE_LABEL;
 use crate::driver::{Finding, Holding, Observation};
 
 use super::batch::{Batch, BatchId};
