@@ -33,8 +33,16 @@ lint:
 test: format lint ## Everything: check, then the tests on real Kubernetes (root and Go are needed)
 	hack/test all
 
+.PHONY: test-all
+test-all: format lint ## The tests on real Kubernetes, on 1.27, 1.28, 1.29 and 1.30 (the first time 15 minutes more, to build them)
+	hack/test versions
+
 .PHONY: verify
 verify: docs bench requests ## What is slow and not of every day: documentation, and the figures with their limits
+
+.PHONY: fuzz
+fuzz: ## Feed every parser with damaged input, for a minute each (FUZZ_SECONDS); what fails is kept in tests/fuzz/corpus
+	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} cargo test --locked --test fuzz -- --nocapture --test-threads 1
 
 .PHONY: docs
 docs:

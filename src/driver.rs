@@ -302,6 +302,15 @@ pub trait Driver: Send + Sync + 'static {
     {
         futures::stream::pending()
     }
+
+    /// Yields what turns out to be wrong with what claims hold when nothing is observed, for instance when an inventory shows
+    /// that a device may not be shared.
+    fn findings(&self) -> impl Stream<Item = Finding> + Send + 'static
+    where
+        Self: Sized,
+    {
+        futures::stream::pending()
+    }
 }
 
 /// A claim to be judged or allocated, with everything that was read for it.
@@ -384,17 +393,23 @@ impl Observation {
     }
 }
 
-/// Something that is wrong with what a claim holds. Becomes a Warning event on the claim, once.
+/// Something that is wrong with what a claim holds. Becomes a Warning event on the claim and on the pods that it is reserved
+/// for, once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     /// The claim's namespace.
     pub namespace: String,
     /// The claim's name.
     pub name: String,
+    /// The claim's uid.
+    pub uid: String,
     /// CamelCase, from a small fixed set: the reason of the event.
     pub reason: &'static str,
     /// What is wrong and what to do, as a user shall read it.
     pub message: String,
+    /// Whether the claim must not keep what it holds, because another one has the better right to it. The controller takes it
+    /// back if no pod can be using it yet.
+    pub take_back: bool,
 }
 
 /// A claim that holds something of this driver's, or may do so.

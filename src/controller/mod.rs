@@ -190,6 +190,7 @@ impl<D: Driver> Controller<D> {
     async fn serve(&self, fence: &Fence, shutdown: &CancellationToken) {
         let mut watches = watch::all(&self.client);
         let mut capacity_changes = pin!(self.driver.capacity_changes());
+        let mut findings = pin!(self.driver.findings());
         let (answers, mut answered) = mpsc::unbounded_channel();
         let reports = Reports::start(
             self.client.clone(),
@@ -207,6 +208,7 @@ impl<D: Driver> Controller<D> {
                 Some(event) = watches.next() => Some(event),
                 Some(event) = answered.recv() => Some(event),
                 Some(change) = capacity_changes.next() => Some(Event::Capacity(change)),
+                Some(finding) = findings.next() => Some(Event::Found(vec![finding])),
                 () = sleep_until(deadline) => None,
             };
             if let Some(event) = event {
@@ -236,7 +238,7 @@ impl<D: Driver> Controller<D> {
         let asked = self.client.list_api_group_resources(&version);
         match tokio::time::timeout(self.request_timeout, asked).await {
             Ok(Ok(_)) => Ok(()),
-            Ok(Err(kube::Error::Api(status))) if status.is_not_found() => Err(ControllerError::NotServed),
+            Ok(Err(kube::Error::Api(status))) if status.code == 404 => Err(ControllerError::NotServed),
             Ok(Err(error)) => Err(ControllerError::Unreachable(Box::new(error))),
             Err(_) => Err(ControllerError::Silent(self.request_timeout)),
         }

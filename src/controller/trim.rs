@@ -1,15 +1,28 @@
 //! Objects are kept for as long as they exist, and there may be ten thousand of them: nothing is kept that nobody reads.
 //!
+//! What a watch brings is not even decoded where nobody reads it: `managedFields` is most of an object, a tree of small pieces of
+//! memory, and what is left between them when they are gone is lost to everything larger.
+//!
 //! An object comes from a watch, from a read, or as the answer to a write of our own; the last is what stays if nobody changes the
 //! object after us.
 
+use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::NodeSelector;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference, Time};
+use kube::Resource;
+use serde::{Deserialize, Deserializer};
 
 use crate::api::resource::label::NODE_LABEL;
-use crate::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
+use crate::api::resource::{
+    Pod, PodSchedulingContext, PodSchedulingContextSpec, PodSchedulingContextStatus, ResourceClaim,
+    ResourceClaimSpec, ResourceClaimStatus, ResourceClass,
+};
+
+/// A copy of the whole object that `kubectl apply` leaves in it.
+const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 
 /// An object that is kept.
 pub(super) trait Trim {
@@ -23,9 +36,138 @@ pub(super) fn trimmed<T: Trim>(mut object: T) -> Arc<T> {
     Arc::new(object)
 }
 
+/// An object that is watched.
+pub(super) trait Watched: Trim + Resource<DynamicType = ()> + Clone {
+    /// What is decoded of it.
+    type Parts: for<'de> Deserialize<'de> + Into<Self>;
+}
+
+/// An object of a watch, as it is kept.
+#[derive(Clone, Debug)]
+pub(super) struct Kept<K>(pub(super) Arc<K>);
+
+impl<'de, K: Watched> Deserialize<'de> for Kept<K> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Ok(Self(trimmed(K::Parts::deserialize(deserializer)?.into())))
+    }
+}
+
+impl<K: Watched> Resource for Kept<K> {
+    type DynamicType = ();
+    type Scope = K::Scope;
+
+    fn kind((): &()) -> Cow<'_, str> {
+        K::kind(&())
+    }
+
+    fn group((): &()) -> Cow<'_, str> {
+        K::group(&())
+    }
+
+    fn version((): &()) -> Cow<'_, str> {
+        K::version(&())
+    }
+
+    fn plural((): &()) -> Cow<'_, str> {
+        K::plural(&())
+    }
+
+    fn meta(&self) -> &ObjectMeta {
+        self.0.meta()
+    }
+
+    fn meta_mut(&mut self) -> &mut ObjectMeta {
+        Arc::make_mut(&mut self.0).meta_mut()
+    }
+}
+
+/// The metadata that somebody reads, here or in a driver.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct MetadataParts {
+    name: Option<String>,
+    namespace: Option<String>,
+    uid: Option<String>,
+    resource_version: Option<String>,
+    generation: Option<i64>,
+    creation_timestamp: Option<Time>,
+    deletion_timestamp: Option<Time>,
+    labels: Option<BTreeMap<String, String>>,
+    annotations: Option<BTreeMap<String, String>>,
+    owner_references: Option<Vec<OwnerReference>>,
+    finalizers: Option<Vec<String>>,
+}
+
+impl From<MetadataParts> for ObjectMeta {
+    fn from(parts: MetadataParts) -> Self {
+        Self {
+            name: parts.name,
+            namespace: parts.namespace,
+            uid: parts.uid,
+            resource_version: parts.resource_version,
+            generation: parts.generation,
+            creation_timestamp: parts.creation_timestamp,
+            deletion_timestamp: parts.deletion_timestamp,
+            labels: parts.labels,
+            annotations: parts.annotations,
+            owner_references: parts.owner_references,
+            finalizers: parts.finalizers,
+            ..Self::default()
+        }
+    }
+}
+
+/// What is decoded of an object: its metadata in part, and all the rest.
+#[derive(Deserialize)]
+pub(super) struct Parts<S, T: Default> {
+    metadata: MetadataParts,
+    spec: S,
+    #[serde(default)]
+    status: T,
+}
+
+impl From<Parts<ResourceClaimSpec, ResourceClaimStatus>> for ResourceClaim {
+    fn from(parts: Parts<ResourceClaimSpec, ResourceClaimStatus>) -> Self {
+        Self {
+            metadata: parts.metadata.into(),
+            spec: parts.spec,
+            status: parts.status,
+        }
+    }
+}
+
+impl Watched for ResourceClaim {
+    type Parts = Parts<ResourceClaimSpec, ResourceClaimStatus>;
+}
+
+impl From<Parts<PodSchedulingContextSpec, PodSchedulingContextStatus>> for PodSchedulingContext {
+    fn from(parts: Parts<PodSchedulingContextSpec, PodSchedulingContextStatus>) -> Self {
+        Self {
+            metadata: parts.metadata.into(),
+            spec: parts.spec,
+            status: parts.status,
+        }
+    }
+}
+
+impl Watched for PodSchedulingContext {
+    type Parts = Parts<PodSchedulingContextSpec, PodSchedulingContextStatus>;
+}
+
+/// There are few.
+impl Watched for ResourceClass {
+    type Parts = Self;
+}
+
 /// `managedFields` is most of an object. A list is decoded into room for four, however short it is.
 fn trim_metadata(metadata: &mut ObjectMeta) {
     metadata.managed_fields = None;
+    if let Some(annotations) = &mut metadata.annotations {
+        annotations.remove(LAST_APPLIED);
+        if annotations.is_empty() {
+            metadata.annotations = None;
+        }
+    }
     if let Some(owners) = &mut metadata.owner_references {
         owners.shrink_to_fit();
     }
@@ -121,11 +263,32 @@ mod tests {
                 "reservedFor": [{ "resource": "pods", "name": "p", "uid": "2" }] }
         }"#;
         let decode = || serde_json::from_str::<ResourceClaim>(text).unwrap();
-        let (kept, mut expected) = (trimmed(decode()), decode());
+        let watched = serde_json::from_str::<Kept<ResourceClaim>>(text).unwrap().0;
+        let mut expected = decode();
         expected.metadata.managed_fields = None;
+        for kept in [trimmed(decode()), watched] {
+            assert_eq!(*kept, expected);
+            let allocation = kept.status.allocation.as_ref().unwrap();
+            assert_eq!(allocation.resource_handles.capacity(), 1);
+        }
+    }
+
+    #[test]
+    fn every_field_of_the_metadata_that_somebody_reads_comes_through_a_watch() {
+        let text = r#"{
+            "metadata": { "name": "c", "namespace": "n", "uid": "1", "resourceVersion": "7", "generation": 2,
+                "creationTimestamp": "2026-01-01T00:00:00Z", "deletionTimestamp": "2026-01-02T00:00:00Z",
+                "labels": { "l": "m" }, "annotations": { "kubectl.kubernetes.io/last-applied-configuration": "{}" },
+                "finalizers": ["f"] },
+            "spec": { "selectedNode": "a", "potentialNodes": ["a", "b"] },
+            "status": { "resourceClaims": [{ "name": "d", "unsuitableNodes": ["b"] }] }
+        }"#;
+        let kept = serde_json::from_str::<Kept<PodSchedulingContext>>(text)
+            .unwrap()
+            .0;
+        let mut expected = serde_json::from_str::<PodSchedulingContext>(text).unwrap();
+        expected.metadata.annotations = None;
         assert_eq!(*kept, expected);
-        let allocation = kept.status.allocation.as_ref().unwrap();
-        assert_eq!(allocation.resource_handles.capacity(), 1);
     }
 
     #[test]

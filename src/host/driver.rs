@@ -3,9 +3,9 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use futures::Stream;
+use futures::{Stream, StreamExt as _};
 use kube::Client;
-use tokio::sync::watch as cell;
+use tokio::sync::{mpsc, watch as cell};
 use tokio_util::sync::CancellationToken;
 
 use crate::api::crd::{DeviceClaimParameters, DeviceClassParameters, NodeInventory};
@@ -46,11 +46,20 @@ struct Shared {
     /// Check and hold are one step under this lock. It is never held across an await.
     state: Mutex<State>,
     changes: Changes,
+    /// What turned out to be wrong with what claims hold, kept until the controller asks for it.
+    findings: Findings,
     synced: cell::Sender<Synced>,
     evaluator: Evaluator,
     /// Held while devices are judged, so that nothing is judged twice at once.
     judging: tokio::sync::Mutex<()>,
 }
+
+/// The two ends of what is reported once.
+#[derive(Debug)]
+struct Findings(
+    mpsc::UnboundedSender<Finding>,
+    Mutex<Option<mpsc::UnboundedReceiver<Finding>>>,
+);
 
 /// Which of the three copies are complete.
 #[derive(Clone, Copy, Debug, Default)]
@@ -142,6 +151,10 @@ impl HostDriver {
                 name,
                 state,
                 changes: Changes::new(),
+                findings: {
+                    let (sender, receiver) = mpsc::unbounded_channel();
+                    Findings(sender, Mutex::new(Some(receiver)))
+                },
                 synced,
                 evaluator,
                 judging: tokio::sync::Mutex::new(()),
@@ -176,7 +189,7 @@ impl Shared {
             let mut state = self.state();
             (state.apply_inventories(change), state.books.settle_doubts())
         };
-        tell(&problems);
+        self.tell(&problems);
         self.synced.send_modify(|synced| synced.inventories |= all);
         self.changes.report(CapacityCause::Inventory, number);
     }
@@ -261,6 +274,14 @@ impl Shared {
 
     fn unjudged_again(&self, expression: &Arc<str>) -> Option<Unjudged> {
         self.state().unjudged_again(expression, Instant::now())
+    }
+
+    /// Passes on what is only certain since the inventories are known.
+    fn tell(&self, problems: &[Problem]) {
+        for problem in problems {
+            // Without a controller nobody listens.
+            let _ = self.findings.0.send(finding(problem));
+        }
     }
 
     fn parameters(&self, number: usize, mark: impl FnOnce(&mut Synced)) {
@@ -364,22 +385,30 @@ impl Driver for HostDriver {
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
         self.shared.changes.subscribe()
     }
-}
 
-/// What is only certain since the inventories are known: nobody asks just now, so the log has to do.
-fn tell(problems: &[Problem]) {
-    for problem in problems {
-        tracing::error!(reason = problem.reason(), "{problem}");
+    /// Goes to whoever asks first.
+    fn findings(&self) -> impl Stream<Item = Finding> + Send + 'static {
+        let receiver = &self.shared.findings.1;
+        let receiver = receiver.lock().unwrap_or_else(PoisonError::into_inner).take();
+        futures::stream::unfold(receiver, |mut receiver| async move {
+            let finding = receiver.as_mut()?.recv().await?;
+            Some((finding, receiver))
+        })
+        .chain(futures::stream::pending())
     }
 }
 
+/// What is wrong, for the users of the claim.
 fn finding(problem: &Problem) -> Finding {
-    let (namespace, name) = problem.claim().split_once('/').unwrap_or_default();
+    let (claim, uid) = problem.claim();
+    let (namespace, name) = claim.split_once('/').unwrap_or_default();
     Finding {
         namespace: namespace.to_owned(),
         name: name.to_owned(),
+        uid: uid.to_owned(),
         reason: problem.reason(),
         message: problem.to_string(),
+        take_back: matches!(problem, Problem::Conflict(_)),
     }
 }
 

@@ -89,9 +89,12 @@ pub struct Owner<D> {
     orphans: Orphans,
     /// How many claims hold something.
     held: watch::Sender<usize>,
+    /// Told when a claim is to be looked into.
+    look_due: Arc<Notify>,
     driver: Arc<D>,
     store: Arc<Store>,
-    ledger: Ledger,
+    /// Shared with the thread that works on files, and never changed while it does.
+    ledger: Arc<Ledger>,
     node: NodeIdentity,
     cluster: watch::Receiver<ClusterFacts>,
     node_in_doubt: Arc<Notify>,
@@ -151,15 +154,17 @@ impl<D: NodeDriver> Owner<D> {
         }
         let announced = options.announcements.borrow().as_ref().clone();
         let (held, holds) = watch::channel(0);
+        let look_due = Arc::new(Notify::new());
         let mut owner = Self {
             driver_name: options.places.driver.clone(),
             places: options.places,
             orphans: Orphans::new(options.orphan_grace),
             held,
+            look_due: look_due.clone(),
             found: listen_to(&*options.driver).await,
             driver: options.driver,
             store: Arc::new(store),
-            ledger,
+            ledger: Arc::new(ledger),
             node: NodeIdentity {
                 name: options.node_name,
                 uid: cluster.node_uid,
@@ -192,6 +197,7 @@ impl<D: NodeDriver> Owner<D> {
                 requests: sender,
                 resources: offered,
                 held: holds,
+                look_due,
             },
             published,
         )
@@ -278,9 +284,17 @@ impl<D: NodeDriver> Owner<D> {
 
     async fn prepare(&mut self, claim: &ClaimToPrepare) -> Result<Vec<String>, Failure> {
         let planned = self.plan(claim).await;
-        if let Err(Refusal::EarlierNode { .. }) = planned {
+        match &planned {
             // One of the two is out of date, and it may be we.
-            self.node_in_doubt.notify_one();
+            Err(Refusal::EarlierNode { .. }) => self.node_in_doubt.notify_one(),
+            // Either the holder is about to end, or kubelet has lost it.
+            Err(Refusal::Held { device, .. }) => {
+                let holder = self.ledger.holder(device).map(|(uid, _)| uid.clone());
+                if holder.is_some_and(|uid| self.orphans.contest(&uid)) {
+                    self.look_due.notify_one();
+                }
+            }
+            _ => {}
         }
         let (uid, steps) = planned?;
         self.orphans.forget(&uid);
@@ -301,7 +315,7 @@ impl<D: NodeDriver> Owner<D> {
             match step {
                 Step::Inject(uid) => {
                     let injection = self.inject(uid).await?;
-                    self.ledger.set_injection(uid, injection);
+                    Arc::make_mut(&mut self.ledger).set_injection(uid, injection);
                     continue;
                 }
                 Step::Release(uid) => {
@@ -314,7 +328,9 @@ impl<D: NodeDriver> Owner<D> {
             }
             let (step, ledger, store) = (step.clone(), self.ledger.clone(), self.store.clone());
             let performed = spawn_blocking(move || step.perform(&ledger, &*store)).await;
-            self.ledger = performed.map_err(|_| Failure::Stopping)??;
+            if let Some(changed) = performed.map_err(|_| Failure::Stopping)?? {
+                self.ledger = Arc::new(changed);
+            }
         }
         Ok(())
     }
@@ -368,6 +384,12 @@ impl<D: NodeDriver> Owner<D> {
         }
         let plans = plan_restoring(&self.ledger);
         self.carry_out_each(plans).await;
+        if let Err(failure) = self.carry_out(&[Step::Save(Vec::new())]).await {
+            error!(
+                reason = failure.reason(),
+                "what was restored cannot be stored now: {failure}"
+            );
+        }
         info!(claims = self.ledger.entries().len(), "the ledger is complete");
     }
 

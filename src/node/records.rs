@@ -193,7 +193,9 @@ impl Offline {
         let (uid, steps) =
             plan_release(ledger, &self.places.kubelet(), uid, force).map_err(ReleaseError::from)?;
         for step in steps {
-            self.opened.ledger = step.perform(&self.opened.ledger, &self.opened.store)?;
+            if let Some(changed) = step.perform(&self.opened.ledger, &self.opened.store)? {
+                self.opened.ledger = changed;
+            }
         }
         Ok(before
             .into_iter()

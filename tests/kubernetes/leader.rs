@@ -2,12 +2,19 @@
 
 use std::collections::BTreeSet;
 
+use anyhow::Context as _;
+use drayman::api::handle::DeviceHandle;
+use drayman::api::resource::{Pod, ResourceClaim};
 use k8s_openapi::api::coordination::v1::Lease;
-use kube::api::Api;
+use kube::api::{Api, Patch, PatchParams, PostParams};
 use rustix::process::Signal;
+use serde_json::json;
+
+use crate::harness::IMAGE;
 
 use crate::controller::assert_distinct;
-use crate::stage::{DRIVER, Stage, is_bound};
+use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, wait_for_inventory};
+use crate::stage::{DRIVER, FINALIZER, Stage, is_allocated, is_bound, pod_from};
 
 /// Who holds the lease, once it is not `other`.
 async fn holder(stage: &Stage, other: &str) -> anyhow::Result<String> {
@@ -95,5 +102,113 @@ async fn a_leader_that_is_asked_to_end_hands_over_under_load_without_a_double_al
     assert_distinct(&stage).await?;
     assert!(writes(&stage, "controller-b").await? > 0);
     second.end().await?;
+    stage.cluster.stop().await
+}
+
+/// A pod that no scheduler looks at, with a claim of the same name that our finalizer protects already.
+async fn unscheduled(stage: &Stage, name: &str) -> anyhow::Result<Pod> {
+    let claim = json!({
+        "metadata": { "name": name, "finalizers": [FINALIZER] },
+        "spec": { "resourceClassName": "test" },
+    });
+    stage
+        .claims()
+        .create(&PostParams::default(), &serde_json::from_value(claim)?)
+        .await?;
+    let pod = pod_from(json!({
+        "metadata": { "name": name },
+        "spec": {
+            "schedulerName": "nobody",
+            "resourceClaims": [{ "name": "device", "source": { "resourceClaimName": name } }],
+            "containers": [{ "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
+                "resources": { "claims": [{ "name": "device" }] } }],
+            "terminationGracePeriodSeconds": 1,
+        },
+    }))?;
+    Ok(stage.pods().create(&PostParams::default(), &pod).await?)
+}
+
+/// Writes what an earlier leader would that was paused just before: the allocation of another claim, for this pod's.
+async fn late_write(stage: &Stage, pod: &Pod, first: &ResourceClaim) -> anyhow::Result<()> {
+    let name = pod.metadata.name.as_deref().context("a name")?;
+    let claim = stage.claims().get(name).await?;
+    let mut allocation = first.status.allocation.clone().context("an allocation")?;
+    let handle = &mut allocation.resource_handles[0];
+    let mut devices = DeviceHandle::parse(handle.data.as_deref().unwrap_or_default())?;
+    devices.claim_uid = claim.metadata.uid.unwrap_or_default();
+    handle.data = Some(devices.to_data()?);
+    let user = json!({ "resource": "pods", "name": name, "uid": pod.metadata.uid });
+    let status = json!({ "allocation": allocation, "driverName": DRIVER, "reservedFor": [user] });
+    let patch = Patch::Merge(json!({ "status": status }));
+    stage
+        .claims()
+        .patch_status(name, &PatchParams::default(), &patch)
+        .await
+        .map(drop)?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_device_that_an_old_leader_gave_away_twice_is_taken_back_or_refused_at_the_node()
+-> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    make_devices(node, "drayman-test", &MINORS[..1])?;
+    stage.make_template(None).await?;
+    let mut controller = stage.controller()?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, 0, 1).await?;
+    stage.make_pod("first").await?;
+    look_inside(&stage, "first").await?;
+    let first = stage.claim_of("first", "allocated", is_allocated).await?;
+
+    // A pod without a node: it cannot be using it yet, and loses it together with its reservation.
+    let unbound = unscheduled(&stage, "unbound").await?;
+    late_write(&stage, &unbound, &first).await?;
+    let taken_back =
+        |claim: Option<&ResourceClaim>| claim.is_some_and(|claim| claim.status == Default::default());
+    stage
+        .wait(stage.claims(), "unbound", "taken back", taken_back)
+        .await?;
+    let name = first.metadata.name.as_deref().unwrap_or_default();
+    for reason in ["ResourceClaim", "Pod"] {
+        let told = stage.wait_for_event("unbound", "DeviceHeldTwice", name).await?;
+        assert_eq!(told.type_.as_deref(), Some("Warning"), "{reason}");
+    }
+    assert_distinct(&stage).await?;
+
+    // A pod that got its node before anybody noticed: the node does not prepare it.
+    controller.kill().await?;
+    let bound = unscheduled(&stage, "bound").await?;
+    late_write(&stage, &bound, &first).await?;
+    let binding = json!({
+        "apiVersion": "v1", "kind": "Binding", "metadata": { "name": "bound" },
+        "target": { "apiVersion": "v1", "kind": "Node", "name": node.name() },
+    });
+    stage
+        .pods()
+        .create_subresource::<_, serde_json::Value>("binding", "bound", &PostParams::default(), &binding)
+        .await?;
+    stage
+        .wait_for_event("bound", "FailedPrepareDynamicResources", "is held by")
+        .await?;
+    let controller = stage.controller()?;
+    stage.wait_for_event("bound", "DeviceHeldTwice", name).await?;
+    let claim = stage.claims().get("bound").await?;
+    assert!(
+        is_allocated(&claim),
+        "nothing is taken from under a pod that has a node"
+    );
+    look_inside(&stage, "first").await?;
+    stage.remove_pod("bound").await?;
+    stage
+        .wait(stage.claims(), "bound", "given back", taken_back)
+        .await?;
+    assert!(
+        is_allocated(&stage.claims().get(name).await?),
+        "the older one stands"
+    );
+    controller.end().await?;
+    companion.end().await?;
     stage.cluster.stop().await
 }

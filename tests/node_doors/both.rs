@@ -243,9 +243,9 @@ async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_anybody_prepare
         .pods()
         .create(&PostParams::default(), &pod_with_limit("plugged", RESOURCE)?)
         .await?;
-    stage
-        .wait(stage.pods(), "plugged", "running", is_running())
-        .await?;
+    for name in ["pod", "plugged"] {
+        stage.wait(stage.pods(), name, "running", is_running()).await?;
+    }
     assert_eq!(devices_inside(&stage, "pod", PREFIX).await?, ["drayman-test-0"]);
     assert_eq!(
         devices_inside(&stage, "plugged", PREFIX).await?,

@@ -62,6 +62,8 @@ pub(crate) struct MemoryDriver {
     pub(crate) recorded: BTreeMap<String, Hold>,
     /// What was handed out and is not seen in a claim yet.
     pub(crate) pending: BTreeMap<String, Hold>,
+    /// Uids of claims that hold what an older one holds, since it was last asked, and what is wrong.
+    pub(crate) problems: Vec<(String, String)>,
     /// Whether everything has been shown to it.
     pub(crate) observed_all: bool,
 }
@@ -225,12 +227,26 @@ impl MemoryDriver {
         }
     }
 
+    /// What is recorded comes before what is not, then the older claim.
+    fn find_doubles(&mut self, uid: &str, hold: &Hold) {
+        let shares = |other: &Hold| other.node == hold.node && !other.devices.is_disjoint(&hold.devices);
+        let recorded = self.recorded.iter().filter(|(_, other)| shares(other));
+        let recorded = recorded.map(|(other, _)| other.as_str().max(uid).to_owned());
+        let pending = self.pending.iter().filter(|(_, other)| shares(other));
+        let younger = recorded.chain(pending.map(|(other, _)| other.clone()));
+        let problem = |other: String| (other, format!("{hold:?} is held twice"));
+        self.problems.extend(younger.map(problem).collect::<Vec<_>>());
+    }
+
     fn observe_one(&mut self, holding: &Holding) -> usize {
         let uid = holding.uid().to_owned();
         match holding.allocation(DRIVER) {
             Some(allocation) => {
-                self.pending.remove(&uid);
-                self.recorded.insert(uid, hold_of(allocation));
+                let hold = hold_of(allocation);
+                if self.pending.remove(&uid).as_ref() != Some(&hold) && !self.recorded.contains_key(&uid) {
+                    self.find_doubles(&uid, &hold);
+                }
+                self.recorded.insert(uid, hold);
                 0
             }
             None => self.recorded.remove(&uid).map_or(0, |hold| hold.devices.len()),

@@ -47,11 +47,15 @@ pub(crate) enum Fault {
     Coalesced,
     /// The controller is killed at any time.
     CrashAnytime,
+    /// The controller is paused when it is about to send an allocation, and sends it when another one leads.
+    PausedLeader,
+    /// A device was in two claims for that.
+    DoubleAllocation,
     /// Somebody else changes an object that the controller is about to write.
     SecondWriter,
 }
 
-pub(crate) const ALL: [Fault; 21] = [
+pub(crate) const ALL: [Fault; 23] = [
     Fault::CrashBefore,
     Fault::CrashAfter,
     Fault::RequestLost,
@@ -72,11 +76,13 @@ pub(crate) const ALL: [Fault; 21] = [
     Fault::WatchStall,
     Fault::Coalesced,
     Fault::CrashAnytime,
+    Fault::PausedLeader,
+    Fault::DoubleAllocation,
     Fault::SecondWriter,
 ];
 
 /// Faults of a request to the server.
-const OF_REQUESTS: [Fault; 10] = [
+const OF_REQUESTS: [Fault; 11] = [
     Fault::CrashBefore,
     Fault::CrashAfter,
     Fault::RequestLost,
@@ -86,6 +92,7 @@ const OF_REQUESTS: [Fault; 10] = [
     Fault::Conflict,
     Fault::Refused,
     Fault::RefusedLast,
+    Fault::PausedLeader,
     Fault::Slow,
 ];
 
@@ -115,9 +122,17 @@ impl Fault {
     pub(crate) fn applies_to(self, target: Target) -> bool {
         match target {
             Target::Record => OF_REQUESTS.contains(&self),
-            Target::Write => OF_REQUESTS.contains(&self) && self != Self::RefusedLast,
+            Target::Write => {
+                OF_REQUESTS.contains(&self) && !matches!(self, Self::RefusedLast | Self::PausedLeader)
+            }
             Target::Read => {
-                let of_writes = [Self::Conflict, Self::Refused, Self::RefusedLast, Self::Late];
+                let of_writes = [
+                    Self::Conflict,
+                    Self::Refused,
+                    Self::RefusedLast,
+                    Self::PausedLeader,
+                    Self::Late,
+                ];
                 OF_REQUESTS.contains(&self) && !of_writes.contains(&self)
             }
             Target::Call => OF_CALLS.contains(&self),
@@ -146,6 +161,7 @@ impl Faults {
                 let rate = match fault {
                     Fault::CrashAnytime => rng.between(0, 3),
                     Fault::CrashBefore | Fault::CrashAfter | Fault::WatchStall => rng.between(0, 15),
+                    Fault::PausedLeader => rng.between(0, 100),
                     Fault::WatchDuplicate | Fault::Coalesced => rng.between(0, 300),
                     Fault::SecondWriter => rng.between(0, 400),
                     _ => rng.between(0, 20 + storm),

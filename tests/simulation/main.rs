@@ -25,6 +25,8 @@ mod driver;
 mod faults;
 mod generate;
 mod invariants;
+mod lease;
+mod paused;
 mod pods;
 mod requests;
 mod rng;

@@ -121,7 +121,7 @@ impl Stage {
         let goes = before.metadata.deletion_timestamp.is_some() && finalizers.len() == 1;
         match write {
             ClaimWrite::Allocate { .. } => {
-                if !has_finalizer {
+                if !has_finalizer && !self.ghosts.contains(&uid) {
                     self.violate(|| format!("I3: {name} is allocated without our finalizer"));
                 }
             }

@@ -309,6 +309,7 @@ impl Stage {
             Command::Observe(observation) => {
                 let freed = self.driver.observe(observation);
                 self.announce(freed);
+                self.tell_problems();
                 return;
             }
             Command::AwaitDriver => {
@@ -361,6 +362,10 @@ impl Stage {
         }
         if fault == Some(Fault::CrashBefore) {
             self.crash();
+            return;
+        }
+        if fault == Some(Fault::PausedLeader) {
+            self.pause_before(command);
             return;
         }
         match command {

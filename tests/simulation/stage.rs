@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use drayman::core::protocol::{Answer, Event, ObjectKey, Report, Statistics};
+use drayman::core::protocol::{Answer, Command, Event, ObjectKey, Report, Statistics};
 
 use crate::calls::{Call, Request};
 use crate::driver::{Facts, MemoryDriver};
@@ -44,6 +44,8 @@ pub(crate) enum Action {
     Arrive(u64),
     /// The driver does what it was asked.
     Work { generation: u32, call: u64 },
+    /// A leader that was paused sends what it was about to send.
+    Ghost(Command),
     /// The controller's process starts.
     Start,
     /// The scheduler looks at a pod.
@@ -108,6 +110,10 @@ pub(crate) struct Stage {
     pub(crate) user_actions: u64,
     /// For how long changes may rest before the other controllers see them, at most.
     pub(crate) lag: u64,
+    /// Uids of claims that an old leader has written to.
+    pub(crate) ghosts: BTreeSet<String>,
+    /// Pairs of claims that had the same device because of that.
+    pub(crate) doubles: BTreeSet<(String, String)>,
     pub(crate) violation: Option<String>,
     pub(crate) hash: u64,
     pub(crate) steps: u64,
@@ -152,6 +158,8 @@ impl Stage {
             tidy_at: None,
             user_actions: 0,
             lag: 20 * MILLISECOND,
+            ghosts: BTreeSet::new(),
+            doubles: BTreeSet::new(),
             violation: None,
             hash: 0,
             steps: 0,
@@ -262,6 +270,7 @@ impl Stage {
             }
             Action::Arrive(number) => self.arrive(number),
             Action::Work { generation, call } => self.work(generation, call),
+            Action::Ghost(command) => self.ghost_writes(&command),
             Action::Start => self.start(),
             Action::Cycle(pod) => self.cycle(&pod),
             Action::Carry(plan) => self.carry(plan),

@@ -83,6 +83,7 @@ impl Stage {
             self.violate(|| text);
         }
         self.check_all_or_nothing();
+        self.check_doubles();
     }
 
     /// Nobody keeps half of what a pod needs: what was recorded before another claim was refused has been taken back.

@@ -185,6 +185,7 @@ impl Books {
                 let nodes = nodes.iter().map(|node| &**node).collect::<Vec<_>>().join(", ");
                 problems.push(Problem::Unreadable {
                     claim: claim_name(claim),
+                    uid: uid.to_owned(),
                     nodes,
                     error: error.to_string(),
                 });
@@ -192,6 +193,7 @@ impl Books {
             let made_for = record.made_for;
             problems.extend(made_for.map(|made_for| Problem::MadeForAnother {
                 claim: claim_name(claim),
+                uid: uid.to_owned(),
                 made_for,
             }));
         }

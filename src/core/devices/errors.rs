@@ -9,7 +9,8 @@ use crate::core::devices::unsuitable::{Shortage, Unsuitable};
 pub enum Problem {
     /// Two claims hold one device.
     #[error(
-        "ResourceClaims {keeper} and {other} both hold device {device} of node {node}; {keeper} keeps it: delete {other}",
+        "ResourceClaims {keeper} and {other} both hold device {device} of node {node}; {keeper} keeps it. {other} \
+         is taken back unless its pod has a node already; then its devices are not prepared, and the pod must be deleted",
         keeper = .0.keeper, other = .0.other, device = .0.place.device, node = .0.place.node_name
     )]
     Conflict(Conflict),
@@ -22,6 +23,8 @@ pub enum Problem {
     Unreadable {
         /// The claim.
         claim: String,
+        /// Its uid.
+        uid: String,
         /// The nodes that its allocation names.
         nodes: String,
         /// What is wrong.
@@ -34,17 +37,19 @@ pub enum Problem {
     MadeForAnother {
         /// The claim.
         claim: String,
+        /// Its uid.
+        uid: String,
         /// The uid in its resource handle.
         made_for: String,
     },
 }
 
 impl Problem {
-    /// `namespace/name` of the claim whose owner can put it right.
-    pub fn claim(&self) -> &str {
+    /// The claim at fault, as `namespace/name`, and its uid.
+    pub fn claim(&self) -> (&str, &str) {
         match self {
-            Self::Conflict(conflict) => &conflict.other,
-            Self::Unreadable { claim, .. } | Self::MadeForAnother { claim, .. } => claim,
+            Self::Conflict(conflict) => (&conflict.other, &conflict.other_uid),
+            Self::Unreadable { claim, uid, .. } | Self::MadeForAnother { claim, uid, .. } => (claim, uid),
         }
     }
 

@@ -273,7 +273,9 @@ where
         if let Step::Release(uid) = step {
             self.driven.remove(uid);
         }
-        self.ledger = step.perform(&self.ledger, &self.disk).unwrap();
+        if let Some(changed) = step.perform(&self.ledger, &self.disk).unwrap() {
+            self.ledger = changed;
+        }
     }
 
     fn undo(&mut self, uid: &ClaimUid) {
@@ -297,6 +299,7 @@ where
                 self.perform(&step);
             }
         }
+        self.perform(&Step::Save(Vec::new()));
         self.without_file.clear();
     }
 
@@ -317,6 +320,7 @@ where
                 self.perform(&step);
             }
         }
+        self.perform(&Step::Save(Vec::new()));
         self.without_file.clear();
     }
 

@@ -99,7 +99,8 @@ pub fn plan_clearing(ledger: &Ledger, files: &BTreeSet<ClaimUid>) -> Vec<Step> {
     steps
 }
 
-/// Plans, claim by claim, how the CDI files come back at a start: `/var/run/cdi` is empty after a boot.
+/// Plans, claim by claim, how the CDI files come back at a start: `/var/run/cdi` is empty after a boot. What has changed by it is
+/// stored once for all of them, by a [`Step::Save`] that the caller adds.
 ///
 /// That is done also for what was prepared in an earlier boot, although nothing of it runs: a kubelet of 1.27 does not ask
 /// again for a claim that its own checkpoint has.
@@ -108,7 +109,11 @@ pub fn plan_restoring(ledger: &Ledger) -> Vec<(ClaimUid, Vec<Step>)> {
         .entries()
         .iter()
         .filter(|(_, entry)| entry.is_done() && !entry.is_unaccounted());
-    done.map(|(uid, _)| (uid.clone(), restore(uid))).collect()
+    done.map(|(uid, _)| {
+        let steps = vec![Step::Inject(uid.clone()), Step::WriteCdi(uid.clone())];
+        (uid.clone(), steps)
+    })
+    .collect()
 }
 
 /// Plans, claim by claim, what follows from a change of the inventory: the CDI file of a claim must never lead to a node

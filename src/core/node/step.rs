@@ -38,16 +38,18 @@ pub trait Records {
 }
 
 impl Step {
-    /// Carries out the step, unless it is one for the driver, and returns the ledger as it is afterwards. A ledger that
-    /// could not be stored does not count.
-    pub fn perform<R: Records>(&self, ledger: &Ledger, records: &R) -> Result<Ledger, R::Error> {
-        let mut next = ledger.clone();
+    /// Carries out the step, unless it is one for the driver, and returns the ledger as it is afterwards if the step changes
+    /// it. A ledger that could not be stored does not count.
+    pub fn perform<R: Records>(&self, ledger: &Ledger, records: &R) -> Result<Option<Ledger>, R::Error> {
         match self {
+            Self::Save(changes) if changes.is_empty() => records.save(ledger)?,
             Self::Save(changes) => {
+                let mut next = ledger.clone();
                 for change in changes {
                     next.apply(change);
                 }
                 records.save(&next)?;
+                return Ok(Some(next));
             }
             Self::WriteCdi(uid) => {
                 if let Some(injection) = ledger.entry(uid).and_then(|entry| entry.injection()) {
@@ -57,6 +59,6 @@ impl Step {
             Self::RemoveCdi(uid) => records.remove_cdi(uid)?,
             Self::Inject(_) | Self::Release(_) => {}
         }
-        Ok(next)
+        Ok(None)
     }
 }

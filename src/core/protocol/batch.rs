@@ -137,6 +137,7 @@ impl World {
             }
             claim.stage = ClaimStage::InBatch(id);
             claim.finalizer_to_go = false;
+            claim.forget_problems();
             items.push(Item {
                 key: key.clone(),
                 uid: claim.uid().to_owned(),
@@ -334,6 +335,12 @@ impl World {
     fn give_back(&mut self, id: BatchId, batch: &mut Batch, now: Moment) -> bool {
         for item in &mut batch.items {
             if item.step != Step::Waiting {
+                continue;
+            }
+            // An earlier leader's write may have recorded it after all: it is in use then, and not to be given back.
+            let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
+            if known.is_some_and(ClaimState::is_ours) {
+                item.step = Step::Done;
                 continue;
             }
             if let Some(moment) = item.retry.wait_until(now) {

@@ -1,6 +1,7 @@
 //! One claim: what is known of it, and what is to be done with it by itself.
 
 mod release;
+mod repair;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,6 +35,8 @@ pub(super) enum ClaimStage {
     Clearing,
     /// Our finalizer is being removed.
     RemovingFinalizer,
+    /// It is found out whether what it should not hold can be taken back, or it is being taken back.
+    Repairing,
     /// A write had no clear answer: the claim is to be read before anything else.
     ToRead,
     /// It is being read.
@@ -65,6 +68,10 @@ pub(super) struct ClaimState {
     pub(super) refused_at: Option<u64>,
     /// The server has refused to record its allocation: of a pod's claims it is the first to be recorded next time.
     pub(super) allocation_refused: bool,
+    /// It holds what another claim has the better right to.
+    misallocated: Option<repair::Misallocated>,
+    /// What was taken from it, until the driver knows.
+    given_up: Option<Box<AllocationResult>>,
     /// An earlier process may have been killed between allocating and writing it down: whatever the driver holds is given back
     /// before anything else.
     uncertain: bool,
@@ -91,6 +98,8 @@ impl ClaimState {
             reported: None,
             refused_at: None,
             allocation_refused: false,
+            misallocated: None,
+            given_up: None,
             uncertain: false,
             gone: false,
             settled_at: Moment::default(),
@@ -113,6 +122,7 @@ impl ClaimState {
         now: Moment,
     ) -> Option<Holding> {
         let had = (self.has_finalizer, self.is_ours);
+        let was_ours = self.is_ours;
         let asked_back = (self.is_asked_back(), self.is_deleting());
         let before = std::mem::replace(&mut self.object, object);
         let status = &self.object.status;
@@ -123,6 +133,9 @@ impl ClaimState {
             .as_ref()
             .is_some_and(|all| all.iter().any(|name| name == finalizer));
         self.is_ours = status.allocation.is_some() && status.driver_name.as_deref() == Some(driver);
+        if was_ours && !self.is_ours {
+            self.misallocated = None;
+        }
         // What is to be done now is not what has failed.
         if asked_back != (self.is_asked_back(), self.is_deleting()) {
             self.retry.succeeded();
@@ -157,6 +170,11 @@ impl ClaimState {
     /// A write had no clear answer.
     pub(super) fn unsettle(&mut self, now: Moment) {
         self.settled_at = now.after(SETTLING);
+    }
+
+    /// It is about to be allocated: whatever was wrong with what it held is over.
+    pub(super) fn forget_problems(&mut self) {
+        self.misallocated = None;
     }
 
     /// Its allocation may vanish by a write of ours that nobody waits for any more: then the driver gives back what it holds.
@@ -198,6 +216,11 @@ impl ClaimState {
 
     pub(super) fn has_finalizer(&self) -> bool {
         self.has_finalizer
+    }
+
+    /// Whether it records an allocation as ours.
+    pub(super) fn is_ours(&self) -> bool {
+        self.is_ours
     }
 
     /// The allocation, if it is recorded as ours.
@@ -276,6 +299,8 @@ impl World {
             self.wake_at(moment, Work::Claim(key.clone()));
         } else if claim.uncertain && !claim.is_ours {
             self.deallocate(key);
+        } else if claim.misallocated.is_some() && claim.is_ours && !claim.is_asked_back() {
+            self.repair(key);
         } else if !claim.object.status.reserved_for.is_empty() {
             // In use: nothing is taken from under a pod.
         } else if claim.finalizer_to_go && claim.has_finalizer && !claim.is_ours {

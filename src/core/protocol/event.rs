@@ -270,8 +270,8 @@ pub enum ClaimWrite {
         /// The driver name that was seen.
         driver_name: Option<String>,
     },
-    /// Clear allocation, driver name and our own reservation, if the claim is still at this version: another claim of the pod
-    /// could not be recorded.
+    /// Clear allocation, driver name and the one reservation, if the claim is still at this version: another claim of the pod
+    /// could not be recorded, or another claim holds the same.
     UndoAllocation {
         /// The resource version that was seen.
         version: String,

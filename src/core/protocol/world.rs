@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::api::resource::label::NODE_LABEL;
 use crate::api::resource::{ResourceClaim, ResourceClass};
-use crate::driver::{Finding, Holding, Observation};
+use crate::driver::{Holding, Observation};
 
 use super::batch::{Batch, BatchId};
 use super::claim::ClaimState;
@@ -211,7 +211,7 @@ impl World {
             Event::ContextGone { key, uid } => self.context_gone(&key, &uid),
             Event::DriverReady => self.driver_ready(),
             Event::Capacity(change) => self.capacity_changed(&change, now),
-            Event::Found(findings) => self.report_findings(findings),
+            Event::Found(findings) => self.found(findings),
             Event::Answer { id, answer } => self.answered(id, answer, now),
         }
     }
@@ -273,14 +273,6 @@ impl World {
             reason: reason.to_owned(),
             message,
         }));
-    }
-
-    /// Reports what the driver finds wrong with what claims hold.
-    fn report_findings(&mut self, findings: Vec<Finding>) {
-        for finding in findings {
-            let key = ObjectKey::new(finding.namespace, finding.name);
-            self.report_claim(&key, finding.reason, finding.message);
-        }
     }
 
     fn answered(&mut self, id: CallId, answer: Answer, now: Moment) {

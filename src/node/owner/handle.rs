@@ -1,8 +1,9 @@
 //! The owner as doors see it: requests, answers, and why something fails.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 
 use super::DRIVER_TIMEOUT;
 use super::records::{RecordsHandle, RecordsRequest};
@@ -84,6 +85,7 @@ pub struct OwnerHandle {
     pub(super) requests: mpsc::Sender<Request>,
     pub(super) resources: BTreeMap<String, Offered>,
     pub(super) held: watch::Receiver<usize>,
+    pub(super) look_due: Arc<Notify>,
 }
 
 impl OwnerHandle {
@@ -92,6 +94,7 @@ impl OwnerHandle {
         RecordsHandle {
             requests: self.requests.clone(),
             held: self.held.clone(),
+            look_due: self.look_due.clone(),
         }
     }
 

@@ -2,6 +2,7 @@
 
 mod deletion;
 mod every_fault;
+mod leaders;
 mod life;
 mod scale;
 mod several;

@@ -12,7 +12,9 @@ impl World {
         let Some(claim) = self.claims.get_mut(key) else {
             return;
         };
-        if !claim.has_finalizer {
+        // Without our finalizer it is not ours, unless it says so: nobody else would give back what an earlier leader's last write
+        // has recorded when the finalizer was gone already.
+        if !claim.has_finalizer && !claim.is_ours {
             return;
         }
         if !claim.is_deleting() && controller_of(&claim.object.metadata).is_some() {
@@ -32,7 +34,9 @@ impl World {
         claim.stage = ClaimStage::Deallocating;
         let (object, allocation, uid) = (
             claim.object.clone(),
-            claim.own_allocation(),
+            claim
+                .own_allocation()
+                .or_else(|| claim.given_up.as_deref().cloned()),
             claim.uid().to_owned(),
         );
         self.send(
@@ -54,7 +58,7 @@ impl World {
         self.write_release(key, ClaimStage::RemovingFinalizer, ClaimWrite::RemoveFinalizer);
     }
 
-    fn write_release(&mut self, key: &ObjectKey, stage: ClaimStage, write: ClaimWrite) {
+    pub(super) fn write_release(&mut self, key: &ObjectKey, stage: ClaimStage, write: ClaimWrite) {
         let Some(claim) = self.claims.get_mut(key) else {
             return;
         };
@@ -85,10 +89,15 @@ impl World {
         let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
             return;
         };
+        if claim.stage == ClaimStage::Repairing {
+            self.repair_answered(key, answer, now);
+            return;
+        }
         match answer {
             Answer::Deallocated(Ok(())) => {
                 claim.retry.succeeded();
                 claim.uncertain = false;
+                claim.given_up = None;
                 if !claim.is_asked_back() {
                     claim.stage = ClaimStage::Resting;
                     self.dirty.insert(Work::Claim(key.clone()));
@@ -120,7 +129,9 @@ impl World {
                 );
                 self.dirty.insert(Work::Claim(key.clone()));
             }
-            Answer::ClaimWritten(Outcome::Done(_)) if claim.stage == ClaimStage::Clearing => {
+            Answer::ClaimWritten(Outcome::Done(_))
+                if claim.stage == ClaimStage::Clearing && claim.has_finalizer =>
+            {
                 self.remove_finalizer(key);
             }
             // With its last finalizer it is gone, though the answer has the version that was there before.

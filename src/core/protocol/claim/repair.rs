@@ -1,0 +1,151 @@
+//! A claim that holds what another one has the better right to, as after a leader that was paused past its lease.
+//!
+//! It is taken back if no pod can be using it: it is reserved for nobody, or for one pod that has no node yet. Otherwise it stays
+//! until its pod ends; the node does not prepare it.
+
+use crate::api::resource::{Pod, ResourceClaimConsumerReference};
+use crate::core::protocol::event::{Answer, ClaimWrite, Command, Moment, ObjectKey, Outcome, Regarding};
+use crate::core::protocol::world::{Flight, Work, World};
+use crate::driver::Finding;
+
+use super::ClaimStage;
+
+/// What is known of the pod of a claim that should not hold what it holds.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Misallocated {
+    /// The uid of the pod that was found to have a node, or to be gone: nothing can be done as long as it is reserved for that.
+    kept_for: Option<String>,
+}
+
+impl World {
+    /// The driver has found something wrong with what claims hold.
+    pub(in crate::core::protocol) fn found(&mut self, findings: Vec<Finding>) {
+        for finding in findings {
+            self.found_one(finding);
+        }
+    }
+
+    /// A claim's users are told, and what must not stay is taken back.
+    fn found_one(&mut self, finding: Finding) {
+        let key = ObjectKey::new(finding.namespace, finding.name);
+        let Some(claim) = self
+            .claims
+            .get_mut(&key)
+            .filter(|claim| claim.uid() == finding.uid)
+        else {
+            return;
+        };
+        if finding.take_back {
+            claim.misallocated = Some(Misallocated::default());
+        }
+        let users = claim.object.status.reserved_for.clone();
+        if self.report_claim(&key, finding.reason, finding.message.clone()) {
+            for user in users.iter().filter(|user| is_pod(user)) {
+                let regarding = Regarding::Pod {
+                    key: ObjectKey::new(key.namespace.clone(), user.name.clone()),
+                    uid: user.uid.clone(),
+                };
+                self.report(regarding, finding.reason, finding.message.clone());
+            }
+        }
+        self.dirty.insert(Work::Claim(key));
+    }
+
+    /// Takes a claim back, or finds out whether that is right.
+    pub(super) fn repair(&mut self, key: &ObjectKey) {
+        let Some(claim) = self.claims.get(key) else { return };
+        let kept_for = claim
+            .misallocated
+            .as_ref()
+            .and_then(|known| known.kept_for.clone());
+        match claim.object.status.reserved_for.as_slice() {
+            [] => self.take_back(key, false),
+            [user] if is_pod(user) && kept_for.as_ref() != Some(&user.uid) => {
+                let pod = ObjectKey::new(key.namespace.clone(), user.name.clone());
+                let uid = claim.uid().to_owned();
+                self.set_claim_stage(key, ClaimStage::Repairing);
+                self.send(
+                    Flight::Release {
+                        claim: key.clone(),
+                        uid,
+                    },
+                    |id| Command::ReadPod { id, key: pod },
+                );
+            }
+            _ => {}
+        }
+    }
+
+    fn take_back(&mut self, key: &ObjectKey, reserved: bool) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
+        let Some(version) = claim.object.metadata.resource_version.clone() else {
+            return;
+        };
+        claim.given_up = claim.own_allocation().map(Box::new);
+        // Whatever comes of the write: when the claim records nothing any more, the driver gives back.
+        claim.mistrust();
+        self.write_release(
+            key,
+            ClaimStage::Repairing,
+            ClaimWrite::UndoAllocation { version, reserved },
+        );
+    }
+
+    fn set_claim_stage(&mut self, key: &ObjectKey, stage: ClaimStage) {
+        if let Some(claim) = self.claims.get_mut(key) {
+            claim.stage = stage;
+        }
+    }
+
+    /// An answer for a claim that is being repaired.
+    pub(super) fn repair_answered(&mut self, key: &ObjectKey, answer: Answer, now: Moment) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
+        claim.stage = ClaimStage::Resting;
+        self.dirty.insert(Work::Claim(key.clone()));
+        match answer {
+            Answer::PodRead(Ok(pod)) => {
+                let [user] = claim.object.status.reserved_for.as_slice() else {
+                    return;
+                };
+                if pod.is_some_and(|pod| may_lose(&pod, user)) {
+                    if claim.is_ours && claim.misallocated.is_some() && !claim.is_asked_back() {
+                        self.take_back(key, true);
+                    }
+                } else {
+                    let kept_for = Some(user.uid.clone());
+                    if let Some(known) = &mut claim.misallocated {
+                        known.kept_for = kept_for;
+                    }
+                }
+            }
+            Answer::ClaimWritten(Outcome::Done(_)) => {
+                claim.retry.succeeded();
+                self.statistics.deallocations += 1;
+            }
+            Answer::ClaimWritten(outcome) => {
+                claim.stage = ClaimStage::ToRead;
+                match outcome {
+                    Outcome::Refused(message) => claim.refusal = Some(message),
+                    Outcome::Unknown(_) => claim.unsettle(now),
+                    Outcome::Done(_) | Outcome::Conflict(_) => {}
+                }
+            }
+            _ => claim.retry.failed(now),
+        }
+    }
+}
+
+fn is_pod(user: &ResourceClaimConsumerReference) -> bool {
+    user.resource == "pods" && user.api_group.as_deref().is_none_or(str::is_empty)
+}
+
+/// Whether this is the pod that the claim is reserved for, and it cannot have begun to use it.
+fn may_lose(pod: &Pod, user: &ResourceClaimConsumerReference) -> bool {
+    let is_user = pod.metadata.uid.as_deref() == Some(&user.uid);
+    let has_begun = !matches!(pod.status.phase.as_deref(), None | Some("Pending"));
+    is_user && pod.spec.node_name.is_none() && !has_begun
+}

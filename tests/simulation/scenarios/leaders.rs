@@ -1,0 +1,115 @@
+//! What an old leader, paused past its lease, does to what the new one has decided.
+
+use drayman::api::resource::AllocationMode;
+
+use super::{calm, expect_well, is_bound, key, plain, until_bound};
+use crate::faults::Fault;
+use crate::stage::{SECOND, Stage};
+use crate::store::Kind;
+use crate::users::Use;
+
+/// The one device is about to be recorded for `younger` when the leader is paused; the new one gives it to `older`.
+fn contested() -> Stage {
+    let mut stage = calm(&[("node-a", 1)]);
+    for name in ["older", "younger"] {
+        stage.create_claim(&key(name), "gpu", AllocationMode::WaitForFirstConsumer);
+    }
+    // Read, judge, finalizer, allocate, record.
+    stage.faults.plan.insert(stage.commands + 5, Fault::PausedLeader);
+    stage.create_pod(&key("late"), &[Use::Named("younger")], None);
+    stage.run_until("the leader is paused", |stage| stage.process.is_none());
+    stage.store.delete_context(&key("late"));
+    stage.create_pod(&key("quick"), &[Use::Named("older")], Some("node-a"));
+    stage.run_until("the new leader has allocated", |stage| {
+        is_allocated(stage, "older")
+    });
+    assert!(!is_allocated(&stage, "younger"), "the old one sleeps still");
+    stage.command_log.clear();
+    stage
+}
+
+fn is_allocated(stage: &Stage, name: &str) -> bool {
+    stage
+        .claim(name)
+        .is_some_and(|claim| claim.status.allocation.is_some())
+}
+
+#[test]
+fn the_older_allocation_stands_and_the_younger_is_taken_back_before_its_pod_gets_a_node() {
+    let mut stage = contested();
+    stage.run_until("the old leader has written", |stage| !stage.ghosts.is_empty());
+    assert!(is_allocated(&stage, "younger") && is_allocated(&stage, "older"));
+    stage.run_for(SECOND / 2);
+    assert!(!is_allocated(&stage, "younger") && is_allocated(&stage, "older"));
+    let log = plain(&stage.command_log);
+    let repair = ["read pod late", "take back younger", "deallocate younger"];
+    assert!(log.windows(3).any(|steps| steps == repair), "{log:?}");
+    let told: Vec<String> = stage
+        .reports
+        .iter()
+        .filter(|report| report.reason == "DeviceHeldTwice")
+        .map(|report| format!("{:?}", report.regarding))
+        .collect();
+    assert_eq!(told.len(), 2, "on the claim and on its pod: {told:?}");
+    assert!(
+        told.iter()
+            .all(|about| about.contains("younger") || about.contains("late")),
+        "{told:?}"
+    );
+    // It is served when its turn comes.
+    stage.store.delete_pod(&key("quick"));
+    until_bound(&mut stage, "late");
+    expect_well(stage);
+}
+
+#[test]
+fn a_younger_allocation_whose_pod_has_a_node_already_is_not_taken_from_under_it() {
+    let mut stage = contested();
+    stage.hold_watch(Kind::Claim);
+    stage.run_until("the old leader has written", |stage| !stage.ghosts.is_empty());
+    until_bound(&mut stage, "late");
+    stage.let_watch_go(Kind::Claim);
+    stage.run_for(60 * SECOND);
+    assert!(is_bound(&stage, "late") && is_allocated(&stage, "younger") && is_allocated(&stage, "older"));
+    assert!(
+        stage
+            .reports
+            .iter()
+            .any(|report| report.reason == "DeviceHeldTwice")
+    );
+    let log = plain(&stage.command_log);
+    // Once for its context, and once to learn that it has a node.
+    let reads = log.iter().filter(|line| *line == "read pod late").count();
+    assert_eq!(
+        (reads, log.contains(&"take back younger".to_owned())),
+        (2, false),
+        "{log:?}"
+    );
+    // It ends as every pod does.
+    stage.store.delete_pod(&key("late"));
+    stage.run_until("its claim is given back", |stage| !is_allocated(stage, "younger"));
+    assert!(is_allocated(&stage, "older"));
+    expect_well(stage);
+}
+
+#[test]
+fn an_allocation_that_an_old_leader_records_after_the_release_is_given_back() {
+    let mut stage = calm(&[("node-a", 1)]);
+    stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+    stage.faults.plan.insert(stage.commands + 5, Fault::PausedLeader);
+    stage.create_pod(&key("p"), &[Use::Named("named")], None);
+    stage.run_until("the leader is paused", |stage| stage.process.is_none());
+    // Meanwhile the claim is allocated, used and released, and has no finalizer any more.
+    until_bound(&mut stage, "p");
+    stage.store.delete_pod(&key("p"));
+    stage.run_until("it is released", |stage| {
+        stage
+            .claim("named")
+            .is_some_and(|claim| claim.metadata.finalizers.is_none())
+    });
+    assert!(stage.ghosts.is_empty(), "the old leader sleeps still");
+    stage.run_until("the old leader has written", |stage| !stage.ghosts.is_empty());
+    assert!(is_allocated(&stage, "named"));
+    stage.run_until("it is given back", |stage| !is_allocated(stage, "named"));
+    expect_well(stage);
+}
