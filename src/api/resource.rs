@@ -4,6 +4,8 @@
 //! reading: drayman changes these objects with patches only, so a field that a newer server adds is never lost.
 //! Upstream: `staging/src/k8s.io/api/resource/v1alpha2/types.go` at release-1.30.
 
+pub mod label;
+
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 

@@ -1,34 +1,24 @@
 //! The companion as a whole: what is started, in which order, and how it ends.
 
+mod builder;
 mod doors;
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Notify, watch};
-use tokio::task::{JoinError, spawn_blocking};
-use tokio::time::{Instant, sleep};
+use tokio::sync::watch;
+use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
-use tracing::info;
 
-use self::doors::Doors;
-use super::config::{ConfigError, KindDoor, NodeConfiguration};
+pub use self::builder::{Node, NodeBuilder};
+use super::config::{ConfigError, NodeConfiguration};
 use super::discover::{HostDevices, HostPaths};
+use super::door::device_plugin::PluginRegistration;
 use super::door::{DoorError, KubeletPaths};
-use super::inventory::{Publisher, PublisherClient, Standing};
-use super::orphans::Caretaker;
-use super::owner::{Owner, OwnerOptions};
-use super::records;
-use super::store::{Opened, Places, Store, StoreError};
+use super::store::StoreError;
 use crate::core::node::driver_name::{DriverName, DriverNameError};
 use crate::core::node::orphans;
-
-/// How long a companion waits for another one on the same node to end, as at an update.
-const LOCK_PATIENCE: Duration = Duration::from_secs(30);
-/// How often it looks whether that has happened.
-const LOCK_PAUSE: Duration = Duration::from_millis(500);
 
 /// What a companion is told.
 #[derive(Clone)]
@@ -43,6 +33,8 @@ pub struct NodeOptions {
     pub kubelet_root: PathBuf,
     /// The directory of kubelet's device plugin socket. It does not follow kubelet's root directory.
     pub device_plugin_dir: PathBuf,
+    /// How kubelet learns of extended resources.
+    pub plugin_registration: PluginRegistration,
     /// A directory in which the container runtime looks for CDI files.
     pub cdi_dir: PathBuf,
     /// How long a claim may be missing from kubelet's own list before it is looked into.
@@ -51,8 +43,6 @@ pub struct NodeOptions {
     pub host: HostPaths,
     /// A client of the API server.
     pub client: kube::Client,
-    /// Where the companion says how it stands with kubelet; whoever wants to know subscribes.
-    pub standing: watch::Sender<Standing>,
 }
 
 impl NodeOptions {
@@ -65,14 +55,11 @@ impl NodeOptions {
             config: config.into(),
             kubelet_root: kubelet.root_dir,
             device_plugin_dir: kubelet.device_plugin_dir,
+            plugin_registration: PluginRegistration::default(),
             cdi_dir: "/var/run/cdi".into(),
             orphan_grace: orphans::GRACE,
             host: HostPaths::default(),
             client,
-            standing: watch::Sender::new(Standing {
-                reason: "Starting".to_owned(),
-                ..Standing::default()
-            }),
         }
     }
 }
@@ -85,6 +72,7 @@ impl std::fmt::Debug for NodeOptions {
             .field("config", &self.config)
             .field("kubelet_root", &self.kubelet_root)
             .field("device_plugin_dir", &self.device_plugin_dir)
+            .field("plugin_registration", &self.plugin_registration)
             .field("cdi_dir", &self.cdi_dir)
             .field("orphan_grace", &self.orphan_grace)
             .field("host", &self.host)
@@ -137,138 +125,33 @@ pub(super) fn boot_id() -> std::io::Result<String> {
     std::fs::read_to_string(BOOT_ID).map(|id| id.trim().to_owned())
 }
 
-/// Runs the companion until the token is cancelled.
-///
-/// The records of the node are put right before a door opens. An API server that is away stops nothing here: claims are
-/// served if it said once that there are such. An error comes at the start, or if a part breaks down; after a clean stop
-/// calls in flight have been answered, the sockets are gone and the inventory says "not ready".
+/// Runs the companion of the built-in discovery, as its configuration describes it, until the token is cancelled: a [`Node`] whose
+/// driver are the node's [`HostDevices`].
 pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<(), NodeError> {
-    let driver_name = DriverName::parse(&options.driver_name)?;
+    // What is wrong in a flag is told before what is wrong in a file.
+    DriverName::parse(&options.driver_name)?;
     let configuration = NodeConfiguration::read(&options.config)?;
-    let boot_id = boot_id().map_err(NodeError::BootId)?;
-    let places = Places::new(driver_name.clone(), &options.kubelet_root, &options.cdi_dir);
-    let Some(opened) = open(&places, &boot_id, &shutdown).await? else {
-        return Ok(());
-    };
-
-    let resources: BTreeMap<String, String> = configuration
+    let resources: Vec<_> = configuration
         .kinds
         .iter()
-        .filter_map(|kind| match &kind.door {
-            KindDoor::Claims => None,
-            KindDoor::ExtendedResource { resource_name } => Some((resource_name.clone(), kind.name.clone())),
-        })
+        .filter_map(|kind| kind.doors.extended_resource(&kind.name))
         .collect();
     // The search for devices outlives the doors: what is under way at the end still needs its devices.
     let search = CancellationToken::new();
     let _end_of_search = search.clone().drop_guard();
-    let driver = Arc::new(
-        HostDevices::start(
-            watch::channel(Arc::new(configuration)).1,
-            options.host.clone(),
-            search,
-        )
-        .await,
-    );
-    let (cluster, _) = watch::channel(opened.cluster.clone());
-    let node_in_doubt = Arc::new(Notify::new());
-    let (owner, companion, devices) = Owner::start(OwnerOptions {
-        places: places.clone(),
-        orphan_grace: options.orphan_grace,
-        node_name: options.node_name.clone(),
-        resources: resources.clone(),
-        driver,
-        opened,
-        cluster: cluster.subscribe(),
-        node_in_doubt: node_in_doubt.clone(),
-    })
-    .await;
-    let owner = tokio::spawn(owner.run());
-
-    // Both have handles of the owner, and end before it.
-    let stop_care = CancellationToken::new();
-    let _end_of_care = stop_care.clone().drop_guard();
-    let (quarantine, in_quarantine) = watch::channel(BTreeMap::new());
-    let caretaker = Caretaker {
-        client: options.client.clone(),
-        driver_name: driver_name.clone(),
-        node_name: options.node_name.clone(),
-        records: companion.records(),
-        cluster: cluster.subscribe(),
-        quarantine,
-    };
-    let caretaker = tokio::spawn(caretaker.run(stop_care.clone()));
-    let records = records::serve(
-        records::socket(&places.state, &options.kubelet_root),
-        companion.records(),
-        stop_care.clone(),
-    );
-    let records = records.await.map_err(DoorError::from)?;
-
-    let publisher = Publisher {
-        client: PublisherClient(options.client.clone()),
-        driver_name: driver_name.clone(),
-        node_name: options.node_name.clone(),
-        devices,
-        cluster: cluster.clone(),
-        standing: options.standing.subscribe(),
-        quarantine: in_quarantine,
-        node_in_doubt,
-    };
-    let stop_publishing = CancellationToken::new();
-    let publisher = tokio::spawn(publisher.run(stop_publishing.clone()));
-
-    let doors = Doors {
-        paths: options.kubelet(),
-        driver_name,
-        resources,
-        cluster: cluster.subscribe(),
-    };
-    // The last handle of the owner goes with the doors.
-    let served = doors
-        .serve(Arc::new(companion), options.standing.clone(), shutdown)
-        .await;
-    stop_care.cancel();
-    records.closed().await;
-    let caretaker = caretaker.await.map_err(NodeError::Broken);
-    let owner = owner.await.map_err(NodeError::Broken);
-    stop_publishing.cancel();
-    let publisher = publisher.await.map_err(NodeError::Broken);
-    served.and(caretaker).and(owner).and(publisher)
-}
-
-impl NodeOptions {
-    fn kubelet(&self) -> KubeletPaths {
-        KubeletPaths {
-            root_dir: self.kubelet_root.clone(),
-            device_plugin_dir: self.device_plugin_dir.clone(),
-        }
+    let configuration = watch::channel(Arc::new(configuration)).1;
+    let driver = HostDevices::start(configuration, options.host.clone(), search).await;
+    let mut node = Node::builder(driver, options.node_name, options.client)
+        .driver_name(options.driver_name)
+        .kubelet(KubeletPaths {
+            root_dir: options.kubelet_root,
+            device_plugin_dir: options.device_plugin_dir,
+        })
+        .plugin_registration(options.plugin_registration)
+        .cdi_dir(options.cdi_dir)
+        .orphan_grace(options.orphan_grace);
+    for (name, resource) in resources {
+        node = node.extended_resource(name, resource);
     }
-}
-
-/// Opens the records, and waits a while for another companion to let go of them. `None` if the shutdown comes first.
-async fn open(
-    places: &Places,
-    boot_id: &str,
-    shutdown: &CancellationToken,
-) -> Result<Option<Opened>, NodeError> {
-    let until = Instant::now() + LOCK_PATIENCE;
-    let mut told = false;
-    loop {
-        let (places, boot_id) = (places.clone(), boot_id.to_owned());
-        let opened = spawn_blocking(move || Store::open(&places, &boot_id)).await;
-        match opened.map_err(NodeError::Broken)? {
-            Err(StoreError::Locked(lock)) if Instant::now() < until => {
-                if !told {
-                    told = true;
-                    info!(lock = %lock.display(), "another companion runs on this node; waiting for its end");
-                }
-            }
-            opened => return Ok(Some(opened?)),
-        }
-        tokio::select! {
-            () = shutdown.cancelled() => return Ok(None),
-            () = sleep(LOCK_PAUSE) => {}
-        }
-    }
+    node.run(shutdown).await
 }

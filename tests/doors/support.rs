@@ -4,8 +4,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use drayman::core::node::injection::{DeviceNode, Injection};
-use drayman::node::companion::{ClaimToPrepare, ClaimToUnprepare, Companion, CompanionError, PluginDevice};
+use drayman::core::node::injection::{DeviceNode, Injection, Mount};
+use drayman::node::companion::{
+    ClaimToPrepare, ClaimToUnprepare, Companion, CompanionError, PluginDevice, Preference,
+};
 use drayman::node::door::{DoorError, DoorState, KubeletPaths, dra};
 use loona_hpack::{Decoder, Encoder};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -111,6 +113,31 @@ impl Companion for Scripted {
         (resource_name == RESOURCE).then(|| self.devices.subscribe())
     }
 
+    fn checks_start(&self, resource_name: &str) -> bool {
+        resource_name == RESOURCE
+    }
+
+    /// The last ones, backwards.
+    fn choose(&self, resource_name: &str, wishes: Vec<Preference>) -> Vec<Vec<String>> {
+        let wish = |wish: &Preference| {
+            format!(
+                "choose {resource_name} {} of {} with {}",
+                wish.size,
+                wish.available.join(","),
+                wish.must_include.join(",")
+            )
+        };
+        self.calls.lock().unwrap().extend(wishes.iter().map(wish));
+        let choice = |wish: Preference| wish.available.into_iter().rev().take(wish.size).collect();
+        wishes.into_iter().map(choice).collect()
+    }
+
+    async fn check_start(&self, resource_name: &str, devices: Vec<String>) -> Result<(), CompanionError> {
+        let call = format!("start {resource_name} {}", devices.join(","));
+        let name = devices.first().cloned().unwrap_or_default();
+        self.answer(call, &name, ()).await.unwrap_or(Ok(()))
+    }
+
     async fn allocate(
         &self,
         resource_name: &str,
@@ -126,7 +153,13 @@ impl Companion for Scripted {
                     permissions: "rw".into(),
                 }],
                 environment: [("DEVICES".to_owned(), ids.join(","))].into(),
-                ..Injection::default()
+                mounts: vec![Mount {
+                    host_path: "/opt/vendor".into(),
+                    container_path: "/vendor".into(),
+                    read_only: true,
+                }],
+                annotations: [("vendor.example/mode".to_owned(), String::new())].into(),
+                cdi_devices: vec![format!("vendor.example/device={}", ids[0])],
             };
             let call = format!("allocate {resource_name} {}", ids.join(","));
             if let Some(answer) = self.answer(call, &ids[0], injection).await {

@@ -11,6 +11,7 @@ use drayman::api::proto::{
 };
 use drayman::core::node::checkpoint::Checkpoint;
 use drayman::core::node::claim_uid::ClaimUid;
+use drayman::core::node::containers::Containers;
 use drayman::core::node::discovery::attributes::{Attributes, fit};
 use drayman::core::node::discovery::pci::PciFacts;
 use drayman::core::node::discovery::usb::{UsbFacts, UsbIdentity, identities};
@@ -192,7 +193,13 @@ pub(crate) fn prepare(bytes: &[u8]) {
         name: "node-a".into(),
         uid: Some("n-1".into()),
     };
-    match plan_prepare(&Ledger::new("boot", BTreeMap::new()), &inventory, &node, &claim) {
+    match plan_prepare(
+        &Ledger::new("boot", BTreeMap::new()),
+        &Containers::default(),
+        &inventory,
+        &node,
+        &claim,
+    ) {
         Ok((uid, steps)) => {
             assert_eq!(uid.as_str(), claim.uid);
             let handle = DeviceHandle::parse(&claim.resource_handle).unwrap();

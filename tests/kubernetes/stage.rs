@@ -64,6 +64,11 @@ pub(crate) fn controller_rules() -> anyhow::Result<Vec<PolicyRule>> {
     rules_of("ClusterRole", "drayman-controller")
 }
 
+/// What the companion may do.
+pub(crate) fn node_rules() -> anyhow::Result<Vec<PolicyRule>> {
+    rules_of("ClusterRole", "drayman-node")
+}
+
 impl Stage {
     /// Starts a cluster with so many real nodes.
     pub(crate) async fn start(nodes: usize) -> anyhow::Result<Self> {
@@ -113,9 +118,7 @@ impl Stage {
             .create(&PostParams::default(), &parameters)
             .await?;
         let controller = cluster.user("drayman-controller", &controller_rules()?).await?;
-        let node = cluster
-            .user("drayman-node", &rules_of("ClusterRole", "drayman-node")?)
-            .await?;
+        let node = cluster.user("drayman-node", &node_rules()?).await?;
         Ok(Self {
             cluster,
             controller,

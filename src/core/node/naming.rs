@@ -61,6 +61,20 @@ fn short_hash(text: &str) -> String {
         .collect()
 }
 
+/// The ids of a device in the device plugin API: its name or, if several containers may have it at once, one for each of them.
+pub fn plugin_ids(device: &str, shares: u32) -> Vec<String> {
+    if shares <= 1 {
+        vec![device.to_owned()]
+    } else {
+        (0..shares).map(|share| format!("{device}.{share}")).collect()
+    }
+}
+
+/// The device that an id of the device plugin API stands for: the inverse of [`plugin_ids`]. A device's name has no dot.
+pub fn device_of_plugin_id(id: &str) -> &str {
+    id.split_once('.').map_or(id, |(device, _)| device)
+}
+
 /// The environment variable that tells a container where a device is. Each device has its own, so that several claims in
 /// one container never overwrite each other's.
 pub fn environment_name(device: &str) -> String {
@@ -121,6 +135,15 @@ mod tests {
         let paths = ["a/b", "a-b", "a_b", "A-b", "a.b", "a--b", "a-b-"];
         let names: BTreeMap<String, &str> = paths.iter().map(|path| (device_name(path), *path)).collect();
         assert_eq!(names.len(), paths.len(), "{names:?}");
+    }
+
+    #[test]
+    fn the_ids_of_a_shared_device_lead_back_to_it() {
+        assert_eq!(plugin_ids("kvm", 1), ["kvm"]);
+        assert_eq!(plugin_ids("kvm", 3), ["kvm.0", "kvm.1", "kvm.2"]);
+        for id in ["kvm", "kvm.0", "kvm.17"] {
+            assert_eq!(device_of_plugin_id(id), "kvm");
+        }
     }
 
     #[test]

@@ -8,21 +8,23 @@ use std::collections::BTreeSet;
 
 use super::check::{check_handle, check_name, distinct, list, usable};
 use super::claim_uid::ClaimUid;
+use super::containers::Containers;
 use super::inventory::Devices;
 use super::ledger::{Change, Entry, Explanation, HeldDevice, Ledger, Progress};
 use super::naming::{is_dns_label, is_dns_subdomain};
 use super::refusal::Refusal;
 use super::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity};
 use super::step::Step;
-use crate::api::crd::Mode;
+use crate::api::crd::{Device, Mode};
 use crate::api::handle::DeviceHandle;
 
 /// Plans a Prepare: afterwards kubelet may be given the claim's CDI id.
 ///
 /// The same claim again leads to the same id. Refused without any step, and with nothing changed, if the claim cannot
-/// have what it asks for now.
+/// have what it asks for now. `containers` is what leaves through the other door; it counts for devices that have both.
 pub fn plan_prepare(
     ledger: &Ledger,
+    containers: &Containers,
     inventory: &Devices,
     node: &NodeIdentity,
     claim: &ClaimToPrepare,
@@ -53,25 +55,14 @@ pub fn plan_prepare(
             device: device.name.clone(),
             kind: device.kind.clone(),
         });
-        match ledger.holder(name) {
-            Some((holder, entry)) if *holder != uid && ledger.may_be_in_use(entry) => {
-                return Err(Refusal::Held {
-                    device: name.to_owned(),
-                    holder: entry.describe(holder),
-                });
-            }
-            // What is left of an attempt that failed, or of pods that ran before the node was booted.
-            Some((holder, _)) if *holder != uid => {
-                evicted.insert(holder.clone());
-            }
-            Some(_) | None => {}
-        }
+        check_containers(containers, device)?;
+        evicted.extend(make_room(ledger, &uid, name, device.shares)?);
     }
 
-    let mut steps: Vec<Step> = evicted.iter().cloned().map(Step::RemoveCdi).collect();
-    if own.is_some() {
-        steps.push(Step::RemoveCdi(uid.clone()));
-    }
+    // Files first, as at Unprepare, and then the driver undoes what it did.
+    let cleared: Vec<ClaimUid> = evicted.iter().cloned().chain(own.map(|_| uid.clone())).collect();
+    let mut steps: Vec<Step> = cleared.iter().cloned().map(Step::RemoveCdi).collect();
+    steps.extend(cleared.into_iter().map(Step::Release));
     let mut changes: Vec<Change> = evicted.into_iter().map(Change::Remove).collect();
     changes.push(Change::Start(
         uid.clone(),
@@ -88,6 +79,78 @@ pub fn plan_prepare(
     steps.push(Step::WriteCdi(uid.clone()));
     steps.push(Step::Save(vec![Change::Finish(uid.clone())]));
     Ok((uid, steps))
+}
+
+/// The first device with both doors that a plan takes anew.
+pub fn takes_from_both(steps: &[Step], inventory: &Devices) -> Option<String> {
+    let changes = steps.iter().flat_map(|step| match step {
+        Step::Save(changes) => changes.as_slice(),
+        _ => &[],
+    });
+    let taken = changes.flat_map(|change| match change {
+        Change::Start(_, entry) => entry.devices.as_slice(),
+        _ => &[],
+    });
+    taken
+        .map(|held| held.device.as_str())
+        .find(|name| {
+            inventory
+                .get(*name)
+                .is_some_and(|device| device.mode == Mode::Both)
+        })
+        .map(str::to_owned)
+}
+
+/// Refuses what a container has, or may have.
+fn check_containers(containers: &Containers, device: &Device) -> Result<(), Refusal> {
+    if device.mode != Mode::Both {
+        return Ok(());
+    }
+    if !containers.known() {
+        return Err(Refusal::ContainersUnknown {
+            device: device.name.clone(),
+            problem: "it has not answered since the companion was started".to_owned(),
+        });
+    }
+    match containers.holder(&device.name) {
+        Some(holder) => Err(Refusal::InContainer {
+            device: device.name.clone(),
+            holder,
+        }),
+        None => Ok(()),
+    }
+}
+
+/// The claims that have to give way so that one more can have the device: what is left of attempts that failed, or of pods that ran
+/// before the node was booted. Refused if so many hold it as may.
+fn make_room(
+    ledger: &Ledger,
+    uid: &ClaimUid,
+    device: &str,
+    shares: Option<u32>,
+) -> Result<Vec<ClaimUid>, Refusal> {
+    let shares = shares.unwrap_or(1).max(1);
+    let others = ledger.holders(device).filter(|(holder, _)| *holder != uid);
+    let (in_use, left): (Vec<_>, Vec<_>) = others.partition(|(_, entry)| ledger.may_be_in_use(entry));
+    let limit = usize::try_from(shares).unwrap_or(usize::MAX);
+    match in_use.first() {
+        Some((holder, entry)) if in_use.len() >= limit => {
+            let (device, holder) = (device.to_owned(), entry.describe(holder));
+            Err(if shares == 1 {
+                Refusal::Held { device, holder }
+            } else {
+                Refusal::AllShares {
+                    device,
+                    shares,
+                    holder,
+                }
+            })
+        }
+        _ if in_use.len() + left.len() >= limit => {
+            Ok(left.into_iter().map(|(holder, _)| holder.clone()).collect())
+        }
+        _ => Ok(Vec::new()),
+    }
 }
 
 /// A claim that containers may have already. What the driver makes is asked for again, so that a device that has gone or has
@@ -112,15 +175,8 @@ fn prepared_before(
     let mut steps = Vec::new();
     if !complete {
         for name in names {
-            if let Some((holder, other)) = ledger.holder(name)
-                && holder != uid
-                && ledger.may_be_in_use(other)
-            {
-                return Err(Refusal::Held {
-                    device: (*name).to_owned(),
-                    holder: other.describe(holder),
-                });
-            }
+            let shares = inventory.get(*name).and_then(|device| device.shares);
+            make_room(ledger, uid, name, shares)?;
         }
         let known = Explanation {
             namespace: claim.namespace.clone(),
@@ -146,11 +202,13 @@ pub(super) fn held_device(inventory: &Devices, name: &str) -> HeldDevice {
 
 /// Plans an Unprepare. A claim that is not known has nothing to be undone, except perhaps a file.
 ///
-/// The file goes first: if the process is killed in between, the ledger still knows that there is something to undo.
+/// The file goes first: if the process is killed in between, the ledger still knows that there is something to undo. The driver is
+/// asked only for a claim that the ledger knows, and the ledger forgets it only after the driver has succeeded.
 pub fn plan_unprepare(ledger: &Ledger, claim: &ClaimToUnprepare) -> Result<Vec<Step>, Refusal> {
     let uid = ClaimUid::parse(&claim.uid)?;
     let mut steps = vec![Step::RemoveCdi(uid.clone())];
     if ledger.entry(&uid).is_some() {
+        steps.push(Step::Release(uid.clone()));
         steps.push(Step::Save(vec![Change::Remove(uid)]));
     }
     Ok(steps)

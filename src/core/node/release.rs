@@ -115,6 +115,7 @@ pub fn plan_release(
 pub fn plan_free(uid: &ClaimUid) -> Vec<Step> {
     vec![
         Step::RemoveCdi(uid.clone()),
+        Step::Release(uid.clone()),
         Step::Save(vec![Change::Remove(uid.clone())]),
     ]
 }
@@ -178,7 +179,11 @@ mod tests {
         .unwrap();
         assert_eq!(
             steps,
-            [Step::RemoveCdi(uid()), Step::Save(vec![Change::Remove(uid())])]
+            [
+                Step::RemoveCdi(uid()),
+                Step::Release(uid()),
+                Step::Save(vec![Change::Remove(uid())])
+            ]
         );
     }
 

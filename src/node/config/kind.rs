@@ -5,10 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
+use super::door::RawDoors;
 use super::extras::{self, Probe};
 use super::preset::{PRESETS, Preset};
 use super::source::{self, Source};
-use super::{DeviceKind, Place, Refused, at, check_door, shown};
+use super::{DeviceKind, Place, Refused, at, shown};
 use crate::core::node::naming::is_dns_label;
 
 /// How many may hold a device at once, at most.
@@ -25,6 +26,12 @@ pub(super) struct RawKind {
     mode: Option<Spanned<String>>,
     #[serde(default)]
     pub(super) resource_name: Option<Spanned<String>>,
+    #[serde(default)]
+    extended_resource_devices: Option<Spanned<Vec<Spanned<String>>>>,
+    #[serde(default)]
+    cdi_devices: Option<Spanned<bool>>,
+    #[serde(default)]
+    pre_start_check: Option<Spanned<bool>>,
     #[serde(default)]
     paths: Option<Spanned<Vec<Spanned<String>>>>,
     #[serde(default)]
@@ -71,7 +78,6 @@ impl RawKind {
                 ),
             ));
         }
-        let door = check_door(field, name, self.mode.as_ref(), self.resource_name.as_ref())?;
         let permissions = self.permissions.as_ref().map_or_else(
             || Ok(preset.map_or("rw", |preset| preset.permissions).to_owned()),
             |raw| check_permissions(field, raw),
@@ -85,9 +91,19 @@ impl RawKind {
                 return Err(at(raw, problem));
             }
         };
+        let doors = RawDoors {
+            name,
+            mode: self.mode.as_ref(),
+            resource_name: self.resource_name.as_ref(),
+            extended_resource_devices: self.extended_resource_devices.as_ref(),
+            shares: self.shares.as_ref(),
+            cdi_devices: self.cdi_devices.as_ref(),
+            pre_start_check: self.pre_start_check.as_ref(),
+        }
+        .check(field, shares)?;
         Ok(DeviceKind {
             name: name.value.clone(),
-            door,
+            doors,
             container_paths: self.container_paths.as_ref().map_or_else(
                 || Ok(BTreeMap::new()),
                 |raw| extras::container_paths(field, &source, raw),

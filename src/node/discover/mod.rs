@@ -21,8 +21,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use futures::{Stream, StreamExt as _};
 use tokio::sync::{Notify, watch as value};
 use tokio::task::spawn_blocking;
+use tokio_stream::wrappers::WatchStream;
 use tokio_util::sync::CancellationToken;
 
 use self::found::Found;
@@ -119,8 +121,8 @@ impl HostDevices {
 }
 
 impl NodeDriver for HostDevices {
-    fn devices(&self) -> value::Receiver<Arc<Devices>> {
-        self.devices.clone()
+    fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
+        WatchStream::new(self.devices.clone()).map(|devices| devices.values().cloned().collect())
     }
 
     async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {

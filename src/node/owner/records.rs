@@ -161,7 +161,7 @@ impl<D: NodeDriver> Owner<D> {
                 }
                 Verdict::Explain(uid, devices) => {
                     info!(claim_uid = %uid, ?devices, reason = "HoldingExplained", "the API server tells which devices the claim has");
-                    let steps = plan_explained(&self.ledger, &self.inventory.borrow(), &uid, &devices);
+                    let steps = plan_explained(&self.ledger, &self.inventory, &uid, &devices);
                     (uid, steps)
                 }
             };

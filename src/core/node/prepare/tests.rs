@@ -1,12 +1,14 @@
 use std::collections::BTreeMap;
+use std::time::Duration;
 
+use super::super::containers::Shown;
 use super::super::injection::Injection;
 use super::*;
-use crate::api::crd::Device;
 use crate::api::handle::{HandleDevice, VERSION};
 
 const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
+const C: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0c";
 
 fn node() -> NodeIdentity {
     NodeIdentity {
@@ -34,6 +36,14 @@ fn inventory() -> Devices {
         device("y", Mode::Claims, None),
         device("sick", Mode::Claims, Some("it smokes")),
         device("plug", Mode::ExtendedResource, None),
+        device("two-doors", Mode::Both, None),
+        (
+            "shared".to_owned(),
+            Device {
+                shares: Some(2),
+                ..device("shared", Mode::Claims, None).1
+            },
+        ),
     ])
 }
 
@@ -62,7 +72,17 @@ fn claim(uid: &str, handle: &DeviceHandle) -> ClaimToPrepare {
 }
 
 fn plan(ledger: &Ledger, uid: &str, devices: &[&str]) -> Result<Vec<Step>, Refusal> {
-    plan_prepare(ledger, &inventory(), &node(), &claim(uid, &handle(uid, devices))).map(|(_, steps)| steps)
+    plan_beside(ledger, &Containers::default(), uid, devices)
+}
+
+fn plan_beside(
+    ledger: &Ledger,
+    containers: &Containers,
+    uid: &str,
+    devices: &[&str],
+) -> Result<Vec<Step>, Refusal> {
+    let claim = claim(uid, &handle(uid, devices));
+    plan_prepare(ledger, containers, &inventory(), &node(), &claim).map(|(_, steps)| steps)
 }
 
 fn held(uid: &str, devices: &[&str], boot_id: &str, progress: Progress) -> Ledger {
@@ -127,8 +147,9 @@ fn the_rest_of_a_failed_attempt_and_of_an_earlier_boot_gives_way() {
     ] {
         let steps = plan(&ledger, B, &["x"]).unwrap();
         assert_eq!(steps[0], Step::RemoveCdi(ClaimUid::parse(A).unwrap()));
+        assert_eq!(steps[1], Step::Release(ClaimUid::parse(A).unwrap()));
         assert!(
-            matches!(&steps[1], Step::Save(changes) if matches!(changes[..], [Change::Remove(_), Change::Start(..)]))
+            matches!(&steps[2], Step::Save(changes) if matches!(changes[..], [Change::Remove(_), Change::Start(..)]))
         );
     }
 }
@@ -234,11 +255,25 @@ fn a_handle_of_another_claim_or_node_is_refused() {
         ),
     ];
     for (handle, reason) in foreign {
-        let refusal = plan_prepare(&empty, &inventory(), &node(), &claim(A, &handle)).unwrap_err();
+        let refusal = plan_prepare(
+            &empty,
+            &Containers::default(),
+            &inventory(),
+            &node(),
+            &claim(A, &handle),
+        )
+        .unwrap_err();
         assert_eq!(refusal.reason(), reason, "{refusal}");
     }
     let unknown = NodeIdentity { uid: None, ..node() };
-    let refusal = plan_prepare(&empty, &inventory(), &unknown, &claim(A, &good)).unwrap_err();
+    let refusal = plan_prepare(
+        &empty,
+        &Containers::default(),
+        &inventory(),
+        &unknown,
+        &claim(A, &good),
+    )
+    .unwrap_err();
     assert_eq!(refusal.reason(), "NodeUnknown");
 }
 
@@ -272,7 +307,7 @@ fn hostile_names_and_uids_are_refused_before_anything_is_planned() {
             ..good
         },
     ] {
-        let refusal = plan_prepare(&empty, &inventory(), &node(), &bad).unwrap_err();
+        let refusal = plan_prepare(&empty, &Containers::default(), &inventory(), &node(), &bad).unwrap_err();
         assert!(
             refusal.is_invalid_request() && refusal.to_string().len() < 300,
             "{refusal}"
@@ -296,7 +331,53 @@ fn unprepare_of_an_unknown_claim_succeeds_and_of_a_known_one_takes_the_file_firs
         plan_unprepare(&held(A, &["x"], "boot", done()), &claim),
         Ok(vec![
             Step::RemoveCdi(uid.clone()),
+            Step::Release(uid.clone()),
             Step::Save(vec![Change::Remove(uid)])
         ])
     );
+}
+
+#[test]
+fn a_shared_device_is_given_to_as_many_claims_as_it_has_shares() {
+    let mut entries = held(A, &["shared"], "boot", done()).entries().clone();
+    plan(&Ledger::new("boot", entries.clone()), B, &["shared"]).unwrap();
+    entries.extend(held(B, &["shared"], "boot", done()).entries().clone());
+    let both = Ledger::new("boot", entries.clone());
+    let refusal = plan(&both, C, &["shared"]).unwrap_err();
+    assert_eq!(refusal.reason(), "DeviceHeld");
+    assert!(refusal.to_string().contains("2 shares"), "{refusal}");
+    assert_eq!(
+        plan(&both, B, &["shared"]).unwrap(),
+        restore(&ClaimUid::parse(B).unwrap())
+    );
+    // What no longer runs gives way only where the place is needed.
+    entries.extend(held(B, &["shared"], "before", done()).entries().clone());
+    let steps = plan(&Ledger::new("boot", entries.clone()), C, &["shared"]).unwrap();
+    assert_eq!(steps[0], Step::RemoveCdi(ClaimUid::parse(B).unwrap()));
+    entries.remove(&ClaimUid::parse(A).unwrap());
+    let steps = plan(&Ledger::new("boot", entries), C, &["shared"]).unwrap();
+    assert!(matches!(&steps[0], Step::Save(_)), "{steps:?}");
+}
+
+#[test]
+fn what_containers_hold_counts_for_devices_that_have_both_doors() {
+    let empty = Ledger::new("boot", BTreeMap::new());
+    let mut containers = Containers::default();
+    let reason = |containers: &Containers| {
+        plan_beside(&empty, containers, A, &["two-doors"]).map_err(|refusal| refusal.reason())
+    };
+    assert_eq!(reason(&containers), Err("PodResourcesUnavailable"));
+    containers.seen(&Shown::default(), Duration::ZERO);
+    let steps = reason(&containers).unwrap();
+    assert_eq!(
+        takes_from_both(&steps, &inventory()).as_deref(),
+        Some("two-doors")
+    );
+    assert_eq!(
+        takes_from_both(&plan(&empty, A, &["x"]).unwrap(), &inventory()),
+        None
+    );
+    containers.allocated(["two-doors", "x"], Duration::ZERO);
+    assert_eq!(reason(&containers), Err("DeviceHeld"));
+    plan_beside(&empty, &containers, A, &["x"]).expect("its kind has one door");
 }
