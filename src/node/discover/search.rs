@@ -162,29 +162,20 @@ impl Search {
         }
         // First what is looked up, then what is announced.
         *self.shared.found.lock().unwrap_or_else(PoisonError::into_inner) = found;
-        let changed = self.sender.send_if_modified(|published| {
-            let changed = **published != devices;
-            if changed {
-                *published = Arc::new(devices);
-            }
-            changed
-        });
-        if changed {
-            let devices = self.sender.borrow().len();
-            let unhealthy = self
-                .sender
-                .borrow()
+        if **self.sender.borrow() != devices {
+            let unhealthy = devices
                 .values()
                 .filter(|device| device.unhealthy.is_some())
                 .count();
             let noticed_by = cause.map_or("start", Cause::as_str);
             info!(
-                devices,
+                devices = devices.len(),
                 unhealthy, noticed_by, "the devices of this node have changed"
             );
             if let Some(cause) = cause {
                 self.shared.caught.add(cause);
             }
+            self.sender.send_replace(Arc::new(devices));
         }
         directories
     }
