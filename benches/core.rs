@@ -309,7 +309,9 @@ impl Shell {
                         claim.status.driver_name = Some(DRIVER.to_owned());
                         claim.status.reserved_for = reserved_for.into_iter().collect();
                     }
-                    ClaimWrite::ClearAllocation { .. } | ClaimWrite::RemoveFinalizer => {
+                    ClaimWrite::ClearAllocation { .. }
+                    | ClaimWrite::UndoAllocation { .. }
+                    | ClaimWrite::RemoveFinalizer => {
                         unreachable!("nothing is released here")
                     }
                 }

@@ -1,8 +1,13 @@
 //! A driver for network-attached devices: licence dongles, capture boxes, storage heads that several nodes can reach.
 //!
-//! A class names a pool by a ConfigMap (`nodes`: who can reach it, by name, separated by spaces; `devices`: how many there are):
+//! A class names a pool by a ConfigMap: which nodes reach it, separated by spaces, and how many devices it has.
 //!
 //! ```yaml
+//! apiVersion: v1
+//! kind: ConfigMap
+//! metadata: { name: dongles, namespace: default }
+//! data: { nodes: "node-a node-b", devices: "3" }
+//! ---
 //! apiVersion: resource.k8s.io/v1alpha2
 //! kind: ResourceClass
 //! metadata: { name: dongle }
@@ -10,65 +15,64 @@
 //! parametersRef: { kind: ConfigMap, namespace: default, name: dongles }
 //! ```
 //!
-//! Run it with `cargo run --example network_attached`; the kubeconfig is found as kubectl finds it.
+//! `cargo run --example network_attached` with the rights of every controller ([`drayman::controller`]) and to get ConfigMaps.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use drayman::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass, ResourceHandle};
+use drayman::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use drayman::controller::Controller;
-use drayman::driver::{
-    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Observation, Verdict,
-};
+use drayman::driver::{CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver};
+use drayman::driver::{DriverError, Finding, Observation, Verdict};
 use futures::{Stream, StreamExt as _};
-use k8s_openapi::api::core::v1::{ConfigMap, NodeSelector, NodeSelectorRequirement, NodeSelectorTerm};
+use k8s_openapi::api::core::v1::ConfigMap;
 use kube::api::Api;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio_stream::wrappers::WatchStream;
 use tokio_util::sync::CancellationToken;
 
-/// A pool of equal devices that some nodes can reach.
-#[derive(Clone, Debug)]
+type Result<T> = std::result::Result<T, DriverError>;
+type Request = ClaimRequest<NetworkAttached>;
+/// Who holds what, by the claim's uid.
+type Books = BTreeMap<String, Held>;
+
+/// What a class stands for: equal devices that some nodes can reach.
 struct Pool {
     name: String,
     nodes: BTreeSet<String>,
     devices: usize,
 }
 
-/// A device that a claim holds.
+/// What a claim holds: a device of a pool. `recorded` means that the claim itself says so.
 struct Held {
     pool: String,
-    /// Whether the claim says so already.
     recorded: bool,
 }
 
-/// The driver: which claim holds a device of which pool. The claims are the only record; [`Driver::observe`] rebuilds it.
 struct NetworkAttached {
     client: kube::Client,
-    held: Mutex<BTreeMap<String, Held>>,
-    freed: watch::Sender<usize>,
+    books: Mutex<Books>,
+    freed: watch::Sender<()>,
 }
 
 impl NetworkAttached {
-    fn new(client: kube::Client) -> Self {
-        Self {
-            client,
-            held: Mutex::default(),
-            freed: watch::Sender::new(0),
-        }
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn books(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, Held>> {
-        self.held
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
-
-    fn free(&self, uid: &str) {
-        if self.books().remove(uid).is_some() {
-            self.freed.send_modify(|count| *count += 1);
+    /// Takes a device back if a claim holds one that is recorded, or not.
+    fn free(&self, uid: &str, recorded: bool) {
+        let mut books = self.books();
+        if books.get(uid).is_some_and(|held| held.recorded == recorded) {
+            books.remove(uid);
+            self.freed.send_replace(());
         }
     }
+}
+
+fn used(books: &Books, pool: &Pool) -> usize {
+    books.values().filter(|held| held.pool == pool.name).count()
 }
 
 impl Driver for NetworkAttached {
@@ -79,176 +83,117 @@ impl Driver for NetworkAttached {
         "network.example.com"
     }
 
-    async fn class_parameters(&self, class: &ResourceClass) -> Result<Pool, DriverError> {
-        let invalid = |message: String| DriverError::invalid("ParametersInvalid", message);
-        let (namespace, name) = class
-            .parameters_ref
-            .as_ref()
-            .filter(|reference| reference.kind == "ConfigMap")
-            .and_then(|reference| Some((reference.namespace.as_ref()?, &reference.name)))
-            .ok_or_else(|| invalid("parametersRef must name a ConfigMap and its namespace".to_owned()))?;
-        let map = Api::<ConfigMap>::namespaced(self.client.clone(), namespace)
-            .get_opt(name)
-            .await
-            .map_err(|error| DriverError::retry("ParametersUnreadable", error.to_string()))?
-            .ok_or_else(|| invalid(format!("ConfigMap {namespace}/{name} does not exist: create it")))?;
-        let data = map.data.unwrap_or_default();
-        let devices = data
-            .get("devices")
-            .and_then(|text| text.parse().ok())
-            .ok_or_else(|| {
-                invalid(format!(
-                    "ConfigMap {namespace}/{name}: \"devices\" must be a whole number"
-                ))
-            })?;
-        let nodes = data
-            .get("nodes")
-            .map(|text| text.split_whitespace().map(str::to_owned).collect());
+    /// 1. What does the class mean? What only a person can cure is `invalid`, everything else is tried again.
+    async fn class_parameters(&self, class: &ResourceClass) -> Result<Pool> {
+        let invalid = |text: &str| DriverError::invalid("ParametersInvalid", text);
+        let Some((Some(namespace), name)) = class.parameters_ref.as_ref().map(|to| (&to.namespace, &to.name))
+        else {
+            return Err(invalid("parametersRef must name a ConfigMap and its namespace"));
+        };
+        // One that is missing may be made later, and nobody here watches for it.
+        let unread = |error: kube::Error| DriverError::retry("ParametersUnreadable", error.to_string());
+        let maps = Api::<ConfigMap>::namespaced(self.client.clone(), namespace);
+        let data = maps.get(name).await.map_err(unread)?.data.unwrap_or_default();
+        let text = |key| data.get(key).map_or("", String::as_str);
+        let wrong = |_| invalid("\"devices\" in the ConfigMap must be a whole number");
         Ok(Pool {
             name: format!("{namespace}/{name}"),
-            nodes: nodes.unwrap_or_default(),
-            devices,
+            nodes: text("nodes").split_whitespace().map(str::to_owned).collect(),
+            devices: text("devices").parse().map_err(wrong)?,
         })
     }
 
-    async fn claim_parameters(
-        &self,
-        _: &ResourceClaim,
-        _: &ResourceClass,
-        _: &Pool,
-    ) -> Result<(), DriverError> {
+    /// 2. And the claim's own parameters? There are none.
+    async fn claim_parameters(&self, _: &ResourceClaim, _: &ResourceClass, _: &Pool) -> Result<()> {
         Ok(())
     }
 
-    async fn unsuitable_nodes(
-        &self,
-        _: &Pod,
-        claims: &[ClaimRequest<Self>],
-        nodes: &[String],
-    ) -> Result<Vec<Verdict>, DriverError> {
-        let held = self.books();
-        let mut wanted: BTreeMap<&str, usize> = BTreeMap::new();
-        let verdicts = claims.iter().map(|request| {
+    /// 3. Where can the claims of a pod not be served together? Nothing is set aside here.
+    async fn unsuitable_nodes(&self, _: &Pod, claims: &[Request], nodes: &[String]) -> Result<Vec<Verdict>> {
+        let books = self.books();
+        let judge = |request: &Request| {
             let pool = &request.class_parameters;
-            let used = held.values().filter(|held| held.pool == pool.name).count();
-            let wanted = wanted.entry(&pool.name).or_default();
-            *wanted += 1;
-            let full = used + *wanted > pool.devices;
-            let unsuitable_nodes = nodes
-                .iter()
-                .filter_map(|node| {
-                    let reason = if !pool.nodes.contains(node) {
-                        format!("pool {} is not reached from here", pool.name)
-                    } else if full {
-                        format!("{used} of {} held", pool.devices)
-                    } else {
-                        return None;
-                    };
-                    Some((node.clone(), reason))
-                })
-                .collect();
-            Verdict { unsuitable_nodes }
-        });
-        Ok(verdicts.collect())
-    }
-
-    async fn allocate(
-        &self,
-        claims: &[ClaimRequest<Self>],
-        _: Option<&str>,
-    ) -> Result<Vec<Result<AllocationResult, DriverError>>, DriverError> {
-        let mut held = self.books();
-        let results = claims.iter().map(|request| {
-            let pool = &request.class_parameters;
-            let uid = request.claim.metadata.uid.clone().unwrap_or_default();
-            let used = held.values().filter(|held| held.pool == pool.name).count();
-            if !held.contains_key(&uid) && used >= pool.devices {
-                let message = format!("pool {}: {used} of {} held", pool.name, pool.devices);
-                return Err(DriverError::retry("NoSuitableDevice", message));
+            let same = |other: &&Request| other.class_parameters.name == pool.name;
+            let (used, wanted) = (used(&books, pool), claims.iter().filter(same).count());
+            let mut verdict = Verdict::default();
+            for node in nodes {
+                let reason = match pool.nodes.contains(node) {
+                    true if used + wanted <= pool.devices => continue,
+                    true => format!("{used} of {} held", pool.devices),
+                    false => format!("pool {} cannot be reached", pool.name),
+                };
+                verdict.unsuitable_nodes.insert(node.clone(), reason);
             }
-            held.entry(uid).or_insert_with(|| Held {
-                pool: pool.name.clone(),
-                recorded: false,
-            });
-            Ok(pool.allocation(self.name()))
-        });
-        Ok(results.collect())
-    }
-
-    async fn deallocate(&self, deallocation: Deallocation<'_>) -> Result<(), DriverError> {
-        // What is recorded is freed when it is seen to be gone.
-        if deallocation.claim.status.allocation.is_none() {
-            self.free(deallocation.claim.metadata.uid.as_deref().unwrap_or_default());
-        }
-        Ok(())
-    }
-
-    fn observe(&self, observation: &Observation) {
-        let holdings = match observation {
-            Observation::All(holdings) => holdings.as_slice(),
-            Observation::Changed(holding) => std::slice::from_ref(holding),
-            Observation::Gone { uid } => return self.free(uid),
+            verdict
         };
-        for holding in holdings {
-            let uid = holding.uid();
-            match holding
-                .allocation(self.name())
-                .and_then(|allocation| allocation.resource_handles.first())
-            {
-                Some(handle) => {
-                    let pool = handle.data.clone().unwrap_or_default();
-                    self.books().insert(uid.to_owned(), Held { pool, recorded: true });
+        Ok(claims.iter().map(judge).collect())
+    }
+
+    /// 4. Allocate them. To look and to hold is one step under one lock; the same claim again gets the same.
+    async fn allocate(&self, claims: &[Request], _: Option<&str>) -> Result<Vec<Result<AllocationResult>>> {
+        let mut books = self.books();
+        let allocate = |request: &Request| {
+            let pool = &request.class_parameters;
+            if !books.contains_key(request.uid()) {
+                if used(&books, pool) >= pool.devices {
+                    let text = format!("all {} of pool {} are held", pool.devices, pool.name);
+                    return Err(DriverError::retry("NoSuitableDevice", text));
                 }
-                // What was never recorded is given back by deallocate; this was, and is not any more.
-                None if self.books().get(uid).is_some_and(|held| held.recorded) => self.free(uid),
-                None => {}
+                let (pool, recorded) = (pool.name.clone(), false);
+                books.insert(request.uid().to_owned(), Held { pool, recorded });
             }
-        }
+            // The handle is for the plugin on the node; the claim can be used on every node of the pool.
+            Ok(AllocationResult::new(self.name(), &*pool.name).on_nodes(&pool.nodes))
+        };
+        Ok(claims.iter().map(allocate).collect())
     }
 
+    /// 5. Take back what was never recorded. What is recorded is free when the record is gone: step 6.
+    async fn deallocate(&self, deallocation: Deallocation<'_>) -> Result<()> {
+        self.free(deallocation.uid(), false);
+        Ok(())
+    }
+
+    /// 6. Keep the books: all claims once at the start, then every change.
+    fn observe(&self, observation: &Observation) -> Vec<Finding> {
+        if let Observation::Gone { uid } = observation {
+            self.books().remove(uid);
+            self.freed.send_replace(());
+        }
+        for holding in observation.holdings() {
+            let Some(allocation) = holding.allocation(self.name()) else {
+                self.free(holding.uid(), true);
+                continue;
+            };
+            let handle = allocation.resource_handles.first();
+            let pool = handle.and_then(|handle| handle.data.clone()).unwrap_or_default();
+            let (uid, recorded) = (holding.uid().to_owned(), true);
+            self.books().insert(uid, Held { pool, recorded });
+        }
+        Vec::new()
+    }
+
+    /// 7. Wake the pods that wait.
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
-        let change = |_| CapacityChange {
-            cause: CapacityCause::Freed,
-            pods: None,
-        };
-        WatchStream::from_changes(self.freed.subscribe()).map(change)
-    }
-}
-
-impl Pool {
-    fn allocation(&self, driver_name: &str) -> AllocationResult {
-        // One term per node: the API server takes one name per field selector.
-        let reached = |node: &String| NodeSelectorTerm {
-            match_fields: Some(vec![NodeSelectorRequirement {
-                key: "metadata.name".to_owned(),
-                operator: "In".to_owned(),
-                values: Some(vec![node.clone()]),
-            }]),
-            ..NodeSelectorTerm::default()
-        };
-        AllocationResult {
-            resource_handles: vec![ResourceHandle {
-                driver_name: Some(driver_name.to_owned()),
-                data: Some(self.name.clone()),
-                structured_data: None,
-            }],
-            available_on_nodes: Some(NodeSelector {
-                node_selector_terms: self.nodes.iter().map(reached).collect(),
-            }),
-            shareable: false,
-        }
+        let (cause, pods) = (CapacityCause::Freed, None);
+        WatchStream::from_changes(self.freed.subscribe()).map(move |()| CapacityChange { cause, pods })
     }
 }
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
-    tracing_subscriber::fmt().init();
-    // Whichever providers other crates bring along, this is the one.
-    let _ = rustls::crypto::ring::default_provider().install_default();
-    let client = kube::Client::try_default().await?;
+    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+    let _ = rustls::crypto::ring::default_provider().install_default(); // of several that are linked
+    let mut config = kube::Config::infer().await?;
+    config.default_retry = false; // the controller decides what is sent again
+    let client = kube::Client::try_from(config)?;
+    let driver = NetworkAttached {
+        client: client.clone(),
+        books: Mutex::default(),
+        freed: watch::Sender::default(),
+    };
     let shutdown = CancellationToken::new();
-    let controller = Controller::builder(NetworkAttached::new(client.clone())).build(client)?;
-    let stop = shutdown.clone();
-    tokio::spawn(async move { tokio::signal::ctrl_c().await.map(|()| stop.cancel()) });
-    Ok(controller.run(shutdown).await?)
+    let (mut terminate, stop) = (signal(SignalKind::terminate())?, shutdown.clone());
+    tokio::spawn(async move { terminate.recv().await.map(|()| stop.cancel()) });
+    Ok(Controller::builder(driver).build(client)?.run(shutdown).await?)
 }

@@ -46,7 +46,7 @@ impl Controller {
         user: &str,
         arguments: &[&str],
     ) -> anyhow::Result<Self> {
-        let kubeconfig = stage.cluster.user(user, &controller_rules()).await?;
+        let kubeconfig = stage.cluster.user(user, &controller_rules()?).await?;
         let log = stage.cluster.directory().join(format!("{user}.log"));
         let mut command = stage.cluster.command(program);
         command.args(arguments).arg(kubeconfig);

@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::NodeSelector;
+use k8s_openapi::api::core::v1::{NodeSelector, NodeSelectorRequirement, NodeSelectorTerm};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::core::{ClusterResourceScope, NamespaceResourceScope};
 use serde::{Deserialize, Serialize};
@@ -26,6 +26,8 @@ pub const RESERVED_FOR_MAX: usize = 32;
 pub const RESOURCE_HANDLES_MAX: usize = 32;
 /// Bytes in one resource handle's `data`, at most (`ResourceHandleDataMaxSize`).
 pub const RESOURCE_HANDLE_MAX: usize = 16 * 1024;
+/// The one field of a node that a selector's `matchFields` knows.
+pub const NODE_NAME_FIELD: &str = "metadata.name";
 /// The annotation that the claim controller puts on a claim made from a template: the entry of the pod it is for (1.28 and later).
 pub const POD_CLAIM_NAME_ANNOTATION: &str = "resource.kubernetes.io/pod-claim-name";
 
@@ -213,6 +215,36 @@ pub struct AllocationResult {
 }
 
 impl AllocationResult {
+    /// An allocation with one handle for `driver_name`'s plugin on the node, usable on every node and by one consumer at a time.
+    pub fn new(driver_name: impl Into<String>, data: impl Into<String>) -> Self {
+        Self {
+            resource_handles: vec![ResourceHandle {
+                driver_name: Some(driver_name.into()),
+                data: Some(data.into()),
+                structured_data: None,
+            }],
+            ..Self::default()
+        }
+    }
+
+    /// Usable on the nodes of these names only.
+    #[must_use]
+    pub fn on_nodes(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        // One term for each node: the API server takes one value in a field selector.
+        let only = |name: String| NodeSelectorTerm {
+            match_fields: Some(vec![NodeSelectorRequirement {
+                key: NODE_NAME_FIELD.to_owned(),
+                operator: "In".to_owned(),
+                values: Some(vec![name]),
+            }]),
+            match_expressions: None,
+        };
+        self.available_on_nodes = Some(NodeSelector {
+            node_selector_terms: names.into_iter().map(Into::into).map(only).collect(),
+        });
+        self
+    }
+
     /// What the API server would refuse about it (`validateAllocationResult` at release-1.30), as far as a driver can get it wrong.
     pub fn check(&self) -> Result<(), String> {
         let count = self.resource_handles.len();

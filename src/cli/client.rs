@@ -23,17 +23,7 @@ const IN_CLUSTER: &str = "KUBERNETES_SERVICE_HOST";
 /// somebody happens to point at.
 pub(super) async fn configuration(kubeconfig: Option<&Path>) -> Result<Config, Error> {
     match kubeconfig {
-        Some(file) => {
-            let refused = |error: &dyn std::fmt::Display| {
-                Error::Configuration(format!("--kubeconfig {}: {error}", file.display()))
-            };
-            // kube takes UTF-16 for granted where a file begins like it, and panics if it is not.
-            std::fs::read_to_string(file).map_err(|error| refused(&error))?;
-            let content = Kubeconfig::read_from(file).map_err(|error| refused(&error))?;
-            Config::from_custom_kubeconfig(content, &KubeConfigOptions::default())
-                .await
-                .map_err(|error| refused(&error))
-        }
+        Some(file) => from_file(file, &KubeConfigOptions::default()).await,
         None if std::env::var_os(IN_CLUSTER).is_some() => Config::incluster().map_err(|error| {
             Error::Configuration(format!(
                 "no credentials: {error}; let the pod mount its service account's token, or give --kubeconfig FILE"
@@ -44,6 +34,44 @@ pub(super) async fn configuration(kubeconfig: Option<&Path>) -> Result<Config, E
              give --kubeconfig FILE or set DRAYMAN_KUBECONFIG"
         ))),
     }
+}
+
+/// Reads where the API server is as kubectl does: from the file, from `KUBECONFIG`, from `~/.kube/config`, or else from the
+/// service account of the pod. For commands that a person types; a component never looks into a home directory.
+pub(super) async fn configuration_of_person(
+    kubeconfig: Option<&Path>,
+    context: Option<&str>,
+) -> Result<Config, Error> {
+    let options = KubeConfigOptions {
+        context: context.map(str::to_owned),
+        ..KubeConfigOptions::default()
+    };
+    if let Some(file) = kubeconfig {
+        return from_file(file, &options).await;
+    }
+    // What a home directory or a variable says comes first, as for kubectl.
+    let from_home = Config::from_kubeconfig(&options).await;
+    from_home.or_else(|error| {
+        if context.is_none() && std::env::var_os(IN_CLUSTER).is_some() {
+            Config::incluster().map_err(|error| Error::Configuration(format!("no credentials: {error}")))
+        } else {
+            Err(Error::Configuration(format!(
+                "no API server: {error}; give --kubeconfig FILE or set KUBECONFIG"
+            )))
+        }
+    })
+}
+
+async fn from_file(file: &Path, options: &KubeConfigOptions) -> Result<Config, Error> {
+    let refused = |error: &dyn std::fmt::Display| {
+        Error::Configuration(format!("--kubeconfig {}: {error}", file.display()))
+    };
+    // kube takes UTF-16 for granted where a file begins like it, and panics if it is not.
+    std::fs::read_to_string(file).map_err(|error| refused(&error))?;
+    let content = Kubeconfig::read_from(file).map_err(|error| refused(&error))?;
+    Config::from_custom_kubeconfig(content, options)
+        .await
+        .map_err(|error| refused(&error))
 }
 
 /// Builds a client that sends each request once: kube's own retries are off, because a write that is sent again by itself

@@ -106,19 +106,12 @@ struct Leader {
 impl Leader {
     /// The lease, if there is one. It has the driver's name.
     fn election(&self, driver_name: &str, instance: Option<&str>) -> Option<LeaderElection> {
-        // A process is told from an earlier one of the same pod by when it was started.
-        let started = jiff::Timestamp::now().as_nanosecond();
+        let instance = instance.unwrap_or("drayman");
         self.leader_elect.then(|| LeaderElection {
-            namespace: self.leader_elect_resource_namespace.clone(),
-            name: driver_name.to_owned(),
             lease_duration: self.leader_elect_lease_duration,
             renew_deadline: self.leader_elect_renew_deadline,
             retry_period: self.leader_elect_retry_period,
-            identity: format!(
-                "{}_{}_{started:x}",
-                instance.unwrap_or("drayman"),
-                std::process::id()
-            ),
+            ..LeaderElection::new(&self.leader_elect_resource_namespace, driver_name, instance)
         })
     }
 }

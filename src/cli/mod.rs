@@ -17,6 +17,7 @@ mod group;
 mod logging;
 mod node;
 mod shutdown;
+mod tool;
 mod value;
 mod version;
 
@@ -24,7 +25,7 @@ use std::ffi::OsString;
 use std::future::Future;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 
 pub use self::error::Error;
 
@@ -41,12 +42,19 @@ enum Command {
     Controller(controller::Arguments),
     Node(node::Arguments),
     Config(config::Arguments),
+    Devices(tool::devices::Arguments),
+    Who(tool::who::Arguments),
+    Explain(tool::explain::Arguments),
+    Doctor(tool::doctor::Arguments),
+    Drain(tool::drain::Arguments),
     Crds(crds::Arguments),
+    Completion(tool::completion::Arguments),
     Version(version::Arguments),
 }
 
 /// Runs the program with the given arguments, of which the first is the program's own name.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let arguments = tool::as_kubectl_plugin(arguments.into_iter().collect());
     let command = match Arguments::try_parse_from(arguments) {
         Ok(arguments) => arguments.command,
         Err(refusal) => {
@@ -58,14 +66,22 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         }
     };
     let result = match command {
-        Command::Controller(arguments) => controller::run(&arguments),
-        Command::Node(arguments) => node::run(arguments),
-        Command::Config(arguments) => config::run(&arguments),
-        Command::Crds(arguments) => crds::run(&arguments),
-        Command::Version(arguments) => version::run(arguments),
+        Command::Controller(arguments) => controller::run(&arguments).map(succeeded),
+        Command::Node(arguments) => node::run(arguments).map(succeeded),
+        Command::Config(arguments) => config::run(&arguments).map(succeeded),
+        Command::Devices(arguments) => tool::devices::run(&arguments),
+        Command::Who(arguments) => tool::who::run(&arguments),
+        Command::Explain(arguments) => tool::explain::run(&arguments),
+        Command::Doctor(arguments) => tool::doctor::run(&arguments),
+        Command::Drain(arguments) => tool::drain::run(&arguments),
+        Command::Crds(arguments) => crds::run(&arguments).map(succeeded),
+        Command::Completion(arguments) => {
+            tool::completion::run(arguments, Arguments::command()).map(succeeded)
+        }
+        Command::Version(arguments) => version::run(arguments).map(succeeded),
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             logging::report(&error);
             error.exit_code()
@@ -73,8 +89,12 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     }
 }
 
+fn succeeded((): ()) -> ExitCode {
+    ExitCode::SUCCESS
+}
+
 /// Runs a component on a runtime of one thread. Whatever is left of it when it ends is not waited for.
-fn block_on(component: impl Future<Output = Result<(), Error>>) -> Result<(), Error> {
+fn block_on<T>(component: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

@@ -67,7 +67,12 @@ impl<D: Driver> Executor<D> {
     pub(super) fn execute(&self, command: Command) {
         let shared = self.shared.clone();
         match command {
-            Command::Observe(observation) => shared.driver.observe(&observation),
+            Command::Observe(observation) => {
+                let findings = shared.driver.observe(&observation);
+                if !findings.is_empty() {
+                    let _ = self.answers.send(Event::Found(findings));
+                }
+            }
             Command::AwaitDriver => {
                 let answers = self.answers.clone();
                 // Not tracked: a driver that never gets ready must not hold up the end.

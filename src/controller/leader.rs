@@ -29,6 +29,24 @@ pub struct LeaderElection {
     pub identity: String,
 }
 
+impl LeaderElection {
+    /// A lease with the times of the components of Kubernetes: 15 s, given up after 10 s without a renewal, tried every 2 s.
+    ///
+    /// All controllers of one driver must name the same lease. `instance` is for people, a pod's name for instance: what makes
+    /// the identity one of its own is when the process was started.
+    pub fn new(namespace: impl Into<String>, name: impl Into<String>, instance: &str) -> Self {
+        let started = Timestamp::now().as_nanosecond();
+        Self {
+            namespace: namespace.into(),
+            name: name.into(),
+            lease_duration: Duration::from_secs(15),
+            renew_deadline: Duration::from_secs(10),
+            retry_period: Duration::from_secs(2),
+            identity: format!("{instance}_{}_{started:x}", std::process::id()),
+        }
+    }
+}
+
 /// Whether this process may write, asked before each write.
 #[derive(Clone)]
 pub(super) struct Fence {

@@ -3,9 +3,49 @@
 //! One task owns the [`World`]. It turns watch events and answers into [`Event`]s, asks for [`Command`]s and has them carried
 //! out; it decides nothing itself.
 //!
-//! What it needs to be allowed: get, list and watch of `resourceclasses`, `resourceclaims` and `podschedulingcontexts`; patch of
-//! `resourceclaims`, `resourceclaims/status` and `podschedulingcontexts/status`; get of `pods`; create of `events` in
-//! `events.k8s.io`.
+//! # Running a driver
+//!
+//! ```no_run
+//! use drayman::controller::{Controller, LeaderElection};
+//! use drayman::driver::Driver;
+//! use tokio_util::sync::CancellationToken;
+//!
+//! async fn serve(driver: impl Driver, shutdown: CancellationToken) -> Result<(), Box<dyn std::error::Error>> {
+//!     let mut config = kube::Config::infer().await?;
+//!     // The controller decides what is sent again, and when.
+//!     config.default_retry = false;
+//!     let pod_name = std::env::var("HOSTNAME").ok();
+//!     let election = LeaderElection::new("kube-system", driver.name(), pod_name.as_deref().unwrap_or("driver"));
+//!     let controller = Controller::builder(driver)
+//!         .instance(pod_name)
+//!         .leader_election(Some(election))
+//!         .build(kube::Client::try_from(config)?)?;
+//!     Ok(controller.run(shutdown).await?)
+//! }
+//! ```
+//!
+//! [`Controller::run`] ends when the token is cancelled (on SIGTERM, say), with what is under way awaited and the lease given up; with
+//! [`ControllerError::LeaseLost`] when another may lead; and before it has done anything if the API is not served. In each case the process
+//! should end, and its supervisor start it again. It logs with [`tracing`], and needs no store: after a start it lists everything anew.
+//!
+//! The process must choose a TLS provider if several are linked: `rustls::crypto::ring::default_provider().install_default()`.
+//!
+//! # What it needs to be allowed
+//!
+//! | group | resources | verbs |
+//! |---|---|---|
+//! | `resource.k8s.io` | `resourceclasses`, `resourceclaims`, `podschedulingcontexts` | get, list, watch |
+//! | `resource.k8s.io` | `resourceclaims`, `resourceclaims/status`, `podschedulingcontexts/status` | patch |
+//! | | `pods` | get |
+//! | `events.k8s.io` | `events` | create |
+//! | `coordination.k8s.io` | `leases` (with leader election, in their namespace) | get, create, update |
+//!
+//! # What it writes, and when
+//!
+//! The finalizer `<driver>/deletion-protection`, before the driver allocates anything; allocation, driver name and the pod in one patch;
+//! its own entries in the status of PodSchedulingContexts, by server-side apply; and at the end the allocation away and the finalizer away. Nothing
+//! at rest. It never writes a whole object, so a newer server's fields and other drivers' entries and finalizers stay. Every problem is an
+//! Event on the pod, claim or class that somebody can put right, once.
 
 mod execute;
 mod leader;
@@ -87,6 +127,7 @@ pub struct Builder<D> {
     call_timeout: Duration,
     request_timeout: Duration,
     reserve_for_pod: bool,
+    other_driver_wait: Duration,
     instance: Option<String>,
     leader_election: Option<LeaderElection>,
 }
@@ -104,6 +145,7 @@ impl<D: Driver> Controller<D> {
             call_timeout: Self::CALL_TIMEOUT,
             request_timeout: Self::REQUEST_TIMEOUT,
             reserve_for_pod: true,
+            other_driver_wait: Settings::OTHER_DRIVER_WAIT,
             instance: None,
             leader_election: None,
         }
@@ -223,6 +265,14 @@ impl<D: Driver> Builder<D> {
         self
     }
 
+    /// After which time another driver of a pod that says nothing to the scheduler is named in an Event on the pod, once; by
+    /// default after [`Settings::OTHER_DRIVER_WAIT`].
+    #[must_use]
+    pub fn other_driver_wait(mut self, wait: Duration) -> Self {
+        self.other_driver_wait = wait;
+        self
+    }
+
     /// The name of this process in the events that it writes, for instance its pod's.
     #[must_use]
     pub fn instance(mut self, instance: Option<String>) -> Self {
@@ -246,6 +296,7 @@ impl<D: Driver> Builder<D> {
         }
         let mut settings = Settings::new(driver_name);
         settings.reserve_for_pod = self.reserve_for_pod;
+        settings.other_driver_wait = self.other_driver_wait;
         Ok(Controller {
             driver: Arc::new(self.driver),
             client,

@@ -3,6 +3,8 @@
 //! Never a full update: fields that a newer server adds, other drivers' finalizers and entries, and a second writer are left alone.
 
 use kube::api::{Api, Patch, PatchParams};
+use kube::core::Status;
+use kube::core::response::StatusDetails;
 use serde_json::{Value, json};
 
 use crate::api::resource::{
@@ -60,6 +62,18 @@ fn claim_patch(uid: &str, finalizer: &str, driver_name: &str, write: &ClaimWrite
             operations.push(json!({ "op": "remove", "path": "/status/allocation" }));
             ClaimPatch::StatusJson(Value::Array(operations))
         }
+        ClaimWrite::UndoAllocation { version, reserved } => {
+            let mut operations = vec![
+                json!({ "op": "test", "path": "/metadata/uid", "value": uid }),
+                json!({ "op": "test", "path": "/metadata/resourceVersion", "value": version }),
+            ];
+            if *reserved {
+                operations.push(json!({ "op": "remove", "path": "/status/reservedFor" }));
+            }
+            operations.push(json!({ "op": "remove", "path": "/status/driverName" }));
+            operations.push(json!({ "op": "remove", "path": "/status/allocation" }));
+            ClaimPatch::StatusJson(Value::Array(operations))
+        }
     }
 }
 
@@ -88,7 +102,23 @@ pub(super) async fn claim(
             Err(error) => return Outcome::Refused(format!("the patch cannot be written: {error}")),
         },
     };
-    outcome(result)
+    let is_conditional = matches!(
+        write,
+        ClaimWrite::ClearAllocation { .. } | ClaimWrite::UndoAllocation { .. }
+    );
+    match result {
+        Err(kube::Error::Api(status)) if is_conditional && is_failed_test(&status) => {
+            Outcome::Conflict("it is not what was seen".to_owned())
+        }
+        result => outcome(result),
+    }
+}
+
+/// Whether a JSON patch was not applied because a `test` in it failed, or what it removes is gone. The server says 422 then as it
+/// does for an object that breaks a rule, but names no object and no cause (`applyJSPatch` in apiserver's `patch.go`).
+fn is_failed_test(status: &Status) -> bool {
+    let names_nothing = |details: &StatusDetails| details.kind.is_empty() && details.causes.is_empty();
+    status.code == 422 && status.details.as_ref().is_none_or(names_nothing)
 }
 
 /// Makes `entries` our entries in a context's status.
@@ -102,10 +132,47 @@ pub(super) async fn context(
     let api = Api::<PodSchedulingContext>::namespaced(client.clone(), &key.namespace);
     let parameters = PatchParams::apply(driver_name).force();
     let patch = context_patch(key, uid, entries);
-    outcome(
-        api.patch_status(&key.name, &parameters, &Patch::Apply(patch))
-            .await,
-    )
+    let applied = api
+        .patch_status(&key.name, &parameters, &Patch::Apply(patch))
+        .await;
+    let leftovers = applied
+        .as_ref()
+        .ok()
+        .and_then(|object| leftovers(object, entries));
+    match leftovers.map(serde_json::from_value) {
+        None => outcome(applied),
+        Some(Ok(patch)) => {
+            let parameters = PatchParams {
+                field_manager: Some(driver_name.to_owned()),
+                ..PatchParams::default()
+            };
+            let patch = Patch::Json::<()>(patch);
+            outcome(api.patch_status(&key.name, &parameters, &patch).await)
+        }
+        Some(Err(error)) => Outcome::Refused(format!("the patch cannot be written: {error}")),
+    }
+}
+
+/// What takes nodes out of our entries that somebody else has written there.
+///
+/// Up to 1.28 `unsuitableNodes` is a set to server-side apply, so that nodes of another writer stay, for instance those of the driver
+/// that served these claims before: to apply again would change nothing. From 1.29 on the list is replaced as a whole.
+fn leftovers(object: &PodSchedulingContext, entries: &[ResourceClaimSchedulingStatus]) -> Option<Value> {
+    let wanted = |name: &str| entries.iter().find(|entry| entry.name == name);
+    let mut operations = vec![json!({
+        "op": "test", "path": "/metadata/resourceVersion", "value": object.metadata.resource_version })];
+    for (number, stored) in object.status.resource_claims.iter().enumerate() {
+        if let Some(entry) = wanted(&stored.name)
+            && stored
+                .unsuitable_nodes
+                .iter()
+                .any(|node| !entry.unsuitable_nodes.contains(node))
+        {
+            let path = format!("/status/resourceClaims/{number}/unsuitableNodes");
+            operations.push(json!({ "op": "replace", "path": path, "value": entry.unsuitable_nodes }));
+        }
+    }
+    (operations.len() > 1).then_some(Value::Array(operations))
 }
 
 fn context_patch(key: &ObjectKey, uid: &str, entries: &[ResourceClaimSchedulingStatus]) -> Value {
@@ -213,6 +280,38 @@ mod tests {
     }
 
     #[test]
+    fn an_allocation_is_undone_together_with_its_reservation_at_the_version_that_was_seen() {
+        let write = ClaimWrite::UndoAllocation {
+            version: "7".to_owned(),
+            reserved: true,
+        };
+        assert_eq!(
+            patch(&write),
+            ClaimPatch::StatusJson(json!([
+                { "op": "test", "path": "/metadata/uid", "value": UID },
+                { "op": "test", "path": "/metadata/resourceVersion", "value": "7" },
+                { "op": "remove", "path": "/status/reservedFor" },
+                { "op": "remove", "path": "/status/driverName" },
+                { "op": "remove", "path": "/status/allocation" },
+            ]))
+        );
+    }
+
+    #[test]
+    fn a_failed_test_of_a_patch_is_told_apart_from_an_object_that_breaks_a_rule() {
+        let status = |details: Value| -> Status {
+            serde_json::from_value(
+                json!({ "status": "Failure", "code": 422, "reason": "Invalid", "details": details }),
+            )
+            .unwrap()
+        };
+        assert!(is_failed_test(&status(json!({}))));
+        let causes = json!([{ "reason": "FieldValueInvalid", "field": "status.allocation" }]);
+        let details = json!({ "name": "c", "group": GROUP, "kind": "ResourceClaim", "causes": causes });
+        assert!(!is_failed_test(&status(details)));
+    }
+
+    #[test]
     fn an_entry_without_unsuitable_nodes_is_still_written() {
         let entry = ResourceClaimSchedulingStatus {
             name: "device".to_owned(),
@@ -223,5 +322,34 @@ mod tests {
             patch["status"],
             json!({ "resourceClaims": [{ "name": "device", "unsuitableNodes": [] }] })
         );
+    }
+
+    #[test]
+    fn nodes_that_somebody_else_wrote_into_our_entries_are_taken_out_and_others_entries_are_left() {
+        let context: PodSchedulingContext = serde_json::from_value(json!({
+            "metadata": { "resourceVersion": "7" },
+            "status": { "resourceClaims": [
+                { "name": "theirs", "unsuitableNodes": ["x"] }, { "name": "same", "unsuitableNodes": ["b", "a"] },
+                { "name": "more", "unsuitableNodes": ["a", "x"] }, { "name": "none", "unsuitableNodes": ["x"] }] },
+        }))
+        .unwrap();
+        let entry = |name: &str, nodes: &[&str]| ResourceClaimSchedulingStatus {
+            name: name.to_owned(),
+            unsuitable_nodes: nodes.iter().map(|&node| node.to_owned()).collect(),
+        };
+        let entries = [
+            entry("same", &["a", "b"]),
+            entry("more", &["a"]),
+            entry("none", &[]),
+        ];
+        assert_eq!(
+            leftovers(&context, &entries),
+            Some(json!([
+                { "op": "test", "path": "/metadata/resourceVersion", "value": "7" },
+                { "op": "replace", "path": "/status/resourceClaims/2/unsuitableNodes", "value": ["a"] },
+                { "op": "replace", "path": "/status/resourceClaims/3/unsuitableNodes", "value": [] },
+            ]))
+        );
+        assert_eq!(leftovers(&context, &entries[..1]), None);
     }
 }

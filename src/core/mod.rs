@@ -4,5 +4,6 @@
 //! searched by a property test. `tests/purity` keeps it so.
 
 pub mod devices;
+pub mod inspect;
 pub mod node;
 pub mod protocol;

@@ -1,6 +1,7 @@
 //! [`HostDriver`]: the books behind one lock, kept by three watches and by what the controller observes.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use futures::Stream;
 use kube::Client;
@@ -11,15 +12,16 @@ use crate::api::crd::{DeviceClaimParameters, DeviceClassParameters, NodeInventor
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use crate::core::devices::allocate::Target;
 use crate::core::devices::books::Observed;
-use crate::core::devices::errors::AllocateError;
+use crate::core::devices::errors::{AllocateError, Problem};
 use crate::core::devices::inventory::Node;
 use crate::core::devices::judge::Wish;
 use crate::core::devices::parameters::{ClassParameters, Demand, Selector};
 use crate::driver::{
-    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Observation, Verdict,
+    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, DriverErrorKind, Finding,
+    Observation, Verdict,
 };
 use crate::host::changes::Changes;
-use crate::host::selectors::Evaluator;
+use crate::host::selectors::{Evaluator, Refusal};
 use crate::host::state::{Change, State, Unjudged};
 use crate::host::watch::{self, Guarded, events, follow};
 
@@ -170,7 +172,11 @@ impl Shared {
 
     fn inventories(&self, change: Change<String, Node>) {
         let all = matches!(change, Change::All(_));
-        let number = self.state().apply_inventories(change);
+        let (number, problems) = {
+            let mut state = self.state();
+            (state.apply_inventories(change), state.books.settle_doubts())
+        };
+        tell(&problems);
         self.synced.send_modify(|synced| synced.inventories |= all);
         self.changes.report(CapacityCause::Inventory, number);
     }
@@ -196,9 +202,16 @@ impl Shared {
     }
 
     /// Sees to it that all devices of a kind are judged by these selectors.
-    async fn judge_all(&self, kind: &str, selectors: &[Selector]) -> Result<(), DriverError> {
+    async fn judge_all(self: &Arc<Self>, kind: &str, selectors: &[Selector]) -> Result<(), DriverError> {
         for selector in selectors {
-            let refuse = |error: String| DriverError::from(selector.refusal(error));
+            let refuse = |refusal| match refusal {
+                Refusal::Wrong(error) => selector.refusal(error).into(),
+                Refusal::Unfinished(error) => DriverError {
+                    kind: DriverErrorKind::Retry,
+                    reason: "SelectorUnfinished",
+                    ..selector.refusal(error).into()
+                },
+            };
             if self.unjudged(kind, selector).map_err(refuse)?.is_none() {
                 continue;
             }
@@ -210,18 +223,44 @@ impl Shared {
         Ok(())
     }
 
-    fn unjudged(&self, kind: &str, selector: &Selector) -> Result<Option<Unjudged>, String> {
-        self.state().unjudged(kind, selector.expression())
+    fn unjudged(&self, kind: &str, selector: &Selector) -> Result<Option<Unjudged>, Refusal> {
+        self.state().unjudged(kind, selector.expression(), Instant::now())
     }
 
     /// Answers with how many of the devices the expression wants.
-    async fn judge(&self, unjudged: Unjudged) -> usize {
+    async fn judge(self: &Arc<Self>, unjudged: Unjudged) -> usize {
         let Unjudged { expression, devices } = unjudged;
         let judged = self.evaluator.judge(&expression, devices).await;
         if let Err(error) = &judged {
-            tracing::warn!(%expression, error, "a selector is refused");
+            tracing::warn!(%expression, ?error, "a selector is refused");
         }
-        self.state().judged(&expression, judged)
+        let unfinished = matches!(judged, Err(Refusal::Unfinished(_)));
+        let wanted = self.state().judged(&expression, judged, Instant::now());
+        if unfinished {
+            self.judge_later(expression);
+        }
+        wanted
+    }
+
+    /// Tries an expression again that was not done in time, so that who waits for it hears of it.
+    fn judge_later(self: &Arc<Self>, expression: Arc<str>) {
+        let Some(again) = self.state().again(&expression) else {
+            return;
+        };
+        let shared = Arc::clone(self);
+        tokio::spawn(async move {
+            tokio::time::sleep_until(again.into()).await;
+            let _judging = shared.judging.lock().await;
+            let mut wanted = 0;
+            while let Some(unjudged) = shared.unjudged_again(&expression) {
+                wanted += shared.judge(unjudged).await;
+            }
+            shared.changes.report(CapacityCause::Inventory, wanted);
+        });
+    }
+
+    fn unjudged_again(&self, expression: &Arc<str>) -> Option<Unjudged> {
+        self.state().unjudged_again(expression, Instant::now())
     }
 
     fn parameters(&self, number: usize, mark: impl FnOnce(&mut Synced)) {
@@ -301,7 +340,7 @@ impl Driver for HostDriver {
         Ok(())
     }
 
-    fn observe(&self, observation: &Observation) {
+    fn observe(&self, observation: &Observation) -> Vec<Finding> {
         let driver = self.name();
         let Observed { freed, problems } = {
             let books = &mut self.shared.state().books;
@@ -318,14 +357,29 @@ impl Driver for HostDriver {
                 },
             }
         };
-        for problem in problems {
-            tracing::error!(reason = problem.reason(), "{problem}");
-        }
         self.shared.changes.report(CapacityCause::Freed, freed);
+        problems.iter().map(finding).collect()
     }
 
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
         self.shared.changes.subscribe()
+    }
+}
+
+/// What is only certain since the inventories are known: nobody asks just now, so the log has to do.
+fn tell(problems: &[Problem]) {
+    for problem in problems {
+        tracing::error!(reason = problem.reason(), "{problem}");
+    }
+}
+
+fn finding(problem: &Problem) -> Finding {
+    let (namespace, name) = problem.claim().split_once('/').unwrap_or_default();
+    Finding {
+        namespace: namespace.to_owned(),
+        name: name.to_owned(),
+        reason: problem.reason(),
+        message: problem.to_string(),
     }
 }
 

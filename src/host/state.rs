@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec};
 use crate::api::resource::{ResourceClaim, ResourceClass};
@@ -13,7 +14,7 @@ use crate::core::devices::reference::{
     CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND, ReferenceError, claim_reference, class_reference,
 };
 use crate::driver::DriverError;
-use crate::host::selectors::{CHUNK, Judged};
+use crate::host::selectors::{CHUNK, Judged, Refusal};
 
 /// Changed inventories after which what was said of devices that are gone is forgotten.
 const CHANGES_MAX: usize = 1024;
@@ -118,11 +119,27 @@ pub(crate) struct State {
     pub(crate) selectors: Selectors,
 }
 
+/// After how long an expression that was not done in time is tried again, at first; each time twice as long.
+const UNFINISHED_AGAIN: Duration = Duration::from_secs(5);
+/// The longest of these times.
+const UNFINISHED_LONGEST: Duration = Duration::from_secs(300);
+
+/// What is known of an expression.
+#[derive(Debug)]
+enum Known {
+    Fine,
+    Wrong(String),
+    Unfinished {
+        error: String,
+        failures: u32,
+        again: Instant,
+    },
+}
+
 /// Expressions that are in use.
 #[derive(Debug, Default)]
 pub(crate) struct Selectors {
-    /// What is wrong with each, if anything.
-    known: BTreeMap<Arc<str>, Result<(), String>>,
+    known: BTreeMap<Arc<str>, Known>,
     /// By which of them the devices of which kind are judged.
     wanted: BTreeSet<(String, Arc<str>)>,
     /// Inventories that have changed since what is of no use any more was forgotten.
@@ -148,14 +165,21 @@ impl State {
         }
     }
 
-    /// What has to be judged before the devices of `kind` can be chosen by an expression; `None` if everything is. The
-    /// error is what is wrong with the expression.
-    pub(crate) fn unjudged(&mut self, kind: &str, expression: &Arc<str>) -> Result<Option<Unjudged>, String> {
-        let known = self.selectors.known.get(expression);
-        if let Some(Err(error)) = known {
-            return Err(error.clone());
-        }
-        let known = known.is_some();
+    /// What has to be judged before the devices of `kind` can be chosen by an expression; `None` if everything is.
+    pub(crate) fn unjudged(
+        &mut self,
+        kind: &str,
+        expression: &Arc<str>,
+        now: Instant,
+    ) -> Result<Option<Unjudged>, Refusal> {
+        let known = match self.selectors.known.get(expression) {
+            Some(Known::Wrong(error)) => return Err(Refusal::Wrong(error.clone())),
+            Some(Known::Unfinished { error, again, .. }) if *again > now => {
+                return Err(Refusal::Unfinished(error.clone()));
+            }
+            Some(Known::Unfinished { .. }) | None => false,
+            Some(Known::Fine) => true,
+        };
         self.selectors
             .wanted
             .insert((kind.to_owned(), Arc::clone(expression)));
@@ -167,9 +191,29 @@ impl State {
         }))
     }
 
+    /// When an expression that was not done in time is to be tried again.
+    pub(crate) fn again(&self, expression: &Arc<str>) -> Option<Instant> {
+        match self.selectors.known.get(expression) {
+            Some(Known::Unfinished { again, .. }) => Some(*again),
+            _ => None,
+        }
+    }
+
+    /// What is left to be judged by an expression that was not done in time, if that time has come.
+    pub(crate) fn unjudged_again(&mut self, expression: &Arc<str>, now: Instant) -> Option<Unjudged> {
+        let wanted = self.selectors.wanted.iter();
+        let kinds: Vec<String> = wanted
+            .filter(|(_, wanted)| wanted == expression)
+            .map(|(kind, _)| kind.clone())
+            .collect();
+        kinds
+            .iter()
+            .find_map(|kind| self.unjudged(kind, expression, now).ok().flatten())
+    }
+
     /// What has to be judged after the inventory of a node, or of all, has changed.
     pub(crate) fn unjudged_on(&self, node: Option<&str>) -> Option<Unjudged> {
-        let fine = |expression| matches!(self.selectors.known.get(expression), Some(Ok(())));
+        let fine = |expression| matches!(self.selectors.known.get(expression), Some(Known::Fine));
         self.selectors
             .wanted
             .iter()
@@ -185,10 +229,29 @@ impl State {
     }
 
     /// Takes note of what an expression says, or of what is wrong with it. Answers with how many of them it wants.
-    pub(crate) fn judged(&mut self, expression: &Arc<str>, judged: Result<Judged, String>) -> usize {
+    pub(crate) fn judged(
+        &mut self,
+        expression: &Arc<str>,
+        judged: Result<Judged, Refusal>,
+        now: Instant,
+    ) -> usize {
         let (said, known) = match judged {
-            Ok(said) => (said, Ok(())),
-            Err(error) => (Vec::new(), Err(error)),
+            Ok(said) => (said, Known::Fine),
+            Err(Refusal::Wrong(error)) => (Vec::new(), Known::Wrong(error)),
+            Err(Refusal::Unfinished(error)) => {
+                let failures = match self.selectors.known.get(expression) {
+                    Some(Known::Unfinished { failures, .. }) => failures.saturating_add(1),
+                    _ => 0,
+                };
+                let delay = UNFINISHED_AGAIN.saturating_mul(1 << failures.min(16));
+                let again = now + delay.min(UNFINISHED_LONGEST);
+                let known = Known::Unfinished {
+                    error,
+                    failures,
+                    again,
+                };
+                (Vec::new(), known)
+            }
         };
         self.selectors.known.insert(Arc::clone(expression), known);
         let wanted = said.iter().filter(|(_, said)| *said == Match::Yes).count();

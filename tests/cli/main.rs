@@ -6,3 +6,4 @@ mod arguments;
 mod output;
 mod program;
 mod running;
+mod tool;

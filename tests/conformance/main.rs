@@ -25,4 +25,5 @@ mod release;
 mod script;
 mod stage;
 mod trouble;
+mod undo;
 mod world;

@@ -1,5 +1,7 @@
 //! Pods that the real scheduler places on nodes that exist in the API only.
 
+use std::time::Duration;
+
 use drayman::driver::DriverError;
 use k8s_openapi::api::core::v1::Node;
 use kube::api::{Api, ListParams, Patch, PatchParams};
@@ -65,6 +67,47 @@ fn two_drivers_in_one_pod_with_two_claims_each_make_progress_against_each_other(
         stage.driver.until_counts((2, 2)).await?;
         other.until_counts((2, 2)).await?;
         first.end().await?;
+        second.end().await
+    })
+}
+
+#[test]
+fn a_driver_that_does_not_answer_is_named_once_on_the_pod_and_one_that_does_is_not() -> anyhow::Result<()> {
+    on_stage("silent-driver", async |stage| {
+        let other = other_driver(stage).await?;
+        stage.node("a").await?;
+        let controller = stage
+            .start_as("", &stage.driver, &rules(), |builder| {
+                builder.other_driver_wait(Duration::from_secs(1))
+            })
+            .await?;
+        stage.template("ours", &stage.name).await?;
+        stage.template("theirs", &format!("other-{}", stage.name)).await?;
+        let entries = [("one", From::Template("ours")), ("two", From::Template("theirs"))];
+        stage.scheduled_pod("pod", &entries).await?;
+        let event = stage
+            .event("pod", "OtherDriverSilent", "no answer for 1 s")
+            .await?;
+        let text = event.message.unwrap_or_default();
+        for word in [
+            format!("driver \"other.{}\"", stage.driver_name()),
+            format!("resource class \"other-{}\"", stage.name),
+            "claim \"two\"".to_owned(),
+        ] {
+            assert!(text.contains(&word), "{word} is not in {text}");
+        }
+        // When it comes, the pod runs, and of another pod nothing is said.
+        let second = stage
+            .start_as("-other", &other, &rules(), |builder| {
+                builder.other_driver_wait(Duration::from_secs(1))
+            })
+            .await?;
+        stage.until_bound("pod").await?;
+        stage.scheduled_pod("next", &entries).await?;
+        stage.until_bound("next").await?;
+        assert_eq!(stage.events("pod").await?.len(), 1);
+        assert_eq!(stage.events("next").await?, []);
+        controller.end().await?;
         second.end().await
     })
 }

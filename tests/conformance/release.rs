@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use drayman::driver::DriverError;
-use kube::api::DeleteParams;
+use kube::api::{DeleteParams, Patch, PatchParams};
 use serde_json::json;
 
 use crate::call::{What, count};
 use crate::objects::From;
 use crate::script::{Act, Script};
-use crate::stage::{Stage, finalizers, is_allocated, on_stage};
+use crate::stage::{Stage, finalizers, is_allocated, on_stage, rules};
 
 /// A claim, allocated and in no use.
 async fn allocated(stage: &Stage, name: &str) -> anyhow::Result<()> {
@@ -287,6 +287,54 @@ fn a_refused_write_of_the_release_is_tried_again_until_the_finalizer_is_gone() -
         stage
             .until_claim("one", "released", |claim| finalizers(claim).is_empty())
             .await?;
+        stage.driver.until_counts((1, 1)).await?;
+        controller.end().await
+    })
+}
+
+#[test]
+fn a_claim_that_somebody_clears_at_the_same_moment_is_released_without_a_word() -> anyhow::Result<()> {
+    on_stage("cleared-meanwhile", async |stage| {
+        let claims = stage.claims();
+        let met = Arc::new(AtomicBool::new(false));
+        let once = met.clone();
+        let controller = stage
+            .start_behind(&rules(), move |request| {
+                let claims = claims.clone();
+                let is_clearing = request.contains("/status") && request.contains("json-patch");
+                let now = is_clearing && !once.fetch_or(is_clearing, Ordering::Relaxed);
+                async move {
+                    if now {
+                        let nothing =
+                            json!({ "allocation": null, "driverName": null, "deallocationRequested": null });
+                        let nothing = Patch::Merge(json!({ "status": nothing }));
+                        let cleared = claims
+                            .patch_status("one", &PatchParams::default(), &nothing)
+                            .await;
+                        cleared.expect("it may be cleared");
+                    }
+                }
+            })
+            .await?;
+        stage.claim("one").await?;
+        let pod = stage.pod("pod", &[("device", From::Claim("one"))]).await?;
+        stage.context(&pod, "node", &[]).await?;
+        stage.until_claim("one", "allocated", is_allocated).await?;
+        stage.contexts().delete("pod", &DeleteParams::default()).await?;
+        // The claim controller takes the pod out of reservedFor and asks for the claim back.
+        stage.remove_pod("pod").await?;
+        stage
+            .until_claim("one", "released", |claim| {
+                finalizers(claim).is_empty() && !is_allocated(claim)
+            })
+            .await?;
+        assert!(met.load(Ordering::Relaxed));
+        let requests = stage.requests(&controller).await?;
+        assert!(
+            requests.contains(&"patch resourceclaims/status 422".to_owned()),
+            "{requests:?}"
+        );
+        assert_eq!(stage.events("one").await?, [], "a conflict is nobody's fault");
         stage.driver.until_counts((1, 1)).await?;
         controller.end().await
     })

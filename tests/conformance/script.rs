@@ -9,7 +9,7 @@ use std::time::Instant;
 use anyhow::bail;
 use drayman::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass, ResourceHandle};
 use drayman::driver::{
-    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Observation, Verdict,
+    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation, Verdict,
 };
 use futures::{Stream, StreamExt as _};
 use serde_json::json;
@@ -427,14 +427,12 @@ impl Driver for Script {
         Ok(())
     }
 
-    fn observe(&self, observation: &Observation) {
+    fn observe(&self, observation: &Observation) -> Vec<Finding> {
         self.state().observed.push(observation.clone());
-        let holdings = match observation {
-            Observation::All(holdings) => holdings.as_slice(),
-            Observation::Changed(holding) => std::slice::from_ref(holding),
-            Observation::Gone { uid } => return self.free(uid),
-        };
-        for holding in holdings {
+        if let Observation::Gone { uid } = observation {
+            self.free(uid);
+        }
+        for holding in observation.holdings() {
             let node = holding.allocation(&self.0.name).map(|allocation| {
                 allocation
                     .resource_handles
@@ -459,6 +457,7 @@ impl Driver for Script {
                 self.free(holding.uid());
             }
         }
+        Vec::new()
     }
 
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {

@@ -11,10 +11,13 @@ use std::time::Duration;
 use drayman::api::resource::{PodSchedulingContext, ResourceClaim};
 use drayman::controller::{Builder, Controller};
 use futures::{FutureExt as _, TryStreamExt as _};
+use http::Request;
+use http::header::CONTENT_TYPE;
 use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
 use k8s_openapi::api::core::v1::Namespace;
 use k8s_openapi::api::rbac::v1::PolicyRule;
 use kube::api::{Api, ListParams, PostParams, WatchEvent, WatchParams};
+use kube::client::Body;
 use serde::de::DeserializeOwned;
 use serde_json::json;
 use tokio::runtime::Runtime;
@@ -22,6 +25,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::AbortOnDropHandle;
+use tower::service_fn;
 
 use crate::harness::{Cluster, Entry, PATIENCE, rule};
 use crate::objects::From;
@@ -178,6 +182,38 @@ impl Stage {
         let user = format!("{}{name}", self.name);
         let kubeconfig = self.cluster.user(&user, rules).await?;
         let client = self.cluster.client_of(&kubeconfig).await?;
+        self.run(user, client, driver, options)
+    }
+
+    /// The same for the stage's driver, and `before` is awaited before each of its requests goes out.
+    pub(crate) async fn start_behind<F>(
+        &self,
+        rules: &[PolicyRule],
+        before: impl Fn(String) -> F + Clone + Send + 'static,
+    ) -> anyhow::Result<Running>
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let kubeconfig = self.cluster.user(&self.name, rules).await?;
+        let client = self.cluster.client_of(&kubeconfig).await?;
+        let watched = service_fn(move |request: Request<Body>| {
+            let (client, before) = (client.clone(), before.clone());
+            async move {
+                before(words(&request)).await;
+                client.send(request).await
+            }
+        });
+        let client = kube::Client::new(watched, "default");
+        self.run(self.name.clone(), client, &self.driver, |builder| builder)
+    }
+
+    fn run(
+        &self,
+        user: String,
+        client: kube::Client,
+        driver: &Script,
+        options: impl FnOnce(Builder<Script>) -> Builder<Script>,
+    ) -> anyhow::Result<Running> {
         let controller = options(Controller::builder(driver.clone())).build(client)?;
         let stop = CancellationToken::new();
         let task = tokio::spawn(controller.run(stop.clone()));
@@ -329,6 +365,13 @@ pub(crate) fn verdicts(context: &PodSchedulingContext) -> BTreeMap<String, Vec<S
 /// Owned names.
 pub(crate) fn names<const N: usize>(names: [&str; N]) -> [String; N] {
     names.map(str::to_owned)
+}
+
+/// A request as words: method, path and, for a patch, of which kind it is.
+fn words(request: &Request<Body>) -> String {
+    let header = request.headers().get(CONTENT_TYPE);
+    let kind = header.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
+    format!("{} {} {kind}", request.method(), request.uri().path())
 }
 
 fn request(entry: &Entry) -> String {

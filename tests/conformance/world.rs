@@ -176,3 +176,89 @@ fn a_claim_whose_deletion_was_missed_is_gone_with_the_next_list() {
         })]
     );
 }
+
+#[test]
+fn another_driver_is_named_once_when_it_has_said_nothing_for_a_minute() {
+    let start = Moment::default();
+    let other_class: Arc<ResourceClass> = object(
+        json!({ "metadata": { "name": "theirs", "uid": "theirs", "resourceVersion": "1" }, "driverName": "other.example.com" }),
+    );
+    let other_claim = object(json!({
+        "metadata": { "namespace": "default", "name": "other", "uid": "other", "resourceVersion": "2" },
+        "spec": { "resourceClassName": "theirs" },
+    }));
+    let ours = json!({ "resourceClaims": [{ "name": "device" }] });
+    let (mut world, _) = world(vec![claim(&[]), other_claim], Vec::new(), start);
+    world.apply(Event::Class(other_class), start);
+    world.apply(Event::Context(context("3", &ours)), start);
+    let commands = world.decide(start);
+    let [Command::ReadPod { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    let pod = object(json!({
+        "metadata": { "namespace": "default", "name": "pod", "uid": "pod" },
+        "spec": { "resourceClaims": [
+            { "name": "device", "source": { "resourceClaimName": "claim" } },
+            { "name": "more", "source": { "resourceClaimName": "other" } },
+        ] },
+    }));
+    let commands = answer(&mut world, *id, Answer::PodRead(Ok(Some(pod))), start);
+    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    let judged = Answer::Judged(Ok(vec![Verdict::default()]));
+    assert_eq!(
+        answer(&mut world, *id, judged, start),
+        [],
+        "our own answer stands"
+    );
+    assert_eq!(
+        world.next_deadline(),
+        Some(start.after(Settings::OTHER_DRIVER_WAIT))
+    );
+
+    // It answers in time, and then it is asked to allocate and does not.
+    let now = start.after(Duration::from_secs(59));
+    let answered =
+        json!({ "resourceClaims": [{ "name": "device" }, { "name": "more", "unsuitableNodes": ["b"] }] });
+    world.apply(Event::Context(context("4", &answered)), now);
+    assert_eq!(world.decide(now), []);
+    assert_eq!(world.decide(now.after(Duration::from_secs(3600))), []);
+    let now = now.after(Duration::from_secs(3600));
+    let allocated = json!({
+        "metadata": { "namespace": "default", "name": "claim", "uid": "claim", "resourceVersion": "5" },
+        "spec": { "resourceClassName": "class" },
+        "status": { "driverName": DRIVER, "allocation": {} },
+    });
+    world.apply(Event::Claim(object(allocated)), now);
+    let mut chosen = (*context("5", &answered)).clone();
+    chosen.spec.selected_node = "a".to_owned();
+    world.apply(Event::Context(Arc::new(chosen)), now);
+    world.decide(now);
+    let reports = |commands: Vec<Command>| -> Vec<String> {
+        let reports = commands.into_iter().filter_map(|command| match command {
+            Command::Report(report) => Some(report.message),
+            _ => None,
+        });
+        reports.collect()
+    };
+    assert_eq!(
+        reports(world.decide(now.after(Duration::from_secs(59)))),
+        Vec::<String>::new()
+    );
+    let told = reports(world.decide(now.after(Duration::from_secs(60))));
+    let [text] = told.as_slice() else {
+        panic!("{told:?}")
+    };
+    assert!(
+        text.contains("\"other.example.com\"") && text.contains("\"theirs\""),
+        "{text}"
+    );
+    // Nothing more of it, whatever happens.
+    world.apply(Event::Context(context("6", &ours)), now);
+    world.decide(now.after(Duration::from_secs(100)));
+    assert_eq!(
+        reports(world.decide(now.after(Duration::from_secs(300)))),
+        Vec::<String>::new()
+    );
+}

@@ -7,8 +7,10 @@
 mod harness;
 
 mod controller;
+mod example;
 mod faults;
 mod leader;
 mod pods;
 mod selectors;
 mod stage;
+mod tool;

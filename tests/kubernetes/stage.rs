@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 use tokio::process::Child;
 use tokio::time::timeout;
 
-use crate::harness::{Cluster, IMAGE, PATIENCE, rule};
+use crate::harness::{Cluster, IMAGE, PATIENCE};
 
 /// The driver name of the built-in driver.
 pub(crate) const DRIVER: &str = "drayman.dev";
@@ -48,47 +48,20 @@ pub(crate) struct Program {
     quiet: bool,
 }
 
-/// What the controller may do: the same list as in its documentation.
-pub(crate) fn controller_rules() -> Vec<PolicyRule> {
-    let read = ["get", "list", "watch"];
-    vec![
-        rule(
-            &["resource.k8s.io"],
-            &["resourceclasses", "resourceclaims", "podschedulingcontexts"],
-            &read,
-        ),
-        rule(&["resource.k8s.io"], &["resourceclaims"], &["patch"]),
-        rule(&["resource.k8s.io"], &["resourceclaims/status"], &["patch"]),
-        rule(
-            &["resource.k8s.io"],
-            &["podschedulingcontexts/status"],
-            &["patch"],
-        ),
-        rule(&[""], &["pods"], &["get"]),
-        rule(&["events.k8s.io"], &["events"], &["create"]),
-        rule(
-            &[DRIVER],
-            &[
-                "nodeinventories",
-                "deviceclassparameters",
-                "deviceclaimparameters",
-            ],
-            &read,
-        ),
-    ]
+/// The rules of a role in `hack/rbac.yaml`, by kind and name.
+fn rules_of(kind: &str, name: &str) -> anyhow::Result<Vec<PolicyRule>> {
+    let text = include_str!("../../hack/rbac.yaml");
+    let documents: Vec<Value> = serde_saphyr::from_multiple(text)?;
+    let role = documents
+        .into_iter()
+        .find(|document| document["kind"] == kind && document["metadata"]["name"] == name)
+        .with_context(|| format!("{kind} {name} is not in hack/rbac.yaml"))?;
+    Ok(serde_json::from_value(role["rules"].clone())?)
 }
 
-/// What the companion may do.
-fn node_rules() -> Vec<PolicyRule> {
-    vec![
-        rule(&[""], &["nodes"], &["get"]),
-        rule(
-            &[DRIVER],
-            &["nodeinventories"],
-            &["get", "list", "watch", "create", "patch"],
-        ),
-        rule(&[DRIVER], &["nodeinventories/status"], &["patch"]),
-    ]
+/// What the controller may do.
+pub(crate) fn controller_rules() -> anyhow::Result<Vec<PolicyRule>> {
+    rules_of("ClusterRole", "drayman-controller")
 }
 
 impl Stage {
@@ -127,8 +100,10 @@ impl Stage {
         Api::all(client.clone())
             .create(&PostParams::default(), &parameters)
             .await?;
-        let controller = cluster.user("drayman-controller", &controller_rules()).await?;
-        let node = cluster.user("drayman-node", &node_rules()).await?;
+        let controller = cluster.user("drayman-controller", &controller_rules()?).await?;
+        let node = cluster
+            .user("drayman-node", &rules_of("ClusterRole", "drayman-node")?)
+            .await?;
         let stage = Self {
             cluster,
             controller,
@@ -300,12 +275,8 @@ impl Stage {
 
     /// Starts one of several controllers, as a user of its own, so that the audit log tells them apart.
     pub(crate) async fn replica(&self, name: &str) -> anyhow::Result<Program> {
-        let mut rules = controller_rules();
-        rules.push(rule(
-            &["coordination.k8s.io"],
-            &["leases"],
-            &["get", "create", "update"],
-        ));
+        let mut rules = controller_rules()?;
+        rules.extend(rules_of("Role", "drayman-controller")?);
         let kubeconfig = self.cluster.user(name, &rules).await?;
         let mut command = self.cluster.command(env!("CARGO_BIN_EXE_drayman"));
         command.args([
@@ -335,7 +306,8 @@ impl Stage {
         self.program(&format!("companion-{number}"), command)
     }
 
-    fn program(&self, name: &str, mut command: tokio::process::Command) -> anyhow::Result<Program> {
+    /// Starts a program with a log of its own.
+    pub(crate) fn program(&self, name: &str, mut command: tokio::process::Command) -> anyhow::Result<Program> {
         // A log of its own for each start.
         let log = (0..1000)
             .map(|start| self.cluster.directory().join(format!("{name}-{start}.log")))

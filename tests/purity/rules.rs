@@ -24,14 +24,34 @@ const LAYERS: [(&str, &[&str]); 7] = [
 
 /// Of the driver's seam, `core` may name the data of calls and answers, but neither the trait nor what is generic over it:
 /// a call is a command for the shell.
-const DRIVER_DATA: [&str; 7] = [
+const DRIVER_DATA: [&str; 8] = [
     "Verdict",
+    "Finding",
     "Observation",
     "Holding",
     "CapacityChange",
     "CapacityCause",
     "DriverError",
     "DriverErrorKind",
+];
+
+/// What serves any driver, and what of the crate it may name within the layers that it may name at all: nothing that the built-in
+/// driver knows of (its kinds, its resource handle, its devices). So a vendor's driver is no guest in somebody else's house.
+const ANY_DRIVER: [(&[&str], &[&[&str]]); 3] = [
+    (&["driver"], &[&["driver"], &["api", "resource"]]),
+    (
+        &["controller"],
+        &[
+            &["controller"],
+            &["driver"],
+            &["api", "resource"],
+            &["core", "protocol"],
+        ],
+    ),
+    (
+        &["core", "protocol"],
+        &[&["driver"], &["api", "resource"], &["core", "protocol"]],
+    ),
 ];
 
 /// Paths that `core` must not name, nor anything below them.
@@ -118,7 +138,10 @@ pub(crate) fn check(file: &Path, source: &str) -> Vec<Violation> {
     };
     mentions(tokens, &module)
         .iter()
-        .filter_map(|mention| Some(violation(mention.line, fault(layer, mention)?)))
+        .filter_map(|mention| {
+            let fault = fault(layer, mention).or_else(|| leak(&module, mention));
+            Some(violation(mention.line, fault?))
+        })
         .collect()
 }
 
@@ -145,6 +168,23 @@ fn fault(layer: &str, mention: &Mention) -> Option<String> {
         return Some(fault);
     }
     if layer == "core" { impurity(mention) } else { None }
+}
+
+/// Something of the built-in driver in what serves any driver.
+fn leak(module: &[String], mention: &Mention) -> Option<String> {
+    let starts = |path: &[String], prefix: &[&str]| {
+        path.len() >= prefix.len() && path.iter().zip(prefix).all(|(one, other)| one == other)
+    };
+    let (_, allowed) = ANY_DRIVER.iter().find(|(place, _)| starts(module, place))?;
+    let path = mention.segments.strip_prefix(&["crate".to_owned()])?;
+    if path.is_empty() || allowed.iter().any(|prefix| starts(path, prefix)) {
+        return None;
+    }
+    Some(format!(
+        "{} names {}: it serves any driver, and may name of the crate only {allowed:?}",
+        module.join("::"),
+        mention.segments.join("::")
+    ))
 }
 
 fn wrong_direction(layer: &str, allowed: &[&str], mention: &Mention) -> Option<String> {
@@ -256,9 +296,9 @@ mod tests {
             "fn f(now: jiff::Timestamp, world: &World) { world.now; let glob = now; g(glob, rand); }",
             "use std::collections::{BTreeMap, BTreeSet}; use std::time::Duration;",
             "use kube::ResourceExt; use crate::api::resource::Pod; use crate::driver::{Verdict, Holding};",
-            "use super::devices::inventory; use crate::core::node::injection::Injection;",
+            "use super::inventory; use crate::core::node::injection::Injection;",
         ] {
-            assert_eq!(faults("core/protocol/world.rs", source), [""; 0], "{source}");
+            assert_eq!(faults("core/devices/view.rs", source), [""; 0], "{source}");
         }
     }
 
@@ -294,6 +334,45 @@ mod tests {
             ("unheard/mod.rs", "use std::fmt;"),
         ] {
             assert_eq!(faults(file, seed).len(), 1, "{file}: {seed}");
+        }
+    }
+
+    #[test]
+    fn each_type_of_the_built_in_driver_in_what_serves_any_driver_is_found() {
+        for (file, seed) in [
+            ("driver.rs", "use crate::api::crd::Device;"),
+            ("driver.rs", "fn f(handle: crate::api::handle::DeviceHandle) {}"),
+            ("driver.rs", "use crate::api;"),
+            ("controller/execute.rs", "use crate::core::devices::books::Books;"),
+            ("controller/mod.rs", "use super::core::node::ledger::Ledger;"),
+            (
+                "controller/write.rs",
+                "use crate::api::{crd::GROUP, resource::VERSION};",
+            ),
+            (
+                "core/protocol/world.rs",
+                "use crate::core::devices::inventory::Node;",
+            ),
+            ("core/protocol/claim.rs", "use super::super::devices::fit;"),
+        ] {
+            assert_eq!(faults(file, seed).len(), 1, "{file}: {seed}");
+        }
+        for (file, source) in [
+            ("driver.rs", "use crate::api::resource::{AllocationResult, Pod};"),
+            (
+                "controller/execute.rs",
+                "use crate::core::protocol::Command; use crate::driver::Driver;",
+            ),
+            (
+                "core/protocol/claim.rs",
+                "use super::world::World; use crate::api::resource::Pod;",
+            ),
+            (
+                "host/driver.rs",
+                "use crate::core::devices::books::Books; use crate::api::crd::Device;",
+            ),
+        ] {
+            assert_eq!(faults(file, source), [""; 0], "{file}: {source}");
         }
     }
 

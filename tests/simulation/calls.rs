@@ -7,7 +7,7 @@ use drayman::driver::{CapacityCause, CapacityChange};
 
 use crate::describe::describe_command;
 use crate::faults::Fault;
-use crate::stage::{Action, SECOND, Stage};
+use crate::stage::{Action, MILLISECOND, SECOND, Stage};
 
 /// A request on its way.
 #[derive(Clone, Debug)]
@@ -45,7 +45,8 @@ impl Stage {
         };
         let generation = self.generation;
         // What is refused now would have been refused before: no write that is late can still be taken.
-        let fault = fault.filter(|fault| *fault != Fault::Refused || !self.is_late(&command));
+        let refusals = [Fault::Refused, Fault::RefusedLast];
+        let fault = fault.filter(|fault| !refusals.contains(fault) || !self.is_late(&command));
         let timeout = self.rng.between(2 * SECOND, 10 * SECOND);
         let mut way = self.delay();
         match fault {
@@ -62,6 +63,11 @@ impl Stage {
                 return;
             }
             Some(Fault::Refused) => {
+                self.answer_later(generation, way, id, failed(&command, Fault::Refused));
+                return;
+            }
+            Some(Fault::RefusedLast) => {
+                way = self.rng.between(10 * MILLISECOND, 200 * MILLISECOND);
                 self.answer_later(generation, way, id, failed(&command, Fault::Refused));
                 return;
             }
@@ -128,16 +134,13 @@ impl Stage {
     pub(crate) fn call(&mut self, id: CallId, request: DriverRequest, fault: Option<Fault>) {
         let generation = self.generation;
         let uids = match &request {
-            DriverRequest::UnsuitableNodes { .. } => {
-                self.judgements += 1;
-                Vec::new()
-            }
-            DriverRequest::Allocate { claims, .. } => claims
+            DriverRequest::UnsuitableNodes { claims, .. } | DriverRequest::Allocate { claims, .. } => claims
                 .iter()
                 .map(|claim| crate::driver::uid_of(&claim.claim))
                 .collect(),
             DriverRequest::Deallocate { claim, .. } => vec![crate::driver::uid_of(claim)],
         };
+        self.judgements += u64::from(matches!(request, DriverRequest::UnsuitableNodes { .. }));
         self.take_off(id, uids);
         let error = |kind, reason| CallError {
             kind,

@@ -85,6 +85,7 @@ pub(crate) fn describe_event(event: &Event) -> String {
         Event::ContextGone { key, uid } => format!("context {} ({uid}) gone", key.name),
         Event::DriverReady => "driver ready".to_owned(),
         Event::Capacity(change) => format!("{change:?}"),
+        Event::Found(findings) => format!("{findings:?}"),
         Event::Answer { id, answer } => format!("answer {}: {}", id.0, describe_answer(answer)),
     }
 }
@@ -117,6 +118,7 @@ pub(crate) fn describe_command(command: &Command) -> String {
             ClaimWrite::AddFinalizer => format!("add finalizer to {}", key.name),
             ClaimWrite::RemoveFinalizer => format!("remove finalizer of {}", key.name),
             ClaimWrite::ClearAllocation { .. } => format!("clear allocation of {}", key.name),
+            ClaimWrite::UndoAllocation { .. } => format!("take back {}", key.name),
             ClaimWrite::Allocate {
                 allocation,
                 reserved_for,

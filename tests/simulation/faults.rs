@@ -23,6 +23,8 @@ pub(crate) enum Fault {
     Conflict,
     /// The server answers 422.
     Refused,
+    /// The server refuses an allocation, after it has stored those that were sent with it.
+    RefusedLast,
     /// Request and reply take seconds.
     Slow,
     /// The driver fails and says "try again".
@@ -49,7 +51,7 @@ pub(crate) enum Fault {
     SecondWriter,
 }
 
-pub(crate) const ALL: [Fault; 20] = [
+pub(crate) const ALL: [Fault; 21] = [
     Fault::CrashBefore,
     Fault::CrashAfter,
     Fault::RequestLost,
@@ -58,6 +60,7 @@ pub(crate) const ALL: [Fault; 20] = [
     Fault::ServerError,
     Fault::Conflict,
     Fault::Refused,
+    Fault::RefusedLast,
     Fault::Slow,
     Fault::DriverRetry,
     Fault::DriverInvalid,
@@ -73,7 +76,7 @@ pub(crate) const ALL: [Fault; 20] = [
 ];
 
 /// Faults of a request to the server.
-const OF_REQUESTS: [Fault; 9] = [
+const OF_REQUESTS: [Fault; 10] = [
     Fault::CrashBefore,
     Fault::CrashAfter,
     Fault::RequestLost,
@@ -82,6 +85,7 @@ const OF_REQUESTS: [Fault; 9] = [
     Fault::ServerError,
     Fault::Conflict,
     Fault::Refused,
+    Fault::RefusedLast,
     Fault::Slow,
 ];
 
@@ -102,15 +106,19 @@ const OF_CALLS: [Fault; 8] = [
 pub(crate) enum Target {
     Read,
     Write,
+    /// The write of an allocation.
+    Record,
     Call,
 }
 
 impl Fault {
     pub(crate) fn applies_to(self, target: Target) -> bool {
         match target {
-            Target::Write => OF_REQUESTS.contains(&self),
+            Target::Record => OF_REQUESTS.contains(&self),
+            Target::Write => OF_REQUESTS.contains(&self) && self != Self::RefusedLast,
             Target::Read => {
-                OF_REQUESTS.contains(&self) && !matches!(self, Self::Conflict | Self::Refused | Self::Late)
+                let of_writes = [Self::Conflict, Self::Refused, Self::RefusedLast, Self::Late];
+                OF_REQUESTS.contains(&self) && !of_writes.contains(&self)
             }
             Target::Call => OF_CALLS.contains(&self),
         }

@@ -91,6 +91,20 @@ impl Stage {
                 status.deallocation_requested = false;
                 Ok(())
             }),
+            ClaimWrite::UndoAllocation { version, reserved } => {
+                store.update_claim(key, Some(uid), Endpoint::Status, |claim| {
+                    if claim.metadata.resource_version.as_ref() != Some(version)
+                        || claim.status.reserved_for.is_empty() == *reserved
+                        || claim.status.allocation.is_none()
+                    {
+                        return Err(ApiError::Conflict("testing value failed".to_owned()));
+                    }
+                    claim.status.allocation = None;
+                    claim.status.driver_name = None;
+                    claim.status.reserved_for.clear();
+                    Ok(())
+                })
+            }
         }
     }
 
@@ -115,6 +129,7 @@ impl Stage {
                     self.violate(|| format!("{name} is cleared although nobody asked for it"));
                 }
             }
+            ClaimWrite::UndoAllocation { .. } => self.check_undone(before),
             ClaimWrite::RemoveFinalizer if has_finalizer => {
                 if recorded_hold(before).is_some() && !goes {
                     self.violate(|| format!("I4: our finalizer leaves {name}, which records an allocation"));
@@ -129,6 +144,33 @@ impl Stage {
                 }
             }
             ClaimWrite::AddFinalizer | ClaimWrite::RemoveFinalizer => {}
+        }
+    }
+
+    /// I5 for a claim that is taken back together with its reservation: no pod can be using it.
+    fn check_undone(&mut self, before: &ResourceClaim) {
+        let name = before.metadata.name.clone().unwrap_or_default();
+        if recorded_hold(before).is_none() {
+            self.violate(|| format!("I6: the allocation of {name} is not ours to take back"));
+        }
+        if before.status.reserved_for.len() > 1 {
+            self.violate(|| format!("I5: {name} is taken back from several pods"));
+        }
+        for consumer in &before.status.reserved_for {
+            let key = ObjectKey::new(
+                before.metadata.namespace.clone().unwrap_or_default(),
+                consumer.name.clone(),
+            );
+            let pod = self.store.pods.get(&key);
+            let is_bound = pod.is_some_and(|pod| {
+                pod.metadata.uid.as_ref() == Some(&consumer.uid) && pod.spec.node_name.is_some()
+            });
+            let all = self.claims_of(&key);
+            let can_run =
+                all.is_some_and(|all| all.iter().all(|(_, claim)| claim.status.allocation.is_some()));
+            if is_bound || can_run {
+                self.violate(|| format!("I5: {name} is taken back from pod {key}, which can run"));
+            }
         }
     }
 

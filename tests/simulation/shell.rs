@@ -343,16 +343,18 @@ impl Stage {
         let target = match &command {
             Command::ReadPod { .. } | Command::ReadClaim { .. } => Target::Read,
             Command::CallDriver { .. } => Target::Call,
+            Command::WriteClaim {
+                write: ClaimWrite::Allocate { .. },
+                ..
+            } => Target::Record,
             _ => Target::Write,
         };
         let mut fault = self.faults.of_command(self.commands, target, &mut self.rng);
-        if self.refuse_allocations
-            && let Command::WriteClaim {
-                write: ClaimWrite::Allocate { .. },
-                ..
-            } = &command
+        if let (Some(refused), Command::WriteClaim { key, .. }) = (&self.refuse_allocations, &command)
+            && target == Target::Record
+            && key.name.starts_with(refused)
         {
-            fault = Some(Fault::Refused);
+            fault = Some(Fault::RefusedLast);
         }
         if let Some(fault) = fault {
             self.note(|| format!("     fault: {fault:?}"));

@@ -86,8 +86,8 @@ pub(crate) struct Stage {
     pub(crate) record: bool,
     /// Print everything.
     pub(crate) verbose: bool,
-    /// The server refuses every allocation, for good.
-    pub(crate) refuse_allocations: bool,
+    /// The server refuses every allocation of claims whose names begin so, for good.
+    pub(crate) refuse_allocations: Option<&'static str>,
     pub(crate) reports: Vec<Report>,
     /// Writes and reads that reached the server.
     pub(crate) writes: u64,
@@ -138,7 +138,7 @@ impl Stage {
             command_log: Vec::new(),
             record: false,
             verbose: false,
-            refuse_allocations: false,
+            refuse_allocations: None,
             reports: Vec::new(),
             writes: 0,
             reads: 0,

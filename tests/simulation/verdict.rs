@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::api::resource::{AllocationMode, Pod, ResourceClaim};
+use drayman::api::resource::{AllocationMode, Pod, ResourceClaim, ResourceClaimConsumerReference};
 use drayman::core::protocol::ObjectKey;
 
 use crate::driver::{DRIVER, FINALIZER, Hold, OTHER_FINALIZER, recorded_hold, uid_of};
@@ -81,6 +81,38 @@ impl Stage {
         }
         if let Some(text) = left.pop() {
             self.violate(|| text);
+        }
+        self.check_all_or_nothing();
+    }
+
+    /// Nobody keeps half of what a pod needs: what was recorded before another claim was refused has been taken back.
+    fn check_all_or_nothing(&mut self) {
+        let mut half = None;
+        for (key, pod) in &self.store.pods {
+            let uid = uid_of_pod(pod);
+            let claims = self.claims_of(key).unwrap_or_default();
+            let ours = claims
+                .iter()
+                .map(|(_, claim)| claim)
+                .filter(|claim| self.is_ours_now(claim));
+            let (held, missing): (Vec<_>, Vec<_>) = ours.partition(|claim| recorded_hold(claim).is_some());
+            let missing = missing
+                .iter()
+                .filter(|claim| claim.status.allocation.is_none())
+                .count();
+            let held_for_it = held.iter().find(|claim| {
+                let for_it =
+                    |users: &[ResourceClaimConsumerReference]| users.len() == 1 && users[0].uid == uid;
+                for_it(&claim.status.reserved_for)
+            });
+            if let (Some(held), false, None) = (held_for_it, missing == 0, &pod.spec.node_name) {
+                half = Some((key.clone(), held.metadata.name.clone()));
+            }
+        }
+        if let Some((pod, claim)) = half {
+            self.violate(|| {
+                format!("pod {pod} keeps claim {claim:?}, and another of its claims is not allocated")
+            });
         }
     }
 

@@ -69,10 +69,6 @@ pub enum PlacementPolicy {
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-#[x_kube(validation = (
-    "self.requests.map(r, has(r.count) ? r.count : 1).sum() <= 64",
-    "a claim gets at most 64 devices: the counts of the requests add up to more"
-))]
 pub struct DeviceClaimParametersSpec {
     /// What is wanted; the claim is allocated only if all of it is to be had on one node.
     #[schemars(length(min = 1, max = 16))]

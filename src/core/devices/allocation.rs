@@ -2,14 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use k8s_openapi::api::core::v1::{NodeSelector, NodeSelectorRequirement, NodeSelectorTerm};
+use k8s_openapi::api::core::v1::{NodeSelector, NodeSelectorRequirement};
 
 use crate::api::handle::{DeviceHandle, HandleError, VERSION};
-use crate::api::resource::{AllocationResult, ResourceClaim, ResourceHandle};
+use crate::api::resource::{AllocationResult, NODE_NAME_FIELD, ResourceClaim, ResourceHandle};
 use crate::core::devices::holdings::{Grant, State};
-
-/// The one field of a node that `matchFields` knows.
-const NODE_NAME_FIELD: &str = "metadata.name";
 
 /// What a claim's allocation says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,15 +68,7 @@ pub fn write(driver: &str, claim_uid: &str, grant: &Grant) -> Result<AllocationR
         node_uid: grant.node_uid.to_string(),
         devices: grant.devices.clone(),
     };
-    Ok(AllocationResult {
-        resource_handles: vec![ResourceHandle {
-            driver_name: Some(driver.to_owned()),
-            data: Some(handle.to_data()?),
-            structured_data: None,
-        }],
-        available_on_nodes: Some(only_node(&grant.node_name)),
-        shareable: false,
-    })
+    Ok(AllocationResult::new(driver, handle.to_data()?).on_nodes([&*grant.node_name]))
 }
 
 /// `namespace/name` of a claim.
@@ -87,20 +76,6 @@ pub fn claim_name(claim: &ResourceClaim) -> String {
     let metadata = &claim.metadata;
     let namespace = metadata.namespace.as_deref().unwrap_or_default();
     format!("{namespace}/{}", metadata.name.as_deref().unwrap_or_default())
-}
-
-fn only_node(name: &str) -> NodeSelector {
-    let requirement = NodeSelectorRequirement {
-        key: NODE_NAME_FIELD.to_owned(),
-        operator: "In".to_owned(),
-        values: Some(vec![name.to_owned()]),
-    };
-    NodeSelector {
-        node_selector_terms: vec![NodeSelectorTerm {
-            match_expressions: None,
-            match_fields: Some(vec![requirement]),
-        }],
-    }
 }
 
 /// The nodes that a selector names.
@@ -152,6 +127,8 @@ fn meets(field: &NodeSelectorRequirement, node: &str) -> Option<bool> {
 
 #[cfg(test)]
 mod tests {
+    use k8s_openapi::api::core::v1::NodeSelectorTerm;
+
     use super::*;
     use crate::api::crd::CLAIM_DEVICES_MAX;
     use crate::api::handle::HandleDevice;
@@ -238,7 +215,11 @@ mod tests {
                 }]
             }),
         };
-        let named = only_node("a").node_selector_terms[0].match_fields.clone();
+        let only_a = AllocationResult::default()
+            .on_nodes(["a"])
+            .available_on_nodes
+            .unwrap();
+        let named = only_a.node_selector_terms[0].match_fields.clone();
         let not_named = named.clone().map(|mut fields| {
             fields[0].operator = "NotIn".into();
             fields

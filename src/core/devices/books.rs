@@ -20,6 +20,10 @@ pub struct Books {
     pub(super) inventory: Inventory,
     pub(super) holdings: Holdings,
     pub(super) matches: Matches,
+    /// Devices that more than one claim was seen to hold, until it is known how many may.
+    doubts: BTreeSet<Place>,
+    /// Whether all inventories were listed once: what is not among them is not there.
+    listed: bool,
 }
 
 /// What an observation has brought to light.
@@ -39,6 +43,8 @@ impl Books {
             inventory: Inventory::default(),
             holdings: Holdings::default(),
             matches: Matches::default(),
+            doubts: BTreeSet::new(),
+            listed: false,
         }
     }
 
@@ -96,7 +102,35 @@ impl Books {
         let all = gone
             .into_iter()
             .chain(nodes.into_iter().map(|(object, node)| (object, Some(node))));
+        self.listed = true;
         all.map(|(object, node)| self.set_inventory(&object, node)).sum()
+    }
+
+    /// What has turned out to be wrong: devices that more claims hold than may. As long as it is not known whether a device may
+    /// be shared, nothing is said of it; one that is in no inventory may not.
+    pub fn settle_doubts(&mut self) -> Vec<Problem> {
+        let doubts = std::mem::take(&mut self.doubts);
+        self.settle(doubts)
+    }
+
+    fn settle(&mut self, doubts: impl IntoIterator<Item = Place>) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        for place in doubts {
+            let node = self
+                .inventory
+                .node(&place.node_name)
+                .filter(|node| *node.uid() == *place.node_uid);
+            let shares = node
+                .and_then(|node| node.device(&place.device))
+                .map(|device| device.shares);
+            if shares.is_none() && !self.listed && self.holders(&place.node_uid, &place.device) > 1 {
+                self.doubts.insert(place);
+                continue;
+            }
+            let conflicts = self.holdings.conflicts(&place, shares.unwrap_or(1));
+            problems.extend(conflicts.into_iter().map(Problem::Conflict));
+        }
+        problems
     }
 
     /// Takes note of everything that claims hold; whatever is not in it is gone, granted by us or not.
@@ -163,11 +197,7 @@ impl Books {
         }
         let change = self.put(claim, record.state);
         let freed = self.available_again(&change);
-        let conflicts = change
-            .conflicts
-            .into_iter()
-            .filter(|conflict| self.overfull(&conflict.place));
-        problems.extend(conflicts.map(Problem::Conflict));
+        problems.extend(self.settle(change.shared));
         Observed { freed, problems }
     }
 
@@ -249,18 +279,6 @@ impl Books {
     /// Whether one claim more could hold the device.
     fn has_room(&self, node_uid: &str, device: &Device) -> bool {
         self.holders(node_uid, &device.name) < device.shares
-    }
-
-    /// Whether more claims hold a device than may. What is not in the inventory is taken for exclusive.
-    fn overfull(&self, place: &Place) -> bool {
-        let node = self
-            .inventory
-            .node(&place.node_name)
-            .filter(|node| *node.uid() == *place.node_uid);
-        let shares = node
-            .and_then(|node| node.device(&place.device))
-            .map_or(1, |device| device.shares);
-        self.holders(&place.node_uid, &place.device) > shares
     }
 
     fn holders(&self, node_uid: &str, device: &str) -> usize {

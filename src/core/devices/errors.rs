@@ -15,8 +15,9 @@ pub enum Problem {
     Conflict(Conflict),
     /// A claim has an allocation that cannot be read.
     #[error(
-        "ResourceClaim {claim} holds something that cannot be read: {error}. Nothing is allocated on its nodes ({nodes}) until \
-         it is gone: upgrade the controller or delete the claim"
+        "ResourceClaim {claim} holds something that cannot be read: {error}. Nothing is allocated on {} until \
+         it is gone: upgrade the controller or delete the claim",
+        if nodes.is_empty() { "the nodes that it names (none)" } else { nodes }
     )]
     Unreadable {
         /// The claim.
@@ -39,6 +40,14 @@ pub enum Problem {
 }
 
 impl Problem {
+    /// `namespace/name` of the claim whose owner can put it right.
+    pub fn claim(&self) -> &str {
+        match self {
+            Self::Conflict(conflict) => &conflict.other,
+            Self::Unreadable { claim, .. } | Self::MadeForAnother { claim, .. } => claim,
+        }
+    }
+
     /// Reason of the event and label of the metric.
     pub fn reason(&self) -> &'static str {
         match self {

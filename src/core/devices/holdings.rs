@@ -88,6 +88,8 @@ pub struct Conflict {
     pub keeper: Box<str>,
     /// The claim that should not have it.
     pub other: Box<str>,
+    /// The uid of that claim.
+    pub other_uid: Arc<str>,
 }
 
 /// What came of a change.
@@ -96,7 +98,7 @@ pub struct Change {
     /// Devices that the claim holds no longer; others may.
     pub freed: Vec<Place>,
     /// Devices that the claim holds although another one does.
-    pub conflicts: Vec<Conflict>,
+    pub shared: Vec<Place>,
     /// Nodes, by name, on which nothing unreadable is held any more.
     pub unblocked: Vec<Box<str>>,
 }
@@ -141,6 +143,28 @@ impl Holdings {
         holders.is_some_and(|holders| holders.iter().any(|holder| **holder != *uid))
     }
 
+    /// The claims that hold a device beyond the so many that may, the youngest last.
+    pub fn conflicts(&self, place: &Place, shares: usize) -> Vec<Conflict> {
+        let holders = self.nodes.get(&place.node_uid);
+        let holders = holders.and_then(|devices| devices.get(&place.device));
+        let mut ranked: Vec<(&Arc<str>, &Holder)> = holders
+            .into_iter()
+            .flatten()
+            .filter_map(|uid| self.claims.get_key_value(uid))
+            .collect();
+        ranked.sort_by_key(|(uid, holder)| holder.rank(uid));
+        let Some((_, keeper)) = ranked.first() else {
+            return Vec::new();
+        };
+        let conflict = |(uid, other): &(&Arc<str>, &Holder)| Conflict {
+            place: place.clone(),
+            keeper: keeper.claim.clone(),
+            other: other.claim.clone(),
+            other_uid: Arc::clone(uid),
+        };
+        ranked.iter().skip(shares.max(1)).map(conflict).collect()
+    }
+
     /// Says what a claim holds, in place of what it held before.
     pub fn put(&mut self, uid: &str, holder: Holder) -> Change {
         let uid: Arc<str> = uid.into();
@@ -174,7 +198,9 @@ impl Holdings {
             let holders = devices.entry(place.device.clone()).or_default();
             if !holders.contains(&uid) {
                 holders.push(Arc::clone(&uid));
-                change.conflicts.extend(conflict(&self.claims, holders, place));
+                if holders.len() > 1 {
+                    change.shared.push(place);
+                }
             }
         }
         change
@@ -226,28 +252,6 @@ impl Holdings {
             }
         }
     }
-}
-
-/// The conflict that the last of the holders of a device has brought, if there are several.
-fn conflict<'a>(
-    claims: &'a BTreeMap<Arc<str>, Holder>,
-    holders: &'a [Arc<str>],
-    place: Place,
-) -> Option<Conflict> {
-    let (last, others) = holders.split_last()?;
-    let rank = |uid: &'a Arc<str>| Some((claims.get(uid)?.rank(uid), &claims.get(uid)?.claim));
-    let (last_rank, last) = rank(last)?;
-    let (first_rank, first) = others.iter().filter_map(rank).min()?;
-    let (keeper, other) = if last_rank < first_rank {
-        (last, first)
-    } else {
-        (first, last)
-    };
-    Some(Conflict {
-        place,
-        keeper: keeper.clone(),
-        other: other.clone(),
-    })
 }
 
 /// The devices that are held, each once even if a handle names it twice.
@@ -327,10 +331,18 @@ mod tests {
         let mut holdings = Holdings::default();
         holdings.put("u", holder("n/younger", 2, State::Recorded(grant("1", &["d"]))));
         let change = holdings.put("v", holder("n/older", 1, State::Recorded(grant("1", &["d"]))));
-        let [conflict] = change.conflicts.as_slice() else {
+        let [place] = change.shared.as_slice() else {
             panic!("{change:?}")
         };
-        assert_eq!((&*conflict.keeper, &*conflict.other), ("n/older", "n/younger"));
+        let conflicts = holdings.conflicts(place, 1);
+        let [conflict] = conflicts.as_slice() else {
+            panic!("{conflicts:?}")
+        };
+        assert_eq!(
+            (&*conflict.keeper, &*conflict.other, &*conflict.other_uid),
+            ("n/older", "n/younger", "u")
+        );
+        assert_eq!(holdings.conflicts(place, 2), [], "two may share it");
         let again = holdings.put("v", holder("n/older", 1, State::Recorded(grant("1", &["d"]))));
         assert_eq!(again, Change::default(), "said once");
         assert_eq!(freed(&holdings.remove("u").freed), ["d"]);
@@ -342,9 +354,20 @@ mod tests {
         let mut holdings = Holdings::default();
         holdings.put("u", holder("n/held", 1, State::Held(grant("1", &["d"]))));
         let change = holdings.put("v", holder("n/recorded", 2, State::Recorded(grant("1", &["d"]))));
-        assert_eq!(&*change.conflicts.first().unwrap().keeper, "n/recorded");
-        let change = holdings.put("a", holder("n/same-age", 2, State::Recorded(grant("1", &["d"]))));
-        assert_eq!(&*change.conflicts.first().unwrap().keeper, "n/same-age");
+        let others = |holdings: &Holdings| {
+            let conflicts = holdings.conflicts(&change.shared[0], 1);
+            let names = conflicts
+                .iter()
+                .map(|conflict| (conflict.keeper.to_string(), conflict.other.to_string()));
+            names.collect::<Vec<_>>()
+        };
+        let pair = |keeper: &str, other: &str| (keeper.to_owned(), other.to_owned());
+        assert_eq!(others(&holdings), [pair("n/recorded", "n/held")]);
+        holdings.put("a", holder("n/same-age", 2, State::Recorded(grant("1", &["d"]))));
+        assert_eq!(
+            others(&holdings),
+            [pair("n/same-age", "n/recorded"), pair("n/same-age", "n/held")]
+        );
     }
 
     #[test]
@@ -355,7 +378,7 @@ mod tests {
         assert!(
             holdings
                 .put("v", holder("n/e", 1, State::Held(grant("new", &["d"]))))
-                .conflicts
+                .shared
                 .is_empty()
         );
     }
@@ -386,7 +409,7 @@ mod tests {
         assert!(
             holdings
                 .put("u", holder("n/c", 1, State::Recorded(grant("1", &["d", "d"]))))
-                .conflicts
+                .shared
                 .is_empty()
         );
         assert_eq!(freed(&holdings.remove("u").freed), ["d"]);

@@ -1,5 +1,5 @@
 //! Which devices answer the requests of several claims so that all constraints hold: a search that finds an answer if there
-//! is one, unless that takes more than [`WORK_MAX`](super::fit::WORK_MAX).
+//! is one, unless that takes more than [`WORK_MAX`].
 //!
 //! A constraint is met by one group of devices with an equal attribute. The groups are tried one after the other, the
 //! preferred ones first; once they are chosen, what is left is a [`Fit`], which decides without a guess.

@@ -1,9 +1,11 @@
 //! A batch: claims that are allocated together, all or none.
 //!
 //! Finalizers first, then the driver, then one status write per claim. A batch outlives its context and its claims: what the
-//! driver holds for it is either recorded or given back, whatever is deleted meanwhile.
+//! driver holds for it is either recorded or given back, whatever is deleted meanwhile. If a claim cannot be recorded, those
+//! that are recorded already are taken back.
 
 mod answers;
+mod undo;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -41,6 +43,8 @@ enum Stage {
     Allocating,
     /// Each claim gets its allocation.
     Recording,
+    /// One claim could not be recorded: what the others record is taken back.
+    Undoing,
     /// The driver is asked to take back what was not recorded.
     GivingBack,
 }
@@ -72,6 +76,10 @@ struct Item {
     step: Step,
     /// Why the last write was refused. An earlier one that had no clear answer may have been stored after all.
     refusal: Option<String>,
+    /// Writes without a clear answer.
+    unclear: u32,
+    /// Its allocation was refused before: the others are not recorded before it is.
+    goes_first: bool,
     retry: Retry,
 }
 
@@ -137,6 +145,8 @@ impl World {
                 allocation: None,
                 step: Step::Waiting,
                 refusal: None,
+                unclear: 0,
+                goes_first: claim.allocation_refused,
                 retry: Retry::default(),
             });
         }
@@ -166,6 +176,12 @@ impl World {
             Stage::Securing => self.secure(id, &mut batch, now),
             Stage::Allocating => false,
             Stage::Recording => self.record(id, &mut batch, now),
+            Stage::Undoing => {
+                if self.undo(id, &mut batch, now) {
+                    self.begin_to_give_back(id, &mut batch, |item| item.step == Step::Failed);
+                }
+                false
+            }
             Stage::GivingBack => self.give_back(id, &mut batch, now),
         };
         if over {
@@ -260,29 +276,36 @@ impl World {
             .as_ref()
             .filter(|_| self.settings.reserve_for_pod)
             .map(|consumer| ResourceClaimConsumerReference::pod(&consumer.context.name, &consumer.pod_uid));
-        for item in &mut batch.items {
-            if item.step == Step::Waiting
-                && let Some(allocation) = item.allocation.clone()
-            {
-                let write = ClaimWrite::Allocate {
-                    allocation,
-                    reserved_for: reserved_for.clone(),
-                };
-                self.write_item(id, item, write, now);
-            }
-        }
-        if batch
+        let is_open = |item: &Item| !matches!(item.step, Step::Done | Step::Failed);
+        let first_only = batch.items.iter().any(|item| item.goes_first && is_open(item));
+        let hopeless = batch
             .items
             .iter()
-            .any(|item| !matches!(item.step, Step::Done | Step::Failed))
-        {
+            .any(|item| item.goes_first && item.step == Step::Failed);
+        for item in &mut batch.items {
+            if item.step != Step::Waiting || (first_only && !item.goes_first) {
+                continue;
+            }
+            match item.allocation.clone() {
+                Some(allocation) if !hopeless => {
+                    let write = ClaimWrite::Allocate {
+                        allocation,
+                        reserved_for: reserved_for.clone(),
+                    };
+                    self.write_item(id, item, write, now);
+                }
+                _ => item.step = Step::Failed,
+            }
+        }
+        if batch.items.iter().any(is_open) {
             return false;
         }
         if batch.items.iter().all(|item| item.step == Step::Done) {
             return true;
         }
-        // What is recorded stays: a claim is never taken back behind the scheduler's back.
-        self.begin_to_give_back(id, batch, |item| item.step == Step::Failed);
+        if !self.begin_to_undo(id, batch) {
+            self.begin_to_give_back(id, batch, |item| item.step == Step::Failed);
+        }
         false
     }
 

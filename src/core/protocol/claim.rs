@@ -1,15 +1,17 @@
-//! One claim: what is known of it, and how it is released.
+//! One claim: what is known of it, and what is to be done with it by itself.
+
+mod release;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::api::resource::{AllocationMode, AllocationResult, ResourceClaim, controller_of};
-use crate::driver::{Holding, Observation};
+use crate::api::resource::{AllocationMode, AllocationResult, ResourceClaim};
+use crate::driver::Holding;
 
 use super::batch::BatchId;
-use super::event::{Answer, ClaimWrite, Command, DriverRequest, Moment, ObjectKey, Outcome, Regarding};
+use super::event::{Moment, ObjectKey, Regarding};
 use super::retry::Retry;
-use super::world::{Flight, Work, World};
+use super::world::{Work, World};
 
 /// How long a pod's own claim that is to be deallocated waits for its deletion, which the claim controller sends right after when
 /// the pod has ended. The removal of the finalizer is then the only write.
@@ -46,6 +48,8 @@ pub(super) struct ClaimState {
     pub(super) object: Arc<ResourceClaim>,
     /// What is under way.
     pub(super) stage: ClaimStage,
+    /// The driver is being asked for which nodes it is unsuitable. Of two pods that share it one waits for the other.
+    pub(super) judged_now: bool,
     /// Whether the driver has been told of it.
     pub(super) observed: bool,
     /// Failures in a row.
@@ -59,6 +63,8 @@ pub(super) struct ClaimState {
     pub(super) reported: Option<String>,
     /// For an immediate claim that only a change can help: the world's epoch when it was refused.
     pub(super) refused_at: Option<u64>,
+    /// The server has refused to record its allocation: of a pod's claims it is the first to be recorded next time.
+    pub(super) allocation_refused: bool,
     /// An earlier process may have been killed between allocating and writing it down: whatever the driver holds is given back
     /// before anything else.
     uncertain: bool,
@@ -77,12 +83,14 @@ impl ClaimState {
         Self {
             object,
             stage: ClaimStage::Resting,
+            judged_now: false,
             observed: false,
             retry: Retry::default(),
             release_seen: None,
             finalizer_to_go: false,
             reported: None,
             refused_at: None,
+            allocation_refused: false,
             uncertain: false,
             gone: false,
             settled_at: Moment::default(),
@@ -149,6 +157,16 @@ impl ClaimState {
     /// A write had no clear answer.
     pub(super) fn unsettle(&mut self, now: Moment) {
         self.settled_at = now.after(SETTLING);
+    }
+
+    /// Its allocation may vanish by a write of ours that nobody waits for any more: then the driver gives back what it holds.
+    pub(super) fn mistrust(&mut self) {
+        self.uncertain = true;
+    }
+
+    /// The driver holds nothing for it but what it records.
+    pub(super) fn trust(&mut self) {
+        self.uncertain = false;
     }
 
     /// What a write without a clear answer was to do is done.
@@ -246,7 +264,8 @@ impl World {
     /// Looks at one claim by itself: release it, or allocate it if it is immediate.
     pub(super) fn step_claim(&mut self, key: &ObjectKey, now: Moment) {
         let Some(claim) = self.claims.get(key) else { return };
-        if claim.gone || !matches!(claim.stage, ClaimStage::Resting | ClaimStage::ToRead) {
+        if claim.gone || claim.judged_now || !matches!(claim.stage, ClaimStage::Resting | ClaimStage::ToRead)
+        {
             return;
         }
         if let Some(moment) = claim.retry.wait_until(now) {
@@ -266,211 +285,6 @@ impl World {
         } else if !claim.is_delayed() && !claim.is_allocated() {
             self.allocate_immediately(key);
         }
-    }
-
-    fn release(&mut self, key: &ObjectKey, now: Moment) {
-        let Some(claim) = self.claims.get_mut(key) else {
-            return;
-        };
-        if !claim.has_finalizer {
-            return;
-        }
-        if !claim.is_deleting() && controller_of(&claim.object.metadata).is_some() {
-            let end = claim.release_seen.unwrap_or(now).after(DELETION_GRACE);
-            if end > now {
-                self.wake_at(end, Work::Claim(key.clone()));
-                return;
-            }
-        }
-        self.deallocate(key);
-    }
-
-    fn deallocate(&mut self, key: &ObjectKey) {
-        let Some(claim) = self.claims.get_mut(key) else {
-            return;
-        };
-        claim.stage = ClaimStage::Deallocating;
-        let (object, allocation, uid) = (
-            claim.object.clone(),
-            claim.own_allocation(),
-            claim.uid().to_owned(),
-        );
-        self.send(
-            Flight::Release {
-                claim: key.clone(),
-                uid,
-            },
-            |id| Command::CallDriver {
-                id,
-                request: DriverRequest::Deallocate {
-                    claim: object,
-                    allocation,
-                },
-            },
-        );
-    }
-
-    fn remove_finalizer(&mut self, key: &ObjectKey) {
-        self.write_release(key, ClaimStage::RemovingFinalizer, ClaimWrite::RemoveFinalizer);
-    }
-
-    fn write_release(&mut self, key: &ObjectKey, stage: ClaimStage, write: ClaimWrite) {
-        let Some(claim) = self.claims.get_mut(key) else {
-            return;
-        };
-        claim.stage = stage;
-        let uid = claim.uid().to_owned();
-        self.send(
-            Flight::Release {
-                claim: key.clone(),
-                uid: uid.clone(),
-            },
-            |id| Command::WriteClaim {
-                id,
-                key: key.clone(),
-                uid,
-                write,
-            },
-        );
-    }
-
-    /// An answer for a claim that is being released.
-    pub(super) fn release_answered(&mut self, key: &ObjectKey, uid: &str, answer: Answer, now: Moment) {
-        let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
-            return;
-        };
-        match answer {
-            Answer::Deallocated(Ok(())) => {
-                claim.retry.succeeded();
-                claim.uncertain = false;
-                if !claim.is_asked_back() {
-                    claim.stage = ClaimStage::Resting;
-                    self.dirty.insert(Work::Claim(key.clone()));
-                    self.touch_users(key);
-                    return;
-                }
-                self.statistics.deallocations += u64::from(claim.is_ours);
-                let foreign = claim.is_allocated() && !claim.is_ours;
-                claim.finalizer_to_go = true;
-                // With the last finalizer the claim goes, allocation and all, in one write.
-                if foreign || !claim.is_allocated() || (claim.is_deleting() && !claim.has_other_finalizers())
-                {
-                    self.remove_finalizer(key);
-                } else {
-                    let write = ClaimWrite::ClearAllocation {
-                        deallocation_requested: claim.object.status.deallocation_requested,
-                        driver_name: claim.object.status.driver_name.clone(),
-                    };
-                    self.write_release(key, ClaimStage::Clearing, write);
-                }
-            }
-            Answer::Deallocated(Err(error)) => {
-                claim.stage = ClaimStage::Resting;
-                claim.retry.failed(now);
-                self.report_claim(
-                    key,
-                    error.reason,
-                    format!("cannot be deallocated yet: {}", error.message),
-                );
-                self.dirty.insert(Work::Claim(key.clone()));
-            }
-            Answer::ClaimWritten(Outcome::Done(_)) if claim.stage == ClaimStage::Clearing => {
-                self.remove_finalizer(key);
-            }
-            // With its last finalizer it is gone, though the answer has the version that was there before.
-            Answer::ClaimWritten(Outcome::Done(object))
-                if object.metadata.deletion_timestamp.is_some()
-                    && object.metadata.finalizers.as_ref().is_none_or(Vec::is_empty) =>
-            {
-                self.claim_vanished(key, uid);
-            }
-            Answer::ClaimWritten(Outcome::Done(_)) => self.end_release(key),
-            Answer::ClaimWritten(Outcome::Refused(message)) => {
-                claim.stage = ClaimStage::ToRead;
-                claim.refusal = Some(message);
-                self.dirty.insert(Work::Claim(key.clone()));
-            }
-            Answer::ClaimWritten(Outcome::Conflict(_)) => {
-                claim.stage = ClaimStage::ToRead;
-                self.dirty.insert(Work::Claim(key.clone()));
-            }
-            Answer::ClaimWritten(Outcome::Unknown(_)) => {
-                claim.stage = ClaimStage::ToRead;
-                claim.unsettle(now);
-                self.dirty.insert(Work::Claim(key.clone()));
-            }
-            Answer::ClaimRead(Ok(object)) => {
-                claim.stage = ClaimStage::Resting;
-                claim.retry.failed(now);
-                let refusal = claim.refusal.take();
-                self.dirty.insert(Work::Claim(key.clone()));
-                match object.filter(|object| object.metadata.uid.as_deref() == Some(uid)) {
-                    Some(object) => {
-                        self.see_written_claim(object, now);
-                        if let Some(claim) = self.claims.get_mut(key)
-                            && !claim.has_finalizer
-                        {
-                            claim.settle();
-                        }
-                        if let Some(message) = refusal {
-                            let message = format!("the server refuses the release: {message}");
-                            self.report_claim(key, "ReleaseRefused", message);
-                        }
-                    }
-                    None => self.claim_vanished(key, uid),
-                }
-            }
-            Answer::ClaimRead(Err(_)) => {
-                claim.stage = ClaimStage::ToRead;
-                claim.retry.failed(now);
-                self.dirty.insert(Work::Claim(key.clone()));
-            }
-            Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Judged(_) | Answer::Allocated(_) => {}
-        }
-    }
-
-    /// Reads a claim whose write had no clear answer, before anything else is done with it.
-    fn read_released(&mut self, key: &ObjectKey) {
-        let Some(claim) = self.claims.get_mut(key) else {
-            return;
-        };
-        claim.stage = ClaimStage::Reading;
-        let uid = claim.uid().to_owned();
-        self.send(
-            Flight::Release {
-                claim: key.clone(),
-                uid,
-            },
-            |id| Command::ReadClaim { id, key: key.clone() },
-        );
-    }
-
-    /// The server says that a claim no longer exists. It stays known, so that older news of it from the watch is not taken for a
-    /// new claim.
-    pub(super) fn claim_vanished(&mut self, key: &ObjectKey, uid: &str) {
-        let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
-            return;
-        };
-        claim.gone = true;
-        if std::mem::take(&mut claim.observed) {
-            self.outbox
-                .push(Command::Observe(Observation::Gone { uid: uid.to_owned() }));
-        }
-        self.forget_candidate(key);
-        self.touch_users(key);
-    }
-
-    fn end_release(&mut self, key: &ObjectKey) {
-        let Some(claim) = self.claims.get_mut(key) else {
-            return;
-        };
-        claim.stage = ClaimStage::Resting;
-        claim.finalizer_to_go = false;
-        claim.release_seen = None;
-        claim.reported = None;
-        claim.retry.succeeded();
-        self.dirty.insert(Work::Claim(key.clone()));
-        self.touch_users(key);
     }
 
     fn allocate_immediately(&mut self, key: &ObjectKey) {

@@ -1,6 +1,7 @@
 //! One PodSchedulingContext: is the pod ours to serve, where can it not go, and is it time to allocate?
 
 mod judgement;
+mod others;
 mod standing;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -82,6 +83,8 @@ pub(super) struct ContextState {
     asked: u64,
     retry: Retry,
     reported: Option<String>,
+    /// Other drivers that owe the scheduler an answer for this pod, or did and were named for it.
+    silent: BTreeMap<String, others::Silence>,
     /// When it was last reported that there is no place, unless something else was since.
     told_no_place: Option<Moment>,
     /// The verdict under way was asked for by the slow recheck alone.
@@ -123,6 +126,7 @@ impl ContextState {
             asked: 0,
             retry: Retry::default(),
             reported: None,
+            silent: BTreeMap::new(),
             told_no_place: None,
             by_recheck: false,
         }
@@ -134,6 +138,14 @@ impl ContextState {
 
     pub(super) fn is_deleting(&self) -> bool {
         self.object.metadata.deletion_timestamp.is_some()
+    }
+
+    /// Whether the pod had a node when it was read.
+    pub(super) fn pod_has_a_node(&self) -> bool {
+        match &self.pod {
+            PodKnown::Read(pod) => pod.spec.node_name.is_some(),
+            PodKnown::Unread | PodKnown::Gone => false,
+        }
     }
 
     /// Something has become possible, and it is this pod's turn.

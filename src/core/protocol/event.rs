@@ -11,7 +11,7 @@ use crate::api::resource::{
     AllocationResult, Pod, PodSchedulingContext, ResourceClaim, ResourceClaimConsumerReference,
     ResourceClaimSchedulingStatus, ResourceClass,
 };
-use crate::driver::{CapacityChange, DriverErrorKind, Observation, Verdict};
+use crate::driver::{CapacityChange, DriverErrorKind, Finding, Observation, Verdict};
 
 /// A point in time: how long after the controller's start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -107,6 +107,8 @@ pub enum Event {
     DriverReady,
     /// A pod that found no place might find one now.
     Capacity(CapacityChange),
+    /// The driver finds something wrong with what claims hold.
+    Found(Vec<Finding>),
     /// A command has been carried out, or not.
     Answer {
         /// The command's id.
@@ -264,6 +266,14 @@ pub enum ClaimWrite {
         deallocation_requested: bool,
         /// The driver name that was seen.
         driver_name: Option<String>,
+    },
+    /// Clear allocation, driver name and our own reservation, if the claim is still at this version: another claim of the pod
+    /// could not be recorded.
+    UndoAllocation {
+        /// The resource version that was seen.
+        version: String,
+        /// Whether the claim was seen to be reserved, for our pod alone.
+        reserved: bool,
     },
     /// Remove our finalizer.
     RemoveFinalizer,

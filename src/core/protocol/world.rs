@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::api::resource::{ResourceClaim, ResourceClass};
-use crate::driver::{Holding, Observation};
+use crate::driver::{Finding, Holding, Observation};
 
 use super::batch::{Batch, BatchId};
 use super::claim::ClaimState;
@@ -22,14 +22,20 @@ pub struct Settings {
     pub driver_name: String,
     /// Whether the pod is entered into `reservedFor` together with the allocation. If not, the scheduler does it.
     pub reserve_for_pod: bool,
+    /// After which time of silence another driver of a pod is named in an Event on the pod.
+    pub other_driver_wait: Duration,
 }
 
 impl Settings {
+    /// The usual [`Settings::other_driver_wait`]. A driver in good health answers within milliseconds.
+    pub const OTHER_DRIVER_WAIT: Duration = Duration::from_secs(60);
+
     /// The defaults for a driver.
     pub fn new(driver_name: impl Into<String>) -> Self {
         Self {
             driver_name: driver_name.into(),
             reserve_for_pod: true,
+            other_driver_wait: Self::OTHER_DRIVER_WAIT,
         }
     }
 
@@ -93,6 +99,8 @@ pub(super) enum Flight {
     Judge {
         context: ObjectKey,
         uid: String,
+        /// The claims, in the order of the basis.
+        claims: Vec<ObjectKey>,
         basis: Basis,
     },
     /// A context whose entries are being written.
@@ -197,6 +205,7 @@ impl World {
             Event::ContextGone { key, uid } => self.context_gone(&key, &uid),
             Event::DriverReady => self.driver_ready(),
             Event::Capacity(change) => self.capacity_changed(&change, now),
+            Event::Found(findings) => self.report_findings(findings),
             Event::Answer { id, answer } => self.answered(id, answer, now),
         }
     }
@@ -260,6 +269,14 @@ impl World {
         }));
     }
 
+    /// Reports what the driver finds wrong with what claims hold.
+    fn report_findings(&mut self, findings: Vec<Finding>) {
+        for finding in findings {
+            let key = ObjectKey::new(finding.namespace, finding.name);
+            self.report_claim(&key, finding.reason, finding.message);
+        }
+    }
+
     fn answered(&mut self, id: CallId, answer: Answer, now: Moment) {
         let Some(flight) = self.flights.remove(&id) else {
             return;
@@ -270,7 +287,15 @@ impl World {
         }
         match flight {
             Flight::Pod { context, uid } => self.pod_read(&context, &uid, answer, now),
-            Flight::Judge { context, uid, basis } => self.judged(&context, &uid, basis, answer, now),
+            Flight::Judge {
+                context,
+                uid,
+                claims,
+                basis,
+            } => {
+                self.end_judging(&claims, &basis);
+                self.judged(&context, &uid, basis, answer, now);
+            }
             Flight::Publish { context, uid } => self.published(&context, &uid, answer, now),
             Flight::Release { claim, uid } => self.release_answered(&claim, &uid, answer, now),
             Flight::Item { batch, uid } => self.item_answered(batch, &uid, answer, now),

@@ -39,6 +39,15 @@ struct Job {
 /// What an expression says of each device.
 pub(crate) type Judged = Vec<(Facts, Match)>;
 
+/// Why an expression says nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// Something is wrong with it: only its author can help.
+    Wrong(String),
+    /// There was no time or no thread for it, which may be the fault of others: it may work later.
+    Unfinished(String),
+}
+
 impl Evaluator {
     /// For the devices of `driver`. The thread starts when it is needed.
     pub(crate) fn new(driver: &str) -> Self {
@@ -48,25 +57,35 @@ impl Evaluator {
         }
     }
 
-    /// Judges at most [`CHUNK`] devices, none included, by an expression; the error is what is wrong with it.
-    pub(crate) async fn judge(&self, expression: &Arc<str>, devices: Vec<Facts>) -> Result<Judged, String> {
+    /// Judges at most [`CHUNK`] devices, none included, by an expression.
+    pub(crate) async fn judge(&self, expression: &Arc<str>, devices: Vec<Facts>) -> Result<Judged, Refusal> {
+        self.judge_within(DEADLINE, expression, devices).await
+    }
+
+    async fn judge_within(
+        &self,
+        limit: Duration,
+        expression: &Arc<str>,
+        devices: Vec<Facts>,
+    ) -> Result<Judged, Refusal> {
         let (reply, answer) = oneshot::channel();
         self.send(Job {
             expression: Arc::clone(expression),
             devices,
             reply,
-        })?;
-        match tokio::time::timeout(DEADLINE, answer).await {
-            Ok(Ok(judged)) => judged,
+        })
+        .map_err(Refusal::Unfinished)?;
+        match tokio::time::timeout(limit, answer).await {
+            Ok(Ok(judged)) => judged.map_err(Refusal::Wrong),
             Ok(Err(_)) => {
                 self.forget_thread();
-                Err("it cannot be evaluated".to_owned())
+                Err(Refusal::Wrong("it cannot be evaluated".to_owned()))
             }
             Err(_) => {
                 self.forget_thread();
-                Err(format!(
-                    "its evaluation takes longer than {DEADLINE:?}: make it simpler"
-                ))
+                Err(Refusal::Unfinished(format!(
+                    "its evaluation takes longer than {limit:?}: make it simpler; it is tried again now and then"
+                )))
             }
         }
     }

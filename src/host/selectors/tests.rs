@@ -13,7 +13,7 @@ fn facts(value: i64) -> Facts {
         .collect()
 }
 
-async fn judge(evaluator: &Evaluator, expression: &str) -> Result<Judged, String> {
+async fn judge(evaluator: &Evaluator, expression: &str) -> Result<Judged, Refusal> {
     evaluator.judge(&expression.into(), vec![facts(1)]).await
 }
 
@@ -59,7 +59,9 @@ async fn hostile_expressions_are_refused_and_others_go_on() {
         ("nothing but noise", "\u{0}\u{1}{{{]]]".to_owned()),
     ] {
         let started = Instant::now();
-        let error = judge(&evaluator, &expression).await.unwrap_err();
+        let Refusal::Wrong(error) = judge(&evaluator, &expression).await.unwrap_err() else {
+            panic!("{what}")
+        };
         assert!(started.elapsed() < DEADLINE, "{what}: {error}");
         assert!(error.len() < 300, "{what}: {error}");
         assert_eq!(
@@ -112,6 +114,17 @@ async fn an_expression_is_checked_even_if_there_are_no_devices() {
     let evaluator = Evaluator::new("drayman.dev");
     assert_eq!(evaluator.judge(&"true".into(), vec![]).await, Ok(vec![]));
     assert!(evaluator.judge(&"device.driver ==".into(), vec![]).await.is_err());
+}
+
+#[tokio::test]
+async fn what_is_not_done_in_time_is_not_wrong_for_ever() {
+    let evaluator = Evaluator::new("drayman.dev");
+    let heavy: Arc<str> = format!("[{}].all(a, a + a + a > 0)", vec!["1"; 400].join(",")).into();
+    let many: Vec<Facts> = (0..CHUNK as i64).map(facts).collect();
+    let refusal = evaluator.judge_within(Duration::ZERO, &heavy, many.clone()).await;
+    assert!(matches!(refusal, Err(Refusal::Unfinished(_))), "{refusal:?}");
+    let judged = evaluator.judge(&heavy, many).await.map(|judged| judged.len());
+    assert_eq!(judged, Ok(CHUNK), "on a thread of its own");
 }
 
 proptest! {

@@ -131,18 +131,19 @@ fn only_what_is_new_or_different_can_help_somebody() {
 
 #[test]
 fn a_selector_is_judged_once_and_forgotten_with_the_object_that_has_it() {
+    let now = Instant::now();
     let mut state = State::new(fixture::DRIVER);
     let expression: Arc<str> = "true".into();
     state.apply_inventories(Change::Set("a".into(), fixture::node("a", "1", &["d"])));
-    let unjudged = state.unjudged("test", &expression).unwrap().unwrap();
+    let unjudged = state.unjudged("test", &expression, now).unwrap().unwrap();
     assert_eq!(unjudged.devices.len(), 1);
     let said = unjudged
         .devices
         .into_iter()
         .map(|facts| (facts, Match::Yes))
         .collect();
-    assert_eq!(state.judged(&expression, Ok(said)), 1);
-    assert!(state.unjudged("test", &expression).unwrap().is_none());
+    assert_eq!(state.judged(&expression, Ok(said), now), 1);
+    assert!(state.unjudged("test", &expression, now).unwrap().is_none());
     assert!(state.unjudged_on(None).is_none());
     // A device that is alike needs no judgement of its own.
     state.apply_inventories(Change::Set("b".into(), fixture::node("b", "2", &["e"])));
@@ -161,14 +162,58 @@ fn a_selector_is_judged_once_and_forgotten_with_the_object_that_has_it() {
 
 #[test]
 fn a_selector_that_is_refused_is_not_tried_again_until_it_is_written_anew() {
+    let now = Instant::now();
     let mut state = State::new(fixture::DRIVER);
     let expression: Arc<str> = "no".into();
     assert!(
-        state.unjudged("test", &expression).unwrap().is_some(),
+        state.unjudged("test", &expression, now).unwrap().is_some(),
         "unknown, even without devices"
     );
-    state.judged(&expression, Err("nonsense".into()));
-    assert_eq!(state.unjudged("test", &expression).unwrap_err(), "nonsense");
+    state.judged(&expression, Err(Refusal::Wrong("nonsense".into())), now);
+    assert_eq!(
+        state.unjudged("test", &expression, now).unwrap_err(),
+        Refusal::Wrong("nonsense".into())
+    );
     state.forget_selectors();
-    assert!(state.unjudged("test", &expression).unwrap().is_some());
+    assert!(state.unjudged("test", &expression, now).unwrap().is_some());
+}
+
+#[test]
+fn a_selector_that_was_not_done_in_time_is_tried_again_later_and_later() {
+    let start = Instant::now();
+    let mut state = State::new(fixture::DRIVER);
+    let expression: Arc<str> = "slow".into();
+    state.apply_inventories(Change::Set("a".into(), fixture::node("a", "1", &["d"])));
+    assert!(state.unjudged("test", &expression, start).unwrap().is_some());
+    let slow = || Err(Refusal::Unfinished("slow".into()));
+    state.judged(&expression, slow(), start);
+    let second = Duration::from_secs(1);
+    assert_eq!(state.again(&expression), Some(start + 5 * second));
+    assert!(state.unjudged("test", &expression, start + 4 * second).is_err());
+    assert!(state.unjudged_again(&expression, start + 4 * second).is_none());
+    let later = start + 5 * second;
+    assert_eq!(state.unjudged_again(&expression, later).unwrap().devices.len(), 1);
+    state.judged(&expression, slow(), later);
+    assert_eq!(state.again(&expression), Some(later + 10 * second));
+    for _ in 0..20 {
+        state.judged(&expression, slow(), later);
+    }
+    assert_eq!(state.again(&expression), Some(later + 300 * second));
+    let unjudged = state
+        .unjudged("test", &expression, later + 300 * second)
+        .unwrap()
+        .unwrap();
+    let said = unjudged
+        .devices
+        .into_iter()
+        .map(|facts| (facts, Match::Yes))
+        .collect();
+    assert_eq!(state.judged(&expression, Ok(said), later), 1);
+    assert_eq!(
+        (
+            state.again(&expression),
+            state.unjudged("test", &expression, later).unwrap().is_none()
+        ),
+        (None, true)
+    );
 }

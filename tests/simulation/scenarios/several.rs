@@ -1,11 +1,12 @@
 //! Several claims in a pod, several pods for a claim, several drivers.
 
-use drayman::api::resource::AllocationMode;
+use drayman::api::resource::{AllocationMode, ResourceClaimConsumerReference, ResourceClaimStatus};
 
 use super::{calm, expect_well, is_bound, key, plain, until_bound};
 use crate::driver::{DRIVER, FINALIZER};
+use crate::faults::Fault;
 use crate::stage::{MILLISECOND, SECOND};
-use crate::store::Kind;
+use crate::store::{Endpoint, Kind};
 use crate::users::Use;
 
 #[test]
@@ -201,5 +202,101 @@ fn two_problems_of_one_pod_are_reported_once_together() {
     let said = stage.reports.len();
     // One when the first class goes, one when both are gone.
     assert!(said <= 2, "{:?}", stage.reports);
+    expect_well(stage);
+}
+
+#[test]
+fn what_is_recorded_is_taken_back_once_when_another_claim_of_the_pod_is_refused() {
+    let mut stage = calm(&[("node-a", 2)]);
+    stage.refuse_allocations = Some("p-c1");
+    stage.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("gpu")], None);
+    stage.run_for(600 * SECOND);
+    let log = plain(&stage.command_log);
+    let end = log.iter().position(|line| line == "take back p-c0").unwrap();
+    assert!(
+        log[..end]
+            .iter()
+            .any(|line| line.starts_with("record") && line.ends_with("in p-c0 for p"))
+    );
+    // From then on the refused one goes first, and nothing is recorded in vain.
+    assert!(
+        !log[end + 1..].iter().any(|line| line.ends_with("in p-c0 for p")),
+        "{log:?}"
+    );
+    assert!(
+        stage
+            .store
+            .claims
+            .values()
+            .all(|claim| claim.status == ResourceClaimStatus::default())
+    );
+    let reasons: Vec<&str> = stage
+        .reports
+        .iter()
+        .map(|report| report.reason.as_str())
+        .collect();
+    assert_eq!(reasons, ["AllocationNotRecorded"]);
+    // Others can have the devices.
+    stage.create_pod(&key("q"), &[Use::Template("gpu"), Use::Template("gpu")], None);
+    until_bound(&mut stage, "q");
+    stage.store.delete_pod(&key("q"));
+    stage.refuse_allocations = None;
+    until_bound(&mut stage, "p");
+    expect_well(stage);
+}
+
+#[test]
+fn a_claim_that_another_pod_shares_by_now_is_not_taken_back() {
+    let mut stage = calm(&[("node-a", 2)]);
+    stage.refuse_allocations = Some("p-c1");
+    stage.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
+    stage.create_pod(&key("p"), &[Use::Named("named"), Use::Template("gpu")], None);
+    let is_allocated = |stage: &crate::stage::Stage| {
+        stage
+            .claim("named")
+            .is_some_and(|claim| claim.status.allocation.is_some())
+    };
+    stage.run_until("the shared claim is recorded", is_allocated);
+    // Somebody else comes in before the refusal is known, and the controller has not seen it.
+    stage.hold_watch(Kind::Claim);
+    let uid = stage.create_pod(&key("q"), &[Use::Named("named")], Some("node-a"));
+    let reserved = stage
+        .store
+        .update_claim(&key("named"), None, Endpoint::Status, |claim| {
+            claim
+                .status
+                .reserved_for
+                .push(ResourceClaimConsumerReference::pod("q", &uid));
+            Ok(())
+        });
+    assert!(reserved.is_ok());
+    stage.run_for(60 * SECOND);
+    assert!(is_allocated(&stage));
+    assert_eq!(stage.claim("named").unwrap().status.reserved_for.len(), 2);
+    assert!(
+        plain(&stage.command_log).contains(&"take back named".to_owned()),
+        "it was tried"
+    );
+    stage.let_watch_go(Kind::Claim);
+    stage.refuse_allocations = None;
+    until_bound(&mut stage, "p");
+    expect_well(stage);
+}
+
+#[test]
+fn the_driver_is_asked_about_a_shared_claim_for_one_pod_after_the_other() {
+    let mut stage = calm(&[("node-a", 1)]);
+    stage.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
+    // It takes seconds to answer, and both pods' contexts are there meanwhile.
+    stage.faults.rates.insert(Fault::Slow, 1000);
+    for pod in ["one", "two"] {
+        stage.create_pod(&key(pod), &[Use::Named("named")], None);
+    }
+    stage.run_until("both contexts are there", |stage| stage.store.contexts.len() == 2);
+    stage.run_for(60 * SECOND);
+    stage.faults.rates.clear();
+    assert!(stage.judgements >= 2, "{:?}", stage.command_log);
+    until_bound(&mut stage, "one");
+    until_bound(&mut stage, "two");
     expect_well(stage);
 }

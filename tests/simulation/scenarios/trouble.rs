@@ -97,7 +97,7 @@ fn watches_that_lose_every_other_event_are_outlived() {
 #[test]
 fn an_allocation_that_the_server_never_takes_is_reported_and_tried_rarely() {
     let mut stage = calm(&[("node-a", 1)]);
-    stage.refuse_allocations = true;
+    stage.refuse_allocations = Some("");
     stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
     stage.run_for(600 * SECOND);
     let reasons: Vec<&str> = stage
@@ -113,7 +113,7 @@ fn an_allocation_that_the_server_never_takes_is_reported_and_tried_rarely() {
         .count();
     assert!((5..40).contains(&tries), "{tries} tries in ten minutes");
     assert!(stage.driver.pending.is_empty() || stage.process.as_ref().unwrap().world.is_busy());
-    stage.refuse_allocations = false;
+    stage.refuse_allocations = None;
     until_bound(&mut stage, "p");
     expect_well(stage);
 }

@@ -3,7 +3,7 @@
 use super::*;
 use crate::api::resource::ResourceHandle;
 use crate::core::devices::allocate::Target;
-use crate::core::devices::fixture::{DRIVER, claim, demand, node};
+use crate::core::devices::fixture::{DRIVER, claim, demand, inventory, node};
 use crate::core::devices::judge::Wish;
 
 fn books(devices: &[&str]) -> Books {
@@ -157,4 +157,39 @@ fn a_list_of_inventories_replaces_all_and_counts_only_what_is_new() {
     );
     assert_eq!(books.replace_inventories(list(&[])), 0);
     assert!(books.inventory().node("a").is_none());
+}
+
+#[test]
+fn claims_that_share_a_device_are_no_conflict_although_they_are_seen_before_its_inventory() {
+    let mut known = books(&["d"]);
+    let allocation = allocate(&mut known, "u").unwrap();
+    for (shares, listed, reasons) in [
+        (2, true, vec![]),
+        (2, false, vec![]),
+        (1, true, vec!["DeviceHeldTwice"]),
+        (1, false, vec!["DeviceHeldTwice"]),
+    ] {
+        let mut books = Books::new(DRIVER);
+        observe(&mut books, "u", Some(&allocation));
+        let observed = observe(&mut books, "v", Some(&allocation));
+        let told = |problems: &[Problem]| problems.iter().map(Problem::reason).collect::<Vec<_>>();
+        assert_eq!(told(&observed.problems), ["AllocationMadeForAnother"]);
+        let mut inventory = inventory("a", "1", &["d"]);
+        inventory.spec.devices[0].shares = Some(shares);
+        let node = Node::read(&inventory);
+        if listed {
+            books.replace_inventories(BTreeMap::from([("a".to_owned(), node)]));
+        } else {
+            books.set_inventory("a", Some(node));
+        }
+        assert_eq!(told(&books.settle_doubts()), reasons, "{shares} {listed}");
+        assert_eq!(books.settle_doubts(), [], "said once");
+    }
+    // What is in no inventory may not be shared, once that is certain.
+    let mut books = Books::new(DRIVER);
+    observe(&mut books, "u", Some(&allocation));
+    observe(&mut books, "v", Some(&allocation));
+    assert_eq!(books.settle_doubts(), []);
+    books.replace_inventories(BTreeMap::new());
+    assert_eq!(books.settle_doubts().len(), 1);
 }

@@ -81,10 +81,16 @@ impl World {
         };
         let stage = batch.stage;
         let mut refused = None;
-        if let Some(item) = batch.items.iter_mut().find(|item| item.uid == uid) {
+        let item = batch.items.iter_mut().find(|item| item.uid == uid);
+        if let Some(item) = item {
             match answer {
-                Answer::ClaimWritten(Outcome::Done(_)) | Answer::Deallocated(Ok(())) => {
+                answer if stage == Stage::Undoing => self.undo_answered(item, answer, now),
+                Answer::ClaimWritten(Outcome::Done(_)) => item.step = Step::Done,
+                Answer::Deallocated(Ok(())) => {
                     item.step = Step::Done;
+                    if let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid) {
+                        claim.trust();
+                    }
                 }
                 Answer::ClaimWritten(Outcome::Refused(message)) => {
                     item.step = Step::ToRead;
@@ -93,6 +99,7 @@ impl World {
                 Answer::ClaimWritten(Outcome::Conflict(_)) => item.step = Step::ToRead,
                 Answer::ClaimWritten(Outcome::Unknown(_)) => {
                     item.step = Step::ToRead;
+                    item.unclear += 1;
                     if let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid) {
                         claim.unsettle(now);
                     }
@@ -109,7 +116,9 @@ impl World {
                     }
                     item.step = self.step_after_read(stage, item, object.as_deref());
                     item.retry.failed(now);
+                    // Of two that had no clear answer one may still be on its way.
                     if item.step == Step::Done
+                        && item.unclear < 2
                         && let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid)
                     {
                         claim.settle();
@@ -119,6 +128,11 @@ impl World {
                         item.step = Step::Failed;
                     }
                     if item.step == Step::Failed {
+                        if let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid)
+                            && stage == Stage::Recording
+                        {
+                            claim.allocation_refused = true;
+                        }
                         let by_others = || "it has been deleted or allocated by somebody else".to_owned();
                         refused = Some(refusal.unwrap_or_else(by_others));
                     }
@@ -131,8 +145,9 @@ impl World {
                 }
             }
             if stage == Stage::Recording && item.step == Step::Done {
-                let known = self.claims.get(&item.key);
-                if known.is_some_and(|known| known.uid() == uid && !known.is_gone()) {
+                let known = self.claims.get_mut(&item.key);
+                if let Some(known) = known.filter(|known| known.uid() == uid && !known.is_gone()) {
+                    known.allocation_refused = false;
                     self.statistics.allocations += 1;
                 } else {
                     // The driver was told that the claim is gone before it could be told what the claim records.

@@ -87,8 +87,16 @@ impl World {
                 let verdict = verdict.clone();
                 self.act(key, pod, own, all, &basis, &verdict, now);
             }
+            // Another pod that shares a claim is in the middle of the same question.
+            _ if self.is_any_judged(own) => {}
             _ => {
                 let uid = context.uid().to_owned();
+                let keys: Vec<ObjectKey> = asked.iter().map(|claim| claim.key.clone()).collect();
+                for key in &keys {
+                    if let Some(claim) = self.claims.get_mut(key) {
+                        claim.judged_now = true;
+                    }
+                }
                 let claims = asked.iter().map(|claim| claim.to_allocate.clone()).collect();
                 let nodes = basis.nodes.clone();
                 let pod = pod.clone();
@@ -97,6 +105,7 @@ impl World {
                     Flight::Judge {
                         context: key.clone(),
                         uid,
+                        claims: keys,
                         basis,
                     },
                     |id| Command::CallDriver {
@@ -105,6 +114,24 @@ impl World {
                     },
                 );
             }
+        }
+    }
+
+    /// Whether the driver is in the middle of a question about one of these claims, for another pod.
+    fn is_any_judged(&self, own: &[Pending]) -> bool {
+        own.iter()
+            .any(|claim| self.claims.get(&claim.key).is_some_and(|claim| claim.judged_now))
+    }
+
+    /// The driver has answered about these claims: whoever waited for that goes on.
+    pub(in crate::core::protocol) fn end_judging(&mut self, claims: &[ObjectKey], basis: &Basis) {
+        for (key, (uid, _)) in claims.iter().zip(&basis.claims) {
+            let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
+                continue;
+            };
+            claim.judged_now = false;
+            self.dirty.insert(Work::Claim(key.clone()));
+            self.touch_users(key);
         }
     }
 
@@ -195,6 +222,9 @@ impl World {
         let selected = &object.spec.selected_node;
         let selected_fits =
             !selected.is_empty() && reasons.iter().all(|reasons| !reasons.contains_key(selected));
+        if selected_fits && self.is_any_judged(own) {
+            return;
+        }
         if selected_fits {
             let consumer = Consumer {
                 context: key.clone(),

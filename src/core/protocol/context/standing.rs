@@ -8,6 +8,7 @@ use crate::core::protocol::event::{ClaimToAllocate, Moment, ObjectKey};
 use crate::core::protocol::resolve::Resolved;
 use crate::core::protocol::world::{Work, World};
 
+use super::others::Other;
 use super::{Pending, Standing};
 
 impl World {
@@ -26,6 +27,8 @@ impl World {
             }
         }
         let mut own: Vec<Pending> = Vec::new();
+        let mut others: Vec<Other> = Vec::new();
+        let mut any_own = false;
         let mut distinct = 0;
         let mut all = 0;
         let mut rest = false;
@@ -50,6 +53,7 @@ impl World {
             let Some(claim) = self.claims.get(&claim_key) else {
                 continue;
             };
+            any_own |= self.is_own_class(&claim.object.spec.resource_class_name);
             if !claim.is_delayed() || (claim.is_allocated() && !claim.is_asked_back()) {
                 continue;
             }
@@ -64,6 +68,13 @@ impl World {
                 continue;
             };
             if !self.is_own_class(&class_name) {
+                if class.structured_parameters != Some(true) && !claim.is_asked_back() {
+                    others.push(Other {
+                        pod_claim_name,
+                        class_name,
+                        driver_name: class.driver_name.clone(),
+                    });
+                }
                 continue;
             }
             // All of a pod's claims are allocated together: one that is under way or going holds up the others.
@@ -89,6 +100,9 @@ impl World {
                 position,
                 to_allocate,
             });
+        }
+        if any_own {
+            self.await_others(key, &others, now);
         }
         // In one report, since only the last one is known not to be repeated.
         if let Some((reason, _)) = problems.first() {

@@ -1,0 +1,135 @@
+//! `drayman devices`: every device, its state, and who holds it.
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+use super::output::{Colour, Output, coloured, one_line, row, table};
+use super::{Cluster, read};
+use crate::api::crd::{Mode, NodeInventory};
+use crate::api::resource::ResourceClaim;
+use crate::cli::{Error, block_on, choose_tls_provider};
+use crate::core::inspect::devices::{DeviceRow, DeviceState, DeviceTable, devices};
+
+/// List the devices of the cluster, their state, and who holds them
+#[derive(Clone, Debug, clap::Args)]
+pub(in crate::cli) struct Arguments {
+    /// Only devices of this node
+    #[arg(long, value_name = "NAME")]
+    node: Option<String>,
+
+    /// Only devices of this kind
+    #[arg(long, value_name = "KIND")]
+    kind: Option<String>,
+
+    /// Only devices in this state: Free, Held, Unhealthy, NotReady, NotForClaims or Gone
+    #[arg(long, value_name = "STATE")]
+    state: Option<String>,
+
+    #[command(flatten)]
+    cluster: Cluster,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Prints the table.
+pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
+    let mut answer = read_all(&arguments.cluster)?;
+    answer.devices.retain(|device| {
+        let is =
+            |wanted: &Option<String>, found: &str| wanted.as_deref().is_none_or(|wanted| wanted == found);
+        is(&arguments.node, &device.node)
+            && is(&arguments.kind, &device.kind)
+            && arguments
+                .state
+                .as_deref()
+                .is_none_or(|wanted| wanted.eq_ignore_ascii_case(&device.state.to_string()))
+    });
+    if answer.devices.is_empty() {
+        eprintln!("No devices found of driver {}.", arguments.cluster.driver_name);
+    }
+    arguments.output.print(&answer, text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// All devices of the driver.
+pub(super) fn read_all(cluster: &Cluster) -> Result<DeviceTable, Error> {
+    choose_tls_provider();
+    block_on(async {
+        let (client, _) = cluster.connect().await?;
+        let inventories: Vec<NodeInventory> = read::all(&client).await?;
+        let claims: Vec<ResourceClaim> = read::all(&client).await?;
+        Ok(devices(&cluster.driver_name, &inventories, &claims))
+    })
+}
+
+fn text(answer: &DeviceTable, wide: bool) -> String {
+    let mut rows = Vec::new();
+    if !answer.devices.is_empty() {
+        let mut head = row(["NODE", "DEVICE", "KIND", "STATE", "HELD BY"]);
+        if wide {
+            head.extend(row(["PODS", "SHARES", "DOOR", "WHY"]));
+        }
+        rows.push(head);
+    }
+    for device in &answer.devices {
+        let claims: Vec<_> = device
+            .holders
+            .iter()
+            .map(|holder| holder.claim.as_str())
+            .collect();
+        let mut cells = row([
+            &device.node,
+            &device.device,
+            &device.kind,
+            &device.state.to_string(),
+            &claims.join(","),
+        ]);
+        if wide {
+            let pods: Vec<_> = device
+                .holders
+                .iter()
+                .flat_map(|holder| &holder.pods)
+                .map(String::as_str)
+                .collect();
+            cells.extend(row([
+                &pods.join(","),
+                &format!("{}/{}", device.holders.len(), device.shares),
+                door(device),
+                device.cause.as_deref().unwrap_or_default(),
+            ]));
+        }
+        rows.push(cells);
+    }
+    let mut text = table(&rows);
+    for (claim, reason) in &answer.unreadable {
+        let _ = writeln!(
+            text,
+            "{}: ResourceClaim {claim} holds devices that cannot be told: {}",
+            coloured("warning", Colour::Yellow),
+            one_line(reason)
+        );
+    }
+    text
+}
+
+/// Through which door a device leaves its node, as the configuration says it.
+pub(super) fn door(device: &DeviceRow) -> &'static str {
+    match device.mode {
+        Some(Mode::Claims) => "claims",
+        Some(Mode::ExtendedResource) => "extended-resource",
+        Some(Mode::Unknown) => "of a newer release",
+        None => "",
+    }
+}
+
+/// The state in its colour.
+pub(super) fn state(state: DeviceState) -> String {
+    let colour = match state {
+        DeviceState::Free => Colour::Green,
+        DeviceState::Held | DeviceState::NotForClaims => return state.to_string(),
+        DeviceState::NotReady => Colour::Yellow,
+        DeviceState::Unhealthy | DeviceState::Gone => Colour::Red,
+    };
+    coloured(&state.to_string(), colour)
+}

@@ -1,0 +1,215 @@
+//! `drayman doctor`: what is wrong with an installation, each finding with its fix.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::api::{Api, ListParams};
+use kube::{Client, ResourceExt as _};
+
+use super::output::{Colour, Output, coloured, one_line};
+use super::{Cluster, node_check, read};
+use crate::api::crd::{self, DeviceClassParameters, NodeInventory};
+use crate::api::resource::{GROUP, ResourceClass, VERSION};
+use crate::cli::{Error, block_on, choose_tls_provider, value};
+use crate::core::inspect::doctor::{
+    Finding, Level, NodeFacts, classes, definitions, extended_resources, inventories, lease, server,
+};
+
+/// Look for what keeps pods from their devices, and say how to put it right
+///
+/// Looks at the cluster; with --this-node at the machine that it runs on instead (directories of kubelet, sockets, CDI in the
+/// container runtime). Exit code 1 says that there are problems.
+#[derive(Clone, Debug, clap::Args)]
+pub(in crate::cli) struct Arguments {
+    /// Look at this machine, which is a node, instead of at the cluster
+    #[arg(long)]
+    this_node: bool,
+
+    /// Root directory of kubelet, for --this-node
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        default_value = "/var/lib/kubelet",
+        value_parser = value::absolute_path
+    )]
+    kubelet_root_dir: PathBuf,
+
+    /// Configuration file of containerd, for --this-node
+    #[arg(
+        long,
+        value_name = "FILE",
+        default_value = "/etc/containerd/config.toml",
+        value_parser = value::absolute_path
+    )]
+    containerd_config: PathBuf,
+
+    #[command(flatten)]
+    cluster: Cluster,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Prints the findings.
+pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
+    let driver = &arguments.cluster.driver_name;
+    let findings = if arguments.this_node {
+        node_check::look(driver, &arguments.kubelet_root_dir, &arguments.containerd_config)
+    } else {
+        choose_tls_provider();
+        block_on(async {
+            let (client, _) = arguments.cluster.connect().await?;
+            look(&client, driver).await
+        })?
+    };
+    arguments.output.print(&findings, |findings, _| text(findings))?;
+    let worst = findings.iter().map(|finding| finding.level).max();
+    Ok(if worst == Some(Level::Problem) {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+/// What could not be read is a finding too; only an API server that does not answer at all ends the search.
+async fn look(client: &Client, driver: &str) -> Result<Vec<Finding>, Error> {
+    let version = client
+        .apiserver_version()
+        .await
+        .map_err(|error| anyhow::Error::from(error).context("the API server does not answer"))?;
+    let serves = client
+        .list_api_group_resources(&format!("{GROUP}/{VERSION}"))
+        .await
+        .is_ok();
+    let mut findings = server(&version.major, &version.minor, serves);
+    let mut unread = Vec::new();
+    let mut note = |error: Error| {
+        unread.push(Finding::warning(
+            "rights",
+            error.to_string(),
+            "ask for the right to list it, or let somebody run this who has it",
+        ));
+    };
+    let own_definitions = crd::definitions();
+    let names = own_definitions.iter().map(kube::ResourceExt::name_any);
+    let mut defined = true;
+    match read::all::<CustomResourceDefinition>(client).await {
+        Ok(found) => {
+            let versions_of = |definition: CustomResourceDefinition| {
+                let versions = definition.spec.versions.iter().filter(|version| version.served);
+                (
+                    definition.name_any(),
+                    versions.map(|version| version.name.clone()).collect(),
+                )
+            };
+            let found: BTreeMap<String, Vec<String>> = found.into_iter().map(versions_of).collect();
+            let names: Vec<String> = names.collect();
+            let judged = definitions(names.iter().map(String::as_str), crd::VERSION, &found);
+            defined = judged.iter().all(|finding| finding.level == Level::Fine);
+            findings.extend(judged);
+        }
+        Err(error) => note(error),
+    }
+    let leases = Api::<Lease>::all(client.clone());
+    match read::list(
+        &leases,
+        ListParams::default().fields(&format!("metadata.name={driver}")),
+    )
+    .await
+    {
+        Ok(found) => findings.push(judge_lease(&found)),
+        Err(error) => note(error),
+    }
+    if defined {
+        match look_at_devices(client, driver, serves).await {
+            Ok(found) => findings.extend(found),
+            Err(error) => note(error),
+        }
+    }
+    findings.extend(unread);
+    Ok(findings)
+}
+
+async fn look_at_devices(client: &Client, driver: &str, serves: bool) -> Result<Vec<Finding>, Error> {
+    let objects: Vec<NodeInventory> = read::all(client).await?;
+    let nodes: Vec<NodeFacts> = read::all::<Node>(client).await?.iter().map(node_facts).collect();
+    let mut findings = Vec::new();
+    if serves {
+        let parameters = read::all::<DeviceClassParameters>(client).await?;
+        let parameters = parameters
+            .into_iter()
+            .map(|object| (object.name_any(), object.spec.kind))
+            .collect();
+        let kinds: BTreeSet<String> = objects
+            .iter()
+            .filter(|object| object.spec.driver_name == driver)
+            .flat_map(|object| object.spec.devices.iter().map(|device| device.kind.clone()))
+            .collect();
+        let all: Vec<ResourceClass> = read::all(client).await?;
+        findings.extend(classes(driver, &all, &parameters, &kinds));
+    }
+    findings.extend(inventories(driver, &objects, &nodes));
+    findings.extend(extended_resources(driver, &objects, &nodes));
+    Ok(findings)
+}
+
+fn judge_lease(found: &[Lease]) -> Finding {
+    let spec = found
+        .iter()
+        .filter_map(|object| object.spec.as_ref())
+        .max_by_key(|spec| spec.renew_time.as_ref().map(|time| time.0));
+    let known = spec.and_then(|spec| {
+        let renewed = spec.renew_time.as_ref()?.0;
+        let seconds = i64::from(spec.lease_duration_seconds.unwrap_or_default());
+        Some((
+            renewed,
+            SignedDuration::from_secs(seconds),
+            spec.holder_identity.as_deref().unwrap_or_default(),
+        ))
+    });
+    lease(known, Timestamp::now())
+}
+
+fn node_facts(node: &Node) -> NodeFacts {
+    let allocatable = node
+        .status
+        .as_ref()
+        .and_then(|status| status.allocatable.as_ref());
+    NodeFacts {
+        name: node.name_any(),
+        uid: node.uid().unwrap_or_default(),
+        allocatable: allocatable
+            .into_iter()
+            .flatten()
+            .map(|(name, quantity)| (name.clone(), quantity.0.clone()))
+            .collect(),
+    }
+}
+
+fn text(findings: &[Finding]) -> String {
+    let mut text = String::new();
+    for finding in findings {
+        let word = match finding.level {
+            Level::Fine => coloured("ok     ", Colour::Green),
+            Level::Warning => coloured("warning", Colour::Yellow),
+            Level::Problem => coloured("problem", Colour::Red),
+        };
+        let _ = writeln!(text, "{word}  {}: {}", finding.check, one_line(&finding.message));
+        if let Some(fix) = &finding.fix {
+            let _ = writeln!(text, "         -> {}", one_line(fix));
+        }
+    }
+    let count = |level| findings.iter().filter(|finding| finding.level == level).count();
+    text + &format!(
+        "\n{} ok, {} warnings, {} problems\n",
+        count(Level::Fine),
+        count(Level::Warning),
+        count(Level::Problem)
+    )
+}

@@ -1,0 +1,434 @@
+//! `drayman explain POD|CLAIM`: at which step it is, per node why not, and what to do. The nodes are judged by the driver itself,
+//! with the code that the controller runs, on what this command reads: nothing is reserved and nothing written.
+
+mod text;
+
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use k8s_openapi::api::core::v1::{Event, Node, PodCondition};
+use kube::api::{Api, ListParams};
+use kube::{Client, ResourceExt as _};
+use serde::Serialize;
+use tokio_util::sync::CancellationToken;
+
+use super::output::Output;
+use super::{Cluster, read};
+use crate::api::crd::NodeInventory;
+use crate::api::resource::{Pod, PodResourceClaim, PodSchedulingContext, ResourceClaim, ResourceClass};
+use crate::cli::{Error, block_on, choose_tls_provider};
+use crate::core::devices::parameters::{Amount, Demand};
+use crate::core::inspect::explain::{Explanation, Facts, Found, explain, find};
+use crate::core::inspect::qualified_name;
+use crate::driver::{ClaimRequest, Driver as _, Holding, Observation};
+use crate::host::HostDriver;
+
+/// For the driver to read inventories and parameters.
+const READY_LIMIT: Duration = Duration::from_secs(30);
+/// Events that are shown, at most: the newest.
+const EVENTS_MAX: usize = 8;
+
+/// Explain where a pod or a claim stands, why, and what to do
+#[derive(Clone, Debug, clap::Args)]
+pub(in crate::cli) struct Arguments {
+    /// pod/NAME or claim/NAME; NAME alone means the pod, or the claim if there is no such pod
+    #[arg(value_name = "POD|CLAIM", num_args = 1..=2, required = true)]
+    object: Vec<String>,
+
+    /// Namespace; without it, that of the kubeconfig's context
+    #[arg(short, long, value_name = "NAME")]
+    namespace: Option<String>,
+
+    #[command(flatten)]
+    cluster: Cluster,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+/// What the question is about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Subject {
+    Pod(String),
+    Claim(String),
+    Either(String),
+}
+
+impl Subject {
+    fn read(words: &[String]) -> Result<Self, Error> {
+        let (kind, name) = match words {
+            [one] => match one.split_once('/') {
+                Some((kind, name)) => (kind, name),
+                None => return Ok(Self::Either(one.clone())),
+            },
+            [kind, name] => (kind.as_str(), name.as_str()),
+            _ => ("", ""),
+        };
+        match kind {
+            "pod" | "pods" | "po" => Ok(Self::Pod(name.to_owned())),
+            "claim" | "claims" | "resourceclaim" | "resourceclaims" => Ok(Self::Claim(name.to_owned())),
+            other => Err(Error::Configuration(format!(
+                "{other}/{name} cannot be explained: give pod/NAME or claim/NAME"
+            ))),
+        }
+    }
+}
+
+/// The whole answer.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Answer {
+    /// The pod, if the question is about one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pod: Option<PodAnswer>,
+    /// Its claims, or the claim.
+    claims: Vec<Explanation>,
+    /// The newest events about all of them.
+    events: Vec<EventAnswer>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct PodAnswer {
+    name: String,
+    phase: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    node: Option<String>,
+    /// What the scheduler says, as long as the pod has no node.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    scheduler: Option<String>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct EventAnswer {
+    about: String,
+    reason: String,
+    message: String,
+    count: i32,
+}
+
+/// Prints the explanation. Exit code 1 if the object does not exist.
+pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
+    let subject = Subject::read(&arguments.object)?;
+    choose_tls_provider();
+    let answer = block_on(async {
+        let (client, context_namespace) = arguments.cluster.connect().await?;
+        let namespace = arguments.namespace.clone().unwrap_or(context_namespace);
+        let pods = Api::<Pod>::namespaced(client.clone(), &namespace);
+        let pod = match &subject {
+            Subject::Pod(name) | Subject::Either(name) => {
+                pods.get_opt(name).await.context("cannot read the pod")?
+            }
+            Subject::Claim(_) => None,
+        };
+        let claims: Vec<ResourceClaim> = read::all(&client).await?;
+        let claim = match &subject {
+            Subject::Claim(name) | Subject::Either(name) if pod.is_none() => claims.iter().find(|claim| {
+                claim.metadata.namespace.as_ref() == Some(&namespace)
+                    && claim.metadata.name.as_ref() == Some(name)
+            }),
+            _ => None,
+        };
+        if pod.is_none() && claim.is_none() {
+            return Ok(None);
+        }
+        let cluster = Reading {
+            client,
+            namespace,
+            driver: &arguments.cluster.driver_name,
+            claims: &claims,
+        };
+        cluster.answer(pod.as_ref(), claim).await.map(Some)
+    })?;
+    let Some(answer) = answer else {
+        eprintln!(
+            "error: there is no {} here; is the namespace right (-n)?",
+            arguments.object.join("/")
+        );
+        return Ok(ExitCode::FAILURE);
+    };
+    arguments.output.print(&answer, text::whole)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The cluster, as far as it has been read.
+struct Reading<'a> {
+    client: Client,
+    namespace: String,
+    driver: &'a str,
+    claims: &'a [ResourceClaim],
+}
+
+/// What the driver says to a claim.
+#[derive(Default)]
+struct Said {
+    wants: Option<Result<String, String>>,
+    nodes: BTreeMap<String, Option<String>>,
+}
+
+impl Reading<'_> {
+    async fn answer(&self, pod: Option<&Pod>, claim: Option<&ResourceClaim>) -> Result<Answer, Error> {
+        let classes: Vec<ResourceClass> = read::all(&self.client).await?;
+        let context = match pod {
+            Some(pod) => Api::<PodSchedulingContext>::namespaced(self.client.clone(), &self.namespace)
+                .get_opt(&pod.name_any())
+                .await
+                .context("cannot read the pod's scheduling context")?,
+            None => None,
+        };
+        // Entry and claim, side by side.
+        let found: Vec<(Option<&PodResourceClaim>, Found<'_>)> = match (pod, claim) {
+            (Some(pod), _) => {
+                let entries = pod.spec.resource_claims.iter();
+                entries
+                    .map(|entry| (Some(entry), find(pod, entry, self.claims)))
+                    .collect()
+            }
+            (None, Some(claim)) => vec![(None, Found::Claim(claim))],
+            (None, None) => Vec::new(),
+        };
+        let said = self.ask_driver(pod, &found, &classes).await?;
+        let explanations = found.iter().zip(&said).map(|((entry, found), said)| {
+            let class = match found {
+                Found::Claim(claim) => class_of(claim, &classes),
+                _ => None,
+            };
+            explain(&Facts {
+                driver: self.driver,
+                pod,
+                entry: *entry,
+                found: *found,
+                class,
+                wants: said
+                    .wants
+                    .as_ref()
+                    .map(|wants| wants.as_deref().map_err(String::as_str)),
+                context: context.as_ref(),
+                nodes: &said.nodes,
+            })
+        });
+        Ok(Answer {
+            pod: match pod {
+                Some(pod) => Some(pod_answer(pod, self.scheduler_says(pod).await?)),
+                None => None,
+            },
+            claims: explanations.collect(),
+            events: self.events(pod, &found).await?,
+        })
+    }
+
+    /// Asks the driver for each claim of ours that is not allocated: what it wants, and which nodes can serve it.
+    async fn ask_driver(
+        &self,
+        pod: Option<&Pod>,
+        found: &[(Option<&PodResourceClaim>, Found<'_>)],
+        classes: &[ResourceClass],
+    ) -> Result<Vec<Said>, Error> {
+        let mut said: Vec<Said> = found.iter().map(|_| Said::default()).collect();
+        let ours = |found: &Found<'_>| match found {
+            Found::Claim(claim) if claim.status.allocation.is_none() => {
+                let class = class_of(claim, classes)?;
+                let served = class.driver_name == self.driver && class.structured_parameters != Some(true);
+                served.then(|| ((*claim).clone(), class.clone()))
+            }
+            _ => None,
+        };
+        let wanted: Vec<_> = found.iter().map(|(_, found)| ours(found)).collect();
+        if wanted.iter().all(Option::is_none) {
+            return Ok(said);
+        }
+        let ended = CancellationToken::new();
+        let _end = ended.clone().drop_guard();
+        let driver = HostDriver::start(self.client.clone(), self.driver, ended);
+        let holds = |claim: &&ResourceClaim| claim.status.driver_name.as_deref() == Some(self.driver);
+        let holdings = self.claims.iter().filter(holds).map(|claim| Holding {
+            claim: Arc::new(claim.clone()),
+        });
+        driver.observe(&Observation::All(holdings.collect()));
+        tokio::time::timeout(READY_LIMIT, driver.ready()).await.context(
+            "the inventories and parameters cannot be read: you need the right to list and watch nodeinventories, \
+             deviceclassparameters and deviceclaimparameters (and `drayman doctor` says whether they are defined)",
+        )?;
+        let mut requests = Vec::new();
+        let mut places = Vec::new();
+        for (place, wanted) in wanted.into_iter().enumerate() {
+            let Some((claim, class)) = wanted else { continue };
+            let entry = found.get(place).and_then(|(entry, _)| *entry);
+            let parameters = async {
+                let class_parameters = driver.class_parameters(&class).await?;
+                let demand = driver.claim_parameters(&claim, &class, &class_parameters).await?;
+                Ok::<_, crate::driver::DriverError>((class_parameters, demand))
+            };
+            let wants = match parameters.await {
+                Ok((class_parameters, claim_parameters)) => {
+                    let wants = in_words(&claim_parameters);
+                    places.push(place);
+                    requests.push(ClaimRequest::<HostDriver> {
+                        pod_claim_name: entry.map(|entry| entry.name.clone()).unwrap_or_default(),
+                        claim: Arc::new(claim),
+                        class: Arc::new(class),
+                        class_parameters: Arc::new(class_parameters),
+                        claim_parameters,
+                    });
+                    Ok(wants)
+                }
+                Err(error) => Err(error.to_string()),
+            };
+            if let Some(said) = said.get_mut(place) {
+                said.wants = Some(wants);
+            }
+        }
+        let nodes = self.nodes().await?;
+        let no_pod = Pod::default();
+        let verdicts = driver
+            .unsuitable_nodes(pod.unwrap_or(&no_pod), &requests, &nodes)
+            .await
+            .context("the driver cannot judge the nodes")?;
+        for (place, verdict) in places.into_iter().zip(verdicts) {
+            if let Some(said) = said.get_mut(place) {
+                let reason = |node: &String| (node.clone(), verdict.unsuitable_nodes.get(node).cloned());
+                said.nodes = nodes.iter().map(reason).collect();
+            }
+        }
+        Ok(said)
+    }
+
+    /// Why the scheduler has not bound the pod. Our own type of a pod leaves conditions out.
+    async fn scheduler_says(&self, pod: &Pod) -> Result<Option<String>, Error> {
+        if pod.spec.node_name.is_some() {
+            return Ok(None);
+        }
+        let api = Api::<k8s_openapi::api::core::v1::Pod>::namespaced(self.client.clone(), &self.namespace);
+        let whole = api
+            .get_opt(&pod.name_any())
+            .await
+            .context("cannot read the pod")?;
+        let conditions = whole.and_then(|pod| pod.status?.conditions).unwrap_or_default();
+        let unscheduled =
+            |condition: &&PodCondition| condition.type_ == "PodScheduled" && condition.status == "False";
+        Ok(conditions
+            .iter()
+            .find(unscheduled)
+            .and_then(|condition| condition.message.clone()))
+    }
+
+    /// The names of all nodes. Who may not list nodes is told of those that have an inventory.
+    async fn nodes(&self) -> Result<Vec<String>, Error> {
+        match read::all::<Node>(&self.client).await {
+            Ok(nodes) => Ok(nodes.iter().map(kube::ResourceExt::name_any).collect()),
+            Err(error) if read::is_forbidden(&error) => {
+                eprintln!("note: you may not list nodes; only those with devices of the driver are told of");
+                let inventories: Vec<NodeInventory> = read::all(&self.client).await?;
+                Ok(inventories
+                    .into_iter()
+                    .filter(|inventory| inventory.spec.driver_name == self.driver)
+                    .map(|inventory| inventory.spec.node_name)
+                    .collect())
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn events(
+        &self,
+        pod: Option<&Pod>,
+        found: &[(Option<&PodResourceClaim>, Found<'_>)],
+    ) -> Result<Vec<EventAnswer>, Error> {
+        let api = Api::<Event>::namespaced(self.client.clone(), &self.namespace);
+        let mut about: Vec<(String, String)> = Vec::new();
+        about.extend(pod.map(|pod| (format!("Pod {}", pod.name_any()), pod.uid().unwrap_or_default())));
+        for (_, found) in found {
+            if let Found::Claim(claim) = found {
+                about.push((
+                    format!("ResourceClaim {}", claim.name_any()),
+                    claim.uid().unwrap_or_default(),
+                ));
+            }
+        }
+        let mut events = Vec::new();
+        for (name, uid) in about {
+            let selected = ListParams::default().fields(&format!("involvedObject.uid={uid}"));
+            for event in read::list(&api, selected).await? {
+                let last = event
+                    .series
+                    .as_ref()
+                    .and_then(|series| series.last_observed_time.as_ref().map(|time| time.0))
+                    .or_else(|| event.last_timestamp.as_ref().map(|time| time.0))
+                    .or_else(|| event.event_time.as_ref().map(|time| time.0))
+                    .or_else(|| event.metadata.creation_timestamp.as_ref().map(|time| time.0));
+                let series = event.series.as_ref().and_then(|series| series.count);
+                events.push((
+                    last,
+                    EventAnswer {
+                        about: name.clone(),
+                        reason: event.reason.unwrap_or_default(),
+                        message: event.message.unwrap_or_default(),
+                        count: series.or(event.count).unwrap_or(1).max(1),
+                    },
+                ));
+            }
+        }
+        events.sort_by_key(|(last, _)| *last);
+        let skipped = events.len().saturating_sub(EVENTS_MAX);
+        Ok(events.into_iter().skip(skipped).map(|(_, event)| event).collect())
+    }
+}
+
+fn class_of<'a>(claim: &ResourceClaim, classes: &'a [ResourceClass]) -> Option<&'a ResourceClass> {
+    let name = Some(&claim.spec.resource_class_name);
+    classes.iter().find(|class| class.metadata.name.as_ref() == name)
+}
+
+fn in_words(demand: &Demand) -> String {
+    let mut parts: Vec<String> = demand
+        .requests()
+        .iter()
+        .map(|request| {
+            let number = match request.amount() {
+                Amount::Exactly(number) => number.to_string(),
+                Amount::All => "all".to_owned(),
+            };
+            let selected = match request.selectors().len() {
+                0 => String::new(),
+                1 => " that match a selector".to_owned(),
+                number => format!(" that match {number} selectors"),
+            };
+            format!("{number} of kind {}{selected}", demand.kind())
+        })
+        .collect();
+    for constraint in demand.constraints() {
+        parts.push(format!("with an equal {}", constraint.attribute()));
+    }
+    parts.join(", ")
+}
+
+fn pod_answer(pod: &Pod, scheduler: Option<String>) -> PodAnswer {
+    PodAnswer {
+        name: qualified_name(pod),
+        phase: pod.status.phase.clone().unwrap_or_else(|| "Pending".to_owned()),
+        node: pod.spec.node_name.clone(),
+        scheduler,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn subject(words: &[&str]) -> Result<Subject, Error> {
+        Subject::read(&words.iter().map(|&word| word.to_owned()).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn pods_and_claims_are_named_as_for_kubectl() {
+        assert_eq!(subject(&["pod/a"]).unwrap(), Subject::Pod("a".into()));
+        assert_eq!(subject(&["pod", "a"]).unwrap(), Subject::Pod("a".into()));
+        assert_eq!(subject(&["resourceclaim/a"]).unwrap(), Subject::Claim("a".into()));
+        assert_eq!(subject(&["a"]).unwrap(), Subject::Either("a".into()));
+        assert!(subject(&["node/a"]).unwrap_err().to_string().contains("pod/NAME"));
+    }
+}

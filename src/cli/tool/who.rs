@@ -1,0 +1,79 @@
+//! `drayman who DEVICE`: who holds a device, and what is known about it.
+
+use std::process::ExitCode;
+
+use super::Cluster;
+use super::devices::{door, read_all, state};
+use super::output::{Output, one_line};
+use crate::cli::Error;
+use crate::core::inspect::devices::DeviceRow;
+
+/// Say who holds a device
+#[derive(Clone, Debug, clap::Args)]
+pub(in crate::cli) struct Arguments {
+    /// The device, as DEVICE or NODE/DEVICE
+    #[arg(value_name = "DEVICE")]
+    device: String,
+
+    #[command(flatten)]
+    cluster: Cluster,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Prints what is known about the device; more than one if several nodes have one of that name.
+pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
+    let (node, device) = match arguments.device.split_once('/') {
+        Some((node, device)) => (Some(node), device),
+        None => (None, arguments.device.as_str()),
+    };
+    let mut rows = read_all(&arguments.cluster)?.devices;
+    rows.retain(|row| row.device == device && node.is_none_or(|node| node == row.node));
+    if rows.is_empty() {
+        eprintln!(
+            "error: driver {} has no device {}: `drayman devices` lists all",
+            arguments.cluster.driver_name, arguments.device
+        );
+        return Ok(ExitCode::FAILURE);
+    }
+    arguments.output.print(&rows, |rows, _| {
+        let texts: Vec<_> = rows.iter().map(text).collect();
+        texts.join("\n")
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn text(row: &DeviceRow) -> String {
+    let mut lines = vec![
+        format!("Device:   {}/{}", row.node, row.device),
+        format!("Kind:     {}", row.kind),
+        format!("State:    {}", state(row.state)),
+    ];
+    if let Some(cause) = &row.cause {
+        lines.push(format!("Why:      {}", one_line(cause)));
+    }
+    lines.push(format!("Door:     {}", door(row)));
+    if row.shares > 1 {
+        lines.push(format!("Shares:   {} of {} held", row.holders.len(), row.shares));
+    }
+    if row.holders.is_empty() {
+        lines.push("Held by:  nobody".to_owned());
+    }
+    for holder in &row.holders {
+        let pods = if holder.pods.is_empty() {
+            "used by no pod".to_owned()
+        } else {
+            format!("used by {}", holder.pods.join(", "))
+        };
+        lines.push(format!(
+            "Held by:  ResourceClaim {} (request {}), {pods}",
+            holder.claim,
+            one_line(&holder.request)
+        ));
+    }
+    for (name, value) in &row.attributes {
+        lines.push(format!("          {}={}", one_line(name), one_line(value)));
+    }
+    lines.join("\n") + "\n"
+}

@@ -1,0 +1,462 @@
+//! What is wrong with an installation, each finding with its fix.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use jiff::{SignedDuration, Timestamp};
+use serde::Serialize;
+
+use super::devices::unready;
+use crate::api::crd::NodeInventory;
+use crate::api::resource::ResourceClass;
+use crate::core::devices::reference::class_reference;
+
+/// Minor versions of Kubernetes 1 that have classic Dynamic Resource Allocation in the form that drayman speaks.
+pub const MINORS: std::ops::RangeInclusive<u32> = 27..=30;
+
+/// How bad a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub enum Level {
+    /// As it should be.
+    Fine,
+    /// Works, but somebody should look at it.
+    Warning,
+    /// Keeps pods from their devices.
+    Problem,
+}
+
+/// What was looked at and what came of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Finding {
+    /// How bad it is.
+    pub level: Level,
+    /// What was looked at.
+    pub check: &'static str,
+    /// What was found.
+    pub message: String,
+    /// What to do; absent if nothing is to be done.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fix: Option<String>,
+}
+
+impl Finding {
+    /// All is well.
+    pub fn fine(check: &'static str, message: impl Into<String>) -> Self {
+        Self {
+            level: Level::Fine,
+            check,
+            message: message.into(),
+            fix: None,
+        }
+    }
+
+    /// Somebody should look at it.
+    pub fn warning(check: &'static str, message: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self {
+            level: Level::Warning,
+            check,
+            message: message.into(),
+            fix: Some(fix.into()),
+        }
+    }
+
+    /// Pods do not get their devices.
+    pub fn problem(check: &'static str, message: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self {
+            level: Level::Problem,
+            ..Self::warning(check, message, fix)
+        }
+    }
+}
+
+/// A node, as far as it matters here.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeFacts {
+    /// Its name.
+    pub name: String,
+    /// Its uid.
+    pub uid: String,
+    /// The extended resources of its status: how many can be allocated.
+    pub allocatable: BTreeMap<String, String>,
+}
+
+/// Judges the version of the API server, and whether it serves classic Dynamic Resource Allocation.
+pub fn server(major: &str, minor: &str, serves_resource: bool) -> Vec<Finding> {
+    let number: String = minor.chars().take_while(char::is_ascii_digit).collect();
+    let version = format!("Kubernetes {major}.{minor}");
+    let classic = major == "1" && number.parse::<u32>().is_ok_and(|minor| MINORS.contains(&minor));
+    let newest = MINORS.end();
+    let check = "version";
+    let mut findings = vec![if classic {
+        Finding::fine(
+            check,
+            format!("{version} has classic Dynamic Resource Allocation"),
+        )
+    } else {
+        Finding::problem(
+            check,
+            format!("{version} does not have resource.k8s.io/v1alpha2 in the form of 1.27 to 1.{newest}"),
+            "claims cannot be served here; devices of mode extended-resource still can, through the device plugin API",
+        )
+    }];
+    let check = "api";
+    findings.push(if serves_resource {
+        Finding::fine(check, "resource.k8s.io/v1alpha2 is served")
+    } else {
+        Finding::problem(
+            check,
+            "resource.k8s.io/v1alpha2 is not served",
+            "start kube-apiserver with --feature-gates=DynamicResourceAllocation=true and \
+             --runtime-config=resource.k8s.io/v1alpha2=true, and set the gate in kube-controller-manager, kube-scheduler \
+             and every kubelet too",
+        )
+    });
+    findings
+}
+
+/// Judges the definitions of our kinds: `found` has the versions that each serves, by name.
+pub fn definitions<'a>(
+    wanted: impl IntoIterator<Item = &'a str>,
+    version: &str,
+    found: &BTreeMap<String, Vec<String>>,
+) -> Vec<Finding> {
+    let check = "definitions";
+    let fix = "drayman crds | kubectl apply --server-side -f -";
+    let wrong: Vec<Finding> = wanted
+        .into_iter()
+        .filter_map(|name| match found.get(name) {
+            None => Some(Finding::problem(
+                check,
+                format!("CustomResourceDefinition {name} is missing"),
+                fix,
+            )),
+            Some(versions) if !versions.iter().any(|served| served == version) => Some(Finding::problem(
+                check,
+                format!("CustomResourceDefinition {name} does not serve {version}"),
+                fix,
+            )),
+            Some(_) => None,
+        })
+        .collect();
+    if wrong.is_empty() {
+        vec![Finding::fine(
+            check,
+            format!("all kinds of drayman.dev/{version} are defined"),
+        )]
+    } else {
+        wrong
+    }
+}
+
+/// Judges the lease of the controller: `renewed` and `duration` are what the Lease of the driver's name says.
+pub fn lease(lease: Option<(Timestamp, SignedDuration, &str)>, now: Timestamp) -> Finding {
+    let check = "controller";
+    match lease {
+        None => Finding::warning(
+            check,
+            "there is no Lease of the driver's name, so that nothing tells whether a controller runs",
+            "see that its Deployment is ready; with --leader-elect it holds a Lease",
+        ),
+        Some((renewed, duration, holder)) => {
+            let age = now.duration_since(renewed);
+            let seconds = age.as_secs();
+            if holder.is_empty() {
+                Finding::problem(
+                    check,
+                    "no controller leads",
+                    "start one: kubectl get deployments -A",
+                )
+            } else if age > duration {
+                Finding::problem(
+                    check,
+                    format!("{holder} led until {seconds} s ago, and nobody has taken over"),
+                    "see the controller's pods and logs",
+                )
+            } else {
+                Finding::fine(check, format!("{holder} leads"))
+            }
+        }
+    }
+}
+
+/// Judges the classes of `driver`; `parameters` are the names of all DeviceClassParameters with their kind, `kinds` those that any
+/// inventory has.
+pub fn classes(
+    driver: &str,
+    classes: &[ResourceClass],
+    parameters: &BTreeMap<String, String>,
+    kinds: &BTreeSet<String>,
+) -> Vec<Finding> {
+    let check = "classes";
+    let mut findings = Vec::new();
+    let mut ours = 0;
+    for class in classes {
+        let name = class.metadata.name.as_deref().unwrap_or_default();
+        if class.driver_name != driver {
+            if class.driver_name.eq_ignore_ascii_case(driver) {
+                findings.push(Finding::problem(
+                    check,
+                    format!(
+                        "ResourceClass {name} has driverName {}, which is not {driver}",
+                        class.driver_name
+                    ),
+                    format!("make the class anew with driverName {driver}"),
+                ));
+            }
+            continue;
+        }
+        ours += 1;
+        if class.structured_parameters == Some(true) {
+            findings.push(Finding::problem(
+                check,
+                format!("ResourceClass {name} has structuredParameters, which drayman leaves alone"),
+                "make the class anew without structuredParameters",
+            ));
+            continue;
+        }
+        match class_reference(class) {
+            Err(error) => findings.push(Finding::problem(
+                check,
+                error.to_string(),
+                "make the class anew so",
+            )),
+            Ok(reference) => match parameters.get(reference) {
+                None => findings.push(Finding::problem(
+                    check,
+                    format!("ResourceClass {name}: there is no DeviceClassParameters {reference}"),
+                    "create it",
+                )),
+                Some(kind) if !kinds.contains(kind) => findings.push(Finding::warning(
+                    check,
+                    format!("ResourceClass {name}: no node has a device of kind {kind}"),
+                    "see the kinds of the nodes' configuration, and `drayman node discover` on a node",
+                )),
+                Some(_) => {}
+            },
+        }
+    }
+    if ours == 0 {
+        findings.push(Finding::warning(
+            check,
+            format!("no ResourceClass has driverName {driver}"),
+            "create one; until then no claim can ask for a device",
+        ));
+    } else if findings.is_empty() {
+        findings.push(Finding::fine(
+            check,
+            format!("{ours} of driver {driver}, all usable"),
+        ));
+    }
+    findings
+}
+
+/// Judges the inventories of `driver` beside the nodes of the cluster.
+pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFacts]) -> Vec<Finding> {
+    let check = "nodes";
+    let mut findings = Vec::new();
+    let by_name: BTreeMap<&str, &NodeFacts> = nodes.iter().map(|node| (node.name.as_str(), node)).collect();
+    let mut ready = 0;
+    let mut devices = 0;
+    for inventory in inventories
+        .iter()
+        .filter(|object| object.spec.driver_name == driver)
+    {
+        let spec = &inventory.spec;
+        let name = spec.node_name.as_str();
+        match by_name.get(name) {
+            None => {
+                findings.push(Finding::warning(
+                    check,
+                    format!("there is an inventory of node {name}, and no such node"),
+                    format!(
+                        "if the node is gone for good: kubectl delete nodeinventory {}",
+                        inventory.metadata.name.as_deref().unwrap_or_default()
+                    ),
+                ));
+                continue;
+            }
+            Some(node) if node.uid != spec.node_uid => findings.push(Finding::problem(
+                check,
+                format!("the inventory of node {name} is of an earlier node of that name"),
+                "restart the companion there: it has not noticed that the node was made again",
+            )),
+            Some(_) => {}
+        }
+        if let Some(cause) = unready(inventory) {
+            findings.push(Finding::problem(
+                check,
+                format!("the companion of node {name} does not serve: {cause}"),
+                "see its pod and log there",
+            ));
+            continue;
+        }
+        ready += 1;
+        devices += spec.devices.len();
+        for device in spec.devices.iter().filter(|device| device.unhealthy.is_some()) {
+            findings.push(Finding::warning(
+                check,
+                format!(
+                    "device {} of node {name} is unhealthy: {}",
+                    device.name,
+                    device.unhealthy.as_deref().unwrap_or_default()
+                ),
+                "look after the device; it is given out again when it is well",
+            ));
+        }
+        if spec.devices.is_empty() {
+            findings.push(Finding::warning(
+                check,
+                format!("node {name} has no device of any kind"),
+                "`drayman node discover` there says why each candidate was not taken",
+            ));
+        }
+    }
+    if ready == 0 {
+        findings.push(Finding::problem(
+            check,
+            format!("no node offers devices of driver {driver}"),
+            "see that the companion's DaemonSet has pods, and their logs",
+        ));
+    } else {
+        findings.push(Finding::fine(
+            check,
+            format!("{ready} of {} nodes offer {devices} devices", nodes.len()),
+        ));
+    }
+    findings
+}
+
+/// Judges the extended resources under the driver's name that nodes announce and no inventory explains.
+pub fn extended_resources(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFacts]) -> Vec<Finding> {
+    let prefix = format!("{driver}/");
+    let mut findings = Vec::new();
+    for node in nodes {
+        let inventory = inventories
+            .iter()
+            .find(|object| object.spec.driver_name == driver && object.spec.node_name == node.name);
+        let kinds: BTreeSet<&str> = inventory
+            .iter()
+            .flat_map(|object| &object.spec.devices)
+            .map(|device| device.kind.as_str())
+            .collect();
+        for (resource, number) in &node.allocatable {
+            let Some(kind) = resource.strip_prefix(&prefix) else {
+                continue;
+            };
+            if number != "0" && !kinds.contains(kind) {
+                findings.push(Finding::warning(
+                    "extended resources",
+                    format!("node {} announces {number} of {resource}, and its companion knows no such kind", node.name),
+                    "another device plugin uses this name, or kubelet remembers what is gone: restart kubelet there",
+                ));
+            }
+        }
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::devices::fixture::{DRIVER, inventory};
+
+    fn worst(findings: &[Finding]) -> Level {
+        findings
+            .iter()
+            .map(|finding| finding.level)
+            .max()
+            .unwrap_or(Level::Fine)
+    }
+
+    fn node(name: &str, uid: &str) -> NodeFacts {
+        NodeFacts {
+            name: name.into(),
+            uid: uid.into(),
+            allocatable: BTreeMap::new(),
+        }
+    }
+
+    #[test]
+    fn a_server_is_fine_only_if_it_has_and_serves_the_api() {
+        assert_eq!(worst(&server("1", "30", true)), Level::Fine);
+        assert_eq!(worst(&server("1", "27+", true)), Level::Fine);
+        assert_eq!(worst(&server("1", "30", false)), Level::Problem);
+        assert_eq!(worst(&server("1", "32", true)), Level::Problem);
+    }
+
+    #[test]
+    fn a_definition_that_is_missing_or_of_another_version_is_named() {
+        let found = |versions: &[&str]| {
+            BTreeMap::from([(
+                "a.drayman.dev".to_owned(),
+                versions.iter().map(|&v| v.to_owned()).collect(),
+            )])
+        };
+        let judge = |found| definitions(["a.drayman.dev"], "v1alpha1", &found);
+        assert_eq!(worst(&judge(found(&["v1alpha1"]))), Level::Fine);
+        assert_eq!(worst(&judge(found(&["v2"]))), Level::Problem);
+        assert_eq!(worst(&judge(BTreeMap::new())), Level::Problem);
+    }
+
+    #[test]
+    fn a_lease_tells_whether_somebody_leads() {
+        let now = Timestamp::from_second(1000).unwrap();
+        let renewed = |ago: i64| Timestamp::from_second(1000 - ago).unwrap();
+        let judge =
+            |ago, holder| lease(Some((renewed(ago), SignedDuration::from_secs(15), holder)), now).level;
+        assert_eq!(judge(3, "pod-a"), Level::Fine);
+        assert_eq!(judge(60, "pod-a"), Level::Problem);
+        assert_eq!(judge(3, ""), Level::Problem);
+        assert_eq!(lease(None, now).level, Level::Warning);
+    }
+
+    #[test]
+    fn a_class_must_name_parameters_that_exist_and_a_kind_that_some_node_has() {
+        let class: ResourceClass = serde_json::from_value(serde_json::json!({
+            "metadata": { "name": "radio" }, "driverName": DRIVER,
+            "parametersRef": { "apiGroup": "drayman.dev", "kind": "DeviceClassParameters", "name": "radio" },
+        }))
+        .unwrap();
+        let parameters = BTreeMap::from([("radio".to_owned(), "test".to_owned())]);
+        let kinds = BTreeSet::from(["test".to_owned()]);
+        let all = std::slice::from_ref(&class);
+        assert_eq!(worst(&classes(DRIVER, all, &parameters, &kinds)), Level::Fine);
+        assert_eq!(
+            worst(&classes(DRIVER, all, &parameters, &BTreeSet::new())),
+            Level::Warning
+        );
+        assert_eq!(
+            worst(&classes(DRIVER, all, &BTreeMap::new(), &kinds)),
+            Level::Problem
+        );
+        assert_eq!(worst(&classes("other", all, &parameters, &kinds)), Level::Warning);
+        assert_eq!(
+            worst(&classes(&DRIVER.to_uppercase(), all, &parameters, &kinds)),
+            Level::Problem
+        );
+    }
+
+    #[test]
+    fn an_inventory_must_be_ready_and_of_the_node_that_has_the_name_now() {
+        let good = inventory("node-a", "1", &["a"]);
+        let judge = |object: &NodeInventory, nodes: &[NodeFacts]| {
+            worst(&inventories(DRIVER, std::slice::from_ref(object), nodes))
+        };
+        assert_eq!(judge(&good, &[node("node-a", "1")]), Level::Fine);
+        assert_eq!(judge(&good, &[node("node-a", "2")]), Level::Problem);
+        assert_eq!(judge(&good, &[]), Level::Problem);
+        let mut silent = good.clone();
+        silent.status = None;
+        assert_eq!(judge(&silent, &[node("node-a", "1")]), Level::Problem);
+    }
+
+    #[test]
+    fn a_resource_under_our_name_that_no_inventory_explains_is_reported() {
+        let mut node = node("node-a", "1");
+        node.allocatable = BTreeMap::from([(format!("{DRIVER}/test"), "1".to_owned())]);
+        let explained = [inventory("node-a", "1", &["a"])];
+        let nodes = std::slice::from_ref(&node);
+        assert!(extended_resources(DRIVER, &explained, nodes).is_empty());
+        assert_eq!(worst(&extended_resources(DRIVER, &[], nodes)), Level::Warning);
+    }
+}

@@ -1,0 +1,148 @@
+//! Each step, from the facts that lead to it.
+
+use serde_json::{Value, json};
+
+use super::*;
+
+fn read<T: serde::de::DeserializeOwned>(value: Value) -> T {
+    serde_json::from_value(value).unwrap()
+}
+
+fn pod() -> Pod {
+    read(json!({
+        "metadata": { "namespace": "shop", "name": "till", "uid": "p" },
+        "spec": { "resourceClaims": [{ "name": "r", "source": { "resourceClaimTemplateName": "each" } }] },
+        "status": { "phase": "Pending" },
+    }))
+}
+
+fn claim(status: &Value) -> ResourceClaim {
+    read(json!({
+        "metadata": {
+            "namespace": "shop", "name": "till-r-x1", "uid": "c",
+            "annotations": { POD_CLAIM_NAME_ANNOTATION: "r" },
+            "ownerReferences": [{ "apiVersion": "v1", "kind": "Pod", "name": "till", "uid": "p", "controller": true }],
+        },
+        "spec": { "resourceClassName": "radio" },
+        "status": status,
+    }))
+}
+
+fn class() -> ResourceClass {
+    read(json!({ "metadata": { "name": "radio" }, "driverName": "drayman.dev" }))
+}
+
+fn nodes(reasons: &[Option<&str>]) -> BTreeMap<String, Option<String>> {
+    let named =
+        |(number, reason): (usize, Option<&str>)| (format!("node-{number}"), reason.map(str::to_owned));
+    reasons.iter().copied().enumerate().map(named).collect()
+}
+
+fn step(
+    claim: &ResourceClaim,
+    class: Option<&ResourceClass>,
+    reasons: &[Option<&str>],
+    selected: &str,
+) -> Explanation {
+    let pod = pod();
+    let context: PodSchedulingContext = read(json!({ "spec": { "selectedNode": selected } }));
+    explain(&Facts {
+        driver: "drayman.dev",
+        pod: Some(&pod),
+        entry: pod.spec.resource_claims.first(),
+        found: Found::Claim(claim),
+        class,
+        wants: Some(Ok("1 of kind radio")),
+        context: Some(&context),
+        nodes: &nodes(reasons),
+    })
+}
+
+#[test]
+fn a_claim_is_found_by_the_status_of_its_pod_by_its_annotation_and_by_its_old_name() {
+    let (mut pod, mut claim) = (pod(), claim(&json!({})));
+    let found = |pod: &Pod, claim: &ResourceClaim| {
+        let entry = pod.spec.resource_claims[0].clone();
+        match find(pod, &entry, std::slice::from_ref(claim)) {
+            Found::Claim(_) => "claim",
+            Found::NotOwned(_) => "not owned",
+            Found::Missing => "missing",
+            Found::NotNeeded => "not needed",
+        }
+    };
+    assert_eq!(found(&pod, &claim), "claim");
+    claim.metadata.annotations = None;
+    assert_eq!(found(&pod, &claim), "missing");
+    claim.metadata.name = Some("till-r".into());
+    assert_eq!(found(&pod, &claim), "claim");
+    claim.metadata.owner_references = None;
+    assert_eq!(found(&pod, &claim), "not owned");
+    pod.status.resource_claim_statuses = read(json!([{ "name": "r" }]));
+    assert_eq!(found(&pod, &claim), "not needed");
+}
+
+#[test]
+fn a_claim_that_no_node_can_serve_tells_what_each_node_says() {
+    let told = step(
+        &claim(&json!({})),
+        Some(&class()),
+        &[Some("3 of 3 held"), Some("no inventory")],
+        "",
+    );
+    assert_eq!(told.step, Step::WaitsForDevice);
+    assert_eq!(told.because, "none of 2 nodes can serve it now");
+    assert_eq!(told.nodes[0].reason.as_deref(), Some("3 of 3 held"));
+}
+
+#[test]
+fn a_claim_that_could_be_served_waits_for_the_scheduler_or_is_being_allocated() {
+    let free = [None, Some("3 of 3 held")];
+    let (claim, class) = (claim(&json!({})), class());
+    assert_eq!(
+        step(&claim, Some(&class), &free, "node-1").step,
+        Step::WaitsForScheduler
+    );
+    assert_eq!(step(&claim, Some(&class), &free, "node-0").step, Step::Allocating);
+}
+
+#[test]
+fn what_is_missing_or_not_ours_is_named() {
+    let claim = claim(&json!({}));
+    assert_eq!(step(&claim, None, &[None], "").step, Step::ClassMissing);
+    let mut other = class();
+    other.driver_name = "gpu.example".into();
+    let told = step(&claim, Some(&other), &[None], "");
+    assert_eq!(told.step, Step::NotOurs);
+    assert!(told.because.contains("gpu.example"));
+    other.structured_parameters = Some(true);
+    assert!(
+        step(&claim, Some(&other), &[None], "")
+            .because
+            .contains("scheduler")
+    );
+}
+
+#[test]
+fn an_allocated_claim_tells_whom_it_is_for() {
+    let reserved =
+        json!({ "allocation": {}, "reservedFor": [{ "resource": "pods", "name": "till", "uid": "p" }] });
+    let told = step(&claim(&reserved), Some(&class()), &[], "");
+    assert_eq!(told.step, Step::WaitsForBinding);
+    let other =
+        json!({ "allocation": {}, "reservedFor": [{ "resource": "pods", "name": "bar", "uid": "q" }] });
+    let told = step(&claim(&other), Some(&class()), &[], "");
+    assert_eq!(told.step, Step::WaitsForReservation);
+    assert!(told.advice.unwrap().contains("template"));
+}
+
+#[test]
+fn a_claim_that_goes_names_whoever_keeps_it() {
+    let mut claim = claim(&json!({}));
+    claim.metadata.deletion_timestamp = Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(
+        jiff::Timestamp::UNIX_EPOCH,
+    ));
+    claim.metadata.finalizers = Some(vec!["gpu.example/deletion-protection".into()]);
+    let told = step(&claim, Some(&class()), &[], "");
+    assert_eq!(told.step, Step::Deleting);
+    assert!(told.because.contains("gpu.example/deletion-protection"));
+}

@@ -1,0 +1,221 @@
+//! What a claim goes through when it is to hold nothing any more.
+
+use crate::api::resource::controller_of;
+use crate::core::protocol::event::{Answer, ClaimWrite, Command, DriverRequest, Moment, ObjectKey, Outcome};
+use crate::core::protocol::world::{Flight, Work, World};
+use crate::driver::Observation;
+
+use super::{ClaimStage, DELETION_GRACE};
+
+impl World {
+    pub(super) fn release(&mut self, key: &ObjectKey, now: Moment) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
+        if !claim.has_finalizer {
+            return;
+        }
+        if !claim.is_deleting() && controller_of(&claim.object.metadata).is_some() {
+            let end = claim.release_seen.unwrap_or(now).after(DELETION_GRACE);
+            if end > now {
+                self.wake_at(end, Work::Claim(key.clone()));
+                return;
+            }
+        }
+        self.deallocate(key);
+    }
+
+    pub(super) fn deallocate(&mut self, key: &ObjectKey) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
+        claim.stage = ClaimStage::Deallocating;
+        let (object, allocation, uid) = (
+            claim.object.clone(),
+            claim.own_allocation(),
+            claim.uid().to_owned(),
+        );
+        self.send(
+            Flight::Release {
+                claim: key.clone(),
+                uid,
+            },
+            |id| Command::CallDriver {
+                id,
+                request: DriverRequest::Deallocate {
+                    claim: object,
+                    allocation,
+                },
+            },
+        );
+    }
+
+    pub(super) fn remove_finalizer(&mut self, key: &ObjectKey) {
+        self.write_release(key, ClaimStage::RemovingFinalizer, ClaimWrite::RemoveFinalizer);
+    }
+
+    fn write_release(&mut self, key: &ObjectKey, stage: ClaimStage, write: ClaimWrite) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
+        claim.stage = stage;
+        let uid = claim.uid().to_owned();
+        self.send(
+            Flight::Release {
+                claim: key.clone(),
+                uid: uid.clone(),
+            },
+            |id| Command::WriteClaim {
+                id,
+                key: key.clone(),
+                uid,
+                write,
+            },
+        );
+    }
+
+    /// An answer for a claim that is being released.
+    pub(in crate::core::protocol) fn release_answered(
+        &mut self,
+        key: &ObjectKey,
+        uid: &str,
+        answer: Answer,
+        now: Moment,
+    ) {
+        let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
+            return;
+        };
+        match answer {
+            Answer::Deallocated(Ok(())) => {
+                claim.retry.succeeded();
+                claim.uncertain = false;
+                if !claim.is_asked_back() {
+                    claim.stage = ClaimStage::Resting;
+                    self.dirty.insert(Work::Claim(key.clone()));
+                    self.touch_users(key);
+                    return;
+                }
+                self.statistics.deallocations += u64::from(claim.is_ours);
+                let foreign = claim.is_allocated() && !claim.is_ours;
+                claim.finalizer_to_go = true;
+                // With the last finalizer the claim goes, allocation and all, in one write.
+                if foreign || !claim.is_allocated() || (claim.is_deleting() && !claim.has_other_finalizers())
+                {
+                    self.remove_finalizer(key);
+                } else {
+                    let write = ClaimWrite::ClearAllocation {
+                        deallocation_requested: claim.object.status.deallocation_requested,
+                        driver_name: claim.object.status.driver_name.clone(),
+                    };
+                    self.write_release(key, ClaimStage::Clearing, write);
+                }
+            }
+            Answer::Deallocated(Err(error)) => {
+                claim.stage = ClaimStage::Resting;
+                claim.retry.failed(now);
+                self.report_claim(
+                    key,
+                    error.reason,
+                    format!("cannot be deallocated yet: {}", error.message),
+                );
+                self.dirty.insert(Work::Claim(key.clone()));
+            }
+            Answer::ClaimWritten(Outcome::Done(_)) if claim.stage == ClaimStage::Clearing => {
+                self.remove_finalizer(key);
+            }
+            // With its last finalizer it is gone, though the answer has the version that was there before.
+            Answer::ClaimWritten(Outcome::Done(object))
+                if object.metadata.deletion_timestamp.is_some()
+                    && object.metadata.finalizers.as_ref().is_none_or(Vec::is_empty) =>
+            {
+                self.claim_vanished(key, uid);
+            }
+            Answer::ClaimWritten(Outcome::Done(_)) => self.end_release(key),
+            Answer::ClaimWritten(Outcome::Refused(message)) => {
+                claim.stage = ClaimStage::ToRead;
+                claim.refusal = Some(message);
+                self.dirty.insert(Work::Claim(key.clone()));
+            }
+            Answer::ClaimWritten(Outcome::Conflict(_)) => {
+                claim.stage = ClaimStage::ToRead;
+                self.dirty.insert(Work::Claim(key.clone()));
+            }
+            Answer::ClaimWritten(Outcome::Unknown(_)) => {
+                claim.stage = ClaimStage::ToRead;
+                claim.unsettle(now);
+                self.dirty.insert(Work::Claim(key.clone()));
+            }
+            Answer::ClaimRead(Ok(object)) => {
+                claim.stage = ClaimStage::Resting;
+                claim.retry.failed(now);
+                let refusal = claim.refusal.take();
+                self.dirty.insert(Work::Claim(key.clone()));
+                match object.filter(|object| object.metadata.uid.as_deref() == Some(uid)) {
+                    Some(object) => {
+                        self.see_written_claim(object, now);
+                        if let Some(claim) = self.claims.get_mut(key)
+                            && !claim.has_finalizer
+                        {
+                            claim.settle();
+                        }
+                        if let Some(message) = refusal {
+                            let message = format!("the server refuses the release: {message}");
+                            self.report_claim(key, "ReleaseRefused", message);
+                        }
+                    }
+                    None => self.claim_vanished(key, uid),
+                }
+            }
+            Answer::ClaimRead(Err(_)) => {
+                claim.stage = ClaimStage::ToRead;
+                claim.retry.failed(now);
+                self.dirty.insert(Work::Claim(key.clone()));
+            }
+            Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Judged(_) | Answer::Allocated(_) => {}
+        }
+    }
+
+    /// Reads a claim whose write had no clear answer, before anything else is done with it.
+    pub(super) fn read_released(&mut self, key: &ObjectKey) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
+        claim.stage = ClaimStage::Reading;
+        let uid = claim.uid().to_owned();
+        self.send(
+            Flight::Release {
+                claim: key.clone(),
+                uid,
+            },
+            |id| Command::ReadClaim { id, key: key.clone() },
+        );
+    }
+
+    /// The server says that a claim no longer exists. It stays known, so that older news of it from the watch is not taken for a
+    /// new claim.
+    pub(in crate::core::protocol) fn claim_vanished(&mut self, key: &ObjectKey, uid: &str) {
+        let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
+            return;
+        };
+        claim.gone = true;
+        if std::mem::take(&mut claim.observed) {
+            self.outbox
+                .push(Command::Observe(Observation::Gone { uid: uid.to_owned() }));
+        }
+        self.forget_candidate(key);
+        self.touch_users(key);
+    }
+
+    fn end_release(&mut self, key: &ObjectKey) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
+        claim.stage = ClaimStage::Resting;
+        claim.finalizer_to_go = false;
+        claim.release_seen = None;
+        claim.reported = None;
+        claim.retry.succeeded();
+        self.dirty.insert(Work::Claim(key.clone()));
+        self.touch_users(key);
+    }
+}

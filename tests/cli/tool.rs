@@ -1,0 +1,142 @@
+//! What a person types, as far as it needs no cluster.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::net::TcpListener;
+use std::os::unix::fs::symlink;
+use std::process::Command;
+
+use crate::program::{assert_refused, drayman, kubeconfig, run, text};
+
+/// An API server that knows its version and nothing else.
+fn server_without_the_api(version: &'static str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let url = format!("http://{}", listener.local_addr().expect("an address"));
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { return };
+            let mut lines = BufReader::new(stream.try_clone().expect("a stream")).lines();
+            let request = lines.next().and_then(Result::ok).unwrap_or_default();
+            while lines
+                .next()
+                .and_then(Result::ok)
+                .is_some_and(|line| !line.is_empty())
+            {}
+            let (code, body) = if request.starts_with("GET /version") {
+                let minor = version.split_once('.').map_or("", |(_, minor)| minor);
+                let body = format!(
+                    r#"{{"major":"1","minor":"{minor}","gitVersion":"v{version}.0","gitCommit":"","gitTreeState":"",
+                        "buildDate":"","goVersion":"","compiler":"","platform":""}}"#
+                );
+                ("200 OK", body)
+            } else {
+                let body = r#"{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"not found","reason":"NotFound","code":404}"#;
+                ("404 Not Found", body.to_owned())
+            };
+            let length = body.len();
+            let _ = write!(
+                stream,
+                "HTTP/1.1 {code}\r\nContent-Type: application/json\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}"
+            );
+        }
+    });
+    url
+}
+
+#[test]
+fn a_server_without_classic_dynamic_resource_allocation_is_told_so_with_the_fix() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let file = kubeconfig(directory.path(), &server_without_the_api("1.30"));
+    let output = run(&["doctor", "--kubeconfig", &file]);
+    let answer = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(1), "{answer}");
+    assert!(
+        answer.contains("--runtime-config=resource.k8s.io/v1alpha2=true"),
+        "{answer}"
+    );
+
+    let file = kubeconfig(directory.path(), &server_without_the_api("1.33"));
+    let answer = text(&run(&["doctor", "--kubeconfig", &file]).stdout);
+    assert!(answer.contains("Kubernetes 1.33 does not have"), "{answer}");
+    assert!(
+        answer.contains("device plugin"),
+        "what still works is said: {answer}"
+    );
+}
+
+#[test]
+fn a_command_without_an_api_server_says_how_to_give_one() {
+    for command in ["devices", "doctor", "drain"] {
+        assert_refused(&mut drayman_with(&[command]), &["--kubeconfig", "KUBECONFIG"]);
+    }
+    assert_refused(&mut drayman_with(&["explain", "node/a"]), &["pod/NAME"]);
+    assert_refused(
+        &mut drayman_with(&["devices", "--output", "xml"]),
+        &["xml", "json", "yaml"],
+    );
+    assert_refused(&mut drayman_with(&["who"]), &["<DEVICE>"]);
+}
+
+fn drayman_with(arguments: &[&str]) -> Command {
+    let mut command = drayman();
+    command.args(arguments);
+    command
+}
+
+#[test]
+fn each_shell_gets_a_script_that_knows_the_commands() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let output = run(&["completion", shell]);
+        let script = text(&output.stdout);
+        assert!(output.status.success(), "{shell}");
+        assert!(script.contains("explain") && script.contains("doctor"), "{shell}");
+    }
+    // bash is what runs this project's own scripts, so it is there to judge its script.
+    let mut bash = Command::new("bash");
+    let script = text(&run(&["completion", "bash"]).stdout);
+    let directory = tempfile::tempdir().expect("a directory");
+    let file = directory.path().join("completion");
+    std::fs::write(&file, script).expect("written");
+    let output = bash.arg("-n").arg(&file).output().expect("bash runs");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
+#[test]
+fn under_the_name_of_kubectl_s_plugin_the_help_speaks_of_kubectl() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let plugin = directory.path().join("kubectl-drayman");
+    symlink(env!("CARGO_BIN_EXE_drayman"), &plugin).expect("a link");
+    let output = Command::new(&plugin)
+        .args(["devices", "--help"])
+        .output()
+        .expect("it runs");
+    let help = text(&output.stdout);
+    assert!(output.status.success());
+    assert!(
+        help.contains("Usage: kubectl drayman devices") || help.contains("Usage: kubectl-drayman devices"),
+        "{help}"
+    );
+}
+
+#[test]
+fn the_doctor_looks_at_this_machine_without_any_cluster() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let root = directory.path().join("kubelet");
+    std::fs::create_dir(&root).expect("a directory");
+    let root = root.to_str().expect("UTF-8");
+    let config = directory.path().join("config.toml");
+    std::fs::write(&config, "version = 2\n").expect("written");
+    let config = config.to_str().expect("UTF-8");
+    let output = run(&[
+        "doctor",
+        "--this-node",
+        "--kubelet-root-dir",
+        root,
+        "--containerd-config",
+        config,
+    ]);
+    let answer = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(1), "{answer}");
+    assert!(answer.contains("plugins_registry"), "{answer}");
+    assert!(answer.contains("enable_cdi = true"), "{answer}");
+    assert!(answer.ends_with("problems\n"), "{answer}");
+}

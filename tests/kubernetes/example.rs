@@ -1,0 +1,178 @@
+//! `examples/network_attached.rs`, as a process of its own: what a vendor starts from works.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use anyhow::{Context as _, ensure};
+use drayman::api::resource::ResourceClaim;
+use kube::api::ListParams;
+use serde_json::{Value, json};
+
+use crate::harness::rule;
+use crate::stage::{DRIVER, Program, Stage, controller_rules, is_allocated, is_bound, is_gone, pod_from};
+
+const USER: &str = "network-attached";
+
+/// Builds the example beside the tests, with the cargo that runs them, and says where it is.
+async fn build() -> anyhow::Result<PathBuf> {
+    let status = tokio::process::Command::new(env!("CARGO"))
+        .args(["build", "--locked", "--quiet", "--example", "network_attached"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .status()
+        .await?;
+    ensure!(status.success(), "the example is not built: {status}");
+    // target/debug/deps/<this test>
+    let tests = std::env::current_exe()?;
+    let profile = tests.ancestors().nth(2).context("a target directory")?;
+    Ok(profile.join("examples/network_attached"))
+}
+
+/// Starts the driver as a user who may do what every controller must, and get ConfigMaps.
+async fn start(stage: &Stage, program: &PathBuf) -> anyhow::Result<Program> {
+    let ours = |group: &String| group == DRIVER;
+    let mut rules = controller_rules()?;
+    rules.retain(|rule| !rule.api_groups.iter().flatten().any(ours));
+    rules.push(rule(&[""], &["configmaps"], &["get"]));
+    let kubeconfig = stage.cluster.user(USER, &rules).await?;
+    let mut command = stage.cluster.command(program);
+    command.env("KUBECONFIG", kubeconfig);
+    stage.program(USER, command)
+}
+
+fn pool(devices: &str) -> Value {
+    json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "dongles", "namespace": "default" },
+        "data": { "nodes": "node-a node-b", "devices": devices } })
+}
+
+async fn make_pod(stage: &Stage, name: &str) -> anyhow::Result<()> {
+    let pod = pod_from(json!({ "metadata": { "name": name }, "spec": {
+        "resourceClaims": [{ "name": "device", "source": { "resourceClaimTemplateName": "dongle" } }],
+        "containers": [{ "name": "main", "image": "unused", "resources": { "claims": [{ "name": "device" }] } }] } }))?;
+    stage.pods().create(&Default::default(), &pod).await?;
+    Ok(())
+}
+
+/// The nodes from which a claim can be used.
+fn nodes(claim: &ResourceClaim) -> Vec<String> {
+    let allocation = claim.status.allocation.iter();
+    let selectors = allocation.filter_map(|allocation| allocation.available_on_nodes.as_ref());
+    let terms = selectors.flat_map(|selector| &selector.node_selector_terms);
+    let fields = terms.flat_map(|term| term.match_fields.iter().flatten());
+    fields
+        .flat_map(|field| field.values.iter().flatten().cloned())
+        .collect()
+}
+
+async fn allocated(stage: &Stage) -> anyhow::Result<Vec<ResourceClaim>> {
+    let claims = stage.claims().list(&ListParams::default()).await?;
+    Ok(claims.into_iter().filter(is_allocated).collect())
+}
+
+#[tokio::test]
+async fn the_example_for_network_attached_devices_serves_its_nodes_and_survives_its_own_death()
+-> anyhow::Result<()> {
+    let program = build().await?;
+    let stage = Stage::start(0).await?;
+    for node in ["node-a", "node-b", "node-c"] {
+        stage.pretend_node(node).await?;
+    }
+    let reference = json!({ "kind": "ConfigMap", "namespace": "default", "name": "dongles" });
+    stage
+        .apply(&json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass",
+            "metadata": { "name": "dongle" }, "driverName": "network.example.com", "parametersRef": reference }))
+        .await?;
+    stage
+        .apply(
+            &json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate",
+            "metadata": { "name": "dongle" }, "spec": { "spec": { "resourceClassName": "dongle" } } }),
+        )
+        .await?;
+    stage.apply(&pool("three")).await?;
+
+    // A parameter that makes no sense is told on the pod; the pod is served once it is put right and somebody says so.
+    let mut driver = start(&stage, &program).await?;
+    make_pod(&stage, "wrong").await?;
+    stage
+        .wait_for_event("wrong", "ParametersInvalid", "must be a whole number")
+        .await?;
+    stage.remove_pod("wrong").await?;
+    stage.apply(&pool("3")).await?;
+
+    let first = ["pod-0", "pod-1", "pod-2"];
+    for name in first {
+        make_pod(&stage, name).await?;
+    }
+    for name in first {
+        let pod = stage.wait(stage.pods(), name, "bound", is_bound()).await?;
+        let node = pod.and_then(|pod| pod.spec.node_name).unwrap_or_default();
+        assert!(
+            ["node-a", "node-b"].contains(&node.as_str()),
+            "{name} is on {node}, which cannot reach the pool"
+        );
+    }
+    let before = allocated(&stage).await?;
+    assert_eq!(before.len(), 3);
+    for claim in &before {
+        assert_eq!(nodes(claim), ["node-a", "node-b"], "a set of nodes, not one");
+        let allocation = claim.status.allocation.as_ref().context("it is allocated")?;
+        assert_eq!(
+            allocation.resource_handles[0].data.as_deref(),
+            Some("default/dongles")
+        );
+    }
+    make_pod(&stage, "late").await?;
+    stage
+        .wait_for_event("late", "NoSuitableDevice", "3 of 3 held")
+        .await?;
+
+    // Killed, and started again: the books are those of the claims, and nothing is written.
+    driver.kill().await?;
+    let writes = writes(&stage).await?;
+    let mut driver = start(&stage, &program).await?;
+    make_pod(&stage, "later").await?;
+    stage
+        .wait_for_event("later", "NoSuitableDevice", "3 of 3 held")
+        .await?;
+    let versions = |claims: &[ResourceClaim]| -> BTreeSet<Option<String>> {
+        claims
+            .iter()
+            .map(|claim| claim.metadata.resource_version.clone())
+            .collect()
+    };
+    assert_eq!(versions(&allocated(&stage).await?), versions(&before));
+    let after = self::writes(&stage).await?;
+    assert!(
+        after
+            .iter()
+            .skip(writes.len())
+            .all(|write| write.contains("podschedulingcontexts")),
+        "no claim is written: {after:?}"
+    );
+
+    // Two pods go, one while nobody is there; both devices find their way to those that wait.
+    driver.kill().await?;
+    let claim = stage.claim_of("pod-0", "allocated", is_allocated).await?;
+    stage.remove_pod("pod-0").await?;
+    let driver = start(&stage, &program).await?;
+    let gone = claim.metadata.name.unwrap_or_default();
+    stage.wait(stage.claims(), &gone, "gone", is_gone()).await?;
+    stage.remove_pod("pod-1").await?;
+    for name in ["late", "later"] {
+        stage.wait(stage.pods(), name, "bound", is_bound()).await?;
+    }
+    assert_eq!(allocated(&stage).await?.len(), 3, "never more than there are");
+    let status = driver.end().await?;
+    assert!(status.success());
+    stage.cluster.stop().await
+}
+
+/// The driver's writes so far, but for events.
+async fn writes(stage: &Stage) -> anyhow::Result<Vec<String>> {
+    let entries = stage.cluster.audit().of_user(USER).await?;
+    let writes = entries
+        .iter()
+        .filter(|entry| entry.is_write() && entry.resource != "events");
+    Ok(writes
+        .map(|entry| format!("{} {}/{}", entry.verb, entry.resource, entry.subresource))
+        .collect())
+}

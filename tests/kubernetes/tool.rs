@@ -1,0 +1,311 @@
+//! What a person types: the commands that answer questions about a cluster, on a real control plane.
+
+use std::path::Path;
+use std::process::{Output, Stdio};
+
+use drayman::api::crd::DeviceClassParameters;
+use kube::api::{Api, DeleteParams};
+use serde_json::Value;
+
+use crate::harness::{Cluster, rule};
+use crate::stage::{DRIVER, Stage, is_allocated, is_bound, is_gone};
+
+/// Runs the program as a person does, and returns what it printed.
+async fn drayman(cluster: &Cluster, kubeconfig: &Path, arguments: &[&str]) -> anyhow::Result<Output> {
+    let mut command = cluster.command(env!("CARGO_BIN_EXE_drayman"));
+    command.args(arguments).arg("--kubeconfig").arg(kubeconfig);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    Ok(command.output().await?)
+}
+
+/// The same as administrator, with the exit code and both outputs.
+async fn answer(stage: &Stage, arguments: &[&str]) -> anyhow::Result<(Option<i32>, String, String)> {
+    let output = drayman(&stage.cluster, stage.cluster.kubeconfig(), arguments).await?;
+    Ok((
+        output.status.code(),
+        String::from_utf8(output.stdout)?,
+        String::from_utf8(output.stderr)?,
+    ))
+}
+
+async fn json(stage: &Stage, arguments: &[&str]) -> anyhow::Result<Value> {
+    let (code, stdout, stderr) = answer(stage, &[arguments, &["--output=json"]].concat()).await?;
+    anyhow::ensure!(
+        !stdout.is_empty(),
+        "{arguments:?} printed nothing, exit code {code:?}: {stderr}"
+    );
+    Ok(serde_json::from_str(&stdout)?)
+}
+
+/// One device, one pod that has it, and one that waits for it.
+async fn one_of_two_pods_waits() -> anyhow::Result<(Stage, crate::stage::Program)> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 1).await?;
+    stage.pretend_node("node-b").await?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    stage.make_pod("first").await?;
+    stage.wait(stage.pods(), "first", "bound", is_bound()).await?;
+    stage.claim_of("first", "allocated", is_allocated).await?;
+    stage.make_pod("second").await?;
+    stage.claim_of("second", "made", |_| true).await?;
+    Ok((stage, controller))
+}
+
+#[tokio::test]
+async fn devices_and_their_holders_are_listed_and_found() -> anyhow::Result<()> {
+    let (stage, _controller) = one_of_two_pods_waits().await?;
+    let claim = stage.claim_of("first", "allocated", is_allocated).await?;
+    let claim = format!("default/{}", claim.metadata.name.unwrap_or_default());
+
+    let (code, table, _) = answer(&stage, &["devices"]).await?;
+    println!("{table}");
+    assert_eq!(code, Some(0));
+    let lines: Vec<Vec<&str>> = table
+        .lines()
+        .map(|line| line.split_whitespace().collect())
+        .collect();
+    assert_eq!(lines[0], ["NODE", "DEVICE", "KIND", "STATE", "HELD", "BY"]);
+    assert_eq!(
+        lines[1],
+        ["node-a", "drayman-test-0", "test", "Held", claim.as_str()]
+    );
+
+    let all = json(&stage, &["devices"]).await?;
+    assert_eq!(
+        all["devices"][0]["holders"][0]["pods"],
+        serde_json::json!(["first"])
+    );
+    assert_eq!(
+        json(&stage, &["devices", "--state=free"]).await?["devices"],
+        serde_json::json!([])
+    );
+
+    let (code, text, _) = answer(&stage, &["who", "node-a/drayman-test-0"]).await?;
+    println!("{text}");
+    assert_eq!(code, Some(0));
+    assert!(text.contains(&format!("ResourceClaim {claim} (request device), used by first")));
+
+    let (code, _, error) = answer(&stage, &["who", "nothing"]).await?;
+    assert_eq!(code, Some(1));
+    assert!(error.contains("has no device nothing"), "{error}");
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_waiting_pod_is_explained_node_by_node() -> anyhow::Result<()> {
+    let (stage, _controller) = one_of_two_pods_waits().await?;
+
+    let (code, text, _) = answer(&stage, &["explain", "second"]).await?;
+    println!("{text}");
+    assert_eq!(code, Some(0));
+    let told = json(&stage, &["explain", "pod/second"]).await?;
+    let claim = &told["claims"][0];
+    assert_eq!(claim["step"], "WaitsForDevice");
+    assert_eq!(claim["wants"], "1 of kind test");
+    assert_eq!(
+        claim["nodes"],
+        serde_json::json!([
+            { "node": "node-a", "reason": "1 of 1 held" },
+            { "node": "node-b", "reason": "no inventory: drayman node does not run here" },
+        ])
+    );
+
+    let name = claim["claim"]
+        .as_str()
+        .unwrap_or_default()
+        .replace("default/", "claim/");
+    assert_eq!(
+        json(&stage, &["explain", &name]).await?["claims"][0]["step"],
+        "WaitsForDevice"
+    );
+    assert_eq!(
+        json(&stage, &["explain", "pod", "first"]).await?["claims"][0]["step"],
+        "Preparing",
+        "nothing runs on a pretended node"
+    );
+
+    // Mended, it says something else.
+    stage.remove_pod("first").await?;
+    stage.wait(stage.pods(), "second", "bound", is_bound()).await?;
+    assert_eq!(
+        json(&stage, &["explain", "pod/second"]).await?["claims"][0]["step"],
+        "Preparing"
+    );
+
+    let parameters = Api::<DeviceClassParameters>::all(stage.cluster.client());
+    parameters.delete("test", &DeleteParams::default()).await?;
+    stage.make_pod("third").await?;
+    stage.claim_of("third", "made", |_| true).await?;
+    let third = json(&stage, &["explain", "pod/third"]).await?;
+    assert_eq!(third["claims"][0]["step"], "ParametersInvalid");
+    let because = third["claims"][0]["because"].as_str().unwrap_or_default();
+    assert!(because.contains("DeviceClassParameters test"), "{because}");
+
+    let (code, _, error) = answer(&stage, &["explain", "pod/nobody"]).await?;
+    assert_eq!(code, Some(1));
+    assert!(error.contains("pod/nobody"), "{error}");
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn the_doctor_names_what_is_wrong_and_is_content_when_it_is_mended() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_node("node-a").await?;
+    let (code, text, _) = answer(&stage, &["doctor"]).await?;
+    println!("{text}");
+    assert_eq!(code, Some(1));
+    assert!(text.contains("no node offers devices"), "{text}");
+    assert!(text.contains("no Lease"), "{text}");
+
+    let api = Api::<k8s_openapi::api::core::v1::Node>::all(stage.cluster.client());
+    let uid = api.get("node-a").await?.metadata.uid.unwrap_or_default();
+    stage.write_inventory("node-a", &uid, 2).await?;
+    let leader = stage.replica("leader").await?;
+    leader.logged("leading").await?;
+    let (code, text, _) = answer(&stage, &["doctor"]).await?;
+    println!("{text}");
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("0 warnings, 0 problems"), "{text}");
+
+    // A node that was made again, and a class that names nothing.
+    stage
+        .write_inventory("node-a", "another-uid", 2)
+        .await
+        .expect("the field can be changed");
+    let parameters = Api::<DeviceClassParameters>::all(stage.cluster.client());
+    parameters.delete("test", &DeleteParams::default()).await?;
+    let findings = json(&stage, &["doctor"]).await?;
+    let messages: Vec<&str> = findings
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter(|finding| finding["level"] == "Problem")
+        .filter_map(|finding| finding["message"].as_str())
+        .collect();
+    assert_eq!(messages.len(), 2, "{messages:?}");
+    assert!(
+        messages[0].contains("there is no DeviceClassParameters test"),
+        "{messages:?}"
+    );
+    assert!(messages[1].contains("earlier node"), "{messages:?}");
+
+    // Who may read nothing is told which right is missing.
+    let nobody = stage.cluster.user("nobody", &[]).await?;
+    let output = drayman(&stage.cluster, &nobody, &["doctor"]).await?;
+    let text = String::from_utf8(output.stdout)?;
+    assert!(text.contains("cannot list resource \"leases\""), "{text}");
+    let output = drayman(&stage.cluster, &nobody, &["devices"]).await?;
+    assert_eq!(output.status.code(), Some(1));
+    let error = String::from_utf8(output.stderr)?;
+    assert!(
+        error.contains("cannot list resource \"nodeinventories\""),
+        "{error}"
+    );
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_user_of_one_namespace_with_the_rights_to_read_gets_an_explanation() -> anyhow::Result<()> {
+    let (stage, _controller) = one_of_two_pods_waits().await?;
+    let read = ["get", "list", "watch"];
+    let kubeconfig = stage
+        .cluster
+        .user(
+            "reader",
+            &[
+                rule(&[""], &["pods", "events"], &read),
+                rule(
+                    &["resource.k8s.io"],
+                    &["resourceclaims", "resourceclasses", "podschedulingcontexts"],
+                    &read,
+                ),
+                rule(
+                    &[DRIVER],
+                    &[
+                        "nodeinventories",
+                        "deviceclassparameters",
+                        "deviceclaimparameters",
+                    ],
+                    &read,
+                ),
+            ],
+        )
+        .await?;
+    let output = drayman(&stage.cluster, &kubeconfig, &["explain", "second"]).await?;
+    let (stdout, stderr) = (
+        String::from_utf8(output.stdout)?,
+        String::from_utf8(output.stderr)?,
+    );
+    assert!(output.status.success(), "{stderr}");
+    assert!(stdout.contains("node-a"), "{stdout}");
+    assert!(stderr.contains("you may not list nodes"), "{stderr}");
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn drain_lists_what_is_left_until_nothing_is() -> anyhow::Result<()> {
+    let (stage, _controller) = one_of_two_pods_waits().await?;
+    let (code, text, _) = answer(&stage, &["drain"]).await?;
+    println!("{text}");
+    assert_eq!(code, Some(1));
+    let kinds: Vec<&str> = text
+        .lines()
+        .skip(1)
+        .take_while(|line| !line.is_empty())
+        .filter_map(|line| line.split_whitespace().next())
+        .collect();
+    assert_eq!(
+        kinds,
+        [
+            "Pod",
+            "Pod",
+            "ResourceClaim",
+            "ResourceClaim",
+            "ResourceClaimTemplate",
+            "ResourceClass"
+        ]
+    );
+
+    for pod in ["first", "second"] {
+        let claim = stage
+            .claim_of(pod, "made", |_| true)
+            .await?
+            .metadata
+            .name
+            .unwrap_or_default();
+        stage.remove_pod(pod).await?;
+        stage.wait(stage.claims(), &claim, "gone", is_gone()).await?;
+    }
+    stage
+        .cluster
+        .kubectl(&["delete", "resourceclaimtemplate", "test"])
+        .await?;
+    stage
+        .cluster
+        .kubectl(&["delete", "resourceclass", "test"])
+        .await?;
+    let (code, text, _) = answer(&stage, &["drain"]).await?;
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("Nothing uses"), "{text}");
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn kinds_that_are_not_defined_are_named_with_the_fix() -> anyhow::Result<()> {
+    let cluster = Cluster::builder().start().await?;
+    let output = drayman(&cluster, cluster.kubeconfig(), &["doctor"]).await?;
+    let text = String::from_utf8(output.stdout)?;
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        text.contains("CustomResourceDefinition nodeinventories.drayman.dev is missing"),
+        "{text}"
+    );
+    assert!(text.contains("drayman crds | kubectl apply"), "{text}");
+    let output = drayman(&cluster, cluster.kubeconfig(), &["devices"]).await?;
+    let error = String::from_utf8(output.stderr)?;
+    assert_eq!(output.status.code(), Some(1));
+    assert!(error.contains("cannot list nodeinventories"), "{error}");
+    assert!(error.contains("drayman doctor"), "{error}");
+    cluster.stop().await
+}
