@@ -5,15 +5,16 @@ use std::error::Error;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PROTOCOLS: [&str; 4] = [
+const PROTOCOLS: [&str; 5] = [
     "plugin_registration",
     "dra_v1alpha2",
     "dra_v1alpha3",
     "device_plugin_v1beta1",
+    "pod_resources_v1",
 ];
 
 /// Requests with lists are decoded by a type of our own that stops keeping elements at a limit (`api::proto::bounded`).
-const BOUNDED: [(&str, &str); 4] = [
+const BOUNDED: [(&str, &str); 7] = [
     (
         ".v1alpha3.NodePrepareResourcesRequest",
         "crate::api::proto::ClaimList",
@@ -25,6 +26,18 @@ const BOUNDED: [(&str, &str); 4] = [
     (".v1beta1.AllocateRequest", "crate::api::proto::ContainerList"),
     (
         ".v1beta1.ContainerAllocateRequest",
+        "crate::api::proto::DeviceIdList",
+    ),
+    (
+        ".v1beta1.PreferredAllocationRequest",
+        "crate::api::proto::PreferenceList",
+    ),
+    (
+        ".v1beta1.ContainerPreferredAllocationRequest",
+        "crate::api::proto::bounded::PreferenceRequest",
+    ),
+    (
+        ".v1beta1.PreStartContainerRequest",
         "crate::api::proto::DeviceIdList",
     ),
 ];

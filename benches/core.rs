@@ -298,7 +298,8 @@ impl Shell {
                 let claim = self.claims.get_mut(&key).unwrap();
                 claim.metadata.resource_version = Some(version);
                 match write {
-                    ClaimWrite::AddFinalizer => {
+                    ClaimWrite::AddFinalizer { node } => {
+                        claim.metadata.labels = Some([(format!("{DRIVER}/node"), node)].into());
                         claim.metadata.finalizers = Some(vec![format!("{DRIVER}/deletion-protection")]);
                     }
                     ClaimWrite::Allocate {

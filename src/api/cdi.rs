@@ -1,4 +1,4 @@
-//! The Container Device Interface as far as drayman writes it: device nodes and environment, and never a hook.
+//! The Container Device Interface as far as drayman writes it: device nodes, mounts and environment, and never a hook.
 //!
 //! Upstream: `SPEC.md` of `cncf-tags/container-device-interface`. Version 0.5.0 is the lowest that has `hostPath` and device
 //! names that begin with a digit; a runtime refuses versions that it does not know, so a newer one is not written.
@@ -40,6 +40,21 @@ pub struct ContainerEdits {
     /// Device nodes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub device_nodes: Vec<DeviceNode>,
+    /// Mounts.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mounts: Vec<Mount>,
+}
+
+/// A bind mount.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Mount {
+    /// Absolute path on the node.
+    pub host_path: String,
+    /// Absolute path in the container.
+    pub container_path: String,
+    /// Options of `mount(8)`.
+    pub options: Vec<String>,
 }
 
 /// A device node. Type and numbers are left to the runtime, which reads them from the node itself.

@@ -158,6 +158,8 @@ pub enum Mode {
     Claims,
     /// Through the device plugin API, as an extended resource in `resources.limits`.
     ExtendedResource,
+    /// Through whichever is asked first, exclusively.
+    Both,
     /// In a way that only a newer release knows: left alone. Never written.
     #[serde(other, skip_serializing)]
     #[schemars(skip)]
@@ -183,6 +185,18 @@ pub struct AttributeValue {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 64))]
     pub version: Option<String>,
+}
+
+impl Mode {
+    /// Whether claims can have such a device.
+    pub fn serves_claims(self) -> bool {
+        matches!(self, Self::Claims | Self::Both)
+    }
+
+    /// Whether such a device is part of an extended resource.
+    pub fn serves_extended_resource(self) -> bool {
+        matches!(self, Self::ExtendedResource | Self::Both)
+    }
 }
 
 impl AttributeValue {
@@ -269,7 +283,8 @@ mod tests {
 
     #[test]
     fn a_mode_of_a_newer_release_is_read_and_is_not_offered_by_the_schema() {
-        let device: Device = serde_json::from_str(r#"{"name":"a","kind":"k","mode":"both"}"#).unwrap();
+        let device: Device =
+            serde_json::from_str(r#"{"name":"a","kind":"k","mode":"by-carrier-pigeon"}"#).unwrap();
         assert_eq!(device.mode, Mode::Unknown);
         assert!(
             !serde_json::to_string(&definitions())

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use crate::node::config::NodeConfiguration;
 use crate::node::door::DoorError;
+use crate::node::door::device_plugin::PluginRegistration;
 use crate::node::run::{NodeError, NodeOptions};
 use crate::node::transport::SocketError;
 
@@ -84,6 +85,17 @@ struct Directories {
     )]
     device_plugin_dir: PathBuf,
 
+    /// How kubelet learns of extended resources: by a call to its socket, or by its plugin watcher, which looks into
+    /// plugins_registry below its root directory
+    #[arg(
+        long,
+        value_name = "HOW",
+        env = "DRAYMAN_DEVICE_PLUGIN_REGISTRATION",
+        hide_env_values = true,
+        default_value = "kubelet-socket"
+    )]
+    device_plugin_registration: Registration,
+
     /// Directory in which CDI files are written: one of those that the container runtime reads (cdi_spec_dirs)
     #[arg(
         long,
@@ -94,6 +106,24 @@ struct Directories {
         value_parser = value::absolute_path
     )]
     cdi_root: PathBuf,
+}
+
+/// [`PluginRegistration`] as a flag says it.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum Registration {
+    /// Call kubelet at kubelet.sock
+    KubeletSocket,
+    /// Be found by kubelet's plugin watcher
+    PluginWatcher,
+}
+
+impl From<Registration> for PluginRegistration {
+    fn from(registration: Registration) -> Self {
+        match registration {
+            Registration::KubeletSocket => Self::KubeletSocket,
+            Registration::PluginWatcher => Self::PluginWatcher,
+        }
+    }
 }
 
 /// Runs until a signal asks for the end.
@@ -135,6 +165,7 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             server = %configuration.cluster_url,
             kubelet_root_dir = %directories.kubelet_root_dir.display(),
             device_plugin_dir = %directories.device_plugin_dir.display(),
+            device_plugin_registration = ?directories.device_plugin_registration,
             cdi_root = %directories.cdi_root.display(),
             dev_root = %host.dev_root.display(),
             sysfs_root = %host.sysfs_root.display(),
@@ -147,6 +178,7 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             driver_name: cluster.driver_name,
             kubelet_root: directories.kubelet_root_dir,
             device_plugin_dir: directories.device_plugin_dir,
+            plugin_registration: directories.device_plugin_registration.into(),
             cdi_dir: directories.cdi_root,
             host: host.paths(),
             ..NodeOptions::new(node_name, config, client)

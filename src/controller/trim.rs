@@ -9,6 +9,7 @@ use k8s_openapi::api::core::v1::NodeSelector;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
+use crate::core::node::naming::NODE_LABEL;
 
 /// An object that is kept.
 pub(super) trait Trim {
@@ -30,6 +31,22 @@ fn trim_metadata(metadata: &mut ObjectMeta) {
     }
     if let Some(finalizers) = &mut metadata.finalizers {
         finalizers.shrink_to_fit();
+    }
+}
+
+/// Our label with the node is read only until the claim is allocated, and a map costs half a kilobyte. Ours is the label of the driver
+/// whose finalizer the claim has.
+fn trim_node_label(metadata: &mut ObjectMeta) {
+    let Some(labels) = &mut metadata.labels else {
+        return;
+    };
+    for finalizer in metadata.finalizers.iter().flatten() {
+        if let Some(driver) = finalizer.strip_suffix("/deletion-protection") {
+            labels.remove(&format!("{driver}/{NODE_LABEL}"));
+        }
+    }
+    if labels.is_empty() {
+        metadata.labels = None;
     }
 }
 
@@ -55,6 +72,9 @@ impl Trim for ResourceClass {
 impl Trim for ResourceClaim {
     fn trim(&mut self) {
         trim_metadata(&mut self.metadata);
+        if self.status.allocation.is_some() {
+            trim_node_label(&mut self.metadata);
+        }
         self.status.reserved_for.shrink_to_fit();
         if let Some(allocation) = &mut self.status.allocation {
             allocation.resource_handles.shrink_to_fit();
@@ -106,5 +126,28 @@ mod tests {
         assert_eq!(*kept, expected);
         let allocation = kept.status.allocation.as_ref().unwrap();
         assert_eq!(allocation.resource_handles.capacity(), 1);
+    }
+
+    #[test]
+    fn our_label_goes_with_the_allocation_and_all_others_stay() {
+        let kept = |labels: &str, status: &str| {
+            let text = format!(
+                r#"{{ "metadata": {{ "name": "c", "finalizers": ["d.dev/deletion-protection"], "labels": {labels} }},
+                    "spec": {{ "resourceClassName": "test" }}, "status": {status} }}"#
+            );
+            trimmed(serde_json::from_str::<ResourceClaim>(&text).unwrap())
+                .metadata
+                .labels
+                .clone()
+        };
+        let allocated = r#"{ "allocation": { "resourceHandles": [] } }"#;
+        assert_eq!(kept(r#"{ "d.dev/node": "n" }"#, allocated), None);
+        assert_eq!(kept(r#"{ "d.dev/node": "n" }"#, "{}").unwrap().len(), 1);
+        let others = kept(
+            r#"{ "d.dev/node": "n", "e.dev/node": "n", "app": "x" }"#,
+            allocated,
+        )
+        .unwrap();
+        assert!(others.keys().eq(["app", "e.dev/node"]));
     }
 }

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use crate::api::resource::{
     GROUP, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, VERSION,
 };
+use crate::core::node::naming::NODE_LABEL;
 use crate::core::protocol::{ClaimWrite, ObjectKey, Outcome};
 
 /// What a claim write is on the wire.
@@ -27,9 +28,11 @@ fn claim_patch(uid: &str, finalizer: &str, driver_name: &str, write: &ClaimWrite
     match write {
         // Strategic merge adds to and removes from the set of finalizers by value: nobody else's is touched, and no index can
         // have moved.
-        ClaimWrite::AddFinalizer => {
-            ClaimPatch::Main(json!({ "metadata": { "uid": uid, "finalizers": [finalizer] } }))
-        }
+        ClaimWrite::AddFinalizer { node } => ClaimPatch::Main(json!({ "metadata": {
+            "uid": uid,
+            "finalizers": [finalizer],
+            "labels": { format!("{driver_name}/{NODE_LABEL}"): node },
+        } })),
         ClaimWrite::RemoveFinalizer => ClaimPatch::Main(
             json!({ "metadata": { "uid": uid, "$deleteFromPrimitiveList/finalizers": [finalizer] } }),
         ),
@@ -216,10 +219,14 @@ mod tests {
     #[test]
     fn finalizers_are_added_and_removed_by_value_on_the_object_with_this_uid() {
         assert_eq!(
-            patch(&ClaimWrite::AddFinalizer),
-            ClaimPatch::Main(
-                json!({ "metadata": { "uid": UID, "finalizers": ["drayman.dev/deletion-protection"] } })
-            )
+            patch(&ClaimWrite::AddFinalizer {
+                node: "node-a".to_owned()
+            }),
+            ClaimPatch::Main(json!({ "metadata": {
+                "uid": UID,
+                "finalizers": ["drayman.dev/deletion-protection"],
+                "labels": { "drayman.dev/node": "node-a" },
+            } }))
         );
         assert_eq!(
             patch(&ClaimWrite::RemoveFinalizer),

@@ -8,6 +8,7 @@ use std::future::Future;
 use tokio::sync::watch;
 
 use crate::core::node::injection::Injection;
+pub use crate::core::node::preferred::Preference;
 pub use crate::core::node::request::{ClaimToPrepare, ClaimToUnprepare, PluginDevice};
 
 /// What kubelet may ask of this node, whatever the door and the version.
@@ -30,6 +31,19 @@ pub trait Companion: Send + Sync + 'static {
 
     /// The devices of an extended resource, now and after each change; `None` if there is no such resource.
     fn plugin_devices(&self, resource_name: &str) -> Option<watch::Receiver<Vec<PluginDevice>>>;
+
+    /// Whether each container with devices of this resource asks again before it starts ([`Companion::check_start`]).
+    fn checks_start(&self, resource_name: &str) -> bool;
+
+    /// Chooses devices of an extended resource for containers: one wish per container, one list of ids each.
+    fn choose(&self, resource_name: &str, wishes: Vec<Preference>) -> Vec<Vec<String>>;
+
+    /// Whether containers with these devices of an extended resource may start now, for the first time or again.
+    fn check_start(
+        &self,
+        resource_name: &str,
+        devices: Vec<String>,
+    ) -> impl Future<Output = Result<(), CompanionError>> + Send;
 
     /// Hands devices of an extended resource to containers: one list of device ids per container, one injection each.
     fn allocate(

@@ -3,6 +3,7 @@
 //! Read into raw types first, which only know the shape, and then into types that cannot hold nonsense. Every refusal
 //! names the file, the place in it, the value and what to write instead.
 
+mod door;
 mod error;
 mod extras;
 mod kind;
@@ -18,9 +19,9 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_saphyr::{MergeKeyPolicy, Spanned};
 
-use crate::api::crd::{GROUP, Mode, VERSION};
+use crate::api::crd::{GROUP, VERSION};
 use crate::core::node::injection::Mount;
-use crate::core::node::name::check_extended_resource;
+pub use door::{KindDoors, KindMode};
 pub use error::{ConfigError, Place};
 pub use extras::{Probe, ProbeOpen, ProbeSysfs};
 use kind::RawKind;
@@ -47,14 +48,12 @@ pub struct NodeConfiguration {
 pub struct DeviceKind {
     /// A DNS label, unique in the file.
     pub name: String,
-    /// Through which door its devices leave the node.
-    pub door: KindDoor,
+    /// Through which doors its devices leave the node, and how.
+    pub doors: KindDoors,
     /// Where its devices come from.
     pub source: Source,
     /// What a container may do with a device: a non-empty subset of `rwm` in that order.
     pub permissions: String,
-    /// How many may hold a device at once; one if it is not set.
-    pub shares: Option<u32>,
     /// Where a container sees the nodes of an entry of the source, if not at their own paths. May have the placeholders
     /// `{device}`, `{key}` and `{n}`.
     pub container_paths: BTreeMap<String, String>,
@@ -66,28 +65,6 @@ pub struct DeviceKind {
     pub dangerous_paths: BTreeSet<String>,
     /// How its devices are probed.
     pub probe: Probe,
-}
-
-/// Through which door the devices of a kind leave the node.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum KindDoor {
-    /// Through ResourceClaims.
-    Claims,
-    /// Through the device plugin API.
-    ExtendedResource {
-        /// The name of the resource, unique in the file.
-        resource_name: String,
-    },
-}
-
-impl DeviceKind {
-    /// The mode as the inventory shows it.
-    pub fn mode(&self) -> Mode {
-        match self.door {
-            KindDoor::Claims => Mode::Claims,
-            KindDoor::ExtendedResource { .. } => Mode::ExtendedResource,
-        }
-    }
 }
 
 /// What is wrong, before the file's name is added.
@@ -140,10 +117,12 @@ impl NodeConfiguration {
     pub fn of_presets(presets: &[&'static Preset]) -> Self {
         let kind = |preset: &&'static Preset| DeviceKind {
             name: preset.name.to_owned(),
-            door: KindDoor::Claims,
+            doors: KindDoors {
+                shares: preset.shares.unwrap_or(1),
+                ..KindDoors::default()
+            },
             source: preset.source(),
             permissions: preset.permissions.to_owned(),
-            shares: preset.shares,
             container_paths: BTreeMap::new(),
             mounts: Vec::new(),
             environment: BTreeMap::new(),
@@ -230,43 +209,6 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
             kinds.push(raw.check(&field, whole)?);
         }
         Ok(Self { kinds })
-    }
-}
-
-fn check_door(
-    field: &str,
-    name: &Spanned<String>,
-    mode: Option<&Spanned<String>>,
-    resource_name: Option<&Spanned<String>>,
-) -> Result<KindDoor, Refused> {
-    match (mode.map(|mode| mode.value.as_str()), resource_name) {
-        (None | Some("claims"), None) => Ok(KindDoor::Claims),
-        (None | Some("claims"), Some(resource)) => Err(at(
-            resource,
-            format!(
-                "{field}.resourceName is for mode extended-resource only; remove it or set mode: extended-resource"
-            ),
-        )),
-        (Some("extended-resource"), Some(resource)) => match check_extended_resource(&resource.value) {
-            Ok(()) => Ok(KindDoor::ExtendedResource {
-                resource_name: resource.value.clone(),
-            }),
-            Err(error) => Err(at(resource, format!("{field}.resourceName: {error}"))),
-        },
-        (Some("extended-resource"), None) => Err(at(
-            mode.unwrap_or(name),
-            format!(
-                "{field}.resourceName is missing; mode extended-resource needs one, for instance {GROUP}/{}",
-                name.value
-            ),
-        )),
-        (Some(_), _) => {
-            let raw = mode.unwrap_or(name);
-            Err(at(
-                raw,
-                format!("{field}.mode {} must be claims or extended-resource", shown(raw)),
-            ))
-        }
     }
 }
 

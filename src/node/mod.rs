@@ -1,5 +1,6 @@
 //! The companion that runs on every node: a shell around [`crate::core::node`].
 
+mod announce;
 pub mod companion;
 pub mod config;
 pub mod discover;
@@ -10,3 +11,6 @@ pub mod owner;
 pub mod run;
 pub mod store;
 pub mod transport;
+
+pub use crate::core::node::request;
+pub use run::{Node, NodeBuilder, NodeError};

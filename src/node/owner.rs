@@ -4,45 +4,51 @@
 //! again, the second request finds the work of the first done. File work runs on a thread of its own.
 
 mod handle;
+mod resources;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::StreamExt as _;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::spawn_blocking;
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep, timeout};
 use tracing::{error, info, warn};
 
 use super::companion::CompanionError;
-use super::driver::NodeDriver;
+use super::door::pod_resources::Grants;
+use super::driver::{self, NodeDriver, NodeDriverError, PreparedClaim};
 use super::store::{Opened, Store};
-use crate::core::node::allocate::check_allocate;
+use crate::core::node::announced::Announced;
 use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::claim_uid::ClaimUid;
+use crate::core::node::containers::{Containers, Contested};
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::injection::Injection;
-use crate::core::node::inventory::{Devices, inventory, plugin_devices};
+use crate::core::node::inventory::{Devices, inventory, plugin_devices, published};
 use crate::core::node::ledger::Ledger;
-use crate::core::node::prepare::{plan_prepare, plan_unprepare};
+use crate::core::node::prepare::plan_unprepare;
 use crate::core::node::recovery::{plan_clearing, plan_refresh, plan_restoring, plan_undo};
 use crate::core::node::refusal::Refusal;
-use crate::core::node::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity, PluginDevice};
+use crate::core::node::request::{
+    ClaimToPrepare, ClaimToUnprepare, ExtendedResource, NodeIdentity, PluginDevice,
+};
 use crate::core::node::step::Step;
 
 pub use handle::OwnerHandle;
-use handle::{Failure, Request};
+use handle::{Failure, Offered, Request};
 
 /// Requests that wait, at most; further callers wait to get in.
 const QUEUE: usize = 64;
 /// How much of a name is logged, in characters: Kubernetes' own are no longer.
 const SHOWN_MAX: usize = 253;
-/// How long the driver may take for one device. Kubelet gives up after 45 s and asks again.
-const INJECTION_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the driver may take for one call. Kubelet gives up after 45 s and asks again.
+const DRIVER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// An extended resource and the kind that it is made of.
+/// An extended resource, and what is told of its devices.
 struct Resource {
-    kind: String,
+    offered: ExtendedResource,
     devices: watch::Sender<Vec<PluginDevice>>,
 }
 
@@ -53,8 +59,8 @@ pub struct OwnerOptions<D> {
     pub driver_name: DriverName,
     /// The name of the Node object.
     pub node_name: String,
-    /// The kind that each extended resource is made of, by the resource's name.
-    pub resources: BTreeMap<String, String>,
+    /// The extended resources, by name.
+    pub resources: BTreeMap<String, ExtendedResource>,
     /// What finds the devices.
     pub driver: Arc<D>,
     /// What was found on the node.
@@ -63,6 +69,10 @@ pub struct OwnerOptions<D> {
     pub cluster: watch::Receiver<ClusterFacts>,
     /// Told when the Node object may be another one than we know.
     pub node_in_doubt: Arc<Notify>,
+    /// What kubelet shows of its containers: for kinds that leave through both doors.
+    pub grants: Option<Arc<dyn Grants>>,
+    /// The devices of this node that claims were allocated, as the API server shows it: for the same.
+    pub announcements: watch::Receiver<Arc<Announced>>,
 }
 
 /// The owner, before it runs.
@@ -75,10 +85,21 @@ pub struct Owner<D> {
     cluster: watch::Receiver<ClusterFacts>,
     node_in_doubt: Arc<Notify>,
     found: watch::Receiver<Arc<Devices>>,
-    /// What is published: what was found, and what is gone but held.
-    inventory: watch::Sender<Arc<Devices>>,
+    /// What was found, and what is gone but held.
+    inventory: Arc<Devices>,
+    /// The same as the API server is told.
+    published: watch::Sender<Arc<Devices>>,
     resources: BTreeMap<String, Resource>,
     requests: mpsc::Receiver<Request>,
+    grants: Option<Arc<dyn Grants>>,
+    announcements: watch::Receiver<Arc<Announced>>,
+    announced: Announced,
+    containers: Containers,
+    contested: Contested,
+    /// Whether it was said that kubelet does not show its containers.
+    complained: bool,
+    /// When this process began.
+    since: Instant,
 }
 
 impl<D> std::fmt::Debug for Owner<D> {
@@ -100,17 +121,26 @@ impl<D: NodeDriver> Owner<D> {
             files,
         } = options.opened;
         let (sender, requests) = mpsc::channel(QUEUE);
-        let (inventory, published) = watch::channel(Arc::default());
+        let (publish, published) = watch::channel(Arc::default());
         let mut resources = BTreeMap::new();
         let mut offered = BTreeMap::new();
-        for (name, kind) in options.resources {
-            let (devices, receiver) = watch::channel(Vec::new());
-            offered.insert(name.clone(), receiver);
-            resources.insert(name, Resource { kind, devices });
+        for (name, resource) in options.resources {
+            let (sender, devices) = watch::channel(Vec::new());
+            let seen = Offered {
+                resource: resource.clone(),
+                devices,
+            };
+            offered.insert(name.clone(), seen);
+            let resource = Resource {
+                offered: resource,
+                devices: sender,
+            };
+            resources.insert(name, resource);
         }
+        let announced = options.announcements.borrow().as_ref().clone();
         let mut owner = Self {
             driver_name: options.driver_name,
-            found: options.driver.devices(),
+            found: listen_to(&*options.driver).await,
             driver: options.driver,
             store: Arc::new(store),
             ledger,
@@ -120,12 +150,25 @@ impl<D: NodeDriver> Owner<D> {
             },
             cluster: options.cluster,
             node_in_doubt: options.node_in_doubt,
-            inventory,
+            inventory: Arc::default(),
+            published: publish,
             resources,
             requests,
+            grants: options.grants,
+            announcements: options.announcements,
+            announced,
+            containers: Containers::default(),
+            contested: Contested::default(),
+            complained: false,
+            since: Instant::now(),
         };
         owner.recover(&files).await;
         owner.found.mark_unchanged();
+        owner.take_stock();
+        owner.refresh_named_devices().await;
+        if owner.has_both() {
+            owner.look_and_tell().await;
+        }
         owner.publish();
         (
             owner,
@@ -145,11 +188,14 @@ impl<D: NodeDriver> Owner<D> {
                 biased;
                 Ok(()) = self.cluster.changed() => self.learn().await,
                 Ok(()) = self.found.changed() => self.refresh().await,
+                Ok(()) = self.announcements.changed(), if self.has_both() => self.hear_of_claims().await,
                 request = self.requests.recv() => match request {
                     Some(request) => self.serve(request).await,
                     None => return,
                 },
+                () = sleep(resources::LOOK_AGAIN), if self.looks_again() => self.look_and_tell().await,
             }
+            self.take_stock();
             self.publish();
         }
     }
@@ -197,11 +243,23 @@ impl<D: NodeDriver> Owner<D> {
                 }
                 let _ = answer.send(result.map_err(CompanionError::from));
             }
+            Request::CheckStart(resource, devices, answer) => {
+                let result = self.check_start(&resource, &devices).await;
+                if let Err(failure) = &result {
+                    warn!(
+                        resource,
+                        ?devices,
+                        reason = failure.reason(),
+                        "start refused: {failure}"
+                    );
+                }
+                let _ = answer.send(result.map_err(CompanionError::from));
+            }
         }
     }
 
     async fn prepare(&mut self, claim: &ClaimToPrepare) -> Result<Vec<String>, Failure> {
-        let planned = plan_prepare(&self.ledger, &self.inventory.borrow(), &self.node, claim);
+        let planned = self.plan(claim).await;
         if let Err(Refusal::EarlierNode { .. }) = planned {
             // One of the two is out of date, and it may be we.
             self.node_in_doubt.notify_one();
@@ -219,36 +277,21 @@ impl<D: NodeDriver> Owner<D> {
         self.carry_out(&steps).await
     }
 
-    async fn allocate(
-        &mut self,
-        resource: &str,
-        containers: &[Vec<String>],
-    ) -> Result<Vec<Injection>, Failure> {
-        let Some(Resource { kind, .. }) = self.resources.get(resource) else {
-            return Err(Refusal::NoResource(resource.to_owned()).into());
-        };
-        let devices = self.inventory.borrow().clone();
-        check_allocate(&self.ledger, &devices, resource, kind, containers)?;
-        let mut injections = Vec::with_capacity(containers.len());
-        for container in containers {
-            injections.push(self.inject(container.clone()).await?);
-        }
-        Ok(injections)
-    }
-
     async fn carry_out(&mut self, steps: &[Step]) -> Result<(), Failure> {
         for step in steps {
-            if let Step::Inject(uid) = step {
-                let held = self
-                    .ledger
-                    .entry(uid)
-                    .map(|entry| entry.devices.clone())
-                    .unwrap_or_default();
-                let injection = self
-                    .inject(held.into_iter().map(|held| held.device).collect())
-                    .await?;
-                self.ledger.set_injection(uid, injection);
-                continue;
+            match step {
+                Step::Inject(uid) => {
+                    let injection = self.inject(uid).await?;
+                    self.ledger.set_injection(uid, injection);
+                    continue;
+                }
+                Step::Release(uid) => {
+                    let what = format!("claim {uid}");
+                    let claim = self.prepared_claim(uid);
+                    in_time(what, self.driver.unprepare(&claim)).await?;
+                    continue;
+                }
+                Step::Save(_) | Step::WriteCdi(_) | Step::RemoveCdi(_) => {}
             }
             let (step, ledger, store) = (step.clone(), self.ledger.clone(), self.store.clone());
             let performed = spawn_blocking(move || step.perform(&ledger, &*store)).await;
@@ -257,15 +300,34 @@ impl<D: NodeDriver> Owner<D> {
         Ok(())
     }
 
-    async fn inject(&self, devices: Vec<String>) -> Result<Injection, Failure> {
-        let mut injection = Injection::default();
-        for device in devices {
-            match timeout(INJECTION_TIMEOUT, self.driver.injection(&device)).await {
-                Ok(made) => injection.extend(made?),
-                Err(_) => return Err(Failure::Slow { device }),
-            }
-        }
+    /// What the driver makes for a claim. Each device is named in it.
+    async fn inject(&self, uid: &ClaimUid) -> Result<Injection, Failure> {
+        let claim = self.prepared_claim(uid);
+        let mut injection = in_time(format!("claim {uid}"), self.driver.prepare(&claim)).await?;
+        injection.name_devices(claim.devices.iter().map(String::as_str));
         Ok(injection)
+    }
+
+    /// What the driver makes for a device.
+    async fn injection_of(&self, device: &str) -> Result<Injection, Failure> {
+        let what = format!("device {device:?}");
+        let mut injection = in_time(what, self.driver.injection(device)).await?;
+        injection.name_devices([device]);
+        Ok(injection)
+    }
+
+    fn prepared_claim(&self, uid: &ClaimUid) -> PreparedClaim {
+        let entry = self.ledger.entry(uid);
+        PreparedClaim {
+            uid: uid.to_string(),
+            namespace: entry.map(|entry| entry.namespace.clone()).unwrap_or_default(),
+            name: entry.map(|entry| entry.name.clone()).unwrap_or_default(),
+            devices: entry
+                .iter()
+                .flat_map(|entry| &entry.devices)
+                .map(|held| held.device.clone())
+                .collect(),
+        }
     }
 
     async fn undo(&mut self, uid: &ClaimUid) {
@@ -292,10 +354,20 @@ impl<D: NodeDriver> Owner<D> {
 
     /// The devices are not what they were: files must not lead to a node that has become another's.
     async fn refresh(&mut self) {
-        let before = self.inventory.borrow().clone();
-        let after = inventory(&self.found.borrow_and_update(), &before, &self.ledger);
-        let plans = plan_refresh(&self.ledger, &before, &after);
+        let before = self.inventory.clone();
+        self.found.mark_unchanged();
+        self.take_stock();
+        let plans = plan_refresh(&self.ledger, &before, &self.inventory);
         self.carry_out_each(plans).await;
+        self.refresh_named_devices().await;
+    }
+
+    /// Joins what was found with what is held.
+    fn take_stock(&mut self) {
+        let all = inventory(&self.found.borrow(), &self.inventory, &self.ledger);
+        if *self.inventory != all {
+            self.inventory = Arc::new(all);
+        }
     }
 
     async fn carry_out_each(&mut self, plans: Vec<(ClaimUid, Vec<Step>)>) {
@@ -321,22 +393,61 @@ impl<D: NodeDriver> Owner<D> {
     }
 
     fn publish(&self) {
-        let all = inventory(&self.found.borrow(), &self.inventory.borrow(), &self.ledger);
         for resource in self.resources.values() {
-            let devices = plugin_devices(&all, &self.ledger, &resource.kind);
+            let devices = plugin_devices(&self.inventory, self.handed_out(), &resource.offered.kind);
             resource.devices.send_if_modified(|published| {
                 let changed = *published != devices;
                 *published = devices;
                 changed
             });
         }
-        self.inventory.send_if_modified(|published| {
+        let all = published(&self.inventory, &self.contested);
+        self.published.send_if_modified(|published| {
             let changed = **published != all;
             if changed {
                 *published = Arc::new(all);
             }
             changed
         });
+    }
+}
+
+/// Waits for the driver's first list, and goes on listening to it.
+async fn listen_to<D: NodeDriver>(driver: &D) -> watch::Receiver<Arc<Devices>> {
+    let mut lists = Box::pin(driver.devices());
+    let mut reported = BTreeSet::new();
+    let mut take = move |list| {
+        let (devices, problems) = driver::served(list);
+        driver::report(problems, &mut reported);
+        Arc::new(devices)
+    };
+    let (sender, found) = watch::channel(lists.next().await.map(&mut take).unwrap_or_default());
+    tokio::spawn(async move {
+        while let Some(list) = lists.next().await {
+            let devices = take(list);
+            if sender.is_closed() {
+                return;
+            }
+            sender.send_if_modified(|found| {
+                let changed = *found != devices;
+                *found = devices;
+                changed
+            });
+        }
+        // The last list stands: without a sender the owner would take it for a change for ever.
+        sender.closed().await;
+    });
+    found
+}
+
+/// Calls the driver, for so long.
+async fn in_time<T>(
+    what: String,
+    call: impl Future<Output = Result<T, NodeDriverError>>,
+) -> Result<T, Failure> {
+    match timeout(DRIVER_TIMEOUT, call).await {
+        Ok(answer) => Ok(answer?),
+        Err(_) => Err(Failure::Slow { what }),
     }
 }
 

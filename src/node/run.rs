@@ -1,31 +1,23 @@
 //! The companion as a whole: what is started, in which order, and how it ends.
 
+mod builder;
 mod doors;
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
+
 use std::sync::Arc;
-use std::time::Duration;
 
-use tokio::sync::{Notify, watch};
-use tokio::task::{JoinError, spawn_blocking};
-use tokio::time::{Instant, sleep};
+use tokio::sync::watch;
+use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
-use tracing::info;
 
-use self::doors::Doors;
-use super::config::{ConfigError, KindDoor, NodeConfiguration};
+pub use self::builder::{Node, NodeBuilder};
+use super::config::{ConfigError, NodeConfiguration};
 use super::discover::{HostDevices, HostPaths};
+use super::door::device_plugin::PluginRegistration;
 use super::door::{DoorError, KubeletPaths};
-use super::inventory::{Publisher, PublisherClient, Standing};
-use super::owner::{Owner, OwnerOptions};
-use super::store::{Opened, Store, StoreError};
-use crate::core::node::driver_name::{DriverName, DriverNameError};
-
-/// How long a companion waits for another one on the same node to end, as at an update.
-const LOCK_PATIENCE: Duration = Duration::from_secs(30);
-/// How often it looks whether that has happened.
-const LOCK_PAUSE: Duration = Duration::from_millis(500);
+use super::store::StoreError;
+use crate::core::node::driver_name::DriverNameError;
 
 /// What a companion is told.
 #[derive(Clone)]
@@ -40,6 +32,8 @@ pub struct NodeOptions {
     pub kubelet_root: PathBuf,
     /// The directory of kubelet's device plugin socket. It does not follow kubelet's root directory.
     pub device_plugin_dir: PathBuf,
+    /// How kubelet learns of extended resources.
+    pub plugin_registration: PluginRegistration,
     /// A directory in which the container runtime looks for CDI files.
     pub cdi_dir: PathBuf,
     /// Where this process sees the host's `/dev`, `/sys` and mounts.
@@ -58,6 +52,7 @@ impl NodeOptions {
             config: config.into(),
             kubelet_root: kubelet.root_dir,
             device_plugin_dir: kubelet.device_plugin_dir,
+            plugin_registration: PluginRegistration::default(),
             cdi_dir: "/var/run/cdi".into(),
             host: HostPaths::default(),
             client,
@@ -73,6 +68,7 @@ impl std::fmt::Debug for NodeOptions {
             .field("config", &self.config)
             .field("kubelet_root", &self.kubelet_root)
             .field("device_plugin_dir", &self.device_plugin_dir)
+            .field("plugin_registration", &self.plugin_registration)
             .field("cdi_dir", &self.cdi_dir)
             .field("host", &self.host)
             .finish_non_exhaustive()
@@ -119,112 +115,34 @@ impl NodeError {
 /// Where the kernel tells the id of the boot (`random(4)`).
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// Runs the companion until the token is cancelled.
-///
-/// The records of the node are put right before a door opens. An API server that is away stops nothing here: claims are
-/// served if it said once that there are such. An error comes at the start, or if a part breaks down; after a clean stop
-/// calls in flight have been answered, the sockets are gone and the inventory says "not ready".
+/// Runs the companion of the built-in discovery, as its configuration describes it, until the token is cancelled: a [`Node`] whose
+/// driver are the node's [`HostDevices`].
 pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<(), NodeError> {
-    let driver_name = DriverName::parse(&options.driver_name)?;
     let configuration = NodeConfiguration::read(&options.config)?;
-    let boot_id = std::fs::read_to_string(BOOT_ID)
-        .map_err(NodeError::BootId)?
-        .trim()
-        .to_owned();
-    let Some(opened) = open(&options, &driver_name, &boot_id, &shutdown).await? else {
-        return Ok(());
-    };
-
-    let resources: BTreeMap<String, String> = configuration
+    let resources: Vec<_> = configuration
         .kinds
         .iter()
-        .filter_map(|kind| match &kind.door {
-            KindDoor::Claims => None,
-            KindDoor::ExtendedResource { resource_name } => Some((resource_name.clone(), kind.name.clone())),
-        })
+        .filter_map(|kind| kind.doors.extended_resource(&kind.name))
         .collect();
     // The search for devices outlives the doors: what is under way at the end still needs its devices.
     let search = CancellationToken::new();
     let _end_of_search = search.clone().drop_guard();
-    let driver = Arc::new(HostDevices::start(watch::channel(Arc::new(configuration)).1, options.host.clone(), search).await);
-    let (cluster, _) = watch::channel(opened.cluster.clone());
-    let node_in_doubt = Arc::new(Notify::new());
-    let (owner, companion, devices) = Owner::start(OwnerOptions {
-        driver_name: driver_name.clone(),
-        node_name: options.node_name.clone(),
-        resources: resources.clone(),
-        driver,
-        opened,
-        cluster: cluster.subscribe(),
-        node_in_doubt: node_in_doubt.clone(),
-    })
+    let driver = HostDevices::start(
+        watch::channel(Arc::new(configuration)).1,
+        options.host.clone(),
+        search,
+    )
     .await;
-    let owner = tokio::spawn(owner.run());
-
-    let (standing_sender, standing) = watch::channel(Standing {
-        reason: "Starting".to_owned(),
-        ..Standing::default()
-    });
-    let publisher = Publisher {
-        client: PublisherClient(options.client.clone()),
-        driver_name: driver_name.clone(),
-        node_name: options.node_name.clone(),
-        devices,
-        cluster: cluster.clone(),
-        standing,
-        node_in_doubt,
-    };
-    let stop_publishing = CancellationToken::new();
-    let publisher = tokio::spawn(publisher.run(stop_publishing.clone()));
-
-    let doors = Doors {
-        paths: options.kubelet(),
-        driver_name,
-        resources,
-        cluster: cluster.subscribe(),
-    };
-    // The last handle of the owner goes with the doors.
-    let served = doors.serve(Arc::new(companion), standing_sender, shutdown).await;
-    let owner = owner.await.map_err(NodeError::Broken);
-    stop_publishing.cancel();
-    let publisher = publisher.await.map_err(NodeError::Broken);
-    served.and(owner).and(publisher)
-}
-
-impl NodeOptions {
-    fn kubelet(&self) -> KubeletPaths {
-        KubeletPaths {
-            root_dir: self.kubelet_root.clone(),
-            device_plugin_dir: self.device_plugin_dir.clone(),
-        }
+    let mut node = Node::builder(driver, options.node_name, options.client)
+        .driver_name(options.driver_name)
+        .kubelet(KubeletPaths {
+            root_dir: options.kubelet_root,
+            device_plugin_dir: options.device_plugin_dir,
+        })
+        .plugin_registration(options.plugin_registration)
+        .cdi_dir(options.cdi_dir);
+    for (name, resource) in resources {
+        node = node.extended_resource(name, resource);
     }
-}
-
-/// Opens the records, and waits a while for another companion to let go of them. `None` if the shutdown comes first.
-async fn open(
-    options: &NodeOptions,
-    driver_name: &DriverName,
-    boot_id: &str,
-    shutdown: &CancellationToken,
-) -> Result<Option<Opened>, NodeError> {
-    let until = Instant::now() + LOCK_PATIENCE;
-    let mut told = false;
-    loop {
-        let state = options.kubelet_root.join("plugins").join(driver_name.as_str());
-        let (driver_name, cdi, boot_id) = (driver_name.clone(), options.cdi_dir.clone(), boot_id.to_owned());
-        let opened = spawn_blocking(move || Store::open(&driver_name, &state, &cdi, &boot_id)).await;
-        match opened.map_err(NodeError::Broken)? {
-            Err(StoreError::Locked(lock)) if Instant::now() < until => {
-                if !told {
-                    told = true;
-                    info!(lock = %lock.display(), "another companion runs on this node; waiting for its end");
-                }
-            }
-            opened => return Ok(Some(opened?)),
-        }
-        tokio::select! {
-            () = shutdown.cancelled() => return Ok(None),
-            () = sleep(LOCK_PAUSE) => {}
-        }
-    }
+    node.run(shutdown).await
 }

@@ -11,7 +11,6 @@ use drayman::core::node::injection::Injection;
 use drayman::core::node::inventory::Devices;
 use drayman::node::config::NodeConfiguration;
 use drayman::node::discover::{HostDevices, HostPaths, Survey, survey};
-use drayman::node::driver::NodeDriver;
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
 use tokio::sync::watch;
 
@@ -261,7 +260,7 @@ impl Searching {
         let (configuration, receiver) = watch::channel(Arc::new(configuration));
         let driver = HostDevices::start(receiver, paths, shutdown.clone()).await;
         Self {
-            devices: driver.devices(),
+            devices: driver.watch(),
             driver,
             configuration,
             _end: shutdown.drop_guard(),

@@ -1,16 +1,21 @@
 use std::fs;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use drayman::api::proto::bounded::PreferenceRequest;
 use drayman::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
 use drayman::api::proto::device_plugin_v1beta1::registration_server::{Registration, RegistrationServer};
 use drayman::api::proto::device_plugin_v1beta1::{
     DevicePluginOptions, Empty, ListAndWatchResponse, RegisterRequest,
 };
-use drayman::api::proto::{ContainerList, DeviceIdList};
+use drayman::api::proto::plugin_registration::PluginInfo;
+use drayman::api::proto::{ContainerList, DeviceIdList, PreferenceList};
+use drayman::node::door::device_plugin::PluginRegistration;
 use drayman::node::door::{DoorError, DoorState, device_plugin};
+use prost::Message as _;
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
@@ -19,7 +24,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Response, Status, Streaming};
 
-use crate::support::{RESOURCE, Scripted, channel, device, paths, soon, until_state};
+use crate::support::{DRIVER, RESOURCE, RawClient, Scripted, channel, device, paths, soon, until_state};
 
 type Devices = Streaming<ListAndWatchResponse>;
 
@@ -98,12 +103,18 @@ struct Door {
 
 impl Door {
     fn open() -> Self {
+        Self::open_by(PluginRegistration::KubeletSocket)
+    }
+
+    fn open_by(registration: PluginRegistration) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let (companion, shutdown) = (Scripted::new(), CancellationToken::new());
         let (sender, state) = watch::channel(DoorState::Starting);
         let serve = device_plugin::serve(
             Arc::clone(&companion),
             paths(&directory),
+            registration,
+            DRIVER.into(),
             RESOURCE.into(),
             sender,
             shutdown.clone(),
@@ -162,7 +173,11 @@ async fn a_resource_is_registered_and_its_list_is_sent_on_change_only() {
         (request.version.as_str(), request.resource_name.as_str()),
         ("v1beta1", RESOURCE)
     );
-    assert_eq!(request.options, Some(DevicePluginOptions::default()));
+    let offered = DevicePluginOptions {
+        pre_start_required: true,
+        get_preferred_allocation_available: true,
+    };
+    assert_eq!(request.options, Some(offered));
 
     assert_eq!(list(&mut devices).await, "a");
     door.companion
@@ -231,6 +246,125 @@ async fn allocate_hands_out_one_injection_per_container() {
         Code::InvalidArgument
     );
     door.close().await;
+}
+
+#[tokio::test]
+async fn a_preference_and_the_check_before_a_start_are_asked_for_and_answered() {
+    let door = Door::open();
+    let _kubelet = Running::start(&door.kubelet_directory());
+    crate::support::until_exists(&door.socket(), true).await;
+    let mut client = door.client().await;
+    let options = client
+        .get_device_plugin_options(Empty {})
+        .await
+        .unwrap()
+        .into_inner();
+    assert!(options.pre_start_required && options.get_preferred_allocation_available);
+
+    let ids = |ids: &[&str]| ids.iter().map(|id| (*id).to_owned()).collect::<Vec<String>>();
+    let wish = PreferenceRequest {
+        available: ids(&["a", "b", "c"]),
+        must_include: ids(&["b"]),
+        size: 2,
+        beyond: 0,
+    };
+    let answer = client
+        .get_preferred_allocation(PreferenceList::new(vec![wish.clone(), wish.clone()]))
+        .await
+        .unwrap()
+        .into_inner();
+    let choices: Vec<_> = answer
+        .container_responses
+        .into_iter()
+        .map(|choice| choice.device_i_ds)
+        .collect();
+    assert_eq!(choices, [["c", "b"], ["c", "b"]]);
+    let negative = PreferenceRequest {
+        size: -1,
+        ..wish.clone()
+    };
+    let crowd = PreferenceRequest {
+        available: vec![String::new(); 5_000],
+        ..wish.clone()
+    };
+    for hostile in [vec![negative], vec![crowd], vec![wish; 65]] {
+        let refused = client
+            .get_preferred_allocation(PreferenceList::new(hostile))
+            .await;
+        assert_eq!(refused.unwrap_err().code(), Code::InvalidArgument);
+    }
+
+    let mut start = async |list: &[&str]| client.pre_start_container(DeviceIdList::new(ids(list))).await;
+    start(&["a", "b"]).await.unwrap();
+    let refused = start(&["refuse"]).await.unwrap_err();
+    assert_eq!(
+        (refused.code(), refused.message()),
+        (Code::FailedPrecondition, "refuse: stop the other pod")
+    );
+    assert_eq!(
+        door.companion.calls(),
+        [
+            "choose test.drayman.dev/port 2 of a,b,c with b",
+            "choose test.drayman.dev/port 2 of a,b,c with b",
+            "start test.drayman.dev/port a,b",
+            "start test.drayman.dev/port refuse"
+        ]
+    );
+    door.close().await;
+}
+
+/// kubelet as its plugin watcher behaves: it dials the socket that it finds with the path as authority, asks, and then watches the
+/// devices at the endpoint that it was told.
+#[tokio::test]
+async fn a_plugin_watcher_finds_the_resource_and_again_when_its_stream_has_ended() {
+    let mut door = Door::open_by(PluginRegistration::PluginWatcher);
+    let registration = paths(&door.directory)
+        .device_plugin_registration_socket(DRIVER, RESOURCE)
+        .path;
+    let inode = || fs::metadata(&registration).unwrap().ino();
+    for _ in 0..2 {
+        crate::support::until_exists(&registration, true).await;
+        let found = inode();
+        let mut watcher = RawClient::connect(&registration).await;
+        let authority = registration.display().to_string();
+        let info = watcher
+            .call(&authority, "/pluginregistration.Registration/GetInfo", b"")
+            .await;
+        let info = PluginInfo::decode(info.body.as_slice()).unwrap();
+        assert_eq!(
+            (info.r#type.as_str(), info.name.as_str(), info.supported_versions),
+            ("DevicePlugin", RESOURCE, vec!["v1beta1".to_owned()])
+        );
+        let plugin = paths(&door.directory)
+            .watched_device_plugin_socket(DRIVER, RESOURCE)
+            .path;
+        assert_eq!(Path::new(&info.endpoint), plugin);
+        let mut client = DevicePluginClient::new(channel(&plugin).await);
+        client.get_device_plugin_options(Empty {}).await.unwrap();
+        let mut devices = client.list_and_watch(Empty {}).await.unwrap().into_inner();
+        assert_eq!(list(&mut devices).await, "a");
+        let told = watcher
+            .call(
+                &authority,
+                "/pluginregistration.Registration/NotifyRegistrationStatus",
+                b"\x08\x01",
+            )
+            .await;
+        assert_eq!(told.status, "0");
+        until_state(&mut door.state, &DoorState::Registered).await;
+        // While it watches nothing is renewed; when it does no more, there is a new socket for it to find.
+        assert_eq!(inode(), found);
+        drop(devices);
+        soon(async {
+            while fs::metadata(&registration).map_or(true, |now| now.ino() == found) {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        })
+        .await;
+    }
+    door.shutdown.cancel();
+    soon(door.task).await.unwrap().unwrap();
+    assert!(!registration.exists());
 }
 
 #[tokio::test]
@@ -305,7 +439,15 @@ async fn a_resource_that_does_not_exist_or_has_no_name_is_refused() {
     ] {
         let state = watch::Sender::new(DoorState::Starting);
         let shutdown = CancellationToken::new();
-        let error = device_plugin::serve(Scripted::new(), paths(&directory), name.into(), state, shutdown);
+        let error = device_plugin::serve(
+            Scripted::new(),
+            paths(&directory),
+            PluginRegistration::KubeletSocket,
+            DRIVER.into(),
+            name.into(),
+            state,
+            shutdown,
+        );
         assert_eq!(soon(error).await.unwrap_err().reason(), reason);
     }
 }

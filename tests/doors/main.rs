@@ -5,5 +5,6 @@
 mod device_plugin;
 mod dra;
 mod hostile;
+mod pod_resources;
 mod sockets;
 mod support;

@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use drayman::core::node::injection::{DeviceNode, Injection};
-use drayman::node::companion::{ClaimToPrepare, ClaimToUnprepare, Companion, CompanionError, PluginDevice};
+use drayman::node::companion::{
+    ClaimToPrepare, ClaimToUnprepare, Companion, CompanionError, PluginDevice, Preference,
+};
 use drayman::node::door::{DoorError, DoorState, KubeletPaths, dra};
 use loona_hpack::{Decoder, Encoder};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -109,6 +111,31 @@ impl Companion for Scripted {
 
     fn plugin_devices(&self, resource_name: &str) -> Option<watch::Receiver<Vec<PluginDevice>>> {
         (resource_name == RESOURCE).then(|| self.devices.subscribe())
+    }
+
+    fn checks_start(&self, resource_name: &str) -> bool {
+        resource_name == RESOURCE
+    }
+
+    /// The last ones, backwards.
+    fn choose(&self, resource_name: &str, wishes: Vec<Preference>) -> Vec<Vec<String>> {
+        let wish = |wish: &Preference| {
+            format!(
+                "choose {resource_name} {} of {} with {}",
+                wish.size,
+                wish.available.join(","),
+                wish.must_include.join(",")
+            )
+        };
+        self.calls.lock().unwrap().extend(wishes.iter().map(wish));
+        let choice = |wish: Preference| wish.available.into_iter().rev().take(wish.size).collect();
+        wishes.into_iter().map(choice).collect()
+    }
+
+    async fn check_start(&self, resource_name: &str, devices: Vec<String>) -> Result<(), CompanionError> {
+        let call = format!("start {resource_name} {}", devices.join(","));
+        let name = devices.first().cloned().unwrap_or_default();
+        self.answer(call, &name, ()).await.unwrap_or(Ok(()))
     }
 
     async fn allocate(

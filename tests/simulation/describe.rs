@@ -115,7 +115,7 @@ pub(crate) fn describe_command(command: &Command) -> String {
         Command::ReadPod { key, .. } => format!("read pod {}", key.name),
         Command::ReadClaim { key, .. } => format!("read claim {}", key.name),
         Command::WriteClaim { key, write, .. } => match write {
-            ClaimWrite::AddFinalizer => format!("add finalizer to {}", key.name),
+            ClaimWrite::AddFinalizer { node } => format!("add finalizer to {} for {node}", key.name),
             ClaimWrite::RemoveFinalizer => format!("remove finalizer of {}", key.name),
             ClaimWrite::ClearAllocation { .. } => format!("clear allocation of {}", key.name),
             ClaimWrite::UndoAllocation { .. } => format!("take back {}", key.name),

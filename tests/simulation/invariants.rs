@@ -99,7 +99,10 @@ impl Stage {
         else {
             return;
         };
-        let adds = matches!(write, ClaimWrite::AddFinalizer | ClaimWrite::Allocate { .. });
+        let adds = matches!(
+            write,
+            ClaimWrite::AddFinalizer { .. } | ClaimWrite::Allocate { .. }
+        );
         if adds && !self.is_ours(&claim.spec.resource_class_name) {
             self.violate(|| format!("I6: {key} is not of a class of ours"));
         }

@@ -51,13 +51,17 @@ impl Stage {
     ) -> Result<std::sync::Arc<ResourceClaim>, ApiError> {
         let store = &mut self.store;
         match write {
-            ClaimWrite::AddFinalizer => store.update_claim(key, Some(uid), Endpoint::Main, |claim| {
-                let finalizers = claim.metadata.finalizers.get_or_insert_default();
-                if !finalizers.iter().any(|name| name == FINALIZER) {
-                    finalizers.push(FINALIZER.to_owned());
-                }
-                Ok(())
-            }),
+            ClaimWrite::AddFinalizer { node } => {
+                store.update_claim(key, Some(uid), Endpoint::Main, |claim| {
+                    let labels = claim.metadata.labels.get_or_insert_default();
+                    labels.insert(format!("{DRIVER}/node"), node.clone());
+                    let finalizers = claim.metadata.finalizers.get_or_insert_default();
+                    if !finalizers.iter().any(|name| name == FINALIZER) {
+                        finalizers.push(FINALIZER.to_owned());
+                    }
+                    Ok(())
+                })
+            }
             ClaimWrite::RemoveFinalizer => store.update_claim(key, Some(uid), Endpoint::Main, |claim| {
                 if let Some(finalizers) = &mut claim.metadata.finalizers {
                     finalizers.retain(|name| name != FINALIZER);
@@ -143,7 +147,7 @@ impl Stage {
                     });
                 }
             }
-            ClaimWrite::AddFinalizer | ClaimWrite::RemoveFinalizer => {}
+            ClaimWrite::AddFinalizer { .. } | ClaimWrite::RemoveFinalizer => {}
         }
     }
 

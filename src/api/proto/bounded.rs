@@ -7,6 +7,7 @@ use bytes::{Buf, BufMut};
 use prost::encoding::{self, DecodeContext, WireType};
 use prost::{DecodeError, Message};
 
+use super::MAX_DEVICES_PER_CONTAINER;
 use super::dra_v1alpha3::Claim;
 
 /// The field of the elements, in every message that this type stands for.
@@ -79,6 +80,64 @@ impl<T: Element, const MAX: usize> Message for Bounded<T, MAX> {
     }
 }
 
+/// `ContainerPreferredAllocationRequest` of the device plugin API, of which at most [`MAX_DEVICES_PER_CONTAINER`] ids of each sort are
+/// kept.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PreferenceRequest {
+    /// Field 1: the ids of the devices that are free.
+    pub available: Vec<String>,
+    /// Field 2: the ids of those that must be chosen.
+    pub must_include: Vec<String>,
+    /// Field 3: how many are wanted.
+    pub size: i32,
+    /// How many more ids the sender sent. Not encoded.
+    pub beyond: usize,
+}
+
+impl Message for PreferenceRequest {
+    fn encode_raw(&self, buf: &mut impl BufMut) {
+        encoding::string::encode_repeated(1, &self.available, buf);
+        encoding::string::encode_repeated(2, &self.must_include, buf);
+        if self.size != 0 {
+            encoding::int32::encode(3, &self.size, buf);
+        }
+    }
+
+    fn merge_field(
+        &mut self,
+        tag: u32,
+        wire_type: WireType,
+        buf: &mut impl Buf,
+        context: DecodeContext,
+    ) -> Result<(), DecodeError> {
+        let ids = match tag {
+            1 => &mut self.available,
+            2 => &mut self.must_include,
+            3 => return encoding::int32::merge(wire_type, &mut self.size, buf, context),
+            _ => return encoding::skip_field(wire_type, tag, buf, context),
+        };
+        if ids.len() >= MAX_DEVICES_PER_CONTAINER {
+            self.beyond = self.beyond.saturating_add(1);
+            return encoding::skip_field(wire_type, tag, buf, context);
+        }
+        encoding::string::merge_repeated(wire_type, ids, buf, context)
+    }
+
+    fn encoded_len(&self) -> usize {
+        encoding::string::encoded_len_repeated(1, &self.available)
+            + encoding::string::encoded_len_repeated(2, &self.must_include)
+            + if self.size == 0 {
+                0
+            } else {
+                encoding::int32::encoded_len(3, &self.size)
+            }
+    }
+
+    fn clear(&mut self) {
+        *self = Self::default();
+    }
+}
+
 /// What can be an element of a [`Bounded`].
 pub trait Element: Default + Send + Sync {
     /// Writes it as field 1.
@@ -119,6 +178,7 @@ macro_rules! element {
 
 element!(string, [], String);
 element!(message, [], Claim);
+element!(message, [], PreferenceRequest);
 element!(message, [const MAX: usize], Bounded<String, MAX>);
 
 #[cfg(test)]
@@ -174,5 +234,28 @@ mod tests {
         assert!(Few::decode([0x0a, 1, 0xff].as_slice()).is_err());
         assert!(Few::decode([0x08, 1].as_slice()).is_err());
         assert!(Few::decode([0x0a, 200].as_slice()).is_err());
+    }
+
+    #[test]
+    fn a_request_for_a_preference_is_read_as_protobuf_has_it_and_bounded() {
+        let request = PreferenceRequest {
+            available: vec!["a".into(), "b".into()],
+            must_include: vec!["b".into()],
+            size: 2,
+            beyond: 0,
+        };
+        let bytes = request.encode_to_vec();
+        assert_eq!(bytes, b"\x0a\x01a\x0a\x01b\x12\x01b\x18\x02");
+        assert_eq!(bytes.len(), request.encoded_len());
+        assert_eq!(PreferenceRequest::decode(bytes.as_slice()), Ok(request));
+        let many = PreferenceRequest {
+            available: vec![String::new(); MAX_DEVICES_PER_CONTAINER + 3],
+            ..PreferenceRequest::default()
+        };
+        let read = PreferenceRequest::decode(many.encode_to_vec().as_slice()).unwrap();
+        assert_eq!(
+            (read.available.len(), read.beyond),
+            (MAX_DEVICES_PER_CONTAINER, 3)
+        );
     }
 }

@@ -3,7 +3,7 @@
 
 pub mod bounded;
 
-use bounded::Bounded;
+use bounded::{Bounded, PreferenceRequest};
 
 /// Claims that one call may name: kubelet sends those of one pod, and a pod has a few.
 pub const MAX_CLAIMS: usize = 1024;
@@ -16,8 +16,11 @@ pub const MAX_DEVICES_PER_CONTAINER: usize = 4096;
 pub type ClaimList = Bounded<dra_v1alpha3::Claim, MAX_CLAIMS>;
 /// `AllocateRequest` of [`device_plugin_v1beta1`]: field 1, repeated.
 pub type ContainerList = Bounded<DeviceIdList, MAX_CONTAINERS>;
-/// `ContainerAllocateRequest` of [`device_plugin_v1beta1`]: field 1, repeated.
+/// `ContainerAllocateRequest` and `PreStartContainerRequest` of [`device_plugin_v1beta1`]: field 1, repeated.
 pub type DeviceIdList = Bounded<String, MAX_DEVICES_PER_CONTAINER>;
+
+/// `PreferredAllocationRequest` of [`device_plugin_v1beta1`]: field 1, repeated.
+pub type PreferenceList = Bounded<PreferenceRequest, MAX_CONTAINERS>;
 
 macro_rules! generated {
     ($(#[$doc:meta])* $module:ident, $package:literal) => {
@@ -56,4 +59,9 @@ generated!(
     /// The device plugin API, v1beta1.
     device_plugin_v1beta1,
     "v1beta1"
+);
+generated!(
+    /// The pod resources API, v1.
+    pod_resources_v1,
+    "v1"
 );

@@ -118,6 +118,7 @@ pub(super) fn door(device: &DeviceRow) -> &'static str {
     match device.mode {
         Some(Mode::Claims) => "claims",
         Some(Mode::ExtendedResource) => "extended-resource",
+        Some(Mode::Both) => "both",
         Some(Mode::Unknown) => "of a newer release",
         None => "",
     }

@@ -131,7 +131,7 @@ impl Device {
 
     /// Whether a claim may get it as far as the device itself is concerned.
     pub fn claimable(&self) -> bool {
-        self.mode == Mode::Claims && self.unhealthy.is_none()
+        self.mode.serves_claims() && self.unhealthy.is_none()
     }
 }
 

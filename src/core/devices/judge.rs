@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::NodeSelector;
 
-use crate::api::crd::Mode;
 use crate::api::handle::HandleDevice;
 use crate::api::resource::ResourceClaim;
 use crate::core::devices::facts::Matches;
@@ -169,7 +168,7 @@ fn standings(holdings: &Holdings, node: &Node, wishes: &[Wish<'_>]) -> Vec<Stand
         let ours = holders.iter().filter(own).count();
         let room = device.shares.saturating_sub(holders.len() - ours);
         match room {
-            _ if device.mode != Mode::Claims => Standing::OtherMode,
+            _ if !device.mode.serves_claims() => Standing::OtherMode,
             0 => Standing::Held,
             _ if device.unhealthy.is_some() => Standing::Unhealthy,
             room => Standing::Open { room, own: ours > 0 },

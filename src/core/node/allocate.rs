@@ -1,16 +1,17 @@
 //! The device plugin's side of the plan: what an Allocate may hand out.
 
 use super::check::{distinct, usable};
-use super::inventory::Devices;
-use super::ledger::Ledger;
+use super::inventory::{Devices, HandedOut};
+use super::naming::device_of_plugin_id;
 use super::refusal::Refusal;
 use crate::api::crd::Mode;
 
 /// Says whether an Allocate of the device plugin API may be granted: one list of device ids per container.
 ///
-/// Nothing is stored: kubelet's own record of what it granted is the only one that lives as long as the pod.
+/// Nothing is stored: kubelet's own record of what it granted is the only one that lives as long as the pod. What a container has
+/// already is no reason to refuse: that it is free is kubelet's to know, which asks for it again only after its pod has ended.
 pub fn check_allocate(
-    ledger: &Ledger,
+    handed_out: HandedOut<'_>,
     inventory: &Devices,
     resource: &str,
     kind: &str,
@@ -19,7 +20,8 @@ pub fn check_allocate(
     if containers.is_empty() || containers.iter().any(Vec::is_empty) {
         return Err(Refusal::NoDevice);
     }
-    for name in distinct(containers.iter().flatten().map(String::as_str))? {
+    for id in distinct(containers.iter().flatten().map(String::as_str))? {
+        let name = device_of_plugin_id(id);
         let device = usable(inventory, name, Mode::ExtendedResource)?;
         if device.kind != kind {
             return Err(Refusal::OtherResource {
@@ -27,10 +29,16 @@ pub fn check_allocate(
                 resource: resource.to_owned(),
             });
         }
-        if let Some((uid, entry)) = ledger.holder(name) {
+        if let Some((uid, entry)) = handed_out.ledger.holder(name) {
             return Err(Refusal::Held {
                 device: device.name.clone(),
                 holder: entry.describe(uid),
+            });
+        }
+        if let (Mode::Both, Some(holder)) = (device.mode, handed_out.announced.holder(name)) {
+            return Err(Refusal::Allocated {
+                device: device.name.clone(),
+                holder: holder.to_owned(),
             });
         }
     }
@@ -41,8 +49,10 @@ pub fn check_allocate(
 mod tests {
     use std::collections::BTreeMap;
 
+    use super::super::announced::Announced;
     use super::super::claim_uid::ClaimUid;
-    use super::super::ledger::{Entry, HeldDevice, Progress};
+    use super::super::containers::Containers;
+    use super::super::ledger::{Entry, HeldDevice, Ledger, Progress};
     use super::*;
     use crate::api::crd::Device;
 
@@ -74,8 +84,20 @@ mod tests {
             .iter()
             .map(|ids| ids.iter().map(|id| (*id).to_owned()).collect())
             .collect();
-        check_allocate(ledger, &inventory(), "example.com/camera", "camera", &containers)
-            .map_err(|refusal| refusal.reason())
+        let (announced, held) = (Announced::default(), Containers::default());
+        let handed_out = HandedOut {
+            ledger,
+            announced: &announced,
+            containers: &held,
+        };
+        check_allocate(
+            handed_out,
+            &inventory(),
+            "example.com/camera",
+            "camera",
+            &containers,
+        )
+        .map_err(|refusal| refusal.reason())
     }
 
     #[test]
@@ -94,6 +116,7 @@ mod tests {
             (&[&["sick"]], "DeviceUnhealthy"),
             (&[&["other"]], "InvalidResource"),
             (&[&["claimed"]], "WrongMode"),
+            (&[&["nowhere.1"]], "DeviceGone"),
         ] {
             assert_eq!(
                 reason(&Ledger::default(), containers),

@@ -74,10 +74,15 @@ pub(super) fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Result<Vec<&
         .collect()
 }
 
-/// A device that exists, is of the right mode and is well.
+/// A device that exists, may leave through the door (named by the mode that has it alone) and is well.
 pub(super) fn usable<'a>(inventory: &'a Devices, name: &str, asked_by: Mode) -> Result<&'a Device, Refusal> {
     let device = inventory.get(name).ok_or_else(|| Refusal::Gone(shown(name)))?;
-    if device.mode != asked_by {
+    let may_leave = match asked_by {
+        Mode::Claims => device.mode.serves_claims(),
+        Mode::ExtendedResource => device.mode.serves_extended_resource(),
+        Mode::Both | Mode::Unknown => false,
+    };
+    if !may_leave {
         return Err(Refusal::WrongDoor {
             device: name.to_owned(),
             kind: device.kind.clone(),
@@ -98,6 +103,7 @@ fn door(mode: Mode) -> &'static str {
     match mode {
         Mode::Claims => "resource claims",
         Mode::ExtendedResource => "an extended resource",
+        Mode::Both => "resource claims and an extended resource",
         Mode::Unknown => "nobody that this release knows",
     }
 }

@@ -56,6 +56,26 @@ impl DriverName {
     pub fn cdi_file_prefix(&self) -> String {
         format!("{}-claim_", self.0)
     }
+
+    /// The CDI kind of devices that leave through the device plugin API by name.
+    pub fn cdi_device_kind(&self) -> String {
+        format!("{}/device", self.0)
+    }
+
+    /// The CDI id of such a device.
+    pub fn cdi_device_id(&self, device: &str) -> String {
+        format!("{}/device={device}", self.0)
+    }
+
+    /// The name of the CDI file of such a device, whose name is a DNS label.
+    pub fn cdi_device_file(&self, device: &str) -> String {
+        format!("{}{device}.json", self.cdi_device_file_prefix())
+    }
+
+    /// What the names of these files begin with.
+    pub fn cdi_device_file_prefix(&self) -> String {
+        format!("{}-device_", self.0)
+    }
 }
 
 impl fmt::Display for DriverName {

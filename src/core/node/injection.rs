@@ -20,6 +20,14 @@ pub struct Injection {
     /// Files and directories of the node.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mounts: Vec<Mount>,
+    /// Annotations for the container runtime, by name. The device plugin API carries them; CDI cannot, so a claim's containers do
+    /// not get them.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub annotations: BTreeMap<String, String>,
+    /// Names of CDI devices (`vendor/class=name`) that are given besides, in a file that somebody else keeps or, for kinds that are
+    /// set so, that the companion keeps. Only through the device plugin API: kubelet 1.27 ignores them without a word.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub cdi_devices: Vec<String>,
 }
 
 /// A device node in a container.
@@ -57,10 +65,32 @@ impl Injection {
         }
     }
 
-    /// Adds what another device brings. Variables are named after devices, so two devices never share one.
+    /// Makes sure that each device is named by a variable, with its name as the value unless the driver has set another: that is what
+    /// a lost checkpoint is rebuilt from.
+    pub fn name_devices<'a>(&mut self, devices: impl IntoIterator<Item = &'a str>) {
+        for device in devices {
+            self.environment
+                .entry(environment_name(device))
+                .or_insert_with(|| device.to_owned());
+        }
+    }
+
+    /// Adds what another device brings. Variables are named after devices, so two devices never share one; what two devices bring
+    /// alike (a control node, a directory of libraries) is there once.
     pub fn extend(&mut self, other: Self) {
-        self.device_nodes.extend(other.device_nodes);
+        add_new(&mut self.device_nodes, other.device_nodes);
         self.environment.extend(other.environment);
+        add_new(&mut self.mounts, other.mounts);
+        self.annotations.extend(other.annotations);
+        add_new(&mut self.cdi_devices, other.cdi_devices);
+    }
+}
+
+fn add_new<T: PartialEq>(all: &mut Vec<T>, more: Vec<T>) {
+    for one in more {
+        if !all.contains(&one) {
+            all.push(one);
+        }
     }
 }
 
@@ -94,6 +124,24 @@ mod tests {
                 ("DRAYMAN_DEVICE_FUSE", "/dev/fuse"),
                 ("DRAYMAN_DEVICE_KVM", "/dev/kvm")
             ]
+        );
+    }
+
+    #[test]
+    fn what_two_devices_bring_alike_is_there_once() {
+        let control = |device: &str| Injection {
+            mounts: vec![Mount {
+                host_path: "/opt/lib".into(),
+                container_path: "/lib/vendor".into(),
+                read_only: true,
+            }],
+            ..Injection::of_device_node(device, node("/dev/control"))
+        };
+        let mut both = control("a");
+        both.extend(control("b"));
+        assert_eq!(
+            (both.device_nodes.len(), both.mounts.len(), both.environment.len()),
+            (1, 1, 2)
         );
     }
 

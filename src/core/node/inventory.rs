@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use super::discovery::attributes::numa_nodes;
+use super::announced::Announced;
+use super::containers::{Containers, Contested};
 use super::ledger::Ledger;
+use super::naming::plugin_ids;
 use super::request::PluginDevice;
-use crate::api::crd::{Device, Mode};
+use crate::api::crd::{Device, GROUP, Mode};
 
 /// The devices of the node, by name.
 pub type Devices = BTreeMap<String, Device>;
@@ -37,26 +39,84 @@ pub fn inventory(found: &Devices, previous: &Devices, ledger: &Ledger) -> Device
     all
 }
 
-/// The devices of a kind as ListAndWatch shows them. One that a claim holds (its kind had another mode when it was
-/// prepared) is shown as unhealthy, so that kubelet does not grant it.
-pub fn plugin_devices(inventory: &Devices, ledger: &Ledger, kind: &str) -> Vec<PluginDevice> {
+/// The inventory as it is published: of a device that a container and a claim were both given it says so.
+pub fn published(inventory: &Devices, contested: &Contested) -> Devices {
+    let mut published = inventory.clone();
+    for device in contested.devices() {
+        if let Some(device) = published.get_mut(device)
+            && device.unhealthy.is_none()
+        {
+            device.unhealthy = Some(Contested::UNHEALTHY.to_owned());
+        }
+    }
+    published
+}
+
+/// What the doors of this node have handed out, or are about to.
+#[derive(Clone, Copy, Debug)]
+pub struct HandedOut<'a> {
+    /// To claims, here.
+    pub ledger: &'a Ledger,
+    /// To claims, in the cluster.
+    pub announced: &'a Announced,
+    /// To containers, as extended resources.
+    pub containers: &'a Containers,
+}
+
+/// The devices of a kind as ListAndWatch shows them. One that a claim holds, or is about to, is shown as unhealthy, so that kubelet
+/// does not grant it. One that a container holds stays healthy: it is kubelet's own.
+pub fn plugin_devices(inventory: &Devices, handed_out: HandedOut<'_>, kind: &str) -> Vec<PluginDevice> {
     inventory
         .values()
-        .filter(|device| device.mode == Mode::ExtendedResource && device.kind == kind)
-        .map(|device| PluginDevice {
-            id: device.name.clone(),
-            healthy: device.unhealthy.is_none() && ledger.holder(&device.name).is_none(),
-            numa_nodes: numa_nodes(device),
+        .filter(|device| device.mode.serves_extended_resource() && device.kind == kind)
+        .flat_map(|device| {
+            let healthy = device.unhealthy.is_none() && handed_out.may_be_granted(device);
+            let numa_nodes = numa_nodes(device);
+            plugin_ids(&device.name, device.shares.unwrap_or(1))
+                .into_iter()
+                .map(move |id| PluginDevice {
+                    id,
+                    healthy,
+                    numa_nodes: numa_nodes.clone(),
+                })
         })
         .collect()
 }
 
+impl HandedOut<'_> {
+    fn may_be_granted(self, device: &Device) -> bool {
+        let claimed = self.ledger.holder(&device.name).is_some();
+        if device.mode != Mode::Both {
+            return !claimed;
+        }
+        self.containers.hold(&device.name)
+            || (!claimed
+                && self.containers.known()
+                && self.announced.known()
+                && self.announced.holder(&device.name).is_none())
+    }
+}
+
+/// The NUMA nodes that a device is near to, from the attribute that discovery sets: none if there is only one node or it is not
+/// known.
+pub fn numa_nodes(device: &Device) -> Vec<i64> {
+    let node = device
+        .attributes
+        .get(&format!("{GROUP}/numaNode"))
+        .and_then(|value| value.int);
+    node.filter(|node| *node >= 0).into_iter().collect()
+}
+
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::super::claim_uid::ClaimUid;
+    use super::super::containers::Shown;
     use super::super::injection::Injection;
     use super::super::ledger::{Entry, HeldDevice, Progress};
     use super::*;
+    use crate::api::crd::AttributeValue;
 
     fn device(name: &str, mode: Mode) -> (String, Device) {
         (
@@ -111,11 +171,81 @@ mod tests {
             device("a", Mode::ExtendedResource),
             device("b", Mode::ExtendedResource),
         ]);
-        let healthy: Vec<bool> = plugin_devices(&all, &ledger_holding("b"), "test")
+        assert_eq!(
+            offered(&all, &ledger_holding("b"), &Containers::default()),
+            ["a", "b?"]
+        );
+        let (announced, containers) = (Announced::default(), Containers::default());
+        let handed_out = HandedOut {
+            ledger: &ledger_holding("b"),
+            announced: &announced,
+            containers: &containers,
+        };
+        assert_eq!(plugin_devices(&all, handed_out, "other"), []);
+    }
+
+    /// The ids of the kind `test`, those that are unhealthy with a question mark; no claim is announced.
+    fn offered(all: &Devices, ledger: &Ledger, containers: &Containers) -> Vec<String> {
+        let mut announced = Announced::default();
+        announced.replace([], "drayman.dev", "node-a");
+        let handed_out = HandedOut {
+            ledger,
+            announced: &announced,
+            containers,
+        };
+        plugin_devices(all, handed_out, "test")
+            .into_iter()
+            .map(|device| format!("{}{}", device.id, if device.healthy { "" } else { "?" }))
+            .collect()
+    }
+
+    #[test]
+    fn with_both_doors_nothing_is_offered_before_kubelet_has_shown_what_it_granted() {
+        let all = Devices::from([device("a", Mode::Both), device("b", Mode::Both)]);
+        let mut containers = Containers::default();
+        assert_eq!(offered(&all, &Ledger::default(), &containers), ["a?", "b?"]);
+        containers.seen(&Shown::default(), Duration::ZERO);
+        assert_eq!(offered(&all, &Ledger::default(), &containers), ["a", "b"]);
+        assert_eq!(offered(&all, &ledger_holding("b"), &containers), ["a", "b?"]);
+    }
+
+    #[test]
+    fn what_a_container_holds_stays_healthy_whoever_else_wants_it() {
+        let all = Devices::from([device("b", Mode::Both)]);
+        let mut containers = Containers::default();
+        containers.allocated(["b"], Duration::ZERO);
+        assert_eq!(offered(&all, &ledger_holding("b"), &containers), ["b"]);
+    }
+
+    #[test]
+    fn a_shared_device_is_as_many_as_it_has_shares_and_all_of_them_are_near_its_node() {
+        let (name, mut shared) = device("s", Mode::ExtendedResource);
+        shared.shares = Some(2);
+        shared
+            .attributes
+            .insert("drayman.dev/numaNode".into(), AttributeValue::int(1));
+        let (announced, containers) = (Announced::default(), Containers::default());
+        let handed_out = HandedOut {
+            ledger: &Ledger::default(),
+            announced: &announced,
+            containers: &containers,
+        };
+        let devices = plugin_devices(&Devices::from([(name, shared)]), handed_out, "test");
+        let shown: Vec<_> = devices
             .iter()
-            .map(|device| device.healthy)
+            .map(|device| (device.id.as_str(), device.numa_nodes.as_slice()))
             .collect();
-        assert_eq!(healthy, [true, false]);
-        assert_eq!(plugin_devices(&all, &ledger_holding("b"), "other"), []);
+        assert_eq!(shown, [("s.0", &[1_i64][..]), ("s.1", &[1])]);
+    }
+
+    #[test]
+    fn a_contested_device_is_published_as_unhealthy_and_nothing_else_changes() {
+        let all = Devices::from([device("a", Mode::Both), device("b", Mode::Both)]);
+        let (mut containers, mut contested) = (Containers::default(), Contested::default());
+        containers.allocated(["b"], Duration::ZERO);
+        contested.claimed("b", &containers);
+        let shown = published(&all, &contested);
+        assert_eq!(shown["a"], all["a"]);
+        assert_eq!(shown["b"].unhealthy.as_deref(), Some(Contested::UNHEALTHY));
     }
 }

@@ -98,11 +98,16 @@ impl Ledger {
         self.entries.get(uid)
     }
 
-    /// The claim that holds a device.
+    /// A claim that holds a device: the only one, unless the device has shares.
     pub fn holder(&self, device: &str) -> Option<(&ClaimUid, &Entry)> {
+        self.holders(device).next()
+    }
+
+    /// The claims that hold a device, several if it has shares.
+    pub fn holders(&self, device: &str) -> impl Iterator<Item = (&ClaimUid, &Entry)> {
         self.entries
             .iter()
-            .find(|(_, entry)| entry.devices.iter().any(|held| held.device == device))
+            .filter(move |(_, entry)| entry.devices.iter().any(|held| held.device == device))
     }
 
     /// Whether a container may be running that has what the entry holds.

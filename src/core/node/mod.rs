@@ -1,9 +1,11 @@
 //! The node's brain: who holds which device on this node, and one plan of what a container gets for both doors.
 
 pub mod allocate;
+pub mod announced;
 mod check;
 pub mod checkpoint;
 pub mod claim_uid;
+pub mod containers;
 pub mod discovery;
 pub mod driver_name;
 pub mod injection;
@@ -11,6 +13,7 @@ pub mod inventory;
 pub mod ledger;
 pub mod name;
 pub mod naming;
+pub mod preferred;
 pub mod prepare;
 pub mod recovery;
 pub mod refusal;

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 
 use super::claim_uid::ClaimUid;
+use super::containers::Containers;
 use super::injection::{DeviceNode, Injection};
 use super::inventory::Devices;
 use super::ledger::{Entry, Ledger};
@@ -53,14 +54,27 @@ pub(crate) fn operations() -> impl Strategy<Value = Vec<(Operation, Fault)>> {
     ];
     let fault = prop_oneof![
         3 => Just(Fault::None),
-        2 => (0..7_usize, any::<bool>()).prop_map(|(step, boot)| Fault::Killed { step, boot }),
-        1 => (0..7_usize).prop_map(|step| Fault::Failed { step }),
+        2 => (0..8_usize, any::<bool>()).prop_map(|(step, boot)| Fault::Killed { step, boot }),
+        1 => (0..8_usize).prop_map(|step| Fault::Failed { step }),
     ];
     proptest::collection::vec((operation, fault), 1..24)
 }
 
 /// The devices of each claim: every claim overlaps with others.
-const CLAIMS: [&[&str]; 5] = [&["a"], &["a", "b"], &["b", "c"], &["c"], &["d", "a"]];
+const CLAIMS: [&[&str]; 7] = [
+    &["a"],
+    &["a", "b"],
+    &["b", "c"],
+    &["c"],
+    &["d", "a"],
+    &["d"],
+    &["d", "c"],
+];
+
+/// How many claims may hold a device at once.
+fn shares(device: &str) -> usize {
+    if device == "d" { 2 } else { 1 }
+}
 
 fn uid(claim: usize) -> ClaimUid {
     ClaimUid::parse(&format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0{claim}")).unwrap()
@@ -73,6 +87,7 @@ fn inventory() -> Devices {
             Device {
                 name: name.into(),
                 kind: "test".into(),
+                shares: u32::try_from(shares(name)).ok(),
                 ..Device::default()
             },
         )
@@ -127,6 +142,8 @@ pub(crate) struct Node<D: Disk> {
     boots: usize,
     /// Claims that kubelet was told are prepared, and whose containers may be running.
     running: BTreeSet<usize>,
+    /// Claims for which the driver has done something that it has not undone.
+    driven: BTreeSet<ClaimUid>,
     /// Claims in use whose file a failed step has taken; the next request or start brings it back.
     without_file: BTreeSet<ClaimUid>,
 }
@@ -141,6 +158,7 @@ where
             ledger: Ledger::default(),
             boots: 0,
             running: BTreeSet::new(),
+            driven: BTreeSet::new(),
             without_file: BTreeSet::new(),
         };
         node.start(false);
@@ -176,8 +194,15 @@ where
                     name: "node-a".into(),
                     uid: Some("n-1".into()),
                 };
-                if let Ok((uid, steps)) = plan_prepare(&self.ledger, &inventory(), &identity, &request(claim))
-                {
+                let containers = Containers::default();
+                let planned = plan_prepare(
+                    &self.ledger,
+                    &containers,
+                    &inventory(),
+                    &identity,
+                    &request(claim),
+                );
+                if let Ok((uid, steps)) = planned {
                     match self.run(&steps, fault) {
                         Outcome::Done => {
                             self.running.insert(claim);
@@ -241,6 +266,10 @@ where
             && let Some(injection) = self.ledger.entry(uid).map(inject)
         {
             self.ledger.set_injection(uid, injection);
+            self.driven.insert(uid.clone());
+        }
+        if let Step::Release(uid) = step {
+            self.driven.remove(uid);
         }
         self.ledger = step.perform(&self.ledger, &self.disk).unwrap();
     }
@@ -259,6 +288,7 @@ where
             self.boots += 1;
             self.disk.booted();
             self.running.clear();
+            self.driven.clear();
         }
         let (entries, files) = self.disk.found();
         self.ledger = Ledger::new(format!("boot-{}", self.boots), entries);
@@ -274,12 +304,14 @@ where
     }
 
     fn check(&self) {
-        let mut used = BTreeSet::new();
+        let mut used: BTreeMap<&str, usize> = BTreeMap::new();
         for claim in &self.running {
             for device in CLAIMS[*claim] {
+                let users = used.entry(device).or_default();
+                *users += 1;
                 assert!(
-                    used.insert(device),
-                    "device {device} is in two running containers"
+                    *users <= shares(device),
+                    "device {device} is in {users} running containers"
                 );
             }
             assert!(
@@ -288,6 +320,10 @@ where
             );
         }
         let (entries, files) = self.disk.found();
+        assert!(
+            self.driven.iter().all(|uid| entries.contains_key(uid)),
+            "the driver has not undone what it did for a claim that is forgotten"
+        );
         assert_eq!(
             &entries,
             self.ledger.entries(),

@@ -4,6 +4,10 @@
 const LABEL_MAX: usize = 63;
 /// The length of the hash at the end of a name that could not keep every character.
 const HASH_LENGTH: usize = 8;
+/// The label of a claim that says on which node it is to be allocated, after the driver's name and a slash.
+pub const NODE_LABEL: &str = "node";
+/// The value of that label on a claim that is allocated without a node in mind. No node can have this name.
+pub const LABEL_OF_ANY_NODE: &str = "Any";
 /// What every environment variable that drayman sets begins with.
 pub const ENVIRONMENT_PREFIX: &str = "DRAYMAN_DEVICE_";
 
@@ -59,6 +63,30 @@ fn short_hash(text: &str) -> String {
         .filter_map(|position| ALPHABET.get(((folded >> (5 * position)) & 31) as usize))
         .map(|&byte| char::from(byte))
         .collect()
+}
+
+/// The value by which the label of a claim names a node: the node's name or, as a label's value is shorter than a node's name can be,
+/// what is left of it with a hash at the end.
+pub fn label_of_node(node_name: &str) -> String {
+    if node_name.len() <= LABEL_MAX {
+        node_name.to_owned()
+    } else {
+        device_name(node_name)
+    }
+}
+
+/// The ids of a device in the device plugin API: its name or, if several containers may have it at once, one for each of them.
+pub fn plugin_ids(device: &str, shares: u32) -> Vec<String> {
+    if shares <= 1 {
+        vec![device.to_owned()]
+    } else {
+        (0..shares).map(|share| format!("{device}.{share}")).collect()
+    }
+}
+
+/// The device that an id of the device plugin API stands for: the inverse of [`plugin_ids`]. A device's name has no dot.
+pub fn device_of_plugin_id(id: &str) -> &str {
+    id.split_once('.').map_or(id, |(device, _)| device)
 }
 
 /// The environment variable that tells a container where a device is. Each device has its own, so that several claims in
@@ -121,6 +149,23 @@ mod tests {
         let paths = ["a/b", "a-b", "a_b", "A-b", "a.b", "a--b", "a-b-"];
         let names: BTreeMap<String, &str> = paths.iter().map(|path| (device_name(path), *path)).collect();
         assert_eq!(names.len(), paths.len(), "{names:?}");
+    }
+
+    #[test]
+    fn a_node_has_a_label_of_its_own_however_long_its_name_is() {
+        assert_eq!(label_of_node("node-a.example.com"), "node-a.example.com");
+        let long = |last: char| format!("{}{last}", "node-".repeat(40));
+        assert!(label_of_node(&long('a')).len() <= LABEL_MAX);
+        assert_ne!(label_of_node(&long('a')), label_of_node(&long('b')));
+    }
+
+    #[test]
+    fn the_ids_of_a_shared_device_lead_back_to_it() {
+        assert_eq!(plugin_ids("kvm", 1), ["kvm"]);
+        assert_eq!(plugin_ids("kvm", 3), ["kvm.0", "kvm.1", "kvm.2"]);
+        for id in ["kvm", "kvm.0", "kvm.17"] {
+            assert_eq!(device_of_plugin_id(id), "kvm");
+        }
     }
 
     #[test]

@@ -8,21 +8,23 @@ use std::collections::BTreeSet;
 
 use super::check::{check_handle, check_name, distinct, list, usable};
 use super::claim_uid::ClaimUid;
+use super::containers::Containers;
 use super::inventory::Devices;
 use super::ledger::{Change, Entry, HeldDevice, Ledger, Progress};
 use super::naming::{is_dns_label, is_dns_subdomain};
 use super::refusal::Refusal;
 use super::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity};
 use super::step::Step;
-use crate::api::crd::Mode;
+use crate::api::crd::{Device, Mode};
 use crate::api::handle::DeviceHandle;
 
 /// Plans a Prepare: afterwards kubelet may be given the claim's CDI id.
 ///
 /// The same claim again leads to the same id. Refused without any step, and with nothing changed, if the claim cannot
-/// have what it asks for now.
+/// have what it asks for now. `containers` is what leaves through the other door; it counts for devices that have both.
 pub fn plan_prepare(
     ledger: &Ledger,
+    containers: &Containers,
     inventory: &Devices,
     node: &NodeIdentity,
     claim: &ClaimToPrepare,
@@ -57,25 +59,14 @@ pub fn plan_prepare(
             device: device.name.clone(),
             kind: device.kind.clone(),
         });
-        match ledger.holder(name) {
-            Some((holder, entry)) if *holder != uid && ledger.may_be_in_use(entry) => {
-                return Err(Refusal::Held {
-                    device: name.to_owned(),
-                    holder: entry.describe(holder),
-                });
-            }
-            // What is left of an attempt that failed, or of pods that ran before the node was booted.
-            Some((holder, _)) if *holder != uid => {
-                evicted.insert(holder.clone());
-            }
-            Some(_) | None => {}
-        }
+        check_containers(containers, device)?;
+        evicted.extend(make_room(ledger, &uid, device)?);
     }
 
-    let mut steps: Vec<Step> = evicted.iter().cloned().map(Step::RemoveCdi).collect();
-    if own.is_some() {
-        steps.push(Step::RemoveCdi(uid.clone()));
-    }
+    // Files first, as at Unprepare, and then the driver undoes what it did.
+    let cleared: Vec<ClaimUid> = evicted.iter().cloned().chain(own.map(|_| uid.clone())).collect();
+    let mut steps: Vec<Step> = cleared.iter().cloned().map(Step::RemoveCdi).collect();
+    steps.extend(cleared.into_iter().map(Step::Release));
     let mut changes: Vec<Change> = evicted.into_iter().map(Change::Remove).collect();
     changes.push(Change::Start(
         uid.clone(),
@@ -94,13 +85,82 @@ pub fn plan_prepare(
     Ok((uid, steps))
 }
 
+/// The first device with both doors that a plan takes anew.
+pub fn takes_from_both(steps: &[Step], inventory: &Devices) -> Option<String> {
+    let changes = steps.iter().flat_map(|step| match step {
+        Step::Save(changes) => changes.as_slice(),
+        _ => &[],
+    });
+    let taken = changes.flat_map(|change| match change {
+        Change::Start(_, entry) => entry.devices.as_slice(),
+        _ => &[],
+    });
+    taken
+        .map(|held| held.device.as_str())
+        .find(|name| {
+            inventory
+                .get(*name)
+                .is_some_and(|device| device.mode == Mode::Both)
+        })
+        .map(str::to_owned)
+}
+
+/// Refuses what a container has, or may have.
+fn check_containers(containers: &Containers, device: &Device) -> Result<(), Refusal> {
+    if device.mode != Mode::Both {
+        return Ok(());
+    }
+    if !containers.known() {
+        return Err(Refusal::ContainersUnknown {
+            device: device.name.clone(),
+            problem: "it has not answered since the companion was started".to_owned(),
+        });
+    }
+    match containers.holder(&device.name) {
+        Some(holder) => Err(Refusal::InContainer {
+            device: device.name.clone(),
+            holder,
+        }),
+        None => Ok(()),
+    }
+}
+
+/// The claims that have to give way so that one more can have the device: what is left of attempts that failed, or of pods that ran
+/// before the node was booted. Refused if so many hold it as may.
+fn make_room(ledger: &Ledger, uid: &ClaimUid, device: &Device) -> Result<Vec<ClaimUid>, Refusal> {
+    let shares = device.shares.unwrap_or(1).max(1);
+    let others = ledger.holders(&device.name).filter(|(holder, _)| *holder != uid);
+    let (in_use, left): (Vec<_>, Vec<_>) = others.partition(|(_, entry)| ledger.may_be_in_use(entry));
+    let limit = usize::try_from(shares).unwrap_or(usize::MAX);
+    match in_use.first() {
+        Some((holder, entry)) if in_use.len() >= limit => {
+            let (device, holder) = (device.name.clone(), entry.describe(holder));
+            Err(if shares == 1 {
+                Refusal::Held { device, holder }
+            } else {
+                Refusal::AllShares {
+                    device,
+                    shares,
+                    holder,
+                }
+            })
+        }
+        _ if in_use.len() + left.len() >= limit => {
+            Ok(left.into_iter().map(|(holder, _)| holder.clone()).collect())
+        }
+        _ => Ok(Vec::new()),
+    }
+}
+
 /// Plans an Unprepare. A claim that is not known has nothing to be undone, except perhaps a file.
 ///
-/// The file goes first: if the process is killed in between, the ledger still knows that there is something to undo.
+/// The file goes first: if the process is killed in between, the ledger still knows that there is something to undo. The driver is
+/// asked only for a claim that the ledger knows, and the ledger forgets it only after the driver has succeeded.
 pub fn plan_unprepare(ledger: &Ledger, claim: &ClaimToUnprepare) -> Result<Vec<Step>, Refusal> {
     let uid = ClaimUid::parse(&claim.uid)?;
     let mut steps = vec![Step::RemoveCdi(uid.clone())];
     if ledger.entry(&uid).is_some() {
+        steps.push(Step::Release(uid.clone()));
         steps.push(Step::Save(vec![Change::Remove(uid)]));
     }
     Ok(steps)
@@ -118,14 +178,16 @@ pub(super) fn restore(uid: &ClaimUid) -> Vec<Step> {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
+    use std::time::Duration;
 
+    use super::super::containers::Shown;
     use super::super::injection::Injection;
     use super::*;
-    use crate::api::crd::Device;
     use crate::api::handle::{HandleDevice, VERSION};
 
     const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
     const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
+    const C: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0c";
 
     fn node() -> NodeIdentity {
         NodeIdentity {
@@ -153,6 +215,14 @@ mod tests {
             device("y", Mode::Claims, None),
             device("sick", Mode::Claims, Some("it smokes")),
             device("plug", Mode::ExtendedResource, None),
+            device("two-doors", Mode::Both, None),
+            (
+                "shared".to_owned(),
+                Device {
+                    shares: Some(2),
+                    ..device("shared", Mode::Claims, None).1
+                },
+            ),
         ])
     }
 
@@ -181,8 +251,17 @@ mod tests {
     }
 
     fn plan(ledger: &Ledger, uid: &str, devices: &[&str]) -> Result<Vec<Step>, Refusal> {
-        plan_prepare(ledger, &inventory(), &node(), &claim(uid, &handle(uid, devices)))
-            .map(|(_, steps)| steps)
+        plan_beside(ledger, &Containers::default(), uid, devices)
+    }
+
+    fn plan_beside(
+        ledger: &Ledger,
+        containers: &Containers,
+        uid: &str,
+        devices: &[&str],
+    ) -> Result<Vec<Step>, Refusal> {
+        let claim = claim(uid, &handle(uid, devices));
+        plan_prepare(ledger, containers, &inventory(), &node(), &claim).map(|(_, steps)| steps)
     }
 
     fn held(uid: &str, devices: &[&str], boot_id: &str, progress: Progress) -> Ledger {
@@ -247,10 +326,56 @@ mod tests {
         ] {
             let steps = plan(&ledger, B, &["x"]).unwrap();
             assert_eq!(steps[0], Step::RemoveCdi(ClaimUid::parse(A).unwrap()));
+            assert_eq!(steps[1], Step::Release(ClaimUid::parse(A).unwrap()));
             assert!(
-                matches!(&steps[1], Step::Save(changes) if matches!(changes[..], [Change::Remove(_), Change::Start(..)]))
+                matches!(&steps[2], Step::Save(changes) if matches!(changes[..], [Change::Remove(_), Change::Start(..)]))
             );
         }
+    }
+
+    #[test]
+    fn a_shared_device_is_given_to_as_many_claims_as_it_has_shares() {
+        let mut entries = held(A, &["shared"], "boot", done()).entries().clone();
+        plan(&Ledger::new("boot", entries.clone()), B, &["shared"]).unwrap();
+        entries.extend(held(B, &["shared"], "boot", done()).entries().clone());
+        let both = Ledger::new("boot", entries.clone());
+        let refusal = plan(&both, C, &["shared"]).unwrap_err();
+        assert_eq!(refusal.reason(), "DeviceHeld");
+        assert!(refusal.to_string().contains("2 shares"), "{refusal}");
+        assert_eq!(
+            plan(&both, B, &["shared"]).unwrap(),
+            restore(&ClaimUid::parse(B).unwrap())
+        );
+        // What no longer runs gives way only where the place is needed.
+        entries.extend(held(B, &["shared"], "before", done()).entries().clone());
+        let steps = plan(&Ledger::new("boot", entries.clone()), C, &["shared"]).unwrap();
+        assert_eq!(steps[0], Step::RemoveCdi(ClaimUid::parse(B).unwrap()));
+        entries.remove(&ClaimUid::parse(A).unwrap());
+        let steps = plan(&Ledger::new("boot", entries), C, &["shared"]).unwrap();
+        assert!(matches!(&steps[0], Step::Save(_)), "{steps:?}");
+    }
+
+    #[test]
+    fn what_containers_hold_counts_for_devices_that_have_both_doors() {
+        let empty = Ledger::new("boot", BTreeMap::new());
+        let mut containers = Containers::default();
+        let reason = |containers: &Containers| {
+            plan_beside(&empty, containers, A, &["two-doors"]).map_err(|refusal| refusal.reason())
+        };
+        assert_eq!(reason(&containers), Err("PodResourcesUnavailable"));
+        containers.seen(&Shown::default(), Duration::ZERO);
+        let steps = reason(&containers).unwrap();
+        assert_eq!(
+            takes_from_both(&steps, &inventory()).as_deref(),
+            Some("two-doors")
+        );
+        assert_eq!(
+            takes_from_both(&plan(&empty, A, &["x"]).unwrap(), &inventory()),
+            None
+        );
+        containers.allocated(["two-doors", "x"], Duration::ZERO);
+        assert_eq!(reason(&containers), Err("DeviceHeld"));
+        plan_beside(&empty, &containers, A, &["x"]).expect("its kind has one door");
     }
 
     #[test]
@@ -312,11 +437,25 @@ mod tests {
             ),
         ];
         for (handle, reason) in foreign {
-            let refusal = plan_prepare(&empty, &inventory(), &node(), &claim(A, &handle)).unwrap_err();
+            let refusal = plan_prepare(
+                &empty,
+                &Containers::default(),
+                &inventory(),
+                &node(),
+                &claim(A, &handle),
+            )
+            .unwrap_err();
             assert_eq!(refusal.reason(), reason, "{refusal}");
         }
         let unknown = NodeIdentity { uid: None, ..node() };
-        let refusal = plan_prepare(&empty, &inventory(), &unknown, &claim(A, &good)).unwrap_err();
+        let refusal = plan_prepare(
+            &empty,
+            &Containers::default(),
+            &inventory(),
+            &unknown,
+            &claim(A, &good),
+        )
+        .unwrap_err();
         assert_eq!(refusal.reason(), "NodeUnknown");
     }
 
@@ -350,7 +489,8 @@ mod tests {
                 ..good
             },
         ] {
-            let refusal = plan_prepare(&empty, &inventory(), &node(), &bad).unwrap_err();
+            let refusal =
+                plan_prepare(&empty, &Containers::default(), &inventory(), &node(), &bad).unwrap_err();
             assert!(
                 refusal.is_invalid_request() && refusal.to_string().len() < 300,
                 "{refusal}"
@@ -374,6 +514,7 @@ mod tests {
             plan_unprepare(&held(A, &["x"], "boot", done()), &claim),
             Ok(vec![
                 Step::RemoveCdi(uid.clone()),
+                Step::Release(uid.clone()),
                 Step::Save(vec![Change::Remove(uid)])
             ])
         );

@@ -24,6 +24,7 @@ pub fn plan_clearing(ledger: &Ledger, files: &BTreeSet<ClaimUid>) -> Vec<Step> {
         .chain(unfinished.iter().cloned())
         .map(Step::RemoveCdi)
         .collect();
+    steps.extend(unfinished.iter().cloned().map(Step::Release));
     steps.push(Step::Save(unfinished.into_iter().map(Change::Remove).collect()));
     steps
 }
@@ -59,6 +60,7 @@ pub fn plan_undo(ledger: &Ledger, uid: &ClaimUid) -> Vec<Step> {
         .entry(uid)
         .is_some_and(|entry| !ledger.may_be_in_use(entry))
     {
+        steps.push(Step::Release(uid.clone()));
         steps.push(Step::Save(vec![Change::Remove(uid.clone())]));
     }
     steps

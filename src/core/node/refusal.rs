@@ -94,6 +94,46 @@ pub enum Refusal {
         /// Who has it.
         holder: String,
     },
+    /// So many others have the device as may have it.
+    #[error(
+        "device {device:?} has {shares} shares, which are all held: by {holder} and others, until one is unprepared"
+    )]
+    AllShares {
+        /// The device.
+        device: String,
+        /// How many may have it.
+        shares: u32,
+        /// One who has it.
+        holder: String,
+    },
+    /// A container has the device as an extended resource.
+    #[error(
+        "device {device:?} is in use by {holder}, which got it as an extended resource; it is the claim's when that container has ended"
+    )]
+    InContainer {
+        /// The device.
+        device: String,
+        /// Who has it.
+        holder: String,
+    },
+    /// What containers hold is not known.
+    #[error(
+        "device {device:?} may be in use as an extended resource: kubelet's pod resources API does not say ({problem})"
+    )]
+    ContainersUnknown {
+        /// The device.
+        device: String,
+        /// Why it is not known.
+        problem: String,
+    },
+    /// A claim was allocated the device.
+    #[error("device {device:?} is allocated to {holder}, which has not begun to use it")]
+    Allocated {
+        /// The device.
+        device: String,
+        /// Who is going to have it.
+        holder: String,
+    },
     /// The claim has other devices already.
     #[error(
         "the claim is prepared with {held}, the resource handle now names {named}: it must be unprepared first"
@@ -128,7 +168,11 @@ impl Refusal {
             Self::Gone(_) => "DeviceGone",
             Self::WrongDoor { .. } => "WrongMode",
             Self::Unhealthy { .. } => "DeviceUnhealthy",
-            Self::Held { .. } => "DeviceHeld",
+            Self::Held { .. }
+            | Self::AllShares { .. }
+            | Self::InContainer { .. }
+            | Self::Allocated { .. } => "DeviceHeld",
+            Self::ContainersUnknown { .. } => "PodResourcesUnavailable",
             Self::Changed { .. } => "AllocationChanged",
             Self::NoResource(_) | Self::OtherResource { .. } => "InvalidResource",
         }
@@ -152,6 +196,10 @@ impl Refusal {
             | Self::WrongDoor { .. }
             | Self::Unhealthy { .. }
             | Self::Held { .. }
+            | Self::AllShares { .. }
+            | Self::InContainer { .. }
+            | Self::ContainersUnknown { .. }
+            | Self::Allocated { .. }
             | Self::Changed { .. } => false,
         }
     }

@@ -4,23 +4,48 @@ use std::collections::BTreeMap;
 
 use super::claim_uid::ClaimUid;
 use super::driver_name::DriverName;
-use super::injection::{DeviceNode, Injection};
+use super::injection::{DeviceNode, Injection, Mount};
 use super::ledger::{Entry, HeldDevice, Progress};
 use super::naming::device_of_environment_name;
 use crate::api::cdi;
 
+/// The option of a mount that is only read.
+const READ_ONLY: &str = "ro";
+
 /// The CDI file of a claim. The kind and the id are made from the driver's name and the claim's uid only.
 pub fn cdi_spec(driver: &DriverName, uid: &ClaimUid, injection: &Injection) -> cdi::Spec {
+    spec(driver.cdi_kind(), uid.to_string(), injection)
+}
+
+/// The CDI file of a device that leaves through the device plugin API, for kinds whose devices are to be named instead of described.
+pub fn cdi_spec_of_device(driver: &DriverName, device: &str, injection: &Injection) -> cdi::Spec {
+    spec(driver.cdi_device_kind(), device.to_owned(), injection)
+}
+
+fn spec(kind: String, name: String, injection: &Injection) -> cdi::Spec {
     let node = |node: &DeviceNode| cdi::DeviceNode {
         path: node.container_path.clone(),
         host_path: node.host_path.clone(),
         permissions: node.permissions.clone(),
     };
+    // What is mounted brings neither privileges nor devices of its own.
+    let mount = |mount: &Mount| cdi::Mount {
+        host_path: mount.host_path.clone(),
+        container_path: mount.container_path.clone(),
+        options: [
+            "rbind",
+            "nosuid",
+            "nodev",
+            if mount.read_only { READ_ONLY } else { "rw" },
+        ]
+        .map(str::to_owned)
+        .to_vec(),
+    };
     cdi::Spec {
         cdi_version: cdi::VERSION.to_owned(),
-        kind: driver.cdi_kind(),
+        kind,
         devices: vec![cdi::Device {
-            name: uid.to_string(),
+            name,
             container_edits: cdi::ContainerEdits {
                 env: injection
                     .environment
@@ -28,6 +53,7 @@ pub fn cdi_spec(driver: &DriverName, uid: &ClaimUid, injection: &Injection) -> c
                     .map(|(name, value)| format!("{name}={value}"))
                     .collect(),
                 device_nodes: injection.device_nodes.iter().map(node).collect(),
+                mounts: injection.mounts.iter().map(mount).collect(),
             },
         }],
     }
@@ -53,10 +79,13 @@ pub fn entry_of_cdi_spec(
     let mut devices = Vec::new();
     for variable in &device.container_edits.env {
         let (name, value) = variable.split_once('=')?;
-        devices.push(HeldDevice {
-            device: device_of_environment_name(name)?,
-            kind: String::new(),
-        });
+        // A driver may set variables of its own besides.
+        if let Some(device) = device_of_environment_name(name) {
+            devices.push(HeldDevice {
+                device,
+                kind: String::new(),
+            });
+        }
         environment.insert(name.to_owned(), value.to_owned());
     }
     if devices.is_empty() {
@@ -67,7 +96,13 @@ pub fn entry_of_cdi_spec(
         container_path: node.path.clone(),
         permissions: node.permissions.clone(),
     };
+    let mount = |mount: &cdi::Mount| Mount {
+        host_path: mount.host_path.clone(),
+        container_path: mount.container_path.clone(),
+        read_only: mount.options.iter().any(|option| option == READ_ONLY),
+    };
     let device_nodes = device.container_edits.device_nodes.iter().map(node).collect();
+    let mounts = device.container_edits.mounts.iter().map(mount).collect();
     Some(Entry {
         namespace: String::new(),
         name: String::new(),
@@ -77,6 +112,7 @@ pub fn entry_of_cdi_spec(
             injection: Injection {
                 device_nodes,
                 environment,
+                mounts,
                 ..Injection::default()
             },
         },
@@ -104,6 +140,38 @@ mod tests {
         let mut injection = Injection::of_device_node("kvm", node("/dev/kvm"));
         injection.extend(Injection::of_device_node("tty-usb0", node("/dev/tty-usb0")));
         injection
+    }
+
+    fn mounting() -> Injection {
+        let mount = |path: &str, read_only| Mount {
+            host_path: path.into(),
+            container_path: path.into(),
+            read_only,
+        };
+        Injection {
+            mounts: vec![mount("/opt/vendor", true), mount("/run/vendor", false)],
+            ..injection()
+        }
+    }
+
+    #[test]
+    fn mounts_are_read_back_as_they_were_written() {
+        let spec = cdi_spec(&driver(), &uid(), &mounting());
+        assert_eq!(
+            spec.devices[0].container_edits.mounts[0].options,
+            ["rbind", "nosuid", "nodev", "ro"]
+        );
+        let entry = entry_of_cdi_spec(&driver(), &uid(), "boot", &spec).unwrap();
+        assert_eq!(entry.injection(), Some(&mounting()));
+    }
+
+    #[test]
+    fn a_device_has_a_file_of_another_class_than_claims() {
+        let spec = cdi_spec_of_device(&driver(), "kvm", &injection());
+        assert_eq!(
+            (spec.kind.as_str(), spec.devices[0].name.as_str()),
+            ("drayman.dev/device", "kvm")
+        );
     }
 
     #[test]
@@ -148,10 +216,7 @@ mod tests {
         let mut other_name = good.clone();
         other_name.devices[0].name = "x".into();
         let mut other_variable = good.clone();
-        other_variable.devices[0]
-            .container_edits
-            .env
-            .push("PATH=/x".into());
+        other_variable.devices[0].container_edits.env = vec!["PATH=/x".into()];
         let mut no_variable = good.clone();
         no_variable.devices[0].container_edits.env.clear();
         let mut two_devices = good.clone();

@@ -17,6 +17,8 @@ pub enum Step {
     WriteCdi(ClaimUid),
     /// Make sure that the claim has no CDI file.
     RemoveCdi(ClaimUid),
+    /// Have the node's driver undo what it did for the claim, whatever that was and also if it was nothing.
+    Release(ClaimUid),
 }
 
 /// What keeps the ledger and the CDI files. Each call is complete when it returns: either all of it is there and outlives
@@ -53,7 +55,7 @@ impl Step {
                 }
             }
             Self::RemoveCdi(uid) => records.remove_cdi(uid)?,
-            Self::Inject(_) => {}
+            Self::Inject(_) | Self::Release(_) => {}
         }
         Ok(next)
     }

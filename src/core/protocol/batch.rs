@@ -11,6 +11,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::api::resource::{AllocationResult, ResourceClaim, ResourceClaimConsumerReference, ResourceClass};
+use crate::core::node::naming::{LABEL_OF_ANY_NODE, label_of_node};
 
 use super::claim::{ClaimStage, ClaimState};
 use super::event::{
@@ -37,7 +38,7 @@ pub(super) struct Consumer {
 /// How far a batch is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// Each claim gets our finalizer.
+    /// Each claim gets our finalizer, and the label with the node.
     Securing,
     /// The driver has been asked.
     Allocating,
@@ -236,13 +237,22 @@ impl World {
     /// The answer is whether the batch is over.
     fn secure(&mut self, id: BatchId, batch: &mut Batch, now: Moment) -> bool {
         let wanted = self.is_wanted(batch);
+        let label = self.settings.node_label();
+        let node = batch
+            .node
+            .as_deref()
+            .map_or_else(|| LABEL_OF_ANY_NODE.to_owned(), label_of_node);
+        let is_secured = |known: &ClaimState| {
+            let labels = known.object.metadata.labels.as_ref();
+            known.has_finalizer() && labels.and_then(|labels| labels.get(&label)) == Some(&node)
+        };
         for item in &mut batch.items {
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
-            if item.step == Step::Waiting && known.is_some_and(ClaimState::has_finalizer) {
+            if item.step == Step::Waiting && known.is_some_and(is_secured) {
                 item.step = Step::Done;
             }
             if item.step == Step::Waiting && wanted && batch.failure.is_none() {
-                self.write_item(id, item, ClaimWrite::AddFinalizer, now);
+                self.write_item(id, item, ClaimWrite::AddFinalizer { node: node.clone() }, now);
             }
         }
         if batch

@@ -251,8 +251,11 @@ pub enum Command {
 /// A change to a claim.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ClaimWrite {
-    /// Add our finalizer.
-    AddFinalizer,
+    /// Add our finalizer, and say on which node the claim is to be allocated: what runs there may follow its own claims only.
+    AddFinalizer {
+        /// The value of the label `<driver>/node`.
+        node: String,
+    },
     /// Set allocation and driver name, and reserve the claim for the pod that it was allocated for.
     Allocate {
         /// What was allocated.

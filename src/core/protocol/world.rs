@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::api::resource::{ResourceClaim, ResourceClass};
+use crate::core::node::naming::NODE_LABEL;
 use crate::driver::{Finding, Holding, Observation};
 
 use super::batch::{Batch, BatchId};
@@ -42,6 +43,11 @@ impl Settings {
     /// The finalizer that keeps a claim until its devices are given back.
     pub fn finalizer(&self) -> String {
         format!("{}/deletion-protection", self.driver_name)
+    }
+
+    /// The label of a claim that says on which node it is to be allocated.
+    pub fn node_label(&self) -> String {
+        format!("{}/{NODE_LABEL}", self.driver_name)
     }
 }
 

@@ -5,14 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
+use super::door::{KindMode, RawDoors};
 use super::extras::{self, Probe};
 use super::preset::{PRESETS, Preset};
 use super::source::{self, Source};
-use super::{DeviceKind, Place, Refused, at, check_door, shown};
+use super::{DeviceKind, Place, Refused, at, shown};
 use crate::core::node::naming::is_dns_label;
-
-/// How many may hold a device at once, at most.
-const SHARES_MAX: u32 = 1024;
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -36,7 +34,13 @@ pub(super) struct RawKind {
     #[serde(default)]
     permissions: Option<Spanned<String>>,
     #[serde(default)]
+    extended_resource_devices: Option<Spanned<Vec<Spanned<String>>>>,
+    #[serde(default)]
     shares: Option<Spanned<u32>>,
+    #[serde(default)]
+    cdi_devices: Option<Spanned<bool>>,
+    #[serde(default)]
+    pre_start_check: Option<Spanned<bool>>,
     #[serde(default)]
     container_paths: Option<Spanned<BTreeMap<String, Spanned<String>>>>,
     #[serde(default)]
@@ -71,30 +75,36 @@ impl RawKind {
                 ),
             ));
         }
-        let door = check_door(field, name, self.mode.as_ref(), self.resource_name.as_ref())?;
+        let mut doors = RawDoors {
+            name,
+            mode: self.mode.as_ref(),
+            resource_name: self.resource_name.as_ref(),
+            extended_resource_devices: self.extended_resource_devices.as_ref(),
+            shares: self.shares.as_ref(),
+            cdi_devices: self.cdi_devices.as_ref(),
+            pre_start_check: self.pre_start_check.as_ref(),
+        }
+        .check(field)?;
+        // Mode both is for exclusive devices.
+        if let (None, Some(shares)) = (&self.shares, preset.and_then(|preset| preset.shares))
+            && !matches!(doors.mode, KindMode::Both { .. })
+        {
+            doors.shares = shares;
+        }
         let permissions = self.permissions.as_ref().map_or_else(
             || Ok(preset.map_or("rw", |preset| preset.permissions).to_owned()),
             |raw| check_permissions(field, raw),
         )?;
         let source = self.source(field, whole, preset)?;
-        let shares = match &self.shares {
-            None => preset.and_then(|preset| preset.shares),
-            Some(raw) if (1..=SHARES_MAX).contains(&raw.value) => Some(raw.value),
-            Some(raw) => {
-                let problem = format!("{field}.shares {} must be 1 to {SHARES_MAX}", raw.value);
-                return Err(at(raw, problem));
-            }
-        };
         Ok(DeviceKind {
             name: name.value.clone(),
-            door,
+            doors,
             container_paths: self.container_paths.as_ref().map_or_else(
                 || Ok(BTreeMap::new()),
                 |raw| extras::container_paths(field, &source, raw),
             )?,
             source,
             permissions,
-            shares,
             mounts: self
                 .mounts
                 .as_ref()

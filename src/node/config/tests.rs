@@ -1,4 +1,5 @@
 use super::*;
+use crate::api::crd::Mode;
 
 const HEADER: &str = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\n";
 
@@ -26,10 +27,9 @@ fn kind_refusal(kind: &str) -> String {
 fn kind(name: &str, paths: Vec<PathPattern>) -> DeviceKind {
     DeviceKind {
         name: name.into(),
-        door: KindDoor::Claims,
+        doors: KindDoors::default(),
         source: Source::Paths(paths),
         permissions: "rw".into(),
-        shares: None,
         container_paths: BTreeMap::new(),
         mounts: Vec::new(),
         environment: BTreeMap::new(),
@@ -57,14 +57,39 @@ fn a_file_is_read_with_its_defaults() {
             kinds: vec![
                 kind("test", vec![path("/dev/drayman-test-*")]),
                 DeviceKind {
-                    door: KindDoor::ExtendedResource {
-                        resource_name: "example.com/camera".into()
+                    doors: KindDoors {
+                        mode: KindMode::ExtendedResource {
+                            resource_name: "example.com/camera".into()
+                        },
+                        ..KindDoors::default()
                     },
                     permissions: "rm".into(),
                     ..kind("camera", vec![path("/dev/video0"), path("/dev/video1")])
                 },
             ]
         })
+    );
+}
+
+#[test]
+fn the_doors_of_a_kind_are_read() {
+    let text = format!(
+        "{HEADER}kinds:\n- {{name: a, mode: both, resourceName: x.dev/a, cdiDevices: true, preStartCheck: true, paths: [/dev/a]}}\n\
+         - {{name: b, mode: split, resourceName: x.dev/b, extendedResourceDevices: [b1], shares: 3, paths: [\"/dev/b*\"]}}\n"
+    );
+    let kinds = NodeConfiguration::parse(&text).unwrap().kinds;
+    let (name, resource) = kinds[0].doors.extended_resource("a").unwrap();
+    assert_eq!((name.as_str(), resource.kind.as_str()), ("x.dev/a", "a"));
+    assert!(resource.also_by_claims && resource.cdi_devices && resource.pre_start_check);
+    assert_eq!(
+        (kinds[0].doors.mode_of("a"), kinds[0].doors.shown_shares()),
+        (Mode::Both, None)
+    );
+    let split = &kinds[1].doors;
+    assert!(!split.extended_resource("b").unwrap().1.also_by_claims);
+    assert_eq!(
+        (split.mode_of("b1"), split.mode_of("b2"), split.shown_shares()),
+        (Mode::ExtendedResource, Mode::Claims, Some(3))
     );
 }
 
@@ -102,9 +127,44 @@ fn a_wrong_value_is_refused_with_its_line_its_field_and_what_to_write() {
             ["kinds[0].paths[1] \"/dev/../etc\"", "\"..\""],
         ),
         (
+            "- name: a\n  mode: pigeon\n  paths: [/dev/x]",
+            "5:9:",
+            ["kinds[0].mode \"pigeon\"", "extended-resource, split or both"],
+        ),
+        (
             "- name: a\n  mode: both\n  paths: [/dev/x]",
             "5:9:",
-            ["kinds[0].mode \"both\"", "claims or extended-resource"],
+            ["kinds[0].resourceName is missing", "mode both"],
+        ),
+        (
+            "- {name: a, mode: both, resourceName: x.dev/a, shares: 2, paths: [/dev/x]}",
+            "4:56:",
+            ["kinds[0].shares", "exclusive"],
+        ),
+        (
+            "- {name: a, shares: 0, paths: [/dev/x]}",
+            "4:21:",
+            ["kinds[0].shares 0", "1 to 1024"],
+        ),
+        (
+            "- {name: a, mode: split, resourceName: x.dev/a, paths: [/dev/x]}",
+            "4:19:",
+            ["kinds[0].extendedResourceDevices is missing", "NodeInventory"],
+        ),
+        (
+            "- {name: a, mode: split, resourceName: x.dev/a, extendedResourceDevices: [../x], paths: [/dev/x]}",
+            "4:75:",
+            ["kinds[0].extendedResourceDevices[0] \"../x\"", "is not the name"],
+        ),
+        (
+            "- {name: a, extendedResourceDevices: [x], paths: [/dev/x]}",
+            "4:38:",
+            ["kinds[0].extendedResourceDevices", "mode: split"],
+        ),
+        (
+            "- {name: a, cdiDevices: true, paths: [/dev/x]}",
+            "4:25:",
+            ["kinds[0].cdiDevices", "another mode"],
         ),
         (
             "- name: a\n  mode: extended-resource\n  paths: [/dev/x]",
@@ -276,15 +336,15 @@ fn every_source_is_read() {
 fn a_preset_is_a_kind_of_its_name_whose_fields_can_be_changed() {
     let kvm = parsed("- preset: kvm");
     assert_eq!(
-        (kvm.name.as_str(), kvm.permissions.as_str(), kvm.shares),
-        ("kvm", "rw", Some(110))
+        (kvm.name.as_str(), kvm.permissions.as_str(), kvm.doors.shares),
+        ("kvm", "rw", 110)
     );
     assert_eq!(kvm.source.entries(), ["/dev/kvm"]);
     let own =
         parsed("- {name: random, preset: hwrng, shares: 2, mode: extended-resource, resourceName: x.dev/r}");
     assert_eq!(
-        (own.name.as_str(), own.permissions.as_str(), own.shares),
-        ("random", "r", Some(2))
+        (own.name.as_str(), own.permissions.as_str(), own.doors.shares),
+        ("random", "r", 2)
     );
     assert!(kind_refusal("- preset: kvn").contains("must be one of dri, fuse, hwrng, kvm"));
     assert!(kind_refusal("- preset: kvm\n- preset: kvm").contains("line 4 already"));

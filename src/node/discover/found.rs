@@ -41,14 +41,15 @@ pub(super) struct FoundNode {
 impl Found {
     pub(super) fn new(
         kind: &DeviceKind,
+        name: &str,
         nodes: Vec<FoundNode>,
         attributes: BTreeMap<String, AttributeValue>,
         sysfs: Option<PathBuf>,
     ) -> Self {
         Self {
             kind: kind.name.clone(),
-            mode: kind.mode(),
-            shares: kind.shares,
+            mode: kind.doors.mode_of(name),
+            shares: kind.doors.shown_shares(),
             attributes,
             nodes,
             sysfs,
@@ -86,6 +87,7 @@ impl Found {
             device_nodes: self.nodes.iter().map(node).collect(),
             environment,
             mounts: self.mounts.clone(),
+            ..Injection::default()
         }
     }
 }

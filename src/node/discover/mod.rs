@@ -21,8 +21,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use futures::{Stream, StreamExt as _};
 use tokio::sync::{Notify, watch as value};
 use tokio::task::spawn_blocking;
+use tokio_stream::wrappers::WatchStream;
 use tokio_util::sync::CancellationToken;
 
 use self::found::Found;
@@ -112,6 +114,11 @@ impl HostDevices {
         Self { shared, devices }
     }
 
+    /// The devices by name, now and after each change.
+    pub fn watch(&self) -> value::Receiver<Arc<Devices>> {
+        self.devices.clone()
+    }
+
     /// How many changes were noticed in which way.
     pub fn caught(&self) -> &Caught {
         &self.shared.caught
@@ -119,8 +126,8 @@ impl HostDevices {
 }
 
 impl NodeDriver for HostDevices {
-    fn devices(&self) -> value::Receiver<Arc<Devices>> {
-        self.devices.clone()
+    fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
+        WatchStream::new(self.devices.clone()).map(|devices| devices.values().cloned().collect())
     }
 
     async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {

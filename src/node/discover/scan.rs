@@ -219,7 +219,8 @@ impl Searching<'_> {
                 .int("major", Some(first.node.numbers.major.into()))
                 .int("minor", Some(first.node.numbers.minor.into()));
         }
-        Ok((name, Found::new(kind, nodes, attributes.finish(), sysfs)))
+        let found = Found::new(kind, &name, nodes, attributes.finish(), sysfs);
+        Ok((name, found))
     }
 
     /// Looks at one node, and refuses what is another's or dangerous.

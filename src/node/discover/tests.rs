@@ -282,7 +282,7 @@ async fn devices_that_come_and_go_are_noticed_at_once_also_in_new_directories() 
     let shutdown = CancellationToken::new();
     host.character("test-a", 1);
     let driver = start(&host, &shutdown).await;
-    let mut devices = driver.devices();
+    let mut devices = driver.devices.clone();
     until(&mut devices, &["test-a"]).await;
     host.character("test-b", 2);
     until(&mut devices, &["test-a", "test-b"]).await;
@@ -339,7 +339,7 @@ async fn a_device_that_has_gone_or_become_another_is_refused_at_once() {
         driver.shared.injection("test-b").unwrap_err().reason(),
         "DeviceChanged"
     );
-    until(&mut driver.devices(), &["test-b"]).await;
+    until(&mut driver.devices.clone(), &["test-b"]).await;
     driver.injection("test-b").await.unwrap();
     std::fs::remove_file(host.dev("test-b")).unwrap();
     symlink(Path::new("/etc/passwd"), host.dev("test-b")).unwrap();

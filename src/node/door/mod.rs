@@ -5,9 +5,11 @@
 //!
 //! * [`dra`]: claims, through plugin registration and the DRA services of kubelet 1.27 to 1.30.
 //! * [`device_plugin`]: extended resources.
+//! * [`pod_resources`]: no door, but the window beside them, through which kubelet shows what its containers have.
 
 pub mod device_plugin;
 pub mod dra;
+pub mod pod_resources;
 mod registration;
 
 use std::path::{Path, PathBuf};
@@ -77,6 +79,24 @@ impl KubeletPaths {
                 .map_or_else(|| "/".into(), Path::to_path_buf),
             option: DEVICE_PLUGIN_DIR_OPTION,
         }
+    }
+
+    /// Where a device plugin is that registers through the plugin watcher: a directory that kubelet does not empty.
+    pub fn watched_device_plugin_socket(&self, driver_name: &str, resource_name: &str) -> SocketPlace {
+        let checksum = crc32fast::hash(resource_name.as_bytes());
+        self.below_root(format!("plugins/{driver_name}/dp-{checksum:08x}.sock"))
+    }
+
+    /// Where kubelet's plugin watcher looks for the registration of a device plugin.
+    pub fn device_plugin_registration_socket(&self, driver_name: &str, resource_name: &str) -> SocketPlace {
+        let short = driver_name.chars().take(40).collect::<String>();
+        let checksum = crc32fast::hash(format!("{driver_name} {resource_name}").as_bytes());
+        self.below_root(format!("plugins_registry/{short}-dp-{checksum:08x}-reg.sock"))
+    }
+
+    /// Where kubelet serves the PodResources API.
+    pub fn pod_resources_socket(&self) -> PathBuf {
+        self.root_dir.join("pod-resources/kubelet.sock")
     }
 
     /// Where kubelet takes the registration of device plugins.
@@ -204,6 +224,8 @@ mod tests {
             paths.registration_socket(&driver),
             paths.service_socket(&driver),
             paths.device_plugin_socket(&resource),
+            paths.watched_device_plugin_socket(&driver, &resource),
+            paths.device_plugin_registration_socket(&driver, &resource),
         ] {
             // One more for the dot of the hidden name.
             assert!(

@@ -4,10 +4,12 @@ use std::collections::BTreeMap;
 
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::INJECTION_TIMEOUT;
+use super::DRIVER_TIMEOUT;
 use crate::core::node::injection::Injection;
+use crate::core::node::naming::device_of_plugin_id;
+use crate::core::node::preferred::{End, Preference, preferred};
 use crate::core::node::refusal::Refusal;
-use crate::core::node::request::{ClaimToPrepare, ClaimToUnprepare, PluginDevice};
+use crate::core::node::request::{ClaimToPrepare, ClaimToUnprepare, ExtendedResource, PluginDevice};
 use crate::node::companion::{Companion, CompanionError};
 use crate::node::driver::NodeDriverError;
 use crate::node::store::StoreError;
@@ -19,8 +21,8 @@ pub(super) enum Failure {
     Refused(#[from] Refusal),
     #[error(transparent)]
     Driver(#[from] NodeDriverError),
-    #[error("looking at device {device:?} took more than {} s; it is tried again", INJECTION_TIMEOUT.as_secs())]
-    Slow { device: String },
+    #[error("the driver took more than {} s for {what}; it is tried again", DRIVER_TIMEOUT.as_secs())]
+    Slow { what: String },
     #[error("this node cannot keep its records, so nothing was handed out: {0}")]
     Store(#[from] StoreError),
     #[error("the companion is stopping; kubelet asks again when it is back")]
@@ -64,13 +66,21 @@ pub(super) enum Request {
         Vec<Vec<String>>,
         oneshot::Sender<Result<Vec<Injection>, CompanionError>>,
     ),
+    CheckStart(String, Vec<String>, oneshot::Sender<Result<(), CompanionError>>),
+}
+
+/// An extended resource as doors see it.
+#[derive(Debug)]
+pub(super) struct Offered {
+    pub(super) resource: ExtendedResource,
+    pub(super) devices: watch::Receiver<Vec<PluginDevice>>,
 }
 
 /// The owner as doors see it. When the last handle is dropped, the owner ends after the requests that it has.
 #[derive(Debug)]
 pub struct OwnerHandle {
     pub(super) requests: mpsc::Sender<Request>,
-    pub(super) resources: BTreeMap<String, watch::Receiver<Vec<PluginDevice>>>,
+    pub(super) resources: BTreeMap<String, Offered>,
 }
 
 impl OwnerHandle {
@@ -99,7 +109,47 @@ impl Companion for OwnerHandle {
     }
 
     fn plugin_devices(&self, resource_name: &str) -> Option<watch::Receiver<Vec<PluginDevice>>> {
-        self.resources.get(resource_name).cloned()
+        self.resources
+            .get(resource_name)
+            .map(|offered| offered.devices.clone())
+    }
+
+    fn checks_start(&self, resource_name: &str) -> bool {
+        self.resources
+            .get(resource_name)
+            .is_some_and(|offered| offered.resource.pre_start_check)
+    }
+
+    fn choose(&self, resource_name: &str, wishes: Vec<Preference>) -> Vec<Vec<String>> {
+        let Some(offered) = self.resources.get(resource_name) else {
+            return vec![Vec::new(); wishes.len()];
+        };
+        let numa_nodes: BTreeMap<String, Vec<i64>> = offered
+            .devices
+            .borrow()
+            .iter()
+            .map(|device| {
+                (
+                    device_of_plugin_id(&device.id).to_owned(),
+                    device.numa_nodes.clone(),
+                )
+            })
+            .collect();
+        let end = if offered.resource.also_by_claims {
+            End::Back
+        } else {
+            End::Front
+        };
+        wishes
+            .iter()
+            .map(|wish| preferred(wish, &numa_nodes, end))
+            .collect()
+    }
+
+    async fn check_start(&self, resource_name: &str, devices: Vec<String>) -> Result<(), CompanionError> {
+        let resource = resource_name.to_owned();
+        self.ask(|sender| Request::CheckStart(resource, devices, sender))
+            .await?
     }
 
     async fn allocate(

@@ -4,14 +4,17 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use futures::future::BoxFuture;
+use futures::{Stream, StreamExt as _};
 use tokio::task::JoinHandle;
+use tokio_stream::wrappers::WatchStream;
 
 use super::*;
 use crate::api::crd::{Device, Mode};
 use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
+use crate::core::node::containers::Shown;
 use crate::core::node::injection::DeviceNode;
 use crate::node::companion::Companion;
-use crate::node::driver::NodeDriverError;
 
 pub(super) const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 pub(super) const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
@@ -53,8 +56,8 @@ impl Said {
 }
 
 impl NodeDriver for Said {
-    fn devices(&self) -> watch::Receiver<Arc<Devices>> {
-        self.devices.subscribe()
+    fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
+        WatchStream::new(self.devices.subscribe()).map(|devices| devices.values().cloned().collect())
     }
 
     async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
@@ -82,22 +85,64 @@ pub(super) struct Life {
     pub(super) inventory: watch::Receiver<Arc<Devices>>,
     pub(super) cluster: watch::Sender<ClusterFacts>,
     pub(super) doubt: Arc<Notify>,
+    /// What the API server shows of the claims of this node.
+    pub(super) announcer: watch::Sender<Arc<Announced>>,
     pub(super) task: JoinHandle<()>,
 }
 
+/// What kubelet shows is what the test says.
+#[derive(Debug, Default)]
+pub(super) struct Kubelet {
+    pub(super) shown: Mutex<Option<Shown>>,
+    pub(super) looks: AtomicUsize,
+}
+
+impl Grants for Kubelet {
+    fn look(&self, _: BTreeSet<String>) -> BoxFuture<'_, Result<Shown, String>> {
+        self.looks.fetch_add(1, Ordering::SeqCst);
+        let shown = self.shown.lock().unwrap().clone();
+        Box::pin(async { shown.ok_or_else(|| "kubelet is down".to_owned()) })
+    }
+}
+
 pub(super) async fn live(root: &Path, boot_id: &str, driver: &Arc<Said>) -> Life {
+    live_beside(root, boot_id, driver, None).await
+}
+
+/// With a kubelet, the devices of the kind `camera` leave through both doors.
+pub(super) async fn live_beside(
+    root: &Path,
+    boot_id: &str,
+    driver: &Arc<Said>,
+    kubelet: Option<Arc<Kubelet>>,
+) -> Life {
     let driver_name = DriverName::parse("drayman.dev").unwrap();
     let opened = Store::open(&driver_name, &root.join("state"), &root.join("cdi"), boot_id).unwrap();
     let (cluster, receiver) = watch::channel(ClusterFacts::default());
     let doubt = Arc::new(Notify::new());
+    let (announcer, announcements) = watch::channel(Arc::default());
+    let camera = ExtendedResource {
+        also_by_claims: kubelet.is_some(),
+        cdi_devices: true,
+        ..ExtendedResource::of_kind("camera")
+    };
+    let serial = ExtendedResource {
+        pre_start_check: true,
+        ..ExtendedResource::of_kind("serial")
+    };
     let (owner, handle, inventory) = Owner::start(OwnerOptions {
         driver_name,
         node_name: "node-a".into(),
-        resources: BTreeMap::from([("example.com/camera".to_owned(), "camera".to_owned())]),
+        resources: BTreeMap::from([
+            ("example.com/camera".to_owned(), camera),
+            ("example.com/serial".to_owned(), serial),
+        ]),
         driver: driver.clone(),
         opened,
         cluster: receiver,
         node_in_doubt: doubt.clone(),
+        grants: kubelet.map(|kubelet| kubelet as Arc<dyn Grants>),
+        announcements,
     })
     .await;
     let task = tokio::spawn(owner.run());
@@ -106,6 +151,7 @@ pub(super) async fn live(root: &Path, boot_id: &str, driver: &Arc<Said>) -> Life
         inventory,
         cluster,
         doubt,
+        announcer,
         task,
     }
 }

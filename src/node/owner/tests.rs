@@ -1,9 +1,12 @@
+use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use super::stage::*;
 use super::*;
 use crate::api::crd::Mode;
-use crate::node::companion::Companion;
+use crate::api::resource::ResourceClaim;
+use crate::core::node::containers::{Container, Shown};
+use crate::node::companion::{Companion, Preference};
 
 #[tokio::test]
 async fn a_claim_is_prepared_again_and_again_with_the_same_id_until_it_is_unprepared() {
@@ -198,10 +201,10 @@ async fn a_full_disk_is_told_and_leaves_nothing_half_done() {
 #[tokio::test]
 async fn an_extended_resource_is_listed_and_handed_out() {
     let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
-    driver.say(&["x", "y"], "camera", Mode::ExtendedResource);
+    driver.say(&["x", "y"], "serial", Mode::ExtendedResource);
     let life = live(root.path(), "boot", &driver).await;
     assert!(life.handle.plugin_devices("example.com/other").is_none());
-    let devices = life.handle.plugin_devices("example.com/camera").unwrap();
+    let devices = life.handle.plugin_devices("example.com/serial").unwrap();
     assert_eq!(
         devices
             .borrow()
@@ -212,7 +215,7 @@ async fn an_extended_resource_is_listed_and_handed_out() {
     );
     let injections = life
         .handle
-        .allocate("example.com/camera", vec![vec!["y".into(), "x".into()]])
+        .allocate("example.com/serial", vec![vec!["y".into(), "x".into()]])
         .await
         .unwrap();
     assert_eq!(injections[0].device_nodes.len(), 2);
@@ -257,4 +260,221 @@ async fn who_asks_a_companion_that_has_ended_is_told_so() {
             .collect::<Vec<_>>(),
         ["Stopping"; 2]
     );
+}
+
+/// Two cameras that leave through both doors, and what kubelet shows of its containers.
+async fn live_with_both(root: &Path) -> (Life, Arc<Said>, Arc<Kubelet>) {
+    let (driver, kubelet) = (Said::new(&[]), Arc::new(Kubelet::default()));
+    driver.say(&["x", "y"], "camera", Mode::Both);
+    let life = live_beside(root, "boot", &driver, Some(kubelet.clone())).await;
+    life.cluster.send_replace(ClusterFacts {
+        node_uid: Some("n-1".into()),
+        serves_claims: Some(true),
+    });
+    (life, driver, kubelet)
+}
+
+/// Waits until the extended resource is offered so: those that are unhealthy with a question mark.
+async fn until_offered(life: &Life, wanted: &str) {
+    let mut devices = life.handle.plugin_devices("example.com/camera").unwrap();
+    let shown = |devices: &Vec<PluginDevice>| {
+        devices
+            .iter()
+            .map(|device| format!("{}{}", device.id, if device.healthy { "" } else { "?" }))
+            .collect::<Vec<_>>()
+            .join(" ")
+    };
+    let waited = tokio::time::timeout(
+        Duration::from_secs(20),
+        devices.wait_for(|devices| shown(devices) == wanted),
+    )
+    .await;
+    assert!(waited.is_ok(), "not {wanted:?}");
+}
+
+fn nothing_announced() -> Announced {
+    let mut announced = Announced::default();
+    announced.replace([], "drayman.dev", "node-a");
+    announced
+}
+
+fn announced(uid: &str, device: &str) -> Announced {
+    let handle = claim(uid, &[device]).resource_handle;
+    let claim: ResourceClaim = serde_json::from_value(serde_json::json!({
+        "metadata": { "namespace": "default", "name": "camera", "uid": uid },
+        "spec": { "resourceClassName": "camera" },
+        "status": { "driverName": "drayman.dev",
+            "allocation": { "resourceHandles": [{ "driverName": "drayman.dev", "data": handle }] } },
+    }))
+    .unwrap();
+    let mut announced = Announced::default();
+    announced.replace([&claim], "drayman.dev", "node-a");
+    announced
+}
+
+fn granted(device: &str) -> Shown {
+    let container = Container {
+        namespace: "default".into(),
+        pod: "plugged".into(),
+        container: "main".into(),
+    };
+    Shown {
+        pods: [("default".to_owned(), "plugged".to_owned())].into(),
+        listed: [(device.to_owned(), container)].into(),
+        ..Shown::default()
+    }
+}
+
+#[tokio::test]
+async fn with_both_doors_nothing_is_given_before_kubelet_and_the_claims_are_known() {
+    let root = tempfile::tempdir().unwrap();
+    let (life, _driver, kubelet) = live_with_both(root.path()).await;
+    until_offered(&life, "x? y?").await;
+    let refused = loop {
+        let refused = life.prepare(A, &["x"]).await.unwrap_err();
+        if refused.reason != "NodeUnknown" {
+            break refused;
+        }
+    };
+    assert_eq!(refused.reason, "PodResourcesUnavailable");
+    assert!(refused.message.contains("kubelet is down"), "{refused}");
+    *kubelet.shown.lock().unwrap() = Some(granted("y"));
+    // What a container has is kubelet's own; the rest waits for the claims.
+    until_offered(&life, "x? y").await;
+    life.announcer.send_replace(Arc::new(nothing_announced()));
+    until_offered(&life, "x y").await;
+    let looks = kubelet.looks.load(Ordering::SeqCst);
+    life.prepare(A, &["x"]).await.unwrap();
+    assert_eq!(
+        kubelet.looks.load(Ordering::SeqCst),
+        looks + 1,
+        "asked at the moment of the decision"
+    );
+    until_offered(&life, "x? y").await;
+    life.unprepare(A).await.unwrap();
+    until_offered(&life, "x y").await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_prepare() {
+    let root = tempfile::tempdir().unwrap();
+    let (life, _driver, kubelet) = live_with_both(root.path()).await;
+    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    life.announcer.send_replace(Arc::new(announced(A, "x")));
+    until_offered(&life, "x? y").await;
+    let allocate = async |device: &str| {
+        let containers = vec![vec![device.to_owned()]];
+        life.handle.allocate("example.com/camera", containers).await
+    };
+    let refused = allocate("x").await.unwrap_err();
+    assert_eq!(refused.reason, "DeviceHeld");
+    assert!(refused.message.contains("default/camera"), "{refused}");
+    allocate("y").await.unwrap();
+    life.announcer.send_replace(Arc::new(nothing_announced()));
+    until_offered(&life, "x y").await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn what_a_container_has_is_refused_to_a_claim_and_told_to_the_controller_until_it_has_ended() {
+    let root = tempfile::tempdir().unwrap();
+    let (mut life, _driver, kubelet) = live_with_both(root.path()).await;
+    *kubelet.shown.lock().unwrap() = Some(granted("x"));
+    life.announcer.send_replace(Arc::new(nothing_announced()));
+    until_offered(&life, "x y").await;
+    assert!(
+        life.inventory
+            .borrow()
+            .values()
+            .all(|device| device.unhealthy.is_none()),
+        "nothing is published for a pod that is in nobody's way"
+    );
+    life.announcer.send_replace(Arc::new(announced(A, "x")));
+    let contested =
+        |devices: &Arc<Devices>| devices["x"].unhealthy.is_some() && devices["y"].unhealthy.is_none();
+    soon(life.inventory.wait_for(contested)).await.unwrap();
+    let refused = life.prepare(A, &["x"]).await.unwrap_err();
+    assert_eq!(refused.reason, "DeviceHeld");
+    assert!(refused.message.contains("default/plugged"), "{refused}");
+    // The container keeps its device, also in kubelet's eyes.
+    until_offered(&life, "x y").await;
+    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    soon(
+        life.inventory
+            .wait_for(|devices| devices["x"].unhealthy.is_none()),
+    )
+    .await
+    .unwrap();
+    life.prepare(A, &["x"]).await.unwrap();
+    life.end().await;
+}
+
+async fn soon<T>(wait: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(20), wait)
+        .await
+        .expect("in time")
+}
+
+#[tokio::test]
+async fn a_device_by_name_has_a_file_from_the_start_until_it_is_gone() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    driver.say(&["x", "y"], "camera", Mode::ExtendedResource);
+    let life = live(root.path(), "boot", &driver).await;
+    let of = |device: &str| format!("drayman.dev-device_{device}.json");
+    assert_eq!(files(root.path()), [of("x"), of("y")]);
+    let containers = vec![vec!["x".to_owned()]];
+    let injections = life
+        .handle
+        .allocate("example.com/camera", containers)
+        .await
+        .unwrap();
+    assert_eq!(injections[0].cdi_devices, ["drayman.dev/device=x"]);
+    assert!(injections[0].device_nodes.is_empty() && injections[0].environment.is_empty());
+    driver.say(&["y"], "camera", Mode::ExtendedResource);
+    soon(async {
+        while files(root.path()) != [of("y")] {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_container_does_not_start_with_a_device_that_has_gone_or_is_not_well() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    driver.say(&["x"], "serial", Mode::ExtendedResource);
+    let life = live(root.path(), "boot", &driver).await;
+    assert!(life.handle.checks_start("example.com/serial"));
+    assert!(!life.handle.checks_start("example.com/camera"));
+    let check = async |device: &str| {
+        let devices = vec![device.to_owned()];
+        life.handle
+            .check_start("example.com/serial", devices)
+            .await
+            .map_err(|error| error.reason)
+    };
+    assert_eq!(check("x").await, Ok(()));
+    assert_eq!(check("nowhere").await, Err("DeviceGone"));
+    driver.gone.lock().unwrap().insert("x".into());
+    assert_eq!(check("x").await, Err("DeviceGone"));
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_choice_is_made_from_the_other_end_where_claims_take_too() {
+    let root = tempfile::tempdir().unwrap();
+    let (life, _driver, _kubelet) = live_with_both(root.path()).await;
+    let wish = Preference {
+        available: vec!["x".into(), "y".into()],
+        must_include: vec![],
+        size: 1,
+    };
+    assert_eq!(
+        life.handle.choose("example.com/camera", vec![wish.clone()]),
+        [["y"]]
+    );
+    assert_eq!(life.handle.choose("example.com/serial", vec![wish]), [["x"]]);
+    life.end().await;
 }

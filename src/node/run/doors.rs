@@ -11,15 +11,18 @@ use tracing::warn;
 use super::NodeError;
 use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::driver_name::DriverName;
+use crate::core::node::request::ExtendedResource;
 use crate::node::companion::Companion;
+use crate::node::door::device_plugin::PluginRegistration;
 use crate::node::door::{self, DoorError, DoorState, KubeletPaths};
 use crate::node::inventory::Standing;
 
 /// The doors of kubelet that this companion opens.
 pub(super) struct Doors {
     pub(super) paths: KubeletPaths,
+    pub(super) plugin_registration: PluginRegistration,
     pub(super) driver_name: DriverName,
-    pub(super) resources: BTreeMap<String, String>,
+    pub(super) resources: BTreeMap<String, ExtendedResource>,
     pub(super) cluster: watch::Receiver<ClusterFacts>,
 }
 
@@ -43,6 +46,8 @@ impl Doors {
             doors.spawn(door::device_plugin::serve(
                 companion,
                 paths,
+                self.plugin_registration,
+                self.driver_name.to_string(),
                 resource_name,
                 state,
                 ours.clone(),

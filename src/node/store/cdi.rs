@@ -17,8 +17,8 @@ const SIZE_MAX: u64 = 1024 * 1024;
 /// The CDI files of one driver. Files of others in the same directory are never touched.
 #[derive(Debug)]
 pub struct CdiDirectory {
-    driver: DriverName,
-    directory: PathBuf,
+    pub(super) driver: DriverName,
+    pub(super) directory: PathBuf,
 }
 
 impl CdiDirectory {
@@ -67,15 +67,18 @@ impl CdiDirectory {
 
     /// Makes the file of a claim say what its containers get; nothing is written if it does so already.
     pub fn write(&self, uid: &ClaimUid, injection: &Injection) -> Result<(), StoreError> {
-        let path = self.path(uid);
-        let spec = cdi_spec(&self.driver, uid, injection);
-        let text = serde_json::to_vec(&spec).map_err(|error| StoreError::io("write", &path)(error.into()))?;
-        if files::read(&path, SIZE_MAX).is_ok_and(|found| found.as_ref() == Some(&text)) {
+        self.write_spec(&self.path(uid), &cdi_spec(&self.driver, uid, injection))
+    }
+
+    /// Makes a file say something; nothing is written if it does so already.
+    pub(super) fn write_spec(&self, path: &Path, spec: &Spec) -> Result<(), StoreError> {
+        let text = serde_json::to_vec(spec).map_err(|error| StoreError::io("write", path)(error.into()))?;
+        if files::read(path, SIZE_MAX).is_ok_and(|found| found.as_ref() == Some(&text)) {
             return Ok(());
         }
         // The directory may have been removed together with the rest of /var/run.
         files::make_directory(&self.directory, 0o755)?;
-        files::replace(&path, &text, 0o644)
+        files::replace(path, &text, 0o644)
     }
 
     /// Reads the file of a claim; `None` if it is not a CDI file as we write them.

@@ -1,6 +1,7 @@
 //! What the companion keeps on the node: the checkpoint and the CDI files.
 
 pub mod cdi;
+mod cdi_devices;
 pub mod checkpoint;
 mod files;
 
@@ -146,6 +147,16 @@ impl Store {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .cluster = cluster;
+    }
+
+    /// Makes the CDI file of a device that leaves by name say what containers get.
+    pub fn write_cdi_of_device(&self, device: &str, injection: &Injection) -> Result<(), StoreError> {
+        self.cdi.write_device(device, injection)
+    }
+
+    /// Removes the CDI files of all other devices.
+    pub fn keep_cdi_of_devices(&self, devices: &BTreeSet<String>) -> Result<(), StoreError> {
+        self.cdi.keep_devices(devices)
     }
 }
 

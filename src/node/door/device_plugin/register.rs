@@ -8,15 +8,13 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tonic::transport::Endpoint;
 use tonic::{Code, Status};
 
-use super::OPTIONS;
+use super::VERSION;
 use super::service::Streams;
-use crate::api::proto::device_plugin_v1beta1::RegisterRequest;
 use crate::api::proto::device_plugin_v1beta1::registration_client::RegistrationClient;
+use crate::api::proto::device_plugin_v1beta1::{DevicePluginOptions, RegisterRequest};
 use crate::node::door::DoorState;
 use crate::node::transport::Identity;
 
-/// The only version of the API.
-const VERSION: &str = "v1beta1";
 /// How long a registration may take: kubelet dials us for up to 10 s within it.
 const CALL_LIMIT: Duration = Duration::from_secs(20);
 /// How long after a registration kubelet may be without a ListAndWatch before it is registered again.
@@ -32,6 +30,7 @@ pub(super) struct Registrar {
     pub(super) kubelet: PathBuf,
     pub(super) endpoint: String,
     pub(super) resource_name: String,
+    pub(super) options: DevicePluginOptions,
     pub(super) state: watch::Sender<DoorState>,
     pub(super) published: watch::Receiver<u64>,
     pub(super) directory: watch::Receiver<u64>,
@@ -152,7 +151,7 @@ impl Registrar {
             version: VERSION.into(),
             endpoint: self.endpoint.clone(),
             resource_name: self.resource_name.clone(),
-            options: Some(OPTIONS),
+            options: Some(self.options),
         };
         let call = async {
             let endpoint = Endpoint::from_shared(format!("unix://{}", self.kubelet.display()))
@@ -190,11 +189,11 @@ mod tests {
             version: VERSION.into(),
             endpoint: "x.sock".into(),
             resource_name: "a.dev/b".into(),
-            options: Some(OPTIONS),
+            options: Some(super::super::options(false)),
         };
         assert_eq!(
             request.encode_to_vec(),
-            b"\x0a\x07v1beta1\x12\x06x.sock\x1a\x07a.dev/b\x22\x00"
+            b"\x0a\x07v1beta1\x12\x06x.sock\x1a\x07a.dev/b\x22\x02\x10\x01"
         );
     }
 }

@@ -10,15 +10,17 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use super::OPTIONS;
 use crate::api::proto::device_plugin_v1beta1::device_plugin_server::DevicePlugin;
 use crate::api::proto::device_plugin_v1beta1::{
-    AllocateResponse, ContainerAllocateResponse, Device, DevicePluginOptions, DeviceSpec, Empty,
-    ListAndWatchResponse, NumaNode, TopologyInfo,
+    AllocateResponse, CdiDevice, ContainerAllocateResponse, ContainerPreferredAllocationResponse, Device,
+    DevicePluginOptions, DeviceSpec, Empty, ListAndWatchResponse, Mount, NumaNode, PreStartContainerResponse,
+    PreferredAllocationResponse, TopologyInfo,
 };
-use crate::api::proto::{ContainerList, DeviceIdList, MAX_CONTAINERS, MAX_DEVICES_PER_CONTAINER};
+use crate::api::proto::{
+    ContainerList, DeviceIdList, MAX_CONTAINERS, MAX_DEVICES_PER_CONTAINER, PreferenceList,
+};
 use crate::core::node::injection::Injection;
-use crate::node::companion::{Companion, PluginDevice};
+use crate::node::companion::{Companion, PluginDevice, Preference};
 use crate::node::door::{refused, shown, status, wrong_number_of_answers};
 use crate::node::transport::MAX_MESSAGE;
 
@@ -35,6 +37,7 @@ pub(super) struct Streams {
 pub(super) struct DevicePluginService<C> {
     pub(super) companion: Arc<C>,
     pub(super) resource_name: String,
+    pub(super) options: DevicePluginOptions,
     pub(super) devices: watch::Receiver<Vec<PluginDevice>>,
     pub(super) streams: watch::Sender<Streams>,
     pub(super) shutdown: CancellationToken,
@@ -48,7 +51,7 @@ impl<C: Companion> DevicePlugin for DevicePluginService<C> {
         &self,
         _: Request<Empty>,
     ) -> Result<Response<DevicePluginOptions>, Status> {
-        Ok(Response::new(OPTIONS))
+        Ok(Response::new(self.options))
     }
 
     async fn list_and_watch(&self, _: Request<Empty>) -> Result<Response<Self::ListAndWatchStream>, Status> {
@@ -72,21 +75,53 @@ impl<C: Companion> DevicePlugin for DevicePluginService<C> {
         Ok(Response::new(Box::pin(stream::unfold(lists, Lists::next))))
     }
 
+    async fn get_preferred_allocation(
+        &self,
+        request: Request<PreferenceList>,
+    ) -> Result<Response<PreferredAllocationResponse>, Status> {
+        let requests = request.into_inner().within_limit().map_err(too_many_containers)?;
+        let mut wishes = Vec::with_capacity(requests.len());
+        for request in requests {
+            if request.beyond > 0 {
+                return Err(too_many_devices(request.beyond + MAX_DEVICES_PER_CONTAINER));
+            }
+            let size = usize::try_from(request.size)
+                .map_err(|_| refused(format!("{} devices are asked for", request.size)))?;
+            wishes.push(Preference {
+                available: request.available,
+                must_include: request.must_include,
+                size,
+            });
+        }
+        let asked = wishes.len();
+        let choices = self.companion.choose(&self.resource_name, wishes);
+        if choices.len() != asked {
+            return Err(wrong_number_of_answers(asked, choices.len()));
+        }
+        Ok(Response::new(PreferredAllocationResponse {
+            container_responses: choices.into_iter().map(choice).collect(),
+        }))
+    }
+
+    async fn pre_start_container(
+        &self,
+        request: Request<DeviceIdList>,
+    ) -> Result<Response<PreStartContainerResponse>, Status> {
+        let devices = request.into_inner().within_limit().map_err(too_many_devices)?;
+        self.companion
+            .check_start(&self.resource_name, devices)
+            .await
+            .map_err(status)?;
+        Ok(Response::new(PreStartContainerResponse {}))
+    }
+
     async fn allocate(&self, request: Request<ContainerList>) -> Result<Response<AllocateResponse>, Status> {
-        let containers = request.into_inner().within_limit().map_err(|count| {
-            refused(format!(
-                "{count} containers in one call, {MAX_CONTAINERS} are possible"
-            ))
-        })?;
+        let containers = request.into_inner().within_limit().map_err(too_many_containers)?;
         let containers = containers
             .into_iter()
             .map(DeviceIdList::within_limit)
             .collect::<Result<Vec<_>, _>>()
-            .map_err(|count| {
-                refused(format!(
-                    "{count} devices for one container, {MAX_DEVICES_PER_CONTAINER} are possible"
-                ))
-            })?;
+            .map_err(too_many_devices)?;
         let mut ids = BTreeSet::new();
         for id in containers.iter().flatten() {
             if id.is_empty() {
@@ -114,6 +149,18 @@ impl<C: Companion> DevicePlugin for DevicePluginService<C> {
         let container_responses = injections.into_iter().map(container_response).collect();
         Ok(Response::new(AllocateResponse { container_responses }))
     }
+}
+
+fn too_many_containers(count: usize) -> Status {
+    refused(format!(
+        "{count} containers in one call, {MAX_CONTAINERS} are possible"
+    ))
+}
+
+fn too_many_devices(count: usize) -> Status {
+    refused(format!(
+        "{count} devices for one container, {MAX_DEVICES_PER_CONTAINER} are possible"
+    ))
 }
 
 /// Counts a stream as open while it lives.
@@ -187,24 +234,36 @@ fn list_message(devices: &[PluginDevice]) -> ListAndWatchResponse {
     }
 }
 
+fn choice(device_i_ds: Vec<String>) -> ContainerPreferredAllocationResponse {
+    ContainerPreferredAllocationResponse { device_i_ds }
+}
+
 fn container_response(injection: Injection) -> ContainerAllocateResponse {
     let devices = injection.device_nodes.into_iter().map(|node| DeviceSpec {
         container_path: node.container_path,
         host_path: node.host_path,
         permissions: node.permissions,
     });
+    let mounts = injection.mounts.into_iter().map(|mount| Mount {
+        container_path: mount.container_path,
+        host_path: mount.host_path,
+        read_only: mount.read_only,
+    });
+    let cdi_devices = injection.cdi_devices.into_iter().map(|name| CdiDevice { name });
     ContainerAllocateResponse {
         envs: injection.environment,
+        mounts: mounts.collect(),
         devices: devices.collect(),
-        ..ContainerAllocateResponse::default()
+        annotations: injection.annotations,
+        cdi_devices: cdi_devices.collect(),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::core::node::injection::DeviceNode;
-
+    use super::super::options;
     use super::*;
+    use crate::core::node::injection::{DeviceNode, Mount as HostMount};
 
     #[test]
     fn the_list_has_the_bytes_that_kubelet_reads() {
@@ -249,7 +308,35 @@ mod tests {
     }
 
     #[test]
-    fn the_options_offer_nothing() {
-        assert!(OPTIONS.encode_to_vec().is_empty());
+    fn an_injection_with_everything_has_the_bytes_that_kubelet_reads() {
+        let injection = Injection {
+            mounts: vec![HostMount {
+                host_path: "/h".into(),
+                container_path: "/c".into(),
+                read_only: true,
+            }],
+            annotations: [("a/b".into(), "c".into())].into(),
+            cdi_devices: vec!["v/c=n".into()],
+            ..Injection::default()
+        };
+        assert_eq!(
+            container_response(injection).encode_to_vec(),
+            b"\x12\x0a\x0a\x02/c\x12\x02/h\x18\x01\x22\x08\x0a\x03a/b\x12\x01c\x2a\x07\x0a\x05v/c=n"
+        );
+    }
+
+    #[test]
+    fn a_choice_has_the_bytes_that_kubelet_reads() {
+        let response = PreferredAllocationResponse {
+            container_responses: vec![choice(vec!["b".into(), "a".into()])],
+        };
+        assert_eq!(response.encode_to_vec(), b"\x0a\x06\x0a\x01b\x0a\x01a");
+        assert!(PreStartContainerResponse {}.encode_to_vec().is_empty());
+    }
+
+    #[test]
+    fn the_options_have_the_bytes_that_kubelet_reads() {
+        assert_eq!(options(false).encode_to_vec(), b"\x10\x01");
+        assert_eq!(options(true).encode_to_vec(), b"\x08\x01\x10\x01");
     }
 }

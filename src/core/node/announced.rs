@@ -1,0 +1,169 @@
+//! Which devices of this node claims were allocated, as the API server shows it before kubelet asks: with that, kubelet's other door
+//! stops offering a device at once.
+//!
+//! Not a record. What a claim holds here is in the ledger; this only looks ahead, and whatever it misses, Prepare refuses.
+
+use std::collections::BTreeMap;
+
+use crate::api::handle::DeviceHandle;
+use crate::api::resource::ResourceClaim;
+
+/// The claims that were allocated devices of this node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Announced {
+    known: bool,
+    claims: BTreeMap<String, Allocated>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Allocated {
+    claim: String,
+    devices: Vec<String>,
+}
+
+impl Announced {
+    /// Whether all claims have been seen once, or there can be none. Before that no device is offered to containers that no
+    /// container has.
+    pub fn known(&self) -> bool {
+        self.known
+    }
+
+    /// These are all.
+    pub fn replace<'a>(
+        &mut self,
+        claims: impl IntoIterator<Item = &'a ResourceClaim>,
+        driver_name: &str,
+        node_name: &str,
+    ) {
+        self.claims.clear();
+        for claim in claims {
+            self.set(claim, driver_name, node_name);
+        }
+        self.known = true;
+    }
+
+    /// A claim is as it is now.
+    pub fn set(&mut self, claim: &ResourceClaim, driver_name: &str, node_name: &str) {
+        let metadata = &claim.metadata;
+        let uid = metadata.uid.clone().unwrap_or_default();
+        let devices = devices(claim, driver_name, node_name);
+        if devices.is_empty() {
+            self.claims.remove(&uid);
+            return;
+        }
+        let claim = format!(
+            "claim {}/{} (uid {uid})",
+            metadata.namespace.as_deref().unwrap_or_default(),
+            metadata.name.as_deref().unwrap_or_default(),
+        );
+        self.claims.insert(uid, Allocated { claim, devices });
+    }
+
+    /// A claim is gone.
+    pub fn remove(&mut self, uid: &str) {
+        self.claims.remove(uid);
+    }
+
+    /// The claim that was allocated a device, as a person reads it.
+    pub fn holder(&self, device: &str) -> Option<&str> {
+        self.claims
+            .values()
+            .find(|allocated| allocated.devices.iter().any(|name| name == device))
+            .map(|allocated| allocated.claim.as_str())
+    }
+
+    /// Every device that was allocated to a claim.
+    pub fn devices(&self) -> impl Iterator<Item = &str> {
+        self.claims
+            .values()
+            .flat_map(|allocated| allocated.devices.iter().map(String::as_str))
+    }
+}
+
+/// The devices of this node that a claim was allocated by this driver.
+fn devices(claim: &ResourceClaim, driver_name: &str, node_name: &str) -> Vec<String> {
+    let handles = claim
+        .status
+        .allocation
+        .iter()
+        .filter(|_| claim.status.driver_name.as_deref() == Some(driver_name))
+        .flat_map(|allocation| &allocation.resource_handles);
+    handles
+        .filter_map(|handle| DeviceHandle::parse(handle.data.as_deref()?).ok())
+        .filter(|handle| handle.node_name == node_name)
+        .flat_map(|handle| handle.devices)
+        .map(|device| device.device)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::api::handle::{HandleDevice, VERSION};
+
+    fn claim(uid: &str, node: &str, device: &str) -> ResourceClaim {
+        let handle = DeviceHandle {
+            version: VERSION,
+            claim_uid: uid.into(),
+            node_name: node.into(),
+            node_uid: "n-1".into(),
+            devices: vec![HandleDevice {
+                request: "device".into(),
+                device: device.into(),
+            }],
+        };
+        serde_json::from_value(json!({
+            "metadata": { "namespace": "default", "name": "camera", "uid": uid },
+            "spec": { "resourceClassName": "camera" },
+            "status": {
+                "driverName": "drayman.dev",
+                "allocation": { "resourceHandles": [{ "driverName": "drayman.dev", "data": handle.to_data().unwrap() }] },
+            },
+        }))
+        .unwrap()
+    }
+
+    fn announced(claims: &[ResourceClaim]) -> Announced {
+        let mut announced = Announced::default();
+        announced.replace(claims, "drayman.dev", "node-a");
+        announced
+    }
+
+    #[test]
+    fn a_claim_holds_what_it_was_allocated_here_until_it_is_gone() {
+        let mut announced = announced(&[claim("1", "node-a", "x")]);
+        assert!(announced.known());
+        assert_eq!(announced.holder("x"), Some("claim default/camera (uid 1)"));
+        announced.set(&claim("2", "node-a", "y"), "drayman.dev", "node-a");
+        announced.remove("1");
+        assert_eq!(announced.holder("x"), None);
+        assert!(announced.devices().eq(["y"]));
+    }
+
+    #[test]
+    fn a_claim_whose_allocation_was_cleared_holds_nothing() {
+        let mut announced = announced(&[claim("1", "node-a", "x")]);
+        let mut cleared = claim("1", "node-a", "x");
+        cleared.status.allocation = None;
+        announced.set(&cleared, "drayman.dev", "node-a");
+        assert_eq!(announced.holder("x"), None);
+    }
+
+    #[test]
+    fn what_is_on_another_node_or_another_drivers_is_not_ours() {
+        assert_eq!(announced(&[claim("1", "node-b", "x")]).holder("x"), None);
+        let mut other = claim("1", "node-a", "x");
+        other.status.driver_name = Some("other.example".into());
+        assert_eq!(announced(&[other]).holder("x"), None);
+    }
+
+    #[test]
+    fn a_handle_that_cannot_be_read_holds_nothing_and_stops_nobody() {
+        let mut broken = claim("1", "node-a", "x");
+        broken.status.allocation.as_mut().unwrap().resource_handles[0].data = Some("not ours".into());
+        let announced = announced(&[broken, claim("2", "node-a", "y")]);
+        assert!(announced.devices().eq(["y"]));
+    }
+}

@@ -1,0 +1,287 @@
+//! What containers got as extended resources: the other half of "who holds what" for kinds that leave through both doors.
+//!
+//! Kubelet has no call that gives a device back, so this is put together from what it lets see: our own Allocate, the list of its
+//! PodResources API, and the file in which its device manager keeps what it granted. None of them is enough alone. The list does
+//! not show a device of an init container, nor a pod that was deleted by force while its containers are still ending; the file
+//! keeps pods that have ended until the next grant.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::time::Duration;
+
+/// How long after Allocate a device counts as held whatever kubelet shows: admission of the pod goes on after our answer.
+const ADMISSION: Duration = Duration::from_secs(30);
+
+/// A container, as PodResources names it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Container {
+    /// Namespace of the pod.
+    pub namespace: String,
+    /// Name of the pod.
+    pub pod: String,
+    /// Name of the container.
+    pub container: String,
+}
+
+/// What kubelet shows at one moment, as far as it is about our devices.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Shown {
+    /// Namespace and name of each pod that kubelet lists, with devices or without.
+    pub pods: BTreeSet<(String, String)>,
+    /// The container that each device is listed with.
+    pub listed: BTreeMap<String, Container>,
+    /// The devices in the file of kubelet's device manager, of pods whose directory still exists.
+    pub recorded: BTreeSet<String>,
+}
+
+/// Which devices containers hold.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Containers {
+    known: bool,
+    holds: BTreeMap<String, Hold>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Hold {
+    /// Until when it counts as held in any case.
+    at_least_until: Option<Duration>,
+    /// The container that was listed with it last, since it was granted last.
+    container: Option<Container>,
+}
+
+impl Containers {
+    /// Whether kubelet has shown what it granted since this process began. Before that nothing may be given to a claim.
+    pub fn known(&self) -> bool {
+        self.known
+    }
+
+    /// An Allocate was answered with these devices. `now` is the time since the process began.
+    pub fn allocated<'a>(&mut self, devices: impl IntoIterator<Item = &'a str>, now: Duration) {
+        for device in devices {
+            let hold = Hold {
+                at_least_until: Some(now.saturating_add(ADMISSION)),
+                container: None,
+            };
+            self.holds.insert(device.to_owned(), hold);
+        }
+    }
+
+    /// Takes up what kubelet shows.
+    pub fn seen(&mut self, shown: &Shown, now: Duration) {
+        self.known = true;
+        let mut before = std::mem::take(&mut self.holds);
+        for (device, container) in &shown.listed {
+            let hold = Hold {
+                at_least_until: before.remove(device).and_then(|hold| hold.at_least_until),
+                container: Some(container.clone()),
+            };
+            self.holds.insert(device.clone(), hold);
+        }
+        for device in &shown.recorded {
+            if !self.holds.contains_key(device) {
+                let hold = before.remove(device).unwrap_or_default();
+                if !hold.has_ended(shown) {
+                    self.holds.insert(device.clone(), hold);
+                }
+            }
+        }
+        for (device, hold) in before {
+            // Not listed and not recorded: kubelet may still be on its way to either.
+            if hold.container.is_none() && hold.at_least_until.is_some_and(|until| now < until) {
+                self.holds.insert(device, hold);
+            }
+        }
+    }
+
+    /// Whether a container holds a device.
+    pub fn hold(&self, device: &str) -> bool {
+        self.holds.contains_key(device)
+    }
+
+    /// Whether containers hold anything at all.
+    pub fn is_empty(&self) -> bool {
+        self.holds.is_empty()
+    }
+
+    /// The container that holds a device, as a person reads it.
+    pub fn holder(&self, device: &str) -> Option<String> {
+        self.holds.get(device).map(|hold| match &hold.container {
+            Some(container) => container.to_string(),
+            None => "a container that kubelet does not name".to_owned(),
+        })
+    }
+}
+
+impl Hold {
+    /// Whether the pod is still listed, but without the device: then its containers have ended. Only a pod that is gone from the
+    /// list altogether may have been deleted by force, with its containers still ending.
+    fn has_ended(&self, shown: &Shown) -> bool {
+        self.container.as_ref().is_some_and(|container| {
+            shown
+                .pods
+                .contains(&(container.namespace.clone(), container.pod.clone()))
+        })
+    }
+}
+
+impl fmt::Display for Container {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "container {} of pod {}/{}",
+            self.container, self.namespace, self.pod
+        )
+    }
+}
+
+/// The devices that both a container and a claim were given, so that the inventory says it until the container has ended.
+///
+/// The controller does not know what containers hold: that would be a write for each pod. It hears of it when it matters, which is
+/// when it has allocated such a device; the next claim then gets another one.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Contested(BTreeSet<String>);
+
+impl Contested {
+    /// What the inventory says of such a device.
+    pub const UNHEALTHY: &str = "a container has it as an extended resource, so that no claim can be given it before the container has ended";
+
+    /// A claim was allocated a device, or asked for it in vain.
+    pub fn claimed(&mut self, device: &str, containers: &Containers) {
+        if containers.hold(device) {
+            self.0.insert(device.to_owned());
+        }
+    }
+
+    /// What containers hold has changed.
+    pub fn settle(&mut self, containers: &Containers) {
+        self.0.retain(|device| containers.hold(device));
+    }
+
+    /// The devices.
+    pub fn devices(&self) -> &BTreeSet<String> {
+        &self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const START: Duration = Duration::from_secs(100);
+
+    fn later(seconds: u64) -> Duration {
+        START + Duration::from_secs(seconds)
+    }
+
+    fn container(pod: &str) -> Container {
+        Container {
+            namespace: "default".into(),
+            pod: pod.into(),
+            container: "main".into(),
+        }
+    }
+
+    fn shown(pods: &[&str], listed: &[(&str, &str)], recorded: &[&str]) -> Shown {
+        Shown {
+            pods: pods
+                .iter()
+                .map(|pod| ("default".to_owned(), (*pod).to_owned()))
+                .collect(),
+            listed: listed
+                .iter()
+                .map(|(device, pod)| ((*device).to_owned(), container(pod)))
+                .collect(),
+            recorded: recorded.iter().map(|device| (*device).to_owned()).collect(),
+        }
+    }
+
+    #[test]
+    fn nothing_is_known_before_kubelet_has_shown_it() {
+        let mut containers = Containers::default();
+        containers.allocated(["x"], START);
+        assert!(!containers.known() && containers.hold("x"));
+        containers.seen(&shown(&[], &[], &[]), START);
+        assert!(containers.known());
+    }
+
+    #[test]
+    fn a_device_is_held_from_allocate_on_though_kubelet_shows_it_later() {
+        let mut containers = Containers::default();
+        containers.allocated(["x"], START);
+        containers.seen(&shown(&["p"], &[], &[]), later(1));
+        assert!(containers.hold("x"), "the pod is being admitted");
+        containers.seen(&shown(&["p"], &[("x", "p")], &["x"]), later(2));
+        assert_eq!(
+            containers.holder("x").as_deref(),
+            Some("container main of pod default/p")
+        );
+        containers.seen(&shown(&[], &[], &[]), later(3));
+        assert!(!containers.hold("x"), "and free as soon as the pod is gone");
+    }
+
+    #[test]
+    fn an_allocate_that_no_pod_came_of_is_free_after_a_while() {
+        let mut containers = Containers::default();
+        containers.allocated(["x"], START);
+        containers.seen(&shown(&[], &[], &[]), later(29));
+        assert!(containers.hold("x"));
+        containers.seen(&shown(&[], &[], &[]), later(30));
+        assert!(!containers.hold("x"));
+    }
+
+    #[test]
+    fn an_init_container_holds_its_device_though_the_list_never_shows_it() {
+        let mut containers = Containers::default();
+        containers.allocated(["x"], START);
+        containers.seen(&shown(&["p"], &[], &["x"]), later(600));
+        assert!(containers.hold("x"));
+        // The next process knows of it from kubelet's file alone.
+        let mut next = Containers::default();
+        next.seen(&shown(&["p"], &[], &["x"]), Duration::ZERO);
+        assert!(next.hold("x"));
+        next.seen(&shown(&[], &[], &[]), later(1));
+        assert!(!next.hold("x"), "the pod's directory is gone");
+    }
+
+    #[test]
+    fn a_pod_that_was_deleted_by_force_holds_its_device_until_its_directory_is_gone() {
+        let mut containers = Containers::default();
+        containers.seen(&shown(&["p"], &[("x", "p")], &["x"]), START);
+        containers.seen(&shown(&[], &[], &["x"]), later(1));
+        assert!(containers.hold("x"), "its containers may still be ending");
+        containers.seen(&shown(&[], &[], &[]), later(2));
+        assert!(!containers.hold("x"));
+    }
+
+    #[test]
+    fn a_pod_that_has_ended_and_was_not_deleted_holds_nothing() {
+        let mut containers = Containers::default();
+        containers.seen(&shown(&["job"], &[("x", "job")], &["x"]), START);
+        containers.seen(&shown(&["job"], &[], &["x"]), later(1));
+        assert!(!containers.hold("x"));
+    }
+
+    #[test]
+    fn a_device_that_is_granted_again_is_not_taken_for_the_ended_pods() {
+        let mut containers = Containers::default();
+        containers.seen(&shown(&["job"], &[("x", "job")], &["x"]), START);
+        containers.allocated(["x"], later(1));
+        containers.seen(&shown(&["job", "next"], &[], &["x"]), later(2));
+        assert!(containers.hold("x"));
+    }
+
+    #[test]
+    fn what_a_claim_got_too_is_contested_until_the_container_has_ended() {
+        let (mut containers, mut contested) = (Containers::default(), Contested::default());
+        contested.claimed("x", &containers);
+        assert!(contested.devices().is_empty(), "nobody has it");
+        containers.allocated(["x", "y"], START);
+        contested.claimed("x", &containers);
+        contested.settle(&containers);
+        assert!(contested.devices().iter().eq(["x"]));
+        containers.seen(&shown(&[], &[], &[]), later(60));
+        contested.settle(&containers);
+        assert!(contested.devices().is_empty());
+        assert!(Contested::UNHEALTHY.len() <= crate::api::crd::TEXT_MAX);
+    }
+}

@@ -1,0 +1,246 @@
+//! The part of a kind that says through which doors its devices leave the node.
+
+use serde_saphyr::Spanned;
+
+use super::{Refused, at, shown};
+use crate::api::crd::{GROUP, Mode};
+use crate::core::node::name::check_extended_resource;
+use crate::core::node::naming::is_dns_label;
+use crate::core::node::request::ExtendedResource;
+
+/// How many may have a shared device at once, at most.
+const SHARES_MAX: u32 = 1024;
+/// Names in the list that splits a kind, at most.
+const NAMES_MAX: usize = 1024;
+
+/// Through which doors the devices of a kind leave the node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KindDoors {
+    /// Which of them is for which device.
+    pub mode: KindMode,
+    /// How many may have a device at once.
+    pub shares: u32,
+    /// Whether containers get the devices of the extended resource by CDI name.
+    pub cdi_devices: bool,
+    /// Whether a device of the extended resource is looked at before each start of a container.
+    pub pre_start_check: bool,
+}
+
+/// Which door is for which device of a kind.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KindMode {
+    /// Through ResourceClaims.
+    Claims,
+    /// Through the device plugin API.
+    ExtendedResource {
+        /// The name of the resource, unique in the file.
+        resource_name: String,
+    },
+    /// Some through the device plugin API, the others through ResourceClaims.
+    Split {
+        /// The name of the resource, unique in the file.
+        resource_name: String,
+        /// The names of those that leave through the device plugin API.
+        extended_resource_devices: Vec<String>,
+    },
+    /// Each through whichever is asked first.
+    Both {
+        /// The name of the resource, unique in the file.
+        resource_name: String,
+    },
+}
+
+impl Default for KindDoors {
+    fn default() -> Self {
+        Self {
+            mode: KindMode::Claims,
+            shares: 1,
+            cdi_devices: false,
+            pre_start_check: false,
+        }
+    }
+}
+
+impl KindDoors {
+    /// The mode of a device of the kind, by its name in the inventory.
+    pub fn mode_of(&self, device: &str) -> Mode {
+        match &self.mode {
+            KindMode::Claims => Mode::Claims,
+            KindMode::ExtendedResource { .. } => Mode::ExtendedResource,
+            KindMode::Both { .. } => Mode::Both,
+            KindMode::Split {
+                extended_resource_devices,
+                ..
+            } => {
+                if extended_resource_devices.iter().any(|name| name == device) {
+                    Mode::ExtendedResource
+                } else {
+                    Mode::Claims
+                }
+            }
+        }
+    }
+
+    /// The shares as the inventory shows them: nothing for an exclusive device.
+    pub fn shown_shares(&self) -> Option<u32> {
+        (self.shares > 1).then_some(self.shares)
+    }
+
+    /// The extended resource that devices of the kind are part of, and its name.
+    pub fn extended_resource(&self, kind: &str) -> Option<(String, ExtendedResource)> {
+        let (resource_name, also_by_claims) = match &self.mode {
+            KindMode::Claims => return None,
+            KindMode::ExtendedResource { resource_name } | KindMode::Split { resource_name, .. } => {
+                (resource_name, false)
+            }
+            KindMode::Both { resource_name } => (resource_name, true),
+        };
+        let resource = ExtendedResource {
+            kind: kind.to_owned(),
+            also_by_claims,
+            cdi_devices: self.cdi_devices,
+            pre_start_check: self.pre_start_check,
+        };
+        Some((resource_name.clone(), resource))
+    }
+}
+
+/// What stands in the file about doors.
+pub(super) struct RawDoors<'a> {
+    pub(super) name: &'a Spanned<String>,
+    pub(super) mode: Option<&'a Spanned<String>>,
+    pub(super) resource_name: Option<&'a Spanned<String>>,
+    pub(super) extended_resource_devices: Option<&'a Spanned<Vec<Spanned<String>>>>,
+    pub(super) shares: Option<&'a Spanned<u32>>,
+    pub(super) cdi_devices: Option<&'a Spanned<bool>>,
+    pub(super) pre_start_check: Option<&'a Spanned<bool>>,
+}
+
+impl RawDoors<'_> {
+    pub(super) fn check(&self, field: &str) -> Result<KindDoors, Refused> {
+        let mode = self.check_mode(field)?;
+        for (name, raw) in [
+            ("cdiDevices", self.cdi_devices),
+            ("preStartCheck", self.pre_start_check),
+        ] {
+            if let (KindMode::Claims, Some(raw)) = (&mode, raw) {
+                return Err(at(
+                    raw,
+                    format!("{field}.{name} is for extended resources only; remove it or set another mode"),
+                ));
+            }
+        }
+        let shares = self.shares.map_or(1, |shares| shares.value);
+        if let Some(raw) = self.shares {
+            if shares == 0 || shares > SHARES_MAX {
+                return Err(at(
+                    raw,
+                    format!("{field}.shares {shares} must be 1 to {SHARES_MAX}"),
+                ));
+            }
+            if shares > 1 && matches!(mode, KindMode::Both { .. }) {
+                return Err(at(
+                    raw,
+                    format!(
+                        "{field}.shares is not possible with mode both, which is for exclusive devices; remove it or choose another mode"
+                    ),
+                ));
+            }
+        }
+        Ok(KindDoors {
+            mode,
+            shares,
+            cdi_devices: self.cdi_devices.is_some_and(|raw| raw.value),
+            pre_start_check: self.pre_start_check.is_some_and(|raw| raw.value),
+        })
+    }
+
+    fn check_mode(&self, field: &str) -> Result<KindMode, Refused> {
+        let mode = self.mode.map_or("claims", |mode| mode.value.as_str());
+        if !["claims", "extended-resource", "split", "both"].contains(&mode) {
+            let raw = self.mode.unwrap_or(self.name);
+            return Err(at(
+                raw,
+                format!(
+                    "{field}.mode {} must be claims, extended-resource, split or both",
+                    shown(raw)
+                ),
+            ));
+        }
+        if let (Some(names), true) = (self.extended_resource_devices, mode != "split") {
+            return Err(at(
+                names,
+                format!(
+                    "{field}.extendedResourceDevices is for mode split only; remove it or set mode: split"
+                ),
+            ));
+        }
+        let resource_name = match (mode, self.resource_name) {
+            ("claims", None) => return Ok(KindMode::Claims),
+            ("claims", Some(resource)) => {
+                return Err(at(
+                    resource,
+                    format!(
+                        "{field}.resourceName is for mode extended-resource, split and both only; remove it or set mode: extended-resource"
+                    ),
+                ));
+            }
+            (_, Some(resource)) => {
+                check_extended_resource(&resource.value)
+                    .map_err(|error| at(resource, format!("{field}.resourceName: {error}")))?;
+                resource.value.clone()
+            }
+            (_, None) => {
+                return Err(at(
+                    self.mode.unwrap_or(self.name),
+                    format!(
+                        "{field}.resourceName is missing; mode {mode} needs one, for instance {GROUP}/{}",
+                        self.name.value
+                    ),
+                ));
+            }
+        };
+        Ok(match mode {
+            "both" => KindMode::Both { resource_name },
+            "split" => KindMode::Split {
+                resource_name,
+                extended_resource_devices: self.check_names(field)?,
+            },
+            _ => KindMode::ExtendedResource { resource_name },
+        })
+    }
+
+    fn check_names(&self, field: &str) -> Result<Vec<String>, Refused> {
+        let Some(names) = self.extended_resource_devices else {
+            return Err(at(
+                self.mode.unwrap_or(self.name),
+                format!(
+                    "{field}.extendedResourceDevices is missing; mode split needs the names of the devices that go to the extended resource, as the NodeInventory has them"
+                ),
+            ));
+        };
+        if names.value.is_empty() || names.value.len() > NAMES_MAX {
+            return Err(at(
+                names,
+                format!(
+                    "{field}.extendedResourceDevices has {} entries; 1 to {NAMES_MAX} are allowed",
+                    names.value.len()
+                ),
+            ));
+        }
+        let name = |(index, raw): (usize, &Spanned<String>)| {
+            if is_dns_label(&raw.value) {
+                Ok(raw.value.clone())
+            } else {
+                Err(at(
+                    raw,
+                    format!(
+                        "{field}.extendedResourceDevices[{index}] {} is not the name of a device: 1 to 63 of a-z, 0-9 and -, with a letter or digit at both ends",
+                        shown(raw)
+                    ),
+                ))
+            }
+        };
+        names.value.iter().enumerate().map(name).collect()
+    }
+}

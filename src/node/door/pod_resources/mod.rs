@@ -1,0 +1,232 @@
+//! kubelet's PodResources API, v1, as a client: which container has which devices.
+//!
+//! Kubelet serves it from 1.20 on at `pod-resources/kubelet.sock` below its root directory, and lets 100 calls a second through for
+//! all clients of the node together, ten at once. We keep to a tenth of that.
+
+mod grants;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tokio::sync::Mutex;
+use tokio::time::{Instant, sleep, timeout};
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+
+use super::KubeletPaths;
+use crate::api::proto::pod_resources_v1 as v1;
+use crate::api::proto::pod_resources_v1::pod_resources_lister_client::PodResourcesListerClient;
+pub use grants::{Grants, KubeletGrants};
+
+/// How long a call may take, the connection included.
+const CALL_LIMIT: Duration = Duration::from_secs(3);
+/// The largest answer that is read. Kubelet sends all pods of the node in one message.
+const MAX_ANSWER: usize = 16 * 1024 * 1024;
+/// Calls at once, and how soon after a call there may be another one when those are used up.
+const BURST: u32 = 5;
+const REFILL: Duration = Duration::from_millis(100);
+/// How often a call is made again that kubelet refused because of the others' calls, and after which pause.
+const RETRIES: u32 = 3;
+const RETRY_PAUSE: Duration = Duration::from_millis(200);
+
+/// Why kubelet does not tell.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PodResourcesError {
+    /// There is nobody at the socket: kubelet is down, or older than 1.20, or has another root directory.
+    #[error("kubelet does not answer at {socket:?}: {problem}")]
+    Absent {
+        /// The socket.
+        socket: PathBuf,
+        /// Why not.
+        problem: String,
+    },
+    /// Kubelet does not have this call, or has it switched off.
+    #[error("this kubelet does not offer it: {0}")]
+    Unsupported(String),
+    /// The calls of all clients of the node together are too many.
+    #[error("kubelet has too many of these calls to answer from all programs of this node together")]
+    TooMany,
+    /// No answer in time.
+    #[error("no answer within {} s", CALL_LIMIT.as_secs())]
+    Timeout,
+    /// Anything else.
+    #[error("kubelet refuses: {0}")]
+    Refused(String),
+}
+
+impl PodResourcesError {
+    /// CamelCase, from a small fixed set.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Absent { .. } => "PodResourcesAbsent",
+            Self::Unsupported(_) => "PodResourcesUnsupported",
+            Self::TooMany => "PodResourcesTooMany",
+            Self::Timeout => "PodResourcesTimeout",
+            Self::Refused(_) => "PodResourcesRefused",
+        }
+    }
+}
+
+/// A client of the API. The connection is made when it is needed, and again after kubelet has restarted.
+#[derive(Debug)]
+pub struct PodResourcesClient {
+    socket: PathBuf,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    channel: Option<Channel>,
+    allowance: Allowance,
+}
+
+impl PodResourcesClient {
+    /// A client of the kubelet that is found there.
+    pub fn new(paths: &KubeletPaths) -> Self {
+        Self {
+            socket: paths.pod_resources_socket(),
+            state: Mutex::new(State {
+                channel: None,
+                allowance: Allowance::new(Instant::now()),
+            }),
+        }
+    }
+
+    /// All pods of the node, with what their containers have.
+    pub async fn list(&self) -> Result<Vec<v1::PodResources>, PodResourcesError> {
+        self.call(async |mut client| client.list(v1::ListPodResourcesRequest {}).await)
+            .await
+            .map(|answer| answer.pod_resources)
+    }
+
+    /// The devices that kubelet may grant, granted or not.
+    pub async fn allocatable(&self) -> Result<Vec<v1::ContainerDevices>, PodResourcesError> {
+        self.call(async |mut client| {
+            client
+                .get_allocatable_resources(v1::AllocatableResourcesRequest {})
+                .await
+        })
+        .await
+        .map(|answer| answer.devices)
+    }
+
+    /// One pod. Up to kubelet 1.33 [`PodResourcesError::Unsupported`] unless its feature gate `KubeletPodResourcesGet` is on; `None`
+    /// if kubelet does not know the pod.
+    pub async fn get(
+        &self,
+        namespace: &str,
+        name: &str,
+    ) -> Result<Option<v1::PodResources>, PodResourcesError> {
+        let request = v1::GetPodResourcesRequest {
+            pod_name: name.to_owned(),
+            pod_namespace: namespace.to_owned(),
+        };
+        let answer = self
+            .call(async |mut client| client.get(request.clone()).await)
+            .await;
+        match answer {
+            Ok(answer) => Ok(answer.pod_resources),
+            // Kubelet gives its errors no code of their own.
+            Err(PodResourcesError::Refused(message)) if message.contains("not found") => Ok(None),
+            Err(PodResourcesError::Refused(message)) if message.contains("method disabled") => {
+                Err(PodResourcesError::Unsupported(message))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn call<T>(
+        &self,
+        call: impl AsyncFn(PodResourcesListerClient<Channel>) -> Result<tonic::Response<T>, Status>,
+    ) -> Result<T, PodResourcesError> {
+        // One call at a time: that is also what the allowance is for.
+        let mut state = self.state.lock().await;
+        let mut retries = 0;
+        loop {
+            let pause = state.allowance.take(Instant::now());
+            sleep(pause).await;
+            let answer = timeout(CALL_LIMIT, self.once(&mut state.channel, &call)).await;
+            let error = match answer.unwrap_or(Err(PodResourcesError::Timeout)) {
+                Ok(answer) => return Ok(answer),
+                Err(error) => error,
+            };
+            if error == PodResourcesError::TooMany && retries < RETRIES {
+                retries += 1;
+                sleep(RETRY_PAUSE).await;
+                continue;
+            }
+            // The next call begins with a new connection.
+            state.channel = None;
+            return Err(error);
+        }
+    }
+
+    async fn once<T>(
+        &self,
+        channel: &mut Option<Channel>,
+        call: &impl AsyncFn(PodResourcesListerClient<Channel>) -> Result<tonic::Response<T>, Status>,
+    ) -> Result<T, PodResourcesError> {
+        let absent = |problem: String| PodResourcesError::Absent {
+            socket: self.socket.clone(),
+            problem,
+        };
+        let connected = if let Some(channel) = channel {
+            channel.clone()
+        } else {
+            let endpoint = Endpoint::from_shared(format!("unix://{}", self.socket.display()))
+                .map_err(|error| absent(error.to_string()))?;
+            let connected = endpoint.connect().await.map_err(|error| {
+                let cause = std::error::Error::source(&error).map_or_else(String::new, ToString::to_string);
+                absent(format!("{error}: {cause}"))
+            })?;
+            channel.insert(connected).clone()
+        };
+        let client = PodResourcesListerClient::new(connected).max_decoding_message_size(MAX_ANSWER);
+        call(client)
+            .await
+            .map(tonic::Response::into_inner)
+            .map_err(|status| match status.code() {
+                Code::Unimplemented => PodResourcesError::Unsupported(status.message().to_owned()),
+                Code::ResourceExhausted if status.message().contains("rate limit") => {
+                    PodResourcesError::TooMany
+                }
+                Code::Unavailable | Code::Cancelled => absent(status.message().to_owned()),
+                _ => PodResourcesError::Refused(status.message().to_owned()),
+            })
+    }
+}
+
+/// A bucket of tokens: [`BURST`] at once, then one each [`REFILL`].
+#[derive(Debug)]
+struct Allowance {
+    /// When the bucket is full, if nothing is taken until then.
+    full: Instant,
+}
+
+impl Allowance {
+    fn new(now: Instant) -> Self {
+        Self { full: now }
+    }
+
+    /// Takes a token, and says how long to wait before it may be used.
+    fn take(&mut self, now: Instant) -> Duration {
+        self.full = self.full.max(now) + REFILL;
+        self.full.duration_since(now).saturating_sub(REFILL * BURST)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_few_calls_go_at_once_and_the_next_ones_one_by_one() {
+        let start = Instant::now();
+        let mut allowance = Allowance::new(start);
+        let pauses: Vec<u128> = (0..8).map(|_| allowance.take(start).as_millis()).collect();
+        assert_eq!(pauses, [0, 0, 0, 0, 0, 100, 200, 300]);
+        let later = start + Duration::from_secs(10);
+        let pauses: Vec<u128> = (0..6).map(|_| allowance.take(later).as_millis()).collect();
+        assert_eq!(pauses, [0, 0, 0, 0, 0, 100], "no more are saved up");
+    }
+}

@@ -1,0 +1,272 @@
+//! The owner's side of extended resources: Allocate, the check before a start, and what kubelet shows of its containers.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use tokio::task::spawn_blocking;
+use tracing::{debug, info, warn};
+
+use super::handle::Failure;
+use super::{Owner, Resource};
+use crate::core::node::allocate::check_allocate;
+use crate::core::node::claim_uid::ClaimUid;
+use crate::core::node::injection::Injection;
+use crate::core::node::inventory::HandedOut;
+use crate::core::node::naming::device_of_plugin_id;
+use crate::core::node::prepare::{plan_prepare, takes_from_both};
+use crate::core::node::refusal::Refusal;
+use crate::core::node::request::ClaimToPrepare;
+use crate::core::node::step::Step;
+use crate::node::driver::NodeDriver;
+
+/// How often kubelet is asked what its containers hold, while it has not answered yet and while a claim waits for one of them.
+/// Otherwise it is asked only when a claim wants a device.
+pub(super) const LOOK_AGAIN: Duration = Duration::from_secs(2);
+
+impl<D: NodeDriver> Owner<D> {
+    /// What the doors have handed out.
+    pub(super) fn handed_out(&self) -> HandedOut<'_> {
+        HandedOut {
+            ledger: &self.ledger,
+            announced: &self.announced,
+            containers: &self.containers,
+        }
+    }
+
+    pub(super) async fn allocate(
+        &mut self,
+        resource: &str,
+        containers: &[Vec<String>],
+    ) -> Result<Vec<Injection>, Failure> {
+        let Some(Resource { offered, .. }) = self.resources.get(resource) else {
+            return Err(Refusal::NoResource(resource.to_owned()).into());
+        };
+        let offered = offered.clone();
+        check_allocate(
+            self.handed_out(),
+            &self.inventory,
+            resource,
+            &offered.kind,
+            containers,
+        )?;
+        let mut injections = Vec::with_capacity(containers.len());
+        for container in containers {
+            let devices: BTreeSet<&str> = container.iter().map(|id| device_of_plugin_id(id)).collect();
+            let mut injection = Injection::default();
+            for device in devices {
+                let made = self.injection_of(device).await?;
+                injection.extend(if offered.cdi_devices {
+                    self.by_name(device, made).await?
+                } else {
+                    made
+                });
+            }
+            injections.push(injection);
+        }
+        if offered.also_by_claims {
+            let devices = containers.iter().flatten().map(|id| device_of_plugin_id(id));
+            self.containers.allocated(devices, self.since.elapsed());
+        }
+        Ok(injections)
+    }
+
+    /// Whether containers with these devices may start: each is there, is what it was, and is well.
+    pub(super) async fn check_start(&mut self, resource: &str, devices: &[String]) -> Result<(), Failure> {
+        if !self.resources.contains_key(resource) {
+            return Err(Refusal::NoResource(resource.to_owned()).into());
+        }
+        let names: BTreeSet<&str> = devices.iter().map(|id| device_of_plugin_id(id)).collect();
+        for name in names {
+            let device = self
+                .inventory
+                .get(name)
+                .ok_or_else(|| Refusal::Gone(name.chars().take(64).collect()))?;
+            if let Some(reason) = &device.unhealthy {
+                return Err(Refusal::Unhealthy {
+                    device: name.to_owned(),
+                    reason: reason.clone(),
+                }
+                .into());
+            }
+            self.injection_of(name).await?;
+        }
+        Ok(())
+    }
+
+    /// What a container gets by name: the CDI device, in a file that says what the driver made, and beside it only what CDI cannot
+    /// carry. The file is there before kubelet is answered.
+    async fn by_name(&self, device: &str, mut made: Injection) -> Result<Injection, Failure> {
+        let id = self.driver_name.cdi_device_id(device);
+        let (annotations, mut cdi_devices) = (
+            std::mem::take(&mut made.annotations),
+            std::mem::take(&mut made.cdi_devices),
+        );
+        let (store, name) = (self.store.clone(), device.to_owned());
+        spawn_blocking(move || store.write_cdi_of_device(&name, &made))
+            .await
+            .map_err(|_| Failure::Stopping)??;
+        cdi_devices.push(id);
+        Ok(Injection {
+            annotations,
+            cdi_devices,
+            ..Injection::default()
+        })
+    }
+
+    /// Brings the CDI files of devices that leave by name in line with the devices that there are: they must be back after a boot,
+    /// when kubelet starts containers without another Allocate, and must not lead to what has become another device.
+    pub(super) async fn refresh_named_devices(&mut self) {
+        let kinds: BTreeSet<&str> = self
+            .resources
+            .values()
+            .filter(|resource| resource.offered.cdi_devices)
+            .map(|resource| resource.offered.kind.as_str())
+            .collect();
+        let wanted: BTreeSet<String> = self
+            .inventory
+            .values()
+            .filter(|device| device.mode.serves_extended_resource() && kinds.contains(device.kind.as_str()))
+            .map(|device| device.name.clone())
+            .collect();
+        let mut kept = BTreeSet::new();
+        for device in wanted {
+            let written = match self.injection_of(&device).await {
+                Ok(made) => self.by_name(&device, made).await.map(drop),
+                Err(failure) => Err(failure),
+            };
+            match written {
+                Ok(()) => {
+                    kept.insert(device);
+                }
+                Err(failure) => {
+                    warn!(
+                        device,
+                        reason = failure.reason(),
+                        "containers cannot be given this device by name now: {failure}"
+                    );
+                }
+            }
+        }
+        let store = self.store.clone();
+        match spawn_blocking(move || store.keep_cdi_of_devices(&kept)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => warn!(
+                reason = error.reason(),
+                "files of devices that have gone remain: {error}"
+            ),
+            Err(error) => warn!("files of devices that have gone remain: {error}"),
+        }
+    }
+
+    /// Whether there is a kind that leaves through both doors.
+    pub(super) fn has_both(&self) -> bool {
+        self.grants.is_some()
+    }
+
+    /// Plans a Prepare. If the claim takes a device that containers could have, kubelet is asked first, so that what is known of
+    /// them is never older than the decision that is made from it.
+    pub(super) async fn plan(&mut self, claim: &ClaimToPrepare) -> Result<(ClaimUid, Vec<Step>), Refusal> {
+        let planned = self.plan_from_what_is_known(claim);
+        let device = match &planned {
+            Ok((_, steps)) => takes_from_both(steps, &self.inventory),
+            Err(Refusal::InContainer { device, .. } | Refusal::ContainersUnknown { device, .. }) => {
+                Some(device.clone())
+            }
+            Err(_) => None,
+        };
+        let Some(device) = device else {
+            return planned;
+        };
+        if let Err(problem) = self.look().await {
+            return Err(Refusal::ContainersUnknown { device, problem });
+        }
+        let planned = self.plan_from_what_is_known(claim);
+        if let Err(Refusal::InContainer { device, .. }) = &planned {
+            self.contest(device);
+        }
+        planned
+    }
+
+    fn plan_from_what_is_known(&self, claim: &ClaimToPrepare) -> Result<(ClaimUid, Vec<Step>), Refusal> {
+        plan_prepare(&self.ledger, &self.containers, &self.inventory, &self.node, claim)
+    }
+
+    /// Whether kubelet is to be asked again although no claim asks for anything.
+    pub(super) fn looks_again(&self) -> bool {
+        self.has_both() && (!self.containers.known() || !self.contested.devices().is_empty())
+    }
+
+    /// Takes up what kubelet shows of its containers.
+    pub(super) async fn look(&mut self) -> Result<(), String> {
+        let Some(grants) = self.grants.clone() else {
+            return Ok(());
+        };
+        let resources = self
+            .resources
+            .iter()
+            .filter(|(_, resource)| resource.offered.also_by_claims)
+            .map(|(name, _)| name.clone())
+            .collect();
+        let shown = grants.look(resources).await?;
+        if !self.containers.known() {
+            info!(
+                devices = ?shown.listed.keys().chain(&shown.recorded).collect::<BTreeSet<_>>(),
+                "kubelet has shown which devices its containers hold"
+            );
+        }
+        self.containers.seen(&shown, self.since.elapsed());
+        self.contested.settle(&self.containers);
+        Ok(())
+    }
+
+    /// Asks kubelet again, and says once what is wrong.
+    pub(super) async fn look_and_tell(&mut self) {
+        match self.look().await {
+            Ok(()) => self.complained = false,
+            Err(problem) if self.complained => {
+                debug!("kubelet still does not show its containers: {problem}")
+            }
+            Err(problem) => {
+                self.complained = true;
+                warn!(
+                    reason = "PodResourcesUnavailable",
+                    "kubelet does not show which devices its containers hold, so that devices of mode both are given to nobody new: {problem}"
+                );
+            }
+        }
+    }
+
+    /// A claim was allocated devices, or is no longer.
+    pub(super) async fn hear_of_claims(&mut self) {
+        self.announced = self.announcements.borrow_and_update().as_ref().clone();
+        let held = |owner: &Self| {
+            owner
+                .announced
+                .devices()
+                .filter(|device| owner.containers.hold(device))
+                .map(str::to_owned)
+                .collect::<Vec<String>>()
+        };
+        if held(self).is_empty() {
+            return;
+        }
+        // What we know of containers may be old: their end is not told to us.
+        self.look_and_tell().await;
+        for device in held(self) {
+            self.contest(&device);
+        }
+    }
+
+    /// A claim got, or wants, what a container has.
+    pub(super) fn contest(&mut self, device: &str) {
+        self.contested.claimed(device, &self.containers);
+        if let Some(holder) = self.containers.holder(device) {
+            warn!(
+                device,
+                holder,
+                reason = "DeviceHeld",
+                "a claim was allocated a device that a container has; no other claim is, until the container has ended"
+            );
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! A companion put together in code: the devices of any [`NodeDriver`], and all of kubelet's doors.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Notify, watch};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
+use tracing::info;
+
+use super::doors::Doors;
+use super::{BOOT_ID, NodeError};
+use crate::core::node::driver_name::DriverName;
+use crate::core::node::request::ExtendedResource;
+use crate::node::announce::Announcements;
+use crate::node::door::KubeletPaths;
+use crate::node::door::device_plugin::PluginRegistration;
+use crate::node::door::pod_resources::{Grants, KubeletGrants};
+use crate::node::driver::NodeDriver;
+use crate::node::inventory::{Publisher, PublisherClient, Standing};
+use crate::node::owner::{Owner, OwnerOptions};
+use crate::node::store::{Opened, Store, StoreError};
+
+/// How long a companion waits for another one on the same node to end, as at an update.
+const LOCK_PATIENCE: Duration = Duration::from_secs(30);
+/// How often it looks whether that has happened.
+const LOCK_PAUSE: Duration = Duration::from_millis(500);
+
+/// The companion of one node.
+///
+/// ```no_run
+/// use drayman::node::driver::{Device, Injection, NodeDriver, NodeDriverError};
+/// use drayman::node::request::ExtendedResource;
+/// use drayman::node::{Node, NodeError};
+/// use futures::{Stream, stream};
+/// use tokio_util::sync::CancellationToken;
+///
+/// struct Sensors;
+///
+/// impl NodeDriver for Sensors {
+///     fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
+///         let device = Device { name: "roof".into(), kind: "sensor".into(), ..Device::default() };
+///         stream::iter([vec![device]])
+///     }
+///
+///     async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
+///         let environment = [("SENSOR".to_owned(), device.to_owned())].into();
+///         Ok(Injection { environment, ..Injection::default() })
+///     }
+/// }
+///
+/// # async fn example(client: kube::Client, shutdown: CancellationToken) -> Result<(), NodeError> {
+/// Node::builder(Sensors, "node-a", client)
+///     .driver_name("sensors.example.com")
+///     .extended_resource("example.com/sensor", ExtendedResource::of_kind("sensor"))
+///     .run(shutdown)
+///     .await
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Node;
+
+/// A companion that has not been started.
+pub struct NodeBuilder<D> {
+    driver: D,
+    driver_name: String,
+    node_name: String,
+    client: kube::Client,
+    kubelet: KubeletPaths,
+    plugin_registration: PluginRegistration,
+    cdi_dir: PathBuf,
+    resources: BTreeMap<String, ExtendedResource>,
+}
+
+impl Node {
+    /// A companion for the devices of `driver` on the node of this name (`spec.nodeName` of the pod in which it runs), with a client
+    /// of the API server.
+    pub fn builder<D: NodeDriver>(
+        driver: D,
+        node_name: impl Into<String>,
+        client: kube::Client,
+    ) -> NodeBuilder<D> {
+        NodeBuilder {
+            driver,
+            driver_name: "drayman.dev".to_owned(),
+            node_name: node_name.into(),
+            client,
+            kubelet: KubeletPaths::default(),
+            plugin_registration: PluginRegistration::default(),
+            cdi_dir: "/var/run/cdi".into(),
+            resources: BTreeMap::new(),
+        }
+    }
+}
+
+impl<D: NodeDriver> NodeBuilder<D> {
+    /// The driver's name: the `driverName` of the ResourceClasses that it serves. A DNS subdomain of at most 63 characters that begins
+    /// with a letter; `drayman.dev` unless it is set. Two companions of one node need two names.
+    #[must_use]
+    pub fn driver_name(mut self, name: impl Into<String>) -> Self {
+        self.driver_name = name.into();
+        self
+    }
+
+    /// Where kubelet is found; the defaults are those of kubelet.
+    #[must_use]
+    pub fn kubelet(mut self, paths: KubeletPaths) -> Self {
+        self.kubelet = paths;
+        self
+    }
+
+    /// How kubelet learns of extended resources; [`PluginRegistration::KubeletSocket`] unless it is set.
+    #[must_use]
+    pub fn plugin_registration(mut self, registration: PluginRegistration) -> Self {
+        self.plugin_registration = registration;
+        self
+    }
+
+    /// A directory in which the container runtime looks for CDI files; `/var/run/cdi` unless it is set.
+    #[must_use]
+    pub fn cdi_dir(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.cdi_dir = directory.into();
+        self
+    }
+
+    /// Offers devices of a kind as an extended resource (`example.com/sensor`). It has those devices of the kind whose
+    /// [mode](crate::node::driver::Device::mode) is not `Claims`.
+    #[must_use]
+    pub fn extended_resource(mut self, name: impl Into<String>, resource: ExtendedResource) -> Self {
+        self.resources.insert(name.into(), resource);
+        self
+    }
+
+    /// Runs the companion until the token is cancelled.
+    ///
+    /// The records of the node are put right before a door opens. An API server that is away stops nothing here: claims are
+    /// served if it said once that there are such. An error comes at the start, or if a part breaks down; after a clean stop
+    /// calls in flight have been answered, the sockets are gone and the inventory says "not ready".
+    pub async fn run(self, shutdown: CancellationToken) -> Result<(), NodeError> {
+        let driver_name = DriverName::parse(&self.driver_name)?;
+        let boot_id = std::fs::read_to_string(BOOT_ID)
+            .map_err(NodeError::BootId)?
+            .trim()
+            .to_owned();
+        let Some(opened) = self.open(&driver_name, &boot_id, &shutdown).await? else {
+            return Ok(());
+        };
+        let (cluster, _) = watch::channel(opened.cluster.clone());
+        let node_in_doubt = Arc::new(Notify::new());
+        let both = self.resources.values().any(|resource| resource.also_by_claims);
+        let (announcer, announcements) = watch::channel(Arc::default());
+        let grants = both.then(|| Arc::new(KubeletGrants::new(&self.kubelet)) as Arc<dyn Grants>);
+        let starting = Owner::start(OwnerOptions {
+            driver_name: driver_name.clone(),
+            node_name: self.node_name.clone(),
+            resources: self.resources.clone(),
+            driver: Arc::new(self.driver),
+            opened,
+            cluster: cluster.subscribe(),
+            node_in_doubt: node_in_doubt.clone(),
+            grants,
+            announcements,
+        });
+        // The driver's first list may take its time.
+        let (owner, companion, devices) = tokio::select! {
+            () = shutdown.cancelled() => return Ok(()),
+            started = starting => started,
+        };
+        let owner = tokio::spawn(owner.run());
+        let end_of_watch = CancellationToken::new();
+        let _end_with_this = end_of_watch.clone().drop_guard();
+        if both {
+            let announcements = Announcements {
+                client: self.client.clone(),
+                driver_name: driver_name.clone(),
+                node_name: self.node_name.clone(),
+                cluster: cluster.subscribe(),
+                sender: announcer,
+            };
+            tokio::spawn(announcements.run(end_of_watch));
+        }
+
+        let (standing_sender, standing) = watch::channel(Standing {
+            reason: "Starting".to_owned(),
+            ..Standing::default()
+        });
+        let publisher = Publisher {
+            client: PublisherClient(self.client),
+            driver_name: driver_name.clone(),
+            node_name: self.node_name,
+            devices,
+            cluster: cluster.clone(),
+            standing,
+            node_in_doubt,
+        };
+        let stop_publishing = CancellationToken::new();
+        let publisher = tokio::spawn(publisher.run(stop_publishing.clone()));
+
+        let doors = Doors {
+            paths: self.kubelet,
+            plugin_registration: self.plugin_registration,
+            driver_name,
+            resources: self.resources,
+            cluster: cluster.subscribe(),
+        };
+        // The last handle of the owner goes with the doors.
+        let served = doors.serve(Arc::new(companion), standing_sender, shutdown).await;
+        let owner = owner.await.map_err(NodeError::Broken);
+        stop_publishing.cancel();
+        let publisher = publisher.await.map_err(NodeError::Broken);
+        served.and(owner).and(publisher)
+    }
+
+    /// Opens the records, and waits a while for another companion to let go of them. `None` if the shutdown comes first.
+    async fn open(
+        &self,
+        driver_name: &DriverName,
+        boot_id: &str,
+        shutdown: &CancellationToken,
+    ) -> Result<Option<Opened>, NodeError> {
+        let until = Instant::now() + LOCK_PATIENCE;
+        let mut told = false;
+        loop {
+            let state = self.kubelet.root_dir.join("plugins").join(driver_name.as_str());
+            let (driver_name, cdi, boot_id) = (driver_name.clone(), self.cdi_dir.clone(), boot_id.to_owned());
+            let opened = spawn_blocking(move || Store::open(&driver_name, &state, &cdi, &boot_id)).await;
+            match opened.map_err(NodeError::Broken)? {
+                Err(StoreError::Locked(lock)) if Instant::now() < until => {
+                    if !told {
+                        told = true;
+                        info!(lock = %lock.display(), "another companion runs on this node; waiting for its end");
+                    }
+                }
+                opened => return Ok(Some(opened?)),
+            }
+            tokio::select! {
+                () = shutdown.cancelled() => return Ok(None),
+                () = sleep(LOCK_PAUSE) => {}
+            }
+        }
+    }
+}
+
+impl<D> std::fmt::Debug for NodeBuilder<D> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("NodeBuilder")
+            .field("driver_name", &self.driver_name)
+            .field("node_name", &self.node_name)
+            .field("kubelet", &self.kubelet)
+            .field("plugin_registration", &self.plugin_registration)
+            .field("cdi_dir", &self.cdi_dir)
+            .field("resources", &self.resources)
+            .finish_non_exhaustive()
+    }
+}
