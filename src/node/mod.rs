@@ -8,6 +8,7 @@ pub mod door;
 pub mod driver;
 pub mod inventory;
 pub mod owner;
+mod reload;
 pub mod run;
 pub mod store;
 pub mod transport;

@@ -2,12 +2,12 @@
 
 mod builder;
 mod doors;
+mod resource_doors;
 
 use std::path::PathBuf;
-
 use std::sync::Arc;
 
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
 
@@ -16,8 +16,9 @@ use super::config::{ConfigError, NodeConfiguration};
 use super::discover::{HostDevices, HostPaths};
 use super::door::device_plugin::PluginRegistration;
 use super::door::{DoorError, KubeletPaths};
+use super::reload;
 use super::store::StoreError;
-use crate::core::node::driver_name::DriverNameError;
+use crate::core::node::driver_name::{DriverName, DriverNameError};
 
 /// What a companion is told.
 #[derive(Clone)]
@@ -112,37 +113,39 @@ impl NodeError {
     }
 }
 
+/// Notices that wait until the API server takes them, at most.
+const NOTICES: usize = 16;
 /// Where the kernel tells the id of the boot (`random(4)`).
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Runs the companion of the built-in discovery, as its configuration describes it, until the token is cancelled: a [`Node`] whose
 /// driver are the node's [`HostDevices`].
 pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<(), NodeError> {
+    DriverName::parse(&options.driver_name)?;
     let configuration = NodeConfiguration::read(&options.config)?;
-    let resources: Vec<_> = configuration
-        .kinds
-        .iter()
-        .filter_map(|kind| kind.doors.extended_resource(&kind.name))
-        .collect();
+    let (resources, changing) = watch::channel(Arc::new(reload::resources(&configuration)));
+    let (configuration, followed) = watch::channel(Arc::new(configuration));
+    let (notices, told) = mpsc::channel(NOTICES);
     // The search for devices outlives the doors: what is under way at the end still needs its devices.
     let search = CancellationToken::new();
     let _end_of_search = search.clone().drop_guard();
-    let driver = HostDevices::start(
-        watch::channel(Arc::new(configuration)).1,
-        options.host.clone(),
-        search,
-    )
-    .await;
-    let mut node = Node::builder(driver, options.node_name, options.client)
+    let driver = HostDevices::start(followed, options.host.clone(), search.clone()).await;
+    let follower = reload::Follower {
+        file: options.config,
+        configuration,
+        resources,
+        notices,
+    };
+    tokio::spawn(follower.run(search));
+    let node = Node::builder(driver, options.node_name, options.client)
         .driver_name(options.driver_name)
         .kubelet(KubeletPaths {
             root_dir: options.kubelet_root,
             device_plugin_dir: options.device_plugin_dir,
         })
         .plugin_registration(options.plugin_registration)
-        .cdi_dir(options.cdi_dir);
-    for (name, resource) in resources {
-        node = node.extended_resource(name, resource);
-    }
+        .cdi_dir(options.cdi_dir)
+        .changing(changing)
+        .notices(told);
     node.run(shutdown).await
 }

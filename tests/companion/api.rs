@@ -25,6 +25,8 @@ pub(crate) struct State {
     /// The uid of `node-a`.
     pub(crate) node_uid: String,
     pub(crate) inventory: Option<Value>,
+    /// The events that were written.
+    pub(crate) events: Vec<Value>,
     /// Every request that was answered, watches apart.
     pub(crate) requests: VecDeque<String>,
     watchers: Vec<mpsc::UnboundedSender<Bytes>>,
@@ -46,6 +48,7 @@ impl Api {
             claims: true,
             node_uid: "n-1".into(),
             inventory: None,
+            events: Vec::new(),
             requests: VecDeque::new(),
             watchers: Vec::new(),
             deletions: Vec::new(),
@@ -149,6 +152,15 @@ impl State {
                 });
                 (StatusCode::OK, Answer::Json(list))
             }
+            ("POST", "/apis/events.k8s.io/v1/namespaces/default/events") => {
+                let event: Value = serde_json::from_slice(body).unwrap();
+                self.events.push(event.clone());
+                (StatusCode::CREATED, Answer::Json(event))
+            }
+            ("GET", path) if path.starts_with(INVENTORIES) => match &self.inventory {
+                Some(inventory) => (StatusCode::OK, Answer::Json(inventory.clone())),
+                None => not_found(),
+            },
             ("PATCH", path) if path.starts_with(INVENTORIES) => self
                 .patch(path, query, body)
                 .map_or_else(not_found, |inventory| (StatusCode::OK, Answer::Json(inventory))),

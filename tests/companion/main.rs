@@ -5,3 +5,4 @@
 mod api;
 mod life;
 mod node;
+mod reload;

@@ -133,10 +133,11 @@ pub(super) async fn live_beside(
     let (owner, handle, inventory) = Owner::start(OwnerOptions {
         driver_name,
         node_name: "node-a".into(),
-        resources: BTreeMap::from([
+        resources: watch::channel(Arc::new(BTreeMap::from([
             ("example.com/camera".to_owned(), camera),
             ("example.com/serial".to_owned(), serial),
-        ]),
+        ])))
+        .1,
         driver: driver.clone(),
         opened,
         cluster: receiver,

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
@@ -13,6 +13,7 @@ use tracing::info;
 
 use super::doors::Doors;
 use super::{BOOT_ID, NodeError};
+use crate::core::node::discovery::events::DeviceEvent;
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::request::ExtendedResource;
 use crate::node::announce::Announcements;
@@ -22,6 +23,7 @@ use crate::node::door::pod_resources::{Grants, KubeletGrants};
 use crate::node::driver::NodeDriver;
 use crate::node::inventory::{Publisher, PublisherClient, Standing};
 use crate::node::owner::{Owner, OwnerOptions};
+use crate::node::reload::Resources;
 use crate::node::store::{Opened, Store, StoreError};
 
 /// How long a companion waits for another one on the same node to end, as at an update.
@@ -73,6 +75,9 @@ pub struct NodeBuilder<D> {
     plugin_registration: PluginRegistration,
     cdi_dir: PathBuf,
     resources: BTreeMap<String, ExtendedResource>,
+    /// Resources that change, in place of those.
+    changing: Option<watch::Receiver<Arc<Resources>>>,
+    notices: Option<mpsc::Receiver<DeviceEvent>>,
 }
 
 impl Node {
@@ -92,6 +97,8 @@ impl Node {
             plugin_registration: PluginRegistration::default(),
             cdi_dir: "/var/run/cdi".into(),
             resources: BTreeMap::new(),
+            changing: None,
+            notices: None,
         }
     }
 }
@@ -134,6 +141,18 @@ impl<D: NodeDriver> NodeBuilder<D> {
         self
     }
 
+    /// Extended resources that change while the companion runs, in place of those of [`Self::extended_resource`].
+    pub(super) fn changing(mut self, resources: watch::Receiver<Arc<Resources>>) -> Self {
+        self.changing = Some(resources);
+        self
+    }
+
+    /// What people are to be told of the node besides what its devices tell.
+    pub(super) fn notices(mut self, notices: mpsc::Receiver<DeviceEvent>) -> Self {
+        self.notices = Some(notices);
+        self
+    }
+
     /// Runs the companion until the token is cancelled.
     ///
     /// The records of the node are put right before a door opens. An API server that is away stops nothing here: claims are
@@ -150,18 +169,20 @@ impl<D: NodeDriver> NodeBuilder<D> {
         };
         let (cluster, _) = watch::channel(opened.cluster.clone());
         let node_in_doubt = Arc::new(Notify::new());
-        let both = self.resources.values().any(|resource| resource.also_by_claims);
+        let resources = self
+            .changing
+            .unwrap_or_else(|| watch::channel(Arc::new(self.resources)).1);
         let (announcer, announcements) = watch::channel(Arc::default());
-        let grants = both.then(|| Arc::new(KubeletGrants::new(&self.kubelet)) as Arc<dyn Grants>);
+        let grants = Arc::new(KubeletGrants::new(&self.kubelet)) as Arc<dyn Grants>;
         let starting = Owner::start(OwnerOptions {
             driver_name: driver_name.clone(),
             node_name: self.node_name.clone(),
-            resources: self.resources.clone(),
+            resources: resources.clone(),
             driver: Arc::new(self.driver),
             opened,
             cluster: cluster.subscribe(),
             node_in_doubt: node_in_doubt.clone(),
-            grants,
+            grants: Some(grants),
             announcements,
         });
         // The driver's first list may take its time.
@@ -172,16 +193,28 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let owner = tokio::spawn(owner.run());
         let end_of_watch = CancellationToken::new();
         let _end_with_this = end_of_watch.clone().drop_guard();
-        if both {
-            let announcements = Announcements {
-                client: self.client.clone(),
-                driver_name: driver_name.clone(),
-                node_name: self.node_name.clone(),
-                cluster: cluster.subscribe(),
-                sender: announcer,
+        let announcements = Announcements {
+            client: self.client.clone(),
+            driver_name: driver_name.clone(),
+            node_name: self.node_name.clone(),
+            cluster: cluster.subscribe(),
+            sender: announcer,
+        };
+        let mut until_both = resources.clone();
+        tokio::spawn(async move {
+            // Claims are watched from the first time that a kind leaves through both doors.
+            let both = async {
+                let both = until_both.wait_for(|all| all.values().any(|resource| resource.also_by_claims));
+                both.await.is_ok()
             };
-            tokio::spawn(announcements.run(end_of_watch));
-        }
+            let both = tokio::select! {
+                () = end_of_watch.cancelled() => false,
+                both = both => both,
+            };
+            if both {
+                announcements.run(end_of_watch).await;
+            }
+        });
 
         let (standing_sender, standing) = watch::channel(Standing {
             reason: "Starting".to_owned(),
@@ -195,6 +228,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             cluster: cluster.clone(),
             standing,
             node_in_doubt,
+            notices: self.notices,
         };
         let stop_publishing = CancellationToken::new();
         let publisher = tokio::spawn(publisher.run(stop_publishing.clone()));
@@ -203,7 +237,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             paths: self.kubelet,
             plugin_registration: self.plugin_registration,
             driver_name,
-            resources: self.resources,
+            resources,
             cluster: cluster.subscribe(),
         };
         // The last handle of the owner goes with the doors.

@@ -9,6 +9,9 @@ use super::pci::PciFacts;
 use super::usb::UsbFacts;
 use crate::api::crd::{AttributeValue, Device, GROUP, TEXT_MAX};
 
+/// The nodes on the host that are a device's alone, as a list with commas.
+pub const NODES: &str = "drayman.dev/nodes";
+
 /// Names without their domain, the most important first: what comes last is left out first where a node has more than an
 /// inventory takes. What is not in the list comes after everything that is.
 const IMPORTANCE: [&str; 17] = [
