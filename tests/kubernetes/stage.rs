@@ -306,6 +306,12 @@ impl Stage {
         self.program(&format!("companion-{number}"), command)
     }
 
+    /// Writes the file of a node's companion anew.
+    pub(crate) fn rewrite_configuration(&self, number: usize, configuration: &str) -> anyhow::Result<()> {
+        let file = self.cluster.directory().join(format!("node-{number}.yaml"));
+        std::fs::write(file, configuration).map_err(Into::into)
+    }
+
     /// Starts a program with a log of its own.
     pub(crate) fn program(&self, name: &str, mut command: tokio::process::Command) -> anyhow::Result<Program> {
         // A log of its own for each start.
