@@ -168,6 +168,6 @@ async fn heard(signal: Option<&mut Signal>) {
         None => None,
     };
     if heard.is_none() {
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }

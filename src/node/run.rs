@@ -130,13 +130,13 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
     let search = CancellationToken::new();
     let _end_of_search = search.clone().drop_guard();
     let driver = HostDevices::start(followed, options.host.clone(), search.clone()).await;
-    let follower = reload::Follower {
+    let reload = reload::Follower {
         file: options.config,
         configuration,
         resources,
         notices,
     };
-    tokio::spawn(follower.run(search));
+    tokio::spawn(reload.run(search));
     let node = Node::builder(driver, options.node_name, options.client)
         .driver_name(options.driver_name)
         .kubelet(KubeletPaths {

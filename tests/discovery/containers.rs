@@ -48,10 +48,7 @@ async fn nodes_of_one_key_are_one_device_and_what_is_shared_goes_along_with_each
     assert!(injection.mounts[0].read_only);
     let device = found.device(&first);
     assert_eq!(device.shares, Some(2));
-    assert_eq!(
-        text(device, "drayman.dev/nodes"),
-        "/dev/video0,/dev/media0"
-    );
+    assert_eq!(text(device, "drayman.dev/nodes"), "/dev/video0,/dev/media0");
     assert_eq!(found.nodes(found.names()[1]).len(), 2, "without what is optional");
 }
 

@@ -143,7 +143,11 @@ impl Search {
             .as_ref()
             .is_some_and(|before| !Arc::ptr_eq(before, &configuration));
         self.searched_by = Some(configuration.clone());
-        let cause = if is_another { Some(Cause::Configuration) } else { cause };
+        let cause = if is_another {
+            Some(Cause::Configuration)
+        } else {
+            cause
+        };
         let Ok(Scan {
             found,
             candidates,

@@ -17,9 +17,9 @@ const NOTE_MAX: usize = 1000;
 pub(super) const NAMESPACE: &str = "default";
 
 /// An event about this node.
-pub(super) fn event(driver_name: &DriverName, node: &Node, told: &DeviceEvent, now: Timestamp) -> Event {
+pub(super) fn event(driver_name: &DriverName, node: &Node, change: &DeviceEvent, now: Timestamp) -> Event {
     let node_name = node.name_any();
-    let mut note = told.note.clone();
+    let mut note = change.note.clone();
     if note.len() > NOTE_MAX {
         let end = (0..=NOTE_MAX)
             .rev()
@@ -42,7 +42,7 @@ pub(super) fn event(driver_name: &DriverName, node: &Node, told: &DeviceEvent, n
         action: Some("CheckDevices".to_owned()),
         event_time: Some(MicroTime(now)),
         note: Some(note),
-        reason: Some(told.reason.to_owned()),
+        reason: Some(change.reason.to_owned()),
         regarding: Some(ObjectReference {
             api_version: Some("v1".to_owned()),
             kind: Some("Node".to_owned()),
@@ -52,7 +52,7 @@ pub(super) fn event(driver_name: &DriverName, node: &Node, told: &DeviceEvent, n
         }),
         reporting_controller: Some(driver_name.to_string()),
         reporting_instance: Some(node_name.chars().take(128).collect()),
-        type_: Some(if told.warning { "Warning" } else { "Normal" }.to_owned()),
+        type_: Some(if change.warning { "Warning" } else { "Normal" }.to_owned()),
         ..Event::default()
     }
 }

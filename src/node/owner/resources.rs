@@ -162,7 +162,11 @@ impl<D: NodeDriver> Owner<D> {
 
     /// Whether there is a kind that leaves through both doors.
     pub(super) fn has_both(&self) -> bool {
-        self.grants.is_some() && self.resources.values().any(|resource| resource.offered.also_by_claims)
+        self.grants.is_some()
+            && self
+                .resources
+                .values()
+                .any(|resource| resource.offered.also_by_claims)
     }
 
     /// Takes up the extended resources that there should be. One that is no more, or is another now, is left without devices

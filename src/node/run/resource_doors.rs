@@ -89,7 +89,8 @@ impl<C: Companion> ResourceDoors<C> {
         // The others are closed with the calls that they have.
         ours.cancel();
         while let Some(ended) = doors.join_next().await {
-            result = result.and(ended.map_or(Ok(()), |(_, ended)| ended));
+            let ended = ended.map_or(Ok(()), |(_, ended)| ended);
+            result = result.and(ended);
         }
         result
     }
