@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use drayman::api::crd::NodeInventory;
 use k8s_openapi::api::core::v1::Node as KubernetesNode;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::api::Api;
 
 use crate::harness::Node;
@@ -187,12 +188,8 @@ async fn a_resource_that_is_renamed_in_the_file_is_at_zero_on_the_node_and_the_n
             let status = node.and_then(|node| node.status.as_ref());
             let of = |all: Option<&std::collections::BTreeMap<String, _>>| {
                 all.and_then(|all| all.get(resource))
-                    .map(
-                        |quantity: &k8s_openapi::apimachinery::pkg::api::resource::Quantity| {
-                            quantity.0.clone()
-                        },
-                    )
-                    .unwrap_or_else(|| "0".to_owned())
+                    .map_or("0", |quantity: &Quantity| quantity.0.as_str())
+                    .to_owned()
             };
             status.is_some_and(|status| {
                 of(status.allocatable.as_ref()) == wanted && of(status.capacity.as_ref()) == wanted
@@ -202,6 +199,20 @@ async fn a_resource_that_is_renamed_in_the_file_is_at_zero_on_the_node_and_the_n
         async move { stage.wait(api, &name, resource, met).await.map(drop) }
     };
     count("drayman.dev/before", "2").await?;
+    let began = Instant::now();
+    node.remove("/dev/drayman-plugged-1")?;
+    count("drayman.dev/before", "1").await?;
+    println!(
+        "from the unplugging to the count on the Node: {:?}",
+        began.elapsed()
+    );
+    let began = Instant::now();
+    node.make_device("/dev/drayman-plugged-1", 1, 7)?;
+    count("drayman.dev/before", "2").await?;
+    println!(
+        "from the plugging in to the count on the Node: {:?}",
+        began.elapsed()
+    );
     let began = Instant::now();
     stage.rewrite_configuration(0, &plugged("after"))?;
     count("drayman.dev/after", "2").await?;
