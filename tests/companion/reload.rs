@@ -234,3 +234,24 @@ async fn an_unhealthy_device_is_told_once_stays_with_its_claim_and_is_given_to_n
     node.api
         .set(|state| assert_eq!(state.events.len(), 0, "{:?}", state.events));
 }
+
+#[tokio::test]
+async fn a_file_that_changes_where_nobody_looks_is_read_at_sighup() {
+    let Some(mut node) = Node::new() else { return };
+    // A link out of the directory: what happens to its target is no event of the directory.
+    std::fs::create_dir_all(node.path("elsewhere")).unwrap();
+    std::fs::create_dir_all(node.path("config")).unwrap();
+    let target = node.path("elsewhere/node.yaml");
+    std::fs::write(&target, file("- {name: test, paths: [/dev/test-0]}\n")).unwrap();
+    symlink("../elsewhere/node.yaml", node.path("config/node.yaml")).unwrap();
+    node.config = Some(node.path("config/node.yaml"));
+    let process = node.start();
+    node.api.until_ready("True", "Serving").await;
+    node.api.set(|state| assert_eq!(devices(state).len(), 1));
+    std::fs::write(&target, file("- {name: test, paths: [\"/dev/test-*\"]}\n")).unwrap();
+    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::HUP).unwrap();
+    node.api
+        .until(|state| (devices(state).len() == 3).then_some(()))
+        .await;
+    process.stop().await.unwrap();
+}
