@@ -36,6 +36,9 @@ pub const VERSION: &str = "v1alpha1";
 pub const DEVICES_MAX: usize = 1024;
 /// Attributes of one device, at most.
 pub const ATTRIBUTES_MAX: usize = 32;
+/// Attributes of all devices of an inventory together, at most, so that the object stays below what the API server stores. Kept by
+/// the companion: a rule of the schema that adds up over a list is refused by API servers before 1.30.
+pub const INVENTORY_ATTRIBUTES_MAX: usize = 2048;
 /// Characters in the name of an attribute, at most: a domain of 63, a slash and 32.
 pub const ATTRIBUTE_NAME_MAX: usize = 96;
 /// Characters in a text attribute and in the reason why a device is unhealthy, at most.

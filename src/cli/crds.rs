@@ -1,12 +1,24 @@
-//! `drayman crds`: the definitions that the API server needs, for `kubectl apply -f -` or as files.
+//! `drayman crds`: the definitions that the API server needs, for `kubectl apply -f -`, as files, or applied.
 
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow};
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::api::{Api, Patch, PatchParams};
+use kube::runtime::conditions::is_crd_established;
+use kube::runtime::wait::await_condition;
+use kube::{Client, ResourceExt as _};
+use tokio::time::timeout;
 
-use super::Error;
+use super::{Error, client};
 use crate::api::crd;
+
+/// How long one request may take, and how long the API server may need to serve a definition.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Who owns the fields of an applied definition.
+const FIELD_MANAGER: &str = "drayman";
 
 /// Print the CustomResourceDefinitions of drayman.dev
 ///
@@ -16,10 +28,22 @@ pub(super) struct Arguments {
     /// Write one file per definition into this directory instead, and print nothing
     #[arg(long, value_name = "DIRECTORY")]
     output_directory: Option<PathBuf>,
+
+    /// Apply them to the cluster instead, and wait until it serves them. An older definition becomes this one.
+    #[arg(long, conflicts_with = "output_directory")]
+    apply: bool,
+
+    /// Kubeconfig file for --apply. Without it, the service account of the pod that this runs in is used.
+    #[arg(long, value_name = "FILE", requires = "apply")]
+    kubeconfig: Option<PathBuf>,
 }
 
-/// Prints the definitions, or writes them.
+/// Prints the definitions, writes or applies them.
 pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
+    if arguments.apply {
+        super::choose_tls_provider();
+        return super::block_on(apply(arguments.kubeconfig.as_deref()));
+    }
     let Some(directory) = &arguments.output_directory else {
         let mut stdout = std::io::stdout().lock();
         stdout
@@ -33,6 +57,38 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         let file = directory.join(name);
         std::fs::write(&file, content).with_context(|| format!("cannot write {}", file.display()))?;
     }
+    Ok(())
+}
+
+async fn apply(kubeconfig: Option<&Path>) -> Result<(), Error> {
+    let client = client::build(client::configuration(kubeconfig).await?, "crds")?;
+    for definition in crd::definitions() {
+        let name = definition.name_any();
+        apply_one(client.clone(), &definition)
+            .await
+            .with_context(|| format!("cannot apply the CustomResourceDefinition {name}"))?;
+        writeln!(std::io::stdout(), "{name} is served").context("cannot write to stdout")?;
+    }
+    Ok(())
+}
+
+async fn apply_one(client: Client, definition: &CustomResourceDefinition) -> anyhow::Result<()> {
+    let name = definition.name_any();
+    let definitions = Api::<CustomResourceDefinition>::all(client);
+    // By force: whoever installed the definition owns its fields until now.
+    let parameters = PatchParams::apply(FIELD_MANAGER).force();
+    timeout(
+        PATIENCE,
+        definitions.patch(&name, &parameters, &Patch::Apply(definition)),
+    )
+    .await
+    .map_err(|_| anyhow!("the API server does not answer"))??;
+    timeout(
+        PATIENCE,
+        await_condition(definitions, &name, is_crd_established()),
+    )
+    .await
+    .map_err(|_| anyhow!("it is stored, but the API server does not serve it"))??;
     Ok(())
 }
 

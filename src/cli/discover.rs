@@ -57,7 +57,7 @@ pub(super) struct Arguments {
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Directories")]
 pub(super) struct Host {
-    /// Where this process sees the host's /dev.
+    /// Where this process sees the host's /dev. In a pod it is better mounted elsewhere than over the container's own.
     #[arg(
         long,
         value_name = "DIRECTORY",
@@ -78,14 +78,27 @@ pub(super) struct Host {
         value_parser = value::absolute_path
     )]
     pub(super) sysfs_root: PathBuf,
+
+    /// The mounts of the host's first process, by which block devices in use are known. In a pod that does not share the
+    /// host's process ids, this file of the host must be mounted.
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "DRAYMAN_MOUNTINFO",
+        hide_env_values = true,
+        default_value = "/proc/1/mountinfo",
+        value_parser = value::absolute_path
+    )]
+    pub(super) mountinfo: PathBuf,
 }
 
 impl Host {
-    /// With the mounts and swap areas where the kernel shows them.
+    /// With the swap areas where the kernel shows them.
     pub(super) fn paths(self) -> HostPaths {
         HostPaths {
             dev: self.dev_root,
             sys: self.sysfs_root,
+            mountinfo: self.mountinfo,
             ..HostPaths::default()
         }
     }

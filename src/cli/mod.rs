@@ -40,13 +40,13 @@ struct Arguments {
 #[derive(Debug, Subcommand)]
 enum Command {
     Controller(controller::Arguments),
-    Node(node::Arguments),
-    Config(config::Arguments),
+    Node(Box<node::Arguments>),
     Devices(tool::devices::Arguments),
     Who(tool::who::Arguments),
     Explain(tool::explain::Arguments),
     Doctor(tool::doctor::Arguments),
     Drain(tool::drain::Arguments),
+    Config(config::Arguments),
     Crds(crds::Arguments),
     Completion(tool::completion::Arguments),
     Version(version::Arguments),
@@ -67,13 +67,13 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     let result = match command {
         Command::Controller(arguments) => controller::run(&arguments).map(succeeded),
-        Command::Node(arguments) => node::run(arguments).map(succeeded),
-        Command::Config(arguments) => config::run(&arguments).map(succeeded),
+        Command::Node(arguments) => node::run(*arguments).map(succeeded),
         Command::Devices(arguments) => tool::devices::run(&arguments),
         Command::Who(arguments) => tool::who::run(&arguments),
         Command::Explain(arguments) => tool::explain::run(&arguments),
         Command::Doctor(arguments) => tool::doctor::run(&arguments),
         Command::Drain(arguments) => tool::drain::run(&arguments),
+        Command::Config(arguments) => config::run(&arguments).map(succeeded),
         Command::Crds(arguments) => crds::run(&arguments).map(succeeded),
         Command::Completion(arguments) => {
             tool::completion::run(arguments, Arguments::command()).map(succeeded)

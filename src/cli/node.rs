@@ -1,6 +1,9 @@
 //! `drayman node`: flags and the file of device kinds -> the node's companion.
 
+mod records;
+
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::node::config::NodeConfiguration;
 use crate::node::door::DoorError;
@@ -36,13 +39,20 @@ pub(super) struct Arguments {
     logging: group::Logging,
 }
 
+/// What else there is to do on a node, for a person.
 #[derive(Clone, Debug, clap::Subcommand)]
 enum Command {
     Discover(discover::Arguments),
+    Holdings(records::Holdings),
+    Release(records::Release),
 }
 
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Node")]
+#[expect(
+    clippy::struct_field_names,
+    reason = "the fields are named as their flags are"
+)]
 struct Node {
     /// Name of the Node object of this machine. In a pod, set NODE_NAME from the field spec.nodeName.
     #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, required = true, value_parser = value::node_name)]
@@ -57,6 +67,18 @@ struct Node {
         required = true
     )]
     config: Option<PathBuf>,
+
+    /// How long a claim may be missing from kubelet's own list before it is looked into: what neither kubelet nor the API
+    /// server knows any more is given back, anything else is put into quarantine
+    #[arg(
+        long,
+        value_name = "DURATION",
+        env = "DRAYMAN_ORPHAN_GRACE_PERIOD",
+        hide_env_values = true,
+        default_value = "2m",
+        value_parser = value::time_limit
+    )]
+    orphan_grace_period: Duration,
 }
 
 /// Where kubelet and the container runtime expect files.
@@ -136,8 +158,11 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
         host,
         logging,
     } = arguments;
-    if let Some(Command::Discover(arguments)) = command {
-        return discover::run(arguments);
+    match command {
+        Some(Command::Discover(arguments)) => return discover::run(arguments),
+        Some(Command::Holdings(arguments)) => return records::holdings(&arguments),
+        Some(Command::Release(arguments)) => return records::release(&arguments),
+        None => {}
     }
     // clap asks for both unless there is a subcommand; this is for the types.
     let (Some(node_name), Some(config)) = (node.node_name, node.config) else {
@@ -169,6 +194,8 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             cdi_root = %directories.cdi_root.display(),
             dev_root = %host.dev_root.display(),
             sysfs_root = %host.sysfs_root.display(),
+            orphan_grace_period = ?node.orphan_grace_period,
+            mountinfo = %host.mountinfo.display(),
             logging_format = ?logging.logging_format,
             v = logging.verbosity,
             "drayman node starts"
@@ -181,6 +208,7 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             plugin_registration: directories.device_plugin_registration.into(),
             cdi_dir: directories.cdi_root,
             host: host.paths(),
+            orphan_grace: node.orphan_grace_period,
             ..NodeOptions::new(node_name, config, client)
         };
         crate::node::run::run(options, shutdown).await.map_err(refused)?;

@@ -54,6 +54,8 @@ pub struct DeviceKind {
     pub source: Source,
     /// What a container may do with a device: a non-empty subset of `rwm` in that order.
     pub permissions: String,
+    /// How many may hold a device at once; one if it is not set.
+    pub shares: Option<u32>,
     /// Where a container sees the nodes of an entry of the source, if not at their own paths. May have the placeholders
     /// `{device}`, `{key}` and `{n}`.
     pub container_paths: BTreeMap<String, String>,
@@ -117,12 +119,10 @@ impl NodeConfiguration {
     pub fn of_presets(presets: &[&'static Preset]) -> Self {
         let kind = |preset: &&'static Preset| DeviceKind {
             name: preset.name.to_owned(),
-            doors: KindDoors {
-                shares: preset.shares.unwrap_or(1),
-                ..KindDoors::default()
-            },
+            doors: KindDoors::default(),
             source: preset.source(),
             permissions: preset.permissions.to_owned(),
+            shares: preset.shares,
             container_paths: BTreeMap::new(),
             mounts: Vec::new(),
             environment: BTreeMap::new(),

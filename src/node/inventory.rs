@@ -21,6 +21,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
+use super::owner::Quarantine;
 use crate::api::crd::NodeInventory;
 use crate::api::resource;
 use crate::core::node::checkpoint::ClusterFacts;
@@ -79,6 +80,8 @@ pub struct Publisher {
     pub cluster: watch::Sender<ClusterFacts>,
     /// How the companion stands with kubelet.
     pub standing: watch::Receiver<Standing>,
+    /// The claims whose devices are withheld.
+    pub(super) quarantine: watch::Receiver<Quarantine>,
     /// Told when the Node object may be another one than we know.
     pub node_in_doubt: Arc<Notify>,
     /// What people are to be told besides what the devices tell; `None` if there is nothing.
@@ -149,6 +152,7 @@ impl Publisher {
                         self.tell(node, &[notice]).await;
                     }
                 }
+                Ok(()) = self.quarantine.changed(), if retry.is_none() => {}
                 () = in_doubt(&self.node_in_doubt, asked) => node = None,
                 () = deleted.next_deletion() => {
                     info!(inventory = name, "the inventory was deleted; it is written again");
@@ -192,6 +196,7 @@ impl Publisher {
             seen.applied = Some(wanted);
         }
         let standing = self.standing.borrow_and_update().clone();
+        self.quarantine.mark_unchanged();
         self.write_status(api, name, &standing, seen).await?;
         let events = device_events(seen.told.as_ref().unwrap_or(&devices), &devices);
         self.tell(node, &events).await;
@@ -219,7 +224,7 @@ impl Publisher {
         seen: &mut Seen,
     ) -> Result<(), PublishError> {
         let Some(stored) = &seen.stored else { return Ok(()) };
-        let wanted = status(stored, standing, Timestamp::now());
+        let wanted = status(stored, standing, &self.quarantine.borrow(), Timestamp::now());
         if stored.status.as_ref() == Some(&wanted) {
             return Ok(());
         }

@@ -4,30 +4,32 @@
 //! again, the second request finds the work of the first done. File work runs on a thread of its own.
 
 mod handle;
+mod listening;
+mod records;
 mod resources;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::StreamExt as _;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::spawn_blocking;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 use tracing::{error, info, warn};
 
 use super::companion::CompanionError;
 use super::door::pod_resources::Grants;
-use super::driver::{self, NodeDriver, NodeDriverError, PreparedClaim};
-use super::store::{Opened, Store};
+use super::driver::{NodeDriver, PreparedClaim};
+use super::store::{Opened, Places, Store};
 use crate::core::node::announced::Announced;
 use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::claim_uid::ClaimUid;
 use crate::core::node::containers::{Containers, Contested};
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::injection::Injection;
-use crate::core::node::inventory::{Devices, inventory, plugin_devices, published};
+use crate::core::node::inventory::{Devices, inventory, plugin_devices, published, withhold};
 use crate::core::node::ledger::Ledger;
+use crate::core::node::orphans::Orphans;
 use crate::core::node::prepare::plan_unprepare;
 use crate::core::node::recovery::{plan_clearing, plan_refresh, plan_restoring, plan_undo};
 use crate::core::node::refusal::Refusal;
@@ -38,6 +40,9 @@ use crate::core::node::step::Step;
 
 pub use handle::OwnerHandle;
 use handle::{Failure, Offered, Request};
+use listening::{in_time, listen_to};
+pub(in crate::node) use records::Quarantine;
+pub use records::{RecordsHandle, ReleaseError};
 
 /// Requests that wait, at most; further callers wait to get in.
 const QUEUE: usize = 64;
@@ -55,8 +60,10 @@ struct Resource {
 /// What the owner needs to begin.
 #[derive(Debug)]
 pub struct OwnerOptions<D> {
-    /// The driver's name, from which CDI ids are made.
-    pub driver_name: DriverName,
+    /// The driver, from whose name CDI ids are made, and where its records and kubelet's are.
+    pub places: Places,
+    /// How long a claim may be missing from kubelet's list before it is looked into.
+    pub orphan_grace: Duration,
     /// The name of the Node object.
     pub node_name: String,
     /// The extended resources, by name, now and after each change.
@@ -78,6 +85,10 @@ pub struct OwnerOptions<D> {
 /// The owner, before it runs.
 pub struct Owner<D> {
     driver_name: DriverName,
+    places: Places,
+    orphans: Orphans,
+    /// How many claims hold something.
+    held: watch::Sender<usize>,
     driver: Arc<D>,
     store: Arc<Store>,
     ledger: Ledger,
@@ -123,13 +134,18 @@ impl<D: NodeDriver> Owner<D> {
             ledger,
             cluster,
             files,
+            rebuilt: _,
         } = options.opened;
         let (sender, requests) = mpsc::channel(QUEUE);
         let (publish, published) = watch::channel(Arc::default());
         let (offered, seen) = watch::channel(Arc::default());
         let announced = options.announcements.borrow().as_ref().clone();
+        let (held, holds) = watch::channel(0);
         let mut owner = Self {
-            driver_name: options.driver_name,
+            driver_name: options.places.driver.clone(),
+            places: options.places,
+            orphans: Orphans::new(options.orphan_grace),
+            held,
             found: listen_to(&*options.driver).await,
             driver: options.driver,
             store: Arc::new(store),
@@ -168,6 +184,7 @@ impl<D: NodeDriver> Owner<D> {
             OwnerHandle {
                 requests: sender,
                 resources: seen,
+                held: holds,
             },
             published,
         )
@@ -256,6 +273,7 @@ impl<D: NodeDriver> Owner<D> {
                 }
                 let _ = answer.send(result.map_err(CompanionError::from));
             }
+            Request::Records(request) => self.records(request).await,
         }
     }
 
@@ -266,6 +284,7 @@ impl<D: NodeDriver> Owner<D> {
             self.node_in_doubt.notify_one();
         }
         let (uid, steps) = planned?;
+        self.orphans.forget(&uid);
         if let Err(failure) = self.carry_out(&steps).await {
             self.undo(&uid).await;
             return Err(failure);
@@ -365,7 +384,8 @@ impl<D: NodeDriver> Owner<D> {
 
     /// Joins what was found with what is held.
     fn take_stock(&mut self) {
-        let all = inventory(&self.found.borrow(), &self.inventory, &self.ledger);
+        let mut all = inventory(&self.found.borrow(), &self.inventory, &self.ledger);
+        withhold(&mut all, &self.ledger, &self.orphans.quarantine());
         if *self.inventory != all {
             self.inventory = Arc::new(all);
         }
@@ -394,6 +414,9 @@ impl<D: NodeDriver> Owner<D> {
     }
 
     fn publish(&self) {
+        let count = self.ledger.entries().len();
+        self.held
+            .send_if_modified(|held| std::mem::replace(held, count) != count);
         for resource in self.resources.values() {
             let devices = plugin_devices(&self.inventory, self.handed_out(), &resource.offered.kind);
             resource.devices.send_if_modified(|published| {
@@ -410,45 +433,6 @@ impl<D: NodeDriver> Owner<D> {
             }
             changed
         });
-    }
-}
-
-/// Waits for the driver's first list, and goes on listening to it.
-async fn listen_to<D: NodeDriver>(driver: &D) -> watch::Receiver<Arc<Devices>> {
-    let mut lists = Box::pin(driver.devices());
-    let mut reported = BTreeSet::new();
-    let mut take = move |list| {
-        let (devices, problems) = driver::served(list);
-        driver::report(problems, &mut reported);
-        Arc::new(devices)
-    };
-    let (sender, found) = watch::channel(lists.next().await.map(&mut take).unwrap_or_default());
-    tokio::spawn(async move {
-        while let Some(list) = lists.next().await {
-            let devices = take(list);
-            if sender.is_closed() {
-                return;
-            }
-            sender.send_if_modified(|found| {
-                let changed = *found != devices;
-                *found = devices;
-                changed
-            });
-        }
-        // The last list stands: without a sender the owner would take it for a change for ever.
-        sender.closed().await;
-    });
-    found
-}
-
-/// Calls the driver, for so long.
-async fn in_time<T>(
-    what: String,
-    call: impl Future<Output = Result<T, NodeDriverError>>,
-) -> Result<T, Failure> {
-    match timeout(DRIVER_TIMEOUT, call).await {
-        Ok(answer) => Ok(answer?),
-        Err(_) => Err(Failure::Slow { what }),
     }
 }
 

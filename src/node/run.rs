@@ -6,6 +6,7 @@ mod resource_doors;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinError;
@@ -19,6 +20,7 @@ use super::door::{DoorError, KubeletPaths};
 use super::reload;
 use super::store::StoreError;
 use crate::core::node::driver_name::{DriverName, DriverNameError};
+use crate::core::node::orphans;
 
 /// What a companion is told.
 #[derive(Clone)]
@@ -37,6 +39,8 @@ pub struct NodeOptions {
     pub plugin_registration: PluginRegistration,
     /// A directory in which the container runtime looks for CDI files.
     pub cdi_dir: PathBuf,
+    /// How long a claim may be missing from kubelet's own list before it is looked into.
+    pub orphan_grace: Duration,
     /// Where this process sees the host's `/dev`, `/sys` and mounts.
     pub host: HostPaths,
     /// A client of the API server.
@@ -55,6 +59,7 @@ impl NodeOptions {
             device_plugin_dir: kubelet.device_plugin_dir,
             plugin_registration: PluginRegistration::default(),
             cdi_dir: "/var/run/cdi".into(),
+            orphan_grace: orphans::GRACE,
             host: HostPaths::default(),
             client,
         }
@@ -71,6 +76,7 @@ impl std::fmt::Debug for NodeOptions {
             .field("device_plugin_dir", &self.device_plugin_dir)
             .field("plugin_registration", &self.plugin_registration)
             .field("cdi_dir", &self.cdi_dir)
+            .field("orphan_grace", &self.orphan_grace)
             .field("host", &self.host)
             .finish_non_exhaustive()
     }
@@ -118,6 +124,11 @@ const NOTICES: usize = 16;
 /// Where the kernel tells the id of the boot (`random(4)`).
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
+/// The id of this boot.
+pub(super) fn boot_id() -> std::io::Result<String> {
+    std::fs::read_to_string(BOOT_ID).map(|id| id.trim().to_owned())
+}
+
 /// Runs the companion of the built-in discovery, as its configuration describes it, until the token is cancelled: a [`Node`] whose
 /// driver are the node's [`HostDevices`].
 pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<(), NodeError> {
@@ -145,6 +156,7 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
         })
         .plugin_registration(options.plugin_registration)
         .cdi_dir(options.cdi_dir)
+        .orphan_grace(options.orphan_grace)
         .changing(changing)
         .notices(told);
     node.run(shutdown).await

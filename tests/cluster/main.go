@@ -20,9 +20,10 @@ import (
 	"drayman.dev/tests/cluster/supervisor"
 )
 
-const usage = `usage: cluster build|up|join|pin [flags]
+const usage = `usage: cluster build|helm|up|join|pin [flags]
 
   build   builds Kubernetes and, with --nodes, containerd into the cache
+  helm    builds Helm into the cache and prints where it is
   up      starts a cluster (after building what is missing) and keeps it until Ctrl-C; -h lists its flags
   join    runs a program in the mount namespace of a node: join node-0 PROGRAM...; for hooks of up
   pin     writes the requirements of --version into the recipe, in the folder given
@@ -44,6 +45,8 @@ func run(arguments []string) error {
 	switch command {
 	case "build":
 		return build(rest)
+	case "helm":
+		return helm(rest)
 	case "up":
 		return up(rest)
 	case "join":
@@ -81,6 +84,17 @@ func build(arguments []string) error {
 	programs, err := recipe.Build(context.Background(), *target, version, *nodes > 0)
 	if err == nil {
 		fmt.Println(programs.Kubernetes)
+	}
+	return err
+}
+
+func helm(arguments []string) error {
+	flags := flag.NewFlagSet("cluster helm", flag.ExitOnError)
+	target, _, _ := common(flags)
+	flags.Parse(arguments)
+	program, err := recipe.BuildHelm(context.Background(), *target)
+	if err == nil {
+		fmt.Println(program)
 	}
 	return err
 }

@@ -9,7 +9,8 @@ use std::time::Instant;
 use anyhow::bail;
 use drayman::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass, ResourceHandle};
 use drayman::driver::{
-    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation, Verdict,
+    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation,
+    Verdict,
 };
 use futures::{Stream, StreamExt as _};
 use serde_json::json;

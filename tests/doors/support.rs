@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use drayman::core::node::injection::{DeviceNode, Injection};
+use drayman::core::node::injection::{DeviceNode, Injection, Mount};
 use drayman::node::companion::{
     ClaimToPrepare, ClaimToUnprepare, Companion, CompanionError, PluginDevice, Preference,
 };
@@ -153,7 +153,13 @@ impl Companion for Scripted {
                     permissions: "rw".into(),
                 }],
                 environment: [("DEVICES".to_owned(), ids.join(","))].into(),
-                ..Injection::default()
+                mounts: vec![Mount {
+                    host_path: "/opt/vendor".into(),
+                    container_path: "/vendor".into(),
+                    read_only: true,
+                }],
+                annotations: [("vendor.example/mode".to_owned(), String::new())].into(),
+                cdi_devices: vec![format!("vendor.example/device={}", ids[0])],
             };
             let call = format!("allocate {resource_name} {}", ids.join(","));
             if let Some(answer) = self.answer(call, &ids[0], injection).await {

@@ -1,4 +1,4 @@
-//! The Go program that runs clusters: found or built.
+//! The Go program that runs clusters, and others of the tests: built if need be.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,33 @@ pub fn build() -> anyhow::Result<&'static Path> {
     built.as_deref().map_err(|error| anyhow!("{error}"))
 }
 
+/// Helm, built when it is not there or its recipe has changed (minutes, once).
+pub fn helm() -> anyhow::Result<&'static Path> {
+    static HELM: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    let built = HELM.get_or_init(|| {
+        let program = build().map_err(|error| format!("{error:#}"))?;
+        // What it says while it builds, people see.
+        let output = Command::new(program)
+            .args(["helm", "--target"])
+            .arg(target())
+            .stderr(std::process::Stdio::inherit())
+            .output()
+            .map_err(|error| format!("running {}: {error}", program.display()))?;
+        if output.status.success() {
+            Ok(String::from_utf8_lossy(&output.stdout).trim().into())
+        } else {
+            Err("Helm cannot be built".to_owned())
+        }
+    });
+    built.as_deref().map_err(|error| anyhow!("{error}"))
+}
+
 fn build_once() -> anyhow::Result<PathBuf> {
+    build_go("tests/cluster", "cluster")
+}
+
+/// Builds a Go program from its folder in the repository.
+pub fn build_go(source: &str, name: &str) -> anyhow::Result<PathBuf> {
     check_go()?;
     let directory = target().join("cluster");
     fs::create_dir_all(&directory).with_context(|| format!("creating {}", directory.display()))?;
@@ -30,12 +56,12 @@ fn build_once() -> anyhow::Result<PathBuf> {
     let lock = directory.join("program.lock");
     let lock = fs::File::create(&lock).with_context(|| format!("opening {}", lock.display()))?;
     rustix::fs::flock(&lock, FlockOperation::LockExclusive)?;
-    let program = directory.join("cluster");
+    let program = directory.join(name);
     let output = Command::new("go")
         .args(["build", "-buildvcs=false", "-o"])
         .arg(&program)
         .arg(".")
-        .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cluster"))
+        .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(source))
         .env("GOTOOLCHAIN", "local")
         .env("GOWORK", "off")
         .env("CGO_ENABLED", "0")
@@ -43,7 +69,7 @@ fn build_once() -> anyhow::Result<PathBuf> {
         .context("running go build")?;
     if !output.status.success() {
         bail!(
-            "building tests/cluster failed:\n{}",
+            "building {source} failed:\n{}",
             String::from_utf8_lossy(&output.stderr)
         );
     }

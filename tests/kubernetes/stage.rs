@@ -64,6 +64,11 @@ pub(crate) fn controller_rules() -> anyhow::Result<Vec<PolicyRule>> {
     rules_of("ClusterRole", "drayman-controller")
 }
 
+/// What the companion may do.
+pub(crate) fn node_rules() -> anyhow::Result<Vec<PolicyRule>> {
+    rules_of("ClusterRole", "drayman-node")
+}
+
 impl Stage {
     /// Starts a cluster with so many real nodes.
     pub(crate) async fn start(nodes: usize) -> anyhow::Result<Self> {
@@ -101,9 +106,7 @@ impl Stage {
             .create(&PostParams::default(), &parameters)
             .await?;
         let controller = cluster.user("drayman-controller", &controller_rules()?).await?;
-        let node = cluster
-            .user("drayman-node", &rules_of("ClusterRole", "drayman-node")?)
-            .await?;
+        let node = cluster.user("drayman-node", &node_rules()?).await?;
         let stage = Self {
             cluster,
             controller,
@@ -295,6 +298,16 @@ impl Stage {
 
     /// Starts the companion on a real node, with a configuration of device kinds.
     pub(crate) fn companion(&self, number: usize, configuration: &str) -> anyhow::Result<Program> {
+        self.companion_with(number, configuration, &[])
+    }
+
+    /// The same with more flags.
+    pub(crate) fn companion_with(
+        &self,
+        number: usize,
+        configuration: &str,
+        flags: &[&str],
+    ) -> anyhow::Result<Program> {
         let node = self.cluster.node(number);
         let file = self.cluster.directory().join(format!("node-{number}.yaml"));
         std::fs::write(&file, configuration)?;
@@ -302,7 +315,7 @@ impl Stage {
         command
             .args(["node", "--v=4", "--node-name", node.name(), "--kubeconfig"])
             .arg(&self.node);
-        command.arg("--config").arg(&file);
+        command.arg("--config").arg(&file).args(flags);
         self.program(&format!("companion-{number}"), command)
     }
 
@@ -313,7 +326,11 @@ impl Stage {
     }
 
     /// Starts a program with a log of its own.
-    pub(crate) fn program(&self, name: &str, mut command: tokio::process::Command) -> anyhow::Result<Program> {
+    pub(crate) fn program(
+        &self,
+        name: &str,
+        mut command: tokio::process::Command,
+    ) -> anyhow::Result<Program> {
         // A log of its own for each start.
         let log = (0..1000)
             .map(|start| self.cluster.directory().join(format!("{name}-{start}.log")))

@@ -56,6 +56,11 @@ generated!(
     "v1alpha3"
 );
 generated!(
+    /// Our own: what a person on the node asks a running companion.
+    node_records,
+    "drayman.node.v1alpha1"
+);
+generated!(
     /// The device plugin API, v1beta1.
     device_plugin_v1beta1,
     "v1beta1"

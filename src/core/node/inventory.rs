@@ -3,13 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::announced::Announced;
+use super::claim_uid::ClaimUid;
 use super::containers::{Containers, Contested};
 use super::discovery::attributes::NODES;
+use super::discovery::attributes::numa_nodes;
 use super::injection::Injection;
 use super::ledger::Ledger;
 use super::naming::{environment_name, plugin_ids};
 use super::request::PluginDevice;
-use crate::api::crd::{Device, GROUP, Mode, TEXT_MAX};
+use crate::api::crd::{Device, Mode, TEXT_MAX};
 
 /// The devices of the node, by name.
 pub type Devices = BTreeMap<String, Device>;
@@ -88,6 +90,21 @@ fn has_one_of(device: &Device, nodes: &BTreeSet<&str>) -> bool {
     own.is_some_and(|own| own.split(',').any(|node| nodes.contains(node)))
 }
 
+/// Shows the devices of claims in quarantine as unhealthy, so that nobody is allocated what this node would refuse to prepare.
+pub fn withhold(devices: &mut Devices, ledger: &Ledger, quarantine: &BTreeMap<ClaimUid, String>) {
+    for (uid, why) in quarantine {
+        let Some(entry) = ledger.entry(uid) else { continue };
+        for held in &entry.devices {
+            if let Some(device) = devices.get_mut(&held.device)
+                && device.unhealthy.is_none()
+            {
+                let reason = format!("withheld for {}: {why}", entry.describe(uid));
+                device.unhealthy = Some(shortened(reason));
+            }
+        }
+    }
+}
+
 /// The inventory as it is published: of a device that a container and a claim were both given it says so.
 pub fn published(inventory: &Devices, contested: &Contested) -> Devices {
     let mut published = inventory.clone();
@@ -113,7 +130,8 @@ pub struct HandedOut<'a> {
 }
 
 /// The devices of a kind as ListAndWatch shows them. One that a claim holds, or is about to, is shown as unhealthy, so that kubelet
-/// does not grant it. One that a container holds stays healthy: it is kubelet's own.
+/// does not grant it, also when the container that has it now has ended. Any other that a container holds is healthy: it is
+/// kubelet's own, and kubelet asks for it again when it admits the pod anew.
 pub fn plugin_devices(inventory: &Devices, handed_out: HandedOut<'_>, kind: &str) -> Vec<PluginDevice> {
     inventory
         .values()
@@ -134,33 +152,21 @@ pub fn plugin_devices(inventory: &Devices, handed_out: HandedOut<'_>, kind: &str
 
 impl HandedOut<'_> {
     fn may_be_granted(self, device: &Device) -> bool {
-        let claimed = self.ledger.holder(&device.name).is_some();
-        if device.mode != Mode::Both {
-            return !claimed;
+        if self.ledger.holder(&device.name).is_some() {
+            return false;
         }
-        self.containers.hold(&device.name)
-            || (!claimed
-                && self.containers.known()
-                && self.announced.known()
-                && self.announced.holder(&device.name).is_none())
+        if device.mode != Mode::Both {
+            return true;
+        }
+        self.announced.holder(&device.name).is_none()
+            && (self.containers.hold(&device.name) || (self.containers.known() && self.announced.known()))
     }
-}
-
-/// The NUMA nodes that a device is near to, from the attribute that discovery sets: none if there is only one node or it is not
-/// known.
-pub fn numa_nodes(device: &Device) -> Vec<i64> {
-    let node = device
-        .attributes
-        .get(&format!("{GROUP}/numaNode"))
-        .and_then(|value| value.int);
-    node.filter(|node| *node >= 0).into_iter().collect()
 }
 
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
 
-    use super::super::claim_uid::ClaimUid;
     use super::super::containers::Shown;
     use super::super::injection::{DeviceNode, Injection};
     use super::super::ledger::{Entry, HeldDevice, Progress};
@@ -270,6 +276,24 @@ mod tests {
     }
 
     #[test]
+    fn a_device_in_quarantine_is_shown_with_the_reason_and_others_are_not() {
+        let mut all = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
+        let ledger = ledger_holding("b");
+        let uid = ledger.entries().keys().next().unwrap().clone();
+        withhold(
+            &mut all,
+            &ledger,
+            &BTreeMap::from([(uid, "forgotten ".repeat(50))]),
+        );
+        let reason = all["b"].unhealthy.as_deref().unwrap();
+        assert!(
+            reason.contains("default/camera") && reason.contains("forgotten"),
+            "{reason}"
+        );
+        assert!(reason.len() <= 256 && all["a"].unhealthy.is_none());
+    }
+
+    #[test]
     fn a_device_that_a_claim_holds_is_not_offered_through_the_other_door() {
         let all = Devices::from([
             device("a", Mode::ExtendedResource),
@@ -314,11 +338,12 @@ mod tests {
     }
 
     #[test]
-    fn what_a_container_holds_stays_healthy_whoever_else_wants_it() {
+    fn what_a_container_holds_is_healthy_from_the_start_unless_a_claim_waits_for_it() {
         let all = Devices::from([device("b", Mode::Both)]);
         let mut containers = Containers::default();
         containers.allocated(["b"], Duration::ZERO);
-        assert_eq!(offered(&all, &ledger_holding("b"), &containers), ["b"]);
+        assert_eq!(offered(&all, &Ledger::default(), &containers), ["b"]);
+        assert_eq!(offered(&all, &ledger_holding("b"), &containers), ["b?"]);
     }
 
     #[test]

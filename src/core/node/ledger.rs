@@ -28,7 +28,8 @@ pub struct Entry {
     pub name: String,
     /// The boot in which kubelet last asked for it.
     pub boot_id: String,
-    /// The devices, in the order of the resource handle.
+    /// The devices, in the order of the resource handle. Empty if it is not known which they are: the claim was found after
+    /// the checkpoint was lost, and what was found does not tell.
     pub devices: Vec<HeldDevice>,
     /// How far it has come.
     #[serde(flatten)]
@@ -70,8 +71,21 @@ pub enum Change {
     Start(ClaimUid, Entry),
     /// The claim's injection is ready and in place; kubelet may have it from now on.
     Finish(ClaimUid),
+    /// What a claim holds has become known, or more of it; nothing else about it changes.
+    Explain(ClaimUid, Explanation),
     /// A claim holds nothing any more.
     Remove(ClaimUid),
+}
+
+/// What was not known of a claim that was found after the checkpoint was lost.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Explanation {
+    /// Namespace of the claim.
+    pub namespace: String,
+    /// Name of the claim.
+    pub name: String,
+    /// The devices.
+    pub devices: Vec<HeldDevice>,
 }
 
 impl Ledger {
@@ -118,6 +132,13 @@ impl Ledger {
         matches!(entry.progress, Progress::Done { .. }) && entry.boot_id == self.boot_id
     }
 
+    /// A claim that may be in use and of which nobody knows what it holds, other than `own`.
+    pub fn unaccounted(&self, own: &ClaimUid) -> Option<(&ClaimUid, &Entry)> {
+        self.entries
+            .iter()
+            .find(|(uid, entry)| *uid != own && entry.is_unaccounted() && self.may_be_in_use(entry))
+    }
+
     /// Carries out a change.
     pub fn apply(&mut self, change: &Change) {
         match change {
@@ -130,6 +151,13 @@ impl Ledger {
                 {
                     entry.progress = Progress::Done { injection };
                     entry.boot_id.clone_from(&self.boot_id);
+                }
+            }
+            Change::Explain(uid, known) => {
+                if let Some(entry) = self.entries.get_mut(uid) {
+                    entry.namespace.clone_from(&known.namespace);
+                    entry.name.clone_from(&known.name);
+                    entry.devices.clone_from(&known.devices);
                 }
             }
             Change::Remove(uid) => {
@@ -160,6 +188,11 @@ impl Entry {
     /// Whether kubelet has the CDI id, or may have it.
     pub fn is_done(&self) -> bool {
         matches!(self.progress, Progress::Done { .. })
+    }
+
+    /// Whether kubelet may have it and nobody knows which devices it holds.
+    pub fn is_unaccounted(&self) -> bool {
+        self.is_done() && self.devices.is_empty()
     }
 
     /// The claim as a person reads it.

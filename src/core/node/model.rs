@@ -1,6 +1,8 @@
 //! A model of kubelet and of a node that crashes, for the tests of the plans: whatever is kept in, and wherever the process
 //! is killed, the promises hold.
 
+mod exhaustive;
+
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -283,6 +285,21 @@ where
         }
     }
 
+    /// The process is killed and its checkpoint is lost; the next one has only the other traces.
+    fn start_from_traces(&mut self, entries: BTreeMap<ClaimUid, Entry>) {
+        self.ledger = Ledger::new(self.ledger.boot_id(), entries);
+        let files = self.disk.found().1;
+        for step in plan_clearing(&self.ledger, &files) {
+            self.perform(&step);
+        }
+        for (_, steps) in plan_restoring(&self.ledger) {
+            for step in steps {
+                self.perform(&step);
+            }
+        }
+        self.without_file.clear();
+    }
+
     fn start(&mut self, boot: bool) {
         if boot {
             self.boots += 1;
@@ -348,7 +365,7 @@ where
 #[derive(Default)]
 struct Thought {
     entries: RefCell<BTreeMap<ClaimUid, Entry>>,
-    files: RefCell<BTreeSet<ClaimUid>>,
+    files: RefCell<BTreeMap<ClaimUid, Injection>>,
     writes: Cell<usize>,
 }
 
@@ -362,8 +379,8 @@ impl Records for Thought {
         Ok(())
     }
 
-    fn write_cdi(&self, uid: &ClaimUid, _: &Injection) -> Result<(), Self::Error> {
-        self.files.borrow_mut().insert(uid.clone());
+    fn write_cdi(&self, uid: &ClaimUid, injection: &Injection) -> Result<(), Self::Error> {
+        self.files.borrow_mut().insert(uid.clone(), injection.clone());
         Ok(())
     }
 
@@ -375,7 +392,8 @@ impl Records for Thought {
 
 impl Disk for Thought {
     fn found(&self) -> (BTreeMap<ClaimUid, Entry>, BTreeSet<ClaimUid>) {
-        (self.entries.borrow().clone(), self.files.borrow().clone())
+        let files = self.files.borrow().keys().cloned().collect();
+        (self.entries.borrow().clone(), files)
     }
 
     fn booted(&self) {

@@ -10,7 +10,7 @@ use super::check::{check_handle, check_name, distinct, list, usable};
 use super::claim_uid::ClaimUid;
 use super::containers::Containers;
 use super::inventory::Devices;
-use super::ledger::{Change, Entry, HeldDevice, Ledger, Progress};
+use super::ledger::{Change, Entry, Explanation, HeldDevice, Ledger, Progress};
 use super::naming::{is_dns_label, is_dns_subdomain};
 use super::refusal::Refusal;
 use super::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity};
@@ -38,17 +38,13 @@ pub fn plan_prepare(
 
     let own = ledger.entry(&uid);
     if let Some(entry) = own.filter(|entry| ledger.may_be_in_use(entry)) {
-        // Prepared before. What the driver makes is asked for again, so that a device that has gone or has become
-        // another since is noticed now; the claim keeps it in any case.
-        let held: BTreeSet<&str> = entry.devices.iter().map(|held| held.device.as_str()).collect();
-        return if held.iter().eq(&names.iter().copied().collect::<BTreeSet<_>>()) {
-            Ok((uid.clone(), restore(&uid)))
-        } else {
-            Err(Refusal::Changed {
-                held: list(held),
-                named: list(names),
-            })
-        };
+        return prepared_before(ledger, inventory, claim, (&uid, entry), &names).map(|steps| (uid, steps));
+    }
+    if let Some((other, entry)) = ledger.unaccounted(&uid) {
+        return Err(Refusal::Unaccounted {
+            holder: entry.describe(other),
+            uid: other.to_string(),
+        });
     }
 
     let mut evicted = BTreeSet::new();
@@ -60,7 +56,7 @@ pub fn plan_prepare(
             kind: device.kind.clone(),
         });
         check_containers(containers, device)?;
-        evicted.extend(make_room(ledger, &uid, device)?);
+        evicted.extend(make_room(ledger, &uid, name, device.shares)?);
     }
 
     // Files first, as at Unprepare, and then the driver undoes what it did.
@@ -127,14 +123,19 @@ fn check_containers(containers: &Containers, device: &Device) -> Result<(), Refu
 
 /// The claims that have to give way so that one more can have the device: what is left of attempts that failed, or of pods that ran
 /// before the node was booted. Refused if so many hold it as may.
-fn make_room(ledger: &Ledger, uid: &ClaimUid, device: &Device) -> Result<Vec<ClaimUid>, Refusal> {
-    let shares = device.shares.unwrap_or(1).max(1);
-    let others = ledger.holders(&device.name).filter(|(holder, _)| *holder != uid);
+fn make_room(
+    ledger: &Ledger,
+    uid: &ClaimUid,
+    device: &str,
+    shares: Option<u32>,
+) -> Result<Vec<ClaimUid>, Refusal> {
+    let shares = shares.unwrap_or(1).max(1);
+    let others = ledger.holders(device).filter(|(holder, _)| *holder != uid);
     let (in_use, left): (Vec<_>, Vec<_>) = others.partition(|(_, entry)| ledger.may_be_in_use(entry));
     let limit = usize::try_from(shares).unwrap_or(usize::MAX);
     match in_use.first() {
         Some((holder, entry)) if in_use.len() >= limit => {
-            let (device, holder) = (device.name.clone(), entry.describe(holder));
+            let (device, holder) = (device.to_owned(), entry.describe(holder));
             Err(if shares == 1 {
                 Refusal::Held { device, holder }
             } else {
@@ -149,6 +150,53 @@ fn make_room(ledger: &Ledger, uid: &ClaimUid, device: &Device) -> Result<Vec<Cla
             Ok(left.into_iter().map(|(holder, _)| holder.clone()).collect())
         }
         _ => Ok(Vec::new()),
+    }
+}
+
+/// A claim that containers may have already. What the driver makes is asked for again, so that a device that has gone or has
+/// become another since is noticed now; the claim keeps it in any case.
+///
+/// What was rebuilt after the checkpoint was lost lacks names or even devices; kubelet has just told them.
+fn prepared_before(
+    ledger: &Ledger,
+    inventory: &Devices,
+    claim: &ClaimToPrepare,
+    (uid, entry): (&ClaimUid, &Entry),
+    names: &[&str],
+) -> Result<Vec<Step>, Refusal> {
+    let held: BTreeSet<&str> = entry.devices.iter().map(|held| held.device.as_str()).collect();
+    if !entry.is_unaccounted() && !held.iter().eq(&names.iter().copied().collect::<BTreeSet<_>>()) {
+        return Err(Refusal::Changed {
+            held: list(held),
+            named: list(names.iter().copied()),
+        });
+    }
+    let complete = !entry.name.is_empty() && !entry.devices.is_empty();
+    let mut steps = Vec::new();
+    if !complete {
+        for name in names {
+            let shares = inventory.get(*name).and_then(|device| device.shares);
+            make_room(ledger, uid, name, shares)?;
+        }
+        let known = Explanation {
+            namespace: claim.namespace.clone(),
+            name: claim.name.clone(),
+            devices: names.iter().map(|name| held_device(inventory, name)).collect(),
+        };
+        steps.push(Step::Save(vec![Change::Explain(uid.clone(), known)]));
+    }
+    steps.extend(restore(uid));
+    Ok(steps)
+}
+
+/// A device as the ledger notes it. Its kind is empty if it is not there any more.
+pub(super) fn held_device(inventory: &Devices, name: &str) -> HeldDevice {
+    HeldDevice {
+        device: name.to_owned(),
+        kind: inventory
+            .get(name)
+            .map(|device| device.kind.clone())
+            .unwrap_or_default(),
     }
 }
 
@@ -176,347 +224,4 @@ pub(super) fn restore(uid: &ClaimUid) -> Vec<Step> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::BTreeMap;
-    use std::time::Duration;
-
-    use super::super::containers::Shown;
-    use super::super::injection::Injection;
-    use super::*;
-    use crate::api::handle::{HandleDevice, VERSION};
-
-    const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
-    const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
-    const C: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0c";
-
-    fn node() -> NodeIdentity {
-        NodeIdentity {
-            name: "node-a".into(),
-            uid: Some("n-1".into()),
-        }
-    }
-
-    fn inventory() -> Devices {
-        let device = |name: &str, mode, unhealthy: Option<&str>| {
-            let unhealthy = unhealthy.map(str::to_owned);
-            (
-                name.to_owned(),
-                Device {
-                    name: name.into(),
-                    kind: "test".into(),
-                    mode,
-                    unhealthy,
-                    ..Device::default()
-                },
-            )
-        };
-        Devices::from([
-            device("x", Mode::Claims, None),
-            device("y", Mode::Claims, None),
-            device("sick", Mode::Claims, Some("it smokes")),
-            device("plug", Mode::ExtendedResource, None),
-            device("two-doors", Mode::Both, None),
-            (
-                "shared".to_owned(),
-                Device {
-                    shares: Some(2),
-                    ..device("shared", Mode::Claims, None).1
-                },
-            ),
-        ])
-    }
-
-    fn handle(uid: &str, devices: &[&str]) -> DeviceHandle {
-        let device = |name: &&str| HandleDevice {
-            request: "device".into(),
-            device: (*name).into(),
-        };
-        DeviceHandle {
-            version: VERSION,
-            claim_uid: uid.into(),
-            node_name: "node-a".into(),
-            node_uid: "n-1".into(),
-            devices: devices.iter().map(device).collect(),
-        }
-    }
-
-    fn claim(uid: &str, handle: &DeviceHandle) -> ClaimToPrepare {
-        let (namespace, name) = ("default".into(), "camera".into());
-        ClaimToPrepare {
-            namespace,
-            name,
-            uid: uid.into(),
-            resource_handle: handle.to_data().unwrap(),
-        }
-    }
-
-    fn plan(ledger: &Ledger, uid: &str, devices: &[&str]) -> Result<Vec<Step>, Refusal> {
-        plan_beside(ledger, &Containers::default(), uid, devices)
-    }
-
-    fn plan_beside(
-        ledger: &Ledger,
-        containers: &Containers,
-        uid: &str,
-        devices: &[&str],
-    ) -> Result<Vec<Step>, Refusal> {
-        let claim = claim(uid, &handle(uid, devices));
-        plan_prepare(ledger, containers, &inventory(), &node(), &claim).map(|(_, steps)| steps)
-    }
-
-    fn held(uid: &str, devices: &[&str], boot_id: &str, progress: Progress) -> Ledger {
-        let device = |name: &&str| HeldDevice {
-            device: (*name).into(),
-            kind: "test".into(),
-        };
-        let entry = Entry {
-            namespace: "default".into(),
-            name: "camera".into(),
-            boot_id: boot_id.into(),
-            devices: devices.iter().map(device).collect(),
-            progress,
-        };
-        Ledger::new("boot", BTreeMap::from([(ClaimUid::parse(uid).unwrap(), entry)]))
-    }
-
-    fn done() -> Progress {
-        Progress::Done {
-            injection: Injection::default(),
-        }
-    }
-
-    #[test]
-    fn the_ledger_is_durable_before_the_driver_is_asked_and_before_kubelet_is_answered() {
-        let uid = ClaimUid::parse(A).unwrap();
-        let steps = plan(&Ledger::new("boot", BTreeMap::new()), A, &["x"]).unwrap();
-        assert!(
-            matches!(&steps[0], Step::Save(changes) if matches!(changes[..], [Change::Start(..)])),
-            "{steps:?}"
-        );
-        assert_eq!(steps[1], Step::Inject(uid.clone()));
-        assert_eq!(steps[2], Step::WriteCdi(uid.clone()));
-        assert_eq!(steps[3], Step::Save(vec![Change::Finish(uid)]));
-    }
-
-    #[test]
-    fn the_same_claim_again_only_refreshes_its_file() {
-        let steps = plan(&held(A, &["y", "x"], "boot", done()), A, &["x", "y"]).unwrap();
-        assert_eq!(steps, restore(&ClaimUid::parse(A).unwrap()));
-    }
-
-    #[test]
-    fn a_device_that_another_claim_holds_is_refused_with_the_claims_name() {
-        let refusal = plan(&held(A, &["x"], "boot", done()), B, &["y", "x"]).unwrap_err();
-        assert_eq!(
-            refusal.to_string(),
-            format!("device \"x\" is held by claim default/camera (uid {A}) until it is unprepared")
-        );
-        assert_eq!(
-            (refusal.reason(), refusal.is_invalid_request()),
-            ("DeviceHeld", false)
-        );
-    }
-
-    #[test]
-    fn the_rest_of_a_failed_attempt_and_of_an_earlier_boot_gives_way() {
-        let started = Progress::Started { injection: None };
-        for ledger in [
-            held(A, &["x"], "boot", started),
-            held(A, &["x"], "before", done()),
-        ] {
-            let steps = plan(&ledger, B, &["x"]).unwrap();
-            assert_eq!(steps[0], Step::RemoveCdi(ClaimUid::parse(A).unwrap()));
-            assert_eq!(steps[1], Step::Release(ClaimUid::parse(A).unwrap()));
-            assert!(
-                matches!(&steps[2], Step::Save(changes) if matches!(changes[..], [Change::Remove(_), Change::Start(..)]))
-            );
-        }
-    }
-
-    #[test]
-    fn a_shared_device_is_given_to_as_many_claims_as_it_has_shares() {
-        let mut entries = held(A, &["shared"], "boot", done()).entries().clone();
-        plan(&Ledger::new("boot", entries.clone()), B, &["shared"]).unwrap();
-        entries.extend(held(B, &["shared"], "boot", done()).entries().clone());
-        let both = Ledger::new("boot", entries.clone());
-        let refusal = plan(&both, C, &["shared"]).unwrap_err();
-        assert_eq!(refusal.reason(), "DeviceHeld");
-        assert!(refusal.to_string().contains("2 shares"), "{refusal}");
-        assert_eq!(
-            plan(&both, B, &["shared"]).unwrap(),
-            restore(&ClaimUid::parse(B).unwrap())
-        );
-        // What no longer runs gives way only where the place is needed.
-        entries.extend(held(B, &["shared"], "before", done()).entries().clone());
-        let steps = plan(&Ledger::new("boot", entries.clone()), C, &["shared"]).unwrap();
-        assert_eq!(steps[0], Step::RemoveCdi(ClaimUid::parse(B).unwrap()));
-        entries.remove(&ClaimUid::parse(A).unwrap());
-        let steps = plan(&Ledger::new("boot", entries), C, &["shared"]).unwrap();
-        assert!(matches!(&steps[0], Step::Save(_)), "{steps:?}");
-    }
-
-    #[test]
-    fn what_containers_hold_counts_for_devices_that_have_both_doors() {
-        let empty = Ledger::new("boot", BTreeMap::new());
-        let mut containers = Containers::default();
-        let reason = |containers: &Containers| {
-            plan_beside(&empty, containers, A, &["two-doors"]).map_err(|refusal| refusal.reason())
-        };
-        assert_eq!(reason(&containers), Err("PodResourcesUnavailable"));
-        containers.seen(&Shown::default(), Duration::ZERO);
-        let steps = reason(&containers).unwrap();
-        assert_eq!(
-            takes_from_both(&steps, &inventory()).as_deref(),
-            Some("two-doors")
-        );
-        assert_eq!(
-            takes_from_both(&plan(&empty, A, &["x"]).unwrap(), &inventory()),
-            None
-        );
-        containers.allocated(["two-doors", "x"], Duration::ZERO);
-        assert_eq!(reason(&containers), Err("DeviceHeld"));
-        plan_beside(&empty, &containers, A, &["x"]).expect("its kind has one door");
-    }
-
-    #[test]
-    fn a_claim_that_was_allocated_anew_without_unprepare_is_refused() {
-        let refusal = plan(&held(A, &["x"], "boot", done()), A, &["y"]).unwrap_err();
-        assert_eq!(
-            refusal,
-            Refusal::Changed {
-                held: "x".into(),
-                named: "y".into()
-            }
-        );
-    }
-
-    #[test]
-    fn what_cannot_be_had_is_refused_with_its_reason() {
-        let empty = Ledger::new("boot", BTreeMap::new());
-        for (devices, reason) in [
-            (&["x", "x"][..], "InvalidHandle"),
-            (&[], "InvalidHandle"),
-            (&["nowhere"], "DeviceGone"),
-            (&["../x"], "DeviceGone"),
-            (&["sick"], "DeviceUnhealthy"),
-            (&["plug"], "WrongMode"),
-        ] {
-            assert_eq!(
-                plan(&empty, A, devices).unwrap_err().reason(),
-                reason,
-                "{devices:?}"
-            );
-        }
-    }
-
-    #[test]
-    fn a_handle_of_another_claim_or_node_is_refused() {
-        let empty = Ledger::new("boot", BTreeMap::new());
-        let good = handle(A, &["x"]);
-        let foreign = [
-            (
-                DeviceHandle {
-                    claim_uid: B.into(),
-                    ..good.clone()
-                },
-                "InvalidHandle",
-            ),
-            (
-                DeviceHandle {
-                    node_name: "node-b".into(),
-                    ..good.clone()
-                },
-                "WrongNode",
-            ),
-            (
-                DeviceHandle {
-                    node_uid: "n-0".into(),
-                    ..good.clone()
-                },
-                "WrongNode",
-            ),
-        ];
-        for (handle, reason) in foreign {
-            let refusal = plan_prepare(
-                &empty,
-                &Containers::default(),
-                &inventory(),
-                &node(),
-                &claim(A, &handle),
-            )
-            .unwrap_err();
-            assert_eq!(refusal.reason(), reason, "{refusal}");
-        }
-        let unknown = NodeIdentity { uid: None, ..node() };
-        let refusal = plan_prepare(
-            &empty,
-            &Containers::default(),
-            &inventory(),
-            &unknown,
-            &claim(A, &good),
-        )
-        .unwrap_err();
-        assert_eq!(refusal.reason(), "NodeUnknown");
-    }
-
-    #[test]
-    fn hostile_names_and_uids_are_refused_before_anything_is_planned() {
-        let empty = Ledger::new("boot", BTreeMap::new());
-        let good = claim(A, &handle(A, &["x"]));
-        for bad in [
-            ClaimToPrepare {
-                uid: "../../etc".into(),
-                ..good.clone()
-            },
-            ClaimToPrepare {
-                uid: String::new(),
-                ..good.clone()
-            },
-            ClaimToPrepare {
-                namespace: "a/b".into(),
-                ..good.clone()
-            },
-            ClaimToPrepare {
-                name: "x".repeat(1 << 20),
-                ..good.clone()
-            },
-            ClaimToPrepare {
-                resource_handle: "not ours".into(),
-                ..good.clone()
-            },
-            ClaimToPrepare {
-                resource_handle: "x".repeat(1 << 20),
-                ..good
-            },
-        ] {
-            let refusal =
-                plan_prepare(&empty, &Containers::default(), &inventory(), &node(), &bad).unwrap_err();
-            assert!(
-                refusal.is_invalid_request() && refusal.to_string().len() < 300,
-                "{refusal}"
-            );
-        }
-    }
-
-    #[test]
-    fn unprepare_of_an_unknown_claim_succeeds_and_of_a_known_one_takes_the_file_first() {
-        let claim = ClaimToUnprepare {
-            uid: A.into(),
-            ..ClaimToUnprepare::default()
-        };
-        let uid = ClaimUid::parse(A).unwrap();
-        let empty = Ledger::new("boot", BTreeMap::new());
-        assert_eq!(
-            plan_unprepare(&empty, &claim),
-            Ok(vec![Step::RemoveCdi(uid.clone())])
-        );
-        assert_eq!(
-            plan_unprepare(&held(A, &["x"], "boot", done()), &claim),
-            Ok(vec![
-                Step::RemoveCdi(uid.clone()),
-                Step::Release(uid.clone()),
-                Step::Save(vec![Change::Remove(uid)])
-            ])
-        );
-    }
-}
+mod tests;

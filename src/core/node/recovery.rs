@@ -1,12 +1,82 @@
 //! How the node is put right: after a start, after a step that failed, and when a device has changed.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::claim_uid::ClaimUid;
+use super::driver_name::DriverName;
+use super::injection::Injection;
 use super::inventory::Devices;
-use super::ledger::{Change, Ledger};
-use super::prepare::restore;
+use super::kubelet_state::{KubeletClaim, KubeletView};
+use super::ledger::{Change, Entry, Explanation, HeldDevice, Ledger, Progress};
+use super::prepare::{held_device, restore};
+use super::rendering::entry_of_cdi_spec;
 use super::step::Step;
+use crate::api::cdi;
+
+/// The entries of a checkpoint that was lost, from what else there is: our CDI files, and the claims that kubelet lists.
+///
+/// A claim that left a trace is never dropped. If no trace tells which devices it has, its entry has none
+/// ([`Entry::is_unaccounted`]), and nothing is prepared until somebody explains it. `files` are the claims that have a CDI
+/// file of ours, with its content if that can be read. Whatever is found counts as of this boot, which is the careful guess.
+pub fn rebuild(
+    driver: &DriverName,
+    boot_id: &str,
+    files: &BTreeMap<ClaimUid, Option<cdi::Spec>>,
+    kubelet: &KubeletView,
+) -> BTreeMap<ClaimUid, Entry> {
+    let listed = match kubelet {
+        KubeletView::Lists(claims) => claims.iter().filter(|(_, claim)| claim.ours).collect(),
+        KubeletView::Unknown(_) => BTreeMap::new(),
+    };
+    let uids: BTreeSet<&ClaimUid> = files.keys().chain(listed.keys().copied()).collect();
+    uids.into_iter()
+        .map(|uid| {
+            let spec = files.get(uid).and_then(Option::as_ref);
+            let told = spec.and_then(|spec| entry_of_cdi_spec(driver, uid, boot_id, spec));
+            let mut entry = told.unwrap_or_else(|| of_list(boot_id, listed.get(uid).copied()));
+            if let Some(claim) = listed.get(uid) {
+                entry.namespace.clone_from(&claim.namespace);
+                entry.name.clone_from(&claim.name);
+            }
+            (uid.clone(), entry)
+        })
+        .collect()
+}
+
+fn of_list(boot_id: &str, listed: Option<&KubeletClaim>) -> Entry {
+    let device = |name: &String| HeldDevice {
+        device: name.clone(),
+        kind: String::new(),
+    };
+    let devices = listed
+        .and_then(|claim| claim.devices.as_ref())
+        .into_iter()
+        .flatten();
+    Entry {
+        namespace: String::new(),
+        name: String::new(),
+        boot_id: boot_id.to_owned(),
+        devices: devices.map(device).collect(),
+        progress: Progress::Done {
+            injection: Injection::default(),
+        },
+    }
+}
+
+/// Plans what follows when it has become known which devices a claim has.
+pub fn plan_explained(ledger: &Ledger, inventory: &Devices, uid: &ClaimUid, devices: &[String]) -> Vec<Step> {
+    let Some(entry) = ledger.entry(uid).filter(|entry| entry.is_unaccounted()) else {
+        return Vec::new();
+    };
+    let known = Explanation {
+        namespace: entry.namespace.clone(),
+        name: entry.name.clone(),
+        devices: devices.iter().map(|name| held_device(inventory, name)).collect(),
+    };
+    let mut steps = vec![Step::Save(vec![Change::Explain(uid.clone(), known)])];
+    steps.extend(restore(uid));
+    steps
+}
 
 /// Plans what is cleared away at a start: the rest of attempts that were never answered, and files that belong to nothing.
 ///
@@ -34,7 +104,10 @@ pub fn plan_clearing(ledger: &Ledger, files: &BTreeSet<ClaimUid>) -> Vec<Step> {
 /// That is done also for what was prepared in an earlier boot, although nothing of it runs: a kubelet of 1.27 does not ask
 /// again for a claim that its own checkpoint has.
 pub fn plan_restoring(ledger: &Ledger) -> Vec<(ClaimUid, Vec<Step>)> {
-    let done = ledger.entries().iter().filter(|(_, entry)| entry.is_done());
+    let done = ledger
+        .entries()
+        .iter()
+        .filter(|(_, entry)| entry.is_done() && !entry.is_unaccounted());
     done.map(|(uid, _)| (uid.clone(), restore(uid))).collect()
 }
 
@@ -64,4 +137,125 @@ pub fn plan_undo(ledger: &Ledger, uid: &ClaimUid) -> Vec<Step> {
         steps.push(Step::Save(vec![Change::Remove(uid.clone())]));
     }
     steps
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::kubelet_state::KubeletClaims;
+    use super::super::rendering::cdi_spec;
+    use super::*;
+    use crate::core::node::injection::DeviceNode;
+
+    const BOOT: &str = "boot";
+
+    fn uid(last: char) -> ClaimUid {
+        ClaimUid::parse(&format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0{last}")).unwrap()
+    }
+
+    fn driver() -> DriverName {
+        DriverName::parse("drayman.dev").unwrap()
+    }
+
+    fn spec(last: char, device: &str) -> cdi::Spec {
+        let path = format!("/dev/{device}");
+        let node = DeviceNode {
+            host_path: path.clone(),
+            container_path: path,
+            permissions: "rw".into(),
+        };
+        cdi_spec(&driver(), &uid(last), &Injection::of_device_node(device, node))
+    }
+
+    fn listed(ours: bool, devices: Option<&[&str]>) -> KubeletClaim {
+        KubeletClaim {
+            namespace: "default".into(),
+            name: "camera".into(),
+            ours,
+            devices: devices.map(|devices| devices.iter().map(|name| (*name).to_owned()).collect()),
+        }
+    }
+
+    fn devices(entry: &Entry) -> Vec<&str> {
+        entry.devices.iter().map(|held| held.device.as_str()).collect()
+    }
+
+    #[test]
+    fn every_trace_of_a_claim_becomes_an_entry() {
+        let files = BTreeMap::from([
+            (uid('1'), Some(spec('1', "x"))),
+            (uid('2'), None),
+            (uid('3'), None),
+            // The content is another claim's.
+            (uid('4'), Some(spec('1', "x"))),
+        ]);
+        let kubelet = KubeletView::Lists(KubeletClaims::from([
+            (uid('1'), listed(true, None)),
+            (uid('2'), listed(true, Some(&["y"]))),
+            (uid('5'), listed(true, Some(&["z"]))),
+            (uid('6'), listed(true, None)),
+            (uid('7'), listed(false, None)),
+        ]));
+        let entries = rebuild(&driver(), BOOT, &files, &kubelet);
+        let found: Vec<(String, Vec<&str>, &str)> = entries
+            .iter()
+            .map(|(uid, entry)| (uid.to_string(), devices(entry), entry.name.as_str()))
+            .collect();
+        let expected = [
+            ('1', vec!["x"], "camera"),
+            ('2', vec!["y"], "camera"),
+            ('3', vec![], ""),
+            ('4', vec![], ""),
+            ('5', vec!["z"], "camera"),
+            ('6', vec![], "camera"),
+        ]
+        .map(|(last, devices, name)| (uid(last).to_string(), devices, name));
+        assert_eq!(found, expected);
+        let ledger = Ledger::new(BOOT, entries);
+        assert!(ledger.entries().values().all(|entry| ledger.may_be_in_use(entry)));
+    }
+
+    #[test]
+    fn no_trace_is_an_empty_ledger() {
+        for kubelet in [
+            KubeletView::Unknown("none".into()),
+            KubeletView::Lists(KubeletClaims::from([(uid('7'), listed(false, None))])),
+        ] {
+            assert_eq!(
+                rebuild(&driver(), BOOT, &BTreeMap::new(), &kubelet),
+                BTreeMap::new()
+            );
+        }
+    }
+
+    #[test]
+    fn the_file_of_a_claim_of_unknown_devices_is_neither_removed_nor_written() {
+        let files = BTreeMap::from([(uid('1'), None)]);
+        let ledger = Ledger::new(
+            BOOT,
+            rebuild(&driver(), BOOT, &files, &KubeletView::Unknown("none".into())),
+        );
+        assert_eq!(plan_restoring(&ledger), []);
+        assert_eq!(
+            plan_clearing(&ledger, &files.into_keys().collect()),
+            [Step::Save(Vec::new())]
+        );
+    }
+
+    #[test]
+    fn a_claim_that_is_explained_gets_its_file_and_one_that_is_known_does_not_change() {
+        let files = BTreeMap::from([(uid('1'), None), (uid('2'), Some(spec('2', "y")))]);
+        let ledger = Ledger::new(
+            BOOT,
+            rebuild(&driver(), BOOT, &files, &KubeletView::Unknown("none".into())),
+        );
+        let none = Devices::new();
+        let steps = plan_explained(&ledger, &none, &uid('1'), &["x".into()]);
+        assert!(
+            matches!(&steps[0], Step::Save(changes) if matches!(changes[..], [Change::Explain(..)])),
+            "{steps:?}"
+        );
+        assert_eq!(steps[1..], restore(&uid('1')));
+        assert_eq!(plan_explained(&ledger, &none, &uid('2'), &["x".into()]), []);
+        assert_eq!(plan_explained(&ledger, &none, &uid('3'), &["x".into()]), []);
+    }
 }

@@ -134,6 +134,16 @@ pub enum Refusal {
         /// Who is going to have it.
         holder: String,
     },
+    /// Somebody may have the device.
+    #[error(
+        "the checkpoint of this node was lost, and it is not known yet which devices {holder} has: the API server is asked; if it cannot tell and no container uses the claim, run `drayman node release {uid}` on the node"
+    )]
+    Unaccounted {
+        /// Who has devices that nobody knows.
+        holder: String,
+        /// Its uid.
+        uid: String,
+    },
     /// The claim has other devices already.
     #[error(
         "the claim is prepared with {held}, the resource handle now names {named}: it must be unprepared first"
@@ -173,6 +183,7 @@ impl Refusal {
             | Self::InContainer { .. }
             | Self::Allocated { .. } => "DeviceHeld",
             Self::ContainersUnknown { .. } => "PodResourcesUnavailable",
+            Self::Unaccounted { .. } => "HoldingsUnknown",
             Self::Changed { .. } => "AllocationChanged",
             Self::NoResource(_) | Self::OtherResource { .. } => "InvalidResource",
         }
@@ -200,6 +211,7 @@ impl Refusal {
             | Self::InContainer { .. }
             | Self::ContainersUnknown { .. }
             | Self::Allocated { .. }
+            | Self::Unaccounted { .. }
             | Self::Changed { .. } => false,
         }
     }

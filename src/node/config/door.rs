@@ -8,8 +8,6 @@ use crate::core::node::name::check_extended_resource;
 use crate::core::node::naming::is_dns_label;
 use crate::core::node::request::ExtendedResource;
 
-/// How many may have a shared device at once, at most.
-const SHARES_MAX: u32 = 1024;
 /// Names in the list that splits a kind, at most.
 const NAMES_MAX: usize = 1024;
 
@@ -18,8 +16,6 @@ const NAMES_MAX: usize = 1024;
 pub struct KindDoors {
     /// Which of them is for which device.
     pub mode: KindMode,
-    /// How many may have a device at once.
-    pub shares: u32,
     /// Whether containers get the devices of the extended resource by CDI name.
     pub cdi_devices: bool,
     /// Whether a device of the extended resource is looked at before each start of a container.
@@ -54,7 +50,6 @@ impl Default for KindDoors {
     fn default() -> Self {
         Self {
             mode: KindMode::Claims,
-            shares: 1,
             cdi_devices: false,
             pre_start_check: false,
         }
@@ -79,11 +74,6 @@ impl KindDoors {
                 }
             }
         }
-    }
-
-    /// The shares as the inventory shows them: nothing for an exclusive device.
-    pub fn shown_shares(&self) -> Option<u32> {
-        (self.shares > 1).then_some(self.shares)
     }
 
     /// The extended resource that devices of the kind are part of, and its name.
@@ -117,7 +107,8 @@ pub(super) struct RawDoors<'a> {
 }
 
 impl RawDoors<'_> {
-    pub(super) fn check(&self, field: &str) -> Result<KindDoors, Refused> {
+    /// `shares` is what counts, also if it does not stand in the file.
+    pub(super) fn check(&self, field: &str, shares: Option<u32>) -> Result<KindDoors, Refused> {
         let mode = self.check_mode(field)?;
         for (name, raw) in [
             ("cdiDevices", self.cdi_devices),
@@ -130,26 +121,17 @@ impl RawDoors<'_> {
                 ));
             }
         }
-        let shares = self.shares.map_or(1, |shares| shares.value);
-        if let Some(raw) = self.shares {
-            if shares == 0 || shares > SHARES_MAX {
-                return Err(at(
-                    raw,
-                    format!("{field}.shares {shares} must be 1 to {SHARES_MAX}"),
-                ));
-            }
-            if shares > 1 && matches!(mode, KindMode::Both { .. }) {
-                return Err(at(
-                    raw,
-                    format!(
-                        "{field}.shares is not possible with mode both, which is for exclusive devices; remove it or choose another mode"
-                    ),
-                ));
-            }
+        if matches!(mode, KindMode::Both { .. }) && shares.is_some_and(|shares| shares > 1) {
+            let problem = format!(
+                "{field}.shares must be 1 with mode both, which is for exclusive devices; write shares: 1 or choose another mode"
+            );
+            return Err(match (self.shares, self.mode) {
+                (Some(raw), _) => at(raw, problem),
+                (None, mode) => at(mode.unwrap_or(self.name), problem),
+            });
         }
         Ok(KindDoors {
             mode,
-            shares,
             cdi_devices: self.cdi_devices.is_some_and(|raw| raw.value),
             pre_start_check: self.pre_start_check.is_some_and(|raw| raw.value),
         })

@@ -5,12 +5,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
-use super::door::{KindMode, RawDoors};
+use super::door::RawDoors;
 use super::extras::{self, Probe};
 use super::preset::{PRESETS, Preset};
 use super::source::{self, Source};
 use super::{DeviceKind, Place, Refused, at, shown};
 use crate::core::node::naming::is_dns_label;
+
+/// How many may hold a device at once, at most.
+const SHARES_MAX: u32 = 1024;
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -24,6 +27,12 @@ pub(super) struct RawKind {
     #[serde(default)]
     pub(super) resource_name: Option<Spanned<String>>,
     #[serde(default)]
+    extended_resource_devices: Option<Spanned<Vec<Spanned<String>>>>,
+    #[serde(default)]
+    cdi_devices: Option<Spanned<bool>>,
+    #[serde(default)]
+    pre_start_check: Option<Spanned<bool>>,
+    #[serde(default)]
     paths: Option<Spanned<Vec<Spanned<String>>>>,
     #[serde(default)]
     groups: Option<Spanned<Vec<source::RawGroup>>>,
@@ -34,13 +43,7 @@ pub(super) struct RawKind {
     #[serde(default)]
     permissions: Option<Spanned<String>>,
     #[serde(default)]
-    extended_resource_devices: Option<Spanned<Vec<Spanned<String>>>>,
-    #[serde(default)]
     shares: Option<Spanned<u32>>,
-    #[serde(default)]
-    cdi_devices: Option<Spanned<bool>>,
-    #[serde(default)]
-    pre_start_check: Option<Spanned<bool>>,
     #[serde(default)]
     container_paths: Option<Spanned<BTreeMap<String, Spanned<String>>>>,
     #[serde(default)]
@@ -75,7 +78,20 @@ impl RawKind {
                 ),
             ));
         }
-        let mut doors = RawDoors {
+        let permissions = self.permissions.as_ref().map_or_else(
+            || Ok(preset.map_or("rw", |preset| preset.permissions).to_owned()),
+            |raw| check_permissions(field, raw),
+        )?;
+        let source = self.source(field, whole, preset)?;
+        let shares = match &self.shares {
+            None => preset.and_then(|preset| preset.shares),
+            Some(raw) if (1..=SHARES_MAX).contains(&raw.value) => Some(raw.value),
+            Some(raw) => {
+                let problem = format!("{field}.shares {} must be 1 to {SHARES_MAX}", raw.value);
+                return Err(at(raw, problem));
+            }
+        };
+        let doors = RawDoors {
             name,
             mode: self.mode.as_ref(),
             resource_name: self.resource_name.as_ref(),
@@ -84,18 +100,7 @@ impl RawKind {
             cdi_devices: self.cdi_devices.as_ref(),
             pre_start_check: self.pre_start_check.as_ref(),
         }
-        .check(field)?;
-        // Mode both is for exclusive devices.
-        if let (None, Some(shares)) = (&self.shares, preset.and_then(|preset| preset.shares))
-            && !matches!(doors.mode, KindMode::Both { .. })
-        {
-            doors.shares = shares;
-        }
-        let permissions = self.permissions.as_ref().map_or_else(
-            || Ok(preset.map_or("rw", |preset| preset.permissions).to_owned()),
-            |raw| check_permissions(field, raw),
-        )?;
-        let source = self.source(field, whole, preset)?;
+        .check(field, shares)?;
         Ok(DeviceKind {
             name: name.value.clone(),
             doors,
@@ -105,6 +110,7 @@ impl RawKind {
             )?,
             source,
             permissions,
+            shares,
             mounts: self
                 .mounts
                 .as_ref()

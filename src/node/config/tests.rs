@@ -30,6 +30,7 @@ fn kind(name: &str, paths: Vec<PathPattern>) -> DeviceKind {
         doors: KindDoors::default(),
         source: Source::Paths(paths),
         permissions: "rw".into(),
+        shares: None,
         container_paths: BTreeMap::new(),
         mounts: Vec::new(),
         environment: BTreeMap::new(),
@@ -59,7 +60,7 @@ fn a_file_is_read_with_its_defaults() {
                 DeviceKind {
                     doors: KindDoors {
                         mode: KindMode::ExtendedResource {
-                            resource_name: "example.com/camera".into()
+                            resource_name: "example.com/camera".into(),
                         },
                         ..KindDoors::default()
                     },
@@ -81,14 +82,11 @@ fn the_doors_of_a_kind_are_read() {
     let (name, resource) = kinds[0].doors.extended_resource("a").unwrap();
     assert_eq!((name.as_str(), resource.kind.as_str()), ("x.dev/a", "a"));
     assert!(resource.also_by_claims && resource.cdi_devices && resource.pre_start_check);
-    assert_eq!(
-        (kinds[0].doors.mode_of("a"), kinds[0].doors.shown_shares()),
-        (Mode::Both, None)
-    );
+    assert_eq!((kinds[0].doors.mode_of("a"), kinds[0].shares), (Mode::Both, None));
     let split = &kinds[1].doors;
     assert!(!split.extended_resource("b").unwrap().1.also_by_claims);
     assert_eq!(
-        (split.mode_of("b1"), split.mode_of("b2"), split.shown_shares()),
+        (split.mode_of("b1"), split.mode_of("b2"), kinds[1].shares),
         (Mode::ExtendedResource, Mode::Claims, Some(3))
     );
 }
@@ -139,7 +137,7 @@ fn a_wrong_value_is_refused_with_its_line_its_field_and_what_to_write() {
         (
             "- {name: a, mode: both, resourceName: x.dev/a, shares: 2, paths: [/dev/x]}",
             "4:56:",
-            ["kinds[0].shares", "exclusive"],
+            ["kinds[0].shares must be 1", "exclusive"],
         ),
         (
             "- {name: a, shares: 0, paths: [/dev/x]}",
@@ -336,15 +334,15 @@ fn every_source_is_read() {
 fn a_preset_is_a_kind_of_its_name_whose_fields_can_be_changed() {
     let kvm = parsed("- preset: kvm");
     assert_eq!(
-        (kvm.name.as_str(), kvm.permissions.as_str(), kvm.doors.shares),
-        ("kvm", "rw", 110)
+        (kvm.name.as_str(), kvm.permissions.as_str(), kvm.shares),
+        ("kvm", "rw", Some(110))
     );
     assert_eq!(kvm.source.entries(), ["/dev/kvm"]);
     let own =
         parsed("- {name: random, preset: hwrng, shares: 2, mode: extended-resource, resourceName: x.dev/r}");
     assert_eq!(
-        (own.name.as_str(), own.permissions.as_str(), own.doors.shares),
-        ("random", "r", 2)
+        (own.name.as_str(), own.permissions.as_str(), own.shares),
+        ("random", "r", Some(2))
     );
     assert!(kind_refusal("- preset: kvn").contains("must be one of dri, fuse, hwrng, kvm"));
     assert!(kind_refusal("- preset: kvm\n- preset: kvm").contains("line 4 already"));

@@ -49,7 +49,7 @@ impl Found {
         Self {
             kind: kind.name.clone(),
             mode: kind.doors.mode_of(name),
-            shares: kind.doors.shown_shares(),
+            shares: kind.shares,
             attributes,
             nodes,
             sysfs,

@@ -6,10 +6,13 @@ use k8s_openapi::jiff::Timestamp;
 use kube::ResourceExt;
 use kube::api::ObjectMeta;
 
-use super::Standing;
+use super::{Quarantine, Standing};
 use crate::api::crd::{NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::inventory::Devices;
+
+/// The condition that says which claims are in quarantine; absent while there are none.
+const QUARANTINED: &str = "Quarantined";
 
 /// The name of the inventory of a node and driver.
 pub(super) fn object_name(node_name: &str, driver_name: &DriverName) -> String {
@@ -47,16 +50,30 @@ pub(super) fn inventory(
 }
 
 /// The status that belongs to a stored inventory. The same as the stored one, if nothing in it has to change.
-pub(super) fn status(stored: &NodeInventory, standing: &Standing, now: Timestamp) -> NodeInventoryStatus {
-    let status = if standing.ready { "True" } else { "False" };
-    let before = stored
-        .status
-        .iter()
-        .flat_map(|status| &status.conditions)
-        .find(|condition| condition.type_ == READY);
-    let since = before
-        .filter(|before| before.status == status)
-        .map_or(Time(now), |before| before.last_transition_time.clone());
+pub(super) fn status(
+    stored: &NodeInventory,
+    standing: &Standing,
+    quarantine: &Quarantine,
+    now: Timestamp,
+) -> NodeInventoryStatus {
+    let condition = |type_: &str, holds: bool, reason: &str, message: String| {
+        let status = if holds { "True" } else { "False" };
+        let before = stored
+            .status
+            .iter()
+            .flat_map(|status| &status.conditions)
+            .find(|condition| condition.type_ == type_);
+        Condition {
+            type_: type_.to_owned(),
+            status: status.to_owned(),
+            reason: reason.to_owned(),
+            message,
+            observed_generation: stored.metadata.generation,
+            last_transition_time: before
+                .filter(|before| before.status == status)
+                .map_or(Time(now), |before| before.last_transition_time.clone()),
+        }
+    };
     let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
     let unhealthy = stored
         .spec
@@ -64,19 +81,41 @@ pub(super) fn status(stored: &NodeInventory, standing: &Standing, now: Timestamp
         .iter()
         .filter(|device| device.unhealthy.is_some())
         .count();
+    let mut conditions = vec![condition(
+        READY,
+        standing.ready,
+        &standing.reason,
+        standing.message.clone(),
+    )];
+    // Only while there is something to say: in ordinary times there is one condition.
+    if !quarantine.is_empty() {
+        conditions.push(condition(
+            QUARANTINED,
+            true,
+            "ClaimsForgotten",
+            describe(quarantine),
+        ));
+    }
     NodeInventoryStatus {
         devices: count(stored.spec.devices.len()),
         unhealthy: count(unhealthy),
         observed_generation: stored.metadata.generation,
-        conditions: vec![Condition {
-            type_: READY.to_owned(),
-            status: status.to_owned(),
-            reason: standing.reason.clone(),
-            message: standing.message.clone(),
-            observed_generation: stored.metadata.generation,
-            last_transition_time: since,
-        }],
+        conditions,
     }
+}
+
+/// The claims in quarantine in one text, of at most so many characters (the API takes 32,768).
+fn describe(quarantine: &Quarantine) -> String {
+    const MOST: usize = 4096;
+    let all: Vec<String> = quarantine
+        .values()
+        .map(|one| format!("{}: {}", one.claim, one.why))
+        .collect();
+    let text = format!(
+        "`drayman node release UID` on the node gives devices back. {}",
+        all.join("; ")
+    );
+    text.chars().take(MOST).collect()
 }
 
 #[cfg(test)]
@@ -129,7 +168,12 @@ mod tests {
 
     #[test]
     fn the_status_counts_and_says_which_generation_it_is_of() {
-        let status = status(&stored(), &standing(true), Timestamp::UNIX_EPOCH);
+        let status = status(
+            &stored(),
+            &standing(true),
+            &Quarantine::new(),
+            Timestamp::UNIX_EPOCH,
+        );
         assert_eq!(
             (status.devices, status.unhealthy, status.observed_generation),
             (2, 1, Some(3))
@@ -140,11 +184,16 @@ mod tests {
     #[test]
     fn a_status_that_has_not_changed_is_the_same_at_any_later_time() {
         let mut stored = stored();
-        let first = status(&stored, &standing(true), Timestamp::UNIX_EPOCH);
+        let first = status(
+            &stored,
+            &standing(true),
+            &Quarantine::new(),
+            Timestamp::UNIX_EPOCH,
+        );
         stored.status = Some(first.clone());
         let later = Timestamp::from_second(1_000).unwrap();
-        assert_eq!(status(&stored, &standing(true), later), first);
-        let changed = status(&stored, &standing(false), later);
+        assert_eq!(status(&stored, &standing(true), &Quarantine::new(), later), first);
+        let changed = status(&stored, &standing(false), &Quarantine::new(), later);
         assert_eq!(changed.conditions[0].last_transition_time, Time(later));
     }
 }

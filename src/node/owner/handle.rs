@@ -6,6 +6,7 @@ use std::sync::Arc;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::DRIVER_TIMEOUT;
+use super::records::{RecordsHandle, RecordsRequest};
 use crate::core::node::injection::Injection;
 use crate::core::node::naming::device_of_plugin_id;
 use crate::core::node::preferred::{End, Preference, preferred};
@@ -68,6 +69,7 @@ pub(super) enum Request {
         oneshot::Sender<Result<Vec<Injection>, CompanionError>>,
     ),
     CheckStart(String, Vec<String>, oneshot::Sender<Result<(), CompanionError>>),
+    Records(RecordsRequest),
 }
 
 /// An extended resource as doors see it.
@@ -82,9 +84,18 @@ pub(super) struct Offered {
 pub struct OwnerHandle {
     pub(super) requests: mpsc::Sender<Request>,
     pub(super) resources: watch::Receiver<Arc<BTreeMap<String, Offered>>>,
+    pub(super) held: watch::Receiver<usize>,
 }
 
 impl OwnerHandle {
+    /// The owner as those see it who look after its records.
+    pub fn records(&self) -> RecordsHandle {
+        RecordsHandle {
+            requests: self.requests.clone(),
+            held: self.held.clone(),
+        }
+    }
+
     async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, CompanionError> {
         let (sender, answer) = oneshot::channel();
         let stopping = || CompanionError::from(Failure::Stopping);

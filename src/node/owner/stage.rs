@@ -15,6 +15,7 @@ use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use crate::core::node::containers::Shown;
 use crate::core::node::injection::DeviceNode;
 use crate::node::companion::Companion;
+use crate::node::driver::NodeDriverError;
 
 pub(super) const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 pub(super) const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
@@ -116,8 +117,13 @@ pub(super) async fn live_beside(
     driver: &Arc<Said>,
     kubelet: Option<Arc<Kubelet>>,
 ) -> Life {
-    let driver_name = DriverName::parse("drayman.dev").unwrap();
-    let opened = Store::open(&driver_name, &root.join("state"), &root.join("cdi"), boot_id).unwrap();
+    let places = Places {
+        driver: DriverName::parse("drayman.dev").unwrap(),
+        state: root.join("state"),
+        cdi: root.join("cdi"),
+        kubelet_state: root.join("dra_manager_state"),
+    };
+    let opened = Store::open(&places, boot_id).unwrap();
     let (cluster, receiver) = watch::channel(ClusterFacts::default());
     let doubt = Arc::new(Notify::new());
     let (announcer, announcements) = watch::channel(Arc::default());
@@ -131,7 +137,8 @@ pub(super) async fn live_beside(
         ..ExtendedResource::of_kind("serial")
     };
     let (owner, handle, inventory) = Owner::start(OwnerOptions {
-        driver_name,
+        places,
+        orphan_grace: Duration::ZERO,
         node_name: "node-a".into(),
         resources: watch::channel(Arc::new(BTreeMap::from([
             ("example.com/camera".to_owned(), camera),

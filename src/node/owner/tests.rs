@@ -397,8 +397,8 @@ async fn what_a_container_has_is_refused_to_a_claim_and_told_to_the_controller_u
     let refused = life.prepare(A, &["x"]).await.unwrap_err();
     assert_eq!(refused.reason, "DeviceHeld");
     assert!(refused.message.contains("default/plugged"), "{refused}");
-    // The container keeps its device, also in kubelet's eyes.
-    until_offered(&life, "x y").await;
+    // The container keeps its device, and no other is to get it when it has ended.
+    until_offered(&life, "x? y").await;
     *kubelet.shown.lock().unwrap() = Some(Shown::default());
     soon(
         life.inventory

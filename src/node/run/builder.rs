@@ -12,19 +12,22 @@ use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use super::doors::Doors;
-use super::{BOOT_ID, NodeError};
+use super::{NodeError, boot_id};
 use crate::core::node::discovery::events::DeviceEvent;
 use crate::core::node::driver_name::DriverName;
+use crate::core::node::orphans;
 use crate::core::node::request::ExtendedResource;
 use crate::node::announce::Announcements;
-use crate::node::door::KubeletPaths;
 use crate::node::door::device_plugin::PluginRegistration;
 use crate::node::door::pod_resources::{Grants, KubeletGrants};
+use crate::node::door::{DoorError, KubeletPaths};
 use crate::node::driver::NodeDriver;
 use crate::node::inventory::{Publisher, PublisherClient, Standing};
+use crate::node::orphans::Caretaker;
 use crate::node::owner::{Owner, OwnerOptions};
+use crate::node::records;
 use crate::node::reload::Resources;
-use crate::node::store::{Opened, Store, StoreError};
+use crate::node::store::{Opened, Places, Store, StoreError};
 
 /// How long a companion waits for another one on the same node to end, as at an update.
 const LOCK_PATIENCE: Duration = Duration::from_secs(30);
@@ -74,6 +77,7 @@ pub struct NodeBuilder<D> {
     kubelet: KubeletPaths,
     plugin_registration: PluginRegistration,
     cdi_dir: PathBuf,
+    orphan_grace: Duration,
     resources: BTreeMap<String, ExtendedResource>,
     /// Resources that change, in place of those.
     changing: Option<watch::Receiver<Arc<Resources>>>,
@@ -96,6 +100,7 @@ impl Node {
             kubelet: KubeletPaths::default(),
             plugin_registration: PluginRegistration::default(),
             cdi_dir: "/var/run/cdi".into(),
+            orphan_grace: orphans::GRACE,
             resources: BTreeMap::new(),
             changing: None,
             notices: None,
@@ -133,6 +138,13 @@ impl<D: NodeDriver> NodeBuilder<D> {
         self
     }
 
+    /// How long a claim may be missing from kubelet's own list before it is looked into.
+    #[must_use]
+    pub fn orphan_grace(mut self, grace: Duration) -> Self {
+        self.orphan_grace = grace;
+        self
+    }
+
     /// Offers devices of a kind as an extended resource (`example.com/sensor`). It has those devices of the kind whose
     /// [mode](crate::node::driver::Device::mode) is not `Claims`.
     #[must_use]
@@ -160,11 +172,9 @@ impl<D: NodeDriver> NodeBuilder<D> {
     /// calls in flight have been answered, the sockets are gone and the inventory says "not ready".
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), NodeError> {
         let driver_name = DriverName::parse(&self.driver_name)?;
-        let boot_id = std::fs::read_to_string(BOOT_ID)
-            .map_err(NodeError::BootId)?
-            .trim()
-            .to_owned();
-        let Some(opened) = self.open(&driver_name, &boot_id, &shutdown).await? else {
+        let boot_id = boot_id().map_err(NodeError::BootId)?;
+        let places = Places::new(driver_name.clone(), &self.kubelet.root_dir, &self.cdi_dir);
+        let Some(opened) = open(&places, &boot_id, &shutdown).await? else {
             return Ok(());
         };
         let (cluster, _) = watch::channel(opened.cluster.clone());
@@ -175,7 +185,8 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let (announcer, announcements) = watch::channel(Arc::default());
         let grants = Arc::new(KubeletGrants::new(&self.kubelet)) as Arc<dyn Grants>;
         let starting = Owner::start(OwnerOptions {
-            driver_name: driver_name.clone(),
+            places: places.clone(),
+            orphan_grace: self.orphan_grace,
             node_name: self.node_name.clone(),
             resources: resources.clone(),
             driver: Arc::new(self.driver),
@@ -191,8 +202,10 @@ impl<D: NodeDriver> NodeBuilder<D> {
             started = starting => started,
         };
         let owner = tokio::spawn(owner.run());
-        let end_of_watch = CancellationToken::new();
-        let _end_with_this = end_of_watch.clone().drop_guard();
+        // These have handles of the owner, and end before it.
+        let stop_care = CancellationToken::new();
+        let _end_of_care = stop_care.clone().drop_guard();
+        let end_of_watch = stop_care.clone();
         let announcements = Announcements {
             client: self.client.clone(),
             driver_name: driver_name.clone(),
@@ -216,6 +229,23 @@ impl<D: NodeDriver> NodeBuilder<D> {
             }
         });
 
+        let (quarantine, in_quarantine) = watch::channel(BTreeMap::new());
+        let caretaker = Caretaker {
+            client: self.client.clone(),
+            driver_name: driver_name.clone(),
+            node_name: self.node_name.clone(),
+            records: companion.records(),
+            cluster: cluster.subscribe(),
+            quarantine,
+        };
+        let caretaker = tokio::spawn(caretaker.run(stop_care.clone()));
+        let records = records::serve(
+            records::socket(&places.state, &self.kubelet.root_dir),
+            companion.records(),
+            stop_care.clone(),
+        );
+        let records = records.await.map_err(DoorError::from)?;
+
         let (standing_sender, standing) = watch::channel(Standing {
             reason: "Starting".to_owned(),
             ..Standing::default()
@@ -227,6 +257,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             devices,
             cluster: cluster.clone(),
             standing,
+            quarantine: in_quarantine,
             node_in_doubt,
             notices: self.notices,
         };
@@ -242,38 +273,39 @@ impl<D: NodeDriver> NodeBuilder<D> {
         };
         // The last handle of the owner goes with the doors.
         let served = doors.serve(Arc::new(companion), standing_sender, shutdown).await;
+        stop_care.cancel();
+        records.closed().await;
+        let caretaker = caretaker.await.map_err(NodeError::Broken);
         let owner = owner.await.map_err(NodeError::Broken);
         stop_publishing.cancel();
         let publisher = publisher.await.map_err(NodeError::Broken);
-        served.and(owner).and(publisher)
+        served.and(caretaker).and(owner).and(publisher)
     }
+}
 
-    /// Opens the records, and waits a while for another companion to let go of them. `None` if the shutdown comes first.
-    async fn open(
-        &self,
-        driver_name: &DriverName,
-        boot_id: &str,
-        shutdown: &CancellationToken,
-    ) -> Result<Option<Opened>, NodeError> {
-        let until = Instant::now() + LOCK_PATIENCE;
-        let mut told = false;
-        loop {
-            let state = self.kubelet.root_dir.join("plugins").join(driver_name.as_str());
-            let (driver_name, cdi, boot_id) = (driver_name.clone(), self.cdi_dir.clone(), boot_id.to_owned());
-            let opened = spawn_blocking(move || Store::open(&driver_name, &state, &cdi, &boot_id)).await;
-            match opened.map_err(NodeError::Broken)? {
-                Err(StoreError::Locked(lock)) if Instant::now() < until => {
-                    if !told {
-                        told = true;
-                        info!(lock = %lock.display(), "another companion runs on this node; waiting for its end");
-                    }
+/// Opens the records, and waits a while for another companion to let go of them. `None` if the shutdown comes first.
+async fn open(
+    places: &Places,
+    boot_id: &str,
+    shutdown: &CancellationToken,
+) -> Result<Option<Opened>, NodeError> {
+    let until = Instant::now() + LOCK_PATIENCE;
+    let mut told = false;
+    loop {
+        let (places, boot_id) = (places.clone(), boot_id.to_owned());
+        let opened = spawn_blocking(move || Store::open(&places, &boot_id)).await;
+        match opened.map_err(NodeError::Broken)? {
+            Err(StoreError::Locked(lock)) if Instant::now() < until => {
+                if !told {
+                    told = true;
+                    info!(lock = %lock.display(), "another companion runs on this node; waiting for its end");
                 }
-                opened => return Ok(Some(opened?)),
             }
-            tokio::select! {
-                () = shutdown.cancelled() => return Ok(None),
-                () = sleep(LOCK_PAUSE) => {}
-            }
+            opened => return Ok(Some(opened?)),
+        }
+        tokio::select! {
+            () = shutdown.cancelled() => return Ok(None),
+            () = sleep(LOCK_PAUSE) => {}
         }
     }
 }

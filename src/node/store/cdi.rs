@@ -30,7 +30,7 @@ impl CdiDirectory {
         }
     }
 
-    /// The claims that have a file. What an earlier process left half written is removed on the way.
+    /// The claims that have a file. What an earlier process left half written is removed on the way, if that can be done.
     pub fn claims(&self) -> Result<BTreeSet<ClaimUid>, StoreError> {
         let list = StoreError::io("list", &self.directory);
         let names: Vec<String> = std::fs::read_dir(&self.directory)
@@ -57,7 +57,9 @@ impl CdiDirectory {
                 continue;
             };
             if temporary {
-                files::remove(&self.directory.join(&name))?;
+                if let Err(error) = files::remove(&self.directory.join(&name)) {
+                    tracing::warn!(reason = error.reason(), "{error}");
+                }
             } else {
                 claims.insert(uid);
             }
@@ -88,9 +90,15 @@ impl CdiDirectory {
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
-    /// Removes the file of a claim, if there is one.
+    /// Removes the file of a claim, if there is one. It does not come back after a power loss: it would tell of a claim that
+    /// holds nothing any more.
     pub fn remove(&self, uid: &ClaimUid) -> Result<(), StoreError> {
-        files::remove(&self.path(uid))
+        let path = self.path(uid);
+        if path.symlink_metadata().is_err() {
+            return files::remove(&path);
+        }
+        files::remove(&path)?;
+        files::sync_directory(&self.directory)
     }
 
     fn path(&self, uid: &ClaimUid) -> PathBuf {

@@ -1,6 +1,5 @@
 //! The file of the checkpoint.
 
-use std::io;
 use std::path::{Path, PathBuf};
 
 use super::{StoreError, files};
@@ -25,12 +24,12 @@ pub enum Loaded {
     Nothing,
     /// A checkpoint.
     Read(Checkpoint),
-    /// Something else, which was renamed.
-    Damaged {
+    /// Something that this release cannot use. It was put aside, if the disk let us.
+    Unusable {
         /// What is wrong with it.
         error: String,
-        /// Its new name.
-        kept_as: PathBuf,
+        /// Its new name; `None` if it could not be renamed. Then the next save replaces it.
+        kept_as: Option<PathBuf>,
     },
 }
 
@@ -43,27 +42,30 @@ impl CheckpointFile {
         }
     }
 
-    /// Reads the checkpoint. A damaged one is put aside under another name; a newer release's is an error and stays.
-    pub fn load(&self) -> Result<Loaded, StoreError> {
-        let error = match files::read(&self.path, SIZE_MAX) {
-            Ok(None) => return Ok(Loaded::Nothing),
+    /// Reads the checkpoint. One that is damaged, that a newer release has written or that the disk does not give is put aside
+    /// under another name: the companion must come up with what it has, for kubelet's sake.
+    pub fn load(&self) -> Loaded {
+        let (error, label) = match files::read(&self.path, SIZE_MAX) {
+            Ok(None) => return Loaded::Nothing,
             Ok(Some(text)) => match Checkpoint::decode(&text) {
-                Ok(checkpoint) => return Ok(Loaded::Read(checkpoint)),
-                Err(error @ CheckpointError::Newer(_)) => {
-                    return Err(StoreError::Newer {
-                        path: self.path.clone(),
-                        error,
-                    });
-                }
-                Err(error) => error.to_string(),
+                Ok(checkpoint) => return Loaded::Read(checkpoint),
+                Err(error @ CheckpointError::Newer(_)) => (error.to_string(), "newer"),
+                Err(error) => (error.to_string(), "damaged"),
             },
-            Err(error) if error.kind() == io::ErrorKind::FileTooLarge => error.to_string(),
-            Err(error) => return Err(StoreError::io("read", &self.path)(error)),
+            Err(error) => (error.to_string(), "damaged"),
         };
-        let kept_as = self.name_for_damaged();
-        std::fs::rename(&self.path, &kept_as).map_err(StoreError::io("put aside", &self.path))?;
-        files::sync_directory(&self.directory)?;
-        Ok(Loaded::Damaged { error, kept_as })
+        let kept_as = self.free_name(label);
+        let kept_as = match std::fs::rename(&self.path, &kept_as) {
+            Ok(()) => Some(kept_as),
+            Err(error) => {
+                tracing::error!(path = %self.path.display(), %error, "the checkpoint cannot be put aside");
+                None
+            }
+        };
+        if let Err(error) = files::sync_directory(&self.directory) {
+            tracing::warn!(reason = error.reason(), "{error}");
+        }
+        Loaded::Unusable { error, kept_as }
     }
 
     /// Stores a checkpoint; when this returns, it outlives a power loss.
@@ -72,8 +74,8 @@ impl CheckpointFile {
         files::sync_directory(&self.directory)
     }
 
-    fn name_for_damaged(&self) -> PathBuf {
-        let name = |number: u32| self.directory.join(format!("checkpoint.json.damaged-{number}"));
+    fn free_name(&self, label: &str) -> PathBuf {
+        let name = |number: u32| self.directory.join(format!("checkpoint.json.{label}-{number}"));
         (1..KEPT_MAX)
             .map(name)
             .find(|path| path.symlink_metadata().is_err())
@@ -89,11 +91,9 @@ mod tests {
     fn a_checkpoint_is_read_back() {
         let directory = tempfile::tempdir().unwrap();
         let file = CheckpointFile::new(directory.path());
-        assert!(matches!(file.load().unwrap(), Loaded::Nothing));
+        assert!(matches!(file.load(), Loaded::Nothing));
         file.save(&Checkpoint::default().encode().unwrap()).unwrap();
-        assert!(
-            matches!(file.load().unwrap(), Loaded::Read(checkpoint) if checkpoint == Checkpoint::default())
-        );
+        assert!(matches!(file.load(), Loaded::Read(checkpoint) if checkpoint == Checkpoint::default()));
     }
 
     #[test]
@@ -102,11 +102,15 @@ mod tests {
         let file = CheckpointFile::new(directory.path());
         for content in ["", "{}", "\0\0\0", "{\"version\":1"] {
             std::fs::write(&file.path, content).unwrap();
-            let Loaded::Damaged { kept_as, .. } = file.load().unwrap() else {
+            let Loaded::Unusable {
+                kept_as: Some(kept_as),
+                ..
+            } = file.load()
+            else {
                 panic!("{content:?} was taken")
             };
             assert_eq!(std::fs::read_to_string(kept_as).unwrap(), content);
-            assert!(matches!(file.load().unwrap(), Loaded::Nothing));
+            assert!(matches!(file.load(), Loaded::Nothing));
         }
     }
 
@@ -116,7 +120,7 @@ mod tests {
         let file = CheckpointFile::new(directory.path());
         for _ in 0..40 {
             std::fs::write(&file.path, "x").unwrap();
-            assert!(matches!(file.load().unwrap(), Loaded::Damaged { .. }));
+            assert!(matches!(file.load(), Loaded::Unusable { .. }));
         }
         assert_eq!(
             std::fs::read_dir(directory.path()).unwrap().count(),
@@ -125,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_releases_checkpoint_is_refused_and_stays_as_it_is() {
+    fn a_newer_releases_checkpoint_is_kept_as_it_is_under_a_name_that_says_so() {
         let directory = tempfile::tempdir().unwrap();
         let file = CheckpointFile::new(directory.path());
         // The checksum of version 2 over "{}", as a later release would write it.
@@ -134,8 +138,23 @@ mod tests {
         hasher.update(b"{}");
         let text = format!(r#"{{"version":2,"checksum":{},"data":{{}}}}"#, hasher.finalize());
         std::fs::write(&file.path, &text).unwrap();
-        let error = file.load().unwrap_err();
-        assert_eq!(error.reason(), "NewerCheckpoint");
-        assert_eq!(std::fs::read_to_string(&file.path).unwrap(), text);
+        let Loaded::Unusable { error, kept_as } = file.load() else {
+            panic!("it was taken")
+        };
+        let kept_as = kept_as.unwrap();
+        assert!(error.contains("version 2"), "{error}");
+        assert!(kept_as.ends_with("checkpoint.json.newer-1"), "{kept_as:?}");
+        assert_eq!(std::fs::read_to_string(kept_as).unwrap(), text);
+    }
+
+    #[test]
+    fn a_checkpoint_that_cannot_be_read_does_not_stop_the_companion() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = CheckpointFile::new(directory.path());
+        std::os::unix::fs::symlink("/etc/passwd", &file.path).unwrap();
+        assert!(matches!(file.load(), Loaded::Unusable { .. }));
+        std::fs::create_dir(&file.path).unwrap();
+        assert!(matches!(file.load(), Loaded::Unusable { .. }));
+        file.save(&Checkpoint::default().encode().unwrap()).unwrap();
     }
 }

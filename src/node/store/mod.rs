@@ -12,15 +12,20 @@ use std::sync::{Mutex, PoisonError};
 
 use tracing::{error, warn};
 
+use crate::api::cdi::Spec;
 use crate::core::node::checkpoint::{Checkpoint, CheckpointError, ClusterFacts};
 use crate::core::node::claim_uid::ClaimUid;
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::injection::Injection;
-use crate::core::node::ledger::{Entry, Ledger};
-use crate::core::node::rendering::entry_of_cdi_spec;
+use crate::core::node::kubelet_state::{self, KubeletView};
+use crate::core::node::ledger::Ledger;
+use crate::core::node::recovery::rebuild;
 use crate::core::node::step::Records;
 use cdi::CdiDirectory;
 use checkpoint::{CheckpointFile, Loaded};
+
+/// The size of kubelet's list of claims that is read, at most, in bytes.
+const KUBELET_STATE_MAX: u64 = 16 * 1024 * 1024;
 
 /// Why something could not be kept or found again.
 #[derive(Debug, thiserror::Error)]
@@ -38,16 +43,6 @@ pub enum StoreError {
     /// Another companion of the same driver works on this node.
     #[error("another companion of this driver runs on this node and holds {0:?}: stop it first")]
     Locked(PathBuf),
-    /// The checkpoint is a newer release's.
-    #[error(
-        "the checkpoint {path:?} is of a newer release ({error}): run that release, or drain the node, remove the file and start again"
-    )]
-    Newer {
-        /// The file, which is left as it is.
-        path: PathBuf,
-        /// What was found.
-        error: CheckpointError,
-    },
     /// The ledger could not be written as text.
     #[error("cannot write the ledger as a checkpoint: {0}")]
     Encode(CheckpointError),
@@ -59,7 +54,6 @@ impl StoreError {
         match self {
             Self::Io { .. } => "StorageFailed",
             Self::Locked(_) => "AlreadyRunning",
-            Self::Newer { .. } => "NewerCheckpoint",
             Self::Encode(_) => "CheckpointFailed",
         }
     }
@@ -87,6 +81,44 @@ struct Written {
     text: Option<String>,
 }
 
+/// Where the records of a driver are, and those of kubelet.
+#[derive(Clone, Debug)]
+pub struct Places {
+    /// The driver.
+    pub driver: DriverName,
+    /// The directory of the checkpoint.
+    pub state: PathBuf,
+    /// The directory of the CDI files.
+    pub cdi: PathBuf,
+    /// kubelet's own list of claims.
+    pub kubelet_state: PathBuf,
+}
+
+impl Places {
+    /// The places below kubelet's root directory and a CDI directory.
+    pub fn new(driver: DriverName, kubelet_root: &Path, cdi: &Path) -> Self {
+        Self {
+            state: kubelet_root.join("plugins").join(driver.as_str()),
+            cdi: cdi.to_owned(),
+            kubelet_state: kubelet_root.join(kubelet_state::FILE),
+            driver,
+        }
+    }
+
+    /// Reads kubelet's list of claims.
+    pub fn kubelet(&self) -> KubeletView {
+        let path = self.kubelet_state.display();
+        match files::read(&self.kubelet_state, KUBELET_STATE_MAX) {
+            Ok(Some(text)) => match kubelet_state::parse(&text, &self.driver) {
+                Ok(claims) => KubeletView::Lists(claims),
+                Err(error) => KubeletView::Unknown(error.to_string()),
+            },
+            Ok(None) => KubeletView::Unknown(format!("there is no {path}")),
+            Err(error) => KubeletView::Unknown(format!("cannot read {path}: {error}")),
+        }
+    }
+}
+
 /// What was found on the node.
 #[derive(Debug)]
 pub struct Opened {
@@ -98,29 +130,74 @@ pub struct Opened {
     pub cluster: ClusterFacts,
     /// The claims that have a CDI file.
     pub files: BTreeSet<ClaimUid>,
+    /// Why the ledger is not that of a checkpoint but was put together from other traces; `None` in ordinary times.
+    pub rebuilt: Option<String>,
 }
 
 impl Store {
     /// Opens the records of a driver, for this process alone.
     ///
-    /// A damaged checkpoint is put aside and rebuilt from the CDI files, which name the devices of each claim; a newer
-    /// release's is refused and left as it is.
-    pub fn open(driver: &DriverName, state: &Path, cdi: &Path, boot_id: &str) -> Result<Opened, StoreError> {
-        files::make_directory(state, 0o750)?;
-        files::make_directory(cdi, 0o755)?;
-        let lock = files::lock(&state.join("lock"))?;
-        let checkpoint = CheckpointFile::new(state);
-        let cdi = CdiDirectory::new(driver.clone(), cdi);
+    /// A checkpoint that cannot be used is put aside, and one that is not there although claims have left traces was lost: then
+    /// the ledger is put together from the CDI files and from kubelet's own list. Only a directory or a lock that cannot be had
+    /// is an error.
+    pub fn open(places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
+        files::make_directory(&places.state, 0o750)?;
+        files::make_directory(&places.cdi, 0o755)?;
+        let lock = files::lock(&places.state.join("lock"))?;
+        let checkpoint = CheckpointFile::new(&places.state);
+        let cdi = CdiDirectory::new(places.driver.clone(), &places.cdi);
         let files = cdi.claims()?;
-        let loaded = match checkpoint.load()? {
-            Loaded::Nothing => Checkpoint::default(),
-            Loaded::Read(checkpoint) => checkpoint,
-            Loaded::Damaged { error, kept_as } => {
-                error!(%error, kept_as = %kept_as.display(), "the checkpoint is damaged; it was put aside and is rebuilt from the CDI files");
-                Checkpoint {
-                    entries: rebuild(driver, &cdi, &files, boot_id),
-                    ..Checkpoint::default()
-                }
+        let (loaded, rebuilt) = match checkpoint.load() {
+            Loaded::Read(mut checkpoint) => {
+                let unknown: BTreeSet<ClaimUid> = files
+                    .iter()
+                    .filter(|uid| !checkpoint.entries.contains_key(uid))
+                    .cloned()
+                    .collect();
+                // No order of our own writes leaves such a file: the checkpoint is an older one.
+                let why =
+                    (!unknown.is_empty()).then(|| "it does not have claims that have a CDI file".to_owned());
+                let nothing = KubeletView::Lists(BTreeMap::new());
+                checkpoint.entries.extend(rebuild(
+                    &places.driver,
+                    boot_id,
+                    &read_all(&cdi, unknown),
+                    &nothing,
+                ));
+                (checkpoint, why)
+            }
+            Loaded::Nothing => {
+                let entries = rebuild(
+                    &places.driver,
+                    boot_id,
+                    &read_all(&cdi, files.clone()),
+                    &places.kubelet(),
+                );
+                let why = (!entries.is_empty()).then(|| "it is gone".to_owned());
+                (
+                    Checkpoint {
+                        entries,
+                        ..Checkpoint::default()
+                    },
+                    why,
+                )
+            }
+            Loaded::Unusable { error, kept_as } => {
+                let entries = rebuild(
+                    &places.driver,
+                    boot_id,
+                    &read_all(&cdi, files.clone()),
+                    &places.kubelet(),
+                );
+                let kept_as = kept_as.map(|path| format!("; it was kept as {}", path.display()));
+                let why = format!("{error}{}", kept_as.unwrap_or_default());
+                (
+                    Checkpoint {
+                        entries,
+                        ..Checkpoint::default()
+                    },
+                    Some(why),
+                )
             }
         };
         let written = Mutex::new(Written {
@@ -128,6 +205,9 @@ impl Store {
             text: None,
         });
         let ledger = Ledger::new(boot_id, loaded.entries);
+        if let Some(why) = &rebuilt {
+            report(&ledger, why);
+        }
         Ok(Opened {
             store: Self {
                 checkpoint,
@@ -138,6 +218,7 @@ impl Store {
             ledger,
             cluster: loaded.cluster,
             files,
+            rebuilt,
         })
     }
 
@@ -160,32 +241,31 @@ impl Store {
     }
 }
 
-/// The entries that the CDI files tell of.
-fn rebuild(
-    driver: &DriverName,
-    cdi: &CdiDirectory,
-    files: &BTreeSet<ClaimUid>,
-    boot_id: &str,
-) -> BTreeMap<ClaimUid, Entry> {
-    let mut entries = BTreeMap::new();
-    for uid in files {
-        match cdi
-            .read(uid)
-            .map(|spec| spec.and_then(|spec| entry_of_cdi_spec(driver, uid, boot_id, &spec)))
-        {
-            Ok(Some(entry)) => {
-                warn!(claim_uid = %uid, devices = ?entry.devices, "a claim was rebuilt from its CDI file");
-                entries.insert(uid.clone(), entry);
-            }
-            Ok(None) => {
-                error!(claim_uid = %uid, "a CDI file is damaged as well; the devices of its claim are not known any more");
-            }
-            Err(error) => {
-                error!(claim_uid = %uid, %error, "a CDI file cannot be read; the devices of its claim are not known any more");
-            }
+/// The CDI files of these claims; `None` for one that cannot be read or is damaged.
+fn read_all(cdi: &CdiDirectory, uids: BTreeSet<ClaimUid>) -> BTreeMap<ClaimUid, Option<Spec>> {
+    let read = |uid: ClaimUid| {
+        let spec = cdi.read(&uid).unwrap_or_else(|error| {
+            error!(claim_uid = %uid, reason = error.reason(), "{error}");
+            None
+        });
+        (uid, spec)
+    };
+    uids.into_iter().map(read).collect()
+}
+
+fn report(ledger: &Ledger, why: &str) {
+    error!(
+        reason = "CheckpointLost",
+        claims = ledger.entries().len(),
+        "the checkpoint cannot be relied on, and what claims hold was put together from the CDI files and kubelet's list: {why}"
+    );
+    for (uid, entry) in ledger.entries() {
+        if entry.is_unaccounted() {
+            error!(claim_uid = %uid, "which devices {} holds is not known; nothing is prepared until that is", entry.describe(uid));
+        } else {
+            warn!(claim_uid = %uid, devices = ?entry.devices, "{} holds these devices", entry.describe(uid));
         }
     }
-    entries
 }
 
 impl Records for Store {

@@ -1,6 +1,6 @@
 use super::*;
 use crate::core::node::injection::DeviceNode;
-use crate::core::node::ledger::{Change, HeldDevice, Progress};
+use crate::core::node::ledger::{Change, Entry, HeldDevice, Progress};
 use crate::core::node::model::{Disk, Node, operations};
 use proptest::prelude::*;
 
@@ -15,13 +15,12 @@ fn driver() -> DriverName {
     DriverName::parse("drayman.dev").unwrap()
 }
 
+fn places(root: &Path) -> Places {
+    Places::new(driver(), root, &root.join("cdi"))
+}
+
 fn open(root: &Path, boot_id: &str) -> Result<Opened, StoreError> {
-    Store::open(
-        &driver(),
-        &root.join("plugins/drayman.dev"),
-        &root.join("cdi"),
-        boot_id,
-    )
+    Store::open(&places(root), boot_id)
 }
 
 fn uid() -> ClaimUid {
@@ -109,18 +108,79 @@ fn a_damaged_checkpoint_is_rebuilt_from_the_cdi_files() {
 }
 
 #[test]
-fn a_damaged_checkpoint_and_a_damaged_cdi_file_do_not_stop_the_companion() {
+fn a_damaged_checkpoint_and_a_damaged_cdi_file_leave_the_claim_with_devices_unknown() {
     let root = directory();
     prepared(root.path());
     std::fs::write(root.path().join("plugins/drayman.dev/checkpoint.json"), "x").unwrap();
-    std::fs::write(
-        root.path().join(format!("cdi/drayman.dev-claim_{}.json", uid())),
-        "y",
-    )
-    .unwrap();
+    let file = root.path().join(format!("cdi/drayman.dev-claim_{}.json", uid()));
+    std::fs::write(&file, "y").unwrap();
     let opened = open(root.path(), "boot").unwrap();
-    assert_eq!(opened.ledger.entries().len(), 0);
-    assert_eq!(opened.files, BTreeSet::from([uid()]));
+    assert!(opened.ledger.entry(&uid()).unwrap().is_unaccounted());
+    assert!(opened.rebuilt.unwrap().contains("kept as"));
+    drop(opened.store);
+    // Kubelet's list tells which they are, and the name of the claim.
+    let handle = format!(
+        r#"{{\"version\":1,\"claimUid\":\"{}\",\"nodeName\":\"a\",\"nodeUid\":\"b\",\"devices\":[{{\"request\":\"r\",\"device\":\"kvm\"}}]}}"#,
+        uid()
+    );
+    let list = format!(
+        r#"{{"version":"v1","entries":[{{"DriverName":"drayman.dev","ClaimUID":"{}","ClaimName":"camera","Namespace":"default","ResourceHandles":[{{"data":"{handle}"}}]}}],"checksum":1}}"#,
+        uid()
+    );
+    std::fs::write(root.path().join("dra_manager_state"), list).unwrap();
+    let opened = open(root.path(), "boot").unwrap();
+    assert_eq!(
+        opened.ledger.holder("kvm").map(|(_, entry)| entry.name.as_str()),
+        Some("camera")
+    );
+}
+
+#[test]
+fn a_checkpoint_that_is_gone_is_rebuilt_and_a_node_without_traces_is_new() {
+    let root = directory();
+    assert_eq!(open(root.path(), "boot").unwrap().rebuilt, None);
+    prepared(root.path());
+    std::fs::remove_dir_all(root.path().join("plugins")).unwrap();
+    let opened = open(root.path(), "boot").unwrap();
+    assert_eq!(
+        opened.ledger.holder("kvm").map(|(holder, _)| holder),
+        Some(&uid())
+    );
+    assert_eq!(opened.rebuilt.as_deref(), Some("it is gone"));
+}
+
+#[test]
+fn a_checkpoint_older_than_the_cdi_files_does_not_cost_a_claim_its_device() {
+    let root = directory();
+    let path = root.path().join("plugins/drayman.dev/checkpoint.json");
+    let Opened { store, ledger, .. } = open(root.path(), "boot").unwrap();
+    store.save(&ledger).unwrap();
+    drop(store);
+    let old = std::fs::read(&path).unwrap();
+    prepared(root.path());
+    std::fs::write(&path, old).unwrap();
+    let opened = open(root.path(), "boot").unwrap();
+    assert_eq!(
+        opened.ledger.holder("kvm").map(|(holder, _)| holder),
+        Some(&uid())
+    );
+    assert!(opened.rebuilt.is_some());
+}
+
+#[test]
+fn a_list_of_kubelets_that_cannot_be_read_is_said_to_be_unknown() {
+    let root = directory();
+    let path = root.path().join("dra_manager_state");
+    let reason = || match places(root.path()).kubelet() {
+        KubeletView::Unknown(why) => why,
+        KubeletView::Lists(claims) => panic!("{claims:?}"),
+    };
+    assert!(reason().contains("there is no"));
+    std::fs::write(&path, "{").unwrap();
+    assert!(reason().contains("not as kubelet"));
+    std::fs::remove_file(&path).unwrap();
+    std::fs::create_dir(&path).unwrap();
+    assert!(reason().contains("cannot read"));
 }
 
 #[test]

@@ -1,0 +1,99 @@
+{{- define "drayman.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "drayman.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else if contains (include "drayman.name" .) .Release.Name }}
+{{- .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name (include "drayman.name" .) | trunc 40 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{/* The name of a component's objects: (dict "root" . "component" "node"). */}}
+{{- define "drayman.component" -}}
+{{- printf "%s-%s" (include "drayman.fullname" .root) .component }}
+{{- end }}
+
+{{/* The same for objects that the whole cluster has in common: releases of one name may be in several namespaces. */}}
+{{- define "drayman.cluster" -}}
+{{- printf "%s.%s" (include "drayman.component" .) .root.Release.Namespace }}
+{{- end }}
+
+{{- define "drayman.serviceAccount" -}}
+{{- $account := (index .root.Values .component).serviceAccount }}
+{{- default (include "drayman.component" .) $account.name }}
+{{- end }}
+
+{{- define "drayman.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "drayman.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{- define "drayman.labels" -}}
+{{ include "drayman.selectorLabels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/part-of: drayman
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Labels of the pods of a component. */}}
+{{- define "drayman.podLabels" -}}
+{{- $own := (index .root.Values .component).podLabels }}
+{{- toYaml (mergeOverwrite (dict) $own (fromYaml (include "drayman.labels" .))) }}
+{{- end }}
+
+{{- define "drayman.image" -}}
+{{- $image := .Values.image }}
+{{- if $image.digest }}
+{{- printf "%s@%s" $image.repository $image.digest }}
+{{- else }}
+{{- printf "%s:%s" $image.repository (default .Chart.AppVersion $image.tag) }}
+{{- end }}
+{{- end }}
+
+{{/* Whether the server has admission policies, and tokens that name their node, both from 1.30 on: "true" or nothing. */}}
+{{- define "drayman.admissionPossible" -}}
+{{- if semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version }}true{{ end }}
+{{- end }}
+
+{{/* Whether a node's token is held to its own inventory: "true" or nothing. */}}
+{{- define "drayman.admissionPolicy" -}}
+{{- if and .Values.node.enabled (ne .Values.admissionPolicy.enabled "never") (include "drayman.admissionPossible" .) }}true{{ end }}
+{{- end }}
+
+{{/* A container that no Pod Security Standard objects to. */}}
+{{- define "drayman.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{- define "drayman.restrictedPod" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- define "drayman.logging" -}}
+- --logging-format={{ .Values.logging.format }}
+- --v={{ .Values.logging.verbosity }}
+{{- end }}
+
+{{/* What the companion reads. */}}
+{{- define "drayman.nodeConfiguration" -}}
+apiVersion: drayman.dev/v1alpha1
+kind: NodeConfiguration
+kinds:
+{{- toYaml .Values.deviceKinds | nindent 2 }}
+{{- end }}

@@ -1,0 +1,146 @@
+//! A vendor's own devices, served through every door of kubelet: sensors that a daemon of the vendor lists in a directory.
+//!
+//! Each file in `SENSORS_DIR` is a sensor: its name is the serial number, its content the path of the device node. While a claim has a
+//! sensor, its uid is in `<serial>.claim`: that stands for what a real driver does to a device, such as to configure it.
+//!
+//! A ResourceClass with `driverName: sensors.example.com` and DeviceClassParameters of `kind: sensor` makes them claimable, through
+//! `drayman controller --driver-name sensors.example.com`; `sensors.example.com/sensor: 1` in a container's limits works as well.
+//!
+//! Run it on a node as root, with `NODE_NAME`: `cargo run --example sensors`. The kubeconfig is found as kubectl finds it.
+
+use std::collections::BTreeMap;
+use std::env;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use drayman::node::Node;
+use drayman::node::driver::{
+    AttributeValue, Device, DeviceNode, Injection, Mode, NodeDriver, NodeDriverError, PreparedClaim,
+};
+use drayman::node::request::ExtendedResource;
+use futures::{Stream, StreamExt as _};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_stream::wrappers::IntervalStream;
+use tokio_util::sync::CancellationToken;
+
+/// The sensors of this node.
+struct Sensors {
+    directory: PathBuf,
+}
+
+/// Serial numbers and device nodes.
+fn find(directory: &Path) -> io::Result<BTreeMap<String, String>> {
+    let mut sensors = BTreeMap::new();
+    for entry in fs::read_dir(directory)? {
+        let path = entry?.path();
+        if path.extension().is_none()
+            && let Some(serial) = path.file_name().and_then(|name| name.to_str())
+        {
+            sensors.insert(serial.to_owned(), fs::read_to_string(&path)?.trim().to_owned());
+        }
+    }
+    Ok(sensors)
+}
+
+impl NodeDriver for Sensors {
+    fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
+        let device = |(serial, path): (String, String)| Device {
+            name: format!("sensor-{serial}"),
+            kind: "sensor".to_owned(),
+            // Whoever asks first has it, by a claim or in the limits of a container.
+            mode: Mode::Both,
+            unhealthy: (!Path::new(&path).exists()).then(|| format!("{path} is not there")),
+            attributes: [(
+                "sensors.example.com/serial".to_owned(),
+                AttributeValue::string(serial),
+            )]
+            .into(),
+            ..Device::default()
+        };
+        let directory = self.directory.clone();
+        // Looked for once a second; a list that is the same as the last is not passed on by the companion.
+        IntervalStream::new(tokio::time::interval(Duration::from_secs(1))).map(move |_| {
+            let found = find(&directory).unwrap_or_default();
+            found.into_iter().map(device).collect()
+        })
+    }
+
+    async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
+        let gone = |problem: String| NodeDriverError::Gone {
+            device: device.to_owned(),
+            problem,
+        };
+        let sensors = find(&self.directory).map_err(|error| gone(error.to_string()))?;
+        let path = sensors
+            .get(serial(device))
+            .ok_or_else(|| gone("the vendor's daemon does not list it".to_owned()))?;
+        Ok(Injection {
+            device_nodes: vec![DeviceNode {
+                host_path: path.clone(),
+                container_path: format!("/dev/{device}"),
+                permissions: "r".to_owned(),
+            }],
+            ..Injection::default()
+        })
+    }
+
+    async fn prepare(&self, claim: &PreparedClaim) -> Result<Injection, NodeDriverError> {
+        let mut all = Injection::default();
+        for device in &claim.devices {
+            all.extend(self.injection(device).await?);
+            fs::write(self.claim_file(device), &claim.uid).map_err(|error| failed(device, &error))?;
+        }
+        Ok(all)
+    }
+
+    async fn unprepare(&self, claim: &PreparedClaim) -> Result<(), NodeDriverError> {
+        for device in &claim.devices {
+            match fs::remove_file(self.claim_file(device)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(device, &error)),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Sensors {
+    fn claim_file(&self, device: &str) -> PathBuf {
+        self.directory.join(format!("{}.claim", serial(device)))
+    }
+}
+
+fn serial(device: &str) -> &str {
+    device.strip_prefix("sensor-").unwrap_or(device)
+}
+
+fn failed(device: &str, error: &io::Error) -> NodeDriverError {
+    NodeDriverError::Failed {
+        device: device.to_owned(),
+        problem: error.to_string(),
+    }
+}
+
+#[tokio::main]
+pub(crate) async fn main() -> anyhow::Result<()> {
+    let node_name =
+        env::var("NODE_NAME").context("NODE_NAME is not set: the name of this machine's Node object")?;
+    let directory = env::var_os("SENSORS_DIR").map_or_else(|| "/run/sensors".into(), PathBuf::from);
+    tracing_subscriber::fmt().init();
+    rustls::crypto::ring::default_provider().install_default().ok();
+    let client = kube::Client::try_default().await?;
+    let shutdown = CancellationToken::new();
+    let (mut terminate, stop) = (signal(SignalKind::terminate())?, shutdown.clone());
+    tokio::spawn(async move { terminate.recv().await.map(|()| stop.cancel()) });
+    let resource = ExtendedResource {
+        also_by_claims: true,
+        ..ExtendedResource::of_kind("sensor")
+    };
+    let node = Node::builder(Sensors { directory }, node_name, client)
+        .driver_name("sensors.example.com")
+        .extended_resource("sensors.example.com/sensor", resource);
+    Ok(node.run(shutdown).await?)
+}

@@ -1,0 +1,194 @@
+//! `drayman node holdings` and `drayman node release`: what claims hold on this node, and giving it back by hand.
+
+use std::io::Write as _;
+use std::path::PathBuf;
+
+use crate::cli::{Error, group, value};
+use crate::core::node::driver_name::DriverName;
+use crate::core::node::release::Holding;
+use crate::node::records::Access;
+use crate::node::store::Places;
+
+/// List which claim holds which device of this node
+///
+/// Asks the running companion, or reads its records if it does not run. Needs root.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct Holdings {
+    #[command(flatten)]
+    place: Place,
+}
+
+/// Give back what a claim holds on this node, when kubelet does not
+///
+/// For a claim that is in quarantine, as events of the Node and `drayman node holdings` say. What kubelet lists as prepared is
+/// refused: delete the pod instead. Needs root.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct Release {
+    /// Uid of the claim, as `drayman node holdings` shows it
+    #[arg(value_name = "UID")]
+    claim_uid: String,
+
+    /// Also if kubelet lists the claim, or may list it. Make sure that no container uses the device: it can be handed to another.
+    #[arg(long)]
+    force: bool,
+
+    #[command(flatten)]
+    place: Place,
+}
+
+/// Which records.
+#[derive(Clone, Debug, clap::Args)]
+struct Place {
+    /// Name of the driver, as the companion has it
+    #[arg(
+        long,
+        value_name = "NAME",
+        env = "DRAYMAN_DRIVER_NAME",
+        hide_env_values = true,
+        default_value = group::DRIVER_NAME,
+        value_parser = value::driver_name
+    )]
+    driver_name: String,
+
+    /// Root directory of kubelet (its --root-dir)
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        env = "DRAYMAN_KUBELET_ROOT_DIR",
+        hide_env_values = true,
+        default_value = "/var/lib/kubelet",
+        value_parser = value::absolute_path
+    )]
+    kubelet_root_dir: PathBuf,
+
+    /// Directory of the CDI files
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        env = "DRAYMAN_CDI_ROOT",
+        hide_env_values = true,
+        default_value = "/var/run/cdi",
+        value_parser = value::absolute_path
+    )]
+    cdi_root: PathBuf,
+}
+
+impl Place {
+    async fn access(&self) -> Result<Access, Error> {
+        let driver =
+            DriverName::parse(&self.driver_name).map_err(|error| Error::Configuration(error.to_string()))?;
+        let places = Places::new(driver, &self.kubelet_root_dir, &self.cdi_root);
+        let access = Access::find(places, &self.kubelet_root_dir).await;
+        access.map_err(|error| Error::Runtime(error.into()))
+    }
+}
+
+/// Prints what claims hold.
+pub(super) fn holdings(arguments: &Holdings) -> Result<(), Error> {
+    super::super::block_on(async {
+        let mut access = arguments.place.access().await?;
+        let holdings = access
+            .holdings()
+            .await
+            .map_err(|error| Error::Runtime(error.into()))?;
+        print(&table(&holdings))
+    })
+}
+
+/// Releases a claim and prints what it held.
+pub(super) fn release(arguments: &Release) -> Result<(), Error> {
+    super::super::block_on(async {
+        let mut access = arguments.place.access().await?;
+        let released = access
+            .release(&arguments.claim_uid, arguments.force)
+            .await
+            .map_err(|error| Error::Runtime(error.into()))?;
+        print(&format!("{} released: {}\n", released.uid, devices(&released)))
+    })
+}
+
+fn devices(holding: &Holding) -> String {
+    if holding.devices.is_empty() {
+        "(unknown)".to_owned()
+    } else {
+        holding.devices.join(",")
+    }
+}
+
+/// One line per claim, in columns.
+fn table(holdings: &[Holding]) -> String {
+    if holdings.is_empty() {
+        return "No claim holds a device of this node.\n".to_owned();
+    }
+    let head = ["UID", "NAMESPACE", "CLAIM", "DEVICES", "STATE", "QUARANTINE"].map(str::to_owned);
+    let or_unknown = |text: &str| {
+        if text.is_empty() {
+            "(unknown)".to_owned()
+        } else {
+            text.to_owned()
+        }
+    };
+    let row = |one: &Holding| {
+        [
+            one.uid.clone(),
+            or_unknown(&one.namespace),
+            or_unknown(&one.name),
+            devices(one),
+            one.state.as_str().to_owned(),
+            one.quarantine.clone(),
+        ]
+    };
+    let rows: Vec<[String; 6]> = std::iter::once(head).chain(holdings.iter().map(row)).collect();
+    let widest = |column: usize| {
+        rows.iter()
+            .map(|row| row.get(column).map_or(0, String::len))
+            .max()
+    };
+    let mut text = String::new();
+    for row in &rows {
+        let cells = row
+            .iter()
+            .enumerate()
+            .map(|(column, cell)| format!("{cell:<width$}", width = widest(column).unwrap_or_default()));
+        text.push_str(cells.collect::<Vec<_>>().join("   ").trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+fn print(text: &str) -> Result<(), Error> {
+    std::io::stdout()
+        .write_all(text.as_bytes())
+        .map_err(|error| Error::Runtime(anyhow::Error::from(error).context("writing to standard output")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::node::release::HoldingState;
+
+    #[test]
+    fn holdings_are_shown_in_columns_with_what_is_not_known() {
+        let known = Holding {
+            uid: "u-1".into(),
+            namespace: "default".into(),
+            name: "camera".into(),
+            devices: vec!["a".into(), "b".into()],
+            state: HoldingState::Prepared,
+            quarantine: String::new(),
+        };
+        let lost = Holding {
+            uid: "u-22".into(),
+            state: HoldingState::EarlierBoot,
+            quarantine: "nobody knows".into(),
+            ..Holding::default()
+        };
+        assert_eq!(
+            table(&[known, lost]),
+            "UID    NAMESPACE   CLAIM       DEVICES     STATE         QUARANTINE\n\
+             u-1    default     camera      a,b         Prepared\n\
+             u-22   (unknown)   (unknown)   (unknown)   EarlierBoot   nobody knows\n"
+        );
+        assert_eq!(table(&[]), "No claim holds a device of this node.\n");
+    }
+}

@@ -1,0 +1,234 @@
+//! What kubelet's own checkpoint says of claims: `dra_manager_state` in its root directory.
+//!
+//! It is written after each Prepare and Unprepare, by rename, and lists the claims that kubelet believes to be prepared
+//! (`pkg/kubelet/cm/dra/state` of Kubernetes 1.27 to 1.30). 1.28 and later keep the resource handles with them, so that it
+//! also tells which devices a claim has. Later releases write it in another shape, which is refused here: what cannot be
+//! read is never taken for an empty list.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::claim_uid::{ClaimUid, ClaimUidError};
+use super::driver_name::DriverName;
+use crate::api::handle::DeviceHandle;
+
+/// The name of the file below kubelet's root directory.
+pub const FILE: &str = "dra_manager_state";
+/// The version of the file that is understood.
+const VERSION: &str = "v1";
+
+/// The claims that kubelet lists, of every driver.
+pub type KubeletClaims = BTreeMap<ClaimUid, KubeletClaim>;
+
+/// A claim as kubelet lists it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KubeletClaim {
+    /// Namespace of the claim.
+    pub namespace: String,
+    /// Name of the claim.
+    pub name: String,
+    /// Whether kubelet has asked our driver for it.
+    pub ours: bool,
+    /// The devices in our resource handle; `None` if there is no handle (1.27 keeps none) or it cannot be read.
+    pub devices: Option<Vec<String>>,
+}
+
+/// What is known of kubelet's list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KubeletView {
+    /// The list.
+    Lists(KubeletClaims),
+    /// There is none that can be read, and why.
+    Unknown(String),
+}
+
+impl KubeletView {
+    /// Whether kubelet lists a claim; `None` if that cannot be told.
+    pub fn lists(&self, uid: &ClaimUid) -> Option<bool> {
+        match self {
+            Self::Lists(claims) => Some(claims.contains_key(uid)),
+            Self::Unknown(_) => None,
+        }
+    }
+
+    /// A claim in the list.
+    pub fn claim(&self, uid: &ClaimUid) -> Option<&KubeletClaim> {
+        match self {
+            Self::Lists(claims) => claims.get(uid),
+            Self::Unknown(_) => None,
+        }
+    }
+}
+
+/// Why a text is not a list that is understood.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum KubeletStateError {
+    /// Not the shape of these releases.
+    #[error("kubelet's {FILE} is not as kubelet 1.27 to 1.30 writes it: {0}")]
+    Shape(String),
+    /// A later version of it.
+    #[error("kubelet's {FILE} has version {0:?}, {VERSION:?} is understood")]
+    Version(String),
+    /// A uid that is none.
+    #[error("kubelet's {FILE} lists a claim without a proper uid: {0}")]
+    ClaimUid(#[from] ClaimUidError),
+}
+
+#[derive(Deserialize)]
+struct File {
+    version: String,
+    #[serde(default)]
+    entries: Vec<FileEntry>,
+    // Not checked: kubelet itself does not start with a wrong one. Required, because every version has it.
+    #[serde(rename = "checksum")]
+    _checksum: u64,
+}
+
+/// Go writes a struct without tags under the names of its fields.
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct FileEntry {
+    #[serde(default)]
+    driver_name: String,
+    #[serde(rename = "ClaimUID")]
+    claim_uid: String,
+    claim_name: String,
+    namespace: String,
+    #[serde(default)]
+    resource_handles: Option<Vec<Handle>>,
+    #[serde(default, rename = "CDIDevices")]
+    cdi_devices: Option<BTreeMap<String, Option<Vec<String>>>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Handle {
+    #[serde(default)]
+    driver_name: String,
+    #[serde(default)]
+    data: String,
+}
+
+/// Reads kubelet's list.
+pub fn parse(text: &[u8], driver: &DriverName) -> Result<KubeletClaims, KubeletStateError> {
+    let file: File =
+        serde_json::from_slice(text).map_err(|error| KubeletStateError::Shape(error.to_string()))?;
+    if file.version != VERSION {
+        return Err(KubeletStateError::Version(
+            file.version.chars().take(16).collect(),
+        ));
+    }
+    let mut claims = BTreeMap::new();
+    for entry in file.entries {
+        let uid = ClaimUid::parse(&entry.claim_uid)?;
+        let handles = entry.resource_handles.unwrap_or_default();
+        // As kubelet does it: a handle without a driver is the claim's driver's.
+        let of = |handle: &&Handle| {
+            let name = if handle.driver_name.is_empty() {
+                &entry.driver_name
+            } else {
+                &handle.driver_name
+            };
+            name == driver.as_str()
+        };
+        let handle = handles.iter().find(of);
+        let has_ids = entry
+            .cdi_devices
+            .iter()
+            .any(|ids| ids.contains_key(driver.as_str()));
+        let devices = handle
+            .and_then(|handle| DeviceHandle::parse(&handle.data).ok())
+            .filter(|handle| handle.claim_uid == uid.as_str())
+            .map(|handle| handle.devices.into_iter().map(|device| device.device).collect());
+        claims.insert(
+            uid,
+            KubeletClaim {
+                namespace: entry.namespace,
+                name: entry.claim_name,
+                ours: has_ids || handle.is_some(),
+                devices,
+            },
+        );
+    }
+    Ok(claims)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UID: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10";
+
+    fn driver() -> DriverName {
+        DriverName::parse("drayman.dev").unwrap()
+    }
+
+    /// As kubelet 1.30.14 wrote it in a test cluster, with other names.
+    fn written(handles: &str) -> String {
+        format!(
+            r#"{{"version":"v1","entries":[{{"DriverName":"drayman.dev","ClassName":"test","ClaimUID":"{UID}","ClaimName":"pod-device-x","Namespace":"default","PodUIDs":{{"5b6e":{{}}}}{handles},"CDIDevices":{{"drayman.dev":["drayman.dev/claim={UID}"]}}}}],"checksum":3735928559}}"#
+        )
+    }
+
+    fn handle() -> String {
+        format!(
+            r#"{{\"version\":1,\"claimUid\":\"{UID}\",\"nodeName\":\"node-a\",\"nodeUid\":\"n-1\",\"devices\":[{{\"request\":\"device\",\"device\":\"kvm\"}}]}}"#
+        )
+    }
+
+    #[test]
+    fn a_claim_is_listed_with_its_names_and_the_devices_of_its_handle() {
+        let text = written(&format!(
+            r#","ResourceHandles":[{{"driverName":"drayman.dev","data":"{}"}}]"#,
+            handle()
+        ));
+        let claims = parse(text.as_bytes(), &driver()).unwrap();
+        let claim = &claims[&ClaimUid::parse(UID).unwrap()];
+        assert_eq!(
+            (claim.namespace.as_str(), claim.name.as_str()),
+            ("default", "pod-device-x")
+        );
+        assert!(claim.ours);
+        assert_eq!(claim.devices.as_deref(), Some(&["kvm".to_owned()][..]));
+    }
+
+    #[test]
+    fn kubelet_1_27_keeps_no_handles_and_its_claims_are_listed_all_the_same() {
+        for handles in ["", r#","ResourceHandles":null"#, r#","ResourceHandles":[{}]"#] {
+            let claims = parse(written(handles).as_bytes(), &driver()).unwrap();
+            let claim = &claims[&ClaimUid::parse(UID).unwrap()];
+            assert!(claim.ours && claim.devices.is_none(), "{handles}");
+        }
+    }
+
+    #[test]
+    fn claims_of_other_drivers_are_listed_but_not_ours() {
+        let text = written("").replace("drayman.dev", "other.dev");
+        let claims = parse(text.as_bytes(), &driver()).unwrap();
+        assert!(!claims[&ClaimUid::parse(UID).unwrap()].ours);
+    }
+
+    #[test]
+    fn an_empty_list_is_a_list() {
+        assert_eq!(
+            parse(br#"{"version":"v1","checksum":1}"#, &driver()),
+            Ok(KubeletClaims::new())
+        );
+    }
+
+    #[test]
+    fn what_is_not_understood_is_never_an_empty_list() {
+        for text in [
+            "",
+            "null",
+            "{}",
+            r#"{"Data":"{}","Checksum":1}"#,
+            r#"{"version":"v2","checksum":1}"#,
+            r#"{"version":"v1","entries":[{}],"checksum":1}"#,
+            r#"{"version":"v1","entries":[{"ClaimUID":"../x","ClaimName":"a","Namespace":"b"}],"checksum":1}"#,
+        ] {
+            assert!(parse(text.as_bytes(), &driver()).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! Claims that kubelet has forgotten: when their devices are free again, and when a person has to say so.
+//!
+//! Kubelet notes a claim only after Prepare has been answered. Should it be restarted in between, it never asks for
+//! Unprepare, and the entry would stay for ever. It is freed when nobody can know of it any more: kubelet's own list does
+//! not have the claim, the API server does not have its uid, and both have been so for a while in which kubelet did not
+//! ask for it either. In every other case it is put into quarantine: the devices stay with the claim, are shown as
+//! unhealthy so that they are not allocated to others, and a person is told.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::claim_uid::ClaimUid;
+use super::kubelet_state::KubeletView;
+use super::ledger::{Entry, Ledger};
+
+/// How long a claim may be missing from kubelet's list before anything is concluded from it: more than twice the 45 s that
+/// kubelet waits for Prepare.
+pub const GRACE: Duration = Duration::from_secs(120);
+/// How often kubelet's list is looked at while claims hold something.
+pub const EVERY: Duration = Duration::from_secs(300);
+
+/// The claims that are looked into.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Orphans {
+    grace: Duration,
+    suspects: BTreeMap<ClaimUid, Suspect>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Suspect {
+    since: Duration,
+    quarantine: Option<String>,
+}
+
+/// What the API server says of a claim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ApiView {
+    /// There is no claim of this uid.
+    Gone,
+    /// There is one. With the devices in our resource handle, if it has one that can be read.
+    Present {
+        /// The names of the devices.
+        devices: Option<Vec<String>>,
+    },
+    /// It does not say, and why.
+    Unknown(String),
+}
+
+/// A claim that the API server is to be asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Question {
+    /// The claim.
+    pub uid: ClaimUid,
+    /// Its namespace; empty if that is not known.
+    pub namespace: String,
+    /// Its name; empty if that is not known.
+    pub name: String,
+}
+
+/// What follows for a claim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Nobody knows it any more: its devices are free.
+    Free(ClaimUid),
+    /// These are the devices that it has.
+    Explain(ClaimUid, Vec<String>),
+}
+
+impl Orphans {
+    /// Nothing is suspected yet. `grace` is how long a claim may be missing.
+    pub fn new(grace: Duration) -> Self {
+        Self {
+            grace,
+            suspects: BTreeMap::new(),
+        }
+    }
+
+    /// Kubelet has asked for the claim: it is no orphan.
+    pub fn forget(&mut self, uid: &ClaimUid) {
+        self.suspects.remove(uid);
+    }
+
+    /// Compares the ledger with kubelet's list, and answers which claims the API server is to be asked for.
+    ///
+    /// `now` is the time since any fixed moment.
+    pub fn look(&mut self, ledger: &Ledger, kubelet: &KubeletView, now: Duration) -> Vec<Question> {
+        let missing = |uid: &ClaimUid, entry: &Entry| {
+            entry.is_done() && (entry.is_unaccounted() || kubelet.lists(uid) != Some(true))
+        };
+        self.suspects
+            .retain(|uid, _| ledger.entry(uid).is_some_and(|entry| missing(uid, entry)));
+        let mut questions = Vec::new();
+        for (uid, entry) in ledger.entries() {
+            if !missing(uid, entry) {
+                continue;
+            }
+            let suspect = self.suspects.entry(uid.clone()).or_insert_with(|| Suspect {
+                since: now,
+                quarantine: None,
+            });
+            if now.saturating_sub(suspect.since) < self.grace && !entry.is_unaccounted() {
+                continue;
+            }
+            let listed = kubelet.claim(uid);
+            let known = |own: &str, theirs: Option<&String>| match theirs {
+                Some(theirs) if own.is_empty() => theirs.clone(),
+                _ => own.to_owned(),
+            };
+            questions.push(Question {
+                uid: uid.clone(),
+                namespace: known(&entry.namespace, listed.map(|claim| &claim.namespace)),
+                name: known(&entry.name, listed.map(|claim| &claim.name)),
+            });
+        }
+        questions
+    }
+
+    /// Concludes from the answers. Claims that kubelet has asked for since they were asked for are left alone.
+    pub fn judge(
+        &mut self,
+        ledger: &Ledger,
+        kubelet: &KubeletView,
+        answers: &BTreeMap<ClaimUid, ApiView>,
+        now: Duration,
+    ) -> Vec<Verdict> {
+        let mut verdicts = Vec::new();
+        for (uid, answer) in answers {
+            let (Some(suspect), Some(entry)) = (self.suspects.get_mut(uid), ledger.entry(uid)) else {
+                continue;
+            };
+            let due = now.saturating_sub(suspect.since) >= self.grace;
+            match (kubelet, answer) {
+                (
+                    _,
+                    ApiView::Present {
+                        devices: Some(devices),
+                    },
+                ) if entry.is_unaccounted() && !devices.is_empty() => {
+                    verdicts.push(Verdict::Explain(uid.clone(), devices.clone()));
+                    // What follows is for the next look.
+                    suspect.quarantine = None;
+                }
+                (KubeletView::Lists(listed), ApiView::Gone) if due && !listed.contains_key(uid) => {
+                    verdicts.push(Verdict::Free(uid.clone()));
+                }
+                _ => {
+                    let no_news = matches!(answer, ApiView::Unknown(_));
+                    let before = suspect.quarantine.take().filter(|_| no_news);
+                    // What was prepared before a boot is in nobody's way.
+                    let doubt = ledger
+                        .may_be_in_use(entry)
+                        .then(|| doubt(entry, kubelet, uid, answer));
+                    suspect.quarantine = doubt.flatten().or(before);
+                }
+            }
+        }
+        for verdict in &verdicts {
+            if let Verdict::Free(uid) = verdict {
+                self.suspects.remove(uid);
+            }
+        }
+        verdicts
+    }
+
+    /// The claims in quarantine, each with the reason.
+    pub fn quarantine(&self) -> BTreeMap<ClaimUid, String> {
+        let with_reason =
+            |(uid, suspect): (&ClaimUid, &Suspect)| Some((uid.clone(), suspect.quarantine.clone()?));
+        self.suspects.iter().filter_map(with_reason).collect()
+    }
+
+    /// How soon the next look is due: at once for nothing, soon for what is suspected, else after a long while.
+    pub fn next_look(&self, now: Duration) -> Duration {
+        let due = |suspect: &Suspect| (suspect.since + self.grace).saturating_sub(now);
+        let soonest = self.suspects.values().map(due).filter(|due| !due.is_zero()).min();
+        soonest.unwrap_or(EVERY).min(EVERY)
+    }
+}
+
+/// Why a claim that is missing is not simply freed; `None` if there is no reason to say anything yet.
+fn doubt(entry: &Entry, kubelet: &KubeletView, uid: &ClaimUid, answer: &ApiView) -> Option<String> {
+    if entry.is_unaccounted() {
+        return Some(
+            "which devices it has was lost with the checkpoint, and no other claim is prepared until that is known"
+                .to_owned(),
+        );
+    }
+    match (kubelet, answer) {
+        (KubeletView::Lists(listed), ApiView::Present { .. }) if !listed.contains_key(uid) => {
+            Some("kubelet no longer lists it, but the API server still has it".to_owned())
+        }
+        (KubeletView::Unknown(why), ApiView::Gone) => Some(format!(
+            "the API server no longer has it, but kubelet's own list cannot be read: {why}"
+        )),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests;

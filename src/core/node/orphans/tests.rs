@@ -1,0 +1,195 @@
+use super::super::injection::Injection;
+use super::super::kubelet_state::{KubeletClaim, KubeletClaims};
+use super::super::ledger::{HeldDevice, Progress};
+use super::*;
+
+const GONE: ApiView = ApiView::Gone;
+const PRESENT: ApiView = ApiView::Present { devices: None };
+
+fn uid() -> ClaimUid {
+    ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap()
+}
+
+fn ledger(devices: &[&str]) -> Ledger {
+    let held = |name: &&str| HeldDevice {
+        device: (*name).into(),
+        kind: "test".into(),
+    };
+    let entry = Entry {
+        namespace: "default".into(),
+        name: "camera".into(),
+        boot_id: "boot".into(),
+        devices: devices.iter().map(held).collect(),
+        progress: Progress::Done {
+            injection: Injection::default(),
+        },
+    };
+    Ledger::new("boot", BTreeMap::from([(uid(), entry)]))
+}
+
+fn lists(claims: &[ClaimUid]) -> KubeletView {
+    let claims: KubeletClaims = claims
+        .iter()
+        .map(|uid| (uid.clone(), KubeletClaim::default()))
+        .collect();
+    KubeletView::Lists(claims)
+}
+
+fn unreadable() -> KubeletView {
+    KubeletView::Unknown("no such file".into())
+}
+
+/// Two looks, the second after the grace period, and the verdict on the answer.
+fn after_the_grace(
+    ledger: &Ledger,
+    kubelet: &KubeletView,
+    answer: &ApiView,
+) -> (Vec<Verdict>, BTreeMap<ClaimUid, String>) {
+    let mut orphans = Orphans::new(GRACE);
+    orphans.look(ledger, kubelet, Duration::ZERO);
+    let questions = orphans.look(ledger, kubelet, GRACE);
+    let answers = questions
+        .into_iter()
+        .map(|question| (question.uid, answer.clone()))
+        .collect();
+    let verdicts = orphans.judge(ledger, kubelet, &answers, GRACE);
+    (verdicts, orphans.quarantine())
+}
+
+#[test]
+fn a_claim_that_neither_kubelet_nor_the_api_server_knows_is_freed() {
+    let (verdicts, quarantine) = after_the_grace(&ledger(&["x"]), &lists(&[]), &GONE);
+    assert_eq!(verdicts, [Verdict::Free(uid())]);
+    assert!(quarantine.is_empty());
+}
+
+#[test]
+fn no_other_combination_frees_anything() {
+    for devices in [&["x"][..], &[]] {
+        for kubelet in [lists(&[]), lists(&[uid()]), unreadable()] {
+            for answer in [GONE, PRESENT, ApiView::Unknown("away".into())] {
+                let (verdicts, _) = after_the_grace(&ledger(devices), &kubelet, &answer);
+                let nobody_knows = kubelet == lists(&[]) && answer == GONE;
+                assert_eq!(
+                    verdicts.contains(&Verdict::Free(uid())),
+                    nobody_knows,
+                    "{kubelet:?} {answer:?}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn what_only_one_of_them_has_forgotten_is_in_quarantine_with_the_reason() {
+    for (kubelet, answer, reason) in [
+        (lists(&[]), PRESENT, "API server still has it"),
+        (unreadable(), GONE, "no such file"),
+    ] {
+        let (verdicts, quarantine) = after_the_grace(&ledger(&["x"]), &kubelet, &answer);
+        assert_eq!(verdicts, []);
+        assert!(quarantine[&uid()].contains(reason), "{quarantine:?}");
+    }
+}
+
+#[test]
+fn what_kubelet_lists_and_what_nobody_answers_for_is_left_alone() {
+    for (kubelet, answer) in [
+        (lists(&[uid()]), GONE),
+        (lists(&[]), ApiView::Unknown("away".into())),
+        (unreadable(), PRESENT),
+    ] {
+        let (verdicts, quarantine) = after_the_grace(&ledger(&["x"]), &kubelet, &answer);
+        assert_eq!(
+            (verdicts, quarantine),
+            (vec![], BTreeMap::new()),
+            "{kubelet:?} {answer:?}"
+        );
+    }
+}
+
+#[test]
+fn nothing_is_asked_before_the_grace_period_is_over() {
+    let mut orphans = Orphans::new(GRACE);
+    let ledger = ledger(&["x"]);
+    let just_before = GRACE - Duration::from_nanos(1);
+    assert_eq!(orphans.look(&ledger, &lists(&[]), Duration::ZERO), []);
+    assert_eq!(orphans.next_look(Duration::ZERO), GRACE);
+    assert_eq!(orphans.look(&ledger, &lists(&[]), just_before), []);
+    assert_eq!(orphans.look(&ledger, &lists(&[]), GRACE).len(), 1);
+    assert_eq!(orphans.next_look(GRACE), EVERY);
+}
+
+#[test]
+fn a_claim_that_kubelet_asks_for_meanwhile_is_not_freed() {
+    let mut orphans = Orphans::new(GRACE);
+    let ledger = ledger(&["x"]);
+    orphans.look(&ledger, &lists(&[]), Duration::ZERO);
+    orphans.look(&ledger, &lists(&[]), GRACE);
+    orphans.forget(&uid());
+    let answers = BTreeMap::from([(uid(), GONE)]);
+    assert_eq!(orphans.judge(&ledger, &lists(&[]), &answers, GRACE), []);
+    // It begins anew.
+    assert_eq!(orphans.look(&ledger, &lists(&[]), GRACE), []);
+}
+
+#[test]
+fn a_claim_that_appears_in_the_list_again_is_in_order_again() {
+    let mut orphans = Orphans::new(GRACE);
+    let ledger = ledger(&["x"]);
+    orphans.look(&ledger, &lists(&[]), Duration::ZERO);
+    orphans.look(&ledger, &lists(&[]), GRACE);
+    orphans.judge(&ledger, &lists(&[]), &BTreeMap::from([(uid(), PRESENT)]), GRACE);
+    assert_eq!(orphans.quarantine().len(), 1);
+    orphans.look(&ledger, &lists(&[uid()]), GRACE * 2);
+    assert_eq!(orphans.quarantine(), BTreeMap::new());
+}
+
+#[test]
+fn a_claim_of_unknown_devices_is_asked_for_at_once_and_explained_by_its_handle() {
+    let mut orphans = Orphans::new(GRACE);
+    let ledger = ledger(&[]);
+    let questions = orphans.look(&ledger, &lists(&[uid()]), Duration::ZERO);
+    assert_eq!(questions.len(), 1);
+    let explained = ApiView::Present {
+        devices: Some(vec!["x".into()]),
+    };
+    let answers = BTreeMap::from([(uid(), explained)]);
+    assert_eq!(
+        orphans.judge(&ledger, &lists(&[uid()]), &answers, Duration::ZERO),
+        [Verdict::Explain(uid(), vec!["x".into()])]
+    );
+    let answers = BTreeMap::from([(uid(), ApiView::Unknown("away".into()))]);
+    orphans.judge(&ledger, &lists(&[uid()]), &answers, Duration::ZERO);
+    assert!(orphans.quarantine()[&uid()].contains("lost with the checkpoint"));
+}
+
+#[test]
+fn the_name_of_a_claim_that_was_rebuilt_comes_from_kubelets_list() {
+    let mut orphans = Orphans::new(GRACE);
+    let mut nameless = ledger(&[]).entries()[&uid()].clone();
+    (nameless.namespace, nameless.name) = (String::new(), String::new());
+    let ledger = Ledger::new("boot", BTreeMap::from([(uid(), nameless)]));
+    let claim = KubeletClaim {
+        namespace: "default".into(),
+        name: "camera".into(),
+        ours: true,
+        devices: None,
+    };
+    let kubelet = KubeletView::Lists(KubeletClaims::from([(uid(), claim)]));
+    let question = &orphans.look(&ledger, &kubelet, Duration::ZERO)[0];
+    assert_eq!(
+        (question.namespace.as_str(), question.name.as_str()),
+        ("default", "camera")
+    );
+}
+
+#[test]
+fn what_was_prepared_before_a_boot_is_freed_or_left_but_never_in_quarantine() {
+    let entries = ledger(&["x"]).entries().clone();
+    let ledger = Ledger::new("another boot", entries);
+    let (verdicts, quarantine) = after_the_grace(&ledger, &lists(&[]), &PRESENT);
+    assert_eq!((verdicts, quarantine), (vec![], BTreeMap::new()));
+    let (verdicts, _) = after_the_grace(&ledger, &lists(&[]), &GONE);
+    assert_eq!(verdicts, [Verdict::Free(uid())]);
+}

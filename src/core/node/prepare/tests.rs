@@ -1,0 +1,383 @@
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::super::containers::Shown;
+use super::super::injection::Injection;
+use super::*;
+use crate::api::handle::{HandleDevice, VERSION};
+
+const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
+const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
+const C: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0c";
+
+fn node() -> NodeIdentity {
+    NodeIdentity {
+        name: "node-a".into(),
+        uid: Some("n-1".into()),
+    }
+}
+
+fn inventory() -> Devices {
+    let device = |name: &str, mode, unhealthy: Option<&str>| {
+        let unhealthy = unhealthy.map(str::to_owned);
+        (
+            name.to_owned(),
+            Device {
+                name: name.into(),
+                kind: "test".into(),
+                mode,
+                unhealthy,
+                ..Device::default()
+            },
+        )
+    };
+    Devices::from([
+        device("x", Mode::Claims, None),
+        device("y", Mode::Claims, None),
+        device("sick", Mode::Claims, Some("it smokes")),
+        device("plug", Mode::ExtendedResource, None),
+        device("two-doors", Mode::Both, None),
+        (
+            "shared".to_owned(),
+            Device {
+                shares: Some(2),
+                ..device("shared", Mode::Claims, None).1
+            },
+        ),
+    ])
+}
+
+fn handle(uid: &str, devices: &[&str]) -> DeviceHandle {
+    let device = |name: &&str| HandleDevice {
+        request: "device".into(),
+        device: (*name).into(),
+    };
+    DeviceHandle {
+        version: VERSION,
+        claim_uid: uid.into(),
+        node_name: "node-a".into(),
+        node_uid: "n-1".into(),
+        devices: devices.iter().map(device).collect(),
+    }
+}
+
+fn claim(uid: &str, handle: &DeviceHandle) -> ClaimToPrepare {
+    let (namespace, name) = ("default".into(), "camera".into());
+    ClaimToPrepare {
+        namespace,
+        name,
+        uid: uid.into(),
+        resource_handle: handle.to_data().unwrap(),
+    }
+}
+
+fn plan(ledger: &Ledger, uid: &str, devices: &[&str]) -> Result<Vec<Step>, Refusal> {
+    plan_beside(ledger, &Containers::default(), uid, devices)
+}
+
+fn plan_beside(
+    ledger: &Ledger,
+    containers: &Containers,
+    uid: &str,
+    devices: &[&str],
+) -> Result<Vec<Step>, Refusal> {
+    let claim = claim(uid, &handle(uid, devices));
+    plan_prepare(ledger, containers, &inventory(), &node(), &claim).map(|(_, steps)| steps)
+}
+
+fn held(uid: &str, devices: &[&str], boot_id: &str, progress: Progress) -> Ledger {
+    let device = |name: &&str| HeldDevice {
+        device: (*name).into(),
+        kind: "test".into(),
+    };
+    let entry = Entry {
+        namespace: "default".into(),
+        name: "camera".into(),
+        boot_id: boot_id.into(),
+        devices: devices.iter().map(device).collect(),
+        progress,
+    };
+    Ledger::new("boot", BTreeMap::from([(ClaimUid::parse(uid).unwrap(), entry)]))
+}
+
+fn done() -> Progress {
+    Progress::Done {
+        injection: Injection::default(),
+    }
+}
+
+#[test]
+fn the_ledger_is_durable_before_the_driver_is_asked_and_before_kubelet_is_answered() {
+    let uid = ClaimUid::parse(A).unwrap();
+    let steps = plan(&Ledger::new("boot", BTreeMap::new()), A, &["x"]).unwrap();
+    assert!(
+        matches!(&steps[0], Step::Save(changes) if matches!(changes[..], [Change::Start(..)])),
+        "{steps:?}"
+    );
+    assert_eq!(steps[1], Step::Inject(uid.clone()));
+    assert_eq!(steps[2], Step::WriteCdi(uid.clone()));
+    assert_eq!(steps[3], Step::Save(vec![Change::Finish(uid)]));
+}
+
+#[test]
+fn the_same_claim_again_only_refreshes_its_file() {
+    let steps = plan(&held(A, &["y", "x"], "boot", done()), A, &["x", "y"]).unwrap();
+    assert_eq!(steps, restore(&ClaimUid::parse(A).unwrap()));
+}
+
+#[test]
+fn a_device_that_another_claim_holds_is_refused_with_the_claims_name() {
+    let refusal = plan(&held(A, &["x"], "boot", done()), B, &["y", "x"]).unwrap_err();
+    assert_eq!(
+        refusal.to_string(),
+        format!("device \"x\" is held by claim default/camera (uid {A}) until it is unprepared")
+    );
+    assert_eq!(
+        (refusal.reason(), refusal.is_invalid_request()),
+        ("DeviceHeld", false)
+    );
+}
+
+#[test]
+fn the_rest_of_a_failed_attempt_and_of_an_earlier_boot_gives_way() {
+    let started = Progress::Started { injection: None };
+    for ledger in [
+        held(A, &["x"], "boot", started),
+        held(A, &["x"], "before", done()),
+    ] {
+        let steps = plan(&ledger, B, &["x"]).unwrap();
+        assert_eq!(steps[0], Step::RemoveCdi(ClaimUid::parse(A).unwrap()));
+        assert_eq!(steps[1], Step::Release(ClaimUid::parse(A).unwrap()));
+        assert!(
+            matches!(&steps[2], Step::Save(changes) if matches!(changes[..], [Change::Remove(_), Change::Start(..)]))
+        );
+    }
+}
+
+#[test]
+fn a_claim_that_was_allocated_anew_without_unprepare_is_refused() {
+    let refusal = plan(&held(A, &["x"], "boot", done()), A, &["y"]).unwrap_err();
+    assert_eq!(
+        refusal,
+        Refusal::Changed {
+            held: "x".into(),
+            named: "y".into()
+        }
+    );
+}
+
+#[test]
+fn a_claim_of_unknown_devices_is_explained_by_its_own_prepare() {
+    let steps = plan(&held(A, &[], "boot", done()), A, &["x"]).unwrap();
+    let Step::Save(changes) = &steps[0] else {
+        panic!("{steps:?}")
+    };
+    let [Change::Explain(uid, known)] = &changes[..] else {
+        panic!("{changes:?}")
+    };
+    assert_eq!((uid.as_str(), known.name.as_str()), (A, "camera"));
+    assert_eq!(
+        (known.devices[0].device.as_str(), known.devices[0].kind.as_str()),
+        ("x", "test")
+    );
+    assert_eq!(steps[1..], restore(&ClaimUid::parse(A).unwrap()));
+}
+
+#[test]
+fn no_other_claim_is_prepared_while_somebody_has_unknown_devices() {
+    let refusal = plan(&held(A, &[], "boot", done()), B, &["x"]).unwrap_err();
+    assert_eq!(
+        (refusal.reason(), refusal.is_invalid_request()),
+        ("HoldingsUnknown", false)
+    );
+    assert!(
+        refusal.to_string().contains(&format!("drayman node release {A}")),
+        "{refusal}"
+    );
+    // Of an earlier boot nothing runs.
+    plan(&held(A, &[], "before", done()), B, &["x"]).unwrap();
+}
+
+#[test]
+fn unknown_devices_are_not_those_that_another_claim_holds() {
+    let mut ledger = held(A, &[], "boot", done());
+    let other = held(B, &["x"], "boot", done())
+        .entry(&ClaimUid::parse(B).unwrap())
+        .cloned();
+    ledger.apply(&Change::Start(ClaimUid::parse(B).unwrap(), other.unwrap()));
+    assert_eq!(plan(&ledger, A, &["x"]).unwrap_err().reason(), "DeviceHeld");
+}
+
+#[test]
+fn what_cannot_be_had_is_refused_with_its_reason() {
+    let empty = Ledger::new("boot", BTreeMap::new());
+    for (devices, reason) in [
+        (&["x", "x"][..], "InvalidHandle"),
+        (&[], "InvalidHandle"),
+        (&["nowhere"], "DeviceGone"),
+        (&["../x"], "DeviceGone"),
+        (&["sick"], "DeviceUnhealthy"),
+        (&["plug"], "WrongMode"),
+    ] {
+        assert_eq!(
+            plan(&empty, A, devices).unwrap_err().reason(),
+            reason,
+            "{devices:?}"
+        );
+    }
+}
+
+#[test]
+fn a_handle_of_another_claim_or_node_is_refused() {
+    let empty = Ledger::new("boot", BTreeMap::new());
+    let good = handle(A, &["x"]);
+    let foreign = [
+        (
+            DeviceHandle {
+                claim_uid: B.into(),
+                ..good.clone()
+            },
+            "InvalidHandle",
+        ),
+        (
+            DeviceHandle {
+                node_name: "node-b".into(),
+                ..good.clone()
+            },
+            "WrongNode",
+        ),
+        (
+            DeviceHandle {
+                node_uid: "n-0".into(),
+                ..good.clone()
+            },
+            "WrongNode",
+        ),
+    ];
+    for (handle, reason) in foreign {
+        let refusal = plan_prepare(
+            &empty,
+            &Containers::default(),
+            &inventory(),
+            &node(),
+            &claim(A, &handle),
+        )
+        .unwrap_err();
+        assert_eq!(refusal.reason(), reason, "{refusal}");
+    }
+    let unknown = NodeIdentity { uid: None, ..node() };
+    let refusal = plan_prepare(
+        &empty,
+        &Containers::default(),
+        &inventory(),
+        &unknown,
+        &claim(A, &good),
+    )
+    .unwrap_err();
+    assert_eq!(refusal.reason(), "NodeUnknown");
+}
+
+#[test]
+fn hostile_names_and_uids_are_refused_before_anything_is_planned() {
+    let empty = Ledger::new("boot", BTreeMap::new());
+    let good = claim(A, &handle(A, &["x"]));
+    for bad in [
+        ClaimToPrepare {
+            uid: "../../etc".into(),
+            ..good.clone()
+        },
+        ClaimToPrepare {
+            uid: String::new(),
+            ..good.clone()
+        },
+        ClaimToPrepare {
+            namespace: "a/b".into(),
+            ..good.clone()
+        },
+        ClaimToPrepare {
+            name: "x".repeat(1 << 20),
+            ..good.clone()
+        },
+        ClaimToPrepare {
+            resource_handle: "not ours".into(),
+            ..good.clone()
+        },
+        ClaimToPrepare {
+            resource_handle: "x".repeat(1 << 20),
+            ..good
+        },
+    ] {
+        let refusal = plan_prepare(&empty, &Containers::default(), &inventory(), &node(), &bad).unwrap_err();
+        assert!(
+            refusal.is_invalid_request() && refusal.to_string().len() < 300,
+            "{refusal}"
+        );
+    }
+}
+
+#[test]
+fn unprepare_of_an_unknown_claim_succeeds_and_of_a_known_one_takes_the_file_first() {
+    let claim = ClaimToUnprepare {
+        uid: A.into(),
+        ..ClaimToUnprepare::default()
+    };
+    let uid = ClaimUid::parse(A).unwrap();
+    let empty = Ledger::new("boot", BTreeMap::new());
+    assert_eq!(
+        plan_unprepare(&empty, &claim),
+        Ok(vec![Step::RemoveCdi(uid.clone())])
+    );
+    assert_eq!(
+        plan_unprepare(&held(A, &["x"], "boot", done()), &claim),
+        Ok(vec![
+            Step::RemoveCdi(uid.clone()),
+            Step::Release(uid.clone()),
+            Step::Save(vec![Change::Remove(uid)])
+        ])
+    );
+}
+
+#[test]
+fn a_shared_device_is_given_to_as_many_claims_as_it_has_shares() {
+    let mut entries = held(A, &["shared"], "boot", done()).entries().clone();
+    plan(&Ledger::new("boot", entries.clone()), B, &["shared"]).unwrap();
+    entries.extend(held(B, &["shared"], "boot", done()).entries().clone());
+    let both = Ledger::new("boot", entries.clone());
+    let refusal = plan(&both, C, &["shared"]).unwrap_err();
+    assert_eq!(refusal.reason(), "DeviceHeld");
+    assert!(refusal.to_string().contains("2 shares"), "{refusal}");
+    assert_eq!(
+        plan(&both, B, &["shared"]).unwrap(),
+        restore(&ClaimUid::parse(B).unwrap())
+    );
+    // What no longer runs gives way only where the place is needed.
+    entries.extend(held(B, &["shared"], "before", done()).entries().clone());
+    let steps = plan(&Ledger::new("boot", entries.clone()), C, &["shared"]).unwrap();
+    assert_eq!(steps[0], Step::RemoveCdi(ClaimUid::parse(B).unwrap()));
+    entries.remove(&ClaimUid::parse(A).unwrap());
+    let steps = plan(&Ledger::new("boot", entries), C, &["shared"]).unwrap();
+    assert!(matches!(&steps[0], Step::Save(_)), "{steps:?}");
+}
+
+#[test]
+fn what_containers_hold_counts_for_devices_that_have_both_doors() {
+    let empty = Ledger::new("boot", BTreeMap::new());
+    let mut containers = Containers::default();
+    let reason = |containers: &Containers| {
+        plan_beside(&empty, containers, A, &["two-doors"]).map_err(|refusal| refusal.reason())
+    };
+    assert_eq!(reason(&containers), Err("PodResourcesUnavailable"));
+    containers.seen(&Shown::default(), Duration::ZERO);
+    let steps = reason(&containers).unwrap();
+    assert_eq!(
+        takes_from_both(&steps, &inventory()).as_deref(),
+        Some("two-doors")
+    );
+    assert_eq!(
+        takes_from_both(&plan(&empty, A, &["x"]).unwrap(), &inventory()),
+        None
+    );
+    containers.allocated(["two-doors", "x"], Duration::ZERO);
+    assert_eq!(reason(&containers), Err("DeviceHeld"));
+    plan_beside(&empty, &containers, A, &["x"]).expect("its kind has one door");
+}

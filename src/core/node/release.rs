@@ -1,0 +1,230 @@
+//! What a person is shown of the ledger, and when a claim may be taken from it by hand.
+
+use super::claim_uid::{ClaimUid, ClaimUidError};
+use super::kubelet_state::KubeletView;
+use super::ledger::{Change, Entry, Ledger};
+use super::step::Step;
+
+/// What a claim holds, for a person.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Holding {
+    /// Uid of the claim.
+    pub uid: String,
+    /// Namespace of the claim; empty if that was lost with the checkpoint.
+    pub namespace: String,
+    /// Name of the claim; empty if that was lost with the checkpoint.
+    pub name: String,
+    /// The devices; empty if it is not known which they are.
+    pub devices: Vec<String>,
+    /// How far it has come.
+    pub state: HoldingState,
+    /// Why it is in quarantine; empty if it is not.
+    pub quarantine: String,
+}
+
+/// How far a claim has come, for a person.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HoldingState {
+    /// Prepare has begun and was not answered yet.
+    #[default]
+    Preparing,
+    /// Containers may use it.
+    Prepared,
+    /// It was prepared before the node was booted: nothing of it runs, unless kubelet asks again.
+    EarlierBoot,
+}
+
+impl HoldingState {
+    /// One word.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Preparing => "Preparing",
+            Self::Prepared => "Prepared",
+            Self::EarlierBoot => "EarlierBoot",
+        }
+    }
+}
+
+/// Why a claim is not taken from the ledger by hand.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReleaseRefusal {
+    /// The uid is not one.
+    #[error(transparent)]
+    ClaimUid(#[from] ClaimUidError),
+    /// There is nothing to release.
+    #[error("the claim of uid {0} holds nothing on this node")]
+    NotHeld(ClaimUid),
+    /// Kubelet would still use it.
+    #[error(
+        "kubelet lists {0} as prepared: delete its pod, and kubelet will give it back. If kubelet cannot and no container uses the claim, say --force"
+    )]
+    Listed(String),
+    /// Whether kubelet still uses it cannot be told.
+    #[error(
+        "whether kubelet still uses {claim} cannot be told ({why}). If no container uses it, say --force"
+    )]
+    KubeletUnknown {
+        /// The claim.
+        claim: String,
+        /// Why that cannot be told.
+        why: String,
+    },
+}
+
+impl ReleaseRefusal {
+    /// CamelCase, from a small fixed set.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::ClaimUid(_) => "InvalidClaim",
+            Self::NotHeld(_) => "NotHeld",
+            Self::Listed(_) => "InUse",
+            Self::KubeletUnknown { .. } => "KubeletUnknown",
+        }
+    }
+}
+
+/// Plans a release by hand. Without `force` only what kubelet does not list is released.
+pub fn plan_release(
+    ledger: &Ledger,
+    kubelet: &KubeletView,
+    uid: &str,
+    force: bool,
+) -> Result<(ClaimUid, Vec<Step>), ReleaseRefusal> {
+    let uid = ClaimUid::parse(uid)?;
+    let entry = ledger
+        .entry(&uid)
+        .ok_or_else(|| ReleaseRefusal::NotHeld(uid.clone()))?;
+    if !force {
+        match kubelet {
+            KubeletView::Lists(listed) if listed.contains_key(&uid) => {
+                return Err(ReleaseRefusal::Listed(entry.describe(&uid)));
+            }
+            KubeletView::Lists(_) => {}
+            KubeletView::Unknown(why) => {
+                return Err(ReleaseRefusal::KubeletUnknown {
+                    claim: entry.describe(&uid),
+                    why: why.clone(),
+                });
+            }
+        }
+    }
+    Ok((uid.clone(), plan_free(&uid)))
+}
+
+/// The steps after which a claim holds nothing. The file goes first: after a kill in between the ledger still knows.
+pub fn plan_free(uid: &ClaimUid) -> Vec<Step> {
+    vec![
+        Step::RemoveCdi(uid.clone()),
+        Step::Release(uid.clone()),
+        Step::Save(vec![Change::Remove(uid.clone())]),
+    ]
+}
+
+/// What every claim holds, in the order of their uids.
+pub fn holdings(ledger: &Ledger, quarantine: &std::collections::BTreeMap<ClaimUid, String>) -> Vec<Holding> {
+    let holding = |(uid, entry): (&ClaimUid, &Entry)| Holding {
+        uid: uid.to_string(),
+        namespace: entry.namespace.clone(),
+        name: entry.name.clone(),
+        devices: entry.devices.iter().map(|held| held.device.clone()).collect(),
+        state: match (entry.is_done(), ledger.may_be_in_use(entry)) {
+            (false, _) => HoldingState::Preparing,
+            (true, true) => HoldingState::Prepared,
+            (true, false) => HoldingState::EarlierBoot,
+        },
+        quarantine: quarantine.get(uid).cloned().unwrap_or_default(),
+    };
+    ledger.entries().iter().map(holding).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::super::injection::Injection;
+    use super::super::kubelet_state::{KubeletClaim, KubeletClaims};
+    use super::super::ledger::{HeldDevice, Progress};
+    use super::*;
+
+    const UID: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10";
+
+    fn uid() -> ClaimUid {
+        ClaimUid::parse(UID).unwrap()
+    }
+
+    fn ledger(boot_id: &str) -> Ledger {
+        let entry = Entry {
+            namespace: "default".into(),
+            name: "camera".into(),
+            boot_id: boot_id.into(),
+            devices: vec![HeldDevice {
+                device: "kvm".into(),
+                kind: "test".into(),
+            }],
+            progress: Progress::Done {
+                injection: Injection::default(),
+            },
+        };
+        Ledger::new("boot", BTreeMap::from([(uid(), entry)]))
+    }
+
+    #[test]
+    fn what_kubelet_does_not_list_is_released_and_the_file_goes_first() {
+        let (_, steps) = plan_release(
+            &ledger("boot"),
+            &KubeletView::Lists(KubeletClaims::new()),
+            UID,
+            false,
+        )
+        .unwrap();
+        assert_eq!(
+            steps,
+            [
+                Step::RemoveCdi(uid()),
+                Step::Release(uid()),
+                Step::Save(vec![Change::Remove(uid())])
+            ]
+        );
+    }
+
+    #[test]
+    fn what_kubelet_lists_or_may_list_is_released_by_force_only() {
+        let listed = KubeletView::Lists(KubeletClaims::from([(uid(), KubeletClaim::default())]));
+        for (kubelet, reason) in [
+            (listed, "InUse"),
+            (KubeletView::Unknown("no such file".into()), "KubeletUnknown"),
+        ] {
+            let refusal = plan_release(&ledger("boot"), &kubelet, UID, false).unwrap_err();
+            assert_eq!(refusal.reason(), reason);
+            assert!(refusal.to_string().contains("--force"), "{refusal}");
+            plan_release(&ledger("boot"), &kubelet, UID, true).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_is_not_held_and_what_is_no_uid_is_refused_by_name_even_by_force() {
+        let kubelet = KubeletView::Lists(KubeletClaims::new());
+        let other = UID.replace('7', "8");
+        for (uid, reason) in [(other.as_str(), "NotHeld"), ("../../etc", "InvalidClaim")] {
+            let refusal = plan_release(&ledger("boot"), &kubelet, uid, true).unwrap_err();
+            assert_eq!(refusal.reason(), reason);
+            assert!(refusal.to_string().contains(uid), "{refusal}");
+        }
+    }
+
+    #[test]
+    fn a_person_sees_who_holds_what_and_why_it_is_in_quarantine() {
+        let quarantine = BTreeMap::from([(uid(), "forgotten".to_owned())]);
+        let shown = &holdings(&ledger("boot"), &quarantine)[0];
+        assert_eq!(
+            (shown.devices.as_slice(), shown.state),
+            (&["kvm".to_owned()][..], HoldingState::Prepared)
+        );
+        assert_eq!(shown.quarantine, "forgotten");
+        let earlier = &holdings(&ledger("before"), &BTreeMap::new())[0];
+        assert_eq!(
+            (earlier.state, earlier.quarantine.as_str()),
+            (HoldingState::EarlierBoot, "")
+        );
+    }
+}

@@ -1,0 +1,216 @@
+//! Looks after claims that kubelet has forgotten: a shell around [`crate::core::node::orphans`].
+//!
+//! Nothing runs while no claim holds anything. The API server is asked only for claims that kubelet's own list misses.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::api::events::v1::Event;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use k8s_openapi::jiff::Timestamp;
+use kube::api::{Api, ListParams, ObjectMeta, PostParams};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tracing::{error, info, warn};
+
+use super::owner::{Quarantine, RecordsHandle};
+use crate::api::handle::DeviceHandle;
+use crate::api::resource::ResourceClaim;
+use crate::core::node::checkpoint::ClusterFacts;
+use crate::core::node::claim_uid::ClaimUid;
+use crate::core::node::driver_name::DriverName;
+use crate::core::node::orphans::{ApiView, Question};
+
+/// How long one call of the API server may take.
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// How soon a look is repeated for which the API server gave no answer.
+const RETRY: Duration = Duration::from_secs(30);
+/// Claims per page, when a claim has to be found by its uid.
+const PAGE: u32 = 500;
+/// Bytes of a note, at most (`events.k8s.io/v1`: 1,024).
+const NOTE_MAX: usize = 1024;
+/// The reason of the events.
+const REASON: &str = "ClaimQuarantined";
+
+/// The task that looks after them.
+pub(super) struct Caretaker {
+    pub(super) client: kube::Client,
+    pub(super) driver_name: DriverName,
+    pub(super) node_name: String,
+    pub(super) records: RecordsHandle,
+    pub(super) cluster: watch::Receiver<ClusterFacts>,
+    /// Where what is in quarantine is shown.
+    pub(super) quarantine: watch::Sender<Quarantine>,
+}
+
+impl Caretaker {
+    /// Runs until the token is cancelled or the owner has ended.
+    pub(super) async fn run(self, shutdown: CancellationToken) {
+        tokio::select! {
+            () = shutdown.cancelled() => {}
+            () = self.look_after() => {}
+        }
+    }
+
+    async fn look_after(&self) {
+        let begin = Instant::now();
+        let mut held = self.records.held();
+        loop {
+            if held.wait_for(|count| *count > 0).await.is_err() {
+                return;
+            }
+            let Some(look) = self.records.look(begin.elapsed()).await else {
+                return;
+            };
+            let mut next = look.next;
+            let mut answers = BTreeMap::new();
+            for question in look.questions {
+                let answer = self.ask(&question).await;
+                if let ApiView::Unknown(why) = &answer {
+                    next = next.min(RETRY);
+                    info!(claim_uid = %question.uid, "whether the claim still exists is not known yet: {why}");
+                }
+                answers.insert(question.uid, answer);
+            }
+            // Also without an answer: what was in quarantine may be in order again.
+            let Some(now) = self.records.judge(begin.elapsed(), answers).await else {
+                return;
+            };
+            self.show(now).await;
+            // A claim that comes meanwhile has time: it is suspected after the grace period at the earliest.
+            sleep(next).await;
+        }
+    }
+
+    async fn ask(&self, question: &Question) -> ApiView {
+        if self.cluster.borrow().serves_claims != Some(true) {
+            return ApiView::Unknown(
+                "the API server does not serve claims of this version, or has not said yet".to_owned(),
+            );
+        }
+        let found = if question.name.is_empty() {
+            timeout(CALL_TIMEOUT, self.find(&question.uid)).await
+        } else {
+            timeout(CALL_TIMEOUT, self.get(question)).await
+        };
+        match found {
+            Ok(Ok(Some(claim))) => ApiView::Present {
+                devices: self.devices(&claim),
+            },
+            Ok(Ok(None)) => ApiView::Gone,
+            Ok(Err(error)) => ApiView::Unknown(error.to_string()),
+            Err(_) => ApiView::Unknown(format!("no answer within {} s", CALL_TIMEOUT.as_secs())),
+        }
+    }
+
+    async fn get(&self, question: &Question) -> Result<Option<ResourceClaim>, kube::Error> {
+        let api = Api::<ResourceClaim>::namespaced(self.client.clone(), &question.namespace);
+        match api.get(&question.name).await {
+            Ok(claim) => {
+                Ok(Some(claim).filter(|claim| claim.metadata.uid.as_deref() == Some(question.uid.as_str())))
+            }
+            // Of the claim itself: a server that does not know the path says "not found" as well.
+            Err(kube::Error::Api(status))
+                if status.is_not_found()
+                    && status
+                        .details
+                        .as_ref()
+                        .is_some_and(|details| details.name == question.name) =>
+            {
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Only the uid is known, because the checkpoint was lost.
+    async fn find(&self, uid: &ClaimUid) -> Result<Option<ResourceClaim>, kube::Error> {
+        let api = Api::<ResourceClaim>::all(self.client.clone());
+        let mut parameters = ListParams::default().limit(PAGE);
+        loop {
+            let page = api.list(&parameters).await?;
+            let found = page
+                .items
+                .into_iter()
+                .find(|claim| claim.metadata.uid.as_deref() == Some(uid.as_str()));
+            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) if found.is_none() => parameters.continue_token = Some(token),
+                _ => return Ok(found),
+            }
+        }
+    }
+
+    /// The devices in our resource handle.
+    fn devices(&self, claim: &ResourceClaim) -> Option<Vec<String>> {
+        let allocation = claim.status.allocation.as_ref()?;
+        let ours = allocation.resource_handles.iter().find(|handle| {
+            let of = handle.driver_name.as_deref().filter(|name| !name.is_empty());
+            of.or(claim.status.driver_name.as_deref()) == Some(self.driver_name.as_str())
+        })?;
+        let handle = DeviceHandle::parse(ours.data.as_deref()?).ok()?;
+        (Some(handle.claim_uid.as_str()) == claim.metadata.uid.as_deref()
+            && handle.node_name == self.node_name)
+            .then(|| handle.devices.into_iter().map(|device| device.device).collect())
+    }
+
+    async fn show(&self, now: Quarantine) {
+        let before = self.quarantine.send_replace(now.clone());
+        for (uid, quarantined) in &now {
+            if before.get(uid) == Some(quarantined) {
+                continue;
+            }
+            let note = format!(
+                "The devices of {} are withheld on this node: {}. If no container uses them, run `drayman node release {uid}` on the node.",
+                quarantined.claim, quarantined.why
+            );
+            error!(claim_uid = %uid, reason = REASON, "{note}");
+            let api = Api::<Event>::namespaced(self.client.clone(), "default");
+            let event = self.event(note);
+            match timeout(CALL_TIMEOUT, api.create(&PostParams::default(), &event)).await {
+                Ok(Ok(_)) => {}
+                Ok(Err(error)) => warn!(%error, "the event is not written"),
+                Err(_) => warn!("the event is not written: no answer"),
+            }
+        }
+        for uid in before.keys().filter(|uid| !now.contains_key(uid)) {
+            info!(claim_uid = %uid, "the claim is no longer in quarantine");
+        }
+    }
+
+    /// About the Node: that is where the person looks who can do something.
+    fn event(&self, mut note: String) -> Event {
+        let now = Timestamp::now();
+        let end = (0..=NOTE_MAX.min(note.len()))
+            .rev()
+            .find(|end| note.is_char_boundary(*end));
+        note.truncate(end.unwrap_or_default());
+        Event {
+            metadata: ObjectMeta {
+                namespace: Some("default".to_owned()),
+                name: Some(format!(
+                    "{}.{:x}",
+                    self.node_name.get(..230).unwrap_or(&self.node_name),
+                    now.as_nanosecond()
+                )),
+                ..ObjectMeta::default()
+            },
+            action: Some("Withhold".to_owned()),
+            event_time: Some(MicroTime(now)),
+            note: Some(note),
+            reason: Some(REASON.to_owned()),
+            regarding: Some(ObjectReference {
+                api_version: Some("v1".to_owned()),
+                kind: Some("Node".to_owned()),
+                name: Some(self.node_name.clone()),
+                uid: self.cluster.borrow().node_uid.clone(),
+                ..ObjectReference::default()
+            }),
+            reporting_controller: Some(self.driver_name.to_string()),
+            reporting_instance: Some(self.node_name.clone()),
+            type_: Some("Warning".to_owned()),
+            ..Event::default()
+        }
+    }
+}

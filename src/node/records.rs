@@ -1,0 +1,203 @@
+//! The companion's own socket, for a person on the node: who holds what, and release by hand.
+//!
+//! `records.sock` beside the checkpoint, for root alone like every socket of ours. A companion that does not run is not asked:
+//! then [`Offline`] takes its lock and works on the same records.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+use tonic::transport::Endpoint;
+use tonic::{Request, Response, Status};
+
+use super::owner::{RecordsHandle, ReleaseError};
+use super::store::{Places, Store, StoreError};
+use super::transport::{Listening, MAX_MESSAGE, SocketError, SocketPlace, listen};
+use crate::api::proto::node_records::records_client::RecordsClient;
+use crate::api::proto::node_records::records_server::{Records, RecordsServer};
+use crate::api::proto::node_records::{
+    Holding as HoldingMessage, HoldingsRequest, HoldingsResponse, ReleaseRequest, ReleaseResponse,
+};
+use crate::core::node::release::{Holding, HoldingState, holdings, plan_release};
+
+/// Where the socket is.
+pub fn socket(state: &Path, kubelet_root: &Path) -> SocketPlace {
+    SocketPlace {
+        path: state.join("records.sock"),
+        root: kubelet_root.to_owned(),
+        option: super::door::ROOT_DIR_OPTION,
+    }
+}
+
+/// Serves until the shutdown.
+pub(super) async fn serve(
+    place: SocketPlace,
+    records: RecordsHandle,
+    shutdown: CancellationToken,
+) -> Result<Listening, SocketError> {
+    let server = RecordsServer::new(Service(records)).max_decoding_message_size(MAX_MESSAGE);
+    listen(place, Routes::new(server), shutdown).await
+}
+
+struct Service(RecordsHandle);
+
+#[tonic::async_trait]
+impl Records for Service {
+    async fn holdings(&self, _: Request<HoldingsRequest>) -> Result<Response<HoldingsResponse>, Status> {
+        let holdings = self
+            .0
+            .holdings()
+            .await
+            .ok_or_else(|| Status::unavailable("the companion is stopping"))?;
+        let holdings = holdings.into_iter().map(message).collect();
+        Ok(Response::new(HoldingsResponse { holdings }))
+    }
+
+    async fn release(&self, request: Request<ReleaseRequest>) -> Result<Response<ReleaseResponse>, Status> {
+        let ReleaseRequest { claim_uid, force } = request.into_inner();
+        match self.0.release(claim_uid, force).await {
+            Ok(holding) => Ok(Response::new(ReleaseResponse {
+                released: Some(message(holding)),
+            })),
+            Err(error @ ReleaseError::Refused(_)) => Err(Status::failed_precondition(error.to_string())),
+            Err(error) => Err(Status::unavailable(error.to_string())),
+        }
+    }
+}
+
+fn message(holding: Holding) -> HoldingMessage {
+    HoldingMessage {
+        claim_uid: holding.uid,
+        claim_namespace: holding.namespace,
+        claim_name: holding.name,
+        devices: holding.devices,
+        state: holding.state.as_str().to_owned(),
+        quarantine: holding.quarantine,
+    }
+}
+
+fn holding(message: HoldingMessage) -> Holding {
+    let states = [
+        HoldingState::Preparing,
+        HoldingState::Prepared,
+        HoldingState::EarlierBoot,
+    ];
+    Holding {
+        uid: message.claim_uid,
+        namespace: message.claim_namespace,
+        name: message.claim_name,
+        devices: message.devices,
+        state: states
+            .into_iter()
+            .find(|state| state.as_str() == message.state)
+            .unwrap_or_default(),
+        quarantine: message.quarantine,
+    }
+}
+
+/// Why the records cannot be seen or changed.
+#[derive(Debug, thiserror::Error)]
+pub enum RecordsError {
+    /// No companion answers, and its records cannot be had either.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// There is nothing.
+    #[error(
+        "there are no records of driver {driver} in {directory}: are the driver's name and kubelet's root directory right?"
+    )]
+    Nothing {
+        /// The driver.
+        driver: String,
+        /// Where they were looked for.
+        directory: PathBuf,
+    },
+    /// The companion runs and refuses or fails.
+    #[error("{0}")]
+    Companion(String),
+    /// Refused.
+    #[error(transparent)]
+    Release(#[from] ReleaseError),
+    /// The kernel does not say which boot this is.
+    #[error("cannot read which boot this is: {0}")]
+    BootId(std::io::Error),
+}
+
+/// The records of a node, as a person gets at them: through the companion if it runs, else by themselves.
+#[derive(Debug)]
+pub enum Access {
+    /// The companion runs.
+    Running(RecordsClient<tonic::transport::Channel>),
+    /// It does not.
+    Offline(Offline),
+}
+
+/// The records without a companion, under its lock, so that none starts meanwhile.
+#[derive(Debug)]
+pub struct Offline {
+    places: Places,
+    opened: super::store::Opened,
+}
+
+impl Access {
+    /// Finds the companion, or takes its place.
+    pub async fn find(places: Places, kubelet_root: &Path) -> Result<Self, RecordsError> {
+        if !places.state.is_dir() {
+            return Err(RecordsError::Nothing {
+                driver: places.driver.to_string(),
+                directory: places.state,
+            });
+        }
+        let socket = socket(&places.state, kubelet_root).path;
+        let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display()));
+        if let Ok(endpoint) = endpoint
+            && let Ok(channel) = endpoint.connect().await
+        {
+            return Ok(Self::Running(RecordsClient::new(channel)));
+        }
+        let boot_id = super::run::boot_id().map_err(RecordsError::BootId)?;
+        let opened = Store::open(&places, &boot_id)?;
+        Ok(Self::Offline(Offline { places, opened }))
+    }
+
+    /// Who holds what.
+    pub async fn holdings(&mut self) -> Result<Vec<Holding>, RecordsError> {
+        match self {
+            Self::Running(client) => {
+                let answer = client.holdings(HoldingsRequest {}).await;
+                let answer = answer.map_err(|status| RecordsError::Companion(status.message().to_owned()))?;
+                Ok(answer.into_inner().holdings.into_iter().map(holding).collect())
+            }
+            Self::Offline(offline) => Ok(holdings(&offline.opened.ledger, &BTreeMap::new())),
+        }
+    }
+
+    /// Takes a claim from the ledger, and answers what it held.
+    pub async fn release(&mut self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
+        match self {
+            Self::Running(client) => {
+                let claim_uid = uid.to_owned();
+                let answer = client.release(ReleaseRequest { claim_uid, force }).await;
+                let answer = answer.map_err(|status| RecordsError::Companion(status.message().to_owned()))?;
+                Ok(answer.into_inner().released.map(holding).unwrap_or_default())
+            }
+            Self::Offline(offline) => offline.release(uid, force),
+        }
+    }
+}
+
+impl Offline {
+    fn release(&mut self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
+        let ledger = &self.opened.ledger;
+        let before = holdings(ledger, &BTreeMap::new());
+        let (uid, steps) =
+            plan_release(ledger, &self.places.kubelet(), uid, force).map_err(ReleaseError::from)?;
+        for step in steps {
+            self.opened.ledger = step.perform(&self.opened.ledger, &self.opened.store)?;
+        }
+        Ok(before
+            .into_iter()
+            .find(|holding| holding.uid == uid.as_str())
+            .unwrap_or_default())
+    }
+}

@@ -1,0 +1,132 @@
+//! The chart, rendered by Helm.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+use crate::harness;
+
+/// The namespace that releases of these tests are in.
+pub(crate) const NAMESPACE: &str = "drayman";
+
+/// A path below the repository.
+pub(crate) fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// A path below the chart.
+pub(crate) fn chart(path: &str) -> PathBuf {
+    repository("charts/drayman").join(path)
+}
+
+/// The files of values that come with the chart: each is a variant that must work.
+pub(crate) fn variants() -> Vec<PathBuf> {
+    let mut files: Vec<PathBuf> = std::fs::read_dir(chart("ci"))
+        .expect("the directory ci")
+        .map(|entry| entry.expect("an entry").path())
+        .collect();
+    files.push(chart("values-ha.yaml"));
+    files.sort();
+    assert!(files.len() > 4, "{files:?}");
+    files
+}
+
+/// Helm, which keeps nothing outside of a directory.
+pub(crate) fn helm(home: &Path) -> Command {
+    let mut command = Command::new(harness::helm().expect("Helm"));
+    for variable in ["HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"] {
+        command.env(variable, home);
+    }
+    // Whatever cluster the shell points at is none of ours.
+    command
+        .env_remove("KUBECONFIG")
+        .env_remove("KUBERNETES_SERVICE_HOST");
+    command
+}
+
+/// Runs `helm template` with a file of values and further arguments.
+pub(crate) fn template(values: Option<&Path>, arguments: &[&str]) -> Output {
+    let home = tempfile::tempdir().expect("a directory");
+    let mut command = helm(home.path());
+    command.args(["template", "drayman"]).arg(chart(""));
+    if !arguments.contains(&"--namespace") {
+        command.args(["--namespace", NAMESPACE]);
+    }
+    if !arguments.contains(&"--kube-version") {
+        command.args(["--kube-version", harness::VERSION]);
+    }
+    if let Some(values) = values {
+        command.arg("--values").arg(values);
+    }
+    command.args(arguments).output().expect("Helm runs")
+}
+
+/// The same, as text of YAML; panics with what Helm says if it refuses.
+pub(crate) fn text(values: Option<&Path>, arguments: &[&str]) -> String {
+    let output = template(values, arguments);
+    let refusal = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{values:?} {arguments:?}: {refusal}");
+    String::from_utf8(output.stdout).expect("UTF-8")
+}
+
+/// The same, as objects.
+pub(crate) fn render(values: Option<&Path>, arguments: &[&str]) -> Vec<Value> {
+    objects(&text(values, arguments))
+}
+
+/// What Helm says when it refuses; panics if it does not.
+pub(crate) fn refusal(values: Option<&Path>, arguments: &[&str]) -> String {
+    let output = template(values, arguments);
+    assert!(
+        !output.status.success(),
+        "{values:?} {arguments:?} is not refused: {}",
+        String::from_utf8_lossy(&output.stdout)
+    );
+    String::from_utf8(output.stderr).expect("UTF-8")
+}
+
+/// The objects of a stream of YAML documents.
+pub(crate) fn objects(text: &str) -> Vec<Value> {
+    let documents: Vec<Value> = serde_saphyr::from_multiple(text).expect("YAML");
+    documents
+        .into_iter()
+        .filter(|document| !document.is_null())
+        .collect()
+}
+
+/// A file of YAML with one document.
+pub(crate) fn yaml(path: &Path) -> Value {
+    let text = std::fs::read_to_string(path).expect("a file");
+    serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// The one object of this kind and name.
+pub(crate) fn object<'a>(objects: &'a [Value], kind: &str, name: &str) -> &'a Value {
+    let mut found = objects
+        .iter()
+        .filter(|object| object["kind"] == kind && object["metadata"]["name"] == name);
+    let first = found.next().unwrap_or_else(|| panic!("no {kind} {name}"));
+    assert!(found.next().is_none(), "two of {kind} {name}");
+    first
+}
+
+/// The spec of the pods that an object makes or is.
+pub(crate) fn pod_spec(object: &Value) -> Option<&Value> {
+    match object["kind"].as_str()? {
+        "Pod" => Some(&object["spec"]),
+        "Deployment" | "DaemonSet" | "Job" => Some(&object["spec"]["template"]["spec"]),
+        _ => None,
+    }
+}
+
+/// The arguments of the only container.
+pub(crate) fn arguments(spec: &Value) -> Vec<String> {
+    let containers = spec["containers"].as_array().expect("containers");
+    assert_eq!(containers.len(), 1);
+    let arguments = containers[0]["args"].as_array().expect("arguments");
+    arguments
+        .iter()
+        .map(|argument| argument.as_str().expect("a text").to_owned())
+        .collect()
+}

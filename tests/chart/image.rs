@@ -1,0 +1,278 @@
+//! The image: `hack/image` makes it from a static program, the same bytes each time.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+use serde_json::Value;
+
+use crate::chart::repository;
+use crate::harness;
+
+/// What an image of the tests is called: the name that the chart's default values give.
+pub(crate) const NAME: &str = concat!("localhost/drayman:", env!("CARGO_PKG_VERSION"));
+
+fn architecture() -> &'static str {
+    match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    }
+}
+
+/// Runs `hack/image` as if the sources had been written at one moment, whenever the test runs.
+fn make(output: &Path, arguments: &[&str]) -> Output {
+    Command::new(repository("hack/image"))
+        .arg("--output")
+        .arg(output)
+        .args(arguments)
+        .env("CARGO_TARGET_DIR", harness::target())
+        .env("SOURCE_DATE_EPOCH", "1700000000")
+        .output()
+        .expect("hack/image starts")
+}
+
+/// The archive with the program of this build, made once.
+pub(crate) fn archive() -> &'static Path {
+    static ARCHIVE: OnceLock<PathBuf> = OnceLock::new();
+    ARCHIVE.get_or_init(|| {
+        let output = harness::target().join("image-of-tests");
+        let made = make(&output, &["--profile", "dev"]);
+        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        output.join(format!(
+            "drayman-{}-{}.tar",
+            env!("CARGO_PKG_VERSION"),
+            architecture()
+        ))
+    })
+}
+
+fn run(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program)
+        .args(arguments)
+        .env("LC_ALL", "C")
+        .output()
+        .expect("a program of every Linux");
+    assert!(
+        output.status.success(),
+        "{program} {arguments:?}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    String::from_utf8(output.stdout).expect("UTF-8")
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(path).expect("a file")).expect("JSON")
+}
+
+/// An archive, unpacked.
+fn unpack(archive: &Path) -> tempfile::TempDir {
+    let directory = tempfile::tempdir().expect("a directory");
+    let (from, to) = (
+        archive.to_str().expect("UTF-8"),
+        directory.path().to_str().expect("UTF-8"),
+    );
+    run("tar", &["--extract", "--file", from, "--directory", to]);
+    directory
+}
+
+/// The file that a descriptor means, which must have the digest and the size that it says.
+fn blob(layout: &Path, descriptor: &Value) -> PathBuf {
+    let digest = descriptor["digest"].as_str().expect("a digest");
+    let digest = digest.strip_prefix("sha256:").expect("sha256");
+    let path = layout.join("blobs/sha256").join(digest);
+    assert_eq!(
+        std::fs::metadata(&path).expect("a blob").len(),
+        descriptor["size"].as_u64().expect("a size")
+    );
+    assert!(run("sha256sum", &[path.to_str().expect("UTF-8")]).starts_with(digest));
+    path
+}
+
+#[test]
+fn an_image_is_the_program_and_its_licence_and_nothing_else() {
+    let unpacked = unpack(archive());
+    let layout = unpacked.path();
+    let index = json(&layout.join("index.json"));
+    let named = &index["manifests"][0];
+    assert_eq!(named["annotations"]["io.containerd.image.name"], NAME);
+    assert_eq!(named["platform"]["architecture"], architecture());
+    let manifest = json(&blob(layout, named));
+    let config = json(&blob(layout, &manifest["config"]));
+    assert_eq!(
+        config["config"]["User"], "65532:65532",
+        "not root unless somebody says so"
+    );
+    assert_eq!(config["config"]["Entrypoint"], serde_json::json!(["/drayman"]));
+    assert_eq!(config["created"], "2023-11-14T22:13:20Z");
+    assert_eq!(manifest["layers"].as_array().map(Vec::len), Some(1));
+    let layer = blob(layout, &manifest["layers"][0]);
+    assert_eq!(config["rootfs"]["diff_ids"][0], manifest["layers"][0]["digest"]);
+    let listed = run(
+        "tar",
+        &[
+            "--list",
+            "--verbose",
+            "--numeric-owner",
+            "--file",
+            layer.to_str().expect("UTF-8"),
+        ],
+    );
+    let files: BTreeSet<(String, String, String)> = listed
+        .lines()
+        .map(|line| {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            (
+                fields[0].to_owned(),
+                fields[1].to_owned(),
+                fields[fields.len() - 1].to_owned(),
+            )
+        })
+        .collect();
+    let file = |mode: &str, name: &str| (mode.to_owned(), "0/0".to_owned(), name.to_owned());
+    assert_eq!(
+        files,
+        [file("-rwxr-xr-x", "drayman"), file("-rw-r--r--", "LICENSE")].into()
+    );
+    // Nothing more than these files in the layout, either.
+    let blobs = std::fs::read_dir(layout.join("blobs/sha256"))
+        .expect("blobs")
+        .count();
+    assert_eq!(blobs, 3);
+}
+
+#[test]
+fn the_same_program_makes_the_same_image_whatever_the_time_and_the_umask() {
+    let unpacked = unpack(archive());
+    let manifest = json(&blob(
+        unpacked.path(),
+        &json(&unpacked.path().join("index.json"))["manifests"][0],
+    ));
+    let layer = blob(unpacked.path(), &manifest["layers"][0]);
+    let root = tempfile::tempdir().expect("a directory");
+    let path = root.path().to_str().expect("UTF-8");
+    run(
+        "tar",
+        &[
+            "--extract",
+            "--touch",
+            "--file",
+            layer.to_str().expect("UTF-8"),
+            "--directory",
+            path,
+        ],
+    );
+    let program = root.path().join("drayman");
+    run("chmod", &["700", program.to_str().expect("UTF-8")]);
+    let again = tempfile::tempdir().expect("a directory");
+    let script = "umask 077; exec \"$0\" \"$@\"";
+    let made = Command::new("bash")
+        .args(["-c", script])
+        .arg(repository("hack/image"))
+        .arg("--program")
+        .arg(&program)
+        .arg("--output")
+        .arg(again.path())
+        .env("SOURCE_DATE_EPOCH", "1700000000")
+        .env("TZ", "Asia/Tokyo")
+        .output()
+        .expect("hack/image starts");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let first = archive();
+    let second = again.path().join(first.file_name().expect("a name"));
+    assert!(std::fs::read(first).expect("first") == std::fs::read(&second).expect("second"));
+    assert_eq!(
+        std::fs::read(first.with_extension("spdx.json").as_path()).ok(),
+        std::fs::read(second.with_extension("spdx.json").as_path()).ok()
+    );
+    let said = String::from_utf8(made.stdout).expect("UTF-8");
+    let index = json(&unpacked.path().join("index.json"));
+    assert_eq!(
+        said.trim(),
+        index["manifests"][0]["digest"],
+        "the digest by which a registry knows it"
+    );
+}
+
+#[test]
+fn the_list_of_contents_has_each_crate_with_the_checksum_of_the_lock_file() {
+    let list = json(&archive().with_extension("spdx.json"));
+    assert_eq!(list["spdxVersion"], "SPDX-2.3");
+    let lock = std::fs::read_to_string(repository("Cargo.lock")).expect("Cargo.lock");
+    let mut locked = BTreeMap::new();
+    for entry in lock.split("[[package]]").skip(1) {
+        let field = |name: &str| {
+            entry
+                .lines()
+                .find_map(|line| line.strip_prefix(&format!("{name} = \"")))
+                .map(|rest| rest.trim_end_matches('"').to_owned())
+        };
+        locked.insert(
+            (
+                field("name").unwrap_or_default(),
+                field("version").unwrap_or_default(),
+            ),
+            field("checksum"),
+        );
+    }
+    let packages = list["packages"].as_array().expect("packages");
+    let mut names = BTreeSet::new();
+    for package in packages {
+        let text = |field: &str| package[field].as_str().expect("a text").to_owned();
+        let (name, version) = (text("name"), text("versionInfo"));
+        assert!(names.insert(text("SPDXID")), "{name} {version} stands twice");
+        assert_ne!(text("licenseDeclared"), "NOASSERTION", "{name}");
+        let sum = package["checksums"][0]["checksumValue"]
+            .as_str()
+            .map(str::to_owned);
+        assert!(sum.is_some(), "{name} {version} has no checksum");
+        if name != "drayman" {
+            assert_eq!(sum, locked[&(name.clone(), version.clone())], "{name} {version}");
+        }
+    }
+    for linked in [
+        "SPDXRef-drayman-",
+        "SPDXRef-kube-5",
+        "SPDXRef-tonic-",
+        "SPDXRef-tokio-",
+    ] {
+        assert!(names.iter().any(|name| name.starts_with(linked)), "{linked}");
+    }
+    // What only builds or tests it is not in it.
+    for tool in ["SPDXRef-protox-", "SPDXRef-proptest-"] {
+        assert!(!names.iter().any(|name| name.starts_with(tool)), "{tool}");
+    }
+    let relations = list["relationships"].as_array().expect("relationships");
+    assert_eq!(
+        relations.len(),
+        packages.len(),
+        "the document describes one, which depends on all others"
+    );
+    println!("{} crates", packages.len() - 1);
+}
+
+#[test]
+fn a_program_that_could_not_run_in_the_image_is_refused() {
+    let output = tempfile::tempdir().expect("a directory");
+    let refused = |arguments: &[&str]| {
+        let made = make(output.path(), arguments);
+        assert!(!made.status.success(), "{arguments:?}");
+        assert!(made.stdout.is_empty());
+        String::from_utf8(made.stderr).expect("UTF-8")
+    };
+    // Every Linux has a shell, and none of Debian's is static.
+    assert!(refused(&["--program", "/bin/bash"]).contains("is not static"));
+    assert!(refused(&["--program", "/etc/passwd"]).contains("is not a program"));
+    let other = if architecture() == "amd64" {
+        "arm64"
+    } else {
+        "amd64"
+    };
+    assert!(refused(&["--program", "/bin/bash", "--architecture", other]).contains("is not for"));
+    assert!(
+        refused(&["--architecture", "m68k", "--program", "/bin/bash"])
+            .contains("there is for amd64 and arm64")
+    );
+    assert!(refused(&["--profile", "fast"]).contains("--profile release|dev"));
+}

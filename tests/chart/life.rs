@@ -1,0 +1,443 @@
+//! The life of a release on real nodes: installed, used, upgraded, rolled back, its node drained, uninstalled.
+
+use std::collections::BTreeSet;
+
+use anyhow::ensure;
+use serde_json::{Value, json};
+
+use crate::chart::{chart, repository, yaml};
+use crate::harness::IMAGE;
+use crate::stage::Stage;
+
+const CONTROLLER: &str = "app.kubernetes.io/instance=drayman,app.kubernetes.io/component=controller";
+const COMPANION: &str = "app.kubernetes.io/instance=drayman,app.kubernetes.io/component=node";
+
+/// A pod with one container and a claim for each template.
+fn pod(name: &str, templates: &[&str]) -> Value {
+    let claims: Vec<Value> = templates.iter().map(|name| json!({ "name": name })).collect();
+    let sources: Vec<Value> = templates
+        .iter()
+        .map(|name| json!({ "name": name, "source": { "resourceClaimTemplateName": name } }))
+        .collect();
+    json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name, "namespace": "default" },
+        "spec": {
+            "automountServiceAccountToken": false,
+            "resourceClaims": sources,
+            "containers": [{
+                "name": "main", "image": IMAGE, "imagePullPolicy": "Never", "resources": { "claims": claims },
+            }],
+            "dnsPolicy": "Default",
+            "terminationGracePeriodSeconds": 1,
+        },
+    })
+}
+
+fn template(name: &str, class: &str) -> Value {
+    json!({
+        "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate",
+        "metadata": { "name": name, "namespace": "default" },
+        "spec": { "spec": { "resourceClassName": class } },
+    })
+}
+
+/// The claims that exist, with what was allocated.
+async fn claims(stage: &Stage) -> anyhow::Result<String> {
+    stage
+        .field(
+            &["resourceclaims", "--all-namespaces"],
+            "range .items[*]}{.metadata.name}={.status.allocation}{\"\\n\"}{end",
+        )
+        .await
+}
+
+/// Files of drayman on a node.
+fn files(stage: &Stage, number: usize) -> anyhow::Result<Vec<String>> {
+    let node = stage.cluster.node(number);
+    let mut files = Vec::new();
+    for directory in [
+        "/run/cdi",
+        "/var/lib/kubelet/plugins_registry",
+        "/var/lib/kubelet/plugins/drayman.dev",
+    ] {
+        files.extend(
+            node.list(directory)?
+                .into_iter()
+                .map(|name| format!("{directory}/{name}")),
+        );
+    }
+    Ok(files)
+}
+
+#[tokio::test]
+async fn a_release_serves_pods_and_is_upgraded_rolled_back_and_removed_without_losing_a_device()
+-> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let values = chart("ci/one-kind-values.yaml");
+    stage.deploy("install", &values, &[]).await?;
+    stage.ready("node-0.drayman.dev").await?;
+    println!(
+        "{}",
+        stage.helm(&["test", "drayman", "--namespace", "drayman"]).await?
+    );
+
+    // The example of the documentation, on what the chart has installed.
+    stage
+        .apply(&yaml(&repository("examples/basic/claim-template.yaml")))
+        .await?;
+    stage.apply(&yaml(&repository("examples/basic/pod.yaml"))).await?;
+    stage.running("basic").await?;
+    let devices = stage.devices("basic").await?;
+    assert_eq!(devices.len(), 1, "{devices:?}");
+    let before = (stage.run_of_pod("basic").await?, claims(&stage).await?);
+    let first = stage.run_of("drayman", COMPANION).await?;
+
+    // An upgrade that replaces both programs, with the claim in use.
+    stage
+        .deploy("upgrade", &values, &["--set=logging.verbosity=4"])
+        .await?;
+    let second = stage.run_of("drayman", COMPANION).await?;
+    assert_ne!(first.uid, second.uid, "the companion was replaced");
+    assert_eq!((stage.run_of_pod("basic").await?, claims(&stage).await?), before);
+    assert_eq!(stage.devices("basic").await?, devices);
+    stage.ready("node-0.drayman.dev").await?;
+    // The new programs know what the old ones gave away.
+    stage.apply(&pod("after-upgrade", &["test"])).await?;
+    stage.running("after-upgrade").await?;
+    let other = stage.devices("after-upgrade").await?;
+    assert_eq!(other.len(), 1);
+    assert_ne!(other, devices, "one holder");
+    stage.cluster.kubectl(&["delete", "pod", "after-upgrade"]).await?;
+
+    stage
+        .helm(&["rollback", "drayman", "1", "--namespace", "drayman"])
+        .await?;
+    stage.rolled_out("drayman", "drayman").await?;
+    let third = stage.run_of("drayman", COMPANION).await?;
+    assert_ne!(second.uid, third.uid);
+    assert_eq!(stage.run_of_pod("basic").await?, before.0);
+    assert_eq!(stage.devices("basic").await?, devices);
+    assert_eq!(
+        (first.restarts, second.restarts, third.restarts),
+        (0, 0, 0),
+        "nothing had to be started twice"
+    );
+
+    // In the right order nothing is left: first what uses devices, then the release.
+    stage.cluster.kubectl(&["delete", "pod", "basic"]).await?;
+    stage
+        .until("the claims are gone", async || {
+            Ok(claims(&stage).await?.is_empty())
+        })
+        .await?;
+    stage
+        .helm(&["uninstall", "drayman", "--namespace", "drayman", "--wait"])
+        .await?;
+    stage
+        .until("the pods have ended", async || {
+            let pods = ["get", "pods", "--namespace=drayman", "--output=name"];
+            Ok(stage.cluster.kubectl(&pods).await?.is_empty())
+        })
+        .await?;
+    let kinds = "deployments,daemonsets,pods,configmaps,serviceaccounts,roles,rolebindings,jobs";
+    for (kinds, scope) in [
+        (kinds, "--namespace=drayman"),
+        (
+            "clusterroles,clusterrolebindings,resourceclasses,deviceclassparameters",
+            "--all-namespaces",
+        ),
+        (
+            "validatingadmissionpolicies,validatingadmissionpolicybindings",
+            "--all-namespaces",
+        ),
+    ] {
+        let left = stage
+            .cluster
+            .kubectl(&[
+                "get",
+                kinds,
+                scope,
+                "--output=name",
+                "--selector=app.kubernetes.io/instance=drayman",
+            ])
+            .await?;
+        assert_eq!(left, "", "nothing of the release is left");
+    }
+    let crds = stage
+        .cluster
+        .kubectl(&["get", "customresourcedefinitions", "--output=name"])
+        .await?;
+    assert_eq!(
+        crds.lines().count(),
+        3,
+        "the definitions stay, and what users wrote with them: {crds}"
+    );
+    let left = files(&stage, 0)?;
+    let sockets: Vec<_> = left
+        .iter()
+        .filter(|file| file.ends_with(".sock") || file.contains("cdi/"))
+        .collect();
+    assert!(sockets.is_empty(), "{left:?}");
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_release_that_was_removed_too_early_is_installed_again_and_all_of_it_ends() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let values = chart("ci/one-kind-values.yaml");
+    stage.deploy("install", &values, &[]).await?;
+    stage.apply(&template("test", "test")).await?;
+    stage.apply(&pod("left", &["test"])).await?;
+    stage.running("left").await?;
+    let devices = stage.devices("left").await?;
+
+    stage
+        .helm(&["uninstall", "drayman", "--namespace", "drayman", "--wait"])
+        .await?;
+    // The pod runs on with its device. It only cannot end.
+    assert_eq!(stage.devices("left").await?, devices);
+    stage
+        .cluster
+        .kubectl(&["delete", "pod", "left", "--wait=false"])
+        .await?;
+    stage
+        .until("kubelet says why the pod does not end", async || {
+            let said = "plugin name drayman.dev not found in the list of registered DRA plugins";
+            let log = stage.cluster.log("node-0-kubelet")?;
+            Ok(log
+                .lines()
+                .any(|line| line.contains(said) && line.contains("default/left")))
+        })
+        .await?;
+    let finalizers = stage
+        .field(&["resourceclaims"], ".items[0].metadata.finalizers")
+        .await?;
+    ensure!(
+        finalizers.contains("drayman.dev/deletion-protection"),
+        "{finalizers}"
+    );
+
+    // The way out: what is missing is put back.
+    stage.deploy("install", &values, &[]).await?;
+    stage
+        .until("the pod has ended", async || {
+            Ok(stage
+                .cluster
+                .kubectl(&["get", "pods", "--output=name"])
+                .await?
+                .is_empty())
+        })
+        .await?;
+    stage
+        .until("its claim is gone", async || Ok(claims(&stage).await?.is_empty()))
+        .await?;
+    ensure!(
+        files(&stage, 0)?.iter().all(|file| !file.contains("claim_")),
+        "{:?}",
+        files(&stage, 0)?
+    );
+    // And its device is free: three pods find three devices.
+    for name in ["a", "b", "c"] {
+        stage.apply(&pod(name, &["test"])).await?;
+    }
+    let mut seen = BTreeSet::new();
+    for name in ["a", "b", "c"] {
+        stage.running(name).await?;
+        seen.extend(stage.devices(name).await?.into_values());
+    }
+    assert_eq!(seen.len(), 3);
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_drained_node_gives_its_devices_back_and_serves_again_afterwards() -> anyhow::Result<()> {
+    let stage = Stage::start(2).await?;
+    stage
+        .deploy(
+            "install",
+            &chart("ci/one-kind-values.yaml"),
+            &["--set=controller.replicas=2"],
+        )
+        .await?;
+    for node in ["node-0", "node-1"] {
+        stage.ready(&format!("{node}.drayman.dev")).await?;
+    }
+    stage.apply(&template("test", "test")).await?;
+    let deployment = json!({
+        "apiVersion": "apps/v1", "kind": "Deployment", "metadata": { "name": "app", "namespace": "default" },
+        "spec": { "replicas": 1, "selector": { "matchLabels": { "app": "app" } }, "template": {
+            "metadata": { "labels": { "app": "app" } }, "spec": pod("app", &["test"])["spec"] } },
+    });
+    stage.apply(&deployment).await?;
+    let wait = ["rollout", "status", "deployment/app", "--timeout=180s"];
+    stage.cluster.kubectl(&wait).await?;
+    let place = |stage: &Stage| {
+        let cluster = stage.cluster.client();
+        async move {
+            use k8s_openapi::api::core::v1::Pod;
+            use kube::api::{Api, ListParams};
+            let pods = Api::<Pod>::namespaced(cluster, "default")
+                .list(&ListParams::default().labels("app=app"))
+                .await?;
+            let living = pods.items.into_iter().find(|pod| {
+                pod.metadata.deletion_timestamp.is_none()
+                    && pod.status.as_ref().and_then(|status| status.phase.as_deref()) == Some("Running")
+            });
+            anyhow::Ok(living.and_then(|pod| Some((pod.metadata.name?, pod.spec?.node_name?))))
+        }
+    };
+    let (_, drained) = place(&stage).await?.unwrap_or_default();
+    ensure!(!drained.is_empty());
+
+    let drain = [
+        "drain",
+        &drained,
+        "--ignore-daemonsets",
+        "--delete-emptydir-data",
+        "--timeout=180s",
+    ];
+    println!("{}", stage.cluster.kubectl(&drain).await?);
+    stage
+        .until("the pod runs on the other node", async || {
+            Ok(place(&stage).await?.is_some_and(|(_, node)| node != drained))
+        })
+        .await?;
+    let (name, _) = place(&stage).await?.unwrap_or_default();
+    stage.running(&name).await?;
+    assert_eq!(stage.devices(&name).await?.len(), 1);
+    stage
+        .until("one claim is left, that of the new pod", async || {
+            Ok(claims(&stage).await?.lines().count() == 1)
+        })
+        .await?;
+    // The companion stayed: it had to take back what pods on the node held.
+    stage.ready(&format!("{drained}.drayman.dev")).await?;
+    let number = usize::from(drained == "node-1");
+    ensure!(files(&stage, number)?.iter().all(|file| !file.contains("claim_")));
+
+    stage.cluster.kubectl(&["uncordon", &drained]).await?;
+    let mut pinned = pod("pinned", &["test"]);
+    pinned["spec"]["nodeSelector"] = json!({ "kubernetes.io/hostname": drained });
+    stage.apply(&pinned).await?;
+    stage.running("pinned").await?;
+    assert_eq!(stage.devices("pinned").await?.len(), 1);
+    stage.rolled_out("drayman", "drayman").await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn two_releases_with_names_of_their_own_serve_one_pod_side_by_side() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    // The last of the devices belongs to the second release.
+    let node = stage.cluster.node(0);
+    node.remove("/dev/drayman-test-2")?;
+    node.make_device("/dev/drayman-other", 1, 9)?;
+    stage
+        .deploy("install", &chart("ci/one-kind-values.yaml"), &[])
+        .await?;
+
+    let chart = chart("");
+    let chart = chart.to_str().unwrap_or_default();
+    stage.namespace("other", "privileged").await?;
+    let install = |name: &'static str| {
+        let name = format!("--set=driverName={name}");
+        let stage = &stage;
+        async move {
+            let mut arguments = vec!["install", "other", chart, "--namespace", "other", &name];
+            arguments.extend([
+                "--set=crds.upgrade=false",
+                "--set=deviceKinds[0].name=other",
+                "--set=deviceKinds[0].paths[0]=/dev/drayman-other",
+                "--set=classes[0].name=other",
+                "--set=classes[0].kind=other",
+            ]);
+            stage.helm(&arguments).await
+        }
+    };
+    let same = install("drayman.dev")
+        .await
+        .expect_err("the same driver name")
+        .to_string();
+    ensure!(
+        same.contains(
+            "The driver name drayman.dev is served by the release drayman in the namespace drayman already"
+        ) && same.contains("set driverName to another name"),
+        "{same}"
+    );
+    install("other.example.com").await?;
+    stage.rolled_out("other", "other-drayman").await?;
+    stage.ready("node-0.drayman.dev").await?;
+    stage.ready("node-0.other.example.com").await?;
+
+    stage.apply(&template("test", "test")).await?;
+    stage.apply(&template("other", "other")).await?;
+    stage.apply(&pod("both", &["test", "other"])).await?;
+    stage.running("both").await?;
+    let devices: BTreeSet<String> = stage.devices("both").await?.into_values().collect();
+    assert_eq!(devices.len(), 2, "{devices:?}");
+    ensure!(devices.contains("/dev/drayman-other"), "{devices:?}");
+    stage.cluster.kubectl(&["delete", "pod", "both"]).await?;
+    stage
+        .until("the claims are gone", async || {
+            Ok(claims(&stage).await?.is_empty())
+        })
+        .await?;
+
+    // One goes, and the other does not notice.
+    let before = (
+        stage.run_of("drayman", CONTROLLER).await?,
+        stage.run_of("drayman", COMPANION).await?,
+    );
+    stage
+        .helm(&["uninstall", "other", "--namespace", "other", "--wait"])
+        .await?;
+    stage.apply(&pod("one", &["test"])).await?;
+    stage.running("one").await?;
+    assert_eq!(stage.devices("one").await?.len(), 1);
+    let after = (
+        stage.run_of("drayman", CONTROLLER).await?,
+        stage.run_of("drayman", COMPANION).await?,
+    );
+    assert_eq!(before, after);
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn the_program_finds_the_api_server_by_a_name_although_its_image_has_no_library() -> anyhow::Result<()>
+{
+    let stage = Stage::start(1).await?;
+    // A static program looks names up with what of the C library is in it. The hosts file is one way, and the pod has one.
+    let mut pod = pod("by-name", &[]);
+    let spec = &mut pod["spec"];
+    spec["hostAliases"] = json!([{ "ip": "10.96.0.1", "hostnames": ["kubernetes.default.svc"] }]);
+    spec["restartPolicy"] = json!("Never");
+    spec["automountServiceAccountToken"] = json!(true);
+    spec["containers"][0] = json!({
+        "name": "main", "image": crate::image::NAME, "imagePullPolicy": "Never", "args": ["crds", "--apply"],
+        "env": [{ "name": "KUBERNETES_SERVICE_HOST", "value": "kubernetes.default.svc" }],
+    });
+    stage
+        .cluster
+        .kubectl(&[
+            "create",
+            "clusterrolebinding",
+            "all",
+            "--clusterrole=cluster-admin",
+            "--serviceaccount=default:default",
+        ])
+        .await?;
+    stage.apply(&pod).await?;
+    stage
+        .until("the pod has ended", async || {
+            let phase = stage.field(&["pod", "by-name"], ".status.phase").await?;
+            Ok(phase == "Succeeded" || phase == "Failed")
+        })
+        .await?;
+    let said = stage.cluster.kubectl(&["logs", "by-name"]).await?;
+    assert_eq!(
+        said,
+        "nodeinventories.drayman.dev is served\ndeviceclassparameters.drayman.dev is served\n\
+         deviceclaimparameters.drayman.dev is served\n"
+    );
+    stage.cluster.stop().await
+}

@@ -1,0 +1,16 @@
+//! The chart: its values and what is rendered from them, what the API server says to that, and releases that are installed,
+//! upgraded, rolled back and removed on real nodes, with the image that `hack/image` makes.
+//!
+//! Helm itself is what renders and installs; the harness builds it.
+
+#[path = "../harness/mod.rs"]
+mod harness;
+
+mod admitted;
+mod chart;
+mod image;
+mod life;
+mod refused;
+mod rendered;
+mod stage;
+mod values;

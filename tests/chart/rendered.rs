@@ -1,0 +1,453 @@
+//! What is rendered: rights, pods, mounts, flags, the configuration.
+
+use std::collections::BTreeSet;
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+use crate::chart::{arguments, chart, object, objects, pod_spec, render, repository, text, variants};
+
+fn one_kind() -> Vec<Value> {
+    render(Some(&chart("ci/one-kind-values.yaml")), &[])
+}
+
+/// Rules with lists in one order, one verb and resource each: what they allow, however it is written.
+fn allowed(role: &Value) -> BTreeSet<String> {
+    let mut allowed = BTreeSet::new();
+    let list = |value: &Value| -> Vec<String> {
+        value
+            .as_array()
+            .into_iter()
+            .flatten()
+            .map(|text| text.as_str().expect("a text").to_owned())
+            .collect()
+    };
+    for rule in role["rules"].as_array().expect("rules") {
+        for group in list(&rule["apiGroups"]) {
+            for resource in list(&rule["resources"]) {
+                for verb in list(&rule["verbs"]) {
+                    allowed.insert(format!(
+                        "{verb} {resource}.{group} {:?}",
+                        list(&rule["resourceNames"])
+                    ));
+                }
+            }
+        }
+    }
+    assert!(!allowed.is_empty());
+    allowed
+}
+
+#[test]
+fn the_roles_are_those_with_which_the_programs_are_tested() {
+    let installed = one_kind();
+    let tested = objects(&std::fs::read_to_string(repository("hack/rbac.yaml")).expect("hack/rbac.yaml"));
+    for (kind, ours, theirs) in [
+        ("ClusterRole", "drayman-controller.drayman", "drayman-controller"),
+        ("ClusterRole", "drayman-node.drayman", "drayman-node"),
+        ("Role", "drayman-controller", "drayman-controller"),
+    ] {
+        assert_eq!(
+            allowed(object(&installed, kind, ours)),
+            allowed(object(&tested, kind, theirs)),
+            "{kind} {ours}"
+        );
+    }
+}
+
+#[test]
+fn no_role_has_a_wildcard_or_reads_secrets_or_makes_or_deletes_what_is_users_own() {
+    for variant in variants() {
+        let rendered = render(Some(&variant), &[]);
+        let roles = rendered
+            .iter()
+            .filter(|object| object["kind"] == "ClusterRole" || object["kind"] == "Role");
+        for role in roles {
+            let name = &role["metadata"]["name"];
+            assert!(!role["rules"].to_string().contains('*'), "{name} of {variant:?}");
+            let of_users = role["metadata"]["labels"].as_object().is_some_and(|labels| {
+                labels
+                    .keys()
+                    .any(|label| label.starts_with("rbac.authorization.k8s.io/aggregate-to-"))
+            });
+            for right in allowed(role) {
+                assert!(!right.contains(" secrets."), "{name} of {variant:?}: {right}");
+                let writes = right.starts_with("create ") || right.starts_with("delete");
+                let harmless = right.contains("leases.")
+                    || right.contains("events.")
+                    || right.contains("nodeinventories.");
+                assert!(of_users || !writes || harmless, "{name} of {variant:?}: {right}");
+                // Somebody who may bind or escalate may do everything.
+                for verb in ["bind ", "escalate ", "impersonate "] {
+                    assert!(!right.starts_with(verb), "{name} of {variant:?}: {right}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_components_have_accounts_of_their_own_and_each_has_its_own_role() {
+    let installed = one_kind();
+    for component in ["controller", "node"] {
+        let binding = object(
+            &installed,
+            "ClusterRoleBinding",
+            &format!("drayman-{component}.drayman"),
+        );
+        assert_eq!(
+            binding["subjects"],
+            json!([{ "kind": "ServiceAccount", "name": format!("drayman-{component}"), "namespace": "drayman" }])
+        );
+        object(&installed, "ServiceAccount", &format!("drayman-{component}"));
+    }
+}
+
+#[test]
+fn no_pod_has_more_privileges_than_it_needs() {
+    for variant in variants() {
+        for owner in render(Some(&variant), &[]) {
+            let Some(spec) = pod_spec(&owner) else { continue };
+            let what = format!("{} {} of {variant:?}", owner["kind"], owner["metadata"]["name"]);
+            for shared in ["hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"] {
+                assert!(spec[shared].is_null(), "{what}: {shared}");
+            }
+            let pod = &spec["securityContext"];
+            assert_eq!(
+                pod["seccompProfile"],
+                json!({ "type": "RuntimeDefault" }),
+                "{what}"
+            );
+            for container in spec["containers"].as_array().expect("containers") {
+                let security = &container["securityContext"];
+                assert_eq!(security["capabilities"], json!({ "drop": ["ALL"] }), "{what}");
+                assert_eq!(security["allowPrivilegeEscalation"], false, "{what}");
+                assert_eq!(security["readOnlyRootFilesystem"], true, "{what}");
+                assert!(security["privileged"].is_null(), "{what}");
+                assert!(
+                    container["resources"]["limits"].is_object()
+                        || variant.ends_with("ci/everything-values.yaml"),
+                    "{what}"
+                );
+            }
+            let volumes = spec["volumes"].as_array().cloned().unwrap_or_default();
+            if owner["kind"] == "DaemonSet" {
+                assert_eq!(pod["runAsUser"], 0, "{what}");
+            } else {
+                assert_eq!(pod["runAsNonRoot"], true, "{what}");
+                assert!(volumes.is_empty(), "{what}: {volumes:?}");
+            }
+        }
+    }
+}
+
+/// Paths of the host in the companion's pods, with whether they can be written.
+fn host_paths(daemon_set: &Value) -> BTreeSet<String> {
+    let spec = pod_spec(daemon_set).expect("pods");
+    let mounts = spec["containers"][0]["volumeMounts"].as_array().expect("mounts");
+    let volumes = spec["volumes"].as_array().expect("volumes");
+    volumes
+        .iter()
+        .filter_map(|volume| {
+            let path = volume["hostPath"]["path"].as_str()?;
+            let mount = mounts
+                .iter()
+                .find(|mount| mount["name"] == volume["name"])
+                .expect("a mount for each volume");
+            let mode = if mount["readOnly"] == true {
+                "read"
+            } else {
+                "write"
+            };
+            Some(format!(
+                "{mode} {path} at {}",
+                mount["mountPath"].as_str().expect("a path")
+            ))
+        })
+        .collect()
+}
+
+#[test]
+fn mounts_and_flags_follow_from_one_root_of_kubelet() {
+    let with = |arguments: &[&str]| render(Some(&chart("ci/one-kind-values.yaml")), arguments);
+    let usual = one_kind();
+    let usual = object(&usual, "DaemonSet", "drayman-node");
+    assert_eq!(
+        host_paths(usual),
+        [
+            "read /dev at /host/dev",
+            "read /proc/1/mountinfo at /host/mountinfo",
+            "write /var/lib/kubelet/plugins/drayman.dev at /var/lib/kubelet/plugins/drayman.dev",
+            "write /var/lib/kubelet/plugins_registry at /var/lib/kubelet/plugins_registry",
+            "write /var/run/cdi at /var/run/cdi",
+        ]
+        .map(str::to_owned)
+        .into()
+    );
+    let moved = with(&[
+        "--set=node.kubeletRoot=/var/lib/k0s/kubelet",
+        "--set=node.cdiRoot=/etc/cdi",
+        "--set=driverName=other.example.com",
+        "--set=deviceKinds[1].name=camera",
+        "--set=deviceKinds[1].mode=extended-resource",
+        "--set=deviceKinds[1].resourceName=example.com/camera",
+        "--set=deviceKinds[1].paths[0]=/dev/video0",
+    ]);
+    let moved = object(&moved, "DaemonSet", "drayman-node");
+    assert_eq!(
+        host_paths(moved),
+        [
+            "read /dev at /host/dev",
+            "read /proc/1/mountinfo at /host/mountinfo",
+            "write /etc/cdi at /etc/cdi",
+            "write /var/lib/k0s/kubelet/plugins/other.example.com at /var/lib/k0s/kubelet/plugins/other.example.com",
+            "write /var/lib/k0s/kubelet/plugins_registry at /var/lib/k0s/kubelet/plugins_registry",
+            // It does not move with the root, and is mounted only where there are extended resources.
+            "write /var/lib/kubelet/device-plugins at /var/lib/kubelet/device-plugins",
+        ]
+        .map(str::to_owned)
+        .into()
+    );
+    let flags = arguments(pod_spec(moved).expect("pods"));
+    for flag in [
+        "--driver-name=other.example.com",
+        "--kubelet-root-dir=/var/lib/k0s/kubelet",
+        "--device-plugin-dir=/var/lib/kubelet/device-plugins",
+        "--cdi-root=/etc/cdi",
+        "--dev-root=/host/dev",
+        "--mountinfo=/host/mountinfo",
+    ] {
+        assert!(flags.contains(&flag.to_owned()), "{flag} in {flags:?}");
+    }
+}
+
+/// Runs the program as a container would, but where there is no cluster, and returns what it says.
+fn program(arguments: &[String]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_drayman"))
+        .args(arguments)
+        .env_clear()
+        .env("NODE_NAME", "node")
+        .output()
+        .expect("the program starts");
+    String::from_utf8(output.stderr).expect("UTF-8")
+}
+
+#[test]
+fn the_program_takes_the_flags_and_the_configuration_of_every_variant() {
+    let mut seen = BTreeSet::new();
+    for variant in variants() {
+        let rendered = render(Some(&variant), &[]);
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = directory.path().join("node.yaml");
+        for owner in &rendered {
+            if owner["kind"] == "ConfigMap" {
+                let configuration = owner["data"]["node.yaml"].as_str().expect("a configuration");
+                std::fs::write(&file, configuration).expect("written");
+            }
+        }
+        for owner in &rendered {
+            let Some(spec) = pod_spec(owner) else { continue };
+            let mut arguments = arguments(spec);
+            seen.insert(arguments[0].clone());
+            if arguments[0] == "version" {
+                continue;
+            }
+            for argument in &mut arguments {
+                *argument = argument.replace("/etc/drayman/node.yaml", file.to_str().expect("UTF-8"));
+            }
+            // The file is read before the API server is looked for, so this is reached only if all is right.
+            let said = program(&arguments);
+            assert!(
+                said.starts_with("error: no API server"),
+                "{variant:?}: {arguments:?}: {said}"
+            );
+        }
+    }
+    assert_eq!(
+        seen,
+        ["controller", "crds", "node", "version"]
+            .map(str::to_owned)
+            .into()
+    );
+    let wrong = program(&["node".into(), "--config=/nowhere".into()]);
+    assert!(wrong.contains("/nowhere"), "{wrong}");
+}
+
+#[test]
+fn selectors_stay_the_same_from_release_to_release() {
+    for variant in variants() {
+        for owner in render(Some(&variant), &[]) {
+            let selector = &owner["spec"]["selector"]["matchLabels"];
+            let Some(selector) = selector.as_object() else {
+                continue;
+            };
+            let keys: Vec<_> = selector.keys().map(String::as_str).collect();
+            assert_eq!(
+                keys,
+                [
+                    "app.kubernetes.io/component",
+                    "app.kubernetes.io/instance",
+                    "app.kubernetes.io/name"
+                ],
+                "{} of {variant:?}",
+                owner["kind"]
+            );
+            if let Some(labels) = owner["spec"]["template"]["metadata"]["labels"].as_object() {
+                for (key, value) in selector {
+                    assert_eq!(labels.get(key), Some(value));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_object_says_to_which_release_it_belongs_and_is_in_its_namespace() {
+    const CLUSTER_WIDE: [&str; 6] = [
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "DeviceClassParameters",
+        "ResourceClass",
+        "ValidatingAdmissionPolicy",
+        "ValidatingAdmissionPolicyBinding",
+    ];
+    for variant in variants() {
+        for object in render(Some(&variant), &[]) {
+            let what = format!("{} {} of {variant:?}", object["kind"], object["metadata"]["name"]);
+            let labels = &object["metadata"]["labels"];
+            assert_eq!(labels["app.kubernetes.io/instance"], "drayman", "{what}");
+            assert_eq!(labels["app.kubernetes.io/managed-by"], "Helm", "{what}");
+            let kind = object["kind"].as_str().expect("a kind");
+            let namespace = object["metadata"]["namespace"].as_str();
+            let expected = (!CLUSTER_WIDE.contains(&kind)).then_some("drayman");
+            assert_eq!(namespace, expected, "{what}");
+        }
+    }
+}
+
+#[test]
+fn releases_of_one_name_in_two_namespaces_have_no_object_in_common() {
+    let names = |namespace: &str| -> BTreeSet<String> {
+        render(None, &["--namespace", namespace])
+            .iter()
+            .filter(|object| object["metadata"]["namespace"].is_null())
+            .map(|object| format!("{} {}", object["kind"], object["metadata"]["name"]))
+            .collect()
+    };
+    let (one, other) = (names("one"), names("other"));
+    assert!(one.len() > 5 && one.is_disjoint(&other), "{one:?} {other:?}");
+}
+
+#[test]
+fn a_changed_configuration_replaces_the_companions_and_nothing_else_does() {
+    let annotation = |arguments: &[&str]| {
+        let rendered = render(Some(&chart("ci/one-kind-values.yaml")), arguments);
+        object(&rendered, "DaemonSet", "drayman-node")["spec"]["template"]["metadata"]["annotations"].clone()
+    };
+    let before = annotation(&[]);
+    assert_eq!(annotation(&["--set=controller.replicas=2"]), before);
+    assert_ne!(annotation(&["--set=deviceKinds[0].permissions=r"]), before);
+}
+
+#[test]
+fn without_a_lease_no_second_controller_is_started_during_an_update() {
+    let strategy = |elects: &str| {
+        let rendered = render(
+            None,
+            &[&format!("--set=controller.leaderElection.enabled={elects}")],
+        );
+        let roles = rendered.iter().filter(|object| object["kind"] == "Role").count();
+        let controller = object(&rendered, "Deployment", "drayman-controller");
+        let elects = arguments(pod_spec(controller).expect("pods")).contains(&"--leader-elect".to_owned());
+        (controller["spec"]["strategy"]["type"].clone(), elects, roles)
+    };
+    assert_eq!(strategy("true"), (json!("RollingUpdate"), true, 1));
+    assert_eq!(strategy("false"), (json!("Recreate"), false, 0));
+}
+
+#[test]
+fn an_admission_policy_is_made_where_tokens_name_their_node() {
+    let has = |arguments: &[&str]| {
+        render(None, arguments)
+            .iter()
+            .any(|object| object["kind"] == "ValidatingAdmissionPolicy")
+    };
+    assert!(has(&["--kube-version", "1.30.0"]));
+    assert!(!has(&["--kube-version", "1.29.9"]));
+    assert!(!has(&["--set=admissionPolicy.enabled=never"]));
+    assert!(!has(&["--set=node.enabled=false"]));
+}
+
+#[test]
+fn the_definitions_that_helm_installs_are_those_of_the_program() {
+    let installed: Vec<Value> = render(None, &["--include-crds"])
+        .into_iter()
+        .filter(|object| object["kind"] == "CustomResourceDefinition")
+        .collect();
+    let printed = Command::new(env!("CARGO_BIN_EXE_drayman"))
+        .arg("crds")
+        .output()
+        .expect("the program starts");
+    let mut printed = objects(&String::from_utf8(printed.stdout).expect("UTF-8"));
+    printed.sort_by_key(|definition| definition["metadata"]["name"].to_string());
+    assert_eq!(installed, printed);
+    let names: BTreeSet<&str> = printed
+        .iter()
+        .filter_map(|definition| definition["metadata"]["name"].as_str())
+        .collect();
+    // The Job that brings them up to date may touch these and no other.
+    let rendered = one_kind();
+    let role = object(&rendered, "ClusterRole", "drayman-crds.drayman");
+    let rules = role["rules"].as_array().expect("rules");
+    assert_eq!(rules.len(), 1);
+    let allowed: BTreeSet<&str> = rules[0]["resourceNames"]
+        .as_array()
+        .expect("names")
+        .iter()
+        .filter_map(Value::as_str)
+        .collect();
+    assert_eq!(allowed, names);
+}
+
+#[test]
+fn the_image_is_named_by_its_digest_if_there_is_one_and_else_by_its_tag() {
+    let image = |arguments: &[&str]| {
+        let rendered = render(None, arguments);
+        let pods = pod_spec(object(&rendered, "Deployment", "drayman-controller")).expect("pods");
+        pods["containers"][0]["image"]
+            .as_str()
+            .expect("an image")
+            .to_owned()
+    };
+    let version = env!("CARGO_PKG_VERSION");
+    assert_eq!(image(&[]), format!("localhost/drayman:{version}"));
+    assert_eq!(image(&["--set=image.tag=v2"]), "localhost/drayman:v2");
+    let digest = format!("sha256:{}", "0".repeat(64));
+    assert_eq!(
+        image(&["--set=image.tag=v2", &format!("--set=image.digest={digest}")]),
+        format!("localhost/drayman@{digest}")
+    );
+}
+
+#[test]
+fn the_chart_has_the_version_of_the_program() {
+    let about: Value = crate::chart::yaml(&chart("Chart.yaml"));
+    assert_eq!(about["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(about["appVersion"], env!("CARGO_PKG_VERSION"));
+}
+
+#[test]
+fn a_part_that_is_switched_off_leaves_nothing_of_it() {
+    let node = text(None, &["--set=node.enabled=false"]);
+    assert!(!node.contains("component: node") && node.contains("component: controller"));
+    let controller = text(Some(&chart("ci/extended-resources-values.yaml")), &[]);
+    assert!(controller.contains("component: node"));
+    assert!(!controller.contains("component: controller"));
+    assert!(!text(None, &["--set=crds.upgrade=false"]).contains("component: crds"));
+    let without_roles = render(None, &["--set=rbac.create=false", "--set=crds.upgrade=false"]);
+    assert!(
+        without_roles
+            .iter()
+            .all(|object| !object["kind"].as_str().unwrap_or_default().contains("Role"))
+    );
+}

@@ -1,0 +1,353 @@
+//! values.yaml, its schema and its documentation say the same, and a wrong value is refused by its name.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::{Map, Value, json};
+
+use crate::chart::{chart, refusal, yaml};
+
+fn schema() -> Value {
+    let text = std::fs::read_to_string(chart("values.schema.json")).expect("the schema");
+    serde_json::from_str(&text).expect("JSON")
+}
+
+/// The schema behind a reference.
+fn resolve<'a>(root: &'a Value, schema: &'a Value) -> &'a Value {
+    let reference = schema["allOf"][0]["$ref"].as_str().or(schema["$ref"].as_str());
+    reference.map_or(schema, |reference| {
+        let name = reference.trim_start_matches("#/definitions/");
+        let found = &root["definitions"][name];
+        assert!(found.is_object(), "{reference}");
+        found
+    })
+}
+
+/// Every value with its schema, by its path (`node/cdiRoot`).
+fn described(root: &Value) -> BTreeMap<String, Value> {
+    fn walk(root: &Value, schema: &Value, path: &str, found: &mut BTreeMap<String, Value>) {
+        let Some(properties) = schema["properties"].as_object() else {
+            return;
+        };
+        assert_eq!(
+            schema["additionalProperties"], false,
+            "{path} takes unknown values"
+        );
+        for (name, property) in properties {
+            let path = format!("{path}/{name}");
+            let description = property["description"].as_str().unwrap_or_default();
+            assert!(description.ends_with('.'), "{path} has no description");
+            found.insert(path.clone(), property.clone());
+            walk(root, resolve(root, property), &path, found);
+        }
+    }
+    let mut found = BTreeMap::new();
+    walk(root, root, "", &mut found);
+    found
+}
+
+/// Every value of a file by its path. Where the schema knows no names, the value counts as a whole.
+fn given(values: &Value, known: &BTreeMap<String, Value>) -> BTreeMap<String, Value> {
+    fn walk(
+        values: &Value,
+        path: &str,
+        known: &BTreeMap<String, Value>,
+        found: &mut BTreeMap<String, Value>,
+    ) {
+        let has_names = path.is_empty() || known.keys().any(|name| name.starts_with(&format!("{path}/")));
+        match values {
+            Value::Object(map) if has_names => {
+                for (name, value) in map {
+                    let path = format!("{path}/{name}");
+                    found.insert(path.clone(), value.clone());
+                    walk(value, &path, known, found);
+                }
+            }
+            _ => {}
+        }
+    }
+    let mut found = BTreeMap::new();
+    walk(values, "", known, &mut found);
+    found
+}
+
+#[test]
+fn every_value_has_a_default_a_schema_and_an_explanation() {
+    let root = schema();
+    let known = described(&root);
+    let mut given: BTreeSet<String> = given(&yaml(&chart("values.yaml")), &known).into_keys().collect();
+    // A container's limits name no CPU by default, and lists are empty: there is nothing below them.
+    given.extend(
+        known
+            .keys()
+            .filter(|path| path.starts_with("/node/seLinuxOptions/"))
+            .cloned(),
+    );
+    let known: BTreeSet<String> = known.into_keys().collect();
+    assert_eq!(
+        (
+            known.difference(&given).collect::<Vec<_>>(),
+            given.difference(&known).collect::<Vec<_>>()
+        ),
+        (vec![], vec![]),
+        "in the schema alone, in values.yaml alone"
+    );
+
+    // In values.yaml a comment stands before every value that is not only a group.
+    let text = std::fs::read_to_string(chart("values.yaml")).expect("values.yaml");
+    let mut comment = false;
+    for line in text.lines() {
+        let name = line.trim_start().split_once(':').map(|(name, _)| name);
+        if line.trim_start().starts_with("# --") {
+            comment = true;
+        } else if line.trim_start().starts_with('#') || line.trim().is_empty() || line.contains("- ") {
+            continue;
+        } else if let Some(name) = name {
+            let group = line.trim_end().ends_with(':');
+            let of_resources = [
+                "cpu",
+                "memory",
+                "effect",
+                "operator",
+                "topologyKey",
+                "whenUnsatisfiable",
+            ];
+            assert!(
+                comment || group || of_resources.contains(&name),
+                "no comment before {line}"
+            );
+            comment = false;
+        }
+    }
+}
+
+#[test]
+fn one_variant_gives_every_value() {
+    let root = schema();
+    let known = described(&root);
+    let everything = given(&yaml(&chart("ci/everything-values.yaml")), &known);
+    let missing: Vec<_> = known
+        .keys()
+        .filter(|path| !everything.contains_key(*path) && !path.starts_with("/node/seLinuxOptions/"))
+        .collect();
+    assert!(
+        missing
+            .iter()
+            .all(|path| path.ends_with("/requests") || path.ends_with("/limits")),
+        "{missing:?}"
+    );
+}
+
+/// Puts a value at a path into an object.
+fn put(values: &mut Value, path: &str, value: Value) {
+    let mut at = values;
+    for name in path.trim_start_matches('/').split('/') {
+        if !at.is_object() {
+            *at = Value::Object(Map::new());
+        }
+        at = &mut at[name];
+    }
+    *at = value;
+}
+
+/// What Helm says to these values, each of which must be named in it.
+fn assert_each_refused(values: &Value, paths: &[String], what: &str) {
+    let file = tempfile::NamedTempFile::with_suffix(".json").expect("a file");
+    std::fs::write(file.path(), values.to_string()).expect("written");
+    let said = refusal(Some(file.path()), &[]);
+    for path in paths {
+        assert!(
+            said.contains(&format!("at '{path}")),
+            "{what} at {path} is not refused: {said}"
+        );
+    }
+    println!("{} values refused as {what}", paths.len());
+}
+
+#[test]
+fn a_value_of_another_type_is_refused_by_name() {
+    let root = schema();
+    let known = described(&root);
+    let mut values = json!({});
+    let mut paths = Vec::new();
+    for path in known.keys() {
+        // Of a group everything below is tried instead.
+        let group = known.keys().any(|other| other.starts_with(&format!("{path}/")));
+        if group || path == "/global" {
+            continue;
+        }
+        // No value is a list of lists.
+        put(&mut values, path, json!([[]]));
+        paths.push(path.clone());
+    }
+    assert!(paths.len() > 60, "{}", paths.len());
+    assert_each_refused(&values, &paths, "a list of lists");
+}
+
+#[test]
+fn an_unknown_value_is_refused_wherever_it_stands() {
+    let root = schema();
+    let known = described(&root);
+    let mut values = json!({});
+    let mut groups: BTreeSet<String> = known
+        .keys()
+        .filter_map(|path| path.rsplit_once('/').map(|(group, _)| group.to_owned()))
+        .collect();
+    groups.retain(|group| !group.is_empty());
+    for group in &groups {
+        put(&mut values, &format!("{group}/unknown"), json!(1));
+    }
+    assert!(groups.len() > 12, "{groups:?}");
+    let groups: Vec<String> = groups.into_iter().collect();
+    assert_each_refused(&values, &groups, "unknown");
+    let said = refusal(None, &["--set=unknown=1"]);
+    assert!(
+        said.contains("additional properties 'unknown' not allowed"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_value_that_the_program_or_kubernetes_would_refuse_is_refused_before() {
+    let wrong = [
+        ("/driverName", json!("Not_A_Name")),
+        ("/fullnameOverride", json!("a.b")),
+        ("/image/repository", json!("has spaces")),
+        ("/image/tag", json!("has/slash")),
+        ("/image/digest", json!("sha256:short")),
+        ("/image/pullPolicy", json!("Sometimes")),
+        ("/logging/format", json!("xml")),
+        ("/logging/verbosity", json!(10)),
+        ("/admissionPolicy/enabled", json!("maybe")),
+        ("/networkPolicy/apiServerPorts/0", json!([70000])),
+        ("/controller/replicas", json!(0)),
+        ("/controller/driverCallTimeout", json!("30")),
+        ("/controller/leaderElection/leaseDuration", json!("soon")),
+        ("/controller/podDisruptionBudget/maxUnavailable", json!(0)),
+        ("/controller/env/0", json!([{ "value": "x" }])),
+        (
+            "/controller/tolerations/0/operator",
+            json!([{ "operator": "Like" }]),
+        ),
+        (
+            "/controller/topologySpreadConstraints/0",
+            json!([{ "maxSkew": 1 }]),
+        ),
+        ("/controller/resources/limits/memory", json!({ "memory": "much" })),
+        ("/node/kubeletRoot", json!("/var/../etc")),
+        ("/node/cdiRoot", json!("relative")),
+        ("/node/devicePluginDir", json!("/")),
+        ("/node/updateStrategy/type", json!("Recreate")),
+        ("/node/updateStrategy/maxUnavailable", json!("0%")),
+    ];
+    let mut values = json!({});
+    let mut paths = Vec::new();
+    for (path, value) in wrong {
+        let place = path
+            .trim_end_matches("/operator")
+            .trim_end_matches("/memory")
+            .trim_end_matches("/0");
+        put(&mut values, place, value);
+        paths.push(path.to_owned());
+    }
+    assert_each_refused(&values, &paths, "wrong");
+
+    let kinds = [
+        ("/name", json!({ "name": "No", "paths": ["/dev/x"] })),
+        ("/paths", json!({ "name": "a", "paths": [] })),
+        ("/paths/0", json!({ "name": "a", "paths": ["/etc/passwd"] })),
+        (
+            "/paths/0",
+            json!({ "name": "a", "paths": ["/dev/../etc/passwd"] }),
+        ),
+        ("/paths/0", json!({ "name": "a", "paths": ["/dev/**"] })),
+        (
+            "/mode",
+            json!({ "name": "a", "paths": ["/dev/x"], "mode": "both" }),
+        ),
+        (
+            "",
+            json!({ "name": "a", "paths": ["/dev/x"], "mode": "extended-resource" }),
+        ),
+        (
+            "",
+            json!({ "name": "a", "paths": ["/dev/x"], "resourceName": "example.com/x" }),
+        ),
+        (
+            "/resourceName",
+            json!({ "name": "a", "paths": ["/dev/x"], "mode": "extended-resource", "resourceName": "x" }),
+        ),
+        (
+            "/permissions",
+            json!({ "name": "a", "paths": ["/dev/x"], "permissions": "rr" }),
+        ),
+        (
+            "/permissions",
+            json!({ "name": "a", "paths": ["/dev/x"], "permissions": "x" }),
+        ),
+        ("", json!({ "name": "a", "paths": ["/dev/x"], "unknown": 1 })),
+    ];
+    let paths: Vec<String> = kinds
+        .iter()
+        .enumerate()
+        .map(|(index, (place, _))| format!("/deviceKinds/{index}{place}"))
+        .collect();
+    let values: Vec<Value> = kinds.into_iter().map(|(_, kind)| kind).collect();
+    assert_each_refused(&json!({ "deviceKinds": values }), &paths, "a wrong kind");
+
+    let classes = [
+        ("/name", json!({ "name": "No_Name", "kind": "a" })),
+        ("", json!({ "name": "a" })),
+        ("/policy", json!({ "name": "a", "kind": "a", "policy": "Best" })),
+        (
+            "/selectors/0",
+            json!({ "name": "a", "kind": "a", "selectors": ["true"] }),
+        ),
+        (
+            "/suitableNodes",
+            json!({ "name": "a", "kind": "a", "suitableNodes": { "matchLabels": {} } }),
+        ),
+    ];
+    let paths: Vec<String> = classes
+        .iter()
+        .enumerate()
+        .map(|(index, (place, _))| format!("/classes/{index}{place}"))
+        .collect();
+    let values: Vec<Value> = classes.into_iter().map(|(_, class)| class).collect();
+    assert_each_refused(&json!({ "classes": values }), &paths, "a wrong class");
+}
+
+/// What the schema lets through, the program takes: the two must not drift apart.
+#[test]
+fn the_schema_and_the_program_draw_the_same_line_around_a_kind() {
+    use drayman::node::config::NodeConfiguration;
+    let kinds = [
+        json!({ "name": "a", "paths": ["/dev/x"] }),
+        json!({ "name": "a", "paths": ["/dev/a-[0-9]/*.b?"], "permissions": "mr" }),
+        json!({ "name": "a", "paths": ["/dev/../x"] }),
+        json!({ "name": "a", "paths": ["/dev/**"] }),
+        json!({ "name": "a", "paths": ["/dev/"] }),
+        json!({ "name": "a", "paths": ["/x"] }),
+        json!({ "name": "A", "paths": ["/dev/x"] }),
+        json!({ "name": "a", "paths": ["/dev/x"], "permissions": "" }),
+        json!({ "name": "a", "paths": ["/dev/x"], "permissions": "rwr" }),
+        json!({ "name": "a", "paths": ["/dev/x"], "mode": "claims" }),
+        json!({ "name": "a", "paths": ["/dev/x"], "mode": "extended-resource" }),
+        json!({ "name": "a", "paths": ["/dev/x"], "mode": "extended-resource", "resourceName": "example.com/x" }),
+        json!({ "name": "a", "paths": ["/dev/x"], "resourceName": "example.com/x" }),
+        json!({ "name": "a", "paths": ["/dev/x"], "mode": "extended-resource", "resourceName": "nodomain" }),
+    ];
+    for kind in kinds {
+        let directory = tempfile::tempdir().expect("a directory");
+        let (values, file) = (
+            directory.path().join("values.json"),
+            directory.path().join("node.yaml"),
+        );
+        std::fs::write(&values, json!({ "deviceKinds": [kind] }).to_string()).expect("written");
+        let configuration =
+            json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeConfiguration", "kinds": [kind] });
+        std::fs::write(&file, configuration.to_string()).expect("written");
+        let schema = crate::chart::template(Some(&values), &[]).status.success();
+        let program = NodeConfiguration::read(&file).is_ok();
+        assert_eq!(schema, program, "the schema and the program on {kind}");
+    }
+}

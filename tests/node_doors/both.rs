@@ -1,0 +1,315 @@
+//! Kinds of mode both: pods of both sorts want the same few devices.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use drayman::api::resource::{Pod, ResourceClaim};
+use drayman::node::door::pod_resources::PodResourcesClient;
+use kube::api::{Api, DeleteParams, ListParams, PostParams};
+use serde_json::Value;
+
+use crate::harness::{Node, PATIENCE};
+use crate::look::{devices_inside, in_containers, pod_with_limit, wait_for_allocatable, wait_for_inventory};
+use crate::stage::{DRIVER, Stage, is_allocated, is_gone, is_running, pod_with_claim};
+
+const RESOURCE: &str = "drayman.dev/both";
+const CONFIGURATION: &str = "\
+apiVersion: drayman.dev/v1alpha1
+kind: NodeConfiguration
+kinds:
+- name: test
+  mode: both
+  resourceName: drayman.dev/both
+  paths: [\"/dev/drayman-test-*\"]
+";
+const PREFIX: &str = "drayman-test-";
+const MINORS: [u32; 3] = [5, 7, 8];
+
+/// Numbers that are the same for the same seed (splitmix64).
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % limit
+    }
+}
+
+fn environment(name: &str, default: u64) -> u64 {
+    std::env::var(name)
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .unwrap_or(default)
+}
+
+/// What was seen of devices in containers.
+#[derive(Default)]
+struct Watched {
+    looks: usize,
+    busy: usize,
+    last: BTreeMap<String, BTreeSet<String>>,
+}
+
+impl Watched {
+    /// Looks into the runtime. A container that is being taken down may be there for a moment beside its successor; two that are
+    /// seen twice, a while apart, are two.
+    fn look(&mut self, node: Node<'_>) {
+        let now = in_containers(node, PREFIX);
+        for (device, containers) in &now {
+            if containers.len() > 1 && self.last.get(device) == Some(containers) {
+                panic!("{device} is in two containers: {containers:?}");
+            }
+        }
+        self.looks += 1;
+        self.busy += now.len();
+        self.last = now;
+    }
+}
+
+#[tokio::test]
+async fn pods_of_both_sorts_that_come_and_go_never_share_a_device_and_leave_all_free() -> anyhow::Result<()> {
+    let seconds = environment("DRAYMAN_TEST_DOORS_SECONDS", 45);
+    let seed = environment("DRAYMAN_TEST_DOORS_SEED", 1);
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    for (number, minor) in MINORS.into_iter().enumerate() {
+        node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
+    }
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let mut companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, DRIVER, 3, 0).await?;
+    wait_for_allocatable(&stage, RESOURCE, "3").await?;
+
+    let (mut numbers, mut watched) = (Numbers(seed), Watched::default());
+    let mut pods: Vec<String> = Vec::new();
+    let mut outcomes: BTreeMap<String, usize> = BTreeMap::new();
+    let (start, mut made, mut killed) = (Instant::now(), 0, false);
+    while start.elapsed() < Duration::from_secs(seconds) {
+        watched.look(node);
+        match numbers.below(10) {
+            0..=2 if pods.len() < 6 => {
+                made += 1;
+                let name = format!("claims-{made}");
+                stage
+                    .pods()
+                    .create(&PostParams::default(), &pod_with_claim(&name)?)
+                    .await?;
+                pods.push(name);
+            }
+            3..=5 if pods.len() < 6 => {
+                made += 1;
+                let name = format!("plugged-{made}");
+                stage
+                    .pods()
+                    .create(&PostParams::default(), &pod_with_limit(&name, RESOURCE)?)
+                    .await?;
+                pods.push(name);
+            }
+            6..=9 if !pods.is_empty() => {
+                let index = usize::try_from(numbers.below(pods.len() as u64))?;
+                let name = pods.swap_remove(index);
+                *outcomes.entry(outcome(&stage, &name).await?).or_default() += 1;
+                stage.pods().delete(&name, &DeleteParams::default()).await?;
+            }
+            _ => {}
+        }
+        // Once, in the middle: what was only in memory is lost.
+        if !killed && start.elapsed() > Duration::from_secs(seconds / 2) {
+            killed = true;
+            companion.kill().await?;
+            companion = stage.companion(0, CONFIGURATION)?;
+        }
+        tokio::time::sleep(Duration::from_millis(150 + numbers.below(500))).await;
+    }
+    for name in &pods {
+        *outcomes.entry(outcome(&stage, name).await?).or_default() += 1;
+        stage.pods().delete(name, &DeleteParams::default()).await?;
+    }
+    println!(
+        "{made} pods in {seconds} s (seed {seed}): {outcomes:?}; {} looks, {} of them at devices in use",
+        watched.looks, watched.busy
+    );
+    assert!(watched.busy > 0 && made > 5, "something has happened");
+
+    // Everything is free in the end: no pod, no claim, no trace on the node, and all devices can be had again, through one door...
+    let left = || async {
+        let pods = stage.pods().list(&ListParams::default()).await?.items.len();
+        let claims = stage.claims().list(&ListParams::default()).await?.items.len();
+        anyhow::Ok((pods, claims))
+    };
+    let until = Instant::now() + PATIENCE;
+    while left().await? != (0, 0) {
+        anyhow::ensure!(
+            Instant::now() < until,
+            "pods and claims are left: {:?}",
+            left().await?
+        );
+        watched.look(node);
+        tokio::time::sleep(Duration::from_millis(300)).await;
+    }
+    let checkpoint: Value =
+        serde_json::from_str(&node.read("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json")?)?;
+    assert_eq!(checkpoint["data"]["entries"], serde_json::json!({}));
+    wait_for_inventory(&stage, DRIVER, 3, 0).await?;
+    wait_for_allocatable(&stage, RESOURCE, "3").await?;
+    for number in 0..3 {
+        stage.make_pod(&format!("last-{number}")).await?;
+    }
+    for number in 0..3 {
+        let name = format!("last-{number}");
+        stage.wait(stage.pods(), &name, "running", is_running()).await?;
+    }
+    // ... and then none through the other.
+    wait_for_allocatable(&stage, RESOURCE, "0").await?;
+    watched.look(node);
+    assert_eq!(watched.last.len(), 3);
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// What became of a pod until now.
+async fn outcome(stage: &Stage, name: &str) -> anyhow::Result<String> {
+    let pods = Api::<k8s_openapi::api::core::v1::Pod>::namespaced(stage.cluster.client(), "default");
+    let status = pods.get(name).await?.status.unwrap_or_default();
+    let sort = name.split('-').next().unwrap_or_default();
+    let phase = status.phase.unwrap_or_default();
+    let reason = status
+        .reason
+        .map(|reason| format!(" ({reason})"))
+        .unwrap_or_default();
+    Ok(format!("{sort} {phase}{reason}"))
+}
+
+/// The window between the two doors, printed: how long after the controller has allocated a device kubelet still grants it, and how
+/// long the scheduler still counts it.
+#[tokio::test]
+async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_anybody_prepares_it() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    for (number, minor) in MINORS.into_iter().enumerate() {
+        node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
+    }
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, DRIVER, 3, 0).await?;
+    wait_for_allocatable(&stage, RESOURCE, "3").await?;
+
+    // Allocated at once and for no pod, so that nobody asks for it to be prepared.
+    let kubelet = crate::look::pod_resources(node);
+    stage
+        .apply(
+            &serde_json::json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim",
+            "metadata": { "name": "early" },
+            "spec": { "resourceClassName": "test", "allocationMode": "Immediate" } }),
+        )
+        .await?;
+    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+    stage.wait(stage.claims(), "early", "allocated", met).await?;
+    let start = Instant::now();
+    until_granted(&kubelet, 2).await?;
+    println!(
+        "kubelet does not grant the device any more {:?} after the allocation was seen in the API",
+        start.elapsed()
+    );
+    wait_for_allocatable(&stage, RESOURCE, "2").await?;
+    println!(
+        "the node's allocatable, by which the scheduler goes, says so {:?} after it",
+        start.elapsed()
+    );
+    stage
+        .cluster
+        .kubectl(&["delete", "resourceclaim", "early"])
+        .await?;
+    until_granted(&kubelet, 3).await?;
+
+    // One that is allocated for a node says so in the label that the companion's watch goes by.
+    stage.make_pod("pod").await?;
+    let claim = stage.claim_of("pod", "allocated", is_allocated).await?;
+    let labels = claim.metadata.labels.unwrap_or_default();
+    assert_eq!(
+        labels.get("drayman.dev/node").map(String::as_str),
+        Some(node.name())
+    );
+    until_granted(&kubelet, 2).await?;
+    // Claims have the first device in the order of names, and containers get the last.
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("plugged", RESOURCE)?)
+        .await?;
+    stage
+        .wait(stage.pods(), "plugged", "running", is_running())
+        .await?;
+    assert_eq!(devices_inside(&stage, "pod", PREFIX).await?, ["drayman-test-0"]);
+    assert_eq!(
+        devices_inside(&stage, "plugged", PREFIX).await?,
+        ["drayman-test-2"]
+    );
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Waits until kubelet has so many devices that it may grant, or has granted.
+async fn until_granted(kubelet: &PodResourcesClient, count: usize) -> anyhow::Result<()> {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let devices = kubelet.allocatable().await?;
+        let ours = devices.iter().filter(|devices| devices.resource_name == RESOURCE);
+        let now = ours.flat_map(|devices| &devices.device_ids).count();
+        if now == count {
+            return Ok(());
+        }
+        anyhow::ensure!(Instant::now() < until, "kubelet grants {now}, not {count}");
+    }
+}
+
+/// A container has the only device; a claim is allocated it all the same, because the controller does not know what containers have.
+/// It is refused with a reason, the next claim is not tried with it, and it gets the device when the container has ended.
+#[tokio::test]
+async fn a_claim_whose_device_a_container_has_waits_for_it_and_the_next_claims_are_not_sent_there()
+-> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    node.make_device(format!("/dev/{PREFIX}0"), 1, 5)?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let mut companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, DRIVER, 1, 0).await?;
+    wait_for_allocatable(&stage, RESOURCE, "1").await?;
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("plugged", RESOURCE)?)
+        .await?;
+    stage
+        .wait(stage.pods(), "plugged", "running", is_running())
+        .await?;
+    // The next process knows of the container from kubelet alone.
+    companion.kill().await?;
+    companion = stage.companion(0, CONFIGURATION)?;
+
+    stage.make_pod("first").await?;
+    stage
+        .wait_for_event("first", "FailedPrepareDynamicResources", "default/plugged")
+        .await?;
+    wait_for_inventory(&stage, DRIVER, 1, 1).await?;
+    stage.make_pod("second").await?;
+    stage.wait_for_event("second", "NoSuitableDevice", "of 1").await?;
+    stage
+        .cluster
+        .kubectl(&["delete", "pod", "second", "plugged"])
+        .await?;
+    wait_for_inventory(&stage, DRIVER, 1, 0).await?;
+    stage.wait(stage.pods(), "first", "running", is_running()).await?;
+    stage
+        .wait(stage.pods(), "plugged", "gone", is_gone::<Pod>())
+        .await?;
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

@@ -1,0 +1,107 @@
+//! What is seen of devices: by the container runtime, by kubelet, by the API.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use drayman::api::crd::NodeInventory;
+use drayman::api::resource::Pod;
+use drayman::node::door::KubeletPaths;
+use drayman::node::door::pod_resources::PodResourcesClient;
+use k8s_openapi::api::core::v1::Node as NodeObject;
+use kube::api::Api;
+use serde_json::{Value, json};
+
+use crate::harness::{IMAGE, Node};
+use crate::stage::{Stage, pod_from};
+
+/// The devices below `/dev` whose names begin with `prefix`, each with the containers that the runtime has it in, from the bundle of
+/// every container that exists in the runtime and has not been deleted there.
+pub(crate) fn in_containers(node: Node<'_>, prefix: &str) -> BTreeMap<String, BTreeSet<String>> {
+    const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task/k8s.io";
+    let mut found: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for container in node.list(BUNDLES).unwrap_or_default() {
+        // A bundle that goes away meanwhile is no longer one.
+        let bundle = Path::new(BUNDLES).join(&container).join("config.json");
+        let Ok(text) = node.read(bundle) else { continue };
+        let Ok(bundle) = serde_json::from_str::<Value>(&text) else {
+            continue;
+        };
+        for device in bundle["linux"]["devices"].as_array().into_iter().flatten() {
+            if let Some(name) = device["path"]
+                .as_str()
+                .and_then(|path| path.strip_prefix("/dev/"))
+                && name.starts_with(prefix)
+            {
+                found
+                    .entry(name.to_owned())
+                    .or_default()
+                    .insert(container.clone());
+            }
+        }
+    }
+    found
+}
+
+/// A client of the node's kubelet.
+pub(crate) fn pod_resources(node: Node<'_>) -> PodResourcesClient {
+    PodResourcesClient::new(&KubeletPaths {
+        root_dir: node.path("/var/lib/kubelet"),
+        device_plugin_dir: node.path("/var/lib/kubelet/device-plugins"),
+    })
+}
+
+/// A pod that asks for one of an extended resource in its limits.
+pub(crate) fn pod_with_limit(name: &str, resource: &str) -> anyhow::Result<Pod> {
+    pod_from(json!({
+        "metadata": { "name": name },
+        "spec": {
+            "containers": [{ "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
+                "resources": { "limits": { resource: "1" } } }],
+            "dnsPolicy": "Default",
+            "terminationGracePeriodSeconds": 1,
+        },
+    }))
+}
+
+/// Waits until the node offers so many of an extended resource.
+pub(crate) async fn wait_for_allocatable(stage: &Stage, resource: &str, count: &str) -> anyhow::Result<()> {
+    let (resource, count) = (resource.to_owned(), count.to_owned());
+    let met = move |node: Option<&NodeObject>| {
+        let allocatable = node.and_then(|node| node.status.as_ref()?.allocatable.as_ref());
+        let quantity = allocatable.and_then(|all| all.get(&resource));
+        quantity.is_some_and(|quantity| quantity.0 == count)
+    };
+    let nodes = Api::all(stage.cluster.client());
+    stage
+        .wait(nodes, stage.cluster.node(0).name(), "offering devices", met)
+        .await
+        .map(drop)
+}
+
+/// Waits until an inventory is ready and has so many devices, so many of which are unhealthy.
+pub(crate) async fn wait_for_inventory(
+    stage: &Stage,
+    driver: &str,
+    devices: u32,
+    unhealthy: u32,
+) -> anyhow::Result<()> {
+    let name = format!("{}.{driver}", stage.cluster.node(0).name());
+    let met = move |inventory: Option<&NodeInventory>| {
+        let status = inventory.and_then(|inventory| inventory.status.as_ref());
+        status.is_some_and(|status| {
+            let ready = |one: &k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition| {
+                one.type_ == "Ready" && one.status == "True"
+            };
+            (status.devices, status.unhealthy) == (devices, unhealthy) && status.conditions.iter().any(ready)
+        })
+    };
+    let inventories = Api::all(stage.cluster.client());
+    stage.wait(inventories, &name, "ready", met).await.map(drop)
+}
+
+/// The names below `/dev` in a running pod that begin with `prefix`.
+pub(crate) async fn devices_inside(stage: &Stage, pod: &str, prefix: &str) -> anyhow::Result<Vec<String>> {
+    let names = stage.cluster.kubectl(&["exec", pod, "--", "ls", "/dev"]).await?;
+    let names = names.split_whitespace().filter(|name| name.starts_with(prefix));
+    Ok(names.map(str::to_owned).collect())
+}

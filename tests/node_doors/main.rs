@@ -1,0 +1,14 @@
+//! Both doors on a real node: one device never leaves by two of them, and a vendor's own devices go through them like the built-in.
+
+mod both;
+#[path = "../harness/mod.rs"]
+mod harness;
+mod look;
+mod plugin;
+#[path = "../../examples/sensors.rs"]
+#[allow(dead_code, reason = "its main is called by one test")]
+mod sensors;
+mod sensors_on_a_node;
+#[path = "../kubernetes/stage.rs"]
+#[allow(dead_code, reason = "shared with another target")]
+mod stage;
