@@ -36,6 +36,10 @@ test: format lint ## Everything: check, then the tests on real Kubernetes (root 
 .PHONY: verify
 verify: docs bench requests ## What is slow and not of every day: documentation, and the figures with their limits
 
+.PHONY: fuzz
+fuzz: ## Feed every parser with damaged input, for a minute each (FUZZ_SECONDS); what fails is kept in tests/fuzz/corpus
+	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} cargo test --locked --test fuzz -- --nocapture --test-threads 1
+
 .PHONY: docs
 docs:
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --document-private-items

@@ -1,7 +1,7 @@
 //! drayman hands a Kubernetes node's devices to pods.
 //!
 //! ```text
-//! api <- core <- {controller, host, node} <- cli
+//! api <- core <- {controller, host, node} <- sim <- cli
 //!
 //! watch / gRPC / file / driver answer -> Event -> World::apply -> decide -> Command -> shell executes -> outcome is an Event again
 //! ```
@@ -12,6 +12,7 @@
 //! * [`controller`]: the shell that talks to the API server for any [`driver::Driver`].
 //! * [`host`]: the built-in driver, which makes any host device claimable.
 //! * [`node`]: the companion that runs on every node and hands devices into containers.
+//! * `sim`: an embedded cluster for demonstrations and tests (feature `sim`, which the released image leaves out).
 //! * [`cli`]: the program.
 
 pub mod api;
@@ -21,3 +22,5 @@ pub mod core;
 pub mod driver;
 pub mod host;
 pub mod node;
+#[cfg(feature = "sim")]
+pub mod sim;

@@ -236,7 +236,7 @@ impl<D: Driver> Controller<D> {
         let asked = self.client.list_api_group_resources(&version);
         match tokio::time::timeout(self.request_timeout, asked).await {
             Ok(Ok(_)) => Ok(()),
-            Ok(Err(kube::Error::Api(status))) if status.is_not_found() => Err(ControllerError::NotServed),
+            Ok(Err(kube::Error::Api(status))) if status.code == 404 => Err(ControllerError::NotServed),
             Ok(Err(error)) => Err(ControllerError::Unreachable(Box::new(error))),
             Err(_) => Err(ControllerError::Silent(self.request_timeout)),
         }

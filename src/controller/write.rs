@@ -138,10 +138,17 @@ pub(super) async fn context(
     let applied = api
         .patch_status(&key.name, &parameters, &Patch::Apply(patch))
         .await;
-    let leftovers = applied
-        .as_ref()
-        .ok()
-        .and_then(|object| leftovers(object, entries));
+    let leftovers = match &applied {
+        Ok(object) => leftovers(object, entries),
+        // With those of another writer there would be more than an entry takes.
+        Err(kube::Error::Api(status)) if is_too_long(status) => {
+            let found = api.get_opt(&key.name).await.ok().flatten();
+            found
+                .filter(|object| object.metadata.uid.as_deref() == Some(uid))
+                .and_then(|object| leftovers(&object, entries))
+        }
+        Err(_) => None,
+    };
     match leftovers.map(serde_json::from_value) {
         None => outcome(applied),
         Some(Ok(patch)) => {
@@ -154,6 +161,14 @@ pub(super) async fn context(
         }
         Some(Err(error)) => Outcome::Refused(format!("the patch cannot be written: {error}")),
     }
+}
+
+/// Whether the server refuses a list for its length.
+fn is_too_long(status: &kube::core::Status) -> bool {
+    let causes = status.details.iter().flat_map(|details| &details.causes);
+    causes
+        .into_iter()
+        .any(|cause| matches!(&*cause.reason, "FieldValueTooLong" | "FieldValueTooMany"))
 }
 
 /// What takes nodes out of our entries that somebody else has written there.

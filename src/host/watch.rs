@@ -50,7 +50,8 @@ pub(crate) async fn follow<K, T, V>(
         };
         match event {
             Some(Ok(event)) => {
-                if trouble.take().is_some() {
+                // A list that is only begun may fail as the one before did.
+                if !matches!(event, watcher::Event::Init) && trouble.take().is_some() {
                     tracing::info!(kind = %kind, "the watch works again");
                 }
                 match event {
@@ -89,7 +90,8 @@ fn explain<K: Resource<DynamicType = ()>>(error: &watcher::Error) -> String {
         _ => None,
     };
     match status {
-        Some(status) if status.is_not_found() => format!(
+        // By the code: where there is no such resource, the server answers with a line of text and no Status.
+        Some(status) if status.code == 404 => format!(
             "the server does not know {plural}.{group}: install the definitions with `drayman crds | kubectl apply -f -`"
         ),
         Some(status) if status.is_forbidden() => {
@@ -211,6 +213,7 @@ mod tests {
     fn trouble_with_a_watch_says_what_to_do() {
         let text = |error| explain::<NodeInventory>(&error);
         assert!(text(failure(404, "NotFound")).contains("drayman crds | kubectl apply"));
+        assert!(text(failure(404, "Failed to parse error data")).contains("drayman crds | kubectl apply"));
         assert!(text(failure(403, "Forbidden")).contains("list and watch nodeinventories.drayman.dev"));
         assert!(text(failure(500, "InternalError")).starts_with("cannot watch nodeinventories.drayman.dev"));
     }

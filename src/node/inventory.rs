@@ -264,7 +264,7 @@ impl Publisher {
                 .resources
                 .iter()
                 .any(|resource| resource.name == "resourceclaims")),
-            Err(PublishError::Api(kube::Error::Api(status))) if status.is_not_found() => Ok(false),
+            Err(PublishError::Api(kube::Error::Api(status))) if status.code == 404 => Ok(false),
             Err(error) => Err(error),
         }
     }

@@ -80,7 +80,10 @@ impl Caretaker {
             };
             self.show(now).await;
             // A claim that comes meanwhile has time: it is suspected after the grace period at the earliest.
-            sleep(next).await;
+            tokio::select! {
+                () = sleep(next) => {}
+                () = self.records.look_due() => {}
+            }
         }
     }
 

@@ -89,6 +89,8 @@ pub struct Owner<D> {
     orphans: Orphans,
     /// How many claims hold something.
     held: watch::Sender<usize>,
+    /// Told when a claim is to be looked into.
+    look_due: Arc<Notify>,
     driver: Arc<D>,
     store: Arc<Store>,
     ledger: Ledger,
@@ -141,11 +143,13 @@ impl<D: NodeDriver> Owner<D> {
         let (offered, seen) = watch::channel(Arc::default());
         let announced = options.announcements.borrow().as_ref().clone();
         let (held, holds) = watch::channel(0);
+        let look_due = Arc::new(Notify::new());
         let mut owner = Self {
             driver_name: options.places.driver.clone(),
             places: options.places,
             orphans: Orphans::new(options.orphan_grace),
             held,
+            look_due: look_due.clone(),
             found: listen_to(&*options.driver).await,
             driver: options.driver,
             store: Arc::new(store),
@@ -185,6 +189,7 @@ impl<D: NodeDriver> Owner<D> {
                 requests: sender,
                 resources: seen,
                 held: holds,
+                look_due,
             },
             published,
         )
@@ -279,9 +284,17 @@ impl<D: NodeDriver> Owner<D> {
 
     async fn prepare(&mut self, claim: &ClaimToPrepare) -> Result<Vec<String>, Failure> {
         let planned = self.plan(claim).await;
-        if let Err(Refusal::EarlierNode { .. }) = planned {
+        match &planned {
             // One of the two is out of date, and it may be we.
-            self.node_in_doubt.notify_one();
+            Err(Refusal::EarlierNode { .. }) => self.node_in_doubt.notify_one(),
+            // Either the holder is about to end, or kubelet has lost it.
+            Err(Refusal::Held { device, .. }) => {
+                let holder = self.ledger.holder(device).map(|(uid, _)| uid.clone());
+                if holder.is_some_and(|uid| self.orphans.contest(&uid)) {
+                    self.look_due.notify_one();
+                }
+            }
+            _ => {}
         }
         let (uid, steps) = planned?;
         self.orphans.forget(&uid);

@@ -101,6 +101,20 @@ fn a_combination_that_cannot_work_is_refused_with_one_sentence() {
             "set the kind's mode to claims",
         ),
         (
+            with_kind(&["--set=deviceKinds[0].health.open=read"]),
+            "a companion without privileges cannot open devices",
+            "set node.privileged=true",
+        ),
+        (
+            vec![
+                "--set=deviceKinds[0].preset=kvm",
+                "--set=deviceKinds[1].name=kvm",
+                "--set=deviceKinds[1].paths[0]=/dev/b",
+            ],
+            "two entries with the name kvm",
+            "give each kind its own name",
+        ),
+        (
             vec!["--set=admissionPolicy.enabled=always", "--kube-version", "1.29.9"],
             "Kubernetes v1.29.9 lacks ValidatingAdmissionPolicy",
             "set it to auto",

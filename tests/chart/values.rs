@@ -184,6 +184,16 @@ fn a_value_of_another_type_is_refused_by_name() {
 }
 
 #[test]
+fn the_schema_knows_every_preset() {
+    use drayman::node::config::PRESETS;
+    let presets: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();
+    assert_eq!(
+        schema()["properties"]["deviceKinds"]["items"]["properties"]["preset"]["enum"],
+        json!(presets)
+    );
+}
+
+#[test]
 fn an_unknown_value_is_refused_wherever_it_stands() {
     let root = schema();
     let known = described(&root);
@@ -335,6 +345,24 @@ fn the_schema_and_the_program_draw_the_same_line_around_a_kind() {
         json!({ "name": "a", "paths": ["/dev/x"], "mode": "extended-resource", "resourceName": "example.com/x" }),
         json!({ "name": "a", "paths": ["/dev/x"], "resourceName": "example.com/x" }),
         json!({ "name": "a", "paths": ["/dev/x"], "mode": "extended-resource", "resourceName": "nodomain" }),
+        json!({ "preset": "kvm" }),
+        json!({ "preset": "nothing" }),
+        json!({ "preset": "kvm", "paths": ["/dev/x"] }),
+        json!({ "paths": ["/dev/x"] }),
+        json!({ "name": "a" }),
+        json!({ "name": "a", "groups": [{ "required": ["/dev/{key}-a"], "optional": ["/dev/{key}-b"] }] }),
+        json!({ "name": "a", "groups": [{ "optional": ["/dev/b"] }] }),
+        json!({ "name": "a", "usb": { "match": [{ "vendor": "1050", "product": "0407" }] } }),
+        json!({ "name": "a", "usb": { "match": [] } }),
+        json!({ "name": "a", "usb": { "match": [{}] } }),
+        json!({ "name": "a", "usb": { "match": [{ "vendor": "1050" }], "identity": "bus" } }),
+        json!({ "name": "a", "pci": { "match": [{ "vendor": "10de" }], "nodes": ["vfio"] } }),
+        json!({ "name": "a", "paths": ["/dev/x"], "shares": 0 }),
+        json!({ "name": "a", "paths": ["/dev/x"], "shares": 1025 }),
+        json!({ "name": "a", "paths": ["/dev/x"], "health": { "recoverAfter": 3 } }),
+        json!({ "name": "a", "paths": ["/dev/x"], "health": { "recoverAfter": 0 } }),
+        json!({ "name": "a", "paths": ["/dev/x"], "mounts": [{ "containerPath": "/x" }] }),
+        json!({ "name": "a", "paths": ["/dev/x"], "unknown": true }),
     ];
     for kind in kinds {
         let directory = tempfile::tempdir().expect("a directory");

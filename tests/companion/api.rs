@@ -1,19 +1,21 @@
 //! The few requests of an API server that a companion makes, with the faults that a real one cannot be asked for.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use kube::client::Body;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 use tonic::codegen::http::{Request, Response, StatusCode};
 use tonic::codegen::{Body as HttpBody, Service};
 
 const INVENTORIES: &str = "/apis/drayman.dev/v1alpha1/nodeinventories";
+
+const CLAIMS: &str = "/apis/resource.k8s.io/v1alpha2/resourceclaims";
+const NAMED_CLAIMS: &str = "/apis/resource.k8s.io/v1alpha2/namespaces/default/resourceclaims/";
 
 /// What the server has and how it behaves.
 #[derive(Debug)]
@@ -25,7 +27,9 @@ pub(crate) struct State {
     /// The uid of `node-a`.
     pub(crate) node_uid: String,
     pub(crate) inventory: Option<Value>,
-    /// The events that were written.
+    /// The claims of the namespace `default`, by name.
+    pub(crate) stored_claims: BTreeMap<String, Value>,
+    /// Every Event that was written.
     pub(crate) events: Vec<Value>,
     /// Every request that was answered, watches apart.
     pub(crate) requests: VecDeque<String>,
@@ -48,6 +52,7 @@ impl Api {
             claims: true,
             node_uid: "n-1".into(),
             inventory: None,
+            stored_claims: BTreeMap::new(),
             events: Vec::new(),
             requests: VecDeque::new(),
             watchers: Vec::new(),
@@ -61,6 +66,21 @@ impl Api {
 
     pub(crate) fn client(&self) -> kube::Client {
         kube::Client::new(self.clone(), "default")
+    }
+
+    /// Serves on a port of the loopback, for companions in processes of their own, and returns its URL.
+    pub(crate) async fn listen(&self) -> String {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let api = self.clone();
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let service = hyper_util::service::TowerToHyperService::new(api.clone());
+                let io = hyper_util::rt::TokioIo::new(stream);
+                tokio::spawn(hyper::server::conn::http1::Builder::new().serve_connection(io, service));
+            }
+        });
+        url
     }
 
     pub(crate) fn set(&self, change: impl FnOnce(&mut State)) {
@@ -152,6 +172,26 @@ impl State {
                 });
                 (StatusCode::OK, Answer::Json(list))
             }
+            ("GET", CLAIMS) => {
+                let items: Vec<&Value> = self.stored_claims.values().collect();
+                let list = json!({
+                    "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimList",
+                    "metadata": {"resourceVersion": "1"}, "items": items
+                });
+                (StatusCode::OK, Answer::Json(list))
+            }
+            ("GET", path) if path.starts_with(NAMED_CLAIMS) => {
+                let name = path.trim_start_matches(NAMED_CLAIMS);
+                match self.stored_claims.get(name) {
+                    Some(claim) => (StatusCode::OK, Answer::Json(claim.clone())),
+                    None => {
+                        let mut gone = status(404, "NotFound");
+                        gone["details"] =
+                            json!({"name": name, "group": "resource.k8s.io", "kind": "resourceclaims"});
+                        (StatusCode::NOT_FOUND, Answer::Json(gone))
+                    }
+                }
+            }
             ("POST", "/apis/events.k8s.io/v1/namespaces/default/events") => {
                 let event: Value = serde_json::from_slice(body).unwrap();
                 self.events.push(event.clone());
@@ -205,7 +245,11 @@ enum Answer {
     Watch(mpsc::UnboundedReceiver<Bytes>),
 }
 
-impl Service<Request<Body>> for Api {
+impl<B> Service<Request<B>> for Api
+where
+    B: HttpBody<Data = Bytes> + Send + 'static,
+    B::Error: std::error::Error + Send + Sync + 'static,
+{
     type Response = Response<Answered>;
     type Error = Infallible;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
@@ -214,11 +258,11 @@ impl Service<Request<Body>> for Api {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Request<Body>) -> Self::Future {
+    fn call(&mut self, request: Request<B>) -> Self::Future {
         let api = self.clone();
         Box::pin(async move {
             let (head, body) = request.into_parts();
-            let body = body.collect_bytes().await.unwrap();
+            let body = collect(body).await;
             let query = head.uri.query().unwrap_or_default();
             let (code, answer) =
                 api.state
@@ -233,6 +277,16 @@ impl Service<Request<Body>> for Api {
             Ok(Response::builder().status(code).body(body).unwrap())
         })
     }
+}
+
+async fn collect<B: HttpBody<Data = Bytes>>(body: B) -> Vec<u8> {
+    let mut body = std::pin::pin!(body);
+    let mut bytes = Vec::new();
+    // A client that goes away within a request is its own business.
+    while let Some(Ok(frame)) = std::future::poll_fn(|context| body.as_mut().poll_frame(context)).await {
+        bytes.extend(frame.into_data().unwrap_or_default());
+    }
+    bytes
 }
 
 pub(crate) enum Answered {

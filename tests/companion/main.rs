@@ -3,6 +3,11 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail")]
 
 mod api;
+mod disk;
+mod faults;
+mod killed;
 mod life;
 mod node;
+mod orphans;
+mod process;
 mod reload;

@@ -22,6 +22,7 @@ pub(crate) struct Node {
     pub(crate) api: Api,
     /// The configuration, if not `node.yaml`.
     pub(crate) config: Option<PathBuf>,
+    url: tokio::sync::OnceCell<String>,
 }
 
 impl Node {
@@ -31,11 +32,16 @@ impl Node {
             eprintln!("skipped: only root can make device nodes; run it as root");
             return None;
         }
-        let directory = tempfile::tempdir().unwrap();
+        Some(Self::within(tempfile::tempdir().unwrap()))
+    }
+
+    /// The same in a directory of one's choice.
+    pub(crate) fn within(directory: tempfile::TempDir) -> Self {
         let node = Self {
             directory,
             api: Api::new(),
             config: None,
+            url: tokio::sync::OnceCell::new(),
         };
         for directory in ["dev", "kubelet/device-plugins"] {
             std::fs::create_dir_all(node.path(directory)).unwrap();
@@ -47,7 +53,7 @@ impl Node {
             - {name: test, paths: [\"/dev/test-*\"]}\n\
             - {name: camera, mode: extended-resource, resourceName: example.com/camera, paths: [\"/dev/camera-*\"]}\n";
         std::fs::write(node.path("node.yaml"), configuration).unwrap();
-        Some(node)
+        node
     }
 
     pub(crate) fn path(&self, path: impl AsRef<Path>) -> PathBuf {
@@ -86,6 +92,40 @@ impl Node {
         options
     }
 
+    /// Where a companion in a process of its own finds the API server.
+    pub(crate) async fn url(&self) -> &str {
+        self.url.get_or_init(|| self.api.listen()).await
+    }
+
+    /// The options that say where everything of this node is.
+    pub(crate) fn directories(&self) -> Vec<String> {
+        [
+            ("--kubelet-root-dir", "kubelet"),
+            ("--device-plugin-dir", "kubelet/device-plugins"),
+            ("--cdi-root", "cdi"),
+        ]
+        .map(|(option, path)| format!("{option}={}", self.path(path).display()))
+        .into()
+    }
+
+    /// Writes kubelet's own list of claims, as kubelet 1.30 does.
+    pub(crate) fn kubelet_lists(&self, claims: &[(&str, &[&str])]) {
+        let entry = |(uid, devices): &(&str, &[&str])| {
+            serde_json::json!({
+                "DriverName": "drayman.dev", "ClassName": "test", "ClaimUID": uid, "ClaimName": "claim",
+                "Namespace": "default", "PodUIDs": {"5b6e": {}},
+                "ResourceHandles": [{"driverName": "drayman.dev", "data": handle(uid, "n-1", devices)}],
+                "CDIDevices": {"drayman.dev": [format!("drayman.dev/claim={uid}")]},
+            })
+        };
+        let entries: Vec<serde_json::Value> = claims.iter().map(entry).collect();
+        let list = serde_json::json!({"version": "v1", "entries": entries, "checksum": 1});
+        let path = self.path("kubelet/dra_manager_state");
+        let temporary = self.path("kubelet/dra_manager_state.new");
+        std::fs::write(&temporary, list.to_string()).unwrap();
+        std::fs::rename(temporary, path).unwrap();
+    }
+
     pub(crate) fn start(&self) -> Process {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -119,7 +159,12 @@ impl Node {
 
     /// Kubelet's view of the companion.
     pub(crate) async fn kubelet(&self) -> Kubelet {
-        let socket = Endpoint::from_shared(format!("unix://{}", self.dra_socket().display())).unwrap();
+        self.kubelet_at(&self.dra_socket()).await
+    }
+
+    /// The same through a socket at another path.
+    pub(crate) async fn kubelet_at(&self, socket: &Path) -> Kubelet {
+        let socket = Endpoint::from_shared(format!("unix://{}", socket.display())).unwrap();
         let start = Instant::now();
         loop {
             // A companion that was killed leaves its socket behind, as a real one does.
@@ -198,9 +243,8 @@ impl Kubelet {
         let answer = self
             .client
             .node_prepare_resources(ClaimList::new(vec![claim]))
-            .await
-            .unwrap()
-            .into_inner();
+            .await;
+        let answer = answer.map_err(|status| status.to_string())?.into_inner();
         let entry = answer
             .claims
             .into_iter()
@@ -219,9 +263,8 @@ impl Kubelet {
         let answer = self
             .client
             .node_unprepare_resources(ClaimList::new(vec![claim]))
-            .await
-            .unwrap()
-            .into_inner();
+            .await;
+        let answer = answer.map_err(|status| status.to_string())?.into_inner();
         let entry = answer
             .claims
             .into_iter()
@@ -232,7 +275,8 @@ impl Kubelet {
     }
 }
 
-fn claim(uid: &str, node_uid: &str, devices: &[&str]) -> Claim {
+/// The resource handle as the controller writes it.
+pub(crate) fn handle(uid: &str, node_uid: &str, devices: &[&str]) -> String {
     let device = |name: &&str| HandleDevice {
         request: "device".into(),
         device: (*name).into(),
@@ -244,11 +288,15 @@ fn claim(uid: &str, node_uid: &str, devices: &[&str]) -> Claim {
         node_uid: node_uid.into(),
         devices: devices.iter().map(device).collect(),
     };
+    handle.to_data().unwrap()
+}
+
+fn claim(uid: &str, node_uid: &str, devices: &[&str]) -> Claim {
     Claim {
         namespace: "default".into(),
         uid: uid.into(),
         name: "claim".into(),
-        resource_handle: handle.to_data().unwrap(),
+        resource_handle: handle(uid, node_uid, devices),
         structured_resource_handle: None,
     }
 }

@@ -187,6 +187,7 @@ fn a_selected_node_alone_is_judged_and_allocated_on() -> anyhow::Result<()> {
         assert_eq!(stage.driver.story(), ["judge one", "allocate one", "judge two"]);
         // It is served as soon as the first has gone.
         stage.remove_pod("one").await?;
+        stage.give_up("one").await?;
         stage.until_claim("two", "allocated", is_allocated).await?;
         controller.end().await
     })
@@ -334,6 +335,9 @@ fn a_pod_that_goes_while_it_waits_leaves_nothing_behind() -> anyhow::Result<()> 
         let one = pod(stage, "one").await?;
         stage.context(&one, "", &names(["good"])).await?;
         stage.event("one", "NoSuitableDevice", "full").await?;
+        // The event and the answer are written side by side.
+        let answered = |context: &_| !verdicts(context).is_empty();
+        stage.until_context("one", "judged", answered).await?;
         stage.remove_pod("one").await?;
         stage
             .until(stage.contexts(), "one", "gone", |context: Option<&_>| {

@@ -25,6 +25,9 @@ async fn pod_without_template(stage: &Stage, name: &str) -> anyhow::Result<Pod> 
 #[test]
 fn a_claim_made_from_a_template_is_found_by_the_name_that_the_pod_s_status_has() -> anyhow::Result<()> {
     on_stage("generated-name", async |stage| {
+        if stage.cluster.is_before(28, "a pod's status names no claims") {
+            return Ok(());
+        }
         let controller = stage.start().await?;
         stage.template("template", &stage.name).await?;
         let pod = stage
@@ -43,7 +46,7 @@ fn a_claim_made_from_a_template_is_found_by_the_name_that_the_pod_s_status_has()
         let name = name.unwrap_or_default();
         let claim = stage.until_claim(&name, "allocated", is_allocated).await?;
         assert_eq!(claim.status.reserved_for[0].name, "pod");
-        assert!(name.starts_with("pod-device-"), "{name}");
+        assert!(name.starts_with("pod-device"), "{name}");
         stage.fence().await?;
         let reads = stage.requests(&controller).await?;
         assert_eq!(
@@ -74,6 +77,9 @@ fn a_claim_is_found_by_the_name_that_kubernetes_1_27_gives_it() -> anyhow::Resul
 #[test]
 fn an_entry_that_needs_no_claim_is_passed_over() -> anyhow::Result<()> {
     on_stage("no-claim-needed", async |stage| {
+        if stage.cluster.is_before(28, "a pod's status names no claims") {
+            return Ok(());
+        }
         let controller = stage.start().await?;
         stage.claim("one").await?;
         let entries = [

@@ -141,6 +141,17 @@ impl Stage {
         Ok(())
     }
 
+    /// Asks for the deallocation of a claim that nobody uses any more, as the claim controller does since 1.28.
+    pub(crate) async fn give_up(&self, claim: &str) -> anyhow::Result<()> {
+        if self.cluster.minor() < 28 {
+            let unused = |claim: &ResourceClaim| claim.status.reserved_for.is_empty();
+            self.until_claim(claim, "unused", unused).await?;
+            self.patch_claim_status(claim, json!({ "deallocationRequested": true }))
+                .await?;
+        }
+        Ok(())
+    }
+
     /// Makes the context of a pod, as the scheduler does.
     pub(crate) async fn context(
         &self,

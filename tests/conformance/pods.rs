@@ -262,6 +262,7 @@ fn reserved_for_is_left_to_the_scheduler_if_so_chosen() -> anyhow::Result<()> {
             .collect();
         assert_eq!(seen, [(false, 0), (false, 0), (true, 0), (true, 1)]);
         stage.remove_pod("pod").await?;
+        stage.give_up("one").await?;
         stage
             .until_claim("one", "released", |claim| !is_allocated(claim))
             .await?;
@@ -272,6 +273,12 @@ fn reserved_for_is_left_to_the_scheduler_if_so_chosen() -> anyhow::Result<()> {
 #[test]
 fn a_pod_that_has_a_node_already_is_served_there() -> anyhow::Result<()> {
     on_stage("has-a-node", async |stage| {
+        if stage.cluster.is_before(
+            28,
+            "the claim controller makes no context for a pod that has a node",
+        ) {
+            return Ok(());
+        }
         let [good, bad] = [stage.node("good").await?, stage.node("bad").await?];
         stage.driver.nodes([(good.clone(), 1)]);
         let controller = stage.start().await?;

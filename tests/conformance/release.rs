@@ -270,6 +270,7 @@ fn a_refused_write_of_the_release_is_tried_again_until_the_finalizer_is_gone() -
             .await?;
         stage.contexts().delete("pod", &DeleteParams::default()).await?;
         stage.remove_pod("pod").await?;
+        stage.give_up("one").await?;
         stage.event("one", "ReleaseRefused", "forbidden").await?;
         assert!(is_allocated(&stage.claims().get("one").await?));
         stage

@@ -1,6 +1,7 @@
 //! One cluster: started by its builder, gone when dropped.
 
 use std::fs;
+use std::io::Write as _;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Stdio;
@@ -160,6 +161,27 @@ impl Cluster {
     /// The URL of the API server.
     pub fn server(&self) -> &str {
         &self.description.server
+    }
+
+    /// The minor version of its Kubernetes: 27 to 30.
+    pub fn minor(&self) -> u32 {
+        let mut parts = self.description.version.split('.');
+        parts.nth(1).and_then(|minor| minor.parse().ok()).unwrap_or(0)
+    }
+
+    /// Whether its Kubernetes is too old for a test to show anything. Then that is said, with the reason and past the test runner,
+    /// which shows nothing of a test that passes; `hack/test` counts what is said here, and not as passed.
+    pub fn is_before(&self, minor: u32, reason: &str) -> bool {
+        let is_before = self.minor() < minor;
+        if is_before {
+            let thread = std::thread::current();
+            let test = thread.name().unwrap_or("a test");
+            let version = &self.description.version;
+            let said = format!("\nnot applicable to Kubernetes {version}: {test}: {reason}\n");
+            // Nobody reads it: then nobody is told.
+            let _ = std::io::stderr().write_all(said.as_bytes());
+        }
+        is_before
     }
 
     /// A node, counted from 0.

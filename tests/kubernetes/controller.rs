@@ -10,8 +10,7 @@ use kube::runtime::conditions::is_deleted;
 use serde_json::json;
 
 use crate::stage::{
-    DRIVER, FINALIZER, Stage, claim_name, has_finalizer, is_allocated, is_bound, is_gone, pod_from,
-    pod_with_claim,
+    DRIVER, FINALIZER, Stage, has_finalizer, is_allocated, is_bound, is_gone, pod_from, pod_with_claim,
 };
 
 fn handle(claim: &ResourceClaim) -> anyhow::Result<DeviceHandle> {
@@ -283,11 +282,7 @@ async fn a_missing_class_is_named_and_its_creation_helps_at_once() -> anyhow::Re
         .create(&PostParams::default(), &pod_naming_claim("delayed", "delayed")?)
         .await?;
     stage
-        .wait_for_event(
-            "delayed",
-            "FailedScheduling",
-            "resource class later does not exist",
-        )
+        .wait_for_event("delayed", "FailedScheduling", "later")
         .await?;
     stage.claims().delete("early", &DeleteParams::default()).await?;
     stage.make_class("later").await?;
@@ -441,7 +436,8 @@ async fn an_object_that_is_read_and_written_back_is_the_same() -> anyhow::Result
     stage.make_pod("pod").await?;
     stage.wait(stage.pods(), "pod", "bound", is_bound()).await?;
     let pod = stage.pods().get("pod").await?;
-    let claim = claim_name(Some(&pod)).unwrap_or_default();
+    let claim = stage.claim_of("pod", "allocated", is_allocated).await?;
+    let claim = claim.metadata.name.unwrap_or_default();
     let namespaced = "/apis/resource.k8s.io/v1alpha2/namespaces/default";
     for (path, read) in [
         (
@@ -468,7 +464,7 @@ async fn an_object_that_is_read_and_written_back_is_the_same() -> anyhow::Result
         }
         assert_eq!(ours, raw, "{path}");
     }
-    assert!(pod.metadata.name.is_some() && claim.starts_with("pod-device-"));
+    assert!(pod.metadata.name.is_some() && claim.starts_with("pod-device"));
     assert_eq!(FINALIZER, "drayman.dev/deletion-protection");
     controller.end().await?;
     stage.cluster.stop().await

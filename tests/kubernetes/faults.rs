@@ -13,10 +13,10 @@ use crate::stage::{Stage, is_allocated, is_gone};
 const REGISTERED: &str = "kubelet has registered the driver";
 
 /// Returns at the first change in a directory.
-struct Change(inotify::EventStream<[u8; 4096]>);
+pub(crate) struct Change(inotify::EventStream<[u8; 4096]>);
 
 impl Change {
-    fn expect(directory: PathBuf) -> anyhow::Result<Self> {
+    pub(crate) fn expect(directory: PathBuf) -> anyhow::Result<Self> {
         let inotify = Inotify::init()?;
         inotify.watches().add(
             directory,
@@ -25,7 +25,7 @@ impl Change {
         Ok(Self(inotify.into_event_stream([0; 4096])?))
     }
 
-    async fn seen(mut self) -> anyhow::Result<()> {
+    pub(crate) async fn seen(mut self) -> anyhow::Result<()> {
         tokio::time::timeout(PATIENCE, self.0.next()).await?;
         Ok(())
     }

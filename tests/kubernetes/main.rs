@@ -1,7 +1,7 @@
 //! drayman on real Kubernetes: the programs as they are shipped, each a user of its own with exactly its rights.
 //!
 //! `controller` needs a control plane only, and no root: the tests write the inventories that companions would write.
-//! `pods` and `faults` have real nodes, on which containers open devices.
+//! `pods`, `faults` and `survive` have real nodes, on which containers open devices.
 
 #[path = "../harness/mod.rs"]
 mod harness;
@@ -11,7 +11,11 @@ mod devices;
 mod example;
 mod faults;
 mod leader;
+mod loss;
 mod pods;
+mod records;
 mod selectors;
 mod stage;
+mod survive;
 mod tool;
+mod upgrade;

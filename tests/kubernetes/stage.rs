@@ -217,12 +217,20 @@ impl Stage {
         what: &str,
         condition: fn(&ResourceClaim) -> bool,
     ) -> anyhow::Result<ResourceClaim> {
-        let pod = self
-            .wait(self.pods(), pod, "given a claim", |pod: Option<&Pod>| {
-                claim_name(pod).is_some()
-            })
-            .await?;
-        let name = claim_name(pod.as_ref()).context("the pod has a claim")?;
+        let name = if self.cluster.minor() < 28 {
+            // The name is a rule there, and not told.
+            let pod = self.pods().get(pod).await?;
+            let entry = pod.spec.resource_claims.first().context("the pod has a claim")?;
+            let name = pod.metadata.name.as_deref().unwrap_or_default();
+            format!("{name}-{}", entry.name)
+        } else {
+            let pod = self
+                .wait(self.pods(), pod, "given a claim", |pod: Option<&Pod>| {
+                    claim_name(pod).is_some()
+                })
+                .await?;
+            claim_name(pod.as_ref()).context("the pod has a claim")?
+        };
         let met = move |claim: Option<&ResourceClaim>| claim.is_some_and(condition);
         self.wait(self.claims(), &name, what, met)
             .await?

@@ -12,14 +12,18 @@ pub(crate) const LINES_MAX: usize = 500;
 
 /// The layers that each layer may name, itself apart. `driver` stands for `src/driver.rs`: a seam of plain data and one
 /// trait, which both `core` and the shells speak. `main` is the program, and may name everything.
-const LAYERS: [(&str, &[&str]); 7] = [
+const LAYERS: [(&str, &[&str]); 8] = [
     ("api", &[]),
     ("driver", &["api"]),
     ("core", &["api", "driver"]),
     ("controller", &["api", "core", "driver"]),
     ("host", &["api", "core", "driver"]),
     ("node", &["api", "core"]),
-    ("cli", &["api", "core", "driver", "controller", "host", "node"]),
+    ("sim", &["api", "core", "driver", "controller", "host", "node"]),
+    (
+        "cli",
+        &["api", "core", "driver", "controller", "host", "node", "sim"],
+    ),
 ];
 
 /// Of the driver's seam, `core` may name the data of calls and answers, but neither the trait nor what is generic over it:

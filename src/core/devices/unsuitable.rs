@@ -16,7 +16,7 @@ pub enum Unsuitable {
     NotReady(String),
     /// A claim holds something here that cannot be read.
     #[error(
-        "a claim holds devices here that this release cannot read; the controller's log names it: upgrade or delete the claim"
+        "a claim holds devices here that this release cannot read, and has an event that says so: upgrade or delete the claim"
     )]
     Unreadable,
     /// The claim is allocated already, and elsewhere.

@@ -5,8 +5,11 @@
 //! not have the claim, the API server does not have its uid, and both have been so for a while in which kubelet did not
 //! ask for it either. In every other case it is put into quarantine: the devices stay with the claim, are shown as
 //! unhealthy so that they are not allocated to others, and a person is told.
+//!
+//! A claim that kubelet does list is not looked into, with one exception: another claim was given its device and was refused.
+//! A kubelet that was away while a pod was deleted by force can keep the pod's claim in its list for ever.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::claim_uid::ClaimUid;
@@ -16,14 +19,16 @@ use super::ledger::{Entry, Ledger};
 /// How long a claim may be missing from kubelet's list before anything is concluded from it: more than twice the 45 s that
 /// kubelet waits for Prepare.
 pub const GRACE: Duration = Duration::from_secs(120);
-/// How often kubelet's list is looked at while claims hold something.
-pub const EVERY: Duration = Duration::from_secs(300);
+/// How often kubelet's list is looked at while claims hold something, in grace periods: every five minutes if nobody says otherwise.
+const EVERY: f64 = 2.5;
 
 /// The claims that are looked into.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Orphans {
     grace: Duration,
     suspects: BTreeMap<ClaimUid, Suspect>,
+    /// Claims whose device another claim was given.
+    contested: BTreeSet<ClaimUid>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,20 +77,30 @@ impl Orphans {
         Self {
             grace,
             suspects: BTreeMap::new(),
+            contested: BTreeSet::new(),
         }
     }
 
     /// Kubelet has asked for the claim: it is no orphan.
     pub fn forget(&mut self, uid: &ClaimUid) {
         self.suspects.remove(uid);
+        self.contested.remove(uid);
+    }
+
+    /// Another claim was refused because of this one. True if that is news, so that a look is due.
+    pub fn contest(&mut self, uid: &ClaimUid) -> bool {
+        self.contested.insert(uid.clone())
     }
 
     /// Compares the ledger with kubelet's list, and answers which claims the API server is to be asked for.
     ///
     /// `now` is the time since any fixed moment.
     pub fn look(&mut self, ledger: &Ledger, kubelet: &KubeletView, now: Duration) -> Vec<Question> {
+        self.contested.retain(|uid| ledger.entry(uid).is_some());
+        let contested = &self.contested;
         let missing = |uid: &ClaimUid, entry: &Entry| {
-            entry.is_done() && (entry.is_unaccounted() || kubelet.lists(uid) != Some(true))
+            let listed = kubelet.lists(uid) == Some(true);
+            entry.is_done() && (entry.is_unaccounted() || !listed || contested.contains(uid))
         };
         self.suspects
             .retain(|uid, _| ledger.entry(uid).is_some_and(|entry| missing(uid, entry)));
@@ -125,6 +140,10 @@ impl Orphans {
     ) -> Vec<Verdict> {
         let mut verdicts = Vec::new();
         for (uid, answer) in answers {
+            if matches!(answer, ApiView::Present { .. }) {
+                // Two claims were given one device, and both are there: the one that has it keeps it.
+                self.contested.remove(uid);
+            }
             let (Some(suspect), Some(entry)) = (self.suspects.get_mut(uid), ledger.entry(uid)) else {
                 continue;
             };
@@ -171,9 +190,10 @@ impl Orphans {
 
     /// How soon the next look is due: at once for nothing, soon for what is suspected, else after a long while.
     pub fn next_look(&self, now: Duration) -> Duration {
+        let every = self.grace.mul_f64(EVERY);
         let due = |suspect: &Suspect| (suspect.since + self.grace).saturating_sub(now);
         let soonest = self.suspects.values().map(due).filter(|due| !due.is_zero()).min();
-        soonest.unwrap_or(EVERY).min(EVERY)
+        soonest.unwrap_or(every).min(every)
     }
 }
 
@@ -189,6 +209,10 @@ fn doubt(entry: &Entry, kubelet: &KubeletView, uid: &ClaimUid, answer: &ApiView)
         (KubeletView::Lists(listed), ApiView::Present { .. }) if !listed.contains_key(uid) => {
             Some("kubelet no longer lists it, but the API server still has it".to_owned())
         }
+        (KubeletView::Lists(_), ApiView::Gone) => Some(
+            "kubelet still lists it, but the API server no longer has it and has given its device to another claim (say --force if no container uses it)"
+                .to_owned(),
+        ),
         (KubeletView::Unknown(why), ApiView::Gone) => Some(format!(
             "the API server no longer has it, but kubelet's own list cannot be read: {why}"
         )),

@@ -1,6 +1,10 @@
 //! Which claims a pod is about.
 
-use crate::api::resource::{POD_CLAIM_NAME_ANNOTATION, Pod, controller_of};
+use std::collections::BTreeSet;
+
+use crate::api::resource::{
+    POD_CLAIM_NAME_ANNOTATION, Pod, PodSchedulingContext, ResourceClaimSchedulingStatus, controller_of,
+};
 
 use super::event::ObjectKey;
 use super::world::World;
@@ -68,6 +72,36 @@ impl World {
             let pod_name = pod.metadata.name.as_deref().unwrap_or_default();
             self.owned(ObjectKey::new(namespace, format!("{pod_name}-{entry}")), uid)
         })
+    }
+
+    /// Whether another driver says that the selected node does not suit a claim which it has still to allocate. An allocation there
+    /// would be in vain; and up to 1.27 the scheduler selects the same node again after it has taken that allocation back.
+    pub(super) fn is_refused_by_others(
+        &self,
+        context: &PodSchedulingContext,
+        pod: &Pod,
+        own: &BTreeSet<&str>,
+    ) -> bool {
+        let selected = &context.spec.selected_node;
+        let refuses = |entry: &&ResourceClaimSchedulingStatus| {
+            entry.unsuitable_nodes.contains(selected) && !own.contains(entry.name.as_str())
+        };
+        let mut refusals = context.status.resource_claims.iter().filter(refuses).peekable();
+        if refusals.peek().is_none() {
+            return false;
+        }
+        let namespace = context.metadata.namespace.as_deref().unwrap_or_default();
+        let claims = self.resolve_claims(namespace, pod);
+        let is_pending = |entry: &str| {
+            let is_it = |(name, resolved): &(String, Resolved)| {
+                let Resolved::Claim(key) = resolved else {
+                    return false;
+                };
+                name == entry && self.claims.get(key).is_some_and(|claim| !claim.is_allocated())
+            };
+            claims.iter().any(is_it)
+        };
+        refusals.any(|entry| is_pending(&entry.name))
     }
 
     /// The claim that says of itself that it was made for an entry of a pod; rather one that stays than one that goes.

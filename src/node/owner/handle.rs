@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 
 use super::DRIVER_TIMEOUT;
 use super::records::{RecordsHandle, RecordsRequest};
@@ -85,6 +85,7 @@ pub struct OwnerHandle {
     pub(super) requests: mpsc::Sender<Request>,
     pub(super) resources: watch::Receiver<Arc<BTreeMap<String, Offered>>>,
     pub(super) held: watch::Receiver<usize>,
+    pub(super) look_due: Arc<Notify>,
 }
 
 impl OwnerHandle {
@@ -93,6 +94,7 @@ impl OwnerHandle {
         RecordsHandle {
             requests: self.requests.clone(),
             held: self.held.clone(),
+            look_due: self.look_due.clone(),
         }
     }
 

@@ -2,9 +2,10 @@
 //! to see or to release.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::task::spawn_blocking;
 use tracing::{info, warn};
 
@@ -77,6 +78,7 @@ impl ReleaseError {
 pub struct RecordsHandle {
     pub(super) requests: mpsc::Sender<Request>,
     pub(super) held: watch::Receiver<usize>,
+    pub(super) look_due: Arc<Notify>,
 }
 
 impl RecordsHandle {
@@ -111,6 +113,11 @@ impl RecordsHandle {
     /// How many claims hold something, now and after each change.
     pub(in crate::node) fn held(&self) -> watch::Receiver<usize> {
         self.held.clone()
+    }
+
+    /// Waits until a claim is to be looked into.
+    pub(in crate::node) async fn look_due(&self) {
+        self.look_due.notified().await;
     }
 
     async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> RecordsRequest) -> Option<T> {

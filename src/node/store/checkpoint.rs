@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::{StoreError, files};
 use crate::core::node::checkpoint::{Checkpoint, CheckpointError};
+use crate::node::transport::Identity;
 
 /// The size of a checkpoint that is read, at most, in bytes: far above what the pods of a node can make.
 const SIZE_MAX: u64 = 16 * 1024 * 1024;
@@ -22,8 +23,8 @@ pub struct CheckpointFile {
 pub enum Loaded {
     /// No file: this driver has not run on this node before.
     Nothing,
-    /// A checkpoint.
-    Read(Checkpoint),
+    /// A checkpoint, and its text.
+    Read(Checkpoint, String),
     /// Something that this release cannot use. It was put aside, if the disk let us.
     Unusable {
         /// What is wrong with it.
@@ -48,7 +49,9 @@ impl CheckpointFile {
         let (error, label) = match files::read(&self.path, SIZE_MAX) {
             Ok(None) => return Loaded::Nothing,
             Ok(Some(text)) => match Checkpoint::decode(&text) {
-                Ok(checkpoint) => return Loaded::Read(checkpoint),
+                Ok(checkpoint) => {
+                    return Loaded::Read(checkpoint, String::from_utf8_lossy(&text).into_owned());
+                }
                 Err(error @ CheckpointError::Newer(_)) => (error.to_string(), "newer"),
                 Err(error) => (error.to_string(), "damaged"),
             },
@@ -68,9 +71,19 @@ impl CheckpointFile {
         Loaded::Unusable { error, kept_as }
     }
 
-    /// Stores a checkpoint; when this returns, it outlives a power loss.
-    pub fn save(&self, text: &str) -> Result<(), StoreError> {
-        files::replace(&self.path, text.as_bytes(), 0o600)?;
+    /// Puts a checkpoint in the place of the last one. If this fails, the last one is still there, and it is durable if it was;
+    /// if not, the new one is, and [`CheckpointFile::make_durable`] makes it outlive a power loss.
+    pub fn replace(&self, text: &str) -> Result<(), StoreError> {
+        files::replace(&self.path, text.as_bytes(), 0o600)
+    }
+
+    /// Which file has the name of the checkpoint now, and since when it is as it is.
+    pub(super) fn identity(&self) -> Option<Identity> {
+        Identity::of(&self.path)
+    }
+
+    /// Makes the checkpoint that is in place outlive a power loss.
+    pub fn make_durable(&self) -> Result<(), StoreError> {
         files::sync_directory(&self.directory)
     }
 
@@ -92,8 +105,9 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let file = CheckpointFile::new(directory.path());
         assert!(matches!(file.load(), Loaded::Nothing));
-        file.save(&Checkpoint::default().encode().unwrap()).unwrap();
-        assert!(matches!(file.load(), Loaded::Read(checkpoint) if checkpoint == Checkpoint::default()));
+        file.replace(&Checkpoint::default().encode().unwrap()).unwrap();
+        file.make_durable().unwrap();
+        assert!(matches!(file.load(), Loaded::Read(checkpoint, _) if checkpoint == Checkpoint::default()));
     }
 
     #[test]
@@ -155,6 +169,6 @@ mod tests {
         assert!(matches!(file.load(), Loaded::Unusable { .. }));
         std::fs::create_dir(&file.path).unwrap();
         assert!(matches!(file.load(), Loaded::Unusable { .. }));
-        file.save(&Checkpoint::default().encode().unwrap()).unwrap();
+        file.replace(&Checkpoint::default().encode().unwrap()).unwrap();
     }
 }

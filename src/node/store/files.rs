@@ -2,7 +2,7 @@
 
 use std::fs::{DirBuilder, File, OpenOptions, Permissions, TryLockError};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
@@ -21,18 +21,41 @@ pub(super) fn make_directory(path: &Path, mode: u32) -> Result<(), StoreError> {
         .map_err(StoreError::io("make directory", path))
 }
 
-/// Takes the lock that keeps a second process away. It is let go when the file is closed, also by a kill.
-pub(super) fn lock(path: &Path) -> Result<File, StoreError> {
+/// The lock that keeps a second process away. It is let go when this is dropped, also by a kill.
+#[derive(Debug)]
+pub(super) struct Lock {
+    file: File,
+    path: PathBuf,
+}
+
+impl Lock {
+    /// Whether the next process would meet this very lock: not if somebody has removed the file or its directory.
+    pub(super) fn is_in_place(&self) -> bool {
+        let same = |ours: std::fs::Metadata, found: std::fs::Metadata| {
+            (ours.dev(), ours.ino()) == (found.dev(), found.ino())
+        };
+        match (self.file.metadata(), self.path.symlink_metadata()) {
+            (Ok(ours), Ok(found)) => same(ours, found),
+            _ => false,
+        }
+    }
+}
+
+/// Takes the lock.
+///
+/// The file is opened for reading, so that a companion also comes up on a disk that has become read-only.
+pub(super) fn lock(path: &Path) -> Result<Lock, StoreError> {
     let file = OpenOptions::new()
-        .create(true)
-        .truncate(false)
-        .write(true)
+        .read(true)
         .mode(0o600)
-        .custom_flags(no_follow())
+        .custom_flags(no_follow() | make())
         .open(path)
         .map_err(StoreError::io("open", path))?;
     match file.try_lock() {
-        Ok(()) => Ok(file),
+        Ok(()) => Ok(Lock {
+            file,
+            path: path.to_owned(),
+        }),
         Err(TryLockError::WouldBlock) => Err(StoreError::Locked(path.to_owned())),
         Err(TryLockError::Error(source)) => Err(StoreError::Io {
             action: "lock",
@@ -123,6 +146,15 @@ fn no_follow() -> i32 {
     (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32
 }
 
+/// With this, a file that is not there is made although it is opened for reading only, which the standard library has no word for.
+#[expect(
+    clippy::cast_possible_wrap,
+    reason = "open flags are bits; the standard library takes them as a signed integer"
+)]
+fn make() -> i32 {
+    OFlags::CREATE.bits() as i32
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::symlink;
@@ -182,6 +214,11 @@ mod tests {
         let first = lock(&path).unwrap();
         assert!(matches!(lock(&path), Err(StoreError::Locked(_))));
         drop(first);
-        lock(&path).unwrap();
+        let again = lock(&path).unwrap();
+        assert!(again.is_in_place());
+        std::fs::remove_file(&path).unwrap();
+        assert!(!again.is_in_place());
+        let other = lock(&path).unwrap();
+        assert!(other.is_in_place() && !again.is_in_place());
     }
 }

@@ -21,9 +21,13 @@ use crate::core::node::kubelet_state::{self, KubeletView};
 use crate::core::node::ledger::Ledger;
 use crate::core::node::recovery::rebuild;
 use crate::core::node::step::Records;
+use crate::node::transport::Identity;
 use cdi::CdiDirectory;
 use checkpoint::{CheckpointFile, Loaded};
+use files::Lock;
 
+/// The name of the lock.
+const LOCK: &str = "lock";
 /// The size of kubelet's list of claims that is read, at most, in bytes.
 const KUBELET_STATE_MAX: u64 = 16 * 1024 * 1024;
 
@@ -70,15 +74,17 @@ pub struct Store {
     checkpoint: CheckpointFile,
     cdi: CdiDirectory,
     written: Mutex<Written>,
-    _lock: std::fs::File,
+    state: PathBuf,
 }
 
 /// What is known to be in the checkpoint.
 #[derive(Debug, Default)]
 struct Written {
     cluster: ClusterFacts,
-    /// The text that is durable; `None` while that is not certain.
-    text: Option<String>,
+    /// The text that is durable, and the file that has it; `None` while that is not certain.
+    text: Option<(String, Option<Identity>)>,
+    /// Keeps other processes away; `None` for a moment at most.
+    lock: Option<Lock>,
 }
 
 /// Where the records of a driver are, and those of kubelet.
@@ -143,12 +149,18 @@ impl Store {
     pub fn open(places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
         files::make_directory(&places.state, 0o750)?;
         files::make_directory(&places.cdi, 0o755)?;
-        let lock = files::lock(&places.state.join("lock"))?;
-        let checkpoint = CheckpointFile::new(&places.state);
+        let lock = files::lock(&places.state.join(LOCK))?;
+        let file = CheckpointFile::new(&places.state);
         let cdi = CdiDirectory::new(places.driver.clone(), &places.cdi);
         let files = cdi.claims()?;
-        let (loaded, rebuilt) = match checkpoint.load() {
-            Loaded::Read(mut checkpoint) => {
+        let mut text = None;
+        let (loaded, rebuilt) = match file.load() {
+            Loaded::Read(mut checkpoint, found) => {
+                // The process before may have been killed between its rename and its flush.
+                match file.make_durable() {
+                    Ok(()) => text = Some((found, file.identity())),
+                    Err(error) => warn!(reason = error.reason(), "{error}"),
+                }
                 let unknown: BTreeSet<ClaimUid> = files
                     .iter()
                     .filter(|uid| !checkpoint.entries.contains_key(uid))
@@ -202,7 +214,8 @@ impl Store {
         };
         let written = Mutex::new(Written {
             cluster: loaded.cluster.clone(),
-            text: None,
+            text,
+            lock: Some(lock),
         });
         let ledger = Ledger::new(boot_id, loaded.entries);
         if let Some(why) = &rebuilt {
@@ -210,16 +223,28 @@ impl Store {
         }
         Ok(Opened {
             store: Self {
-                checkpoint,
+                checkpoint: file,
                 cdi,
                 written,
-                _lock: lock,
+                state: places.state.clone(),
             },
             ledger,
             cluster: loaded.cluster,
             files,
             rebuilt,
         })
+    }
+
+    /// Makes sure that the directory and the lock in it are still those that were opened. Whoever cleans up below kubelet's root
+    /// directory removes both, and then a second companion could come up beside this one.
+    fn keep_place(&self, written: &mut Written) -> Result<(), StoreError> {
+        if written.lock.as_ref().is_some_and(Lock::is_in_place) {
+            return Ok(());
+        }
+        files::make_directory(&self.state, 0o750)?;
+        written.lock = Some(files::lock(&self.state.join(LOCK))?);
+        warn!(directory = %self.state.display(), "somebody has removed the lock of this companion; it is made again");
+        Ok(())
     }
 
     /// Takes note of what the API server told; the next [`Records::save`] stores it.
@@ -276,10 +301,15 @@ impl Records for Store {
         let text = Checkpoint::of(ledger, &written.cluster)
             .encode()
             .map_err(StoreError::Encode)?;
-        if written.text.as_ref() != Some(&text) {
+        self.keep_place(&mut written)?;
+        let in_place = (text, self.checkpoint.identity());
+        if written.text.as_ref() != Some(&in_place) {
+            let (text, _) = in_place;
+            // A write that fails here has changed nothing: what was durable still is, and needs no room to be so.
+            self.checkpoint.replace(&text)?;
             written.text = None;
-            self.checkpoint.save(&text)?;
-            written.text = Some(text);
+            self.checkpoint.make_durable()?;
+            written.text = Some((text, self.checkpoint.identity()));
         }
         Ok(())
     }

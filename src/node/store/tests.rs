@@ -191,11 +191,29 @@ fn a_store_that_cannot_write_says_so_and_takes_up_again_afterwards() {
     // A directory in the place of the temporary file stops root as well, which permissions do not.
     let obstacle = root.path().join("plugins/drayman.dev/checkpoint.json.tmp");
     std::fs::create_dir(&obstacle).unwrap();
+    store
+        .save(&ledger)
+        .expect("what is durable already needs no write");
+    store.set_cluster(ClusterFacts::default());
     let error = store.save(&ledger).unwrap_err();
     assert_eq!(error.reason(), "StorageFailed");
     assert!(error.to_string().contains("checkpoint.json.tmp"), "{error}");
     std::fs::remove_dir(&obstacle).unwrap();
     store.save(&ledger).unwrap();
+}
+
+#[test]
+fn a_state_directory_that_somebody_removes_comes_back_with_checkpoint_and_lock() {
+    let root = directory();
+    let ledger = prepared(root.path());
+    let Opened { store, .. } = open(root.path(), "boot").unwrap();
+    store.save(&ledger).unwrap();
+    std::fs::remove_dir_all(root.path().join("plugins")).unwrap();
+    store.save(&ledger).unwrap();
+    assert_eq!(open(root.path(), "boot").unwrap_err().reason(), "AlreadyRunning");
+    drop(store);
+    let opened = open(root.path(), "boot").unwrap();
+    assert_eq!((opened.ledger, opened.rebuilt), (ledger, None));
 }
 
 /// The real records as the model sees them. Opened anew for each look, as a new process would.

@@ -3,22 +3,38 @@
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::{Sleep, sleep};
+use tokio::time::{Instant, Sleep, sleep};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::transport::server::Connected;
 
-use super::authority::{OUTPUT_MARK, Rewriter};
+use super::authority::{OUTPUT_MARK, PREFACE, Rewriter};
+use super::calls::{Activity, Calls};
 
 /// How long a client may take to finish a preface or a header block that it has begun. There is no other limit of time on a
 /// connection: kubelet sends nothing at all on the connection of a ListAndWatch for months.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 /// Bytes read at once.
 const CHUNK: usize = 16_384;
+
+/// The time since a socket was opened, in milliseconds.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Clock(Instant);
+
+impl Clock {
+    pub(super) fn start() -> Self {
+        Self(Instant::now())
+    }
+
+    pub(super) fn now(self) -> u64 {
+        u64::try_from(self.0.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+}
 
 /// An accepted connection.
 #[derive(Debug)]
@@ -34,13 +50,16 @@ pub(super) struct Connection<S> {
     /// What the client owes, and until when.
     deadline: Option<(u64, Pin<Box<Sleep>>)>,
     cut: Pin<Box<WaitForCancellationFutureOwned>>,
+    calls: Calls,
+    activity: Arc<Activity>,
+    clock: Clock,
     /// One of the connections that are allowed.
     _slot: OwnedSemaphorePermit,
 }
 
 impl<S> Connection<S> {
-    /// `cut` ends the connection at once, whatever the client does.
-    pub(super) fn new(stream: S, slot: OwnedSemaphorePermit, cut: WaitForCancellationFutureOwned) -> Self {
+    /// The activity's token ends the connection at once, whatever the client does.
+    pub(super) fn new(stream: S, slot: OwnedSemaphorePermit, activity: Arc<Activity>, clock: Clock) -> Self {
         let rewriter = Rewriter::default();
         let deadline = rewriter.owed().map(|owed| (owed, Box::pin(sleep(PATIENCE))));
         Self {
@@ -51,7 +70,10 @@ impl<S> Connection<S> {
             taken: 0,
             ended: false,
             deadline,
-            cut: Box::pin(cut),
+            cut: Box::pin(activity.cut.clone().cancelled_owned()),
+            calls: Calls::new(PREFACE.len()),
+            activity,
+            clock,
             _slot: slot,
         }
     }
@@ -62,7 +84,9 @@ impl<S> Connection<S> {
             return false;
         };
         let length = ready.len().min(reader.remaining());
-        reader.put_slice(ready.get(..length).unwrap_or_default());
+        let given = ready.get(..length).unwrap_or_default();
+        reader.put_slice(given);
+        self.calls.sent(given, &self.activity, self.clock.now());
         self.taken += length;
         if self.taken == self.output.len() {
             self.taken = 0;
@@ -92,6 +116,10 @@ impl<S> Connection<S> {
             (Some(owed), _) => self.deadline = Some((owed, Box::pin(sleep(PATIENCE)))),
         }
         Ok(())
+    }
+
+    fn answered(&mut self, bytes: &[u8]) {
+        self.calls.answered(bytes, &self.activity, self.clock.now());
     }
 
     /// Reads and writes alike ask this: a peer that does not read keeps the task at its write.
@@ -150,7 +178,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         self.check_cut(context)?;
-        Pin::new(&mut self.stream).poll_write(context, bytes)
+        let written = std::task::ready!(Pin::new(&mut self.stream).poll_write(context, bytes))?;
+        self.answered(bytes.get(..written).unwrap_or_default());
+        Poll::Ready(Ok(written))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -169,7 +199,14 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         self.check_cut(context)?;
-        Pin::new(&mut self.stream).poll_write_vectored(context, bytes)
+        let written = std::task::ready!(Pin::new(&mut self.stream).poll_write_vectored(context, bytes))?;
+        let mut left = written;
+        for bytes in bytes {
+            let part = bytes.get(..left.min(bytes.len())).unwrap_or_default();
+            self.answered(part);
+            left -= part.len();
+        }
+        Poll::Ready(Ok(written))
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -192,25 +229,22 @@ const _: () = assert!(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
     use tokio::sync::Semaphore;
-    use tokio::time::Instant;
     use tokio_util::sync::CancellationToken;
 
     use super::*;
 
-    const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
     const PING: &[u8] = &[0, 0, 8, 6, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8];
 
     fn connection(cut: &CancellationToken) -> (DuplexStream, Connection<DuplexStream>, Arc<Semaphore>) {
         let (client, server) = duplex(100_000);
         let slots = Arc::new(Semaphore::new(1));
         let slot = Arc::clone(&slots).try_acquire_owned().unwrap();
+        let activity = Arc::new(Activity::new(cut.clone(), 0));
         (
             client,
-            Connection::new(server, slot, cut.clone().cancelled_owned()),
+            Connection::new(server, slot, activity, Clock::start()),
             slots,
         )
     }

@@ -2,24 +2,25 @@
 
 use std::path::Path;
 use std::pin::pin;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::net::UnixStream;
-use tokio::sync::{Notify, Semaphore, mpsc, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::task::JoinHandle;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::transport::Server;
 
 use super::authority::{MAX_DECODED_BLOCK, MAX_FRAME};
-use super::connection::Connection;
+use super::calls::Activity;
+use super::connection::{Clock, Connection};
 use super::directory::DirectoryWatch;
 use super::socket::{Socket, SocketError, SocketPlace, check_path};
 
-/// Connections to one socket at a time. Kubelet has one or two.
+/// Connections to one socket at a time. Kubelet has one or two. One more takes the place of one that is idle.
 pub const MAX_CONNECTIONS: usize = 64;
 /// Calls on one connection at a time.
 pub const MAX_STREAMS: u32 = 100;
@@ -31,6 +32,8 @@ const STREAM_WINDOW: u32 = 65_535;
 const CONNECTION_WINDOW: u32 = 262_144;
 /// How long calls in flight may take to end after a shutdown.
 const DRAIN: Duration = Duration::from_secs(5);
+/// How long a connection may take to end that gives way to another.
+const GIVE_WAY: Duration = Duration::from_secs(1);
 /// How soon a lost socket is tried again, at first and at last.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
 
@@ -88,6 +91,8 @@ pub async fn listen(
         place,
         socket: None,
         slots: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
+        open: Vec::new(),
+        clock: Clock::start(),
         connections,
         cut: cut.clone(),
         published: watch::Sender::new(0),
@@ -131,6 +136,9 @@ struct Keeper {
     place: SocketPlace,
     socket: Option<Socket>,
     slots: Arc<Semaphore>,
+    /// The connections that are open, and some that are no more.
+    open: Vec<Weak<Activity>>,
+    clock: Clock,
     connections: mpsc::Sender<std::io::Result<Connection<UnixStream>>>,
     cut: CancellationToken,
     published: watch::Sender<u64>,
@@ -194,7 +202,7 @@ impl Keeper {
         }
     }
 
-    async fn admit(&self, accepted: std::io::Result<UnixStream>) {
+    async fn admit(&mut self, accepted: std::io::Result<UnixStream>) {
         let path = self.place.path.display();
         let stream = match accepted {
             Ok(stream) => stream,
@@ -209,13 +217,35 @@ impl Keeper {
             tracing::warn!(%path, ?peer, reason = "PeerRefused", "a connection is refused: its user is neither root nor ours");
             return;
         }
-        let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() else {
-            tracing::warn!(%path, reason = "TooManyConnections", "a connection is refused: {MAX_CONNECTIONS} are open");
+        let Some(slot) = self.slot().await else {
+            let path = self.place.path.display();
+            tracing::warn!(%path, reason = "TooManyConnections", "a connection is refused: {MAX_CONNECTIONS} are open, each with a call");
             return;
         };
-        let connection = Connection::new(stream, slot, self.cut.clone().cancelled_owned());
+        let activity = Arc::new(Activity::new(self.cut.child_token(), self.clock.now()));
+        self.open.retain(|other| other.strong_count() > 0);
+        self.open.push(Arc::downgrade(&activity));
+        let connection = Connection::new(stream, slot, activity, self.clock);
         // Fails only after the shutdown.
         let _ = self.connections.send(Ok(connection)).await;
+    }
+
+    /// A place for one more connection, which the longest idle one gives up if there is no other.
+    async fn slot(&self) -> Option<OwnedSemaphorePermit> {
+        if let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() {
+            return Some(slot);
+        }
+        let idle = self.open.iter().filter_map(Weak::upgrade);
+        let longest = idle
+            .filter_map(|activity| Some((activity.idle_since()?, activity)))
+            .min_by_key(|(since, _)| *since)?;
+        let path = self.place.path.display();
+        tracing::debug!(%path, reason = "TooManyConnections", "the connection that was idle for longest is closed for another");
+        longest.1.cut.cancel();
+        timeout(GIVE_WAY, Arc::clone(&self.slots).acquire_owned())
+            .await
+            .ok()?
+            .ok()
     }
 }
 

@@ -5,9 +5,11 @@
 //! ```
 //!
 //! A connection that is established has no limit of idle time or age, and is never pinged: each would end kubelet's ListAndWatch,
-//! and with it make all devices unhealthy.
+//! and with it make all devices unhealthy. But when all places are taken, the one that has been idle for longest without an open
+//! call gives way to the next, so that connections which do nothing keep nobody out.
 
 pub mod authority;
+mod calls;
 mod connection;
 mod directory;
 mod listen;

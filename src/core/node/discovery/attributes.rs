@@ -9,6 +9,8 @@ use super::pci::PciFacts;
 use super::usb::UsbFacts;
 use crate::api::crd::{AttributeValue, Device, GROUP, TEXT_MAX};
 
+/// The NUMA node that a device is near to.
+pub const NUMA_NODE: &str = "drayman.dev/numaNode";
 /// The nodes on the host that are a device's alone, as a list with commas.
 pub const NODES: &str = "drayman.dev/nodes";
 
@@ -119,6 +121,12 @@ fn megatransfers(speed: &str) -> Option<i64> {
     let whole: i64 = whole.parse().ok()?;
     let tenths: i64 = tenths.get(..1)?.parse().ok()?;
     whole.checked_mul(1000)?.checked_add(tenths * 100)
+}
+
+/// The NUMA nodes of a device, as kubelet is told them.
+pub fn numa_nodes(device: &Device) -> Vec<i64> {
+    let node = device.attributes.get(NUMA_NODE).and_then(|value| value.int);
+    node.into_iter().filter(|node| *node >= 0).collect()
 }
 
 /// Leaves out attributes, of all devices the same, until an inventory can hold the rest; answers with the names.
@@ -244,5 +252,16 @@ mod tests {
         );
         assert!(many.iter().all(|device| device.attributes == attributes(1)));
         assert!(serde_json::to_vec(&many).unwrap().len() < 1_200_000);
+    }
+
+    #[test]
+    fn kubelet_is_told_a_numa_node_only_where_one_is_known() {
+        let device = |node| Device {
+            attributes: BTreeMap::from([(NUMA_NODE.to_owned(), AttributeValue::int(node))]),
+            ..Device::default()
+        };
+        assert_eq!(numa_nodes(&device(1)), [1]);
+        assert_eq!(numa_nodes(&device(-1)), Vec::<i64>::new());
+        assert_eq!(numa_nodes(&Device::default()), Vec::<i64>::new());
     }
 }

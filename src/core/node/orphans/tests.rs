@@ -117,7 +117,7 @@ fn nothing_is_asked_before_the_grace_period_is_over() {
     assert_eq!(orphans.next_look(Duration::ZERO), GRACE);
     assert_eq!(orphans.look(&ledger, &lists(&[]), just_before), []);
     assert_eq!(orphans.look(&ledger, &lists(&[]), GRACE).len(), 1);
-    assert_eq!(orphans.next_look(GRACE), EVERY);
+    assert_eq!(orphans.next_look(GRACE), GRACE * 5 / 2);
 }
 
 #[test]
@@ -192,4 +192,32 @@ fn what_was_prepared_before_a_boot_is_freed_or_left_but_never_in_quarantine() {
     assert_eq!((verdicts, quarantine), (vec![], BTreeMap::new()));
     let (verdicts, _) = after_the_grace(&ledger, &lists(&[]), &GONE);
     assert_eq!(verdicts, [Verdict::Free(uid())]);
+}
+
+#[test]
+fn a_claim_that_kubelet_lists_is_looked_into_only_if_another_was_given_its_device() {
+    let mut orphans = Orphans::new(GRACE);
+    let (ledger, kubelet) = (ledger(&["x"]), lists(&[uid()]));
+    assert_eq!(orphans.look(&ledger, &kubelet, GRACE), []);
+    assert_eq!(orphans.next_look(GRACE), GRACE * 5 / 2);
+    assert!(
+        orphans.contest(&uid()) && !orphans.contest(&uid()),
+        "news only once"
+    );
+    assert_eq!(
+        orphans.look(&ledger, &kubelet, GRACE),
+        [],
+        "its pod may be about to end"
+    );
+    assert_eq!(orphans.look(&ledger, &kubelet, GRACE * 2).len(), 1);
+    let judge = |orphans: &mut Orphans, answer| {
+        let answers = BTreeMap::from([(uid(), answer)]);
+        let verdicts = orphans.judge(&ledger, &kubelet, &answers, GRACE * 2);
+        assert_eq!(verdicts, [], "kubelet lists it, so it is never freed");
+        orphans.quarantine().remove(&uid())
+    };
+    let why = judge(&mut orphans, GONE).unwrap();
+    assert!(why.contains("given its device to another claim"), "{why}");
+    assert_eq!(judge(&mut orphans, PRESENT), None);
+    assert_eq!(orphans.look(&ledger, &kubelet, GRACE * 3), [], "it is in order");
 }

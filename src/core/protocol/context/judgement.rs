@@ -220,8 +220,10 @@ impl World {
         }
         let object = context.object.clone();
         let selected = &object.spec.selected_node;
-        let selected_fits =
-            !selected.is_empty() && reasons.iter().all(|reasons| !reasons.contains_key(selected));
+        let mine: BTreeSet<&str> = own.iter().map(|claim| claim.pod_claim_name.as_str()).collect();
+        let selected_fits = !selected.is_empty()
+            && reasons.iter().all(|reasons| !reasons.contains_key(selected))
+            && !self.is_refused_by_others(&object, pod, &mine);
         if selected_fits && self.is_any_judged(own) {
             return;
         }

@@ -17,7 +17,7 @@ pub use block::MAX_DECODED_BLOCK;
 use block::MAX_ENCODED_BLOCK;
 
 /// What a client sends first (RFC 9113 section 3.4).
-const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+pub(super) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// The size of a frame's head.
 const HEAD: usize = 9;
 /// The largest payload of a frame: SETTINGS_MAX_FRAME_SIZE is left at its default.

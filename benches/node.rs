@@ -1,0 +1,305 @@
+//! The companion on one node: `cargo bench --bench node -- [SCENARIO]...`, as root.
+//!
+//! The program itself, in a process and a mount namespace of its own, over its real sockets and files, with an API server that
+//! is played by this process; `unplug` has a real kubelet. Prints each figure beside its goal and judges nothing else.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a benchmark that cannot run has nothing to say"
+)]
+
+#[path = "../tests/companion/api.rs"]
+#[allow(dead_code, reason = "written for the tests, which use another part of it")]
+mod api;
+mod figures;
+#[path = "../tests/harness/mod.rs"]
+mod harness;
+#[path = "../tests/companion/node.rs"]
+#[allow(dead_code, reason = "written for the tests, which use another part of it")]
+mod node;
+#[path = "../tests/kubernetes/pods.rs"]
+#[allow(
+    dead_code,
+    unused_imports,
+    reason = "written for the tests, which use another part of it"
+)]
+mod pods;
+#[path = "../tests/companion/process.rs"]
+#[allow(dead_code, reason = "written for the tests, which use another part of it")]
+mod process;
+#[path = "../tests/kubernetes/stage.rs"]
+#[allow(
+    dead_code,
+    clippy::single_match_else,
+    reason = "written for the tests, which use another part of it"
+)]
+mod stage;
+
+use std::time::{Duration, Instant};
+
+use drayman::api::proto::device_plugin_v1beta1::Empty;
+use drayman::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
+use drayman::api::proto::{ContainerList, DeviceIdList};
+use drayman::node::door::KubeletPaths;
+use figures::{Goal, Times, figure, resident_kib_of};
+use node::Node;
+use process::{Mounts, Process, Start};
+use tonic::transport::Endpoint;
+
+const USAGE: &str = "usage: cargo bench --bench node -- [prepare|allocate|restart|memory|rest|unplug]...
+All scenarios are run if none is named.";
+const SCENARIOS: [&str; 6] = ["prepare", "allocate", "restart", "memory", "rest", "unplug"];
+/// Devices of a large node.
+const MANY: u32 = 1_000;
+
+fn main() -> anyhow::Result<()> {
+    let named: Vec<String> = std::env::args()
+        .skip(1)
+        .filter(|argument| argument != "--bench")
+        .collect();
+    anyhow::ensure!(
+        named.iter().all(|name| SCENARIOS.contains(&name.as_str())),
+        "{USAGE}"
+    );
+    anyhow::ensure!(
+        rustix::process::geteuid().is_root(),
+        "only root can make device nodes: run this as root"
+    );
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()?;
+    for scenario in SCENARIOS {
+        if !named.is_empty() && !named.iter().any(|name| name == scenario) {
+            continue;
+        }
+        figures::heading(scenario);
+        runtime.block_on(async {
+            match scenario {
+                "prepare" => prepare().await,
+                "allocate" => allocate().await,
+                "restart" => restart().await,
+                "memory" => memory().await,
+                "rest" => rest().await,
+                _ => return unplug().await,
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+fn uid(number: u32) -> String {
+    format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b{number:08x}")
+}
+
+fn on_disk() -> Node {
+    Node::within(tempfile::tempdir().unwrap())
+}
+
+/// With so many more devices: `test-100` and up for claims, `camera-100` and up for an extended resource.
+fn with_devices(kind: &str) -> Node {
+    let node = on_disk();
+    for number in 0..MANY {
+        node.device(&format!("{kind}-{}", 100 + number), 100 + number);
+    }
+    node
+}
+
+async fn prepare() {
+    const TMPFS: &str = "mkdir -p $NODE/kubelet/plugins $NODE/cdi\n\
+        mount -t tmpfs none $NODE/kubelet/plugins\nmount -t tmpfs none $NODE/cdi";
+    for (name, mounts, limit) in [("on tmpfs", TMPFS, 5), ("on disk, with fsync", "true", 20)] {
+        let node = on_disk();
+        let mounts = Mounts::new(&node, mounts);
+        let process = Start::new().within(&mounts).run(&node).await;
+        let mut kubelet = node.kubelet_at(&mounts.sees(&node.dra_socket())).await;
+        let (mut prepares, mut unprepares) = (Times::default(), Times::default());
+        for number in 0..1_000 {
+            let uid = uid(number);
+            let start = Instant::now();
+            kubelet.prepare(&uid, &["test-0"]).await.unwrap();
+            prepares.push(start.elapsed());
+            let start = Instant::now();
+            kubelet.unprepare(&uid).await.unwrap();
+            unprepares.push(start.elapsed());
+        }
+        let goal = Goal::at_most(prepares.quantile(99), Duration::from_millis(limit));
+        figure(
+            &format!("Prepare {name} (goal p99 {limit} ms)"),
+            &prepares.to_string(),
+            goal,
+        );
+        figure(
+            &format!("Unprepare {name}"),
+            &unprepares.to_string(),
+            Goal::none(),
+        );
+        process.kill();
+    }
+}
+
+async fn plugin(node: &Node) -> DevicePluginClient<tonic::transport::Channel> {
+    let paths = KubeletPaths {
+        root_dir: node.path("kubelet"),
+        device_plugin_dir: node.path("kubelet/device-plugins"),
+    };
+    let socket = paths.device_plugin_socket("example.com/camera").path;
+    node.until_exists(&socket).await;
+    let channel = Endpoint::from_shared(format!("unix://{}", socket.display()))
+        .unwrap()
+        .connect()
+        .await
+        .unwrap();
+    DevicePluginClient::new(channel)
+}
+
+async fn allocate() {
+    let node = with_devices("camera");
+    let process = Process::start(&node).await;
+    let mut plugin = plugin(&node).await;
+    let mut list = plugin.list_and_watch(Empty {}).await.unwrap().into_inner();
+    let first = list.message().await.unwrap().unwrap();
+    figure(
+        "devices in ListAndWatch",
+        &first.devices.len().to_string(),
+        Goal::none(),
+    );
+    let mut times = Times::default();
+    for number in 0..3_000 {
+        let id = format!("camera-{}", 100 + number % MANY);
+        let request = ContainerList::new(vec![DeviceIdList::new(vec![id])]);
+        let start = Instant::now();
+        plugin.allocate(request).await.unwrap();
+        times.push(start.elapsed());
+    }
+    let goal = Goal::at_most(times.quantile(99), Duration::from_millis(1));
+    figure(
+        "Allocate with 1,000 devices (goal p99 1 ms)",
+        &times.to_string(),
+        goal,
+    );
+    process.kill();
+}
+
+async fn restart() {
+    let node = with_devices("test");
+    let process = Process::start(&node).await;
+    let mut kubelet = node.kubelet().await;
+    for number in 0..MANY {
+        let device = format!("test-{}", 100 + number);
+        kubelet.prepare(&uid(number), &[&device]).await.unwrap();
+    }
+    process.kill();
+    let mut times = Times::default();
+    for _ in 0..10 {
+        let start = Instant::now();
+        let process = Process::start(&node).await;
+        let mut kubelet = node.kubelet().await;
+        kubelet.prepare(&uid(7), &["test-107"]).await.unwrap();
+        times.push(start.elapsed());
+        assert!(
+            kubelet.prepare(&uid(MANY), &["test-107"]).await.is_err(),
+            "it is held"
+        );
+        process.kill();
+    }
+    let goal = Goal::at_most(times.quantile(99), Duration::from_secs(1));
+    figure(
+        "start with 1,000 prepared claims -> first Prepare answered (goal 1 s)",
+        &times.to_string(),
+        goal,
+    );
+}
+
+async fn memory() {
+    for (name, node, limit) in [
+        ("at rest", on_disk(), 12),
+        ("with 1,000 devices", with_devices("camera"), 20),
+    ] {
+        let process = Process::start(&node).await;
+        node.api.until_ready("True", "Serving").await;
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        let kib = resident_kib_of(&process.id(), "VmRSS:");
+        let goal = Goal::below(kib, limit * 1_000_000 / 1024);
+        figure(
+            &format!("resident memory {name} (goal {limit} MB)"),
+            &format!("{kib} KiB"),
+            goal,
+        );
+        process.kill();
+    }
+}
+
+async fn rest() {
+    let node = on_disk();
+    let process = Process::start(&node).await;
+    node.api.until_ready("True", "Serving").await;
+    let mut kubelet = node.kubelet().await;
+    for claims in [0, 1] {
+        if claims == 1 {
+            kubelet.prepare(&uid(0), &["test-0"]).await.unwrap();
+        }
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        let before = switches(&process.id());
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        let woken = switches(&process.id()) - before;
+        figure(
+            &format!(
+                "wake-ups of all threads in 60 s at rest, {claims} claims (the search for devices is one)"
+            ),
+            &woken.to_string(),
+            Goal::none(),
+        );
+    }
+    process.kill();
+}
+
+/// How often the threads of a process have gone to sleep so far.
+fn switches(process: &str) -> u64 {
+    let threads = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
+    threads
+        .filter_map(Result::ok)
+        .map(|thread| {
+            let status = std::fs::read_to_string(thread.path().join("status")).unwrap_or_default();
+            let line = status
+                .lines()
+                .find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+            line.and_then(|count| count.trim().parse::<u64>().ok())
+                .unwrap_or_default()
+        })
+        .sum()
+}
+
+/// A device goes and comes on a real node.
+async fn unplug() -> anyhow::Result<()> {
+    let stage = stage::Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    pods::make_devices(node, "drayman-plugged", &pods::MINORS[..2])?;
+    let companion = stage.companion(0, pods::CONFIGURATION)?;
+    pods::wait_for_allocatable(&stage, 0, "2").await?;
+    let (mut gone, mut back) = (Times::default(), Times::default());
+    for _ in 0..20 {
+        let start = Instant::now();
+        node.remove("/dev/drayman-plugged-1")?;
+        pods::wait_for_allocatable(&stage, 0, "1").await?;
+        gone.push(start.elapsed());
+        let start = Instant::now();
+        node.make_device("/dev/drayman-plugged-1", 1, pods::MINORS[1])?;
+        pods::wait_for_allocatable(&stage, 0, "2").await?;
+        back.push(start.elapsed());
+    }
+    let name = "in the node's allocatable (kubelet of the tests: status every 1 s)";
+    figure(
+        &format!("unplugged -> withdrawn {name}"),
+        &gone.to_string(),
+        Goal::none(),
+    );
+    figure(
+        &format!("plugged in -> offered {name}"),
+        &back.to_string(),
+        Goal::none(),
+    );
+    companion.end().await?;
+    stage.cluster.stop().await
+}

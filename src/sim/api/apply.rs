@@ -1,0 +1,361 @@
+//! Server-side apply, and who owns which field.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value, json};
+
+use super::fields::{FieldSet, Path, element_of, flatten, from_json, remove, to_json};
+use super::kinds::Kind;
+use super::lists::{Asker, ListKind, is_atomic_structure, list_kind};
+use super::refusal::{FieldError, Refusal};
+
+/// Who writes, and where.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Manager<'a> {
+    /// The name.
+    pub(crate) name: &'a str,
+    /// `status`, or empty.
+    pub(crate) subresource: &'a str,
+    /// The time of the write.
+    pub(crate) now: &'a str,
+}
+
+/// One entry of `managedFields`.
+#[derive(Clone, Debug)]
+struct Entry {
+    manager: String,
+    operation: String,
+    subresource: String,
+    time: String,
+    fields: FieldSet,
+}
+
+fn entries_of(object: &Value) -> Vec<Entry> {
+    let text = |entry: &Value, key: &str| {
+        entry
+            .get(key)
+            .and_then(Value::as_str)
+            .unwrap_or_default()
+            .to_owned()
+    };
+    super::object::list(object, "/metadata/managedFields")
+        .iter()
+        .map(|entry| Entry {
+            manager: text(entry, "manager"),
+            operation: text(entry, "operation"),
+            subresource: text(entry, "subresource"),
+            time: text(entry, "time"),
+            fields: entry.get("fieldsV1").map(from_json).unwrap_or_default(),
+        })
+        .collect()
+}
+
+fn write_entries(kind: &Kind, object: &mut Value, entries: Vec<Entry>) {
+    let entries: Vec<Value> = entries
+        .into_iter()
+        .filter(|entry| !entry.fields.is_empty())
+        .map(|entry| {
+            let mut written = json!({
+                "manager": entry.manager,
+                "operation": entry.operation,
+                "apiVersion": kind.api_version(),
+                "time": entry.time,
+                "fieldsType": "FieldsV1",
+                "fieldsV1": to_json(&entry.fields),
+            });
+            if !entry.subresource.is_empty() {
+                written["subresource"] = entry.subresource.into();
+            }
+            written
+        })
+        .collect();
+    let value = (!entries.is_empty()).then_some(Value::Array(entries));
+    super::object::set_metadata(object, "managedFields", value);
+}
+
+fn entry_of<'a>(
+    entries: &'a mut Vec<Entry>,
+    manager: &Manager<'_>,
+    operation: &str,
+) -> Option<&'a mut Entry> {
+    let is_it = |entry: &Entry| {
+        entry.manager == manager.name
+            && entry.operation == operation
+            && entry.subresource == manager.subresource
+    };
+    if !entries.iter().any(is_it) {
+        entries.push(Entry {
+            manager: manager.name.to_owned(),
+            operation: operation.to_owned(),
+            subresource: manager.subresource.to_owned(),
+            time: manager.now.to_owned(),
+            fields: FieldSet::new(),
+        });
+    }
+    entries.iter_mut().find(|entry| is_it(entry))
+}
+
+/// Notes in `after` that a write which is no apply has changed it: what was changed is the writer's now.
+pub(crate) fn track_update(kind: &Kind, before: &Value, after: &mut Value, manager: &Manager<'_>) {
+    let mut entries = entries_of(before);
+    let (old, new) = (flatten(kind, before), flatten(kind, after));
+    let changed: FieldSet = new
+        .iter()
+        .filter(|(path, value)| old.get(*path) != Some(value))
+        .map(|(path, _)| path.clone())
+        .collect();
+    if changed.is_empty() && old.len() == new.len() {
+        write_entries(kind, after, entries);
+        return;
+    }
+    for entry in &mut entries {
+        entry
+            .fields
+            .retain(|path| new.contains_key(path) && !changed.contains(path));
+    }
+    if !changed.is_empty()
+        && let Some(entry) = entry_of(&mut entries, manager, "Update")
+    {
+        entry.fields.extend(changed);
+        manager.now.clone_into(&mut entry.time);
+    }
+    write_entries(kind, after, entries);
+}
+
+/// Applies a configuration to an object.
+pub(crate) fn apply(
+    kind: &Kind,
+    live: &Value,
+    configuration: &Value,
+    manager: &Manager<'_>,
+    force: bool,
+) -> Result<Value, Refusal> {
+    let mut configuration = configuration.clone();
+    if !super::object::list(&configuration, "/metadata/managedFields").is_empty() {
+        return Err(Refusal::bad_request("metadata.managedFields must be nil"));
+    }
+    // The other half of the object is not this endpoint's.
+    if let Some(map) = configuration.as_object_mut() {
+        match (manager.subresource, kind.status) {
+            ("status", _) => {
+                map.retain(|key, _| matches!(key.as_str(), "apiVersion" | "kind" | "metadata" | "status"))
+            }
+            (_, true) => {
+                map.remove("status");
+            }
+            _ => {}
+        }
+    }
+    let wanted = flatten(kind, &configuration);
+    let mut merged = live.clone();
+    if let Some(map) = configuration.as_object() {
+        merge(kind, &mut Vec::new(), &mut merged, map);
+    }
+    let mut entries = entries_of(live);
+    let mine = |entry: &Entry| {
+        entry.manager == manager.name
+            && entry.operation == "Apply"
+            && entry.subresource == manager.subresource
+    };
+    let old = flatten(kind, live);
+    let differs: BTreeMap<&Path, &Value> = wanted
+        .iter()
+        .filter(|(path, value)| old.get(*path).is_some_and(|old| old != *value))
+        .collect();
+    let mut conflicts = Vec::new();
+    for entry in entries.iter_mut().filter(|entry| !mine(entry)) {
+        for path in differs.keys().filter(|path| entry.fields.contains(**path)) {
+            let by = match entry.operation.as_str() {
+                "Update" => format!("{:?} using {}", entry.manager, kind.api_version()),
+                _ => format!("{:?}", entry.manager),
+            };
+            conflicts.push(FieldError {
+                cause: "FieldManagerConflict",
+                field: dotted(path),
+                message: format!("conflict with {by}"),
+            });
+        }
+        if force {
+            entry.fields.retain(|path| !differs.contains_key(path));
+        }
+    }
+    if !force && !conflicts.is_empty() {
+        return Err(refused(&conflicts));
+    }
+    // What this manager no longer wants and nobody else does goes.
+    let gone: Vec<Path> = entries
+        .iter()
+        .filter(|entry| mine(entry))
+        .flat_map(|entry| entry.fields.iter())
+        .filter(|path| !wanted.contains_key(*path))
+        .filter(|path| {
+            !entries
+                .iter()
+                .any(|entry| !mine(entry) && entry.fields.contains(*path))
+        })
+        .cloned()
+        .collect();
+    for path in &gone {
+        remove(&mut merged, path);
+    }
+    let fields: FieldSet = wanted.into_keys().collect();
+    if let Some(entry) = entry_of(&mut entries, manager, "Apply")
+        && entry.fields != fields
+    {
+        entry.fields = fields;
+        manager.now.clone_into(&mut entry.time);
+    }
+    write_entries(kind, &mut merged, entries);
+    Ok(merged)
+}
+
+fn refused(conflicts: &[FieldError]) -> Refusal {
+    let fields: Vec<&str> = conflicts.iter().map(|conflict| conflict.field.as_str()).collect();
+    let message = match (conflicts, fields.as_slice()) {
+        ([one], [field]) => format!("Apply failed with 1 conflict: {}: {field}", one.message),
+        _ => format!(
+            "Apply failed with {} conflicts: {}",
+            conflicts.len(),
+            fields.join(", ")
+        ),
+    };
+    Refusal::apply_conflict(conflicts, message)
+}
+
+/// `.status.resourceClaims[name="c"].unsuitableNodes`
+fn dotted(path: &[String]) -> String {
+    path.iter()
+        .map(|element| match element.split_once(':') {
+            Some(("f", name)) => format!(".{name}"),
+            Some(("k", keys)) => {
+                let keys: Map<String, Value> = serde_json::from_str(keys).unwrap_or_default();
+                let keys: Vec<String> = keys.iter().map(|(key, value)| format!("{key}={value}")).collect();
+                format!("[{}]", keys.join(","))
+            }
+            _ => format!("[{}]", element.trim_start_matches("v:")),
+        })
+        .collect()
+}
+
+fn merge(kind: &Kind, path: &mut Vec<String>, target: &mut Value, configuration: &Map<String, Value>) {
+    if !target.is_object() {
+        *target = Value::Object(Map::new());
+    }
+    let Some(target) = target.as_object_mut() else {
+        return;
+    };
+    for (key, value) in configuration {
+        path.push(key.clone());
+        let known = target.entry(key.clone()).or_insert(Value::Null);
+        match value {
+            Value::Object(inner) if !is_atomic_structure(kind, path) => merge(kind, path, known, inner),
+            Value::Array(elements) => match list_kind(kind, path, Asker::Apply) {
+                ListKind::Atomic => *known = value.clone(),
+                ListKind::Set => {
+                    let mut set = known.as_array().cloned().unwrap_or_default();
+                    set.extend(
+                        elements
+                            .iter()
+                            .filter(|element| !set.contains(element))
+                            .cloned()
+                            .collect::<Vec<_>>(),
+                    );
+                    *known = Value::Array(set);
+                }
+                ListKind::Map(keys) => {
+                    let mut list = known.as_array().cloned().unwrap_or_default();
+                    for element in elements {
+                        let id = element_of(&keys, element);
+                        let position = list.iter().position(|each| element_of(&keys, each) == id);
+                        match (
+                            position.and_then(|index| list.get_mut(index)),
+                            element.as_object(),
+                        ) {
+                            (Some(known), Some(inner)) => merge(kind, path, known, inner),
+                            _ => list.push(element.clone()),
+                        }
+                    }
+                    *known = Value::Array(list);
+                }
+            },
+            value => *known = value.clone(),
+        }
+        path.pop();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::kinds::built_in;
+    use super::*;
+
+    fn applied(live: &Value, manager: &str, entries: &Value, force: bool) -> Result<Value, Refusal> {
+        let context = built_in()
+            .into_iter()
+            .find(|kind| kind.kind == "PodSchedulingContext")
+            .unwrap();
+        let configuration = json!({ "metadata": { "name": "p" }, "status": { "resourceClaims": entries } });
+        let manager = Manager {
+            name: manager,
+            subresource: "status",
+            now: "2026-01-01T00:00:00Z",
+        };
+        apply(&context, live, &configuration, &manager, force)
+    }
+
+    #[test]
+    fn each_manager_replaces_its_own_entries_and_leaves_those_of_others() {
+        let live = json!({ "metadata": { "name": "p" } });
+        let live = applied(
+            &live,
+            "a",
+            &json!([{ "name": "x" }, { "name": "y", "unsuitableNodes": ["n"] }]),
+            true,
+        )
+        .unwrap();
+        let live = applied(&live, "b", &json!([{ "name": "z" }]), true).unwrap();
+        let live = applied(
+            &live,
+            "a",
+            &json!([{ "name": "y", "unsuitableNodes": ["m"] }]),
+            true,
+        )
+        .unwrap();
+        assert_eq!(
+            live["status"]["resourceClaims"],
+            json!([{ "name": "y", "unsuitableNodes": ["m"] }, { "name": "z" }])
+        );
+    }
+
+    #[test]
+    fn a_field_of_another_manager_is_a_conflict_unless_forced() {
+        let live = json!({ "metadata": { "name": "p" } });
+        let live = applied(
+            &live,
+            "a",
+            &json!([{ "name": "y", "unsuitableNodes": ["n"] }]),
+            false,
+        )
+        .unwrap();
+        let other = json!([{ "name": "y", "unsuitableNodes": ["m"] }]);
+        let refusal = applied(&live, "b", &other, false).unwrap_err();
+        assert_eq!(
+            (refusal.code, refusal.message.as_str()),
+            (
+                409,
+                "Apply failed with 1 conflict: conflict with \"a\": .status.resourceClaims[name=\"y\"].unsuitableNodes"
+            )
+        );
+        let live = applied(&live, "b", &other, true).unwrap();
+        assert_eq!(live["status"]["resourceClaims"], other);
+    }
+
+    #[test]
+    fn the_same_again_changes_nothing() {
+        let live = applied(&json!({ "metadata": {} }), "a", &json!([{ "name": "y" }]), true).unwrap();
+        assert_eq!(
+            applied(&live, "a", &json!([{ "name": "y" }]), true).unwrap(),
+            live
+        );
+    }
+}

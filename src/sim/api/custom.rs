@@ -1,0 +1,275 @@
+//! Kinds that CRDs define: their schemas, and what is done to the definitions themselves.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value, json};
+
+use super::kinds::Kind;
+use super::object;
+use super::refusal::{FieldError, Refusal};
+
+/// What a CRD says of one of its versions.
+#[derive(Debug)]
+pub(crate) struct Definition {
+    /// The `openAPIV3Schema`.
+    pub(crate) schema: Value,
+    /// `additionalPrinterColumns`.
+    pub(crate) columns: Vec<Value>,
+    validator: jsonschema::Validator,
+}
+
+/// The kinds that a definition brings: one for each version that is served.
+pub(crate) fn kinds_of(definition: &Value) -> Result<Vec<Arc<Kind>>, Refusal> {
+    let names = |key: &str| {
+        object::texts(definition, &format!("/spec/names/{key}"))
+            .into_iter()
+            .map(str::to_owned)
+            .collect()
+    };
+    let name = |key: &str| object::text(definition, &format!("/spec/names/{key}")).to_owned();
+    let mut kinds = Vec::new();
+    for version in object::list(definition, "/spec/versions") {
+        if version.get("served") != Some(&Value::Bool(true)) {
+            continue;
+        }
+        let schema = version
+            .pointer("/schema/openAPIV3Schema")
+            .cloned()
+            .unwrap_or_else(|| json!({}));
+        let validator = jsonschema::validator_for(&draft(&schema)).map_err(|error| {
+            Refusal::bad_request(format!(
+                "the schema of {} cannot be used: {error}",
+                object::name(definition)
+            ))
+        })?;
+        kinds.push(Arc::new(Kind {
+            group: object::text(definition, "/spec/group").to_owned(),
+            version: object::text(version, "/name").to_owned(),
+            kind: name("kind"),
+            plural: name("plural"),
+            singular: name("singular"),
+            short_names: names("shortNames"),
+            categories: names("categories"),
+            namespaced: object::text(definition, "/spec/scope") == "Namespaced",
+            status: version.pointer("/subresources/status").is_some(),
+            returns_deleted: false,
+            generation: true,
+            definition: Some(Arc::new(Definition {
+                schema,
+                columns: object::list(version, "/additionalPrinterColumns").to_vec(),
+                validator,
+            })),
+        }));
+    }
+    Ok(kinds)
+}
+
+/// The schema as JSON Schema has it, which knows no `nullable`.
+fn draft(schema: &Value) -> Value {
+    match schema {
+        Value::Object(map) => {
+            let mut draft: Map<String, Value> = map
+                .iter()
+                .filter(|(key, _)| key.as_str() != "format" && !key.starts_with("x-kubernetes"))
+                .map(|(key, value)| (key.clone(), draft(value)))
+                .collect();
+            if map.get("nullable") == Some(&Value::Bool(true)) {
+                if let Some(sort) = draft.get_mut("type") {
+                    *sort = json!(["null", sort]);
+                }
+                if let Some(Value::Array(options)) = draft.get_mut("enum") {
+                    options.push(Value::Null);
+                }
+            }
+            Value::Object(draft)
+        }
+        Value::Array(elements) => Value::Array(elements.iter().map(draft).collect()),
+        value => value.clone(),
+    }
+}
+
+/// Takes away what the schema does not know, and returns the paths of it.
+pub(crate) fn prune(schema: &Value, value: &mut Value) -> Vec<String> {
+    fn walk(schema: &Value, value: &mut Value, path: &str, root: bool, unknown: &mut Vec<String>) {
+        if schema.get("x-kubernetes-preserve-unknown-fields") == Some(&Value::Bool(true)) {
+            return;
+        }
+        match value {
+            Value::Object(map) => {
+                let properties = schema.get("properties").and_then(Value::as_object);
+                let additional = schema.get("additionalProperties");
+                map.retain(|key, inner| {
+                    if root && matches!(key.as_str(), "apiVersion" | "kind" | "metadata") {
+                        return true;
+                    }
+                    let at = if path.is_empty() {
+                        key.clone()
+                    } else {
+                        format!("{path}.{key}")
+                    };
+                    match properties
+                        .and_then(|properties| properties.get(key))
+                        .or(additional)
+                    {
+                        Some(schema) => {
+                            walk(schema, inner, &at, false, unknown);
+                            true
+                        }
+                        None => {
+                            unknown.push(at);
+                            false
+                        }
+                    }
+                });
+            }
+            Value::Array(elements) => {
+                let Some(items) = schema.get("items") else { return };
+                for (index, element) in elements.iter_mut().enumerate() {
+                    walk(items, element, &format!("{path}[{index}]"), false, unknown);
+                }
+            }
+            _ => {}
+        }
+    }
+    let mut unknown = Vec::new();
+    walk(schema, value, "", true, &mut unknown);
+    unknown
+}
+
+/// Checks an object of a defined kind: its schema first, then the rules in it if the schema holds.
+pub(crate) fn validate(definition: &Definition, value: &Value, before: Option<&Value>) -> Vec<FieldError> {
+    let errors: Vec<FieldError> = definition
+        .validator
+        .iter_errors(value)
+        .map(|error| of_schema(&error))
+        .collect();
+    if !errors.is_empty() {
+        return errors;
+    }
+    match kube_cel::Validator::new().validate(&definition.schema, value, before) {
+        Ok(()) => Vec::new(),
+        Err(errors) => errors
+            .into_vec()
+            .into_iter()
+            .map(|error| {
+                let field = error.field_path.trim_start_matches('.').to_owned();
+                let instance = json!(kind_of(value.pointer(&pointer(&field))));
+                let shown = instance.as_str().unwrap_or_default();
+                FieldError {
+                    cause: "FieldValueInvalid",
+                    field,
+                    message: format!("Invalid value: {shown:?}: {}", error.message),
+                }
+            })
+            .collect(),
+    }
+}
+
+/// The real server shows the type in place of the value.
+fn kind_of(value: Option<&Value>) -> &'static str {
+    match value {
+        Some(Value::Array(_)) => "array",
+        Some(Value::String(_)) => "string",
+        Some(Value::Number(_)) => "integer",
+        Some(Value::Bool(_)) => "boolean",
+        _ => "object",
+    }
+}
+
+fn pointer(field: &str) -> String {
+    let parts = field.split(['.', '[']).map(|part| part.trim_end_matches(']'));
+    parts
+        .filter(|part| !part.is_empty())
+        .map(|part| format!("/{part}"))
+        .collect()
+}
+
+/// The path as the real server writes it: `spec.requests[0].name`.
+fn dotted(location: &str) -> String {
+    let mut path = String::new();
+    for part in location.split('/').filter(|part| !part.is_empty()) {
+        if part.chars().all(|c| c.is_ascii_digit()) {
+            path.push_str(&format!("[{part}]"));
+        } else {
+            if !path.is_empty() {
+                path.push('.');
+            }
+            path.push_str(part);
+        }
+    }
+    path
+}
+
+fn of_schema(error: &jsonschema::ValidationError<'_>) -> FieldError {
+    use jsonschema::error::ValidationErrorKind as Sort;
+    let field = dotted(error.instance_path().as_str());
+    let instance = error.instance().as_ref();
+    let simple = match instance {
+        Value::Array(elements) => json!(elements.len()),
+        instance => instance.clone(),
+    };
+    let invalid =
+        |detail: &str| FieldError::invalid(field.clone(), &simple, &format!("{field} in body {detail}"));
+    match error.kind() {
+        Sort::Required { property } => {
+            let name = property.as_str().unwrap_or_default();
+            let at = if field.is_empty() {
+                name.to_owned()
+            } else {
+                format!("{field}.{name}")
+            };
+            FieldError::required(at, "")
+        }
+        Sort::Enum { options } => {
+            let options: Vec<&str> = options
+                .as_array()
+                .map(|options| options.iter().filter_map(Value::as_str).collect())
+                .unwrap_or_default();
+            FieldError::not_supported(field, instance, &options)
+        }
+        Sort::Pattern { pattern } => invalid(&format!("should match '{pattern}'")),
+        Sort::MinLength { limit } => invalid(&format!("should be at least {limit} chars long")),
+        Sort::MaxLength { limit } => {
+            FieldError::too_long(field, usize::try_from(*limit).unwrap_or(usize::MAX))
+        }
+        Sort::Minimum { limit } => invalid(&format!("should be greater than or equal to {limit}")),
+        Sort::Maximum { limit } => invalid(&format!("should be less than or equal to {limit}")),
+        Sort::MinItems { limit } => invalid(&format!("should have at least {limit} items")),
+        Sort::MaxItems { limit } => FieldError {
+            cause: "FieldValueTooMany",
+            message: format!("Too many: {simple}: must have at most {limit} items"),
+            field,
+        },
+        Sort::Type { .. } => FieldError {
+            cause: "FieldValueTypeInvalid",
+            message: format!(
+                "Invalid value: {:?}: {field} in body must be of another type",
+                kind_of(Some(instance))
+            ),
+            field,
+        },
+        _ => FieldError::invalid(field, &simple, &error.to_string()),
+    }
+}
+
+/// A definition is in force as soon as it is stored.
+pub(crate) fn establish(definition: &mut Value, now: &str) {
+    let names = definition
+        .pointer("/spec/names")
+        .cloned()
+        .unwrap_or_else(|| json!({}));
+    let stored: Vec<Value> = object::list(definition, "/spec/versions")
+        .iter()
+        .filter(|version| version.get("storage") == Some(&Value::Bool(true)))
+        .filter_map(|version| version.get("name").cloned())
+        .collect();
+    let condition = |kind: &str, reason: &str, message: &str| json!({ "type": kind, "status": "True", "reason": reason, "message": message, "lastTransitionTime": now });
+    definition["status"] = json!({
+        "acceptedNames": names,
+        "storedVersions": stored,
+        "conditions": [
+            condition("NamesAccepted", "NoConflicts", "no conflicts found"),
+            condition("Established", "InitialNamesAccepted", "the initial names have been accepted"),
+        ],
+    });
+}

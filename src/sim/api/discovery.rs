@@ -1,0 +1,95 @@
+//! What is served: `/api`, `/apis` and what is below, for clients that ask before they begin.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::kinds::Kind;
+
+/// The version that the stage plays.
+pub(crate) const KUBERNETES: &str = "v1.30.14";
+
+/// `/version`.
+pub(crate) fn version() -> Value {
+    json!({ "major": "1", "minor": "30", "gitVersion": KUBERNETES, "platform": "linux/amd64" })
+}
+
+/// `/api`.
+pub(crate) fn core() -> Value {
+    json!({ "kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": [] })
+}
+
+/// `/apis`.
+pub(crate) fn groups(kinds: &[Arc<Kind>]) -> Value {
+    let names: BTreeSet<&str> = kinds
+        .iter()
+        .map(|kind| kind.group.as_str())
+        .filter(|group| !group.is_empty())
+        .collect();
+    let groups: Vec<Value> = names.into_iter().filter_map(|name| group(kinds, name)).collect();
+    json!({ "kind": "APIGroupList", "apiVersion": "v1", "groups": groups })
+}
+
+/// `/apis/<group>`; none if there is no such group.
+pub(crate) fn group(kinds: &[Arc<Kind>], name: &str) -> Option<Value> {
+    let versions: BTreeSet<&str> = kinds
+        .iter()
+        .filter(|kind| kind.group == name)
+        .map(|kind| kind.version.as_str())
+        .collect();
+    let versions: Vec<Value> = versions
+        .into_iter()
+        .map(|version| json!({ "groupVersion": format!("{name}/{version}"), "version": version }))
+        .collect();
+    let preferred = versions.first()?.clone();
+    Some(
+        json!({ "kind": "APIGroup", "apiVersion": "v1", "name": name, "versions": versions, "preferredVersion": preferred }),
+    )
+}
+
+/// `/api/v1` and `/apis/<group>/<version>`; none if there is no such version.
+pub(crate) fn resources(kinds: &[Arc<Kind>], group: &str, version: &str) -> Option<Value> {
+    const VERBS: [&str; 8] = [
+        "create",
+        "delete",
+        "deletecollection",
+        "get",
+        "list",
+        "patch",
+        "update",
+        "watch",
+    ];
+    let mut resources = Vec::new();
+    for kind in kinds
+        .iter()
+        .filter(|kind| kind.group == group && kind.version == version)
+    {
+        resources.push(json!({
+            "name": kind.plural,
+            "singularName": kind.singular,
+            "namespaced": kind.namespaced,
+            "kind": kind.kind,
+            "verbs": VERBS,
+            "shortNames": kind.short_names,
+            "categories": kind.categories,
+        }));
+        if kind.status {
+            resources.push(json!({
+                "name": format!("{}/status", kind.plural),
+                "singularName": "",
+                "namespaced": kind.namespaced,
+                "kind": kind.kind,
+                "verbs": ["get", "patch", "update"],
+            }));
+        }
+    }
+    let group_version = if group.is_empty() {
+        version.to_owned()
+    } else {
+        format!("{group}/{version}")
+    };
+    (!resources.is_empty()).then(|| {
+        json!({ "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": resources })
+    })
+}

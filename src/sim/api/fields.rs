@@ -1,0 +1,239 @@
+//! Sets of fields, as `managedFields` has them (`sigs.k8s.io/structured-merge-diff`, `fieldsV1`).
+//!
+//! A path is a list of elements: `f:name` a field, `k:{"name":"x"}` an entry of a list map, `v:"x"` a member of a set.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::{Map, Value};
+
+use super::kinds::Kind;
+use super::lists::{Asker, ListKind, is_atomic_structure, list_kind};
+
+/// A path in an object.
+pub(crate) type Path = Vec<String>;
+/// A set of paths.
+pub(crate) type FieldSet = BTreeSet<Path>;
+
+/// What no manager owns.
+const UNOWNED: &[&[&str]] = &[
+    &["f:apiVersion"],
+    &["f:kind"],
+    &["f:metadata", "f:name"],
+    &["f:metadata", "f:namespace"],
+    &["f:metadata", "f:creationTimestamp"],
+    &["f:metadata", "f:uid"],
+    &["f:metadata", "f:generation"],
+    &["f:metadata", "f:managedFields"],
+    &["f:metadata", "f:resourceVersion"],
+    &["f:metadata", "f:deletionTimestamp"],
+    &["f:metadata", "f:deletionGracePeriodSeconds"],
+];
+
+/// The fields of an object that can be owned, with their values. Entries of lists are there besides their fields, without value.
+pub(crate) fn flatten(kind: &Kind, object: &Value) -> BTreeMap<Path, Value> {
+    let mut fields = BTreeMap::new();
+    if let Some(map) = object.as_object() {
+        descend(kind, &mut Vec::new(), &mut Vec::new(), map, &mut fields);
+    }
+    fields.retain(|path, _| {
+        !UNOWNED
+            .iter()
+            .any(|unowned| path.iter().zip(*unowned).filter(|(a, b)| a == b).count() == unowned.len())
+    });
+    fields
+}
+
+fn descend(
+    kind: &Kind,
+    path: &mut Path,
+    names: &mut Vec<String>,
+    map: &Map<String, Value>,
+    fields: &mut BTreeMap<Path, Value>,
+) {
+    for (key, value) in map {
+        path.push(format!("f:{key}"));
+        names.push(key.clone());
+        match value {
+            Value::Null => {}
+            Value::Object(inner) if !inner.is_empty() && !is_atomic_structure(kind, names) => {
+                descend(kind, path, names, inner, fields);
+            }
+            Value::Array(elements) => match list_kind(kind, names, Asker::Apply) {
+                ListKind::Atomic => {
+                    fields.insert(path.clone(), value.clone());
+                }
+                ListKind::Set => {
+                    for element in elements {
+                        path.push(format!("v:{element}"));
+                        fields.insert(path.clone(), Value::Null);
+                        path.pop();
+                    }
+                }
+                ListKind::Map(keys) => {
+                    for element in elements {
+                        path.push(element_of(&keys, element));
+                        fields.insert(path.clone(), Value::Null);
+                        if let Some(inner) = element.as_object() {
+                            descend(kind, path, names, inner, fields);
+                        }
+                        path.pop();
+                    }
+                }
+            },
+            value => {
+                fields.insert(path.clone(), value.clone());
+            }
+        }
+        names.pop();
+        path.pop();
+    }
+}
+
+/// The path element of an entry of a list map.
+pub(crate) fn element_of(keys: &[String], element: &Value) -> String {
+    let id: Map<String, Value> = keys
+        .iter()
+        .filter_map(|key| Some((key.clone(), element.get(key)?.clone())))
+        .collect();
+    format!("k:{}", Value::Object(id))
+}
+
+/// Takes the field at a path out of an object. What is not there is no fault.
+pub(crate) fn remove(object: &mut Value, path: &[String]) {
+    let Some((last, parents)) = path.split_last() else {
+        return;
+    };
+    let mut at = object;
+    for element in parents {
+        let next = match element.split_once(':') {
+            Some(("f", name)) => at.get_mut(name),
+            _ => position(at, element).and_then(|index| at.get_mut(index)),
+        };
+        let Some(next) = next else { return };
+        at = next;
+    }
+    match last.split_once(':') {
+        Some(("f", name)) => {
+            if let Some(map) = at.as_object_mut() {
+                map.remove(name);
+            }
+        }
+        _ => {
+            if let (Some(index), Some(list)) = (position(at, last), at.as_array_mut()) {
+                list.remove(index);
+            }
+        }
+    }
+}
+
+/// Where in a list the element is that a path element stands for.
+fn position(list: &Value, element: &str) -> Option<usize> {
+    let (sort, id) = element.split_once(':')?;
+    let id: Value = serde_json::from_str(id).ok()?;
+    list.as_array()?
+        .iter()
+        .position(|each| match (sort, id.as_object()) {
+            ("k", Some(keys)) => keys.iter().all(|(key, value)| each.get(key) == Some(value)),
+            _ => *each == id,
+        })
+}
+
+/// As `fieldsV1`.
+pub(crate) fn to_json(set: &FieldSet) -> Value {
+    #[derive(Default)]
+    struct Node {
+        own: bool,
+        below: BTreeMap<String, Node>,
+    }
+    fn written(node: Node) -> Value {
+        // A path without others below it is an empty object, without the dot.
+        let dot = (node.own && !node.below.is_empty()).then(|| (".".to_owned(), Value::Object(Map::new())));
+        let below = node
+            .below
+            .into_iter()
+            .map(|(element, node)| (element, written(node)));
+        Value::Object(dot.into_iter().chain(below).collect())
+    }
+    let mut root = Node::default();
+    for path in set {
+        let at = path.iter().fold(&mut root, |at, element| {
+            at.below.entry(element.clone()).or_default()
+        });
+        at.own = true;
+    }
+    written(root)
+}
+
+/// From `fieldsV1`.
+pub(crate) fn from_json(fields: &Value) -> FieldSet {
+    fn walk(value: &Value, path: &mut Path, set: &mut FieldSet) {
+        let Some(map) = value.as_object() else { return };
+        if map.is_empty() {
+            set.insert(path.clone());
+        }
+        for (key, inner) in map {
+            if key == "." {
+                set.insert(path.clone());
+            } else {
+                path.push(key.clone());
+                walk(inner, path, set);
+                path.pop();
+            }
+        }
+    }
+    let mut set = FieldSet::new();
+    if fields.as_object().is_some_and(|map| !map.is_empty()) {
+        walk(fields, &mut Vec::new(), &mut set);
+    }
+    set
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::kinds::built_in;
+    use super::*;
+
+    fn context() -> std::sync::Arc<Kind> {
+        built_in()
+            .into_iter()
+            .find(|kind| kind.kind == "PodSchedulingContext")
+            .unwrap()
+    }
+
+    #[test]
+    fn a_set_of_fields_reads_back_as_it_was_written() {
+        let object = json!({
+            "apiVersion": "x", "metadata": { "name": "p", "labels": { "a": "b" }, "finalizers": ["x/y"] },
+            "spec": { "potentialNodes": ["a", "b"] },
+            "status": { "resourceClaims": [{ "name": "c", "unsuitableNodes": ["n"] }, { "name": "d" }] },
+        });
+        let set: FieldSet = flatten(&context(), &object).into_keys().collect();
+        let written = to_json(&set);
+        assert_eq!(
+            written,
+            json!({
+                "f:metadata": { "f:labels": { "f:a": {} }, "f:finalizers": { "v:\"x/y\"": {} } },
+                "f:spec": { "f:potentialNodes": {} },
+                "f:status": { "f:resourceClaims": {
+                    "k:{\"name\":\"c\"}": { ".": {}, "f:name": {}, "f:unsuitableNodes": {} },
+                    "k:{\"name\":\"d\"}": { ".": {}, "f:name": {} },
+                } },
+            })
+        );
+        assert_eq!(from_json(&written), set);
+    }
+
+    #[test]
+    fn an_entry_of_a_list_is_removed_by_its_key() {
+        let mut object = json!({ "status": { "resourceClaims": [{ "name": "c" }, { "name": "d" }] } });
+        let path = ["f:status", "f:resourceClaims", "k:{\"name\":\"c\"}"].map(str::to_owned);
+        remove(&mut object, &path);
+        remove(&mut object, &path);
+        assert_eq!(
+            object,
+            json!({ "status": { "resourceClaims": [{ "name": "d" }] } })
+        );
+    }
+}

@@ -1,0 +1,144 @@
+//! The kinds that the server has: those of Kubernetes that the project needs, and those that CRDs define.
+
+use std::sync::Arc;
+
+use super::custom::Definition;
+
+/// A kind that is served.
+#[derive(Clone, Debug)]
+pub(crate) struct Kind {
+    /// API group; empty for the core group.
+    pub(crate) group: String,
+    /// Version of the group.
+    pub(crate) version: String,
+    /// `ResourceClaim`.
+    pub(crate) kind: String,
+    /// `resourceclaims`, as in paths.
+    pub(crate) plural: String,
+    /// `resourceclaim`.
+    pub(crate) singular: String,
+    /// What kubectl takes instead.
+    pub(crate) short_names: Vec<String>,
+    /// Groups of kinds that kubectl takes together.
+    pub(crate) categories: Vec<String>,
+    /// Whether objects are in namespaces.
+    pub(crate) namespaced: bool,
+    /// Whether `/status` exists, and the rest of the object is written without it.
+    pub(crate) status: bool,
+    /// Whether a deletion answers with the object; if not, it answers with a Status.
+    pub(crate) returns_deleted: bool,
+    /// Whether `metadata.generation` counts the changes of the spec.
+    pub(crate) generation: bool,
+    /// The definition, if this is no kind of Kubernetes itself.
+    pub(crate) definition: Option<Arc<Definition>>,
+}
+
+impl Kind {
+    /// `group/version`, or the version alone.
+    pub(crate) fn api_version(&self) -> String {
+        match self.group.as_str() {
+            "" => self.version.clone(),
+            group => format!("{group}/{}", self.version),
+        }
+    }
+
+    /// `resourceclaims.resource.k8s.io`, as in messages.
+    pub(crate) fn resource(&self) -> String {
+        match self.group.as_str() {
+            "" => self.plural.clone(),
+            group => format!("{}.{group}", self.plural),
+        }
+    }
+
+    /// Where objects are kept. Both groups of events show the same objects.
+    pub(crate) fn storage(&self) -> String {
+        match (self.group.as_str(), self.plural.as_str()) {
+            ("events.k8s.io", "events") => "events".to_owned(),
+            _ => self.resource(),
+        }
+    }
+
+    /// Whether it is this kind of a group of Kubernetes.
+    pub(crate) fn is(&self, group: &str, plural: &str) -> bool {
+        self.definition.is_none() && self.group == group && self.plural == plural
+    }
+
+    fn of(group: &str, version: &str, kind: &str, plural: &str, namespaced: bool) -> Self {
+        Self {
+            group: group.to_owned(),
+            version: version.to_owned(),
+            kind: kind.to_owned(),
+            plural: plural.to_owned(),
+            singular: kind.to_lowercase(),
+            short_names: Vec::new(),
+            categories: Vec::new(),
+            namespaced,
+            status: false,
+            returns_deleted: group == RESOURCE,
+            generation: false,
+            definition: None,
+        }
+    }
+
+    fn short(mut self, name: &str) -> Self {
+        self.short_names = vec![name.to_owned()];
+        self
+    }
+
+    fn with_status(mut self) -> Self {
+        self.status = true;
+        self
+    }
+
+    fn returning_deleted(mut self) -> Self {
+        self.returns_deleted = true;
+        self
+    }
+}
+
+/// The group of claims.
+pub(crate) const RESOURCE: &str = crate::api::resource::GROUP;
+/// The group of CRDs.
+pub(crate) const EXTENSIONS: &str = "apiextensions.k8s.io";
+
+/// The kinds of Kubernetes that the server has.
+pub(crate) fn built_in() -> Vec<Arc<Kind>> {
+    let resource = |kind, plural, namespaced| {
+        Kind::of(RESOURCE, crate::api::resource::VERSION, kind, plural, namespaced)
+    };
+    let mut definitions = Kind::of(
+        EXTENSIONS,
+        "v1",
+        "CustomResourceDefinition",
+        "customresourcedefinitions",
+        false,
+    )
+    .short("crd")
+    .with_status();
+    definitions.generation = true;
+    [
+        Kind::of("", "v1", "Pod", "pods", true)
+            .short("po")
+            .with_status()
+            .returning_deleted(),
+        Kind::of("", "v1", "Node", "nodes", false)
+            .short("no")
+            .with_status(),
+        Kind::of("", "v1", "Namespace", "namespaces", false)
+            .short("ns")
+            .with_status()
+            .returning_deleted(),
+        Kind::of("", "v1", "Event", "events", true).short("ev"),
+        Kind::of("", "v1", "ConfigMap", "configmaps", true).short("cm"),
+        Kind::of("events.k8s.io", "v1", "Event", "events", true).short("ev"),
+        Kind::of("coordination.k8s.io", "v1", "Lease", "leases", true),
+        resource("ResourceClass", "resourceclasses", false),
+        resource("ResourceClaim", "resourceclaims", true).with_status(),
+        resource("ResourceClaimTemplate", "resourceclaimtemplates", true),
+        resource("PodSchedulingContext", "podschedulingcontexts", true).with_status(),
+        definitions,
+    ]
+    .into_iter()
+    .map(Arc::new)
+    .collect()
+}

@@ -1,0 +1,115 @@
+//! Which lists are sets and maps, and which are replaced as a whole: the tags of the Go types (`listType`, `patchMergeKey`) for
+//! the kinds that are served, and `x-kubernetes-list-type` for those of CRDs.
+
+use serde_json::Value;
+
+use super::kinds::Kind;
+
+/// How a list is merged.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum ListKind {
+    /// Replaced as a whole.
+    Atomic,
+    /// Elements are what they are.
+    Set,
+    /// Elements are told apart by these fields.
+    Map(Vec<String>),
+}
+
+/// Who asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Asker {
+    /// A strategic merge patch.
+    Strategic,
+    /// Server-side apply.
+    Apply,
+}
+
+/// Lists by their path, without indices: kind (empty for all), path, key (empty for a set), whether strategic merge patches merge
+/// them, whether server-side apply does.
+const LISTS: &[(&str, &str, &str, bool, bool)] = &[
+    ("", "metadata.finalizers", "", true, true),
+    ("", "metadata.ownerReferences", "uid", true, true),
+    ("ResourceClaim", "status.reservedFor", "uid", true, true),
+    (
+        "PodSchedulingContext",
+        "status.resourceClaims",
+        "name",
+        false,
+        true,
+    ),
+    ("Pod", "spec.containers", "name", true, true),
+    ("Pod", "spec.initContainers", "name", true, true),
+    ("Pod", "spec.containers.env", "name", true, true),
+    ("Pod", "spec.containers.resources.claims", "name", false, true),
+    ("Pod", "spec.volumes", "name", true, true),
+    ("Pod", "spec.resourceClaims", "name", true, true),
+    ("Pod", "status.conditions", "type", true, true),
+    ("Pod", "status.resourceClaimStatuses", "name", true, true),
+    ("Node", "status.conditions", "type", true, true),
+    ("Node", "status.addresses", "type", true, true),
+];
+
+/// Structures that server-side apply owns as a whole although they are no lists (`structType=atomic`).
+const ATOMIC_STRUCTURES: &[(&str, &str)] = &[
+    ("ResourceClaim", "status.allocation.availableOnNodes"),
+    ("ResourceClass", "suitableNodes"),
+    ("ResourceClass", "parametersRef"),
+    ("ResourceClaim", "spec.parametersRef"),
+];
+
+/// How the list at `path` is merged.
+pub(crate) fn list_kind(kind: &Kind, path: &[String], asker: Asker) -> ListKind {
+    let dotted = path.join(".");
+    let known = LISTS.iter().find(|(of, at, ..)| {
+        *at == dotted && (of.is_empty() || (kind.definition.is_none() && *of == kind.kind))
+    });
+    if let Some((_, _, key, strategic, apply)) = known {
+        let merged = if asker == Asker::Strategic {
+            *strategic
+        } else {
+            *apply
+        };
+        return match (merged, *key) {
+            (false, _) => ListKind::Atomic,
+            (true, "") => ListKind::Set,
+            (true, key) => ListKind::Map(vec![key.to_owned()]),
+        };
+    }
+    kind.definition
+        .as_ref()
+        .and_then(|definition| schema_at(&definition.schema, path))
+        .map_or(ListKind::Atomic, |schema| {
+            let keys = schema.get("x-kubernetes-list-map-keys").and_then(Value::as_array);
+            match (schema.get("x-kubernetes-list-type").and_then(Value::as_str), keys) {
+                (Some("set"), _) => ListKind::Set,
+                (Some("map"), Some(keys)) => {
+                    ListKind::Map(keys.iter().filter_map(Value::as_str).map(str::to_owned).collect())
+                }
+                _ => ListKind::Atomic,
+            }
+        })
+}
+
+/// Whether the object at `path` is owned as a whole.
+pub(crate) fn is_atomic_structure(kind: &Kind, path: &[String]) -> bool {
+    let dotted = path.join(".");
+    ATOMIC_STRUCTURES
+        .iter()
+        .any(|(of, at)| kind.definition.is_none() && *of == kind.kind && *at == dotted)
+}
+
+/// The schema of what is at a path; elements of lists have the path of the list.
+fn schema_at<'a>(schema: &'a Value, path: &[String]) -> Option<&'a Value> {
+    let mut schema = schema;
+    for part in path {
+        if let Some(items) = schema.get("items") {
+            schema = items;
+        }
+        schema = schema
+            .get("properties")
+            .and_then(|properties| properties.get(part))
+            .or_else(|| schema.get("additionalProperties"))?;
+    }
+    Some(schema)
+}

@@ -1,0 +1,29 @@
+//! The API server of the stage: one in-memory store, served to a [`kube::Client`] in this process and over TCP to kubectl.
+//!
+//! It has the kinds that the project needs and no others; there is no authentication, no admission and no API aggregation.
+//! `docs/stage.md` lists what it promises.
+
+mod apply;
+mod custom;
+mod decode;
+mod discovery;
+mod events;
+mod fields;
+mod kinds;
+mod lists;
+mod object;
+mod patch;
+mod refusal;
+mod remove;
+mod rules;
+mod selector;
+mod serve;
+mod server;
+mod store;
+mod strategic;
+mod table;
+mod watch;
+mod write;
+
+pub use serve::kubeconfig;
+pub use server::ApiServer;

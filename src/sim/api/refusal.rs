@@ -1,0 +1,293 @@
+//! Refusals in the form and the words of the real API server (`k8s.io/apimachinery/pkg/api/errors`).
+
+use std::collections::BTreeSet;
+
+use serde_json::{Value, json};
+
+use super::kinds::Kind;
+
+/// A request that was not carried out: what becomes a `Status`.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Refusal {
+    /// The HTTP status code.
+    pub(crate) code: u16,
+    /// The machine-readable reason.
+    pub(crate) reason: &'static str,
+    /// The sentence.
+    pub(crate) message: String,
+    /// `details`, if there are any.
+    pub(crate) details: Option<Value>,
+}
+
+/// What is wrong with one field of an object (`field.Error`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct FieldError {
+    /// The type of cause: `FieldValueInvalid`.
+    pub(crate) cause: &'static str,
+    /// Path of the field: `status.reservedFor[0].uid`.
+    pub(crate) field: String,
+    /// The message.
+    pub(crate) message: String,
+}
+
+impl FieldError {
+    fn new(cause: &'static str, words: &str, field: impl Into<String>, detail: &str) -> Self {
+        let message = if detail.is_empty() {
+            words.to_owned()
+        } else {
+            format!("{words}: {detail}")
+        };
+        let field = field.into();
+        Self {
+            cause,
+            field,
+            message,
+        }
+    }
+
+    /// A value that is wrong.
+    pub(crate) fn invalid(field: impl Into<String>, value: &Value, detail: &str) -> Self {
+        Self::new(
+            "FieldValueInvalid",
+            &format!("Invalid value: {value}"),
+            field,
+            detail,
+        )
+    }
+
+    /// A value that is missing.
+    pub(crate) fn required(field: impl Into<String>, detail: &str) -> Self {
+        Self::new("FieldValueRequired", "Required value", field, detail)
+    }
+
+    /// A value that may not be there.
+    pub(crate) fn forbidden(field: impl Into<String>, detail: &str) -> Self {
+        Self::new("FieldValueForbidden", "Forbidden", field, detail)
+    }
+
+    /// A value that is there twice.
+    pub(crate) fn duplicate(field: impl Into<String>, value: &Value) -> Self {
+        Self::new(
+            "FieldValueDuplicate",
+            &format!("Duplicate value: {value}"),
+            field,
+            "",
+        )
+    }
+
+    /// A text or list that is longer than it may be.
+    pub(crate) fn too_long(field: impl Into<String>, limit: usize) -> Self {
+        let detail = format!("may not be longer than {limit}");
+        Self::new("FieldValueTooLong", "Too long", field, &detail)
+    }
+
+    /// A value that is none of those that there are.
+    pub(crate) fn not_supported(field: impl Into<String>, value: &Value, supported: &[&str]) -> Self {
+        let supported: Vec<String> = supported.iter().map(|value| format!("{value:?}")).collect();
+        let detail = format!("supported values: {}", supported.join(", "));
+        Self::new(
+            "FieldValueNotSupported",
+            &format!("Unsupported value: {value}"),
+            field,
+            &detail,
+        )
+    }
+}
+
+impl Refusal {
+    fn new(code: u16, reason: &'static str, message: impl Into<String>) -> Self {
+        Self {
+            code,
+            reason,
+            message: message.into(),
+            details: None,
+        }
+    }
+
+    fn about(mut self, kind: &Kind, name: &str) -> Self {
+        let mut details = json!({ "name": name, "kind": kind.plural });
+        if !kind.group.is_empty() {
+            details["group"] = kind.group.clone().into();
+        }
+        self.details = Some(details);
+        self
+    }
+
+    /// The object does not exist.
+    pub(crate) fn not_found(kind: &Kind, name: &str) -> Self {
+        Self::new(404, "NotFound", format!("{} {name:?} not found", kind.resource())).about(kind, name)
+    }
+
+    /// There is no such path.
+    pub(crate) fn no_path() -> Self {
+        let mut refusal = Self::new(
+            404,
+            "NotFound",
+            "the server could not find the requested resource",
+        );
+        refusal.details = Some(json!({}));
+        refusal
+    }
+
+    /// The name is taken.
+    pub(crate) fn already_exists(kind: &Kind, name: &str) -> Self {
+        let message = format!("{} {name:?} already exists", kind.resource());
+        Self::new(409, "AlreadyExists", message).about(kind, name)
+    }
+
+    /// The object is not, or no longer, the one that was meant.
+    pub(crate) fn conflict(kind: &Kind, name: &str, why: &str) -> Self {
+        let message = format!(
+            "Operation cannot be fulfilled on {} {name:?}: {why}",
+            kind.resource()
+        );
+        Self::new(409, "Conflict", message).about(kind, name)
+    }
+
+    /// A request that was made from an older version of the object.
+    pub(crate) fn modified(kind: &Kind, name: &str) -> Self {
+        let why =
+            "the object has been modified; please apply your changes to the latest version and try again";
+        Self::conflict(kind, name, why)
+    }
+
+    /// Fields that other managers own.
+    pub(crate) fn apply_conflict(causes: &[FieldError], message: String) -> Self {
+        let mut refusal = Self::new(409, "Conflict", message);
+        refusal.details = Some(json!({ "causes": causes_of(causes) }));
+        refusal
+    }
+
+    /// An object with something wrong in it.
+    pub(crate) fn invalid(kind: &Kind, name: &str, errors: &[FieldError]) -> Self {
+        let mut seen = BTreeSet::new();
+        let sentences: Vec<String> = errors
+            .iter()
+            .map(|error| match error.field.as_str() {
+                "" => error.message.clone(),
+                field => format!("{field}: {}", error.message),
+            })
+            .filter(|sentence| seen.insert(sentence.clone()))
+            .collect();
+        let all = match sentences.as_slice() {
+            [one] => one.clone(),
+            several => format!("[{}]", several.join(", ")),
+        };
+        let qualified = match kind.group.as_str() {
+            "" => kind.kind.clone(),
+            group => format!("{}.{group}", kind.kind),
+        };
+        let mut refusal = Self::new(422, "Invalid", format!("{qualified} {name:?} is invalid: {all}"));
+        refusal.details = Some(json!({ "name": name, "kind": kind.kind, "causes": causes_of(errors) }));
+        if let (false, Some(details)) = (kind.group.is_empty(), &mut refusal.details) {
+            details["group"] = kind.group.clone().into();
+        }
+        refusal
+    }
+
+    /// A patch that is well-formed and does not fit.
+    pub(crate) fn unprocessable() -> Self {
+        let message = "the server rejected our request due to an error in our request";
+        let mut refusal = Self::new(422, "Invalid", message);
+        refusal.details = Some(json!({}));
+        refusal
+    }
+
+    /// A request that cannot be understood.
+    pub(crate) fn bad_request(message: impl Into<String>) -> Self {
+        Self::new(400, "BadRequest", message)
+    }
+
+    /// A request that is understood and not allowed.
+    pub(crate) fn forbidden(kind: &Kind, name: &str, why: &str) -> Self {
+        let message = format!("{} {name:?} is forbidden: {why}", kind.resource());
+        Self::new(403, "Forbidden", message).about(kind, name)
+    }
+
+    /// A verb that the path does not have.
+    pub(crate) fn method_not_allowed() -> Self {
+        let message = "the server does not allow this method on the requested resource";
+        let mut refusal = Self::new(405, "MethodNotAllowed", message);
+        refusal.details = Some(json!({}));
+        refusal
+    }
+
+    /// A body in a format that is not read here.
+    pub(crate) fn unsupported_media_type(accepted: &str) -> Self {
+        let message = format!(
+            "the body of the request was in an unknown format - accepted media types include: {accepted}"
+        );
+        Self::new(415, "UnsupportedMediaType", message)
+    }
+
+    /// More than the server takes.
+    pub(crate) fn too_large(limit: usize) -> Self {
+        let message = format!("Request entity too large: limit is {limit}");
+        Self::new(413, "RequestEntityTooLarge", message)
+    }
+
+    /// A parameter of a patch that is missing or out of place.
+    pub(crate) fn patch_options(field: &str, detail: &str) -> Self {
+        let error = match field {
+            "fieldManager" => FieldError::required(field, detail),
+            _ => FieldError::forbidden(field, detail),
+        };
+        let message = format!(
+            "PatchOptions.meta.k8s.io \"\" is invalid: {field}: {}",
+            error.message
+        );
+        let mut refusal = Self::new(422, "Invalid", message);
+        refusal.details =
+            Some(json!({ "group": "meta.k8s.io", "kind": "PatchOptions", "causes": causes_of(&[error]) }));
+        refusal
+    }
+
+    /// A JSON patch that is longer than the server takes.
+    pub(crate) fn too_many_operations(limit: usize, count: usize) -> Self {
+        let message = format!("The allowed maximum operations in a JSON patch is {limit}, got {count}");
+        Self::new(413, "RequestEntityTooLarge", message)
+    }
+
+    /// A version whose history is gone.
+    pub(crate) fn expired(message: impl Into<String>) -> Self {
+        Self::new(410, "Expired", message)
+    }
+
+    /// A version that is still to come.
+    pub(crate) fn from_the_future(asked: u64, current: u64) -> Self {
+        let message = format!("Timeout: Too large resource version: {asked}, current: {current}");
+        let mut refusal = Self::new(504, "Timeout", message);
+        let cause = json!({ "reason": "ResourceVersionTooLarge", "message": "Too large resource version" });
+        refusal.details = Some(json!({ "causes": [cause], "retryAfterSeconds": 1 }));
+        refusal
+    }
+
+    /// Something that the real server has no better word for.
+    pub(crate) fn internal(message: impl Into<String>) -> Self {
+        Self::new(500, "InternalError", message)
+    }
+
+    /// The `Status` object.
+    pub(crate) fn status(&self) -> Value {
+        let mut status = json!({
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Failure",
+            "message": self.message,
+            "reason": self.reason,
+            "code": self.code,
+        });
+        if let Some(details) = &self.details {
+            status["details"] = details.clone();
+        }
+        status
+    }
+}
+
+fn causes_of(errors: &[FieldError]) -> Vec<Value> {
+    errors
+        .iter()
+        .map(|error| json!({ "reason": error.cause, "message": error.message, "field": error.field }))
+        .collect()
+}

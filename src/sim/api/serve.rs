@@ -1,0 +1,385 @@
+//! The HTTP side: from a request to what is asked for, and from the answer to a response.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, to_bytes};
+use axum::extract::{Request, State};
+use axum::http::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderValue, USER_AGENT};
+use axum::http::{Method, StatusCode};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+use tokio_util::sync::CancellationToken;
+
+use super::discovery;
+use super::patch::Patch;
+use super::refusal::Refusal;
+use super::selector::Selector;
+use super::server::{Answer, ApiServer, ListQuery, Target, WriteOptions, list_of};
+use super::table::table;
+use super::watch::{WatchQuery, watch};
+
+/// Bytes of a body, at most (`MaxRequestBodyBytes`).
+const BODY_MAX: usize = 3 * 1024 * 1024;
+
+impl ApiServer {
+    /// The server as a service, which a [`kube::Client`] can use without a socket.
+    pub fn router(&self) -> Router {
+        Router::new().fallback(handle).with_state(self.clone())
+    }
+
+    /// A client of this server. Nothing leaves the process.
+    pub fn client(&self) -> kube::Client {
+        kube::Client::new(self.router(), "default")
+    }
+
+    /// Serves over TCP on a free port of the loopback address until the token is cancelled. Anybody on this machine may do
+    /// everything there: no credentials are asked for.
+    pub async fn listen(&self, shutdown: CancellationToken) -> std::io::Result<SocketAddr> {
+        let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await?;
+        let address = listener.local_addr()?;
+        let router = self.router();
+        tokio::spawn(async move {
+            tokio::select! {
+                // Fails never: connections that fail are dropped.
+                _ = axum::serve(listener, router) => {}
+                () = shutdown.cancelled() => {}
+            }
+        });
+        Ok(address)
+    }
+}
+
+/// The kubeconfig of a server that listens at an address.
+pub fn kubeconfig(address: SocketAddr) -> String {
+    let config = json!({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{ "name": "stage", "cluster": { "server": format!("http://{address}") } }],
+        "users": [{ "name": "stage", "user": {} }],
+        "contexts": [{ "name": "stage", "context": { "cluster": "stage", "user": "stage", "namespace": "default" } }],
+        "current-context": "stage",
+    });
+    // JSON is YAML.
+    format!("{config:#}\n")
+}
+
+async fn handle(State(server): State<ApiServer>, request: Request) -> Response {
+    match answer(&server, request).await {
+        Ok(response) => response,
+        Err(refusal) => respond(refusal.code, &refusal.status()),
+    }
+}
+
+fn respond(code: u16, body: &Value) -> Response {
+    let code = StatusCode::from_u16(code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let json = [(CONTENT_TYPE, HeaderValue::from_static("application/json"))];
+    (code, json, body.to_string()).into_response()
+}
+
+async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusal> {
+    let (parts, body) = request.into_parts();
+    let path: Vec<&str> = parts
+        .uri
+        .path()
+        .split('/')
+        .filter(|part| !part.is_empty())
+        .collect();
+    let query = Query::read(parts.uri.query().unwrap_or_default());
+    if let ["healthz" | "readyz" | "livez", ..] = path.as_slice() {
+        return Ok("ok".into_response());
+    }
+    if let Some(found) = discovered(server, &path) {
+        return found
+            .map(|found| respond(200, &found))
+            .ok_or_else(Refusal::no_path);
+    }
+    let target = target(server, &path).ok_or_else(Refusal::no_path)?;
+    let as_table = header(&parts.headers, &ACCEPT).contains("as=Table");
+    if parts.method == Method::GET {
+        return read(server, target, &query, as_table);
+    }
+    if query.text("dryRun") != "" {
+        return Err(Refusal::bad_request("dryRun is not played on this stage"));
+    }
+    let body = to_bytes(body, BODY_MAX)
+        .await
+        .map_err(|_| Refusal::too_large(BODY_MAX))?;
+    let content_type = header(&parts.headers, &CONTENT_TYPE);
+    let options = WriteOptions {
+        manager: match query.text("fieldManager") {
+            "" => header(&parts.headers, &USER_AGENT)
+                .split('/')
+                .next()
+                .unwrap_or_default()
+                .to_owned(),
+            manager => manager.to_owned(),
+        },
+        force: query.is("force"),
+        strict: query.text("fieldValidation") == "Strict",
+    };
+    write(
+        server,
+        &parts.method,
+        &target,
+        &query,
+        content_type,
+        &body,
+        &options,
+    )
+    .map(|(code, body)| respond(code, &body))
+}
+
+fn write(
+    server: &ApiServer,
+    method: &Method,
+    target: &Target,
+    query: &Query,
+    content_type: &str,
+    body: &[u8],
+    options: &WriteOptions,
+) -> Result<Answer, Refusal> {
+    let named = !target.name.is_empty();
+    match method.as_str() {
+        "POST" if !named || !target.subresource.is_empty() => {
+            server.create(target, object(content_type, body)?, options)
+        }
+        "PUT" if named => server.replace(target, object(content_type, body)?, options),
+        "PATCH" if named => {
+            let patch = Patch::read(&target.kind, content_type, body)?;
+            let applies = matches!(patch, Patch::Apply(_));
+            if applies && query.text("fieldManager").is_empty() {
+                return Err(Refusal::patch_options(
+                    "fieldManager",
+                    "is required for apply patch",
+                ));
+            }
+            if !applies && !query.text("force").is_empty() {
+                return Err(Refusal::patch_options(
+                    "force",
+                    "may not be specified for non-apply patch",
+                ));
+            }
+            server.patch(target, &patch, options)
+        }
+        "DELETE" => {
+            let mut options = if body.is_empty() {
+                json!({})
+            } else {
+                object(content_type, body)?
+            };
+            for key in ["propagationPolicy", "gracePeriodSeconds"] {
+                match query.text(key) {
+                    "" => {}
+                    text => options[key] = serde_json::from_str(text).unwrap_or_else(|_| text.into()),
+                }
+            }
+            if named {
+                server.delete(target, &options)
+            } else {
+                server.delete_collection(target, &list_query(target, query)?, &options)
+            }
+        }
+        _ => Err(Refusal::method_not_allowed()),
+    }
+}
+
+/// The object in a body.
+fn object(content_type: &str, body: &[u8]) -> Result<Value, Refusal> {
+    let refused = |error: &dyn std::fmt::Display| {
+        Refusal::bad_request(format!(
+            "the object provided is unrecognized (must be of type JSON): {error}"
+        ))
+    };
+    match content_type.split(';').next().unwrap_or_default().trim() {
+        "application/json" | "" => serde_json::from_slice(body).map_err(|error| refused(&error)),
+        "application/yaml" => {
+            let text = std::str::from_utf8(body).map_err(|error| refused(&error))?;
+            serde_saphyr::from_str(text).map_err(|error| refused(&error))
+        }
+        _ => Err(Refusal::unsupported_media_type(
+            "application/json, application/yaml",
+        )),
+    }
+}
+
+fn list_query(target: &Target, query: &Query) -> Result<ListQuery, Refusal> {
+    let continued = match query.text("continue") {
+        "" => None,
+        text => {
+            let token: Result<(u64, String, String), _> = serde_json::from_str(text);
+            let (version, namespace, name) = token.map_err(|_| {
+                Refusal::bad_request("continue key is not valid: it is not one that was given out")
+            })?;
+            Some((version, (namespace, name)))
+        }
+    };
+    Ok(ListQuery {
+        selector: Selector::read(
+            &target.kind,
+            query.text("labelSelector"),
+            query.text("fieldSelector"),
+        )?,
+        limit: query.text("limit").parse().ok().filter(|limit| *limit > 0),
+        continued,
+        version: query.text("resourceVersion").to_owned(),
+        exact: query.text("resourceVersionMatch") == "Exact",
+    })
+}
+
+fn read(server: &ApiServer, target: Target, query: &Query, as_table: bool) -> Result<Response, Refusal> {
+    if query.is("watch") {
+        let asked = list_query(&target, query)?;
+        if query.is("sendInitialEvents") {
+            return Err(Refusal::bad_request(
+                "sendInitialEvents is forbidden for watch unless the WatchList feature gate is enabled",
+            ));
+        }
+        let stream = watch(
+            server,
+            target,
+            WatchQuery {
+                selector: asked.selector,
+                version: asked.version,
+                bookmarks: query.is("allowWatchBookmarks"),
+                timeout: query.text("timeoutSeconds").parse().ok().map(Duration::from_secs),
+                table: as_table,
+            },
+        )?;
+        let json = [(CONTENT_TYPE, HeaderValue::from_static("application/json"))];
+        return Ok((json, Body::from_stream(stream)).into_response());
+    }
+    if !target.name.is_empty() {
+        if !matches!(target.subresource.as_str(), "" | "status") {
+            return Err(Refusal::method_not_allowed());
+        }
+        let (code, found) = server.get(&target)?;
+        let found = if as_table {
+            let metadata = json!({ "resourceVersion": found["metadata"]["resourceVersion"] });
+            table(&target.kind, metadata, &[found], server.time())
+        } else {
+            found
+        };
+        return Ok(respond(code, &found));
+    }
+    let (metadata, items) = server.list(&target, &list_query(&target, query)?)?;
+    Ok(respond(
+        200,
+        &if as_table {
+            table(&target.kind, metadata, &items, server.time())
+        } else {
+            list_of(&target.kind, metadata, items)
+        },
+    ))
+}
+
+/// The answer to a question about what is served; `None` if the path is about objects.
+fn discovered(server: &ApiServer, path: &[&str]) -> Option<Option<Value>> {
+    let state = server.state();
+    match path {
+        ["version"] => Some(Some(discovery::version())),
+        ["api"] => Some(Some(discovery::core())),
+        ["apis"] => Some(Some(discovery::groups(&state.kinds))),
+        ["apis", group] => Some(discovery::group(&state.kinds, group)),
+        ["api", version] => Some(discovery::resources(&state.kinds, "", version)),
+        ["apis", group, version] => Some(discovery::resources(&state.kinds, group, version)),
+        _ => None,
+    }
+}
+
+/// What a path is about.
+fn target(server: &ApiServer, path: &[&str]) -> Option<Target> {
+    let (group, version, rest) = match path {
+        ["api", version, rest @ ..] => ("", *version, rest),
+        ["apis", group, version, rest @ ..] => (*group, *version, rest),
+        _ => return None,
+    };
+    let (namespace, rest) = match rest {
+        ["namespaces", _, "status" | "finalize"] | ["namespaces"] | ["namespaces", _] => ("", rest),
+        ["namespaces", namespace, rest @ ..] => (*namespace, rest),
+        rest => ("", rest),
+    };
+    let (plural, name, subresource) = match rest {
+        [plural] => (*plural, "", ""),
+        [plural, name] => (*plural, *name, ""),
+        [plural, name, subresource] => (*plural, *name, *subresource),
+        _ => return None,
+    };
+    let kind = server.kind(group, version, plural)?;
+    // An object of a namespaced kind is in a namespace, and no other is.
+    if kind.namespaced == namespace.is_empty() && !(kind.namespaced && name.is_empty()) {
+        return None;
+    }
+    Some(Target {
+        kind,
+        namespace: namespace.to_owned(),
+        name: name.to_owned(),
+        subresource: subresource.to_owned(),
+    })
+}
+
+fn header<'a>(headers: &'a HeaderMap, name: &axum::http::HeaderName) -> &'a str {
+    headers
+        .get(name)
+        .and_then(|value| value.to_str().ok())
+        .unwrap_or_default()
+}
+
+/// The parameters of a request.
+struct Query(BTreeMap<String, String>);
+
+impl Query {
+    fn read(query: &str) -> Self {
+        Self(
+            query
+                .split('&')
+                .filter(|pair| !pair.is_empty())
+                .map(|pair| {
+                    let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+                    (unescaped(key), unescaped(value))
+                })
+                .collect(),
+        )
+    }
+
+    fn text(&self, key: &str) -> &str {
+        self.0.get(key).map(String::as_str).unwrap_or_default()
+    }
+
+    fn is(&self, key: &str) -> bool {
+        matches!(self.text(key), "true" | "1") || (self.0.contains_key(key) && self.text(key).is_empty())
+    }
+}
+
+/// `%2F` and `+` as they are meant.
+fn unescaped(text: &str) -> String {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    loop {
+        rest = match rest {
+            [] => break,
+            [b'%', high, low, rest @ ..] => {
+                let digits = [*high, *low];
+                let byte = std::str::from_utf8(&digits)
+                    .ok()
+                    .and_then(|digits| u8::from_str_radix(digits, 16).ok());
+                match byte {
+                    Some(byte) => bytes.push(byte),
+                    None => bytes.extend_from_slice(&[b'%', *high, *low]),
+                }
+                rest
+            }
+            [b'+', rest @ ..] => {
+                bytes.push(b' ');
+                rest
+            }
+            [byte, rest @ ..] => {
+                bytes.push(*byte);
+                rest
+            }
+        };
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}

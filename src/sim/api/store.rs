@@ -1,0 +1,208 @@
+//! Objects with versions, and the history from which watches and later pages of lists are served.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use super::object;
+
+/// Where an object is: the storage of its kind, its namespace and its name.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Key {
+    /// [`Kind::storage`](super::kinds::Kind::storage).
+    pub(crate) storage: String,
+    /// Empty for cluster-scoped objects.
+    pub(crate) namespace: String,
+    /// The name.
+    pub(crate) name: String,
+}
+
+/// One change of one object.
+#[derive(Clone, Debug)]
+pub(crate) struct Change {
+    /// The version that the change made.
+    pub(crate) version: u64,
+    /// Which object.
+    pub(crate) key: Key,
+    /// The object before; none if it was created.
+    pub(crate) before: Option<Arc<Value>>,
+    /// The object after; none if it was deleted.
+    pub(crate) after: Option<Arc<Value>>,
+}
+
+/// All objects of the server.
+#[derive(Debug)]
+pub(crate) struct Store {
+    version: u64,
+    objects: BTreeMap<Key, Arc<Value>>,
+    history: VecDeque<Change>,
+    window: usize,
+    /// The last version that is no longer in the history.
+    forgotten: u64,
+}
+
+impl Store {
+    /// An empty store that remembers so many changes.
+    pub(crate) fn new(window: usize) -> Self {
+        Self {
+            // As in etcd, the first version is not zero, which means something else in requests.
+            version: 1,
+            objects: BTreeMap::new(),
+            history: VecDeque::new(),
+            window,
+            forgotten: 1,
+        }
+    }
+
+    /// The version of the last change.
+    pub(crate) fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// The last version from which on changes are no longer known.
+    pub(crate) fn forgotten(&self) -> u64 {
+        self.forgotten
+    }
+
+    /// Forgets the history, as etcd does when it is compacted.
+    pub(crate) fn compact(&mut self) {
+        self.history.clear();
+        self.forgotten = self.version;
+    }
+
+    /// An object.
+    pub(crate) fn get(&self, key: &Key) -> Option<&Arc<Value>> {
+        self.objects.get(key)
+    }
+
+    /// Stores an object, with its new version in it.
+    pub(crate) fn put(&mut self, key: Key, mut object: Value) -> Arc<Value> {
+        self.version += 1;
+        object::set_metadata(
+            &mut object,
+            "resourceVersion",
+            Some(self.version.to_string().into()),
+        );
+        let object = Arc::new(object);
+        let before = self.objects.insert(key.clone(), object.clone());
+        self.record(key, before, Some(object.clone()));
+        object
+    }
+
+    /// Removes an object.
+    pub(crate) fn remove(&mut self, key: &Key) -> Option<Arc<Value>> {
+        let before = self.objects.remove(key)?;
+        self.version += 1;
+        self.record(key.clone(), Some(before.clone()), None);
+        Some(before)
+    }
+
+    fn record(&mut self, key: Key, before: Option<Arc<Value>>, after: Option<Arc<Value>>) {
+        self.history.push_back(Change {
+            version: self.version,
+            key,
+            before,
+            after,
+        });
+        while self.history.len() > self.window {
+            self.forgotten = self
+                .history
+                .pop_front()
+                .map_or(self.version, |change| change.version);
+        }
+    }
+
+    /// The changes after a version, in their order. `None` if some of them are forgotten.
+    pub(crate) fn changes_after(&self, version: u64) -> Option<impl Iterator<Item = &Change>> {
+        let known = version >= self.forgotten;
+        let first = self.history.partition_point(|change| change.version <= version);
+        known.then(|| self.history.range(first..))
+    }
+
+    /// The objects of a storage, in the order of their names, as they were at a version. `None` if that is forgotten.
+    pub(crate) fn at(
+        &self,
+        version: u64,
+        storage: &str,
+        namespace: &str,
+    ) -> Option<BTreeMap<Key, Arc<Value>>> {
+        let belongs =
+            |key: &Key| key.storage == storage && (namespace.is_empty() || key.namespace == namespace);
+        let mut objects: BTreeMap<Key, Arc<Value>> = self
+            .objects
+            .range(
+                Key {
+                    storage: storage.to_owned(),
+                    namespace: namespace.to_owned(),
+                    name: String::new(),
+                }..,
+            )
+            .take_while(|(key, _)| belongs(key))
+            .map(|(key, object)| (key.clone(), object.clone()))
+            .collect();
+        if version < self.version {
+            let later: Vec<&Change> = self
+                .changes_after(version)?
+                .filter(|change| belongs(&change.key))
+                .collect();
+            for change in later.into_iter().rev() {
+                match &change.before {
+                    Some(before) => objects.insert(change.key.clone(), before.clone()),
+                    None => objects.remove(&change.key),
+                };
+            }
+        }
+        Some(objects)
+    }
+
+    /// Every object.
+    pub(crate) fn all(&self) -> impl Iterator<Item = (&Key, &Arc<Value>)> {
+        self.objects.iter()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn key(name: &str) -> Key {
+        Key {
+            storage: "things".into(),
+            namespace: "n".into(),
+            name: name.into(),
+        }
+    }
+
+    fn names(store: &Store, version: u64) -> Option<Vec<String>> {
+        let objects = store.at(version, "things", "n")?;
+        Some(objects.into_keys().map(|key| key.name).collect())
+    }
+
+    #[test]
+    fn a_list_can_be_had_as_it_was() {
+        let mut store = Store::new(10);
+        let object = || json!({ "metadata": {} });
+        store.put(key("a"), object());
+        store.put(key("b"), object());
+        let then = store.version();
+        store.remove(&key("a"));
+        store.put(key("c"), object());
+        assert_eq!(names(&store, then).unwrap(), ["a", "b"]);
+        assert_eq!(names(&store, store.version()).unwrap(), ["b", "c"]);
+    }
+
+    #[test]
+    fn what_is_forgotten_is_not_guessed() {
+        let mut store = Store::new(2);
+        let then = store.version();
+        for name in ["a", "b", "c"] {
+            store.put(key(name), json!({ "metadata": {} }));
+        }
+        assert!(store.changes_after(then).is_none());
+        assert!(names(&store, then).is_none());
+        assert_eq!(store.changes_after(store.forgotten()).unwrap().count(), 2);
+    }
+}

@@ -1,0 +1,360 @@
+//! Tables: what `kubectl get` asks for (`pkg/printers/internalversion` at release-1.30).
+
+use jiff::Timestamp;
+use serde_json::{Value, json};
+
+use super::kinds::{Kind, RESOURCE};
+use super::object::{self, list, text};
+
+/// Objects as a table.
+pub(crate) fn table(kind: &Kind, metadata: Value, objects: &[Value], now: Timestamp) -> Value {
+    let columns = columns(kind);
+    let definitions: Vec<Value> = columns
+        .iter()
+        .map(|(name, sort, priority)| {
+            let format = if *name == "Name" { "name" } else { "" };
+            json!({ "name": name, "type": sort, "format": format, "description": "", "priority": priority })
+        })
+        .collect();
+    let rows: Vec<Value> = objects
+        .iter()
+        .map(|object| {
+            let partial = json!({
+                "kind": "PartialObjectMetadata",
+                "apiVersion": "meta.k8s.io/v1",
+                "metadata": object.get("metadata"),
+            });
+            json!({ "cells": cells(kind, object, now), "object": partial })
+        })
+        .collect();
+    json!({
+        "kind": "Table",
+        "apiVersion": "meta.k8s.io/v1",
+        "metadata": metadata,
+        "columnDefinitions": definitions,
+        "rows": rows,
+    })
+}
+
+fn columns(kind: &Kind) -> Vec<(&str, &str, i64)> {
+    let mut columns = vec![("Name", "string", 0)];
+    match &kind.definition {
+        Some(definition) => {
+            for column in &definition.columns {
+                let priority = column.get("priority").and_then(Value::as_i64).unwrap_or(0);
+                columns.push((text(column, "/name"), text(column, "/type"), priority));
+            }
+            if definition.columns.is_empty() {
+                columns.push(("Age", "date", 0));
+            }
+        }
+        None => {
+            let more: &[(&str, &str, i64)] = match (kind.group.as_str(), kind.kind.as_str()) {
+                ("", "Pod") => &[
+                    ("Ready", "string", 0),
+                    ("Status", "string", 0),
+                    ("Restarts", "string", 0),
+                    ("Age", "string", 0),
+                    ("IP", "string", 1),
+                    ("Node", "string", 1),
+                    ("Nominated Node", "string", 1),
+                    ("Readiness Gates", "string", 1),
+                ],
+                ("", "Node") => &[
+                    ("Status", "string", 0),
+                    ("Roles", "string", 0),
+                    ("Age", "string", 0),
+                    ("Version", "string", 0),
+                ],
+                ("", "Namespace") => &[("Status", "string", 0), ("Age", "string", 0)],
+                (RESOURCE, "ResourceClass") => &[("DriverName", "string", 0), ("Age", "string", 0)],
+                (RESOURCE, "ResourceClaim") => &[
+                    ("ResourceClassName", "string", 0),
+                    ("AllocationMode", "string", 0),
+                    ("State", "string", 0),
+                    ("Age", "string", 0),
+                ],
+                (RESOURCE, "ResourceClaimTemplate") => &[
+                    ("ResourceClassName", "string", 0),
+                    ("AllocationMode", "string", 0),
+                    ("Age", "string", 0),
+                ],
+                (RESOURCE, "PodSchedulingContext") => &[("SelectedNode", "string", 0), ("Age", "string", 0)],
+                (_, "Event") => {
+                    columns.clear();
+                    &[
+                        ("Last Seen", "string", 0),
+                        ("Type", "string", 0),
+                        ("Reason", "string", 0),
+                        ("Object", "string", 0),
+                        ("Message", "string", 0),
+                    ]
+                }
+                (_, "CustomResourceDefinition") => &[("Created At", "date", 0)],
+                _ => &[("Age", "string", 0)],
+            };
+            columns.extend_from_slice(more);
+        }
+    }
+    columns
+}
+
+fn cells(kind: &Kind, object: &Value, now: Timestamp) -> Vec<Value> {
+    let name = json!(object::name(object));
+    let age = json!(age(text(object, "/metadata/creationTimestamp"), now));
+    let at = |pointer: &str| json!(text(object, pointer));
+    if let Some(definition) = &kind.definition {
+        let mut cells = vec![name];
+        for column in &definition.columns {
+            cells.push(match text(column, "/type") {
+                "date" => json!(self::age(
+                    first(object, text(column, "/jsonPath"))
+                        .as_str()
+                        .unwrap_or_default(),
+                    now
+                )),
+                _ => first(object, text(column, "/jsonPath")),
+            });
+        }
+        if definition.columns.is_empty() {
+            cells.push(age);
+        }
+        return cells;
+    }
+    match (kind.group.as_str(), kind.kind.as_str()) {
+        ("", "Pod") => pod(object, name, age),
+        ("", "Node") => {
+            let ready = condition(object, "Ready") == "True";
+            let status = if ready { "Ready" } else { "NotReady" };
+            vec![
+                name,
+                json!(status),
+                json!("<none>"),
+                age,
+                at("/status/nodeInfo/kubeletVersion"),
+            ]
+        }
+        ("", "Namespace") => vec![name, at("/status/phase"), age],
+        (RESOURCE, "ResourceClass") => vec![name, at("/driverName"), age],
+        (RESOURCE, "ResourceClaim") => {
+            vec![
+                name,
+                at("/spec/resourceClassName"),
+                at("/spec/allocationMode"),
+                json!(claim_state(object)),
+                age,
+            ]
+        }
+        (RESOURCE, "ResourceClaimTemplate") => {
+            vec![
+                name,
+                at("/spec/spec/resourceClassName"),
+                at("/spec/spec/allocationMode"),
+                age,
+            ]
+        }
+        (RESOURCE, "PodSchedulingContext") => vec![name, at("/spec/selectedNode"), age],
+        (_, "Event") => event(kind, object, now),
+        (_, "CustomResourceDefinition") => vec![name, at("/metadata/creationTimestamp")],
+        _ => vec![name, age],
+    }
+}
+
+fn pod(pod: &Value, name: Value, age: Value) -> Vec<Value> {
+    let containers = list(pod, "/spec/containers").len();
+    let statuses = list(pod, "/status/containerStatuses");
+    let ready = statuses
+        .iter()
+        .filter(|status| status.get("ready") == Some(&Value::Bool(true)))
+        .count();
+    let waiting = statuses
+        .iter()
+        .map(|status| text(status, "/state/waiting/reason"))
+        .find(|reason| !reason.is_empty());
+    let status = match (object::is_deleting(pod), waiting) {
+        (true, _) => "Terminating",
+        (false, Some(reason)) => reason,
+        (false, None) => match text(pod, "/status/reason") {
+            "" => text(pod, "/status/phase"),
+            reason => reason,
+        },
+    };
+    let or_none = |pointer: &str| match text(pod, pointer) {
+        "" => json!("<none>"),
+        value => json!(value),
+    };
+    vec![
+        name,
+        json!(format!("{ready}/{containers}")),
+        json!(status),
+        json!("0"),
+        age,
+        or_none("/status/podIP"),
+        or_none("/spec/nodeName"),
+        or_none("/status/nominatedNodeName"),
+        json!("<none>"),
+    ]
+}
+
+fn event(kind: &Kind, event: &Value, now: Timestamp) -> Vec<Value> {
+    let (about, message, last) = match kind.group.as_str() {
+        "" => ("/involvedObject", "/message", "/lastTimestamp"),
+        _ => ("/regarding", "/note", "/deprecatedLastTimestamp"),
+    };
+    let seen = match text(event, last) {
+        "" => text(event, "/eventTime"),
+        last => last,
+    };
+    let about = format!(
+        "{}/{}",
+        text(event, &format!("{about}/kind")).to_lowercase(),
+        text(event, &format!("{about}/name"))
+    );
+    vec![
+        json!(age(seen, now)),
+        json!(text(event, "/type")),
+        json!(text(event, "/reason")),
+        json!(about),
+        json!(text(event, message).trim()),
+    ]
+}
+
+fn condition<'a>(object: &'a Value, sort: &str) -> &'a str {
+    let found = list(object, "/status/conditions")
+        .iter()
+        .find(|condition| condition["type"] == sort);
+    found
+        .map(|condition| text(condition, "/status"))
+        .unwrap_or_default()
+}
+
+/// `resourceClaimState` of the real server.
+fn claim_state(claim: &Value) -> String {
+    let deleting = object::is_deleting(claim);
+    let mut states = Vec::new();
+    if deleting {
+        states.push("deleted");
+    }
+    match claim.pointer("/status/allocation") {
+        None if !deleting => states.push("pending"),
+        None => {}
+        Some(_) => {
+            states.push("allocated");
+            let requested = claim.pointer("/status/deallocationRequested") == Some(&Value::Bool(true));
+            if !list(claim, "/status/reservedFor").is_empty() {
+                states.push("reserved");
+            } else if deleting || requested {
+                states.push("deallocating");
+            }
+        }
+    }
+    states.join(",")
+}
+
+/// The value at a JSON path of a printer column. Several values are shown with commas between.
+fn first(object: &Value, path: &str) -> Value {
+    let mut at = vec![object];
+    for part in split_path(path) {
+        at = at
+            .into_iter()
+            .flat_map(|value| match part.as_str() {
+                "*" => value
+                    .as_array()
+                    .map(|list| list.iter().collect())
+                    .unwrap_or_default(),
+                filter if filter.starts_with("?(@.") => {
+                    let inner = filter.trim_start_matches("?(@.").trim_end_matches(')');
+                    let (field, wanted) = inner.split_once("==").unwrap_or((inner, ""));
+                    let wanted = wanted.trim_matches(['\'', '"', ' ']);
+                    value
+                        .as_array()
+                        .map(|list| {
+                            list.iter()
+                                .filter(|each| text(each, &format!("/{field}")) == wanted)
+                                .collect()
+                        })
+                        .unwrap_or_default()
+                }
+                name => value.get(name).into_iter().collect::<Vec<_>>(),
+            })
+            .collect();
+    }
+    match at.as_slice() {
+        [] => json!(""),
+        [one] => (*one).clone(),
+        several => json!(
+            several
+                .iter()
+                .map(|value| value.as_str().unwrap_or_default())
+                .collect::<Vec<_>>()
+                .join(",")
+        ),
+    }
+}
+
+fn split_path(path: &str) -> Vec<String> {
+    let (mut parts, mut part, mut depth) = (Vec::new(), String::new(), 0);
+    for character in path.chars() {
+        match character {
+            '.' if depth == 0 => parts.push(std::mem::take(&mut part)),
+            '[' if depth == 0 => {
+                depth += 1;
+                parts.push(std::mem::take(&mut part));
+            }
+            ']' if depth == 1 => depth -= 1,
+            character => part.push(character),
+        }
+    }
+    parts.push(part);
+    parts.retain(|part| !part.is_empty());
+    parts
+}
+
+/// How long ago that was, as kubectl shows it (`duration.HumanDuration`, coarser from an hour on).
+fn age(since: &str, now: Timestamp) -> String {
+    let Ok(since) = since.parse::<Timestamp>() else {
+        return "<unknown>".to_owned();
+    };
+    let seconds = now.duration_since(since).as_secs().max(0);
+    match seconds {
+        0..120 => format!("{seconds}s"),
+        120..600 if seconds % 60 != 0 => format!("{}m{}s", seconds / 60, seconds % 60),
+        120..10_800 => format!("{}m", seconds / 60),
+        10_800..172_800 => format!("{}h", seconds / 3600),
+        _ => format!("{}d", seconds / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_printer_column_finds_its_value() {
+        let object = json!({
+            "spec": { "requests": [{ "name": "a" }, { "name": "b" }] },
+            "status": { "conditions": [{ "type": "Other", "status": "x" }, { "type": "Ready", "status": "True" }] },
+        });
+        assert_eq!(first(&object, ".spec.requests[*].name"), json!("a,b"));
+        assert_eq!(
+            first(&object, ".status.conditions[?(@.type=='Ready')].status"),
+            json!("True")
+        );
+        assert_eq!(first(&object, ".nothing"), json!(""));
+    }
+
+    #[test]
+    fn ages_are_shown_as_kubectl_shows_them() {
+        let now: Timestamp = "2026-01-10T00:00:00Z".parse().unwrap();
+        for (since, shown) in [
+            ("2026-01-09T23:59:59Z", "1s"),
+            ("2026-01-09T23:57:30Z", "2m30s"),
+            ("2026-01-09T23:30:00Z", "30m"),
+            ("2026-01-09T12:00:00Z", "12h"),
+            ("2026-01-01T00:00:00Z", "9d"),
+            ("", "<unknown>"),
+        ] {
+            assert_eq!(age(since, now), shown);
+        }
+    }
+}

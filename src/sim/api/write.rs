@@ -1,0 +1,450 @@
+//! Writes: creation, replacement, patches and bindings.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::apply::{self, Manager};
+use super::custom;
+use super::decode::decode;
+use super::kinds::{EXTENSIONS, Kind};
+use super::object::{self, copy_root, is_deleting, set_metadata, text};
+use super::patch::Patch;
+use super::refusal::Refusal;
+use super::remove::may_go;
+use super::rules;
+use super::server::{Answer, ApiServer, State, Target, WriteOptions, shown};
+use super::store::Key;
+
+/// How often a generated name that is taken is generated anew.
+const NAME_ATTEMPTS: usize = 8;
+
+impl ApiServer {
+    pub(crate) fn create(
+        &self,
+        target: &Target,
+        value: Value,
+        options: &WriteOptions,
+    ) -> Result<Answer, Refusal> {
+        if !target.subresource.is_empty() {
+            return match (target.subresource.as_str(), target.kind.is("", "pods")) {
+                ("binding", true) => self.bind(target, &value),
+                _ => Err(Refusal::method_not_allowed()),
+            };
+        }
+        let mut object = decode(&target.kind, value, options.strict)?;
+        let mut state = self.state();
+        let created = state.create(self, target, &mut object, options)?;
+        drop(state);
+        self.changed.send_modify(|count| *count += 1);
+        Ok((201, shown(&target.kind, &created)))
+    }
+
+    pub(crate) fn replace(
+        &self,
+        target: &Target,
+        value: Value,
+        options: &WriteOptions,
+    ) -> Result<Answer, Refusal> {
+        let given = text(&value, "/metadata/name");
+        if !given.is_empty() && given != target.name {
+            return Err(Refusal::bad_request(format!(
+                "the name of the object ({given}) does not match the name on the URL ({})",
+                target.name
+            )));
+        }
+        self.update(target, options, |state, before| {
+            let uid = text(&value, "/metadata/uid");
+            if !uid.is_empty() && uid != object::uid(before) {
+                let why = format!(
+                    "Precondition failed: UID in precondition: {uid}, UID in object meta: {}",
+                    object::uid(before)
+                );
+                return Err(Refusal::conflict(&target.kind, &target.name, &why));
+            }
+            let _ = state;
+            Ok(value)
+        })
+    }
+
+    pub(crate) fn patch(
+        &self,
+        target: &Target,
+        patch: &Patch,
+        options: &WriteOptions,
+    ) -> Result<Answer, Refusal> {
+        if let Patch::Apply(configuration) = patch {
+            let missing = self.state().store.get(&target.key()).is_none();
+            if missing && target.subresource.is_empty() {
+                return self.create_by_apply(target, configuration, options);
+            }
+        }
+        let now = self.now();
+        self.update(target, options, |_, before| {
+            let shown = shown(&target.kind, before);
+            let manager = Manager {
+                name: &options.manager,
+                subresource: &target.subresource,
+                now: &now,
+            };
+            patch.apply_to(&target.kind, &shown, &manager, options.force)
+        })
+    }
+
+    fn create_by_apply(
+        &self,
+        target: &Target,
+        configuration: &Value,
+        options: &WriteOptions,
+    ) -> Result<Answer, Refusal> {
+        if !text(configuration, "/metadata/uid").is_empty() {
+            let why = format!(
+                "uid mismatch: the provided object specified uid {}, and no existing object was found",
+                text(configuration, "/metadata/uid")
+            );
+            return Err(Refusal::conflict(&target.kind, &target.name, &why));
+        }
+        let now = self.now();
+        let manager = Manager {
+            name: &options.manager,
+            subresource: "",
+            now: &now,
+        };
+        let mut empty = json!({ "metadata": { "name": target.name } });
+        if target.kind.namespaced {
+            set_metadata(&mut empty, "namespace", Some(target.namespace.clone().into()));
+        }
+        let applied = apply::apply(&target.kind, &empty, configuration, &manager, options.force)?;
+        let collection = Target {
+            name: String::new(),
+            ..target.clone()
+        };
+        self.create(&collection, applied, options)
+    }
+
+    /// Changes an object. What a request may not change is as it was, whatever the request says.
+    fn update(
+        &self,
+        target: &Target,
+        options: &WriteOptions,
+        make: impl FnOnce(&State, &Value) -> Result<Value, Refusal>,
+    ) -> Result<Answer, Refusal> {
+        let kind = &target.kind;
+        if !(target.subresource.is_empty()
+            || target.subresource == "status" && kind.status
+            || target.subresource == "finalize" && kind.is("", "namespaces"))
+        {
+            return Err(Refusal::no_path());
+        }
+        let now = self.now();
+        let mut state = self.state();
+        let before = state.existing(target)?.clone();
+        let value = make(&state, &before)?;
+        let applied = value.pointer("/metadata/managedFields") != before.pointer("/metadata/managedFields");
+        let mut after = decode(kind, value, options.strict)?;
+        let version = text(&after, "/metadata/resourceVersion");
+        if !version.is_empty() && version != text(&before, "/metadata/resourceVersion") {
+            return Err(Refusal::modified(kind, &target.name));
+        }
+        restrict(target, &before, &mut after);
+        let mut errors = rules::metadata_update(&before, &after);
+        errors.extend(rules::metadata(&after));
+        errors.extend(rules::object(kind, &target.subresource, Some(&before), &after));
+        errors.extend(rules::pod_update(kind, &target.subresource, &before, &after));
+        if let Some(definition) = &kind.definition {
+            errors.extend(custom::validate(definition, &after, Some(&before)));
+        }
+        if !errors.is_empty() {
+            return Err(Refusal::invalid(kind, &target.name, &errors));
+        }
+        let manager = Manager {
+            name: &options.manager,
+            subresource: &target.subresource,
+            now: &now,
+        };
+        if !applied {
+            apply::track_update(kind, &before, &mut after, &manager);
+        }
+        let same = after == *before;
+        if same {
+            return Ok((200, shown(kind, &before)));
+        }
+        if kind.generation && content(&before) != content(&after) {
+            let generation = before
+                .pointer("/metadata/generation")
+                .and_then(Value::as_i64)
+                .unwrap_or(0);
+            set_metadata(&mut after, "generation", Some((generation + 1).into()));
+        }
+        if kind.is(EXTENSIONS, "customresourcedefinitions") && target.subresource.is_empty() {
+            custom::establish(&mut after, &now);
+            state.define(Some(&before), &after)?;
+        }
+        let stored = if may_go(kind, &after) {
+            state.remove(&target.key());
+            Arc::new(after)
+        } else {
+            state.store.put(target.key(), after)
+        };
+        drop(state);
+        self.changed.send_modify(|count| *count += 1);
+        Ok((200, shown(kind, &stored)))
+    }
+
+    /// The binding of a pod to a node, which is how the scheduler assigns it.
+    fn bind(&self, target: &Target, binding: &Value) -> Result<Answer, Refusal> {
+        let node = text(binding, "/target/name");
+        if node.is_empty() {
+            return Err(Refusal::bad_request("target.name is required"));
+        }
+        let now = self.now();
+        let mut state = self.state();
+        let before = state.existing(target)?.clone();
+        let known = text(&before, "/spec/nodeName");
+        if !known.is_empty() {
+            let why = format!("pod {} is already assigned to node {known:?}", target.name);
+            return Err(Refusal::conflict(&target.kind, &target.name, &why));
+        }
+        if is_deleting(&before) {
+            let why = format!(
+                "pod {} is being deleted, cannot be assigned to a host",
+                target.name
+            );
+            return Err(Refusal::conflict(&target.kind, &target.name, &why));
+        }
+        let mut after = (*before).clone();
+        after["spec"]["nodeName"] = node.into();
+        let condition = json!({ "type": "PodScheduled", "status": "True", "lastProbeTime": null, "lastTransitionTime": now });
+        let mut conditions: Vec<Value> = object::list(&after, "/status/conditions")
+            .iter()
+            .filter(|condition| condition["type"] != "PodScheduled")
+            .cloned()
+            .collect();
+        conditions.push(condition);
+        after["status"]["conditions"] = Value::Array(conditions);
+        state.store.put(target.key(), after);
+        drop(state);
+        self.changed.send_modify(|count| *count += 1);
+        Ok((
+            201,
+            json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201 }),
+        ))
+    }
+}
+
+impl State {
+    fn create(
+        &mut self,
+        server: &ApiServer,
+        target: &Target,
+        object: &mut Value,
+        options: &WriteOptions,
+    ) -> Result<Arc<Value>, Refusal> {
+        let kind = &target.kind;
+        if kind.namespaced {
+            let given = object::namespace(object).to_owned();
+            if !given.is_empty() && given != target.namespace {
+                return Err(Refusal::bad_request(
+                    "the namespace of the provided object does not match the namespace sent on the request",
+                ));
+            }
+            set_metadata(object, "namespace", Some(target.namespace.clone().into()));
+        } else if !object::namespace(object).is_empty() {
+            return Err(Refusal::bad_request("namespace is not allowed on this type"));
+        }
+        if !text(object, "/metadata/resourceVersion").is_empty() {
+            return Err(Refusal::internal(
+                "resourceVersion should not be set on objects to be created",
+            ));
+        }
+        let prefix = text(object, "/metadata/generateName").to_owned();
+        let generated = object::name(object).is_empty() && !prefix.is_empty();
+        let mut key = target.key();
+        for _ in 0..NAME_ATTEMPTS {
+            if generated {
+                let base = prefix.get(..prefix.len().min(58)).unwrap_or(&prefix);
+                set_metadata(
+                    object,
+                    "name",
+                    Some(format!("{base}{}", server.source.suffix()).into()),
+                );
+            }
+            object::name(object).clone_into(&mut key.name);
+            if !generated || self.store.get(&key).is_none() {
+                break;
+            }
+        }
+        if kind.namespaced {
+            self.check_namespace(target, &key.name)?;
+        }
+        let now = server.now();
+        set_metadata(object, "uid", Some(server.source.uid().into()));
+        set_metadata(object, "creationTimestamp", Some(now.clone().into()));
+        for field in ["deletionTimestamp", "deletionGracePeriodSeconds", "selfLink"] {
+            set_metadata(object, field, None);
+        }
+        set_metadata(object, "generation", kind.generation.then(|| 1.into()));
+        begin(kind, object);
+        let mut errors = rules::metadata(object);
+        errors.extend(rules::object(kind, "", None, object));
+        if let Some(definition) = &kind.definition {
+            errors.extend(custom::validate(definition, object, None));
+        }
+        if !errors.is_empty() {
+            return Err(Refusal::invalid(kind, &key.name, &errors));
+        }
+        if self.store.get(&key).is_some() {
+            return Err(Refusal::already_exists(kind, &key.name));
+        }
+        if object::list(object, "/metadata/managedFields").is_empty() {
+            let manager = Manager {
+                name: &options.manager,
+                subresource: "",
+                now: &now,
+            };
+            apply::track_update(kind, &json!({}), object, &manager);
+        }
+        if kind.is(EXTENSIONS, "customresourcedefinitions") {
+            custom::establish(object, &now);
+            self.define(None, object)?;
+        }
+        Ok(self.store.put(key, object.take()))
+    }
+
+    fn check_namespace(&self, target: &Target, name: &str) -> Result<(), Refusal> {
+        let Some(namespaces) = self.kinds.iter().find(|kind| kind.is("", "namespaces")) else {
+            return Ok(());
+        };
+        let key = Key {
+            storage: namespaces.storage(),
+            namespace: String::new(),
+            name: target.namespace.clone(),
+        };
+        match self.store.get(&key) {
+            None => Err(Refusal::not_found(namespaces, &target.namespace)),
+            Some(namespace) if is_deleting(namespace) => {
+                let why = format!(
+                    "unable to create new content in namespace {} because it is being terminated",
+                    target.namespace
+                );
+                Err(Refusal::forbidden(&target.kind, name, &why))
+            }
+            Some(_) => Ok(()),
+        }
+    }
+
+    /// Serves the kinds of a definition.
+    fn define(&mut self, before: Option<&Value>, after: &Value) -> Result<(), Refusal> {
+        let new = custom::kinds_of(after)?;
+        if let Some(before) = before {
+            let (group, plural) = (text(before, "/spec/group"), text(before, "/spec/names/plural"));
+            self.kinds
+                .retain(|kind| kind.definition.is_none() || kind.group != group || kind.plural != plural);
+        }
+        self.kinds.extend(new);
+        Ok(())
+    }
+}
+
+/// What a new object of a kind begins with.
+fn begin(kind: &Kind, object: &mut Value) {
+    if kind.is("", "pods") {
+        object["status"] = json!({ "phase": "Pending", "qosClass": "BestEffort" });
+    } else if kind.is("", "namespaces") {
+        object["spec"] = json!({ "finalizers": ["kubernetes"] });
+        object["status"] = json!({ "phase": "Active" });
+        let name = object::name(object).to_owned();
+        let mut labels = object
+            .pointer("/metadata/labels")
+            .cloned()
+            .unwrap_or_else(|| json!({}));
+        labels["kubernetes.io/metadata.name"] = name.into();
+        set_metadata(object, "labels", Some(labels));
+    } else if kind.status && !kind.is("", "nodes") {
+        match kind.definition {
+            Some(_) => {
+                if let Some(map) = object.as_object_mut() {
+                    map.remove("status");
+                }
+            }
+            None => object["status"] = json!({}),
+        }
+    }
+}
+
+/// Puts back what a request to this endpoint cannot change.
+fn restrict(target: &Target, before: &Value, after: &mut Value) {
+    let all: Vec<String> = [before, after]
+        .iter()
+        .filter_map(|object| object.as_object())
+        .flat_map(|map| map.keys().cloned())
+        .collect();
+    match target.subresource.as_str() {
+        "" if target.kind.status => copy_root(after, before, "status"),
+        "" => {}
+        subresource => {
+            let part = if subresource == "finalize" {
+                "spec"
+            } else {
+                "status"
+            };
+            for key in all.iter().filter(|key| *key != part && *key != "metadata") {
+                copy_root(after, before, key);
+            }
+            // Of the metadata only who wrote it, and what is compared with the stored one.
+            for key in [
+                "labels",
+                "annotations",
+                "finalizers",
+                "ownerReferences",
+                "generateName",
+            ] {
+                set_metadata(after, key, before.pointer(&format!("/metadata/{key}")).cloned());
+            }
+        }
+    }
+    for key in [
+        "creationTimestamp",
+        "deletionTimestamp",
+        "deletionGracePeriodSeconds",
+        "generation",
+        "resourceVersion",
+    ] {
+        set_metadata(after, key, before.pointer(&format!("/metadata/{key}")).cloned());
+    }
+    for key in ["uid", "name", "namespace"] {
+        if text(after, &format!("/metadata/{key}")).is_empty() {
+            set_metadata(after, key, before.pointer(&format!("/metadata/{key}")).cloned());
+        }
+    }
+    for key in ["finalizers", "ownerReferences", "labels", "annotations"] {
+        let empty = match after.pointer(&format!("/metadata/{key}")) {
+            Some(Value::Array(list)) => list.is_empty(),
+            Some(Value::Object(map)) => map.is_empty(),
+            _ => false,
+        };
+        if empty {
+            set_metadata(after, key, None);
+        }
+    }
+    if after.pointer("/metadata/managedFields").is_none() {
+        set_metadata(
+            after,
+            "managedFields",
+            before.pointer("/metadata/managedFields").cloned(),
+        );
+    }
+}
+
+/// Everything but metadata and status: what a generation counts.
+fn content(object: &Value) -> BTreeMap<&String, &Value> {
+    object
+        .as_object()
+        .map(|map| {
+            map.iter()
+                .filter(|(key, _)| !matches!(key.as_str(), "metadata" | "status"))
+                .collect()
+        })
+        .unwrap_or_default()
+}

@@ -1,0 +1,149 @@
+//! SIGKILL at every moment that shows on the disk, and at moments of chance.
+
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use inotify::{Inotify, WatchMask};
+
+use crate::node::Node;
+use crate::process::Process;
+
+const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
+const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
+const C: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0c";
+
+/// Waits for the n-th change of a file below the checkpoint's and the CDI directory.
+async fn changes(node: &Node, n: usize) {
+    let inotify = Inotify::init().unwrap();
+    let mask = WatchMask::CREATE
+        | WatchMask::MODIFY
+        | WatchMask::ATTRIB
+        | WatchMask::CLOSE_WRITE
+        | WatchMask::MOVE
+        | WatchMask::DELETE;
+    for directory in ["kubelet/plugins/drayman.dev", "cdi"] {
+        inotify.watches().add(node.path(directory), mask).unwrap();
+    }
+    let events = inotify.into_event_stream([0; 4096]).unwrap();
+    events.take(n).for_each(|_| async {}).await;
+}
+
+/// The next process finds the node in order: kubelet's next calls succeed, nobody has lost anything and nothing is left.
+async fn check(node: &Node, answered: bool) {
+    let process = Process::start(node).await;
+    let mut kubelet = node.kubelet().await;
+    if answered {
+        let refusal = kubelet.prepare(B, &["test-0"]).await.unwrap_err();
+        assert!(
+            refusal.contains("held"),
+            "what was answered with success is held: {refusal}"
+        );
+    }
+    let ids = kubelet.prepare(A, &["test-0", "test-1"]).await.unwrap();
+    assert_eq!(ids, [format!("drayman.dev/claim={A}")]);
+    assert_eq!(node.cdi_files(), [format!("drayman.dev-claim_{A}.json")]);
+    kubelet.unprepare(A).await.unwrap();
+    assert_eq!(node.cdi_files(), Vec::<String>::new());
+    kubelet.prepare(B, &["test-0"]).await.unwrap();
+    kubelet.unprepare(B).await.unwrap();
+    let log = process.log();
+    assert!(
+        !log.contains("CheckpointLost"),
+        "no kill damages a checkpoint: {log}"
+    );
+    process.kill();
+}
+
+#[tokio::test]
+async fn a_kill_after_every_change_that_a_prepare_makes_on_the_disk_loses_nothing() {
+    let Some(node) = Node::new() else { return };
+    let mut kills = 0;
+    for n in 1.. {
+        let process = Process::start(&node).await;
+        let mut kubelet = node.kubelet().await;
+        // The directories are there, and at rest.
+        node.api.until_ready("True", "Serving").await;
+        let call = tokio::spawn(async move { kubelet.prepare(A, &["test-0", "test-1"]).await });
+        let reached = tokio::time::timeout(Duration::from_secs(2), changes(&node, n))
+            .await
+            .is_ok();
+        process.kill();
+        let answered = call.await.unwrap().is_ok();
+        check(&node, answered).await;
+        if !reached {
+            break;
+        }
+        kills = n;
+    }
+    println!("killed at {kills} moments");
+    assert!(kills >= 6, "two checkpoints and a CDI file: {kills}");
+}
+
+#[tokio::test]
+async fn a_kill_after_every_change_that_an_unprepare_makes_on_the_disk_loses_nothing() {
+    let Some(node) = Node::new() else { return };
+    let mut kills = 0;
+    for n in 1.. {
+        let process = Process::start(&node).await;
+        let mut kubelet = node.kubelet().await;
+        node.api.until_ready("True", "Serving").await;
+        kubelet.prepare(A, &["test-0", "test-1"]).await.unwrap();
+        let call = tokio::spawn(async move { kubelet.unprepare(A).await });
+        let reached = tokio::time::timeout(Duration::from_secs(2), changes(&node, n))
+            .await
+            .is_ok();
+        process.kill();
+        let _ = call.await.unwrap();
+        check(&node, false).await;
+        if !reached {
+            break;
+        }
+        kills = n;
+    }
+    println!("killed at {kills} moments");
+    assert!(kills >= 3, "a CDI file and a checkpoint: {kills}");
+}
+
+#[tokio::test]
+async fn kills_at_moments_of_chance_among_many_calls_lose_nothing() {
+    let Some(node) = Node::new() else { return };
+    let process = Process::start(&node).await;
+    node.kubelet().await.prepare(C, &["test-2"]).await.unwrap();
+    process.kill();
+    // A generator of its own, so that a failure comes again.
+    let mut random = 0x2545_f491_4f6c_dd1d_u64;
+    let mut answered = 0;
+    for _ in 0..12 {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        let process = Process::start(&node).await;
+        let mut kubelet = node.kubelet().await;
+        let calls = tokio::spawn(async move {
+            let mut answered = 0;
+            while kubelet.prepare(A, &["test-0", "test-1"]).await.is_ok()
+                && kubelet.unprepare(A).await.is_ok()
+            {
+                answered += 1;
+            }
+            answered
+        });
+        tokio::time::sleep(Duration::from_micros(random % 60_000)).await;
+        process.kill();
+        answered += calls.await.unwrap();
+        let process = Process::start(&node).await;
+        let refusal = node.kubelet().await.prepare(B, &["test-2"]).await.unwrap_err();
+        assert!(
+            refusal.contains("held"),
+            "what was held all along still is: {refusal}"
+        );
+        node.kubelet().await.unprepare(A).await.unwrap();
+        process.kill();
+    }
+    assert!(answered > 0);
+    println!("{answered} lives of a claim between the kills");
+    let process = Process::start(&node).await;
+    node.kubelet().await.unprepare(C).await.unwrap();
+    assert_eq!(node.cdi_files(), Vec::<String>::new());
+    process.kill();
+}

@@ -1,0 +1,138 @@
+//! Claims as an earlier process, another release or a person has left them, and what is said about them.
+
+use anyhow::Context as _;
+use drayman::api::handle::DeviceHandle;
+use drayman::api::resource::ResourceClaim;
+use k8s_openapi::api::core::v1::{Event, Node};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use serde_json::{Value, json};
+
+use crate::harness::Entry;
+use crate::stage::{DRIVER, FINALIZER, Stage, is_bound, is_gone, pod_from};
+
+/// The user as whom the controller runs.
+pub(crate) const CONTROLLER: &str = "drayman-controller";
+
+impl Stage {
+    /// Makes a claim of the class `test` that waits for a pod, or not (`Immediate`), with our finalizer or without.
+    pub(crate) async fn make_claim(&self, name: &str, mode: &str, secured: bool) -> anyhow::Result<String> {
+        let finalizers = if secured { json!([FINALIZER]) } else { json!([]) };
+        let claim: ResourceClaim = serde_json::from_value(json!({
+            "metadata": { "name": name, "finalizers": finalizers },
+            "spec": { "resourceClassName": "test", "allocationMode": mode },
+        }))?;
+        let made = self.claims().create(&PostParams::default(), &claim).await?;
+        made.metadata.uid.context("a claim has a uid")
+    }
+
+    /// Makes a claim with our finalizer and an allocation on a node that was recorded in our name. `handle` gets the claim's uid.
+    pub(crate) async fn record(
+        &self,
+        name: &str,
+        node: &str,
+        handle: impl FnOnce(&str) -> String,
+    ) -> anyhow::Result<()> {
+        let uid = self.make_claim(name, "WaitForFirstConsumer", true).await?;
+        let handles = json!([{ "driverName": DRIVER, "data": handle(&uid) }]);
+        self.write_allocation(name, Some(node), &handles).await
+    }
+
+    /// Writes an allocation into a claim, in our name.
+    pub(crate) async fn write_allocation(
+        &self,
+        claim: &str,
+        node: Option<&str>,
+        handles: &Value,
+    ) -> anyhow::Result<()> {
+        let only = |node| {
+            json!({ "nodeSelectorTerms": [{ "matchFields": [
+                { "key": "metadata.name", "operator": "In", "values": [node] }] }] })
+        };
+        let allocation = json!({ "resourceHandles": handles, "availableOnNodes": node.map(only) });
+        let patch = json!({ "status": { "driverName": DRIVER, "allocation": allocation } });
+        self.claims()
+            .patch_status(claim, &PatchParams::default(), &Patch::Merge(patch))
+            .await
+            .map(drop)?;
+        Ok(())
+    }
+
+    /// The uid of a node.
+    pub(crate) async fn node_uid(&self, node: &str) -> anyhow::Result<String> {
+        let node = Api::<Node>::all(self.cluster.client()).get(node).await?;
+        node.metadata.uid.context("a node has a uid")
+    }
+
+    /// Makes a pod that names a claim.
+    pub(crate) async fn make_pod_with(&self, name: &str, claim: &str) -> anyhow::Result<()> {
+        let pod = pod_from(json!({ "metadata": { "name": name }, "spec": {
+            "resourceClaims": [{ "name": "device", "source": { "resourceClaimName": claim } }],
+            "containers": [{ "name": "main", "image": crate::harness::IMAGE, "imagePullPolicy": "Never",
+                "resources": { "claims": [{ "name": "device" }] } }],
+            "dnsPolicy": "Default", "terminationGracePeriodSeconds": 1 } }))?;
+        self.pods().create(&PostParams::default(), &pod).await?;
+        Ok(())
+    }
+
+    /// Makes a pod with a claim of the template `test`, waits until it is bound, and returns its devices with the node before each.
+    pub(crate) async fn serve(&self, name: &str) -> anyhow::Result<Vec<String>> {
+        self.make_pod(name).await?;
+        self.wait(self.pods(), name, "bound", is_bound()).await?;
+        let claim = self
+            .claim_of(name, "allocated", crate::stage::is_allocated)
+            .await?;
+        devices(&claim)
+    }
+
+    /// Deletes a claim and waits until it is gone.
+    pub(crate) async fn delete_claim(&self, name: &str) -> anyhow::Result<()> {
+        let _ = self.claims().delete(name, &DeleteParams::default()).await?;
+        self.wait(self.claims(), name, "gone", is_gone()).await.map(drop)
+    }
+
+    /// How often something was said about an object.
+    pub(crate) async fn times_said(&self, name: &str, reason: &str) -> anyhow::Result<usize> {
+        let events = Api::<Event>::namespaced(self.cluster.client(), "default")
+            .list(&ListParams::default().fields(&format!("involvedObject.name={name}")))
+            .await?;
+        let said = events
+            .iter()
+            .filter(|event| event.reason.as_deref() == Some(reason));
+        Ok(said
+            .map(|event| usize::try_from(event.count.unwrap_or(1).max(1)).unwrap_or(1))
+            .sum())
+    }
+
+    /// The controller's writes to claims and contexts so far.
+    pub(crate) async fn controller_writes(&self) -> anyhow::Result<Vec<Entry>> {
+        let entries = self.cluster.audit().of_user(CONTROLLER).await?;
+        Ok(entries
+            .into_iter()
+            .filter(|entry| entry.is_write() && entry.group == "resource.k8s.io")
+            .collect())
+    }
+}
+
+/// The devices of a claim as `node/device`.
+pub(crate) fn devices(claim: &ResourceClaim) -> anyhow::Result<Vec<String>> {
+    let handles = claim
+        .status
+        .allocation
+        .iter()
+        .flat_map(|one| &one.resource_handles);
+    let data: Vec<&str> = handles.filter_map(|handle| handle.data.as_deref()).collect();
+    let handle = DeviceHandle::parse(data.first().copied().unwrap_or_default())?;
+    let node = handle.node_name;
+    Ok(handle
+        .devices
+        .into_iter()
+        .map(|device| format!("{node}/{}", device.device))
+        .collect())
+}
+
+/// A handle as release 0.1 writes it. This text never changes: claims that hold it outlive the process that wrote it.
+pub(crate) fn first_handle(claim_uid: &str, node: &str, node_uid: &str, device: &str) -> String {
+    format!(
+        r#"{{"version":1,"claimUid":"{claim_uid}","nodeName":"{node}","nodeUid":"{node_uid}","devices":[{{"request":"device","device":"{device}"}}]}}"#
+    )
+}

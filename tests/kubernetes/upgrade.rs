@@ -1,0 +1,332 @@
+//! Records of other releases, and of nobody's: what can be read counts, what cannot is told and never guessed at.
+
+use drayman::api::crd::{NodeInventory, definitions};
+use drayman::api::resource::ResourceClaim;
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{
+    CustomResourceDefinition, CustomResourceValidation, JSONSchemaProps,
+};
+use kube::api::{Api, DynamicObject, Patch, PatchParams};
+use kube::core::{ApiResource, GroupVersionKind};
+use serde_json::{Value, json};
+
+use crate::records::{devices, first_handle};
+use crate::stage::{DRIVER, Stage, is_allocated, is_bound};
+
+#[tokio::test]
+async fn a_handle_of_the_first_release_or_with_fields_of_a_later_one_counts_until_its_claim_is_gone()
+-> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 3).await?;
+    stage.make_template(None).await?;
+    let node_uid = stage.node_uid("node-a").await?;
+    stage
+        .record("first", "node-a", |uid| {
+            first_handle(uid, "node-a", &node_uid, "drayman-test-0")
+        })
+        .await?;
+    // Fields that were added do not change what the others mean: the version says when they do.
+    stage
+        .record("later", "node-a", |uid| {
+            let handle = first_handle(uid, "node-a", &node_uid, "drayman-test-1");
+            handle.replacen('{', r#"{"priority":{"class":"high"},"#, 1)
+        })
+        .await?;
+    let controller = stage.controller()?;
+    assert_eq!(
+        stage.serve("one").await?,
+        ["node-a/drayman-test-2"],
+        "the only one that is free"
+    );
+    stage.make_pod("two").await?;
+    stage
+        .wait_for_event("two", "NoSuitableDevice", "3 of 3 held")
+        .await?;
+    for name in ["first", "later"] {
+        assert_eq!(stage.times_said(name, "HoldingUnreadable").await?, 0);
+    }
+    stage.delete_claim("first").await?;
+    stage.wait(stage.pods(), "two", "bound", is_bound()).await?;
+    let claim = stage.claim_of("two", "allocated", is_allocated).await?;
+    assert_eq!(devices(&claim)?, ["node-a/drayman-test-0"]);
+    // A claim that was allocated by an earlier release serves its pod.
+    stage.make_pod_with("three", "later").await?;
+    stage.wait(stage.pods(), "three", "bound", is_bound()).await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn what_cannot_be_read_is_told_once_and_nothing_is_given_away_on_its_node_until_it_is_gone()
+-> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 2).await?;
+    stage.make_template(None).await?;
+    let node_uid = stage.node_uid("node-a").await?;
+    let newer = |uid: &str| {
+        first_handle(uid, "node-a", &node_uid, "drayman-test-0").replace("\"version\":1", "\"version\":2")
+    };
+    let ours = |data: &str| json!({ "driverName": DRIVER, "data": data });
+    // Each on its own is enough.
+    stage.record("newer", "node-a", newer).await?;
+    stage.record("nonsense", "node-a", |_| "{{{".to_owned()).await?;
+    for (name, handles) in [
+        (
+            "nobodys",
+            json!([{ "driverName": "somebody.example.com", "data": "theirs" }]),
+        ),
+        ("double", json!([ours("{}"), ours("{}")])),
+    ] {
+        stage.make_claim(name, "WaitForFirstConsumer", true).await?;
+        stage.write_allocation(name, Some("node-a"), &handles).await?;
+    }
+    let unreadable = [
+        ("newer", "has version 2, this release reads up to 1"),
+        ("nonsense", "cannot be read"),
+        (
+            "nobodys",
+            "has 0 resource handles of driver drayman.dev instead of one",
+        ),
+        (
+            "double",
+            "has 2 resource handles of driver drayman.dev instead of one",
+        ),
+    ];
+    let mut controller = stage.controller()?;
+    for (name, said) in unreadable {
+        stage.wait_for_event(name, "HoldingUnreadable", said).await?;
+    }
+    stage.make_pod("waits").await?;
+    stage
+        .wait_for_event("waits", "NoSuitableDevice", "cannot read")
+        .await?;
+    // Others are served, on other nodes.
+    stage.pretend_devices("node-b", 3).await?;
+    stage.wait(stage.pods(), "waits", "bound", is_bound()).await?;
+    let claim = stage.claim_of("waits", "allocated", is_allocated).await?;
+    assert_eq!(devices(&claim)?, ["node-b/drayman-test-0"]);
+    for (name, _) in unreadable {
+        assert_eq!(stage.times_said(name, "HoldingUnreadable").await?, 1, "{name}");
+    }
+    let touched = |name: &str| name != "waits";
+    let written: Vec<_> = stage.controller_writes().await?;
+    assert!(
+        written.iter().all(|write| !unreadable
+            .iter()
+            .any(|(name, _)| write.name == *name && touched(name))),
+        "what cannot be read is left as it is: {written:?}"
+    );
+    // A restart makes no difference.
+    controller.kill().await?;
+    let controller = stage.controller()?;
+    assert_eq!(stage.serve("second").await?, ["node-b/drayman-test-1"]);
+    // As long as one is left, nothing is given away there.
+    for (name, _) in &unreadable[..3] {
+        stage.delete_claim(name).await?;
+    }
+    assert_eq!(stage.serve("third").await?, ["node-b/drayman-test-2"]);
+    stage.make_pod("fourth").await?;
+    stage
+        .wait_for_event("fourth", "NoSuitableDevice", "cannot read")
+        .await?;
+    stage.delete_claim("double").await?;
+    stage.wait(stage.pods(), "fourth", "bound", is_bound()).await?;
+    let claim = stage.claim_of("fourth", "allocated", is_allocated).await?;
+    assert_eq!(devices(&claim)?, ["node-a/drayman-test-0"]);
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_copied_allocation_is_told_and_frees_nothing_of_the_claim_that_it_was_made_for()
+-> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 2).await?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    assert_eq!(stage.serve("owner").await?, ["node-a/drayman-test-0"]);
+    let original = stage.claim_of("owner", "allocated", is_allocated).await?;
+    let handles = original
+        .status
+        .allocation
+        .iter()
+        .flat_map(|one| &one.resource_handles);
+    let handles = serde_json::to_value(handles.collect::<Vec<_>>())?;
+    stage.make_claim("copy", "WaitForFirstConsumer", true).await?;
+    stage.write_allocation("copy", Some("node-a"), &handles).await?;
+    let uid = original.metadata.uid.clone().unwrap_or_default();
+    // Both are said in one go, the one about the device last.
+    stage
+        .wait_for_event("copy", "AllocationMadeForAnother", &uid)
+        .await?;
+    stage
+        .wait_for_event("copy", "DeviceHeldTwice", "delete default/copy")
+        .await?;
+    stage.delete_claim("copy").await?;
+    assert_eq!(
+        stage.serve("next").await?,
+        ["node-a/drayman-test-1"],
+        "the other one is still held"
+    );
+    let name = original.metadata.name.clone().unwrap_or_default();
+    assert_eq!(stage.claims().get(&name).await?.status, original.status);
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Replaces our definitions by such as take any field, as those of a later release take its fields.
+async fn open_definitions(stage: &Stage) -> anyhow::Result<()> {
+    let api = Api::<CustomResourceDefinition>::all(stage.cluster.client());
+    let open: JSONSchemaProps =
+        serde_json::from_value(json!({ "type": "object", "x-kubernetes-preserve-unknown-fields": true }))?;
+    for definition in definitions() {
+        let name = definition.metadata.name.clone().unwrap_or_default();
+        let mut versions = definition.spec.versions;
+        for version in &mut versions {
+            version.schema = Some(CustomResourceValidation {
+                open_api_v3_schema: Some(open.clone()),
+            });
+        }
+        let patch = Patch::Merge(json!({ "spec": { "versions": versions } }));
+        api.patch(&name, &PatchParams::default(), &patch).await?;
+    }
+    Ok(())
+}
+
+/// Our kinds as anybody may write them.
+fn kind(stage: &Stage, kind: &str, namespaced: bool) -> Api<DynamicObject> {
+    let plural = if kind == "NodeInventory" {
+        "nodeinventories".to_owned()
+    } else {
+        kind.to_lowercase()
+    };
+    let resource =
+        ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(DRIVER, "v1alpha1", kind), &plural);
+    let client = stage.cluster.client();
+    if namespaced {
+        Api::namespaced_with(client, "default", &resource)
+    } else {
+        Api::all_with(client, &resource)
+    }
+}
+
+/// Writes an object until the server's definition takes it: a new one needs a moment.
+async fn write(api: &Api<DynamicObject>, name: &str, object: &Value, kept: &str) -> anyhow::Result<()> {
+    for _ in 0..200 {
+        let parameters = PatchParams::apply("another-release").force();
+        let stored = api.patch(name, &parameters, &Patch::Apply(object)).await?;
+        if stored.data.pointer(kept).is_some() {
+            return Ok(());
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    anyhow::bail!("{name} is stored without {kept}")
+}
+
+#[tokio::test]
+async fn kinds_of_an_older_and_of_a_newer_release_are_read_and_what_is_not_understood_is_not_given_away()
+-> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    for node in ["old", "new"] {
+        stage.pretend_devices(node, 0).await?;
+    }
+    stage.make_template(None).await?;
+    open_definitions(&stage).await?;
+    let inventories = kind(&stage, "NodeInventory", false);
+    let inventory = |node: &str, uid: &str, devices: Value| {
+        json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory", "metadata": { "name": format!("{node}.{DRIVER}") },
+            "spec": { "driverName": DRIVER, "nodeName": node, "nodeUid": uid, "devices": devices, "zone": { "future": 1 } } })
+    };
+    // Older: nothing but what was there from the beginning.
+    let old = json!([{ "name": "plain", "kind": "test" }]);
+    let old = inventory("old", &stage.node_uid("old").await?, old);
+    write(&inventories, "old.drayman.dev", &old, "/spec/zone").await?;
+    // Newer: a field and a type of attribute that this release does not know, and a device that leaves the node in another way.
+    let new = json!([
+        { "name": "more", "kind": "test", "capacity": { "memory": "1Gi" }, "attributes": {
+            "drayman.dev/known": { "string": "x" }, "drayman.dev/quantity": { "quantity": "1Gi" } } },
+        { "name": "other-way", "kind": "test", "mode": "both" },
+    ]);
+    let new = inventory("new", &stage.node_uid("new").await?, new);
+    write(&inventories, "new.drayman.dev", &new, "/spec/devices/0/capacity").await?;
+    let controller = stage.controller()?;
+    let mut got = stage.serve("first").await?;
+    got.extend(stage.serve("second").await?);
+    got.sort();
+    assert_eq!(got, ["new/more", "old/plain"]);
+    stage.make_pod("third").await?;
+    stage.wait_for_event("third", "NoSuitableDevice", "held").await?;
+
+    // A wish with a field that this release does not know may mean less than was asked: it is refused, with the field's name.
+    let wish = json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters", "metadata": { "name": "wish" },
+        "spec": { "requests": [{ "name": "device", "bandwidth": "1G" }] } });
+    let wishes = kind(&stage, "DeviceClaimParameters", true);
+    write(&wishes, "wish", &wish, "/spec/requests/0/bandwidth").await?;
+    let claim = json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim", "metadata": { "name": "wish" },
+        "spec": { "resourceClassName": "test",
+            "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": "wish" } } });
+    stage.apply(&claim).await?;
+    stage.make_pod_with("wish", "wish").await?;
+    let event = stage
+        .wait_for_event("wish", "ParametersInvalid", "bandwidth")
+        .await?;
+    let message = event.message.unwrap_or_default();
+    assert!(
+        message.contains("DeviceClaimParameters default/wish"),
+        "{message}"
+    );
+    // Without it, it is served as soon as there is something.
+    let plain = json!([{ "op": "remove", "path": "/spec/requests/0/bandwidth" }]);
+    let plain = Patch::Json::<()>(serde_json::from_value(plain)?);
+    wishes.patch("wish", &PatchParams::default(), &plain).await?;
+    stage.remove_pod("third").await?;
+    stage.remove_pod("first").await?;
+    stage.wait(stage.pods(), "wish", "bound", is_bound()).await?;
+    // Nobody has overwritten what the other release wrote.
+    let kept = Api::<NodeInventory>::all(stage.cluster.client())
+        .get("new.drayman.dev")
+        .await?;
+    assert_eq!(kept.spec.devices.len(), 2);
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn class_kind_and_parameters_that_change_after_the_allocation_change_nothing_of_it()
+-> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 2).await?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    stage.make_claim("early", "Immediate", false).await?;
+    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+    let before = stage.wait(stage.claims(), "early", "allocated", met).await?;
+    let before = before.unwrap_or_default().status.allocation;
+    // Another kind, then no parameters at all, then another driver's class, then none.
+    let parameters = kind(&stage, "DeviceClassParameters", false);
+    let other = Patch::Merge(json!({ "spec": { "kind": "other" } }));
+    parameters.patch("test", &PatchParams::default(), &other).await?;
+    stage.make_pod("other").await?;
+    stage.wait_for_event("other", "NoSuitableDevice", "other").await?;
+    parameters
+        .delete("test", &kube::api::DeleteParams::default())
+        .await?;
+    stage.make_pod("later").await?;
+    stage
+        .wait_for_event("later", "ParametersNotFound", "test")
+        .await?;
+    let another = Patch::Merge(json!({ "driverName": "somebody.example.com" }));
+    stage
+        .classes()
+        .patch("test", &PatchParams::default(), &another)
+        .await?;
+    stage
+        .classes()
+        .delete("test", &kube::api::DeleteParams::default())
+        .await?;
+    let after = stage.claims().get("early").await?.status.allocation;
+    assert_eq!(after, before);
+    // It is given back all the same, and what it held is free.
+    stage.delete_claim("early").await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

@@ -1,0 +1,86 @@
+//! Answers in a form in which those of two servers can be compared.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+/// Replaces what differs between any two runs: uids and versions by numbers in the order in which they come, times by a word.
+/// Who manages which field is left out.
+pub(crate) fn same_form(transcript: Vec<Value>) -> Vec<Value> {
+    let mut names = Names::default();
+    transcript
+        .into_iter()
+        .map(|mut answer| {
+            names.collect(&answer);
+            names.rewrite(&mut answer, "");
+            answer
+        })
+        .collect()
+}
+
+#[derive(Default)]
+struct Names {
+    uids: BTreeMap<String, String>,
+    versions: BTreeMap<String, String>,
+}
+
+impl Names {
+    fn collect(&mut self, value: &Value) {
+        match value {
+            Value::Object(map) => {
+                for (key, value) in map {
+                    if let (Some(text), "uid") = (value.as_str(), key.as_str())
+                        && text.len() == 36
+                    {
+                        let next = format!("uid-{}", self.uids.len());
+                        self.uids.entry(text.to_owned()).or_insert(next);
+                    }
+                    if let (Some(text), "resourceVersion") = (value.as_str(), key.as_str()) {
+                        let next = format!("version-{}", self.versions.len());
+                        self.versions.entry(text.to_owned()).or_insert(next);
+                    }
+                    self.collect(value);
+                }
+            }
+            Value::Array(list) => list.iter().for_each(|value| self.collect(value)),
+            _ => {}
+        }
+    }
+
+    fn rewrite(&self, value: &mut Value, under: &str) {
+        match value {
+            Value::Object(map) => {
+                map.remove("managedFields");
+                // The real server gives the types of a template's metadata and of lists their empty fields.
+                map.retain(|key, value| !(key == "creationTimestamp" && value.is_null()));
+                for (key, value) in map.iter_mut() {
+                    self.rewrite(value, key);
+                }
+            }
+            Value::Array(list) => {
+                list.iter_mut().for_each(|value| self.rewrite(value, under));
+                if under == "causes" {
+                    list.sort_by_key(Value::to_string);
+                    // Some rules are applied twice by the real server, and tell it twice.
+                    list.dedup();
+                }
+            }
+            Value::String(text) => {
+                if under == "resourceVersion" {
+                    if let Some(name) = self.versions.get(text) {
+                        text.clone_from(name);
+                    }
+                } else if text.parse::<jiff::Timestamp>().is_ok() {
+                    "a time".clone_into(text);
+                } else {
+                    for (uid, name) in &self.uids {
+                        if text.contains(uid.as_str()) {
+                            *text = text.replace(uid.as_str(), name);
+                        }
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+}

@@ -1,0 +1,16 @@
+//! What the stage promises of Kubernetes, checked: each promise is a conversation with an API server that is held with the stage
+//! and with a real control plane, and the answers must be the same. `docs/stage.md` lists them.
+#![cfg(feature = "sim")]
+
+#[path = "../harness/mod.rs"]
+mod harness;
+
+mod answers;
+mod claims;
+mod contexts;
+mod custom;
+mod ground;
+mod objects;
+mod pods;
+mod reading;
+mod refusals;
