@@ -10,7 +10,7 @@ use std::future::Future;
 use futures::Stream;
 use tracing::warn;
 
-use crate::api::crd::{ATTRIBUTE_NAME_MAX, ATTRIBUTES_MAX, DEVICES_MAX, INVENTORY_ATTRIBUTES_MAX, TEXT_MAX};
+use crate::api::crd::{ATTRIBUTE_NAME_MAX, ATTRIBUTES_MAX, DEVICES_MAX, TEXT_MAX};
 pub use crate::api::crd::{AttributeValue, Device, Mode};
 pub use crate::core::node::injection::{DeviceNode, Injection, Mount};
 use crate::core::node::inventory::Devices;
@@ -133,7 +133,7 @@ impl NodeDriverError {
 
 /// The devices of a list that can be served, by name; the others, and why not, in a sentence each.
 pub(super) fn served(list: Vec<Device>) -> (Devices, BTreeSet<String>) {
-    let (mut devices, mut problems, mut attributes) = (BTreeMap::new(), BTreeSet::new(), 0);
+    let (mut devices, mut problems) = (BTreeMap::new(), BTreeSet::new());
     for device in list {
         let problem = if !is_dns_label(&device.name) {
             "its name is not a DNS label"
@@ -144,7 +144,6 @@ pub(super) fn served(list: Vec<Device>) -> (Devices, BTreeSet<String>) {
         } else if devices.len() >= DEVICES_MAX {
             "this node has as many devices as an inventory can have"
         } else if device.attributes.len() > ATTRIBUTES_MAX
-            || attributes + device.attributes.len() > INVENTORY_ATTRIBUTES_MAX
             || device
                 .attributes
                 .keys()
@@ -158,7 +157,6 @@ pub(super) fn served(list: Vec<Device>) -> (Devices, BTreeSet<String>) {
         {
             "the reason why it is unhealthy is too long"
         } else {
-            attributes += device.attributes.len();
             devices.insert(device.name.clone(), device);
             continue;
         };

@@ -3,6 +3,7 @@
 //! The spec is written by server-side apply and the status by a merge patch, each only when it differs from what the
 //! server has. Nothing is written at rest. While the API server is away, kubelet is served all the same.
 
+mod events;
 mod object;
 
 use std::future::Future;
@@ -11,10 +12,11 @@ use std::time::Duration;
 
 use futures::{Stream, StreamExt};
 use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::jiff::Timestamp;
-use kube::api::{Api, Patch, PatchParams};
+use kube::api::{Api, Patch, PatchParams, PostParams};
 use kube::runtime::{WatchStreamExt, watcher};
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
@@ -23,6 +25,7 @@ use super::owner::Quarantine;
 use crate::api::crd::NodeInventory;
 use crate::api::resource;
 use crate::core::node::checkpoint::ClusterFacts;
+use crate::core::node::discovery::events::{DeviceEvent, device_events};
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::inventory::Devices;
 use object::{inventory, object_name, status};
@@ -47,6 +50,16 @@ pub struct Standing {
     pub reason: String,
     /// For a person.
     pub message: String,
+}
+
+impl Standing {
+    /// No door is open yet.
+    pub fn starting() -> Self {
+        Self {
+            reason: "Starting".to_owned(),
+            ..Self::default()
+        }
+    }
 }
 
 /// Why the API server has not done what it was asked.
@@ -81,6 +94,8 @@ pub struct Publisher {
     pub(super) quarantine: watch::Receiver<Quarantine>,
     /// Told when the Node object may be another one than we know.
     pub node_in_doubt: Arc<Notify>,
+    /// What people are to be told besides what the devices tell; `None` if there is nothing.
+    pub notices: Option<mpsc::Receiver<DeviceEvent>>,
 }
 
 /// A [`kube::Client`], which does not say anything of itself.
@@ -100,6 +115,8 @@ struct Seen {
     applied: Option<NodeInventory>,
     /// What the server answered last.
     stored: Option<NodeInventory>,
+    /// The devices that people were told of last.
+    told: Option<Devices>,
 }
 
 impl Publisher {
@@ -140,12 +157,18 @@ impl Publisher {
                 () = sleep(retry.unwrap_or_default()), if retry.is_some() => {}
                 Ok(()) = self.devices.changed(), if retry.is_none() => {}
                 Ok(()) = self.standing.changed(), if retry.is_none() => {}
+                Some(notice) = next_notice(self.notices.as_mut()) => {
+                    if let Some(node) = &node {
+                        self.tell(node, &[notice]).await;
+                    }
+                }
                 Ok(()) = self.quarantine.changed(), if retry.is_none() => {}
                 () = in_doubt(&self.node_in_doubt, asked) => node = None,
                 () = deleted.next_deletion() => {
                     info!(inventory = name, "the inventory was deleted; it is written again");
                     // With its Node, perhaps: a new one of the same name has another uid.
-                    (node, seen) = (None, Seen::default());
+                    let told = seen.told.take();
+                    (node, seen) = (None, Seen { told, ..Seen::default() });
                 }
             }
         }
@@ -164,6 +187,13 @@ impl Publisher {
         }
         let Some(node) = node else { return Ok(()) };
         let devices = self.devices.borrow_and_update().clone();
+        if seen.told.is_none() {
+            // What an earlier process has told is not told again.
+            let stored = call(api.get_opt(name)).await?;
+            let earlier = stored.map(|stored| stored.spec.devices).unwrap_or_default();
+            let earlier = earlier.into_iter().map(|device| (device.name.clone(), device));
+            seen.told = Some(earlier.collect());
+        }
         let wanted = inventory(name, &self.driver_name, node, &devices);
         if seen.applied.as_ref() != Some(&wanted) {
             let parameters = PatchParams::apply(FIELD_MANAGER).force();
@@ -177,7 +207,23 @@ impl Publisher {
         }
         let standing = self.standing.borrow_and_update().clone();
         self.quarantine.mark_unchanged();
-        self.write_status(api, name, &standing, seen).await
+        self.write_status(api, name, &standing, seen).await?;
+        let events = device_events(seen.told.as_ref().unwrap_or(&devices), &devices);
+        self.tell(node, &events).await;
+        seen.told = Some((*devices).clone());
+        Ok(())
+    }
+
+    /// Writes events about the node. One that cannot be written was logged where it arose, and is not tried again.
+    async fn tell(&self, node: &Node, events: &[DeviceEvent]) {
+        let api: Api<Event> = Api::namespaced(self.client.0.clone(), events::NAMESPACE);
+        for told in events {
+            info!(reason = told.reason, "{}", told.note);
+            let event = events::event(&self.driver_name, node, told, Timestamp::now());
+            if let Err(error) = call(api.create(&PostParams::default(), &event)).await {
+                warn!(reason = told.reason, "the event is not written: {error}");
+            }
+        }
     }
 
     async fn write_status(
@@ -235,8 +281,8 @@ impl Publisher {
 
     async fn say_stopped(&self, api: &Api<NodeInventory>, name: &str, seen: &Seen) {
         let mut seen = Seen {
-            applied: None,
             stored: seen.stored.clone(),
+            ..Seen::default()
         };
         let standing = Standing {
             ready: false,
@@ -257,6 +303,14 @@ impl Publisher {
                 "the inventory still says that the companion runs: no answer"
             ),
         }
+    }
+}
+
+/// The next thing that people are to be told; nothing any more if nobody has anything to tell.
+async fn next_notice(notices: Option<&mut mpsc::Receiver<DeviceEvent>>) -> Option<DeviceEvent> {
+    match notices {
+        Some(notices) => notices.recv().await,
+        None => None,
     }
 }
 

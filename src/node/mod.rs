@@ -10,6 +10,7 @@ pub mod inventory;
 mod orphans;
 pub mod owner;
 pub mod records;
+mod reload;
 pub mod run;
 pub mod store;
 pub mod transport;

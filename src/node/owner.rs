@@ -66,8 +66,8 @@ pub struct OwnerOptions<D> {
     pub orphan_grace: Duration,
     /// The name of the Node object.
     pub node_name: String,
-    /// The extended resources, by name.
-    pub resources: BTreeMap<String, ExtendedResource>,
+    /// The extended resources, by name, now and after each change.
+    pub resources: watch::Receiver<Arc<BTreeMap<String, ExtendedResource>>>,
     /// What finds the devices.
     pub driver: Arc<D>,
     /// What was found on the node.
@@ -103,7 +103,11 @@ pub struct Owner<D> {
     inventory: Arc<Devices>,
     /// The same as the API server is told.
     published: watch::Sender<Arc<Devices>>,
+    /// The extended resources that there should be.
+    wanted: watch::Receiver<Arc<BTreeMap<String, ExtendedResource>>>,
     resources: BTreeMap<String, Resource>,
+    /// The same as doors see them.
+    offered: watch::Sender<Arc<BTreeMap<String, Offered>>>,
     requests: mpsc::Receiver<Request>,
     grants: Option<Arc<dyn Grants>>,
     announcements: watch::Receiver<Arc<Announced>>,
@@ -137,21 +141,7 @@ impl<D: NodeDriver> Owner<D> {
         } = options.opened;
         let (sender, requests) = mpsc::channel(QUEUE);
         let (publish, published) = watch::channel(Arc::default());
-        let mut resources = BTreeMap::new();
-        let mut offered = BTreeMap::new();
-        for (name, resource) in options.resources {
-            let (sender, devices) = watch::channel(Vec::new());
-            let seen = Offered {
-                resource: resource.clone(),
-                devices,
-            };
-            offered.insert(name.clone(), seen);
-            let resource = Resource {
-                offered: resource,
-                devices: sender,
-            };
-            resources.insert(name, resource);
-        }
+        let (offered, seen) = watch::channel(Arc::default());
         let announced = options.announcements.borrow().as_ref().clone();
         let (held, holds) = watch::channel(0);
         let look_due = Arc::new(Notify::new());
@@ -173,7 +163,9 @@ impl<D: NodeDriver> Owner<D> {
             node_in_doubt: options.node_in_doubt,
             inventory: Arc::default(),
             published: publish,
-            resources,
+            wanted: options.resources,
+            resources: BTreeMap::new(),
+            offered,
             requests,
             grants: options.grants,
             announcements: options.announcements,
@@ -183,6 +175,7 @@ impl<D: NodeDriver> Owner<D> {
             complained: false,
             since: Instant::now(),
         };
+        owner.change_resources();
         owner.recover(&files).await;
         owner.found.mark_unchanged();
         owner.take_stock();
@@ -195,7 +188,7 @@ impl<D: NodeDriver> Owner<D> {
             owner,
             OwnerHandle {
                 requests: sender,
-                resources: offered,
+                resources: seen,
                 held: holds,
                 look_due,
             },
@@ -210,6 +203,14 @@ impl<D: NodeDriver> Owner<D> {
                 // What is known is taken up before anybody is answered from it. Both are rare.
                 biased;
                 Ok(()) = self.cluster.changed() => self.learn().await,
+                Ok(()) = self.wanted.changed() => {
+                    self.change_resources();
+                    self.take_stock();
+                    self.refresh_named_devices().await;
+                    if self.has_both() {
+                        self.look_and_tell().await;
+                    }
+                }
                 Ok(()) = self.found.changed() => self.refresh().await,
                 Ok(()) = self.announcements.changed(), if self.has_both() => self.hear_of_claims().await,
                 request = self.requests.recv() => match request {

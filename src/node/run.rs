@@ -2,12 +2,13 @@
 
 mod builder;
 mod doors;
+mod resource_doors;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
 
@@ -16,6 +17,8 @@ use super::config::{ConfigError, NodeConfiguration};
 use super::discover::{HostDevices, HostPaths};
 use super::door::device_plugin::PluginRegistration;
 use super::door::{DoorError, KubeletPaths};
+use super::inventory::Standing;
+use super::reload;
 use super::store::StoreError;
 use crate::core::node::driver_name::{DriverName, DriverNameError};
 use crate::core::node::orphans;
@@ -43,6 +46,8 @@ pub struct NodeOptions {
     pub host: HostPaths,
     /// A client of the API server.
     pub client: kube::Client,
+    /// Where the companion says how it stands with kubelet; whoever wants to know subscribes.
+    pub standing: watch::Sender<Standing>,
 }
 
 impl NodeOptions {
@@ -60,6 +65,7 @@ impl NodeOptions {
             orphan_grace: orphans::GRACE,
             host: HostPaths::default(),
             client,
+            standing: watch::Sender::new(Standing::starting()),
         }
     }
 }
@@ -117,6 +123,8 @@ impl NodeError {
     }
 }
 
+/// Notices that wait until the API server takes them, at most.
+const NOTICES: usize = 16;
 /// Where the kernel tells the id of the boot (`random(4)`).
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
@@ -128,20 +136,23 @@ pub(super) fn boot_id() -> std::io::Result<String> {
 /// Runs the companion of the built-in discovery, as its configuration describes it, until the token is cancelled: a [`Node`] whose
 /// driver are the node's [`HostDevices`].
 pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<(), NodeError> {
-    // What is wrong in a flag is told before what is wrong in a file.
     DriverName::parse(&options.driver_name)?;
     let configuration = NodeConfiguration::read(&options.config)?;
-    let resources: Vec<_> = configuration
-        .kinds
-        .iter()
-        .filter_map(|kind| kind.doors.extended_resource(&kind.name))
-        .collect();
+    let (resources, changing) = watch::channel(Arc::new(reload::resources(&configuration)));
+    let (configuration, followed) = watch::channel(Arc::new(configuration));
+    let (notices, told) = mpsc::channel(NOTICES);
     // The search for devices outlives the doors: what is under way at the end still needs its devices.
     let search = CancellationToken::new();
     let _end_of_search = search.clone().drop_guard();
-    let configuration = watch::channel(Arc::new(configuration)).1;
-    let driver = HostDevices::start(configuration, options.host.clone(), search).await;
-    let mut node = Node::builder(driver, options.node_name, options.client)
+    let driver = HostDevices::start(followed, options.host.clone(), search.clone()).await;
+    let reload = reload::Follower {
+        file: options.config,
+        configuration,
+        resources,
+        notices,
+    };
+    tokio::spawn(reload.run(search));
+    let node = Node::builder(driver, options.node_name, options.client)
         .driver_name(options.driver_name)
         .kubelet(KubeletPaths {
             root_dir: options.kubelet_root,
@@ -149,9 +160,9 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
         })
         .plugin_registration(options.plugin_registration)
         .cdi_dir(options.cdi_dir)
-        .orphan_grace(options.orphan_grace);
-    for (name, resource) in resources {
-        node = node.extended_resource(name, resource);
-    }
+        .orphan_grace(options.orphan_grace)
+        .changing(changing)
+        .notices(told)
+        .standing(options.standing);
     node.run(shutdown).await
 }

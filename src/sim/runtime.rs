@@ -103,6 +103,7 @@ mod tests {
                         host_path: "/dev/null".into(),
                         permissions: "rw".into(),
                     }],
+                    mounts: Vec::new(),
                 },
             }],
         };

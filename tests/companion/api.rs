@@ -197,6 +197,10 @@ impl State {
                 self.events.push(event.clone());
                 (StatusCode::CREATED, Answer::Json(event))
             }
+            ("GET", path) if path.starts_with(INVENTORIES) => match &self.inventory {
+                Some(inventory) => (StatusCode::OK, Answer::Json(inventory.clone())),
+                None => not_found(),
+            },
             ("PATCH", path) if path.starts_with(INVENTORIES) => self
                 .patch(path, query, body)
                 .map_or_else(not_found, |inventory| (StatusCode::OK, Answer::Json(inventory))),

@@ -200,9 +200,15 @@ async fn a_device_that_is_gone_or_another_after_a_restart_stays_with_its_claim_a
         [file(B)],
         "no container is started with a device that is gone"
     );
-    let inventory = node.api.until_ready("True", "Serving").await;
-    let gone = inventory["spec"]["devices"].as_array().unwrap();
-    let gone = gone.iter().find(|device| device["name"] == "test-0").unwrap();
+    // What the process that was killed has told is still there for a moment.
+    let gone = node
+        .api
+        .until(|state| {
+            let devices = state.inventory.as_ref()?["spec"]["devices"].as_array()?;
+            let mut unhealthy = devices.iter().filter(|device| device["unhealthy"].is_string());
+            unhealthy.find(|device| device["name"] == "test-0").cloned()
+        })
+        .await;
     assert!(gone["unhealthy"].as_str().unwrap().contains("gone"), "{gone}");
     assert!(kubelet.prepare(A, &["test-0"]).await.is_err());
     kubelet.prepare(B, &["test-1"]).await.unwrap();

@@ -10,3 +10,4 @@ mod life;
 mod node;
 mod orphans;
 mod process;
+mod reload;

@@ -20,6 +20,8 @@ use crate::api::Api;
 pub(crate) struct Node {
     pub(crate) directory: tempfile::TempDir,
     pub(crate) api: Api,
+    /// The configuration, if not `node.yaml`.
+    pub(crate) config: Option<PathBuf>,
     url: tokio::sync::OnceCell<String>,
 }
 
@@ -38,6 +40,7 @@ impl Node {
         let node = Self {
             directory,
             api: Api::new(),
+            config: None,
             url: tokio::sync::OnceCell::new(),
         };
         for directory in ["dev", "kubelet/device-plugins"] {
@@ -58,19 +61,27 @@ impl Node {
     }
 
     pub(crate) fn device(&self, name: &str, minor: u32) {
+        self.device_of(name, 240, minor);
+    }
+
+    pub(crate) fn device_of(&self, name: &str, major: u32, minor: u32) {
         let path = self.path("dev").join(name);
         mknodat(
             CWD,
             path,
             FileType::CharacterDevice,
-            Mode::RUSR,
-            makedev(240, minor),
+            Mode::RUSR | Mode::WUSR,
+            makedev(major, minor),
         )
         .unwrap();
     }
 
     pub(crate) fn options(&self) -> NodeOptions {
-        let mut options = NodeOptions::new("node-a", self.path("node.yaml"), self.api.client());
+        let mut options = NodeOptions::new(
+            "node-a",
+            self.config.clone().unwrap_or_else(|| self.path("node.yaml")),
+            self.api.client(),
+        );
         options.kubelet_root = self.path("kubelet");
         options.device_plugin_dir = self.path("kubelet/device-plugins");
         options.cdi_dir = self.path("cdi");

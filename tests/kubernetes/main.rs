@@ -7,6 +7,7 @@
 mod harness;
 
 mod controller;
+mod devices;
 mod example;
 mod faults;
 mod hostile;

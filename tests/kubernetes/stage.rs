@@ -319,7 +319,7 @@ impl Stage {
         self.companion_with(number, configuration, &[])
     }
 
-    /// The same with further flags.
+    /// The same with more flags.
     pub(crate) fn companion_with(
         &self,
         number: usize,
@@ -335,6 +335,12 @@ impl Stage {
             .arg(&self.node);
         command.arg("--config").arg(&file).args(flags);
         self.program(&format!("companion-{number}"), command)
+    }
+
+    /// Writes the file of a node's companion anew.
+    pub(crate) fn rewrite_configuration(&self, number: usize, configuration: &str) -> anyhow::Result<()> {
+        let file = self.cluster.directory().join(format!("node-{number}.yaml"));
+        std::fs::write(file, configuration).map_err(Into::into)
     }
 
     /// Starts a program with a log of its own.

@@ -1,18 +1,17 @@
 //! What the node has, as it is told to the API server and to kubelet.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::announced::Announced;
 use super::claim_uid::ClaimUid;
 use super::containers::{Containers, Contested};
+use super::discovery::attributes::NODES;
 use super::discovery::attributes::numa_nodes;
+use super::injection::Injection;
 use super::ledger::Ledger;
-use super::naming::plugin_ids;
+use super::naming::{environment_name, plugin_ids};
 use super::request::PluginDevice;
-use crate::api::crd::{Device, Mode};
-
-/// The length of a reason that is published, at most, in characters; the CRD has the same limit.
-const UNHEALTHY_MAX: usize = 256;
+use crate::api::crd::{Device, Mode, TEXT_MAX};
 
 /// The devices of the node, by name.
 pub type Devices = BTreeMap<String, Device>;
@@ -21,27 +20,74 @@ pub type Devices = BTreeMap<String, Device>;
 ///
 /// A device that has vanished leaves the inventory, unless a claim holds it: then it stays, unhealthy, so that what is
 /// allocated never looks as if it had never been. `previous` is what was published last; a device that this process has
-/// never seen is shown with what the ledger knows of it.
+/// never seen is shown with what the ledger knows of it. The same goes for one that the configuration no longer describes. If it
+/// describes the same node under another name, the device of that name is unhealthy as long as the claim holds the first.
 pub fn inventory(found: &Devices, previous: &Devices, ledger: &Ledger) -> Devices {
     let mut all = found.clone();
     for (uid, entry) in ledger.entries() {
         for held in &entry.devices {
-            if all.contains_key(&held.device) || held.kind.is_empty() {
+            if found.contains_key(&held.device) {
                 continue;
             }
-            let mut device = previous.get(&held.device).cloned().unwrap_or_else(|| Device {
-                name: held.device.clone(),
-                kind: held.kind.clone(),
-                ..Device::default()
-            });
-            device.unhealthy = Some(format!(
-                "the device is gone while {} holds it",
-                entry.describe(uid)
-            ));
-            all.insert(held.device.clone(), device);
+            // A kind that is not known is that of an entry which was rebuilt from a CDI file.
+            if !all.contains_key(&held.device) && !held.kind.is_empty() {
+                let mut device = previous.get(&held.device).cloned().unwrap_or_else(|| Device {
+                    name: held.device.clone(),
+                    kind: held.kind.clone(),
+                    ..Device::default()
+                });
+                device.unhealthy = Some(shortened(format!(
+                    "the device is gone, or no longer described by the configuration, while {} holds it",
+                    entry.describe(uid)
+                )));
+                all.insert(held.device.clone(), device);
+            }
+            let nodes = entry
+                .injection()
+                .map(|injection| own_nodes(injection, &held.device));
+            let nodes = nodes.unwrap_or_default();
+            for other in all.values_mut().filter(|other| found.contains_key(&other.name)) {
+                if other.unhealthy.is_none() && has_one_of(other, &nodes) {
+                    let cause = format!(
+                        "it has the name {} in the hands of {}",
+                        held.device,
+                        entry.describe(uid)
+                    );
+                    other.unhealthy = Some(shortened(cause));
+                }
+            }
         }
     }
     all
+}
+
+/// As much of a text as an inventory can hold: the names of claims may be long.
+fn shortened(text: String) -> String {
+    match text.char_indices().nth(TEXT_MAX) {
+        Some((end, _)) => text.get(..end).unwrap_or_default().to_owned(),
+        None => text,
+    }
+}
+
+/// The nodes on the host that are a device's alone, as its injection tells: those whose paths its variable has.
+fn own_nodes<'a>(injection: &'a Injection, device: &str) -> BTreeSet<&'a str> {
+    let variable = injection.environment.get(&environment_name(device));
+    let paths: BTreeSet<&str> = variable
+        .map(|paths| paths.split(',').collect())
+        .unwrap_or_default();
+    let nodes = injection.device_nodes.iter();
+    nodes
+        .filter(|node| paths.contains(node.container_path.as_str()))
+        .map(|node| node.host_path.as_str())
+        .collect()
+}
+
+fn has_one_of(device: &Device, nodes: &BTreeSet<&str>) -> bool {
+    let own = device
+        .attributes
+        .get(NODES)
+        .and_then(|value| value.string.as_deref());
+    own.is_some_and(|own| own.split(',').any(|node| nodes.contains(node)))
 }
 
 /// Shows the devices of claims in quarantine as unhealthy, so that nobody is allocated what this node would refuse to prepare.
@@ -53,7 +99,7 @@ pub fn withhold(devices: &mut Devices, ledger: &Ledger, quarantine: &BTreeMap<Cl
                 && device.unhealthy.is_none()
             {
                 let reason = format!("withheld for {}: {why}", entry.describe(uid));
-                device.unhealthy = Some(reason.chars().take(UNHEALTHY_MAX).collect());
+                device.unhealthy = Some(shortened(reason));
             }
         }
     }
@@ -122,7 +168,7 @@ mod tests {
     use std::time::Duration;
 
     use super::super::containers::Shown;
-    use super::super::injection::Injection;
+    use super::super::injection::{DeviceNode, Injection};
     use super::super::ledger::{Entry, HeldDevice, Progress};
     use super::*;
     use crate::api::crd::AttributeValue;
@@ -164,6 +210,61 @@ mod tests {
         let reason = after["b"].unhealthy.as_deref().unwrap();
         assert!(reason.contains("default/camera"), "{reason}");
         assert!(reason.len() <= 256);
+    }
+
+    #[test]
+    fn what_a_claim_holds_under_an_earlier_name_is_not_given_away_under_another() {
+        let named = |name: &str, nodes: &str| {
+            let (name, mut device) = device(name, Mode::Claims);
+            device
+                .attributes
+                .insert(NODES.to_owned(), AttributeValue::string(nodes));
+            (name, device)
+        };
+        let node = |path: &str| DeviceNode {
+            host_path: path.into(),
+            container_path: path.into(),
+            permissions: "rw".into(),
+        };
+        let mut injection = Injection::of_device_node("port", node("/dev/ttyUSB0"));
+        // Everybody's, and so in nobody's way.
+        injection.device_nodes.push(node("/dev/control"));
+        let mut ledger = ledger_holding("port");
+        let uid = ledger.entries().keys().next().unwrap().clone();
+        ledger.set_injection(&uid, injection);
+        let found = Devices::from([
+            named("renamed", "/dev/ttyUSB7,/dev/ttyUSB0"),
+            named("other", "/dev/ttyUSB1"),
+            named("control", "/dev/control"),
+        ]);
+        let all = inventory(&found, &Devices::new(), &ledger);
+        assert!(
+            all["renamed"]
+                .unhealthy
+                .as_ref()
+                .unwrap()
+                .contains("name port in the hands of claim default/camera")
+        );
+        assert_eq!(
+            (&all["other"].unhealthy, &all["control"].unhealthy),
+            (&None, &None)
+        );
+        assert!(all["port"].unhealthy.is_some());
+        let all = inventory(&found, &Devices::new(), &Ledger::default());
+        assert_eq!(all, found, "and when the claim has given it back, it is free");
+    }
+
+    #[test]
+    fn a_reason_is_never_longer_than_an_inventory_takes() {
+        let mut ledger = ledger_holding("b");
+        let (uid, entry) = ledger.entries().iter().next().unwrap();
+        let long = Entry {
+            name: "n".repeat(253),
+            ..entry.clone()
+        };
+        ledger = Ledger::new("boot", BTreeMap::from([(uid.clone(), long)]));
+        let all = inventory(&Devices::new(), &Devices::new(), &ledger);
+        assert_eq!(all["b"].unhealthy.as_ref().unwrap().chars().count(), TEXT_MAX);
     }
 
     #[test]

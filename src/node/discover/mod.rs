@@ -91,6 +91,8 @@ struct Shared {
     paths: HostPaths,
     /// What was found last, by name.
     found: Mutex<BTreeMap<String, Found>>,
+    /// What an earlier configuration described and the present one does not: claims that hold it keep it.
+    retired: Mutex<BTreeMap<String, Found>>,
     /// Told when something was seen to be not as it was found.
     look_again: Notify,
     caught: Caught,
@@ -106,12 +108,18 @@ impl HostDevices {
         let shared = Arc::new(Shared {
             paths,
             found: Mutex::default(),
+            retired: Mutex::default(),
             look_again: Notify::new(),
             caught: Caught::default(),
         });
         let (sender, devices) = value::channel(Arc::default());
         Search::start(shared.clone(), configuration, sender, shutdown).await;
         Self { shared, devices }
+    }
+
+    /// The devices by name, now and after each change.
+    pub fn watch(&self) -> value::Receiver<Arc<Devices>> {
+        self.devices.clone()
     }
 
     /// How many changes were noticed in which way.
@@ -136,12 +144,11 @@ impl NodeDriver for HostDevices {
 
 impl Shared {
     fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
-        let found = self
-            .found
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get(device)
-            .cloned();
+        let known = |devices: &Mutex<BTreeMap<String, Found>>| {
+            let devices = devices.lock().unwrap_or_else(PoisonError::into_inner);
+            devices.get(device).cloned()
+        };
+        let found = known(&self.found).or_else(|| known(&self.retired));
         let gone = |problem: String| NodeDriverError::Gone {
             device: device.to_owned(),
             problem,

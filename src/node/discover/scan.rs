@@ -212,7 +212,8 @@ impl Searching<'_> {
                 sys.describe(&directory, &mut attributes);
                 sysfs = Some(directory);
             }
-            let host: Vec<&str> = nodes.iter().map(|node| node.node.host_path.as_str()).collect();
+            let own = nodes.iter().filter(|node| node.own);
+            let host: Vec<&str> = own.map(|node| node.node.host_path.as_str()).collect();
             attributes
                 .text("path", Some(&format!("/dev/{}", first.path)))
                 .text("nodes", Some(&host.join(",")))

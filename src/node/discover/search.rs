@@ -104,6 +104,8 @@ pub(super) struct Search {
     began: Instant,
     /// What was logged already: a problem is told when it comes and when it goes, not at each search.
     reported: BTreeSet<Candidate>,
+    /// The configuration of the last search.
+    searched_by: Option<Arc<NodeConfiguration>>,
     /// Attributes that an inventory has no room for, which was logged.
     dropped: Vec<String>,
 }
@@ -123,6 +125,7 @@ impl Search {
             health: HealthBook::default(),
             began: Instant::now(),
             reported: BTreeSet::new(),
+            searched_by: None,
             dropped: Vec::new(),
         };
         // Whoever listens does so before the first search, so that nothing falls between.
@@ -135,6 +138,16 @@ impl Search {
     async fn once(&mut self, cause: Option<Cause>) -> BTreeSet<PathBuf> {
         let shared = self.shared.clone();
         let configuration = self.configuration.borrow_and_update().clone();
+        let is_another = self
+            .searched_by
+            .as_ref()
+            .is_some_and(|before| !Arc::ptr_eq(before, &configuration));
+        self.searched_by = Some(configuration.clone());
+        let cause = if is_another {
+            Some(Cause::Configuration)
+        } else {
+            cause
+        };
         let Ok(Scan {
             found,
             candidates,
@@ -161,32 +174,35 @@ impl Search {
             self.dropped = dropped;
         }
         // First what is looked up, then what is announced.
-        *self.shared.found.lock().unwrap_or_else(PoisonError::into_inner) = found;
-        let changed = self.sender.send_if_modified(|published| {
-            let changed = **published != devices;
-            if changed {
-                *published = Arc::new(devices);
-            }
-            changed
-        });
-        if changed {
-            let devices = self.sender.borrow().len();
-            let unhealthy = self
-                .sender
-                .borrow()
+        self.remember(found, is_another);
+        if **self.sender.borrow() != devices {
+            let unhealthy = devices
                 .values()
                 .filter(|device| device.unhealthy.is_some())
                 .count();
             let noticed_by = cause.map_or("start", Cause::as_str);
             info!(
-                devices,
+                devices = devices.len(),
                 unhealthy, noticed_by, "the devices of this node have changed"
             );
             if let Some(cause) = cause {
                 self.shared.caught.add(cause);
             }
+            self.sender.send_replace(Arc::new(devices));
         }
         directories
+    }
+
+    /// Takes up what was found. What the configuration no longer describes is kept aside, because claims may hold it.
+    fn remember(&self, found: BTreeMap<String, Found>, is_another: bool) {
+        let mut retired = self.shared.retired.lock().unwrap_or_else(PoisonError::into_inner);
+        retired.retain(|name, _| !found.contains_key(name));
+        let mut current = self.shared.found.lock().unwrap_or_else(PoisonError::into_inner);
+        if is_another {
+            let gone = current.iter().filter(|(name, _)| !found.contains_key(*name));
+            retired.extend(gone.map(|(name, found)| (name.clone(), found.clone())));
+        }
+        *current = found;
     }
 
     fn report(&mut self, problems: BTreeSet<Candidate>) {

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::node::NodeError;
 use super::scan::{Draft, Member, Refused, Searching};
-use super::sysfs::{NodeOf, OnBus, SysRoot};
+use super::sysfs::{NodeOf, OnBus, SysRoot, nodes_of};
 use super::walk::{Walked, walk};
 use crate::core::node::discovery::attributes::Attributes;
 use crate::core::node::discovery::group::{Group, Matched, Matches, assemble};
@@ -91,7 +91,7 @@ impl Searching<'_> {
                     continue;
                 }
             };
-            let nodes = self.nodes_of(&directory);
+            let nodes = nodes_of(&directory);
             let entry = |node: &NodeOf| {
                 let own = if node.subsystem == "usb" {
                     NODE_BUS
@@ -144,7 +144,7 @@ impl Searching<'_> {
                 self.refuse(kind, shown, Refused::quiet(why));
                 continue;
             }
-            let mut nodes = self.nodes_of(&directory);
+            let mut nodes = nodes_of(&directory);
             // The group's own node belongs to no function in sysfs.
             nodes.retain(|node| node.subsystem != NODE_VFIO);
             let mut members = Vec::new();
@@ -204,13 +204,6 @@ impl Searching<'_> {
                 }
             }
         }
-    }
-
-    fn nodes_of(&self, directory: &Path) -> Vec<NodeOf> {
-        self.sys
-            .as_ref()
-            .map(|sys| sys.nodes_of(directory))
-            .unwrap_or_default()
     }
 
     fn describe(&self, directory: &Path, attributes: &mut Attributes) {

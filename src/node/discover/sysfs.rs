@@ -124,35 +124,35 @@ impl SysRoot {
             .int("numaNode", numa_node.filter(|node| *node >= 0))
             .text("driver", driver.as_deref());
     }
+}
 
-    /// The nodes of a device on a bus, in the order of their directories. What hangs below another device (what is plugged into
-    /// a hub, what lies behind a bridge) is not among them.
-    pub(super) fn nodes_of(&self, device: &Path) -> Vec<NodeOf> {
-        let mut nodes = Vec::new();
-        let mut looked = 0;
-        let mut level = vec![device.to_owned()];
-        for _ in 0..DEPTH_MAX {
-            let mut next = Vec::new();
-            for directory in level {
-                looked += 1;
-                if looked > DIRECTORIES_MAX {
-                    return nodes;
-                }
-                if directory != device && is_on_bus(&directory) {
-                    continue;
-                }
-                nodes.extend(node_at(&directory));
-                for name in names(&directory) {
-                    let path = directory.join(name);
-                    if path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) {
-                        next.push(path);
-                    }
+/// The nodes of a device on a bus, in the order of their directories. What hangs below another device (what is plugged into
+/// a hub, what lies behind a bridge) is not among them.
+pub(super) fn nodes_of(device: &Path) -> Vec<NodeOf> {
+    let mut nodes = Vec::new();
+    let mut looked = 0;
+    let mut level = vec![device.to_owned()];
+    for _ in 0..DEPTH_MAX {
+        let mut next = Vec::new();
+        for directory in level {
+            looked += 1;
+            if looked > DIRECTORIES_MAX {
+                return nodes;
+            }
+            if directory != device && is_on_bus(&directory) {
+                continue;
+            }
+            nodes.extend(node_at(&directory));
+            for name in names(&directory) {
+                let path = directory.join(name);
+                if path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) {
+                    next.push(path);
                 }
             }
-            level = next;
         }
-        nodes
+        level = next;
     }
+    nodes
 }
 
 /// Reads a file of a device. `file` has been checked to have no way out; links that lead out are not followed.

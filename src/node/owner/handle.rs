@@ -73,7 +73,7 @@ pub(super) enum Request {
 }
 
 /// An extended resource as doors see it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Offered {
     pub(super) resource: ExtendedResource,
     pub(super) devices: watch::Receiver<Vec<PluginDevice>>,
@@ -83,7 +83,7 @@ pub(super) struct Offered {
 #[derive(Debug)]
 pub struct OwnerHandle {
     pub(super) requests: mpsc::Sender<Request>,
-    pub(super) resources: BTreeMap<String, Offered>,
+    pub(super) resources: watch::Receiver<Arc<BTreeMap<String, Offered>>>,
     pub(super) held: watch::Receiver<usize>,
     pub(super) look_due: Arc<Notify>,
 }
@@ -124,18 +124,21 @@ impl Companion for OwnerHandle {
 
     fn plugin_devices(&self, resource_name: &str) -> Option<watch::Receiver<Vec<PluginDevice>>> {
         self.resources
+            .borrow()
             .get(resource_name)
             .map(|offered| offered.devices.clone())
     }
 
     fn checks_start(&self, resource_name: &str) -> bool {
         self.resources
+            .borrow()
             .get(resource_name)
             .is_some_and(|offered| offered.resource.pre_start_check)
     }
 
     fn choose(&self, resource_name: &str, wishes: Vec<Preference>) -> Vec<Vec<String>> {
-        let Some(offered) = self.resources.get(resource_name) else {
+        let resources = self.resources.borrow().clone();
+        let Some(offered) = resources.get(resource_name) else {
             return vec![Vec::new(); wishes.len()];
         };
         let numa_nodes: BTreeMap<String, Vec<i64>> = offered

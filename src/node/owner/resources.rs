@@ -1,12 +1,14 @@
 //! The owner's side of extended resources: Allocate, the check before a start, and what kubelet shows of its containers.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::watch;
 use tokio::task::spawn_blocking;
 use tracing::{debug, info, warn};
 
-use super::handle::Failure;
+use super::handle::{Failure, Offered};
 use super::{Owner, Resource};
 use crate::core::node::allocate::check_allocate;
 use crate::core::node::claim_uid::ClaimUid;
@@ -161,6 +163,38 @@ impl<D: NodeDriver> Owner<D> {
     /// Whether there is a kind that leaves through both doors.
     pub(super) fn has_both(&self) -> bool {
         self.grants.is_some()
+            && self
+                .resources
+                .values()
+                .any(|resource| resource.offered.also_by_claims)
+    }
+
+    /// Takes up the extended resources that there should be. One that is no more, or is another now, is left without devices
+    /// first, so that kubelet hears it before the door closes.
+    pub(super) fn change_resources(&mut self) {
+        let wanted = self.wanted.borrow_and_update().clone();
+        self.resources.retain(|name, resource| {
+            let stays = wanted.get(name) == Some(&resource.offered);
+            if !stays {
+                resource.devices.send_replace(Vec::new());
+            }
+            stays
+        });
+        for (name, resource) in wanted.iter() {
+            self.resources.entry(name.clone()).or_insert_with(|| Resource {
+                offered: resource.clone(),
+                devices: watch::channel(Vec::new()).0,
+            });
+        }
+        let offered = |(name, resource): (&String, &Resource)| {
+            let offered = Offered {
+                resource: resource.offered.clone(),
+                devices: resource.devices.subscribe(),
+            };
+            (name.clone(), offered)
+        };
+        let offered: BTreeMap<String, Offered> = self.resources.iter().map(offered).collect();
+        self.offered.send_replace(Arc::new(offered));
     }
 
     /// Plans a Prepare. If the claim takes a device that containers could have, kubelet is asked first, so that what is known of

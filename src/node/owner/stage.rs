@@ -140,10 +140,11 @@ pub(super) async fn live_beside(
         places,
         orphan_grace: Duration::ZERO,
         node_name: "node-a".into(),
-        resources: BTreeMap::from([
+        resources: watch::channel(Arc::new(BTreeMap::from([
             ("example.com/camera".to_owned(), camera),
             ("example.com/serial".to_owned(), serial),
-        ]),
+        ])))
+        .1,
         driver: driver.clone(),
         opened,
         cluster: receiver,

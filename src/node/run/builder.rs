@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
@@ -13,6 +13,7 @@ use tracing::info;
 
 use super::doors::Doors;
 use super::{NodeError, boot_id};
+use crate::core::node::discovery::events::DeviceEvent;
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::orphans;
 use crate::core::node::request::ExtendedResource;
@@ -25,6 +26,7 @@ use crate::node::inventory::{Publisher, PublisherClient, Standing};
 use crate::node::orphans::Caretaker;
 use crate::node::owner::{Owner, OwnerOptions};
 use crate::node::records;
+use crate::node::reload::Resources;
 use crate::node::store::{Opened, Places, Store, StoreError};
 
 /// How long a companion waits for another one on the same node to end, as at an update.
@@ -77,6 +79,10 @@ pub struct NodeBuilder<D> {
     cdi_dir: PathBuf,
     orphan_grace: Duration,
     resources: BTreeMap<String, ExtendedResource>,
+    /// Resources that change, in place of those.
+    changing: Option<watch::Receiver<Arc<Resources>>>,
+    notices: Option<mpsc::Receiver<DeviceEvent>>,
+    standing: watch::Sender<Standing>,
 }
 
 impl Node {
@@ -97,6 +103,9 @@ impl Node {
             cdi_dir: "/var/run/cdi".into(),
             orphan_grace: orphans::GRACE,
             resources: BTreeMap::new(),
+            changing: None,
+            notices: None,
+            standing: watch::Sender::new(Standing::starting()),
         }
     }
 }
@@ -146,6 +155,24 @@ impl<D: NodeDriver> NodeBuilder<D> {
         self
     }
 
+    /// Extended resources that change while the companion runs, in place of those of [`Self::extended_resource`].
+    pub(super) fn changing(mut self, resources: watch::Receiver<Arc<Resources>>) -> Self {
+        self.changing = Some(resources);
+        self
+    }
+
+    /// What people are to be told of the node besides what its devices tell.
+    pub(super) fn notices(mut self, notices: mpsc::Receiver<DeviceEvent>) -> Self {
+        self.notices = Some(notices);
+        self
+    }
+
+    /// Where the companion says how it stands with kubelet.
+    pub(super) fn standing(mut self, standing: watch::Sender<Standing>) -> Self {
+        self.standing = standing;
+        self
+    }
+
     /// Runs the companion until the token is cancelled.
     ///
     /// The records of the node are put right before a door opens. An API server that is away stops nothing here: claims are
@@ -160,19 +187,21 @@ impl<D: NodeDriver> NodeBuilder<D> {
         };
         let (cluster, _) = watch::channel(opened.cluster.clone());
         let node_in_doubt = Arc::new(Notify::new());
-        let both = self.resources.values().any(|resource| resource.also_by_claims);
+        let resources = self
+            .changing
+            .unwrap_or_else(|| watch::channel(Arc::new(self.resources)).1);
         let (announcer, announcements) = watch::channel(Arc::default());
-        let grants = both.then(|| Arc::new(KubeletGrants::new(&self.kubelet)) as Arc<dyn Grants>);
+        let grants = Arc::new(KubeletGrants::new(&self.kubelet)) as Arc<dyn Grants>;
         let starting = Owner::start(OwnerOptions {
             places: places.clone(),
             orphan_grace: self.orphan_grace,
             node_name: self.node_name.clone(),
-            resources: self.resources.clone(),
+            resources: resources.clone(),
             driver: Arc::new(self.driver),
             opened,
             cluster: cluster.subscribe(),
             node_in_doubt: node_in_doubt.clone(),
-            grants,
+            grants: Some(grants),
             announcements,
         });
         // The driver's first list may take its time.
@@ -184,16 +213,29 @@ impl<D: NodeDriver> NodeBuilder<D> {
         // These have handles of the owner, and end before it.
         let stop_care = CancellationToken::new();
         let _end_of_care = stop_care.clone().drop_guard();
-        if both {
-            let announcements = Announcements {
-                client: self.client.clone(),
-                driver_name: driver_name.clone(),
-                node_name: self.node_name.clone(),
-                cluster: cluster.subscribe(),
-                sender: announcer,
+        let end_of_watch = stop_care.clone();
+        let announcements = Announcements {
+            client: self.client.clone(),
+            driver_name: driver_name.clone(),
+            node_name: self.node_name.clone(),
+            cluster: cluster.subscribe(),
+            sender: announcer,
+        };
+        let mut until_both = resources.clone();
+        tokio::spawn(async move {
+            // Claims are watched from the first time that a kind leaves through both doors.
+            let both = async {
+                let both = until_both.wait_for(|all| all.values().any(|resource| resource.also_by_claims));
+                both.await.is_ok()
             };
-            tokio::spawn(announcements.run(stop_care.clone()));
-        }
+            let both = tokio::select! {
+                () = end_of_watch.cancelled() => false,
+                both = both => both,
+            };
+            if both {
+                announcements.run(end_of_watch).await;
+            }
+        });
 
         let (quarantine, in_quarantine) = watch::channel(BTreeMap::new());
         let caretaker = Caretaker {
@@ -212,19 +254,16 @@ impl<D: NodeDriver> NodeBuilder<D> {
         );
         let records = records.await.map_err(DoorError::from)?;
 
-        let (standing_sender, standing) = watch::channel(Standing {
-            reason: "Starting".to_owned(),
-            ..Standing::default()
-        });
         let publisher = Publisher {
             client: PublisherClient(self.client),
             driver_name: driver_name.clone(),
             node_name: self.node_name,
             devices,
             cluster: cluster.clone(),
-            standing,
+            standing: self.standing.subscribe(),
             quarantine: in_quarantine,
             node_in_doubt,
+            notices: self.notices,
         };
         let stop_publishing = CancellationToken::new();
         let publisher = tokio::spawn(publisher.run(stop_publishing.clone()));
@@ -233,11 +272,11 @@ impl<D: NodeDriver> NodeBuilder<D> {
             paths: self.kubelet,
             plugin_registration: self.plugin_registration,
             driver_name,
-            resources: self.resources,
+            resources,
             cluster: cluster.subscribe(),
         };
         // The last handle of the owner goes with the doors.
-        let served = doors.serve(Arc::new(companion), standing_sender, shutdown).await;
+        let served = doors.serve(Arc::new(companion), self.standing, shutdown).await;
         stop_care.cancel();
         records.closed().await;
         let caretaker = caretaker.await.map_err(NodeError::Broken);

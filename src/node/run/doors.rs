@@ -1,28 +1,29 @@
 //! The doors of a companion: which are open, and how it stands with kubelet.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use futures::FutureExt as _;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use super::NodeError;
+use super::resource_doors::{DoorStates, ResourceDoors};
 use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::driver_name::DriverName;
-use crate::core::node::request::ExtendedResource;
 use crate::node::companion::Companion;
 use crate::node::door::device_plugin::PluginRegistration;
 use crate::node::door::{self, DoorError, DoorState, KubeletPaths};
 use crate::node::inventory::Standing;
+use crate::node::reload::Resources;
 
 /// The doors of kubelet that this companion opens.
 pub(super) struct Doors {
     pub(super) paths: KubeletPaths,
     pub(super) plugin_registration: PluginRegistration,
     pub(super) driver_name: DriverName,
-    pub(super) resources: BTreeMap<String, ExtendedResource>,
+    pub(super) resources: watch::Receiver<Arc<Resources>>,
     pub(super) cluster: watch::Receiver<ClusterFacts>,
 }
 
@@ -38,22 +39,16 @@ impl Doors {
         let _end_with_this = ours.clone().drop_guard();
         let mut doors = JoinSet::new();
         let (state, claims) = watch::channel(DoorState::Starting);
-        let mut states = Vec::new();
-        for resource_name in self.resources.into_keys() {
-            let (state, resource) = watch::channel(DoorState::Starting);
-            states.push((resource_name.clone(), resource));
-            let (companion, paths) = (companion.clone(), self.paths.clone());
-            doors.spawn(door::device_plugin::serve(
-                companion,
-                paths,
-                self.plugin_registration,
-                self.driver_name.to_string(),
-                resource_name,
-                state,
-                ours.clone(),
-            ));
-        }
-        let follow = follow(self.cluster.clone(), claims, states, standing);
+        let (states, resources) = watch::channel(Vec::new());
+        let resource_doors = ResourceDoors {
+            companion: companion.clone(),
+            paths: self.paths.clone(),
+            plugin_registration: self.plugin_registration,
+            driver_name: self.driver_name.to_string(),
+            states,
+        };
+        doors.spawn(resource_doors.serve(self.resources, ours.clone()));
+        let follow = follow(self.cluster.clone(), claims, resources, standing);
         doors.spawn(serve_claims(
             companion,
             self.paths,
@@ -128,7 +123,7 @@ async fn serve_claims<C: Companion>(
 async fn follow(
     mut cluster: watch::Receiver<ClusterFacts>,
     mut claims: watch::Receiver<DoorState>,
-    mut resources: Vec<(String, watch::Receiver<DoorState>)>,
+    mut resources: watch::Receiver<DoorStates>,
     standing: watch::Sender<Standing>,
 ) {
     let mut warned = false;
@@ -140,7 +135,8 @@ async fn follow(
                 "this cluster does not serve resource.k8s.io/v1alpha2: claims are not offered, extended resources are"
             );
         }
-        let mut doors: Vec<(String, DoorState)> = resources
+        let mut states = resources.borrow_and_update().clone();
+        let mut doors: Vec<(String, DoorState)> = states
             .iter_mut()
             .map(|(name, state)| (name.clone(), state.borrow_and_update().clone()))
             .collect();
@@ -154,10 +150,20 @@ async fn follow(
             *published = now;
             changed
         });
-        let of_resources = resources.iter_mut().map(|(_, state)| Box::pin(state.changed()));
-        let any_door = futures::future::select_all(of_resources.chain([Box::pin(claims.changed())]));
+        // A door that has ended is taken off the list, or everything ends.
+        let of_resources = states.iter_mut().map(|(_, state)| {
+            let changed = async {
+                if state.changed().await.is_err() {
+                    std::future::pending::<()>().await;
+                }
+            };
+            changed.boxed()
+        });
+        let any_resource = futures::future::select_all(of_resources.chain([std::future::pending().boxed()]));
         tokio::select! {
-            (changed, ..) = any_door => if changed.is_err() { return },
+            _ = any_resource => {}
+            changed = claims.changed() => if changed.is_err() { return },
+            changed = resources.changed() => if changed.is_err() { return },
             Ok(()) = cluster.changed() => {}
         }
     }

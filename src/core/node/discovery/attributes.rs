@@ -7,10 +7,12 @@ use std::collections::BTreeMap;
 
 use super::pci::PciFacts;
 use super::usb::UsbFacts;
-use crate::api::crd::{AttributeValue, Device, GROUP, INVENTORY_ATTRIBUTES_MAX, TEXT_MAX};
+use crate::api::crd::{AttributeValue, Device, GROUP, TEXT_MAX};
 
 /// The NUMA node that a device is near to.
 pub const NUMA_NODE: &str = "drayman.dev/numaNode";
+/// The nodes on the host that are a device's alone, as a list with commas.
+pub const NODES: &str = "drayman.dev/nodes";
 
 /// Names without their domain, the most important first: what comes last is left out first where a node has more than an
 /// inventory takes. What is not in the list comes after everything that is.
@@ -33,6 +35,12 @@ const IMPORTANCE: [&str; 17] = [
     "major",
     "minor",
 ];
+
+/// Bytes of all attributes of all devices of one inventory, at most: with everything else the object stays under the 1.5 MiB that
+/// etcd takes.
+const BYTES_MAX: usize = 900_000;
+/// Bytes of one attribute besides its name and its value, in JSON.
+const OVERHEAD: usize = 24;
 
 /// Attributes that grow one by one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -125,8 +133,12 @@ pub fn numa_nodes(device: &Device) -> Vec<i64> {
 pub fn fit(devices: &mut [Device]) -> Vec<String> {
     let mut dropped = Vec::new();
     loop {
-        let total: usize = devices.iter().map(|device| device.attributes.len()).sum();
-        if total <= INVENTORY_ATTRIBUTES_MAX {
+        let total: usize = devices
+            .iter()
+            .flat_map(|device| &device.attributes)
+            .map(bytes)
+            .sum();
+        if total <= BYTES_MAX {
             return dropped;
         }
         let names = devices.iter().flat_map(|device| device.attributes.keys());
@@ -141,6 +153,13 @@ pub fn fit(devices: &mut [Device]) -> Vec<String> {
         }
         dropped.push(last);
     }
+}
+
+/// The length of an attribute in JSON, at most: texts have no control characters, so that nothing grows by more than a backslash.
+fn bytes((name, value): (&String, &AttributeValue)) -> usize {
+    let text = value.string.as_deref().unwrap_or_default();
+    let escaped = text.bytes().filter(|byte| matches!(byte, b'"' | b'\\')).count();
+    name.len() + text.len() + escaped + OVERHEAD
 }
 
 fn importance(name: &str) -> usize {
@@ -216,10 +235,8 @@ mod tests {
     fn what_is_most_important_is_left_where_not_everything_fits() {
         let attributes = |count: usize| {
             let names = ["path", "vendor", "minor", "strange"];
-            names[..count]
-                .iter()
-                .map(|name| (qualified(name), AttributeValue::int(1)))
-                .collect()
+            let attribute = |name: &&str| (qualified(name), AttributeValue::string("\"".repeat(TEXT_MAX)));
+            names[..count].iter().map(attribute).collect()
         };
         let device = |index: usize| Device {
             name: format!("d{index}"),
@@ -229,8 +246,12 @@ mod tests {
         let mut few: Vec<Device> = (0..10).map(device).collect();
         assert_eq!(fit(&mut few), Vec::<String>::new());
         let mut many: Vec<Device> = (0..DEVICES_MAX).map(device).collect();
-        assert_eq!(fit(&mut many), ["drayman.dev/strange", "drayman.dev/minor"]);
-        assert!(many.iter().all(|device| device.attributes == attributes(2)));
+        assert_eq!(
+            fit(&mut many),
+            ["drayman.dev/strange", "drayman.dev/minor", "drayman.dev/vendor"]
+        );
+        assert!(many.iter().all(|device| device.attributes == attributes(1)));
+        assert!(serde_json::to_vec(&many).unwrap().len() < 1_200_000);
     }
 
     #[test]

@@ -158,17 +158,17 @@ pub fn identities(devices: &[UsbFacts], identity: UsbIdentity) -> Vec<Result<Str
             .map(|port| format!("usb-{port}"))
             .ok_or_else(|| "the controller that its port belongs to cannot be seen in sysfs".to_owned())
     };
-    let identify = |facts: &UsbFacts| match (identity, key(facts)) {
+    let name = |facts: &UsbFacts| match (identity, key(facts)) {
         (UsbIdentity::Port, _) | (UsbIdentity::Serial, None) => by_port(facts),
         (UsbIdentity::Serial, Some(key)) => match twins.get(&key).map(Vec::as_slice) {
-            Some([]) | Some([_]) | None => Ok(key),
+            Some([] | [_]) | None => Ok(key),
             Some(all) => Err(format!(
                 "{} have the same vendor, product and serial number, so nothing tells them apart but their ports; set identity: port",
                 all.join(" and ")
             )),
         },
     };
-    devices.iter().map(identify).collect()
+    devices.iter().map(name).collect()
 }
 
 #[cfg(test)]

@@ -1,0 +1,147 @@
+//! The doors of extended resources, which come and go with the configuration.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
+use tracing::info;
+
+use crate::core::node::request::ExtendedResource;
+use crate::node::companion::Companion;
+use crate::node::door::device_plugin::PluginRegistration;
+use crate::node::door::{self, DoorError, DoorState, KubeletPaths};
+use crate::node::reload::Resources;
+
+/// How long a door stays open after its devices were withdrawn, so that kubelet hears of it: what kubelet last heard of a
+/// resource stands on the Node until it forgets the resource, minutes later.
+const WITHDRAWAL: Duration = Duration::from_secs(1);
+/// How often it is looked whether a new resource has its devices.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// How each open door stands, by resource.
+pub(super) type DoorStates = Vec<(String, watch::Receiver<DoorState>)>;
+
+/// What the doors have in common.
+pub(super) struct ResourceDoors<C> {
+    pub(super) companion: Arc<C>,
+    pub(super) paths: KubeletPaths,
+    pub(super) plugin_registration: PluginRegistration,
+    pub(super) driver_name: String,
+    pub(super) states: watch::Sender<DoorStates>,
+}
+
+/// An open door.
+struct Open {
+    resource: ExtendedResource,
+    state: watch::Receiver<DoorState>,
+    /// Asks for the end of it.
+    withdrawn: CancellationToken,
+}
+
+impl<C: Companion> ResourceDoors<C> {
+    /// Keeps a door open for each resource that there is, until the shutdown or until one cannot be opened.
+    pub(super) async fn serve(
+        self,
+        mut wanted: watch::Receiver<Arc<Resources>>,
+        shutdown: CancellationToken,
+    ) -> Result<(), DoorError> {
+        let ours = shutdown.child_token();
+        let mut doors: JoinSet<(String, Result<(), DoorError>)> = JoinSet::new();
+        let mut result = Ok(());
+        let mut open: BTreeMap<String, Open> = BTreeMap::new();
+        let mut follows = true;
+        loop {
+            let resources = wanted.borrow_and_update().clone();
+            for (name, door) in &open {
+                if resources.get(name) != Some(&door.resource) && !door.withdrawn.is_cancelled() {
+                    info!(resource = name, "the resource is withdrawn");
+                    door.withdrawn.cancel();
+                }
+            }
+            for (name, resource) in resources.iter() {
+                // One that is closing is opened when it has closed: both would have the same socket.
+                if !open.contains_key(name) {
+                    let door = self.open(&mut doors, name, resource, &ours);
+                    open.insert(name.clone(), door);
+                }
+            }
+            let staying = open.iter().filter(|(_, door)| !door.withdrawn.is_cancelled());
+            let states = staying
+                .map(|(name, door)| (name.clone(), door.state.clone()))
+                .collect();
+            self.states.send_replace(states);
+            tokio::select! {
+                () = shutdown.cancelled() => break,
+                changed = wanted.changed(), if follows => follows = changed.is_ok(),
+                Some(ended) = doors.join_next() => if let Ok((name, ended)) = ended {
+                    open.remove(&name);
+                    if ended.is_err() {
+                        result = ended;
+                        break;
+                    }
+                },
+            }
+        }
+        // The others are closed with the calls that they have.
+        ours.cancel();
+        while let Some(ended) = doors.join_next().await {
+            let ended = ended.map_or(Ok(()), |(_, ended)| ended);
+            result = result.and(ended);
+        }
+        result
+    }
+
+    fn open(
+        &self,
+        doors: &mut JoinSet<(String, Result<(), DoorError>)>,
+        name: &str,
+        resource: &ExtendedResource,
+        shutdown: &CancellationToken,
+    ) -> Open {
+        let (sender, state) = watch::channel(DoorState::Starting);
+        let (withdrawn, end) = (CancellationToken::new(), shutdown.child_token());
+        let (companion, paths, registration) = (
+            self.companion.clone(),
+            self.paths.clone(),
+            self.plugin_registration,
+        );
+        let (driver_name, name, asked) = (self.driver_name.clone(), name.to_owned(), withdrawn.clone());
+        doors.spawn(async move {
+            // The owner hears of a new resource at the same time as we do.
+            while companion.plugin_devices(&name).is_none() && !asked.is_cancelled() && !end.is_cancelled() {
+                sleep(PAUSE).await;
+            }
+            if asked.is_cancelled() || end.is_cancelled() {
+                return (name, Ok(()));
+            }
+            let door = door::device_plugin::serve(
+                companion,
+                paths,
+                registration,
+                driver_name,
+                name.clone(),
+                sender,
+                end.clone(),
+            );
+            let withdraw = async {
+                asked.cancelled().await;
+                sleep(WITHDRAWAL).await;
+                end.cancel();
+                std::future::pending::<()>().await;
+            };
+            tokio::select! {
+                result = door => (name, result),
+                () = withdraw => (name, Ok(())),
+            }
+        });
+        Open {
+            resource: resource.clone(),
+            state,
+            withdrawn,
+        }
+    }
+}

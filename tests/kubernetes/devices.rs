@@ -1,0 +1,242 @@
+//! What the configuration describes, from the file to the container: devices of several nodes, health, another file.
+
+use std::time::Instant;
+
+use drayman::api::crd::NodeInventory;
+use k8s_openapi::api::core::v1::Node as KubernetesNode;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use kube::api::Api;
+
+use crate::harness::Node;
+use crate::pods::{look_inside, wait_for_inventory};
+use crate::stage::{Stage, is_allocated, is_gone, is_running};
+
+/// A device of two nodes, one of which may be missing, and a control node that all of them share.
+const GROUPS: &str = "\
+apiVersion: drayman.dev/v1alpha1
+kind: NodeConfiguration
+kinds:
+- name: test
+  groups:
+  - required: [\"/dev/drayman-test-{key}-data\"]
+    optional: [\"/dev/drayman-test-{key}-meta\"]
+    shared: [/dev/drayman-control]
+  containerPaths:
+    /dev/drayman-test-{key}-data: /dev/drayman-data-{key}
+  environment:
+    TEST_MODE: fast
+  mounts:
+  - {hostPath: /etc/hostname, containerPath: /etc/of-the-node}
+";
+
+/// A kind whose devices are opened to see whether they are well.
+const PROBED: &str = "\
+apiVersion: drayman.dev/v1alpha1
+kind: NodeConfiguration
+kinds:
+- name: test
+  paths: [\"/dev/drayman-test-*\"]
+  health: {open: read, recoverAfter: 1}
+";
+
+#[tokio::test]
+async fn nodes_that_belong_together_are_one_device_from_the_file_to_the_container() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    for (name, minor) in [
+        ("drayman-test-a-data", 5),
+        ("drayman-test-a-meta", 7),
+        ("drayman-test-b-data", 8),
+        ("drayman-control", 9),
+    ] {
+        node.make_device(format!("/dev/{name}"), 1, minor)?;
+    }
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, GROUPS)?;
+    wait_for_inventory(&stage, 0, 2).await?;
+
+    let mut seen = Vec::new();
+    for pod in ["first", "second"] {
+        stage.make_pod(pod).await?;
+        let inside = look_inside(&stage, pod).await?;
+        let present: Vec<&str> = inside.present.iter().map(String::as_str).collect();
+        let granted: Vec<&str> = inside.granted.values().map(String::as_str).collect();
+        let expected = if granted == ["/dev/drayman-data-a,/dev/drayman-test-a-meta"] {
+            vec!["drayman-control", "drayman-data-a", "drayman-test-a-meta"]
+        } else {
+            assert_eq!(granted, ["/dev/drayman-data-b"]);
+            vec!["drayman-control", "drayman-data-b"]
+        };
+        assert_eq!(present, expected, "{pod}");
+        seen.push(granted.join(" "));
+        for name in &present {
+            let input = format!("if=/dev/{name}");
+            let read = ["exec", pod, "--", "dd", &input, "of=/tmp/read", "bs=4", "count=1"];
+            stage.cluster.kubectl(&read).await?;
+        }
+        let environment = stage.cluster.kubectl(&["exec", pod, "--", "env"]).await?;
+        assert!(environment.contains("TEST_MODE=fast"), "{environment}");
+        stage
+            .cluster
+            .kubectl(&["exec", pod, "--", "cat", "/etc/of-the-node"])
+            .await?;
+    }
+    assert_ne!(
+        seen[0], seen[1],
+        "each has its own device, and both have the shared node"
+    );
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Puts a device of other numbers at the place of one.
+fn replace(node: Node<'_>, name: &str, major: u32, minor: u32) -> anyhow::Result<()> {
+    let path = format!("/dev/{name}");
+    node.remove(&path)?;
+    node.make_device(&path, major, minor)
+}
+
+#[tokio::test]
+async fn an_unhealthy_device_is_given_to_nobody_stays_with_its_pod_and_is_told_on_the_node()
+-> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    node.make_device("/dev/drayman-test-0", 1, 5)?;
+    // The numbers of no driver: it does not open.
+    node.make_device("/dev/drayman-test-1", 240, 250)?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, PROBED)?;
+    wait_for_inventory(&stage, 0, 2).await?;
+    stage
+        .wait_for_event(
+            node.name(),
+            "DeviceUnhealthy",
+            "/dev/drayman-test-1 cannot be opened",
+        )
+        .await?;
+
+    stage.make_pod("first").await?;
+    assert_eq!(
+        look_inside(&stage, "first").await?.only_device(),
+        "/dev/drayman-test-0"
+    );
+    stage.make_pod("second").await?;
+    stage
+        .wait_for_event("second", "NoSuitableDevice", "1 unhealthy")
+        .await?;
+
+    // What is in use becomes unhealthy: its pod keeps it, and nobody else gets it.
+    replace(node, "drayman-test-0", 240, 251)?;
+    stage
+        .wait_for_event(
+            node.name(),
+            "DeviceUnhealthy",
+            "/dev/drayman-test-0 cannot be opened",
+        )
+        .await?;
+    stage.wait(stage.pods(), "first", "running", is_running()).await?;
+    stage.claim_of("first", "allocated", is_allocated).await?;
+
+    let began = Instant::now();
+    replace(node, "drayman-test-1", 1, 7)?;
+    assert_eq!(
+        look_inside(&stage, "second").await?.only_device(),
+        "/dev/drayman-test-1"
+    );
+    println!(
+        "from the repair of the device to the pod that reads from it: {:?}",
+        began.elapsed()
+    );
+    stage
+        .wait_for_event(node.name(), "DeviceRecovered", "drayman-test-1")
+        .await?;
+    for pod in ["first", "second"] {
+        let claim = stage.claim_of(pod, "allocated", is_allocated).await?;
+        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+        let name = claim.metadata.name.unwrap_or_default();
+        stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+    }
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Two resources of one node, by the name of the first.
+fn plugged(resource: &str) -> String {
+    format!(
+        "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
+         - {{name: plugged, mode: extended-resource, resourceName: drayman.dev/{resource}, paths: [\"/dev/drayman-plugged-*\"]}}\n"
+    )
+}
+
+#[tokio::test]
+async fn a_resource_that_is_renamed_in_the_file_is_at_zero_on_the_node_and_the_new_one_counts()
+-> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    for (number, minor) in [5, 7].into_iter().enumerate() {
+        node.make_device(format!("/dev/drayman-plugged-{number}"), 1, minor)?;
+    }
+    let companion = stage.companion(0, &plugged("before"))?;
+    let count = |resource: &'static str, wanted: &'static str| {
+        let name = stage.cluster.node(0).name().to_owned();
+        let api = Api::<KubernetesNode>::all(stage.cluster.client());
+        let met = move |node: Option<&KubernetesNode>| {
+            let status = node.and_then(|node| node.status.as_ref());
+            let of = |all: Option<&std::collections::BTreeMap<String, _>>| {
+                all.and_then(|all| all.get(resource))
+                    .map_or("0", |quantity: &Quantity| quantity.0.as_str())
+                    .to_owned()
+            };
+            status.is_some_and(|status| {
+                of(status.allocatable.as_ref()) == wanted && of(status.capacity.as_ref()) == wanted
+            })
+        };
+        let stage = &stage;
+        async move { stage.wait(api, &name, resource, met).await.map(drop) }
+    };
+    count("drayman.dev/before", "2").await?;
+    let began = Instant::now();
+    node.remove("/dev/drayman-plugged-1")?;
+    count("drayman.dev/before", "1").await?;
+    println!(
+        "from the unplugging to the count on the Node: {:?}",
+        began.elapsed()
+    );
+    let began = Instant::now();
+    node.make_device("/dev/drayman-plugged-1", 1, 7)?;
+    count("drayman.dev/before", "2").await?;
+    println!(
+        "from the plugging in to the count on the Node: {:?}",
+        began.elapsed()
+    );
+    let began = Instant::now();
+    stage.rewrite_configuration(0, &plugged("after"))?;
+    count("drayman.dev/after", "2").await?;
+    count("drayman.dev/before", "0").await?;
+    println!(
+        "from the new file to the new count on the Node: {:?}",
+        began.elapsed()
+    );
+    // A file that is wrong changes nothing and is told.
+    stage.rewrite_configuration(0, "kinds: 7\n")?;
+    stage
+        .wait_for_event(
+            stage.cluster.node(0).name(),
+            "ConfigurationInvalid",
+            "stays in force",
+        )
+        .await?;
+    let inventory = format!("{}.drayman.dev", stage.cluster.node(0).name());
+    let devices = Api::<NodeInventory>::all(stage.cluster.client())
+        .get(&inventory)
+        .await?
+        .spec
+        .devices;
+    assert_eq!(devices.len(), 2);
+    companion.end().await?;
+    stage.cluster.stop().await
+}
