@@ -352,15 +352,14 @@ fn ask(
     }
     if spec.as_object().is_some_and(|spec| !spec.is_empty()) {
         // A refusal is a change by somebody else, and that brings another cycle.
-        let _ = match context {
-            Some(context) => hand.merge("podschedulingcontexts", context, "", json!({ "spec": spec })),
-            None => {
-                let context = json!({
-                    "metadata": { "name": pod["metadata"]["name"], "ownerReferences": owned_by(pod) },
-                    "spec": spec,
-                });
-                hand.create("podschedulingcontexts", object::namespace(pod), context)
-            }
+        let _ = if let Some(context) = context {
+            hand.merge("podschedulingcontexts", context, "", json!({ "spec": spec }))
+        } else {
+            let context = json!({
+                "metadata": { "name": pod["metadata"]["name"], "ownerReferences": owned_by(pod) },
+                "spec": spec,
+            });
+            hand.create("podschedulingcontexts", object::namespace(pod), context)
         };
     }
     Err(Wait::Pending)

@@ -182,14 +182,13 @@ impl State {
             }
             ("GET", path) if path.starts_with(NAMED_CLAIMS) => {
                 let name = path.trim_start_matches(NAMED_CLAIMS);
-                match self.stored_claims.get(name) {
-                    Some(claim) => (StatusCode::OK, Answer::Json(claim.clone())),
-                    None => {
-                        let mut gone = status(404, "NotFound");
-                        gone["details"] =
-                            json!({"name": name, "group": "resource.k8s.io", "kind": "resourceclaims"});
-                        (StatusCode::NOT_FOUND, Answer::Json(gone))
-                    }
+                if let Some(claim) = self.stored_claims.get(name) {
+                    (StatusCode::OK, Answer::Json(claim.clone()))
+                } else {
+                    let mut gone = status(404, "NotFound");
+                    gone["details"] =
+                        json!({"name": name, "group": "resource.k8s.io", "kind": "resourceclaims"});
+                    (StatusCode::NOT_FOUND, Answer::Json(gone))
                 }
             }
             ("POST", "/apis/events.k8s.io/v1/namespaces/default/events") => {

@@ -138,7 +138,7 @@ pub(crate) fn apply(
     if let Some(map) = configuration.as_object_mut() {
         match (manager.subresource, kind.status) {
             ("status", _) => {
-                map.retain(|key, _| matches!(key.as_str(), "apiVersion" | "kind" | "metadata" | "status"))
+                map.retain(|key, _| matches!(key.as_str(), "apiVersion" | "kind" | "metadata" | "status"));
             }
             (_, true) => {
                 map.remove("status");

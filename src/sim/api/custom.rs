@@ -107,18 +107,15 @@ pub(crate) fn prune(schema: &Value, value: &mut Value) -> Vec<String> {
                     } else {
                         format!("{path}.{key}")
                     };
-                    match properties
+                    if let Some(schema) = properties
                         .and_then(|properties| properties.get(key))
                         .or(additional)
                     {
-                        Some(schema) => {
-                            walk(schema, inner, &at, false, unknown);
-                            true
-                        }
-                        None => {
-                            unknown.push(at);
-                            false
-                        }
+                        walk(schema, inner, &at, false, unknown);
+                        true
+                    } else {
+                        unknown.push(at);
+                        false
                     }
                 });
             }

@@ -143,7 +143,7 @@ pub(crate) fn to_json(set: &FieldSet) -> Value {
     #[derive(Default)]
     struct Node {
         own: bool,
-        below: BTreeMap<String, Node>,
+        below: BTreeMap<String, Self>,
     }
     fn written(node: Node) -> Value {
         // A path without others below it is an empty object, without the dot.

@@ -101,7 +101,7 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
     if parts.method == Method::GET {
         return read(server, target, &query, as_table);
     }
-    if query.text("dryRun") != "" {
+    if !query.text("dryRun").is_empty() {
         return Err(Refusal::bad_request("dryRun is not played on this stage"));
     }
     let body = to_bytes(body, BODY_MAX)

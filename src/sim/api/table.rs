@@ -38,63 +38,60 @@ pub(crate) fn table(kind: &Kind, metadata: Value, objects: &[Value], now: Timest
 
 fn columns(kind: &Kind) -> Vec<(&str, &str, i64)> {
     let mut columns = vec![("Name", "string", 0)];
-    match &kind.definition {
-        Some(definition) => {
-            for column in &definition.columns {
-                let priority = column.get("priority").and_then(Value::as_i64).unwrap_or(0);
-                columns.push((text(column, "/name"), text(column, "/type"), priority));
-            }
-            if definition.columns.is_empty() {
-                columns.push(("Age", "date", 0));
-            }
+    if let Some(definition) = &kind.definition {
+        for column in &definition.columns {
+            let priority = column.get("priority").and_then(Value::as_i64).unwrap_or(0);
+            columns.push((text(column, "/name"), text(column, "/type"), priority));
         }
-        None => {
-            let more: &[(&str, &str, i64)] = match (kind.group.as_str(), kind.kind.as_str()) {
-                ("", "Pod") => &[
-                    ("Ready", "string", 0),
-                    ("Status", "string", 0),
-                    ("Restarts", "string", 0),
-                    ("Age", "string", 0),
-                    ("IP", "string", 1),
-                    ("Node", "string", 1),
-                    ("Nominated Node", "string", 1),
-                    ("Readiness Gates", "string", 1),
-                ],
-                ("", "Node") => &[
-                    ("Status", "string", 0),
-                    ("Roles", "string", 0),
-                    ("Age", "string", 0),
-                    ("Version", "string", 0),
-                ],
-                ("", "Namespace") => &[("Status", "string", 0), ("Age", "string", 0)],
-                (RESOURCE, "ResourceClass") => &[("DriverName", "string", 0), ("Age", "string", 0)],
-                (RESOURCE, "ResourceClaim") => &[
-                    ("ResourceClassName", "string", 0),
-                    ("AllocationMode", "string", 0),
-                    ("State", "string", 0),
-                    ("Age", "string", 0),
-                ],
-                (RESOURCE, "ResourceClaimTemplate") => &[
-                    ("ResourceClassName", "string", 0),
-                    ("AllocationMode", "string", 0),
-                    ("Age", "string", 0),
-                ],
-                (RESOURCE, "PodSchedulingContext") => &[("SelectedNode", "string", 0), ("Age", "string", 0)],
-                (_, "Event") => {
-                    columns.clear();
-                    &[
-                        ("Last Seen", "string", 0),
-                        ("Type", "string", 0),
-                        ("Reason", "string", 0),
-                        ("Object", "string", 0),
-                        ("Message", "string", 0),
-                    ]
-                }
-                (_, "CustomResourceDefinition") => &[("Created At", "date", 0)],
-                _ => &[("Age", "string", 0)],
-            };
-            columns.extend_from_slice(more);
+        if definition.columns.is_empty() {
+            columns.push(("Age", "date", 0));
         }
+    } else {
+        let more: &[(&str, &str, i64)] = match (kind.group.as_str(), kind.kind.as_str()) {
+            ("", "Pod") => &[
+                ("Ready", "string", 0),
+                ("Status", "string", 0),
+                ("Restarts", "string", 0),
+                ("Age", "string", 0),
+                ("IP", "string", 1),
+                ("Node", "string", 1),
+                ("Nominated Node", "string", 1),
+                ("Readiness Gates", "string", 1),
+            ],
+            ("", "Node") => &[
+                ("Status", "string", 0),
+                ("Roles", "string", 0),
+                ("Age", "string", 0),
+                ("Version", "string", 0),
+            ],
+            ("", "Namespace") => &[("Status", "string", 0), ("Age", "string", 0)],
+            (RESOURCE, "ResourceClass") => &[("DriverName", "string", 0), ("Age", "string", 0)],
+            (RESOURCE, "ResourceClaim") => &[
+                ("ResourceClassName", "string", 0),
+                ("AllocationMode", "string", 0),
+                ("State", "string", 0),
+                ("Age", "string", 0),
+            ],
+            (RESOURCE, "ResourceClaimTemplate") => &[
+                ("ResourceClassName", "string", 0),
+                ("AllocationMode", "string", 0),
+                ("Age", "string", 0),
+            ],
+            (RESOURCE, "PodSchedulingContext") => &[("SelectedNode", "string", 0), ("Age", "string", 0)],
+            (_, "Event") => {
+                columns.clear();
+                &[
+                    ("Last Seen", "string", 0),
+                    ("Type", "string", 0),
+                    ("Reason", "string", 0),
+                    ("Object", "string", 0),
+                    ("Message", "string", 0),
+                ]
+            }
+            (_, "CustomResourceDefinition") => &[("Created At", "date", 0)],
+            _ => &[("Age", "string", 0)],
+        };
+        columns.extend_from_slice(more);
     }
     columns
 }

@@ -146,9 +146,12 @@ impl ApiServer {
         let before = state.existing(target)?.clone();
         let value = make(&state, &before)?;
         let applied = value.pointer("/metadata/managedFields") != before.pointer("/metadata/managedFields");
-        let mut after = decode(kind, value, options.strict).map_err(|refusal| match options.patches {
-            true => Refusal::invalid_patch(&refusal.message),
-            false => refusal,
+        let mut after = decode(kind, value, options.strict).map_err(|refusal| {
+            if options.patches {
+                Refusal::invalid_patch(&refusal.message)
+            } else {
+                refusal
+            }
         })?;
         let version = text(&after, "/metadata/resourceVersion");
         if !version.is_empty() && version != text(&before, "/metadata/resourceVersion") {

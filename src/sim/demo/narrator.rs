@@ -178,13 +178,14 @@ fn inventory(before: &Value, after: &Value) -> Vec<Line> {
     let names = |inventory: &Value, unhealthy: Option<bool>| -> BTreeSet<String> {
         list(inventory, "/spec/devices")
             .iter()
-            .filter(|device| unhealthy.is_none_or(|wanted| !text(device, "/unhealthy").is_empty() == wanted))
+            .filter(|device| unhealthy.is_none_or(|wanted| text(device, "/unhealthy").is_empty() != wanted))
             .map(|device| text(device, "/name").to_owned())
             .collect()
     };
-    let node = match after.is_null() {
-        true => text(before, "/spec/nodeName"),
-        false => text(after, "/spec/nodeName"),
+    let node = if after.is_null() {
+        text(before, "/spec/nodeName")
+    } else {
+        text(after, "/spec/nodeName")
     };
     let who = format!("companion {node}");
     let told = |word: &str, names: Vec<&String>| {

@@ -112,7 +112,7 @@ fn what_kubelet_lists_and_what_nobody_answers_for_is_left_alone() {
 fn nothing_is_asked_before_the_grace_period_is_over() {
     let mut orphans = Orphans::new(GRACE);
     let ledger = ledger(&["x"]);
-    let just_before = GRACE - Duration::from_nanos(1);
+    let just_before = GRACE.checked_sub(Duration::from_nanos(1)).unwrap();
     assert_eq!(orphans.look(&ledger, &lists(&[]), Duration::ZERO), []);
     assert_eq!(orphans.next_look(Duration::ZERO), GRACE);
     assert_eq!(orphans.look(&ledger, &lists(&[]), just_before), []);
