@@ -5,6 +5,7 @@
 
 #![allow(
     clippy::unwrap_used,
+    clippy::panic,
     reason = "a benchmark that cannot run has nothing to say"
 )]
 

@@ -50,11 +50,11 @@ fn scenario(name: &str) -> Result<Scenario, String> {
 /// Plays, and ends with whether everything went as expected.
 pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
     if arguments.list {
-        let lines: String = SCENARIOS
+        let lines: Vec<String> = SCENARIOS
             .iter()
             .map(|scenario| format!("{:<12} {}\n", scenario.name, scenario.about))
             .collect();
-        return Ok(print(&lines)?);
+        return Ok(print(&lines.concat())?);
     }
     super::choose_tls_provider();
     super::block_on(async {

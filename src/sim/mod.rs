@@ -8,6 +8,15 @@
 //! * [`demo`]: what `drayman demo` shows.
 //! * [`source`]: where the stage has its time and its randomness from.
 
+#![expect(
+    clippy::similar_names,
+    clippy::struct_field_names,
+    clippy::struct_excessive_bools,
+    clippy::option_option,
+    clippy::needless_pass_by_value,
+    reason = "the names are those of Kubernetes' API machinery, and JSON is passed on as it comes"
+)]
+
 pub mod api;
 mod claims;
 pub mod demo;

@@ -68,7 +68,7 @@ impl Stage {
         let server = ApiServer::new(Arc::new(source));
         let shutdown = CancellationToken::new();
         let mut parts = JoinSet::new();
-        let loops: [(&str, fn(&Hand)); 3] = [
+        let loops: [(&str, Pass); 3] = [
             ("ResourceClaimController", claims::pass),
             ("kube-scheduler", scheduler::pass),
             ("garbage-collector", garbage::pass),
@@ -205,15 +205,18 @@ impl Drop for Stage {
     }
 }
 
+/// What a control loop does once.
+type Pass = fn(&Hand);
+
 /// Does what is to be done, again after every change.
-async fn keep(hand: Hand, pass: fn(&Hand), shutdown: CancellationToken) -> Result<(), StageError> {
-    let mut changes = hand.server.changes();
+async fn keep(hand: Hand, pass: Pass, shutdown: CancellationToken) -> Result<(), StageError> {
+    let mut news = hand.server.changes();
     loop {
-        changes.borrow_and_update();
+        news.borrow_and_update();
         pass(&hand);
         tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
-            changed = changes.changed() => if changed.is_err() { return Ok(()) },
+            changed = news.changed() => if changed.is_err() { return Ok(()) },
         }
     }
 }

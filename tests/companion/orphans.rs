@@ -83,8 +83,8 @@ async fn what_only_kubelet_has_forgotten_is_in_quarantine_until_kubelet_asks_for
         "{reason}"
     );
     let event = node.api.until(|state| state.events.first().cloned()).await;
-    let note = event["note"].as_str().unwrap();
-    assert!(note.contains(&format!("drayman node release {A}")), "{note}");
+    let told = event["note"].as_str().unwrap();
+    assert!(told.contains(&format!("drayman node release {A}")), "{told}");
     let (_, shown) = person(&node, &["holdings"]);
     assert!(
         shown.contains(A) && shown.contains("test-0") && shown.contains("no longer lists it"),

@@ -118,7 +118,7 @@ impl Start {
              users: [{{name: u, user: {{}}}}]\ncontexts: [{{name: c, context: {{cluster: c, user: u}}}}]\ncurrent-context: c\n"
         );
         std::fs::write(&kubeconfig, text).unwrap();
-        let log = (0..)
+        let log = (0..1000)
             .map(|number| node.path(format!("log-{number}")))
             .find(|log| !log.exists())
             .unwrap();

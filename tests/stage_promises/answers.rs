@@ -58,7 +58,9 @@ impl Names {
                 }
             }
             Value::Array(list) => {
-                list.iter_mut().for_each(|value| self.rewrite(value, under));
+                for value in list.iter_mut() {
+                    self.rewrite(value, under);
+                }
                 if under == "causes" {
                     list.sort_by_key(Value::to_string);
                     // Some rules are applied twice by the real server, and tell it twice.

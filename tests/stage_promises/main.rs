@@ -1,6 +1,11 @@
 //! What the stage promises of Kubernetes, checked: each promise is a conversation with an API server that is held with the stage
 //! and with a real control plane, and the answers must be the same. `docs/stage.md` lists them.
 #![cfg(feature = "sim")]
+#![allow(
+    clippy::similar_names,
+    clippy::needless_pass_by_value,
+    reason = "conversations in JSON, told as they are"
+)]
 
 #[path = "../harness/mod.rs"]
 mod harness;

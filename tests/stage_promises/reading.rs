@@ -58,7 +58,8 @@ fn a_list_comes_in_pages_of_one_version() {
             let names: Vec<&Value> = items.iter().map(|item| &item["metadata"]["name"]).collect();
             ground.note(json!([code, names, list["metadata"]["remainingItemCount"]]));
             let next = list["metadata"]["continue"].as_str().unwrap_or_default();
-            token = next.bytes().map(|byte| format!("%{byte:02X}")).collect();
+            let escaped: Vec<String> = next.bytes().map(|byte| format!("%{byte:02X}")).collect();
+            token = escaped.concat();
             if token.is_empty() {
                 break;
             }

@@ -19,14 +19,14 @@ pub(super) const NAMESPACE: &str = "default";
 /// An event about this node.
 pub(super) fn event(driver_name: &DriverName, node: &Node, change: &DeviceEvent, now: Timestamp) -> Event {
     let node_name = node.name_any();
-    let mut note = change.note.clone();
-    if note.len() > NOTE_MAX {
+    let mut text = change.note.clone();
+    if text.len() > NOTE_MAX {
         let end = (0..=NOTE_MAX)
             .rev()
-            .find(|end| note.is_char_boundary(*end))
+            .find(|end| text.is_char_boundary(*end))
             .unwrap_or_default();
-        note.truncate(end);
-        note.push('…');
+        text.truncate(end);
+        text.push('…');
     }
     Event {
         metadata: ObjectMeta {
@@ -41,7 +41,7 @@ pub(super) fn event(driver_name: &DriverName, node: &Node, change: &DeviceEvent,
         },
         action: Some("CheckDevices".to_owned()),
         event_time: Some(MicroTime(now)),
-        note: Some(note),
+        note: Some(text),
         reason: Some(change.reason.to_owned()),
         regarding: Some(ObjectReference {
             api_version: Some("v1".to_owned()),

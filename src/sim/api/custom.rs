@@ -135,11 +135,6 @@ pub(crate) fn prune(schema: &Value, value: &mut Value) -> Vec<String> {
 
 /// Checks an object of a defined kind: its schema first, then the rules in it if the schema holds.
 pub(crate) fn validate(definition: &Definition, value: &Value, before: Option<&Value>) -> Vec<FieldError> {
-    let errors: Vec<FieldError> = definition
-        .validator
-        .iter_errors(value)
-        .map(|error| of_schema(&error))
-        .collect();
     const BLOCKING: [&str; 5] = [
         "FieldValueNotSupported",
         "FieldValueRequired",
@@ -147,7 +142,11 @@ pub(crate) fn validate(definition: &Definition, value: &Value, before: Option<&V
         "FieldValueTooMany",
         "FieldValueTypeInvalid",
     ];
-    let mut errors = errors;
+    let mut errors: Vec<FieldError> = definition
+        .validator
+        .iter_errors(value)
+        .map(|error| of_schema(&error))
+        .collect();
     if errors.iter().any(|error| BLOCKING.contains(&error.cause)) {
         if has_rules(&definition.schema) {
             errors.push(FieldError {
@@ -206,10 +205,11 @@ fn kind_of(value: Option<&Value>) -> &'static str {
 
 fn pointer(field: &str) -> String {
     let parts = field.split(['.', '[']).map(|part| part.trim_end_matches(']'));
-    parts
+    let parts: Vec<String> = parts
         .filter(|part| !part.is_empty())
         .map(|part| format!("/{part}"))
-        .collect()
+        .collect();
+    parts.concat()
 }
 
 /// The path as the real server writes it: `spec.requests[0].name`.
@@ -217,7 +217,7 @@ fn dotted(location: &str) -> String {
     let mut path = String::new();
     for part in location.split('/').filter(|part| !part.is_empty()) {
         if part.chars().all(|c| c.is_ascii_digit()) {
-            path.push_str(&format!("[{part}]"));
+            path.extend(["[", part, "]"]);
         } else {
             if !path.is_empty() {
                 path.push('.');

@@ -230,10 +230,8 @@ fn configuration(own: &[Device], camera: Option<&Device>) -> String {
         paths.join(", ")
     );
     if let Some(camera) = camera {
-        text.push_str(&format!(
-            "- name: camera\n  mode: extended-resource\n  resourceName: {CAMERA}\n  paths: [{}]\n",
-            camera.path
-        ));
+        text += "- name: camera\n  mode: extended-resource\n  resourceName: ";
+        text.extend([CAMERA, "\n  paths: [", camera.path.as_str(), "]\n"]);
     }
     text
 }

@@ -131,7 +131,9 @@ impl Registry {
         }
         self.with(|plugins| {
             if let Some((_, devices)) = plugins.resources.get_mut(&resource) {
-                devices.values_mut().for_each(|healthy| *healthy = false);
+                for healthy in devices.values_mut() {
+                    *healthy = false;
+                }
             }
         });
         self.tell();
