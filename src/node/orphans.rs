@@ -57,6 +57,7 @@ impl Caretaker {
     async fn look_after(&self) {
         let begin = Instant::now();
         let mut held = self.records.held();
+        let mut told = Quarantine::new();
         loop {
             if held.wait_for(|count| *count > 0).await.is_err() {
                 return;
@@ -78,7 +79,9 @@ impl Caretaker {
             let Some(now) = self.records.judge(begin.elapsed(), answers).await else {
                 return;
             };
-            self.show(now).await;
+            if !self.show(now, &mut told).await {
+                next = next.min(RETRY);
+            }
             // A claim that comes meanwhile has time: it is suspected after the grace period at the earliest.
             tokio::select! {
                 () = sleep(next) => {}
@@ -158,28 +161,39 @@ impl Caretaker {
             .then(|| handle.devices.into_iter().map(|device| device.device).collect())
     }
 
-    async fn show(&self, now: Quarantine) {
+    /// Publishes what is in quarantine, and writes an event for whatever nobody was told of yet. False if one could not be
+    /// written: it is tried again with the next look, so that an API server that is away costs nobody the word.
+    async fn show(&self, now: Quarantine, told: &mut Quarantine) -> bool {
         let before = self.quarantine.send_replace(now.clone());
+        told.retain(|uid, quarantined| now.get(uid) == Some(quarantined));
+        let mut all = true;
         for (uid, quarantined) in &now {
-            if before.get(uid) == Some(quarantined) {
+            if told.contains_key(uid) {
                 continue;
             }
             let note = format!(
                 "The devices of {} are withheld on this node: {}. If no container uses them, run `drayman node release {uid}` on the node.",
                 quarantined.claim, quarantined.why
             );
-            error!(claim_uid = %uid, reason = REASON, "{note}");
+            if before.get(uid) != Some(quarantined) {
+                error!(claim_uid = %uid, reason = REASON, "{note}");
+            }
             let api = Api::<Event>::namespaced(self.client.clone(), "default");
             let event = self.event(note);
             match timeout(CALL_TIMEOUT, api.create(&PostParams::default(), &event)).await {
-                Ok(Ok(_)) => {}
-                Ok(Err(error)) => warn!(%error, "the event is not written"),
-                Err(_) => warn!("the event is not written: no answer"),
+                Ok(Ok(_)) => {
+                    told.insert(uid.clone(), quarantined.clone());
+                    continue;
+                }
+                Ok(Err(error)) => warn!(%error, "the event is not written yet"),
+                Err(_) => warn!("the event is not written yet: no answer"),
             }
+            all = false;
         }
         for uid in before.keys().filter(|uid| !now.contains_key(uid)) {
             info!(claim_uid = %uid, "the claim is no longer in quarantine");
         }
+        all
     }
 
     /// About the Node: that is where the person looks who can do something.
