@@ -208,6 +208,15 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
         .map(str::to_owned)
         .into()
     );
+    let both = with(&[
+        "--set=deviceKinds[1].name=camera",
+        "--set=deviceKinds[1].mode=both",
+        "--set=deviceKinds[1].resourceName=example.com/camera",
+        "--set=deviceKinds[1].paths[0]=/dev/video0",
+    ]);
+    let both = host_paths(object(&both, "DaemonSet", "drayman-node"));
+    assert!(both.contains("read /var/lib/kubelet/pod-resources at /var/lib/kubelet/pod-resources"));
+    assert!(both.contains("write /var/lib/kubelet/device-plugins at /var/lib/kubelet/device-plugins"));
     let trusted = with(&["--set=node.readKubeletState=true"]);
     let trusted = host_paths(object(&trusted, "DaemonSet", "drayman-node"));
     let usual = host_paths(usual);

@@ -275,7 +275,24 @@ fn a_value_that_the_program_or_kubernetes_would_refuse_is_refused_before() {
         ("/paths/0", json!({ "name": "a", "paths": ["/dev/**"] })),
         (
             "/mode",
-            json!({ "name": "a", "paths": ["/dev/x"], "mode": "both" }),
+            json!({ "name": "a", "paths": ["/dev/x"], "mode": "neither" }),
+        ),
+        ("", json!({ "name": "a", "paths": ["/dev/x"], "mode": "both" })),
+        (
+            "",
+            json!({ "name": "a", "paths": ["/dev/x"], "mode": "both", "resourceName": "example.com/x", "shares": 2 }),
+        ),
+        (
+            "",
+            json!({ "name": "a", "paths": ["/dev/x"], "mode": "split", "resourceName": "example.com/x" }),
+        ),
+        (
+            "",
+            json!({ "name": "a", "paths": ["/dev/x"], "extendedResourceDevices": ["x"] }),
+        ),
+        (
+            "",
+            json!({ "name": "a", "paths": ["/dev/x"], "cdiDevices": true }),
         ),
         (
             "",
