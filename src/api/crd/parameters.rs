@@ -39,18 +39,20 @@ pub struct DeviceClassParametersSpec {
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub selectors: Vec<DeviceSelector>,
-    /// Which of several groups of devices with an equal attribute is taken, if more than one would do.
+    /// Which of several groups of devices with an equal attribute is taken, or which of several shared devices, if more than
+    /// one would do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<PlacementPolicy>,
 }
 
-/// Which of several groups of devices with an equal attribute a claim with constraints gets.
+/// Which of several groups of devices with an equal attribute a claim with constraints gets, and which of several shared devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 pub enum PlacementPolicy {
-    /// The group with the fewest free devices that are enough, so that large groups stay whole. The default.
+    /// The group with the fewest free devices that are enough, so that large groups stay whole; the device with the fewest
+    /// shares left. The default.
     #[default]
     Packing,
-    /// The group with the most free devices.
+    /// The group with the most free devices; the device with the most shares left.
     Spreading,
 }
 

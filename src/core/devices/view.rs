@@ -168,6 +168,12 @@ impl<'a> View<'a> {
                 false => free.push(index),
             }
         }
+        // Among shared devices; one that is held by one claim only is either free or not there at all.
+        let room = |&index: &usize| self.standings.get(index).map_or(0, Standing::room);
+        match self.demand.policy() {
+            PlacementPolicy::Packing => free.sort_by_key(room),
+            PlacementPolicy::Spreading => free.sort_by_key(|index| std::cmp::Reverse(room(index))),
+        }
         before.append(&mut free);
         before.append(&mut others);
         before

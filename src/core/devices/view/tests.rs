@@ -232,6 +232,26 @@ fn all_means_every_device_that_matches_or_nothing() {
 }
 
 #[test]
+fn claims_fill_one_shared_device_after_the_other_or_take_the_emptiest() {
+    for (policy, expected) in [
+        ("Packing", ["d0", "d0", "d1", "d1"]),
+        ("Spreading", ["d0", "d1", "d2", "d3"]),
+    ] {
+        let mut books = books(Some(2));
+        let wish = demand(policy, &json!([{"name": "a"}]), &json!([]));
+        for (uid, device) in ["t", "u", "v", "w"].into_iter().zip(expected) {
+            one(&mut books, uid, &wish).unwrap();
+            let holder = books.holdings().get(uid).unwrap();
+            assert_eq!(
+                holder.state.grant().unwrap().devices[0].device,
+                device,
+                "{policy} {uid}"
+            );
+        }
+    }
+}
+
+#[test]
 fn a_shared_device_has_as_many_holders_as_shares_and_frees_each_of_them() {
     let mut books = books(Some(2));
     let eight = demand("Packing", &json!([{"name": "a", "count": 8}]), &json!([]));
