@@ -156,7 +156,7 @@ async fn a_copied_allocation_is_told_and_frees_nothing_of_the_claim_that_it_was_
         .wait_for_event("copy", "AllocationMadeForAnother", &uid)
         .await?;
     stage
-        .wait_for_event("copy", "DeviceHeldTwice", "delete default/copy")
+        .wait_for_event("copy", "DeviceHeldTwice", "default/copy is taken back")
         .await?;
     stage.delete_claim("copy").await?;
     assert_eq!(
@@ -192,7 +192,7 @@ async fn kinds_of_an_older_and_of_a_newer_release_are_read_and_what_is_not_under
     let new = json!([
         { "name": "more", "kind": "test", "capacity": { "memory": "1Gi" }, "attributes": {
             "drayman.dev/known": { "string": "x" }, "drayman.dev/quantity": { "quantity": "1Gi" } } },
-        { "name": "other-way", "kind": "test", "mode": "both" },
+        { "name": "other-way", "kind": "test", "mode": "loan" },
     ]);
     let new = inventory("new", &stage.node_uid("new").await?, new);
     write(&inventories, "new.drayman.dev", &new, "/spec/devices/0/capacity").await?;
