@@ -314,3 +314,19 @@ async fn a_call_that_nobody_waits_for_is_done_and_the_next_one_finds_it_done() {
     assert_eq!(node.cdi_files(), Vec::<String>::new());
     assert!(process.stop().await.success());
 }
+
+#[tokio::test]
+async fn a_node_that_has_no_inotify_left_is_served_and_looked_at_instead() {
+    let Some(node) = Node::new() else { return };
+    let process = Start::new().without_inotify().run(&node).await;
+    let mut kubelet = node.kubelet().await;
+    assert!(process.log().contains("it is polled"), "{}", process.log());
+    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    // What somebody removes is still missed, and soon.
+    let registration = node.path("kubelet/plugins_registry/drayman.dev-reg.sock");
+    node.until_exists(&registration).await;
+    std::fs::remove_file(&registration).unwrap();
+    node.until_exists(&registration).await;
+    kubelet.unprepare(A).await.unwrap();
+    assert!(process.stop().await.success());
+}

@@ -75,6 +75,8 @@ pub(crate) struct Start {
     mounts: String,
     /// Further arguments.
     arguments: Vec<String>,
+    /// Further arguments of unshare.
+    namespaces: &'static [&'static str],
 }
 
 impl Start {
@@ -83,7 +85,15 @@ impl Start {
             within: None,
             mounts: "mount --bind $NODE/dev /dev".into(),
             arguments: Vec::new(),
+            namespaces: &[],
         }
+    }
+
+    /// Where the system has no inotify left to give, as on a node whose other programs have used it up. That is counted by user
+    /// namespace, so it gets one of its own.
+    pub(crate) fn without_inotify(mut self) -> Self {
+        self.namespaces = &["--user", "--map-root-user"];
+        self.mount("echo 0 > /proc/sys/user/max_inotify_instances")
     }
 
     /// Among the mounts of a namespace that is there already.
@@ -128,7 +138,8 @@ impl Start {
         let outer = self.within.map_or_else(|| "self".to_owned(), |id| id.to_string());
         command
             .arg(format!("--mount=/proc/{outer}/ns/mnt"))
-            .args(["--", "unshare"]);
+            .args(["--", "unshare"])
+            .args(self.namespaces);
         command.args([
             "--mount",
             "--propagation",

@@ -1,6 +1,5 @@
 //! A directory that is watched by its path: it may be emptied, removed, replaced or not yet be there.
 
-use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -11,7 +10,7 @@ use tokio::time::sleep;
 
 /// How often the path is looked at although no event came: a rename of a directory above, or a mount over it, makes none.
 const SAFETY: Duration = Duration::from_secs(10);
-/// The same while there is no directory to watch.
+/// The same while there is no directory to watch, or nothing to watch it with.
 const MISSING: Duration = Duration::from_millis(500);
 /// Room for some events with the longest of names.
 const EVENTS: usize = 4096;
@@ -19,7 +18,8 @@ const EVENTS: usize = 4096;
 /// Tells when names come and go in a directory.
 pub(super) struct DirectoryWatch {
     path: PathBuf,
-    events: EventStream<[u8; EVENTS]>,
+    /// Absent if the system gives none: programs of root share 128 on most nodes. The directory is polled then.
+    events: Option<EventStream<[u8; EVENTS]>>,
     /// The watch, with device and inode of the directory that it watches.
     watched: Option<(WatchDescriptor, (u64, u64))>,
 }
@@ -35,23 +35,36 @@ impl std::fmt::Debug for DirectoryWatch {
 
 impl DirectoryWatch {
     /// Begins to watch; the directory need not exist yet.
-    pub(super) fn new(path: &Path) -> io::Result<Self> {
-        let events = Inotify::init()?.into_event_stream([0; EVENTS])?;
+    pub(super) fn new(path: &Path) -> Self {
+        let events = Inotify::init().and_then(|inotify| inotify.into_event_stream([0; EVENTS]));
+        if let Err(error) = &events {
+            tracing::warn!(path = %path.display(), %error, "the directory cannot be watched; it is polled (see fs.inotify.max_user_instances)");
+        }
+        Self::with(path, events.ok())
+    }
+
+    fn with(path: &Path, events: Option<EventStream<[u8; EVENTS]>>) -> Self {
         let mut watch = Self {
             path: path.to_owned(),
             events,
             watched: None,
         };
         watch.follow();
-        Ok(watch)
+        watch
     }
 
     /// Waits until something may have changed. To be followed by a look at the files themselves: one event may stand for many,
     /// and some come for nothing.
     pub(super) async fn changed(&mut self) {
         let pause = if self.watched.is_some() { SAFETY } else { MISSING };
+        let events = async {
+            match &mut self.events {
+                Some(events) => events.next().await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
-            event = self.events.next() => {
+            event = events => {
                 if !matches!(event, Some(Ok(_))) {
                     tracing::warn!(path = %self.path.display(), "events of a directory are lost");
                     sleep(MISSING).await;
@@ -70,7 +83,8 @@ impl DirectoryWatch {
         if self.watched.as_ref().map(|(_, directory)| *directory) == now {
             return;
         }
-        let mut watches = self.events.watches();
+        let Some(events) = &self.events else { return };
+        let mut watches = events.watches();
         if let Some((old, _)) = self.watched.take() {
             // Fails if the directory is gone, and the watch with it.
             let _ = watches.remove(old);
@@ -111,7 +125,7 @@ mod tests {
     #[tokio::test]
     async fn names_that_come_and_go_are_seen_at_once() {
         let directory = tempfile::tempdir().unwrap();
-        let mut watch = DirectoryWatch::new(directory.path()).unwrap();
+        let mut watch = DirectoryWatch::new(directory.path());
         let file = directory.path().join("x");
         let start = Instant::now();
         let task = tokio::spawn(async move {
@@ -126,11 +140,22 @@ mod tests {
         assert!(start.elapsed() < SAFETY / 2, "by events, not by the safety net");
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn a_directory_that_nothing_watches_is_looked_at_twice_a_second() {
+        let parent = tempfile::tempdir().unwrap();
+        let mut watch = DirectoryWatch::with(parent.path(), None);
+        let start = Instant::now();
+        for _ in 0..4 {
+            watch.changed().await;
+        }
+        assert_eq!(start.elapsed(), 4 * MISSING);
+    }
+
     #[tokio::test]
     async fn a_directory_that_is_replaced_is_watched_again() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("d");
-        let mut watch = DirectoryWatch::new(&path).unwrap();
+        let mut watch = DirectoryWatch::new(&path);
         assert!(watch.watched.is_none());
         std::fs::create_dir(&path).unwrap();
         until(&mut watch, || path.exists()).await;

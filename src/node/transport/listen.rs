@@ -71,11 +71,7 @@ pub async fn listen(
     check_path(&place)?;
     let socket = Socket::bind(&place).await?;
     let directory = place.path.parent().unwrap_or_else(|| Path::new("/"));
-    let watch = DirectoryWatch::new(directory).map_err(|source| SocketError::Io {
-        action: "watch (is fs.inotify.max_user_instances used up?)",
-        path: directory.to_owned(),
-        source,
-    })?;
+    let watch = DirectoryWatch::new(directory);
     let cut = CancellationToken::new();
     let (connections, incoming) = mpsc::channel(1);
     let server = Server::builder()
