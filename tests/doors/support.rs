@@ -340,6 +340,33 @@ impl RawClient {
         }
     }
 
+    /// Reads the first message of the call that was begun last, which need not end.
+    #[allow(dead_code, reason = "for the test with kubelet's own types")]
+    pub(crate) async fn first_message(&mut self) -> Option<Vec<u8>> {
+        let (stream, mut message) = (self.next_stream - 2, Vec::new());
+        loop {
+            let mut head = [0; 9];
+            self.stream.read_exact(&mut head).await.ok()?;
+            let length = u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize;
+            let mut payload = vec![0; length];
+            self.stream.read_exact(&mut payload).await.ok()?;
+            let of = u32::from_be_bytes(head[5..].try_into().unwrap());
+            match head[3] {
+                0 if of == stream => message.extend_from_slice(&payload),
+                4 if head[4] == 0 => self.frame(4, 1, 0, &[]).await,
+                3 | 7 => return None,
+                _ => {}
+            }
+            // gRPC's own prefix: whether it is compressed, and the length.
+            if let Some(size) = message.get(1..5) {
+                let size = u32::from_be_bytes(size.try_into().unwrap()) as usize;
+                if message.len() >= size + 5 {
+                    return Some(message.split_off(5));
+                }
+            }
+        }
+    }
+
     /// A whole call.
     pub(crate) async fn call(&mut self, authority: &str, path: &str, body: &[u8]) -> RawAnswer {
         self.begin(authority, path, body).await;

@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail")]
 
+mod golden;
 #[path = "../harness/mod.rs"]
 mod harness;
 #[path = "../doors/support.rs"]
@@ -10,18 +11,19 @@ mod harness;
 mod support;
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use drayman::node::door::DoorState;
 use drayman::node::door::device_plugin::{self, PluginRegistration};
+use drayman::node::door::{DoorError, DoorState};
 use tokio::process::Command;
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use support::{DRIVER, DraDoor, RESOURCE, Scripted, paths, soon, until_exists, until_state};
 
-/// Calls a door and returns the lines of the answers.
+/// Calls a door, or decodes a file of messages, and returns the lines of the answers.
 async fn call(door: &str, socket: &Path) -> BTreeSet<String> {
     let program = tokio::task::spawn_blocking(|| harness::build_go("tests/kubelet_types", "kubelet_types"));
     let output = Command::new(program.await.unwrap().unwrap())
@@ -75,40 +77,70 @@ async fn kubelet_reads_every_answer_of_the_registration_and_of_both_versions_for
     door.close().await;
 }
 
+/// The door of an extended resource with two devices, as the plugin watcher finds it.
+struct PluginDoor {
+    directory: tempfile::TempDir,
+    shutdown: CancellationToken,
+    task: JoinHandle<Result<(), DoorError>>,
+}
+
+impl PluginDoor {
+    async fn open() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let shutdown = CancellationToken::new();
+        let (sender, mut state) = watch::channel(DoorState::Starting);
+        let companion = Scripted::new();
+        companion.devices.send_modify(|devices| {
+            devices.push(support::device("b", false));
+            devices[0].numa_nodes = vec![0, 1];
+        });
+        let serve = device_plugin::serve(
+            Arc::clone(&companion),
+            paths(&directory),
+            PluginRegistration::PluginWatcher,
+            DRIVER.into(),
+            RESOURCE.into(),
+            sender,
+            shutdown.clone(),
+        );
+        let task = tokio::spawn(serve);
+        until_state(&mut state, &DoorState::Waiting).await;
+        let door = Self {
+            directory,
+            shutdown,
+            task,
+        };
+        until_exists(&door.registration(), true).await;
+        door
+    }
+
+    fn registration(&self) -> PathBuf {
+        paths(&self.directory)
+            .device_plugin_registration_socket(DRIVER, RESOURCE)
+            .path
+    }
+
+    fn service(&self) -> PathBuf {
+        paths(&self.directory)
+            .watched_device_plugin_socket(DRIVER, RESOURCE)
+            .path
+    }
+
+    async fn close(self) {
+        self.shutdown.cancel();
+        soon(self.task).await.unwrap().unwrap();
+    }
+}
+
 #[tokio::test]
 async fn kubelet_reads_every_answer_of_a_device_plugin_also_where_its_watcher_finds_it() {
-    let directory = tempfile::tempdir().unwrap();
-    let shutdown = CancellationToken::new();
-    let (sender, mut state) = watch::channel(DoorState::Starting);
-    let companion = Scripted::new();
-    companion.devices.send_modify(|devices| {
-        devices.push(support::device("b", false));
-        devices[0].numa_nodes = vec![0, 1];
-    });
-    let serve = device_plugin::serve(
-        Arc::clone(&companion),
-        paths(&directory),
-        PluginRegistration::PluginWatcher,
-        DRIVER.into(),
-        RESOURCE.into(),
-        sender,
-        shutdown.clone(),
-    );
-    let task = tokio::spawn(serve);
-    until_state(&mut state, &DoorState::Waiting).await;
-    let registration = paths(&directory)
-        .device_plugin_registration_socket(DRIVER, RESOURCE)
-        .path;
-    until_exists(&registration, true).await;
-    let plugin = paths(&directory)
-        .watched_device_plugin_socket(DRIVER, RESOURCE)
-        .path;
+    let door = PluginDoor::open().await;
     let info = format!(
         r#"GetInfo {{"type":"DevicePlugin","name":"{RESOURCE}","endpoint":"{}","supported_versions":["v1beta1"]}}"#,
-        plugin.display()
+        door.service().display()
     );
     assert_eq!(
-        call("registration", &registration).await,
+        call("registration", &door.registration()).await,
         lines([&info, "NotifyRegistrationStatus {}"])
     );
     let expected = [
@@ -125,7 +157,6 @@ async fn kubelet_reads_every_answer_of_a_device_plugin_also_where_its_watcher_fi
         "Allocate FailedPrecondition: refuse: stop the other pod",
         "PreStartContainer FailedPrecondition: refuse: stop the other pod",
     ];
-    assert_eq!(call("deviceplugin", &plugin).await, lines(expected));
-    shutdown.cancel();
-    soon(task).await.unwrap().unwrap();
+    assert_eq!(call("deviceplugin", &door.service()).await, lines(expected));
+    door.close().await;
 }
