@@ -5,6 +5,7 @@
 mod api;
 mod disk;
 mod faults;
+mod hostile;
 mod killed;
 mod life;
 mod node;

@@ -266,7 +266,12 @@ pub(crate) struct Kubelet {
 impl Kubelet {
     /// The CDI ids, or the error for the claim.
     pub(crate) async fn prepare(&mut self, uid: &str, devices: &[&str]) -> Result<Vec<String>, String> {
-        let claim = claim(uid, "n-1", devices);
+        self.prepare_claim(claim(uid, "n-1", devices)).await
+    }
+
+    /// The same for a claim that is whatever the test says.
+    pub(crate) async fn prepare_claim(&mut self, claim: Claim) -> Result<Vec<String>, String> {
+        let uid = claim.uid.clone();
         let answer = self
             .client
             .node_prepare_resources(ClaimList::new(vec![claim]))
@@ -318,7 +323,8 @@ pub(crate) fn handle(uid: &str, node_uid: &str, devices: &[&str]) -> String {
     handle.to_data().unwrap()
 }
 
-fn claim(uid: &str, node_uid: &str, devices: &[&str]) -> Claim {
+/// A claim as an honest kubelet asks for it.
+pub(crate) fn claim(uid: &str, node_uid: &str, devices: &[&str]) -> Claim {
     Claim {
         namespace: "default".into(),
         uid: uid.into(),
