@@ -144,6 +144,7 @@ impl<D: NodeDriver> Owner<D> {
             cluster,
             files,
             rebuilt: _,
+            complete: _,
         } = options.opened;
         let (sender, requests) = mpsc::channel(QUEUE);
         let (publish, published) = watch::channel(Arc::default());

@@ -216,6 +216,45 @@ async fn directories_that_are_wiped_while_kubelet_is_down_cost_no_pod_its_device
     stage.cluster.stop().await
 }
 
+/// Checkpoint, CDI file and kubelet's own list are gone; the container runs. What kubelet shows of it and the API server together
+/// tell which device it has.
+#[tokio::test]
+async fn a_claim_of_which_only_the_running_container_is_left_keeps_its_device() -> anyhow::Result<()> {
+    let (stage, controller, mut companion) = stage(1).await?;
+    let node = stage.cluster.node(0);
+    stage.make_pod("first").await?;
+    let first = look_inside(&stage, "first").await?;
+    let uid = uid_of_claim(&stage, "first").await?;
+    companion.kill().await?;
+    let state = "/var/lib/kubelet/plugins/drayman.dev";
+    std::fs::remove_dir_all(node.path(state))?;
+    for name in node.list("/run/cdi")? {
+        node.remove(format!("/run/cdi/{name}"))?;
+    }
+    node.remove("/var/lib/kubelet/dra_manager_state")?;
+    assert!(node.list("/run/cdi")?.is_empty());
+
+    let companion = stage.companion_with(0, CONFIGURATION, SOON)?;
+    companion.logged("CheckpointLost").await?;
+    companion.logged("HoldingExplained").await?;
+    companion.logged(REGISTERED).await?;
+    assert_eq!(traces(node, &uid)?.len(), 2, "{:?}", traces(node, &uid)?);
+    let (done, said) = person(node, &["holdings"]).await?;
+    let line = said.lines().find(|line| line.contains(&uid)).unwrap_or_default();
+    assert!(done && line.contains("drayman-test-0"), "{said}");
+    assert_eq!(look_inside(&stage, "first").await?, first);
+    stage.cluster.kubectl(&["delete", "pod", "first"]).await?;
+    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    stage.make_pod("second").await?;
+    assert_eq!(
+        look_inside(&stage, "second").await?.only_device(),
+        first.only_device()
+    );
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
 #[tokio::test]
 async fn a_companion_that_is_replaced_while_pods_are_created_costs_none_of_them() -> anyhow::Result<()> {
     const ROUNDS: usize = 3;

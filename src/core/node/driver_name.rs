@@ -46,6 +46,14 @@ impl DriverName {
         format!("{}/claim={uid}", self.0)
     }
 
+    /// The claim that a CDI id of ours carries: the inverse of [`Self::cdi_id`]. `None` for any other id.
+    pub fn claim_of_cdi_id(&self, id: &str) -> Option<ClaimUid> {
+        let (kind, uid) = id.split_once('=')?;
+        (kind == self.cdi_kind())
+            .then(|| ClaimUid::parse(uid).ok())
+            .flatten()
+    }
+
     /// The name of the CDI file of a claim.
     pub fn cdi_file(&self, uid: &ClaimUid) -> String {
         format!("{}{uid}.json", self.cdi_file_prefix())

@@ -12,6 +12,7 @@ use super::prepare::{held_device, restore};
 use super::rendering::entry_of_cdi_spec;
 use super::step::Step;
 use crate::api::cdi;
+use crate::api::proto::pod_resources_v1::PodResources;
 
 /// The entries of a checkpoint that was lost, from what else there is: our CDI files, and the claims that kubelet lists.
 ///
@@ -41,6 +42,44 @@ pub fn rebuild(
             (uid.clone(), entry)
         })
         .collect()
+}
+
+/// The claims of this driver that containers have, as kubelet's PodResources API shows them, with namespace and name. Which devices
+/// they have is not shown. Kubelet shows nothing of claims unless its feature gate `KubeletPodResourcesDynamicResources` is on (off by
+/// default up to 1.33).
+pub fn running_claims(driver: &DriverName, pods: &[PodResources]) -> BTreeMap<ClaimUid, (String, String)> {
+    let resources = pods
+        .iter()
+        .flat_map(|pod| &pod.containers)
+        .flat_map(|container| &container.dynamic_resources);
+    let mut running = BTreeMap::new();
+    for resource in resources {
+        let ids = resource
+            .claim_resources
+            .iter()
+            .flat_map(|claim| &claim.cdi_devices);
+        for uid in ids.filter_map(|id| driver.claim_of_cdi_id(&id.name)) {
+            let name = (resource.claim_namespace.clone(), resource.claim_name.clone());
+            running.insert(uid, name);
+        }
+    }
+    running
+}
+
+/// What a ledger that was rebuilt lacks of the claims that containers have: names, and claims that left no other trace. Those are in
+/// it then without devices, so that nothing is prepared until somebody explains them. `None` if nothing is lacking.
+pub fn with_running(ledger: &Ledger, running: &BTreeMap<ClaimUid, (String, String)>) -> Option<Ledger> {
+    let mut entries = ledger.entries().clone();
+    for (uid, (namespace, name)) in running {
+        let entry = entries
+            .entry(uid.clone())
+            .or_insert_with(|| of_list(ledger.boot_id(), None));
+        if entry.name.is_empty() {
+            entry.namespace.clone_from(namespace);
+            entry.name.clone_from(name);
+        }
+    }
+    (entries != *ledger.entries()).then(|| Ledger::new(ledger.boot_id(), entries))
 }
 
 fn of_list(boot_id: &str, listed: Option<&KubeletClaim>) -> Entry {
@@ -149,6 +188,9 @@ mod tests {
     use super::super::kubelet_state::KubeletClaims;
     use super::super::rendering::cdi_spec;
     use super::*;
+    use crate::api::proto::pod_resources_v1::{
+        CdiDevice, ClaimResource, ContainerResources, DynamicResource,
+    };
     use crate::core::node::injection::DeviceNode;
 
     const BOOT: &str = "boot";
@@ -230,6 +272,47 @@ mod tests {
                 BTreeMap::new()
             );
         }
+    }
+
+    #[test]
+    fn a_claim_that_only_a_running_pod_tells_of_is_in_the_ledger_with_devices_unknown() {
+        let resource = |id: &str| DynamicResource {
+            claim_name: "camera".into(),
+            claim_namespace: "default".into(),
+            claim_resources: vec![ClaimResource {
+                cdi_devices: vec![CdiDevice { name: id.into() }],
+            }],
+            ..DynamicResource::default()
+        };
+        let ours = |last| driver().cdi_id(&uid(last));
+        let container = ContainerResources {
+            dynamic_resources: vec![
+                resource(&ours('1')),
+                resource(&ours('2')),
+                resource("other.dev/claim=7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a03"),
+                resource("drayman.dev/claim=../../x"),
+                resource("drayman.dev/device=camera-0"),
+            ],
+            ..ContainerResources::default()
+        };
+        let pod = PodResources {
+            containers: vec![container],
+            ..PodResources::default()
+        };
+        let running = running_claims(&driver(), &[pod]);
+        assert!(running.keys().eq([&uid('1'), &uid('2')]), "{running:?}");
+
+        let files = BTreeMap::from([(uid('1'), Some(spec('1', "x")))]);
+        let entries = rebuild(&driver(), BOOT, &files, &KubeletView::Unknown("none".into()));
+        let ledger = with_running(&Ledger::new(BOOT, entries), &running).unwrap();
+        let entry = |last| ledger.entry(&uid(last)).unwrap();
+        assert_eq!(
+            (devices(entry('1')), entry('1').name.as_str()),
+            (vec!["x"], "camera")
+        );
+        assert_eq!(entry('2').name, "camera");
+        assert!(entry('2').is_unaccounted() && ledger.may_be_in_use(entry('2')));
+        assert_eq!(with_running(&ledger, &running), None, "nothing is lacking now");
     }
 
     #[test]

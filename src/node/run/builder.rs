@@ -9,17 +9,18 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
-use tracing::info;
+use tracing::{info, warn};
 
 use super::doors::Doors;
 use super::{NodeError, boot_id};
 use crate::core::node::discovery::events::DeviceEvent;
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::orphans;
+use crate::core::node::recovery::running_claims;
 use crate::core::node::request::ExtendedResource;
 use crate::node::announce::Announcements;
 use crate::node::door::device_plugin::PluginRegistration;
-use crate::node::door::pod_resources::{Grants, KubeletGrants};
+use crate::node::door::pod_resources::{Grants, KubeletGrants, PodResourcesClient};
 use crate::node::door::{DoorError, KubeletPaths};
 use crate::node::driver::NodeDriver;
 use crate::node::inventory::{Publisher, PublisherClient, Standing};
@@ -182,9 +183,12 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let driver_name = DriverName::parse(&self.driver_name)?;
         let boot_id = boot_id().map_err(NodeError::BootId)?;
         let places = Places::new(driver_name.clone(), &self.kubelet.root_dir, &self.cdi_dir);
-        let Some(opened) = open(&places, &boot_id, &shutdown).await? else {
+        let Some(mut opened) = open(&places, &boot_id, &shutdown).await? else {
             return Ok(());
         };
+        if !opened.complete {
+            ask_kubelet(&mut opened, &driver_name, &self.kubelet).await;
+        }
         let (cluster, _) = watch::channel(opened.cluster.clone());
         let node_in_doubt = Arc::new(Notify::new());
         let resources = self
@@ -311,6 +315,22 @@ async fn open(
             () = shutdown.cancelled() => return Ok(None),
             () = sleep(LOCK_PAUSE) => {}
         }
+    }
+}
+
+/// Asks kubelet which claims its containers have, where there is no checkpoint that tells. A kubelet that does not answer is not
+/// waited for: it may wait for us.
+async fn ask_kubelet(opened: &mut Opened, driver: &DriverName, kubelet: &KubeletPaths) {
+    match PodResourcesClient::new(kubelet).list().await {
+        Ok(pods) => opened.add_running(&running_claims(driver, &pods)),
+        Err(error) if opened.rebuilt.is_some() => {
+            warn!(
+                reason = error.reason(),
+                "kubelet does not show which claims its containers have: {error}"
+            );
+        }
+        // A node that is new.
+        Err(_) => {}
     }
 }
 

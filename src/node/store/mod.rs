@@ -19,7 +19,7 @@ use crate::core::node::driver_name::DriverName;
 use crate::core::node::injection::Injection;
 use crate::core::node::kubelet_state::{self, KubeletView};
 use crate::core::node::ledger::Ledger;
-use crate::core::node::recovery::rebuild;
+use crate::core::node::recovery::{rebuild, with_running};
 use crate::core::node::step::Records;
 use crate::node::transport::Identity;
 use cdi::CdiDirectory;
@@ -138,6 +138,19 @@ pub struct Opened {
     pub files: BTreeSet<ClaimUid>,
     /// Why the ledger is not that of a checkpoint but was put together from other traces; `None` in ordinary times.
     pub rebuilt: Option<String>,
+    /// Whether there was a checkpoint, and nothing has shown that it does not have everything.
+    pub complete: bool,
+}
+
+impl Opened {
+    /// Adds what containers have, as kubelet shows it, to a ledger that may lack it.
+    pub fn add_running(&mut self, running: &BTreeMap<ClaimUid, (String, String)>) {
+        if let Some(ledger) = with_running(&self.ledger, running) {
+            self.ledger = ledger;
+            let why = "containers have claims that it did not have".to_owned();
+            report(&self.ledger, self.rebuilt.get_or_insert(why));
+        }
+    }
 }
 
 impl Store {
@@ -154,7 +167,9 @@ impl Store {
         let cdi = CdiDirectory::new(places.driver.clone(), &places.cdi);
         let files = cdi.claims()?;
         let mut text = None;
-        let (loaded, rebuilt) = match file.load() {
+        let loaded = file.load();
+        let read = matches!(loaded, Loaded::Read(..));
+        let (loaded, rebuilt) = match loaded {
             Loaded::Read(mut checkpoint, found) => {
                 // The process before may have been killed between its rename and its flush.
                 match file.make_durable() {
@@ -231,6 +246,7 @@ impl Store {
             ledger,
             cluster: loaded.cluster,
             files,
+            complete: read && rebuilt.is_none(),
             rebuilt,
         })
     }
@@ -282,7 +298,7 @@ fn report(ledger: &Ledger, why: &str) {
     error!(
         reason = "CheckpointLost",
         claims = ledger.entries().len(),
-        "the checkpoint cannot be relied on, and what claims hold was put together from the CDI files and kubelet's list: {why}"
+        "the checkpoint cannot be relied on, and what claims hold was put together from the CDI files, kubelet's list and what it shows of its containers: {why}"
     );
     for (uid, entry) in ledger.entries() {
         if entry.is_unaccounted() {
