@@ -34,7 +34,7 @@ test: format lint ## Everything: check, then the tests on real Kubernetes (root 
 	hack/test all
 
 .PHONY: test-all
-test-all: format lint ## The tests on real Kubernetes, on 1.27, 1.28, 1.29 and 1.30 (the first time 15 minutes more, to build them)
+test-all: format lint ## The tests on real Kubernetes, on 1.27 to 1.30, and the device plugin on 1.31, 1.34 and 1.36 (the first time 30 minutes more, to build them)
 	hack/test versions
 
 .PHONY: verify

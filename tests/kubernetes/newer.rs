@@ -56,3 +56,29 @@ async fn any_kubelet_registers_the_device_plugin_again_after_its_restart_and_han
     companion.end().await?;
     stage.cluster.stop().await
 }
+
+#[tokio::test]
+async fn any_kubelet_finds_the_device_plugin_by_its_watcher_also_after_its_restart() -> anyhow::Result<()> {
+    let stage = Stage::without_class(Cluster::builder().nodes(1).start().await?).await?;
+    let node = stage.cluster.node(0);
+    make_devices(node, "drayman-plugged", &MINORS[..2])?;
+    let flags = ["--device-plugin-registration=plugin-watcher"];
+    let companion = stage.companion_with(0, CONFIGURATION, &flags)?;
+    companion.logged("kubelet has registered the driver").await?;
+    wait_for_allocatable(&stage, 0, "2").await?;
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("before")?)
+        .await?;
+    let before = look_inside(&stage, "before").await?;
+    node.restart_kubelet().await?;
+    wait_for_allocatable(&stage, 0, "2").await?;
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("after")?)
+        .await?;
+    let after = look_inside(&stage, "after").await?;
+    assert_ne!(after.only_device(), before.only_device());
+    companion.end().await?;
+    stage.cluster.stop().await
+}
