@@ -97,7 +97,7 @@ impl Node {
 }
 
 /// What the object's `Ready` condition says against the node.
-fn unready(inventory: &NodeInventory) -> Option<Box<str>> {
+pub(in crate::core) fn unready(inventory: &NodeInventory) -> Option<Box<str>> {
     let conditions = inventory
         .status
         .as_ref()
