@@ -16,7 +16,7 @@ use super::output::{Colour, Output, coloured, one_line};
 use super::{Cluster, node_check, read};
 use crate::api::crd::{self, DeviceClassParameters, NodeInventory};
 use crate::api::resource::{GROUP, ResourceClass, VERSION};
-use crate::cli::{Error, block_on, choose_tls_provider, value};
+use crate::cli::{Error, block_on, choose_tls_provider, group, value};
 use crate::core::inspect::doctor::{
     Finding, Level, NodeFacts, classes, definitions, extended_resources, inventories, lease, server,
 };
@@ -31,14 +31,8 @@ pub(in crate::cli) struct Arguments {
     #[arg(long)]
     this_node: bool,
 
-    /// Root directory of kubelet, for --this-node
-    #[arg(
-        long,
-        value_name = "DIRECTORY",
-        default_value = "/var/lib/kubelet",
-        value_parser = value::absolute_path
-    )]
-    kubelet_root_dir: PathBuf,
+    #[command(flatten)]
+    kubelet: group::KubeletRoot,
 
     /// Configuration file of containerd, for --this-node
     #[arg(
@@ -58,9 +52,9 @@ pub(in crate::cli) struct Arguments {
 
 /// Prints the findings.
 pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
-    let driver = &arguments.cluster.driver_name;
+    let driver = &arguments.cluster.driver.name;
     let findings = if arguments.this_node {
-        node_check::look(driver, &arguments.kubelet_root_dir, &arguments.containerd_config)
+        node_check::look(driver, &arguments.kubelet.root_dir, &arguments.containerd_config)
     } else {
         choose_tls_provider();
         block_on(async {
