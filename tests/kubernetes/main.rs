@@ -16,6 +16,7 @@ mod loss;
 mod newer;
 mod pods;
 mod records;
+mod round_trip;
 mod selectors;
 mod stage;
 mod survive;
