@@ -107,6 +107,8 @@ fn program(arguments: &[String]) -> String {
         .args(arguments)
         .env_clear()
         .env("NODE_NAME", "node")
+        // What a person has at home is none of the container's.
+        .env("HOME", "/nonexistent")
         .output()
         .expect("the program starts");
     String::from_utf8(output.stderr).expect("UTF-8")
@@ -145,7 +147,7 @@ fn the_program_takes_the_flags_and_the_configuration_of_every_variant() {
     }
     assert_eq!(
         seen,
-        ["controller", "crds", "node", "version"]
+        ["controller", "crds", "drain", "node", "version"]
             .map(str::to_owned)
             .into()
     );
@@ -222,14 +224,25 @@ fn releases_of_one_name_in_two_namespaces_have_no_object_in_common() {
 }
 
 #[test]
-fn a_changed_configuration_replaces_the_companions_and_nothing_else_does() {
-    let annotation = |arguments: &[&str]| {
+fn a_changed_configuration_replaces_no_companion_unless_it_needs_another_mount() {
+    let with = |arguments: &[&str]| {
         let rendered = render(Some(&chart("ci/one-kind-values.yaml")), arguments);
-        object(&rendered, "DaemonSet", "drayman-node")["spec"]["template"]["metadata"]["annotations"].clone()
+        let daemon_set = object(&rendered, "DaemonSet", "drayman-node");
+        let configuration = object(&rendered, "ConfigMap", "drayman-node");
+        (
+            daemon_set["spec"]["template"].clone(),
+            configuration["data"].clone(),
+        )
     };
-    let before = annotation(&[]);
-    assert_eq!(annotation(&["--set=controller.replicas=2"]), before);
-    assert_ne!(annotation(&["--set=deviceKinds[0].permissions=r"]), before);
+    let before = with(&[]);
+    let other = with(&["--set=deviceKinds[0].permissions=r"]);
+    assert_eq!(other.0, before.0, "the companion follows its file");
+    assert_ne!(other.1, before.1);
+    let other_door = with(&[
+        "--set=deviceKinds[0].mode=both",
+        "--set=deviceKinds[0].resourceName=example.com/x",
+    ]);
+    assert_ne!(other_door.0, before.0);
 }
 
 #[test]
@@ -403,6 +416,12 @@ fn a_part_that_is_switched_off_leaves_nothing_of_it() {
     assert!(controller.contains("component: node"));
     assert!(!controller.contains("component: controller"));
     assert!(!text(None, &["--set=crds.upgrade=false"]).contains("component: crds"));
+    assert!(text(None, &[]).contains("component: uninstall"));
+    assert!(!text(None, &["--set=uninstallCheck=false"]).contains("component: uninstall"));
+    assert!(
+        !controller.contains("component: uninstall"),
+        "there are no claims of it"
+    );
     let without_roles = render(None, &["--set=rbac.create=false", "--set=crds.upgrade=false"]);
     assert!(
         without_roles

@@ -50,6 +50,39 @@ fn the_roles_are_those_with_which_the_programs_are_tested() {
     }
 }
 
+/// `drayman doctor` asks for these rights.
+#[test]
+fn the_doctor_knows_what_the_roles_allow() {
+    use drayman::core::inspect::rights::{Component, needed};
+    let installed = one_kind();
+    let known = |component, lease: Option<&str>| -> BTreeSet<String> {
+        needed(component, lease)
+            .into_iter()
+            .filter(|right| right.namespace.is_empty() == lease.is_none())
+            .map(|right| format!("{} {}.{} []", right.verb, right.resource, right.group))
+            .collect()
+    };
+    for (kind, name, known) in [
+        (
+            "ClusterRole",
+            "drayman-controller.drayman",
+            known(Component::Controller, None),
+        ),
+        (
+            "ClusterRole",
+            "drayman-node.drayman",
+            known(Component::Node, None),
+        ),
+        (
+            "Role",
+            "drayman-controller",
+            known(Component::Controller, Some("drayman")),
+        ),
+    ] {
+        assert_eq!(known, allowed(object(&installed, kind, name)), "{kind} {name}");
+    }
+}
+
 #[test]
 fn no_role_has_a_wildcard_or_reads_secrets_or_makes_or_deletes_what_is_users_own() {
     for variant in variants() {

@@ -8,6 +8,7 @@ mod harness;
 
 mod controller;
 mod devices;
+mod doctor;
 mod example;
 mod faults;
 mod hostile;
