@@ -3,6 +3,7 @@
 //! Nothing runs while no claim holds anything. The API server is asked only for claims that kubelet's own list misses.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -15,6 +16,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
+use super::figures::Figures;
 use super::owner::{Quarantine, RecordsHandle};
 use crate::api::handle::DeviceHandle;
 use crate::api::resource::ResourceClaim;
@@ -43,6 +45,8 @@ pub(super) struct Caretaker {
     pub(super) cluster: watch::Receiver<ClusterFacts>,
     /// Where what is in quarantine is shown.
     pub(super) quarantine: watch::Sender<Quarantine>,
+    /// Where events are counted.
+    pub(super) figures: Arc<Figures>,
 }
 
 impl Caretaker {
@@ -177,6 +181,7 @@ impl Caretaker {
             );
             if before.get(uid) != Some(quarantined) {
                 error!(claim_uid = %uid, reason = REASON, "{note}");
+                self.figures.told(REASON);
             }
             let api = Api::<Event>::namespaced(self.client.clone(), "default");
             let event = self.event(note);

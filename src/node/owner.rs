@@ -20,8 +20,10 @@ use tracing::{error, info, warn};
 use super::companion::CompanionError;
 use super::door::pod_resources::Grants;
 use super::driver::{NodeDriver, PreparedClaim};
+use super::figures::Figures;
 use super::store::{Opened, Places, Store};
 use crate::core::node::announced::Announced;
+use crate::core::node::census::census;
 use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::claim_uid::ClaimUid;
 use crate::core::node::containers::{Containers, Contested};
@@ -80,6 +82,8 @@ pub struct OwnerOptions<D> {
     pub grants: Option<Arc<dyn Grants>>,
     /// The devices of this node that claims were allocated, as the API server shows it: for the same.
     pub announcements: watch::Receiver<Arc<Announced>>,
+    /// Where everything is counted.
+    pub figures: Arc<Figures>,
 }
 
 /// The owner, before it runs.
@@ -118,6 +122,7 @@ pub struct Owner<D> {
     complained: bool,
     /// When this process began.
     since: Instant,
+    figures: Arc<Figures>,
 }
 
 impl<D> std::fmt::Debug for Owner<D> {
@@ -174,6 +179,7 @@ impl<D: NodeDriver> Owner<D> {
             contested: Contested::default(),
             complained: false,
             since: Instant::now(),
+            figures: options.figures.clone(),
         };
         owner.change_resources();
         owner.recover(&files).await;
@@ -191,6 +197,7 @@ impl<D: NodeDriver> Owner<D> {
                 resources: seen,
                 held: holds,
                 look_due,
+                figures: options.figures,
             },
             published,
         )
@@ -231,6 +238,7 @@ impl<D: NodeDriver> Owner<D> {
                 let mut answers = Vec::with_capacity(claims.len());
                 for claim in claims {
                     let result = self.prepare(&claim).await;
+                    self.count("prepare", result.as_ref().err());
                     report(
                         "prepare",
                         &claim.namespace,
@@ -246,6 +254,7 @@ impl<D: NodeDriver> Owner<D> {
                 let mut answers = Vec::with_capacity(claims.len());
                 for claim in claims {
                     let result = self.unprepare(&claim).await;
+                    self.count("unprepare", result.as_ref().err());
                     report(
                         "unprepare",
                         &claim.namespace,
@@ -259,6 +268,7 @@ impl<D: NodeDriver> Owner<D> {
             }
             Request::Allocate(resource, containers, answer) => {
                 let result = self.allocate(&resource, &containers).await;
+                self.count("allocate", result.as_ref().err());
                 match &result {
                     Ok(_) => info!(resource, devices = ?containers, "allocate done"),
                     Err(failure) => {
@@ -269,6 +279,7 @@ impl<D: NodeDriver> Owner<D> {
             }
             Request::CheckStart(resource, devices, answer) => {
                 let result = self.check_start(&resource, &devices).await;
+                self.count("start", result.as_ref().err());
                 if let Err(failure) = &result {
                     warn!(
                         resource,
@@ -281,6 +292,10 @@ impl<D: NodeDriver> Owner<D> {
             }
             Request::Records(request) => self.records(request).await,
         }
+    }
+
+    fn count(&self, operation: &'static str, failure: Option<&Failure>) {
+        self.figures.handled(operation, failure.map(Failure::reason));
     }
 
     async fn prepare(&mut self, claim: &ClaimToPrepare) -> Result<Vec<String>, Failure> {
@@ -439,6 +454,9 @@ impl<D: NodeDriver> Owner<D> {
         let count = self.ledger.entries().len();
         self.held
             .send_if_modified(|held| std::mem::replace(held, count) != count);
+        let devices = census(&self.inventory, self.handed_out());
+        self.figures
+            .stock(devices, count, self.orphans.quarantine().len());
         for resource in self.resources.values() {
             let devices = plugin_devices(&self.inventory, self.handed_out(), &resource.offered.kind);
             resource.devices.send_if_modified(|published| {
@@ -463,11 +481,11 @@ fn report(what: &str, namespace: &str, name: &str, uid: &str, failure: Option<&F
     let [namespace, name, uid] =
         [namespace, name, uid].map(|text| text.chars().take(SHOWN_MAX).collect::<String>());
     match failure {
-        None => info!(namespace, name, uid, "{what} done"),
+        None => info!(namespace, name, claim_uid = uid, "{what} done"),
         Some(failure) => warn!(
             namespace,
             name,
-            uid,
+            claim_uid = uid,
             reason = failure.reason(),
             "{what} refused: {failure}"
         ),

@@ -151,6 +151,7 @@ pub(super) async fn live_beside(
         node_in_doubt: doubt.clone(),
         grants: kubelet.map(|kubelet| kubelet as Arc<dyn Grants>),
         announcements,
+        figures: Arc::default(),
     })
     .await;
     let task = tokio::spawn(owner.run());
