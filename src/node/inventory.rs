@@ -160,7 +160,8 @@ impl Publisher {
                 () = sleep(retry.unwrap_or_default()), if retry.is_some() => {}
                 Ok(()) = self.devices.changed(), if retry.is_none() => {}
                 Ok(()) = self.standing.changed(), if retry.is_none() => {}
-                Some(notice) = next_notice(self.notices.as_mut()) => {
+                // Without the Node there is nothing that the event could be about: it waits in the queue.
+                Some(notice) = next_notice(self.notices.as_mut()), if node.is_some() => {
                     if let Some(node) = &node {
                         self.tell(node, &[notice]).await;
                     }
