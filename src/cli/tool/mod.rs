@@ -12,6 +12,7 @@ pub(super) mod explain;
 mod node_check;
 mod output;
 mod read;
+mod rights;
 pub(super) mod who;
 
 use std::ffi::OsString;
