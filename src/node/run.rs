@@ -20,6 +20,7 @@ use super::door::{DoorError, KubeletPaths};
 use super::inventory::Standing;
 use super::reload;
 use super::store::StoreError;
+use super::store::disk::Disk;
 use crate::core::node::driver_name::{DriverName, DriverNameError};
 use crate::core::node::orphans;
 
@@ -48,6 +49,8 @@ pub struct NodeOptions {
     pub client: kube::Client,
     /// Where the companion says how it stands with kubelet; whoever wants to know subscribes.
     pub standing: watch::Sender<Standing>,
+    /// The disk; somebody looks on in tests only.
+    pub disk: Disk,
 }
 
 impl NodeOptions {
@@ -66,6 +69,7 @@ impl NodeOptions {
             host: HostPaths::default(),
             client,
             standing: watch::Sender::new(Standing::starting()),
+            disk: Disk::default(),
         }
     }
 }
@@ -163,6 +167,7 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
         .orphan_grace(options.orphan_grace)
         .changing(changing)
         .notices(told)
-        .standing(options.standing);
+        .standing(options.standing)
+        .disk(options.disk);
     node.run(shutdown).await
 }
