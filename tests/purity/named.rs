@@ -45,7 +45,10 @@ fn tests_of(text: &str) -> Vec<String> {
         marked |= attribute && (line.starts_with("#[test]") || line.starts_with("#[tokio::test"));
         let declared = line.trim_start_matches("pub ").trim_start_matches("async ");
         if let Some(rest) = declared.strip_prefix("fn ") {
-            let name: String = rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+            let name: String = rest
+                .chars()
+                .take_while(|c| c.is_alphanumeric() || *c == '_')
+                .collect();
             if marked {
                 names.push(name);
             }
@@ -58,7 +61,9 @@ fn tests_of(text: &str) -> Vec<String> {
 /// What a text names in the type of code and in the form of a test: `a_sentence`, `module::a_sentence`.
 fn names_in(text: &str) -> Vec<String> {
     let is_test = |word: &&str| {
-        let letters = word.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
+        let letters = word
+            .chars()
+            .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
         letters && word.len() >= NAME_MIN && word.contains('_')
     };
     let code = text.split('`').skip(1).step_by(2);
@@ -75,7 +80,10 @@ fn every_test_that_a_document_names_is_there() {
         let named = names_in(&document(path));
         assert!(named.len() > 40, "{path} names {} tests", named.len());
         let missing: Vec<_> = named.into_iter().filter(|name| !tests.contains(name)).collect();
-        assert!(missing.is_empty(), "{path} names tests that are not there: {missing:#?}");
+        assert!(
+            missing.is_empty(),
+            "{path} names tests that are not there: {missing:#?}"
+        );
     }
 }
 
@@ -85,7 +93,9 @@ fn every_scenario_has_a_test_of_its_own_name() {
     let (_, table) = text.split_once(SCENARIOS).expect("the table of scenarios");
     let table = table.split("\n## ").next().unwrap_or_default();
     for number in 1..=SCENARIO_COUNT {
-        let line = table.lines().find(|line| line.starts_with(&format!("| F{number} ")));
+        let line = table
+            .lines()
+            .find(|line| line.starts_with(&format!("| F{number} ")));
         let line = line.unwrap_or_else(|| panic!("F{number} has no line in docs/testing.md"));
         assert!(!names_in(line).is_empty(), "F{number} names no test: {line}");
     }

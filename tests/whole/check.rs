@@ -48,7 +48,9 @@ fn has_finalizer(claim: &Value) -> bool {
 }
 
 pub(crate) fn is_allocated(claim: &Value) -> bool {
-    claim.pointer("/status/allocation").is_some_and(|found| !found.is_null())
+    claim
+        .pointer("/status/allocation")
+        .is_some_and(|found| !found.is_null())
 }
 
 /// What a claim of ours holds.
@@ -150,7 +152,9 @@ impl Checker {
                 })
             });
             if bound.is_some() || users.len() > 1 {
-                self.violate(format!("I5: {name} is cleared while it is reserved for {users:?}"));
+                self.violate(format!(
+                    "I5: {name} is cleared while it is reserved for {users:?}"
+                ));
             }
         }
         if has_finalizer(before) && !has_finalizer(after) && is_allocated(before) {
@@ -188,15 +192,28 @@ impl Checker {
             .flat_map(|inventory| list(inventory, "/spec/devices"))
             .map(|device| text(device, "/name").to_owned())
             .collect();
-        if let Some(device) = handle.devices.iter().find(|device| !known.contains(&device.device)) {
-            self.violate(format!("I2: {name} gets {}, which the node does not have", device.device));
+        if let Some(device) = handle
+            .devices
+            .iter()
+            .find(|device| !known.contains(&device.device))
+        {
+            self.violate(format!(
+                "I2: {name} gets {}, which the node does not have",
+                device.device
+            ));
         }
         for user in list(after, "/status/reservedFor") {
-            let key = (text(after, "/metadata/namespace").to_owned(), text(user, "/name").to_owned());
+            let key = (
+                text(after, "/metadata/namespace").to_owned(),
+                text(user, "/name").to_owned(),
+            );
             let context = self.objects.get(&("podschedulingcontexts".to_owned(), key));
             let selected = context.map(|context| text(context, "/spec/selectedNode").to_owned());
             if selected.as_ref().is_some_and(|node| *node != handle.node_name) {
-                self.violate(format!("I7: {name} is allocated on {}, not on {selected:?}", handle.node_name));
+                self.violate(format!(
+                    "I7: {name} is allocated on {}, not on {selected:?}",
+                    handle.node_name
+                ));
             }
         }
     }

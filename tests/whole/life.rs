@@ -41,7 +41,7 @@ pub(crate) struct Lived {
     pub(crate) trace: Vec<String>,
 }
 
-const CLASS: &str = "
+pub(crate) const CLASS: &str = "
 apiVersion: drayman.dev/v1alpha1
 kind: DeviceClassParameters
 metadata: {name: test}
@@ -83,7 +83,13 @@ fn make_node(directory: &Path) -> std::io::Result<NodePlace> {
     for (minor, name) in ["test-0", "camera-0"].into_iter().enumerate() {
         let numbers = makedev(240, u32::try_from(minor).unwrap_or_default());
         let mode = Mode::RUSR | Mode::WUSR;
-        mknodat(CWD, place.dev.join(name), FileType::CharacterDevice, mode, numbers)?;
+        mknodat(
+            CWD,
+            place.dev.join(name),
+            FileType::CharacterDevice,
+            mode,
+            numbers,
+        )?;
     }
     let configuration = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
         - {name: test, paths: [\"/dev/test-*\"]}\n\
@@ -119,9 +125,7 @@ pub(crate) async fn live(planned: Vec<Planned>, clock: Clock) -> Lived {
     let mut stage = Stage::start(Source::new(Box::new(clock), 1));
     let server = stage.server().clone();
     for definition in drayman::api::crd::definitions() {
-        stage
-            .apply(&serde_json::to_string(&definition).unwrap())
-            .unwrap();
+        stage.apply(&serde_json::to_string(&definition).unwrap()).unwrap();
     }
     stage.apply(CLASS).unwrap();
     let kubelet = Kubelet::with_faults(&server, place.clone(), &faults, COMPANION);
@@ -132,7 +136,13 @@ pub(crate) async fn live(planned: Vec<Planned>, clock: Clock) -> Lived {
     faults.count(true);
     let programs = [
         start_controller(&faults, &server, &shutdown),
-        start_companion(&faults, &server, &place, directory.path().join("node.yaml"), &shutdown),
+        start_companion(
+            &faults,
+            &server,
+            &place,
+            directory.path().join("node.yaml"),
+            &shutdown,
+        ),
     ];
     let mut story = Story {
         server,
@@ -226,8 +236,10 @@ impl Story {
                 .iter()
                 .any(|node| text(node, "/status/allocatable/example.com~1camera") == "1")
         };
-        self.until("the device plugin is registered", move |story| allocatable(&story.server))
-            .await;
+        self.until("the device plugin is registered", move |story| {
+            allocatable(&story.server)
+        })
+        .await;
         self.until_running("first", claiming).await;
         self.until_running("camera", plugging).await;
         self.create(&claiming("second"));
@@ -298,8 +310,10 @@ impl Story {
             }
         }
         let running = |pod: Value| text(&pod, "/status/phase") == "Running";
-        self.until(&format!("{name} runs"), |story| story.pod(name).is_some_and(running))
-            .await;
+        self.until(&format!("{name} runs"), |story| {
+            story.pod(name).is_some_and(running)
+        })
+        .await;
         self.check_outfit(name);
     }
 
@@ -324,7 +338,8 @@ impl Story {
 
     /// I8, I11 and I14: no claim, no context, no CDI file of a claim, no half of a file, and nothing in the checkpoint.
     async fn until_nothing_is_left(&mut self) {
-        self.until("nothing is left", |story| story.left().is_empty()).await;
+        self.until("nothing is left", |story| story.left().is_empty())
+            .await;
         let left = self.left();
         if let Some(never) = &mut self.never {
             never.push_str(&format!("; left: {left:?}"));
@@ -365,7 +380,8 @@ impl Story {
         let mut last = (asked(self), Instant::now());
         while last.1.elapsed() < QUIET {
             if Instant::now() > end {
-                self.never.get_or_insert_with(|| "I12: it never comes to rest".to_owned());
+                self.never
+                    .get_or_insert_with(|| "I12: it never comes to rest".to_owned());
                 return;
             }
             sleep(Duration::from_millis(50)).await;

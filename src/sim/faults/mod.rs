@@ -37,7 +37,8 @@ pub enum Trouble {
     KilledAfter,
     /// The program is asked to end before it happens (SIGTERM).
     Stopped,
-    /// It does not happen, and nobody says so for a long time.
+    /// It does not happen, and nobody says so for a long time. A watch that has lost an event shows nothing any more, without an
+    /// end; that is not among [`Place::troubles`], since it takes five minutes to be noticed.
     Lost,
     /// It happens, and nobody says so for a long time.
     ReplyLost,
@@ -322,10 +323,8 @@ impl Life {
             (number, found.map(|planned| planned.trouble))
         };
         let happens = found.map_or_else(String::new, |trouble| format!("  <-- {trouble:?}"));
-        self.faults.note(&format!(
-            "{} {place:?} {number}: {what}{happens}",
-            self.program
-        ));
+        self.faults
+            .note(&format!("{} {place:?} {number}: {what}{happens}", self.program));
         match found {
             Some(Trouble::KilledBefore) => {
                 self.kill();

@@ -112,7 +112,10 @@ impl Wire {
             Ok(answer) => answer,
             Err(never) => match never {},
         };
-        let watches = parts.uri.query().is_some_and(|query| query.contains("watch=true"));
+        let watches = parts
+            .uri
+            .query()
+            .is_some_and(|query| query.contains("watch=true"));
         if !watches || !answer.status().is_success() {
             return answer;
         }
@@ -181,6 +184,8 @@ impl Shown {
         };
         match trouble {
             Some(Trouble::Broken) => None,
+            // Neither this nor anything after it comes, and the connection stays.
+            Some(Trouble::Lost) => std::future::pending().await,
             Some(Trouble::Forgotten) => {
                 self.ended = true;
                 let status = json!({

@@ -118,7 +118,9 @@ impl Kubelet {
                 .into_iter()
                 .flat_map(|got| &got.devices)
             {
-                outfit.add_device(&self.place.dev, path, host, permissions).map_err(failed)?;
+                outfit
+                    .add_device(&self.place.dev, path, host, permissions)
+                    .map_err(failed)?;
             }
             let environment = devices
                 .get(text(container, "/name"))
@@ -157,13 +159,15 @@ impl Kubelet {
                     resource_handle: text(handle, "/data").to_owned(),
                     ..Claim::default()
                 };
-                let answer: Result<NodePrepareResourcesResponse, CallError> = self.calls.call(
-                    &socket,
-                    "/v1alpha3.Node/NodePrepareResources",
-                    &ClaimList::new(vec![request.clone()]),
-                    PREPARE,
-                )
-                .await;
+                let answer: Result<NodePrepareResourcesResponse, CallError> = self
+                    .calls
+                    .call(
+                        &socket,
+                        "/v1alpha3.Node/NodePrepareResources",
+                        &ClaimList::new(vec![request.clone()]),
+                        PREPARE,
+                    )
+                    .await;
                 let answer =
                     answer.map_err(|error| later(format!("NodePrepareResources failed: {error}")))?;
                 let Some(prepared) = answer.claims.into_iter().find(|each| each.key == request.uid) else {
@@ -215,10 +219,13 @@ impl Kubelet {
                 let allocate = || {
                     let (mut client, request) = (client.clone(), Request::new(request.clone()));
                     async move {
-                        let answer = client.allocate(request).await.map_err(|status| CallError::Status {
-                            code: format!("{:?}", status.code()),
-                            message: status.message().to_owned(),
-                        })?;
+                        let answer = client
+                            .allocate(request)
+                            .await
+                            .map_err(|status| CallError::Status {
+                                code: format!("{:?}", status.code()),
+                                message: status.message().to_owned(),
+                            })?;
                         Ok(answer.into_inner())
                     }
                 };
@@ -331,13 +338,15 @@ impl Kubelet {
             let Some(socket) = self.driver(driver) else {
                 return false;
             };
-            let answer: Result<NodeUnprepareResourcesResponse, CallError> = self.calls.call(
-                &socket,
-                "/v1alpha3.Node/NodeUnprepareResources",
-                &ClaimList::new(vec![claim.clone()]),
-                PREPARE,
-            )
-            .await;
+            let answer: Result<NodeUnprepareResourcesResponse, CallError> = self
+                .calls
+                .call(
+                    &socket,
+                    "/v1alpha3.Node/NodeUnprepareResources",
+                    &ClaimList::new(vec![claim.clone()]),
+                    PREPARE,
+                )
+                .await;
             match answer {
                 Ok(answer)
                     if answer.claims.iter().any(|each| {

@@ -93,12 +93,7 @@ impl Kubelet {
     }
 
     /// The same, where something can go wrong with its calls of a program.
-    pub fn with_faults(
-        server: &ApiServer,
-        place: NodePlace,
-        faults: &Faults,
-        program: &'static str,
-    ) -> Self {
+    pub fn with_faults(server: &ApiServer, place: NodePlace, faults: &Faults, program: &'static str) -> Self {
         Self::calling(server, place, Calls::new(faults.clone(), program))
     }
 

@@ -200,14 +200,15 @@ async fn register(socket: &Path, calls: &Calls) -> Option<(String, PathBuf)> {
             "no handler for this type or version".to_owned()
         },
     };
-    let _: RegistrationStatusResponse = calls.call(
-        socket,
-        &format!("{SERVICE}/NotifyRegistrationStatus"),
-        &status,
-        NOTIFY,
-    )
-    .await
-    .ok()?;
+    let _: RegistrationStatusResponse = calls
+        .call(
+            socket,
+            &format!("{SERVICE}/NotifyRegistrationStatus"),
+            &status,
+            NOTIFY,
+        )
+        .await
+        .ok()?;
     let endpoint = if info.endpoint.is_empty() {
         socket.to_path_buf()
     } else {
