@@ -9,7 +9,7 @@ use crate::page::{pages, repository};
 #[tokio::test]
 async fn every_object_of_the_pages_is_accepted_without_an_unknown_field() -> anyhow::Result<()> {
     let cluster = Cluster::builder().start().await?;
-    let definitions = repository("crds");
+    let definitions = repository("charts/drayman/crds");
     let definitions = definitions.to_str().context("UTF-8")?;
     cluster
         .kubectl(&["apply", "--server-side", "--filename", definitions])
