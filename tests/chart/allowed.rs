@@ -139,7 +139,12 @@ async fn a_real_server_lets_each_account_do_what_its_role_says_and_nothing_more(
                 "{resource}: {verbs:?}"
             );
         }
-        assert!(!found.contains_key("secrets") && !found.keys().any(|resource| resource.contains('*')));
+        for resource in found.keys().filter(|key| !key.starts_with('[')) {
+            assert!(
+                !resource.starts_with("secrets") && !resource.contains('*'),
+                "{resource}"
+            );
+        }
     }
     stage.cluster.stop().await
 }

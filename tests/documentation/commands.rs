@@ -310,13 +310,13 @@ fn flags(command: &clap::Command, found: &mut BTreeSet<String>) {
 
 /// `drayman node release --force UID` within a sentence: the commands and the flags exist.
 fn check_mention(words: &[&str]) -> Result<(), String> {
-    let command = drayman::cli::command();
-    let mut at = &command;
+    let command = &drayman::cli::command();
+    let mut at = command;
     let mut known: BTreeSet<String> = ["--help".to_owned(), "--version".to_owned()].into();
     for word in words {
         if let Some(below) = at.get_subcommands().find(|below| below.get_name() == *word) {
             at = below;
-        } else if std::ptr::eq(at, &command) && !word.starts_with('-') {
+        } else if std::ptr::eq(at, command) && !word.starts_with('-') {
             return Err(format!("there is no drayman {word}"));
         }
         known.extend(

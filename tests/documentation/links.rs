@@ -28,7 +28,7 @@ fn every_link_between_pages_leads_to_a_file_and_a_heading_that_exist() {
             }
             followed += 1;
             let (path, anchor) = link.target.split_once('#').unwrap_or((&link.target, ""));
-            let directory = from.path.parent().unwrap_or(Path::new(""));
+            let directory = from.path.parent().unwrap_or_else(|| Path::new(""));
             let path = if path.is_empty() {
                 from.path.clone()
             } else {

@@ -96,13 +96,7 @@ pub(crate) fn parse(path: &str, text: &str) -> Page {
         text: text.to_owned(),
         ..Page::default()
     };
-    let line = |offset: usize| {
-        text.as_bytes()[..offset]
-            .iter()
-            .filter(|byte| **byte == b'\n')
-            .count()
-            + 1
-    };
+    let line = |offset: usize| text[..offset].matches('\n').count() + 1;
     let place = |offset: usize| format!("{path}:{}", line(offset));
     let mut heading: Option<String> = None;
     let mut block: Option<Block> = None;

@@ -44,6 +44,6 @@ async fn every_object_of_the_pages_is_accepted_without_an_unknown_field() -> any
         accepted += said.lines().filter(|line| line.contains("created")).count();
     }
     println!("{accepted} objects accepted");
-    assert!(accepted > 8, "{accepted}");
+    assert!(accepted >= 8, "{accepted}");
     cluster.stop().await
 }

@@ -53,10 +53,10 @@ fn describe(root: &Value, schema: &Value, values: &Value, path: &str, text: &mut
             code(&value.to_string())
         };
         let description = field["description"].as_str().unwrap_or_default();
-        text.push_str(&format!(
+        text.extend([format!(
             "| {} | {default} | {} |\n",
             code(&path),
             cell(description)
-        ));
+        )]);
     }
 }

@@ -24,13 +24,13 @@ fn describe(command: &Command, above: &str, text: &mut String) {
         return;
     }
     let about = command.get_about().map(ToString::to_string).unwrap_or_default();
-    text.push_str(&format!("\n## {name}\n\n{}.\n", about.trim_end_matches('.')));
+    text.extend([format!("\n## {name}\n\n{}.\n", about.trim_end_matches('.'))]);
     let long = command
         .get_long_about()
         .map(ToString::to_string)
         .unwrap_or_default();
     if let Some((_, more)) = long.split_once("\n\n") {
-        text.push_str(&format!("\n{}\n", more.trim()));
+        text.extend([format!("\n{}\n", more.trim())]);
     }
     let arguments: Vec<&Arg> = command
         .get_arguments()

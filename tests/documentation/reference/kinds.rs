@@ -14,13 +14,13 @@ pub(super) fn text() -> String {
     for definition in definitions() {
         let names = &definition.spec.names;
         for version in &definition.spec.versions {
-            text.push_str(&format!(
+            text.extend([format!(
                 "\n## {}\n\n`{}/{}`, {}, `kubectl get {}`",
                 names.kind, definition.spec.group, version.name, definition.spec.scope, names.plural
-            ));
+            )]);
             let short = names.short_names.clone().unwrap_or_default();
             if !short.is_empty() {
-                text.push_str(&format!(" (short: `{}`)", short.join("`, `")));
+                text.extend([format!(" (short: `{}`)", short.join("`, `"))]);
             }
             text.push_str(".\n\n| field | type | required | meaning |\n|---|---|---|---|\n");
             let schema = version
@@ -41,13 +41,13 @@ fn describe(schema: &Value, path: &str, text: &mut String) {
     for (name, field) in schema["properties"].as_object().into_iter().flatten() {
         let (path, field, kind) = unwrapped(format!("{path}.{name}"), field);
         let is_required = required.iter().any(|required| required == name);
-        text.push_str(&format!(
+        text.extend([format!(
             "| {} | {} | {} | {} |\n",
             code(&path),
             cell(&kind),
             if is_required { "yes" } else { "" },
             meaning(&schema["properties"][name])
-        ));
+        )]);
         describe(field, &path, text);
     }
 }
