@@ -140,7 +140,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         logging::start(*logging)?;
         tracing::info!(
             version = env!("CARGO_PKG_VERSION"),
-            driver_name = cluster.driver_name,
+            driver_name = cluster.driver.name,
             kubeconfig = cluster.kubeconfig.as_ref().map(tracing::field::debug),
             server = %configuration.cluster_url,
             driver_call_timeout = ?driver.driver_call_timeout,
@@ -173,7 +173,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         observer.serve(*observe, ready, &shutdown).await?;
         serve(
             client,
-            cluster.driver_name.clone(),
+            cluster.driver.name.clone(),
             driver.driver_call_timeout,
             leader,
             leading,

@@ -13,5 +13,6 @@ mod image;
 mod life;
 mod refused;
 mod rendered;
+mod rights;
 mod stage;
 mod values;

@@ -1,6 +1,8 @@
 //! What a real control plane cannot be made to show in a test's time: long waits, news that were missed, objects that its own
 //! checks refuse. The pure core, with a clock of the test's.
 
+mod early;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;

@@ -18,7 +18,7 @@ mod claim;
 mod context;
 mod event;
 mod lease;
-mod resolve;
+pub(in crate::core) mod resolve;
 mod retry;
 mod wake;
 mod world;

@@ -12,7 +12,7 @@ use crate::driver::{Holding, Observation};
 
 use super::batch::{Batch, BatchId};
 use super::claim::ClaimState;
-use super::context::{Basis, ContextState};
+use super::context::{Basis, ContextState, EarlyPod};
 use super::event::{Answer, CallId, Command, Event, Moment, ObjectKey, Outcome, Regarding, Report};
 use super::wake::Wake;
 
@@ -100,7 +100,14 @@ pub(super) enum Work {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Flight {
     /// A context that reads its pod.
-    Pod { context: ObjectKey, uid: String },
+    Pod {
+        context: ObjectKey,
+        uid: String,
+        /// It was sent before the context was there.
+        early: bool,
+    },
+    /// A pod that has no context yet.
+    EarlyPod { uid: String },
     /// A context that is being judged.
     Judge {
         context: ObjectKey,
@@ -136,6 +143,8 @@ pub struct World {
     /// Immediate claims that are not allocated.
     pub(super) unallocated_immediate: BTreeSet<ObjectKey>,
     pub(super) contexts: BTreeMap<ObjectKey, ContextState>,
+    /// Pods without a context, by uid, as long as there is a claim that was made for them.
+    pub(super) early_pods: BTreeMap<String, EarlyPod>,
     /// The contexts whose pods name a claim.
     pub(super) users: BTreeMap<ObjectKey, BTreeSet<ObjectKey>>,
     pub(super) batches: BTreeMap<BatchId, Batch>,
@@ -164,6 +173,7 @@ impl World {
             unowned_candidates: BTreeSet::new(),
             unallocated_immediate: BTreeSet::new(),
             contexts: BTreeMap::new(),
+            early_pods: BTreeMap::new(),
             users: BTreeMap::new(),
             batches: BTreeMap::new(),
             flights: BTreeMap::new(),
@@ -261,10 +271,11 @@ impl World {
     }
 
     /// Sends a command whose answer belongs to `flight`.
-    pub(super) fn send(&mut self, flight: Flight, command: impl FnOnce(CallId) -> Command) {
+    pub(super) fn send(&mut self, flight: Flight, command: impl FnOnce(CallId) -> Command) -> CallId {
         let id = CallId(self.next_number());
         self.flights.insert(id, flight);
         self.outbox.push(command(id));
+        id
     }
 
     pub(super) fn report(&mut self, regarding: Regarding, reason: &str, message: String) {
@@ -284,7 +295,8 @@ impl World {
             self.see_written_claim(claim.clone(), now);
         }
         match flight {
-            Flight::Pod { context, uid } => self.pod_read(&context, &uid, answer, now),
+            Flight::Pod { context, uid, early } => self.pod_read(&context, &uid, early, answer, now),
+            Flight::EarlyPod { uid } => self.early_pod_read(&uid, answer, now),
             Flight::Judge {
                 context,
                 uid,

@@ -54,6 +54,11 @@ impl World {
                 continue;
             };
             any_own |= self.is_own_class(&claim.object.spec.resource_class_name);
+            // All of a pod's claims are allocated together, and this one may have to be allocated once more.
+            if claim.may_be_taken_back() {
+                rest = true;
+                continue;
+            }
             if !claim.is_delayed() || (claim.is_allocated() && !claim.is_asked_back()) {
                 continue;
             }
