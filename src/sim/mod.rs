@@ -21,10 +21,10 @@ pub mod api;
 mod claims;
 pub mod demo;
 mod garbage;
-mod hand;
+pub(crate) mod hand;
 pub mod kubelet;
 pub mod runtime;
-mod scheduler;
+pub(crate) mod scheduler;
 pub mod source;
 pub mod stage;
 
