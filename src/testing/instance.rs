@@ -1,15 +1,13 @@
 //! One instance of a driver under test, and the calls that the controller would make.
 
 use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures::StreamExt as _;
 use tokio::sync::mpsc;
 
-use super::process::{Fate, Process};
+use super::process::{Fate, Process, polled};
 use super::rule::Rule;
 use super::scene::{Done, Place, Scene, Stop, names};
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClaimStatus};
@@ -310,12 +308,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         let answer = self
             .call(&what, async move {
                 let call = driver.allocate(&requests, Some(&to));
-                Polls {
-                    work: Box::pin(call),
-                    left: polls,
-                }
-                .await
-                .is_some()
+                polled(call, polls).await.is_some()
             })
             .await?;
         let how = if answer { "the answer is lost" } else { "dropped" };
@@ -436,37 +429,6 @@ impl<'a, D: Driver> Instance<'a, D> {
             .scene
             .broken(Rule::ReachableAllocation, what, expected, found))
     }
-}
-
-/// A call that is dropped when it has waited so often.
-struct Polls<F: ?Sized> {
-    work: Pin<Box<F>>,
-    left: usize,
-}
-
-impl<F: Future + ?Sized> Future for Polls<F> {
-    type Output = Option<F::Output>;
-
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        if let Poll::Ready(answer) = self.work.as_mut().poll(context) {
-            return Poll::Ready(Some(answer));
-        }
-        self.left = self.left.saturating_sub(1);
-        if self.left == 0 {
-            Poll::Ready(None)
-        } else {
-            Poll::Pending
-        }
-    }
-}
-
-/// Polls a future to its first waits, as [`Polls`].
-pub(super) async fn polled<T>(work: impl Future<Output = T> + Send, polls: usize) -> Option<T> {
-    Polls {
-        work: Box::pin(work),
-        left: polls,
-    }
-    .await
 }
 
 pub(super) fn shown_error(error: &DriverError) -> String {

@@ -8,8 +8,7 @@ use std::time::Duration;
 use futures::StreamExt as _;
 use futures::future::BoxFuture;
 
-use super::instance::polled;
-use super::process::{Fate, Process};
+use super::process::{Fate, Process, polled};
 use super::rule::Rule;
 use super::scene::{Done, Place, Scene, Stop};
 use crate::node::driver::{Device, Injection, NodeDriver, NodeDriverError, PreparedClaim};

@@ -4,7 +4,9 @@
 
 use std::future::Future;
 use std::io;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::body::Body;
@@ -250,6 +252,37 @@ impl Drop for Process {
             runtime.shutdown_background();
         }
     }
+}
+
+/// A call that is dropped when it has waited so often.
+struct Polls<F: ?Sized> {
+    work: Pin<Box<F>>,
+    left: usize,
+}
+
+impl<F: Future + ?Sized> Future for Polls<F> {
+    type Output = Option<F::Output>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Poll::Ready(answer) = self.work.as_mut().poll(context) {
+            return Poll::Ready(Some(answer));
+        }
+        self.left = self.left.saturating_sub(1);
+        if self.left == 0 {
+            Poll::Ready(None)
+        } else {
+            Poll::Pending
+        }
+    }
+}
+
+/// The answer of a call, unless it has to wait so often before: then it is dropped there.
+pub(super) async fn polled<T>(work: impl Future<Output = T> + Send, polls: usize) -> Option<T> {
+    Polls {
+        work: Box::pin(work),
+        left: polls,
+    }
+    .await
 }
 
 #[cfg(test)]
