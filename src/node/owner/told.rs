@@ -42,7 +42,7 @@ impl<T> Deref for Noted<T> {
 #[derive(Debug, Default)]
 pub(super) struct Told {
     inventory: Option<(Arc<Devices>, [u64; 2])>,
-    lists: Option<(Arc<Devices>, [u64; 5])>,
+    lists: Option<(Arc<Devices>, [u64; 6])>,
 }
 
 fn is_made_of<const N: usize>(
@@ -83,6 +83,8 @@ impl<D: NodeDriver> Owner<D> {
             self.containers.changes,
             self.contested.changes,
             self.resources.changes,
+            // The figures count what is in quarantine.
+            self.orphans.changes,
         ];
         if is_made_of(self.told.lists.as_ref(), &self.inventory, changes) {
             return false;
@@ -95,9 +97,9 @@ impl<D: NodeDriver> Owner<D> {
             .stock(devices, count, self.orphans.quarantine().len());
         for resource in self.resources.values() {
             let devices = plugin_devices(&self.inventory, self.handed_out(), &resource.offered.kind);
-            resource.devices.send_if_modified(|published| {
-                let changed = *published != devices;
-                *published = devices;
+            resource.devices.send_if_modified(|before| {
+                let changed = *before != devices;
+                *before = devices;
                 changed
             });
         }
@@ -106,10 +108,10 @@ impl<D: NodeDriver> Owner<D> {
         } else {
             Arc::new(published(&self.inventory, &self.contested))
         };
-        self.published.send_if_modified(|published| {
-            let changed = !is_the_same(published, &all);
+        self.published.send_if_modified(|before| {
+            let changed = !is_the_same(before, &all);
             if changed {
-                *published = all;
+                *before = all;
             }
             changed
         });

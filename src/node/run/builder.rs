@@ -29,6 +29,7 @@ use crate::node::orphans::Caretaker;
 use crate::node::owner::{Owner, OwnerOptions};
 use crate::node::records;
 use crate::node::reload::Resources;
+use crate::node::store::disk::Disk;
 use crate::node::store::{Opened, Places, Store, StoreError};
 
 /// How long a companion waits for another one on the same node to end, as at an update.
@@ -86,6 +87,7 @@ pub struct NodeBuilder<D> {
     notices: Option<mpsc::Receiver<DeviceEvent>>,
     standing: watch::Sender<Standing>,
     figures: Arc<Figures>,
+    disk: Disk,
 }
 
 impl Node {
@@ -110,6 +112,7 @@ impl Node {
             notices: None,
             standing: watch::Sender::new(Standing::starting()),
             figures: Arc::default(),
+            disk: Disk::default(),
         }
     }
 }
@@ -184,6 +187,12 @@ impl<D: NodeDriver> NodeBuilder<D> {
         self
     }
 
+    /// A disk at which somebody looks on.
+    pub(super) fn disk(mut self, disk: Disk) -> Self {
+        self.disk = disk;
+        self
+    }
+
     /// Runs the companion until the token is cancelled.
     ///
     /// The records of the node are put right before a door opens. An API server that is away stops nothing here: claims are
@@ -193,7 +202,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let driver_name = DriverName::parse(&self.driver_name)?;
         let boot_id = boot_id().map_err(NodeError::BootId)?;
         let places = Places::new(driver_name.clone(), &self.kubelet.root_dir, &self.cdi_dir);
-        let Some(mut opened) = open(&places, &boot_id, &shutdown).await? else {
+        let Some(mut opened) = open(&self.disk, &places, &boot_id, &shutdown).await? else {
             return Ok(());
         };
         if !opened.complete {
@@ -236,21 +245,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             cluster: cluster.subscribe(),
             sender: announcer,
         };
-        let mut until_both = resources.clone();
-        tokio::spawn(async move {
-            // Claims are watched from the first time that a kind leaves through both doors.
-            let both = async {
-                let both = until_both.wait_for(|all| all.values().any(|resource| resource.also_by_claims));
-                both.await.is_ok()
-            };
-            let both = tokio::select! {
-                () = end_of_watch.cancelled() => false,
-                both = both => both,
-            };
-            if both {
-                announcements.run(end_of_watch).await;
-            }
-        });
+        tokio::spawn(announce(announcements, resources.clone(), end_of_watch));
 
         let (quarantine, in_quarantine) = watch::channel(BTreeMap::new());
         let caretaker = Caretaker {
@@ -305,8 +300,28 @@ impl<D: NodeDriver> NodeBuilder<D> {
     }
 }
 
+/// Watches the claims of this node, from the first time that a kind leaves through both doors.
+async fn announce(
+    announcements: Announcements,
+    mut resources: watch::Receiver<Arc<Resources>>,
+    end: CancellationToken,
+) {
+    let both = async {
+        let both = resources.wait_for(|all| all.values().any(|resource| resource.also_by_claims));
+        both.await.is_ok()
+    };
+    let both = tokio::select! {
+        () = end.cancelled() => false,
+        both = both => both,
+    };
+    if both {
+        announcements.run(end).await;
+    }
+}
+
 /// Opens the records, and waits a while for another companion to let go of them. `None` if the shutdown comes first.
 async fn open(
+    disk: &Disk,
     places: &Places,
     boot_id: &str,
     shutdown: &CancellationToken,
@@ -314,8 +329,8 @@ async fn open(
     let until = Instant::now() + LOCK_PATIENCE;
     let mut told = false;
     loop {
-        let (places, boot_id) = (places.clone(), boot_id.to_owned());
-        let opened = spawn_blocking(move || Store::open(&places, &boot_id)).await;
+        let (disk, places, boot_id) = (disk.clone(), places.clone(), boot_id.to_owned());
+        let opened = spawn_blocking(move || Store::open_on(&disk, &places, &boot_id)).await;
         match opened.map_err(NodeError::Broken)? {
             Err(StoreError::Locked(lock)) if Instant::now() < until => {
                 if !told {
