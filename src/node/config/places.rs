@@ -41,9 +41,10 @@ impl Places<'_> {
                     let problem = format!(
                         "{field}.mounts[{index}].containerPath {path:?} is where a container sees {entry}; give one of them another path"
                     );
-                    return Err(self
-                        .raw_mounts
-                        .map_or((whole, problem.clone()), |raw| at(raw, problem)));
+                    return Err(match self.raw_mounts {
+                        Some(raw) => at(raw, problem),
+                        None => (whole, problem),
+                    });
                 }
             }
         }

@@ -98,9 +98,9 @@ impl<D: NodeDriver> Owner<D> {
         for resource in self.resources.values() {
             let devices = plugin_devices(&self.inventory, self.handed_out(), &resource.offered.kind);
             resource.devices.send_if_modified(|before| {
-                let changed = *before != devices;
+                let is_news = *before != devices;
                 *before = devices;
-                changed
+                is_news
             });
         }
         let all = if self.contested.devices().is_empty() {
@@ -109,11 +109,11 @@ impl<D: NodeDriver> Owner<D> {
             Arc::new(published(&self.inventory, &self.contested))
         };
         self.published.send_if_modified(|before| {
-            let changed = !is_the_same(before, &all);
-            if changed {
+            let is_news = !is_the_same(before, &all);
+            if is_news {
                 *before = all;
             }
-            changed
+            is_news
         });
         self.told.lists = Some((self.inventory.clone(), changes));
         true
