@@ -76,6 +76,7 @@ fn field(number: u8, text: &str) -> Vec<u8> {
 }
 
 #[tokio::test]
+#[expect(clippy::too_many_lines, reason = "a list of calls and their bytes")]
 async fn every_answer_about_claims_has_the_bytes_that_kubelets_own_types_read() {
     let door = DraDoor::open().await;
     let endpoint = door.service().display().to_string();
