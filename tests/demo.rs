@@ -32,7 +32,7 @@ fn every_expectation_of_the_demonstration_holds() {
         .take(3)
         .collect();
     assert!(
-        matches!(counts.as_slice(), [5, expected, held] if expected == held && *held > 20),
+        matches!(counts.as_slice(), [6, expected, held] if expected == held && *held > 20),
         "{summary}"
     );
     assert!(!shown.contains('\u{1b}'), "colour although this is no terminal");
@@ -53,6 +53,21 @@ fn one_scenario_can_be_played_alone() {
 #[test]
 fn the_scenarios_are_listed_and_no_other_is_played() {
     let listed = stdout(&demo(&["--list"]));
-    assert_eq!(listed.lines().count(), 5, "{listed}");
+    assert_eq!(listed.lines().count(), 6, "{listed}");
     assert_eq!(demo(&["--scenario", "none"]).status.code(), Some(2));
+}
+
+#[test]
+fn the_devices_of_this_machine_can_join() {
+    let output = demo(&["--scenario", "basic", "--real-devices"]);
+    let shown = stdout(&output);
+
+    assert!(output.status.success(), "{shown}");
+    assert!(shown.contains("== real"), "{shown}");
+    // What there is differs from machine to machine; that there is nothing is said.
+    let served = shown.contains("runs on this-machine with a device of this machine");
+    assert!(
+        served || shown.contains("no device of a ready-made kind"),
+        "{shown}"
+    );
 }

@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::{Error, group, logging, shutdown};
-use crate::sim::demo::{Demo, SCENARIOS, Scenario, Shown, Summary};
+use crate::sim::demo::{Demo, REAL, SCENARIOS, Scenario, Shown, Summary};
 
 /// Show what drayman does, on a cluster within this process
 ///
@@ -28,6 +28,10 @@ pub(super) struct Arguments {
     /// Go on afterwards until Ctrl-C, and say how kubectl can look at the cluster
     #[arg(long)]
     keep: bool,
+
+    /// Let the devices of this machine join, on a node of their own, as far as a ready-made kind finds any
+    #[arg(long)]
+    real_devices: bool,
 
     /// Show the logs of the controller and the companions as well
     #[arg(long)]
@@ -101,12 +105,17 @@ async fn play(
 ) -> Result<Summary, Error> {
     let failed = |error: crate::sim::stage::StageError| Error::Runtime(error.into());
     let remarks = shown.clone();
-    let mut demo = Demo::start(directory, shown).await.map_err(failed)?;
-    let scenarios = if arguments.scenario.is_empty() {
+    let mut demo = Demo::start(directory, shown, arguments.real_devices)
+        .await
+        .map_err(failed)?;
+    let mut scenarios = if arguments.scenario.is_empty() {
         SCENARIOS.to_vec()
     } else {
         arguments.scenario.clone()
     };
+    if arguments.real_devices {
+        scenarios.push(REAL);
+    }
     for scenario in &scenarios {
         demo.play(scenario).await.map_err(failed)?;
     }

@@ -82,8 +82,8 @@ impl<'a, D: Driver> Instance<'a, D> {
             node_name: scene.nodes.first().cloned().unwrap_or_default(),
         };
         let make = make.clone();
-        let made = process.run(async move { Arc::new(make(place)) });
-        let driver = match tokio::time::timeout(limit, made).await {
+        let making = process.run(async move { Arc::new(make(place)) });
+        let driver = match tokio::time::timeout(limit, making).await {
             Ok(Ok(driver)) => driver,
             Ok(Err(failure)) => {
                 let panic = format!("a panic: {failure}");

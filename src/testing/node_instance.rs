@@ -36,8 +36,8 @@ impl<'a, D: NodeDriver> NodeInstance<'a, D> {
             node_name: NODE.to_owned(),
         };
         let make = make.clone();
-        let made = process.run(async move { Arc::new(make(place).await) });
-        let driver = limited(scene, limit, "the driver is made", made).await?;
+        let making = process.run(async move { Arc::new(make(place).await) });
+        let driver = limited(scene, limit, "the driver is made", making).await?;
         scene.note("(a new instance)");
         Ok(Self {
             driver,

@@ -136,26 +136,24 @@ impl Scene {
         let ours = classes
             .into_iter()
             .find(|class| text(class, "/driverName") == setup.driver_name);
-        let class = match ours {
-            Some(class) => class,
-            None => {
-                let class = json!({ "metadata": { "name": OWN }, "driverName": setup.driver_name });
-                let made = hand.create("resourceclasses", "", class);
-                made.map_err(|refusal| Stop::Setup(format!("class {OWN}: {}", refusal.message)))?
-            }
+        let class = if let Some(class) = ours {
+            class
+        } else {
+            let class = json!({ "metadata": { "name": OWN }, "driverName": setup.driver_name });
+            let made = hand.create("resourceclasses", "", class);
+            made.map_err(|refusal| Stop::Setup(format!("class {OWN}: {}", refusal.message)))?
         };
         let class_name = object::name(&class).to_owned();
         let template = hand
             .list("resourceclaimtemplates")
             .into_iter()
             .find(|template| text(template, "/spec/spec/resourceClassName") == class_name);
-        let template = match template {
-            Some(template) => template,
-            None => {
-                let template = json!({ "metadata": { "name": OWN }, "spec": { "spec": { "resourceClassName": class_name } } });
-                let made = hand.create("resourceclaimtemplates", NAMESPACE, template);
-                made.map_err(|refusal| Stop::Setup(format!("template {OWN}: {}", refusal.message)))?
-            }
+        let template = if let Some(template) = template {
+            template
+        } else {
+            let template = json!({ "metadata": { "name": OWN }, "spec": { "spec": { "resourceClassName": class_name } } });
+            let made = hand.create("resourceclaimtemplates", NAMESPACE, template);
+            made.map_err(|refusal| Stop::Setup(format!("template {OWN}: {}", refusal.message)))?
         };
         if object::namespace(&template) != NAMESPACE {
             return Err(Stop::Setup(format!(

@@ -6,10 +6,10 @@ use crate::ground::{APPLY, Ground, JSON, MERGE, STRATEGIC, both};
 
 const DEFINITIONS: &str = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions";
 const CLAIM_PARAMETERS: &str = "/apis/drayman.dev/v1alpha1/namespaces/{ns}/deviceclaimparameters";
-const INVENTORIES: &str = "/apis/drayman.dev/v1alpha1/nodeinventories";
+pub(crate) const INVENTORIES: &str = "/apis/drayman.dev/v1alpha1/nodeinventories";
 
 /// Makes the definitions known, once on each ground, and waits until they are in force.
-async fn define(ground: &Ground) -> anyhow::Result<()> {
+pub(crate) async fn define(ground: &Ground) -> anyhow::Result<()> {
     for entry in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/crds"))? {
         let text = std::fs::read_to_string(entry?.path())?;
         let definition: Value = serde_saphyr::from_str(&text)?;

@@ -1,14 +1,18 @@
 //! The two grounds on which a promise is tried, and the words in which both are asked.
 
+use std::future::Future;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
+use anyhow::Context as _;
 use drayman::sim::api::ApiServer;
 use drayman::sim::source::Source;
 use futures::{AsyncBufReadExt as _, TryStreamExt as _};
 use http::{Method, Request};
 use kube::client::Body;
+use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::runtime::Runtime;
 use tokio::sync::OnceCell;
 
@@ -29,28 +33,54 @@ static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| Runtime::new().expect("a ru
 /// Ends with this process.
 static CLUSTER: OnceCell<Cluster> = OnceCell::const_new();
 
+/// Watches of one connection, at most: the real server lets a connection have 250 requests at once.
+const STREAMS: usize = 100;
+
 /// An API server, and what was said.
 pub(crate) struct Ground {
     client: kube::Client,
     namespace: String,
     transcript: Vec<Value>,
+    /// The stage, unless it is the real server.
+    stage: Option<ApiServer>,
+}
+
+/// The real control plane, which all promises share.
+pub(crate) async fn real() -> &'static Cluster {
+    CLUSTER
+        .get_or_try_init(|| {
+            // The claim controller changes claims by itself. On the stage it is a program of its own, too.
+            Cluster::builder()
+                .flag("controller-manager", "--controllers=*,-resourceclaim-controller")
+                .start()
+        })
+        .await
+        .expect("a real control plane")
+}
+
+/// A client of it with a connection of its own, which asks once and no more: an answer of 504 is one.
+async fn client() -> kube::Client {
+    let cluster = real().await;
+    let client = async {
+        let file = Kubeconfig::read_from(cluster.kubeconfig())?;
+        let mut config = Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await?;
+        config.default_retry = false;
+        anyhow::Ok(kube::Client::try_from(config)?)
+    };
+    client.await.expect("a client")
+}
+
+/// Runs something in the runtime in which the real control plane lives.
+pub(crate) fn run<T>(work: impl Future<Output = T>) -> T {
+    RUNTIME.block_on(work)
 }
 
 /// Holds a conversation with both and compares what they said.
 pub(crate) fn both(namespace: &str, conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>) {
     RUNTIME.block_on(async {
         let stage = ApiServer::new(Arc::new(Source::system()));
-        let played = converse(stage.client(), namespace, &conversation).await;
-        let cluster = CLUSTER
-            .get_or_try_init(|| {
-                // The claim controller changes claims by itself. On the stage it is a program of its own, too.
-                Cluster::builder()
-                    .flag("controller-manager", "--controllers=*,-resourceclaim-controller")
-                    .start()
-            })
-            .await
-            .expect("a real control plane");
-        let real = converse(cluster.client(), namespace, &conversation).await;
+        let played = converse(stage.client(), Some(stage), namespace, &conversation).await;
+        let real = converse(client().await, None, namespace, &conversation).await;
         for (number, (played, real)) in played.iter().zip(&real).enumerate() {
             assert_eq!(
                 format!("{played:#}"),
@@ -64,6 +94,7 @@ pub(crate) fn both(namespace: &str, conversation: impl AsyncFn(&mut Ground) -> a
 
 async fn converse(
     client: kube::Client,
+    stage: Option<ApiServer>,
     namespace: &str,
     conversation: &impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
 ) -> Vec<Value> {
@@ -71,6 +102,7 @@ async fn converse(
         client,
         namespace: namespace.to_owned(),
         transcript: Vec::new(),
+        stage,
     };
     let made = ground
         .ask(
@@ -130,6 +162,30 @@ impl Ground {
         Ok((code, answer))
     }
 
+    /// Asks, and says what the server has warned of besides; nothing is compared.
+    pub(crate) async fn warned(
+        &self,
+        method: &str,
+        path: &str,
+        content_type: &str,
+        body: &Value,
+    ) -> anyhow::Result<(u16, Value, Vec<String>)> {
+        let request = Request::builder()
+            .method(Method::from_bytes(method.as_bytes())?)
+            .uri(path.replace("{ns}", &self.namespace))
+            .header("content-type", content_type)
+            .header("user-agent", "promises/1")
+            .body(Body::from(body.to_string().into_bytes()))?;
+        let response = self.client.send(request).await?;
+        let code = response.status().as_u16();
+        let warnings = response.headers().get_all("warning").iter();
+        let warnings = warnings
+            .map(|warning| String::from_utf8_lossy(warning.as_bytes()).into_owned())
+            .collect();
+        let bytes = response.into_body().collect_bytes().await?;
+        Ok((code, serde_json::from_slice(&bytes)?, warnings))
+    }
+
     /// Has something compared that was seen otherwise.
     pub(crate) fn note(&mut self, what: Value) {
         self.transcript.push(what);
@@ -156,18 +212,70 @@ impl Ground {
         Ok(self.ask("DELETE", path, JSON, &Value::Null).await?.1)
     }
 
+    /// Has the server forget its history, as it does by itself every few minutes.
+    pub(crate) async fn forget(&self) -> anyhow::Result<()> {
+        if let Some(stage) = &self.stage {
+            stage.compact();
+            return Ok(());
+        }
+        let (_, list) = self.send("GET", CLAIMS, JSON, Vec::new()).await?;
+        let body = json!({ "revision": version(&list), "physical": true }).to_string();
+        // The ports of a test cluster are next to each other (`tests/cluster/supervisor/slot.go`).
+        let server: http::Uri = real().await.server().parse()?;
+        let etcd = ("127.0.0.1", server.port_u16().context("a port")? + 1);
+        let mut connection = tokio::net::TcpStream::connect(etcd).await?;
+        let request = format!(
+            "POST /v3/kv/compaction HTTP/1.1\r\nhost: etcd\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        connection.write_all(request.as_bytes()).await?;
+        let mut answer = String::new();
+        connection.read_to_string(&mut answer).await?;
+        anyhow::ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        Ok(())
+    }
+
+    /// As many clients as are needed for so many watches at once, one for each of them.
+    pub(crate) async fn clients(&self, watches: usize) -> anyhow::Result<Vec<kube::Client>> {
+        let mut clients = Vec::new();
+        while clients.len() < watches {
+            let client = match &self.stage {
+                Some(stage) => stage.client(),
+                None => client().await,
+            };
+            clients.extend(std::iter::repeat_n(client, STREAMS.min(watches - clients.len())));
+        }
+        Ok(clients)
+    }
+
     /// The first events of a watch, compared.
     pub(crate) async fn watch(&mut self, path: &str, count: usize) -> anyhow::Result<Vec<Value>> {
+        let events = self.look(path, count).await?;
+        self.transcript
+            .push(json!({ "watched": path.split('?').next(), "events": events }));
+        Ok(events)
+    }
+
+    /// The first events of a watch, not compared.
+    pub(crate) async fn look(&self, path: &str, count: usize) -> anyhow::Result<Vec<Value>> {
+        self.look_by(&self.client, path, count).await
+    }
+
+    /// The same by another client.
+    pub(crate) async fn look_by(
+        &self,
+        client: &kube::Client,
+        path: &str,
+        count: usize,
+    ) -> anyhow::Result<Vec<Value>> {
         let request = Request::get(path.replace("{ns}", &self.namespace)).body(Vec::new())?;
-        let mut lines = self.client.request_stream(request).await?.lines();
+        let mut lines = client.request_stream(request).await?.lines();
         let mut events = Vec::new();
         while events.len() < count {
-            let line = tokio::time::timeout(Duration::from_secs(20), lines.try_next()).await??;
+            let line = tokio::time::timeout(Duration::from_secs(30), lines.try_next()).await??;
             let Some(line) = line else { break };
             events.push(serde_json::from_str(&line)?);
         }
-        self.transcript
-            .push(json!({ "watched": path.split('?').next(), "events": events }));
         Ok(events)
     }
 }

@@ -85,6 +85,46 @@ fn more_than_three_mebibytes_are_refused() {
 }
 
 #[test]
+fn what_is_too_large_is_refused_by_each_way_in() {
+    const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
+    both("refused-large", async |ground| {
+        let large = |bytes: usize| json!({ "metadata": { "name": "a" }, "data": { "a": "x".repeat(bytes) } });
+        ground.create(MAPS, &large(1)).await?;
+        let limit = 3 << 20;
+        for (method, path, content_type) in [
+            ("POST", MAPS.to_owned(), JSON),
+            ("PUT", format!("{MAPS}/a"), JSON),
+            ("PATCH", format!("{MAPS}/a"), MERGE),
+            ("PATCH", format!("{MAPS}/a"), STRATEGIC),
+        ] {
+            let body = large(limit).to_string().into_bytes();
+            let answer = ground.send(method, &path, content_type, body).await?;
+            ground.note(json!([
+                method,
+                content_type,
+                code_and_reason(&answer),
+                answer.1["message"]
+            ]));
+        }
+        // Less than that, and more than the kind takes.
+        for body in [
+            large(1 << 20),
+            large((1 << 20) + 1),
+            json!({ "metadata": { "name": "a", "annotations": { "a": "x".repeat(257 << 10) } } }),
+        ] {
+            let bytes = body.to_string().into_bytes();
+            let answer = ground.send("PUT", &format!("{MAPS}/a"), JSON, bytes).await?;
+            ground.note(json!([
+                code_and_reason(&answer),
+                answer.1["message"],
+                answer.1["details"]
+            ]));
+        }
+        Ok(())
+    });
+}
+
+#[test]
 fn a_field_that_nobody_knows_is_dropped_or_refused_as_asked() {
     both("refused-fields", async |ground| {
         let claim =
@@ -94,6 +134,31 @@ fn a_field_that_nobody_knows_is_dropped_or_refused_as_asked() {
             .send("POST", &strict, JSON, claim.to_string().into_bytes())
             .await?;
         ground.note(code_and_reason(&answer));
+        // In full, and what is told beside the answer.
+        for (validation, name) in [
+            ("Strict", "b"),
+            ("Warn", "c"),
+            ("Ignore", "d"),
+            ("", "e"),
+            ("Loud", "f"),
+        ] {
+            let mut claim = claim.clone();
+            claim["metadata"]["name"] = name.into();
+            claim["spec"]["parametersRef"] = json!({ "kind": "k", "name": "n", "shape": "round" });
+            let path = format!("{CLAIMS}?fieldValidation={validation}");
+            let path = if validation.is_empty() { CLAIMS } else { &path };
+            let (code, answer, warnings) = ground.warned("POST", path, JSON, &claim).await?;
+            ground.note(json!([validation, code, answer["reason"], warnings]));
+            if matches!(validation, "Strict" | "Loud") {
+                ground.note(json!(answer["message"]));
+            }
+        }
+        let patch = json!({ "spec": { "color": "red" }, "metadata": { "labels": { "a": "b" } } });
+        for validation in ["Strict", "Warn", "Ignore"] {
+            let path = format!("{CLAIMS}/c?fieldValidation={validation}");
+            let (code, answer, warnings) = ground.warned("PATCH", &path, MERGE, &patch).await?;
+            ground.note(json!([validation, code, answer["reason"], warnings]));
+        }
         ground.create(CLAIMS, &claim).await.map(drop)
     });
 }

@@ -10,10 +10,11 @@ use super::custom;
 use super::events;
 use super::kinds::{Kind, RESOURCE};
 use super::refusal::Refusal;
+use super::server::WriteOptions;
 use crate::api::resource;
 
-/// Reads the object of a request. `strict` is what is done about fields that nobody knows: they are refused, or dropped.
-pub(crate) fn decode(kind: &Kind, value: Value, strict: bool) -> Result<Value, Refusal> {
+/// Reads the object of a request. Fields that nobody knows are refused, or dropped and told.
+pub(crate) fn decode(kind: &Kind, value: Value, options: &WriteOptions) -> Result<Value, Refusal> {
     let wrong = |error: &dyn std::fmt::Display| {
         Refusal::bad_request(format!(
             "{} in version {:?} cannot be handled as a {}: json: {error}",
@@ -65,6 +66,10 @@ pub(crate) fn decode(kind: &Kind, value: Value, strict: bool) -> Result<Value, R
             }
             object["apiVersion"] = kind.api_version().into();
             object["kind"] = kind.kind.clone().into();
+            if kind.kind == "ResourceClaimTemplate" {
+                // As Go prints the type, whatever is in it.
+                object["spec"]["metadata"]["creationTimestamp"] = Value::Null;
+            }
             unknown
         }
         None => {
@@ -75,11 +80,15 @@ pub(crate) fn decode(kind: &Kind, value: Value, strict: bool) -> Result<Value, R
             Vec::new()
         }
     };
-    if strict && !unknown.is_empty() {
-        let unknown: Vec<String> = unknown
-            .iter()
-            .map(|path| format!("unknown field {path:?}"))
-            .collect();
+    let unknown: Vec<String> = unknown
+        .iter()
+        .map(|path| format!("unknown field {path:?}"))
+        .collect();
+    if !options.strict {
+        for field in &unknown {
+            options.unknown.add(field.clone());
+        }
+    } else if !unknown.is_empty() {
         return Err(Refusal::bad_request(format!(
             "{} in version {:?} cannot be handled as a {}: strict decoding error: {}",
             kind.kind,

@@ -17,6 +17,8 @@ pub(crate) struct Refusal {
     pub(crate) message: String,
     /// `details`, if there are any.
     pub(crate) details: Option<Value>,
+    /// How to go on with a list whose version is forgotten.
+    pub(crate) go_on: Option<String>,
 }
 
 /// What is wrong with one field of an object (`field.Error`).
@@ -81,6 +83,12 @@ impl FieldError {
         Self::new("FieldValueTooLong", "Too long", field, &detail)
     }
 
+    /// A map with more bytes than it may have.
+    pub(crate) fn too_many_bytes(field: impl Into<String>, limit: usize) -> Self {
+        let detail = format!("must have at most {limit} bytes");
+        Self::new("FieldValueTooLong", "Too long", field, &detail)
+    }
+
     /// A value that is none of those that there are.
     pub(crate) fn not_supported(field: impl Into<String>, value: &Value, supported: &[&str]) -> Self {
         let supported: Vec<String> = supported.iter().map(|value| format!("{value:?}")).collect();
@@ -101,6 +109,7 @@ impl Refusal {
             reason,
             message: message.into(),
             details: None,
+            go_on: None,
         }
     }
 
@@ -262,6 +271,25 @@ impl Refusal {
         refusal
     }
 
+    /// A `fieldValidation` that is none.
+    pub(crate) fn field_validation(method: &str, value: &str) -> Self {
+        let options = match method {
+            "POST" => "CreateOptions",
+            "PUT" => "UpdateOptions",
+            _ => "PatchOptions",
+        };
+        let supported = ["", "Ignore", "Strict", "Warn"];
+        let error = FieldError::not_supported("fieldValidation", &json!(value), &supported);
+        let message = format!(
+            "{options}.meta.k8s.io \"\" is invalid: fieldValidation: {}",
+            error.message
+        );
+        let mut refusal = Self::new(422, "Invalid", message);
+        refusal.details =
+            Some(json!({ "group": "meta.k8s.io", "kind": options, "causes": causes_of(&[error]) }));
+        refusal
+    }
+
     /// A JSON patch that is longer than the server takes.
     pub(crate) fn too_many_operations(limit: usize, count: usize) -> Self {
         let message = format!("The allowed maximum operations in a JSON patch is {limit}, got {count}");
@@ -271,6 +299,14 @@ impl Refusal {
     /// A version whose history is gone.
     pub(crate) fn expired(message: impl Into<String>) -> Self {
         Self::new(410, "Expired", message)
+    }
+
+    /// A page of a list whose history is gone, and how to go on with the rest as it is now.
+    pub(crate) fn expired_continue(go_on: String) -> Self {
+        let message = "The provided continue parameter is too old to display a consistent list result. You can start a new list without the continue parameter, or use the continue token in this response to retrieve the remainder of the results. Continuing with the provided token results in an inconsistent list - objects that were created, modified, or deleted between the time the first chunk was returned and now may show up in the list.";
+        let mut refusal = Self::expired(message);
+        refusal.go_on = Some(go_on);
+        refusal
     }
 
     /// A version that is still to come.
@@ -300,6 +336,9 @@ impl Refusal {
         });
         if !self.reason.is_empty() {
             status["reason"] = self.reason.into();
+        }
+        if let Some(go_on) = &self.go_on {
+            status["metadata"]["continue"] = go_on.clone().into();
         }
         if let Some(details) = &self.details {
             status["details"] = details.clone();

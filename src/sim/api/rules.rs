@@ -10,6 +10,11 @@ use super::object::{self, list, text};
 use super::refusal::FieldError;
 use crate::api::resource::{NODE_LIST_MAX, RESERVED_FOR_MAX, RESOURCE_HANDLE_MAX, RESOURCE_HANDLES_MAX};
 
+/// Bytes of all annotations of an object, at most (`TotalAnnotationSizeLimitB`).
+const ANNOTATIONS_MAX: usize = 256 << 10;
+/// Bytes of the values of a ConfigMap, at most (`MaxSecretSize`).
+const CONFIG_MAP_MAX: usize = 1 << 20;
+
 const SUBDOMAIN: &str = "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and end with an alphanumeric character (e.g. 'example.com', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*')";
 
 /// Whether a name is a DNS subdomain (RFC 1123), as nearly all names must be.
@@ -34,9 +39,26 @@ fn is_qualified(name: &str) -> bool {
     }
 }
 
+/// The bytes of the values of a map, and of its names.
+fn bytes(object: &Value, pointer: &str) -> (usize, usize) {
+    let map = object.pointer(pointer).and_then(Value::as_object);
+    map.into_iter()
+        .flatten()
+        .fold((0, 0), |(values, names), (name, value)| {
+            (values + value.as_str().map_or(0, str::len), names + name.len())
+        })
+}
+
 /// What is wrong with the metadata of an object.
 pub(crate) fn metadata(object: &Value) -> Vec<FieldError> {
     let mut errors = Vec::new();
+    let (values, names) = bytes(object, "/metadata/annotations");
+    if values + names > ANNOTATIONS_MAX {
+        errors.push(FieldError::too_many_bytes(
+            "metadata.annotations",
+            ANNOTATIONS_MAX,
+        ));
+    }
     let name = object::name(object);
     if name.is_empty() {
         errors.push(FieldError::required(
@@ -134,6 +156,12 @@ pub(crate) fn object(
     before: Option<&Value>,
     after: &Value,
 ) -> Vec<FieldError> {
+    if kind.is("", "configmaps") {
+        let size = bytes(after, "/data").0 + bytes(after, "/binaryData").0;
+        // The real server names no field: `[]`.
+        let error = (size > CONFIG_MAP_MAX).then(|| FieldError::too_many_bytes("[]", CONFIG_MAP_MAX));
+        return error.into_iter().collect();
+    }
     if kind.definition.is_some() || kind.group != RESOURCE {
         return Vec::new();
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::extract::{Request, State};
-use axum::http::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderValue, USER_AGENT};
+use axum::http::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderValue, USER_AGENT, WARNING};
 use axum::http::{Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
@@ -17,7 +17,7 @@ use super::discovery;
 use super::patch::{JSON_PATCH, MERGE_PATCH, Patch};
 use super::refusal::Refusal;
 use super::selector::Selector;
-use super::server::{Answer, ApiServer, ListQuery, Target, WriteOptions, list_of};
+use super::server::{Answer, ApiServer, ListQuery, Target, Unknown, WriteOptions, list_of};
 use super::table::table;
 use super::watch::{WatchQuery, watch};
 
@@ -120,8 +120,14 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
         force: query.is("force"),
         strict: query.text("fieldValidation") == "Strict",
         patches: matches!(content_type, JSON_PATCH | MERGE_PATCH),
+        unknown: Unknown::default(),
     };
-    write(
+    let validation = query.text("fieldValidation");
+    if !matches!(validation, "" | "Ignore" | "Strict" | "Warn") && parts.method != Method::DELETE {
+        return Err(Refusal::field_validation(parts.method.as_str(), validation));
+    }
+    let warns = matches!(validation, "" | "Warn");
+    let (code, body) = write(
         server,
         &parts.method,
         &target,
@@ -129,8 +135,15 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
         content_type,
         &body,
         &options,
-    )
-    .map(|(code, body)| respond(code, &body))
+    )?;
+    let mut response = respond(code, &body);
+    for warning in options.unknown.take().iter().filter(|_| warns) {
+        // As `299 - "unknown field \"spec.color\""`; what cannot be in a header is left out.
+        if let Ok(value) = HeaderValue::from_str(&format!("299 - {warning:?}")) {
+            response.headers_mut().append(WARNING, value);
+        }
+    }
+    Ok(response)
 }
 
 fn write(
@@ -214,6 +227,11 @@ fn list_query(target: &Target, query: &Query) -> Result<ListQuery, Refusal> {
             let (version, namespace, name) = token.map_err(|_| {
                 Refusal::bad_request("continue key is not valid: it is not one that was given out")
             })?;
+            if !matches!(query.text("resourceVersion"), "" | "0") {
+                return Err(Refusal::bad_request(
+                    "specifying resource version is not allowed when using continue",
+                ));
+            }
             Some((version, (namespace, name)))
         }
     };

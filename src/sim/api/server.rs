@@ -48,6 +48,25 @@ pub(crate) struct WriteOptions {
     pub(crate) strict: bool,
     /// Whether the object is made from a patch, and not the request's own.
     pub(crate) patches: bool,
+    /// Fields that nobody knows, and that were dropped.
+    pub(crate) unknown: Unknown,
+}
+
+/// What is told about an object that is taken all the same.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Unknown(Arc<Mutex<Vec<String>>>);
+
+impl Unknown {
+    pub(crate) fn add(&self, warning: String) {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(warning);
+    }
+
+    pub(crate) fn take(&self) -> Vec<String> {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
 }
 
 /// An answer: the status code, and the object.
@@ -222,13 +241,18 @@ impl ApiServer {
         let state = self.state();
         let current = state.store.version();
         let (version, after) = match &query.continued {
+            Some((0, after)) => (current, Some(after.clone())),
             Some((version, after)) => (*version, Some(after.clone())),
             None => (query.version(current)?, None),
         };
         let Some(objects) = state.store.at(version, &target.kind.storage(), &target.namespace) else {
-            return Err(Refusal::expired(
-                "The provided continue parameter is too old to display a consistent list result. You can start a new list without the continue parameter.",
-            ));
+            return Err(match &query.continued {
+                // 0 stands for whatever is there then.
+                Some((_, (namespace, name))) => {
+                    Refusal::expired_continue(json!([0, namespace, name]).to_string())
+                }
+                None => Refusal::expired("The resourceVersion for the provided list is too old."),
+            });
         };
         let after = after.map(|(namespace, name)| Key {
             storage: target.kind.storage(),
@@ -262,7 +286,7 @@ impl ApiServer {
 pub(crate) struct ListQuery {
     pub(crate) selector: Selector,
     pub(crate) limit: Option<usize>,
-    /// Version of the first page, and the last object that was shown.
+    /// Version of the first page, or 0 for the newest, and the last object that was shown.
     pub(crate) continued: Option<(u64, (String, String))>,
     pub(crate) version: String,
     pub(crate) exact: bool,

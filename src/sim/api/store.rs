@@ -7,6 +7,9 @@ use serde_json::Value;
 
 use super::object;
 
+/// What the changes that are remembered may take together, about, in bytes.
+const SIZE_MAX: usize = 32 << 20;
+
 /// Where an object is: the storage of its kind, its namespace and its name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
@@ -37,6 +40,9 @@ pub(crate) struct Store {
     version: u64,
     objects: BTreeMap<Key, Arc<Value>>,
     history: VecDeque<Change>,
+    /// How large each of them is, about.
+    sizes: VecDeque<usize>,
+    size: usize,
     window: usize,
     /// The last version that is no longer in the history.
     forgotten: u64,
@@ -50,6 +56,8 @@ impl Store {
             version: 1,
             objects: BTreeMap::new(),
             history: VecDeque::new(),
+            sizes: VecDeque::new(),
+            size: 0,
             window,
             forgotten: 1,
         }
@@ -68,6 +76,8 @@ impl Store {
     /// Forgets the history, as etcd does when it is compacted.
     pub(crate) fn compact(&mut self) {
         self.history.clear();
+        self.sizes.clear();
+        self.size = 0;
         self.forgotten = self.version;
     }
 
@@ -99,13 +109,18 @@ impl Store {
     }
 
     fn record(&mut self, key: Key, before: Option<Arc<Value>>, after: Option<Arc<Value>>) {
+        // What was before is the next older change's, and is there once.
+        let size = after.as_deref().map_or(0, size);
+        self.sizes.push_back(size);
+        self.size += size;
         self.history.push_back(Change {
             version: self.version,
             key,
             before,
             after,
         });
-        while self.history.len() > self.window {
+        while self.history.len() > self.window || (self.size > SIZE_MAX && self.history.len() > 1) {
+            self.size -= self.sizes.pop_front().unwrap_or_default();
             self.forgotten = self
                 .history
                 .pop_front()
@@ -162,6 +177,16 @@ impl Store {
     }
 }
 
+/// How many bytes of texts and names a value has.
+fn size(value: &Value) -> usize {
+    match value {
+        Value::String(text) => text.len(),
+        Value::Array(list) => list.iter().map(size).sum(),
+        Value::Object(map) => map.iter().map(|(key, value)| key.len() + size(value)).sum(),
+        Value::Null | Value::Bool(_) | Value::Number(_) => 8,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -192,6 +217,18 @@ mod tests {
         store.put(key("c"), object());
         assert_eq!(names(&store, then).unwrap(), ["a", "b"]);
         assert_eq!(names(&store, store.version()).unwrap(), ["b", "c"]);
+    }
+
+    #[test]
+    fn large_objects_make_the_history_short() {
+        let mut store = Store::new(1000);
+        let large = || json!({ "metadata": {}, "data": "x".repeat(SIZE_MAX / 8) });
+        for _ in 0..100 {
+            store.put(key("a"), large());
+        }
+        let known = store.changes_after(store.forgotten()).unwrap().count();
+        assert!((2..=8).contains(&known), "{known}");
+        assert!(store.changes_after(store.forgotten() - 1).is_none());
     }
 
     #[test]

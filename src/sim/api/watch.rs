@@ -22,6 +22,8 @@ use super::table;
 const BATCH: usize = 100;
 /// How often a watch that wants bookmarks gets one.
 const BOOKMARK: Duration = Duration::from_secs(60);
+/// How long before its end such a watch gets its last one.
+const LAST_BOOKMARK: Duration = Duration::from_secs(2);
 /// How long a watch lasts that does not say.
 const LIFE: Duration = Duration::from_secs(45 * 60);
 
@@ -77,14 +79,18 @@ pub(crate) fn watch(
     };
     drop(state);
     let now = Instant::now();
+    let end = now + query.timeout.unwrap_or(LIFE);
+    // The last one comes shortly before the end, so that the next watch begins there.
+    let before_end = end.checked_sub(LAST_BOOKMARK).filter(|last| *last > now);
+    let bookmark = before_end.unwrap_or(now + BOOKMARK).min(now + BOOKMARK);
     let watcher = Watcher {
         server: server.clone(),
         changes,
         target,
         position,
         waiting,
-        end: now + query.timeout.unwrap_or(LIFE),
-        bookmark: now + BOOKMARK,
+        end,
+        bookmark,
         ended: false,
         query,
     };

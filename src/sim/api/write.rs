@@ -33,7 +33,7 @@ impl ApiServer {
                 _ => Err(Refusal::method_not_allowed()),
             };
         }
-        let mut object = decode(&target.kind, value, options.strict)?;
+        let mut object = decode(&target.kind, value, options)?;
         let mut state = self.state();
         let created = state.create(self, target, &mut object, options)?;
         drop(state);
@@ -146,7 +146,7 @@ impl ApiServer {
         let before = state.existing(target)?.clone();
         let value = make(&state, &before)?;
         let applied = value.pointer("/metadata/managedFields") != before.pointer("/metadata/managedFields");
-        let mut after = decode(kind, value, options.strict).map_err(|refusal| {
+        let mut after = decode(kind, value, options).map_err(|refusal| {
             if options.patches {
                 Refusal::invalid_patch(&refusal.message)
             } else {

@@ -4,7 +4,9 @@
 //! told as it happens, by whom; what is expected is said, and whether it came.
 
 mod devices;
+mod doors;
 mod narrator;
+mod real;
 mod scenarios;
 
 use std::collections::BTreeMap;
@@ -26,12 +28,14 @@ use super::kubelet::Kubelet;
 use super::source::Source;
 use super::stage::{Stage, StageError};
 
-pub use scenarios::{SCENARIOS, Scenario};
+pub use scenarios::{REAL, SCENARIOS, Scenario};
 
 /// The driver of the examples.
 const DRIVER: &str = "drayman.dev";
 /// The extended resource of the first node.
 const CAMERA: &str = "example.com/camera";
+/// The extended resource of the second node, whose device may be claimed instead.
+const SHARED: &str = "example.com/either";
 /// Devices for claims on each node.
 const DEVICES: usize = 2;
 /// How long anything may take that is expected.
@@ -71,7 +75,8 @@ pub struct Demo {
     kubelets: BTreeMap<String, Kubelet>,
     /// Devices for claims, by node.
     devices: BTreeMap<String, Vec<Device>>,
-    _camera: Device,
+    /// The camera, and the device that may leave by either door.
+    _others: [Device; 2],
     hand: Hand,
     shown: mpsc::UnboundedSender<Shown>,
     start: Instant,
@@ -80,8 +85,13 @@ pub struct Demo {
 }
 
 impl Demo {
-    /// Starts the cluster in an empty directory. What there is to show goes to `shown`.
-    pub async fn start(directory: &Path, shown: mpsc::UnboundedSender<Shown>) -> Result<Self, StageError> {
+    /// Starts the cluster in an empty directory. What there is to show goes to `shown`. With `real_devices` there is a node more,
+    /// which has the devices of this machine.
+    pub async fn start(
+        directory: &Path,
+        shown: mpsc::UnboundedSender<Shown>,
+        real_devices: bool,
+    ) -> Result<Self, StageError> {
         let start = Instant::now();
         let mut stage = Stage::start(Source::system());
         let hand = Hand::new(stage.server(), "user");
@@ -92,18 +102,28 @@ impl Demo {
                 serde_json::to_value(definition).map_err(|error| StageError::Yaml(error.to_string()))?;
             stage.apply(&definition.to_string())?;
         }
-        let camera = Device::new()?;
+        let others = [Device::new()?, Device::new()?];
+        let [camera, either] = &others;
         let (mut devices, mut kubelets) = (BTreeMap::new(), BTreeMap::new());
         for name in ["node-a", "node-b", "node-c"] {
             let own = (0..DEVICES)
                 .map(|_| Device::new())
                 .collect::<io::Result<Vec<_>>>()?;
-            let camera = (name == "node-a").then_some(&camera);
-            let configuration = configuration(&own, camera);
+            let configuration = configuration(
+                &own,
+                (name == "node-a").then_some(camera),
+                (name == "node-b").then_some(either),
+            );
             let place = directory.join(name);
             std::fs::create_dir_all(&place)?;
             kubelets.insert(name.to_owned(), stage.add_node(name, &place, &configuration)?);
             devices.insert(name.to_owned(), own);
+        }
+        if real_devices {
+            let place = directory.join(real::NODE);
+            std::fs::create_dir_all(&place)?;
+            let kubelet = stage.add_node(real::NODE, &place, &real::configuration())?;
+            kubelets.insert(real::NODE.to_owned(), kubelet);
         }
         stage.add_controller(DRIVER)?;
         let mut demo = Self {
@@ -111,14 +131,17 @@ impl Demo {
             directory: directory.to_owned(),
             kubelets,
             devices,
-            _camera: camera,
+            _others: others,
             hand,
             shown,
             start,
             telling,
             summary: Summary::default(),
         };
-        demo.heading("start: a cluster of three nodes, each with two devices, and a camera on node-a");
+        let more = if real_devices { "; and this machine" } else { "" };
+        demo.heading(&format!(
+            "start: a cluster of three nodes, each with two devices, and a camera on node-a{more}"
+        ));
         demo.expect(
             "the companions of all nodes are served by their kubelets",
             |demo| {
@@ -223,7 +246,7 @@ fn is_ready(inventory: &Value) -> bool {
 }
 
 /// The companion's configuration of a node. The kind `test` is that of the examples.
-fn configuration(own: &[Device], camera: Option<&Device>) -> String {
+fn configuration(own: &[Device], camera: Option<&Device>, either: Option<&Device>) -> String {
     let paths: Vec<&str> = own.iter().map(|device| device.path.as_str()).collect();
     let mut text = format!(
         "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n- name: test\n  mode: claims\n  paths: [{}]\n",
@@ -232,6 +255,10 @@ fn configuration(own: &[Device], camera: Option<&Device>) -> String {
     if let Some(camera) = camera {
         text += "- name: camera\n  mode: extended-resource\n  resourceName: ";
         text.extend([CAMERA, "\n  paths: [", camera.path.as_str(), "]\n"]);
+    }
+    if let Some(either) = either {
+        text += "- name: either\n  mode: both\n  resourceName: ";
+        text.extend([SHARED, "\n  paths: [", either.path.as_str(), "]\n"]);
     }
     text
 }

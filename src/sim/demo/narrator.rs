@@ -197,10 +197,15 @@ fn inventory(before: &Value, after: &Value) -> Vec<Line> {
     [
         told("has found", new.difference(&old).collect()),
         told("no longer has", old.difference(&new).collect()),
-        told(
-            "says unhealthy, because it is gone while a claim holds it:",
-            sick.difference(&was_sick).collect(),
-        ),
+        told("says unhealthy:", sick.difference(&was_sick).collect()).map(|told| {
+            let devices = list(after, "/spec/devices");
+            let new = devices.iter().find(|device| {
+                let name = text(device, "/name");
+                sick.contains(name) && !was_sick.contains(name)
+            });
+            let reason = new.map(|device| text(device, "/unhealthy")).unwrap_or_default();
+            line(told.who, format!("{}, because {reason}", told.what))
+        }),
         told(
             "says healthy again:",
             was_sick
@@ -222,6 +227,8 @@ fn event(event: &Value) -> Vec<Line> {
         "kube-scheduler" => "scheduler",
         "kubelet" => "kubelet",
         "ResourceClaimController" => "claim controller",
+        // Only the companion says something of its node.
+        _ if text(event, "/involvedObject/kind") == "Node" => "companion",
         _ => "controller",
     };
     let about = format!(

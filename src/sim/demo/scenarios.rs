@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::narrator::devices_of;
-use super::{CAMERA, DEVICES, Demo};
+use super::{CAMERA, DEVICES, Demo, doors, real};
 use crate::sim::api::object::{list, text};
 use crate::sim::runtime::Outfit;
 use crate::sim::stage::StageError;
@@ -27,7 +27,7 @@ pub struct Scenario {
 }
 
 /// All of them, in the order in which they are played.
-pub const SCENARIOS: [Scenario; 5] = [
+pub const SCENARIOS: [Scenario; 6] = [
     Scenario {
         name: "basic",
         about: "a pod with one device, from its claim to the end (examples/basic)",
@@ -48,7 +48,17 @@ pub const SCENARIOS: [Scenario; 5] = [
         name: "both-doors",
         about: "a claim and two pods that want one camera through the device plugin API",
     },
+    Scenario {
+        name: "competing",
+        about: "a claim and pods with a limit want the same device, which may leave by either door",
+    },
 ];
+
+/// The one more that `--real-devices` brings.
+pub const REAL: Scenario = Scenario {
+    name: "real",
+    about: "what this machine has, a claim for each kind",
+};
 
 pub(super) async fn play(demo: &mut Demo, scenario: &Scenario) -> Result<(), StageError> {
     demo.apply("examples/basic/class.yaml", CLASS)?;
@@ -58,23 +68,30 @@ pub(super) async fn play(demo: &mut Demo, scenario: &Scenario) -> Result<(), Sta
         "several" => several(demo).await,
         "waiting" => waiting(demo).await,
         "unplugged" => unplugged(demo).await,
-        _ => both_doors(demo).await,
+        "competing" => doors::competing(demo).await,
+        "real" => real::play(demo).await,
+        _ => doors::both_doors(demo).await,
     }
 }
 
 /// The pod of the first example under another name.
-fn pod(name: &str) -> String {
+pub(super) fn pod(name: &str) -> String {
     POD.replace("\n  name: basic\n", &format!("\n  name: {name}\n"))
 }
 
-fn camera_pod(name: &str) -> String {
+pub(super) fn camera_pod(name: &str) -> String {
+    limit_pod(name, CAMERA)
+}
+
+/// A pod with a limit of one of an extended resource.
+pub(super) fn limit_pod(name: &str, resource: &str) -> String {
     format!(
-        "apiVersion: v1\nkind: Pod\nmetadata:\n  name: {name}\nspec:\n  containers:\n  - name: main\n    image: localhost/busybox:1\n    resources:\n      limits:\n        {CAMERA}: 1\n  terminationGracePeriodSeconds: 0\n"
+        "apiVersion: v1\nkind: Pod\nmetadata:\n  name: {name}\nspec:\n  containers:\n  - name: main\n    image: localhost/busybox:1\n    resources:\n      limits:\n        {resource}: 1\n  terminationGracePeriodSeconds: 0\n"
     )
 }
 
 impl Demo {
-    fn apply(&self, file: &str, yaml: &str) -> Result<(), StageError> {
+    pub(super) fn apply(&self, file: &str, yaml: &str) -> Result<(), StageError> {
         let known = self.stage.server().state().store.version();
         self.stage.apply(yaml)?;
         if self.stage.server().state().store.version() != known {
@@ -87,7 +104,7 @@ impl Demo {
         self.hand.get("pods", "default", name)
     }
 
-    fn runs(&self, name: &str) -> bool {
+    pub(super) fn runs(&self, name: &str) -> bool {
         self.pod(name)
             .is_some_and(|pod| text(&pod, "/status/phase") == "Running")
     }
@@ -99,7 +116,7 @@ impl Demo {
     }
 
     /// What the one container of a pod has got.
-    fn outfit(&self, name: &str) -> Option<Outfit> {
+    pub(super) fn outfit(&self, name: &str) -> Option<Outfit> {
         let kubelet = self.kubelets.get(&self.node_of(name))?;
         kubelet
             .outfits()
@@ -108,7 +125,7 @@ impl Demo {
             .next()
     }
 
-    fn tell_outfit(&self, name: &str) {
+    pub(super) fn tell_outfit(&self, name: &str) {
         let Some(outfit) = self.outfit(name) else { return };
         let devices: Vec<String> = outfit
             .devices
@@ -132,7 +149,7 @@ impl Demo {
     }
 
     /// Whether everything that a pod has got can be opened, and how many it is.
-    fn opens(&self, name: &str) -> usize {
+    pub(super) fn opens(&self, name: &str) -> usize {
         let Some(outfit) = self.outfit(name) else { return 0 };
         let can_open = |host: &String| OpenOptions::new().read(true).write(true).open(host).is_ok();
         outfit
@@ -142,7 +159,7 @@ impl Demo {
             .count()
     }
 
-    fn delete(&self, name: &str) {
+    pub(super) fn delete(&self, name: &str) {
         if let Some(pod) = self.pod(name) {
             self.step("user", format!("deletes pod {name}"));
             // A pod that is gone already is what is wanted.
@@ -150,7 +167,7 @@ impl Demo {
         }
     }
 
-    fn claim_of(&self, pod: &str) -> Option<Value> {
+    pub(super) fn claim_of(&self, pod: &str) -> Option<Value> {
         self.hand.list("resourceclaims").into_iter().find(|claim| {
             list(claim, "/metadata/ownerReferences")
                 .iter()
@@ -173,7 +190,7 @@ impl Demo {
     }
 
     /// Deletes pods, and waits until nothing is left of them and their claims.
-    async fn clear(&mut self, pods: &[String]) {
+    pub(super) async fn clear(&mut self, pods: &[String]) {
         for pod in pods {
             self.delete(pod);
         }
@@ -220,7 +237,7 @@ async fn several(demo: &mut Demo) -> Result<(), StageError> {
 }
 
 async fn waiting(demo: &mut Demo) -> Result<(), StageError> {
-    let count = demo.kubelets.len() * DEVICES;
+    let count = demo.devices.len() * DEVICES;
     let holders: Vec<String> = (1..=count).map(|number| format!("holder-{number}")).collect();
     for holder in &holders {
         demo.stage.apply(&pod(holder))?;
@@ -334,52 +351,5 @@ fn plug(demo: &mut Demo, node: &str, path: &str, plugged: bool) -> Result<(), St
     debug_assert_eq!(Path::new(path).exists(), plugged, "{path}");
     let word = if plugged { "plugs in" } else { "unplugs" };
     demo.step("somebody", format!("{word} {path} of {node}"));
-    Ok(())
-}
-
-async fn both_doors(demo: &mut Demo) -> Result<(), StageError> {
-    demo.expect("node-a has one camera to give away", |demo| {
-        let node = demo.hand.get("nodes", "", "node-a").unwrap_or_default();
-        node["status"]["allocatable"][CAMERA] == "1"
-    })
-    .await;
-    demo.stage.apply(&camera_pod("camera-1"))?;
-    demo.expect(
-        "pod camera-1 has the camera, through the device plugin API",
-        |demo| demo.opens("camera-1") == 1,
-    )
-    .await;
-    demo.tell_outfit("camera-1");
-    demo.stage.apply(&camera_pod("camera-2"))?;
-    demo.stage.apply(&pod("claiming"))?;
-    demo.expect(
-        "pod claiming gets a device through its claim at the same time",
-        |demo| demo.opens("claiming") == 1,
-    )
-    .await;
-    demo.tell_outfit("claiming");
-    demo.expect("pod camera-2 waits, and an event says for what", |demo| {
-        demo.hand.list("events").iter().any(|event| {
-            text(event, "/involvedObject/name") == "camera-2" && text(event, "/message").contains(CAMERA)
-        })
-    })
-    .await;
-    let camera = demo.outfit("camera-1").map(|outfit| outfit.devices);
-    demo.delete("camera-1");
-    demo.expect("camera-2 runs when camera-1 is gone", |demo| {
-        demo.runs("camera-2")
-    })
-    .await;
-    let same = demo.outfit("camera-2").map(|outfit| outfit.devices) == camera;
-    demo.check("and has the same camera", same);
-    let hosts = |outfit: Option<Outfit>| -> Vec<String> {
-        outfit
-            .map(|outfit| outfit.devices.into_iter().map(|(_, host, _)| host).collect())
-            .unwrap_or_default()
-    };
-    let (claimed, cameras) = (hosts(demo.outfit("claiming")), hosts(demo.outfit("camera-2")));
-    let apart = !claimed.is_empty() && claimed.iter().all(|device| !cameras.contains(device));
-    demo.check("no device went through both doors", apart);
-    demo.clear(&["camera-2".to_owned(), "claiming".to_owned()]).await;
     Ok(())
 }

@@ -1,0 +1,269 @@
+//! kubectl as a client: it says the same of the stage and of the real server.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use drayman::sim::api::{ApiServer, kubeconfig};
+use drayman::sim::source::Source;
+use tokio::io::AsyncWriteExt as _;
+use tokio::process::Command;
+use tokio_util::sync::CancellationToken;
+
+use crate::ground::{real, run};
+
+/// kubectl with one of the two servers.
+struct Kubectl {
+    program: PathBuf,
+    kubeconfig: PathBuf,
+    cache: PathBuf,
+    namespace: &'static str,
+}
+
+impl Kubectl {
+    /// What it prints and how it ends, in a form that can be compared.
+    async fn run(&self, arguments: &[&str], input: &str) -> anyhow::Result<String> {
+        let mut command = Command::new(&self.program);
+        command
+            .arg("--kubeconfig")
+            .arg(&self.kubeconfig)
+            .arg("--cache-dir")
+            .arg(&self.cache)
+            .args(["--namespace", self.namespace])
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true);
+        let mut child = command.spawn().context("running kubectl")?;
+        let mut stdin = child.stdin.take().context("stdin")?;
+        stdin.write_all(input.as_bytes()).await?;
+        drop(stdin);
+        let output = child.wait_with_output().await?;
+        let text = |bytes: &[u8]| same_form(&String::from_utf8_lossy(bytes));
+        Ok(format!(
+            "$ kubectl {}\n{}{}exit code {}\n",
+            arguments.join(" "),
+            text(&output.stdout),
+            text(&output.stderr),
+            output.status.code().unwrap_or(-1)
+        ))
+    }
+}
+
+/// Hides what differs between any two runs: uids, versions, times and ages. Columns are set apart by one space, because their width
+/// follows from the ages.
+fn same_form(text: &str) -> String {
+    let word = |word: &str| -> String {
+        let bare = word.trim_matches(|c: char| "\"',".contains(c));
+        let age = bare.len() > 1
+            && bare.chars().all(|c| c.is_ascii_digit() || "smhd".contains(c))
+            && bare.starts_with(|c: char| c.is_ascii_digit())
+            && bare.ends_with(|c: char| "smhd".contains(c));
+        let uid = bare.len() == 36 && bare.chars().filter(|c| *c == '-').count() == 4;
+        let time = bare.parse::<jiff::Timestamp>().is_ok();
+        match (age, uid, time) {
+            (true, _, _) => word.replace(bare, "<age>"),
+            (_, true, _) => word.replace(bare, "<uid>"),
+            (_, _, true) => word.replace(bare, "<time>"),
+            _ => word.to_owned(),
+        }
+    };
+    let mut lines = String::new();
+    for line in text.lines() {
+        let mut words: Vec<String> = line.split_whitespace().map(word).collect();
+        if let [name, version] = words.as_mut_slice()
+            && name.to_lowercase().trim_end_matches(':').replace(' ', "") == "resourceversion"
+        {
+            *version = "<version>".to_owned();
+        }
+        if let [first, second, version] = words.as_mut_slice()
+            && first == "Resource"
+            && second == "Version:"
+        {
+            *version = "<version>".to_owned();
+        }
+        let indent = line.len() - line.trim_start().len();
+        lines += &" ".repeat(indent);
+        lines += &words.join(" ");
+        lines.push('\n');
+    }
+    lines
+}
+
+type Step = (&'static [&'static str], &'static str);
+
+/// Goes through commands with both servers and compares what kubectl says.
+fn both(namespace: &'static str, steps: &[Step]) {
+    run(async {
+        let stage = ApiServer::new(Arc::new(Source::system()));
+        let shutdown = CancellationToken::new();
+        let _end = shutdown.clone().drop_guard();
+        let address = stage.listen(shutdown).await.expect("a port");
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = directory.path().join("kubeconfig");
+        std::fs::write(&file, kubeconfig(address)).expect("a file");
+        let real = real().await;
+        let kubectl = |kubeconfig: &Path, cache: &str| Kubectl {
+            program: real.kubectl_program().to_owned(),
+            kubeconfig: kubeconfig.to_owned(),
+            cache: directory.path().join(cache),
+            namespace,
+        };
+        let (played, meant) = (kubectl(&file, "played"), kubectl(real.kubeconfig(), "meant"));
+        let mut differences = Vec::new();
+        // Classes are in no namespace, and the tests share the real server.
+        let class = format!("{namespace}-class");
+        for (arguments, input) in steps {
+            let arguments: Vec<String> = arguments
+                .iter()
+                .map(|each| each.replace("CLASS", &class))
+                .collect();
+            let arguments: &[&str] = &arguments.iter().map(String::as_str).collect::<Vec<_>>();
+            let input = &input.replace("CLASS", &class);
+            let played = played.run(arguments, input).await.expect("kubectl runs");
+            let meant = meant.run(arguments, input).await.expect("kubectl runs");
+            if played != meant {
+                differences.push(format!("--- the stage:\n{played}--- the real server:\n{meant}"));
+            }
+        }
+        assert!(differences.is_empty(), "{}", differences.join("\n"));
+    });
+}
+
+const OBJECTS: &str = r"
+apiVersion: resource.k8s.io/v1alpha2
+kind: ResourceClass
+metadata: { name: CLASS, labels: { of: CLASS } }
+driverName: kubectl.example.com
+---
+apiVersion: resource.k8s.io/v1alpha2
+kind: ResourceClaim
+metadata: { name: claim, labels: { color: red } }
+spec: { resourceClassName: CLASS }
+---
+apiVersion: resource.k8s.io/v1alpha2
+kind: ResourceClaimTemplate
+metadata: { name: template }
+spec: { spec: { resourceClassName: CLASS, allocationMode: Immediate } }
+---
+apiVersion: v1
+kind: ConfigMap
+metadata: { name: map, annotations: { why: because } }
+data: { a: b }
+";
+
+const CHANGED: &str = r"
+apiVersion: v1
+kind: ConfigMap
+metadata: { name: map }
+data: { a: c, d: e }
+";
+
+const NAMESPACE: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-words }\n";
+const OF_READING: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-reads }\n";
+const OF_WAITING: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-waits }\n";
+/// The stage has no OpenAPI.
+const APPLY: &[&str] = &["apply", "--validate=false", "-f", "-"];
+
+#[test]
+fn kubectl_applies_and_deletes_with_the_same_words() {
+    both(
+        "kubectl-words",
+        &[
+            (APPLY, NAMESPACE),
+            (APPLY, OBJECTS),
+            (APPLY, OBJECTS),
+            (APPLY, CHANGED),
+            (&["get", "configmap", "map", "-o", "jsonpath={.data}"], ""),
+            (
+                &["apply", "--server-side", "--validate=false", "-f", "-"],
+                CHANGED,
+            ),
+            (APPLY, "kind: ["),
+            (APPLY, "apiVersion: v1\nkind: Unicorn\nmetadata: { name: u }\n"),
+            (&["delete", "configmap", "missing"], ""),
+            (&["delete", "configmap", "missing", "--ignore-not-found"], ""),
+            (&["delete", "configmap", "map"], ""),
+            (&["delete", "--wait=true", "--timeout=20s", "-f", "-"], OBJECTS),
+            (&["get", "resourceclaims"], ""),
+        ],
+    );
+}
+
+#[test]
+fn kubectl_gets_and_describes_the_same() {
+    both(
+        "kubectl-reads",
+        &[
+            (APPLY, OF_READING),
+            (APPLY, OBJECTS),
+            (
+                &["get", "resourceclaims,resourceclaimtemplates,configmaps/map"],
+                "",
+            ),
+            (&["get", "resourceclasses", "-l", "of=CLASS"], ""),
+            (&["get", "resourceclaims", "-o", "wide"], ""),
+            (&["get", "resourceclaims", "-o", "name"], ""),
+            (&["get", "resourceclaims", "-l", "color=blue"], ""),
+            (&["get", "resourceclaims", "--show-labels"], ""),
+            (&["get", "resourceclaim", "claim", "-o", "jsonpath={.spec}"], ""),
+            (&["get", "resourceclaim", "missing"], ""),
+            (&["get", "unicorns"], ""),
+            (&["get", "namespace", "kubectl-reads"], ""),
+            (&["describe", "resourceclaim", "claim"], ""),
+            (&["describe", "resourceclaimtemplate", "template"], ""),
+            (&["describe", "resourceclass", "CLASS"], ""),
+            (&["describe", "configmap", "map"], ""),
+            (&["describe", "resourceclaim", "missing"], ""),
+        ],
+    );
+}
+
+#[test]
+fn kubectl_waits_the_same() {
+    both(
+        "kubectl-waits",
+        &[
+            (APPLY, OF_WAITING),
+            (APPLY, OBJECTS),
+            (
+                &[
+                    "wait",
+                    "--for=jsonpath={.spec.resourceClassName}=CLASS",
+                    "resourceclaim/claim",
+                    "--timeout=20s",
+                ],
+                "",
+            ),
+            (
+                &[
+                    "wait",
+                    "--for=jsonpath={.spec.resourceClassName}=other",
+                    "resourceclaim/claim",
+                    "--timeout=1s",
+                ],
+                "",
+            ),
+            (
+                &["wait", "--for=delete", "resourceclaim/missing", "--timeout=20s"],
+                "",
+            ),
+            (
+                &[
+                    "wait",
+                    "--for=condition=Ready",
+                    "resourceclaim/missing",
+                    "--timeout=1s",
+                ],
+                "",
+            ),
+            (&["delete", "resourceclaim", "claim", "--wait=false"], ""),
+            (
+                &["wait", "--for=delete", "resourceclaim/claim", "--timeout=20s"],
+                "",
+            ),
+        ],
+    );
+}
