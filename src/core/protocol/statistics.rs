@@ -155,7 +155,9 @@ fn queue_of_flight(flight: &Flight) -> &'static str {
     match flight {
         Flight::Item { .. } | Flight::Batch { .. } => "batch",
         Flight::Release { .. } => "claim",
-        Flight::Pod { .. } | Flight::Judge { .. } | Flight::Publish { .. } => "context",
+        Flight::EarlyPod { .. } | Flight::Pod { .. } | Flight::Judge { .. } | Flight::Publish { .. } => {
+            "context"
+        }
     }
 }
 
