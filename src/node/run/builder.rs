@@ -232,21 +232,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             cluster: cluster.subscribe(),
             sender: announcer,
         };
-        let mut until_both = resources.clone();
-        tokio::spawn(async move {
-            // Claims are watched from the first time that a kind leaves through both doors.
-            let both = async {
-                let both = until_both.wait_for(|all| all.values().any(|resource| resource.also_by_claims));
-                both.await.is_ok()
-            };
-            let both = tokio::select! {
-                () = end_of_watch.cancelled() => false,
-                both = both => both,
-            };
-            if both {
-                announcements.run(end_of_watch).await;
-            }
-        });
+        tokio::spawn(announce(announcements, resources.clone(), end_of_watch));
 
         let (quarantine, in_quarantine) = watch::channel(BTreeMap::new());
         let caretaker = Caretaker {
@@ -298,6 +284,25 @@ impl<D: NodeDriver> NodeBuilder<D> {
         stop_publishing.cancel();
         let publisher = publisher.await.map_err(NodeError::Broken);
         served.and(caretaker).and(owner).and(publisher)
+    }
+}
+
+/// Watches claims from the first time that a kind leaves through both doors.
+async fn announce(
+    announcements: Announcements,
+    mut resources: watch::Receiver<Arc<Resources>>,
+    end: CancellationToken,
+) {
+    let both = async {
+        let both = resources.wait_for(|all| all.values().any(|resource| resource.also_by_claims));
+        both.await.is_ok()
+    };
+    let both = tokio::select! {
+        () = end.cancelled() => false,
+        both = both => both,
+    };
+    if both {
+        announcements.run(end).await;
     }
 }
 
