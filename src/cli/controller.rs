@@ -140,7 +140,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         logging::start(*logging)?;
         tracing::info!(
             version = env!("CARGO_PKG_VERSION"),
-            driver_name = cluster.driver_name,
+            driver_name = cluster.driver.name,
             kubeconfig = cluster.kubeconfig.as_ref().map(tracing::field::debug),
             server = %configuration.cluster_url,
             driver_call_timeout = ?driver.driver_call_timeout,
@@ -157,7 +157,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         );
         let (leading, leads) = watch::channel(false);
         let (figures, counted) = watch::channel(Figures::default());
-        let observer = Observer::of_controller(cluster.driver_name.clone(), counted, leads);
+        let observer = Observer::of_controller(cluster.driver.name.clone(), counted, leads);
         let requests = observer.requests();
         let client = client::build_counted(configuration, "controller", &requests)?;
         let ready = Arc::new(move || {
@@ -169,7 +169,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         observer.serve(*observe, ready, &shutdown).await?;
         serve(
             client,
-            cluster.driver_name.clone(),
+            cluster.driver.name.clone(),
             driver.driver_call_timeout,
             leader,
             (leading, figures),

@@ -3,7 +3,6 @@
 //! The spec is written by server-side apply and the status by a merge patch, each only when it differs from what the
 //! server has. Nothing is written at rest. While the API server is away, kubelet is served all the same.
 
-mod events;
 mod object;
 
 use std::future::Future;
@@ -21,6 +20,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
+use super::events::{self, NodeEvent};
 use super::figures::Figures;
 use super::owner::Quarantine;
 use crate::api::crd::NodeInventory;
@@ -224,7 +224,16 @@ impl Publisher {
         for told in events {
             info!(reason = told.reason, "{}", told.note);
             self.figures.told(told.reason);
-            let event = events::event(&self.driver_name, node, told, Timestamp::now());
+            let event = NodeEvent {
+                driver_name: &self.driver_name,
+                node_name: &self.node_name,
+                node_uid: node.metadata.uid.clone(),
+                action: "CheckDevices",
+                reason: told.reason,
+                warning: told.warning,
+                note: &told.note,
+            };
+            let event = event.at(Timestamp::now());
             if let Err(error) = call(api.create(&PostParams::default(), &event)).await {
                 warn!(reason = told.reason, "the event is not written: {error}");
             }

@@ -7,6 +7,7 @@ mod handle;
 mod listening;
 mod records;
 mod resources;
+mod told;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -23,13 +24,12 @@ use super::driver::{NodeDriver, PreparedClaim};
 use super::figures::Figures;
 use super::store::{Opened, Places, Store};
 use crate::core::node::announced::Announced;
-use crate::core::node::census::census;
 use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::claim_uid::ClaimUid;
 use crate::core::node::containers::{Containers, Contested};
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::injection::Injection;
-use crate::core::node::inventory::{Devices, inventory, plugin_devices, published, withhold};
+use crate::core::node::inventory::Devices;
 use crate::core::node::ledger::Ledger;
 use crate::core::node::orphans::Orphans;
 use crate::core::node::prepare::plan_unprepare;
@@ -45,6 +45,7 @@ use handle::{Failure, Offered, Request};
 use listening::{in_time, listen_to};
 pub(in crate::node) use records::Quarantine;
 pub use records::{RecordsHandle, ReleaseError};
+use told::{Noted, Told};
 
 /// Requests that wait, at most; further callers wait to get in.
 const QUEUE: usize = 64;
@@ -90,7 +91,7 @@ pub struct OwnerOptions<D> {
 pub struct Owner<D> {
     driver_name: DriverName,
     places: Places,
-    orphans: Orphans,
+    orphans: Noted<Orphans>,
     /// How many claims hold something.
     held: watch::Sender<usize>,
     /// Told when a claim is to be looked into.
@@ -98,26 +99,30 @@ pub struct Owner<D> {
     driver: Arc<D>,
     store: Arc<Store>,
     /// Shared with the thread that works on files, and never changed while it does.
-    ledger: Arc<Ledger>,
+    ledger: Noted<Arc<Ledger>>,
     node: NodeIdentity,
     cluster: watch::Receiver<ClusterFacts>,
     node_in_doubt: Arc<Notify>,
     found: watch::Receiver<Arc<Devices>>,
+    /// What was found, as far as everything that follows from it was done.
+    devices: Arc<Devices>,
     /// What was found, and what is gone but held.
     inventory: Arc<Devices>,
     /// The same as the API server is told.
     published: watch::Sender<Arc<Devices>>,
     /// The extended resources that there should be.
     wanted: watch::Receiver<Arc<BTreeMap<String, ExtendedResource>>>,
-    resources: BTreeMap<String, Resource>,
+    resources: Noted<BTreeMap<String, Resource>>,
     /// The same as doors see them.
     offered: watch::Sender<Arc<BTreeMap<String, Offered>>>,
     requests: mpsc::Receiver<Request>,
     grants: Option<Arc<dyn Grants>>,
     announcements: watch::Receiver<Arc<Announced>>,
-    announced: Announced,
-    containers: Containers,
-    contested: Contested,
+    announced: Noted<Announced>,
+    containers: Noted<Containers>,
+    contested: Noted<Contested>,
+    /// What the inventory and the lists were made from.
+    told: Told,
     /// Whether it was said that kubelet does not show its containers.
     complained: bool,
     /// When this process began.
@@ -147,43 +152,45 @@ impl<D: NodeDriver> Owner<D> {
         let (sender, requests) = mpsc::channel(QUEUE);
         let (publish, published) = watch::channel(Arc::default());
         let (offered, seen) = watch::channel(Arc::default());
-        let announced = options.announcements.borrow().as_ref().clone();
+        let announced = Noted::new(options.announcements.borrow().as_ref().clone());
         let (held, holds) = watch::channel(0);
         let look_due = Arc::new(Notify::new());
         let mut owner = Self {
             driver_name: options.places.driver.clone(),
             places: options.places,
-            orphans: Orphans::new(options.orphan_grace),
+            orphans: Noted::new(Orphans::new(options.orphan_grace)),
             held,
             look_due: look_due.clone(),
             found: listen_to(&*options.driver).await,
             driver: options.driver,
             store: Arc::new(store),
-            ledger: Arc::new(ledger),
+            ledger: Noted::new(Arc::new(ledger)),
             node: NodeIdentity {
                 name: options.node_name,
                 uid: cluster.node_uid,
             },
             cluster: options.cluster,
             node_in_doubt: options.node_in_doubt,
+            devices: Arc::default(),
             inventory: Arc::default(),
             published: publish,
             wanted: options.resources,
-            resources: BTreeMap::new(),
+            resources: Noted::default(),
             offered,
             requests,
             grants: options.grants,
             announcements: options.announcements,
             announced,
-            containers: Containers::default(),
-            contested: Contested::default(),
+            containers: Noted::default(),
+            contested: Noted::default(),
+            told: Told::default(),
             complained: false,
             since: Instant::now(),
             figures: options.figures.clone(),
         };
         owner.change_resources();
         owner.recover(&files).await;
-        owner.found.mark_unchanged();
+        owner.devices = owner.found.borrow_and_update().clone();
         owner.take_stock();
         owner.refresh_named_devices().await;
         if owner.has_both() {
@@ -306,14 +313,14 @@ impl<D: NodeDriver> Owner<D> {
             // Either the holder is about to end, or kubelet has lost it.
             Err(Refusal::Held { device, .. }) => {
                 let holder = self.ledger.holder(device).map(|(uid, _)| uid.clone());
-                if holder.is_some_and(|uid| self.orphans.contest(&uid)) {
+                if holder.is_some_and(|uid| self.orphans.change().contest(&uid)) {
                     self.look_due.notify_one();
                 }
             }
             _ => {}
         }
         let (uid, steps) = planned?;
-        self.orphans.forget(&uid);
+        self.orphans.change().forget(&uid);
         if let Err(failure) = self.carry_out(&steps).await {
             self.undo(&uid).await;
             return Err(failure);
@@ -331,7 +338,7 @@ impl<D: NodeDriver> Owner<D> {
             match step {
                 Step::Inject(uid) => {
                     let injection = self.inject(uid).await?;
-                    Arc::make_mut(&mut self.ledger).set_injection(uid, injection);
+                    Arc::make_mut(self.ledger.change()).set_injection(uid, injection);
                     continue;
                 }
                 Step::Release(uid) => {
@@ -345,7 +352,7 @@ impl<D: NodeDriver> Owner<D> {
             let (step, ledger, store) = (step.clone(), self.ledger.clone(), self.store.clone());
             let performed = spawn_blocking(move || step.perform(&ledger, &*store)).await;
             if let Some(changed) = performed.map_err(|_| Failure::Stopping)?? {
-                self.ledger = Arc::new(changed);
+                *self.ledger.change() = Arc::new(changed);
             }
         }
         Ok(())
@@ -356,6 +363,7 @@ impl<D: NodeDriver> Owner<D> {
         let claim = self.prepared_claim(uid);
         let mut injection = in_time(format!("claim {uid}"), self.driver.prepare(&claim)).await?;
         injection.name_devices(claim.devices.iter().map(String::as_str));
+        injection.check_paths()?;
         Ok(injection)
     }
 
@@ -412,20 +420,11 @@ impl<D: NodeDriver> Owner<D> {
     /// The devices are not what they were: files must not lead to a node that has become another's.
     async fn refresh(&mut self) {
         let before = self.inventory.clone();
-        self.found.mark_unchanged();
+        self.devices = self.found.borrow_and_update().clone();
         self.take_stock();
         let plans = plan_refresh(&self.ledger, &before, &self.inventory);
         self.carry_out_each(plans).await;
         self.refresh_named_devices().await;
-    }
-
-    /// Joins what was found with what is held.
-    fn take_stock(&mut self) {
-        let mut all = inventory(&self.found.borrow(), &self.inventory, &self.ledger);
-        withhold(&mut all, &self.ledger, &self.orphans.quarantine());
-        if *self.inventory != all {
-            self.inventory = Arc::new(all);
-        }
     }
 
     async fn carry_out_each(&mut self, plans: Vec<(ClaimUid, Vec<Step>)>) {
@@ -448,31 +447,6 @@ impl<D: NodeDriver> Owner<D> {
                 "what the API server told is not stored yet: {failure}"
             );
         }
-    }
-
-    fn publish(&self) {
-        let count = self.ledger.entries().len();
-        self.held
-            .send_if_modified(|held| std::mem::replace(held, count) != count);
-        let devices = census(&self.inventory, self.handed_out());
-        self.figures
-            .stock(devices, count, self.orphans.quarantine().len());
-        for resource in self.resources.values() {
-            let devices = plugin_devices(&self.inventory, self.handed_out(), &resource.offered.kind);
-            resource.devices.send_if_modified(|published| {
-                let changed = *published != devices;
-                *published = devices;
-                changed
-            });
-        }
-        let all = published(&self.inventory, &self.contested);
-        self.published.send_if_modified(|published| {
-            let changed = **published != all;
-            if changed {
-                *published = Arc::new(all);
-            }
-            changed
-        });
     }
 }
 

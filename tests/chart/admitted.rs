@@ -124,7 +124,10 @@ async fn the_controller_meets_the_restricted_standard_and_the_companion_needs_a_
         .iter()
         .filter(|object| pod_spec(object).is_some())
         .collect();
-    ensure!(owners.len() == 4, "controller, companion, definitions, test");
+    ensure!(
+        owners.len() == 5,
+        "controller, companion, definitions, test, uninstall"
+    );
     // Of our own, because that of k8s-openapi no longer knows how a pod of that time names a claim.
     let pods = Api::<drayman::api::resource::Pod>::namespaced(stage.cluster.client(), "restricted");
     for owner in owners {

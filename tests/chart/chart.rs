@@ -79,6 +79,11 @@ pub(crate) fn render(values: Option<&Path>, arguments: &[&str]) -> Vec<Value> {
     objects(&text(values, arguments))
 }
 
+/// What is rendered of the defaults and one kind of device.
+pub(crate) fn one_kind() -> Vec<Value> {
+    render(Some(&chart("ci/one-kind-values.yaml")), &[])
+}
+
 /// What Helm says when it refuses; panics if it does not.
 pub(crate) fn refusal(values: Option<&Path>, arguments: &[&str]) -> String {
     let output = template(values, arguments);

@@ -238,9 +238,35 @@ async fn a_release_that_was_removed_too_early_is_installed_again_and_all_of_it_e
     stage.running("left").await?;
     let devices = stage.devices("left").await?;
 
-    stage
-        .helm(&["uninstall", "drayman", "--namespace", "drayman", "--wait"])
-        .await?;
+    // Helm is told no, with the claim and the pod, and has deleted nothing.
+    let uninstall = ["uninstall", "drayman", "--namespace", "drayman", "--wait"];
+    let refusal = stage
+        .helm(&uninstall)
+        .await
+        .expect_err("a claim is in use")
+        .to_string();
+    ensure!(refusal.contains("job drayman-uninstall failed"), "{refusal}");
+    let log = ["logs", "job/drayman-uninstall", "--namespace=drayman"];
+    let said = stage.cluster.kubectl(&log).await?;
+    println!("{said}");
+    ensure!(
+        said.contains("default/left-test") && said.contains("allocated, used by pod left"),
+        "{said}"
+    );
+    ensure!(
+        said.contains("Driver drayman.dev must not go before these claims"),
+        "{said}"
+    );
+    stage.rolled_out("drayman", "drayman").await?;
+    ensure!(
+        stage
+            .helm(&["status", "drayman", "--namespace", "drayman"])
+            .await?
+            .contains("STATUS: deployed")
+    );
+
+    // Who insists can.
+    stage.helm(&[&uninstall[..], &["--no-hooks"]].concat()).await?;
     // The pod runs on with its device. It only cannot end.
     assert_eq!(stage.devices("left").await?, devices);
     stage

@@ -7,10 +7,12 @@
 mod harness;
 
 mod admitted;
+mod allowed;
 mod chart;
 mod image;
 mod life;
 mod refused;
 mod rendered;
+mod rights;
 mod stage;
 mod values;

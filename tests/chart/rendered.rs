@@ -1,145 +1,11 @@
-//! What is rendered: rights, pods, mounts, flags, the configuration.
+//! What is rendered: pods, mounts, flags, the configuration.
 
 use std::collections::BTreeSet;
 use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::chart::{arguments, chart, object, objects, pod_spec, render, repository, text, variants};
-
-fn one_kind() -> Vec<Value> {
-    render(Some(&chart("ci/one-kind-values.yaml")), &[])
-}
-
-/// Rules with lists in one order, one verb and resource each: what they allow, however it is written.
-fn allowed(role: &Value) -> BTreeSet<String> {
-    let mut allowed = BTreeSet::new();
-    let list = |value: &Value| -> Vec<String> {
-        value
-            .as_array()
-            .into_iter()
-            .flatten()
-            .map(|text| text.as_str().expect("a text").to_owned())
-            .collect()
-    };
-    for rule in role["rules"].as_array().expect("rules") {
-        for group in list(&rule["apiGroups"]) {
-            for resource in list(&rule["resources"]) {
-                for verb in list(&rule["verbs"]) {
-                    allowed.insert(format!(
-                        "{verb} {resource}.{group} {:?}",
-                        list(&rule["resourceNames"])
-                    ));
-                }
-            }
-        }
-    }
-    assert!(!allowed.is_empty());
-    allowed
-}
-
-#[test]
-fn the_roles_are_those_with_which_the_programs_are_tested() {
-    let installed = one_kind();
-    let tested = objects(&std::fs::read_to_string(repository("hack/rbac.yaml")).expect("hack/rbac.yaml"));
-    for (kind, ours, theirs) in [
-        ("ClusterRole", "drayman-controller.drayman", "drayman-controller"),
-        ("ClusterRole", "drayman-node.drayman", "drayman-node"),
-        ("Role", "drayman-controller", "drayman-controller"),
-    ] {
-        assert_eq!(
-            allowed(object(&installed, kind, ours)),
-            allowed(object(&tested, kind, theirs)),
-            "{kind} {ours}"
-        );
-    }
-}
-
-#[test]
-fn no_role_has_a_wildcard_or_reads_secrets_or_makes_or_deletes_what_is_users_own() {
-    for variant in variants() {
-        let rendered = render(Some(&variant), &[]);
-        let roles = rendered
-            .iter()
-            .filter(|object| object["kind"] == "ClusterRole" || object["kind"] == "Role");
-        for role in roles {
-            let name = &role["metadata"]["name"];
-            assert!(!role["rules"].to_string().contains('*'), "{name} of {variant:?}");
-            let of_users = role["metadata"]["labels"].as_object().is_some_and(|labels| {
-                labels
-                    .keys()
-                    .any(|label| label.starts_with("rbac.authorization.k8s.io/aggregate-to-"))
-            });
-            for right in allowed(role) {
-                assert!(!right.contains(" secrets."), "{name} of {variant:?}: {right}");
-                let writes = right.starts_with("create ") || right.starts_with("delete");
-                let harmless = right.contains("leases.")
-                    || right.contains("events.")
-                    || right.contains("nodeinventories.");
-                assert!(of_users || !writes || harmless, "{name} of {variant:?}: {right}");
-                // Somebody who may bind or escalate may do everything.
-                for verb in ["bind ", "escalate ", "impersonate "] {
-                    assert!(!right.starts_with(verb), "{name} of {variant:?}: {right}");
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn the_components_have_accounts_of_their_own_and_each_has_its_own_role() {
-    let installed = one_kind();
-    for component in ["controller", "node"] {
-        let binding = object(
-            &installed,
-            "ClusterRoleBinding",
-            &format!("drayman-{component}.drayman"),
-        );
-        assert_eq!(
-            binding["subjects"],
-            json!([{ "kind": "ServiceAccount", "name": format!("drayman-{component}"), "namespace": "drayman" }])
-        );
-        object(&installed, "ServiceAccount", &format!("drayman-{component}"));
-    }
-}
-
-#[test]
-fn no_pod_has_more_privileges_than_it_needs() {
-    for variant in variants() {
-        for owner in render(Some(&variant), &[]) {
-            let Some(spec) = pod_spec(&owner) else { continue };
-            let what = format!("{} {} of {variant:?}", owner["kind"], owner["metadata"]["name"]);
-            for shared in ["hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"] {
-                assert!(spec[shared].is_null(), "{what}: {shared}");
-            }
-            let pod = &spec["securityContext"];
-            assert_eq!(
-                pod["seccompProfile"],
-                json!({ "type": "RuntimeDefault" }),
-                "{what}"
-            );
-            for container in spec["containers"].as_array().expect("containers") {
-                let security = &container["securityContext"];
-                assert_eq!(security["readOnlyRootFilesystem"], true, "{what}");
-                if variant == chart("ci/everything-values.yaml") && owner["kind"] == "DaemonSet" {
-                    // The one variant that asks for it.
-                    assert_eq!(security["privileged"], true);
-                    continue;
-                }
-                assert_eq!(security["capabilities"], json!({ "drop": ["ALL"] }), "{what}");
-                assert_eq!(security["allowPrivilegeEscalation"], false, "{what}");
-                assert!(security["privileged"].is_null(), "{what}");
-            }
-            let volumes = spec["volumes"].as_array().cloned().unwrap_or_default();
-            if owner["kind"] == "DaemonSet" {
-                assert_eq!(pod["runAsUser"], 0, "{what}");
-            } else {
-                assert_eq!(pod["runAsNonRoot"], true, "{what}");
-                assert!(volumes.is_empty(), "{what}: {volumes:?}");
-            }
-        }
-    }
-}
+use crate::chart::{arguments, chart, object, objects, one_kind, pod_spec, render, text, variants};
 
 /// Paths of the host in the companion's pods, with whether they can be written.
 fn host_paths(daemon_set: &Value) -> BTreeSet<String> {
@@ -241,6 +107,8 @@ fn program(arguments: &[String]) -> String {
         .args(arguments)
         .env_clear()
         .env("NODE_NAME", "node")
+        // What a person has at home is none of the container's.
+        .env("HOME", "/nonexistent")
         .output()
         .expect("the program starts");
     String::from_utf8(output.stderr).expect("UTF-8")
@@ -279,7 +147,7 @@ fn the_program_takes_the_flags_and_the_configuration_of_every_variant() {
     }
     assert_eq!(
         seen,
-        ["controller", "crds", "node", "version"]
+        ["controller", "crds", "drain", "node", "version"]
             .map(str::to_owned)
             .into()
     );
@@ -356,14 +224,25 @@ fn releases_of_one_name_in_two_namespaces_have_no_object_in_common() {
 }
 
 #[test]
-fn a_changed_configuration_replaces_the_companions_and_nothing_else_does() {
-    let annotation = |arguments: &[&str]| {
+fn a_changed_configuration_replaces_no_companion_unless_it_needs_another_mount() {
+    let with = |arguments: &[&str]| {
         let rendered = render(Some(&chart("ci/one-kind-values.yaml")), arguments);
-        object(&rendered, "DaemonSet", "drayman-node")["spec"]["template"]["metadata"]["annotations"].clone()
+        let daemon_set = object(&rendered, "DaemonSet", "drayman-node");
+        let configuration = object(&rendered, "ConfigMap", "drayman-node");
+        (
+            daemon_set["spec"]["template"].clone(),
+            configuration["data"].clone(),
+        )
     };
-    let before = annotation(&[]);
-    assert_eq!(annotation(&["--set=controller.replicas=2"]), before);
-    assert_ne!(annotation(&["--set=deviceKinds[0].permissions=r"]), before);
+    let before = with(&[]);
+    let other = with(&["--set=deviceKinds[0].permissions=r"]);
+    assert_eq!(other.0, before.0, "the companion follows its file");
+    assert_ne!(other.1, before.1);
+    let other_door = with(&[
+        "--set=deviceKinds[0].mode=both",
+        "--set=deviceKinds[0].resourceName=example.com/x",
+    ]);
+    assert_ne!(other_door.0, before.0);
 }
 
 #[test]
@@ -380,19 +259,6 @@ fn without_a_lease_no_second_controller_is_started_during_an_update() {
     };
     assert_eq!(strategy("true"), (json!("RollingUpdate"), true, 1));
     assert_eq!(strategy("false"), (json!("Recreate"), false, 0));
-}
-
-#[test]
-fn an_admission_policy_is_made_where_tokens_name_their_node() {
-    let has = |arguments: &[&str]| {
-        render(None, arguments)
-            .iter()
-            .any(|object| object["kind"] == "ValidatingAdmissionPolicy")
-    };
-    assert!(has(&["--kube-version", "1.30.0"]));
-    assert!(!has(&["--kube-version", "1.29.9"]));
-    assert!(!has(&["--set=admissionPolicy.enabled=never"]));
-    assert!(!has(&["--set=node.enabled=false"]));
 }
 
 #[test]
@@ -585,6 +451,12 @@ fn a_part_that_is_switched_off_leaves_nothing_of_it() {
     assert!(controller.contains("component: node"));
     assert!(!controller.contains("component: controller"));
     assert!(!text(None, &["--set=crds.upgrade=false"]).contains("component: crds"));
+    assert!(text(None, &[]).contains("component: uninstall"));
+    assert!(!text(None, &["--set=uninstallCheck=false"]).contains("component: uninstall"));
+    assert!(
+        !controller.contains("component: uninstall"),
+        "there are no claims of it"
+    );
     let without_roles = render(None, &["--set=rbac.create=false", "--set=crds.upgrade=false"]);
     assert!(
         without_roles

@@ -211,6 +211,11 @@ impl Cluster {
         command
     }
 
+    /// Where kubectl is.
+    pub fn kubectl_program(&self) -> &Path {
+        &self.description.kubectl
+    }
+
     /// Runs kubectl as admin and returns what it printed.
     pub async fn kubectl(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let mut command = self.command(&self.description.kubectl);

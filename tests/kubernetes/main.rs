@@ -8,6 +8,7 @@ mod harness;
 
 mod controller;
 mod devices;
+mod doctor;
 mod example;
 mod faults;
 mod hostile;
@@ -16,6 +17,7 @@ mod loss;
 mod newer;
 mod pods;
 mod records;
+mod round_trip;
 mod selectors;
 mod stage;
 mod survive;

@@ -1,8 +1,11 @@
 //! What the tests stand on: a cluster with drayman's kinds in it, the programs, and the objects of users.
 
-use std::fs::File;
+#[path = "stage/objects.rs"]
+mod objects;
+#[path = "stage/program.rs"]
+mod program;
+
 use std::path::PathBuf;
-use std::process::{ExitStatus, Stdio};
 
 use anyhow::{Context as _, bail};
 use drayman::api::crd::{
@@ -10,20 +13,25 @@ use drayman::api::crd::{
     definitions,
 };
 use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
-use futures::StreamExt as _;
-use inotify::{Inotify, WatchMask};
 use k8s_openapi::api::core::v1::{Event, Node};
 use k8s_openapi::api::rbac::v1::PolicyRule;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::runtime::conditions::is_crd_established;
 use kube::runtime::wait::{Condition, await_condition};
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use tokio::process::Child;
 use tokio::time::timeout;
 
-use crate::harness::{Cluster, IMAGE, PATIENCE};
+#[allow(
+    unused_imports,
+    reason = "shared with other targets, each of which uses another part"
+)]
+pub(crate) use objects::{
+    claim_name, has_finalizer, is_allocated, is_bound, is_gone, is_running, pod_from, pod_with_claim,
+};
+pub(crate) use program::Program;
+
+use crate::harness::{Cluster, PATIENCE};
 
 /// The driver name of the built-in driver.
 pub(crate) const DRIVER: &str = "drayman.dev";
@@ -37,15 +45,6 @@ pub(crate) struct Stage {
     pub(crate) cluster: Cluster,
     controller: PathBuf,
     node: PathBuf,
-}
-
-/// A program of drayman's. Its log is printed if the test fails.
-#[derive(Debug)]
-pub(crate) struct Program {
-    name: String,
-    child: Child,
-    log: PathBuf,
-    quiet: bool,
 }
 
 /// The rules of a role in `hack/rbac.yaml`, by kind and name.
@@ -89,8 +88,23 @@ impl Stage {
 
     /// The same for a cluster that may have no classes of our version.
     pub(crate) async fn without_class(cluster: Cluster) -> anyhow::Result<Self> {
-        let client = cluster.client();
-        let definitions_api = Api::<CustomResourceDefinition>::all(client.clone());
+        let stage = Self::bare(cluster).await?;
+        let parameters = DeviceClassParameters::new(
+            "test",
+            DeviceClassParametersSpec {
+                kind: "test".to_owned(),
+                ..DeviceClassParametersSpec::default()
+            },
+        );
+        Api::all(stage.cluster.client())
+            .create(&PostParams::default(), &parameters)
+            .await?;
+        Ok(stage)
+    }
+
+    /// The same with nothing but the definitions and the users.
+    pub(crate) async fn bare(cluster: Cluster) -> anyhow::Result<Self> {
+        let definitions_api = Api::<CustomResourceDefinition>::all(cluster.client());
         for definition in definitions() {
             let name = definition
                 .metadata
@@ -107,16 +121,6 @@ impl Stage {
             )
             .await??;
         }
-        let parameters = DeviceClassParameters::new(
-            "test",
-            DeviceClassParametersSpec {
-                kind: "test".to_owned(),
-                ..DeviceClassParametersSpec::default()
-            },
-        );
-        Api::all(client.clone())
-            .create(&PostParams::default(), &parameters)
-            .await?;
         let controller = cluster.user("drayman-controller", &controller_rules()?).await?;
         let node = cluster.user("drayman-node", &node_rules()?).await?;
         Ok(Self {
@@ -350,25 +354,13 @@ impl Stage {
     }
 
     /// Starts a program with a log of its own.
-    pub(crate) fn program(
-        &self,
-        name: &str,
-        mut command: tokio::process::Command,
-    ) -> anyhow::Result<Program> {
+    pub(crate) fn program(&self, name: &str, command: tokio::process::Command) -> anyhow::Result<Program> {
         // A log of its own for each start.
         let log = (0..1000)
             .map(|start| self.cluster.directory().join(format!("{name}-{start}.log")))
             .find(|log| !log.exists())
             .context("a free name")?;
-        let file = File::create_new(&log)?;
-        command.stdout(Stdio::null()).stderr(file);
-        let child = command.spawn().with_context(|| format!("starting {name}"))?;
-        Ok(Program {
-            name: name.to_owned(),
-            child,
-            log,
-            quiet: false,
-        })
+        Program::start(name, command, log)
     }
 
     /// Makes a node that exists in the API only. The scheduler binds pods to it; nothing runs there.
@@ -427,136 +419,4 @@ impl Stage {
             .await?;
         Ok(())
     }
-}
-
-impl Program {
-    /// Kills it where it stands.
-    pub(crate) async fn kill(&mut self) -> anyhow::Result<()> {
-        self.child
-            .kill()
-            .await
-            .with_context(|| format!("killing {}", self.name))
-    }
-
-    /// Sends a signal.
-    pub(crate) fn signal(&self, signal: Signal) -> anyhow::Result<()> {
-        let id = self
-            .child
-            .id()
-            .and_then(|id| i32::try_from(id).ok())
-            .context("it runs")?;
-        Ok(kill_process(Pid::from_raw(id).context("a pid")?, signal)?)
-    }
-
-    /// Asks it to end and waits for that.
-    pub(crate) async fn end(mut self) -> anyhow::Result<ExitStatus> {
-        self.signal(Signal::TERM)?;
-        let status = timeout(PATIENCE, self.child.wait())
-            .await
-            .with_context(|| format!("{} ends", self.name))??;
-        anyhow::ensure!(status.success(), "{} ended with {status}", self.name);
-        self.quiet = true;
-        Ok(status)
-    }
-
-    /// Waits until it has logged a text.
-    pub(crate) async fn logged(&self, text: &str) -> anyhow::Result<()> {
-        let inotify = Inotify::init()?;
-        inotify.watches().add(&self.log, WatchMask::MODIFY)?;
-        let mut changes = inotify.into_event_stream([0; 4096])?;
-        while !self.log()?.contains(text) {
-            timeout(PATIENCE, changes.next())
-                .await
-                .with_context(|| format!("{} logs {text:?}", self.name))?;
-        }
-        Ok(())
-    }
-
-    /// Waits until it ends by itself.
-    pub(crate) async fn ended(mut self) -> anyhow::Result<ExitStatus> {
-        let status = timeout(PATIENCE, self.child.wait())
-            .await
-            .with_context(|| format!("{} ends", self.name))??;
-        self.quiet = true;
-        Ok(status)
-    }
-
-    /// What it has logged.
-    pub(crate) fn log(&self) -> anyhow::Result<String> {
-        Ok(std::fs::read_to_string(&self.log)?)
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        // Shown by the test runner only if the test fails.
-        if !self.quiet
-            && let Ok(log) = self.log()
-        {
-            let lines: Vec<&str> = log.lines().collect();
-            eprintln!(
-                "--- the last lines of {}:\n{}",
-                self.name,
-                lines[lines.len().saturating_sub(60)..].join("\n")
-            );
-        }
-    }
-}
-
-/// A pod with one container and one claim from the template `test`.
-pub(crate) fn pod_with_claim(name: &str) -> anyhow::Result<Pod> {
-    pod_from(json!({
-        "metadata": { "name": name },
-        "spec": {
-            "resourceClaims": [{ "name": "device", "source": { "resourceClaimTemplateName": "test" } }],
-            "containers": [{ "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
-                "resources": { "claims": [{ "name": "device" }] } }],
-            "dnsPolicy": "Default",
-            "terminationGracePeriodSeconds": 1,
-        },
-    }))
-}
-
-/// A pod as a user writes it. Our own type of it keeps the `source` of a claim, which k8s-openapi's has no more.
-pub(crate) fn pod_from(manifest: Value) -> anyhow::Result<Pod> {
-    serde_json::from_value(manifest).map_err(Into::into)
-}
-
-/// The name of a pod's first claim, as the claim controller has entered it.
-pub(crate) fn claim_name(pod: Option<&Pod>) -> Option<String> {
-    pod?.status
-        .resource_claim_statuses
-        .first()?
-        .resource_claim_name
-        .clone()
-}
-
-/// A condition: the pod runs.
-pub(crate) fn is_running() -> impl Condition<Pod> {
-    |pod: Option<&Pod>| pod.is_some_and(|pod| pod.status.phase.as_deref() == Some("Running"))
-}
-
-/// A condition: the scheduler has bound the pod to a node.
-pub(crate) fn is_bound() -> impl Condition<Pod> {
-    |pod: Option<&Pod>| pod.is_some_and(|pod| pod.spec.node_name.is_some())
-}
-
-/// Whether a claim is allocated.
-pub(crate) fn is_allocated(claim: &ResourceClaim) -> bool {
-    claim.status.allocation.is_some()
-}
-
-/// Whether a claim has our finalizer.
-pub(crate) fn has_finalizer(claim: &ResourceClaim) -> bool {
-    claim
-        .metadata
-        .finalizers
-        .iter()
-        .flatten()
-        .any(|name| name == FINALIZER)
-}
-
-/// A condition: the object is gone.
-pub(crate) fn is_gone<K>() -> impl Condition<K> {
-    |object: Option<&K>| object.is_none()
 }

@@ -11,7 +11,11 @@ use crate::harness::{Cluster, rule};
 use crate::stage::{DRIVER, Stage, is_allocated, is_bound, is_gone};
 
 /// Runs the program as a person does, and returns what it printed.
-async fn drayman(cluster: &Cluster, kubeconfig: &Path, arguments: &[&str]) -> anyhow::Result<Output> {
+pub(crate) async fn drayman(
+    cluster: &Cluster,
+    kubeconfig: &Path,
+    arguments: &[&str],
+) -> anyhow::Result<Output> {
     let mut command = cluster.command(env!("CARGO_BIN_EXE_drayman"));
     command.args(arguments).arg("--kubeconfig").arg(kubeconfig);
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -19,7 +23,10 @@ async fn drayman(cluster: &Cluster, kubeconfig: &Path, arguments: &[&str]) -> an
 }
 
 /// The same as administrator, with the exit code and both outputs.
-async fn answer(stage: &Stage, arguments: &[&str]) -> anyhow::Result<(Option<i32>, String, String)> {
+pub(crate) async fn answer(
+    stage: &Stage,
+    arguments: &[&str],
+) -> anyhow::Result<(Option<i32>, String, String)> {
     let output = drayman(&stage.cluster, stage.cluster.kubeconfig(), arguments).await?;
     Ok((
         output.status.code(),
@@ -28,7 +35,7 @@ async fn answer(stage: &Stage, arguments: &[&str]) -> anyhow::Result<(Option<i32
     ))
 }
 
-async fn json(stage: &Stage, arguments: &[&str]) -> anyhow::Result<Value> {
+pub(crate) async fn json(stage: &Stage, arguments: &[&str]) -> anyhow::Result<Value> {
     let (code, stdout, stderr) = answer(stage, &[arguments, &["--output=json"]].concat()).await?;
     anyhow::ensure!(
         !stdout.is_empty(),
@@ -149,63 +156,6 @@ async fn a_waiting_pod_is_explained_node_by_node() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn the_doctor_names_what_is_wrong_and_is_content_when_it_is_mended() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_node("node-a").await?;
-    let (code, text, _) = answer(&stage, &["doctor"]).await?;
-    println!("{text}");
-    assert_eq!(code, Some(1));
-    assert!(text.contains("no node offers devices"), "{text}");
-    assert!(text.contains("no Lease"), "{text}");
-
-    let api = Api::<k8s_openapi::api::core::v1::Node>::all(stage.cluster.client());
-    let uid = api.get("node-a").await?.metadata.uid.unwrap_or_default();
-    stage.write_inventory("node-a", &uid, 2).await?;
-    let leader = stage.replica("leader").await?;
-    leader.logged("leading").await?;
-    let (code, text, _) = answer(&stage, &["doctor"]).await?;
-    println!("{text}");
-    assert_eq!(code, Some(0), "{text}");
-    assert!(text.contains("0 warnings, 0 problems"), "{text}");
-
-    // A node that was made again, and a class that names nothing.
-    stage
-        .write_inventory("node-a", "another-uid", 2)
-        .await
-        .expect("the field can be changed");
-    let parameters = Api::<DeviceClassParameters>::all(stage.cluster.client());
-    parameters.delete("test", &DeleteParams::default()).await?;
-    let findings = json(&stage, &["doctor"]).await?;
-    let messages: Vec<&str> = findings
-        .as_array()
-        .into_iter()
-        .flatten()
-        .filter(|finding| finding["level"] == "Problem")
-        .filter_map(|finding| finding["message"].as_str())
-        .collect();
-    assert_eq!(messages.len(), 2, "{messages:?}");
-    assert!(
-        messages[0].contains("there is no DeviceClassParameters test"),
-        "{messages:?}"
-    );
-    assert!(messages[1].contains("earlier node"), "{messages:?}");
-
-    // Who may read nothing is told which right is missing.
-    let nobody = stage.cluster.user("nobody", &[]).await?;
-    let output = drayman(&stage.cluster, &nobody, &["doctor"]).await?;
-    let text = String::from_utf8(output.stdout)?;
-    assert!(text.contains("cannot list resource \"leases\""), "{text}");
-    let output = drayman(&stage.cluster, &nobody, &["devices"]).await?;
-    assert_eq!(output.status.code(), Some(1));
-    let error = String::from_utf8(output.stderr)?;
-    assert!(
-        error.contains("cannot list resource \"nodeinventories\""),
-        "{error}"
-    );
-    stage.cluster.stop().await
-}
-
-#[tokio::test]
 async fn a_user_of_one_namespace_with_the_rights_to_read_gets_an_explanation() -> anyhow::Result<()> {
     let (stage, _controller) = one_of_two_pods_waits().await?;
     let read = ["get", "list", "watch"];
@@ -289,23 +239,4 @@ async fn drain_lists_what_is_left_until_nothing_is() -> anyhow::Result<()> {
     assert_eq!(code, Some(0), "{text}");
     assert!(text.contains("Nothing uses"), "{text}");
     stage.cluster.stop().await
-}
-
-#[tokio::test]
-async fn kinds_that_are_not_defined_are_named_with_the_fix() -> anyhow::Result<()> {
-    let cluster = Cluster::builder().start().await?;
-    let output = drayman(&cluster, cluster.kubeconfig(), &["doctor"]).await?;
-    let text = String::from_utf8(output.stdout)?;
-    assert_eq!(output.status.code(), Some(1));
-    assert!(
-        text.contains("CustomResourceDefinition nodeinventories.drayman.dev is missing"),
-        "{text}"
-    );
-    assert!(text.contains("drayman crds | kubectl apply"), "{text}");
-    let output = drayman(&cluster, cluster.kubeconfig(), &["devices"]).await?;
-    let error = String::from_utf8(output.stderr)?;
-    assert_eq!(output.status.code(), Some(1));
-    assert!(error.contains("cannot list nodeinventories"), "{error}");
-    assert!(error.contains("drayman doctor"), "{error}");
-    cluster.stop().await
 }

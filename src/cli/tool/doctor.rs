@@ -8,18 +8,26 @@ use std::process::ExitCode;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::rbac::v1::ClusterRole;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::api::{Api, ListParams};
 use kube::{Client, ResourceExt as _};
 
 use super::output::{Colour, Output, coloured, one_line};
+use super::rights::{self, Account};
 use super::{Cluster, node_check, read};
 use crate::api::crd::{self, DeviceClassParameters, NodeInventory};
-use crate::api::resource::{GROUP, ResourceClass, VERSION};
-use crate::cli::{Error, block_on, choose_tls_provider, value};
+use crate::api::resource::{GROUP, ResourceClaim, ResourceClass, VERSION};
+use crate::cli::{Error, block_on, choose_tls_provider, group, value};
+use crate::core::inspect::devices::devices;
 use crate::core::inspect::doctor::{
     Finding, Level, NodeFacts, classes, definitions, extended_resources, inventories, lease, server,
 };
+use crate::core::inspect::overlap::{self, Sharers};
+use crate::core::inspect::rights::Component;
+
+/// The label of what the chart makes for a controller.
+const CONTROLLER: &str = "app.kubernetes.io/component=controller";
 
 /// Look for what keeps pods from their devices, and say how to put it right
 ///
@@ -31,14 +39,8 @@ pub(in crate::cli) struct Arguments {
     #[arg(long)]
     this_node: bool,
 
-    /// Root directory of kubelet, for --this-node
-    #[arg(
-        long,
-        value_name = "DIRECTORY",
-        default_value = "/var/lib/kubelet",
-        value_parser = value::absolute_path
-    )]
-    kubelet_root_dir: PathBuf,
+    #[command(flatten)]
+    kubelet: group::KubeletRoot,
 
     /// Configuration file of containerd, for --this-node
     #[arg(
@@ -49,6 +51,15 @@ pub(in crate::cli) struct Arguments {
     )]
     containerd_config: PathBuf,
 
+    /// Judge the rights of this user as the controller's too (system:serviceaccount:NAMESPACE:NAME); those of the chart's pods are
+    /// found without
+    #[arg(long, value_name = "USER", conflicts_with = "this_node")]
+    controller_user: Option<String>,
+
+    /// Judge the rights of this user as the companions' too
+    #[arg(long, value_name = "USER", conflicts_with = "this_node")]
+    node_user: Option<String>,
+
     #[command(flatten)]
     cluster: Cluster,
 
@@ -58,14 +69,14 @@ pub(in crate::cli) struct Arguments {
 
 /// Prints the findings.
 pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
-    let driver = &arguments.cluster.driver_name;
+    let driver = &arguments.cluster.driver.name;
     let findings = if arguments.this_node {
-        node_check::look(driver, &arguments.kubelet_root_dir, &arguments.containerd_config)
+        node_check::look(driver, &arguments.kubelet.root_dir, &arguments.containerd_config)
     } else {
         choose_tls_provider();
         block_on(async {
             let (client, _) = arguments.cluster.connect().await?;
-            look(&client, driver).await
+            look(&client, arguments).await
         })?
     };
     arguments.output.print(&findings, |findings, _| text(findings))?;
@@ -78,7 +89,8 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
 }
 
 /// What could not be read is a finding too; only an API server that does not answer at all ends the search.
-async fn look(client: &Client, driver: &str) -> Result<Vec<Finding>, Error> {
+async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Error> {
+    let driver = &arguments.cluster.driver.name;
     let version = client
         .apiserver_version()
         .await
@@ -93,7 +105,7 @@ async fn look(client: &Client, driver: &str) -> Result<Vec<Finding>, Error> {
         unread.push(Finding::warning(
             "rights",
             error.to_string(),
-            "ask for the right to list it, or let somebody run this who has it",
+            "ask for the right to do that, or let somebody run this who has it",
         ));
     };
     let own_definitions = crd::definitions();
@@ -116,15 +128,27 @@ async fn look(client: &Client, driver: &str) -> Result<Vec<Finding>, Error> {
         }
         Err(error) => note(error),
     }
-    let leases = Api::<Lease>::all(client.clone());
+    let mut leases = Vec::new();
     match read::list(
-        &leases,
+        &Api::<Lease>::all(client.clone()),
         ListParams::default().fields(&format!("metadata.name={driver}")),
     )
     .await
     {
-        Ok(found) => findings.push(judge_lease(&found)),
+        Ok(found) => {
+            findings.push(judge_lease(&found));
+            leases = found;
+        }
         Err(error) => note(error),
+    }
+    for found in [
+        look_at_rights(client, arguments).await,
+        look_for_others(client, driver, &leases, serves && defined).await,
+    ] {
+        match found {
+            Ok(found) => findings.extend(found),
+            Err(error) => note(error),
+        }
     }
     if defined {
         match look_at_devices(client, driver, serves).await {
@@ -134,6 +158,59 @@ async fn look(client: &Client, driver: &str) -> Result<Vec<Finding>, Error> {
     }
     findings.extend(unread);
     Ok(findings)
+}
+
+/// Judges what the accounts of the components may do: those of the chart's pods, and those that were named.
+async fn look_at_rights(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Error> {
+    let mut accounts = rights::accounts(client, &arguments.cluster.driver.name).await?;
+    for (component, user) in [
+        (Component::Controller, &arguments.controller_user),
+        (Component::Node, &arguments.node_user),
+    ] {
+        accounts.extend(user.clone().map(|user| Account {
+            component,
+            user,
+            lease: None,
+        }));
+    }
+    let mut findings = Vec::new();
+    for account in &accounts {
+        findings.extend(rights::look(client, account).await?);
+    }
+    Ok(findings)
+}
+
+/// Looks for others that go by the same driver name.
+async fn look_for_others(
+    client: &Client,
+    driver: &str,
+    leases: &[Lease],
+    has_claims: bool,
+) -> Result<Vec<Finding>, Error> {
+    let now = Timestamp::now();
+    let leads = |object: &Lease| {
+        let (renewed, duration, holder) = terms(object)?;
+        let lives = !holder.is_empty() && now.duration_since(renewed) <= duration;
+        lives.then(|| (object.namespace().unwrap_or_default(), holder.to_owned()))
+    };
+    let leaders = leases.iter().filter_map(leads).collect();
+    let of_driver = ListParams::default().labels(&format!("drayman.dev/driver-name={driver},{CONTROLLER}"));
+    let roles = read::list(&Api::<ClusterRole>::all(client.clone()), of_driver).await?;
+    let roles: Vec<String> = roles.iter().map(kube::ResourceExt::name_any).collect();
+    let unreadable = if has_claims {
+        let claims: Vec<ResourceClaim> = read::all(client).await?;
+        devices(driver, &[], &claims).unreadable
+    } else {
+        BTreeMap::new()
+    };
+    Ok(overlap::judge(
+        driver,
+        Sharers {
+            leaders: &leaders,
+            roles: &roles,
+            unreadable: &unreadable,
+        },
+    ))
 }
 
 async fn look_at_devices(client: &Client, driver: &str, serves: bool) -> Result<Vec<Finding>, Error> {
@@ -160,20 +237,20 @@ async fn look_at_devices(client: &Client, driver: &str, serves: bool) -> Result<
 }
 
 fn judge_lease(found: &[Lease]) -> Finding {
-    let spec = found
+    let newest = found
         .iter()
-        .filter_map(|object| object.spec.as_ref())
-        .max_by_key(|spec| spec.renew_time.as_ref().map(|time| time.0));
-    let known = spec.and_then(|spec| {
-        let renewed = spec.renew_time.as_ref()?.0;
-        let seconds = i64::from(spec.lease_duration_seconds.unwrap_or_default());
-        Some((
-            renewed,
-            SignedDuration::from_secs(seconds),
-            spec.holder_identity.as_deref().unwrap_or_default(),
-        ))
-    });
-    lease(known, Timestamp::now())
+        .filter_map(terms)
+        .max_by_key(|(renewed, ..)| *renewed);
+    lease(newest, Timestamp::now())
+}
+
+/// When a lease was renewed, for how long that holds, and by whom.
+fn terms(object: &Lease) -> Option<(Timestamp, SignedDuration, &str)> {
+    let spec = object.spec.as_ref()?;
+    let renewed = spec.renew_time.as_ref()?.0;
+    let seconds = i64::from(spec.lease_duration_seconds.unwrap_or_default());
+    let holder = spec.holder_identity.as_deref().unwrap_or_default();
+    Some((renewed, SignedDuration::from_secs(seconds), holder))
 }
 
 fn node_facts(node: &Node) -> NodeFacts {

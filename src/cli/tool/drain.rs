@@ -2,17 +2,24 @@
 
 use std::process::ExitCode;
 
+use kube::Client;
+
 use super::output::{Output, row, table};
 use super::{Cluster, read};
 use crate::cli::{Error, block_on, choose_tls_provider};
-use crate::core::inspect::usage::{Dependent, Objects, dependents};
+use crate::core::inspect::usage::{Dependent, Objects, dependents, held_by};
 
 /// List what still uses classic Dynamic Resource Allocation
 ///
 /// Before resource.k8s.io/v1alpha2 is switched off, or the cluster is upgraded to Kubernetes 1.32, which no longer has it:
-/// claims would stay behind with finalizers that nobody can remove. All drivers are looked at. Exit code 0 says that nothing is left, 1 that something is.
+/// claims would stay behind with finalizers that nobody can remove. All drivers are looked at, with --this-driver one alone. Exit
+/// code 0 says that nothing is left, 1 that something is.
 #[derive(Clone, Debug, clap::Args)]
 pub(in crate::cli) struct Arguments {
+    /// Only the claims that hold something of this driver: they must be gone before it is uninstalled
+    #[arg(long)]
+    this_driver: bool,
+
     #[command(flatten)]
     cluster: Cluster,
 
@@ -25,21 +32,44 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     choose_tls_provider();
     let left = block_on(async {
         let (client, _) = arguments.cluster.connect().await?;
-        let (classes, claims) = (read::all(&client).await?, read::all(&client).await?);
-        let (templates, pods) = (read::all(&client).await?, read::all(&client).await?);
-        Ok(dependents(Objects {
-            classes: &classes,
-            claims: &claims,
-            templates: &templates,
-            pods: &pods,
-        }))
+        if arguments.this_driver {
+            of_this_driver(&client, &arguments.cluster.driver.name).await
+        } else {
+            of_everybody(&client).await
+        }
     })?;
-    arguments.output.print(&left, |left, _| text(left))?;
+    arguments.output.print(&left, |left, _| {
+        if arguments.this_driver {
+            text_of_this_driver(&arguments.cluster.driver.name, left)
+        } else {
+            text(left)
+        }
+    })?;
     Ok(if left.is_empty() {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     })
+}
+
+async fn of_everybody(client: &Client) -> Result<Vec<Dependent>, Error> {
+    let (classes, claims) = (read::all(client).await?, read::all(client).await?);
+    let (templates, pods) = (read::all(client).await?, read::all(client).await?);
+    Ok(dependents(Objects {
+        classes: &classes,
+        claims: &claims,
+        templates: &templates,
+        pods: &pods,
+    }))
+}
+
+/// Reads claims alone, so that the rights of a controller suffice. Where they are not served, there are none.
+async fn of_this_driver(client: &Client, driver: &str) -> Result<Vec<Dependent>, Error> {
+    match read::all(client).await {
+        Ok(claims) => Ok(held_by(driver, &claims)),
+        Err(error) if read::is_not_served(&error) => Ok(Vec::new()),
+        Err(error) => Err(error),
+    }
 }
 
 fn text(left: &[Dependent]) -> String {
@@ -57,4 +87,17 @@ fn text(left: &[Dependent]) -> String {
     }));
     table(&rows)
         + "\nEnd the pods first, then delete the claims while their drivers still run, then the templates and the classes.\n"
+}
+
+fn text_of_this_driver(driver: &str, left: &[Dependent]) -> String {
+    if left.is_empty() {
+        return format!("No claim holds anything of driver {driver}.\n");
+    }
+    let mut rows = vec![row(["CLAIM", "STANDING"])];
+    rows.extend(left.iter().map(|claim| row([&claim.name, &claim.standing])));
+    table(&rows)
+        + &format!(
+            "\nDriver {driver} must not go before these claims: delete the pods that use them, then the claims that are left, and wait \
+             until all are gone.\n"
+        )
 }

@@ -42,14 +42,22 @@ where
     }
 }
 
+/// The API server has no such kind.
+#[derive(Debug, thiserror::Error)]
+#[error("the API server does not serve it: `drayman doctor` says what is missing")]
+struct NotServed;
+
 /// What the API server answered, in its own words; of a path that it does not serve it says only "not found".
 fn explained(error: kube::Error) -> anyhow::Error {
     match &error {
-        kube::Error::Api(status) if status.code == 404 => {
-            anyhow::anyhow!("the API server does not serve it: `drayman doctor` says what is missing")
-        }
+        kube::Error::Api(status) if status.code == 404 => NotServed.into(),
         _ => error.into(),
     }
+}
+
+/// Whether the API server has no such kind.
+pub(super) fn is_not_served(error: &Error) -> bool {
+    matches!(error, Error::Runtime(error) if error.chain().any(<dyn std::error::Error>::is::<NotServed>))
 }
 
 /// Whether the API server refused because the person may not do this.

@@ -91,19 +91,12 @@ pub fn dependents(objects: Objects<'_>) -> Vec<Dependent> {
         }
     }
     for claim in claims {
-        let reserved = claim.status.reserved_for.len();
-        let standing = match (&claim.status.allocation, reserved) {
-            (Some(_), 0) => "allocated, used by no pod".to_owned(),
-            (Some(_), 1) => "allocated, used by 1 pod".to_owned(),
-            (Some(_), pods) => format!("allocated, used by {pods} pods"),
-            (None, _) => "not allocated".to_owned(),
-        };
         let driver = claim.status.driver_name.clone();
         dependents.push(Dependent {
             kind: "ResourceClaim",
             name: qualified_name(claim),
             driver: driver.or_else(|| drivers.get(&claim.spec.resource_class_name).cloned()),
-            standing,
+            standing: standing(claim),
         });
     }
     for template in objects.templates {
@@ -128,6 +121,45 @@ pub fn dependents(objects: Objects<'_>) -> Vec<Dependent> {
         }
     }
     dependents
+}
+
+/// The claims that hold something of `driver`, or for which it has begun to allocate. Nobody but a controller of that name can give
+/// it back, so they must be gone before the driver is.
+pub fn held_by(driver: &str, claims: &[ResourceClaim]) -> Vec<Dependent> {
+    let finalizer = format!("{driver}/deletion-protection");
+    let holds = |claim: &&ResourceClaim| {
+        let allocated =
+            claim.status.allocation.is_some() && claim.status.driver_name.as_deref() == Some(driver);
+        allocated
+            || claim
+                .metadata
+                .finalizers
+                .iter()
+                .flatten()
+                .any(|name| *name == finalizer)
+    };
+    let dependent = |claim: &ResourceClaim| Dependent {
+        kind: "ResourceClaim",
+        name: qualified_name(claim),
+        driver: Some(driver.to_owned()),
+        standing: standing(claim),
+    };
+    claims.iter().filter(holds).map(dependent).collect()
+}
+
+fn standing(claim: &ResourceClaim) -> String {
+    let pods: Vec<&str> = claim
+        .status
+        .reserved_for
+        .iter()
+        .map(|user| user.name.as_str())
+        .collect();
+    match (&claim.status.allocation, pods.as_slice()) {
+        (Some(_), []) => "allocated, used by no pod".to_owned(),
+        (Some(_), [one]) => format!("allocated, used by pod {one}"),
+        (Some(_), pods) => format!("allocated, used by pods {}", pods.join(", ")),
+        (None, _) => "not allocated".to_owned(),
+    }
 }
 
 #[cfg(test)]
@@ -220,5 +252,46 @@ mod tests {
             ..Objects::default()
         };
         assert_eq!(kinds(&dependents(objects)), [("ResourceClaim", "shop/one")]);
+    }
+
+    #[test]
+    fn only_what_the_driver_itself_holds_keeps_it_from_being_uninstalled() {
+        let claim = |name: &str, finalizers: Value, status: Value| -> ResourceClaim {
+            read(json!({
+                "metadata": { "namespace": "shop", "name": name, "finalizers": finalizers },
+                "spec": { "resourceClassName": "radio" }, "status": status,
+            }))
+        };
+        let users = json!([{ "resource": "pods", "name": "a", "uid": "1" }, { "resource": "pods", "name": "b", "uid": "2" }]);
+        let claims = [
+            claim(
+                "used",
+                json!(["drayman.dev/deletion-protection"]),
+                json!({ "allocation": {}, "driverName": "drayman.dev", "reservedFor": users }),
+            ),
+            claim("begun", json!(["drayman.dev/deletion-protection"]), json!({})),
+            claim(
+                "no-finalizer",
+                json!([]),
+                json!({ "allocation": {}, "driverName": "drayman.dev" }),
+            ),
+            claim("waits", json!([]), json!({})),
+            claim(
+                "of-another",
+                json!(["gpu.example/deletion-protection"]),
+                json!({ "allocation": {}, "driverName": "gpu.example" }),
+            ),
+        ];
+        let held = held_by("drayman.dev", &claims);
+        assert_eq!(
+            held.iter()
+                .map(|held| (held.name.as_str(), held.standing.as_str()))
+                .collect::<Vec<_>>(),
+            [
+                ("shop/used", "allocated, used by pods a, b"),
+                ("shop/begun", "not allocated"),
+                ("shop/no-finalizer", "allocated, used by no pod"),
+            ]
+        );
     }
 }

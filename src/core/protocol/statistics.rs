@@ -155,7 +155,7 @@ fn queue_of_flight(flight: &Flight) -> &'static str {
     match flight {
         Flight::Item { .. } | Flight::Batch { .. } => "batch",
         Flight::Release { .. } => "claim",
-        Flight::EarlyPod { .. } | Flight::Pod { .. } | Flight::Judge { .. } | Flight::Publish { .. } => {
+        Flight::Pod { .. } | Flight::EarlyPod { .. } | Flight::Judge { .. } | Flight::Publish { .. } => {
             "context"
         }
     }

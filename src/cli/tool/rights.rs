@@ -1,0 +1,163 @@
+//! Asks the API server what the components' accounts may do.
+
+use std::collections::BTreeSet;
+
+use anyhow::Context as _;
+use futures::{StreamExt as _, TryStreamExt as _};
+use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
+use k8s_openapi::api::core::v1::Pod;
+use kube::Client;
+use kube::api::{Api, ListParams, PostParams};
+
+use super::read;
+use crate::cli::Error;
+use crate::core::inspect::doctor::Finding;
+use crate::core::inspect::rights::{Component, Right, judge, needed};
+
+/// What the chart labels its pods with.
+const PODS: &str = "app.kubernetes.io/part-of=drayman";
+/// Questions under way at once.
+const CONCURRENCY: usize = 8;
+/// The group of every user who has proved who they are, and of every service account.
+const EVERYBODY: &str = "system:authenticated";
+const SERVICE_ACCOUNTS: &str = "system:serviceaccounts";
+
+/// Somebody whose rights are asked for.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Account {
+    /// What runs as it.
+    pub(super) component: Component,
+    /// The name by which the API server knows it.
+    pub(super) user: String,
+    /// The namespace of its Lease, if it elects a leader.
+    pub(super) lease: Option<String>,
+}
+
+/// The accounts as which the chart's pods of this driver run.
+pub(super) async fn accounts(client: &Client, driver: &str) -> Result<BTreeSet<Account>, Error> {
+    let pods = Api::<Pod>::all(client.clone());
+    let pods = read::list(&pods, ListParams::default().labels(PODS)).await?;
+    Ok(pods.iter().filter_map(|pod| account(pod, driver)).collect())
+}
+
+fn account(pod: &Pod, driver: &str) -> Option<Account> {
+    let labels = pod.metadata.labels.as_ref()?;
+    let component = match labels.get("app.kubernetes.io/component")?.as_str() {
+        "controller" => Component::Controller,
+        "node" => Component::Node,
+        _ => return None,
+    };
+    let spec = pod.spec.as_ref()?;
+    let containers = spec.containers.iter();
+    let flags: Vec<&str> = containers
+        .flat_map(|container| container.args.iter().flatten())
+        .map(String::as_str)
+        .collect();
+    let value = |name: &str| {
+        flags
+            .iter()
+            .find_map(|flag| flag.strip_prefix(name)?.strip_prefix('='))
+    };
+    if value("--driver-name") != Some(driver) {
+        return None;
+    }
+    let namespace = pod.metadata.namespace.as_deref()?;
+    let name = spec.service_account_name.as_deref().unwrap_or("default");
+    let lease = flags.contains(&"--leader-elect").then(|| {
+        value("--leader-elect-resource-namespace")
+            .unwrap_or("kube-system")
+            .to_owned()
+    });
+    Some(Account {
+        component,
+        user: format!("system:serviceaccount:{namespace}:{name}"),
+        lease,
+    })
+}
+
+/// Judges the rights of one account.
+pub(super) async fn look(client: &Client, account: &Account) -> Result<Vec<Finding>, Error> {
+    let rights = needed(account.component, account.lease.as_deref());
+    let mut missing: Vec<Right> = futures::stream::iter(rights)
+        .map(|right| async {
+            let allowed = is_allowed(client, &account.user, &right).await?;
+            anyhow::Ok((!allowed).then_some(right))
+        })
+        .buffered(CONCURRENCY)
+        .try_filter_map(|missing| async { Ok(missing) })
+        .try_collect()
+        .await?;
+    missing.sort();
+    Ok(judge(account.component, &account.user, &missing))
+}
+
+async fn is_allowed(client: &Client, user: &str, right: &Right) -> anyhow::Result<bool> {
+    let (resource, subresource) = match right.resource.split_once('/') {
+        Some((resource, subresource)) => (resource, Some(subresource.to_owned())),
+        None => (right.resource, None),
+    };
+    let mut groups = vec![EVERYBODY.to_owned()];
+    if let Some(account) = user.strip_prefix("system:serviceaccount:") {
+        groups.push(SERVICE_ACCOUNTS.to_owned());
+        if let Some((namespace, _)) = account.split_once(':') {
+            groups.push(format!("{SERVICE_ACCOUNTS}:{namespace}"));
+        }
+    }
+    let review = SubjectAccessReview {
+        spec: SubjectAccessReviewSpec {
+            user: Some(user.to_owned()),
+            groups: Some(groups),
+            resource_attributes: Some(ResourceAttributes {
+                group: Some(right.group.to_owned()),
+                resource: Some(resource.to_owned()),
+                subresource,
+                verb: Some(right.verb.to_owned()),
+                namespace: Some(right.namespace.clone()).filter(|namespace| !namespace.is_empty()),
+                ..ResourceAttributes::default()
+            }),
+            ..SubjectAccessReviewSpec::default()
+        },
+        ..SubjectAccessReview::default()
+    };
+    let answer = Api::all(client.clone())
+        .create(&PostParams::default(), &review)
+        .await
+        .context("cannot ask what an account may do")?;
+    Ok(answer.status.is_some_and(|status| status.allowed))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pod(component: &str, flags: &[&str]) -> Pod {
+        serde_json::from_value(serde_json::json!({
+            "metadata": { "name": "p", "namespace": "drayman", "labels": { "app.kubernetes.io/component": component } },
+            "spec": { "serviceAccountName": "acc", "containers": [{ "name": "c", "args": flags }] },
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn an_account_is_that_of_a_pod_of_this_driver() {
+        let flags = [
+            "controller",
+            "--driver-name=a",
+            "--leader-elect",
+            "--leader-elect-resource-namespace=here",
+        ];
+        let found = account(&pod("controller", &flags), "a").unwrap();
+        assert_eq!(
+            (found.component, found.user.as_str(), found.lease.as_deref()),
+            (
+                Component::Controller,
+                "system:serviceaccount:drayman:acc",
+                Some("here")
+            )
+        );
+        assert_eq!(account(&pod("controller", &flags), "b"), None);
+        assert_eq!(account(&pod("crds", &flags), "a"), None);
+        let node = account(&pod("node", &["node", "--driver-name=a"]), "a").unwrap();
+        assert_eq!((node.component, node.lease), (Component::Node, None));
+    }
+}

@@ -1,0 +1,78 @@
+//! Objects of the real API server, read by our types and written back.
+
+use crate::stage::{FINALIZER, Stage, is_allocated, is_bound, pod_from};
+
+#[tokio::test]
+async fn an_object_that_is_read_and_written_back_is_the_same() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 1).await?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    stage.make_pod("pod").await?;
+    stage.wait(stage.pods(), "pod", "bound", is_bound()).await?;
+    let pod = stage.pods().get("pod").await?;
+    let claim = stage.claim_of("pod", "allocated", is_allocated).await?;
+    let claim = claim.metadata.name.unwrap_or_default();
+    let namespaced = "/apis/resource.k8s.io/v1alpha2/namespaces/default";
+    for (path, read) in [
+        (
+            "/apis/resource.k8s.io/v1alpha2/resourceclasses/test".to_owned(),
+            Kind::Class,
+        ),
+        (format!("{namespaced}/resourceclaims/{claim}"), Kind::Claim),
+        (
+            format!("{namespaced}/resourceclaimtemplates/test"),
+            Kind::Template,
+        ),
+        ("/api/v1/namespaces/default/pods/pod".to_owned(), Kind::Pod),
+    ] {
+        let raw = stage.cluster.kubectl(&["get", "--raw", &path]).await?;
+        let mut raw: serde_json::Value = serde_json::from_str(&raw)?;
+        let ours = read.round_trip(&raw)?;
+        // The kind is known, a null says nothing, and a pod's status is read only as far as claims are concerned.
+        drop_nulls(&mut raw);
+        for field in ["kind", "apiVersion"] {
+            raw.as_object_mut().and_then(|object| object.remove(field));
+        }
+        if matches!(read, Kind::Pod) {
+            raw["status"] = ours["status"].clone();
+        }
+        assert_eq!(ours, raw, "{path}");
+    }
+    assert!(pod.metadata.name.is_some() && claim.starts_with("pod-device"));
+    assert_eq!(FINALIZER, "drayman.dev/deletion-protection");
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+fn drop_nulls(value: &mut serde_json::Value) {
+    match value {
+        serde_json::Value::Object(fields) => {
+            fields.retain(|_, field| !field.is_null());
+            fields.values_mut().for_each(drop_nulls);
+        }
+        serde_json::Value::Array(items) => items.iter_mut().for_each(drop_nulls),
+        _ => {}
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Kind {
+    Class,
+    Claim,
+    Template,
+    Pod,
+}
+
+impl Kind {
+    fn round_trip(self, raw: &serde_json::Value) -> anyhow::Result<serde_json::Value> {
+        use drayman::api::resource::{ResourceClaim, ResourceClaimTemplate, ResourceClass};
+        let raw = raw.clone();
+        Ok(match self {
+            Self::Class => serde_json::to_value(serde_json::from_value::<ResourceClass>(raw)?)?,
+            Self::Claim => serde_json::to_value(serde_json::from_value::<ResourceClaim>(raw)?)?,
+            Self::Template => serde_json::to_value(serde_json::from_value::<ResourceClaimTemplate>(raw)?)?,
+            Self::Pod => serde_json::to_value(pod_from(raw)?)?,
+        })
+    }
+}
