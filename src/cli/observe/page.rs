@@ -1,6 +1,6 @@
 //! docs/metrics.md has what the tables have: its lists are made from them, and these tests fail when the two differ.
 //!
-//! `DRAYMAN_WRITE_DOCS=1 cargo test --lib observe::page` writes the lists anew.
+//! `make generate` writes the lists anew.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -131,14 +131,14 @@ fn renewed(page: &str) -> String {
 fn the_page_of_metrics_has_every_series_label_and_reason_of_the_tables() {
     let page = std::fs::read_to_string(PAGE).expect("docs/metrics.md");
     let renewed = renewed(&page);
-    if std::env::var_os("DRAYMAN_WRITE_DOCS").is_some() {
+    if std::env::var_os("DRAYMAN_GENERATE").is_some() {
         std::fs::write(PAGE, &renewed).expect("docs/metrics.md");
         return;
     }
     let missing: Vec<&str> = renewed.lines().filter(|line| !page.contains(line)).collect();
     assert!(
         page == renewed,
-        "write it anew with DRAYMAN_WRITE_DOCS=1 cargo test --lib observe::page; missing: {missing:#?}"
+        "docs/metrics.md is not what the tables say; run `make generate`: missing: {missing:#?}"
     );
 }
 
