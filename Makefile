@@ -110,10 +110,11 @@ cluster: $(CLUSTER) ## Start a real Kubernetes with drayman in it; Ctrl-C ends i
 	    --hook 'hack/run-in-cluster "$(TARGET)/debug/drayman"'
 
 .PHONY: generate
-generate: ## Write crds/ and docs/reference anew from the code
+generate: ## Write crds/, docs/reference and the lists of docs/metrics.md anew from the code
 	rm -f crds/*.yaml
 	cargo run --locked --quiet -- crds --output-directory crds
 	DRAYMAN_GENERATE=1 cargo test --locked --quiet --test documentation reference
+	DRAYMAN_GENERATE=1 cargo test --locked --quiet --lib observe::page
 
 .PHONY: clean
 clean: ## Remove everything that was built, the Kubernetes of the tests included

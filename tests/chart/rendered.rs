@@ -122,8 +122,8 @@ fn the_program_takes_the_flags_and_the_configuration_of_every_variant() {
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("node.yaml");
         for owner in &rendered {
-            if owner["kind"] == "ConfigMap" {
-                let configuration = owner["data"]["node.yaml"].as_str().expect("a configuration");
+            // The other ConfigMap is the dashboard's.
+            if let Some(configuration) = owner["data"]["node.yaml"].as_str() {
                 std::fs::write(&file, configuration).expect("written");
             }
         }
@@ -374,30 +374,65 @@ fn a_port_that_is_0_is_nowhere_and_any_other_is_the_same_everywhere() {
 }
 
 #[test]
-fn alerts_ask_for_series_that_the_program_has_in_the_namespace_of_the_release() {
-    let rendered = render(Some(&chart("ci/everything-values.yaml")), &[]);
-    let rules = object(&rendered, "PrometheusRule", "devices");
-    let rules = rules["spec"]["groups"][0]["rules"].as_array().expect("rules");
-    assert_eq!(rules.len(), 3);
-    for rule in rules {
-        let expression = rule["expr"].as_str().expect("an expression");
-        let known = [
-            "drayman_build_info{",
-            "leader_election_master_status{",
-            "drayman_node_ready{",
-            "rest_client_requests_total{",
-        ];
-        let asked = expression.matches('{').count();
-        let found: usize = known
-            .iter()
-            .map(|series| expression.matches(series).count())
-            .sum();
-        assert_eq!(asked, found, "{expression}");
-        assert_eq!(
-            expression.matches("namespace=\"drayman\"").count(),
-            asked,
-            "{expression}"
-        );
+fn alerts_ask_for_series_in_the_namespace_of_the_release_and_of_what_is_installed() {
+    let alerts = |rendered: &[Value], name: &str| -> Vec<String> {
+        let rules = object(rendered, "PrometheusRule", name);
+        let rules = rules["spec"]["groups"][0]["rules"].as_array().expect("rules");
+        for rule in rules {
+            let expression = rule["expr"].as_str().expect("an expression");
+            let asked = expression.matches('{').count();
+            let ours = expression.matches("namespace=\"drayman\"").count();
+            assert!(asked > 0 && asked == ours, "{expression}");
+        }
+        let names = rules.iter().map(|rule| rule["alert"].as_str().expect("a name"));
+        names.map(str::to_owned).collect()
+    };
+    let everything = render(Some(&chart("ci/everything-values.yaml")), &[]);
+    assert_eq!(alerts(&everything, "devices").len(), 8);
+    let without = |part: &str| {
+        let rendered = render(None, &["--set=monitoring.prometheusRule.enabled=true", part]);
+        alerts(&rendered, "drayman")
+    };
+    let of_node = without("--set=controller.enabled=false");
+    let of_controller = without("--set=node.enabled=false");
+    assert!(
+        !of_node.contains(&"DraymanWithoutLeader".to_owned()),
+        "{of_node:?}"
+    );
+    assert!(
+        !of_controller.contains(&"DraymanDeviceUnhealthy".to_owned()),
+        "{of_controller:?}"
+    );
+}
+
+#[test]
+fn the_dashboard_is_shipped_as_it_is_where_grafana_looks_for_it() {
+    let none = render(None, &[]);
+    assert!(
+        none.iter()
+            .all(|object| object["metadata"]["name"] != "drayman-dashboard")
+    );
+    let rendered = render(None, &["--set=monitoring.dashboard.enabled=true"]);
+    let shipped = object(&rendered, "ConfigMap", "drayman-dashboard");
+    assert_eq!(shipped["metadata"]["labels"]["grafana_dashboard"], "1");
+    let parsed = |text: &str| serde_json::from_str::<Value>(text).expect("JSON");
+    let ours = std::fs::read_to_string(chart("dashboards/drayman.json")).expect("the file");
+    let ours = parsed(&ours);
+    assert_eq!(
+        parsed(shipped["data"]["drayman.json"].as_str().expect("a text")),
+        ours
+    );
+    // What Grafana refuses, or shows wrongly without a word.
+    let panels = ours["panels"].as_array().expect("panels");
+    let ids: BTreeSet<u64> = panels.iter().filter_map(|panel| panel["id"].as_u64()).collect();
+    assert_eq!(ids.len(), panels.len(), "each panel has a number of its own");
+    for panel in panels {
+        let place = &panel["gridPos"];
+        let right = place["x"].as_u64().expect("x") + place["w"].as_u64().expect("w");
+        assert!(right <= 24, "{} is wider than the page", panel["title"]);
+        let explained =
+            panel["type"] == "row" || panel["description"].as_str().is_some_and(|text| !text.is_empty());
+        assert!(explained, "{} has no description", panel["title"]);
     }
 }
 

@@ -36,6 +36,29 @@ kinds:
   paths: [\"/dev/drayman-plugged-*\"]
 ";
 
+/// What is seen after three pods with one claim each, of which one waited and the first is gone.
+const SEEN: &[&str] = &[
+    "drayman_claims_allocated_total == 3",
+    "drayman_claims_released_total == 1",
+    r#"drayman_allocation_attempts_total{result="Allocated"} == 3"#,
+    "drayman_wake_up_duration_seconds_count >= 1",
+    "drayman_recheck_caught_total == 0",
+    "sum(drayman_pods_waiting) == 0",
+    r#"drayman_events_total{reason="NoSuitableDevice"} >= 1"#,
+    r#"leader_election_master_status{name="drayman.dev"} == 1"#,
+    "drayman_node_ready == 1",
+    r#"drayman_node_operations_total{operation="prepare",result="done"} == 3"#,
+    r#"drayman_node_operations_total{operation="unprepare",result="done"} == 1"#,
+    r#"drayman_node_claims{state="held"} == 2"#,
+    r#"drayman_node_devices{kind="plugged",health="healthy",owner="kubelet"} == 1"#,
+    r#"sum(grpc_server_handled_total{grpc_method="NodePrepareResources",grpc_code="OK"}) == 3"#,
+    r#"grpc_server_started_total{grpc_method="ListAndWatch"} - on (grpc_method) sum by (grpc_method) (grpc_server_handled_total{grpc_method="ListAndWatch"}) == 1"#,
+    r#"workqueue_adds_total{name="context"} > 3"#,
+    "sum(workqueue_unfinished_work_seconds) == 0",
+    r#"workqueue_work_duration_seconds_count{name="batch"} >= 9"#,
+    "sum(rate(process_cpu_seconds_total[1m])) > 0",
+];
+
 fn repository(path: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
@@ -132,6 +155,24 @@ fn pod(name: &str) -> Value {
             "terminationGracePeriodSeconds": 1,
         },
     })
+}
+
+/// The columns of an inventory.
+async fn what_kubectl_shows(stage: &Stage) -> anyhow::Result<()> {
+    let shown = stage.cluster.kubectl(&["get", "nodeinventories"]).await?;
+    let rows: Vec<Vec<&str>> = shown
+        .lines()
+        .map(|line| line.split_whitespace().collect())
+        .collect();
+    assert_eq!(
+        rows[0],
+        ["NAME", "NODE", "DRIVER", "READY", "DEVICES", "UNHEALTHY", "AGE"]
+    );
+    assert_eq!(
+        rows[1][..6],
+        ["node-0.drayman.dev", "node-0", "drayman.dev", "True", "3", "0"]
+    );
+    Ok(())
 }
 
 #[test]
@@ -231,27 +272,7 @@ async fn every_query_finds_its_series_when_controller_and_companion_are_at_work(
     stage.wait(stage.pods(), "first", "gone", is_gone()).await?;
     stage.wait(stage.pods(), "third", "running", is_running()).await?;
 
-    for expected in [
-        "drayman_claims_allocated_total == 3",
-        "drayman_claims_released_total == 1",
-        r#"drayman_allocation_attempts_total{result="Allocated"} == 3"#,
-        "drayman_wake_up_duration_seconds_count >= 1",
-        "drayman_recheck_caught_total == 0",
-        "sum(drayman_pods_waiting) == 0",
-        r#"drayman_events_total{reason="NoSuitableDevice"} >= 1"#,
-        r#"leader_election_master_status{name="drayman.dev"} == 1"#,
-        "drayman_node_ready == 1",
-        r#"drayman_node_operations_total{operation="prepare",result="done"} == 3"#,
-        r#"drayman_node_operations_total{operation="unprepare",result="done"} == 1"#,
-        r#"drayman_node_claims{state="held"} == 2"#,
-        r#"drayman_node_devices{kind="plugged",health="healthy",owner="kubelet"} == 1"#,
-        r#"sum(grpc_server_handled_total{grpc_method="NodePrepareResources",grpc_code="OK"}) == 3"#,
-        r#"grpc_server_started_total{grpc_method="ListAndWatch"} - on (grpc_method) sum by (grpc_method) (grpc_server_handled_total{grpc_method="ListAndWatch"}) == 1"#,
-        r#"workqueue_adds_total{name="context"} > 3"#,
-        r#"sum(workqueue_unfinished_work_seconds) == 0"#,
-        r#"workqueue_work_duration_seconds_count{name="batch"} >= 9"#,
-        "sum(rate(process_cpu_seconds_total[1m])) > 0",
-    ] {
+    for expected in SEEN {
         prometheus.until(expected).await?;
     }
 
@@ -294,20 +315,7 @@ async fn every_query_finds_its_series_when_controller_and_companion_are_at_work(
         assert!(said.trim().is_empty(), "{said}");
     }
 
-    // What kubectl shows of an inventory.
-    let shown = stage.cluster.kubectl(&["get", "nodeinventories"]).await?;
-    let rows: Vec<Vec<&str>> = shown
-        .lines()
-        .map(|line| line.split_whitespace().collect())
-        .collect();
-    assert_eq!(
-        rows[0],
-        ["NAME", "NODE", "DRIVER", "READY", "DEVICES", "UNHEALTHY", "AGE"]
-    );
-    assert_eq!(
-        rows[1][..6],
-        ["node-0.drayman.dev", "node-0", "drayman.dev", "True", "3", "0"]
-    );
+    what_kubectl_shows(&stage).await?;
 
     for name in ["second", "third"] {
         stage.cluster.kubectl(&["delete", "pod", name]).await?;

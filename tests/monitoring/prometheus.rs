@@ -100,7 +100,9 @@ impl Prometheus {
     /// The series that a query finds now; an error if it is none.
     pub(crate) fn ask(&self, query: &str) -> anyhow::Result<Vec<String>> {
         let said = promtool(Path::new("/"), &["query", "instant", &self.address, query], None)?;
-        Ok(said.lines().map(str::to_owned).collect())
+        // Of nothing, promtool says an empty line.
+        let found = said.lines().filter(|line| !line.is_empty());
+        Ok(found.map(str::to_owned).collect())
     }
 
     /// Waits until a query finds something.

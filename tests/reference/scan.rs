@@ -29,7 +29,8 @@ fn sources() -> Vec<(String, TokenStream)> {
     files.sort();
     let product = files.into_iter().filter_map(|path| {
         let name = path.strip_prefix(&root).expect("under src").display().to_string();
-        let is_test = name.ends_with("tests.rs") || name.starts_with("sim") || !name.ends_with(".rs");
+        let is_rust = path.extension().is_some_and(|extension| extension == "rs");
+        let is_test = name.ends_with("tests.rs") || name.starts_with("sim") || !is_rust;
         let of_tests = [
             "node/owner/stage.rs",
             "core/devices/fixture.rs",

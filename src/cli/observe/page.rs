@@ -1,8 +1,9 @@
 //! docs/metrics.md has what the tables have: its lists are made from them, and these tests fail when the two differ.
 //!
-//! `DRAYMAN_WRITE_DOCS=1 cargo test --lib observe::page` writes the lists anew.
+//! `make generate` writes the lists anew.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
 use std::sync::Arc;
 
 use prometheus_client::encoding::text::encode;
@@ -37,12 +38,14 @@ fn series_list() -> String {
             Kind::Gauge => "gauge",
             Kind::Histogram => "histogram",
         };
-        list += &format!(
-            "| `{}{}` | {of} | {sort} | {} |\n",
+        writeln!(
+            list,
+            "| `{}{}` | {of} | {sort} | {} |",
             series.name,
             labels(series),
             series.help
-        );
+        )
+        .expect("a text takes it");
     }
     list
 }
@@ -74,7 +77,7 @@ fn label_list() -> String {
     let mut list = String::from("| label | values |\n|---|---|\n");
     for (name, said) in values {
         let said: Vec<String> = said.into_iter().collect();
-        list += &format!("| `{name}` | {} |\n", said.join("; "));
+        writeln!(list, "| `{name}` | {} |", said.join("; ")).expect("a text takes it");
     }
     list
 }
@@ -86,7 +89,12 @@ fn event_list() -> String {
             By::Controller => "controller",
             By::Companion => "companion",
         };
-        list += &format!("| `{}` | {by} | {} | {} |\n", event.word, event.on, event.means);
+        writeln!(
+            list,
+            "| `{}` | {by} | {} | {} |",
+            event.word, event.on, event.means
+        )
+        .expect("a text takes it");
     }
     list
 }
@@ -94,7 +102,7 @@ fn event_list() -> String {
 fn refusal_list() -> String {
     let mut list = String::from("| reason | meaning |\n|---|---|\n");
     for (word, means) in REFUSALS {
-        list += &format!("| `{word}` | {means} |\n");
+        writeln!(list, "| `{word}` | {means} |").expect("a text takes it");
     }
     list
 }
@@ -123,14 +131,14 @@ fn renewed(page: &str) -> String {
 fn the_page_of_metrics_has_every_series_label_and_reason_of_the_tables() {
     let page = std::fs::read_to_string(PAGE).expect("docs/metrics.md");
     let renewed = renewed(&page);
-    if std::env::var_os("DRAYMAN_WRITE_DOCS").is_some() {
+    if std::env::var_os("DRAYMAN_GENERATE").is_some() {
         std::fs::write(PAGE, &renewed).expect("docs/metrics.md");
         return;
     }
     let missing: Vec<&str> = renewed.lines().filter(|line| !page.contains(line)).collect();
     assert!(
         page == renewed,
-        "write it anew with DRAYMAN_WRITE_DOCS=1 cargo test --lib observe::page; missing: {missing:#?}"
+        "docs/metrics.md is not what the tables say; run `make generate`: missing: {missing:#?}"
     );
 }
 

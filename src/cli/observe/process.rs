@@ -86,7 +86,6 @@ mod tests {
     use super::*;
 
     #[test]
-    #[expect(clippy::float_cmp, reason = "the numbers have exact forms")]
     fn figures_are_read_from_what_the_kernel_writes() {
         let stat = "7 (a) b) S 1 7 7 0 -1 4194560 1 0 0 0 250 50 0 0 20 0 1 0 12 1 1";
         assert_eq!(processor_time(stat, 100), Some(3.0));

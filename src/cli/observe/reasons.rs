@@ -192,7 +192,7 @@ pub(super) const EVENTS: [Reason; 32] = [
 ];
 
 /// Why a companion refuses what kubelet asks for: the text is in the pod's own events, which kubelet writes.
-pub(super) const REFUSALS: [(&str, &str); 20] = [
+pub(super) const REFUSALS: [(&str, &str); 21] = [
     (
         "AllocationChanged",
         "the claim was prepared with other devices than it has now",
@@ -201,6 +201,10 @@ pub(super) const REFUSALS: [(&str, &str); 20] = [
     (
         "CheckpointFailed",
         "the records cannot be put into a form that can be stored",
+    ),
+    (
+        "ContainerPathTaken",
+        "two devices of one container would be seen at the same path; the configuration gives them paths",
     ),
     (
         "DeviceChanged",

@@ -18,7 +18,7 @@ mod claim;
 mod context;
 mod event;
 mod lease;
-pub(in crate::core) mod resolve;
+pub(crate) mod resolve;
 mod retry;
 mod statistics;
 mod wake;

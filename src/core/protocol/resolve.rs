@@ -12,7 +12,7 @@ use super::world::World;
 
 /// One entry of a pod, resolved to the claim that it stands for, which is known by a `C`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::core) enum Resolved<C = ObjectKey> {
+pub(crate) enum Resolved<C = ObjectKey> {
     /// The pod needs no claim for it.
     NotNeeded,
     /// The claim is not there yet: the claim controller will make it, or a user must.
@@ -29,7 +29,7 @@ pub(in crate::core) enum Resolved<C = ObjectKey> {
 ///
 /// `by_name` finds a claim of the pod's namespace, `is_own` says whether it was made for this pod, and `annotated` finds the claim
 /// of this pod that says of itself that it was made for the entry.
-pub(in crate::core) fn resolve<C>(
+pub(crate) fn resolve<C>(
     pod: &Pod,
     entry: &PodResourceClaim,
     by_name: impl Fn(&str) -> Option<C>,
@@ -65,7 +65,7 @@ pub(in crate::core) fn resolve<C>(
 }
 
 /// Whether a claim says of itself that it was made for an entry of its pod.
-pub(in crate::core) fn is_made_for(claim: &ResourceClaim, entry: &str) -> bool {
+pub(crate) fn is_made_for(claim: &ResourceClaim, entry: &str) -> bool {
     let annotations = claim.metadata.annotations.as_ref();
     annotations
         .and_then(|all| all.get(POD_CLAIM_NAME_ANNOTATION))

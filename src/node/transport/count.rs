@@ -140,11 +140,9 @@ fn name(code: Code) -> &'static str {
 /// The method that a path names.
 fn method(path: &str) -> GrpcMethod {
     let parts = path.strip_prefix('/').and_then(|path| path.split_once('/'));
-    let known = GrpcCalls::METHODS.into_iter();
-    known
-        .filter(|known| Some((known.service, known.method)) == parts)
-        .last()
-        .unwrap_or(OTHER)
+    let mut known = GrpcCalls::METHODS.into_iter();
+    let known = known.find(|known| Some((known.service, known.method)) == parts);
+    known.unwrap_or(OTHER)
 }
 
 /// The layer.

@@ -15,17 +15,7 @@ impl World {
     /// Sorts the pod's claims.
     pub(super) fn standing(&mut self, key: &ObjectKey, pod: &Pod, now: Moment) -> Standing {
         let resolved = self.resolve_claims(&key.namespace, pod);
-        for (_, resolved) in &resolved {
-            if let Resolved::Claim(claim) | Resolved::NotOwned(claim) = resolved {
-                self.note_user(key, claim.clone());
-            }
-        }
-        for entry in &pod.spec.resource_claims {
-            if let Some(name) = &entry.source.resource_claim_name {
-                let claim = ObjectKey::new(key.namespace.clone(), name.clone());
-                self.note_user(key, claim);
-            }
-        }
+        self.note_users(key, pod, &resolved);
         let mut own: Vec<Pending> = Vec::new();
         let mut others: Vec<Other> = Vec::new();
         let mut any_own = false;
@@ -107,18 +97,43 @@ impl World {
             });
         }
         let silent = any_own && self.await_others(key, &others, now);
-        // In one report, since only the last one is known not to be repeated.
-        if let Some((reason, _)) = problems.first() {
-            let messages: Vec<&str> = problems.iter().map(|(_, message)| message.as_str()).collect();
-            self.report_pod(key, reason, messages.join("; "));
-        } else if rest || own.is_empty() {
+        let rest = rest || own.is_empty();
+        if !problems.is_empty() {
+            self.report_problems(key, &problems);
+        } else if rest {
             self.set_trouble(key, silent.then_some("OtherDriverSilent"));
         }
-        if rest || own.is_empty() {
+        if rest {
             Standing::Rest
         } else {
             Standing::Pending { own, all }
         }
+    }
+}
+
+impl World {
+    /// Notes which claims the pod names, whether they are there or not.
+    fn note_users(&mut self, key: &ObjectKey, pod: &Pod, resolved: &[(String, Resolved)]) {
+        for (_, resolved) in resolved {
+            if let Resolved::Claim(claim) | Resolved::NotOwned(claim) = resolved {
+                self.note_user(key, claim.clone());
+            }
+        }
+        for entry in &pod.spec.resource_claims {
+            if let Some(name) = &entry.source.resource_claim_name {
+                let claim = ObjectKey::new(key.namespace.clone(), name.clone());
+                self.note_user(key, claim);
+            }
+        }
+    }
+
+    /// In one report, since only the last one is known not to be repeated.
+    fn report_problems(&mut self, key: &ObjectKey, problems: &[(&'static str, String)]) {
+        let Some((reason, _)) = problems.first() else {
+            return;
+        };
+        let messages: Vec<&str> = problems.iter().map(|(_, message)| message.as_str()).collect();
+        self.report_pod(key, reason, messages.join("; "));
     }
 }
 
