@@ -17,6 +17,7 @@ use super::config::{ConfigError, NodeConfiguration};
 use super::discover::{HostDevices, HostPaths};
 use super::door::device_plugin::PluginRegistration;
 use super::door::{DoorError, KubeletPaths};
+use super::figures::Figures;
 use super::inventory::Standing;
 use super::reload;
 use super::store::StoreError;
@@ -51,6 +52,8 @@ pub struct NodeOptions {
     pub standing: watch::Sender<Standing>,
     /// The disk; somebody looks on in tests only.
     pub disk: Disk,
+    /// Where it counts what it does.
+    pub figures: Arc<Figures>,
 }
 
 impl NodeOptions {
@@ -70,6 +73,7 @@ impl NodeOptions {
             client,
             standing: watch::Sender::new(Standing::starting()),
             disk: Disk::default(),
+            figures: Arc::default(),
         }
     }
 }
@@ -168,6 +172,7 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
         .changing(changing)
         .notices(told)
         .standing(options.standing)
+        .figures(options.figures)
         .disk(options.disk);
     node.run(shutdown).await
 }

@@ -90,7 +90,7 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
 
 /// What could not be read is a finding too; only an API server that does not answer at all ends the search.
 async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Error> {
-    let driver = &arguments.cluster.driver_name;
+    let driver = &arguments.cluster.driver.name;
     let version = client
         .apiserver_version()
         .await
@@ -162,7 +162,7 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
 
 /// Judges what the accounts of the components may do: those of the chart's pods, and those that were named.
 async fn look_at_rights(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Error> {
-    let mut accounts = rights::accounts(client, &arguments.cluster.driver_name).await?;
+    let mut accounts = rights::accounts(client, &arguments.cluster.driver.name).await?;
     for (component, user) in [
         (Component::Controller, &arguments.controller_user),
         (Component::Node, &arguments.node_user),
