@@ -74,18 +74,18 @@ fn plans(counts: &BTreeMap<(&'static str, Place), u64>) -> Vec<Planned> {
     plans
 }
 
-/// Kills and lost replies at every place, and of the other troubles, which leave the program whole, every third.
+/// Kills and lost replies at every place, and the other troubles, which leave the program whole, at every third.
 fn daily(plans: Vec<Planned>) -> Vec<Planned> {
-    let mut others = 0;
-    let mut is_daily = |planned: &Planned| {
+    let is_daily = |planned: &Planned| {
         let ends = [Trouble::KilledBefore, Trouble::KilledAfter, Trouble::ReplyLost];
-        if ends.contains(&planned.trouble) {
-            return true;
-        }
-        others += 1;
-        others % 3 == 1
+        let troubles = planned.place.troubles().iter();
+        let turn = troubles
+            .zip(0_u64..)
+            .find(|(trouble, _)| **trouble == planned.trouble);
+        let turn = turn.map_or(0, |(_, turn)| turn);
+        ends.contains(&planned.trouble) || planned.number == 1 || (planned.number + turn).is_multiple_of(3)
     };
-    plans.into_iter().filter(|planned| is_daily(planned)).collect()
+    plans.into_iter().filter(is_daily).collect()
 }
 
 #[test]
