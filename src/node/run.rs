@@ -50,10 +50,10 @@ pub struct NodeOptions {
     pub client: kube::Client,
     /// Where the companion says how it stands with kubelet; whoever wants to know subscribes.
     pub standing: watch::Sender<Standing>,
-    /// The disk; somebody looks on in tests only.
-    pub disk: Disk,
     /// Where it counts what it does.
     pub figures: Arc<Figures>,
+    /// The disk; somebody looks on in tests only.
+    pub disk: Disk,
 }
 
 impl NodeOptions {
@@ -72,8 +72,8 @@ impl NodeOptions {
             host: HostPaths::default(),
             client,
             standing: watch::Sender::new(Standing::starting()),
-            disk: Disk::default(),
             figures: Arc::default(),
+            disk: Disk::default(),
         }
     }
 }

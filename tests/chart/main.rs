@@ -7,6 +7,7 @@
 mod harness;
 
 mod admitted;
+mod allowed;
 mod chart;
 mod image;
 mod life;

@@ -211,6 +211,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig { cases: 10_000, ..ProptestConfig::default() })]
+
         #[test]
         fn no_variable_but_our_own_can_come_out(device in ".{0,40}|LD_PRELOAD|PATH|BASH_ENV|[A-Z_=\\n\\x00]{1,20}") {
             let injection = Injection::of_device_node(&device, node("/dev/null"));

@@ -85,8 +85,8 @@ pub struct NodeBuilder<D> {
     changing: Option<watch::Receiver<Arc<Resources>>>,
     notices: Option<mpsc::Receiver<DeviceEvent>>,
     standing: watch::Sender<Standing>,
-    disk: Disk,
     figures: Arc<Figures>,
+    disk: Disk,
 }
 
 impl Node {
@@ -110,8 +110,8 @@ impl Node {
             changing: None,
             notices: None,
             standing: watch::Sender::new(Standing::starting()),
-            disk: Disk::default(),
             figures: Arc::default(),
+            disk: Disk::default(),
         }
     }
 }
@@ -179,16 +179,16 @@ impl<D: NodeDriver> NodeBuilder<D> {
         self
     }
 
-    /// A disk at which somebody looks on.
-    pub(super) fn disk(mut self, disk: Disk) -> Self {
-        self.disk = disk;
-        self
-    }
-
     /// Where the companion counts what it does; whoever keeps a copy can look.
     #[must_use]
     pub fn figures(mut self, figures: Arc<Figures>) -> Self {
         self.figures = figures;
+        self
+    }
+
+    /// A disk at which somebody looks on.
+    pub(super) fn disk(mut self, disk: Disk) -> Self {
+        self.disk = disk;
         self
     }
 
