@@ -10,6 +10,9 @@ use tokio::runtime::Runtime;
 use crate::life::{COMPANION, CONTROLLER, Lived, is_root, live};
 use crate::program::panics;
 
+/// How often each kind of trouble was planned for a program, and how often it happened.
+type Hits = BTreeMap<(&'static str, Place, Trouble), (u64, u64)>;
+
 /// Lives that are played at once. Most of the time of each is waiting.
 const AT_ONCE: usize = 12;
 const PROGRAMS: [&str; 2] = [CONTROLLER, COMPANION];
@@ -104,7 +107,7 @@ fn every_trouble_at_every_place_of_a_life_is_outlived() {
     println!("{} lives", plans.len());
     let next = AtomicUsize::new(0);
     let failures: Mutex<Vec<(Planned, Lived)>> = Mutex::default();
-    let hits: Mutex<BTreeMap<(&str, Place, Trouble), (u64, u64)>> = Mutex::default();
+    let hits: Mutex<Hits> = Mutex::default();
     std::thread::scope(|scope| {
         for _ in 0..number("AT_ONCE", AT_ONCE) {
             scope.spawn(|| {
