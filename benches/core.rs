@@ -312,7 +312,7 @@ impl Shell {
                     }
                     ClaimWrite::ClearAllocation { .. }
                     | ClaimWrite::UndoAllocation { .. }
-                    | ClaimWrite::RemoveFinalizer => {
+                    | ClaimWrite::RemoveFinalizer { .. } => {
                         unreachable!("nothing is released here")
                     }
                 }

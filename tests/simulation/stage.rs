@@ -114,6 +114,8 @@ pub(crate) struct Stage {
     pub(crate) ghosts: BTreeSet<String>,
     /// Uids of claims to which an old leader has given its label late.
     pub(crate) late_labels: BTreeSet<String>,
+    /// Uids of pods of whose claims only some were recorded when the controller was killed.
+    pub(crate) half_at_a_kill: BTreeSet<String>,
     /// What is carried out now was sent by an old leader.
     pub(crate) late: bool,
     /// Pairs of claims that had the same device because of that.
@@ -164,6 +166,7 @@ impl Stage {
             lag: 20 * MILLISECOND,
             ghosts: BTreeSet::new(),
             late_labels: BTreeSet::new(),
+            half_at_a_kill: BTreeSet::new(),
             late: false,
             doubles: BTreeSet::new(),
             violation: None,

