@@ -9,6 +9,7 @@ use std::time::Duration;
 use crate::node::config::NodeConfiguration;
 use crate::node::door::DoorError;
 use crate::node::door::device_plugin::PluginRegistration;
+use crate::node::inventory::Standing;
 use crate::node::run::{NodeError, NodeOptions};
 use crate::node::transport::SocketError;
 
@@ -192,7 +193,11 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             v = logging.verbosity,
             "drayman node starts"
         );
-        let mut observer = Observer::new("node");
+        let (figures, standing) = (
+            Arc::default(),
+            tokio::sync::watch::Sender::new(Standing::starting()),
+        );
+        let observer = Observer::of_node(Arc::clone(&figures), standing.subscribe());
         let client = client::build_counted(configuration, "node", &observer.requests())?;
         let options = NodeOptions {
             driver_name: cluster.driver.name,
@@ -202,17 +207,11 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             cdi_dir: directories.cdi.root,
             host: host.paths(),
             orphan_grace: node.orphan_grace_period,
+            standing: standing.clone(),
+            figures,
             ..NodeOptions::new(node_name, config, client)
         };
-        let standing = options.standing.subscribe();
-        observer.follow(
-            "drayman_node_ready",
-            "Whether every door of kubelet is open: 1 if so",
-            {
-                let standing = standing.clone();
-                move || standing.borrow().ready
-            },
-        );
+        let standing = standing.subscribe();
         let ready = Arc::new(move || {
             let standing = standing.borrow();
             let why = || format!("{}: {}", standing.reason, standing.message);

@@ -21,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use super::events::{self, NodeEvent};
+use super::figures::Figures;
 use super::owner::Quarantine;
 use crate::api::crd::NodeInventory;
 use crate::api::resource;
@@ -96,6 +97,8 @@ pub struct Publisher {
     pub node_in_doubt: Arc<Notify>,
     /// What people are to be told besides what the devices tell; `None` if there is nothing.
     pub notices: Option<mpsc::Receiver<DeviceEvent>>,
+    /// Where events are counted.
+    pub figures: Arc<Figures>,
 }
 
 /// A [`kube::Client`], which does not say anything of itself.
@@ -220,6 +223,7 @@ impl Publisher {
         let api: Api<Event> = Api::namespaced(self.client.0.clone(), events::NAMESPACE);
         for told in events {
             info!(reason = told.reason, "{}", told.note);
+            self.figures.told(told.reason);
             let event = NodeEvent {
                 driver_name: &self.driver_name,
                 node_name: &self.node_name,

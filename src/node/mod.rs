@@ -7,6 +7,7 @@ pub mod discover;
 pub mod door;
 pub mod driver;
 mod events;
+pub mod figures;
 pub mod inventory;
 mod orphans;
 pub mod owner;

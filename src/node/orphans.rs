@@ -3,6 +3,7 @@
 //! Nothing runs while no claim holds anything. The API server is asked only for claims that kubelet's own list misses.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::events::v1::Event;
@@ -14,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
 use super::events::{self, NodeEvent};
+use super::figures::Figures;
 use super::owner::{Quarantine, RecordsHandle};
 use crate::api::handle::DeviceHandle;
 use crate::api::resource::ResourceClaim;
@@ -40,6 +42,8 @@ pub(super) struct Caretaker {
     pub(super) cluster: watch::Receiver<ClusterFacts>,
     /// Where what is in quarantine is shown.
     pub(super) quarantine: watch::Sender<Quarantine>,
+    /// Where events are counted.
+    pub(super) figures: Arc<Figures>,
 }
 
 impl Caretaker {
@@ -174,6 +178,7 @@ impl Caretaker {
             );
             if before.get(uid) != Some(quarantined) {
                 error!(claim_uid = %uid, reason = REASON, "{note}");
+                self.figures.told(REASON);
             }
             let api = Api::<Event>::namespaced(self.client.clone(), events::NAMESPACE);
             let event = NodeEvent {

@@ -21,6 +21,7 @@ use tracing::{error, info, warn};
 use super::companion::CompanionError;
 use super::door::pod_resources::Grants;
 use super::driver::{NodeDriver, PreparedClaim};
+use super::figures::Figures;
 use super::store::{Opened, Places, Store};
 use crate::core::node::announced::Announced;
 use crate::core::node::checkpoint::ClusterFacts;
@@ -82,6 +83,8 @@ pub struct OwnerOptions<D> {
     pub grants: Option<Arc<dyn Grants>>,
     /// The devices of this node that claims were allocated, as the API server shows it: for the same.
     pub announcements: watch::Receiver<Arc<Announced>>,
+    /// Where everything is counted.
+    pub figures: Arc<Figures>,
 }
 
 /// The owner, before it runs.
@@ -124,6 +127,7 @@ pub struct Owner<D> {
     complained: bool,
     /// When this process began.
     since: Instant,
+    figures: Arc<Figures>,
 }
 
 impl<D> std::fmt::Debug for Owner<D> {
@@ -182,6 +186,7 @@ impl<D: NodeDriver> Owner<D> {
             told: Told::default(),
             complained: false,
             since: Instant::now(),
+            figures: options.figures.clone(),
         };
         owner.change_resources();
         owner.recover(&files).await;
@@ -199,6 +204,7 @@ impl<D: NodeDriver> Owner<D> {
                 resources: seen,
                 held: holds,
                 look_due,
+                figures: options.figures,
             },
             published,
         )
@@ -239,6 +245,7 @@ impl<D: NodeDriver> Owner<D> {
                 let mut answers = Vec::with_capacity(claims.len());
                 for claim in claims {
                     let result = self.prepare(&claim).await;
+                    self.count("prepare", result.as_ref().err());
                     report(
                         "prepare",
                         &claim.namespace,
@@ -254,6 +261,7 @@ impl<D: NodeDriver> Owner<D> {
                 let mut answers = Vec::with_capacity(claims.len());
                 for claim in claims {
                     let result = self.unprepare(&claim).await;
+                    self.count("unprepare", result.as_ref().err());
                     report(
                         "unprepare",
                         &claim.namespace,
@@ -267,6 +275,7 @@ impl<D: NodeDriver> Owner<D> {
             }
             Request::Allocate(resource, containers, answer) => {
                 let result = self.allocate(&resource, &containers).await;
+                self.count("allocate", result.as_ref().err());
                 match &result {
                     Ok(_) => info!(resource, devices = ?containers, "allocate done"),
                     Err(failure) => {
@@ -277,6 +286,7 @@ impl<D: NodeDriver> Owner<D> {
             }
             Request::CheckStart(resource, devices, answer) => {
                 let result = self.check_start(&resource, &devices).await;
+                self.count("start", result.as_ref().err());
                 if let Err(failure) = &result {
                     warn!(
                         resource,
@@ -289,6 +299,10 @@ impl<D: NodeDriver> Owner<D> {
             }
             Request::Records(request) => self.records(request).await,
         }
+    }
+
+    fn count(&self, operation: &'static str, failure: Option<&Failure>) {
+        self.figures.handled(operation, failure.map(Failure::reason));
     }
 
     async fn prepare(&mut self, claim: &ClaimToPrepare) -> Result<Vec<String>, Failure> {
@@ -441,11 +455,11 @@ fn report(what: &str, namespace: &str, name: &str, uid: &str, failure: Option<&F
     let [namespace, name, uid] =
         [namespace, name, uid].map(|text| text.chars().take(SHOWN_MAX).collect::<String>());
     match failure {
-        None => info!(namespace, name, uid, "{what} done"),
+        None => info!(namespace, name, claim_uid = uid, "{what} done"),
         Some(failure) => warn!(
             namespace,
             name,
-            uid,
+            claim_uid = uid,
             reason = failure.reason(),
             "{what} refused: {failure}"
         ),

@@ -17,6 +17,7 @@ use super::config::{ConfigError, NodeConfiguration};
 use super::discover::{HostDevices, HostPaths};
 use super::door::device_plugin::PluginRegistration;
 use super::door::{DoorError, KubeletPaths};
+use super::figures::Figures;
 use super::inventory::Standing;
 use super::reload;
 use super::store::StoreError;
@@ -48,6 +49,8 @@ pub struct NodeOptions {
     pub client: kube::Client,
     /// Where the companion says how it stands with kubelet; whoever wants to know subscribes.
     pub standing: watch::Sender<Standing>,
+    /// Where it counts what it does.
+    pub figures: Arc<Figures>,
 }
 
 impl NodeOptions {
@@ -66,6 +69,7 @@ impl NodeOptions {
             host: HostPaths::default(),
             client,
             standing: watch::Sender::new(Standing::starting()),
+            figures: Arc::default(),
         }
     }
 }
@@ -163,6 +167,7 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
         .orphan_grace(options.orphan_grace)
         .changing(changing)
         .notices(told)
-        .standing(options.standing);
+        .standing(options.standing)
+        .figures(options.figures);
     node.run(shutdown).await
 }

@@ -331,9 +331,9 @@ impl Stage {
 
     /// What the controller has counted, over all its lives.
     pub(crate) fn counted(&self) -> Statistics {
-        let mut sum = self.statistics;
+        let mut sum = self.statistics.clone();
         if let Some(process) = &self.process {
-            add(&mut sum, process.world.statistics());
+            add(&mut sum, &process.world.statistics());
         }
         sum
     }
@@ -361,7 +361,7 @@ impl Stage {
     }
 }
 
-pub(crate) fn add(sum: &mut Statistics, more: Statistics) {
+pub(crate) fn add(sum: &mut Statistics, more: &Statistics) {
     sum.allocations += more.allocations;
     sum.deallocations += more.deallocations;
     sum.caught_by_recheck += more.caught_by_recheck;

@@ -92,6 +92,10 @@ pub(super) struct ContextState {
     told_no_place: Option<Moment>,
     /// The verdict under way was asked for by the slow recheck alone.
     by_recheck: bool,
+    /// What keeps the pod from its devices, for those who count.
+    pub(super) trouble: Option<&'static str>,
+    /// Since when it could have what it is being offered.
+    pub(super) woken: Option<Moment>,
 }
 
 /// One of the pod's claims that is ours and still to be allocated.
@@ -132,6 +136,8 @@ impl ContextState {
             silent: BTreeMap::new(),
             told_no_place: None,
             by_recheck: false,
+            trouble: None,
+            woken: None,
         }
     }
 
@@ -236,6 +242,7 @@ impl World {
             return;
         };
         self.wake.remove(key);
+        self.forget_trouble(context.trouble);
         for claim in &context.named {
             if let Some(contexts) = self.users.get_mut(claim) {
                 contexts.remove(key);
@@ -375,7 +382,7 @@ impl World {
     }
 
     /// Reports a driver's error to everyone who can act on it: the pod's user, and whoever owns the object at fault.
-    fn report_call(&mut self, key: &ObjectKey, subject: &Subject, reason: &str, message: String) {
+    fn report_call(&mut self, key: &ObjectKey, subject: &Subject, reason: &'static str, message: String) {
         match subject {
             Subject::Class(name) => {
                 let text = format!("resource class \"{name}\": {message}");
@@ -394,7 +401,8 @@ impl World {
     }
 
     /// Reports something about a context's pod, unless it was the last thing reported. The answer is whether it was new.
-    fn report_pod(&mut self, key: &ObjectKey, reason: &str, message: String) -> bool {
+    fn report_pod(&mut self, key: &ObjectKey, reason: &'static str, message: String) -> bool {
+        self.set_trouble(key, Some(reason));
         let Some(context) = self.contexts.get_mut(key) else {
             return false;
         };

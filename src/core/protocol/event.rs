@@ -28,6 +28,11 @@ impl Moment {
         self.0
     }
 
+    /// How long after an earlier point.
+    pub const fn since(self, earlier: Self) -> Duration {
+        self.0.saturating_sub(earlier.0)
+    }
+
     /// This point, moved on.
     #[must_use]
     pub const fn after(self, delay: Duration) -> Self {

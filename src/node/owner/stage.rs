@@ -167,6 +167,7 @@ pub(super) async fn begin(
         node_in_doubt: doubt.clone(),
         grants: kubelet.map(|kubelet| kubelet as Arc<dyn Grants>),
         announcements,
+        figures: Arc::default(),
     })
     .await;
     let life = Life {

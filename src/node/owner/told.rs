@@ -7,6 +7,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use super::Owner;
+use crate::core::node::census::census;
 use crate::core::node::inventory::{Devices, inventory, is_as_found, plugin_devices, published, withhold};
 use crate::node::driver::NodeDriver;
 
@@ -89,6 +90,9 @@ impl<D: NodeDriver> Owner<D> {
         let count = self.ledger.entries().len();
         self.held
             .send_if_modified(|held| std::mem::replace(held, count) != count);
+        let devices = census(&self.inventory, self.handed_out());
+        self.figures
+            .stock(devices, count, self.orphans.quarantine().len());
         for resource in self.resources.values() {
             let devices = plugin_devices(&self.inventory, self.handed_out(), &resource.offered.kind);
             resource.devices.send_if_modified(|published| {

@@ -22,6 +22,7 @@ use crate::node::door::device_plugin::PluginRegistration;
 use crate::node::door::pod_resources::{Grants, KubeletGrants};
 use crate::node::door::{DoorError, KubeletPaths};
 use crate::node::driver::NodeDriver;
+use crate::node::figures::Figures;
 use crate::node::inventory::{Publisher, PublisherClient, Standing};
 use crate::node::orphans::Caretaker;
 use crate::node::owner::{Owner, OwnerOptions};
@@ -83,6 +84,7 @@ pub struct NodeBuilder<D> {
     changing: Option<watch::Receiver<Arc<Resources>>>,
     notices: Option<mpsc::Receiver<DeviceEvent>>,
     standing: watch::Sender<Standing>,
+    figures: Arc<Figures>,
 }
 
 impl Node {
@@ -106,6 +108,7 @@ impl Node {
             changing: None,
             notices: None,
             standing: watch::Sender::new(Standing::starting()),
+            figures: Arc::default(),
         }
     }
 }
@@ -173,6 +176,13 @@ impl<D: NodeDriver> NodeBuilder<D> {
         self
     }
 
+    /// Where the companion counts what it does; whoever keeps a copy can look.
+    #[must_use]
+    pub fn figures(mut self, figures: Arc<Figures>) -> Self {
+        self.figures = figures;
+        self
+    }
+
     /// Runs the companion until the token is cancelled.
     ///
     /// The records of the node are put right before a door opens. An API server that is away stops nothing here: claims are
@@ -203,6 +213,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             node_in_doubt: node_in_doubt.clone(),
             grants: Some(grants),
             announcements,
+            figures: self.figures.clone(),
         });
         // The driver's first list may take its time.
         let (owner, companion, devices) = tokio::select! {
@@ -245,11 +256,13 @@ impl<D: NodeDriver> NodeBuilder<D> {
             records: companion.records(),
             cluster: cluster.subscribe(),
             quarantine,
+            figures: self.figures.clone(),
         };
         let caretaker = tokio::spawn(caretaker.run(stop_care.clone()));
         let records = records::serve(
             records::socket(&places.state, &self.kubelet.root_dir),
             companion.records(),
+            self.figures.calls.clone(),
             stop_care.clone(),
         );
         let records = records.await.map_err(DoorError::from)?;
@@ -264,6 +277,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             quarantine: in_quarantine,
             node_in_doubt,
             notices: self.notices,
+            figures: self.figures,
         };
         let stop_publishing = CancellationToken::new();
         let publisher = tokio::spawn(publisher.run(stop_publishing.clone()));
