@@ -49,6 +49,14 @@ test-all: format lint ## The tests on real Kubernetes, on 1.27, 1.28, 1.29 and 1
 .PHONY: verify
 verify: docs book deny bench requests ## What is slow and not of every day: documentation, dependencies, and the figures with their limits
 
+.PHONY: faults
+faults: ## The whole programs on the stage, with every trouble at every request, event, step on the disk and call (root is needed)
+	EVERY_TROUBLE=1 cargo test --locked --test whole -- --nocapture
+
+.PHONY: soak
+soak: ## Run SEEDS seeds of the simulation (1000000), going on where the last run was stopped
+	hack/soak
+
 .PHONY: fuzz
 fuzz: ## Feed every parser with damaged input, for a minute each (FUZZ_SECONDS); what fails is kept in tests/fuzz/corpus
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} cargo test --locked --test fuzz -- --nocapture --test-threads 1

@@ -21,6 +21,7 @@ use super::figures::Figures;
 use super::inventory::Standing;
 use super::reload;
 use super::store::StoreError;
+use super::store::disk::Disk;
 use crate::core::node::driver_name::{DriverName, DriverNameError};
 use crate::core::node::orphans;
 
@@ -51,6 +52,8 @@ pub struct NodeOptions {
     pub standing: watch::Sender<Standing>,
     /// Where it counts what it does.
     pub figures: Arc<Figures>,
+    /// The disk; somebody looks on in tests only.
+    pub disk: Disk,
 }
 
 impl NodeOptions {
@@ -70,6 +73,7 @@ impl NodeOptions {
             client,
             standing: watch::Sender::new(Standing::starting()),
             figures: Arc::default(),
+            disk: Disk::default(),
         }
     }
 }
@@ -168,6 +172,7 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
         .changing(changing)
         .notices(told)
         .standing(options.standing)
-        .figures(options.figures);
+        .figures(options.figures)
+        .disk(options.disk);
     node.run(shutdown).await
 }

@@ -28,6 +28,7 @@ use crate::node::orphans::Caretaker;
 use crate::node::owner::{Owner, OwnerOptions};
 use crate::node::records;
 use crate::node::reload::Resources;
+use crate::node::store::disk::Disk;
 use crate::node::store::{Opened, Places, Store, StoreError};
 
 /// How long a companion waits for another one on the same node to end, as at an update.
@@ -85,6 +86,7 @@ pub struct NodeBuilder<D> {
     notices: Option<mpsc::Receiver<DeviceEvent>>,
     standing: watch::Sender<Standing>,
     figures: Arc<Figures>,
+    disk: Disk,
 }
 
 impl Node {
@@ -109,6 +111,7 @@ impl Node {
             notices: None,
             standing: watch::Sender::new(Standing::starting()),
             figures: Arc::default(),
+            disk: Disk::default(),
         }
     }
 }
@@ -183,6 +186,12 @@ impl<D: NodeDriver> NodeBuilder<D> {
         self
     }
 
+    /// A disk at which somebody looks on.
+    pub(super) fn disk(mut self, disk: Disk) -> Self {
+        self.disk = disk;
+        self
+    }
+
     /// Runs the companion until the token is cancelled.
     ///
     /// The records of the node are put right before a door opens. An API server that is away stops nothing here: claims are
@@ -192,7 +201,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let driver_name = DriverName::parse(&self.driver_name)?;
         let boot_id = boot_id().map_err(NodeError::BootId)?;
         let places = Places::new(driver_name.clone(), &self.kubelet.root_dir, &self.cdi_dir);
-        let Some(opened) = open(&places, &boot_id, &shutdown).await? else {
+        let Some(opened) = open(&self.disk, &places, &boot_id, &shutdown).await? else {
             return Ok(());
         };
         let (cluster, _) = watch::channel(opened.cluster.clone());
@@ -303,6 +312,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
 
 /// Opens the records, and waits a while for another companion to let go of them. `None` if the shutdown comes first.
 async fn open(
+    disk: &Disk,
     places: &Places,
     boot_id: &str,
     shutdown: &CancellationToken,
@@ -310,8 +320,8 @@ async fn open(
     let until = Instant::now() + LOCK_PATIENCE;
     let mut told = false;
     loop {
-        let (places, boot_id) = (places.clone(), boot_id.to_owned());
-        let opened = spawn_blocking(move || Store::open(&places, &boot_id)).await;
+        let (disk, places, boot_id) = (disk.clone(), places.clone(), boot_id.to_owned());
+        let opened = spawn_blocking(move || Store::open_on(&disk, &places, &boot_id)).await;
         match opened.map_err(NodeError::Broken)? {
             Err(StoreError::Locked(lock)) if Instant::now() < until => {
                 if !told {
