@@ -164,6 +164,68 @@ fn every_test_that_a_page_names_exists_in_the_module_that_it_says() {
     assert!(named > 100, "{named} names were found in the pages");
 }
 
+/// Reasons that Kubernetes gives, and not drayman.
+const REASONS_OF_KUBERNETES: [&str; 3] = [
+    "FailedPrepareDynamicResources",
+    "FailedScheduling",
+    "UnexpectedAdmissionError",
+];
+
+#[test]
+fn every_reason_among_the_symptoms_is_one_that_is_given() {
+    let is_reason = |text: &str| {
+        text.starts_with(|first: char| first.is_ascii_uppercase())
+            && text.bytes().filter(u8::is_ascii_uppercase).count() > 1
+            && text.bytes().all(|byte| byte.is_ascii_alphabetic())
+            && text.bytes().any(|byte| byte.is_ascii_lowercase())
+    };
+    // These lists are compared with the sources by tests/reference.
+    let listed = crate::page::page("docs/metrics.md");
+    let symptoms = crate::page::page("docs/troubleshooting.md");
+    let mut reasons = symptoms
+        .spans
+        .iter()
+        .filter(|span| is_reason(&span.text))
+        .peekable();
+    assert!(reasons.peek().is_some());
+    for reason in reasons {
+        let is_listed = listed.spans.iter().any(|span| span.text == reason.text);
+        assert!(
+            is_listed || REASONS_OF_KUBERNETES.contains(&reason.text.as_str()),
+            "{}: nobody gives the reason {}",
+            reason.place,
+            reason.text
+        );
+    }
+}
+
+/// The table at the beginning of the page counts the points below it.
+#[test]
+fn the_counts_of_conformance_are_those_of_its_rows() {
+    let page = crate::page::page("docs/conformance.md");
+    let cells = |line: &str| -> Vec<String> {
+        line.trim_matches('|')
+            .split('|')
+            .map(|cell| cell.trim().to_owned())
+            .collect()
+    };
+    let of = |word: &str| {
+        let rows = page.text.lines().map(cells);
+        rows.filter(|cells| {
+            cells[0].parse::<usize>().is_ok() && cells.get(2).is_some_and(|cell| cell == word)
+        })
+        .count()
+    };
+    let said = page
+        .text
+        .lines()
+        .find(|line| line.starts_with("| the 78 points |"))
+        .expect("the table");
+    let counted = [of("kept"), of("bettered"), of("not yet")].map(|count| count.to_string());
+    assert_eq!(cells(said)[1..], counted);
+    assert_eq!(of("kept") + of("bettered") + of("not yet"), 78);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
