@@ -7,8 +7,10 @@
 mod harness;
 
 mod admitted;
+mod beside;
 mod chart;
 mod image;
+mod inside;
 mod life;
 mod refused;
 mod rendered;
