@@ -8,6 +8,15 @@ TARGET := $(abspath $(or $(CARGO_TARGET_DIR),target))
 # Version of Kubernetes for `make cluster` and the figures: 1.27 to 1.30.
 KUBERNETES_VERSION ?= 1.30.14
 CLUSTER := $(TARGET)/cluster/cluster
+# Tools that cargo installs, each version into a directory of its own.
+CARGO_DENY_VERSION := 0.20.2
+CARGO_DENY_ROOT := $(TARGET)/tools/cargo-deny-$(CARGO_DENY_VERSION)
+CARGO_DENY := $(CARGO_DENY_ROOT)/bin/cargo-deny
+MDBOOK_VERSION := 0.5.4
+MDBOOK_ROOT := $(TARGET)/tools/mdbook-$(MDBOOK_VERSION)
+MDBOOK := $(MDBOOK_ROOT)/bin/mdbook
+# Debug builds: they run for a second, and take a fifth of the time to be built.
+INSTALL = CARGO_PROFILE_DEV_DEBUG=false CARGO_TARGET_DIR="$(1)/build" cargo install --locked --debug --root "$(1)"
 
 .PHONY: help
 help: ## List the targets
@@ -38,7 +47,15 @@ test-all: format lint ## The tests on real Kubernetes, on 1.27, 1.28, 1.29 and 1
 	hack/test versions
 
 .PHONY: verify
-verify: docs bench requests ## What is slow and not of every day: documentation, and the figures with their limits
+verify: docs book deny bench requests ## What is slow and not of every day: documentation, dependencies, and the figures with their limits
+
+.PHONY: faults
+faults: ## The whole programs on the stage, with every trouble at every request, event, step on the disk and call (root is needed)
+	EVERY_TROUBLE=1 cargo test --locked --test whole -- --nocapture
+
+.PHONY: soak
+soak: ## Run SEEDS seeds of the simulation (1000000), going on where the last run was stopped
+	hack/soak
 
 .PHONY: fuzz
 fuzz: ## Feed every parser with damaged input, for a minute each (FUZZ_SECONDS); what fails is kept in tests/fuzz/corpus
@@ -47,6 +64,27 @@ fuzz: ## Feed every parser with damaged input, for a minute each (FUZZ_SECONDS);
 .PHONY: docs
 docs:
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --document-private-items
+
+.PHONY: book
+book: $(MDBOOK) ## Make a book of docs/, in target/book
+	hack/book "$(MDBOOK)" "$(TARGET)/book"
+
+.PHONY: deny
+deny: $(CARGO_DENY) ## Check licences, sources and bans of all dependencies (deny.toml)
+	$(CARGO_DENY) --locked check licenses sources
+	$(CARGO_DENY) --locked --exclude-dev check bans
+
+.PHONY: advisories
+advisories: $(CARGO_DENY) ## Ask for known flaws of all dependencies (needs the network)
+	$(CARGO_DENY) --locked check advisories
+
+$(CARGO_DENY):
+	$(call INSTALL,$(CARGO_DENY_ROOT)) cargo-deny --version $(CARGO_DENY_VERSION)
+	rm -rf "$(CARGO_DENY_ROOT)/build"
+
+$(MDBOOK):
+	$(call INSTALL,$(MDBOOK_ROOT)) mdbook --version $(MDBOOK_VERSION) --no-default-features --features search
+	rm -rf "$(MDBOOK_ROOT)/build"
 
 .PHONY: bench
 bench: $(CLUSTER) ## Print size and memory of the release build and fail beyond their limits
@@ -72,9 +110,10 @@ cluster: $(CLUSTER) ## Start a real Kubernetes with drayman in it; Ctrl-C ends i
 	    --hook 'hack/run-in-cluster "$(TARGET)/debug/drayman"'
 
 .PHONY: generate
-generate: ## Write crds/ anew from the types
+generate: ## Write crds/ and docs/reference anew from the code
 	rm -f crds/*.yaml
 	cargo run --locked --quiet -- crds --output-directory crds
+	DRAYMAN_GENERATE=1 cargo test --locked --quiet --test documentation reference
 
 .PHONY: clean
 clean: ## Remove everything that was built, the Kubernetes of the tests included

@@ -2,7 +2,6 @@
 //!
 //! Prints one line per question, with the median and the slowest of many tries, and fails if a median is beyond its limit.
 
-use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -99,10 +98,12 @@ fn large_node() -> Node {
     let device = |number: i64| Device {
         name: format!("pci-0000-{number:02}-00-0"),
         kind: "gpu".into(),
-        attributes: BTreeMap::from([
+        attributes: [
             ("drayman.dev/generation".into(), AttributeValue::int(number % 2)),
             ("drayman.dev/numaNode".into(), AttributeValue::int(number / 16)),
-        ]),
+        ]
+        .into_iter()
+        .collect(),
         ..Device::default()
     };
     let mut inventory = inventory(0);

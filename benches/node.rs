@@ -39,13 +39,10 @@ mod stage;
 use std::time::{Duration, Instant};
 
 use drayman::api::proto::device_plugin_v1beta1::Empty;
-use drayman::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
 use drayman::api::proto::{ContainerList, DeviceIdList};
-use drayman::node::door::KubeletPaths;
 use figures::{Goal, Times, figure, resident_kib_of};
 use node::Node;
 use process::{Mounts, Process, Start};
-use tonic::transport::Endpoint;
 
 const USAGE: &str = "usage: cargo bench --bench node -- [prepare|allocate|restart|memory|rest|unplug]...
 All scenarios are run if none is named.";
@@ -140,25 +137,10 @@ async fn prepare() {
     }
 }
 
-async fn plugin(node: &Node) -> DevicePluginClient<tonic::transport::Channel> {
-    let paths = KubeletPaths {
-        root_dir: node.path("kubelet"),
-        device_plugin_dir: node.path("kubelet/device-plugins"),
-    };
-    let socket = paths.device_plugin_socket("example.com/camera").path;
-    node.until_exists(&socket).await;
-    let channel = Endpoint::from_shared(format!("unix://{}", socket.display()))
-        .unwrap()
-        .connect()
-        .await
-        .unwrap();
-    DevicePluginClient::new(channel)
-}
-
 async fn allocate() {
     let node = with_devices("camera");
     let process = Process::start(&node).await;
-    let mut plugin = plugin(&node).await;
+    let mut plugin = node.plugin("example.com/camera").await;
     let mut list = plugin.list_and_watch(Empty {}).await.unwrap().into_inner();
     let first = list.message().await.unwrap().unwrap();
     figure(

@@ -57,7 +57,8 @@ impl NodeDriver for Sensors {
                 "sensors.example.com/serial".to_owned(),
                 AttributeValue::string(serial),
             )]
-            .into(),
+            .into_iter()
+            .collect(),
             ..Device::default()
         };
         let directory = self.directory.clone();

@@ -14,8 +14,11 @@ use super::observe::Requests;
 
 /// For a connection to be made, TLS included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// For a request to be sent. The answer has no limit here, because a watch has none; whoever calls sets one.
+/// For a request to be sent. Whoever waits for an answer sets a shorter limit for it than [`READ_TIMEOUT`].
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the API server may say nothing on a connection that waits for it. Watches are silent for less: they end after 290 s. Without
+/// it a list whose answer is lost on the way would be waited for for ever, and what is listed would never be watched again.
+const READ_TIMEOUT: Duration = Duration::from_secs(300);
 /// Set by kubelet in every container, unless the pod says `enableServiceLinks: false` (this one stays even then).
 const IN_CLUSTER: &str = "KUBERNETES_SERVICE_HOST";
 
@@ -103,6 +106,8 @@ fn prepared(mut config: Config, component: &str) -> Result<Config, Error> {
     config.default_retry = false;
     config.connect_timeout = Some(CONNECT_TIMEOUT);
     config.write_timeout = Some(WRITE_TIMEOUT);
+    config.read_timeout = Some(READ_TIMEOUT);
+    config.reset_reader_on_write = true;
     let agent = format!("drayman-{component}/{}", env!("CARGO_PKG_VERSION"));
     let agent = HeaderValue::from_str(&agent).map_err(anyhow::Error::from)?;
     config.headers.push((USER_AGENT, agent));
@@ -129,6 +134,15 @@ contexts: [{name: here, context: {cluster: here, user: me}}]
 clusters: [{name: here, cluster: {server: 'http://127.0.0.1:1'}}]
 users: [{name: me, user: {token: secret}}]
 ";
+
+    #[tokio::test]
+    async fn an_answer_that_never_comes_is_given_up_but_no_watch_is_that_is_merely_silent() {
+        let config = Config::new("http://127.0.0.1:1".parse().expect("a URL"));
+        let config = prepared(config, "test").expect("prepared");
+        let limit = config.read_timeout.expect("a limit");
+        assert!(limit > Duration::from_secs(290) && limit < Duration::from_secs(600));
+        assert!(config.reset_reader_on_write, "or an idle connection would count");
+    }
 
     #[tokio::test]
     async fn a_kubeconfig_that_cannot_be_used_is_refused_with_its_name_and_what_is_wrong() {

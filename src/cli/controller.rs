@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::observe::{self, Observer};
 use super::{Error, client, group, logging, shutdown, value};
-use crate::controller::{Controller, ControllerError, LeaderElection};
+use crate::controller::{Controller, ControllerError, Figures, LeaderElection};
 use crate::host::HostDriver;
 
 /// Run the controller, which allocates ResourceClaims
@@ -140,7 +140,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         logging::start(*logging)?;
         tracing::info!(
             version = env!("CARGO_PKG_VERSION"),
-            driver_name = cluster.driver_name,
+            driver_name = cluster.driver.name,
             kubeconfig = cluster.kubeconfig.as_ref().map(tracing::field::debug),
             server = %configuration.cluster_url,
             driver_call_timeout = ?driver.driver_call_timeout,
@@ -155,13 +155,9 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
             v = logging.verbosity,
             "drayman controller starts"
         );
-        let mut observer = Observer::new("controller");
         let (leading, leads) = watch::channel(false);
-        observer.follow(
-            "leader_election_master_status",
-            "Whether this controller leads: 1 if so",
-            move || *leads.borrow(),
-        );
+        let (figures, counted) = watch::channel(Figures::default());
+        let observer = Observer::of_controller(cluster.driver.name.clone(), counted, leads);
         let requests = observer.requests();
         let client = client::build_counted(configuration, "controller", &requests)?;
         let ready = Arc::new(move || {
@@ -173,10 +169,10 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         observer.serve(*observe, ready, &shutdown).await?;
         serve(
             client,
-            cluster.driver_name.clone(),
+            cluster.driver.name.clone(),
             driver.driver_call_timeout,
             leader,
-            leading,
+            (leading, figures),
             shutdown,
         )
         .await?;
@@ -191,7 +187,7 @@ async fn serve(
     driver_name: String,
     call_timeout: Duration,
     leader: &Leader,
-    leading: watch::Sender<bool>,
+    (leading, figures): (watch::Sender<bool>, watch::Sender<Figures>),
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
     let driver = HostDriver::start(client.clone(), driver_name.clone(), shutdown.clone());
@@ -202,6 +198,7 @@ async fn serve(
         .leader_election(leader.election(&driver_name, instance.as_deref()))
         .instance(instance)
         .leading(leading)
+        .figures(figures)
         .build(client)
         .map_err(refused)?;
     controller.run(shutdown).await.map_err(refused)

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use super::{logging, value};
 
 /// The driver name of the built-in driver, unless a flag says otherwise.
-pub(super) const DRIVER_NAME: &str = "drayman.dev";
+const DRIVER_NAME: &str = "drayman.dev";
 
 /// How the API server is found.
 #[derive(Clone, Debug, clap::Args)]
@@ -16,17 +16,57 @@ pub(super) struct Cluster {
     #[arg(long, value_name = "FILE", env = "DRAYMAN_KUBECONFIG", hide_env_values = true)]
     pub(super) kubeconfig: Option<PathBuf>,
 
+    #[command(flatten)]
+    pub(super) driver: DriverName,
+}
+
+/// Which driver.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct DriverName {
     /// Name of the driver: the driverName of its ResourceClasses. A lower-case DNS subdomain of at most 63 characters,
     /// the same for the controller and on every node.
     #[arg(
-        long,
+        id = "driver_name",
+        long = "driver-name",
         value_name = "NAME",
         env = "DRAYMAN_DRIVER_NAME",
         hide_env_values = true,
         default_value = DRIVER_NAME,
         value_parser = value::driver_name
     )]
-    pub(super) driver_name: String,
+    pub(super) name: String,
+}
+
+/// Where kubelet's files are.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct KubeletRoot {
+    /// Root directory of kubelet (its --root-dir). The sockets and the checkpoint are in plugins and plugins_registry below it.
+    #[arg(
+        id = "kubelet_root_dir",
+        long = "kubelet-root-dir",
+        value_name = "DIRECTORY",
+        env = "DRAYMAN_KUBELET_ROOT_DIR",
+        hide_env_values = true,
+        default_value = "/var/lib/kubelet",
+        value_parser = value::absolute_path
+    )]
+    pub(super) root_dir: PathBuf,
+}
+
+/// Where CDI files are.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct CdiRoot {
+    /// Directory in which CDI files are written: one of those that the container runtime reads (cdi_spec_dirs)
+    #[arg(
+        id = "cdi_root",
+        long = "cdi-root",
+        value_name = "DIRECTORY",
+        env = "DRAYMAN_CDI_ROOT",
+        hide_env_values = true,
+        default_value = "/var/run/cdi",
+        value_parser = value::absolute_path
+    )]
+    pub(super) root: PathBuf,
 }
 
 /// What is logged, and in which form. Logs go to stderr.

@@ -98,6 +98,35 @@ mod tests {
     }
 
     #[test]
+    fn the_rows_of_the_documentation_are_the_levels_that_differ() {
+        let page = include_str!("../../docs/controller.md");
+        let table = page.split("| `--v` |").nth(1).expect("the table of levels");
+        let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
+        let rows: Vec<Vec<u8>> = rows
+            .filter_map(|row| row.split('|').nth(1))
+            .map(|first| {
+                first
+                    .split(',')
+                    .filter_map(|level| level.trim().parse().ok())
+                    .collect()
+            })
+            .collect();
+        let all: Vec<u8> = rows.concat();
+        assert_eq!(all, (0..=9).collect::<Vec<u8>>(), "{rows:?}");
+        for row in &rows {
+            let same = row.iter().all(|level| levels(*level) == levels(row[0]));
+            assert!(same, "{row:?} are one row and not the same");
+        }
+        for pair in rows.windows(2) {
+            assert_ne!(
+                levels(pair[0][0]),
+                levels(pair[1][0]),
+                "{pair:?} are two rows and the same"
+            );
+        }
+    }
+
+    #[test]
     fn level_6_shows_each_request_to_the_api_server() {
         assert!(!levels(5).would_enable("kube_client::client::builder", &Level::DEBUG));
         assert!(levels(6).would_enable("kube_client::client::builder", &Level::DEBUG));

@@ -57,6 +57,12 @@ enum Command {
     Version(version::Arguments),
 }
 
+/// What the program understands: its commands and their flags, as clap knows them. For what is made from them, such as the
+/// reference in `docs/`.
+pub fn command() -> clap::Command {
+    Arguments::command()
+}
+
 /// Runs the program with the given arguments, of which the first is the program's own name.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let arguments = tool::as_kubectl_plugin(arguments.into_iter().collect());
@@ -83,7 +89,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         #[cfg(feature = "sim")]
         Command::Demo(arguments) => demo::run(&arguments).map(succeeded),
         Command::Completion(arguments) => {
-            tool::completion::run(arguments, Arguments::command()).map(succeeded)
+            tool::completion::run(arguments, self::command()).map(succeeded)
         }
         Command::Version(arguments) => version::run(arguments).map(succeeded),
     };

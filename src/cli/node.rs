@@ -9,6 +9,7 @@ use std::time::Duration;
 use crate::node::config::NodeConfiguration;
 use crate::node::door::DoorError;
 use crate::node::door::device_plugin::PluginRegistration;
+use crate::node::inventory::Standing;
 use crate::node::run::{NodeError, NodeOptions};
 use crate::node::transport::SocketError;
 
@@ -90,16 +91,8 @@ struct Node {
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Directories")]
 struct Directories {
-    /// Root directory of kubelet (its --root-dir). The sockets and the checkpoint are in plugins and plugins_registry below it.
-    #[arg(
-        long,
-        value_name = "DIRECTORY",
-        env = "DRAYMAN_KUBELET_ROOT_DIR",
-        hide_env_values = true,
-        default_value = "/var/lib/kubelet",
-        value_parser = value::absolute_path
-    )]
-    kubelet_root_dir: PathBuf,
+    #[command(flatten)]
+    kubelet: group::KubeletRoot,
 
     /// Directory of kubelet's socket for device plugins, which does not move with kubelet's root directory
     #[arg(
@@ -123,16 +116,8 @@ struct Directories {
     )]
     device_plugin_registration: Registration,
 
-    /// Directory in which CDI files are written: one of those that the container runtime reads (cdi_spec_dirs)
-    #[arg(
-        long,
-        value_name = "DIRECTORY",
-        env = "DRAYMAN_CDI_ROOT",
-        hide_env_values = true,
-        default_value = "/var/run/cdi",
-        value_parser = value::absolute_path
-    )]
-    cdi_root: PathBuf,
+    #[command(flatten)]
+    cdi: group::CdiRoot,
 }
 
 /// [`PluginRegistration`] as a flag says it.
@@ -189,15 +174,15 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
         logging::start(logging)?;
         tracing::info!(
             version = env!("CARGO_PKG_VERSION"),
-            driver_name = cluster.driver_name,
+            driver_name = cluster.driver.name,
             node_name,
             config = %config.display(),
             kubeconfig = cluster.kubeconfig.as_ref().map(tracing::field::debug),
             server = %configuration.cluster_url,
-            kubelet_root_dir = %directories.kubelet_root_dir.display(),
+            kubelet_root_dir = %directories.kubelet.root_dir.display(),
             device_plugin_dir = %directories.device_plugin_dir.display(),
             device_plugin_registration = ?directories.device_plugin_registration,
-            cdi_root = %directories.cdi_root.display(),
+            cdi_root = %directories.cdi.root.display(),
             dev_root = %host.dev_root.display(),
             sysfs_root = %host.sysfs_root.display(),
             orphan_grace_period = ?node.orphan_grace_period,
@@ -208,27 +193,25 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             v = logging.verbosity,
             "drayman node starts"
         );
-        let mut observer = Observer::new("node");
+        let (figures, standing) = (
+            Arc::default(),
+            tokio::sync::watch::Sender::new(Standing::starting()),
+        );
+        let observer = Observer::of_node(Arc::clone(&figures), standing.subscribe());
         let client = client::build_counted(configuration, "node", &observer.requests())?;
         let options = NodeOptions {
-            driver_name: cluster.driver_name,
-            kubelet_root: directories.kubelet_root_dir,
+            driver_name: cluster.driver.name,
+            kubelet_root: directories.kubelet.root_dir,
             device_plugin_dir: directories.device_plugin_dir,
             plugin_registration: directories.device_plugin_registration.into(),
-            cdi_dir: directories.cdi_root,
+            cdi_dir: directories.cdi.root,
             host: host.paths(),
             orphan_grace: node.orphan_grace_period,
+            standing: standing.clone(),
+            figures,
             ..NodeOptions::new(node_name, config, client)
         };
-        let standing = options.standing.subscribe();
-        observer.follow(
-            "drayman_node_ready",
-            "Whether every door of kubelet is open: 1 if so",
-            {
-                let standing = standing.clone();
-                move || standing.borrow().ready
-            },
-        );
+        let standing = standing.subscribe();
         let ready = Arc::new(move || {
             let standing = standing.borrow();
             let why = || format!("{}: {}", standing.reason, standing.message);

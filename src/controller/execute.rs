@@ -170,15 +170,15 @@ impl<D: Driver> Shared<D> {
         match outcome {
             Outcome::Done(object) => Outcome::Done(trimmed(object)),
             Outcome::Refused(message) => {
-                tracing::warn!(message, "write refused");
+                tracing::warn!(answer = message, "write refused");
                 Outcome::Refused(message)
             }
             Outcome::Conflict(message) => {
-                tracing::info!(message, "write conflicts");
+                tracing::info!(answer = message, "write conflicts");
                 Outcome::Conflict(message)
             }
             Outcome::Unknown(message) => {
-                tracing::warn!(message, "write without a clear answer");
+                tracing::warn!(answer = message, "write without a clear answer");
                 Outcome::Unknown(message)
             }
         }

@@ -44,7 +44,7 @@ impl Reports {
     }
 
     pub(super) fn send(&self, report: Report) {
-        tracing::info!(regarding = ?report.regarding, reason = report.reason, message = report.message, "report");
+        tracing::info!(regarding = ?report.regarding, reason = report.reason, note = report.message, "report");
         if self.queue.try_send(report).is_err() {
             tracing::warn!("too many events at once, this one is only logged");
         }

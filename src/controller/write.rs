@@ -33,9 +33,13 @@ fn claim_patch(uid: &str, finalizer: &str, driver_name: &str, write: &ClaimWrite
             "finalizers": [finalizer],
             "labels": { format!("{driver_name}/{NODE_LABEL}"): node },
         } })),
-        ClaimWrite::RemoveFinalizer => ClaimPatch::Main(
-            json!({ "metadata": { "uid": uid, "$deleteFromPrimitiveList/finalizers": [finalizer] } }),
-        ),
+        ClaimWrite::RemoveFinalizer { version } => {
+            let mut metadata = json!({ "uid": uid, "$deleteFromPrimitiveList/finalizers": [finalizer] });
+            if let Some(version) = version {
+                metadata["resourceVersion"] = json!(version);
+            }
+            ClaimPatch::Main(json!({ "metadata": metadata }))
+        }
         // The allocation is immutable once set, so the uid is all that has to be checked: a second writer costs nothing. An
         // unallocated claim is reserved for nobody, so the list that is replaced is empty.
         ClaimWrite::Allocate {
@@ -244,10 +248,19 @@ mod tests {
             } }))
         );
         assert_eq!(
-            patch(&ClaimWrite::RemoveFinalizer),
+            patch(&ClaimWrite::RemoveFinalizer { version: None }),
             ClaimPatch::Main(json!({
                 "metadata": { "uid": UID, "$deleteFromPrimitiveList/finalizers": ["drayman.dev/deletion-protection"] }
             }))
+        );
+        let seen = Some("12".to_owned());
+        assert_eq!(
+            patch(&ClaimWrite::RemoveFinalizer { version: seen }),
+            ClaimPatch::Main(json!({ "metadata": {
+                "uid": UID,
+                "$deleteFromPrimitiveList/finalizers": ["drayman.dev/deletion-protection"],
+                "resourceVersion": "12",
+            } }))
         );
     }
 

@@ -4,6 +4,7 @@
 //! searched by a property test. `tests/purity` keeps it so.
 
 pub mod devices;
+pub mod distribution;
 pub mod inspect;
 pub mod node;
 pub mod protocol;

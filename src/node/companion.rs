@@ -4,15 +4,22 @@
 //! detached task, so that a caller that goes away (kubelet's deadline) leaves the work running, and a repeat joins it.
 
 use std::future::Future;
+use std::sync::Arc;
 
 use tokio::sync::watch;
 
+use super::transport::GrpcCalls;
 use crate::core::node::injection::Injection;
 pub use crate::core::node::preferred::Preference;
 pub use crate::core::node::request::{ClaimToPrepare, ClaimToUnprepare, PluginDevice};
 
 /// What kubelet may ask of this node, whatever the door and the version.
 pub trait Companion: Send + Sync + 'static {
+    /// Where the calls of the doors are counted.
+    fn grpc_calls(&self) -> Arc<GrpcCalls> {
+        Arc::default()
+    }
+
     /// Prepares claims: afterwards a container that is given the CDI ids gets what was allocated.
     ///
     /// Idempotent. The answer has one entry per request, in order; a failure is a sentence for the pod's event, and kubelet tries again.

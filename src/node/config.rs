@@ -8,6 +8,7 @@ mod error;
 mod extras;
 mod kind;
 mod pattern;
+mod places;
 mod preset;
 mod source;
 

@@ -3,7 +3,6 @@
 //! The spec is written by server-side apply and the status by a merge patch, each only when it differs from what the
 //! server has. Nothing is written at rest. While the API server is away, kubelet is served all the same.
 
-mod events;
 mod object;
 
 use std::future::Future;
@@ -21,6 +20,8 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
+use super::events::{self, NodeEvent};
+use super::figures::Figures;
 use super::owner::Quarantine;
 use crate::api::crd::NodeInventory;
 use crate::api::resource;
@@ -96,6 +97,8 @@ pub struct Publisher {
     pub node_in_doubt: Arc<Notify>,
     /// What people are to be told besides what the devices tell; `None` if there is nothing.
     pub notices: Option<mpsc::Receiver<DeviceEvent>>,
+    /// Where events are counted.
+    pub figures: Arc<Figures>,
 }
 
 /// A [`kube::Client`], which does not say anything of itself.
@@ -157,7 +160,8 @@ impl Publisher {
                 () = sleep(retry.unwrap_or_default()), if retry.is_some() => {}
                 Ok(()) = self.devices.changed(), if retry.is_none() => {}
                 Ok(()) = self.standing.changed(), if retry.is_none() => {}
-                Some(notice) = next_notice(self.notices.as_mut()) => {
+                // Without the Node there is nothing that the event could be about: it waits in the queue.
+                Some(notice) = next_notice(self.notices.as_mut()), if node.is_some() => {
                     if let Some(node) = &node {
                         self.tell(node, &[notice]).await;
                     }
@@ -219,7 +223,17 @@ impl Publisher {
         let api: Api<Event> = Api::namespaced(self.client.0.clone(), events::NAMESPACE);
         for told in events {
             info!(reason = told.reason, "{}", told.note);
-            let event = events::event(&self.driver_name, node, told, Timestamp::now());
+            self.figures.told(told.reason);
+            let event = NodeEvent {
+                driver_name: &self.driver_name,
+                node_name: &self.node_name,
+                node_uid: node.metadata.uid.clone(),
+                action: "CheckDevices",
+                reason: told.reason,
+                warning: told.warning,
+                note: &told.note,
+            };
+            let event = event.at(Timestamp::now());
             if let Err(error) = call(api.create(&PostParams::default(), &event)).await {
                 warn!(reason = told.reason, "the event is not written: {error}");
             }

@@ -6,6 +6,8 @@ pub mod config;
 pub mod discover;
 pub mod door;
 pub mod driver;
+mod events;
+pub mod figures;
 pub mod inventory;
 mod orphans;
 pub mod owner;

@@ -3,18 +3,19 @@
 //! Nothing runs while no claim holds anything. The API server is asked only for claims that kubelet's own list misses.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::Event;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use k8s_openapi::jiff::Timestamp;
-use kube::api::{Api, ListParams, ObjectMeta, PostParams};
+use kube::api::{Api, ListParams, PostParams};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
+use super::events::{self, NodeEvent};
+use super::figures::Figures;
 use super::owner::{Quarantine, RecordsHandle};
 use crate::api::handle::DeviceHandle;
 use crate::api::resource::ResourceClaim;
@@ -29,8 +30,6 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 const RETRY: Duration = Duration::from_secs(30);
 /// Claims per page, when a claim has to be found by its uid.
 const PAGE: u32 = 500;
-/// Bytes of a note, at most (`events.k8s.io/v1`: 1,024).
-const NOTE_MAX: usize = 1024;
 /// The reason of the events.
 const REASON: &str = "ClaimQuarantined";
 
@@ -43,6 +42,8 @@ pub(super) struct Caretaker {
     pub(super) cluster: watch::Receiver<ClusterFacts>,
     /// Where what is in quarantine is shown.
     pub(super) quarantine: watch::Sender<Quarantine>,
+    /// Where events are counted.
+    pub(super) figures: Arc<Figures>,
 }
 
 impl Caretaker {
@@ -177,9 +178,19 @@ impl Caretaker {
             );
             if before.get(uid) != Some(quarantined) {
                 error!(claim_uid = %uid, reason = REASON, "{note}");
+                self.figures.told(REASON);
             }
-            let api = Api::<Event>::namespaced(self.client.clone(), "default");
-            let event = self.event(note);
+            let api = Api::<Event>::namespaced(self.client.clone(), events::NAMESPACE);
+            let event = NodeEvent {
+                driver_name: &self.driver_name,
+                node_name: &self.node_name,
+                node_uid: self.cluster.borrow().node_uid.clone(),
+                action: "Withhold",
+                reason: REASON,
+                warning: true,
+                note: &note,
+            };
+            let event = event.at(Timestamp::now());
             match timeout(CALL_TIMEOUT, api.create(&PostParams::default(), &event)).await {
                 Ok(Ok(_)) => {
                     told.insert(uid.clone(), quarantined.clone());
@@ -194,40 +205,5 @@ impl Caretaker {
             info!(claim_uid = %uid, "the claim is no longer in quarantine");
         }
         all
-    }
-
-    /// About the Node: that is where the person looks who can do something.
-    fn event(&self, mut note: String) -> Event {
-        let now = Timestamp::now();
-        let end = (0..=NOTE_MAX.min(note.len()))
-            .rev()
-            .find(|end| note.is_char_boundary(*end));
-        note.truncate(end.unwrap_or_default());
-        Event {
-            metadata: ObjectMeta {
-                namespace: Some("default".to_owned()),
-                name: Some(format!(
-                    "{}.{:x}",
-                    self.node_name.get(..230).unwrap_or(&self.node_name),
-                    now.as_nanosecond()
-                )),
-                ..ObjectMeta::default()
-            },
-            action: Some("Withhold".to_owned()),
-            event_time: Some(MicroTime(now)),
-            note: Some(note),
-            reason: Some(REASON.to_owned()),
-            regarding: Some(ObjectReference {
-                api_version: Some("v1".to_owned()),
-                kind: Some("Node".to_owned()),
-                name: Some(self.node_name.clone()),
-                uid: self.cluster.borrow().node_uid.clone(),
-                ..ObjectReference::default()
-            }),
-            reporting_controller: Some(self.driver_name.to_string()),
-            reporting_instance: Some(self.node_name.clone()),
-            type_: Some("Warning".to_owned()),
-            ..Event::default()
-        }
     }
 }

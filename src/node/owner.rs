@@ -7,6 +7,7 @@ mod handle;
 mod listening;
 mod records;
 mod resources;
+mod told;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use tracing::{error, info, warn};
 use super::companion::CompanionError;
 use super::door::pod_resources::Grants;
 use super::driver::{NodeDriver, PreparedClaim};
+use super::figures::Figures;
 use super::store::{Opened, Places, Store};
 use crate::core::node::announced::Announced;
 use crate::core::node::checkpoint::ClusterFacts;
@@ -27,7 +29,7 @@ use crate::core::node::claim_uid::ClaimUid;
 use crate::core::node::containers::{Containers, Contested};
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::injection::Injection;
-use crate::core::node::inventory::{Devices, inventory, plugin_devices, published, withhold};
+use crate::core::node::inventory::Devices;
 use crate::core::node::ledger::Ledger;
 use crate::core::node::orphans::Orphans;
 use crate::core::node::prepare::plan_unprepare;
@@ -43,6 +45,7 @@ use handle::{Failure, Offered, Request};
 use listening::{in_time, listen_to};
 pub(in crate::node) use records::Quarantine;
 pub use records::{RecordsHandle, ReleaseError};
+use told::{Noted, Told};
 
 /// Requests that wait, at most; further callers wait to get in.
 const QUEUE: usize = 64;
@@ -80,13 +83,15 @@ pub struct OwnerOptions<D> {
     pub grants: Option<Arc<dyn Grants>>,
     /// The devices of this node that claims were allocated, as the API server shows it: for the same.
     pub announcements: watch::Receiver<Arc<Announced>>,
+    /// Where everything is counted.
+    pub figures: Arc<Figures>,
 }
 
 /// The owner, before it runs.
 pub struct Owner<D> {
     driver_name: DriverName,
     places: Places,
-    orphans: Orphans,
+    orphans: Noted<Orphans>,
     /// How many claims hold something.
     held: watch::Sender<usize>,
     /// Told when a claim is to be looked into.
@@ -94,30 +99,35 @@ pub struct Owner<D> {
     driver: Arc<D>,
     store: Arc<Store>,
     /// Shared with the thread that works on files, and never changed while it does.
-    ledger: Arc<Ledger>,
+    ledger: Noted<Arc<Ledger>>,
     node: NodeIdentity,
     cluster: watch::Receiver<ClusterFacts>,
     node_in_doubt: Arc<Notify>,
     found: watch::Receiver<Arc<Devices>>,
+    /// What was found, as far as everything that follows from it was done.
+    devices: Arc<Devices>,
     /// What was found, and what is gone but held.
     inventory: Arc<Devices>,
     /// The same as the API server is told.
     published: watch::Sender<Arc<Devices>>,
     /// The extended resources that there should be.
     wanted: watch::Receiver<Arc<BTreeMap<String, ExtendedResource>>>,
-    resources: BTreeMap<String, Resource>,
+    resources: Noted<BTreeMap<String, Resource>>,
     /// The same as doors see them.
     offered: watch::Sender<Arc<BTreeMap<String, Offered>>>,
     requests: mpsc::Receiver<Request>,
     grants: Option<Arc<dyn Grants>>,
     announcements: watch::Receiver<Arc<Announced>>,
-    announced: Announced,
-    containers: Containers,
-    contested: Contested,
+    announced: Noted<Announced>,
+    containers: Noted<Containers>,
+    contested: Noted<Contested>,
+    /// What the inventory and the lists were made from.
+    told: Told,
     /// Whether it was said that kubelet does not show its containers.
     complained: bool,
     /// When this process began.
     since: Instant,
+    figures: Arc<Figures>,
 }
 
 impl<D> std::fmt::Debug for Owner<D> {
@@ -142,42 +152,45 @@ impl<D: NodeDriver> Owner<D> {
         let (sender, requests) = mpsc::channel(QUEUE);
         let (publish, published) = watch::channel(Arc::default());
         let (offered, seen) = watch::channel(Arc::default());
-        let announced = options.announcements.borrow().as_ref().clone();
+        let announced = Noted::new(options.announcements.borrow().as_ref().clone());
         let (held, holds) = watch::channel(0);
         let look_due = Arc::new(Notify::new());
         let mut owner = Self {
             driver_name: options.places.driver.clone(),
             places: options.places,
-            orphans: Orphans::new(options.orphan_grace),
+            orphans: Noted::new(Orphans::new(options.orphan_grace)),
             held,
             look_due: look_due.clone(),
             found: listen_to(&*options.driver).await,
             driver: options.driver,
             store: Arc::new(store),
-            ledger: Arc::new(ledger),
+            ledger: Noted::new(Arc::new(ledger)),
             node: NodeIdentity {
                 name: options.node_name,
                 uid: cluster.node_uid,
             },
             cluster: options.cluster,
             node_in_doubt: options.node_in_doubt,
+            devices: Arc::default(),
             inventory: Arc::default(),
             published: publish,
             wanted: options.resources,
-            resources: BTreeMap::new(),
+            resources: Noted::default(),
             offered,
             requests,
             grants: options.grants,
             announcements: options.announcements,
             announced,
-            containers: Containers::default(),
-            contested: Contested::default(),
+            containers: Noted::default(),
+            contested: Noted::default(),
+            told: Told::default(),
             complained: false,
             since: Instant::now(),
+            figures: options.figures.clone(),
         };
         owner.change_resources();
         owner.recover(&files).await;
-        owner.found.mark_unchanged();
+        owner.devices = owner.found.borrow_and_update().clone();
         owner.take_stock();
         owner.refresh_named_devices().await;
         if owner.has_both() {
@@ -191,6 +204,7 @@ impl<D: NodeDriver> Owner<D> {
                 resources: seen,
                 held: holds,
                 look_due,
+                figures: options.figures,
             },
             published,
         )
@@ -231,6 +245,7 @@ impl<D: NodeDriver> Owner<D> {
                 let mut answers = Vec::with_capacity(claims.len());
                 for claim in claims {
                     let result = self.prepare(&claim).await;
+                    self.count("prepare", result.as_ref().err());
                     report(
                         "prepare",
                         &claim.namespace,
@@ -246,6 +261,7 @@ impl<D: NodeDriver> Owner<D> {
                 let mut answers = Vec::with_capacity(claims.len());
                 for claim in claims {
                     let result = self.unprepare(&claim).await;
+                    self.count("unprepare", result.as_ref().err());
                     report(
                         "unprepare",
                         &claim.namespace,
@@ -259,6 +275,7 @@ impl<D: NodeDriver> Owner<D> {
             }
             Request::Allocate(resource, containers, answer) => {
                 let result = self.allocate(&resource, &containers).await;
+                self.count("allocate", result.as_ref().err());
                 match &result {
                     Ok(_) => info!(resource, devices = ?containers, "allocate done"),
                     Err(failure) => {
@@ -269,6 +286,7 @@ impl<D: NodeDriver> Owner<D> {
             }
             Request::CheckStart(resource, devices, answer) => {
                 let result = self.check_start(&resource, &devices).await;
+                self.count("start", result.as_ref().err());
                 if let Err(failure) = &result {
                     warn!(
                         resource,
@@ -283,6 +301,10 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
+    fn count(&self, operation: &'static str, failure: Option<&Failure>) {
+        self.figures.handled(operation, failure.map(Failure::reason));
+    }
+
     async fn prepare(&mut self, claim: &ClaimToPrepare) -> Result<Vec<String>, Failure> {
         let planned = self.plan(claim).await;
         match &planned {
@@ -291,14 +313,14 @@ impl<D: NodeDriver> Owner<D> {
             // Either the holder is about to end, or kubelet has lost it.
             Err(Refusal::Held { device, .. }) => {
                 let holder = self.ledger.holder(device).map(|(uid, _)| uid.clone());
-                if holder.is_some_and(|uid| self.orphans.contest(&uid)) {
+                if holder.is_some_and(|uid| self.orphans.change().contest(&uid)) {
                     self.look_due.notify_one();
                 }
             }
             _ => {}
         }
         let (uid, steps) = planned?;
-        self.orphans.forget(&uid);
+        self.orphans.change().forget(&uid);
         if let Err(failure) = self.carry_out(&steps).await {
             self.undo(&uid).await;
             return Err(failure);
@@ -316,7 +338,7 @@ impl<D: NodeDriver> Owner<D> {
             match step {
                 Step::Inject(uid) => {
                     let injection = self.inject(uid).await?;
-                    Arc::make_mut(&mut self.ledger).set_injection(uid, injection);
+                    Arc::make_mut(self.ledger.change()).set_injection(uid, injection);
                     continue;
                 }
                 Step::Release(uid) => {
@@ -330,7 +352,7 @@ impl<D: NodeDriver> Owner<D> {
             let (step, ledger, store) = (step.clone(), self.ledger.clone(), self.store.clone());
             let performed = spawn_blocking(move || step.perform(&ledger, &*store)).await;
             if let Some(changed) = performed.map_err(|_| Failure::Stopping)?? {
-                self.ledger = Arc::new(changed);
+                *self.ledger.change() = Arc::new(changed);
             }
         }
         Ok(())
@@ -341,6 +363,7 @@ impl<D: NodeDriver> Owner<D> {
         let claim = self.prepared_claim(uid);
         let mut injection = in_time(format!("claim {uid}"), self.driver.prepare(&claim)).await?;
         injection.name_devices(claim.devices.iter().map(String::as_str));
+        injection.check_paths()?;
         Ok(injection)
     }
 
@@ -397,20 +420,11 @@ impl<D: NodeDriver> Owner<D> {
     /// The devices are not what they were: files must not lead to a node that has become another's.
     async fn refresh(&mut self) {
         let before = self.inventory.clone();
-        self.found.mark_unchanged();
+        self.devices = self.found.borrow_and_update().clone();
         self.take_stock();
         let plans = plan_refresh(&self.ledger, &before, &self.inventory);
         self.carry_out_each(plans).await;
         self.refresh_named_devices().await;
-    }
-
-    /// Joins what was found with what is held.
-    fn take_stock(&mut self) {
-        let mut all = inventory(&self.found.borrow(), &self.inventory, &self.ledger);
-        withhold(&mut all, &self.ledger, &self.orphans.quarantine());
-        if *self.inventory != all {
-            self.inventory = Arc::new(all);
-        }
     }
 
     async fn carry_out_each(&mut self, plans: Vec<(ClaimUid, Vec<Step>)>) {
@@ -434,28 +448,6 @@ impl<D: NodeDriver> Owner<D> {
             );
         }
     }
-
-    fn publish(&self) {
-        let count = self.ledger.entries().len();
-        self.held
-            .send_if_modified(|held| std::mem::replace(held, count) != count);
-        for resource in self.resources.values() {
-            let devices = plugin_devices(&self.inventory, self.handed_out(), &resource.offered.kind);
-            resource.devices.send_if_modified(|published| {
-                let changed = *published != devices;
-                *published = devices;
-                changed
-            });
-        }
-        let all = published(&self.inventory, &self.contested);
-        self.published.send_if_modified(|published| {
-            let changed = **published != all;
-            if changed {
-                *published = Arc::new(all);
-            }
-            changed
-        });
-    }
 }
 
 fn report(what: &str, namespace: &str, name: &str, uid: &str, failure: Option<&Failure>) {
@@ -463,11 +455,11 @@ fn report(what: &str, namespace: &str, name: &str, uid: &str, failure: Option<&F
     let [namespace, name, uid] =
         [namespace, name, uid].map(|text| text.chars().take(SHOWN_MAX).collect::<String>());
     match failure {
-        None => info!(namespace, name, uid, "{what} done"),
+        None => info!(namespace, name, claim_uid = uid, "{what} done"),
         Some(failure) => warn!(
             namespace,
             name,
-            uid,
+            claim_uid = uid,
             reason = failure.reason(),
             "{what} refused: {failure}"
         ),

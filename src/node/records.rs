@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
@@ -13,7 +14,7 @@ use tonic::{Request, Response, Status};
 
 use super::owner::{RecordsHandle, ReleaseError};
 use super::store::{Places, Store, StoreError};
-use super::transport::{Listening, MAX_MESSAGE, SocketError, SocketPlace, listen};
+use super::transport::{GrpcCalls, Listening, MAX_MESSAGE, SocketError, SocketPlace, listen};
 use crate::api::proto::node_records::records_client::RecordsClient;
 use crate::api::proto::node_records::records_server::{Records, RecordsServer};
 use crate::api::proto::node_records::{
@@ -34,10 +35,11 @@ pub fn socket(state: &Path, kubelet_root: &Path) -> SocketPlace {
 pub(super) async fn serve(
     place: SocketPlace,
     records: RecordsHandle,
+    calls: Arc<GrpcCalls>,
     shutdown: CancellationToken,
 ) -> Result<Listening, SocketError> {
     let server = RecordsServer::new(Service(records)).max_decoding_message_size(MAX_MESSAGE);
-    listen(place, Routes::new(server), shutdown).await
+    listen(place, Routes::new(server), calls, shutdown).await
 }
 
 struct Service(RecordsHandle);

@@ -17,9 +17,11 @@ use super::config::{ConfigError, NodeConfiguration};
 use super::discover::{HostDevices, HostPaths};
 use super::door::device_plugin::PluginRegistration;
 use super::door::{DoorError, KubeletPaths};
+use super::figures::Figures;
 use super::inventory::Standing;
 use super::reload;
 use super::store::StoreError;
+use super::store::disk::Disk;
 use crate::core::node::driver_name::{DriverName, DriverNameError};
 use crate::core::node::orphans;
 
@@ -48,6 +50,10 @@ pub struct NodeOptions {
     pub client: kube::Client,
     /// Where the companion says how it stands with kubelet; whoever wants to know subscribes.
     pub standing: watch::Sender<Standing>,
+    /// Where it counts what it does.
+    pub figures: Arc<Figures>,
+    /// The disk; somebody looks on in tests only.
+    pub disk: Disk,
 }
 
 impl NodeOptions {
@@ -66,6 +72,8 @@ impl NodeOptions {
             host: HostPaths::default(),
             client,
             standing: watch::Sender::new(Standing::starting()),
+            figures: Arc::default(),
+            disk: Disk::default(),
         }
     }
 }
@@ -163,6 +171,8 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
         .orphan_grace(options.orphan_grace)
         .changing(changing)
         .notices(told)
-        .standing(options.standing);
+        .standing(options.standing)
+        .figures(options.figures)
+        .disk(options.disk);
     node.run(shutdown).await
 }

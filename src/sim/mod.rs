@@ -5,6 +5,7 @@
 //! * [`api`]: the API server, for [`kube::Client`] directly and over TCP.
 //! * [`stage`]: the cluster as a whole, with the real controller and the real companions.
 //! * [`kubelet`], [`runtime`]: the nodes.
+//! * [`faults`]: what goes wrong with the programs on it, and where.
 //! * [`demo`]: what `drayman demo` shows.
 //! * [`source`]: where the stage has its time and its randomness from.
 
@@ -20,6 +21,7 @@
 pub mod api;
 mod claims;
 pub mod demo;
+pub mod faults;
 mod garbage;
 mod hand;
 pub mod kubelet;

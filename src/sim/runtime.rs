@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use super::kubelet::NodePlace;
 use crate::api::cdi;
 
 /// What a container gets.
@@ -37,11 +38,11 @@ impl RuntimeError {
 
 impl Outfit {
     /// Adds what a CDI device brings. Files of the directory that are no CDI files are passed over, as runtimes do.
-    pub fn add_cdi(&mut self, directory: &Path, id: &str) -> Result<(), RuntimeError> {
+    pub fn add_cdi(&mut self, place: &NodePlace, id: &str) -> Result<(), RuntimeError> {
         let unresolvable = || RuntimeError::Unresolvable(id.to_owned());
         let (kind, name) = id.split_once('=').ok_or_else(unresolvable)?;
         let mut found = Vec::new();
-        for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+        for entry in std::fs::read_dir(&place.cdi).into_iter().flatten().flatten() {
             if entry
                 .path()
                 .extension()
@@ -63,7 +64,7 @@ impl Outfit {
             return Err(unresolvable());
         };
         for node in &device.container_edits.device_nodes {
-            self.add_device(&node.path, &node.host_path, &node.permissions)?;
+            self.add_device(&place.dev, &node.path, &node.host_path, &node.permissions)?;
         }
         for variable in &device.container_edits.env {
             if let Some((name, value)) = variable.split_once('=') {
@@ -73,9 +74,18 @@ impl Outfit {
         Ok(())
     }
 
-    /// Adds a device node, which a runtime reads from the host.
-    pub fn add_device(&mut self, path: &str, host_path: &str, permissions: &str) -> Result<(), RuntimeError> {
-        if !Path::new(host_path).exists() {
+    /// Adds a device node, which a runtime reads from the host; `dev` is where this process sees the host's `/dev`.
+    pub fn add_device(
+        &mut self,
+        dev: &Path,
+        path: &str,
+        host_path: &str,
+        permissions: &str,
+    ) -> Result<(), RuntimeError> {
+        let seen = Path::new(host_path)
+            .strip_prefix("/dev")
+            .map(|below| dev.join(below));
+        if !seen.is_ok_and(|seen| seen.exists()) {
             return Err(RuntimeError::NoDevice(host_path.to_owned()));
         }
         self.devices
@@ -91,6 +101,8 @@ mod tests {
     #[test]
     fn a_device_is_resolved_from_the_one_file_that_has_it() {
         let directory = tempfile::tempdir().unwrap();
+        let mut place = NodePlace::within("node", directory.path());
+        place.cdi = directory.path().to_owned();
         let spec = cdi::Spec {
             cdi_version: cdi::VERSION.into(),
             kind: "v/claim".into(),
@@ -114,7 +126,7 @@ mod tests {
         .unwrap();
         std::fs::write(directory.path().join("broken.json"), "{").unwrap();
         let mut outfit = Outfit::default();
-        outfit.add_cdi(directory.path(), "v/claim=a").unwrap();
+        outfit.add_cdi(&place, "v/claim=a").unwrap();
         assert_eq!(
             outfit.devices,
             [("/dev/x".into(), "/dev/null".into(), "rw".into())]
@@ -122,7 +134,7 @@ mod tests {
         assert_eq!(outfit.environment["A"], "b");
         for id in ["v/claim=b", "w/claim=a", "nonsense"] {
             assert_eq!(
-                outfit.add_cdi(directory.path(), id).unwrap_err().reason(),
+                outfit.add_cdi(&place, id).unwrap_err().reason(),
                 "CdiUnresolvable"
             );
         }
@@ -131,10 +143,10 @@ mod tests {
             serde_json::to_vec(&spec).unwrap(),
         )
         .unwrap();
-        assert!(outfit.add_cdi(directory.path(), "v/claim=a").is_err());
+        assert!(outfit.add_cdi(&place, "v/claim=a").is_err());
         assert_eq!(
             outfit
-                .add_device("/dev/x", "/dev/none", "rw")
+                .add_device(&place.dev, "/dev/x", "/dev/none", "rw")
                 .unwrap_err()
                 .reason(),
             "DeviceNodeMissing"

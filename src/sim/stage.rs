@@ -14,7 +14,7 @@ use super::source::Source;
 use super::{claims, garbage, scheduler};
 use crate::controller::{Controller, ControllerError};
 use crate::host::HostDriver;
-use crate::node::run::{NodeError, NodeOptions};
+use crate::node::run::NodeError;
 
 /// Why the stage breaks down.
 #[derive(Debug, thiserror::Error)]
@@ -105,31 +105,22 @@ impl Stage {
         directory: &Path,
         configuration: &str,
     ) -> Result<Kubelet, StageError> {
-        let place = NodePlace {
-            name: name.to_owned(),
-            root: directory.join("kubelet"),
-            device_plugins: directory.join("kubelet/device-plugins"),
-            cdi: directory.join("cdi"),
-        };
-        for needed in [
-            &place.root.join("plugins_registry"),
-            &place.device_plugins,
-            &place.cdi,
-        ] {
-            std::fs::create_dir_all(needed)?;
-        }
+        let place = NodePlace::within(name, directory);
         let file = directory.join("node.yaml");
         std::fs::write(&file, configuration)?;
-        let mut options = NodeOptions::new(name, file, self.server.client());
-        options.kubelet_root.clone_from(&place.root);
-        options.device_plugin_dir.clone_from(&place.device_plugins);
-        options.cdi_dir.clone_from(&place.cdi);
+        let options = place.options(&file, self.server.client());
+        place.make()?;
         let kubelet = Kubelet::new(&self.server, place);
-        let running = kubelet.clone().run(self.shutdown.clone());
-        self.parts.spawn(async move { Ok(running.await?) });
+        self.add_kubelet(&kubelet);
         let companion = crate::node::run::run(options, self.shutdown.clone());
         self.parts.spawn(async move { Ok(companion.await?) });
         Ok(kubelet)
+    }
+
+    /// Starts a kubelet without a companion. The directories of its place must exist.
+    pub fn add_kubelet(&mut self, kubelet: &Kubelet) {
+        let running = kubelet.clone().run(self.shutdown.clone());
+        self.parts.spawn(async move { Ok(running.await?) });
     }
 
     /// Applies the objects of a YAML text, as `kubectl apply --server-side` does.

@@ -7,6 +7,7 @@
 mod harness;
 
 mod admitted;
+mod allowed;
 mod beside;
 mod chart;
 mod image;

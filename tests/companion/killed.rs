@@ -54,53 +54,58 @@ async fn check(node: &Node, answered: bool) {
     process.kill();
 }
 
-#[tokio::test]
-async fn a_kill_after_every_change_that_a_prepare_makes_on_the_disk_loses_nothing() {
-    let Some(node) = Node::new() else { return };
+/// What kubelet asks for while the companion is killed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Call {
+    Prepare,
+    Unprepare,
+}
+
+/// Kills a companion at the n-th change that a call makes on the disk, for each n that there is, and checks what the next one
+/// makes of it. Returns how many there were.
+async fn kill_at_every_change_of(call: Call) -> usize {
+    let Some(node) = Node::new() else {
+        return usize::MAX;
+    };
     let mut kills = 0;
     for n in 1.. {
         let process = Process::start(&node).await;
         let mut kubelet = node.kubelet().await;
         // The directories are there, and at rest.
         node.api.until_ready("True", "Serving").await;
-        let call = tokio::spawn(async move { kubelet.prepare(A, &["test-0", "test-1"]).await });
+        if call == Call::Unprepare {
+            kubelet.prepare(A, &["test-0", "test-1"]).await.unwrap();
+        }
+        let asked = tokio::spawn(async move {
+            match call {
+                Call::Prepare => kubelet.prepare(A, &["test-0", "test-1"]).await.is_ok(),
+                Call::Unprepare => kubelet.unprepare(A).await.is_ok(),
+            }
+        });
         let reached = tokio::time::timeout(Duration::from_secs(2), changes(&node, n))
             .await
             .is_ok();
         process.kill();
-        let answered = call.await.unwrap().is_ok();
-        check(&node, answered).await;
+        let answered = asked.await.unwrap();
+        check(&node, answered && call == Call::Prepare).await;
         if !reached {
             break;
         }
         kills = n;
     }
     println!("killed at {kills} moments");
+    kills
+}
+
+#[tokio::test]
+async fn a_kill_after_every_change_that_a_prepare_makes_on_the_disk_loses_nothing() {
+    let kills = kill_at_every_change_of(Call::Prepare).await;
     assert!(kills >= 6, "two checkpoints and a CDI file: {kills}");
 }
 
 #[tokio::test]
 async fn a_kill_after_every_change_that_an_unprepare_makes_on_the_disk_loses_nothing() {
-    let Some(node) = Node::new() else { return };
-    let mut kills = 0;
-    for n in 1.. {
-        let process = Process::start(&node).await;
-        let mut kubelet = node.kubelet().await;
-        node.api.until_ready("True", "Serving").await;
-        kubelet.prepare(A, &["test-0", "test-1"]).await.unwrap();
-        let call = tokio::spawn(async move { kubelet.unprepare(A).await });
-        let reached = tokio::time::timeout(Duration::from_secs(2), changes(&node, n))
-            .await
-            .is_ok();
-        process.kill();
-        let _ = call.await.unwrap();
-        check(&node, false).await;
-        if !reached {
-            break;
-        }
-        kills = n;
-    }
-    println!("killed at {kills} moments");
+    let kills = kill_at_every_change_of(Call::Unprepare).await;
     assert!(kills >= 3, "a CDI file and a checkpoint: {kills}");
 }
 

@@ -1,10 +1,7 @@
 use std::time::{Duration, Instant};
 
 use drayman::api::proto::device_plugin_v1beta1::Empty;
-use drayman::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
 use drayman::api::proto::{ContainerList, DeviceIdList};
-use drayman::node::door::KubeletPaths;
-use tonic::transport::Endpoint;
 
 use crate::node::Node;
 
@@ -138,12 +135,7 @@ async fn an_api_server_that_comes_late_is_waited_for() {
     let Some(node) = Node::new() else { return };
     node.api.set(|state| state.away = true);
     let process = node.start();
-    let paths = KubeletPaths {
-        root_dir: node.path("kubelet"),
-        device_plugin_dir: node.path("kubelet/device-plugins"),
-    };
-    node.until_exists(&paths.device_plugin_socket("example.com/camera").path)
-        .await;
+    node.until_exists(&node.plugin_socket("example.com/camera")).await;
     assert!(
         !node.dra_socket().exists(),
         "whether there are claims is not known"
@@ -164,16 +156,7 @@ async fn a_cluster_without_claims_gets_extended_resources_only() {
     assert!(message.contains("resource.k8s.io/v1alpha2"), "{message}");
     assert!(!node.dra_socket().exists());
 
-    let paths = KubeletPaths {
-        root_dir: node.path("kubelet"),
-        device_plugin_dir: node.path("kubelet/device-plugins"),
-    };
-    let socket = format!(
-        "unix://{}",
-        paths.device_plugin_socket("example.com/camera").path.display()
-    );
-    let channel = Endpoint::from_shared(socket).unwrap().connect().await.unwrap();
-    let mut plugin = DevicePluginClient::new(channel);
+    let mut plugin = node.plugin("example.com/camera").await;
     let mut devices = plugin.list_and_watch(Empty {}).await.unwrap().into_inner();
     let first = devices.message().await.unwrap().unwrap();
     assert_eq!(

@@ -5,15 +5,19 @@ use std::time::{Duration, Instant};
 
 use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use drayman::api::proto::ClaimList;
+use drayman::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
+use drayman::api::proto::device_plugin_v1beta1::{Empty, ListAndWatchResponse};
 use drayman::api::proto::dra_v1alpha3::Claim;
 use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
 use drayman::node::discover::HostPaths;
+use drayman::node::door::KubeletPaths;
 use drayman::node::run::{NodeError, NodeOptions, run};
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
-use tonic::transport::Endpoint;
+use tonic::Streaming;
+use tonic::transport::{Channel, Endpoint};
 
 use crate::api::Api;
 
@@ -180,6 +184,29 @@ impl Node {
         }
     }
 
+    /// The socket of an extended resource.
+    pub(crate) fn plugin_socket(&self, resource: &str) -> PathBuf {
+        let paths = KubeletPaths {
+            root_dir: self.path("kubelet"),
+            device_plugin_dir: self.path("kubelet/device-plugins"),
+        };
+        paths.device_plugin_socket(resource).path
+    }
+
+    /// Kubelet's view of an extended resource.
+    pub(crate) async fn plugin(&self, resource: &str) -> DevicePluginClient<Channel> {
+        let socket = self.plugin_socket(resource);
+        self.until_exists(&socket).await;
+        let socket = Endpoint::from_shared(format!("unix://{}", socket.display())).unwrap();
+        DevicePluginClient::new(socket.connect().await.unwrap())
+    }
+
+    /// The lists of an extended resource's devices, as they change.
+    pub(crate) async fn plugin_lists(&self, resource: &str) -> Streaming<ListAndWatchResponse> {
+        let mut plugin = self.plugin(resource).await;
+        plugin.list_and_watch(Empty {}).await.unwrap().into_inner()
+    }
+
     /// The CDI files, sorted.
     pub(crate) fn cdi_files(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.path("cdi")).unwrap();
@@ -233,7 +260,7 @@ impl Drop for Process {
 }
 
 pub(crate) struct Kubelet {
-    client: NodeClient<tonic::transport::Channel>,
+    client: NodeClient<Channel>,
 }
 
 impl Kubelet {

@@ -2,11 +2,6 @@
 
 use std::os::unix::fs::symlink;
 
-use drayman::api::proto::device_plugin_v1beta1::Empty;
-use drayman::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
-use drayman::node::door::KubeletPaths;
-use tonic::transport::Endpoint;
-
 use crate::api::State;
 use crate::node::Node;
 
@@ -135,23 +130,8 @@ async fn a_resource_that_is_renamed_is_withdrawn_with_an_empty_list_and_the_new_
     let Some(node) = Node::new() else { return };
     let process = node.start();
     node.api.until_ready("True", "Serving").await;
-    let paths = KubeletPaths {
-        root_dir: node.path("kubelet"),
-        device_plugin_dir: node.path("kubelet/device-plugins"),
-    };
-    let before = paths.device_plugin_socket("example.com/camera").path;
-    let after = paths.device_plugin_socket("example.com/eye").path;
-    node.until_exists(&before).await;
-    let channel = Endpoint::from_shared(format!("unix://{}", before.display()))
-        .unwrap()
-        .connect()
-        .await
-        .unwrap();
-    let mut lists = DevicePluginClient::new(channel)
-        .list_and_watch(Empty {})
-        .await
-        .unwrap()
-        .into_inner();
+    let before = node.plugin_socket("example.com/camera");
+    let mut lists = node.plugin_lists("example.com/camera").await;
     assert_eq!(lists.message().await.unwrap().unwrap().devices.len(), 1);
     let kinds = "- {name: camera, mode: extended-resource, resourceName: example.com/eye, paths: [\"/dev/camera-*\"]}\n";
     std::fs::write(node.path("node.yaml"), file(kinds)).unwrap();
@@ -165,22 +145,13 @@ async fn a_resource_that_is_renamed_is_withdrawn_with_an_empty_list_and_the_new_
         !matches!(lists.message().await, Ok(Some(_))),
         "and then it closes"
     );
-    node.until_exists(&after).await;
+    node.until_exists(&node.plugin_socket("example.com/eye")).await;
     let start = std::time::Instant::now();
     while before.exists() {
         assert!(start.elapsed().as_secs() < 20, "the old socket stays");
         tokio::time::sleep(std::time::Duration::from_millis(10)).await;
     }
-    let channel = Endpoint::from_shared(format!("unix://{}", after.display()))
-        .unwrap()
-        .connect()
-        .await
-        .unwrap();
-    let mut lists = DevicePluginClient::new(channel)
-        .list_and_watch(Empty {})
-        .await
-        .unwrap()
-        .into_inner();
+    let mut lists = node.plugin_lists("example.com/eye").await;
     assert_eq!(lists.message().await.unwrap().unwrap().devices[0].id, "camera-0");
     node.api.until_ready("True", "Serving").await;
     process.stop().await.unwrap();

@@ -1,15 +1,17 @@
 //! What a real control plane cannot be made to show in a test's time: long waits, news that were missed, objects that its own
 //! checks refuse. The pure core, with a clock of the test's.
 
+mod early;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
 use drayman::core::protocol::{
-    Answer, CallId, Command, DriverRequest, Event, Moment, Outcome, Settings, World,
+    Answer, CallId, Command, DriverRequest, Event, Moment, ObjectKey, Outcome, Settings, World,
 };
-use drayman::driver::{Observation, Verdict};
+use drayman::driver::{CapacityCause, CapacityChange, Observation, Verdict};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -138,6 +140,84 @@ fn a_pod_that_waits_costs_nothing_for_five_minutes_and_then_one_question_to_the_
         );
     }
     assert_eq!(world.statistics().caught_by_recheck, 0);
+}
+
+#[test]
+fn what_a_pod_waits_for_and_how_long_its_waking_takes_is_counted() {
+    let start = Moment::default();
+    let (mut world, commands) = world(vec![claim(&[])], vec![context("3", &json!({}))], start);
+    let [Command::ReadPod { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    let queue = |world: &World, name| world.statistics().queues[name];
+    assert_eq!(queue(&world, "context").under_way, 1);
+    let read = Answer::PodRead(Ok(Some(pod(&json!({ "resourceClaimName": "claim" })))));
+    let commands = answer(&mut world, *id, read, start.after(Duration::from_secs(2)));
+    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    assert_eq!(queue(&world, "context").worked.sum(), Duration::from_secs(2));
+    let waiting = |world: &World| -> Vec<(&'static str, u64)> {
+        let all = world.statistics().waiting;
+        all.into_iter().filter(|(_, count)| *count > 0).collect()
+    };
+    let full = |nodes: &[&str]| {
+        let unsuitable_nodes = nodes.iter().map(|node| ((*node).to_owned(), "full".to_owned()));
+        Answer::Judged(Ok(vec![Verdict {
+            unsuitable_nodes: unsuitable_nodes.collect(),
+        }]))
+    };
+    assert_eq!(waiting(&world), []);
+    let commands = answer(&mut world, *id, full(&["a", "b"]), start);
+    let [Command::Report(_), Command::WriteContext { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    assert_eq!(waiting(&world), [("NoSuitableDevice", 1)]);
+    assert_eq!(world.statistics().reports["NoSuitableDevice"], 1);
+    let entry =
+        |nodes: &[&str]| json!({ "resourceClaims": [{ "name": "device", "unsuitableNodes": nodes }] });
+    let written = Answer::ContextWritten(Outcome::Done(context("4", &entry(&["a", "b"]))));
+    answer(&mut world, *id, written, start);
+
+    // Something becomes free, and the scheduler is told of the node three seconds later.
+    let now = start.after(Duration::from_secs(60));
+    let change = CapacityChange {
+        cause: CapacityCause::Freed,
+        pods: Some(1),
+    };
+    world.apply(Event::Capacity(change), now);
+    let commands = world.decide(now);
+    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    let commands = answer(&mut world, *id, full(&["b"]), now);
+    let [Command::WriteContext { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    assert_eq!(waiting(&world), [("SomeNodesUnsuitable", 1)]);
+    assert_eq!(
+        world.statistics().wake_ups.count(),
+        0,
+        "nobody has heard of it yet"
+    );
+    let written = Answer::ContextWritten(Outcome::Done(context("5", &entry(&["b"]))));
+    answer(&mut world, *id, written, now.after(Duration::from_secs(3)));
+    let woken = world.statistics().wake_ups;
+    assert_eq!((woken.count(), woken.sum()), (1, Duration::from_secs(3)));
+
+    // The pod is gone, and waits for nothing any more.
+    let (key, uid) = (ObjectKey::new("default", "pod"), "context".to_owned());
+    world.apply(Event::ContextGone { key, uid }, now);
+    assert_eq!(waiting(&world), []);
+    let counted = world.statistics();
+    assert_eq!(counted.calls[&("UnsuitableNodes", "Done")], 2);
+    assert_eq!(
+        (
+            counted.queues["context"].under_way,
+            counted.queues["context"].depth
+        ),
+        (0, 0)
+    );
 }
 
 #[test]

@@ -6,5 +6,6 @@ mod device_plugin;
 mod dra;
 mod hostile;
 mod pod_resources;
+mod seen;
 mod sockets;
 mod support;

@@ -9,6 +9,7 @@ use drayman::node::companion::{
     ClaimToPrepare, ClaimToUnprepare, Companion, CompanionError, PluginDevice, Preference,
 };
 use drayman::node::door::{DoorError, DoorState, KubeletPaths, dra};
+use drayman::node::transport::GrpcCalls;
 use loona_hpack::{Decoder, Encoder};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
@@ -47,6 +48,7 @@ pub(crate) async fn until_exists(path: &Path, wanted: bool) {
 pub(crate) struct Scripted {
     pub(crate) calls: Mutex<Vec<String>>,
     pub(crate) devices: watch::Sender<Vec<PluginDevice>>,
+    pub(crate) counted: Arc<GrpcCalls>,
 }
 
 impl Scripted {
@@ -54,6 +56,7 @@ impl Scripted {
         Arc::new(Self {
             calls: Mutex::default(),
             devices: watch::Sender::new(vec![device("a", true)]),
+            counted: Arc::default(),
         })
     }
 
@@ -87,6 +90,10 @@ pub(crate) fn device(id: &str, healthy: bool) -> PluginDevice {
 }
 
 impl Companion for Scripted {
+    fn grpc_calls(&self) -> Arc<GrpcCalls> {
+        self.counted.clone()
+    }
+
     async fn prepare(&self, claims: Vec<ClaimToPrepare>) -> Vec<Result<Vec<String>, CompanionError>> {
         let mut answers = Vec::new();
         for claim in claims {

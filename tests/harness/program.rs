@@ -25,11 +25,26 @@ pub fn build() -> anyhow::Result<&'static Path> {
 /// Helm, built when it is not there or its recipe has changed (minutes, once).
 pub fn helm() -> anyhow::Result<&'static Path> {
     static HELM: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    let built = HELM.get_or_init(|| {
+    made(&HELM, "helm", "Helm cannot be built")
+}
+
+/// The directory of `prometheus` and `promtool`, which are fetched from Debian when they are not there.
+pub fn prometheus() -> anyhow::Result<&'static Path> {
+    static PROMETHEUS: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    made(&PROMETHEUS, "prometheus", "Prometheus cannot be had")
+}
+
+/// What the program makes and says where it is.
+fn made(
+    known: &'static OnceLock<Result<PathBuf, String>>,
+    what: &str,
+    failed: &str,
+) -> anyhow::Result<&'static Path> {
+    let made = known.get_or_init(|| {
         let program = build().map_err(|error| format!("{error:#}"))?;
-        // What it says while it builds, people see.
+        // What it says while it works, people see.
         let output = Command::new(program)
-            .args(["helm", "--target"])
+            .args([what, "--target"])
             .arg(target())
             .stderr(std::process::Stdio::inherit())
             .output()
@@ -37,10 +52,10 @@ pub fn helm() -> anyhow::Result<&'static Path> {
         if output.status.success() {
             Ok(String::from_utf8_lossy(&output.stdout).trim().into())
         } else {
-            Err("Helm cannot be built".to_owned())
+            Err(failed.to_owned())
         }
     });
-    built.as_deref().map_err(|error| anyhow!("{error}"))
+    made.as_deref().map_err(|error| anyhow!("{error}"))
 }
 
 fn build_once() -> anyhow::Result<PathBuf> {

@@ -291,10 +291,16 @@ impl Stage {
 
     /// Starts the controller.
     pub(crate) fn controller(&self) -> anyhow::Result<Program> {
+        self.controller_with(&[])
+    }
+
+    /// The same with more flags.
+    pub(crate) fn controller_with(&self, flags: &[&str]) -> anyhow::Result<Program> {
         let mut command = self.cluster.command(env!("CARGO_BIN_EXE_drayman"));
         command
             .args(["controller", "--v=4", "--kubeconfig"])
-            .arg(&self.controller);
+            .arg(&self.controller)
+            .args(flags);
         self.program("controller", command)
     }
 

@@ -4,12 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use drayman::api::resource::{Pod, ResourceClaim};
-use drayman::node::door::pod_resources::PodResourcesClient;
 use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use serde_json::Value;
 
 use crate::harness::{Node, PATIENCE};
-use crate::look::{devices_inside, in_containers, pod_with_limit, wait_for_allocatable, wait_for_inventory};
+use crate::look::{
+    devices_inside, in_containers, pod_with_limit, until_granted, wait_for_allocatable, wait_for_inventory,
+};
 use crate::stage::{DRIVER, Stage, is_allocated, is_gone, is_running, pod_with_claim};
 
 const RESOURCE: &str = "drayman.dev/both";
@@ -213,7 +214,7 @@ async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_anybody_prepare
     let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
     stage.wait(stage.claims(), "early", "allocated", met).await?;
     let start = Instant::now();
-    until_granted(&kubelet, 2).await?;
+    until_granted(&kubelet, RESOURCE, 2).await?;
     println!(
         "kubelet does not grant the device any more {:?} after the allocation was seen in the API",
         start.elapsed()
@@ -227,7 +228,7 @@ async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_anybody_prepare
         .cluster
         .kubectl(&["delete", "resourceclaim", "early"])
         .await?;
-    until_granted(&kubelet, 3).await?;
+    until_granted(&kubelet, RESOURCE, 3).await?;
 
     // One that is allocated for a node says so in the label that the companion's watch goes by.
     stage.make_pod("pod").await?;
@@ -237,7 +238,7 @@ async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_anybody_prepare
         labels.get("drayman.dev/node").map(String::as_str),
         Some(node.name())
     );
-    until_granted(&kubelet, 2).await?;
+    until_granted(&kubelet, RESOURCE, 2).await?;
     // Claims have the first device in the order of names, and containers get the last.
     stage
         .pods()
@@ -254,20 +255,6 @@ async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_anybody_prepare
     companion.end().await?;
     controller.end().await?;
     stage.cluster.stop().await
-}
-
-/// Waits until kubelet has so many devices that it may grant, or has granted.
-async fn until_granted(kubelet: &PodResourcesClient, count: usize) -> anyhow::Result<()> {
-    let until = Instant::now() + PATIENCE;
-    loop {
-        let devices = kubelet.allocatable().await?;
-        let ours = devices.iter().filter(|devices| devices.resource_name == RESOURCE);
-        let now = ours.flat_map(|devices| &devices.device_ids).count();
-        if now == count {
-            return Ok(());
-        }
-        anyhow::ensure!(Instant::now() < until, "kubelet grants {now}, not {count}");
-    }
 }
 
 /// A container has the only device; a claim is allocated it all the same, because the controller does not know what containers have.

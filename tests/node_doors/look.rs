@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::time::Instant;
 
 use drayman::api::crd::NodeInventory;
 use drayman::api::resource::Pod;
@@ -11,7 +12,7 @@ use k8s_openapi::api::core::v1::Node as NodeObject;
 use kube::api::Api;
 use serde_json::{Value, json};
 
-use crate::harness::{IMAGE, Node};
+use crate::harness::{IMAGE, Node, PATIENCE};
 use crate::stage::{Stage, pod_from};
 
 /// The devices below `/dev` whose names begin with `prefix`, each with the containers that the runtime has it in, from the bundle of
@@ -50,6 +51,39 @@ pub(crate) fn pod_resources(node: Node<'_>) -> PodResourcesClient {
     })
 }
 
+/// Waits until kubelet has so many devices of an extended resource that it may grant, or has granted.
+pub(crate) async fn until_granted(
+    kubelet: &PodResourcesClient,
+    resource: &str,
+    count: usize,
+) -> anyhow::Result<()> {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let devices = kubelet.allocatable().await?;
+        let ours = devices.iter().filter(|devices| devices.resource_name == resource);
+        let now = ours.flat_map(|devices| &devices.device_ids).count();
+        if now == count {
+            return Ok(());
+        }
+        anyhow::ensure!(Instant::now() < until, "kubelet grants {now}, not {count}");
+    }
+}
+
+/// How often the container of a pod was started again.
+pub(crate) async fn restarts(stage: &Stage, pod: &str) -> anyhow::Result<i32> {
+    let pods = Api::<k8s_openapi::api::core::v1::Pod>::namespaced(stage.cluster.client(), "default");
+    let statuses = pods
+        .get(pod)
+        .await?
+        .status
+        .and_then(|status| status.container_statuses);
+    Ok(statuses
+        .into_iter()
+        .flatten()
+        .map(|status| status.restart_count)
+        .sum())
+}
+
 /// A pod that asks for one of an extended resource in its limits.
 pub(crate) fn pod_with_limit(name: &str, resource: &str) -> anyhow::Result<Pod> {
     pod_from(json!({
@@ -61,6 +95,14 @@ pub(crate) fn pod_with_limit(name: &str, resource: &str) -> anyhow::Result<Pod> 
             "terminationGracePeriodSeconds": 1,
         },
     }))
+}
+
+/// What the node says that it has of an extended resource, offered or not.
+pub(crate) async fn capacity(stage: &Stage, resource: &str) -> anyhow::Result<Option<String>> {
+    let nodes = Api::<NodeObject>::all(stage.cluster.client());
+    let status = nodes.get(stage.cluster.node(0).name()).await?.status;
+    let capacity = status.and_then(|status| status.capacity).unwrap_or_default();
+    Ok(capacity.get(resource).map(|quantity| quantity.0.clone()))
 }
 
 /// Waits until the node offers so many of an extended resource.

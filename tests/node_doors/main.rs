@@ -3,6 +3,7 @@
 mod both;
 #[path = "../harness/mod.rs"]
 mod harness;
+mod health;
 mod look;
 mod plugin;
 #[path = "../../examples/sensors.rs"]
@@ -12,3 +13,4 @@ mod sensors_on_a_node;
 #[path = "../kubernetes/stage.rs"]
 #[allow(dead_code, reason = "shared with another target")]
 mod stage;
+mod update;

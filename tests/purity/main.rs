@@ -3,6 +3,7 @@
 //!
 //! Sources are read as tokens, so that comments, texts and documentation may name what code must not.
 
+mod named;
 mod paths;
 mod rules;
 

@@ -54,7 +54,12 @@ const ANY_DRIVER: [(&[&str], &[&[&str]]); 3] = [
     ),
     (
         &["core", "protocol"],
-        &[&["driver"], &["api", "resource"], &["core", "protocol"]],
+        &[
+            &["driver"],
+            &["api", "resource"],
+            &["core", "protocol"],
+            &["core", "distribution"],
+        ],
     ),
 ];
 

@@ -116,7 +116,7 @@ pub(crate) fn describe_command(command: &Command) -> String {
         Command::ReadClaim { key, .. } => format!("read claim {}", key.name),
         Command::WriteClaim { key, write, .. } => match write {
             ClaimWrite::AddFinalizer { node } => format!("add finalizer to {} for {node}", key.name),
-            ClaimWrite::RemoveFinalizer => format!("remove finalizer of {}", key.name),
+            ClaimWrite::RemoveFinalizer { .. } => format!("remove finalizer of {}", key.name),
             ClaimWrite::ClearAllocation { .. } => format!("clear allocation of {}", key.name),
             ClaimWrite::UndoAllocation { .. } => format!("take back {}", key.name),
             ClaimWrite::Allocate {

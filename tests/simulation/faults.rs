@@ -47,7 +47,7 @@ pub(crate) enum Fault {
     Coalesced,
     /// The controller is killed at any time.
     CrashAnytime,
-    /// The controller is paused when it is about to send an allocation, and sends it when another one leads.
+    /// The controller is paused when it is about to write, and writes when another one leads.
     PausedLeader,
     /// A device was in two claims for that.
     DoubleAllocation,
@@ -122,9 +122,7 @@ impl Fault {
     pub(crate) fn applies_to(self, target: Target) -> bool {
         match target {
             Target::Record => OF_REQUESTS.contains(&self),
-            Target::Write => {
-                OF_REQUESTS.contains(&self) && !matches!(self, Self::RefusedLast | Self::PausedLeader)
-            }
+            Target::Write => OF_REQUESTS.contains(&self) && self != Self::RefusedLast,
             Target::Read => {
                 let of_writes = [
                     Self::Conflict,

@@ -238,6 +238,8 @@ impl Stage {
                     && always_ours
                     && claim.spec.allocation_mode == Some(AllocationMode::WaitForFirstConsumer)
                     && claim.status.allocation.is_none()
+                    // Taken back since, because an old leader had recorded it.
+                    && !self.ghosts.contains(&uid_of(claim))
                     && !names.contains(&uid_of(claim))
             });
         }

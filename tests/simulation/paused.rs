@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::core::protocol::{Command, Event, ObjectKey};
+use drayman::core::protocol::{ClaimWrite, Command, Event, ObjectKey};
 use drayman::driver::Finding;
 
 use crate::describe::describe_command;
@@ -24,11 +24,16 @@ impl Stage {
 
     pub(crate) fn ghost_writes(&mut self, command: &Command) {
         self.note(|| format!("the old leader wakes up: {}", describe_command(command)));
-        let Command::WriteClaim { uid, .. } = command else {
-            return;
-        };
-        self.ghosts.insert(uid.clone());
+        if let Command::WriteClaim { uid, write, .. } = command {
+            match write {
+                ClaimWrite::Allocate { .. } => self.ghosts.insert(uid.clone()),
+                ClaimWrite::AddFinalizer { .. } => self.late_labels.insert(uid.clone()),
+                _ => false,
+            };
+        }
+        self.late = true;
         self.carry_out(command);
+        self.late = false;
     }
 
     /// What the driver has noticed on its own reaches the controller.

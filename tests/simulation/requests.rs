@@ -62,12 +62,17 @@ impl Stage {
                     Ok(())
                 })
             }
-            ClaimWrite::RemoveFinalizer => store.update_claim(key, Some(uid), Endpoint::Main, |claim| {
-                if let Some(finalizers) = &mut claim.metadata.finalizers {
-                    finalizers.retain(|name| name != FINALIZER);
-                }
-                Ok(())
-            }),
+            ClaimWrite::RemoveFinalizer { version } => {
+                store.update_claim(key, Some(uid), Endpoint::Main, |claim| {
+                    if version.is_some() && *version != claim.metadata.resource_version {
+                        return Err(ApiError::Conflict("the object has been modified".to_owned()));
+                    }
+                    if let Some(finalizers) = &mut claim.metadata.finalizers {
+                        finalizers.retain(|name| name != FINALIZER);
+                    }
+                    Ok(())
+                })
+            }
             // A merge patch: a list in it replaces the stored one.
             ClaimWrite::Allocate {
                 allocation,
@@ -134,7 +139,7 @@ impl Stage {
                 }
             }
             ClaimWrite::UndoAllocation { .. } => self.check_undone(before),
-            ClaimWrite::RemoveFinalizer if has_finalizer => {
+            ClaimWrite::RemoveFinalizer { .. } if has_finalizer => {
                 if recorded_hold(before).is_some() && !goes {
                     self.violate(|| format!("I4: our finalizer leaves {name}, which records an allocation"));
                 }
@@ -147,12 +152,17 @@ impl Stage {
                     });
                 }
             }
-            ClaimWrite::AddFinalizer { .. } | ClaimWrite::RemoveFinalizer => {}
+            ClaimWrite::AddFinalizer { .. } | ClaimWrite::RemoveFinalizer { .. } => {}
         }
     }
 
     /// I5 for a claim that is taken back together with its reservation: no pod can be using it.
     fn check_undone(&mut self, before: &ResourceClaim) {
+        // Another claim of the pod may have been recorded since, which this claim's version does not show. The node still has what
+        // it prepared for the pod, and gives it to nobody else.
+        if self.late {
+            return;
+        }
         let name = before.metadata.name.clone().unwrap_or_default();
         if recorded_hold(before).is_none() {
             self.violate(|| format!("I6: the allocation of {name} is not ours to take back"));

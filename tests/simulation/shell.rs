@@ -114,7 +114,7 @@ impl Stage {
             return;
         };
         self.note(|| "the controller is killed".to_owned());
-        add(&mut self.statistics, process.world.statistics());
+        add(&mut self.statistics, &process.world.statistics());
         self.generation += 1;
         let sent: Vec<u64> = self.network.keys().copied().collect();
         for number in sent {

@@ -110,8 +110,12 @@ pub(crate) struct Stage {
     pub(crate) user_actions: u64,
     /// For how long changes may rest before the other controllers see them, at most.
     pub(crate) lag: u64,
-    /// Uids of claims that an old leader has written to.
+    /// Uids of claims whose allocation an old leader has recorded late.
     pub(crate) ghosts: BTreeSet<String>,
+    /// Uids of claims to which an old leader has given its label late.
+    pub(crate) late_labels: BTreeSet<String>,
+    /// What is carried out now was sent by an old leader.
+    pub(crate) late: bool,
     /// Pairs of claims that had the same device because of that.
     pub(crate) doubles: BTreeSet<(String, String)>,
     pub(crate) violation: Option<String>,
@@ -159,6 +163,8 @@ impl Stage {
             user_actions: 0,
             lag: 20 * MILLISECOND,
             ghosts: BTreeSet::new(),
+            late_labels: BTreeSet::new(),
+            late: false,
             doubles: BTreeSet::new(),
             violation: None,
             hash: 0,
@@ -331,9 +337,9 @@ impl Stage {
 
     /// What the controller has counted, over all its lives.
     pub(crate) fn counted(&self) -> Statistics {
-        let mut sum = self.statistics;
+        let mut sum = self.statistics.clone();
         if let Some(process) = &self.process {
-            add(&mut sum, process.world.statistics());
+            add(&mut sum, &process.world.statistics());
         }
         sum
     }
@@ -361,7 +367,7 @@ impl Stage {
     }
 }
 
-pub(crate) fn add(sum: &mut Statistics, more: Statistics) {
+pub(crate) fn add(sum: &mut Statistics, more: &Statistics) {
     sum.allocations += more.allocations;
     sum.deallocations += more.deallocations;
     sum.caught_by_recheck += more.caught_by_recheck;

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use drayman::api::resource::label::LABEL_OF_ANY_NODE;
 use drayman::api::resource::{AllocationMode, Pod, ResourceClaim, ResourceClaimConsumerReference};
 use drayman::core::protocol::ObjectKey;
 
@@ -79,6 +80,26 @@ impl Stage {
                 left.push(format!("I10: claim {key} is not deallocated"));
             }
         }
+        for (key, claim) in &self.store.claims {
+            let label = format!("{DRIVER}/node");
+            let named = claim
+                .metadata
+                .labels
+                .as_ref()
+                .and_then(|labels| labels.get(&label));
+            if let (Some(hold), Some(named)) = (recorded_hold(claim), named)
+                && hold.node != *named
+                && named != LABEL_OF_ANY_NODE
+                // A window that remains: docs/controller.md.
+                && !self.late_labels.contains(&uid_of(claim))
+                && !self.ghosts.contains(&uid_of(claim))
+            {
+                left.push(format!(
+                    "claim {key} holds devices of {}, and its label says {named}",
+                    hold.node
+                ));
+            }
+        }
         if let Some(text) = left.pop() {
             self.violate(|| text);
         }
@@ -92,6 +113,13 @@ impl Stage {
         for (key, pod) in &self.store.pods {
             let uid = uid_of_pod(pod);
             let claims = self.claims_of(key).unwrap_or_default();
+            // What an old leader records alone, the scheduler gives back: it sees a pod that fits nowhere.
+            if claims
+                .iter()
+                .any(|(_, claim)| self.ghosts.contains(&uid_of(claim)))
+            {
+                continue;
+            }
             let ours = claims
                 .iter()
                 .map(|(_, claim)| claim)

@@ -1,9 +1,8 @@
 //! `drayman node holdings` and `drayman node release`: what claims hold on this node, and giving it back by hand.
 
 use std::io::Write as _;
-use std::path::PathBuf;
 
-use crate::cli::{Error, group, value};
+use crate::cli::{Error, group};
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::release::Holding;
 use crate::node::records::Access;
@@ -39,46 +38,22 @@ pub(super) struct Release {
 /// Which records.
 #[derive(Clone, Debug, clap::Args)]
 struct Place {
-    /// Name of the driver, as the companion has it
-    #[arg(
-        long,
-        value_name = "NAME",
-        env = "DRAYMAN_DRIVER_NAME",
-        hide_env_values = true,
-        default_value = group::DRIVER_NAME,
-        value_parser = value::driver_name
-    )]
-    driver_name: String,
+    #[command(flatten)]
+    driver: group::DriverName,
 
-    /// Root directory of kubelet (its --root-dir)
-    #[arg(
-        long,
-        value_name = "DIRECTORY",
-        env = "DRAYMAN_KUBELET_ROOT_DIR",
-        hide_env_values = true,
-        default_value = "/var/lib/kubelet",
-        value_parser = value::absolute_path
-    )]
-    kubelet_root_dir: PathBuf,
+    #[command(flatten)]
+    kubelet: group::KubeletRoot,
 
-    /// Directory of the CDI files
-    #[arg(
-        long,
-        value_name = "DIRECTORY",
-        env = "DRAYMAN_CDI_ROOT",
-        hide_env_values = true,
-        default_value = "/var/run/cdi",
-        value_parser = value::absolute_path
-    )]
-    cdi_root: PathBuf,
+    #[command(flatten)]
+    cdi: group::CdiRoot,
 }
 
 impl Place {
     async fn access(&self) -> Result<Access, Error> {
         let driver =
-            DriverName::parse(&self.driver_name).map_err(|error| Error::Configuration(error.to_string()))?;
-        let places = Places::new(driver, &self.kubelet_root_dir, &self.cdi_root);
-        let access = Access::find(places, &self.kubelet_root_dir).await;
+            DriverName::parse(&self.driver.name).map_err(|error| Error::Configuration(error.to_string()))?;
+        let places = Places::new(driver, &self.kubelet.root_dir, &self.cdi.root);
+        let access = Access::find(places, &self.kubelet.root_dir).await;
         access.map_err(|error| Error::Runtime(error.into()))
     }
 }

@@ -3,22 +3,38 @@
 //! Both are off unless an address is given. The server runs on the component's own thread, so that a component that hangs does
 //! not answer either: this is what liveness means here.
 
+mod controller;
+mod node;
+#[cfg(test)]
+mod page;
 mod process;
+#[cfg_attr(
+    not(test),
+    expect(dead_code, reason = "what only docs/metrics.md has, which is made from it")
+)]
+mod reasons;
 mod requests;
 mod server;
+#[cfg_attr(
+    not(test),
+    expect(dead_code, reason = "what only docs/metrics.md has, which is made from it")
+)]
+mod table;
+mod write;
 
 use std::net::{Ipv6Addr, SocketAddr};
 use std::sync::Arc;
-use std::sync::atomic::AtomicI64;
 
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::registry::Registry;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 pub(super) use requests::Requests;
 
 use super::Error;
+use crate::node::inventory::Standing;
 
 /// Where metrics and probes are served.
 #[derive(Clone, Copy, Debug, clap::Args)]
@@ -90,22 +106,53 @@ pub(super) struct Observer {
     requests: Requests,
 }
 
+/// Which program this is.
+#[derive(Debug)]
+struct Program {
+    component: &'static str,
+}
+
+impl Collector for Program {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let labels = [self.component, env!("CARGO_PKG_VERSION"), std::env::consts::ARCH];
+        write::series(&mut encoder, &table::BUILD, |values| values.gauge(&labels, 1.0))
+    }
+}
+
 /// Whether a component is ready, and why not.
 pub(super) type Readiness = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
 
 impl Observer {
-    /// For a component: `controller` or `node`.
-    pub(super) fn new(component: &str) -> Self {
+    /// For the controller of a driver. What it has counted is looked up when somebody asks.
+    pub(super) fn of_controller(
+        driver_name: String,
+        figures: watch::Receiver<crate::controller::Figures>,
+        leads: watch::Receiver<bool>,
+    ) -> Self {
+        let mut observer = Self::new("controller");
+        let metrics = controller::ControllerMetrics {
+            driver_name,
+            figures,
+            leads,
+        };
+        observer.registry.register_collector(Box::new(metrics));
+        observer
+    }
+
+    /// For the companion. What it has counted is looked up when somebody asks.
+    pub(super) fn of_node(
+        figures: Arc<crate::node::figures::Figures>,
+        standing: watch::Receiver<Standing>,
+    ) -> Self {
+        let mut observer = Self::new("node");
+        let metrics = node::NodeMetrics { figures, standing };
+        observer.registry.register_collector(Box::new(metrics));
+        observer
+    }
+
+    fn new(component: &'static str) -> Self {
         let mut registry = Registry::default();
-        let build = Family::<Vec<(String, String)>, Gauge<i64, AtomicI64>>::default();
-        let labels = [
-            ("component", component),
-            ("version", env!("CARGO_PKG_VERSION")),
-            ("architecture", std::env::consts::ARCH),
-        ];
-        let labels = labels.map(|(name, value)| (name.to_owned(), value.to_owned()));
-        build.get_or_create(&labels.to_vec()).set(1);
-        registry.register("drayman_build_info", "The program that runs; always 1", build);
+        registry.register_collector(Box::new(Program { component }));
         registry.register_collector(Box::new(process::Process::of_this_one()));
         let requests = Requests::register(&mut registry);
         Self { registry, requests }
@@ -114,17 +161,6 @@ impl Observer {
     /// Counts the requests of a client.
     pub(super) fn requests(&self) -> Requests {
         self.requests.clone()
-    }
-
-    /// A gauge that is 1 while something holds, which is looked up when somebody asks.
-    pub(super) fn follow(
-        &mut self,
-        name: &'static str,
-        help: &'static str,
-        holds: impl Fn() -> bool + Send + Sync + 'static,
-    ) {
-        self.registry
-            .register_collector(Box::new(process::Followed::new(name, help, holds)));
     }
 
     /// Serves what the flags ask for until the token is cancelled. Returns as soon as the addresses are taken.

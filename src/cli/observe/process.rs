@@ -1,10 +1,13 @@
 //! Facts of the process, read when somebody asks.
 
+use std::fmt::Result;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
-use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::encoding::DescriptorEncoder;
+
+use super::table;
+use super::write::series;
 
 /// This process.
 #[derive(Debug)]
@@ -23,30 +26,43 @@ impl Process {
 }
 
 impl Collector for Process {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let mut put = |name: &str, help: &str, value: Option<f64>| {
-            let Some(value) = value else { return Ok(()) };
-            let gauge = ConstGauge::new(value);
-            let metric = encoder.encode_descriptor(name, help, None, gauge.metric_type())?;
-            gauge.encode(metric)
-        };
-        put(
-            "process_start_time_seconds",
-            "When the process was started, in seconds since 1970",
-            Some(self.started),
-        )?;
-        put(
-            "process_resident_memory_bytes",
-            "Memory that is resident, in bytes",
-            resident(),
-        )?;
-        put("process_open_fds", "File descriptors that are open", open_files())
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result {
+        let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+        if let Some(seconds) = processor_time(&stat, rustix::param::clock_ticks_per_second()) {
+            series(&mut encoder, &table::CPU, |values| {
+                values.counter_of_seconds(seconds)
+            })?;
+        }
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
+        for (row, value) in [
+            (&table::RESIDENT, bytes(&status, "VmRSS:")),
+            (&table::VIRTUAL, bytes(&status, "VmSize:")),
+            (&table::OPEN_FILES, open_files()),
+            (&table::MOST_FILES, most_files(&limits)),
+            (&table::STARTED, Some(self.started)),
+        ] {
+            if let Some(value) = value {
+                series(&mut encoder, row, |values| values.gauge(&[], value))?;
+            }
+        }
+        Ok(())
     }
 }
 
-fn resident() -> Option<f64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+/// Seconds, from `proc_pid_stat(5)`: the name in parentheses may have anything in it, and utime and stime are the 12th and 13th
+/// after it.
+fn processor_time(stat: &str, ticks_per_second: u64) -> Option<f64> {
+    let (_, after) = stat.rsplit_once(')')?;
+    let mut fields = after.split_ascii_whitespace().skip(11);
+    let mut ticks = || fields.next()?.parse::<u32>().ok();
+    let all = f64::from(ticks()?) + f64::from(ticks()?);
+    Some(all / f64::from(u32::try_from(ticks_per_second).ok()?))
+}
+
+/// A figure of `proc_pid_status(5)`, which has them in kibibytes.
+fn bytes(status: &str, name: &str) -> Option<f64> {
+    let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     let kibibytes: u32 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
     Some(f64::from(kibibytes) * 1024.0)
 }
@@ -57,36 +73,41 @@ fn open_files() -> Option<f64> {
     u32::try_from(count).ok().map(f64::from)
 }
 
-/// A truth that somebody else keeps.
-pub(super) struct Followed {
-    name: &'static str,
-    help: &'static str,
-    holds: Box<dyn Fn() -> bool + Send + Sync>,
+/// The soft limit, of `proc_pid_limits(5)`.
+fn most_files(limits: &str) -> Option<f64> {
+    let line = limits
+        .lines()
+        .find_map(|line| line.strip_prefix("Max open files"))?;
+    line.split_ascii_whitespace().next()?.parse().ok()
 }
 
-impl Followed {
-    pub(super) fn new(
-        name: &'static str,
-        help: &'static str,
-        holds: impl Fn() -> bool + Send + Sync + 'static,
-    ) -> Self {
-        let holds = Box::new(holds);
-        Self { name, help, holds }
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[expect(clippy::float_cmp, reason = "the numbers have exact forms")]
+    fn figures_are_read_from_what_the_kernel_writes() {
+        let stat = "7 (a) b) S 1 7 7 0 -1 4194560 1 0 0 0 250 50 0 0 20 0 1 0 12 1 1";
+        assert_eq!(processor_time(stat, 100), Some(3.0));
+        assert_eq!(
+            bytes("Name:\tx\nVmRSS:\t    1024 kB\n", "VmRSS:"),
+            Some(1_048_576.0)
+        );
+        let limits = "Limit Soft Hard Units\nMax open files            1024                 4096                 files\n";
+        assert_eq!(most_files(limits), Some(1024.0));
+        for nothing in ["", "7 (a)", "7 (a) S 1"] {
+            assert_eq!(processor_time(nothing, 100), None);
+        }
     }
-}
 
-impl std::fmt::Debug for Followed {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Followed")
-            .field("name", &self.name)
-            .finish_non_exhaustive()
-    }
-}
-
-impl Collector for Followed {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let gauge = ConstGauge::new(i64::from((self.holds)()));
-        let metric = encoder.encode_descriptor(self.name, self.help, None, gauge.metric_type())?;
-        gauge.encode(metric)
+    #[test]
+    fn this_process_has_them_all() {
+        let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+        assert!(processor_time(&stat, rustix::param::clock_ticks_per_second()).is_some());
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        assert!(bytes(&status, "VmRSS:").unwrap() < bytes(&status, "VmSize:").unwrap());
+        let limits = std::fs::read_to_string("/proc/self/limits").unwrap();
+        assert!(open_files().unwrap() < most_files(&limits).unwrap());
     }
 }

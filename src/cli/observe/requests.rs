@@ -16,26 +16,20 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tower::{Layer, Service};
 
+use super::{table, write};
+
 /// Upper bounds in seconds, as client-go has them.
 const BUCKETS: [f64; 10] = [0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0];
-/// What a component asks with.
-const METHODS: [Method; 5] = [
-    Method::GET,
-    Method::POST,
-    Method::PUT,
-    Method::PATCH,
-    Method::DELETE,
-];
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Answered {
     code: String,
-    method: String,
+    method: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Asked {
-    verb: String,
+    verb: &'static str,
 }
 
 /// Counts requests and their answers, under the names that client-go gave them.
@@ -62,22 +56,15 @@ impl Requests {
             answered: Arc::default(),
         };
         // There from the start, so that a rate has something to begin with.
-        for method in METHODS {
-            for code in ["200", "<error>"] {
-                drop(requests.answers.get_or_create(&labels(&method, code.to_owned())));
+        for method in table::METHODS {
+            for code in table::HTTP_CODES {
+                drop(requests.answers.get_or_create(&labels(method, code.to_owned())));
             }
-            drop(requests.durations.get_or_create(&verb(&method)));
+            drop(requests.durations.get_or_create(&verb(method)));
         }
-        registry.register(
-            "rest_client_requests",
-            "Requests to the API server by method and status code; <error> if there was no answer",
-            requests.answers.clone(),
-        );
-        registry.register(
-            "rest_client_request_duration_seconds",
-            "Time from a request to the head of its answer, in seconds, by verb",
-            requests.durations.clone(),
-        );
+        let (answers, durations) = (&table::REQUESTS, &table::REQUEST_DURATION);
+        registry.register(write::base(answers), answers.help, requests.answers.clone());
+        registry.register(write::base(durations), durations.help, requests.durations.clone());
         requests
     }
 
@@ -91,6 +78,7 @@ impl Requests {
             self.answered.store(true, Ordering::Relaxed);
         }
         let code = code.map_or_else(|| "<error>".to_owned(), |code| code.to_string());
+        let method = known(method);
         self.answers.get_or_create(&labels(method, code)).inc();
         self.durations
             .get_or_create(&verb(method))
@@ -98,17 +86,18 @@ impl Requests {
     }
 }
 
-fn labels(method: &Method, code: String) -> Answered {
-    Answered {
-        code,
-        method: method.as_str().to_owned(),
-    }
+/// The method as the table has it; the client has no other.
+fn known(method: &Method) -> &'static str {
+    let known = table::METHODS.into_iter().find(|known| *known == method.as_str());
+    known.unwrap_or("GET")
 }
 
-fn verb(method: &Method) -> Asked {
-    Asked {
-        verb: method.as_str().to_owned(),
-    }
+fn labels(method: &'static str, code: String) -> Answered {
+    Answered { code, method }
+}
+
+fn verb(method: &'static str) -> Asked {
+    Asked { verb: method }
 }
 
 impl<S> Layer<S> for Requests {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use axum::Router;
-use axum::http::header::CONTENT_TYPE;
+use axum::http::header::{ACCEPT, CONTENT_TYPE};
 use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
@@ -16,8 +16,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Bind, Error, Flags, Readiness};
 
-/// The format that the text is in.
-const FORMAT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// The format of those who ask for it, as Prometheus does.
+const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// The format of everybody else.
+const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Takes the addresses and serves them in the background until the token is cancelled.
 pub(super) async fn serve(
@@ -26,7 +28,10 @@ pub(super) async fn serve(
     ready: Readiness,
     shutdown: &CancellationToken,
 ) -> Result<(), Error> {
-    let metrics = Router::new().route("/metrics", get(move || async move { metrics(&registry) }));
+    let metrics = Router::new().route(
+        "/metrics",
+        get(move |headers: HeaderMap| async move { metrics(&registry, &headers) }),
+    );
     let probes = Router::new()
         // That it answers is the answer.
         .route("/livez", get(|| async { "ok" }))
@@ -76,13 +81,54 @@ async fn listen(address: SocketAddr) -> std::io::Result<TcpListener> {
     }
 }
 
-fn metrics(registry: &Registry) -> Response {
+fn metrics(registry: &Registry, asked: &HeaderMap) -> Response {
     let mut text = String::new();
     if encode(&mut text, registry).is_err() {
         return StatusCode::INTERNAL_SERVER_ERROR.into_response();
     }
-    let headers = HeaderMap::from_iter([(CONTENT_TYPE, HeaderValue::from_static(FORMAT))]);
+    let accepts = asked
+        .get_all(ACCEPT)
+        .into_iter()
+        .filter_map(|value| value.to_str().ok());
+    let format = if accepts
+        .into_iter()
+        .any(|value| value.contains("application/openmetrics-text"))
+    {
+        OPEN_METRICS
+    } else {
+        text = older(&text);
+        TEXT
+    };
+    let headers = HeaderMap::from_iter([(CONTENT_TYPE, HeaderValue::from_static(format))]);
     (headers, text).into_response()
+}
+
+/// OpenMetrics as the format before it: there a counter has its ending in the description too, and the text has no end.
+fn older(text: &str) -> String {
+    let mut older = String::with_capacity(text.len());
+    let mut help = None;
+    for line in text.lines().filter(|line| *line != "# EOF") {
+        if line.starts_with("# HELP ") {
+            help = Some(line);
+            continue;
+        }
+        let counter = line
+            .strip_prefix("# TYPE ")
+            .and_then(|line| line.strip_suffix(" counter"));
+        let name = counter.unwrap_or_default();
+        if let Some(help) = help.take() {
+            let rest = counter.and_then(|name| help.strip_prefix("# HELP ")?.strip_prefix(name));
+            match rest {
+                Some(rest) => older.extend(["# HELP ", name, "_total", rest, "\n"]),
+                None => older.extend([help, "\n"]),
+            }
+        }
+        match counter {
+            Some(_) => older.extend(["# TYPE ", name, "_total counter\n"]),
+            None => older.extend([line, "\n"]),
+        }
+    }
+    older
 }
 
 fn readiness(ready: &Readiness) -> Response {
@@ -97,13 +143,20 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::sync::watch;
 
     use super::super::Observer;
     use super::*;
+    use crate::node::inventory::Standing;
 
     async fn ask(address: SocketAddr, path: &str) -> String {
+        ask_for(address, path, "*/*").await
+    }
+
+    async fn ask_for(address: SocketAddr, path: &str, accept: &str) -> String {
         let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
-        let request = format!("GET {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n");
+        let request =
+            format!("GET {path} HTTP/1.1\r\nhost: a\r\naccept: {accept}\r\nconnection: close\r\n\r\n");
         stream.write_all(request.as_bytes()).await.unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.unwrap();
@@ -140,9 +193,8 @@ mod tests {
             let ready = seen.load(Ordering::Relaxed);
             ready.then_some(()).ok_or_else(|| "the door is shut".to_owned())
         });
-        let (sender, value) = tokio::sync::watch::channel(true);
-        let mut observer = Observer::new("node");
-        observer.follow("drayman_test", "A test", move || *value.borrow());
+        let (sender, standing) = watch::channel(Standing::starting());
+        let observer = Observer::of_node(Arc::default(), standing);
         observer.serve(flags, readiness, &shutdown).await.unwrap();
 
         assert!(ask(probes, "/livez").await.starts_with("HTTP/1.1 200"));
@@ -158,22 +210,32 @@ mod tests {
         assert!(ask(metrics, "/livez").await.starts_with("HTTP/1.1 404"));
 
         let text = ask(metrics, "/metrics").await;
-        assert!(text.contains(FORMAT), "{text}");
+        assert!(text.contains(TEXT), "{text}");
         for line in [
             concat!(
                 "drayman_build_info{component=\"node\",version=\"",
                 env!("CARGO_PKG_VERSION")
             ),
-            "drayman_test 1\n",
-            "process_resident_memory_bytes ",
-            "process_open_fds ",
-            "process_start_time_seconds ",
-            "# EOF",
+            "# TYPE rest_client_requests_total counter\n",
+            "# HELP rest_client_requests_total ",
+            "drayman_node_ready 0",
         ] {
             assert!(text.contains(line), "{line} in {text}");
         }
-        sender.send_replace(false);
-        assert!(ask(metrics, "/metrics").await.contains("drayman_test 0\n"));
+        assert!(!text.contains("# EOF"));
+        let newer = ask_for(
+            metrics,
+            "/metrics",
+            "application/openmetrics-text;version=1.0.0,*/*",
+        )
+        .await;
+        assert!(
+            newer.contains(OPEN_METRICS) && newer.ends_with("# EOF\n"),
+            "{newer}"
+        );
+        assert!(newer.contains("# TYPE rest_client_requests counter\n"), "{newer}");
+        sender.send_modify(|standing| standing.ready = true);
+        assert!(ask(metrics, "/metrics").await.contains("drayman_node_ready 1"));
         shutdown.cancel();
     }
 

@@ -46,7 +46,7 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
                 .is_none_or(|wanted| wanted.eq_ignore_ascii_case(&device.state.to_string()))
     });
     if answer.devices.is_empty() {
-        eprintln!("No devices found of driver {}.", arguments.cluster.driver_name);
+        eprintln!("No devices found of driver {}.", arguments.cluster.driver.name);
     }
     arguments.output.print(&answer, text)?;
     Ok(ExitCode::SUCCESS)
@@ -59,7 +59,7 @@ pub(super) fn read_all(cluster: &Cluster) -> Result<DeviceTable, Error> {
         let (client, _) = cluster.connect().await?;
         let inventories: Vec<NodeInventory> = read::all(&client).await?;
         let claims: Vec<ResourceClaim> = read::all(&client).await?;
-        Ok(devices(&cluster.driver_name, &inventories, &claims))
+        Ok(devices(&cluster.driver.name, &inventories, &claims))
     })
 }
 

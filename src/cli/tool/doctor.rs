@@ -18,7 +18,7 @@ use super::rights::{self, Account};
 use super::{Cluster, node_check, read};
 use crate::api::crd::{self, DeviceClassParameters, NodeInventory};
 use crate::api::resource::{GROUP, ResourceClaim, ResourceClass, VERSION};
-use crate::cli::{Error, block_on, choose_tls_provider, value};
+use crate::cli::{Error, block_on, choose_tls_provider, group, value};
 use crate::core::inspect::devices::devices;
 use crate::core::inspect::doctor::{
     Finding, Level, NodeFacts, classes, definitions, extended_resources, inventories, lease, server,
@@ -39,14 +39,8 @@ pub(in crate::cli) struct Arguments {
     #[arg(long)]
     this_node: bool,
 
-    /// Root directory of kubelet, for --this-node
-    #[arg(
-        long,
-        value_name = "DIRECTORY",
-        default_value = "/var/lib/kubelet",
-        value_parser = value::absolute_path
-    )]
-    kubelet_root_dir: PathBuf,
+    #[command(flatten)]
+    kubelet: group::KubeletRoot,
 
     /// Configuration file of containerd, for --this-node
     #[arg(
@@ -75,9 +69,9 @@ pub(in crate::cli) struct Arguments {
 
 /// Prints the findings.
 pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
-    let driver = &arguments.cluster.driver_name;
+    let driver = &arguments.cluster.driver.name;
     let findings = if arguments.this_node {
-        node_check::look(driver, &arguments.kubelet_root_dir, &arguments.containerd_config)
+        node_check::look(driver, &arguments.kubelet.root_dir, &arguments.containerd_config)
     } else {
         choose_tls_provider();
         block_on(async {
@@ -96,7 +90,7 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
 
 /// What could not be read is a finding too; only an API server that does not answer at all ends the search.
 async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Error> {
-    let driver = &arguments.cluster.driver_name;
+    let driver = &arguments.cluster.driver.name;
     let version = client
         .apiserver_version()
         .await
@@ -168,7 +162,7 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
 
 /// Judges what the accounts of the components may do: those of the chart's pods, and those that were named.
 async fn look_at_rights(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Error> {
-    let mut accounts = rights::accounts(client, &arguments.cluster.driver_name).await?;
+    let mut accounts = rights::accounts(client, &arguments.cluster.driver.name).await?;
     for (component, user) in [
         (Component::Controller, &arguments.controller_user),
         (Component::Node, &arguments.node_user),

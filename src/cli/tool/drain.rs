@@ -33,14 +33,14 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let left = block_on(async {
         let (client, _) = arguments.cluster.connect().await?;
         if arguments.this_driver {
-            of_this_driver(&client, &arguments.cluster.driver_name).await
+            of_this_driver(&client, &arguments.cluster.driver.name).await
         } else {
             of_everybody(&client).await
         }
     })?;
     arguments.output.print(&left, |left, _| {
         if arguments.this_driver {
-            text_of_this_driver(&arguments.cluster.driver_name, left)
+            text_of_this_driver(&arguments.cluster.driver.name, left)
         } else {
             text(left)
         }

@@ -139,7 +139,7 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
         let cluster = Reading {
             client,
             namespace,
-            driver: &arguments.cluster.driver_name,
+            driver: &arguments.cluster.driver.name,
             claims: &claims,
         };
         cluster.answer(pod.as_ref(), claim).await.map(Some)

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 
 use kube::Client;
 
-use super::{Error, client, group, value};
+use super::{Error, client, group};
 
 /// The name under which kubectl finds the program as its plugin.
 const PLUGIN: &str = "kubectl-drayman";
@@ -37,16 +37,8 @@ pub(super) struct Cluster {
     #[arg(long, value_name = "NAME")]
     context: Option<String>,
 
-    /// Name of the driver that the question is about
-    #[arg(
-        long,
-        value_name = "NAME",
-        env = "DRAYMAN_DRIVER_NAME",
-        hide_env_values = true,
-        default_value = group::DRIVER_NAME,
-        value_parser = value::driver_name
-    )]
-    driver_name: String,
+    #[command(flatten)]
+    driver: group::DriverName,
 }
 
 impl Cluster {

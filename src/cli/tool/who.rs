@@ -33,7 +33,7 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     if rows.is_empty() {
         eprintln!(
             "error: driver {} has no device {}: `drayman devices` lists all",
-            arguments.cluster.driver_name, arguments.device
+            arguments.cluster.driver.name, arguments.device
         );
         return Ok(ExitCode::FAILURE);
     }

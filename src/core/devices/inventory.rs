@@ -97,7 +97,7 @@ impl Node {
 }
 
 /// What the object's `Ready` condition says against the node.
-fn unready(inventory: &NodeInventory) -> Option<Box<str>> {
+pub(in crate::core) fn unready(inventory: &NodeInventory) -> Option<Box<str>> {
     let conditions = inventory
         .status
         .as_ref()
@@ -239,8 +239,6 @@ pub struct Replaced {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use super::*;
     use crate::api::crd::AttributeValue;
     use crate::core::devices::fixture;
@@ -344,8 +342,8 @@ mod tests {
             int: Some(1),
             ..AttributeValue::string("x")
         };
-        let attributes = BTreeMap::from([("e/both".into(), both), ("e/int".into(), AttributeValue::int(7))]);
-        inventory.spec.devices.first_mut().unwrap().attributes = attributes;
+        let attributes = [("e/both".into(), both), ("e/int".into(), AttributeValue::int(7))];
+        inventory.spec.devices.first_mut().unwrap().attributes = attributes.into_iter().collect();
         let node = Node::read(&inventory);
         assert_eq!(
             node.devices()

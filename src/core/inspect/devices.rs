@@ -6,10 +6,11 @@ use std::fmt;
 use serde::Serialize;
 
 use super::qualified_name;
-use crate::api::crd::{Mode, NodeInventory, READY};
+use crate::api::crd::{Mode, NodeInventory};
 use crate::api::resource::ResourceClaim;
 use crate::core::devices::allocation;
 use crate::core::devices::holdings::State as Recorded;
+use crate::core::devices::inventory::unready;
 
 /// How a device stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -140,7 +141,7 @@ pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceCl
             let (state, cause) = match (&device.unhealthy, &unready) {
                 (Some(cause), _) => (DeviceState::Unhealthy, Some(cause.clone())),
                 (None, _) if holders.len() >= shares => (DeviceState::Held, None),
-                (None, Some(cause)) => (DeviceState::NotReady, Some(cause.clone())),
+                (None, Some(cause)) => (DeviceState::NotReady, Some(cause.to_string())),
                 (None, None) if matches!(device.mode, Mode::ExtendedResource | Mode::Unknown) => {
                     (DeviceState::NotForClaims, None)
                 }
@@ -185,19 +186,6 @@ pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceCl
         .devices
         .sort_by(|a, b| (&a.node, &a.device, &a.node_uid).cmp(&(&b.node, &b.device, &b.node_uid)));
     table
-}
-
-/// Why the companion of an inventory does not serve, if it does not.
-pub fn unready(inventory: &NodeInventory) -> Option<String> {
-    let conditions = inventory.status.as_ref().map(|status| &status.conditions);
-    let ready =
-        conditions.and_then(|conditions| conditions.iter().find(|condition| condition.type_ == READY));
-    match ready {
-        Some(ready) if ready.status == "True" => None,
-        Some(ready) if ready.message.is_empty() => Some(ready.reason.clone()),
-        Some(ready) => Some(ready.message.clone()),
-        None => Some("the node's companion has not said that it is ready".to_owned()),
-    }
 }
 
 /// An attribute as a person reads it.

@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use jiff::{SignedDuration, Timestamp};
 use serde::Serialize;
 
-use super::devices::unready;
 use crate::api::crd::NodeInventory;
 use crate::api::resource::ResourceClass;
+use crate::core::devices::inventory::unready;
 use crate::core::devices::reference::class_reference;
 
 /// Minor versions of Kubernetes 1 that have classic Dynamic Resource Allocation in the form that drayman speaks.

@@ -6,9 +6,10 @@ use serde::Serialize;
 
 use super::qualified_name;
 use crate::api::resource::{
-    AllocationMode, POD_CLAIM_NAME_ANNOTATION, Pod, PodResourceClaim, PodSchedulingContext, RESERVED_FOR_MAX,
-    ResourceClaim, ResourceClass, controller_of,
+    AllocationMode, Pod, PodResourceClaim, PodSchedulingContext, RESERVED_FOR_MAX, ResourceClaim,
+    ResourceClass, controller_of,
 };
+use crate::core::protocol::resolve::{Resolved, is_made_for, resolve};
 
 /// At which step a claim is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -123,47 +124,26 @@ pub struct Explanation {
     pub nodes: Vec<NodeVerdict>,
 }
 
-/// Which claim of `claims` an entry of `pod` stands for: by name; or, from a template, by the name in the pod's status (1.28 and
-/// later), by what its maker wrote on it, or by the name that 1.27 gives it.
+/// Which claim of `claims` an entry of `pod` stands for, found as the controller finds it.
 pub fn find<'a>(pod: &Pod, entry: &PodResourceClaim, claims: &'a [ResourceClaim]) -> Found<'a> {
-    let namespace = pod.metadata.namespace.as_deref();
     let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+    let own = |claim: &&ResourceClaim| controller_of(&claim.metadata).is_some_and(|owner| owner.uid == uid);
     let by_name = |name: &str| {
         claims.iter().find(|claim| {
-            claim.metadata.namespace.as_deref() == namespace && claim.metadata.name.as_deref() == Some(name)
+            claim.metadata.namespace == pod.metadata.namespace && claim.metadata.name.as_deref() == Some(name)
         })
-    };
-    if let Some(name) = &entry.source.resource_claim_name {
-        return by_name(name).map_or(Found::Missing, Found::Claim);
-    }
-    let own = |claim: &ResourceClaim| controller_of(&claim.metadata).is_some_and(|owner| owner.uid == uid);
-    let owned = |claim: &'a ResourceClaim| {
-        if own(claim) {
-            Found::Claim(claim)
-        } else {
-            Found::NotOwned(claim)
-        }
-    };
-    let mut statuses = pod.status.resource_claim_statuses.iter();
-    let named = match statuses.find(|status| status.name == entry.name) {
-        Some(status) => match &status.resource_claim_name {
-            None => return Found::NotNeeded,
-            Some(name) => by_name(name).map(owned),
-        },
-        None => None,
     };
     let annotated = || {
-        claims.iter().find(|claim| {
-            let annotations = claim.metadata.annotations.as_ref();
-            own(claim) && annotations.and_then(|all| all.get(POD_CLAIM_NAME_ANNOTATION)) == Some(&entry.name)
-        })
+        let made_for = claims
+            .iter()
+            .filter(|claim| own(claim) && is_made_for(claim, &entry.name));
+        made_for.min_by_key(|claim| (claim.metadata.deletion_timestamp.is_some(), &claim.metadata.name))
     };
-    match named {
-        Some(Found::Claim(claim)) => Found::Claim(claim),
-        named => annotated().map(Found::Claim).or(named).unwrap_or_else(|| {
-            let pod = pod.metadata.name.as_deref().unwrap_or_default();
-            by_name(&format!("{pod}-{}", entry.name)).map_or(Found::Missing, owned)
-        }),
+    match resolve(pod, entry, by_name, own, annotated) {
+        Resolved::NotNeeded => Found::NotNeeded,
+        Resolved::Awaited => Found::Missing,
+        Resolved::Claim(claim) => Found::Claim(claim),
+        Resolved::NotOwned(claim) => Found::NotOwned(claim),
     }
 }
 

@@ -88,6 +88,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig { cases: 10_000, ..ProptestConfig::default() })]
+
         #[test]
         fn nothing_that_could_leave_a_directory_is_taken(text in r"(\.\./|[a-f0-9/.\\\x00-]){0,40}") {
             if let Ok(uid) = ClaimUid::parse(&text) {

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::naming::environment_name;
+use super::refusal::Refusal;
 
 /// What a container gets. Nothing in it comes from an object that a user wrote.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -84,6 +85,30 @@ impl Injection {
         self.annotations.extend(other.annotations);
         add_new(&mut self.cdi_devices, other.cdi_devices);
     }
+
+    /// Refuses two device nodes or mounts at one path of a container: it would see one of them only, and nobody would be told
+    /// which. What is wholly alike is there once after [`Self::extend`], and is no reason.
+    pub fn check_paths(&self) -> Result<(), Refusal> {
+        let nodes = self
+            .device_nodes
+            .iter()
+            .map(|node| (&node.container_path, &node.host_path));
+        let mounts = self
+            .mounts
+            .iter()
+            .map(|mount| (&mount.container_path, &mount.host_path));
+        let mut taken: BTreeMap<&str, &str> = BTreeMap::new();
+        for (container_path, host_path) in nodes.chain(mounts) {
+            if let Some(first) = taken.insert(container_path, host_path) {
+                return Err(Refusal::SamePath {
+                    container_path: container_path.clone(),
+                    first: first.to_owned(),
+                    second: host_path.clone(),
+                });
+            }
+        }
+        Ok(())
+    }
 }
 
 fn add_new<T: PartialEq>(all: &mut Vec<T>, more: Vec<T>) {
@@ -145,7 +170,49 @@ mod tests {
         );
     }
 
+    #[test]
+    fn two_things_at_one_path_of_a_container_are_refused_and_the_same_thing_twice_is_not() {
+        let at = |host: &str, container: &str| DeviceNode {
+            host_path: host.into(),
+            ..node(container)
+        };
+        let two = |first: DeviceNode, second: DeviceNode| {
+            let mut both = Injection::of_device_node("a", first);
+            both.extend(Injection::of_device_node("b", second));
+            both
+        };
+        let apart = two(at("/dev/ttyUSB0", "/dev/port0"), at("/dev/ttyUSB1", "/dev/port1"));
+        let shared = two(
+            at("/dev/control", "/dev/control"),
+            at("/dev/control", "/dev/control"),
+        );
+        assert_eq!((apart.check_paths(), shared.check_paths()), (Ok(()), Ok(())));
+        let refusal = two(at("/dev/ttyUSB0", "/dev/port"), at("/dev/ttyUSB1", "/dev/port"))
+            .check_paths()
+            .unwrap_err();
+        assert_eq!(refusal.reason(), "ContainerPathTaken");
+        let text = refusal.to_string();
+        for word in ["/dev/ttyUSB0", "/dev/ttyUSB1", "/dev/port ", "containerPaths"] {
+            assert!(text.contains(word), "{word} in {text}");
+        }
+        let mut mounted = apart;
+        mounted.mounts = vec![Mount {
+            host_path: "/opt/port".into(),
+            container_path: "/dev/port1".into(),
+            read_only: true,
+        }];
+        assert!(
+            mounted
+                .check_paths()
+                .unwrap_err()
+                .to_string()
+                .contains("/opt/port")
+        );
+    }
+
     proptest! {
+        #![proptest_config(ProptestConfig { cases: 10_000, ..ProptestConfig::default() })]
+
         #[test]
         fn no_variable_but_our_own_can_come_out(device in ".{0,40}|LD_PRELOAD|PATH|BASH_ENV|[A-Z_=\\n\\x00]{1,20}") {
             let injection = Injection::of_device_node(&device, node("/dev/null"));

@@ -16,6 +16,12 @@ use crate::api::crd::{Device, Mode, TEXT_MAX};
 /// The devices of the node, by name.
 pub type Devices = BTreeMap<String, Device>;
 
+/// Whether claims hold nothing but devices that were found: then the inventory is what was found, and need not be made.
+pub fn is_as_found(found: &Devices, ledger: &Ledger) -> bool {
+    let mut held = ledger.entries().values().flat_map(|entry| &entry.devices);
+    held.all(|held| found.contains_key(&held.device))
+}
+
 /// Joins what was found with what claims hold.
 ///
 /// A device that has vanished leaves the inventory, unless a claim holds it: then it stays, unhealthy, so that what is
@@ -200,6 +206,16 @@ mod tests {
         };
         let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap();
         Ledger::new("boot", BTreeMap::from([(uid, entry)]))
+    }
+
+    #[test]
+    fn an_inventory_that_need_not_be_made_is_what_was_found() {
+        let found = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
+        let (holds_b, holds_c) = (ledger_holding("b"), ledger_holding("c"));
+        for ledger in [Ledger::default(), holds_b, holds_c] {
+            let made = inventory(&found, &Devices::new(), &ledger);
+            assert_eq!(is_as_found(&found, &ledger), made == found);
+        }
     }
 
     #[test]

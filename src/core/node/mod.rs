@@ -2,6 +2,7 @@
 
 pub mod allocate;
 pub mod announced;
+pub mod census;
 mod check;
 pub mod checkpoint;
 pub mod claim_uid;

@@ -154,6 +154,18 @@ pub enum Refusal {
         /// What the handle names.
         named: String,
     },
+    /// Two devices would be at one path of a container.
+    #[error(
+        "{first} and {second} would both be {container_path} in a container, which can see only one of them: write {{device}} or {{n}} into containerPaths of the kind, or ask for one device at a time"
+    )]
+    SamePath {
+        /// The path in the container.
+        container_path: String,
+        /// What is there on the node.
+        first: String,
+        /// What would be there as well.
+        second: String,
+    },
     /// There is no such extended resource.
     #[error("this node has no extended resource {0:?}")]
     NoResource(String),
@@ -185,6 +197,7 @@ impl Refusal {
             Self::ContainersUnknown { .. } => "PodResourcesUnavailable",
             Self::Unaccounted { .. } => "HoldingsUnknown",
             Self::Changed { .. } => "AllocationChanged",
+            Self::SamePath { .. } => "ContainerPathTaken",
             Self::NoResource(_) | Self::OtherResource { .. } => "InvalidResource",
         }
     }
@@ -212,7 +225,8 @@ impl Refusal {
             | Self::ContainersUnknown { .. }
             | Self::Allocated { .. }
             | Self::Unaccounted { .. }
-            | Self::Changed { .. } => false,
+            | Self::Changed { .. }
+            | Self::SamePath { .. } => false,
         }
     }
 }

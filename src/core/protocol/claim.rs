@@ -258,7 +258,7 @@ impl World {
     }
 
     /// Reports something about a claim, unless it was the last thing reported. The answer is whether it was new.
-    pub(super) fn report_claim(&mut self, key: &ObjectKey, reason: &str, message: String) -> bool {
+    pub(super) fn report_claim(&mut self, key: &ObjectKey, reason: &'static str, message: String) -> bool {
         let Some(claim) = self.claims.get_mut(key) else {
             return false;
         };
@@ -272,7 +272,7 @@ impl World {
     }
 
     /// Reports something about a class.
-    pub(super) fn report_class(&mut self, name: &str, reason: &str, message: String) {
+    pub(super) fn report_class(&mut self, name: &str, reason: &'static str, message: String) {
         let uid = self
             .classes
             .get(name)

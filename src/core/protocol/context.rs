@@ -2,6 +2,7 @@
 
 mod judgement;
 mod others;
+mod pod;
 mod standing;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,10 +13,12 @@ use crate::api::resource::{Pod, PodSchedulingContext, controller_of};
 use crate::driver::Verdict;
 
 use super::batch::BatchId;
-use super::event::{Answer, ClaimToAllocate, Command, Moment, ObjectKey, Regarding, Subject};
+use super::event::{ClaimToAllocate, Moment, ObjectKey, Regarding, Subject};
 use super::retry::Retry;
 use super::wake::Waiting;
-use super::world::{Flight, Work, World, newer, spread};
+use super::world::{Work, World, newer, spread};
+
+pub(super) use pod::EarlyPod;
 
 /// The slow recheck of a waiting pod: a net under the wake-ups, which count as lost if it ever catches one.
 const RECHECK: Duration = Duration::from_secs(300);
@@ -89,6 +92,10 @@ pub(super) struct ContextState {
     told_no_place: Option<Moment>,
     /// The verdict under way was asked for by the slow recheck alone.
     by_recheck: bool,
+    /// What keeps the pod from its devices, for those who count.
+    pub(super) trouble: Option<&'static str>,
+    /// Since when it could have what it is being offered.
+    pub(super) woken: Option<Moment>,
 }
 
 /// One of the pod's claims that is ours and still to be allocated.
@@ -129,6 +136,8 @@ impl ContextState {
             silent: BTreeMap::new(),
             told_no_place: None,
             by_recheck: false,
+            trouble: None,
+            woken: None,
         }
     }
 
@@ -233,6 +242,7 @@ impl World {
             return;
         };
         self.wake.remove(key);
+        self.forget_trouble(context.trouble);
         for claim in &context.named {
             if let Some(contexts) = self.users.get_mut(claim) {
                 contexts.remove(key);
@@ -286,7 +296,7 @@ impl World {
             PodKnown::Gone => return,
             PodKnown::Read(pod) => pod.clone(),
             PodKnown::Unread => {
-                self.read_pod(key);
+                self.read_pod(key, now);
                 return;
             }
         };
@@ -302,38 +312,6 @@ impl World {
             }
             Standing::Pending { own, all } => self.judge_or_act(key, &pod, &own, all, now),
         }
-    }
-
-    /// Reads the pod, if it may be ours at all: contexts of other drivers cost nothing.
-    fn read_pod(&mut self, key: &ObjectKey) {
-        let Some(context) = self.contexts.get(key) else {
-            return;
-        };
-        let Some(owner) = context.owner_uid() else { return };
-        let mut made_for_it = self.claims_by_owner.get(owner).into_iter().flatten();
-        let first = ObjectKey::new(key.namespace.clone(), "");
-        let anybodys = self.unowned_candidates.range(first..).next();
-        if !made_for_it.any(|claim| self.candidates.contains(claim))
-            && anybodys.is_none_or(|claim| claim.namespace != key.namespace)
-        {
-            return;
-        }
-        self.send_read_pod(key);
-    }
-
-    fn send_read_pod(&mut self, key: &ObjectKey) {
-        let Some(context) = self.contexts.get(key) else {
-            return;
-        };
-        let uid = context.uid().to_owned();
-        self.set_stage(key, ContextStage::Reading);
-        self.send(
-            Flight::Pod {
-                context: key.clone(),
-                uid,
-            },
-            |id| Command::ReadPod { id, key: key.clone() },
-        );
     }
 
     fn set_stage(&mut self, key: &ObjectKey, stage: ContextStage) {
@@ -360,30 +338,6 @@ impl World {
         context.stage = ContextStage::Resting;
         self.dirty.insert(Work::Context(key.clone()));
         Some(context)
-    }
-
-    pub(super) fn pod_read(&mut self, key: &ObjectKey, uid: &str, answer: Answer, now: Moment) {
-        let Some(context) = self.landed(key, uid) else {
-            return;
-        };
-        let Answer::PodRead(answer) = answer else { return };
-        match answer {
-            Ok(Some(pod)) => {
-                context.served = false;
-                context.retry.succeeded();
-                let is_owner =
-                    pod.metadata.uid.is_some() && pod.metadata.uid.as_deref() == context.owner_uid();
-                let is_over = matches!(pod.status.phase.as_deref(), Some("Succeeded" | "Failed"));
-                let serves = is_owner && !is_over && pod.metadata.deletion_timestamp.is_none();
-                context.pod = if serves {
-                    PodKnown::Read(pod)
-                } else {
-                    PodKnown::Gone
-                };
-            }
-            Ok(None) => context.pod = PodKnown::Gone,
-            Err(_) => context.retry.failed(now),
-        }
     }
 
     fn begin_to_wait(&mut self, key: &ObjectKey, now: Moment) {
@@ -428,7 +382,7 @@ impl World {
     }
 
     /// Reports a driver's error to everyone who can act on it: the pod's user, and whoever owns the object at fault.
-    fn report_call(&mut self, key: &ObjectKey, subject: &Subject, reason: &str, message: String) {
+    fn report_call(&mut self, key: &ObjectKey, subject: &Subject, reason: &'static str, message: String) {
         match subject {
             Subject::Class(name) => {
                 let text = format!("resource class \"{name}\": {message}");
@@ -447,7 +401,8 @@ impl World {
     }
 
     /// Reports something about a context's pod, unless it was the last thing reported. The answer is whether it was new.
-    fn report_pod(&mut self, key: &ObjectKey, reason: &str, message: String) -> bool {
+    fn report_pod(&mut self, key: &ObjectKey, reason: &'static str, message: String) -> bool {
+        self.set_trouble(key, Some(reason));
         let Some(context) = self.contexts.get_mut(key) else {
             return false;
         };

@@ -28,6 +28,11 @@ impl Moment {
         self.0
     }
 
+    /// How long after an earlier point.
+    pub const fn since(self, earlier: Self) -> Duration {
+        self.0.saturating_sub(earlier.0)
+    }
+
     /// This point, moved on.
     #[must_use]
     pub const fn after(self, delay: Duration) -> Self {
@@ -279,7 +284,11 @@ pub enum ClaimWrite {
         reserved: bool,
     },
     /// Remove our finalizer.
-    RemoveFinalizer,
+    RemoveFinalizer {
+        /// The resource version that was seen, and that the claim must still have: without that, a leader that was paused could
+        /// take the finalizer from a claim that is in use again. None for a claim that is being deleted, which nobody can use anew.
+        version: Option<String>,
+    },
 }
 
 /// A question to the driver.

@@ -18,8 +18,9 @@ mod claim;
 mod context;
 mod event;
 mod lease;
-mod resolve;
+pub(in crate::core) mod resolve;
 mod retry;
+mod statistics;
 mod wake;
 mod world;
 
@@ -28,4 +29,5 @@ pub use event::{
     Moment, ObjectKey, Outcome, Regarding, Report, Subject,
 };
 pub use lease::{Lease, LeaseAnswer, LeaseRecord, LeaseSettings, LeaseSettingsError, LeaseStep};
-pub use world::{Settings, Statistics, World};
+pub use statistics::{QueueStatistics, Statistics};
+pub use world::{Settings, World};

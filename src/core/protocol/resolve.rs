@@ -3,75 +3,96 @@
 use std::collections::BTreeSet;
 
 use crate::api::resource::{
-    POD_CLAIM_NAME_ANNOTATION, Pod, PodSchedulingContext, ResourceClaimSchedulingStatus, controller_of,
+    POD_CLAIM_NAME_ANNOTATION, Pod, PodResourceClaim, PodSchedulingContext, ResourceClaim,
+    ResourceClaimSchedulingStatus, controller_of,
 };
 
 use super::event::ObjectKey;
 use super::world::World;
 
-/// One entry of a pod, resolved.
+/// One entry of a pod, resolved to the claim that it stands for, which is known by a `C`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Resolved {
+pub(in crate::core) enum Resolved<C = ObjectKey> {
     /// The pod needs no claim for it.
     NotNeeded,
     /// The claim is not there yet: the claim controller will make it, or a user must.
     Awaited,
     /// The claim.
-    Claim(ObjectKey),
+    Claim(C),
     /// The claim of that name belongs to somebody else.
-    NotOwned(ObjectKey),
+    NotOwned(C),
+}
+
+/// Finds the claim of an entry: the one that it names; or, if it is made from a template, by the name in the pod's status (1.28
+/// and later), by what its maker wrote on it if that status was not there yet when the pod was read or names a claim that has
+/// been replaced since, or by the name that 1.27 gives it.
+///
+/// `by_name` finds a claim of the pod's namespace, `is_own` says whether it was made for this pod, and `annotated` finds the claim
+/// of this pod that says of itself that it was made for the entry.
+pub(in crate::core) fn resolve<C>(
+    pod: &Pod,
+    entry: &PodResourceClaim,
+    by_name: impl Fn(&str) -> Option<C>,
+    is_own: impl Fn(&C) -> bool,
+    annotated: impl FnOnce() -> Option<C>,
+) -> Resolved<C> {
+    if let Some(name) = &entry.source.resource_claim_name {
+        return by_name(name).map_or(Resolved::Awaited, Resolved::Claim);
+    }
+    if entry.source.resource_claim_template_name.is_none() {
+        return Resolved::Awaited;
+    }
+    let generated = |name: &str| match by_name(name) {
+        None => Resolved::Awaited,
+        Some(claim) if is_own(&claim) => Resolved::Claim(claim),
+        Some(claim) => Resolved::NotOwned(claim),
+    };
+    let mut statuses = pod.status.resource_claim_statuses.iter();
+    let named = match statuses.find(|status| status.name == entry.name) {
+        Some(status) => match &status.resource_claim_name {
+            Some(name) => Some(generated(name)),
+            None => return Resolved::NotNeeded,
+        },
+        None => None,
+    };
+    match named {
+        Some(Resolved::Claim(claim)) => Resolved::Claim(claim),
+        named => annotated().map(Resolved::Claim).or(named).unwrap_or_else(|| {
+            let pod = pod.metadata.name.as_deref().unwrap_or_default();
+            generated(&format!("{pod}-{}", entry.name))
+        }),
+    }
+}
+
+/// Whether a claim says of itself that it was made for an entry of its pod.
+pub(in crate::core) fn is_made_for(claim: &ResourceClaim, entry: &str) -> bool {
+    let annotations = claim.metadata.annotations.as_ref();
+    annotations
+        .and_then(|all| all.get(POD_CLAIM_NAME_ANNOTATION))
+        .is_some_and(|made_for| made_for == entry)
 }
 
 impl World {
     /// Finds the claims that a pod names, by entry.
     pub(super) fn resolve_claims(&self, namespace: &str, pod: &Pod) -> Vec<(String, Resolved)> {
-        pod.spec
-            .resource_claims
-            .iter()
-            .map(|entry| {
-                let resolved = match (
-                    &entry.source.resource_claim_name,
-                    &entry.source.resource_claim_template_name,
-                ) {
-                    (Some(name), _) => {
-                        let key = ObjectKey::new(namespace, name.clone());
-                        if self.claims.contains_key(&key) {
-                            Resolved::Claim(key)
-                        } else {
-                            Resolved::Awaited
-                        }
-                    }
-                    (None, Some(_)) => self.resolve_generated(namespace, pod, &entry.name),
-                    (None, None) => Resolved::Awaited,
-                };
-                (entry.name.clone(), resolved)
-            })
-            .collect()
-    }
-
-    /// The claim made from a template: by the name in the pod's status (1.28 and later), by what its maker wrote on it if that
-    /// status was not there yet when the pod was read or names a claim that has been replaced since, or by the name that 1.27
-    /// gives it.
-    fn resolve_generated(&self, namespace: &str, pod: &Pod, entry: &str) -> Resolved {
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
-        let mut statuses = pod.status.resource_claim_statuses.iter();
-        let named = match statuses.find(|status| status.name == entry) {
-            Some(status) => match &status.resource_claim_name {
-                Some(name) => Some(self.owned(ObjectKey::new(namespace, name.clone()), uid)),
-                None => return Resolved::NotNeeded,
-            },
-            None => None,
+        let by_name = |name: &str| {
+            let key = ObjectKey::new(namespace, name);
+            self.claims.contains_key(&key).then_some(key)
         };
-        if let Some(Resolved::Claim(key)) = named {
-            return Resolved::Claim(key);
-        }
-        if let Some(key) = self.annotated(uid, entry) {
-            return Resolved::Claim(key);
-        }
-        named.unwrap_or_else(|| {
-            let pod_name = pod.metadata.name.as_deref().unwrap_or_default();
-            self.owned(ObjectKey::new(namespace, format!("{pod_name}-{entry}")), uid)
-        })
+        let is_own = |key: &ObjectKey| {
+            let owner = self
+                .claims
+                .get(key)
+                .and_then(|claim| controller_of(&claim.object.metadata));
+            owner.is_some_and(|owner| owner.uid == uid)
+        };
+        let resolved = |entry: &PodResourceClaim| {
+            let annotated = || self.annotated(uid, &entry.name);
+            let resolved = resolve(pod, entry, by_name, is_own, annotated);
+            (entry.name.clone(), resolved)
+        };
+        pod.spec.resource_claims.iter().map(resolved).collect()
     }
 
     /// Whether another driver says that the selected node does not suit a claim which it has still to allocate. An allocation there
@@ -109,20 +130,8 @@ impl World {
         let made_for = self.claims_by_owner.get(uid).into_iter().flatten();
         let candidates = made_for.filter_map(|key| {
             let claim = self.claims.get(key)?;
-            let annotations = claim.object.metadata.annotations.as_ref()?;
-            let is_for = annotations.get(POD_CLAIM_NAME_ANNOTATION)? == entry;
-            is_for.then_some((claim.is_deleting(), key))
+            is_made_for(&claim.object, entry).then_some((claim.is_deleting(), key))
         });
         candidates.min().map(|(_, key)| key.clone())
-    }
-
-    fn owned(&self, key: ObjectKey, uid: &str) -> Resolved {
-        match self.claims.get(&key) {
-            None => Resolved::Awaited,
-            Some(claim) if controller_of(&claim.object.metadata).is_some_and(|owner| owner.uid == uid) => {
-                Resolved::Claim(key)
-            }
-            Some(_) => Resolved::NotOwned(key),
-        }
     }
 }

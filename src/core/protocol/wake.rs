@@ -24,6 +24,8 @@ pub(super) struct Wake {
     /// When each namespace with waiting pods had its last turn, counted in offers.
     turns: BTreeMap<String, u64>,
     offers: u64,
+    /// When something became free last.
+    freed: Moment,
 }
 
 /// What decides whose turn it is.
@@ -127,6 +129,7 @@ impl World {
         };
         self.wake.offered.clear();
         self.wake.queue = queue;
+        self.wake.freed = now;
         let immediate: Vec<ObjectKey> = self.unallocated_immediate.iter().cloned().collect();
         for key in immediate {
             if let Some(claim) = self.claims.get_mut(&key) {
@@ -144,6 +147,8 @@ impl World {
             let epoch = self.epoch;
             if let Some(context) = self.contexts.get_mut(&key) {
                 context.offered(epoch);
+                let waits_since = context.waiting.as_ref().map(|waiting| waiting.since);
+                context.woken = Some(waits_since.map_or(self.wake.freed, |since| since.max(self.wake.freed)));
                 self.dirty.insert(Work::Context(key.clone()));
                 self.wake_at(now.after(OFFER), Work::Offer(key));
                 any = true;

@@ -12,8 +12,9 @@ use crate::driver::{Holding, Observation};
 
 use super::batch::{Batch, BatchId};
 use super::claim::ClaimState;
-use super::context::{Basis, ContextState};
+use super::context::{Basis, ContextState, EarlyPod};
 use super::event::{Answer, CallId, Command, Event, Moment, ObjectKey, Outcome, Regarding, Report};
+use super::statistics::{Queue, Statistics};
 use super::wake::Wake;
 
 /// What an operator chooses.
@@ -49,17 +50,6 @@ impl Settings {
     pub fn node_label(&self) -> String {
         format!("{}/{NODE_LABEL}", self.driver_name)
     }
-}
-
-/// What the protocol has counted since the start.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Statistics {
-    /// Claims allocated: the status write is known to be stored.
-    pub allocations: u64,
-    /// Claims whose devices were given back.
-    pub deallocations: u64,
-    /// Waiting pods for which the slow recheck found a place that nothing had announced. Each one is a lost wake-up.
-    pub caught_by_recheck: u64,
 }
 
 /// What must have happened before the first decision.
@@ -100,7 +90,14 @@ pub(super) enum Work {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Flight {
     /// A context that reads its pod.
-    Pod { context: ObjectKey, uid: String },
+    Pod {
+        context: ObjectKey,
+        uid: String,
+        /// It was sent before the context was there.
+        early: bool,
+    },
+    /// A pod that has no context yet.
+    EarlyPod { uid: String },
     /// A context that is being judged.
     Judge {
         context: ObjectKey,
@@ -136,11 +133,13 @@ pub struct World {
     /// Immediate claims that are not allocated.
     pub(super) unallocated_immediate: BTreeSet<ObjectKey>,
     pub(super) contexts: BTreeMap<ObjectKey, ContextState>,
+    /// Pods without a context, by uid, as long as there is a claim that was made for them.
+    pub(super) early_pods: BTreeMap<String, EarlyPod>,
     /// The contexts whose pods name a claim.
     pub(super) users: BTreeMap<ObjectKey, BTreeSet<ObjectKey>>,
     pub(super) batches: BTreeMap<BatchId, Batch>,
     pub(super) flights: BTreeMap<CallId, Flight>,
-    pub(super) dirty: BTreeSet<Work>,
+    pub(super) dirty: Queue,
     timers: BTreeSet<(Moment, Work)>,
     pub(super) wake: Wake,
     /// Raised when something may have become possible.
@@ -164,10 +163,11 @@ impl World {
             unowned_candidates: BTreeSet::new(),
             unallocated_immediate: BTreeSet::new(),
             contexts: BTreeMap::new(),
+            early_pods: BTreeMap::new(),
             users: BTreeMap::new(),
             batches: BTreeMap::new(),
             flights: BTreeMap::new(),
-            dirty: BTreeSet::new(),
+            dirty: Queue::default(),
             timers: BTreeSet::new(),
             wake: Wake::default(),
             epoch: 0,
@@ -175,11 +175,6 @@ impl World {
             next_id: 0,
             statistics: Statistics::default(),
         }
-    }
-
-    /// What has been counted since the start.
-    pub fn statistics(&self) -> Statistics {
-        self.statistics
     }
 
     /// Whether decisions are made: everything is listed and the driver is ready.
@@ -199,6 +194,7 @@ impl World {
 
     /// Takes note of what has happened.
     pub fn apply(&mut self, event: Event, now: Moment) {
+        self.dirty.now = now;
         match event {
             Event::Classes(classes) => self.see_all_classes(classes),
             Event::Class(class) => self.see_class(class),
@@ -218,6 +214,7 @@ impl World {
 
     /// Says what to do now. Pure: the same world and the same moment give the same commands.
     pub fn decide(&mut self, now: Moment) -> Vec<Command> {
+        self.dirty.now = now;
         if self.barrier.driver {
             self.fire_timers(now);
             loop {
@@ -261,13 +258,16 @@ impl World {
     }
 
     /// Sends a command whose answer belongs to `flight`.
-    pub(super) fn send(&mut self, flight: Flight, command: impl FnOnce(CallId) -> Command) {
+    pub(super) fn send(&mut self, flight: Flight, command: impl FnOnce(CallId) -> Command) -> CallId {
         let id = CallId(self.next_number());
+        self.dirty.sent(id, &flight);
         self.flights.insert(id, flight);
         self.outbox.push(command(id));
+        id
     }
 
-    pub(super) fn report(&mut self, regarding: Regarding, reason: &str, message: String) {
+    pub(super) fn report(&mut self, regarding: Regarding, reason: &'static str, message: String) {
+        *self.statistics.reports.entry(reason).or_default() += 1;
         self.outbox.push(Command::Report(Report {
             regarding,
             reason: reason.to_owned(),
@@ -279,12 +279,14 @@ impl World {
         let Some(flight) = self.flights.remove(&id) else {
             return;
         };
+        self.count_answer(id, &flight, &answer);
         // What a write returned is seen at once: the watch will show it later.
         if let Answer::ClaimWritten(Outcome::Done(claim)) = &answer {
             self.see_written_claim(claim.clone(), now);
         }
         match flight {
-            Flight::Pod { context, uid } => self.pod_read(&context, &uid, answer, now),
+            Flight::Pod { context, uid, early } => self.pod_read(&context, &uid, early, answer, now),
+            Flight::EarlyPod { uid } => self.early_pod_read(&uid, answer, now),
             Flight::Judge {
                 context,
                 uid,

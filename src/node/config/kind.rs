@@ -7,6 +7,7 @@ use serde_saphyr::Spanned;
 
 use super::door::RawDoors;
 use super::extras::{self, Probe};
+use super::places::Places;
 use super::preset::{PRESETS, Preset};
 use super::source::{self, Source};
 use super::{DeviceKind, Place, Refused, at, shown};
@@ -101,20 +102,30 @@ impl RawKind {
             pre_start_check: self.pre_start_check.as_ref(),
         }
         .check(field, shares)?;
+        let container_paths = self.container_paths.as_ref().map_or_else(
+            || Ok(BTreeMap::new()),
+            |raw| extras::container_paths(field, &source, raw),
+        )?;
+        let mounts = self
+            .mounts
+            .as_ref()
+            .map_or_else(|| Ok(Vec::new()), |raw| extras::mounts(field, raw))?;
+        Places {
+            source: &source,
+            paths: &container_paths,
+            mounts: &mounts,
+            raw_paths: self.container_paths.as_ref(),
+            raw_mounts: self.mounts.as_ref(),
+        }
+        .check(field, whole)?;
         Ok(DeviceKind {
             name: name.value.clone(),
             doors,
-            container_paths: self.container_paths.as_ref().map_or_else(
-                || Ok(BTreeMap::new()),
-                |raw| extras::container_paths(field, &source, raw),
-            )?,
+            container_paths,
             source,
             permissions,
             shares,
-            mounts: self
-                .mounts
-                .as_ref()
-                .map_or_else(|| Ok(Vec::new()), |raw| extras::mounts(field, raw))?,
+            mounts,
             environment: self
                 .environment
                 .as_ref()

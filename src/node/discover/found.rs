@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use super::node::Node;
-use crate::api::crd::{AttributeValue, Device, Mode};
+use crate::api::crd::{Device, DeviceAttributes, Mode};
 use crate::core::node::injection::{DeviceNode, Injection, Mount};
 use crate::core::node::naming::environment_name;
 use crate::node::config::{DeviceKind, Probe};
@@ -15,7 +15,7 @@ pub(super) struct Found {
     pub(super) kind: String,
     pub(super) mode: Mode,
     pub(super) shares: Option<u32>,
-    pub(super) attributes: BTreeMap<String, AttributeValue>,
+    pub(super) attributes: DeviceAttributes,
     /// The nodes, the one that the device is known by first.
     pub(super) nodes: Vec<FoundNode>,
     /// Its directory in sysfs, if it has one.
@@ -43,7 +43,7 @@ impl Found {
         kind: &DeviceKind,
         name: &str,
         nodes: Vec<FoundNode>,
-        attributes: BTreeMap<String, AttributeValue>,
+        attributes: DeviceAttributes,
         sysfs: Option<PathBuf>,
     ) -> Self {
         Self {

@@ -108,11 +108,16 @@ fn device_nodes_are_found_and_nothing_else() {
     let device = scan.found["test-a"].device("test-a");
     assert_eq!((device.kind.as_str(), device.mode), ("test", Mode::Claims));
     assert_eq!(
-        device.attributes["drayman.dev/path"].string.as_deref(),
+        device
+            .attributes
+            .get("drayman.dev/path")
+            .unwrap()
+            .string
+            .as_deref(),
         Some("/dev/test-a")
     );
-    assert_eq!(device.attributes["drayman.dev/major"].int, Some(240));
-    assert_eq!(device.attributes["drayman.dev/minor"].int, Some(1));
+    assert_eq!(device.attributes.get("drayman.dev/major").unwrap().int, Some(240));
+    assert_eq!(device.attributes.get("drayman.dev/minor").unwrap().int, Some(1));
 }
 
 #[test]

@@ -9,6 +9,7 @@
 
 pub mod device_plugin;
 pub mod dra;
+mod health;
 pub mod pod_resources;
 mod registration;
 

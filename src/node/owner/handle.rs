@@ -14,7 +14,9 @@ use crate::core::node::refusal::Refusal;
 use crate::core::node::request::{ClaimToPrepare, ClaimToUnprepare, ExtendedResource, PluginDevice};
 use crate::node::companion::{Companion, CompanionError};
 use crate::node::driver::NodeDriverError;
+use crate::node::figures::Figures;
 use crate::node::store::StoreError;
+use crate::node::transport::GrpcCalls;
 
 /// Why a request failed.
 #[derive(Debug, thiserror::Error)]
@@ -86,6 +88,7 @@ pub struct OwnerHandle {
     pub(super) resources: watch::Receiver<Arc<BTreeMap<String, Offered>>>,
     pub(super) held: watch::Receiver<usize>,
     pub(super) look_due: Arc<Notify>,
+    pub(super) figures: Arc<Figures>,
 }
 
 impl OwnerHandle {
@@ -110,6 +113,10 @@ impl OwnerHandle {
 }
 
 impl Companion for OwnerHandle {
+    fn grpc_calls(&self) -> Arc<GrpcCalls> {
+        self.figures.calls.clone()
+    }
+
     async fn prepare(&self, claims: Vec<ClaimToPrepare>) -> Vec<Result<Vec<String>, CompanionError>> {
         let count = claims.len();
         let answer = self.ask(|sender| Request::Prepare(claims, sender)).await;

@@ -132,7 +132,7 @@ impl<D: NodeDriver> Owner<D> {
         match request {
             RecordsRequest::Look(now, answer) => {
                 let kubelet = self.kubelet().await;
-                let questions = self.orphans.look(&self.ledger, &kubelet, now);
+                let questions = self.orphans.change().look(&self.ledger, &kubelet, now);
                 let next = self.orphans.next_look(now);
                 let _ = answer.send(Look { questions, next });
             }
@@ -152,7 +152,7 @@ impl<D: NodeDriver> Owner<D> {
     async fn judge(&mut self, now: Duration, answers: &BTreeMap<ClaimUid, ApiView>) {
         // Read again, after the API server has answered: what is freed must be missing at the end of the wait too.
         let kubelet = self.kubelet().await;
-        for verdict in self.orphans.judge(&self.ledger, &kubelet, answers, now) {
+        for verdict in self.orphans.change().judge(&self.ledger, &kubelet, answers, now) {
             let (uid, steps) = match verdict {
                 Verdict::Free(uid) => {
                     info!(claim_uid = %uid, reason = "OrphanFreed", "neither kubelet nor the API server knows the claim any more: what it held is free");
@@ -180,7 +180,7 @@ impl<D: NodeDriver> Owner<D> {
             Err(Failure::Store(error)) => return Err(error.into()),
             Err(_) => return Err(ReleaseError::Stopping),
         }
-        self.orphans.forget(&uid);
+        self.orphans.change().forget(&uid);
         let held = before.into_iter().find(|holding| holding.uid == uid.as_str());
         let held = held.unwrap_or_default();
         warn!(claim_uid = %uid, devices = ?held.devices, force, reason = "Released", "a person has released what the claim held");

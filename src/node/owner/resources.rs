@@ -54,20 +54,26 @@ impl<D: NodeDriver> Owner<D> {
         let mut injections = Vec::with_capacity(containers.len());
         for container in containers {
             let devices: BTreeSet<&str> = container.iter().map(|id| device_of_plugin_id(id)).collect();
-            let mut injection = Injection::default();
+            let (mut whole, mut apart) = (Injection::default(), Vec::new());
             for device in devices {
                 let made = self.injection_of(device).await?;
-                injection.extend(if offered.cdi_devices {
-                    self.by_name(device, made).await?
-                } else {
-                    made
-                });
+                if offered.cdi_devices {
+                    apart.push((device, made.clone()));
+                }
+                whole.extend(made);
             }
-            injections.push(injection);
+            whole.check_paths()?;
+            if offered.cdi_devices {
+                whole = Injection::default();
+                for (device, made) in apart {
+                    whole.extend(self.by_name(device, made).await?);
+                }
+            }
+            injections.push(whole);
         }
         if offered.also_by_claims {
             let devices = containers.iter().flatten().map(|id| device_of_plugin_id(id));
-            self.containers.allocated(devices, self.since.elapsed());
+            self.containers.change().allocated(devices, self.since.elapsed());
         }
         Ok(injections)
     }
@@ -173,7 +179,8 @@ impl<D: NodeDriver> Owner<D> {
     /// first, so that kubelet hears it before the door closes.
     pub(super) fn change_resources(&mut self) {
         let wanted = self.wanted.borrow_and_update().clone();
-        self.resources.retain(|name, resource| {
+        let resources = self.resources.change();
+        resources.retain(|name, resource| {
             let stays = wanted.get(name) == Some(&resource.offered);
             if !stays {
                 resource.devices.send_replace(Vec::new());
@@ -181,7 +188,7 @@ impl<D: NodeDriver> Owner<D> {
             stays
         });
         for (name, resource) in wanted.iter() {
-            self.resources.entry(name.clone()).or_insert_with(|| Resource {
+            resources.entry(name.clone()).or_insert_with(|| Resource {
                 offered: resource.clone(),
                 devices: watch::channel(Vec::new()).0,
             });
@@ -248,8 +255,8 @@ impl<D: NodeDriver> Owner<D> {
                 "kubelet has shown which devices its containers hold"
             );
         }
-        self.containers.seen(&shown, self.since.elapsed());
-        self.contested.settle(&self.containers);
+        self.containers.change().seen(&shown, self.since.elapsed());
+        self.contested.change().settle(&self.containers);
         Ok(())
     }
 
@@ -272,7 +279,7 @@ impl<D: NodeDriver> Owner<D> {
 
     /// A claim was allocated devices, or is no longer.
     pub(super) async fn hear_of_claims(&mut self) {
-        self.announced = self.announcements.borrow_and_update().as_ref().clone();
+        *self.announced.change() = self.announcements.borrow_and_update().as_ref().clone();
         let held = |owner: &Self| {
             owner
                 .announced
@@ -293,7 +300,7 @@ impl<D: NodeDriver> Owner<D> {
 
     /// A claim got, or wants, what a container has.
     pub(super) fn contest(&mut self, device: &str) {
-        self.contested.claimed(device, &self.containers);
+        self.contested.change().claimed(device, &self.containers);
         if let Some(holder) = self.containers.holder(device) {
             warn!(
                 device,

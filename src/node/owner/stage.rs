@@ -24,6 +24,8 @@ pub(super) const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
 pub(super) struct Said {
     pub(super) devices: watch::Sender<Arc<Devices>>,
     pub(super) gone: Mutex<BTreeSet<String>>,
+    /// Where containers see a device, if not at its own path.
+    pub(super) renamed: Mutex<BTreeMap<String, String>>,
     pub(super) asked: AtomicUsize,
     /// Holds answers back while the test has the permit.
     pub(super) gate: tokio::sync::Semaphore,
@@ -34,6 +36,7 @@ impl Said {
         let said = Self {
             devices: watch::channel(Arc::default()).0,
             gone: Mutex::default(),
+            renamed: Mutex::default(),
             asked: AtomicUsize::new(0),
             gate: tokio::sync::Semaphore::new(1),
         };
@@ -71,9 +74,10 @@ impl NodeDriver for Said {
             });
         }
         let path = format!("/dev/{device}");
+        let renamed = self.renamed.lock().unwrap().get(device).cloned();
         let node = DeviceNode {
-            host_path: path.clone(),
-            container_path: path,
+            container_path: renamed.unwrap_or_else(|| path.clone()),
+            host_path: path,
             permissions: "rw".into(),
         };
         Ok(Injection::of_device_node(device, node))
@@ -117,6 +121,18 @@ pub(super) async fn live_beside(
     driver: &Arc<Said>,
     kubelet: Option<Arc<Kubelet>>,
 ) -> Life {
+    let (owner, life) = begin(root, boot_id, driver, kubelet).await;
+    let task = tokio::spawn(owner.run());
+    Life { task, ..life }
+}
+
+/// The same before it serves anybody: the task is one that has nothing to do.
+pub(super) async fn begin(
+    root: &Path,
+    boot_id: &str,
+    driver: &Arc<Said>,
+    kubelet: Option<Arc<Kubelet>>,
+) -> (Owner<Said>, Life) {
     let places = Places {
         driver: DriverName::parse("drayman.dev").unwrap(),
         state: root.join("state"),
@@ -151,17 +167,18 @@ pub(super) async fn live_beside(
         node_in_doubt: doubt.clone(),
         grants: kubelet.map(|kubelet| kubelet as Arc<dyn Grants>),
         announcements,
+        figures: Arc::default(),
     })
     .await;
-    let task = tokio::spawn(owner.run());
-    Life {
+    let life = Life {
         handle: Arc::new(handle),
         inventory,
         cluster,
         doubt,
         announcer,
-        task,
-    }
+        task: tokio::spawn(async {}),
+    };
+    (owner, life)
 }
 
 pub(super) async fn live_and_know(root: &Path, boot_id: &str, driver: &Arc<Said>) -> Life {

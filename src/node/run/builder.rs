@@ -22,11 +22,13 @@ use crate::node::door::device_plugin::PluginRegistration;
 use crate::node::door::pod_resources::{Grants, KubeletGrants};
 use crate::node::door::{DoorError, KubeletPaths};
 use crate::node::driver::NodeDriver;
+use crate::node::figures::Figures;
 use crate::node::inventory::{Publisher, PublisherClient, Standing};
 use crate::node::orphans::Caretaker;
 use crate::node::owner::{Owner, OwnerOptions};
 use crate::node::records;
 use crate::node::reload::Resources;
+use crate::node::store::disk::Disk;
 use crate::node::store::{Opened, Places, Store, StoreError};
 
 /// How long a companion waits for another one on the same node to end, as at an update.
@@ -83,6 +85,8 @@ pub struct NodeBuilder<D> {
     changing: Option<watch::Receiver<Arc<Resources>>>,
     notices: Option<mpsc::Receiver<DeviceEvent>>,
     standing: watch::Sender<Standing>,
+    figures: Arc<Figures>,
+    disk: Disk,
 }
 
 impl Node {
@@ -106,6 +110,8 @@ impl Node {
             changing: None,
             notices: None,
             standing: watch::Sender::new(Standing::starting()),
+            figures: Arc::default(),
+            disk: Disk::default(),
         }
     }
 }
@@ -173,6 +179,19 @@ impl<D: NodeDriver> NodeBuilder<D> {
         self
     }
 
+    /// Where the companion counts what it does; whoever keeps a copy can look.
+    #[must_use]
+    pub fn figures(mut self, figures: Arc<Figures>) -> Self {
+        self.figures = figures;
+        self
+    }
+
+    /// A disk at which somebody looks on.
+    pub(super) fn disk(mut self, disk: Disk) -> Self {
+        self.disk = disk;
+        self
+    }
+
     /// Runs the companion until the token is cancelled.
     ///
     /// The records of the node are put right before a door opens. An API server that is away stops nothing here: claims are
@@ -182,7 +201,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let driver_name = DriverName::parse(&self.driver_name)?;
         let boot_id = boot_id().map_err(NodeError::BootId)?;
         let places = Places::new(driver_name.clone(), &self.kubelet.root_dir, &self.cdi_dir);
-        let Some(opened) = open(&places, &boot_id, &shutdown).await? else {
+        let Some(opened) = open(&self.disk, &places, &boot_id, &shutdown).await? else {
             return Ok(());
         };
         let (cluster, _) = watch::channel(opened.cluster.clone());
@@ -203,6 +222,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             node_in_doubt: node_in_doubt.clone(),
             grants: Some(grants),
             announcements,
+            figures: self.figures.clone(),
         });
         // The driver's first list may take its time.
         let (owner, companion, devices) = tokio::select! {
@@ -245,11 +265,13 @@ impl<D: NodeDriver> NodeBuilder<D> {
             records: companion.records(),
             cluster: cluster.subscribe(),
             quarantine,
+            figures: self.figures.clone(),
         };
         let caretaker = tokio::spawn(caretaker.run(stop_care.clone()));
         let records = records::serve(
             records::socket(&places.state, &self.kubelet.root_dir),
             companion.records(),
+            self.figures.calls.clone(),
             stop_care.clone(),
         );
         let records = records.await.map_err(DoorError::from)?;
@@ -264,6 +286,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             quarantine: in_quarantine,
             node_in_doubt,
             notices: self.notices,
+            figures: self.figures,
         };
         let stop_publishing = CancellationToken::new();
         let publisher = tokio::spawn(publisher.run(stop_publishing.clone()));
@@ -289,6 +312,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
 
 /// Opens the records, and waits a while for another companion to let go of them. `None` if the shutdown comes first.
 async fn open(
+    disk: &Disk,
     places: &Places,
     boot_id: &str,
     shutdown: &CancellationToken,
@@ -296,8 +320,8 @@ async fn open(
     let until = Instant::now() + LOCK_PATIENCE;
     let mut told = false;
     loop {
-        let (places, boot_id) = (places.clone(), boot_id.to_owned());
-        let opened = spawn_blocking(move || Store::open(&places, &boot_id)).await;
+        let (disk, places, boot_id) = (disk.clone(), places.clone(), boot_id.to_owned());
+        let opened = spawn_blocking(move || Store::open_on(&disk, &places, &boot_id)).await;
         match opened.map_err(NodeError::Broken)? {
             Err(StoreError::Locked(lock)) if Instant::now() < until => {
                 if !told {

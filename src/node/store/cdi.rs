@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::disk::Disk;
 use super::{StoreError, files};
 use crate::api::cdi::Spec;
 use crate::core::node::claim_uid::ClaimUid;
@@ -19,6 +20,7 @@ const SIZE_MAX: u64 = 1024 * 1024;
 pub struct CdiDirectory {
     pub(super) driver: DriverName,
     pub(super) directory: PathBuf,
+    pub(super) disk: Disk,
 }
 
 impl CdiDirectory {
@@ -27,7 +29,15 @@ impl CdiDirectory {
         Self {
             driver,
             directory: directory.to_owned(),
+            disk: Disk::default(),
         }
+    }
+
+    /// The same on a disk at which somebody may look on.
+    #[must_use]
+    pub(super) fn on(mut self, disk: Disk) -> Self {
+        self.disk = disk;
+        self
     }
 
     /// The claims that have a file. What an earlier process left half written is removed on the way, if that can be done.
@@ -57,7 +67,7 @@ impl CdiDirectory {
                 continue;
             };
             if temporary {
-                if let Err(error) = files::remove(&self.directory.join(&name)) {
+                if let Err(error) = files::remove(&self.disk, &self.directory.join(&name)) {
                     tracing::warn!(reason = error.reason(), "{error}");
                 }
             } else {
@@ -80,7 +90,7 @@ impl CdiDirectory {
         }
         // The directory may have been removed together with the rest of /var/run.
         files::make_directory(&self.directory, 0o755)?;
-        files::replace(path, &text, 0o644)
+        files::replace(&self.disk, path, &text, 0o644)
     }
 
     /// Reads the file of a claim; `None` if it is not a CDI file as we write them.
@@ -95,10 +105,10 @@ impl CdiDirectory {
     pub fn remove(&self, uid: &ClaimUid) -> Result<(), StoreError> {
         let path = self.path(uid);
         if path.symlink_metadata().is_err() {
-            return files::remove(&path);
+            return files::remove(&self.disk, &path);
         }
-        files::remove(&path)?;
-        files::sync_directory(&self.directory)
+        files::remove(&self.disk, &path)?;
+        files::sync_directory(&self.disk, &self.directory)
     }
 
     fn path(&self, uid: &ClaimUid) -> PathBuf {

@@ -38,7 +38,7 @@ impl CdiDirectory {
             if let Some(device) = file.strip_suffix(".json")
                 && (half_written || !devices.contains(device))
             {
-                files::remove(&entry.path())?;
+                files::remove(&self.disk, &entry.path())?;
             }
         }
         Ok(())

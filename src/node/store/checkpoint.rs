@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::disk::{Disk, DiskStep};
 use super::{StoreError, files};
 use crate::core::node::checkpoint::{Checkpoint, CheckpointError};
 use crate::node::transport::Identity;
@@ -16,6 +17,7 @@ const KEPT_MAX: u32 = 16;
 pub struct CheckpointFile {
     directory: PathBuf,
     path: PathBuf,
+    disk: Disk,
 }
 
 /// What was found.
@@ -40,7 +42,15 @@ impl CheckpointFile {
         Self {
             directory: directory.to_owned(),
             path: directory.join("checkpoint.json"),
+            disk: Disk::default(),
         }
+    }
+
+    /// The same on a disk at which somebody may look on.
+    #[must_use]
+    pub(super) fn on(mut self, disk: Disk) -> Self {
+        self.disk = disk;
+        self
     }
 
     /// Reads the checkpoint. One that is damaged, that a newer release has written or that the disk does not give is put aside
@@ -58,14 +68,15 @@ impl CheckpointFile {
             Err(error) => (error.to_string(), "damaged"),
         };
         let kept_as = self.free_name(label);
-        let kept_as = match std::fs::rename(&self.path, &kept_as) {
+        let rename = || std::fs::rename(&self.path, &kept_as);
+        let kept_as = match self.disk.step(DiskStep::Rename, &kept_as, rename) {
             Ok(()) => Some(kept_as),
             Err(error) => {
                 tracing::error!(path = %self.path.display(), %error, "the checkpoint cannot be put aside");
                 None
             }
         };
-        if let Err(error) = files::sync_directory(&self.directory) {
+        if let Err(error) = files::sync_directory(&self.disk, &self.directory) {
             tracing::warn!(reason = error.reason(), "{error}");
         }
         Loaded::Unusable { error, kept_as }
@@ -74,7 +85,7 @@ impl CheckpointFile {
     /// Puts a checkpoint in the place of the last one. If this fails, the last one is still there, and it is durable if it was;
     /// if not, the new one is, and [`CheckpointFile::make_durable`] makes it outlive a power loss.
     pub fn replace(&self, text: &str) -> Result<(), StoreError> {
-        files::replace(&self.path, text.as_bytes(), 0o600)
+        files::replace(&self.disk, &self.path, text.as_bytes(), 0o600)
     }
 
     /// Which file has the name of the checkpoint now, and since when it is as it is.
@@ -84,7 +95,7 @@ impl CheckpointFile {
 
     /// Makes the checkpoint that is in place outlive a power loss.
     pub fn make_durable(&self) -> Result<(), StoreError> {
-        files::sync_directory(&self.directory)
+        files::sync_directory(&self.disk, &self.directory)
     }
 
     fn free_name(&self, label: &str) -> PathBuf {

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::OFlags;
 
 use super::StoreError;
+use super::disk::{Disk, DiskStep};
 
 /// What the name of a file has at its end while it is written. Readers of CDI take `.json` and `.yaml` only.
 pub(super) const TEMPORARY: &str = ".tmp";
@@ -90,45 +91,50 @@ pub(super) fn read(path: &Path, max: u64) -> io::Result<Option<Vec<u8>>> {
 ///
 /// Written under another name in the same directory, flushed to the disk and then renamed, so that a reader, and whoever
 /// comes after a power loss, sees the old content or the new.
-pub(super) fn replace(path: &Path, content: &[u8], mode: u32) -> Result<(), StoreError> {
+pub(super) fn replace(disk: &Disk, path: &Path, content: &[u8], mode: u32) -> Result<(), StoreError> {
     let temporary = temporary_of(path);
-    let result = write_new(&temporary, content, mode)
-        .and_then(|()| std::fs::rename(&temporary, path).map_err(StoreError::io("rename to", path)));
+    let rename = || disk.step(DiskStep::Rename, path, || std::fs::rename(&temporary, path));
+    let result = write_new(disk, &temporary, content, mode)
+        .and_then(|()| rename().map_err(StoreError::io("rename to", path)));
     if result.is_err() {
         // Whatever went wrong, the half of a file must not stay; a disk that is full needs the room.
-        let _ = std::fs::remove_file(&temporary);
+        let _ = disk.step(DiskStep::Remove, &temporary, || std::fs::remove_file(&temporary));
     }
     result
 }
 
-fn write_new(path: &Path, content: &[u8], mode: u32) -> Result<(), StoreError> {
-    remove(path)?;
-    let mut file = OpenOptions::new()
+fn write_new(disk: &Disk, path: &Path, content: &[u8], mode: u32) -> Result<(), StoreError> {
+    if path.symlink_metadata().is_ok() {
+        remove(disk, path)?;
+    }
+    let mut options = OpenOptions::new();
+    options
         .write(true)
         .create_new(true)
         .mode(mode)
-        .custom_flags(no_follow())
-        .open(path)
+        .custom_flags(no_follow());
+    let mut file = disk
+        .step(DiskStep::Create, path, || options.open(path))
         .map_err(StoreError::io("create", path))?;
-    file.write_all(content)
+    disk.step(DiskStep::Write, path, || file.write_all(content))
         // The mode again, because the process's umask may have taken from it.
         .and_then(|()| file.set_permissions(Permissions::from_mode(mode)))
-        .and_then(|()| file.sync_all())
+        .and_then(|()| disk.step(DiskStep::Flush, path, || file.sync_all()))
         .map_err(StoreError::io("write", path))
 }
 
 /// Removes a file or a symbolic link, if it is there.
-pub(super) fn remove(path: &Path) -> Result<(), StoreError> {
-    match std::fs::remove_file(path) {
+pub(super) fn remove(disk: &Disk, path: &Path) -> Result<(), StoreError> {
+    match disk.step(DiskStep::Remove, path, || std::fs::remove_file(path)) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(StoreError::io("remove", path)(error)),
         _ => Ok(()),
     }
 }
 
 /// Makes what was renamed or removed in a directory outlive a power loss.
-pub(super) fn sync_directory(path: &Path) -> Result<(), StoreError> {
-    File::open(path)
-        .and_then(|directory| directory.sync_all())
+pub(super) fn sync_directory(disk: &Disk, path: &Path) -> Result<(), StoreError> {
+    let flush = || File::open(path).and_then(|directory| directory.sync_all());
+    disk.step(DiskStep::FlushDirectory, path, flush)
         .map_err(StoreError::io("flush directory", path))
 }
 
@@ -169,7 +175,7 @@ mod tests {
         let path = directory.path().join("file.json");
         symlink(&victim, &path).unwrap();
         symlink(&victim, temporary_of(&path)).unwrap();
-        replace(&path, b"content", 0o644).unwrap();
+        replace(&Disk::default(), &path, b"content", 0o644).unwrap();
         assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
         assert!(path.symlink_metadata().unwrap().is_file());
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "content");
@@ -180,7 +186,7 @@ mod tests {
     fn the_mode_is_what_was_asked_for() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
-        replace(&path, b"", 0o644).unwrap();
+        replace(&Disk::default(), &path, b"", 0o644).unwrap();
         assert_eq!(path.metadata().unwrap().permissions().mode() & 0o7777, 0o644);
     }
 
@@ -189,7 +195,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("taken");
         std::fs::create_dir_all(path.join("full")).unwrap();
-        let error = replace(&path, b"content", 0o644).unwrap_err();
+        let error = replace(&Disk::default(), &path, b"content", 0o644).unwrap_err();
         assert!(error.to_string().contains("taken"), "{error}");
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
     }

@@ -3,6 +3,7 @@
 pub mod cdi;
 mod cdi_devices;
 pub mod checkpoint;
+pub mod disk;
 mod files;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,6 +25,7 @@ use crate::core::node::step::Records;
 use crate::node::transport::Identity;
 use cdi::CdiDirectory;
 use checkpoint::{CheckpointFile, Loaded};
+use disk::Disk;
 use files::Lock;
 
 /// The name of the lock.
@@ -147,11 +149,16 @@ impl Store {
     /// the ledger is put together from the CDI files and from kubelet's own list. Only a directory or a lock that cannot be had
     /// is an error.
     pub fn open(places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
+        Self::open_on(&Disk::default(), places, boot_id)
+    }
+
+    /// The same on a disk at which somebody may look on.
+    pub fn open_on(disk: &Disk, places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
         files::make_directory(&places.state, 0o750)?;
         files::make_directory(&places.cdi, 0o755)?;
         let lock = files::lock(&places.state.join(LOCK))?;
-        let file = CheckpointFile::new(&places.state);
-        let cdi = CdiDirectory::new(places.driver.clone(), &places.cdi);
+        let file = CheckpointFile::new(&places.state).on(disk.clone());
+        let cdi = CdiDirectory::new(places.driver.clone(), &places.cdi).on(disk.clone());
         let files = cdi.claims()?;
         let mut text = None;
         let (loaded, rebuilt) = match file.load() {

@@ -17,6 +17,7 @@ use tonic::transport::Server;
 use super::authority::{MAX_DECODED_BLOCK, MAX_FRAME};
 use super::calls::Activity;
 use super::connection::{Clock, Connection};
+use super::count::{Count, GrpcCalls};
 use super::directory::DirectoryWatch;
 use super::socket::{Socket, SocketError, SocketPlace, check_path};
 
@@ -62,10 +63,11 @@ impl Listening {
     }
 }
 
-/// Serves `routes` on a socket until the shutdown. When this returns, the socket is published and answers.
+/// Serves `routes` on a socket until the shutdown, and counts the calls. When this returns, the socket is published and answers.
 pub async fn listen(
     place: SocketPlace,
     routes: Routes,
+    calls: Arc<GrpcCalls>,
     shutdown: CancellationToken,
 ) -> Result<Listening, SocketError> {
     check_path(&place)?;
@@ -85,6 +87,7 @@ pub async fn listen(
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
         .timeout(CALL_LIMIT)
+        .layer(Count(calls))
         .add_routes(routes)
         .serve_with_incoming_shutdown(ReceiverStream::new(incoming), shutdown.clone().cancelled_owned());
     let mut keeper = Keeper {

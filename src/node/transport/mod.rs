@@ -11,10 +11,12 @@
 pub mod authority;
 mod calls;
 mod connection;
+mod count;
 mod directory;
 mod listen;
 mod socket;
 
+pub use count::{GrpcCalls, GrpcMethod, MethodFigures};
 pub use listen::{Listening, MAX_CONNECTIONS, MAX_STREAMS, listen};
 pub(crate) use socket::Identity;
 pub use socket::{MAX_PATH, SocketError, SocketPlace};

@@ -28,7 +28,7 @@ mod write;
 pub(crate) use patch::Patch;
 pub(crate) use refusal::Refusal;
 pub use serve::kubeconfig;
-pub use server::ApiServer;
+pub use server::{ApiServer, Changed};
 pub(crate) use server::{ListQuery, Target, WriteOptions};
 pub(crate) use store::Change;
 #[cfg(test)]

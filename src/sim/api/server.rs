@@ -1,5 +1,6 @@
 //! What the server does with a request, once it is known what the request is about.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde_json::{Value, json};
@@ -52,6 +53,19 @@ pub(crate) struct WriteOptions {
 /// An answer: the status code, and the object.
 pub(crate) type Answer = (u16, Value);
 
+/// A change of an object, as whoever looks on sees it.
+#[derive(Clone, Debug)]
+pub struct Changed {
+    /// The version that the change made.
+    pub version: u64,
+    /// The plural of its kind.
+    pub plural: String,
+    /// The object before; none if it was created.
+    pub before: Option<Value>,
+    /// The object after; none if it was deleted.
+    pub after: Option<Value>,
+}
+
 /// The API server. Clones are the same server.
 #[derive(Clone, Debug)]
 pub struct ApiServer {
@@ -103,8 +117,32 @@ impl ApiServer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// All objects of the kind of this plural.
+    pub fn objects(&self, plural: &str) -> Vec<Value> {
+        let all = self.snapshot().into_iter();
+        all.filter(|(kind, _)| kind == plural)
+            .map(|(_, object)| object)
+            .collect()
+    }
+
+    /// What has changed after a version, in order; the first version is 1. Nothing if that is no longer known.
+    pub fn history(&self, version: u64) -> Vec<Changed> {
+        let plurals: BTreeMap<String, String> = {
+            let state = self.state();
+            let plural = |kind: &Arc<Kind>| (kind.storage(), kind.plural.clone());
+            state.kinds.iter().map(plural).collect()
+        };
+        let seen = |change: Change| Changed {
+            version: change.version,
+            plural: plurals.get(&change.key.storage).cloned().unwrap_or_default(),
+            before: change.before.as_deref().cloned(),
+            after: change.after.as_deref().cloned(),
+        };
+        self.changes_after(version).0.into_iter().map(seen).collect()
+    }
+
     /// Tells when something has changed.
-    pub(crate) fn changes(&self) -> watch::Receiver<u64> {
+    pub fn changes(&self) -> watch::Receiver<u64> {
         self.changed.subscribe()
     }
 

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tonic::Request;
 
 use super::Kubelet;
-use super::wire::{CallError, call};
+use super::wire::CallError;
 use crate::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesResponse, NodeUnprepareResourcesResponse};
 use crate::api::proto::{ClaimList, ContainerList, DeviceIdList};
 use crate::sim::api::object::{self, list, text};
@@ -18,6 +18,9 @@ use crate::sim::runtime::Outfit;
 
 /// The deadline of a call of the DRA service.
 const PREPARE: Duration = Duration::from_secs(45);
+
+/// That of Allocate, of which kubelet itself has none.
+const ALLOCATE: Duration = Duration::from_secs(45);
 
 /// A pod that was started: what it holds.
 #[derive(Clone, Debug, Default)]
@@ -107,7 +110,7 @@ impl Kubelet {
                 |error: crate::sim::runtime::RuntimeError| Trouble::Later("Failed", error.to_string());
             for claim in list(container, "/resources/claims") {
                 for id in prepared.get(text(claim, "/name")).into_iter().flatten() {
-                    outfit.add_cdi(&self.place.cdi, id).map_err(failed)?;
+                    outfit.add_cdi(&self.place, id).map_err(failed)?;
                 }
             }
             for (path, host, permissions) in devices
@@ -115,7 +118,9 @@ impl Kubelet {
                 .into_iter()
                 .flat_map(|got| &got.devices)
             {
-                outfit.add_device(path, host, permissions).map_err(failed)?;
+                outfit
+                    .add_device(&self.place.dev, path, host, permissions)
+                    .map_err(failed)?;
             }
             let environment = devices
                 .get(text(container, "/name"))
@@ -154,13 +159,15 @@ impl Kubelet {
                     resource_handle: text(handle, "/data").to_owned(),
                     ..Claim::default()
                 };
-                let answer: Result<NodePrepareResourcesResponse, CallError> = call(
-                    &socket,
-                    "/v1alpha3.Node/NodePrepareResources",
-                    &ClaimList::new(vec![request.clone()]),
-                    PREPARE,
-                )
-                .await;
+                let answer: Result<NodePrepareResourcesResponse, CallError> = self
+                    .calls
+                    .call(
+                        &socket,
+                        "/v1alpha3.Node/NodePrepareResources",
+                        &ClaimList::new(vec![request.clone()]),
+                        PREPARE,
+                    )
+                    .await;
                 let answer =
                     answer.map_err(|error| later(format!("NodePrepareResources failed: {error}")))?;
                 let Some(prepared) = answer.claims.into_iter().find(|each| each.key == request.uid) else {
@@ -207,18 +214,25 @@ impl Kubelet {
                 let client = self
                     .registry
                     .with(|plugins| plugins.resources.get(resource).map(|(client, _)| client.clone()));
-                let Some(mut client) = client else { continue };
+                let Some(client) = client else { continue };
                 let request = ContainerList::new(vec![DeviceIdList::new(ids.into_iter().collect())]);
-                let answer = client
-                    .allocate(Request::new(request))
-                    .await
-                    .map_err(|status| {
-                        Trouble::Never(format!(
-                            "Allocate failed due to {}, which is unexpected",
-                            status.message()
-                        ))
-                    })?
-                    .into_inner();
+                let allocate = || {
+                    let (mut client, request) = (client.clone(), Request::new(request.clone()));
+                    async move {
+                        let answer = client
+                            .allocate(request)
+                            .await
+                            .map_err(|status| CallError::Status {
+                                code: format!("{:?}", status.code()),
+                                message: status.message().to_owned(),
+                            })?;
+                        Ok(answer.into_inner())
+                    }
+                };
+                let answer = self.calls.pass("Allocate", ALLOCATE, allocate).await;
+                let answer = answer.map_err(|error| {
+                    Trouble::Never(format!("Allocate failed due to {error}, which is unexpected"))
+                })?;
                 let outfit = outfits.entry(text(container, "/name").to_owned()).or_default();
                 for response in answer.container_responses {
                     outfit.environment.extend(response.envs);
@@ -324,13 +338,15 @@ impl Kubelet {
             let Some(socket) = self.driver(driver) else {
                 return false;
             };
-            let answer: Result<NodeUnprepareResourcesResponse, CallError> = call(
-                &socket,
-                "/v1alpha3.Node/NodeUnprepareResources",
-                &ClaimList::new(vec![claim.clone()]),
-                PREPARE,
-            )
-            .await;
+            let answer: Result<NodeUnprepareResourcesResponse, CallError> = self
+                .calls
+                .call(
+                    &socket,
+                    "/v1alpha3.Node/NodeUnprepareResources",
+                    &ClaimList::new(vec![claim.clone()]),
+                    PREPARE,
+                )
+                .await;
             match answer {
                 Ok(answer)
                     if answer.claims.iter().any(|each| {

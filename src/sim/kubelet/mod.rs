@@ -6,7 +6,7 @@ mod plugins;
 mod wire;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde_json::{Value, json};
@@ -15,8 +15,11 @@ use tokio_util::sync::CancellationToken;
 
 use self::containers::Running;
 use self::plugins::Registry;
+use self::wire::Calls;
+use super::faults::Faults;
 use super::hand::Hand;
 use super::runtime::Outfit;
+use crate::node::run::NodeOptions;
 use crate::sim::api::{ApiServer, object};
 
 /// A node: its name and its directories.
@@ -30,6 +33,43 @@ pub struct NodePlace {
     pub device_plugins: PathBuf,
     /// The directory of CDI files.
     pub cdi: PathBuf,
+    /// Where this process sees the node's `/dev`.
+    pub dev: PathBuf,
+}
+
+impl NodePlace {
+    /// A node with everything in one directory, but for the devices, which are the machine's.
+    pub fn within(name: &str, directory: &Path) -> Self {
+        Self {
+            name: name.to_owned(),
+            root: directory.join("kubelet"),
+            device_plugins: directory.join("kubelet/device-plugins"),
+            cdi: directory.join("cdi"),
+            dev: "/dev".into(),
+        }
+    }
+
+    /// Makes the directories.
+    pub fn make(&self) -> std::io::Result<()> {
+        for needed in [
+            &self.root.join("plugins_registry"),
+            &self.device_plugins,
+            &self.cdi,
+        ] {
+            std::fs::create_dir_all(needed)?;
+        }
+        Ok(())
+    }
+
+    /// What a companion of this node is told.
+    pub fn options(&self, configuration: &Path, client: kube::Client) -> NodeOptions {
+        let mut options = NodeOptions::new(&self.name, configuration, client);
+        options.kubelet_root.clone_from(&self.root);
+        options.device_plugin_dir.clone_from(&self.device_plugins);
+        options.cdi_dir.clone_from(&self.cdi);
+        options.host.dev.clone_from(&self.dev);
+        options
+    }
 }
 
 /// What the containers of the node's pods have got, by namespace and name of the pod and by container.
@@ -41,6 +81,7 @@ pub struct Kubelet {
     place: NodePlace,
     hand: Hand,
     registry: Registry,
+    calls: Calls,
     running: Arc<Mutex<BTreeMap<String, Running>>>,
     outfits: Arc<Mutex<Outfits>>,
 }
@@ -48,9 +89,19 @@ pub struct Kubelet {
 impl Kubelet {
     /// The kubelet of a node. Nothing happens before it runs.
     pub fn new(server: &ApiServer, place: NodePlace) -> Self {
+        Self::calling(server, place, Calls::default())
+    }
+
+    /// The same, where something can go wrong with its calls of a program.
+    pub fn with_faults(server: &ApiServer, place: NodePlace, faults: &Faults, program: &'static str) -> Self {
+        Self::calling(server, place, Calls::new(faults.clone(), program))
+    }
+
+    fn calling(server: &ApiServer, place: NodePlace, calls: Calls) -> Self {
         Self {
             hand: Hand::new(server, "kubelet"),
-            registry: Registry::new(place.device_plugins.clone()),
+            registry: Registry::new(place.device_plugins.clone(), calls.clone()),
+            calls,
             place,
             running: Arc::default(),
             outfits: Arc::default(),

@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::{Channel, Endpoint, Server};
 use tonic::{Request, Response, Status};
 
-use super::wire::call;
+use super::wire::Calls;
 use crate::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
 use crate::api::proto::device_plugin_v1beta1::registration_server::{Registration, RegistrationServer};
 use crate::api::proto::device_plugin_v1beta1::{Empty, RegisterRequest};
@@ -45,14 +45,16 @@ pub(crate) struct Registry {
     pub(crate) plugins: Arc<Mutex<Plugins>>,
     pub(crate) changed: watch::Sender<u64>,
     directory: PathBuf,
+    calls: Calls,
 }
 
 impl Registry {
-    pub(crate) fn new(directory: PathBuf) -> Self {
+    pub(crate) fn new(directory: PathBuf, calls: Calls) -> Self {
         Self {
             plugins: Arc::default(),
             changed: watch::Sender::new(0),
             directory,
+            calls,
         }
     }
 
@@ -97,7 +99,7 @@ impl Registry {
             }
             for (path, inode) in sockets {
                 if known.get(&path).is_none_or(|(known, _)| *known != inode)
-                    && let Some((name, service)) = register(&path).await
+                    && let Some((name, service)) = register(&path, &self.calls).await
                 {
                     self.with(|plugins| plugins.drivers.insert(name.clone(), service));
                     known.insert(path, (inode, name));
@@ -182,9 +184,10 @@ fn sockets(directory: &Path) -> BTreeMap<PathBuf, u64> {
 }
 
 /// Asks who is behind a registration socket, and tells it that it is registered.
-async fn register(socket: &Path) -> Option<(String, PathBuf)> {
+async fn register(socket: &Path, calls: &Calls) -> Option<(String, PathBuf)> {
     const SERVICE: &str = "/pluginregistration.Registration";
-    let info: PluginInfo = call(socket, &format!("{SERVICE}/GetInfo"), &InfoRequest {}, INFO)
+    let info: PluginInfo = calls
+        .call(socket, &format!("{SERVICE}/GetInfo"), &InfoRequest {}, INFO)
         .await
         .ok()?;
     let versions: BTreeSet<&str> = info.supported_versions.iter().map(String::as_str).collect();
@@ -197,14 +200,15 @@ async fn register(socket: &Path) -> Option<(String, PathBuf)> {
             "no handler for this type or version".to_owned()
         },
     };
-    let _: RegistrationStatusResponse = call(
-        socket,
-        &format!("{SERVICE}/NotifyRegistrationStatus"),
-        &status,
-        NOTIFY,
-    )
-    .await
-    .ok()?;
+    let _: RegistrationStatusResponse = calls
+        .call(
+            socket,
+            &format!("{SERVICE}/NotifyRegistrationStatus"),
+            &status,
+            NOTIFY,
+        )
+        .await
+        .ok()?;
     let endpoint = if info.endpoint.is_empty() {
         socket.to_path_buf()
     } else {

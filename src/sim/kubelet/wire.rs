@@ -3,6 +3,7 @@
 //! kubelet puts the path of the socket there, which is no authority, so that no client built on h2 can send it. This one writes
 //! its frames itself, one connection for one call, as kubelet's plugin watcher does.
 
+use std::future::Future;
 use std::path::Path;
 use std::time::Duration;
 
@@ -10,7 +11,9 @@ use loona_hpack::{Decoder, Encoder};
 use prost::Message;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
+
+use crate::sim::faults::{Faults, Place, Trouble};
 
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
@@ -38,8 +41,70 @@ pub(crate) enum CallError {
     Unreadable(String),
 }
 
+/// How late is late.
+const LATE: Duration = Duration::from_millis(1200);
+
+/// The way from kubelet to the program behind its plugins' sockets.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Calls(Option<(Faults, &'static str)>);
+
+impl Calls {
+    /// A way on which something can go wrong.
+    pub(crate) fn new(faults: Faults, program: &'static str) -> Self {
+        Self(Some((faults, program)))
+    }
+
+    /// Calls a method of the service behind a socket, with the socket's path as authority.
+    pub(crate) async fn call<Q: Message, A: Message + Default>(
+        &self,
+        socket: &Path,
+        method: &str,
+        request: &Q,
+        limit: Duration,
+    ) -> Result<A, CallError> {
+        self.pass(method, limit, || call(socket, method, request, limit))
+            .await
+    }
+
+    /// Makes a call in whatever way.
+    pub(crate) async fn pass<A, F: Future<Output = Result<A, CallError>>>(
+        &self,
+        method: &str,
+        limit: Duration,
+        exchange: impl Fn() -> F,
+    ) -> Result<A, CallError> {
+        let Some(life) = self
+            .0
+            .as_ref()
+            .and_then(|(faults, program)| faults.present(program))
+        else {
+            return exchange().await;
+        };
+        let gone = || CallError::Io(std::io::ErrorKind::ConnectionReset.into());
+        let trouble = life.meet(Place::Call, method).map_err(|_| gone())?;
+        match trouble {
+            Some(Trouble::Lost) => return Err(CallError::Late(limit)),
+            Some(Trouble::Late) => sleep(LATE).await,
+            _ => {}
+        }
+        let answer = if trouble == Some(Trouble::Twice) {
+            // The first answer is that of a call that kubelet has given up.
+            tokio::join!(exchange(), exchange()).1
+        } else {
+            exchange().await
+        };
+        match trouble {
+            Some(Trouble::KilledAfter) => life.kill(),
+            Some(Trouble::ReplyLost) => return Err(CallError::Late(limit)),
+            _ => {}
+        }
+        // A dead program answers nothing.
+        if life.is_killed() { Err(gone()) } else { answer }
+    }
+}
+
 /// Calls a method of the service behind a socket, with the socket's path as authority.
-pub(crate) async fn call<Q: Message, A: Message + Default>(
+async fn call<Q: Message, A: Message + Default>(
     socket: &Path,
     method: &str,
     request: &Q,

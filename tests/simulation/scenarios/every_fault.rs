@@ -3,7 +3,7 @@
 use drayman::api::resource::AllocationMode;
 
 use super::{calm, end_pod, key};
-use crate::faults::{ALL, Fault};
+use crate::faults::{ALL, Fault, Target};
 use crate::stage::{SECOND, Stage};
 use crate::users::Use;
 
@@ -100,25 +100,47 @@ fn every_fault_at_every_command_of_every_story() {
     }
 }
 
+/// Tells a story with every pair of these faults at every pair of commands. The second may be at a command that only the first
+/// has led to. The answer is how often both were met.
+fn pairs(name: &str, story: Story, kinds: &[Fault]) -> (usize, usize) {
+    let (commands, _) = tell(name, story, false, &[]);
+    let (mut told, mut both) = (0, 0);
+    for first in 1..=commands {
+        for second in first + 1..=commands + 4 {
+            for &one in kinds {
+                for &other in kinds {
+                    let (_, hits) = tell(name, story, true, &[(first, one), (second, other)]);
+                    told += 1;
+                    both += usize::from(hits >= 2);
+                }
+            }
+        }
+    }
+    println!("{name}: {told} pairs told, both met in {both}");
+    (told, both)
+}
+
 #[test]
 fn every_pair_of_faults_in_the_life_of_one_claim() {
+    let targets = [Target::Read, Target::Write, Target::Record, Target::Call];
+    let applies = |fault: &Fault| targets.iter().any(|target| fault.applies_to(*target));
+    let kinds: Vec<Fault> = ALL.into_iter().filter(applies).collect();
+    let (told, both) = pairs("one claim", one_claim, &kinds);
+    assert!(both > told / 8, "{both} of {told}");
+}
+
+#[test]
+fn every_pair_of_faults_that_leave_something_open_in_the_life_of_two_claims() {
     let kinds = [
         Fault::CrashBefore,
         Fault::CrashAfter,
         Fault::ReplyLost,
         Fault::Late,
         Fault::Refused,
+        Fault::PausedLeader,
         Fault::DriverHungAfter,
         Fault::DriverRetry,
     ];
-    let (commands, _) = tell("one claim", one_claim, false, &[]);
-    for first in 1..=commands {
-        for second in first + 1..=commands + 4 {
-            for one in kinds {
-                for other in kinds {
-                    tell("one claim", one_claim, true, &[(first, one), (second, other)]);
-                }
-            }
-        }
-    }
+    let (told, both) = pairs("two claims", two_claims, &kinds);
+    assert!(both > told / 8, "{both} of {told}");
 }

@@ -113,3 +113,23 @@ fn an_allocation_that_an_old_leader_records_after_the_release_is_given_back() {
     stage.run_until("it is given back", |stage| !is_allocated(stage, "named"));
     expect_well(stage);
 }
+
+#[test]
+fn a_finalizer_that_an_old_leader_removes_late_stays_on_a_claim_that_is_in_use_again() {
+    let mut stage = calm(&[("node-a", 1)]);
+    stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+    stage.create_pod(&key("p"), &[Use::Named("named")], None);
+    until_bound(&mut stage, "p");
+    // Deallocate, clear, and then the finalizer.
+    stage.faults.plan.insert(stage.commands + 3, Fault::PausedLeader);
+    stage.store.delete_pod(&key("p"));
+    stage.run_until("the leader is paused", |stage| stage.process.is_none());
+    let log = plain(&stage.command_log);
+    assert_eq!(log.last().unwrap(), "remove finalizer of named");
+    stage.create_pod(&key("next"), &[Use::Named("named")], None);
+    until_bound(&mut stage, "next");
+    stage.run_for(120 * SECOND);
+    let claim = stage.claim("named").unwrap();
+    assert!(claim.status.allocation.is_some() && claim.metadata.finalizers.is_some());
+    expect_well(stage);
+}

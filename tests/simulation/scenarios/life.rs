@@ -25,7 +25,7 @@ fn a_pod_with_one_claim_costs_three_writes_and_one_read() {
         [
             "read pod p".to_owned(),
             format!("judge p-c0 on {first},{second}"),
-            "add finalizer to p-c0 for node-a".to_owned(),
+            format!("add finalizer to p-c0 for {first}"),
             format!("allocate p-c0 on {first}"),
             format!("record {first}:d0 in p-c0 for p"),
             "deallocate p-c0".to_owned(),

@@ -4,6 +4,7 @@ mod deletion;
 mod every_fault;
 mod leaders;
 mod life;
+mod moments;
 mod scale;
 mod several;
 mod trouble;

@@ -3,11 +3,9 @@
 //! Names of our own are below `drayman.dev`; for the two that Kubernetes has standardised, its own names are used
 //! (`k8s.io/dynamic-resource-allocation/deviceattribute`).
 
-use std::collections::BTreeMap;
-
 use super::pci::PciFacts;
 use super::usb::UsbFacts;
-use crate::api::crd::{AttributeValue, Device, GROUP, TEXT_MAX};
+use crate::api::crd::{AttributeValue, Device, DeviceAttributes, GROUP, TEXT_MAX};
 
 /// The NUMA node that a device is near to.
 pub const NUMA_NODE: &str = "drayman.dev/numaNode";
@@ -44,7 +42,7 @@ const OVERHEAD: usize = 24;
 
 /// Attributes that grow one by one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Attributes(BTreeMap<String, AttributeValue>);
+pub struct Attributes(DeviceAttributes);
 
 impl Attributes {
     /// Adds a text. What an inventory cannot hold is cut or left out: no device is worth less for a strange name.
@@ -97,7 +95,7 @@ impl Attributes {
     }
 
     /// All of them, by qualified name.
-    pub fn finish(self) -> BTreeMap<String, AttributeValue> {
+    pub fn finish(self) -> DeviceAttributes {
         self.0
     }
 }
@@ -192,16 +190,25 @@ mod tests {
         });
         let all = attributes.finish();
         assert_eq!(
-            all["resource.kubernetes.io/pciBusID"].string.as_deref(),
+            all.get("resource.kubernetes.io/pciBusID")
+                .unwrap()
+                .string
+                .as_deref(),
             Some("0000:65:00.0")
         );
         assert_eq!(
-            all["resource.kubernetes.io/pcieRoot"].string.as_deref(),
+            all.get("resource.kubernetes.io/pcieRoot")
+                .unwrap()
+                .string
+                .as_deref(),
             Some("pci0000:64")
         );
-        assert_eq!(all["drayman.dev/numaNode"].int, Some(1));
-        assert_eq!(all["drayman.dev/linkSpeed"].int, Some(8000));
-        assert_eq!(all["drayman.dev/class"].string.as_deref(), Some("030200"));
+        assert_eq!(all.get("drayman.dev/numaNode").unwrap().int, Some(1));
+        assert_eq!(all.get("drayman.dev/linkSpeed").unwrap().int, Some(8000));
+        assert_eq!(
+            all.get("drayman.dev/class").unwrap().string.as_deref(),
+            Some("030200")
+        );
         assert!(all.len() <= ATTRIBUTES_MAX);
     }
 
@@ -215,7 +222,7 @@ mod tests {
             .int("numaNode", None);
         let all = attributes.finish();
         assert_eq!(all.len(), 1);
-        let model = all["drayman.dev/model"].string.clone().unwrap();
+        let model = all.get("drayman.dev/model").unwrap().string.clone().unwrap();
         assert!(model.starts_with("abx") && model.len() == TEXT_MAX);
     }
 
@@ -257,7 +264,9 @@ mod tests {
     #[test]
     fn kubelet_is_told_a_numa_node_only_where_one_is_known() {
         let device = |node| Device {
-            attributes: BTreeMap::from([(NUMA_NODE.to_owned(), AttributeValue::int(node))]),
+            attributes: [(NUMA_NODE.to_owned(), AttributeValue::int(node))]
+                .into_iter()
+                .collect(),
             ..Device::default()
         };
         assert_eq!(numa_nodes(&device(1)), [1]);

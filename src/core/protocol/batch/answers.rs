@@ -185,6 +185,7 @@ impl World {
             Some(Failure::Refused(_)) if deleted => Some(&Failure::Withdrawn),
             other => other.as_ref(),
         };
+        self.statistics.attempted(failure);
         for item in &batch.items {
             if let Some(claim) = self
                 .claims

@@ -55,7 +55,13 @@ impl World {
     }
 
     pub(super) fn remove_finalizer(&mut self, key: &ObjectKey) {
-        self.write_release(key, ClaimStage::RemovingFinalizer, ClaimWrite::RemoveFinalizer);
+        let Some(claim) = self.claims.get(key) else {
+            return;
+        };
+        let seen = || claim.object.metadata.resource_version.clone();
+        let version = if claim.is_deleting() { None } else { seen() };
+        let write = ClaimWrite::RemoveFinalizer { version };
+        self.write_release(key, ClaimStage::RemovingFinalizer, write);
     }
 
     pub(super) fn write_release(&mut self, key: &ObjectKey, stage: ClaimStage, write: ClaimWrite) {

@@ -8,13 +8,27 @@ use crate::core::protocol::event::{Answer, ClaimWrite, Command, Moment, ObjectKe
 use crate::core::protocol::world::{Flight, Work, World};
 use crate::driver::Finding;
 
-use super::ClaimStage;
+use super::{ClaimStage, ClaimState};
 
 /// What is known of the pod of a claim that should not hold what it holds.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Misallocated {
     /// The uid of the pod that was found to have a node, or to be gone: nothing can be done as long as it is reserved for that.
     kept_for: Option<String>,
+}
+
+impl ClaimState {
+    /// Whether it holds what it should not, and nothing yet says that it must keep it.
+    pub(in crate::core::protocol) fn may_be_taken_back(&self) -> bool {
+        let Some(known) = self.misallocated.as_ref().filter(|_| self.is_ours) else {
+            return false;
+        };
+        match self.object.status.reserved_for.as_slice() {
+            [] => true,
+            [user] => is_pod(user) && known.kept_for.as_ref() != Some(&user.uid),
+            _ => false,
+        }
+    }
 }
 
 impl World {
@@ -54,13 +68,12 @@ impl World {
     /// Takes a claim back, or finds out whether that is right.
     pub(super) fn repair(&mut self, key: &ObjectKey) {
         let Some(claim) = self.claims.get(key) else { return };
-        let kept_for = claim
-            .misallocated
-            .as_ref()
-            .and_then(|known| known.kept_for.clone());
-        match claim.object.status.reserved_for.as_slice() {
-            [] => self.take_back(key, false),
-            [user] if is_pod(user) && kept_for.as_ref() != Some(&user.uid) => {
+        if !claim.may_be_taken_back() {
+            return;
+        }
+        match claim.object.status.reserved_for.first() {
+            None => self.take_back(key, false),
+            Some(user) => {
                 let pod = ObjectKey::new(key.namespace.clone(), user.name.clone());
                 let uid = claim.uid().to_owned();
                 self.set_claim_stage(key, ClaimStage::Repairing);
@@ -72,7 +85,6 @@ impl World {
                     |id| Command::ReadPod { id, key: pod },
                 );
             }
-            _ => {}
         }
     }
 
@@ -120,6 +132,8 @@ impl World {
                     if let Some(known) = &mut claim.misallocated {
                         known.kept_for = kept_for;
                     }
+                    // Its pod's other claims need not wait for it any more.
+                    self.touch_users(key);
                 }
             }
             Answer::ClaimWritten(Outcome::Done(_)) => {

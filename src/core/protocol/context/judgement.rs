@@ -9,6 +9,7 @@ use crate::core::protocol::batch::{Consumer, Failure};
 use crate::core::protocol::event::{
     Answer, CallErrorKind, Command, DriverRequest, Moment, ObjectKey, Outcome, summary,
 };
+use crate::core::protocol::statistics::Statistics;
 use crate::core::protocol::world::{Flight, Work, World, newer};
 use crate::driver::Verdict;
 
@@ -238,6 +239,7 @@ impl World {
                 .map(|claim| (claim.pod_claim_name.clone(), claim.key.clone()))
                 .collect();
             self.ask(key, ContextStage::Allocating);
+            self.note_awake(key, now);
             let batch = self.start_batch(Some(consumer), Some(selected.clone()), &claims);
             if let Some(context) = self.contexts.get_mut(key) {
                 context.batch = batch;
@@ -253,10 +255,13 @@ impl World {
                 .nodes
                 .iter()
                 .all(|node| reasons.iter().any(|reasons| reasons.contains_key(node)));
+        self.set_trouble(key, any_unsuitable.then_some(Statistics::SOME_NODES));
         if any_unsuitable {
             self.begin_to_wait(key, now);
         }
         if without_place {
+            self.set_trouble(key, Some("NoSuitableDevice"));
+            self.stays_asleep(key);
             self.wake.end(key);
             self.report_no_place(key, own, &reasons, now);
         }
@@ -284,6 +289,9 @@ impl World {
                     entries,
                 },
             );
+        } else {
+            // What it was offered was no news.
+            self.stays_asleep(key);
         }
     }
 
@@ -307,6 +315,7 @@ impl World {
                 {
                     context.object = object;
                 }
+                self.note_awake(key, now);
             }
             // Gone, most often: the pod has been bound or deleted. What fails on and on is there, and somebody must know.
             Answer::ContextWritten(Outcome::Refused(message) | Outcome::Unknown(message)) => {
@@ -345,6 +354,7 @@ impl World {
                 context.verdict = None;
                 context.reported = None;
                 context.told_no_place = None;
+                self.set_trouble(key, None);
             }
             Some(Failure::Withdrawn) => context.verdict = None,
             Some(Failure::Refused(message)) => {
@@ -377,6 +387,7 @@ impl World {
                     self.wake_at(moment, Work::Context(key.clone()));
                 }
                 self.begin_to_wait(key, now);
+                self.set_trouble(key, Some(error.reason));
                 if error.kind != CallErrorKind::Retry {
                     self.report_call(key, &error.subject, error.reason, error.message.clone());
                 }

@@ -15,11 +15,12 @@ pub(super) struct Other {
 }
 
 impl World {
-    /// Takes note of what the scheduler has asked of other drivers, and tells the pod's user once of one that says nothing.
-    pub(super) fn await_others(&mut self, key: &ObjectKey, others: &[Other], now: Moment) {
+    /// Takes note of what the scheduler has asked of other drivers, and tells the pod's user once of one that says nothing. The
+    /// answer is whether there is one that the user was told of.
+    pub(super) fn await_others(&mut self, key: &ObjectKey, others: &[Other], now: Moment) -> bool {
         let wait = self.settings.other_driver_wait;
         let Some(context) = self.contexts.get_mut(key) else {
-            return;
+            return false;
         };
         let object = context.object.clone();
         let silent: Vec<&Other> = others
@@ -31,6 +32,7 @@ impl World {
             .retain(|driver, silence| silence.told || silent.iter().any(|other| other.driver == *driver));
         let mut due: Vec<&Other> = Vec::new();
         let mut next: Option<Moment> = None;
+        let mut any_told = false;
         for other in silent {
             let silence = context.silent.entry(other.driver.clone()).or_insert(Silence {
                 since: now,
@@ -38,10 +40,12 @@ impl World {
             });
             let end = silence.since.after(wait);
             if silence.told {
+                any_told = true;
                 continue;
             }
             if end <= now {
                 silence.told = true;
+                any_told = true;
                 due.push(other);
             } else {
                 next = Some(next.map_or(end, |next| next.min(end)));
@@ -63,6 +67,7 @@ impl World {
             };
             self.report(regarding, "OtherDriverSilent", message);
         }
+        any_told
     }
 }
 

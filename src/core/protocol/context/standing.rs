@@ -54,6 +54,11 @@ impl World {
                 continue;
             };
             any_own |= self.is_own_class(&claim.object.spec.resource_class_name);
+            // All of a pod's claims are allocated together, and this one may have to be allocated once more.
+            if claim.may_be_taken_back() {
+                rest = true;
+                continue;
+            }
             if !claim.is_delayed() || (claim.is_allocated() && !claim.is_asked_back()) {
                 continue;
             }
@@ -101,13 +106,13 @@ impl World {
                 to_allocate,
             });
         }
-        if any_own {
-            self.await_others(key, &others, now);
-        }
+        let silent = any_own && self.await_others(key, &others, now);
         // In one report, since only the last one is known not to be repeated.
         if let Some((reason, _)) = problems.first() {
             let messages: Vec<&str> = problems.iter().map(|(_, message)| message.as_str()).collect();
             self.report_pod(key, reason, messages.join("; "));
+        } else if rest || own.is_empty() {
+            self.set_trouble(key, silent.then_some("OtherDriverSilent"));
         }
         if rest || own.is_empty() {
             Standing::Rest

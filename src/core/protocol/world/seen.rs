@@ -148,6 +148,7 @@ impl World {
         }
         let (driver, finalizer) = (self.settings.driver_name.clone(), self.finalizer.clone());
         let listed = self.barrier.listed();
+        let is_new = !self.claims.contains_key(&key);
         let state = self
             .claims
             .entry(key.clone())
@@ -158,6 +159,9 @@ impl World {
             self.outbox.push(Command::Observe(Observation::Changed(holding)));
         }
         self.reconsider_claim(&key);
+        if is_new && self.candidates.contains(&key) {
+            self.read_pod_early(&key);
+        }
     }
 
     pub(super) fn claim_gone(&mut self, key: &ObjectKey, uid: &str) {
@@ -173,6 +177,7 @@ impl World {
             keys.retain(|owned| owned != key);
             if keys.is_empty() {
                 self.claims_by_owner.remove(&owner.uid);
+                self.early_pods.remove(&owner.uid);
             }
         }
         self.forget_candidate(key);

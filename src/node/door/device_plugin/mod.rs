@@ -10,9 +10,9 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
-use super::{DoorError, DoorState, KubeletPaths};
+use super::{DoorError, DoorState, KubeletPaths, health};
 use crate::api::proto::device_plugin_v1beta1::DevicePluginOptions;
-use crate::api::proto::device_plugin_v1beta1::device_plugin_server::DevicePluginServer;
+use crate::api::proto::device_plugin_v1beta1::device_plugin_server::{DevicePluginServer, SERVICE_NAME};
 use crate::core::node::name::check_extended_resource;
 use crate::node::companion::Companion;
 use crate::node::transport::{MAX_MESSAGE, listen};
@@ -63,6 +63,8 @@ pub async fn serve<C: Companion>(
     };
     let path = place.path.clone();
     let streams = watch::Sender::new(Streams::default());
+    let calls = companion.grpc_calls();
+    let health = health::service(&[SERVICE_NAME], state.subscribe()).await;
     let options = options(companion.checks_start(&resource_name));
     let service = DevicePluginService {
         companion,
@@ -75,7 +77,13 @@ pub async fn serve<C: Companion>(
     let service = DevicePluginServer::new(service)
         .max_decoding_message_size(MAX_MESSAGE)
         .max_encoding_message_size(MAX_MESSAGE);
-    let listening = listen(place, Routes::new(service), ours.clone()).await?;
+    let listening = listen(
+        place,
+        Routes::new(service).add_service(health),
+        calls.clone(),
+        ours.clone(),
+    )
+    .await?;
     tracing::info!(
         resource = resource_name,
         "the door for an extended resource is open"
@@ -110,6 +118,7 @@ pub async fn serve<C: Companion>(
                 resource_name,
                 state: state.clone(),
                 streams: streams.subscribe(),
+                calls,
                 shutdown: ours.clone(),
             })
             .await

@@ -1,5 +1,6 @@
 //! Registers a device plugin through kubelet's plugin watcher.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -13,7 +14,7 @@ use crate::api::proto::plugin_registration::PluginInfo;
 use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
 use crate::node::door::registration::RegistrationService;
 use crate::node::door::{DoorError, DoorState};
-use crate::node::transport::{MAX_MESSAGE, SocketPlace, listen};
+use crate::node::transport::{GrpcCalls, MAX_MESSAGE, SocketPlace, listen};
 
 /// How long kubelet may be without a ListAndWatch before the registration is made anew, at first and at last. Its plugin watcher
 /// takes a second or two; a kubelet that is stopped takes as long as it likes, and finds the socket when it starts.
@@ -28,6 +29,7 @@ pub(super) struct Plugin {
     pub(super) resource_name: String,
     pub(super) state: watch::Sender<DoorState>,
     pub(super) streams: watch::Receiver<Streams>,
+    pub(super) calls: Arc<GrpcCalls>,
     pub(super) shutdown: CancellationToken,
 }
 
@@ -48,7 +50,7 @@ pub(super) async fn register(mut plugin: Plugin) -> Result<(), DoorError> {
         state: plugin.state.clone(),
     };
     let routes = Routes::new(RegistrationServer::new(service).max_decoding_message_size(MAX_MESSAGE));
-    let registration = listen(plugin.place, routes, plugin.shutdown.clone()).await?;
+    let registration = listen(plugin.place, routes, plugin.calls, plugin.shutdown.clone()).await?;
     let mut grace = GRACE.0;
     let mut alone_since = Instant::now();
     loop {

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
 use super::registration::RegistrationService;
-use super::{DoorError, DoorState, KubeletPaths};
+use super::{DoorError, DoorState, KubeletPaths, health};
 use crate::api::proto::plugin_registration::PluginInfo;
 use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
 use crate::core::node::name::check_driver;
@@ -44,7 +44,14 @@ pub async fn serve<C: Companion>(
 
     let service_place = paths.service_socket(&driver_name);
     let endpoint = service_place.path.display().to_string();
-    let service = listen(service_place, service::routes(&companion), ours.clone()).await?;
+    let health = health::service(service::SERVICES, state.subscribe()).await;
+    let service = listen(
+        service_place,
+        service::routes(&companion).add_service(health),
+        companion.grpc_calls(),
+        ours.clone(),
+    )
+    .await?;
     // Set before kubelet can see the registration, so that its verdict is not overwritten.
     state.send_replace(DoorState::Waiting);
     let mut verdicts = state.subscribe();
@@ -63,6 +70,7 @@ pub async fn serve<C: Companion>(
     let registration = match listen(
         paths.registration_socket(&driver_name),
         registration,
+        companion.grpc_calls(),
         ours.clone(),
     )
     .await

@@ -17,6 +17,12 @@ use crate::node::transport::MAX_MESSAGE;
 const STRUCTURED: &str = "the claim was allocated by structured parameters, which this driver does not have: use a ResourceClass \
                           without structuredParameters";
 
+/// The names of the services of the DRA socket.
+pub(super) const SERVICES: &[&str] = &[
+    v1alpha2::node_server::SERVICE_NAME,
+    v1alpha3::node_server::SERVICE_NAME,
+];
+
 /// The services of the DRA socket.
 pub(super) fn routes<C: Companion>(companion: &Arc<C>) -> Routes {
     let old = v1alpha2::node_server::NodeServer::new(DraService(Arc::clone(companion)));

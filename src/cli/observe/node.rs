@@ -1,0 +1,90 @@
+//! What the companion has counted.
+
+use std::fmt::Result;
+use std::sync::Arc;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::DescriptorEncoder;
+use tokio::sync::watch;
+
+use super::reasons::{By, REFUSALS};
+use super::table::{CLAIMS, HEALTH, RESULTS};
+use super::write::{count_each, number, series};
+use super::{table, write};
+use crate::node::figures::{Counted, Figures};
+use crate::node::inventory::Standing;
+use crate::node::transport::{GrpcCalls, GrpcMethod};
+
+/// Reads the figures when somebody asks.
+#[derive(Debug)]
+pub(super) struct NodeMetrics {
+    pub(super) figures: Arc<Figures>,
+    pub(super) standing: watch::Receiver<Standing>,
+}
+
+impl Collector for NodeMetrics {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result {
+        let ready = self.standing.borrow().ready;
+        series(&mut encoder, &table::NODE_READY, |values| {
+            values.gauge(&[], f64::from(u8::from(ready)))
+        })?;
+        let counted = self.figures.counted();
+        stock(&mut encoder, &counted)?;
+        operations(&mut encoder, &counted)?;
+        write::events(&mut encoder, By::Companion, &counted.events)?;
+        calls(&mut encoder, &self.figures.calls)
+    }
+}
+
+fn stock(encoder: &mut DescriptorEncoder<'_>, counted: &Counted) -> Result {
+    let [healthy, unhealthy] = HEALTH;
+    series(encoder, &table::DEVICES, |values| {
+        for (group, count) in &counted.devices {
+            let health = if group.healthy { healthy } else { unhealthy };
+            values.gauge(&[&group.kind, health, group.owner.name()], number(*count))?;
+        }
+        Ok(())
+    })?;
+    let [held, quarantined] = CLAIMS;
+    series(encoder, &table::NODE_CLAIMS, |values| {
+        values.gauge(&[held], number(counted.held))?;
+        values.gauge(&[quarantined], number(counted.quarantined))
+    })
+}
+
+fn operations(encoder: &mut DescriptorEncoder<'_>, counted: &Counted) -> Result {
+    series(encoder, &table::OPERATIONS, |values| {
+        for operation in Figures::OPERATIONS {
+            for (result, done) in RESULTS.into_iter().zip([true, false]) {
+                let count = counted.operations.get(&(operation, done));
+                values.counter(&[operation, result], count.copied().unwrap_or_default())?;
+            }
+        }
+        Ok(())
+    })?;
+    series(encoder, &table::NODE_REFUSALS, |values| {
+        count_each(values, &REFUSALS.map(|(word, _)| word), &counted.refusals)
+    })
+}
+
+fn calls(encoder: &mut DescriptorEncoder<'_>, calls: &GrpcCalls) -> Result {
+    let all = calls.counted();
+    let labels = |method: &GrpcMethod| [method.sort, method.service, method.method];
+    series(encoder, &table::GRPC_STARTED, |values| {
+        all.iter()
+            .try_for_each(|(method, figures)| values.counter(&labels(method), figures.started))
+    })?;
+    series(encoder, &table::GRPC_HANDLED, |values| {
+        for (method, figures) in &all {
+            let [sort, service, name] = labels(method);
+            for (code, count) in &figures.handled {
+                values.counter(&[sort, service, name, code], *count)?;
+            }
+        }
+        Ok(())
+    })?;
+    series(encoder, &table::GRPC_HANDLING, |values| {
+        all.iter()
+            .try_for_each(|(method, figures)| values.histogram(&labels(method), &figures.handling))
+    })
+}

@@ -1,0 +1,234 @@
+//! docs/metrics.md has what the tables have: its lists are made from them, and these tests fail when the two differ.
+//!
+//! `DRAYMAN_WRITE_DOCS=1 cargo test --lib observe::page` writes the lists anew.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use prometheus_client::encoding::text::encode;
+use tokio::sync::watch;
+
+use super::reasons::{By, EVENTS, REFUSALS};
+use super::table::{self, ALL, Kind, Of, Series, Values};
+use super::{Observer, write};
+use crate::node::inventory::Standing;
+
+const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md");
+
+fn labels(series: &Series) -> String {
+    let names: Vec<&str> = series.labels.iter().map(|label| label.name).collect();
+    if names.is_empty() {
+        String::new()
+    } else {
+        format!("{{{}}}", names.join(","))
+    }
+}
+
+fn series_list() -> String {
+    let mut list = String::from("| series | of | sort | meaning |\n|---|---|---|---|\n");
+    for series in ALL {
+        let of = match series.of {
+            Of::Both => "both",
+            Of::Controller => "controller",
+            Of::Companion => "companion",
+        };
+        let sort = match series.kind {
+            Kind::Counter => "counter",
+            Kind::Gauge => "gauge",
+            Kind::Histogram => "histogram",
+        };
+        list += &format!(
+            "| `{}{}` | {of} | {sort} | {} |\n",
+            series.name,
+            labels(series),
+            series.help
+        );
+    }
+    list
+}
+
+fn label_list() -> String {
+    let mut values: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
+    for label in ALL.iter().flat_map(|series| series.labels) {
+        let said = match label.values {
+            Values::These(these)
+                if std::ptr::fn_addr_eq(these, table::waiting as fn() -> Vec<&'static str>) =>
+            {
+                format!(
+                    "the reasons of the controller's [events](#events) on pods, and `{}`: some of the nodes in question will not do, and the scheduler chooses among the others",
+                    crate::core::protocol::Statistics::SOME_NODES
+                )
+            }
+            Values::These(_) if label.name == "reason" => {
+                "the [reasons of a companion](#why-a-companion-refuses)".to_owned()
+            }
+            Values::These(these) => these()
+                .iter()
+                .map(|value| format!("`{value}`"))
+                .collect::<Vec<_>>()
+                .join(", "),
+            Values::Such(said) => said.to_owned(),
+        };
+        values.entry(label.name).or_default().insert(said);
+    }
+    let mut list = String::from("| label | values |\n|---|---|\n");
+    for (name, said) in values {
+        let said: Vec<String> = said.into_iter().collect();
+        list += &format!("| `{name}` | {} |\n", said.join("; "));
+    }
+    list
+}
+
+fn event_list() -> String {
+    let mut list = String::from("| reason | by | on | meaning |\n|---|---|---|---|\n");
+    for event in EVENTS {
+        let by = match event.by {
+            By::Controller => "controller",
+            By::Companion => "companion",
+        };
+        list += &format!("| `{}` | {by} | {} | {} |\n", event.word, event.on, event.means);
+    }
+    list
+}
+
+fn refusal_list() -> String {
+    let mut list = String::from("| reason | meaning |\n|---|---|\n");
+    for (word, means) in REFUSALS {
+        list += &format!("| `{word}` | {means} |\n");
+    }
+    list
+}
+
+/// The page with its lists in place of those that it has.
+fn renewed(page: &str) -> String {
+    let mut page = page.to_owned();
+    for (name, list) in [
+        ("series", series_list()),
+        ("labels", label_list()),
+        ("events", event_list()),
+        ("refusals", refusal_list()),
+    ] {
+        let (begin, end) = (
+            format!("<!-- {name}: made from the code -->\n"),
+            format!("<!-- end of {name} -->"),
+        );
+        let from = page.find(&begin).expect(name) + begin.len();
+        let to = page.find(&end).expect(name);
+        page.replace_range(from..to, &format!("\n{list}\n"));
+    }
+    page
+}
+
+#[test]
+fn the_page_of_metrics_has_every_series_label_and_reason_of_the_tables() {
+    let page = std::fs::read_to_string(PAGE).expect("docs/metrics.md");
+    let renewed = renewed(&page);
+    if std::env::var_os("DRAYMAN_WRITE_DOCS").is_some() {
+        std::fs::write(PAGE, &renewed).expect("docs/metrics.md");
+        return;
+    }
+    let missing: Vec<&str> = renewed.lines().filter(|line| !page.contains(line)).collect();
+    assert!(
+        page == renewed,
+        "write it anew with DRAYMAN_WRITE_DOCS=1 cargo test --lib observe::page; missing: {missing:#?}"
+    );
+}
+
+#[test]
+fn words_are_in_order_and_none_comes_twice() {
+    let events: Vec<&str> = EVENTS.iter().map(|event| event.word).collect();
+    assert!(events.is_sorted_by(|a, b| a < b), "{events:?}");
+    assert!(REFUSALS.is_sorted_by(|a, b| a.0 < b.0));
+    let names: BTreeSet<&str> = ALL.iter().map(|series| series.name).collect();
+    assert_eq!(names.len(), ALL.len());
+    for series in ALL {
+        let is_counter = series.name.ends_with("_total");
+        assert_eq!(is_counter, series.kind == Kind::Counter, "{}", series.name);
+        assert!(
+            series.kind != Kind::Histogram || series.name.ends_with("_seconds"),
+            "{}",
+            series.name
+        );
+    }
+}
+
+/// Everything that a component that was just started says.
+fn said(observer: &Observer) -> String {
+    let mut text = String::new();
+    encode(&mut text, &observer.registry).expect("it can be written");
+    text
+}
+
+fn observers() -> [(Of, Observer); 2] {
+    let (_, figures) = watch::channel(crate::controller::Figures::default());
+    let (_, leads) = watch::channel(false);
+    let (_, standing) = watch::channel(Standing::starting());
+    [
+        (
+            Of::Controller,
+            Observer::of_controller("drayman.dev".into(), figures, leads),
+        ),
+        (Of::Companion, Observer::of_node(Arc::default(), standing)),
+    ]
+}
+
+#[test]
+fn every_series_of_a_component_is_there_from_the_start_and_no_other() {
+    for (of, observer) in observers() {
+        let text = said(&observer);
+        let described: BTreeSet<&str> = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next())
+            .collect();
+        let of_table: BTreeSet<&str> = ALL
+            .iter()
+            .filter(|series| series.of == Of::Both || series.of == of)
+            .map(|series| write::base(series))
+            .collect();
+        assert_eq!(described, of_table, "{of:?}");
+        for series in ALL
+            .iter()
+            .filter(|series| series.of == Of::Both || series.of == of)
+        {
+            // A node has kinds when it has found a device.
+            if series.name == table::DEVICES.name {
+                continue;
+            }
+            let begins = |line: &&str| {
+                line.strip_prefix(series.name).is_some_and(|rest| {
+                    rest.starts_with(['{', ' '])
+                        || (series.kind == Kind::Histogram && rest.starts_with("_count"))
+                })
+            };
+            let lines: Vec<&str> = text.lines().filter(begins).collect();
+            assert!(!lines.is_empty(), "{} has no value from the start", series.name);
+            // Each value that a label can have is there.
+            for label in series.labels {
+                let Values::These(these) = label.values else {
+                    continue;
+                };
+                for value in these() {
+                    let is_of_other = label.name == "component";
+                    let wanted = format!("{}=\"{value}\"", label.name);
+                    assert!(
+                        is_of_other || lines.iter().any(|line| line.contains(&wanted)),
+                        "{} has no {wanted} from the start: {lines:#?}",
+                        series.name
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn reasons_of_events_are_there_at_zero_each_at_its_component() {
+    for (of, observer) in observers() {
+        let text = said(&observer);
+        for event in EVENTS {
+            let line = format!("drayman_events_total{{reason=\"{}\"}} 0\n", event.word);
+            let own = (of == Of::Controller) == (event.by == By::Controller);
+            assert_eq!(text.contains(&line), own, "{of:?} {line}");
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! Series of the table, written in the format of the metrics.
+
+use std::collections::BTreeMap;
+use std::fmt::Result;
+
+use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
+use prometheus_client::metrics::MetricType;
+
+use super::reasons::By;
+use super::table::{self, Kind, Series};
+use crate::core::distribution::Distribution;
+
+/// Writes one series, whose values `values` says.
+pub(super) fn series(
+    encoder: &mut DescriptorEncoder<'_>,
+    series: &Series,
+    values: impl FnOnce(&mut Values<'_>) -> Result,
+) -> Result {
+    let sort = match series.kind {
+        Kind::Counter => MetricType::Counter,
+        Kind::Gauge => MetricType::Gauge,
+        Kind::Histogram => MetricType::Histogram,
+    };
+    let encoder = encoder.encode_descriptor(base(series), series.help, None, sort)?;
+    values(&mut Values { encoder, series })
+}
+
+/// The name without the ending that the format adds by itself.
+pub(super) fn base(series: &Series) -> &'static str {
+    match series.kind {
+        Kind::Counter => series.name.strip_suffix("_total").unwrap_or(series.name),
+        Kind::Gauge | Kind::Histogram => series.name,
+    }
+}
+
+/// The values of one series.
+pub(super) struct Values<'a> {
+    encoder: MetricEncoder<'a>,
+    series: &'a Series,
+}
+
+impl Values<'_> {
+    /// A counter with labels in the order of the table.
+    pub(super) fn counter(&mut self, labels: &[&str], value: u64) -> Result {
+        self.with(labels, |encoder| {
+            encoder.encode_counter::<NoLabelSet, _, f64>(&value, None)
+        })
+    }
+
+    /// A counter of fractions.
+    pub(super) fn counter_of_seconds(&mut self, value: f64) -> Result {
+        self.with(&[], |encoder| {
+            encoder.encode_counter::<NoLabelSet, _, f64>(&value, None)
+        })
+    }
+
+    /// A gauge.
+    pub(super) fn gauge(&mut self, labels: &[&str], value: f64) -> Result {
+        self.with(labels, |encoder| encoder.encode_gauge(&value))
+    }
+
+    /// A histogram.
+    pub(super) fn histogram(&mut self, labels: &[&str], value: &Distribution) -> Result {
+        let bounds = Distribution::BOUNDS.iter().map(std::time::Duration::as_secs_f64);
+        let buckets: Vec<(f64, u64)> = bounds
+            .chain([f64::INFINITY])
+            .zip(value.counts().iter().copied())
+            .collect();
+        self.with(labels, |encoder| {
+            encoder.encode_histogram::<NoLabelSet>(value.sum().as_secs_f64(), value.count(), &buckets, None)
+        })
+    }
+
+    fn with(&mut self, labels: &[&str], put: impl FnOnce(&mut MetricEncoder<'_>) -> Result) -> Result {
+        if labels.is_empty() {
+            return put(&mut self.encoder);
+        }
+        let names = self.series.labels.iter().map(|label| label.name);
+        let labels: Vec<(&str, &str)> = names.zip(labels.iter().copied()).collect();
+        put(&mut self.encoder.encode_family(&labels)?)
+    }
+}
+
+/// A count as a gauge has it. Exact up to 2^32, beyond which nothing here is counted.
+pub(super) fn number(count: u64) -> f64 {
+    f64::from(u32::try_from(count).unwrap_or(u32::MAX))
+}
+
+/// The counts with all that there always is; what is not among those comes after them.
+pub(super) fn with_all<'a>(
+    all: &[&'static str],
+    counts: &'a BTreeMap<&'static str, u64>,
+) -> BTreeMap<&'a str, u64> {
+    let mut each: BTreeMap<&str, u64> = all.iter().map(|word| (*word, 0)).collect();
+    each.extend(counts.iter().map(|(word, count)| (*word, *count)));
+    each
+}
+
+/// Counters with one label.
+pub(super) fn count_each(
+    values: &mut Values<'_>,
+    all: &[&'static str],
+    counts: &BTreeMap<&'static str, u64>,
+) -> Result {
+    with_all(all, counts)
+        .into_iter()
+        .try_for_each(|(word, count)| values.counter(&[word], count))
+}
+
+/// The events of a component.
+pub(super) fn events(
+    encoder: &mut DescriptorEncoder<'_>,
+    by: By,
+    counts: &BTreeMap<&'static str, u64>,
+) -> Result {
+    let all: Vec<_> = table::events_of(by).collect();
+    series(encoder, &table::EVENTS_TOLD, |values| {
+        count_each(values, &all, counts)
+    })
+}

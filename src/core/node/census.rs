@@ -1,0 +1,149 @@
+//! How many devices there are of which kind, how they are, and who holds them: for those who count.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::inventory::{Devices, HandedOut};
+use crate::api::crd::Mode;
+
+/// Who holds a device, as far as this node knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Owner {
+    /// A claim.
+    Claim,
+    /// A container that got it as an extended resource.
+    Container,
+    /// Kubelet alone knows, because the device leaves as an extended resource and never otherwise.
+    Kubelet,
+    /// Nobody.
+    Nobody,
+}
+
+impl Owner {
+    /// Every owner.
+    pub const ALL: [Self; 4] = [Self::Claim, Self::Container, Self::Kubelet, Self::Nobody];
+
+    /// As a label has it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Claim => "claim",
+            Self::Container => "container",
+            Self::Kubelet => "kubelet",
+            Self::Nobody => "nobody",
+        }
+    }
+}
+
+/// Devices of one kind that have the same owner and are equally well.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Group {
+    /// The kind of the configuration.
+    pub kind: String,
+    /// Whether they can be given away, as far as they themselves are concerned.
+    pub healthy: bool,
+    /// Who holds them.
+    pub owner: Owner,
+}
+
+/// Counts the devices of a node. Every group of a kind that there is is among the answers, if only with 0.
+pub fn census(inventory: &Devices, handed_out: HandedOut<'_>) -> BTreeMap<Group, u64> {
+    let claimed: BTreeSet<&str> = handed_out
+        .ledger
+        .entries()
+        .values()
+        .flat_map(|entry| &entry.devices)
+        .map(|held| held.device.as_str())
+        .collect();
+    let mut counted: BTreeMap<(&str, bool, Owner), u64> = BTreeMap::new();
+    for (name, device) in inventory {
+        let owner = if claimed.contains(name.as_str()) {
+            Owner::Claim
+        } else if device.mode == Mode::ExtendedResource {
+            Owner::Kubelet
+        } else if handed_out.containers.hold(name) {
+            Owner::Container
+        } else {
+            Owner::Nobody
+        };
+        let group = (device.kind.as_str(), device.unhealthy.is_none(), owner);
+        *counted.entry(group).or_default() += 1;
+    }
+    let kinds: BTreeSet<&str> = counted.keys().map(|(kind, ..)| *kind).collect();
+    let mut groups = BTreeMap::new();
+    for kind in kinds {
+        for owner in Owner::ALL {
+            for healthy in [false, true] {
+                let count = counted.get(&(kind, healthy, owner)).copied().unwrap_or_default();
+                let kind = kind.to_owned();
+                groups.insert(Group { kind, healthy, owner }, count);
+            }
+        }
+    }
+    groups
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::announced::Announced;
+    use super::super::claim_uid::ClaimUid;
+    use super::super::containers::Containers;
+    use super::super::ledger::{Entry, HeldDevice, Ledger, Progress};
+    use super::*;
+    use crate::api::crd::Device;
+
+    fn device(name: &str, mode: Mode, unhealthy: bool) -> (String, Device) {
+        let device = Device {
+            name: name.into(),
+            kind: "camera".into(),
+            mode,
+            unhealthy: unhealthy.then(|| "it smokes".to_owned()),
+            ..Device::default()
+        };
+        (name.to_owned(), device)
+    }
+
+    #[test]
+    fn every_device_is_counted_once_by_its_owner_and_its_health() {
+        let inventory = Devices::from([
+            device("claimed", Mode::Claims, false),
+            device("claimed-and-ill", Mode::Both, true),
+            device("in-a-container", Mode::Both, false),
+            device("plugin", Mode::ExtendedResource, false),
+            device("free", Mode::Claims, false),
+        ]);
+        let held = |device: &str| HeldDevice {
+            device: device.into(),
+            kind: "camera".into(),
+        };
+        let entry = Entry {
+            namespace: "default".into(),
+            name: "claim".into(),
+            boot_id: "boot".into(),
+            devices: vec![held("claimed"), held("claimed-and-ill"), held("gone")],
+            progress: Progress::Started { injection: None },
+        };
+        let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap();
+        let ledger = Ledger::new("boot", BTreeMap::from([(uid, entry)]));
+        let mut containers = Containers::default();
+        containers.allocated(["in-a-container"], Duration::ZERO);
+        let announced = Announced::default();
+        let handed_out = HandedOut {
+            ledger: &ledger,
+            announced: &announced,
+            containers: &containers,
+        };
+        let counts = census(&inventory, handed_out);
+        let count = |healthy, owner| {
+            let kind = "camera".to_owned();
+            counts[&Group { kind, healthy, owner }]
+        };
+        assert_eq!(count(true, Owner::Claim), 1);
+        assert_eq!(count(false, Owner::Claim), 1);
+        assert_eq!(count(true, Owner::Container), 1);
+        assert_eq!(count(true, Owner::Kubelet), 1);
+        assert_eq!(count(true, Owner::Nobody), 1);
+        assert_eq!(counts.len(), 8, "the others are there with 0");
+        assert_eq!(counts.values().sum::<u64>(), 5);
+    }
+}

@@ -1,0 +1,135 @@
+//! Where a container sees what a device brings: what can be known beforehand to end at one path is refused with the file.
+
+use std::collections::BTreeMap;
+
+use serde_saphyr::Spanned;
+
+use super::extras::RawMount;
+use super::pattern::PathPattern;
+use super::source::Source;
+use super::{Place, Refused, at};
+use crate::core::node::injection::Mount;
+
+/// What is in the file about it.
+pub(super) struct Places<'a> {
+    pub(super) source: &'a Source,
+    /// Where containers see the nodes of an entry, if not at their own paths.
+    pub(super) paths: &'a BTreeMap<String, String>,
+    pub(super) mounts: &'a [Mount],
+    pub(super) raw_paths: Option<&'a Spanned<BTreeMap<String, Spanned<String>>>>,
+    pub(super) raw_mounts: Option<&'a Spanned<Vec<RawMount>>>,
+}
+
+impl Places<'_> {
+    /// Refuses two nodes that every device of the kind has, or a node and a mount, at one path of a container. What depends on what
+    /// is found, or on how many devices a container asks for, is refused when it comes to that.
+    pub(super) fn check(&self, field: &str, whole: Place) -> Result<(), Refused> {
+        for entries in together(self.source) {
+            let mut taken: BTreeMap<&str, &str> = BTreeMap::new();
+            for (entry, own_path) in entries {
+                let Some(path) = self.paths.get(entry).map(String::as_str).or(own_path) else {
+                    continue;
+                };
+                if let Some(other) = taken.insert(path, entry) {
+                    let problem = format!(
+                        "{field}.containerPaths: {other} and {entry} would both be {path} in a container; give each its own path"
+                    );
+                    return Err(self.of_entry(&[entry, other], whole, problem));
+                }
+                let mount = self.mounts.iter().position(|mount| mount.container_path == path);
+                if let Some(index) = mount {
+                    let problem = format!(
+                        "{field}.mounts[{index}].containerPath {path:?} is where a container sees {entry}; give one of them another path"
+                    );
+                    return Err(self
+                        .raw_mounts
+                        .map_or((whole, problem.clone()), |raw| at(raw, problem)));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// At the first of the entries that the file gives a path.
+    fn of_entry(&self, entries: &[&str], whole: Place, problem: String) -> Refused {
+        let given = entries.iter().find_map(|entry| self.raw_paths?.value.get(*entry));
+        match given {
+            Some(raw) => at(raw, problem),
+            None => (whole, problem),
+        }
+    }
+}
+
+/// The entries that each device of a source has all of, each with its own path if that is known to the letter.
+fn together(source: &Source) -> Vec<Vec<(&str, Option<&str>)>> {
+    fn pattern(pattern: &PathPattern) -> (&str, Option<&str>) {
+        (pattern.text(), pattern.is_literal().then(|| pattern.text()))
+    }
+    match source {
+        Source::Paths(paths) => paths.iter().map(|path| vec![pattern(path)]).collect(),
+        Source::Groups(groups) => groups
+            .iter()
+            .map(|group| group.required.iter().map(pattern).collect())
+            .collect(),
+        Source::Usb(usb) => vec![usb.nodes.iter().map(|node| (node.as_str(), None)).collect()],
+        Source::Pci(pci) => vec![pci.nodes.iter().map(|node| (node.as_str(), None)).collect()],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::NodeConfiguration;
+
+    fn read(kind: &str) -> Result<(), String> {
+        let text = format!(
+            "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n- {{name: a, {kind}}}\n"
+        );
+        NodeConfiguration::parse(&text)
+            .map(drop)
+            .map_err(|(place, problem)| format!("{}: {problem}", place.line))
+    }
+
+    #[test]
+    fn what_always_ends_at_one_path_is_refused_with_both_and_what_to_do() {
+        for (kind, words) in [
+            (
+                "paths: [/dev/a], mounts: [{hostPath: /opt/a, containerPath: /dev/a}]",
+                ["kinds[0].mounts[0].containerPath \"/dev/a\"", "another path"],
+            ),
+            (
+                "paths: [\"/dev/a*\"], containerPaths: {\"/dev/a*\": /dev/x}, mounts: [{hostPath: /opt/a, containerPath: /dev/x}]",
+                ["where a container sees /dev/a*", "another path"],
+            ),
+            (
+                "groups: [{required: [/dev/a, /dev/b]}], containerPaths: {/dev/a: /dev/x, /dev/b: /dev/x}",
+                ["kinds[0].containerPaths: /dev/a and /dev/b", "be /dev/x in"],
+            ),
+            (
+                "groups: [{required: [/dev/a, /dev/b]}], containerPaths: {/dev/b: /dev/a}",
+                ["/dev/a and /dev/b would both be /dev/a", "its own path"],
+            ),
+            (
+                "usb: {match: [{vendor: \"0403\"}], nodes: [bus, tty]}, containerPaths: {bus: \"/dev/x{n}\", tty: \"/dev/x{n}\"}",
+                ["bus and tty would both be /dev/x{n}", "its own path"],
+            ),
+        ] {
+            let message = read(kind).unwrap_err();
+            assert!(message.starts_with("4: "), "{message}");
+            for word in words {
+                assert!(message.contains(word), "{word} in {message}");
+            }
+        }
+    }
+
+    #[test]
+    fn one_path_for_what_need_not_be_in_one_device_is_taken() {
+        for kind in [
+            "paths: [/dev/a, /dev/b], containerPaths: {/dev/a: /dev/x, /dev/b: /dev/x}",
+            "paths: [\"/dev/a*\"], containerPaths: {\"/dev/a*\": /dev/x}",
+            "groups: [{required: [/dev/a]}, {required: [/dev/b]}], containerPaths: {/dev/a: /dev/x, /dev/b: /dev/x}",
+            "groups: [{required: [/dev/a], optional: [/dev/b, /dev/c]}], containerPaths: {/dev/b: /dev/x, /dev/c: /dev/x}",
+        ] {
+            read(kind).unwrap();
+        }
+    }
+}

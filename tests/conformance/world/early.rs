@@ -1,0 +1,182 @@
+//! A pod is read when the claim that was made for it is seen, and then not once more for its context.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use drayman::api::resource::{Pod, ResourceClaim};
+use drayman::core::protocol::{Answer, CallId, Command, Event, Moment, World};
+use serde_json::{Value, json};
+
+use super::{DRIVER, answer, context, object, world};
+
+/// The claim that was made for the pod.
+fn claim(version: &str) -> Arc<ResourceClaim> {
+    changed(version, |_| {})
+}
+
+/// The same with a difference.
+fn changed(version: &str, change: impl FnOnce(&mut Value)) -> Arc<ResourceClaim> {
+    let mut claim = json!({
+        "metadata": { "namespace": "default", "name": "pod-device-x7k2p", "uid": "claim", "resourceVersion": version,
+            "annotations": { "resource.kubernetes.io/pod-claim-name": "device" },
+            "ownerReferences": [{ "apiVersion": "v1", "kind": "Pod", "name": "pod", "uid": "pod", "controller": true }] },
+        "spec": { "resourceClassName": "class" },
+    });
+    change(&mut claim);
+    object(claim)
+}
+
+/// The pod, with these entries from templates, before its status names a claim.
+fn pod(uid: &str, entries: &[&str]) -> Arc<Pod> {
+    let entry = |name: &&str| json!({ "name": name, "source": { "resourceClaimTemplateName": "template" } });
+    object(json!({
+        "metadata": { "namespace": "default", "name": "pod", "uid": uid },
+        "spec": { "resourceClaims": entries.iter().map(entry).collect::<Vec<_>>() },
+    }))
+}
+
+fn ready() -> (World, Moment) {
+    let now = Moment::default();
+    let (world, commands) = world(Vec::new(), Vec::new(), now);
+    assert_eq!(commands, []);
+    (world, now)
+}
+
+fn see(world: &mut World, event: Event, now: Moment) -> Vec<Command> {
+    world.apply(event, now);
+    world.decide(now)
+}
+
+#[track_caller]
+fn only_read(commands: &[Command]) -> CallId {
+    match commands {
+        [Command::ReadPod { id, key }] if key.name == "pod" => *id,
+        _ => panic!("{commands:?}"),
+    }
+}
+
+#[track_caller]
+fn only_question(commands: &[Command]) {
+    assert!(matches!(commands, [Command::CallDriver { .. }]), "{commands:?}");
+}
+
+#[test]
+fn the_claim_announces_the_pod_and_its_context_need_not_read_it() {
+    let (mut world, now) = ready();
+    let commands = see(&mut world, Event::Claim(claim("2")), now);
+    let read = Answer::PodRead(Ok(Some(pod("pod", &["device"]))));
+    assert_eq!(answer(&mut world, only_read(&commands), read, now), []);
+    // A change of the claim is no news of the pod.
+    let labelled = changed("3", |claim| claim["metadata"]["labels"] = json!({ "a": "b" }));
+    assert_eq!(see(&mut world, Event::Claim(labelled), now), []);
+    only_question(&see(&mut world, Event::Context(context("4", &json!({}))), now));
+}
+
+#[test]
+fn a_context_that_comes_while_the_pod_is_read_waits_for_that_read() {
+    let (mut world, now) = ready();
+    let commands = see(&mut world, Event::Claim(claim("2")), now);
+    let id = only_read(&commands);
+    assert_eq!(see(&mut world, Event::Context(context("4", &json!({}))), now), []);
+    let read = Answer::PodRead(Ok(Some(pod("pod", &["device"]))));
+    only_question(&answer(&mut world, id, read, now));
+}
+
+#[test]
+fn a_pod_that_was_read_long_before_its_context_is_read_again() {
+    let (mut world, now) = ready();
+    let commands = see(&mut world, Event::Claim(claim("2")), now);
+    let read = Answer::PodRead(Ok(Some(pod("pod", &["device"]))));
+    answer(&mut world, only_read(&commands), read, now);
+    let later = now.after(Duration::from_secs(11));
+    let commands = see(&mut world, Event::Context(context("4", &json!({}))), later);
+    only_read(&commands);
+}
+
+#[test]
+fn a_pod_that_was_read_before_all_its_claims_are_known_is_read_again() {
+    for at_once in [true, false] {
+        let (mut world, now) = ready();
+        let commands = see(&mut world, Event::Claim(claim("2")), now);
+        let id = only_read(&commands);
+        let read = Answer::PodRead(Ok(Some(pod("pod", &["device", "another"]))));
+        let context = Event::Context(context("4", &json!({})));
+        let commands = if at_once {
+            assert_eq!(answer(&mut world, id, read, now), []);
+            see(&mut world, context, now)
+        } else {
+            assert_eq!(see(&mut world, context, now), []);
+            answer(&mut world, id, read, now)
+        };
+        // Now its status says that no claim is needed for the other entry.
+        let mut complete = (*pod("pod", &["device", "another"])).clone();
+        complete.status = serde_json::from_value(json!({ "resourceClaimStatuses": [
+            { "name": "device", "resourceClaimName": "pod-device-x7k2p" }, { "name": "another" },
+        ] }))
+        .expect("a status");
+        let read = Answer::PodRead(Ok(Some(Arc::new(complete))));
+        only_question(&answer(&mut world, only_read(&commands), read, now));
+    }
+}
+
+#[test]
+fn an_early_read_that_fails_or_shows_another_pod_is_left_to_the_context() {
+    let other = Answer::PodRead(Ok(Some(pod("another", &["device"]))));
+    for bad in [
+        Answer::PodRead(Err("refused".to_owned())),
+        Answer::PodRead(Ok(None)),
+        other,
+    ] {
+        let (mut world, now) = ready();
+        let commands = see(&mut world, Event::Claim(claim("2")), now);
+        assert_eq!(answer(&mut world, only_read(&commands), bad, now), []);
+        only_read(&see(&mut world, Event::Context(context("4", &json!({}))), now));
+    }
+}
+
+#[test]
+fn no_pod_is_read_for_a_claim_that_is_not_to_be_allocated_or_was_known_before() {
+    let (mut world, now) = ready();
+    let foreign = changed("2", |claim| claim["spec"]["resourceClassName"] = json!("another"));
+    assert_eq!(see(&mut world, Event::Claim(foreign), now), []);
+    let owned_by_no_pod = changed("2", |claim| {
+        claim["metadata"]["uid"] = json!("other");
+        claim["metadata"]["name"] = json!("other");
+        claim["metadata"]["ownerReferences"][0]["kind"] = json!("Job");
+    });
+    assert_eq!(see(&mut world, Event::Claim(owned_by_no_pod), now), []);
+    // The end of an allocation makes a claim one that is not allocated, and its pod has ended.
+    let held = |version: &str, allocation: Value| {
+        changed(version, |claim| {
+            claim["metadata"]["uid"] = json!("held");
+            claim["metadata"]["name"] = json!("held");
+            claim["metadata"]["finalizers"] = json!([format!("{DRIVER}/deletion-protection")]);
+            claim["status"] = allocation;
+        })
+    };
+    let allocated = held("5", json!({ "driverName": DRIVER, "allocation": {} }));
+    see(&mut world, Event::Claim(allocated), now);
+    let commands = see(&mut world, Event::Claim(held("6", json!({}))), now);
+    assert!(
+        !commands
+            .iter()
+            .any(|command| matches!(command, Command::ReadPod { .. })),
+        "{commands:?}"
+    );
+}
+
+#[test]
+fn what_was_read_for_a_claim_that_is_gone_is_forgotten() {
+    let (mut world, now) = ready();
+    let commands = see(&mut world, Event::Claim(claim("2")), now);
+    let read = Answer::PodRead(Ok(Some(pod("pod", &["device"]))));
+    answer(&mut world, only_read(&commands), read, now);
+    let gone = Event::ClaimGone {
+        key: drayman::core::protocol::ObjectKey::new("default", "pod-device-x7k2p"),
+        uid: "claim".to_owned(),
+    };
+    assert_eq!(see(&mut world, gone, now), []);
+    assert_eq!(see(&mut world, Event::Context(context("4", &json!({}))), now), []);
+    let commands = see(&mut world, Event::Claim(claim("7")), now);
+    only_read(&commands);
+}

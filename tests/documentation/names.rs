@@ -1,0 +1,190 @@
+//! Tests that pages name exist, under the module that is said.
+
+use std::path::Path;
+use std::sync::OnceLock;
+
+use proc_macro2::{TokenStream, TokenTree};
+
+use crate::page::{Page, Span, pages, repository};
+
+/// A test: the modules that it is in, the test program or the top of `src` first, and its name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Test {
+    modules: Vec<String>,
+    pub(crate) name: String,
+}
+
+impl Test {
+    /// `contexts::a_sentence` or `tests/kubernetes` ... `contexts::a_sentence`: the last word is the test's name, those before
+    /// it stand next to each other among its modules.
+    pub(crate) fn is(&self, path: &str) -> bool {
+        let words: Vec<&str> = path.split("::").collect();
+        let [modules @ .., name] = words.as_slice() else {
+            return false;
+        };
+        self.name == *name
+            && (modules.is_empty()
+                || self
+                    .modules
+                    .windows(modules.len())
+                    .any(|window| window == modules))
+    }
+
+    /// The path that a filter of `cargo test` is compared with.
+    pub(crate) fn path(&self) -> String {
+        [self.modules.as_slice(), std::slice::from_ref(&self.name)]
+            .concat()
+            .join("::")
+    }
+}
+
+/// Every test of the repository.
+pub(crate) fn tests() -> &'static [Test] {
+    static TESTS: OnceLock<Vec<Test>> = OnceLock::new();
+    TESTS.get_or_init(find_tests)
+}
+
+fn find_tests() -> Vec<Test> {
+    let mut tests = Vec::new();
+    for top in ["src", "tests"] {
+        let mut directories = vec![repository(top)];
+        while let Some(directory) = directories.pop() {
+            for entry in std::fs::read_dir(&directory).expect("a directory") {
+                let path = entry.expect("an entry").path();
+                if path.is_dir() {
+                    directories.push(path);
+                } else if path.extension().is_some_and(|extension| extension == "rs") {
+                    let text = std::fs::read_to_string(&path).expect("UTF-8");
+                    let file = path.strip_prefix(repository(top)).expect("below it");
+                    tests.extend(tests_of(file, &text));
+                }
+            }
+        }
+    }
+    assert!(tests.len() > 500, "{} tests", tests.len());
+    tests
+}
+
+fn tests_of(file: &Path, text: &str) -> Vec<Test> {
+    let mut modules: Vec<String> = file
+        .with_extension("")
+        .iter()
+        .map(|part| part.to_string_lossy().into_owned())
+        .collect();
+    if modules.last().is_some_and(|last| last == "mod" || last == "main") {
+        modules.pop();
+    }
+    let mut tests = Vec::new();
+    let tokens: TokenStream = text
+        .parse()
+        .unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    collect(tokens, &modules, &mut tests);
+    tests
+}
+
+/// Tests are looked for within macros too: those of properties stand there.
+fn collect(tokens: TokenStream, modules: &[String], tests: &mut Vec<Test>) {
+    let tokens: Vec<TokenTree> = tokens.into_iter().collect();
+    let mut rest = tokens.as_slice();
+    let mut marked = false;
+    while let [token, after @ ..] = rest {
+        rest = after;
+        match (token, after) {
+            (TokenTree::Punct(hash), [TokenTree::Group(attribute), after @ ..]) if hash.as_char() == '#' => {
+                marked |= is_test(&attribute.stream());
+                rest = after;
+            }
+            (TokenTree::Ident(word), [TokenTree::Ident(name), after @ ..]) if word == "fn" => {
+                if std::mem::take(&mut marked) {
+                    tests.push(Test {
+                        modules: modules.to_vec(),
+                        name: name.to_string(),
+                    });
+                }
+                rest = after;
+            }
+            (TokenTree::Ident(word), [TokenTree::Ident(name), TokenTree::Group(body), after @ ..])
+                if word == "mod" =>
+            {
+                collect(body.stream(), &[modules, &[name.to_string()]].concat(), tests);
+                rest = after;
+            }
+            (TokenTree::Group(group), _) => {
+                collect(group.stream(), modules, tests);
+                marked = false;
+            }
+            _ => {}
+        }
+    }
+}
+
+/// `test`, `tokio::test`, `tokio::test(...)`, and not `cfg(test)`.
+fn is_test(attribute: &TokenStream) -> bool {
+    let words = attribute.clone().into_iter();
+    let path = words.take_while(|token| !matches!(token, TokenTree::Group(_)));
+    let last = path.filter_map(|token| match token {
+        TokenTree::Ident(word) => Some(word.to_string()),
+        _ => None,
+    });
+    last.last().is_some_and(|word| word == "test")
+}
+
+fn is_word(text: &str) -> bool {
+    !text.is_empty()
+        && text
+            .bytes()
+            .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
+}
+
+/// Whether code within a sentence means a test: `contexts::a_sentence_of_words`, or in pages that are about tests a sentence alone.
+pub(crate) fn is_test_name(page: &Page, span: &Span) -> bool {
+    let words: Vec<&str> = span.text.split("::").collect();
+    let Some(name) = words.last() else { return false };
+    let underscores = name.matches('_').count();
+    let about_tests = ["conformance.md", "security.md"]
+        .iter()
+        .any(|name| page.path.ends_with(name));
+    words.iter().all(|word| is_word(word))
+        && ((words.len() > 1 && underscores >= 2) || (about_tests && underscores >= 4))
+}
+
+#[test]
+fn every_test_that_a_page_names_exists_in_the_module_that_it_says() {
+    let tests = tests();
+    let (mut named, mut missing) = (0, Vec::new());
+    for page in pages() {
+        for span in page.spans.iter().filter(|span| is_test_name(&page, span)) {
+            named += 1;
+            if !tests.iter().any(|test| test.is(&span.text)) {
+                missing.push(format!("{}: {}", span.place, span.text));
+            }
+        }
+    }
+    assert!(missing.is_empty(), "no such test:\n  {}", missing.join("\n  "));
+    assert!(named > 100, "{named} names were found in the pages");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tests_are_found_in_modules_and_macros_and_nothing_else_is() {
+        let source = "#[test] fn one() {} #[tokio::test(flavor = \"x\")] #[ignore] async fn two() {} fn three() {} \
+                      #[cfg(test)] mod inner { #[test] fn four() { fn five() {} } } \
+                      proptest! { #[test] fn six(a in 0..1) {} }";
+        let tests = tests_of(Path::new("conformance/queue.rs"), source);
+        let paths: Vec<String> = tests.iter().map(Test::path).collect();
+        assert_eq!(
+            paths,
+            [
+                "conformance::queue::one",
+                "conformance::queue::two",
+                "conformance::queue::inner::four",
+                "conformance::queue::six"
+            ]
+        );
+        assert!(tests[0].is("queue::one") && tests[0].is("conformance::queue::one") && tests[0].is("one"));
+        assert!(!tests[0].is("release::one") && !tests[0].is("queue::two"));
+    }
+}

@@ -1,0 +1,62 @@
+//! The reference in `docs/reference` is what the code says. `make generate` writes it anew.
+
+mod chart;
+mod commands;
+mod kinds;
+
+use crate::page::repository;
+
+/// Set by `make generate`: write instead of comparing.
+const GENERATE: &str = "DRAYMAN_GENERATE";
+
+/// Text in a cell of a table.
+fn cell(text: &str) -> String {
+    let lines: Vec<&str> = text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+        .collect();
+    lines.join(" ").replace('|', "\\|").replace('<', "&lt;")
+}
+
+/// Code in a cell of a table; nothing for nothing.
+fn code(text: &str) -> String {
+    if text.is_empty() {
+        String::new()
+    } else {
+        format!("`{}`", text.replace('|', "\\|"))
+    }
+}
+
+fn check(name: &str, made: &str) {
+    let path = repository("docs/reference").join(name);
+    if std::env::var_os(GENERATE).is_some() {
+        std::fs::create_dir_all(repository("docs/reference")).expect("a directory");
+        std::fs::write(&path, made).expect("written");
+        return;
+    }
+    let kept = std::fs::read_to_string(&path).unwrap_or_default();
+    let difference = made
+        .lines()
+        .zip(kept.lines().chain(std::iter::repeat("")))
+        .find(|(made, kept)| made != kept);
+    assert!(
+        difference.is_none() && kept.len() == made.len(),
+        "docs/reference/{name} is not what the code says; run `make generate`: {difference:?}"
+    );
+}
+
+#[test]
+fn the_commands_and_their_flags_are_as_the_program_has_them() {
+    check("commands.md", &commands::text());
+}
+
+#[test]
+fn the_fields_of_our_kinds_are_as_the_types_have_them() {
+    check("kinds.md", &kinds::text());
+}
+
+#[test]
+fn the_values_of_the_chart_are_as_its_schema_has_them() {
+    check("values.md", &chart::text());
+}

@@ -1,0 +1,62 @@
+//! The values of the chart.
+
+use serde_json::Value;
+
+use super::{cell, code};
+use crate::page::repository;
+
+/// The page.
+pub(super) fn text() -> String {
+    let read = |path: &str| {
+        std::fs::read_to_string(repository("charts/drayman").join(path)).expect("a file of the chart")
+    };
+    let schema: Value = serde_json::from_str(&read("values.schema.json")).expect("JSON");
+    let values: Value = serde_saphyr::from_str(&read("values.yaml")).expect("YAML");
+    let mut text = String::from(
+        "# Values of the chart\n\nMade from the chart by `make generate`. \
+         [values.yaml](../../charts/drayman/values.yaml) says the same with examples. A value that is not in this list is refused.\n\n\
+         | value | default | meaning |\n|---|---|---|\n",
+    );
+    describe(&schema, &schema, &values, "", &mut text);
+    text
+}
+
+/// The schema behind a reference.
+fn resolved<'a>(root: &'a Value, schema: &'a Value) -> &'a Value {
+    let reference = schema["allOf"][0]["$ref"]
+        .as_str()
+        .or_else(|| schema["$ref"].as_str());
+    reference.map_or(schema, |reference| {
+        root.pointer(reference.trim_start_matches('#'))
+            .unwrap_or_else(|| panic!("{reference}"))
+    })
+}
+
+fn describe(root: &Value, schema: &Value, values: &Value, path: &str, text: &mut String) {
+    for (name, value) in values.as_object().into_iter().flatten() {
+        let Some(field) = schema["properties"].get(name) else {
+            continue;
+        };
+        let path = if path.is_empty() {
+            name.clone()
+        } else {
+            format!("{path}.{name}")
+        };
+        let below = resolved(root, field);
+        if below["properties"].is_object() && value.as_object().is_some_and(|map| !map.is_empty()) {
+            describe(root, below, value, &path, text);
+            continue;
+        }
+        let default = if value.is_string() && value.as_str() == Some("") {
+            String::new()
+        } else {
+            code(&value.to_string())
+        };
+        let description = field["description"].as_str().unwrap_or_default();
+        text.extend([format!(
+            "| {} | {default} | {} |\n",
+            code(&path),
+            cell(description)
+        )]);
+    }
+}

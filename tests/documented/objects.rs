@@ -1,0 +1,49 @@
+//! Objects that pages and examples show, before a real API server.
+
+use anyhow::Context as _;
+
+use crate::harness::Cluster;
+use crate::page::{pages, repository};
+
+/// Every object is taken by the server's own check, without a field that it does not know. Nothing is stored.
+#[tokio::test]
+async fn every_object_of_the_pages_is_accepted_without_an_unknown_field() -> anyhow::Result<()> {
+    let cluster = Cluster::builder().start().await?;
+    let definitions = repository("charts/drayman/crds");
+    let definitions = definitions.to_str().context("UTF-8")?;
+    cluster
+        .kubectl(&["apply", "--server-side", "--filename", definitions])
+        .await?;
+    cluster
+        .kubectl(&[
+            "wait",
+            "--for=condition=Established",
+            "--timeout=60s",
+            "--filename",
+            definitions,
+        ])
+        .await?;
+    let mut accepted = 0;
+    for block in pages().into_iter().flat_map(|page| page.blocks) {
+        if block.language != "yaml" || block.mark != "object" {
+            continue;
+        }
+        let file = cluster.directory().join("object.yaml");
+        std::fs::write(&file, &block.text)?;
+        let file = file.to_str().context("UTF-8")?;
+        let said = cluster
+            .kubectl(&[
+                "create",
+                "--dry-run=server",
+                "--validate=strict",
+                "--filename",
+                file,
+            ])
+            .await
+            .with_context(|| block.place.clone())?;
+        accepted += said.lines().filter(|line| line.contains("created")).count();
+    }
+    println!("{accepted} objects accepted");
+    assert!(accepted >= 8, "{accepted}");
+    cluster.stop().await
+}

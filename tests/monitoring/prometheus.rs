@@ -1,0 +1,121 @@
+//! A real Prometheus and its tool.
+
+use std::io::Write as _;
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, bail, ensure};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::time::{Duration, Instant, sleep};
+
+use crate::harness::{self, PATIENCE};
+use crate::stage::{Program, Stage};
+
+/// A port that nobody listens at now.
+pub(crate) fn free_port() -> anyhow::Result<u16> {
+    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+}
+
+/// Runs promtool in a directory and returns what it said.
+pub(crate) fn promtool(directory: &Path, arguments: &[&str], input: Option<&str>) -> anyhow::Result<String> {
+    let mut child = Command::new(harness::prometheus()?.join("promtool"))
+        .args(arguments)
+        .current_dir(directory)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .context("starting promtool")?;
+    let mut stdin = child.stdin.take().context("its input")?;
+    stdin.write_all(input.unwrap_or_default().as_bytes())?;
+    drop(stdin);
+    let output = child.wait_with_output()?;
+    let said = format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    ensure!(
+        output.status.success(),
+        "promtool {}: {}",
+        arguments.join(" "),
+        said.trim()
+    );
+    Ok(said)
+}
+
+/// What a program serves to somebody who does not ask for a format.
+pub(crate) async fn scraped(port: u16) -> anyhow::Result<String> {
+    let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await?;
+    stream
+        .write_all(b"GET /metrics HTTP/1.0\r\nhost: a\r\n\r\n")
+        .await?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await?;
+    let (head, text) = answer.split_once("\r\n\r\n").context("an answer")?;
+    ensure!(head.contains("200 OK") && head.contains("text/plain"), "{head}");
+    Ok(text.to_owned())
+}
+
+/// A Prometheus that scrapes every second.
+#[derive(Debug)]
+pub(crate) struct Prometheus {
+    address: String,
+    _program: Program,
+}
+
+impl Prometheus {
+    /// Starts one that reads the metrics of these pods at these ports, with the labels that a ServiceMonitor gives them.
+    pub(crate) fn start(stage: &Stage, directory: &Path, pods: &[(&str, u16)]) -> anyhow::Result<Self> {
+        let port = free_port()?;
+        let targets: Vec<String> = pods
+            .iter()
+            .map(|(pod, port)| {
+                format!(
+                    "  - targets: [\"127.0.0.1:{port}\"]\n    labels: {{namespace: drayman, pod: {pod}}}\n"
+                )
+            })
+            .collect();
+        let configuration = format!(
+            "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\nrule_files: [rules.json]\nscrape_configs:\n- job_name: drayman\n  static_configs:\n{}",
+            targets.concat()
+        );
+        let file = directory.join("prometheus.yaml");
+        std::fs::write(&file, configuration)?;
+        let mut command = stage.cluster.command(harness::prometheus()?.join("prometheus"));
+        command
+            .arg(format!("--config.file={}", file.display()))
+            .arg(format!(
+                "--storage.tsdb.path={}",
+                directory.join("data").display()
+            ))
+            .arg(format!("--web.listen-address=127.0.0.1:{port}"));
+        Ok(Self {
+            address: format!("http://127.0.0.1:{port}"),
+            _program: stage.program("prometheus", command)?,
+        })
+    }
+
+    /// The series that a query finds now; an error if it is none.
+    pub(crate) fn ask(&self, query: &str) -> anyhow::Result<Vec<String>> {
+        let said = promtool(Path::new("/"), &["query", "instant", &self.address, query], None)?;
+        Ok(said.lines().map(str::to_owned).collect())
+    }
+
+    /// Waits until a query finds something.
+    pub(crate) async fn until(&self, query: &str) -> anyhow::Result<()> {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let found = self.ask(query);
+            if found.as_ref().is_ok_and(|found| !found.is_empty()) {
+                return Ok(());
+            }
+            if Instant::now() > end {
+                let selector = query.split(" ==").next().unwrap_or(query);
+                bail!("not seen: {query}; {found:?}, but {:?}", self.ask(selector));
+            }
+            sleep(Duration::from_millis(500)).await;
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! The promises, as far as they can be seen from outside: in what is stored, and in what containers have got.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use drayman::api::handle::DeviceHandle;
+use drayman::sim::api::{ApiServer, Changed};
+use drayman::sim::kubelet::Kubelet;
+use serde_json::Value;
+
+pub(crate) const DRIVER: &str = "drayman.dev";
+const FINALIZER: &str = "drayman.dev/deletion-protection";
+
+/// Namespace and name.
+type Key = (String, String);
+
+/// Looks at every change once, in order.
+pub(crate) struct Checker {
+    server: ApiServer,
+    kubelet: Kubelet,
+    version: u64,
+    objects: BTreeMap<(String, Key), Value>,
+    pub(crate) violations: Vec<String>,
+}
+
+pub(crate) fn text<'a>(object: &'a Value, pointer: &str) -> &'a str {
+    object
+        .pointer(pointer)
+        .and_then(Value::as_str)
+        .unwrap_or_default()
+}
+
+pub(crate) fn list<'a>(object: &'a Value, pointer: &str) -> &'a [Value] {
+    object
+        .pointer(pointer)
+        .and_then(Value::as_array)
+        .map_or(&[], Vec::as_slice)
+}
+
+fn key(object: &Value) -> Key {
+    let part = |pointer| text(object, pointer).to_owned();
+    (part("/metadata/namespace"), part("/metadata/name"))
+}
+
+fn has_finalizer(claim: &Value) -> bool {
+    list(claim, "/metadata/finalizers")
+        .iter()
+        .any(|name| name == FINALIZER)
+}
+
+pub(crate) fn is_allocated(claim: &Value) -> bool {
+    claim
+        .pointer("/status/allocation")
+        .is_some_and(|found| !found.is_null())
+}
+
+/// What a claim of ours holds.
+pub(crate) fn handle(claim: &Value) -> Option<DeviceHandle> {
+    let handles = list(claim, "/status/allocation/resourceHandles");
+    let ours = handles.iter().find(|handle| handle["driverName"] == DRIVER)?;
+    DeviceHandle::parse(text(ours, "/data")).ok()
+}
+
+impl Checker {
+    pub(crate) fn new(server: &ApiServer, kubelet: &Kubelet) -> Self {
+        Self {
+            server: server.clone(),
+            kubelet: kubelet.clone(),
+            version: 1,
+            objects: BTreeMap::new(),
+            violations: Vec::new(),
+        }
+    }
+
+    fn violate(&mut self, text: String) {
+        if !self.violations.contains(&text) {
+            self.violations.push(text);
+        }
+    }
+
+    fn of_kind<'a>(&'a self, plural: &'a str) -> impl Iterator<Item = &'a Value> {
+        let of_kind = move |((kind, _), _): &(&(String, Key), &Value)| kind == plural;
+        self.objects.iter().filter(of_kind).map(|(_, object)| object)
+    }
+
+    /// Looks at what has happened since.
+    pub(crate) fn catch_up(&mut self) {
+        for change in self.server.history(self.version) {
+            self.version = change.version;
+            if change.plural == "resourceclaims" {
+                self.claim(&change);
+            }
+            let Some(object) = change.after.as_ref().or(change.before.as_ref()) else {
+                continue;
+            };
+            let place = (change.plural.clone(), key(object));
+            match change.after {
+                Some(after) => self.objects.insert(place, after),
+                None => self.objects.remove(&place),
+            };
+            self.no_device_twice();
+        }
+        self.no_device_in_two_pods();
+    }
+
+    /// I1.
+    fn no_device_twice(&mut self) {
+        let mut holders: BTreeMap<(String, String), Vec<String>> = BTreeMap::new();
+        for claim in self.of_kind("resourceclaims") {
+            let Some(handle) = handle(claim) else { continue };
+            for device in handle.devices {
+                let place = (handle.node_uid.clone(), device.device);
+                holders
+                    .entry(place)
+                    .or_default()
+                    .push(text(claim, "/metadata/name").to_owned());
+            }
+        }
+        if let Some((place, claims)) = holders.into_iter().find(|(_, claims)| claims.len() > 1) {
+            self.violate(format!("I1: {place:?} is in {claims:?}"));
+        }
+    }
+
+    /// I1 and I14 where it counts: in the containers.
+    fn no_device_in_two_pods(&mut self) {
+        let mut holders: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+        for ((_, pod), containers) in self.kubelet.outfits() {
+            for (_, host, _) in containers.into_values().flat_map(|outfit| outfit.devices) {
+                holders.entry(host).or_default().insert(pod.clone());
+            }
+        }
+        if let Some((device, pods)) = holders.into_iter().find(|(_, pods)| pods.len() > 1) {
+            self.violate(format!("I1: {device} is in the containers of {pods:?}"));
+        }
+    }
+
+    fn claim(&mut self, change: &Changed) {
+        let nothing = Value::Null;
+        let before = change.before.as_ref().unwrap_or(&nothing);
+        let after = change.after.as_ref().unwrap_or(&nothing);
+        let name = text(if after.is_null() { before } else { after }, "/metadata/name").to_owned();
+        let reserved = |claim: &Value| list(claim, "/status/reservedFor").to_vec();
+        if is_allocated(after) && !is_allocated(before) {
+            self.allocated(&name, before, after);
+        }
+        if is_allocated(before) && !is_allocated(after) && !after.is_null() {
+            // Undone together with its reservation: then its pod has no node.
+            let users: Vec<_> = reserved(before);
+            let bound = users.iter().find(|user| {
+                let pod = self.pod(before, text(user, "/name"));
+                pod.is_some_and(|pod| {
+                    pod["metadata"]["uid"] == user["uid"] && !text(pod, "/spec/nodeName").is_empty()
+                })
+            });
+            if bound.is_some() || users.len() > 1 {
+                self.violate(format!(
+                    "I5: {name} is cleared while it is reserved for {users:?}"
+                ));
+            }
+        }
+        if has_finalizer(before) && !has_finalizer(after) && is_allocated(before) {
+            let deleting = !text(before, "/metadata/deletionTimestamp").is_empty();
+            if !deleting || !reserved(before).is_empty() {
+                self.violate(format!("I4: our finalizer leaves {name}, which is allocated"));
+            }
+        }
+        for user in reserved(after) {
+            let pod = self.pod(after, text(&user, "/name"));
+            let is_new = !reserved(before).contains(&user);
+            if is_new && pod.is_none_or(|pod| pod["metadata"]["uid"] != user["uid"]) {
+                self.violate(format!("I16: {name} is reserved for {user}, which is not there"));
+            }
+        }
+    }
+
+    fn pod(&self, claim: &Value, name: &str) -> Option<&Value> {
+        let key = (text(claim, "/metadata/namespace").to_owned(), name.to_owned());
+        self.objects.get(&("pods".to_owned(), key))
+    }
+
+    /// I2, I3 and I7.
+    fn allocated(&mut self, name: &str, before: &Value, after: &Value) {
+        if !has_finalizer(before) {
+            self.violate(format!("I3: {name} is allocated without our finalizer"));
+        }
+        let Some(handle) = handle(after) else {
+            self.violate(format!("{name} is allocated with a handle that cannot be read"));
+            return;
+        };
+        let known: BTreeSet<String> = self
+            .of_kind("nodeinventories")
+            .filter(|inventory| text(inventory, "/spec/nodeName") == handle.node_name)
+            .flat_map(|inventory| list(inventory, "/spec/devices"))
+            .map(|device| text(device, "/name").to_owned())
+            .collect();
+        if let Some(device) = handle
+            .devices
+            .iter()
+            .find(|device| !known.contains(&device.device))
+        {
+            self.violate(format!(
+                "I2: {name} gets {}, which the node does not have",
+                device.device
+            ));
+        }
+        for user in list(after, "/status/reservedFor") {
+            let key = (
+                text(after, "/metadata/namespace").to_owned(),
+                text(user, "/name").to_owned(),
+            );
+            let context = self.objects.get(&("podschedulingcontexts".to_owned(), key));
+            let selected = context.map(|context| text(context, "/spec/selectedNode").to_owned());
+            if selected.as_ref().is_some_and(|node| *node != handle.node_name) {
+                self.violate(format!(
+                    "I7: {name} is allocated on {}, not on {selected:?}",
+                    handle.node_name
+                ));
+            }
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! Every trouble at every place of the life.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use drayman::sim::faults::{Place, Planned, Trouble};
+use tokio::runtime::Runtime;
+
+use crate::life::{COMPANION, CONTROLLER, Lived, is_root, live};
+use crate::program::panics;
+
+/// Lives that are played at once. Most of the time of each is waiting.
+const AT_ONCE: usize = 12;
+const PROGRAMS: [&str; 2] = [CONTROLLER, COMPANION];
+
+fn runtime() -> Runtime {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
+}
+
+fn number(name: &str, default: usize) -> usize {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap())
+}
+
+fn command(planned: &[Planned]) -> String {
+    let planned: Vec<String> = planned.iter().map(ToString::to_string).collect();
+    format!(
+        "FAULT={} cargo test --test whole replay -- --nocapture",
+        planned.join(",")
+    )
+}
+
+/// Reads what [`command`] writes.
+fn parse(text: &str) -> Option<Planned> {
+    let parts: Vec<&str> = text.split(':').collect();
+    let [program, place, number, trouble] = parts.as_slice() else {
+        return None;
+    };
+    let place = Place::ALL
+        .into_iter()
+        .find(|known| format!("{known:?}") == *place)?;
+    let troubles = place.troubles().iter();
+    Some(Planned {
+        program: PROGRAMS.into_iter().find(|known| known == program)?,
+        place,
+        number: number.parse().ok()?,
+        trouble: *troubles.clone().find(|known| format!("{known:?}") == *trouble)?,
+    })
+}
+
+fn now() -> jiff::Timestamp {
+    jiff::Timestamp::now()
+}
+
+/// Every trouble at every place that a life without trouble has.
+fn plans(counts: &BTreeMap<(&'static str, Place), u64>) -> Vec<Planned> {
+    let mut plans = Vec::new();
+    for (&(program, place), &count) in counts {
+        for number in 1..=count {
+            for &trouble in place.troubles() {
+                plans.push(Planned {
+                    program,
+                    place,
+                    number,
+                    trouble,
+                });
+            }
+        }
+    }
+    plans
+}
+
+/// Kills and lost replies at every place, and of the other troubles, which leave the program whole, every third.
+fn daily(plans: Vec<Planned>) -> Vec<Planned> {
+    let mut others = 0;
+    let mut is_daily = |planned: &Planned| {
+        let ends = [Trouble::KilledBefore, Trouble::KilledAfter, Trouble::ReplyLost];
+        if ends.contains(&planned.trouble) {
+            return true;
+        }
+        others += 1;
+        others % 3 == 1
+    };
+    plans.into_iter().filter(|planned| is_daily(planned)).collect()
+}
+
+#[test]
+fn every_trouble_at_every_place_of_a_life_is_outlived() {
+    if !is_root() {
+        return;
+    }
+    let runtime = runtime();
+    let calm = runtime.block_on(live(Vec::new(), now));
+    assert_eq!(calm.violations, Vec::<String>::new(), "{}", calm.trace.join("\n"));
+    println!("a life has {:?}", calm.counts);
+    let mut plans = plans(&calm.counts);
+    if std::env::var("EVERY_TROUBLE").is_err() {
+        plans = daily(plans);
+    }
+    println!("{} lives", plans.len());
+    let next = AtomicUsize::new(0);
+    let failures: Mutex<Vec<(Planned, Lived)>> = Mutex::default();
+    let hits: Mutex<BTreeMap<(&str, Place, Trouble), (u64, u64)>> = Mutex::default();
+    std::thread::scope(|scope| {
+        for _ in 0..number("AT_ONCE", AT_ONCE) {
+            scope.spawn(|| {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(&planned) = plans.get(index) else { break };
+                    if index.is_multiple_of(50) {
+                        println!(
+                            "life {index} of {}, {} failed",
+                            plans.len(),
+                            failures.lock().unwrap().len()
+                        );
+                    }
+                    let lived = runtime.block_on(live(vec![planned], now));
+                    let mut hits = hits.lock().unwrap();
+                    let kind = (planned.program, planned.place, planned.trouble);
+                    let (tried, hit) = hits.entry(kind).or_default();
+                    *tried += 1;
+                    *hit += lived.hits.len() as u64;
+                    drop(hits);
+                    if !lived.violations.is_empty() {
+                        failures.lock().unwrap().push((planned, lived));
+                    }
+                }
+            });
+        }
+    });
+    let failures = failures.into_inner().unwrap();
+    for (planned, lived) in &failures {
+        println!("{:?}\n    {}", lived.violations, command(&[*planned]));
+        println!("{}\n", lived.trace.join("\n"));
+    }
+    let hits = hits.into_inner().unwrap();
+    for ((program, place, trouble), (tried, hit)) in &hits {
+        println!("{program} {place:?} {trouble:?}: {hit} of {tried}");
+    }
+    assert!(
+        failures.is_empty(),
+        "{} of {} lives fail",
+        failures.len(),
+        plans.len()
+    );
+    assert_eq!(panics(), Vec::<String>::new(), "I15");
+    for ((program, place, trouble), (_, hit)) in hits {
+        assert!(hit > 0, "{program} {place:?} {trouble:?} was never hit");
+    }
+}
+
+/// Plays the life with the troubles `FAULT` again and prints everything that happens.
+#[test]
+fn replay() {
+    let Ok(text) = std::env::var("FAULT") else { return };
+    let planned: Vec<Planned> = text.split(',').map(|text| parse(text).unwrap()).collect();
+    let lived = runtime().block_on(live(planned, now));
+    println!("{}", lived.trace.join("\n"));
+    assert_eq!(lived.violations, Vec::<String>::new());
+    assert_eq!(panics(), Vec::<String>::new());
+}
+
+#[test]
+fn a_command_that_is_printed_is_read_again() {
+    for place in Place::ALL {
+        for &trouble in place.troubles() {
+            let planned = Planned {
+                program: COMPANION,
+                place,
+                number: 7,
+                trouble,
+            };
+            assert_eq!(parse(&planned.to_string()), Some(planned));
+        }
+    }
+}

@@ -1,0 +1,405 @@
+//! The life: two pods that want the one device, one after the other, and one that gets another by the device plugin.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use drayman::controller::Controller;
+use drayman::host::HostDriver;
+use drayman::sim::api::ApiServer;
+use drayman::sim::faults::{Faults, Life, Place, Planned};
+use drayman::sim::kubelet::{Kubelet, NodePlace};
+use drayman::sim::source::Source;
+use drayman::sim::stage::Stage;
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::{Api, DeleteParams};
+use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
+use serde_json::Value;
+use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
+
+use crate::check::{Checker, DRIVER, list, text};
+use crate::program::{self, until};
+
+pub(crate) const CONTROLLER: &str = "controller";
+pub(crate) const COMPANION: &str = "companion";
+/// How long anything may take. The machine may be busy.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// How long nobody may ask the API server for anything at the end.
+const QUIET: Duration = Duration::from_millis(1500);
+
+/// Where the stage has its time from.
+pub(crate) type Clock = fn() -> jiff::Timestamp;
+
+/// What came of a life.
+#[derive(Debug)]
+pub(crate) struct Lived {
+    pub(crate) violations: Vec<String>,
+    pub(crate) counts: BTreeMap<(&'static str, Place), u64>,
+    pub(crate) hits: Vec<Planned>,
+    pub(crate) trace: Vec<String>,
+}
+
+pub(crate) const CLASS: &str = "
+apiVersion: drayman.dev/v1alpha1
+kind: DeviceClassParameters
+metadata: {name: test}
+spec: {kind: test}
+---
+apiVersion: resource.k8s.io/v1alpha2
+kind: ResourceClass
+metadata: {name: test}
+driverName: drayman.dev
+parametersRef: {apiGroup: drayman.dev, kind: DeviceClassParameters, name: test}
+---
+apiVersion: resource.k8s.io/v1alpha2
+kind: ResourceClaimTemplate
+metadata: {name: test, namespace: default}
+spec: {spec: {resourceClassName: test}}
+";
+
+fn claiming(name: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: default}}\nspec:\n  resourceClaims:\n  \
+         - {{name: device, source: {{resourceClaimTemplateName: test}}}}\n  containers:\n  \
+         - {{name: main, image: none, resources: {{claims: [{{name: device}}]}}}}\n"
+    )
+}
+
+fn plugging(name: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: default}}\nspec:\n  containers:\n  \
+         - {{name: main, image: none, resources: {{limits: {{example.com/camera: 1}}}}}}\n"
+    )
+}
+
+/// A node with one device for claims and one for the device plugin.
+fn make_node(directory: &Path) -> std::io::Result<NodePlace> {
+    let mut place = NodePlace::within("node-a", directory);
+    place.dev = directory.join("dev");
+    place.make()?;
+    std::fs::create_dir_all(&place.dev)?;
+    for (minor, name) in ["test-0", "camera-0"].into_iter().enumerate() {
+        let numbers = makedev(240, u32::try_from(minor).unwrap_or_default());
+        let mode = Mode::RUSR | Mode::WUSR;
+        mknodat(
+            CWD,
+            place.dev.join(name),
+            FileType::CharacterDevice,
+            mode,
+            numbers,
+        )?;
+    }
+    let configuration = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
+        - {name: test, paths: [\"/dev/test-*\"]}\n\
+        - {name: camera, mode: extended-resource, resourceName: example.com/camera, paths: [\"/dev/camera-*\"]}\n";
+    std::fs::write(directory.join("node.yaml"), configuration)?;
+    Ok(place)
+}
+
+/// Whether this user may make device nodes.
+pub(crate) fn is_root() -> bool {
+    let root = rustix::process::geteuid().is_root();
+    if !root {
+        eprintln!("skipped: only root can make device nodes; run it as root");
+    }
+    root
+}
+
+struct Story {
+    server: ApiServer,
+    kubelet: Kubelet,
+    place: NodePlace,
+    stage: Stage,
+    faults: Faults,
+    checker: Arc<Mutex<Checker>>,
+    never: Option<String>,
+}
+
+/// Plays the life with these troubles.
+pub(crate) async fn live(planned: Vec<Planned>, clock: Clock) -> Lived {
+    let directory = tempfile::tempdir().unwrap();
+    let place = make_node(directory.path()).unwrap();
+    let faults = Faults::new(planned);
+    let mut stage = Stage::start(Source::new(Box::new(clock), 1));
+    let server = stage.server().clone();
+    for definition in drayman::api::crd::definitions() {
+        stage.apply(&serde_json::to_string(&definition).unwrap()).unwrap();
+    }
+    stage.apply(CLASS).unwrap();
+    let kubelet = Kubelet::with_faults(&server, place.clone(), &faults, COMPANION);
+    stage.add_kubelet(&kubelet);
+    let checker = Arc::new(Mutex::new(Checker::new(&server, &kubelet)));
+    let checking = tokio::spawn(check(server.clone(), checker.clone()));
+    let shutdown = CancellationToken::new();
+    faults.count(true);
+    let programs = [
+        start_controller(&faults, &server, &shutdown),
+        start_companion(
+            &faults,
+            &server,
+            &place,
+            directory.path().join("node.yaml"),
+            &shutdown,
+        ),
+    ];
+    let mut story = Story {
+        server,
+        kubelet,
+        place,
+        stage,
+        faults: faults.clone(),
+        checker: checker.clone(),
+        never: None,
+    };
+    story.play().await;
+    shutdown.cancel();
+    let mut violations = Vec::new();
+    for program in programs {
+        let ended = tokio::task::spawn_blocking(move || program.join()).await.unwrap();
+        violations.extend(ended.unwrap_or_else(|_| vec!["I15: a program has panicked".to_owned()]));
+    }
+    checking.abort();
+    violations.extend(story.never);
+    story.stage.stop().await;
+    let mut checker = checker.lock().unwrap();
+    checker.catch_up();
+    violations.append(&mut checker.violations);
+    Lived {
+        violations,
+        counts: faults.counts(),
+        hits: faults.hits(),
+        trace: faults.trace(),
+    }
+}
+
+/// Looks at every change, and at the containers while they change.
+async fn check(server: ApiServer, checker: Arc<Mutex<Checker>>) {
+    let mut changes = server.changes();
+    loop {
+        changes.borrow_and_update();
+        checker.lock().unwrap().catch_up();
+        if changes.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+fn start_controller(
+    faults: &Faults,
+    server: &ApiServer,
+    shutdown: &CancellationToken,
+) -> std::thread::JoinHandle<Vec<String>> {
+    let server = server.clone();
+    let start = move |life: Life| {
+        let client = life.client(&server);
+        let running = async move {
+            let stop = life.stop().clone();
+            let driver = HostDriver::start(client.clone(), DRIVER.to_owned(), stop.clone());
+            let controller = Controller::builder(driver)
+                .request_timeout(Duration::from_secs(1))
+                .build(client)
+                .map_err(|error| error.to_string())?;
+            controller.run(stop).await.map_err(|error| error.to_string())
+        };
+        Box::pin(running) as _
+    };
+    program::run(faults.clone(), CONTROLLER, shutdown.clone(), Box::new(start))
+}
+
+fn start_companion(
+    faults: &Faults,
+    server: &ApiServer,
+    place: &NodePlace,
+    configuration: PathBuf,
+    shutdown: &CancellationToken,
+) -> std::thread::JoinHandle<Vec<String>> {
+    let (server, place) = (server.clone(), place.clone());
+    let start = move |life: Life| {
+        let mut options = place.options(&configuration, life.client(&server));
+        options.disk = life.disk();
+        let running = async move {
+            let running = drayman::node::run::run(options, life.stop().clone());
+            running.await.map_err(|error| error.to_string())
+        };
+        Box::pin(running) as _
+    };
+    program::run(faults.clone(), COMPANION, shutdown.clone(), Box::new(start))
+}
+
+impl Story {
+    async fn play(&mut self) {
+        let allocatable = |server: &ApiServer| {
+            let nodes = server.objects("nodes");
+            nodes
+                .iter()
+                .any(|node| text(node, "/status/allocatable/example.com~1camera") == "1")
+        };
+        self.until("the device plugin is registered", move |story| {
+            allocatable(&story.server)
+        })
+        .await;
+        self.until_running("first", claiming).await;
+        self.until_running("camera", plugging).await;
+        self.create(&claiming("second"));
+        self.delete("first").await;
+        self.delete("camera").await;
+        self.until_running("second", claiming).await;
+        self.until_gone("first").await;
+        self.delete("second").await;
+        self.until_gone("second").await;
+        self.until_gone("camera").await;
+        self.until_nothing_is_left().await;
+        // From here on nothing goes wrong, and all can be had again.
+        self.faults.count(false);
+        self.until_running("last", claiming).await;
+        self.until_running("last-camera", plugging).await;
+        for name in ["last", "last-camera"] {
+            self.delete(name).await;
+            self.until_gone(name).await;
+        }
+        self.until_nothing_is_left().await;
+        self.until_quiet().await;
+    }
+
+    async fn until(&mut self, what: &str, mut holds: impl FnMut(&Self) -> bool) {
+        if self.never.is_some() {
+            return;
+        }
+        let held = until(PATIENCE, || holds(self) || self.is_broken()).await;
+        if !held {
+            self.never = Some(format!("I10: never: {what}"));
+        }
+        self.faults.note(&format!("        {what}"));
+    }
+
+    /// What is broken will not get better; to wait for the rest would only take long.
+    fn is_broken(&self) -> bool {
+        !self.checker.lock().unwrap().violations.is_empty()
+    }
+
+    fn pod(&self, name: &str) -> Option<Value> {
+        let pods = self.server.objects("pods");
+        pods.into_iter().find(|pod| text(pod, "/metadata/name") == name)
+    }
+
+    fn create(&self, pod: &str) {
+        if self.never.is_none() {
+            self.stage.apply(pod).unwrap();
+        }
+    }
+
+    async fn delete(&self, name: &str) {
+        let pods = Api::<Pod>::namespaced(self.server.client(), "default");
+        let parameters = DeleteParams::default().grace_period(1);
+        // It may be gone.
+        let _ = pods.delete(name, &parameters).await;
+    }
+
+    /// Makes a pod, unless it is there, and waits until it runs. Kubelet refuses a pod for good whose device plugin does not
+    /// answer; then it is made again, as its owner would.
+    async fn until_running(&mut self, name: &str, pod: fn(&str) -> String) {
+        let end = Instant::now() + PATIENCE;
+        while self.never.is_none() && Instant::now() < end && !self.is_broken() {
+            match self.pod(name) {
+                None => self.create(&pod(name)),
+                Some(found) if text(&found, "/status/phase") == "Running" => break,
+                Some(found) if text(&found, "/status/phase") == "Failed" => self.delete(name).await,
+                Some(_) => sleep(Duration::from_millis(10)).await,
+            }
+        }
+        let running = |pod: Value| text(&pod, "/status/phase") == "Running";
+        self.until(&format!("{name} runs"), |story| {
+            story.pod(name).is_some_and(running)
+        })
+        .await;
+        self.check_outfit(name);
+    }
+
+    /// A container that runs has what its pod asked for.
+    fn check_outfit(&mut self, name: &str) {
+        let outfits = self.kubelet.outfits();
+        let devices = outfits
+            .get(&("default".to_owned(), name.to_owned()))
+            .into_iter()
+            .flat_map(BTreeMap::values)
+            .map(|outfit| outfit.devices.len())
+            .sum::<usize>();
+        if devices != 1 && self.never.is_none() && !self.is_broken() {
+            self.never = Some(format!("{name} runs with {devices} devices"));
+        }
+    }
+
+    async fn until_gone(&mut self, name: &str) {
+        self.until(&format!("{name} is gone"), |story| story.pod(name).is_none())
+            .await;
+    }
+
+    /// I8, I11 and I14: no claim, no context, no CDI file of a claim, no half of a file, and nothing in the checkpoint.
+    async fn until_nothing_is_left(&mut self) {
+        self.until("nothing is left", |story| story.left().is_empty())
+            .await;
+        let left = self.left();
+        if let Some(never) = &mut self.never {
+            never.push_str(&format!("; left: {left:?}"));
+        }
+    }
+
+    fn left(&self) -> Vec<String> {
+        let mut left: Vec<String> = ["resourceclaims", "podschedulingcontexts"]
+            .iter()
+            .flat_map(|plural| self.server.objects(plural))
+            .map(|object| text(&object, "/metadata/name").to_owned())
+            .collect();
+        let state = self.place.root.join("plugins").join(DRIVER);
+        for directory in [&self.place.cdi, &state] {
+            for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+                let name = entry.file_name().to_string_lossy().into_owned();
+                if name.contains("-claim_") || name.ends_with(".tmp") || name.contains("damaged") {
+                    left.push(name);
+                }
+            }
+        }
+        let checkpoint = std::fs::read(state.join("checkpoint.json")).unwrap_or_default();
+        let checkpoint: Value = serde_json::from_slice(&checkpoint).unwrap_or_default();
+        let entries = checkpoint.pointer("/data/entries").and_then(Value::as_object);
+        left.extend(entries.into_iter().flat_map(|entries| entries.keys().cloned()));
+        left
+    }
+
+    /// I12: at rest nobody asks the API server for anything.
+    async fn until_quiet(&mut self) {
+        self.faults.count(true);
+        let end = Instant::now() + PATIENCE;
+        let asked = |story: &Self| {
+            let counts = story.faults.counts();
+            let of = |program| counts.get(&(program, Place::Request)).copied();
+            (of(CONTROLLER), of(COMPANION))
+        };
+        let mut last = (asked(self), Instant::now());
+        while last.1.elapsed() < QUIET {
+            if Instant::now() > end {
+                self.never
+                    .get_or_insert_with(|| "I12: it never comes to rest".to_owned());
+                return;
+            }
+            sleep(Duration::from_millis(50)).await;
+            let now = asked(self);
+            if now != last.0 {
+                last = (now, Instant::now());
+            }
+        }
+        self.faults.count(false);
+        let inventory = self.server.objects("nodeinventories");
+        let ready = |inventory: &Value| {
+            let conditions = list(inventory, "/status/conditions").iter();
+            conditions
+                .filter(|condition| condition["type"] == "Ready")
+                .any(|condition| condition["status"] == "True")
+        };
+        if !inventory.iter().any(ready) && self.never.is_none() {
+            self.never = Some(format!("I10: the inventory is not ready: {inventory:?}"));
+        }
+    }
+}

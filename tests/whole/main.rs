@@ -1,0 +1,17 @@
+//! The whole programs on the embedded cluster: the controller with the real client, the companion with the real doors, sockets and
+//! files. One small life of pods and claims, and at the n-th request, watch event, step on the disk or call of kubelet one
+//! trouble, for every n and every kind of trouble. What the cluster and the node show is checked at every change.
+//!
+//! A failure prints its trouble, the command that plays it again, and all that happened.
+#![cfg(feature = "sim")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test may end at once where it is wrong"
+)]
+
+mod check;
+mod every;
+mod life;
+mod named;
+mod program;

@@ -1,0 +1,228 @@
+//! Faults that last, or that are the world's and no program's.
+
+use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use drayman::api::crd::NodeInventory;
+use drayman::controller::Controller;
+use drayman::host::HostDriver;
+use drayman::sim::api::ApiServer;
+use drayman::sim::faults::{Faults, Place, Planned, Trouble};
+use drayman::sim::source::Source;
+use drayman::sim::stage::Stage;
+use jiff::{SignedDuration, Timestamp};
+use kube::api::{Api, Patch, PatchParams};
+use serde_json::json;
+use tokio_util::sync::CancellationToken;
+
+use crate::check::{DRIVER, is_allocated, text};
+use crate::life::{CLASS, CONTROLLER, is_root, live};
+use crate::program::{until, until_seen};
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Runtime::new().unwrap()
+}
+
+/// Jumps to and fro by an hour with each look.
+fn jumping() -> Timestamp {
+    static LOOKS: AtomicI64 = AtomicI64::new(0);
+    let hours = LOOKS.fetch_add(1, Ordering::Relaxed) % 3 - 1;
+    Timestamp::now() + SignedDuration::from_hours(hours)
+}
+
+#[test]
+fn the_api_server_s_clock_may_jump_by_an_hour_with_every_look_at_it() {
+    if !is_root() {
+        return;
+    }
+    let lived = runtime().block_on(live(Vec::new(), jumping));
+    assert_eq!(
+        lived.violations,
+        Vec::<String>::new(),
+        "{}",
+        lived.trace.join("\n")
+    );
+}
+
+#[test]
+fn after_a_start_everything_is_listed_from_the_quorum_and_never_from_a_cache() {
+    if !is_root() {
+        return;
+    }
+    let lived = runtime().block_on(live(Vec::new(), Timestamp::now));
+    assert_eq!(lived.violations, Vec::<String>::new());
+    let requests = lived
+        .trace
+        .iter()
+        .filter(|line| line.contains(CONTROLLER) && line.contains(": GET "));
+    let lists: Vec<&String> = requests.filter(|line| line.contains("limit=")).collect();
+    for plural in [
+        "resourceclasses",
+        "resourceclaims",
+        "podschedulingcontexts",
+        "nodeinventories",
+    ] {
+        let of_kind = lists.iter().filter(|line| line.contains(plural));
+        assert!(of_kind.count() > 0, "{plural} is not listed: {lists:?}");
+    }
+    // `resourceVersion=0` would be answered from the cache of whichever API server it is, which may lag behind.
+    let from_a_cache: Vec<_> = lists
+        .iter()
+        .filter(|line| line.contains("resourceVersion"))
+        .collect();
+    assert!(from_a_cache.is_empty(), "{from_a_cache:?}");
+}
+
+/// A control plane with the inventory of a node of so many devices, and no node.
+async fn control_plane(devices: usize) -> Stage {
+    let stage = Stage::start(Source::new(Box::new(Timestamp::now), 1));
+    for definition in drayman::api::crd::definitions() {
+        stage.apply(&serde_json::to_string(&definition).unwrap()).unwrap();
+    }
+    stage.apply(CLASS).unwrap();
+    let node = "apiVersion: v1\nkind: Node\nmetadata: {name: node-a}\n";
+    let node = stage.apply(node).unwrap();
+    let devices: Vec<_> = (0..devices)
+        .map(|number| json!({ "name": format!("test-{number}"), "kind": "test", "mode": "claims" }))
+        .collect();
+    let name = format!("node-a.{DRIVER}");
+    let inventory = json!({
+        "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory", "metadata": { "name": name },
+        "spec": { "driverName": DRIVER, "nodeName": "node-a", "nodeUid": text(&node[0], "/metadata/uid"), "devices": devices },
+    });
+    stage.apply(&inventory.to_string()).unwrap();
+    let ready = json!({ "type": "Ready", "status": "True", "reason": "Serving", "message": "", "lastTransitionTime": Timestamp::now() });
+    let status = json!({ "status": { "devices": devices.len(), "unhealthy": 0, "conditions": [ready] } });
+    let inventories = Api::<NodeInventory>::all(stage.server().client());
+    inventories
+        .patch_status(&name, &PatchParams::default(), &Patch::Merge(status))
+        .await
+        .unwrap();
+    stage
+}
+
+fn make_claim(stage: &Stage, name: &str) {
+    let claim = format!(
+        "apiVersion: resource.k8s.io/v1alpha2\nkind: ResourceClaim\nmetadata: {{name: {name}, namespace: default}}\n\
+         spec: {{resourceClassName: test, allocationMode: Immediate}}\n"
+    );
+    stage.apply(&claim).unwrap();
+}
+
+fn has_device(server: &ApiServer, name: &str) -> bool {
+    let claims = server.objects("resourceclaims");
+    let mut found = claims
+        .iter()
+        .filter(|claim| text(claim, "/metadata/name") == name);
+    found.any(is_allocated)
+}
+
+fn serve(client: kube::Client, stop: CancellationToken) -> tokio::task::JoinHandle<()> {
+    let driver = HostDriver::start(client.clone(), DRIVER.to_owned(), stop.clone());
+    let controller = Controller::builder(driver).build(client).unwrap();
+    tokio::spawn(async move { controller.run(stop).await.unwrap() })
+}
+
+/// Five minutes of silence pass at once, since the clock is the test's.
+#[tokio::test(start_paused = true)]
+async fn a_watch_that_hangs_without_an_end_is_begun_anew() {
+    let hour = Duration::from_secs(3600);
+    let (mut hung, mut events) = (0, 4);
+    let mut number = 1;
+    while number <= events {
+        let faults = Faults::new(vec![Planned {
+            program: CONTROLLER,
+            place: Place::Event,
+            number,
+            trouble: Trouble::Lost,
+        }]);
+        faults.count(true);
+        let stage = control_plane(2).await;
+        let life = faults.begin(CONTROLLER);
+        let serving = serve(life.client(stage.server()), life.stop().clone());
+        for name in ["first", "second"] {
+            make_claim(&stage, name);
+            let look = Duration::from_secs(5);
+            let came = until_seen(hour, look, || has_device(stage.server(), name)).await;
+            assert!(
+                came,
+                "event {number}: {name} is not allocated\n{}",
+                faults.trace().join("\n")
+            );
+        }
+        events = events.max(faults.counts()[&(CONTROLLER, Place::Event)]);
+        hung += faults.hits().len();
+        life.stop().cancel();
+        serving.await.unwrap();
+        stage.stop().await;
+        number += 1;
+    }
+    println!("{hung} watches hung");
+    assert!(hung >= 4);
+}
+
+/// Takes one token at a time, as the API server does when a service account's is replaced.
+async fn guarded(
+    server: &ApiServer,
+    token: Arc<Mutex<String>>,
+    refused: Arc<AtomicUsize>,
+) -> std::net::SocketAddr {
+    use axum::extract::Request;
+    use axum::http::StatusCode;
+    use axum::http::header::AUTHORIZATION;
+    use axum::middleware::{Next, from_fn};
+    use axum::response::IntoResponse as _;
+    let router = server.router().layer(from_fn(move |request: Request, next: Next| {
+        let (token, refused) = (token.clone(), refused.clone());
+        async move {
+            let wanted = format!("Bearer {}", token.lock().unwrap());
+            let sent = request.headers().get(AUTHORIZATION);
+            if sent.is_some_and(|sent| sent.as_bytes() == wanted.as_bytes()) {
+                return next.run(request).await;
+            }
+            refused.fetch_add(1, Ordering::Relaxed);
+            let status = json!({
+                "kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Unauthorized", "code": 401, "message": "Unauthorized",
+            });
+            (StatusCode::UNAUTHORIZED, status.to_string()).into_response()
+        }
+    }));
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move { axum::serve(listener, router).await });
+    address
+}
+
+/// The client looks at the file about once a minute, and until then is refused.
+#[tokio::test]
+async fn a_token_that_is_replaced_is_used_from_then_on_and_nothing_is_lost_until_then() {
+    // Another test may have done it.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let stage = control_plane(2).await;
+    let (token, refused) = (Arc::new(Mutex::new("one".to_owned())), Arc::default());
+    let address = guarded(stage.server(), token.clone(), Arc::clone(&refused)).await;
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("token");
+    std::fs::write(&file, "one").unwrap();
+    let mut config = kube::Config::new(format!("http://{address}").parse().unwrap());
+    config.default_retry = false;
+    config.auth_info.token_file = Some(file.display().to_string());
+    let stop = CancellationToken::new();
+    let serving = serve(kube::Client::try_from(config).unwrap(), stop.clone());
+    make_claim(&stage, "first");
+    let patience = Duration::from_secs(300);
+    assert!(until(patience, || has_device(stage.server(), "first")).await);
+
+    "two".clone_into(&mut token.lock().unwrap());
+    make_claim(&stage, "second");
+    assert!(
+        until(patience, || refused.load(Ordering::Relaxed) > 0).await,
+        "the old token is used still"
+    );
+    std::fs::write(&file, "two").unwrap();
+    assert!(until(patience, || has_device(stage.server(), "second")).await);
+    stop.cancel();
+    serving.await.unwrap();
+    stage.stop().await;
+}
