@@ -17,4 +17,5 @@ mod refused;
 mod rendered;
 mod rights;
 mod stage;
+mod types;
 mod values;

@@ -167,7 +167,10 @@ mod tests {
                 made_for: Some("uid".into())
             }
         );
-        assert!(allocation.shareable, "every pod that names the claim has its devices");
+        assert!(
+            allocation.shareable,
+            "every pod that names the claim has its devices"
+        );
         let selector = allocation.available_on_nodes.unwrap();
         assert_eq!(suits(&selector, &grant(0).node_name), Some(true));
         assert_eq!(suits(&selector, "another"), Some(false));
