@@ -38,7 +38,7 @@ type Request = ClaimRequest<NetworkAttached>;
 type Books = BTreeMap<String, Held>;
 
 /// What a class stands for: equal devices that some nodes can reach.
-struct Pool {
+pub(crate) struct Pool {
     name: String,
     nodes: BTreeSet<String>,
     devices: usize,
@@ -50,13 +50,21 @@ struct Held {
     recorded: bool,
 }
 
-struct NetworkAttached {
+pub(crate) struct NetworkAttached {
     client: kube::Client,
     books: Mutex<Books>,
     freed: watch::Sender<()>,
 }
 
 impl NetworkAttached {
+    pub(crate) fn new(client: kube::Client) -> Self {
+        Self {
+            client,
+            books: Mutex::default(),
+            freed: watch::Sender::default(),
+        }
+    }
+
     fn books(&self) -> MutexGuard<'_, Books> {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -187,11 +195,7 @@ async fn main() -> anyhow::Result<()> {
     let mut config = kube::Config::infer().await?;
     config.default_retry = false; // the controller decides what is sent again
     let client = kube::Client::try_from(config)?;
-    let driver = NetworkAttached {
-        client: client.clone(),
-        books: Mutex::default(),
-        freed: watch::Sender::default(),
-    };
+    let driver = NetworkAttached::new(client.clone());
     let shutdown = CancellationToken::new();
     let (mut terminate, stop) = (signal(SignalKind::terminate())?, shutdown.clone());
     tokio::spawn(async move { terminate.recv().await.map(|()| stop.cancel()) });

@@ -27,8 +27,8 @@ use tokio_stream::wrappers::IntervalStream;
 use tokio_util::sync::CancellationToken;
 
 /// The sensors of this node.
-struct Sensors {
-    directory: PathBuf,
+pub(crate) struct Sensors {
+    pub(crate) directory: PathBuf,
 }
 
 /// Serial numbers and device nodes.

@@ -1,7 +1,7 @@
 //! drayman hands a Kubernetes node's devices to pods.
 //!
 //! ```text
-//! api <- core <- {controller, host, node} <- sim <- cli
+//! api <- core <- {controller, host, node} <- sim <- {testing, cli}
 //!
 //! watch / gRPC / file / driver answer -> Event -> World::apply -> decide -> Command -> shell executes -> outcome is an Event again
 //! ```
@@ -13,6 +13,7 @@
 //! * [`host`]: the built-in driver, which makes any host device claimable.
 //! * [`node`]: the companion that runs on every node and hands devices into containers.
 //! * `sim`: an embedded cluster for demonstrations and tests (feature `sim`, which the released image leaves out).
+//! * `testing`: the conformance kit for vendors' drivers, on that cluster (the same feature).
 //! * [`cli`]: the program.
 
 pub mod api;
@@ -24,3 +25,5 @@ pub mod host;
 pub mod node;
 #[cfg(feature = "sim")]
 pub mod sim;
+#[cfg(feature = "sim")]
+pub mod testing;

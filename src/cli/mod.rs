@@ -88,9 +88,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Crds(arguments) => crds::run(&arguments).map(succeeded),
         #[cfg(feature = "sim")]
         Command::Demo(arguments) => demo::run(&arguments).map(succeeded),
-        Command::Completion(arguments) => {
-            tool::completion::run(arguments, self::command()).map(succeeded)
-        }
+        Command::Completion(arguments) => tool::completion::run(arguments, self::command()).map(succeeded),
         Command::Version(arguments) => version::run(arguments).map(succeeded),
     };
     match result {

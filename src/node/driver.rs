@@ -132,7 +132,7 @@ impl NodeDriverError {
 }
 
 /// The devices of a list that can be served, by name; the others, and why not, in a sentence each.
-pub(super) fn served(list: Vec<Device>) -> (Devices, BTreeSet<String>) {
+pub(crate) fn served(list: Vec<Device>) -> (Devices, BTreeSet<String>) {
     let (mut devices, mut problems) = (BTreeMap::new(), BTreeSet::new());
     for device in list {
         let problem = if !is_dns_label(&device.name) {

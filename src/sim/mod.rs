@@ -23,10 +23,10 @@ mod claims;
 pub mod demo;
 pub mod faults;
 mod garbage;
-mod hand;
+pub(crate) mod hand;
 pub mod kubelet;
 pub mod runtime;
-mod scheduler;
+pub(crate) mod scheduler;
 pub mod source;
 pub mod stage;
 

@@ -278,7 +278,7 @@ pub(crate) fn extended_resources(pod: &Value) -> BTreeMap<String, i64> {
 }
 
 /// Whether an allocation can be used on a node.
-fn reaches(allocation: &Value, node: &str) -> bool {
+pub(crate) fn reaches(allocation: &Value, node: &str) -> bool {
     let node = json!({ "metadata": { "name": node, "labels": { "kubernetes.io/hostname": node } } });
     allocation
         .get("availableOnNodes")

@@ -56,7 +56,16 @@ fn core_is_pure_and_no_layer_names_one_above_it() {
 #[test]
 fn the_check_sees_every_layer() {
     let sources = sources();
-    for layer in ["api", "core", "controller", "host", "node", "sim", "cli"] {
+    for layer in [
+        "api",
+        "core",
+        "controller",
+        "host",
+        "node",
+        "sim",
+        "testing",
+        "cli",
+    ] {
         assert!(
             sources.iter().any(|(file, _)| file.starts_with(layer)),
             "no file of {layer} was read"

@@ -12,7 +12,7 @@ pub(crate) const LINES_MAX: usize = 500;
 
 /// The layers that each layer may name, itself apart. `driver` stands for `src/driver.rs`: a seam of plain data and one
 /// trait, which both `core` and the shells speak. `main` is the program, and may name everything.
-const LAYERS: [(&str, &[&str]); 8] = [
+const LAYERS: [(&str, &[&str]); 9] = [
     ("api", &[]),
     ("driver", &["api"]),
     ("core", &["api", "driver"]),
@@ -20,6 +20,10 @@ const LAYERS: [(&str, &[&str]); 8] = [
     ("host", &["api", "core", "driver"]),
     ("node", &["api", "core"]),
     ("sim", &["api", "core", "driver", "controller", "host", "node"]),
+    (
+        "testing",
+        &["api", "core", "driver", "controller", "host", "node", "sim"],
+    ),
     (
         "cli",
         &["api", "core", "driver", "controller", "host", "node", "sim"],

@@ -28,7 +28,7 @@ pub(crate) struct Running {
     /// Claims that were prepared, with the driver of each.
     claims: Vec<(String, Claim)>,
     /// Devices of device plugins, by resource.
-    devices: BTreeMap<String, BTreeSet<String>>,
+    pub(super) devices: BTreeMap<String, BTreeSet<String>>,
 }
 
 /// Why a pod does not start.

@@ -2,6 +2,7 @@
 //! containers: the [`runtime`](super::runtime) says what they would get.
 
 mod containers;
+mod listing;
 mod plugins;
 mod wire;
 
@@ -121,6 +122,11 @@ impl Kubelet {
         self.announce();
         let mut parts = JoinSet::new();
         parts.spawn(self.registry.clone().serve(shutdown.clone()));
+        parts.spawn(listing::serve(
+            self.clone(),
+            self.place.root.clone(),
+            shutdown.clone(),
+        ));
         let watched = self.place.root.join("plugins_registry");
         let watching = self.registry.clone().watch(watched, shutdown.clone());
         parts.spawn(async move {

@@ -1,0 +1,374 @@
+//! The exercises of a driver by its calls alone, as the controller makes them. Each has a cluster and an instance of its own.
+
+use std::time::Duration;
+
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::conformance::Kit;
+use super::instance::{Held, Instance, shown_error};
+use super::measure::Capacity;
+use super::rule::Rule;
+use super::scene::{Done, Scene, summed};
+use crate::driver::{CapacityChange, Driver, DriverErrorKind, Holding, Observation};
+
+/// Waits of an allocation after which it is dropped, at most.
+const WAITS: usize = 12;
+/// How often as many calls as there are places, and some more, are made at the same time.
+const RUSHES: usize = 5;
+
+/// What is full.
+pub(super) async fn full<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
+    let instance = kit.started(scene).await?;
+    let Some(places) = capacity.places else {
+        return Ok(());
+    };
+    let held = instance.some(places).await?;
+    let claim = [scene.claim()?];
+    let verdicts = instance.judge(&claim, &scene.nodes).await?;
+    for node in &scene.nodes {
+        let reason = verdicts
+            .first()
+            .and_then(|verdict| verdict.unsuitable_nodes.get(node));
+        if reason.is_none_or(|reason| reason.trim().is_empty()) {
+            let tried = format!(
+                "unsuitable_nodes with {} claims allocated, which is all that fit",
+                held.len()
+            );
+            let expected = format!("a reason for {node}, such as \"{places} of {places} held\"");
+            return Err(instance.broken(Rule::FullIsAVerdict, &tried, expected, format!("{reason:?}")));
+        }
+    }
+    for node in scene.nodes.iter().map(|node| Some(node.as_str())).chain([None]) {
+        for result in instance.allocate(&claim, node).await? {
+            let tried = format!("allocate one more than the {places} that fit");
+            match result {
+                Ok(_) => {
+                    let expected = "an error";
+                    return Err(instance.broken(
+                        Rule::NeverMoreThanThereIs,
+                        &tried,
+                        expected,
+                        "an allocation",
+                    ));
+                }
+                Err(error) if error.kind == DriverErrorKind::Invalid => {
+                    let expected = "an error of the kind Retry: nobody has done anything wrong";
+                    return Err(instance.broken(Rule::FullIsAVerdict, &tried, expected, shown_error(&error)));
+                }
+                Err(_) => {}
+            }
+        }
+    }
+    instance.give_back(&held).await?;
+    let tried = "after allocations that were refused, all is given back";
+    instance
+        .expect_free(Rule::UnrecordedIsFreeAgain, tried, capacity.places, 0)
+        .await
+}
+
+/// More calls at the same time than there are places.
+pub(super) async fn rush<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
+    let instance = kit.started(scene).await?;
+    let Some(places) = capacity.places else {
+        return Ok(());
+    };
+    for _ in 0..RUSHES {
+        let claims = scene.claims(places + scene.nodes.len().max(2))?;
+        let results = instance.at_once(&claims).await?;
+        let held: Vec<Held> = results.iter().flatten().cloned().collect();
+        scene.note(format!(
+            "({} allocations at the same time -> {} done)",
+            claims.len(),
+            held.len()
+        ));
+        if held.len() > places {
+            let tried = format!("{} allocations at the same time", claims.len());
+            let expected = format!("{places} of them done at most");
+            let found = format!(
+                "{} are, on {}",
+                held.len(),
+                summed(held.iter().map(|one| one.node.clone()))
+            );
+            return Err(instance.broken(Rule::NeverMoreThanThereIs, &tried, expected, found));
+        }
+        for claim in &claims {
+            let holding = Holding { claim: claim.clone() };
+            instance.deallocate(&holding, None).await?;
+        }
+    }
+    let tried = "after allocations at the same time, all is given back";
+    instance
+        .expect_free(Rule::UnrecordedIsFreeAgain, tried, capacity.places, 0)
+        .await
+}
+
+/// The same again, and what was never recorded.
+pub(super) async fn again<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
+    let instance = kit.started(scene).await?;
+    let held = instance.some(1).await?;
+    let places = capacity.places;
+    for one in &held {
+        for _ in 0..2 {
+            let again = instance
+                .allocate(std::slice::from_ref(&one.claim), Some(&one.node))
+                .await?;
+            let same = matches!(again.as_slice(), [Ok(allocation)] if *allocation == one.allocation);
+            if !same {
+                let expected = format!("{:?}", one.allocation);
+                let found = format!("{again:?}");
+                return Err(instance.broken(Rule::AllocateAgainIsTheSame, "allocate again", expected, found));
+            }
+        }
+    }
+    let tried = "allocate three times for one claim";
+    instance
+        .expect_free(Rule::AllocateAgainIsTheSame, tried, places, held.len())
+        .await?;
+    let stranger = Holding {
+        claim: scene.claim()?,
+    };
+    for _ in 0..2 {
+        instance.deallocate(&stranger, None).await?;
+    }
+    let tried = "deallocate a claim that was never allocated, while another holds something";
+    instance
+        .expect_free(Rule::DeallocateNothingDoesNothing, tried, places, held.len())
+        .await?;
+    for _ in 0..2 {
+        instance.give_back(&held).await?;
+    }
+    let tried = "deallocate twice what was never recorded";
+    instance
+        .expect_free(Rule::UnrecordedIsFreeAgain, tried, places, 0)
+        .await?;
+    for one in &held {
+        instance.take(std::slice::from_ref(&one.claim), &one.node).await?;
+    }
+    instance.give_back(&held).await?;
+    let tried = "allocate for a claim that was given back, and give it back again";
+    instance
+        .expect_free(Rule::UnrecordedIsFreeAgain, tried, places, 0)
+        .await
+}
+
+/// What claims record, from `observe` to `observe`.
+pub(super) async fn recorded<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
+    let instance = kit.started(scene).await?;
+    let places = capacity.places;
+    for gone in [false, true] {
+        let Some(held) = instance.allocate_one().await? else {
+            return Ok(());
+        };
+        instance.record(&held).await?;
+        let tried = "allocate, and observe that it is recorded";
+        instance
+            .expect_free(Rule::RecordedIsHeld, tried, places, 1)
+            .await?;
+        // Told again, as after any other change of the claim.
+        instance.record(&held).await?;
+        let holding = held.recorded(scene.driver_name());
+        instance.deallocate(&holding, Some(&held.allocation)).await?;
+        let tried = "deallocate what is recorded, whose record stands until the controller's next write";
+        instance
+            .expect_free(Rule::RecordedIsHeld, tried, places, 1)
+            .await?;
+        let (observation, tried) = if gone {
+            let uid = held.uid();
+            (Observation::Gone { uid }, "observe that the claim is gone")
+        } else {
+            let holding = held.unrecorded();
+            (
+                Observation::Changed(holding),
+                "observe the claim without allocation",
+            )
+        };
+        instance.observe(observation).await?;
+        instance
+            .expect_free(Rule::ObservedIsFree, tried, places, 0)
+            .await?;
+        if !gone {
+            instance.observe(Observation::Gone { uid: held.uid() }).await?;
+        }
+    }
+    // Somebody takes the finalizer off by force: nobody asks for a deallocation then.
+    let Some(held) = instance.allocate_one().await? else {
+        return Ok(());
+    };
+    instance.record(&held).await?;
+    instance.observe(Observation::Gone { uid: held.uid() }).await?;
+    let tried = "observe that a recorded claim is gone, without a deallocate before";
+    instance.expect_free(Rule::ObservedIsFree, tried, places, 0).await
+}
+
+/// What a new instance knows.
+pub(super) async fn restart<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
+    let places = capacity.places;
+    let instance = kit.started(scene).await?;
+    let held = instance.some(places.map_or(2, |places| places.min(2))).await?;
+    for one in &held {
+        instance.record(one).await?;
+    }
+    let recorded = instance.recorded(&held);
+    instance.kill().await;
+
+    let instance = kit.instance(scene).await?;
+    instance.begin(recorded.clone()).await?;
+    let tried = "killed, and told of the claims anew";
+    instance
+        .expect_free(Rule::BooksFromClaims, tried, places, held.len())
+        .await?;
+    instance.kill().await;
+
+    let instance = kit.instance(scene).await?;
+    instance.begin(Vec::new()).await?;
+    let tried = "killed, and told that there are no claims any more";
+    instance
+        .expect_free(Rule::BooksFromClaims, tried, places, 0)
+        .await?;
+    instance.kill().await;
+
+    // One whose allocation was not written down any more.
+    let instance = kit.instance(scene).await?;
+    instance.begin(Vec::new()).await?;
+    let lost = instance.some(1).await?;
+    instance.kill().await;
+    let instance = kit.instance(scene).await?;
+    let holdings: Vec<Holding> = lost.iter().map(Held::unrecorded).collect();
+    instance.begin(holdings.clone()).await?;
+    for holding in &holdings {
+        instance.deallocate(holding, None).await?;
+    }
+    let tried = "killed between an allocation and its record; deallocate after the start";
+    instance
+        .expect_free(Rule::LostAllocationIsGivenBack, tried, places, 0)
+        .await
+}
+
+/// Claims of one pod.
+pub(super) async fn batch<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
+    let instance = kit.started(scene).await?;
+    let Capacity {
+        places,
+        node,
+        together,
+    } = capacity;
+    let claims = scene.claims(*together)?;
+    let allocations = instance.take(&claims, node).await?;
+    let held: Vec<Held> = claims
+        .into_iter()
+        .zip(allocations)
+        .map(|(claim, allocation)| Held {
+            claim,
+            allocation,
+            node: node.clone(),
+        })
+        .collect();
+    let tried = format!("allocate {together} claims of a pod together");
+    instance
+        .expect_free(Rule::OneResultPerClaim, &tried, *places, *together)
+        .await?;
+    instance.give_back(&held).await?;
+    let tried = format!("allocate {together} claims of a pod together, and give all back");
+    instance
+        .expect_free(Rule::BatchCanBeUndone, &tried, *places, 0)
+        .await?;
+    let Some(places) = *places else { return Ok(()) };
+    let claims = scene.claims(places + 1)?;
+    let results = instance.allocate(&claims, Some(node)).await?;
+    if results.iter().all(Result::is_ok) {
+        let tried = format!("allocate {} claims together where {places} fit", claims.len());
+        let found = "an allocation for each";
+        return Err(instance.broken(
+            Rule::NeverMoreThanThereIs,
+            &tried,
+            "an error for one at least",
+            found,
+        ));
+    }
+    for (claim, result) in claims.iter().zip(&results) {
+        if let Ok(allocation) = result {
+            let holding = Holding { claim: claim.clone() };
+            instance.deallocate(&holding, Some(allocation)).await?;
+        }
+    }
+    let tried = format!(
+        "allocate {} claims together where {places} fit, and give back what was allocated",
+        claims.len()
+    );
+    instance
+        .expect_free(Rule::BatchCanBeUndone, &tried, Some(places), 0)
+        .await
+}
+
+/// Calls that take too long are dropped where they wait.
+pub(super) async fn dropped<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
+    let instance = kit.started(scene).await?;
+    for waits in 1..=WAITS {
+        let claim = scene.claim()?;
+        let done = instance.allocate_and_drop(&claim, &capacity.node, waits).await?;
+        let holding = Holding { claim };
+        instance.deallocate(&holding, None).await?;
+        let tried = if done {
+            "allocate whose answer is lost, then deallocate".to_owned()
+        } else {
+            format!("allocate that is dropped when it waits for the {waits}. time, then deallocate")
+        };
+        instance
+            .expect_free(Rule::DroppedCallCanBeUndone, &tried, capacity.places, 0)
+            .await?;
+        if done {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Who waits is woken.
+pub(super) async fn woken<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
+    let instance = kit.instance(scene).await?;
+    let mut changes = instance.capacity_changes();
+    instance.begin(Vec::new()).await?;
+    let Some(places) = capacity.places else {
+        return Ok(());
+    };
+    let held = instance.some(places).await?;
+    let (Some(first), true) = (held.first(), held.len() == places) else {
+        return Ok(());
+    };
+    instance.record(first).await?;
+    // What was said of the start is not what is waited for.
+    settle(&mut changes).await;
+    instance.observe(Observation::Changed(first.unrecorded())).await?;
+    let tried = "all is held; one claim is observed without allocation";
+    wait_for(&instance, kit.limit(), &mut changes, tried).await?;
+    if let Some(last) = held.get(1) {
+        settle(&mut changes).await;
+        instance
+            .deallocate(&last.unrecorded(), Some(&last.allocation))
+            .await?;
+        let tried = "all but one is held; deallocate what was never recorded";
+        wait_for(&instance, kit.limit(), &mut changes, tried).await?;
+    }
+    Ok(())
+}
+
+type Changes = UnboundedReceiver<CapacityChange>;
+
+async fn settle(changes: &mut Changes) {
+    while let Ok(Some(_)) = tokio::time::timeout(Duration::from_millis(50), changes.recv()).await {}
+}
+
+async fn wait_for<D: Driver>(
+    instance: &Instance<'_, D>,
+    limit: Duration,
+    changes: &mut Changes,
+    tried: &str,
+) -> Done<()> {
+    let found = match tokio::time::timeout(limit, changes.recv()).await {
+        Ok(Some(_)) => return Ok(()),
+        Ok(None) => "the stream has ended".to_owned(),
+        Err(_) => format!("nothing within {limit:?}"),
+    };
+    let expected = "capacity_changes yields; a driver that cannot tell says so in its test (without_waking)";
+    Err(instance.broken(Rule::FreedWakes, tried, expected, found))
+}

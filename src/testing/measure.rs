@@ -1,0 +1,209 @@
+//! How much a driver has to give, found by asking it: what most exercises begin and end with.
+
+use std::sync::Arc;
+
+use super::conformance::Kit;
+use super::instance::{Held, Instance, shown_error};
+use super::report::Report;
+use super::rule::Rule;
+use super::scene::{Done, Scene, Stop};
+use crate::api::resource::{AllocationResult, ResourceClaim};
+use crate::driver::{Driver, DriverError, Holding, Observation};
+
+/// A node that no cluster of the kit has.
+const NOWHERE: &str = "conformance-nowhere";
+
+/// How much a driver has to give.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Capacity {
+    /// Claims that fit at the same time, if that is a number that the kit could find.
+    pub(super) places: Option<usize>,
+    /// A node, and how many claims of one pod it takes.
+    pub(super) node: String,
+    pub(super) together: usize,
+}
+
+impl<D: Driver> Instance<'_, D> {
+    pub(super) fn broken(
+        &self,
+        rule: Rule,
+        tried: &str,
+        expected: impl Into<String>,
+        found: impl Into<String>,
+    ) -> Stop {
+        self.scene.broken(rule, tried, expected, found)
+    }
+
+    /// Allocates a claim where the driver does not object; `None` if it objects everywhere.
+    pub(super) async fn allocate_one(&self) -> Done<Option<Held>> {
+        let claim = [self.scene.claim()?];
+        let verdicts = self.judge(&claim, &self.scene.nodes).await?;
+        let objects = |node: &&String| {
+            verdicts
+                .first()
+                .is_some_and(|verdict| verdict.unsuitable_nodes.contains_key(*node))
+        };
+        let Some(node) = self.scene.nodes.iter().find(|node| !objects(node)) else {
+            return Ok(None);
+        };
+        let [claim] = claim;
+        let allocation = self.take(std::slice::from_ref(&claim), node).await?;
+        Ok(allocation.into_iter().next().map(|allocation| Held {
+            claim,
+            allocation,
+            node: node.clone(),
+        }))
+    }
+
+    /// Allocates claims where the driver did not object.
+    pub(super) async fn take(
+        &self,
+        claims: &[Arc<ResourceClaim>],
+        node: &str,
+    ) -> Done<Vec<AllocationResult>> {
+        let results = self.allocate(claims, Some(node)).await?;
+        let refused = |error: DriverError| {
+            let tried = format!("allocate on {node}, to which unsuitable_nodes did not object");
+            self.broken(
+                Rule::VerdictHolds,
+                &tried,
+                "an allocation for each claim",
+                shown_error(&error),
+            )
+        };
+        results
+            .into_iter()
+            .map(|result| result.map_err(refused))
+            .collect()
+    }
+
+    pub(super) async fn some(&self, count: usize) -> Done<Vec<Held>> {
+        let mut held = Vec::new();
+        while held.len() < count {
+            let Some(one) = self.allocate_one().await? else {
+                break;
+            };
+            held.push(one);
+        }
+        Ok(held)
+    }
+
+    /// Gives back what was never recorded.
+    pub(super) async fn give_back(&self, held: &[Held]) -> Done<()> {
+        for (number, one) in held.iter().enumerate() {
+            // With and without what was allocated: a restart forgets it.
+            let allocation = (number % 2 == 0).then_some(&one.allocation);
+            self.deallocate(&one.unrecorded(), allocation).await?;
+        }
+        Ok(())
+    }
+
+    /// How many claims fit now. Everything is given back.
+    pub(super) async fn free(&self) -> Done<usize> {
+        self.scene.note("(how many claims fit?)");
+        let held = self.some(self.most).await?;
+        self.give_back(&held).await?;
+        self.scene.note(format!("(it is {})", held.len()));
+        Ok(held.len())
+    }
+
+    /// Checks how many claims fit now, of a number of them.
+    pub(super) async fn expect_free(
+        &self,
+        rule: Rule,
+        tried: &str,
+        places: Option<usize>,
+        held: usize,
+    ) -> Done<()> {
+        let Some(places) = places else { return Ok(()) };
+        let expected = places.saturating_sub(held);
+        let free = self.free().await?;
+        if free == expected {
+            return Ok(());
+        }
+        let expected = format!("{expected} more claims fit, of {places} in all");
+        Err(self.broken(rule, tried, expected, format!("{free} more claims fit")))
+    }
+
+    pub(super) async fn record(&self, held: &Held) -> Done<()> {
+        let holding = held.recorded(self.scene.driver_name());
+        self.observe(Observation::Changed(holding)).await
+    }
+
+    pub(super) fn recorded(&self, held: &[Held]) -> Vec<Holding> {
+        held.iter()
+            .map(|held| held.recorded(self.scene.driver_name()))
+            .collect()
+    }
+}
+
+/// Name, start, parameters, verdicts, and how much there is. The other exercises need what it finds.
+pub(super) async fn basics<D: Driver>(kit: &Kit<D>, scene: &Scene, report: &mut Report) -> Done<Capacity> {
+    let instance = kit.instance(scene).await?;
+    instance.begin(Vec::new()).await?;
+    report.tried(Rule::BecomesReady);
+    let claims = scene.claims(2)?;
+    for _ in 0..2 {
+        instance.requests(&claims).await?;
+    }
+    report.tried(Rule::ParametersAreRead);
+    let nowhere = [NOWHERE.to_owned()];
+    instance.judge(&claims, &nowhere).await?;
+    instance.judge(&claims, &[]).await?;
+    instance.judge(&[], &scene.nodes).await?;
+    let first = instance.judge(&claims, &scene.nodes).await?;
+    report.tried(Rule::OneVerdictPerClaim);
+    for _ in 0..3 {
+        let next = instance.judge(&claims, &scene.nodes).await?;
+        if next != first {
+            let expected = format!("{first:?}, as before");
+            let found = format!("{next:?}");
+            return Err(instance.broken(
+                Rule::JudgingReservesNothing,
+                "unsuitable_nodes again",
+                expected,
+                found,
+            ));
+        }
+    }
+    let fit = instance.free().await?;
+    report.tried(Rule::JudgingReservesNothing);
+    for rule in [
+        Rule::VerdictHolds,
+        Rule::OneResultPerClaim,
+        Rule::RecordableAllocation,
+        Rule::ReachableAllocation,
+        Rule::NoPanic,
+        Rule::ReturnsInTime,
+    ] {
+        report.tried(rule);
+    }
+    if fit == 0 {
+        return Err(Stop::Setup(
+            "no claim fits on any node: give the test objects and nodes with which at least one does"
+                .to_owned(),
+        ));
+    }
+    let (mut node, mut together) = (scene.nodes.first().cloned().unwrap_or_default(), 1);
+    for candidate in &scene.nodes {
+        for count in (together..=fit.min(instance.most)).rev() {
+            let claims = scene.claims(count)?;
+            let verdicts = instance.judge(&claims, std::slice::from_ref(candidate)).await?;
+            if !verdicts
+                .iter()
+                .any(|verdict| verdict.unsuitable_nodes.contains_key(candidate))
+            {
+                if count > together || candidate == &node {
+                    (node, together) = (candidate.clone(), count);
+                }
+                break;
+            }
+        }
+    }
+    let places = (fit < instance.most).then_some(fit);
+    Ok(Capacity {
+        places,
+        node,
+        together,
+    })
+}

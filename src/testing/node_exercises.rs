@@ -1,0 +1,251 @@
+//! The exercises of a node's driver by its calls alone.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use super::node_conformance::NodeKit;
+use super::node_instance::NodeInstance;
+use super::rule::Rule;
+use super::scene::{Done, Scene};
+use crate::node::driver::{Device, Injection, NodeDriver, PreparedClaim, served};
+
+/// A device that no node has.
+const NOWHERE: &str = "conformance-nowhere";
+/// Waits of a prepare after which it is dropped, at most.
+const WAITS: usize = 12;
+
+/// Claims of the exercises: each has a uid of its own.
+fn claim(scene: &Scene, name: &str, devices: &[&str]) -> PreparedClaim {
+    PreparedClaim {
+        uid: scene.stage.server().source.uid(),
+        namespace: super::scene::NAMESPACE.to_owned(),
+        name: name.to_owned(),
+        devices: devices.iter().map(|device| (*device).to_owned()).collect(),
+    }
+}
+
+/// The list of devices, twice. Answers with those that a claim can have.
+pub(super) async fn devices<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene) -> Done<Vec<Device>> {
+    let instance = kit.instance(scene).await?;
+    let list = instance.devices().await?;
+    let (_, problems) = served(list.clone());
+    if let Some(problem) = problems.first() {
+        let expected = "devices that the companion serves, all of them";
+        return Err(instance.broken(Rule::ServableDevices, "devices", expected, problem.clone()));
+    }
+    instance.kill().await;
+    let names = |list: &[Device]| -> BTreeMap<String, String> {
+        list.iter()
+            .map(|device| (device.name.clone(), device.kind.clone()))
+            .collect()
+    };
+    let instance = kit.instance(scene).await?;
+    let again = instance.devices().await?;
+    if names(&again) != names(&list) {
+        let expected = format!("{:?}, as the instance before", names(&list));
+        let found = format!("{:?}", names(&again));
+        return Err(instance.broken(Rule::StableDevices, "a new instance", expected, found));
+    }
+    let usable = |device: &Device| device.unhealthy.is_none() && device.mode.serves_claims();
+    Ok(list.into_iter().filter(usable).collect())
+}
+
+/// What a container gets for each device.
+pub(super) async fn injections<D: NodeDriver>(
+    kit: &NodeKit<D>,
+    scene: &Scene,
+    devices: &[Device],
+) -> Done<()> {
+    let instance = kit.listening(scene).await?;
+    for device in devices {
+        let first = match instance.injection(&device.name).await? {
+            Ok(injection) => injection,
+            Err(error) => {
+                let expected = "what a container gets: the device is listed, and well";
+                let tried = format!("injection({})", device.name);
+                return Err(instance.broken(Rule::UsableInjection, &tried, expected, error.to_string()));
+            }
+        };
+        usable(&instance, &device.name, &first)?;
+        same_injection(&instance, &device.name, &first, "again").await?;
+        let holder = claim(scene, "claim-1", &[&device.name]);
+        let rule = Rule::UsableInjection;
+        instance
+            .prepared(&holder, None, rule, "prepare a claim with this device alone")
+            .await?;
+        same_injection(&instance, &device.name, &first, "while a claim has the device").await?;
+        let rule = Rule::UnprepareAgainIsFine;
+        instance.unprepare(&holder, rule, "unprepare that claim").await?;
+    }
+    if let Ok(injection) = instance.injection(NOWHERE).await? {
+        let tried = format!("injection({NOWHERE}), which is not listed");
+        let found = format!("{injection:?}");
+        return Err(instance.broken(Rule::UnknownDeviceIsRefused, &tried, "an error", found));
+    }
+    Ok(())
+}
+
+async fn same_injection<D: NodeDriver>(
+    instance: &NodeInstance<'_, D>,
+    device: &str,
+    first: &Injection,
+    when: &str,
+) -> Done<()> {
+    let again = instance.injection(device).await?;
+    if again.as_ref() == Ok(first) {
+        return Ok(());
+    }
+    let tried = format!("injection({device}) {when}");
+    let expected = format!("{first:?}, as before");
+    Err(instance.broken(Rule::InjectionRepeats, &tried, expected, format!("{again:?}")))
+}
+
+/// What a container runtime would refuse, or do otherwise than it is meant.
+fn usable<D: NodeDriver>(instance: &NodeInstance<'_, D>, device: &str, injection: &Injection) -> Done<()> {
+    let mut problems = Vec::new();
+    let mut path = |what: &str, path: &str, exists: bool| {
+        if !Path::new(path).is_absolute() {
+            problems.push(format!("{what} {path:?} is not an absolute path"));
+        } else if exists && !Path::new(path).exists() {
+            problems.push(format!("{what} {path:?} does not exist on the node"));
+        }
+    };
+    for node in &injection.device_nodes {
+        path("host_path", &node.host_path, true);
+        path("container_path", &node.container_path, false);
+    }
+    for mount in &injection.mounts {
+        path("host_path", &mount.host_path, true);
+        path("container_path", &mount.container_path, false);
+    }
+    for node in &injection.device_nodes {
+        if !["r", "w", "m", "rw", "rm", "wm", "rwm"].contains(&node.permissions.as_str()) {
+            problems.push(format!(
+                "permissions {:?} are not a part of \"rwm\"",
+                node.permissions
+            ));
+        }
+    }
+    for (name, value) in &injection.environment {
+        if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
+            problems.push(format!("{name:?}={value:?} cannot be a variable"));
+        }
+    }
+    match problems.first() {
+        None => Ok(()),
+        Some(problem) => {
+            let tried = format!("injection({device})");
+            let expected = "device nodes and mounts that a container runtime can make";
+            Err(instance.broken(Rule::UsableInjection, &tried, expected, problem.clone()))
+        }
+    }
+}
+
+/// Claims are prepared and undone, again and by other instances.
+pub(super) async fn claims<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene, devices: &[Device]) -> Done<()> {
+    let instance = kit.listening(scene).await?;
+    let Some(first) = devices.first() else {
+        return Ok(());
+    };
+    let a = claim(scene, "claim-a", &[&first.name]);
+    let fine = Rule::UnprepareAgainIsFine;
+    instance
+        .unprepare(&a, fine, "unprepare what was never prepared")
+        .await?;
+    let gone = claim(scene, "claim-of-gone", &[NOWHERE]);
+    instance
+        .unprepare(&gone, fine, "unprepare a claim of a device that is gone")
+        .await?;
+    let same = Rule::PrepareAgainIsTheSame;
+    let given = instance.prepared(&a, None, same, "prepare").await?;
+    for _ in 0..2 {
+        instance.prepared(&a, Some(&given), same, "prepare again").await?;
+    }
+    instance.kill().await;
+    let instance = kit.listening(scene).await?;
+    let tried = "killed, and prepare again";
+    instance.prepared(&a, Some(&given), same, tried).await?;
+
+    let one = Rule::UnprepareIsForOneClaim;
+    let b = devices
+        .get(1)
+        .map(|device| claim(scene, "claim-b", &[&device.name]));
+    let mut given_b = None;
+    if let Some(b) = &b {
+        given_b = Some(
+            instance
+                .prepared(b, None, one, "prepare another claim with another device")
+                .await?,
+        );
+    }
+    for _ in 0..2 {
+        instance.unprepare(&a, fine, "unprepare, and again").await?;
+    }
+    if let Some(b) = &b {
+        let tried = "prepare the other claim again, after this one was undone";
+        instance.prepared(b, given_b.as_ref(), one, tried).await?;
+    }
+    let next = claim(scene, "claim-next", &[&first.name]);
+    let tried = "prepare the next claim with a device that was given back";
+    instance.prepared(&next, None, one, tried).await?;
+    instance.kill().await;
+    let instance = kit.listening(scene).await?;
+    for claim in b.iter().chain([&next]) {
+        instance
+            .unprepare(claim, fine, "killed, and unprepare by a new instance")
+            .await?;
+    }
+    instance.nothing_left(kit.left_over.as_ref(), "all claims are undone")
+}
+
+/// A prepare that ends in the middle.
+pub(super) async fn unfinished<D: NodeDriver>(
+    kit: &NodeKit<D>,
+    scene: &Scene,
+    devices: &[Device],
+) -> Done<()> {
+    let instance = kit.listening(scene).await?;
+    let Some(device) = devices.first() else {
+        return Ok(());
+    };
+    let half = claim(scene, "claim-half", &[&device.name, NOWHERE]);
+    if let Ok(injection) = instance.prepare(&half).await? {
+        let tried = "prepare a claim of two devices, of which one is not listed";
+        let found = format!("{injection:?}");
+        return Err(instance.broken(Rule::UnknownDeviceIsRefused, tried, "an error", found));
+    }
+    let rule = Rule::FailedPrepareCanBeUndone;
+    let tried = "unprepare after a prepare that has failed at its second device";
+    instance.unprepare(&half, rule, tried).await?;
+    let next = claim(scene, "claim-next", &[&device.name]);
+    let tried = "prepare the next claim with the first device of one that has failed and was undone";
+    instance.prepared(&next, None, rule, tried).await?;
+    instance.unprepare(&next, rule, "unprepare it").await?;
+    instance.nothing_left(kit.left_over.as_ref(), "a prepare has failed, and was undone")
+}
+
+/// A prepare that takes too long.
+pub(super) async fn dropped<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene, devices: &[Device]) -> Done<()> {
+    let instance = kit.listening(scene).await?;
+    let rule = Rule::DroppedPrepareCanBeUndone;
+    let Some(device) = devices.first() else {
+        return Ok(());
+    };
+    for waits in 1..=WAITS {
+        let late = claim(scene, "claim-late", &[&device.name]);
+        let done = instance.prepare_and_drop(&late, waits).await?;
+        let tried = format!("a prepare is dropped after {waits} waits");
+        instance
+            .unprepare(&late, rule, &format!("{tried}; unprepare"))
+            .await?;
+        let next = claim(scene, "claim-next", &[&device.name]);
+        let tried = format!("{tried}, and undone; prepare the next claim");
+        instance.prepared(&next, None, rule, &tried).await?;
+        instance.unprepare(&next, rule, "unprepare it").await?;
+        instance.nothing_left(kit.left_over.as_ref(), &tried)?;
+        if done {
+            break;
+        }
+    }
+    Ok(())
+}

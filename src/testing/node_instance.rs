@@ -1,0 +1,210 @@
+//! One instance of a node's driver under test, and the calls that the companion would make.
+
+use std::future::Future;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use futures::future::BoxFuture;
+
+use super::process::{Fate, Process, polled};
+use super::rule::Rule;
+use super::scene::{Done, Place, Scene, Stop};
+use crate::node::driver::{Device, Injection, NodeDriver, NodeDriverError, PreparedClaim};
+
+/// The node.
+pub(super) const NODE: &str = "node-a";
+
+/// What makes a driver.
+pub(super) type Make<D> = Arc<dyn Fn(Place) -> BoxFuture<'static, D> + Send + Sync>;
+
+/// An instance of a node's driver, in a process of its own.
+pub(super) struct NodeInstance<'a, D> {
+    pub(super) driver: Arc<D>,
+    pub(super) scene: &'a Scene,
+    process: Process,
+    limit: Duration,
+}
+
+impl<'a, D: NodeDriver> NodeInstance<'a, D> {
+    pub(super) async fn start(make: &Make<D>, scene: &'a Scene, fate: Fate, limit: Duration) -> Done<Self> {
+        let process = Process::start(fate)?;
+        let place = Place {
+            client: process.client(scene.stage.server()),
+            directory: scene.directory.own(),
+            node_name: NODE.to_owned(),
+        };
+        let make = make.clone();
+        let made = process.run(async move { Arc::new(make(place).await) });
+        let driver = limited(scene, limit, "the driver is made", made).await?;
+        scene.note("(a new instance)");
+        Ok(Self {
+            driver,
+            scene,
+            process,
+            limit,
+        })
+    }
+
+    pub(super) async fn kill(self) {
+        self.scene.note("(killed)");
+        self.process.kill().await;
+    }
+
+    pub(super) fn client(&self) -> kube::Client {
+        self.process.client(self.scene.stage.server())
+    }
+
+    pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
+        self.process.spawn(work);
+    }
+
+    pub(super) fn broken(
+        &self,
+        rule: Rule,
+        tried: &str,
+        expected: impl Into<String>,
+        found: impl Into<String>,
+    ) -> Stop {
+        self.scene.broken(rule, tried, expected, found)
+    }
+
+    /// The first list.
+    pub(super) async fn devices(&self) -> Done<Vec<Device>> {
+        let driver = self.driver.clone();
+        let first = self
+            .process
+            .run(async move { Box::pin(driver.devices()).next().await });
+        let found = match tokio::time::timeout(self.limit, first).await {
+            Ok(Ok(Some(devices))) if !devices.is_empty() => {
+                let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
+                self.scene.note(format!("devices -> [{}]", names.join(", ")));
+                return Ok(devices);
+            }
+            Ok(Ok(Some(_))) => "an empty list".to_owned(),
+            Ok(Ok(None)) => "the stream has ended".to_owned(),
+            Ok(Err(failure)) => {
+                let panic = format!("a panic: {failure}");
+                return Err(self.broken(Rule::NoPanic, "devices", "a list", panic));
+            }
+            Err(_) => format!("nothing within {:?}", self.limit),
+        };
+        let expected = "a list of the devices that the test has put there";
+        Err(self.broken(Rule::FirstListComes, "devices", expected, found))
+    }
+
+    pub(super) async fn injection(&self, device: &str) -> Done<Result<Injection, NodeDriverError>> {
+        let (driver, name) = (self.driver.clone(), device.to_owned());
+        let call = self.process.run(async move { driver.injection(&name).await });
+        let what = format!("injection({device})");
+        let answer = limited(self.scene, self.limit, &what, call).await?;
+        self.scene.note(format!("{what} -> {}", shown(&answer)));
+        Ok(answer)
+    }
+
+    pub(super) async fn prepare(&self, claim: &PreparedClaim) -> Done<Result<Injection, NodeDriverError>> {
+        let (driver, of) = (self.driver.clone(), claim.clone());
+        let call = self.process.run(async move { driver.prepare(&of).await });
+        let what = format!("prepare({})", described(claim));
+        let answer = limited(self.scene, self.limit, &what, call).await?;
+        self.scene.note(format!("{what} -> {}", shown(&answer)));
+        Ok(answer)
+    }
+
+    /// Begins to prepare and drops the call when it has waited so often; whether it was done before.
+    pub(super) async fn prepare_and_drop(&self, claim: &PreparedClaim, polls: usize) -> Done<bool> {
+        let (driver, of) = (self.driver.clone(), claim.clone());
+        let call = self
+            .process
+            .run(async move { polled(driver.prepare(&of), polls).await.is_some() });
+        let what = format!("prepare({})", described(claim));
+        let done = limited(self.scene, self.limit, &what, call).await?;
+        let how = if done { "the answer is lost" } else { "dropped" };
+        self.scene.note(format!("{what} -> ({how}, {polls} waits)"));
+        Ok(done)
+    }
+
+    /// Undoes; an error breaks `rule`.
+    pub(super) async fn unprepare(&self, claim: &PreparedClaim, rule: Rule, tried: &str) -> Done<()> {
+        let (driver, of) = (self.driver.clone(), claim.clone());
+        let call = self.process.run(async move { driver.unprepare(&of).await });
+        let what = format!("unprepare({})", described(claim));
+        let answer = limited(self.scene, self.limit, &what, call).await?;
+        match answer {
+            Ok(()) => {
+                self.scene.note(format!("{what} -> Ok"));
+                Ok(())
+            }
+            Err(error) => Err(self.broken(rule, tried, "Ok: nothing stands in the way", error.to_string())),
+        }
+    }
+
+    /// Prepares; an error or another answer than the one that is expected breaks `rule`.
+    pub(super) async fn prepared(
+        &self,
+        claim: &PreparedClaim,
+        before: Option<&Injection>,
+        rule: Rule,
+        tried: &str,
+    ) -> Done<Injection> {
+        let expected = before.map_or_else(
+            || "what the container gets: the devices are listed, and well".to_owned(),
+            |before| format!("{before:?}, as before"),
+        );
+        match self.prepare(claim).await? {
+            Ok(injection) if before.is_none_or(|before| *before == injection) => Ok(injection),
+            Ok(injection) => Err(self.broken(rule, tried, expected, format!("{injection:?}"))),
+            Err(error) => Err(self.broken(rule, tried, expected, error.to_string())),
+        }
+    }
+
+    /// Checks that nothing of any claim is left, as far as the test can see.
+    pub(super) fn nothing_left(&self, look: Option<&LeftOver>, tried: &str) -> Done<()> {
+        let left = look
+            .map(|look| look(&self.scene.directory.own()))
+            .unwrap_or_default();
+        if left.is_empty() {
+            return Ok(());
+        }
+        Err(self.broken(Rule::NothingIsLeft, tried, "nothing", format!("{left:?}")))
+    }
+}
+
+/// What a test sees of what drivers have done: what is left of any claim, in a directory.
+pub(super) type LeftOver = Arc<dyn Fn(&Path) -> Vec<String> + Send + Sync>;
+
+async fn limited<T>(
+    scene: &Scene,
+    limit: Duration,
+    what: &str,
+    call: impl Future<Output = Result<T, tokio::task::JoinError>>,
+) -> Done<T> {
+    let expected = "an answer or an error";
+    match tokio::time::timeout(limit, call).await {
+        Ok(Ok(answer)) => Ok(answer),
+        Ok(Err(failure)) => Err(scene.broken(Rule::NoPanic, what, expected, format!("a panic: {failure}"))),
+        Err(_) => {
+            let late = format!("nothing within {limit:?}");
+            Err(scene.broken(Rule::ReturnsInTime, what, expected, late))
+        }
+    }
+}
+
+pub(super) fn described(claim: &PreparedClaim) -> String {
+    format!("{}: {}", claim.name, claim.devices.join(", "))
+}
+
+fn shown(answer: &Result<Injection, NodeDriverError>) -> String {
+    match answer {
+        Ok(injection) => {
+            let nodes: Vec<&str> = injection
+                .device_nodes
+                .iter()
+                .map(|node| node.container_path.as_str())
+                .collect();
+            format!("ok [{}]", nodes.join(", "))
+        }
+        Err(error) => format!("error {:?}: {error}", error.reason()),
+    }
+}

@@ -1,0 +1,152 @@
+//! A driver between the real controller and the driver under test, to which something happens at one of its calls.
+
+use std::future::Future;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use futures::Stream;
+
+use super::process::Fate;
+use super::story::TOLD;
+use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
+use crate::driver::{
+    CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation, Verdict,
+};
+
+pub(super) struct Wrapped<D> {
+    pub(super) driver: Arc<D>,
+    pub(super) fate: Fate,
+}
+
+/// What the driver under test has read. It is moved into the call that it was read for.
+pub(super) type Once<T> = Mutex<Option<T>>;
+
+fn lost() -> DriverError {
+    DriverError::retry("ConformanceFault", "the conformance test lets this call fail")
+}
+
+fn names(claims: &[Arc<ResourceClaim>]) -> String {
+    super::scene::names(claims)
+}
+
+impl<D: Driver> Wrapped<D> {
+    fn inner(claims: &[ClaimRequest<Self>]) -> Result<Vec<ClaimRequest<D>>, DriverError> {
+        claims
+            .iter()
+            .map(|request| {
+                let parameters = request
+                    .claim_parameters
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .take();
+                Ok(ClaimRequest {
+                    pod_claim_name: request.pod_claim_name.clone(),
+                    claim: request.claim.clone(),
+                    class: request.class.clone(),
+                    class_parameters: (*request.class_parameters).clone(),
+                    claim_parameters: parameters.ok_or_else(lost)?,
+                })
+            })
+            .collect()
+    }
+
+    async fn step<T>(
+        &self,
+        what: String,
+        work: impl Future<Output = Result<T, DriverError>>,
+    ) -> Result<T, DriverError> {
+        self.fate.step(what, work, || Err(lost())).await
+    }
+}
+
+fn claims_of<D: Driver>(requests: &[ClaimRequest<D>]) -> String {
+    let claims: Vec<Arc<ResourceClaim>> = requests.iter().map(|request| request.claim.clone()).collect();
+    names(&claims)
+}
+
+impl<D: Driver> Driver for Wrapped<D> {
+    type ClassParameters = Arc<D::ClassParameters>;
+    type ClaimParameters = Once<D::ClaimParameters>;
+
+    fn name(&self) -> &str {
+        self.driver.name()
+    }
+
+    async fn ready(&self) {
+        self.driver.ready().await;
+    }
+
+    async fn class_parameters(&self, class: &ResourceClass) -> Result<Arc<D::ClassParameters>, DriverError> {
+        self.driver.class_parameters(class).await.map(Arc::new)
+    }
+
+    async fn claim_parameters(
+        &self,
+        claim: &ResourceClaim,
+        class: &ResourceClass,
+        class_parameters: &Arc<D::ClassParameters>,
+    ) -> Result<Once<D::ClaimParameters>, DriverError> {
+        let read = self
+            .driver
+            .claim_parameters(claim, class, class_parameters)
+            .await?;
+        Ok(Mutex::new(Some(read)))
+    }
+
+    async fn unsuitable_nodes(
+        &self,
+        pod: &Pod,
+        claims: &[ClaimRequest<Self>],
+        nodes: &[String],
+    ) -> Result<Vec<Verdict>, DriverError> {
+        let inner = Self::inner(claims)?;
+        let what = format!("unsuitable_nodes({}, [{}])", claims_of(&inner), nodes.join(", "));
+        self.step(what, self.driver.unsuitable_nodes(pod, &inner, nodes))
+            .await
+    }
+
+    async fn allocate(
+        &self,
+        claims: &[ClaimRequest<Self>],
+        node: Option<&str>,
+    ) -> Result<Vec<Result<AllocationResult, DriverError>>, DriverError> {
+        let inner = Self::inner(claims)?;
+        let what = format!("allocate({}, {})", claims_of(&inner), node.unwrap_or("anywhere"));
+        self.step(what, self.driver.allocate(&inner, node)).await
+    }
+
+    async fn deallocate(&self, deallocation: Deallocation<'_>) -> Result<(), DriverError> {
+        let name = deallocation.claim.metadata.name.as_deref().unwrap_or_default();
+        let what = format!("deallocate({name})");
+        self.step(what, self.driver.deallocate(deallocation)).await
+    }
+
+    fn observe(&self, observation: &Observation) -> Vec<Finding> {
+        let what = match observation {
+            Observation::All(all) => format!("{TOLD}(All of {} claims)", all.len()),
+            Observation::Changed(holding) => {
+                let claim = &holding.claim;
+                let name = claim.metadata.name.as_deref().unwrap_or_default();
+                let with = if claim.status.allocation.is_some() {
+                    "with"
+                } else {
+                    "without"
+                };
+                format!("{TOLD}({name} {with} allocation)")
+            }
+            Observation::Gone { .. } => format!("{TOLD}(Gone)"),
+        };
+        if self.fate.count(what) {
+            self.driver.observe(observation)
+        } else {
+            Vec::new()
+        }
+    }
+
+    fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
+        self.driver.capacity_changes()
+    }
+
+    fn findings(&self) -> impl Stream<Item = Finding> + Send + 'static {
+        self.driver.findings()
+    }
+}

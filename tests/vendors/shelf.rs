@@ -1,0 +1,355 @@
+//! A small driver that conforms, and can be told to break one rule.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use drayman::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
+use drayman::driver::{
+    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation,
+    Verdict,
+};
+use drayman::testing::{Place, Rule};
+use futures::{Stream, StreamExt as _};
+use tokio::sync::watch;
+use tokio_stream::wrappers::WatchStream;
+
+/// Places on each node.
+const PLACES: usize = 2;
+
+pub(crate) struct Shelf {
+    broken: Option<Rule>,
+    /// Survives the process.
+    directory: PathBuf,
+    number: usize,
+    books: Mutex<Books>,
+    freed: watch::Sender<()>,
+}
+
+#[derive(Default)]
+struct Books {
+    held: BTreeMap<String, Held>,
+    /// What is lost by one defect or another.
+    leaked: usize,
+    read: usize,
+    given_back: BTreeSet<String>,
+}
+
+struct Held {
+    node: String,
+    recorded: bool,
+}
+
+type Request = ClaimRequest<Shelf>;
+
+impl Shelf {
+    pub(crate) fn new(place: &Place, broken: Option<Rule>) -> Self {
+        let directory = place.directory().to_owned();
+        let number = std::fs::read_dir(&directory).map_or(0, Iterator::count);
+        if broken == Some(Rule::StableName) {
+            std::fs::write(directory.join(format!("instance-{number}")), "").expect("a file");
+        }
+        let mut books = Books::default();
+        if broken == Some(Rule::LostAllocationIsGivenBack) {
+            for uid in files(&directory) {
+                let (node, recorded) = ("node-a".to_owned(), false);
+                books.held.insert(uid, Held { node, recorded });
+            }
+        }
+        Self {
+            broken,
+            directory,
+            number,
+            books: Mutex::new(books),
+            freed: watch::Sender::default(),
+        }
+    }
+
+    fn breaks(&self, rule: Rule) -> bool {
+        self.broken == Some(rule)
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn keeps_files(&self) -> bool {
+        matches!(
+            self.broken,
+            Some(Rule::LostAllocationIsGivenBack | Rule::SurvivesCrash)
+        )
+    }
+
+    fn allocate_one(
+        &self,
+        books: &mut Books,
+        request: &Request,
+        node: Option<&str>,
+    ) -> Result<AllocationResult, DriverError> {
+        let uid = request.uid();
+        let places = PLACES - usize::from(self.breaks(Rule::VerdictHolds));
+        if self.breaks(Rule::SurvivesSlowCall) && books.given_back.contains(uid) {
+            return Err(DriverError::invalid("GivenBack", "this claim was given back"));
+        }
+        if self.breaks(Rule::SurvivesCrash)
+            && !books.held.contains_key(uid)
+            && files(&self.directory).contains(uid)
+        {
+            return Err(DriverError::invalid(
+                "AllocatedAlready",
+                "another process has allocated it",
+            ));
+        }
+        if !books.held.contains_key(uid) {
+            let candidates = node.map_or_else(|| vec!["node-a", "node-b"], |node| vec![node]);
+            let free = candidates.into_iter().find(|node| books.on(node) < places);
+            let Some(node) = free else {
+                if self.breaks(Rule::BatchCanBeUndone) {
+                    books.leaked += 1;
+                }
+                let reason = if self.breaks(Rule::ReadableErrors) {
+                    "it is full"
+                } else {
+                    "NoSuitableDevice"
+                };
+                let make = if self.breaks(Rule::FullIsAVerdict) {
+                    DriverError::invalid
+                } else {
+                    DriverError::retry
+                };
+                return Err(make(reason, "all places are held".to_owned()));
+            };
+            let (node, recorded) = (node.to_owned(), false);
+            books.held.insert(uid.to_owned(), Held { node, recorded });
+            if self.keeps_files() {
+                std::fs::write(self.directory.join(uid), "").expect("a file");
+            }
+        }
+        books.read += 1;
+        let node = books
+            .held
+            .get(uid)
+            .map(|held| held.node.clone())
+            .unwrap_or_default();
+        let data = match self.broken {
+            Some(Rule::RecordableAllocation) => "x".repeat(17 << 10),
+            Some(Rule::AllocateAgainIsTheSame) => books.read.to_string(),
+            _ => uid.to_owned(),
+        };
+        let node = if self.breaks(Rule::ReachableAllocation) {
+            "elsewhere".to_owned()
+        } else {
+            node
+        };
+        Ok(AllocationResult::new(self.name(), data).on_nodes([node]))
+    }
+}
+
+impl Books {
+    fn on(&self, node: &str) -> usize {
+        let held = self.held.values().filter(|held| held.node == node).count();
+        // What is lost is lost on the first node.
+        held + if node == "node-a" { self.leaked } else { 0 }
+    }
+}
+
+fn files(directory: &PathBuf) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    entries
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect()
+}
+
+impl Driver for Shelf {
+    type ClassParameters = ();
+    type ClaimParameters = ();
+
+    fn name(&self) -> &'static str {
+        if self.breaks(Rule::StableName) && self.number % 2 == 1 {
+            "cupboard.example.com"
+        } else {
+            "shelf.example.com"
+        }
+    }
+
+    async fn ready(&self) {
+        if self.breaks(Rule::BecomesReady) {
+            std::future::pending().await
+        }
+    }
+
+    async fn class_parameters(&self, _: &ResourceClass) -> Result<(), DriverError> {
+        let mut books = self.books();
+        books.read += 1;
+        if self.breaks(Rule::ParametersAreRead) && books.read > 2 {
+            return Err(DriverError::retry(
+                "ReadAlready",
+                "the parameters were read before",
+            ));
+        }
+        Ok(())
+    }
+
+    async fn claim_parameters(
+        &self,
+        claim: &ResourceClaim,
+        _: &ResourceClass,
+        (): &(),
+    ) -> Result<(), DriverError> {
+        if self.breaks(Rule::ServesPods) && claim.metadata.owner_references.is_some() {
+            return Err(DriverError::invalid(
+                "OfATemplate",
+                "claims are to be made by hand",
+            ));
+        }
+        Ok(())
+    }
+
+    async fn unsuitable_nodes(
+        &self,
+        _: &Pod,
+        claims: &[Request],
+        nodes: &[String],
+    ) -> Result<Vec<Verdict>, DriverError> {
+        let mut books = self.books();
+        if self.breaks(Rule::JudgingReservesNothing) {
+            books.leaked += 1;
+        }
+        let mut verdict = Verdict::default();
+        for node in nodes {
+            let held = books.on(node);
+            if held + claims.len() > PLACES || !node.starts_with("node-") {
+                let reason = format!("{held} of {PLACES} held");
+                let reason = if self.breaks(Rule::FullIsAVerdict) {
+                    String::new()
+                } else {
+                    reason
+                };
+                verdict.unsuitable_nodes.insert(node.clone(), reason);
+            }
+        }
+        let count = if self.breaks(Rule::OneVerdictPerClaim) {
+            1
+        } else {
+            claims.len()
+        };
+        Ok(vec![verdict; count])
+    }
+
+    async fn allocate(
+        &self,
+        claims: &[Request],
+        node: Option<&str>,
+    ) -> Result<Vec<Result<AllocationResult, DriverError>>, DriverError> {
+        match self.broken {
+            Some(Rule::ReturnsInTime) => std::future::pending().await,
+            Some(Rule::NoPanic) => panic!("a defect of the test"),
+            Some(Rule::NeverMoreThanThereIs) => {
+                let free = node.is_some_and(|node| self.books().on(node) < PLACES);
+                // Others look at the books now.
+                tokio::task::yield_now().await;
+                if let (true, Some(node), [request]) = (free, node, claims) {
+                    let (node, recorded) = (node.to_owned(), false);
+                    self.books()
+                        .held
+                        .insert(request.uid().to_owned(), Held { node, recorded });
+                }
+            }
+            Some(Rule::DroppedCallCanBeUndone) => {
+                self.books().leaked += 1;
+                tokio::task::yield_now().await;
+                self.books().leaked -= 1;
+            }
+            _ => {}
+        }
+        let mut books = self.books();
+        let mut results: Vec<_> = claims
+            .iter()
+            .map(|request| self.allocate_one(&mut books, request, node))
+            .collect();
+        if self.breaks(Rule::OneResultPerClaim) && results.len() > 1 {
+            results.pop();
+        }
+        Ok(results)
+    }
+
+    async fn deallocate(&self, deallocation: Deallocation<'_>) -> Result<(), DriverError> {
+        let mut books = self.books();
+        let uid = deallocation.uid();
+        let recorded = books.held.get(uid).map(|held| held.recorded);
+        if self.breaks(Rule::DeallocateNothingDoesNothing) && recorded.is_none() {
+            return Err(DriverError::retry("NeverAllocated", "this claim holds nothing"));
+        }
+        if self.breaks(Rule::SurvivesFailedCall) && !books.given_back.insert(uid.to_owned()) {
+            return Err(DriverError::retry("GivenBackAlready", "it was given back before"));
+        }
+        if self.breaks(Rule::LostAllocationIsGivenBack) && self.number > 0 {
+            return Ok(());
+        }
+        let keeps = self.breaks(Rule::UnrecordedIsFreeAgain) && deallocation.allocation.is_none();
+        if (recorded == Some(false) && !keeps)
+            || (recorded == Some(true) && self.breaks(Rule::RecordedIsHeld))
+        {
+            books.held.remove(uid);
+            books.given_back.insert(uid.to_owned());
+            if self.keeps_files() {
+                let _ = std::fs::remove_file(self.directory.join(uid));
+            }
+            self.freed.send_replace(());
+        }
+        Ok(())
+    }
+
+    fn observe(&self, observation: &Observation) -> Vec<Finding> {
+        let mut books = self.books();
+        if let Observation::All(all) = observation {
+            let known: BTreeSet<&str> = all.iter().map(drayman::driver::Holding::uid).collect();
+            books.held.retain(|uid, _| known.contains(uid.as_str()));
+            if self.breaks(Rule::BooksFromClaims) {
+                return Vec::new();
+            }
+        }
+        let mut findings = Vec::new();
+        for holding in observation.holdings() {
+            let uid = holding.uid();
+            match holding.allocation(self.name()) {
+                Some(allocation) => {
+                    let nodes = serde_json::to_value(&allocation.available_on_nodes).unwrap_or_default();
+                    let node = nodes["nodeSelectorTerms"][0]["matchFields"][0]["values"][0].as_str();
+                    let (node, recorded) = (node.unwrap_or_default().to_owned(), true);
+                    books.held.insert(uid.to_owned(), Held { node, recorded });
+                    if self.breaks(Rule::NoFalseFinding) {
+                        findings.push(Finding {
+                            namespace: "default".to_owned(),
+                            name: "claim".to_owned(),
+                            uid: uid.to_owned(),
+                            reason: "HoldingUnreadable",
+                            message: "nobody knows".to_owned(),
+                            take_back: false,
+                        });
+                    }
+                }
+                None if books.held.get(uid).is_some_and(|held| held.recorded)
+                    && !self.breaks(Rule::ObservedIsFree) =>
+                {
+                    books.held.remove(uid);
+                    self.freed.send_replace(());
+                }
+                None => {}
+            }
+        }
+        if let Observation::Gone { uid } = observation {
+            books.held.remove(uid);
+            self.freed.send_replace(());
+        }
+        findings
+    }
+
+    fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
+        let (cause, pods) = (CapacityCause::Freed, None);
+        let ends = self.breaks(Rule::FreedWakes);
+        WatchStream::from_changes(self.freed.subscribe())
+            .map(move |()| CapacityChange { cause, pods })
+            .take(if ends { 0 } else { usize::MAX })
+    }
+}
