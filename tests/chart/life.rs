@@ -231,7 +231,7 @@ async fn look_from_outside(stage: &Stage) -> anyhow::Result<()> {
         (
             CONTROLLER,
             [
-                "leader_election_master_status 1",
+                "leader_election_master_status{name=\"drayman.dev\"} 1",
                 "component=\"controller\"",
                 "rest_client_requests_total{code=\"200\",method=\"PATCH\"}",
             ],
@@ -299,13 +299,16 @@ async fn a_release_that_was_removed_too_early_is_installed_again_and_all_of_it_e
         said.contains("Driver drayman.dev must not go before these claims"),
         "{said}"
     );
-    stage.rolled_out("drayman", "drayman").await?;
-    ensure!(
-        stage
-            .helm(&["status", "drayman", "--namespace", "drayman"])
-            .await?
-            .contains("STATUS: deployed")
-    );
+    // Helm calls the release "uninstalling" from then on. Who wants to keep it rolls back to what is there.
+    let companion = stage.run_of("drayman", COMPANION).await?;
+    stage
+        .helm(&["rollback", "drayman", "1", "--namespace", "drayman"])
+        .await?;
+    let status = stage
+        .helm(&["status", "drayman", "--namespace", "drayman"])
+        .await?;
+    ensure!(status.contains("STATUS: deployed"), "{status}");
+    assert_eq!(stage.run_of("drayman", COMPANION).await?, companion);
 
     // Who insists can.
     stage.helm(&[&uninstall[..], &["--no-hooks"]].concat()).await?;
