@@ -20,14 +20,9 @@ kubeconfig_of() {
     echo "$file"
 }
 
-# Three devices that can be read: zero, random and urandom by other names. (Two names of one device are one device.) The
-# mode comes from the umask, since not every machine can change that of a device.
+# The devices of examples/node.yaml.
 make_devices() {
-    local number=0 minor
-    for minor in 5 8 9; do
-        number=$((number + 1))
-        (umask 0 && "${IN_NODE[@]}" mknod "/dev/drayman-test-$number" c 1 "$minor")
-    done
+    "${IN_NODE[@]}" "$PWD/hack/pretend-devices"
 }
 
 # Starts controller and companion. Sets CONTROLLER and COMPANION to their process ids; what they log lies beside the

@@ -247,6 +247,13 @@ impl AllocationResult {
         self
     }
 
+    /// Usable by several consumers at the same time: all pods that name the claim, up to [`RESERVED_FOR_MAX`].
+    #[must_use]
+    pub fn shareable(mut self) -> Self {
+        self.shareable = true;
+        self
+    }
+
     /// What the API server would refuse about it (`validateAllocationResult` at release-1.30), as far as a driver can get it wrong.
     pub fn check(&self) -> Result<(), String> {
         let count = self.resource_handles.len();

@@ -196,6 +196,48 @@ fn the_same_program_makes_the_same_image_whatever_the_time_and_the_umask() {
 }
 
 #[test]
+fn the_whole_recipe_run_again_makes_the_same_image() {
+    let again = tempfile::tempdir().expect("a directory");
+    let made = make(again.path(), &["--profile", "dev"]);
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let second = again.path().join(archive().file_name().expect("a name"));
+    assert!(std::fs::read(archive()).expect("first") == std::fs::read(second).expect("second"));
+}
+
+/// No test has a container engine: this is what can be said without.
+#[test]
+fn the_containerfile_builds_what_the_script_builds() {
+    let read = |path: &str| std::fs::read_to_string(repository(path)).expect("a file");
+    let (file, script) = (read("Containerfile"), read("hack/image"));
+    for both in [
+        "--locked --release --no-default-features",
+        "-C target-feature=+crt-static",
+        "--bin drayman",
+        "65532:65532",
+    ] {
+        assert!(file.contains(both) && script.contains(both), "{both}");
+    }
+    let last = file.split("\nFROM ").last().expect("the last stage");
+    let lines: Vec<&str> = last.lines().collect();
+    assert_eq!(
+        lines,
+        [
+            "scratch",
+            "COPY --from=build /image/ /",
+            "USER 65532:65532",
+            "ENTRYPOINT [\"/drayman\"]"
+        ]
+    );
+    for content in ["/image/drayman", "-m 644 -D LICENSE /image/LICENSE"] {
+        assert!(file.contains(content), "{content}");
+    }
+    assert!(
+        file.contains(NAME),
+        "the name that the chart's default values give"
+    );
+}
+
+#[test]
 fn the_list_of_contents_has_each_crate_with_the_checksum_of_the_lock_file() {
     let list = json(&archive().with_extension("spdx.json"));
     assert_eq!(list["spdxVersion"], "SPDX-2.3");

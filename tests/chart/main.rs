@@ -8,11 +8,14 @@ mod harness;
 
 mod admitted;
 mod allowed;
+mod beside;
 mod chart;
 mod image;
+mod inside;
 mod life;
 mod refused;
 mod rendered;
 mod rights;
 mod stage;
+mod types;
 mod values;

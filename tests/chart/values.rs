@@ -6,13 +6,13 @@ use serde_json::{Map, Value, json};
 
 use crate::chart::{chart, refusal, yaml};
 
-fn schema() -> Value {
+pub(crate) fn schema() -> Value {
     let text = std::fs::read_to_string(chart("values.schema.json")).expect("the schema");
     serde_json::from_str(&text).expect("JSON")
 }
 
 /// The schema behind a reference.
-fn resolve<'a>(root: &'a Value, schema: &'a Value) -> &'a Value {
+pub(crate) fn resolve<'a>(root: &'a Value, schema: &'a Value) -> &'a Value {
     let reference = schema["allOf"][0]["$ref"]
         .as_str()
         .or_else(|| schema["$ref"].as_str());
@@ -153,7 +153,7 @@ fn put(values: &mut Value, path: &str, value: Value) {
 }
 
 /// What Helm says to these values, each of which must be named in it.
-fn assert_each_refused(values: &Value, paths: &[String], what: &str) {
+pub(crate) fn assert_each_refused(values: &Value, paths: &[String], what: &str) {
     let file = tempfile::NamedTempFile::with_suffix(".json").expect("a file");
     std::fs::write(file.path(), values.to_string()).expect("written");
     let said = refusal(Some(file.path()), &[]);

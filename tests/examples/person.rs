@@ -100,6 +100,10 @@ impl<'a> Person<'a> {
             let lines: Vec<&str> = printed.text.lines().collect();
             if let Some(learnt) = matches(&step.expected, &lines, names).filter(|_| printed.success) {
                 *names = learnt;
+                // For who writes an example: what the block may say.
+                if std::env::var_os("DRAYMAN_TEST_EXAMPLE").is_some() {
+                    println!("$ {}\n{}", step.command, printed.text.trim_end());
+                }
                 return Ok(());
             }
             if !only_looks(&step.command) || Instant::now() > deadline {

@@ -68,7 +68,10 @@ pub fn write(driver: &str, claim_uid: &str, grant: &Grant) -> Result<AllocationR
         node_uid: grant.node_uid.to_string(),
         devices: grant.devices.clone(),
     };
-    Ok(AllocationResult::new(driver, handle.to_data()?).on_nodes([&*grant.node_name]))
+    // The claim is the holder: whoever names it has asked for its devices, as a second container of a pod does. A claim that is
+    // made from a template is named by its own pod alone.
+    let allocation = AllocationResult::new(driver, handle.to_data()?).on_nodes([&*grant.node_name]);
+    Ok(allocation.shareable())
 }
 
 /// `namespace/name` of a claim.
@@ -163,6 +166,10 @@ mod tests {
                 state,
                 made_for: Some("uid".into())
             }
+        );
+        assert!(
+            allocation.shareable,
+            "every pod that names the claim has its devices"
         );
         let selector = allocation.available_on_nodes.unwrap();
         assert_eq!(suits(&selector, &grant(0).node_name), Some(true));
