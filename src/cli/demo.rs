@@ -16,6 +16,7 @@ use crate::sim::demo::{Demo, REAL, SCENARIOS, Scenario, Shown, Summary};
 /// Nothing has to be installed and root is not needed: three nodes with pretend devices, the real controller and a real
 /// companion for each node run in this process. Each step is told as it happens, and what is expected of it is checked.
 #[derive(Clone, Debug, clap::Args)]
+#[expect(clippy::struct_excessive_bools, reason = "independent flags of one command")]
 pub(super) struct Arguments {
     /// Play this scenario only; may be given several times
     #[arg(long, value_name = "NAME", value_parser = scenario)]

@@ -328,7 +328,7 @@ mod tests {
         let (held, end) = oneshot::channel::<()>();
         process.spawn(async move {
             let _held = held;
-            std::future::pending().await
+            std::future::pending::<()>().await;
         });
         process.kill().await;
         assert!(end.await.is_err());

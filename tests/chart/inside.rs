@@ -133,11 +133,11 @@ async fn the_program_finds_the_api_server_by_a_name_although_its_image_has_no_li
     let address = stage
         .field(&["endpoints", "kubernetes"], ".subsets[0].addresses[0].ip")
         .await?;
-    let (server, asked) = name_server(&address).await?;
+    let (answering, asked) = name_server(&address).await?;
     let servers = ("dnsConfig", json!({ "nameservers": [address] }));
     let none = ("dnsPolicy", json!("None"));
     let by_server = run(&stage, "by-server", NAME, &[none, servers]).await?;
-    server.abort();
+    answering.abort();
     let asked = asked.lock().unwrap_or_else(PoisonError::into_inner).clone();
     assert_eq!(by_server, went_well, "the name server was asked for {asked:?}");
     ensure!(asked.contains(NAME), "{asked:?}");

@@ -128,11 +128,16 @@ async fn a_release_serves_pods_and_is_upgraded_rolled_back_and_removed_without_l
         "nothing had to be started twice"
     );
 
-    // In the right order nothing is left: first what uses devices, then the release.
+    leave_in_the_right_order(&stage).await?;
+    stage.cluster.stop().await
+}
+
+/// First what uses devices goes, then the release, and nothing is left.
+async fn leave_in_the_right_order(stage: &Stage) -> anyhow::Result<()> {
     stage.cluster.kubectl(&["delete", "pod", "basic"]).await?;
     stage
         .until("the claims are gone", async || {
-            Ok(claims(&stage).await?.is_empty())
+            Ok(claims(stage).await?.is_empty())
         })
         .await?;
     stage
@@ -177,13 +182,13 @@ async fn a_release_serves_pods_and_is_upgraded_rolled_back_and_removed_without_l
         3,
         "the definitions stay, and what users wrote with them: {crds}"
     );
-    let left = files(&stage, 0)?;
+    let left = files(stage, 0)?;
     let sockets: Vec<_> = left
         .iter()
         .filter(|file| file.contains(".sock") || file.contains("cdi/"))
         .collect();
     assert!(sockets.is_empty(), "{left:?}");
-    stage.cluster.stop().await
+    Ok(())
 }
 
 /// Another path of the kind reaches the companion, which is the same as before.

@@ -57,9 +57,9 @@ fn read(path: &Path) -> anyhow::Result<Folder> {
     let mut objects = 0;
     for entry in std::fs::read_dir(path)? {
         let file = entry?.file_name().to_string_lossy().into_owned();
-        if !Path::new(&file)
+        if Path::new(&file)
             .extension()
-            .is_some_and(|extension| extension == "yaml")
+            .is_none_or(|extension| extension != "yaml")
         {
             continue;
         }

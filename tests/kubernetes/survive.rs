@@ -226,8 +226,7 @@ async fn a_claim_of_which_only_the_running_container_is_left_keeps_its_device() 
     let first = look_inside(&stage, "first").await?;
     let uid = uid_of_claim(&stage, "first").await?;
     companion.kill().await?;
-    let state = "/var/lib/kubelet/plugins/drayman.dev";
-    std::fs::remove_dir_all(node.path(state))?;
+    std::fs::remove_dir_all(node.path("/var/lib/kubelet/plugins/drayman.dev"))?;
     for name in node.list("/run/cdi")? {
         node.remove(format!("/run/cdi/{name}"))?;
     }

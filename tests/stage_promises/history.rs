@@ -32,7 +32,8 @@ fn told(answer: &(u16, Value)) -> Value {
 
 fn escaped(token: &Value) -> String {
     let bytes = token.as_str().unwrap_or_default().bytes();
-    bytes.map(|byte| format!("%{byte:02X}")).collect()
+    let escaped: Vec<String> = bytes.map(|byte| format!("%{byte:02X}")).collect();
+    escaped.concat()
 }
 
 #[test]

@@ -76,13 +76,13 @@ fn same_form(text: &str) -> String {
         if let [name, version] = words.as_mut_slice()
             && name.to_lowercase().trim_end_matches(':').replace(' ', "") == "resourceversion"
         {
-            *version = "<version>".to_owned();
+            "<version>".clone_into(version);
         }
         if let [first, second, version] = words.as_mut_slice()
             && first == "Resource"
             && second == "Version:"
         {
-            *version = "<version>".to_owned();
+            "<version>".clone_into(version);
         }
         let indent = line.len() - line.trim_start().len();
         lines += &" ".repeat(indent);

@@ -174,7 +174,7 @@ impl Driver for Shelf {
 
     async fn ready(&self) {
         if self.breaks(Rule::BecomesReady) {
-            std::future::pending().await
+            std::future::pending::<()>().await;
         }
     }
 

@@ -49,10 +49,12 @@ fn see(world: &mut World, event: Event, now: Moment) -> Vec<Command> {
 
 #[track_caller]
 fn only_read(commands: &[Command]) -> CallId {
-    match commands {
-        [Command::ReadPod { id, key }] if key.name == "pod" => *id,
-        _ => panic!("{commands:?}"),
-    }
+    let read = match commands {
+        [Command::ReadPod { id, key }] if key.name == "pod" => Some(*id),
+        _ => None,
+    };
+    assert!(read.is_some(), "{commands:?}");
+    read.expect("one read")
 }
 
 #[track_caller]
