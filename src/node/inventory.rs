@@ -29,7 +29,7 @@ use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::discovery::events::{DeviceEvent, device_events};
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::inventory::Devices;
-use object::{inventory, object_name, status};
+use object::{Counted, counted, inventory, object_name, status};
 
 /// The field manager of what is applied.
 const FIELD_MANAGER: &str = "drayman-node";
@@ -111,15 +111,15 @@ impl std::fmt::Debug for PublisherClient {
     }
 }
 
-/// What the server has, as far as we know.
+/// What the server has, as far as we know. There may be a thousand devices: they are shared, not copied.
 #[derive(Debug, Default)]
 struct Seen {
-    /// What was applied, without what the server adds.
-    applied: Option<NodeInventory>,
-    /// What the server answered last.
-    stored: Option<NodeInventory>,
+    /// What was applied: the devices, and the uid of the Node that they are of.
+    applied: Option<(Option<String>, Arc<Devices>)>,
+    /// What the server answered last, its devices counted only.
+    stored: Option<(NodeInventory, Counted)>,
     /// The devices that people were told of last.
-    told: Option<Devices>,
+    told: Option<Arc<Devices>>,
 }
 
 impl Publisher {
@@ -196,15 +196,17 @@ impl Publisher {
             let stored = call(api.get_opt(name)).await?;
             let earlier = stored.map(|stored| stored.spec.devices).unwrap_or_default();
             let earlier = earlier.into_iter().map(|device| (device.name.clone(), device));
-            seen.told = Some(earlier.collect());
+            seen.told = Some(Arc::new(earlier.collect()));
         }
-        let wanted = inventory(name, &self.driver_name, node, &devices);
+        let wanted = (node.metadata.uid.clone(), devices.clone());
         if seen.applied.as_ref() != Some(&wanted) {
             let parameters = PatchParams::apply(FIELD_MANAGER).force();
-            seen.stored = Some(call(api.patch(name, &parameters, &Patch::Apply(&wanted))).await?);
+            let inventory = inventory(name, &self.driver_name, node, &devices);
+            let stored = call(api.patch(name, &parameters, &Patch::Apply(&inventory))).await?;
+            seen.stored = Some(counted(stored));
             info!(
                 inventory = name,
-                devices = wanted.spec.devices.len(),
+                devices = devices.len(),
                 "the inventory is written"
             );
             seen.applied = Some(wanted);
@@ -214,7 +216,7 @@ impl Publisher {
         self.write_status(api, name, &standing, seen).await?;
         let events = device_events(seen.told.as_ref().unwrap_or(&devices), &devices);
         self.tell(node, &events).await;
-        seen.told = Some((*devices).clone());
+        seen.told = Some(devices);
         Ok(())
     }
 
@@ -247,13 +249,17 @@ impl Publisher {
         standing: &Standing,
         seen: &mut Seen,
     ) -> Result<(), PublishError> {
-        let Some(stored) = &seen.stored else { return Ok(()) };
-        let wanted = status(stored, standing, &self.quarantine.borrow(), Timestamp::now());
+        let Some((stored, devices)) = &seen.stored else {
+            return Ok(());
+        };
+        let now = Timestamp::now();
+        let wanted = status(stored, *devices, standing, &self.quarantine.borrow(), now);
         if stored.status.as_ref() == Some(&wanted) {
             return Ok(());
         }
         let patch = Patch::Merge(serde_json::json!({ "status": wanted }));
-        seen.stored = Some(call(api.patch_status(name, &PatchParams::default(), &patch)).await?);
+        let stored = call(api.patch_status(name, &PatchParams::default(), &patch)).await?;
+        seen.stored = Some(counted(stored));
         Ok(())
     }
 

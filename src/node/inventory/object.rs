@@ -49,9 +49,29 @@ pub(super) fn inventory(
     }
 }
 
+/// How many devices a stored inventory has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Counted {
+    devices: u32,
+    unhealthy: u32,
+}
+
+/// A stored inventory with its devices counted, and without them.
+pub(super) fn counted(mut stored: NodeInventory) -> (NodeInventory, Counted) {
+    let devices = std::mem::take(&mut stored.spec.devices);
+    let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    let unhealthy = devices.iter().filter(|device| device.unhealthy.is_some());
+    let counted = Counted {
+        unhealthy: count(unhealthy.count()),
+        devices: count(devices.len()),
+    };
+    (stored, counted)
+}
+
 /// The status that belongs to a stored inventory. The same as the stored one, if nothing in it has to change.
 pub(super) fn status(
     stored: &NodeInventory,
+    counted: Counted,
     standing: &Standing,
     quarantine: &Quarantine,
     now: Timestamp,
@@ -74,13 +94,6 @@ pub(super) fn status(
                 .map_or(Time(now), |before| before.last_transition_time.clone()),
         }
     };
-    let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-    let unhealthy = stored
-        .spec
-        .devices
-        .iter()
-        .filter(|device| device.unhealthy.is_some())
-        .count();
     let mut conditions = vec![condition(
         READY,
         standing.ready,
@@ -97,8 +110,8 @@ pub(super) fn status(
         ));
     }
     NodeInventoryStatus {
-        devices: count(stored.spec.devices.len()),
-        unhealthy: count(unhealthy),
+        devices: counted.devices,
+        unhealthy: counted.unhealthy,
         observed_generation: stored.metadata.generation,
         conditions,
     }
@@ -166,14 +179,15 @@ mod tests {
         );
     }
 
+    fn status_of(stored: &NodeInventory, ready: bool, now: Timestamp) -> NodeInventoryStatus {
+        let (stored, counted) = counted(stored.clone());
+        assert!(stored.spec.devices.is_empty(), "they are counted, not kept");
+        status(&stored, counted, &standing(ready), &Quarantine::new(), now)
+    }
+
     #[test]
     fn the_status_counts_and_says_which_generation_it_is_of() {
-        let status = status(
-            &stored(),
-            &standing(true),
-            &Quarantine::new(),
-            Timestamp::UNIX_EPOCH,
-        );
+        let status = status_of(&stored(), true, Timestamp::UNIX_EPOCH);
         assert_eq!(
             (status.devices, status.unhealthy, status.observed_generation),
             (2, 1, Some(3))
@@ -184,16 +198,11 @@ mod tests {
     #[test]
     fn a_status_that_has_not_changed_is_the_same_at_any_later_time() {
         let mut stored = stored();
-        let first = status(
-            &stored,
-            &standing(true),
-            &Quarantine::new(),
-            Timestamp::UNIX_EPOCH,
-        );
+        let first = status_of(&stored, true, Timestamp::UNIX_EPOCH);
         stored.status = Some(first.clone());
         let later = Timestamp::from_second(1_000).unwrap();
-        assert_eq!(status(&stored, &standing(true), &Quarantine::new(), later), first);
-        let changed = status(&stored, &standing(false), &Quarantine::new(), later);
+        assert_eq!(status_of(&stored, true, later), first);
+        let changed = status_of(&stored, false, later);
         assert_eq!(changed.conditions[0].last_transition_time, Time(later));
     }
 }
