@@ -46,9 +46,22 @@ impl World {
         })
     }
 
+    /// Whether the pod still lacks one of its claims. A write without a clear answer is repeated after seconds, and meanwhile another
+    /// driver may have allocated what we could not, as after a change of its class.
+    fn lacks_a_claim(&self, batch: &Batch) -> bool {
+        batch.items.iter().any(|item| {
+            let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
+            known.is_none_or(|known| !known.is_allocated())
+        })
+    }
+
     /// The answer is whether the stage is over.
     pub(super) fn undo(&mut self, id: BatchId, batch: &mut Batch, now: Moment) -> bool {
         let consumer = batch.consumer.clone();
+        let is_right = self.lacks_a_claim(batch)
+            && consumer
+                .as_ref()
+                .is_some_and(|consumer| self.awaits_a_node(consumer));
         for item in batch.items.iter_mut().filter(|item| item.step == Step::Waiting) {
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
             // An allocation that is stored late must find the one before it.
@@ -56,7 +69,9 @@ impl World {
                 self.wake_at(moment, Work::Batch(id));
                 continue;
             }
-            let write = known.and_then(|known| undoing_write(known, item, consumer.as_ref()));
+            let write = known
+                .filter(|_| is_right)
+                .and_then(|known| undoing_write(known, item, consumer.as_ref()));
             match write {
                 Some(write) => self.write_item(id, item, write, now),
                 None => item.step = Step::Done,
