@@ -71,6 +71,8 @@ fn leaves<'a>(
     };
     for (name, child) in children {
         if let Some(schema) = within(root, schema, &name) {
+            // As a JSON pointer has it.
+            let name = name.replace('~', "~0").replace('/', "~1");
             leaves(root, schema, child, &format!("{path}/{name}"), found);
         }
     }
