@@ -467,6 +467,14 @@ pub struct PodResourceClaimStatus {
     pub resource_claim_name: Option<String>,
 }
 
+/// The name of a driver's finalizer after the driver's name (`controller.go` of `k8s.io/dynamic-resource-allocation`).
+pub const FINALIZER_SUFFIX: &str = "/deletion-protection";
+
+/// The finalizer by which a driver keeps a claim until its devices are given back.
+pub fn finalizer_of(driver_name: &str) -> String {
+    format!("{driver_name}{FINALIZER_SUFFIX}")
+}
+
 /// The owner reference that says which controller owns an object, if one does.
 pub fn controller_of(metadata: &ObjectMeta) -> Option<&OwnerReference> {
     metadata

@@ -17,8 +17,8 @@ use serde::{Deserialize, Deserializer};
 
 use crate::api::resource::label::NODE_LABEL;
 use crate::api::resource::{
-    Pod, PodSchedulingContext, PodSchedulingContextSpec, PodSchedulingContextStatus, ResourceClaim,
-    ResourceClaimSpec, ResourceClaimStatus, ResourceClass,
+    FINALIZER_SUFFIX, Pod, PodSchedulingContext, PodSchedulingContextSpec, PodSchedulingContextStatus,
+    ResourceClaim, ResourceClaimSpec, ResourceClaimStatus, ResourceClass,
 };
 
 /// A copy of the whole object that `kubectl apply` leaves in it.
@@ -183,7 +183,7 @@ fn trim_node_label(metadata: &mut ObjectMeta) {
         return;
     };
     for finalizer in metadata.finalizers.iter().flatten() {
-        if let Some(driver) = finalizer.strip_suffix("/deletion-protection") {
+        if let Some(driver) = finalizer.strip_suffix(FINALIZER_SUFFIX) {
             labels.remove(&format!("{driver}/{NODE_LABEL}"));
         }
     }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 
 use super::qualified_name;
-use crate::api::resource::{Pod, ResourceClaim, ResourceClaimTemplate, ResourceClass};
+use crate::api::resource::{Pod, ResourceClaim, ResourceClaimTemplate, ResourceClass, finalizer_of};
 
 /// One object that depends on classic Dynamic Resource Allocation.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -126,7 +126,7 @@ pub fn dependents(objects: Objects<'_>) -> Vec<Dependent> {
 /// The claims that hold something of `driver`, or for which it has begun to allocate. Nobody but a controller of that name can give
 /// it back, so they must be gone before the driver is.
 pub fn held_by(driver: &str, claims: &[ResourceClaim]) -> Vec<Dependent> {
-    let finalizer = format!("{driver}/deletion-protection");
+    let finalizer = finalizer_of(driver);
     let holds = |claim: &&ResourceClaim| {
         let allocated =
             claim.status.allocation.is_some() && claim.status.driver_name.as_deref() == Some(driver);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::api::resource::label::NODE_LABEL;
-use crate::api::resource::{ResourceClaim, ResourceClass};
+use crate::api::resource::{ResourceClaim, ResourceClass, finalizer_of};
 use crate::driver::{Holding, Observation};
 
 use super::batch::{Batch, BatchId};
@@ -43,7 +43,7 @@ impl Settings {
 
     /// The finalizer that keeps a claim until its devices are given back.
     pub fn finalizer(&self) -> String {
-        format!("{}/deletion-protection", self.driver_name)
+        finalizer_of(&self.driver_name)
     }
 
     /// The label of a claim that says on which node it is to be allocated.
