@@ -296,19 +296,12 @@ impl<D: NodeDriver> Story<'_, D> {
             .iter()
             .map(|pod| format!("pod {}: {}", object::name(pod), text(pod, "/status/phase")))
             .collect();
-        let events = hand.list("events");
-        parts.extend(
-            events
-                .iter()
-                .map(|event| format!("event: {} {}", text(event, "/reason"), text(event, "/message"))),
-        );
+        parts.extend(self.scene.events());
         parts.join("; ")
     }
 
     fn broken(&self, expected: &str, found: impl Into<String>) -> Stop {
-        for step in self.past.iter().chain(&self.fate.steps()) {
-            self.scene.note(step.clone());
-        }
-        self.scene.broken(self.rule, "", expected, found)
+        let steps = self.past.iter().cloned().chain(self.fate.steps());
+        self.scene.broken_after(steps, self.rule, expected, found)
     }
 }

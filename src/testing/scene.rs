@@ -212,6 +212,27 @@ impl Scene {
             .push(call.into());
     }
 
+    /// The events on the stage, for a finding.
+    pub(super) fn events(&self) -> Vec<String> {
+        let events = self.hand.list("events");
+        let line = |event: &Value| format!("event: {} {}", text(event, "/reason"), text(event, "/message"));
+        events.iter().map(line).collect()
+    }
+
+    /// A rule is broken by a program that has taken these steps.
+    pub(super) fn broken_after(
+        &self,
+        steps: impl IntoIterator<Item = String>,
+        rule: Rule,
+        expected: &str,
+        found: impl Into<String>,
+    ) -> Stop {
+        for step in steps {
+            self.note(step);
+        }
+        self.broken(rule, "", expected, found)
+    }
+
     /// A rule is broken.
     pub(super) fn broken(
         &self,
