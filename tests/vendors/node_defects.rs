@@ -3,8 +3,9 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use drayman::testing::{Broken, Rule, node_conformance};
+use drayman::testing::{Rule, node_conformance};
 
+use crate::found_out;
 use crate::rack::{Rack, left_over};
 
 async fn is_found(rule: Rule) {
@@ -15,19 +16,7 @@ async fn is_found(rule: Rule) {
         .patience(Duration::from_secs(15))
         .run()
         .await;
-    let findings = match outcome {
-        Ok(report) => panic!("{rule} is broken, and the kit says\n{report}"),
-        Err(Broken::Rules(findings)) => findings,
-        Err(error) => panic!("{rule}: {error}"),
-    };
-    for finding in &findings {
-        println!("{finding}");
-    }
-    let found: Vec<Rule> = findings.iter().map(|finding| finding.rule).collect();
-    assert!(
-        found.contains(&rule),
-        "{rule} is broken, and found were {found:?}"
-    );
+    found_out(rule, outcome);
 }
 
 macro_rules! defects {
