@@ -85,14 +85,21 @@ fn a_claim_made_for_a_pod_that_is_not_scheduled_serves_another_pod_that_names_it
         let controller = stage.start().await?;
         stage.template("template", &stage.name).await?;
         // Nobody schedules this one.
-        stage.pod("owner", &[("device", From::Template("template"))]).await?;
+        stage
+            .pod("owner", &[("device", From::Template("template"))])
+            .await?;
         let claim = generated_for(stage, "owner").await?;
         stage
             .scheduled_pod("user", &[("device", From::Claim(&claim))])
             .await?;
         stage.until_bound("user").await?;
         let claim = stage.claims().get(&claim).await?;
-        let users: Vec<&str> = claim.status.reserved_for.iter().map(|user| user.name.as_str()).collect();
+        let users: Vec<&str> = claim
+            .status
+            .reserved_for
+            .iter()
+            .map(|user| user.name.as_str())
+            .collect();
         assert_eq!(users, ["user"]);
         let reads = stage.requests(&controller).await?;
         let reads = reads.iter().filter(|request| *request == "get pods 200");

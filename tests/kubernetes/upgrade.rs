@@ -144,7 +144,9 @@ async fn a_copied_allocation_is_told_and_frees_nothing_of_the_claim_that_it_was_
     stage.pretend_devices("node-a", 2).await?;
     stage.make_template(None).await?;
     // The claim that gets the copy may be the older one: what tells then is not the age.
-    stage.make_claim("older-copy", "WaitForFirstConsumer", true).await?;
+    stage
+        .make_claim("older-copy", "WaitForFirstConsumer", true)
+        .await?;
     let made = stage.claims().get("older-copy").await?;
     let next_second = made.metadata.creation_timestamp.context("a time")?.0 + Duration::from_secs(1);
     while jiff::Timestamp::now() < next_second {

@@ -82,7 +82,9 @@ pub(super) fn is_generated(claim: &ResourceClaim) -> bool {
     let annotations = metadata.annotations.as_ref();
     let name = metadata.name.as_deref().unwrap_or_default();
     annotations.is_some_and(|all| all.contains_key(POD_CLAIM_NAME_ANNOTATION))
-        || name.strip_prefix(&pod.name).is_some_and(|rest| rest.starts_with('-'))
+        || name
+            .strip_prefix(&pod.name)
+            .is_some_and(|rest| rest.starts_with('-'))
 }
 
 impl World {

@@ -68,7 +68,12 @@ fn refused_after_an_unclear_write() -> (World, Moment, AllocationResult) {
     let unclear = Answer::ClaimWritten(Outcome::Unknown("no answer".to_owned()));
     let commands = answer(&mut world, first, unclear, now);
     let read = only(&commands, "read");
-    let commands = answer(&mut world, read, Answer::ClaimRead(Ok(Some(claim("2", None)))), now);
+    let commands = answer(
+        &mut world,
+        read,
+        Answer::ClaimRead(Ok(Some(claim("2", None)))),
+        now,
+    );
     assert_eq!(commands, [], "a short delay");
     now = world.next_deadline().expect("the next attempt");
     let second = only(&world.decide(now), "record");
@@ -79,8 +84,17 @@ fn refused_after_an_unclear_write() -> (World, Moment, AllocationResult) {
         commands = world.decide(now);
     }
     let read = only(&commands, "read");
-    let commands = answer(&mut world, read, Answer::ClaimRead(Ok(Some(claim("2", None)))), now);
-    assert_eq!(commands, [], "the first write may still be stored: nothing is given back yet");
+    let commands = answer(
+        &mut world,
+        read,
+        Answer::ClaimRead(Ok(Some(claim("2", None)))),
+        now,
+    );
+    assert_eq!(
+        commands,
+        [],
+        "the first write may still be stored: nothing is given back yet"
+    );
     assert!(now < given_up.after(SETTLING));
     (world, given_up, allocation)
 }
@@ -96,7 +110,12 @@ fn what_could_not_be_recorded_is_given_back_when_no_write_can_come_late_and_a_re
     assert_eq!(commands, []);
     let now = world.next_deadline().expect("the next read");
     let read = only(&world.decide(now), "read");
-    let mut commands = answer(&mut world, read, Answer::ClaimRead(Ok(Some(claim("2", None)))), now);
+    let mut commands = answer(
+        &mut world,
+        read,
+        Answer::ClaimRead(Ok(Some(claim("2", None)))),
+        now,
+    );
     if commands.is_empty() {
         commands = world.decide(world.next_deadline().expect("a short delay"));
     }
@@ -115,10 +134,17 @@ fn a_claim_that_the_first_write_has_recorded_after_all_keeps_what_it_holds() {
         } else {
             let end = given_up.after(SETTLING);
             let read = only(&world.decide(end), "read");
-            commands.extend(answer(&mut world, read, Answer::ClaimRead(Ok(Some(recorded))), end));
+            commands.extend(answer(
+                &mut world,
+                read,
+                Answer::ClaimRead(Ok(Some(recorded))),
+                end,
+            ));
         }
         commands.extend(world.decide(given_up.after(Duration::from_secs(3600))));
-        let calls = commands.iter().filter(|command| matches!(command, Command::CallDriver { .. }));
+        let calls = commands
+            .iter()
+            .filter(|command| matches!(command, Command::CallDriver { .. }));
         assert_eq!(calls.count(), 0, "{commands:?}");
         assert!(!world.is_busy());
     }

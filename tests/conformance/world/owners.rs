@@ -7,7 +7,7 @@ use drayman::api::resource::{PodSchedulingContext, ResourceClaim};
 use drayman::core::protocol::{Answer, Command, Event, Moment, World};
 use serde_json::{Value, json};
 
-use super::{answer, class, object, world};
+use super::{answer, object, world};
 
 /// A claim of ours by this name, owned by these.
 fn claim(name: &str, version: &str, owners: &Value) -> Arc<ResourceClaim> {
@@ -104,7 +104,10 @@ fn a_claim_made_for_one_pod_is_left_to_it_for_ten_seconds_and_then_each_other_po
     let (others, ours) = commands.split_at(1);
     assert_eq!(name_claims(&mut world, others, &["another-driver-s"], later), []);
     let commands = name_claims(&mut world, ours, &["owner-device"], later);
-    assert!(matches!(commands.as_slice(), [Command::CallDriver { .. }]), "{commands:?}");
+    assert!(
+        matches!(commands.as_slice(), [Command::CallDriver { .. }]),
+        "{commands:?}"
+    );
     let much_later = later.after(Duration::from_secs(250));
     assert_eq!(see(&mut world, Event::Claim(made_for("7")), much_later), []);
     let commands = see(&mut world, Event::Context(context("third")), much_later);
@@ -130,13 +133,21 @@ fn a_claim_that_its_pod_has_taken_costs_other_pods_nothing() {
 fn a_claim_that_is_given_to_another_owner_is_looked_for_anew() {
     let now = Moment::default();
     let (mut world, _) = world(Vec::new(), vec![context("pod"), context("second")], now);
-    world.apply(Event::Class(class()), now);
-    let first = claim("owner-device", "5", &owner("v1", "Pod", "owner"));
-    assert_eq!(read(&see(&mut world, Event::Claim(first), now)), ["owner"]);
+    let generated = |version: &str, owners: &Value| {
+        let mut claim = (*claim("made", version, owners)).clone();
+        let annotation = (
+            "resource.kubernetes.io/pod-claim-name".to_owned(),
+            "device".to_owned(),
+        );
+        claim.metadata.annotations = Some([annotation].into());
+        Event::Claim(Arc::new(claim))
+    };
+    let first = generated("5", &owner("v1", "Pod", "owner"));
+    assert_eq!(read(&see(&mut world, first, now)), ["owner"]);
     // Adopted by a pod that is on its way: its context is looked at.
-    let second = claim("owner-device", "6", &owner("v1", "Pod", "second"));
-    assert_eq!(read(&see(&mut world, Event::Claim(second), now)), ["second"]);
+    let second = generated("6", &owner("v1", "Pod", "second"));
+    assert_eq!(read(&see(&mut world, second, now)), ["second"]);
     // And by an operator: any pod may name it.
-    let third = claim("owner-device", "7", &owner("example.com/v1", "Operator", "operator"));
-    assert_eq!(read(&see(&mut world, Event::Claim(third), now)), ["pod"]);
+    let third = generated("7", &owner("example.com/v1", "Operator", "operator"));
+    assert_eq!(read(&see(&mut world, third, now)), ["pod"]);
 }

@@ -87,7 +87,12 @@ fn a_claim_made_for_a_pod_that_cannot_run_serves_another_that_names_it() {
     let owner = stage.create_pod(&key("owner"), &[Use::Template("gpu")], None);
     stage.pod_nodes.insert(owner, [].into());
     stage.run_until("it has its claim", |stage| !stage.store.claims.is_empty());
-    let name = stage.store.claims.keys().map(|key| key.name.clone()).collect::<String>();
+    let name = stage
+        .store
+        .claims
+        .keys()
+        .map(|key| key.name.clone())
+        .collect::<String>();
     stage.create_pod(&key("user"), &[Use::Named(&name)], None);
     until_bound(&mut stage, "user");
     assert_eq!(stage.counted().allocations, 1);

@@ -161,13 +161,23 @@ fn a_copied_allocation_never_takes_the_device_from_the_claim_that_it_was_made_fo
 #[test]
 fn an_unreadable_allocation_that_names_no_node_blocks_the_one_of_its_claim_s_label() {
     let nowhere = AllocationResult::new(DRIVER, "{");
-    for (label, blocked) in [(Some("a"), true), (Some("b"), false), (Some("Any"), false), (None, false)] {
+    for (label, blocked) in [
+        (Some("a"), true),
+        (Some("b"), false),
+        (Some("Any"), false),
+        (None, false),
+    ] {
         let mut books = books(&["d", "e"]);
         let mut claim = claim("u", Some(&nowhere));
         let label = label.map(|node| (format!("{DRIVER}/node"), node.to_owned()));
         claim.metadata.labels = Some(label.into_iter().collect());
         books.observe(&claim, Some(&nowhere));
-        assert_eq!(allocate(&mut books, "v").is_none(), blocked, "{:?}", claim.metadata.labels);
+        assert_eq!(
+            allocate(&mut books, "v").is_none(),
+            blocked,
+            "{:?}",
+            claim.metadata.labels
+        );
         if blocked {
             assert_eq!(observe(&mut books, "u", None).freed, 2);
         }

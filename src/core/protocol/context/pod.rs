@@ -32,10 +32,7 @@ impl World {
             return;
         };
         let key = ObjectKey::new(claim.namespace.clone(), owner.name.clone());
-        if !self.is_ready()
-            || self.contexts.contains_key(&key)
-            || self.early_pods.contains_key(&owner.uid)
-        {
+        if !self.is_ready() || self.contexts.contains_key(&key) || self.early_pods.contains_key(&owner.uid) {
             return;
         }
         let uid = owner.uid.clone();

@@ -317,7 +317,10 @@ mod tests {
         };
         assert_eq!(owners("1", Some(("v1", "Pod", "first"))), ["first"]);
         assert_eq!(owners("2", Some(("v1", "Pod", "second"))), ["second"]);
-        assert_eq!(owners("3", Some(("batch/v1", "Job", "job"))), Vec::<String>::new());
+        assert_eq!(
+            owners("3", Some(("batch/v1", "Job", "job"))),
+            Vec::<String>::new()
+        );
         assert_eq!(owners("4", Some(("v1", "Pod", "first"))), ["first"]);
         assert_eq!(owners("5", None), Vec::<String>::new());
     }
