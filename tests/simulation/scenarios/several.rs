@@ -95,6 +95,8 @@ fn a_claim_made_for_a_pod_that_cannot_run_serves_another_that_names_it() {
         .collect::<String>();
     stage.create_pod(&key("user"), &[Use::Named(&name)], None);
     until_bound(&mut stage, "user");
+    // The scheduler may see it before we have our answer.
+    stage.run_for(SECOND);
     assert_eq!(stage.counted().allocations, 1);
     expect_well(stage);
 }
