@@ -176,8 +176,8 @@ fn trim_metadata(metadata: &mut ObjectMeta) {
     }
 }
 
-/// Our label with the node is read only until the claim is allocated, and a map costs half a kilobyte. Ours is the label of the driver
-/// whose finalizer the claim has.
+/// Our label with the node is read only until the claim is allocated, unless the allocation names no node; and a map costs half a
+/// kilobyte. Ours is the label of the driver whose finalizer the claim has.
 fn trim_node_label(metadata: &mut ObjectMeta) {
     let Some(labels) = &mut metadata.labels else {
         return;
@@ -214,7 +214,8 @@ impl Trim for ResourceClass {
 impl Trim for ResourceClaim {
     fn trim(&mut self) {
         trim_metadata(&mut self.metadata);
-        if self.status.allocation.is_some() {
+        let allocation = self.status.allocation.as_ref();
+        if allocation.is_some_and(|allocation| allocation.available_on_nodes.is_some()) {
             trim_node_label(&mut self.metadata);
         }
         self.status.reserved_for.shrink_to_fit();
@@ -303,8 +304,12 @@ mod tests {
                 .labels
                 .clone()
         };
-        let allocated = r#"{ "allocation": { "resourceHandles": [] } }"#;
+        let allocated =
+            r#"{ "allocation": { "resourceHandles": [], "availableOnNodes": { "nodeSelectorTerms": [] } } }"#;
         assert_eq!(kept(r#"{ "d.dev/node": "n" }"#, allocated), None);
+        let nowhere = r#"{ "allocation": { "resourceHandles": [] } }"#;
+        let labels = kept(r#"{ "d.dev/node": "n" }"#, nowhere);
+        assert!(labels.is_some(), "nothing else says where it is");
         assert_eq!(kept(r#"{ "d.dev/node": "n" }"#, "{}").unwrap().len(), 1);
         let others = kept(
             r#"{ "d.dev/node": "n", "e.dev/node": "n", "app": "x" }"#,
