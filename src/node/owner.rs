@@ -362,7 +362,10 @@ impl<D: NodeDriver> Owner<D> {
     /// What the driver makes for a claim. Each device is named in it.
     async fn inject(&self, uid: &ClaimUid) -> Result<Injection, Failure> {
         let claim = self.prepared_claim(uid);
-        let mut injection = in_time(format!("claim {uid}"), self.driver.prepare(&claim)).await?;
+        let made = in_time(format!("claim {uid}"), self.driver.prepare(&claim)).await?;
+        // A driver with a prepare of its own may bring one node twice.
+        let mut injection = Injection::default();
+        injection.extend(made);
         injection.name_devices(claim.devices.iter().map(String::as_str));
         injection.check_paths()?;
         Ok(injection)

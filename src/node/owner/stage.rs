@@ -20,12 +20,17 @@ use crate::node::driver::NodeDriverError;
 pub(super) const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 pub(super) const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
 
+/// The node that devices may have in common.
+pub(super) const CONTROL: &str = "/dev/control";
+
 /// Devices that are there because the test says so.
 pub(super) struct Said {
     pub(super) devices: watch::Sender<Arc<Devices>>,
     pub(super) gone: Mutex<BTreeSet<String>>,
     /// Where containers see a device, if not at its own path.
     pub(super) renamed: Mutex<BTreeMap<String, String>>,
+    /// What a device permits with the node that it has in common with others, if it has it.
+    pub(super) control: Mutex<BTreeMap<String, &'static str>>,
     pub(super) asked: AtomicUsize,
     /// Holds answers back while the test has the permit.
     pub(super) gate: tokio::sync::Semaphore,
@@ -37,6 +42,7 @@ impl Said {
             devices: watch::channel(Arc::default()).0,
             gone: Mutex::default(),
             renamed: Mutex::default(),
+            control: Mutex::default(),
             asked: AtomicUsize::new(0),
             gate: tokio::sync::Semaphore::new(1),
         };
@@ -80,7 +86,26 @@ impl NodeDriver for Said {
             host_path: path,
             permissions: "rw".into(),
         };
-        Ok(Injection::of_device_node(device, node))
+        let mut injection = Injection::of_device_node(device, node);
+        if let Some(permissions) = self.control.lock().unwrap().get(device) {
+            injection.device_nodes.push(DeviceNode {
+                host_path: CONTROL.to_owned(),
+                container_path: CONTROL.to_owned(),
+                permissions: (*permissions).to_owned(),
+            });
+        }
+        Ok(injection)
+    }
+
+    /// As a driver may that knows nothing of what its devices have in common: everything, one after the other.
+    async fn prepare(&self, claim: &PreparedClaim) -> Result<Injection, NodeDriverError> {
+        let mut all = Injection::default();
+        for device in &claim.devices {
+            let mut one = self.injection(device).await?;
+            all.device_nodes.append(&mut one.device_nodes);
+            all.extend(one);
+        }
+        Ok(all)
     }
 }
 
