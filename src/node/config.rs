@@ -16,6 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
+use std::sync::Arc;
 
 use serde::Deserialize;
 use serde_saphyr::{MergeKeyPolicy, Spanned};
@@ -41,7 +42,7 @@ const SHOWN_MAX: usize = 80;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeConfiguration {
     /// The kinds, in the order of the file: a device that two kinds describe belongs to the first.
-    pub kinds: Vec<DeviceKind>,
+    pub kinds: Vec<Arc<DeviceKind>>,
 }
 
 /// One kind of device.
@@ -131,7 +132,7 @@ impl NodeConfiguration {
             probe: Probe::default(),
         };
         Self {
-            kinds: presets.iter().map(kind).collect(),
+            kinds: presets.iter().map(kind).map(Arc::new).collect(),
         }
     }
 
@@ -207,7 +208,7 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
                     ),
                 ));
             }
-            kinds.push(raw.check(&field, whole)?);
+            kinds.push(Arc::new(raw.check(&field, whole)?));
         }
         Ok(Self { kinds })
     }
