@@ -47,6 +47,7 @@
 //! at rest. It never writes a whole object, so a newer server's fields and other drivers' entries and finalizers stay. Every problem is an
 //! Event on the pod, claim or class that somebody can put right, once.
 
+mod calls;
 mod execute;
 mod leader;
 mod report;
@@ -225,6 +226,7 @@ impl<D: Driver> Controller<D> {
             self.client.clone(),
             &self.settings.driver_name,
             self.instance.clone(),
+            self.request_timeout,
         );
         let executor = Executor::new(self, fence.clone(), answers);
         let mut world = World::new(self.settings.clone());
