@@ -91,8 +91,7 @@ impl Books {
 
     /// Takes note of what an expression says.
     pub fn judged(&mut self, expression: &Arc<str>, said: Vec<(Facts, Match)>) {
-        self.wanted
-            .judged(expression, said.iter().map(|(facts, _)| facts));
+        self.wanted.judged(expression, &said);
         self.matches.put(expression, said);
     }
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use crate::core::devices::facts::{Facts, Matches};
+use crate::core::devices::facts::{Facts, Match, Matches};
 use crate::core::devices::inventory::Node;
 
 /// The selectors that are in use, by the kind of the devices that they choose among, and for each what is not judged yet.
@@ -72,10 +72,10 @@ impl Wanted {
     }
 
     /// Takes note of what an expression has said something of.
-    pub(super) fn judged<'a>(&mut self, expression: &str, facts: impl Iterator<Item = &'a Facts> + Clone) {
+    pub(super) fn judged(&mut self, expression: &str, said: &[(Facts, Match)]) {
         for selectors in self.0.values_mut() {
             if let Some(unjudged) = selectors.get_mut(expression) {
-                for facts in facts.clone() {
+                for (facts, _) in said {
                     unjudged.remove(facts);
                 }
             }
@@ -111,7 +111,6 @@ mod tests {
     use super::*;
     use crate::api::crd::AttributeValue;
     use crate::core::devices::books::Books;
-    use crate::core::devices::facts::Match;
     use crate::core::devices::fixture::{DRIVER, inventory};
 
     const KINDS: [&str; 2] = ["even", "odd"];
