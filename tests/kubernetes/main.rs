@@ -22,5 +22,6 @@ mod round_trip;
 mod selectors;
 mod stage;
 mod survive;
+mod takeover;
 mod tool;
 mod upgrade;
