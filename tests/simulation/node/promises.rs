@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::core::node::claim_uid::ClaimUid;
 use drayman::core::node::ledger::Entry;
 
 use super::claim_uid;
@@ -136,13 +135,17 @@ impl Stage {
                     ));
                 }
             }
-            let held = companion.ledger.entries().keys();
+            let ledger = &companion.ledger;
             let in_use = node.kubelet.in_use();
             let listed = &node.kubelet.listed;
-            let is_for_nobody = |uid: &&ClaimUid| {
-                !wanted.contains(*uid) && !in_use.contains(*uid) && !listed.contains_key(*uid)
-            };
-            if let Some(uid) = held.clone().find(is_for_nobody) {
+            // What was prepared before a boot gives way to whoever asks for the device.
+            let is_in_the_way = |entry: &Entry| ledger.may_be_in_use(entry) || !entry.is_done();
+            let for_nobody = ledger.entries().iter().find(|(uid, entry)| {
+                let is_for_nobody =
+                    !wanted.contains(*uid) && !in_use.contains(*uid) && !listed.contains_key(*uid);
+                is_for_nobody && is_in_the_way(entry)
+            });
+            if let Some((uid, _)) = for_nobody {
                 broken = Some(format!(
                     "N3: {name} holds devices for claim {uid}, which no pod on it has"
                 ));
