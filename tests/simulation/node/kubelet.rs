@@ -164,7 +164,7 @@ impl Stage {
             return;
         };
         node.kubelet.failures = if done { 0 } else { node.kubelet.failures + 1 };
-        let longest = (100 * MILLISECOND << node.kubelet.failures.min(7)).min(10 * SECOND);
+        let longest = ((100 * MILLISECOND) << node.kubelet.failures.min(7)).min(10 * SECOND);
         if self.work_of(name).is_some() {
             self.sync_later(name, longest);
         }
