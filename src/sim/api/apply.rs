@@ -131,9 +131,6 @@ pub(crate) fn apply(
     force: bool,
 ) -> Result<Value, Refusal> {
     let mut configuration = configuration.clone();
-    if !super::object::list(&configuration, "/metadata/managedFields").is_empty() {
-        return Err(Refusal::bad_request("metadata.managedFields must be nil"));
-    }
     // The other half of the object is not this endpoint's.
     if let Some(map) = configuration.as_object_mut() {
         match (manager.subresource, kind.status) {

@@ -1,0 +1,196 @@
+//! Configurations of server-side apply that are none.
+
+use serde_json::{Value, json};
+
+use crate::custom::{INVENTORIES, define};
+use crate::ground::{APPLY, CLAIMS, CONTEXTS, JSON, both};
+
+const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
+
+/// What must be the same of a refusal whose sentence is that of a parser.
+fn short(answer: &(u16, Value)) -> Value {
+    json!([answer.0, answer.1["reason"], answer.1["status"]])
+}
+
+#[test]
+fn a_configuration_that_is_none_of_this_object_is_refused() {
+    both("applying-bodies", async |ground| {
+        let path = format!("{MAPS}/a?fieldManager=x");
+        let map = |rest: Value| {
+            let mut map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "a" } });
+            json_patch_merge(&mut map, &rest);
+            map.to_string()
+        };
+        let bodies = [
+            "7".to_owned(),
+            "[]".to_owned(),
+            "\"x\"".to_owned(),
+            "a: [".to_owned(),
+            map(json!({ "data": 7 })),
+            map(json!({ "data": { "a": 7 } })),
+            map(json!({ "metadata": { "labels": 7 } })),
+            map(json!({ "metadata": { "finalizers": ["a/b", "a/b"] } })),
+        ];
+        let told = [
+            String::new(),
+            "null".to_owned(),
+            "{}".to_owned(),
+            r#"{"apiVersion":"v1"}"#.to_owned(),
+            r#"{"kind":"ConfigMap"}"#.to_owned(),
+            r#"{"apiVersion":"v1","kind":"Pod","metadata":{"name":"a"}}"#.to_owned(),
+            r#"{"apiVersion":"v1","kind":"ConfigMap"}"#.to_owned(),
+            map(json!({ "metadata": { "name": "other" } })),
+            map(json!({ "metadata": { "namespace": "other" } })),
+            map(json!({ "dat": { "x": "y" } })),
+            map(json!({ "metadata": { "color": "red" } })),
+            map(json!({ "metadata": { "managedFields": [{ "manager": "x" }] } })),
+        ];
+        // First there is no such object, and then there is one.
+        for _ in 0..2 {
+            for body in &bodies {
+                let answer = ground.send("PATCH", &path, APPLY, body.clone().into()).await?;
+                ground.note(json!({ body: short(&answer) }));
+            }
+            for body in &told {
+                let (code, answer) = ground.send("PATCH", &path, APPLY, body.clone().into()).await?;
+                // Of an object that exists the name need not be told, and what comes back is that object.
+                let said = if code < 300 { json!(null) } else { answer };
+                ground.note(json!([body, code, said]));
+            }
+            ground
+                .patch(
+                    &path,
+                    APPLY,
+                    &serde_json::from_str(&map(json!({ "data": { "a": "b" } })))?,
+                )
+                .await?;
+        }
+        let stale = map(json!({ "metadata": { "resourceVersion": "5" } }));
+        ground.patch(&path, APPLY, &serde_json::from_str(&stale)?).await?;
+        let stale = stale.replace("\"a\"", "\"new\"");
+        ground
+            .patch(
+                &format!("{MAPS}/new?fieldManager=x"),
+                APPLY,
+                &serde_json::from_str(&stale)?,
+            )
+            .await?;
+        Ok(())
+    });
+}
+
+/// A merge patch, as far as it is needed here.
+fn json_patch_merge(target: &mut Value, patch: &Value) {
+    match patch.as_object() {
+        Some(map) => {
+            for (key, value) in map {
+                json_patch_merge(&mut target[key], value);
+            }
+        }
+        None => *target = patch.clone(),
+    }
+}
+
+#[test]
+fn a_configuration_that_nobody_can_read_is_refused_of_any_kind() {
+    both("applying-kinds", async |ground| {
+        define(ground).await?;
+        let context = |entries: Value| {
+            json!({
+                "apiVersion": "resource.k8s.io/v1alpha2", "kind": "PodSchedulingContext",
+                "metadata": { "name": "p" }, "status": { "resourceClaims": entries },
+            })
+        };
+        let claim = |spec: Value| {
+            json!({
+                "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim",
+                "metadata": { "name": "c" }, "spec": spec,
+            })
+        };
+        let inventory = |more: Value| {
+            let mut spec =
+                json!({ "driverName": "drayman.dev", "nodeName": "n", "nodeUid": "u", "devices": [] });
+            json_patch_merge(&mut spec, &more);
+            json!({
+                "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory",
+                "metadata": { "name": "applying.drayman.dev" }, "spec": spec,
+            })
+        };
+        let device = json!({ "name": "a", "kind": "k", "mode": "claims" });
+        ground
+            .create(
+                CONTEXTS,
+                &json!({ "metadata": { "name": "p" }, "spec": { "potentialNodes": ["a"] } }),
+            )
+            .await?;
+        for (path, configuration) in [
+            (
+                format!("{CONTEXTS}/p/status"),
+                context(json!([{ "name": "a" }, { "name": "a" }])),
+            ),
+            (
+                format!("{CONTEXTS}/p/status"),
+                context(json!([{ "unsuitableNodes": ["x"] }])),
+            ),
+            (format!("{CONTEXTS}/p/status"), context(json!([7]))),
+            (
+                format!("{CONTEXTS}/p/status"),
+                context(json!([{ "name": "a", "color": 1 }])),
+            ),
+            (
+                format!("{CLAIMS}/c"),
+                claim(json!({ "resourceClassName": "t", "color": "x" })),
+            ),
+            (
+                format!("{INVENTORIES}/applying.drayman.dev"),
+                inventory(json!({ "devices": [device, device] })),
+            ),
+            (
+                format!("{INVENTORIES}/applying.drayman.dev"),
+                inventory(json!({ "devices": [{ "kind": "k", "mode": "claims" }] })),
+            ),
+            (
+                format!("{INVENTORIES}/applying.drayman.dev"),
+                inventory(json!({ "color": 1 })),
+            ),
+        ] {
+            for validation in ["", "&fieldValidation=Ignore"] {
+                let path = format!("{path}?fieldManager=x{validation}");
+                let body = configuration.to_string().into_bytes();
+                let answer = ground.send("PATCH", &path, APPLY, body).await?;
+                let sentence = answer.1["message"].as_str().unwrap_or_default().to_owned();
+                // The path of an element is written with its key there, and with its number here.
+                let sentence = if sentence.contains("].") {
+                    Value::Null
+                } else {
+                    sentence.into()
+                };
+                ground.note(json!([path, short(&answer), sentence]));
+            }
+        }
+        for (path, configuration) in [
+            (format!("{CONTEXTS}/p/status"), context(json!(7))),
+            (format!("{CONTEXTS}/p/status"), context(json!([{ "name": 7 }]))),
+            (format!("{CLAIMS}/c"), claim(json!({ "resourceClassName": 7 }))),
+            (
+                format!("{INVENTORIES}/applying.drayman.dev"),
+                inventory(json!({ "nodeName": 7 })),
+            ),
+        ] {
+            let path = format!("{path}?fieldManager=x");
+            let body = configuration.to_string().into_bytes();
+            let answer = ground.send("PATCH", &path, APPLY, body).await?;
+            ground.note(json!([path, short(&answer)]));
+        }
+        let missing = ground
+            .send(
+                "GET",
+                &format!("{INVENTORIES}/applying.drayman.dev"),
+                JSON,
+                Vec::new(),
+            )
+            .await?;
+        ground.note(short(&missing));
+        Ok(())
+    });
+}
