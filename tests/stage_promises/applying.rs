@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::custom::{INVENTORIES, define};
-use crate::ground::{APPLY, CLAIMS, CONTEXTS, JSON, both};
+use crate::ground::{APPLY, CLAIMS, CONTEXTS, JSON, MERGE, both};
 
 const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
 
@@ -192,5 +192,98 @@ fn a_configuration_that_nobody_can_read_is_refused_of_any_kind() {
             .await?;
         ground.note(short(&missing));
         Ok(())
+    });
+}
+
+#[test]
+fn a_field_belongs_to_whoever_has_written_it_last() {
+    both("applying-owners", async |ground| {
+        let map = |rest: Value| {
+            let mut map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "a" } });
+            json_patch_merge(&mut map, &rest);
+            map
+        };
+        let at = format!("{MAPS}/a");
+        let as_manager = |name: &str, more: &str| format!("{at}?fieldManager={name}{more}");
+        let labels = json!({ "labels": { "l": "1", "m": "2" } });
+        ground
+            .create(
+                MAPS,
+                &map(json!({ "metadata": labels, "data": { "a": "1", "b": "2" } })),
+            )
+            .await?;
+        // The same value is shared, another one is a conflict, and what is forced changes hands.
+        let same = map(json!({ "data": { "a": "1" } }));
+        ground.patch(&as_manager("x", ""), APPLY, &same).await?;
+        let other = map(json!({ "data": { "a": "3", "c": "4" }, "metadata": { "labels": { "l": "1" } } }));
+        ground
+            .send(
+                "PATCH",
+                &as_manager("x", ""),
+                APPLY,
+                other.to_string().into_bytes(),
+            )
+            .await
+            .map(|(code, _)| ground.note(json!(code)))?;
+        ground
+            .patch(&as_manager("x", "&force=true"), APPLY, &other)
+            .await?;
+        ground
+            .patch(&as_manager("y", ""), APPLY, &map(json!({ "data": { "c": "4" } })))
+            .await?;
+        // A patch takes over what it changes, and lets go what it removes.
+        let patch = json!({ "data": { "c": "5", "b": null, "d": "6" }, "metadata": { "labels": null } });
+        ground.patch(&as_manager("z", ""), MERGE, &patch).await?;
+        // A replacement that says nothing of managers is somebody's, too.
+        let whole =
+            map(json!({ "data": { "a": "3", "e": "7" }, "metadata": { "finalizers": ["a/b", "c/d"] } }));
+        ground.ask("PUT", &as_manager("z", ""), JSON, &whole).await?;
+        ground.ask("PUT", &as_manager("w", ""), JSON, &whole).await?;
+        let emptied = json!({ "metadata": { "finalizers": null }, "data": null });
+        ground.patch(&as_manager("w", ""), MERGE, &emptied).await?;
+        ground.patch(&as_manager("x", ""), APPLY, &map(json!({}))).await?;
+        Ok(())
+    });
+}
+
+#[test]
+fn a_claim_s_fields_belong_to_those_who_write_them() {
+    both("applying-claims", async |ground| {
+        let claim = json!({
+            "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim",
+            "metadata": { "name": "c", "finalizers": ["a/b"] }, "spec": { "resourceClassName": "t" },
+        });
+        ground.create(CLAIMS, &claim).await?;
+        let at = format!("{CLAIMS}/c");
+        let allocated = json!({ "status": {
+            "driverName": "a.b", "allocation": { "shareable": true, "resourceHandles": [{ "driverName": "a.b", "data": "d" }] },
+            "reservedFor": [{ "resource": "pods", "name": "p", "uid": "u" }],
+        } });
+        ground
+            .patch(&format!("{at}/status?fieldManager=driver"), MERGE, &allocated)
+            .await?;
+        let reserved = json!({
+            "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim", "metadata": { "name": "c" },
+            "status": { "reservedFor": [{ "resource": "pods", "name": "q", "uid": "v" }] },
+        });
+        ground
+            .patch(&format!("{at}/status?fieldManager=scheduler"), APPLY, &reserved)
+            .await?;
+        let labelled = json!({ "metadata": { "labels": { "a": "b" }, "finalizers": ["a/b", "c/d"] } });
+        ground
+            .patch(&format!("{at}?fieldManager=somebody"), MERGE, &labelled)
+            .await?;
+        let free = json!({ "status": { "reservedFor": null } });
+        ground
+            .patch(&format!("{at}/status?fieldManager=driver"), MERGE, &free)
+            .await?;
+        ground
+            .patch(
+                &format!("{at}?fieldManager=somebody"),
+                MERGE,
+                &json!({ "metadata": { "finalizers": null } }),
+            )
+            .await
+            .map(drop)
     });
 }

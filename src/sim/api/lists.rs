@@ -104,6 +104,11 @@ pub(crate) fn is_atomic_structure(kind: &Kind, path: &[String]) -> bool {
         .any(|(of, at)| kind.definition.is_none() && *of == kind.kind && *at == dotted)
 }
 
+/// Whether the elements of the list at `path` are owned as a whole each.
+pub(crate) fn has_atomic_elements(path: &[String]) -> bool {
+    path.join(".") == "metadata.ownerReferences"
+}
+
 /// The schema of what is at a path; elements of lists have the path of the list.
 fn schema_at<'a>(schema: &'a Value, path: &[String]) -> Option<&'a Value> {
     let mut schema = schema;

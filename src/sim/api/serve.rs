@@ -119,6 +119,7 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
         force: query.is("force"),
         strict: query.text("fieldValidation") == "Strict",
         patches: matches!(content_type, JSON_PATCH | MERGE_PATCH),
+        applies: false,
         unknown: Unknown::default(),
     };
     let validation = query.text("fieldValidation");

@@ -58,6 +58,8 @@ pub(crate) struct WriteOptions {
     pub(crate) strict: bool,
     /// Whether the object is made from a patch, and not the request's own.
     pub(crate) patches: bool,
+    /// Whether that patch is a server-side apply.
+    pub(crate) applies: bool,
     /// Fields that nobody knows, and that were dropped.
     pub(crate) unknown: Unknown,
 }

@@ -46,11 +46,20 @@ struct Watcher {
     target: Target,
     query: WatchQuery,
     position: u64,
-    /// What there was in the beginning, and is still to be told: the last object that was, and those after it that were looked up.
-    beginning: Option<(Option<Key>, VecDeque<(Key, Arc<Value>)>)>,
+    /// What there was in the beginning, as long as it is not all told.
+    beginning: Option<Beginning>,
     end: Instant,
     bookmark: Instant,
     ended: bool,
+}
+
+/// Where a watch is among the objects that it begins with.
+#[derive(Default)]
+struct Beginning {
+    /// The last one that was told or passed over.
+    last: Option<Key>,
+    /// Those after it that were looked up.
+    found: VecDeque<(Key, Arc<Value>)>,
 }
 
 /// The lines of a watch.
@@ -77,7 +86,7 @@ pub(crate) fn watch(
         changes,
         target,
         position: asked.unwrap_or(current),
-        beginning: asked.is_none().then(|| (None, VecDeque::new())),
+        beginning: asked.is_none().then(Beginning::default),
         end,
         bookmark,
         ended: false,
@@ -116,13 +125,13 @@ impl Watcher {
 
     /// The next of the objects that there were in the beginning.
     fn begin(&mut self) -> Option<Bytes> {
-        let (mut last, mut found) = self.beginning.take()?;
+        let Beginning { mut last, mut found } = self.beginning.take()?;
         loop {
             while let Some((key, object)) = found.pop_front() {
                 let concerned = concerns(&self.target, &self.query.selector, &key.name, &object);
                 last = Some(key);
                 if concerned {
-                    self.beginning = Some((last, found));
+                    self.beginning = Some(Beginning { last, found });
                     return Some(self.line("ADDED", &object, None));
                 }
             }

@@ -98,6 +98,10 @@ impl ApiServer {
         options: &WriteOptions,
     ) -> Result<Answer, Refusal> {
         let now = self.now();
+        let options = &WriteOptions {
+            applies: matches!(patch, Patch::Apply(_)),
+            ..options.clone()
+        };
         self.change(|state| {
             if let Patch::Apply(configuration) = patch {
                 let missing = state.store.get(&target.key()).is_none();
@@ -166,7 +170,6 @@ impl ApiServer {
         let now = self.now();
         let before = state.existing(target)?.clone();
         let value = make(&before)?;
-        let applied = value.pointer("/metadata/managedFields") != before.pointer("/metadata/managedFields");
         let mut after = decode(kind, value, options).map_err(|refusal| {
             if options.patches {
                 Refusal::invalid_patch(&refusal.message)
@@ -202,7 +205,8 @@ impl ApiServer {
             subresource: &target.subresource,
             now: &now,
         };
-        if !applied {
+        // An apply has said by itself whose is what.
+        if !options.applies {
             apply::track_update(kind, &before, &mut after, &manager);
         }
         let same = after == *before;
