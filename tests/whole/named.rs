@@ -17,7 +17,8 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use crate::check::{DRIVER, is_allocated, text};
-use crate::life::{CLASS, CONTROLLER, is_root, live};
+use crate::life::{CONTROLLER, is_root, live};
+use crate::objects::CLASS;
 use crate::program::{until, until_seen};
 
 fn runtime() -> tokio::runtime::Runtime {
@@ -75,7 +76,7 @@ fn after_a_start_everything_is_listed_from_the_quorum_and_never_from_a_cache() {
 }
 
 /// A control plane with the inventory of a node of so many devices, and no node.
-async fn control_plane(devices: usize) -> Stage {
+pub(crate) async fn control_plane(devices: usize) -> Stage {
     let stage = Stage::start(Source::new(Box::new(Timestamp::now), 1));
     for definition in drayman::api::crd::definitions() {
         stage.apply(&serde_json::to_string(&definition).unwrap()).unwrap();
@@ -102,7 +103,7 @@ async fn control_plane(devices: usize) -> Stage {
     stage
 }
 
-fn make_claim(stage: &Stage, name: &str) {
+pub(crate) fn make_claim(stage: &Stage, name: &str) {
     let claim = format!(
         "apiVersion: resource.k8s.io/v1alpha2\nkind: ResourceClaim\nmetadata: {{name: {name}, namespace: default}}\n\
          spec: {{resourceClassName: test, allocationMode: Immediate}}\n"
@@ -110,7 +111,7 @@ fn make_claim(stage: &Stage, name: &str) {
     stage.apply(&claim).unwrap();
 }
 
-fn has_device(server: &ApiServer, name: &str) -> bool {
+pub(crate) fn has_device(server: &ApiServer, name: &str) -> bool {
     let claims = server.objects("resourceclaims");
     let mut found = claims
         .iter()
