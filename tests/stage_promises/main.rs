@@ -18,6 +18,7 @@ mod custom;
 mod ground;
 mod history;
 mod kubectl;
+mod loops;
 mod objects;
 mod pods;
 mod reading;

@@ -12,6 +12,7 @@ mod fields;
 mod kinds;
 mod lists;
 pub(crate) mod object;
+mod openapi;
 mod patch;
 mod refusal;
 mod remove;

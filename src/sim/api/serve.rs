@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
 use super::discovery;
+use super::openapi;
 use super::patch::{JSON_PATCH, MERGE_PATCH, Patch};
 use super::refusal::Refusal;
 use super::selector::Selector;
@@ -300,6 +301,8 @@ fn discovered(server: &ApiServer, path: &[&str]) -> Option<Option<Value>> {
     match path {
         ["version"] => Some(Some(discovery::version())),
         ["api"] => Some(Some(discovery::core())),
+        ["openapi", "v3"] => Some(Some(openapi::index(&state.kinds))),
+        ["openapi", "v3", rest @ ..] => Some(openapi::document(&state.kinds, &rest.join("/"))),
         ["apis"] => Some(Some(discovery::groups(&state.kinds))),
         ["apis", group] => Some(discovery::group(&state.kinds, group)),
         ["api", version] => Some(discovery::resources(&state.kinds, "", version)),
