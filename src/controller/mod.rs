@@ -47,6 +47,7 @@
 //! at rest. It never writes a whole object, so a newer server's fields and other drivers' entries and finalizers stay. Every problem is an
 //! Event on the pod, claim or class that somebody can put right, once.
 
+mod considerate;
 mod execute;
 mod leader;
 mod report;
@@ -72,6 +73,7 @@ use crate::driver::Driver;
 
 pub use leader::LeaderElection;
 
+use considerate::considerate;
 use execute::Executor;
 use leader::{Fence, Leader};
 use report::Reports;
@@ -182,7 +184,10 @@ impl<D: Driver> Controller<D> {
     ///
     /// With leader election it returns [`ControllerError::LeaseLost`] when it can lead no longer; the process should end then and
     /// be started again, because only a start passes the start barrier.
-    pub async fn run(self, shutdown: CancellationToken) -> Result<(), ControllerError> {
+    pub async fn run(mut self, shutdown: CancellationToken) -> Result<(), ControllerError> {
+        // But not for the lease: another one would lead soon, and ask for everything anew.
+        let of_lease = self.client.clone();
+        self.client = considerate(&self.client);
         tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
             served = self.check_served() => served?,
@@ -200,7 +205,7 @@ impl<D: Driver> Controller<D> {
             request_timeout: self.request_timeout,
         };
         settings.check()?;
-        let mut leader = Leader::new(self.client.clone(), election, settings);
+        let mut leader = Leader::new(of_lease, election, settings);
         if !leader.lead(&shutdown).await {
             return Ok(());
         }

@@ -119,10 +119,11 @@ pub(crate) fn has_device(server: &ApiServer, name: &str) -> bool {
     found.any(is_allocated)
 }
 
-fn serve(client: kube::Client, stop: CancellationToken) -> tokio::task::JoinHandle<()> {
+/// Whether it has ended well.
+fn serve(client: kube::Client, stop: CancellationToken) -> tokio::task::JoinHandle<bool> {
     let driver = HostDriver::start(client.clone(), DRIVER.to_owned(), stop.clone());
     let controller = Controller::builder(driver).build(client).unwrap();
-    tokio::spawn(async move { controller.run(stop).await.unwrap() })
+    tokio::spawn(async move { controller.run(stop).await.is_ok() })
 }
 
 /// Five minutes of silence pass at once, since the clock is the test's.
@@ -155,7 +156,7 @@ async fn a_watch_that_hangs_without_an_end_is_begun_anew() {
         events = events.max(faults.counts()[&(CONTROLLER, Place::Event)]);
         hung += faults.hits().len();
         life.stop().cancel();
-        serving.await.unwrap();
+        assert!(serving.await.unwrap());
         stage.stop().await;
         number += 1;
     }
@@ -224,6 +225,57 @@ async fn a_token_that_is_replaced_is_used_from_then_on_and_nothing_is_lost_until
     std::fs::write(&file, "two").unwrap();
     assert!(until(patience, || has_device(stage.server(), "second")).await);
     stop.cancel();
-    serving.await.unwrap();
+    assert!(serving.await.unwrap());
     stage.stop().await;
+}
+
+/// When the controller has asked for objects of the claims' API, in milliseconds, and whether it was told to wait.
+fn asked(trace: &[String]) -> Vec<(u64, bool)> {
+    let own = trace
+        .iter()
+        .filter(|line| line.contains(" Request ") && line.contains("resource.k8s.io/v1alpha2/"));
+    let moment = |line: &String| line.split_whitespace().next()?.parse().ok();
+    own.filter_map(|line| Some((moment(line)?, line.contains("<-- Busy"))))
+        .collect()
+}
+
+/// With `Retry-After: 1`, at each of its requests in turn.
+#[tokio::test(start_paused = true)]
+async fn a_server_that_has_too_much_to_do_is_not_asked_again_before_the_time_that_it_names() {
+    let (mut refused, mut requests, mut number) = (0, 1, 1);
+    while number <= requests {
+        let faults = Faults::new(vec![Planned {
+            program: CONTROLLER,
+            place: Place::Request,
+            number,
+            trouble: Trouble::Busy,
+        }]);
+        let stage = control_plane(1).await;
+        let life = faults.begin(CONTROLLER);
+        let serving = serve(life.client(stage.server()), life.stop().clone());
+        faults.count(true);
+        make_claim(&stage, "first");
+        let look = Duration::from_millis(50);
+        // If it may not even ask whether claims are served, it ends, to be started again.
+        let ended = || serving.is_finished() || has_device(stage.server(), "first");
+        let came = until_seen(Duration::from_secs(3600), look, ended).await;
+        let trace = faults.trace();
+        assert!(came, "request {number}:\n{}", trace.join("\n"));
+        let asked = asked(&trace);
+        if let Some((told, _)) = asked.iter().find(|(_, busy)| *busy) {
+            refused += 1;
+            let early = asked
+                .iter()
+                .find(|(moment, _)| (told + 1..told + 1000).contains(moment));
+            assert_eq!(early, None, "request {number}:\n{}", trace.join("\n"));
+        }
+        requests = requests.max(faults.counts()[&(CONTROLLER, Place::Request)]);
+        life.stop().cancel();
+        let served = serving.await.unwrap();
+        assert!(served || asked.is_empty());
+        stage.stop().await;
+        number += 1;
+    }
+    println!("{refused} of {requests} requests were refused");
+    assert!(refused > 4);
 }
