@@ -23,10 +23,20 @@ fn a_claim_of_a_template_goes_the_same_way_until_its_pod_is_done() {
         let done = json!({ "status": { "phase": "Succeeded" } });
         ground.patch("pods", "pod/status", &done).await?;
         ground.until_deleting(1).await?;
-        ground.deallocate("device").await?;
+        ground.clear("device").await?;
+        // For a pod that is on a node a claim is asked for, whatever has become of the pod.
+        let asked = |found: &[Value]| {
+            found
+                .iter()
+                .any(|context| context["spec"]["selectedNode"] == "loop-a")
+        };
+        let what = "the claim is asked for again";
+        ground.until(what, "podschedulingcontexts", asked).await?;
+        ground.let_go("device").await?;
         ground.until_none("resourceclaims").await?;
         ground.delete("pods", "pod").await?;
-        ground.until_none("pods").await
+        ground.until_none("pods").await?;
+        ground.until_none("podschedulingcontexts").await
     });
 }
 

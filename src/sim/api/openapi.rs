@@ -9,6 +9,10 @@ use serde_json::{Map, Value, json};
 use super::discovery::KUBERNETES;
 use super::kinds::Kind;
 
+/// What the real server calls OpenAPI v2 in the form in which kubectl asks for it, when v3 does not know a kind. An empty document
+/// says that v2 does not know it either, and is no bytes at all.
+pub(crate) const PROTOBUF: &str = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf";
+
 /// `api/v1` or `apis/<group>/<version>`.
 fn path_of(kind: &Kind) -> String {
     match kind.group.as_str() {

@@ -92,6 +92,10 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
     if let ["healthz" | "readyz" | "livez", ..] = path.as_slice() {
         return Ok("ok".into_response());
     }
+    if let ["openapi", "v2"] = path.as_slice() {
+        let protobuf = HeaderValue::from_static(openapi::PROTOBUF);
+        return Ok(([(CONTENT_TYPE, protobuf)], Body::empty()).into_response());
+    }
     if let Some(found) = discovered(server, &path) {
         return found
             .map(|found| respond(200, &found))

@@ -393,18 +393,42 @@ fn split_path(path: &str) -> Vec<String> {
     parts
 }
 
-/// How long ago that was, as kubectl shows it (`duration.HumanDuration`, coarser from an hour on).
+/// How long ago that was, as kubectl shows it (`HumanDuration` in apimachinery's `duration.go`).
 fn age(since: &str, now: Timestamp) -> String {
+    const MINUTE: i64 = 60;
+    const HOUR: i64 = 60 * MINUTE;
+    const DAY: i64 = 24 * HOUR;
+    const YEAR: i64 = 365 * DAY;
     let Ok(since) = since.parse::<Timestamp>() else {
         return "<unknown>".to_owned();
     };
     let seconds = now.duration_since(since).as_secs().max(0);
-    match seconds {
-        0..120 => format!("{seconds}s"),
-        120..600 if seconds % 60 != 0 => format!("{}m{}s", seconds / 60, seconds % 60),
-        120..10_800 => format!("{}m", seconds / 60),
-        10_800..172_800 => format!("{}h", seconds / 3600),
-        _ => format!("{}d", seconds / 86_400),
+    let both = |large: i64, first: &str, small: i64, second: &str| {
+        let (count, rest) = (seconds / large, seconds % large / small);
+        if rest == 0 {
+            format!("{count}{first}")
+        } else {
+            format!("{count}{first}{rest}{second}")
+        }
+    };
+    if seconds < 2 * MINUTE {
+        format!("{seconds}s")
+    } else if seconds < 10 * MINUTE {
+        both(MINUTE, "m", 1, "s")
+    } else if seconds < 3 * HOUR {
+        format!("{}m", seconds / MINUTE)
+    } else if seconds < 8 * HOUR {
+        both(HOUR, "h", MINUTE, "m")
+    } else if seconds < 2 * DAY {
+        format!("{}h", seconds / HOUR)
+    } else if seconds < 8 * DAY {
+        both(DAY, "d", HOUR, "h")
+    } else if seconds < 2 * YEAR {
+        format!("{}d", seconds / DAY)
+    } else if seconds < 8 * YEAR {
+        both(YEAR, "y", DAY, "d")
+    } else {
+        format!("{}y", seconds / YEAR)
     }
 }
 
@@ -433,7 +457,10 @@ mod tests {
             ("2026-01-09T23:59:59Z", "1s"),
             ("2026-01-09T23:57:30Z", "2m30s"),
             ("2026-01-09T23:30:00Z", "30m"),
+            ("2026-01-09T20:30:00Z", "3h30m"),
             ("2026-01-09T12:00:00Z", "12h"),
+            ("2026-01-05T23:00:00Z", "4d1h"),
+            ("2020-01-01T00:00:00Z", "6y11d"),
             ("2026-01-01T00:00:00Z", "9d"),
             ("", "<unknown>"),
         ] {

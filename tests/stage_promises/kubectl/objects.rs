@@ -36,14 +36,6 @@ metadata: { name: unknown }
 spec: { resourceClassName: CLASS, color: red }
 ";
 
-pub(crate) const UNKNOWN_TOO: &str = r"
-apiVersion: v1
-kind: ConfigMap
-metadata: { name: unknown, colour: red }
-data: { a: b }
-taste: sweet
-";
-
 /// Nobody runs the pods. The node has no heartbeats, which is noticed after 40 seconds.
 pub(crate) const SHOWN: &str = r#"
 apiVersion: v1
