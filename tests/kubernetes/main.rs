@@ -23,3 +23,4 @@ mod stage;
 mod survive;
 mod tool;
 mod upgrade;
+mod user;
