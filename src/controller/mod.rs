@@ -86,7 +86,7 @@ pub enum ControllerError {
     DriverName(String),
     /// The API is alpha, and off by default.
     #[error(
-        "the API server does not serve {GROUP}/{VERSION}: start it with --runtime-config={GROUP}/{VERSION}=true and the feature gate DynamicResourceAllocation (Kubernetes 1.27 to 1.30)"
+        "the API server does not serve {GROUP}/{VERSION}: start it with --runtime-config={GROUP}/{VERSION}=true and the feature gate DynamicResourceAllocation (Kubernetes 1.27 to 1.30); without it, and on later versions, the companions alone can serve the devices as extended resources (controller.enabled=false in the chart)"
     )]
     NotServed,
     /// Two controllers could write at once, or one lost request would end the lease.

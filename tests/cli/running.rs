@@ -120,7 +120,8 @@ fn an_api_server_that_is_not_there_or_does_not_serve_claims_ends_the_controller_
     assert_eq!(output.status.code(), Some(1));
     let stderr = text(&output.stderr);
     assert!(
-        stderr.contains("--runtime-config=resource.k8s.io/v1alpha2=true"),
+        stderr.contains("--runtime-config=resource.k8s.io/v1alpha2=true")
+            && stderr.contains("extended resources (controller.enabled=false"),
         "{stderr}"
     );
 }

@@ -8,9 +8,9 @@ use crate::names;
 use crate::page::{Block, pages, repository};
 
 /// Programs that pages may call besides those of the repository, of which nothing is checked but that they are meant.
-const OTHERS: [&str; 16] = [
-    "cat", "cd", "chmod", "cp", "ctr", "docker", "export", "git", "go", "grep", "ln", "podman", "rustup",
-    "skopeo", "tail", "true",
+const OTHERS: [&str; 17] = [
+    "cat", "cd", "chmod", "cp", "ctr", "docker", "export", "git", "go", "grep", "install", "ln", "podman",
+    "rustup", "skopeo", "tail", "true",
 ];
 
 /// Flags of other programs that sentences name.

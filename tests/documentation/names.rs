@@ -165,7 +165,8 @@ fn every_test_that_a_page_names_exists_in_the_module_that_it_says() {
 }
 
 /// Reasons that Kubernetes gives, and not drayman.
-const REASONS_OF_KUBERNETES: [&str; 3] = [
+const REASONS_OF_KUBERNETES: [&str; 4] = [
+    "ErrImagePull",
     "FailedPrepareDynamicResources",
     "FailedScheduling",
     "UnexpectedAdmissionError",

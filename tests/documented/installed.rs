@@ -61,13 +61,17 @@ async fn cluster() -> anyhow::Result<Stage> {
 async fn the_readme_alone_leads_from_nothing_to_a_device_in_a_pod() -> anyhow::Result<()> {
     let stage = cluster().await?;
     let node = stage.cluster.node(0);
-    if !node.path("/dev/kvm").exists() {
-        node.make_device("/dev/kvm", 10, 232)?;
+    // A machine of the tests may lack it; the page says that most have it.
+    if !node.path("/dev/fuse").exists() {
+        node.make_device("/dev/fuse", 10, 229)?;
     }
     let printed = types(&stage, &script("README.md", "sh", "chart")).await?;
     println!("{printed}");
     let last = printed.lines().last().unwrap_or_default();
-    ensure!(last.starts_with("crw") && last.ends_with("/dev/kvm"), "{printed}");
+    ensure!(
+        last.starts_with("crw") && last.ends_with("/dev/fuse"),
+        "{printed}"
+    );
     stage.cluster.stop().await
 }
 

@@ -143,8 +143,52 @@ async fn a_connection_that_breaks_the_protocol_ends_alone() {
     door.close().await;
 }
 
+/// A connection on which one call was answered.
+async fn one_call(door: &DraDoor) -> UnixStream {
+    let mut client = RawClient::connect(&door.service()).await;
+    assert_eq!(client.call("localhost", PREPARE, &[]).await.status, "0");
+    client.into_connection()
+}
+
+/// Whether a ping is answered.
+async fn is_served(client: &mut UnixStream) -> bool {
+    const PING: [u8; 17] = [0, 0, 8, 6, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8];
+    if client.write_all(&PING).await.is_err() {
+        return false;
+    }
+    loop {
+        let mut head = [0; 9];
+        if client.read_exact(&mut head).await.is_err() {
+            return false;
+        }
+        let mut payload = vec![0; usize::from(head[2]) | usize::from(head[1]) << 8];
+        if client.read_exact(&mut payload).await.is_err() {
+            return false;
+        }
+        if (head[3], head[4]) == (6, 1) {
+            return true;
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_thousand_idle_connections_cost_little_and_keep_nobody_out() {
+    // Memory is a process's, and the other tests of this one take some too.
+    const ALONE: &str = "DRAYMAN_TEST_ALONE";
+    if std::env::var_os(ALONE).is_none() {
+        let name = "hostile::a_thousand_idle_connections_cost_little_and_keep_nobody_out";
+        let mut test = tokio::process::Command::new(std::env::current_exe().unwrap());
+        test.args(["--exact", name, "--nocapture"]).env(ALONE, "1");
+        let output = test.output().await.unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        print!("{said}");
+        let complaint = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success() && said.contains("1 passed"),
+            "{said}{complaint}"
+        );
+        return;
+    }
     let door = DraDoor::open().await;
     // A call that takes long, as a ListAndWatch does: its connection is silent, and is not idle.
     let mut waiting = RawClient::connect(&door.service()).await;
@@ -153,39 +197,32 @@ async fn a_thousand_idle_connections_cost_little_and_keep_nobody_out() {
         name: "slow".into(),
         ..Claim::default()
     }]);
+    let begun = std::time::Instant::now();
     waiting.begin("localhost", PREPARE, &slow.encode_to_vec()).await;
     while door.companion.calls().is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    let mut clients = Vec::new();
-    for _ in 0..63 {
-        let mut client = RawClient::connect(&door.service()).await;
-        assert_eq!(client.call("localhost", PREPARE, &[]).await.status, "0");
-        clients.push(client);
-    }
+    // The first is what one costs that the program has never had before: pages of code, and what the allocator sets aside.
+    let mut clients = vec![one_call(&door).await];
     let before = resident();
     for _ in 0..1000 {
-        let mut client = RawClient::connect(&door.service()).await;
-        assert_eq!(client.call("localhost", PREPARE, &[]).await.status, "0");
-        clients.push(client);
+        clients.push(one_call(&door).await);
     }
-    // Of this process, which also has the thousand clients with their own tables.
-    println!(
-        "{} KiB for a thousand more connections",
-        resident().saturating_sub(before)
-    );
+    // Of this process, so the clients' own part is in it.
+    let cost = resident().saturating_sub(before);
+    println!("{cost} KiB for a thousand connections");
+    assert!(cost < 8 * 1024, "{cost} KiB for a thousand connections");
     let mut alive = 0;
     for client in &mut clients {
-        client.begin("localhost", PREPARE, &[]).await;
-        alive += usize::from(soon(client.answer()).await.is_some());
+        alive += usize::from(soon(is_served(client)).await);
     }
     assert_eq!(alive, 63, "as many as there are places, and the one that waits");
-    assert!(
-        tokio::time::timeout(Duration::from_millis(50), waiting.answer())
-            .await
-            .is_err(),
-        "a connection with a call is left alone"
-    );
+    match tokio::time::timeout(Duration::from_millis(50), waiting.answer()).await {
+        Err(_) => {}
+        // On a machine that is busy enough the call's own limit has come meanwhile.
+        Ok(Some(answer)) => assert!(begun.elapsed() > Duration::from_secs(60), "{answer:?}"),
+        Ok(None) => panic!("a connection with a call is left alone"),
+    }
     assert_alive(&door).await;
     drop(clients);
     drop(waiting);

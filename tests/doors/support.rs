@@ -274,6 +274,11 @@ impl RawClient {
         client
     }
 
+    /// Its connection alone, without the tables of header compression, which would be most of what many clients cost.
+    pub(crate) fn into_connection(self) -> UnixStream {
+        self.stream
+    }
+
     /// Sends a frame. A server that has closed the connection is noticed when its answer is read.
     pub(crate) async fn frame(&mut self, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
         let length = u32::try_from(payload.len()).unwrap().to_be_bytes();

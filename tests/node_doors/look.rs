@@ -15,11 +15,51 @@ use serde_json::{Value, json};
 use crate::harness::{IMAGE, Node, PATIENCE};
 use crate::stage::{Stage, pod_from};
 
-/// The devices below `/dev` whose names begin with `prefix`, each with the containers that the runtime has it in, from the bundle of
-/// every container that exists in the runtime and has not been deleted there.
-pub(crate) fn in_containers(node: Node<'_>, prefix: &str) -> BTreeMap<String, BTreeSet<String>> {
+/// A container in the runtime.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Running {
+    /// The runtime's name for it.
+    id: String,
+    /// Name of its pod.
+    pub(crate) pod: String,
+}
+
+/// The devices below `/dev` whose names begin with `prefix`, each with the containers that have it and in which something runs: from
+/// the bundle of every container that exists in the runtime, and the control groups of every process of the machine.
+pub(crate) fn in_containers(node: Node<'_>, prefix: &str) -> BTreeMap<String, BTreeSet<Running>> {
+    let mut found = in_bundles(node, prefix);
+    if found.is_empty() {
+        return found;
+    }
+    // What runs before and after runs at one moment, whatever was started and ended while this looked.
+    for _ in 0..2 {
+        let groups = control_groups();
+        for containers in found.values_mut() {
+            containers.retain(|container| groups.contains(&container.id));
+        }
+    }
+    found.retain(|_, containers| !containers.is_empty());
+    found
+}
+
+/// The control groups of all processes that have not ended, as one text.
+fn control_groups() -> String {
+    let mut groups = String::new();
+    for process in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+        // A process that ends meanwhile is no longer one, and one that has ended belongs to no container.
+        let read = |name: &str| std::fs::read_to_string(process.path().join(name)).unwrap_or_default();
+        let state = read("stat");
+        let state = state.rsplit(')').next().unwrap_or_default().trim_start();
+        if !state.is_empty() && !state.starts_with(['Z', 'X']) {
+            groups.push_str(&read("cgroup"));
+        }
+    }
+    groups
+}
+
+fn in_bundles(node: Node<'_>, prefix: &str) -> BTreeMap<String, BTreeSet<Running>> {
     const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task/k8s.io";
-    let mut found: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    let mut found: BTreeMap<String, BTreeSet<Running>> = BTreeMap::new();
     for container in node.list(BUNDLES).unwrap_or_default() {
         // A bundle that goes away meanwhile is no longer one.
         let bundle = Path::new(BUNDLES).join(&container).join("config.json");
@@ -27,16 +67,17 @@ pub(crate) fn in_containers(node: Node<'_>, prefix: &str) -> BTreeMap<String, BT
         let Ok(bundle) = serde_json::from_str::<Value>(&text) else {
             continue;
         };
+        let pod = bundle["annotations"]["io.kubernetes.cri.sandbox-name"].as_str();
         for device in bundle["linux"]["devices"].as_array().into_iter().flatten() {
             if let Some(name) = device["path"]
                 .as_str()
                 .and_then(|path| path.strip_prefix("/dev/"))
                 && name.starts_with(prefix)
             {
-                found
-                    .entry(name.to_owned())
-                    .or_default()
-                    .insert(container.clone());
+                found.entry(name.to_owned()).or_default().insert(Running {
+                    id: container.clone(),
+                    pod: pod.unwrap_or_default().to_owned(),
+                });
             }
         }
     }

@@ -12,6 +12,11 @@ use std::time::Duration;
 /// How long after Allocate a device counts as held whatever kubelet shows: admission of the pod goes on after our answer.
 const ADMISSION: Duration = Duration::from_secs(30);
 
+/// How long a device that is recorded for a pod counts as held after the pod of that name was first listed without it. PodResources
+/// names pods without their uid, so the pod may be another one: that which a StatefulSet makes under the same name when one was
+/// deleted by force, whose containers go on for their grace period. Twice the default one.
+const NAMESAKE: Duration = Duration::from_secs(60);
+
 /// A container, as PodResources names it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Container {
@@ -47,6 +52,8 @@ struct Hold {
     at_least_until: Option<Duration>,
     /// The container that was listed with it last, since it was granted last.
     container: Option<Container>,
+    /// Since when a pod of that container's name is listed without it.
+    without_it_since: Option<Duration>,
 }
 
 impl Containers {
@@ -60,7 +67,7 @@ impl Containers {
         for device in devices {
             let hold = Hold {
                 at_least_until: Some(now.saturating_add(ADMISSION)),
-                container: None,
+                ..Hold::default()
             };
             self.holds.insert(device.to_owned(), hold);
         }
@@ -74,13 +81,14 @@ impl Containers {
             let hold = Hold {
                 at_least_until: before.remove(device).and_then(|hold| hold.at_least_until),
                 container: Some(container.clone()),
+                without_it_since: None,
             };
             self.holds.insert(device.clone(), hold);
         }
         for device in &shown.recorded {
             if !self.holds.contains_key(device) {
-                let hold = before.remove(device).unwrap_or_default();
-                if !hold.has_ended(shown) {
+                let mut hold = before.remove(device).unwrap_or_default();
+                if !hold.has_ended(shown, now) {
                     self.holds.insert(device.clone(), hold);
                 }
             }
@@ -113,14 +121,20 @@ impl Containers {
 }
 
 impl Hold {
-    /// Whether the pod is still listed, but without the device: then its containers have ended. Only a pod that is gone from the
-    /// list altogether may have been deleted by force, with its containers still ending.
-    fn has_ended(&self, shown: &Shown) -> bool {
-        self.container.as_ref().is_some_and(|container| {
+    /// Whether the pod has been listed without the device for long enough: then its containers have ended. A pod that is gone from
+    /// the list altogether may have been deleted by force, with its containers still ending, until its directory is gone too.
+    fn has_ended(&mut self, shown: &Shown, now: Duration) -> bool {
+        let is_listed = self.container.as_ref().is_some_and(|container| {
             shown
                 .pods
                 .contains(&(container.namespace.clone(), container.pod.clone()))
-        })
+        });
+        if !is_listed {
+            self.without_it_since = None;
+            return false;
+        }
+        let since = *self.without_it_since.get_or_insert(now);
+        now.saturating_sub(since) >= NAMESAKE
     }
 }
 
@@ -254,11 +268,34 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_has_ended_and_was_not_deleted_holds_nothing() {
+    fn a_pod_that_has_ended_and_was_not_deleted_holds_nothing_after_a_while() {
         let mut containers = Containers::default();
         containers.seen(&shown(&["job"], &[("x", "job")], &["x"]), START);
         containers.seen(&shown(&["job"], &[], &["x"]), later(1));
+        containers.seen(&shown(&["job"], &[], &["x"]), later(60));
+        assert!(containers.hold("x"));
+        containers.seen(&shown(&["job"], &[], &["x"]), later(61));
         assert!(!containers.hold("x"));
+    }
+
+    #[test]
+    fn a_pod_that_was_deleted_by_force_holds_its_device_though_another_has_its_name() {
+        let mut containers = Containers::default();
+        containers.seen(&shown(&["set-0"], &[("x", "set-0")], &["x"]), START);
+        // The new pod is listed, and has not been granted anything; the directory of the old one is there.
+        containers.seen(&shown(&["set-0"], &[], &["x"]), later(1));
+        assert!(
+            containers.hold("x"),
+            "the containers of the old one may still be ending"
+        );
+        containers.seen(&shown(&["set-0"], &[], &[]), later(20));
+        assert!(!containers.hold("x"), "and free as soon as its directory is gone");
+        // The moments that count are those without a break.
+        containers.seen(&shown(&["set-0"], &[("x", "set-0")], &["x"]), later(100));
+        containers.seen(&shown(&["set-0"], &[], &["x"]), later(110));
+        containers.seen(&shown(&[], &[], &["x"]), later(165));
+        containers.seen(&shown(&["set-0"], &[], &["x"]), later(171));
+        assert!(containers.hold("x"));
     }
 
     #[test]
