@@ -229,7 +229,8 @@ async fn a_gate_that_is_off_in_the_api_server_is_found() -> anyhow::Result<()> {
 #[tokio::test]
 async fn the_gates_of_kubelet_scheduler_and_controller_manager_are_told_or_why_not() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
-    let configuration = "- name: test\n  paths: [\"/dev/drayman-test-*\"]\n";
+    let configuration = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
+                         - name: test\n  paths: [\"/dev/drayman-test-*\"]\n";
     stage.cluster.node(0).make_device("/dev/drayman-test-0", 1, 5)?;
     let _companion = stage.companion(0, configuration)?;
     let deadline = std::time::Instant::now() + crate::harness::PATIENCE;
@@ -315,7 +316,10 @@ async fn a_scheduler_and_a_kubelet_without_the_gate_are_found_by_what_they_do_an
 /// A cluster without classic Dynamic Resource Allocation is in order as long as no device needs it.
 #[tokio::test]
 async fn extended_resources_alone_need_no_api_of_claims_and_no_controller() -> anyhow::Result<()> {
-    let cluster = Cluster::builder().flag("apiserver", "--runtime-config=resource.k8s.io/v1alpha2=false");
+    let mut cluster = Cluster::builder().flag("apiserver", "--runtime-config=resource.k8s.io/v1alpha2=false");
+    for component in ["apiserver", "controller-manager", "scheduler"] {
+        cluster = cluster.flag(component, "--feature-gates=DynamicResourceAllocation=false");
+    }
     let stage = Stage::without_class(cluster.start().await?).await?;
     let node = stage.pretend_node("node-a").await?;
     let uid = node.metadata.uid.unwrap_or_default();

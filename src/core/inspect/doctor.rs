@@ -97,7 +97,8 @@ pub fn server(major: &str, minor: &str, serves_resource: bool, needs_claims: boo
     let classic = major == "1" && number.parse::<u32>().is_ok_and(|minor| MINORS.contains(&minor));
     let newest = MINORS.end();
     let check = "version";
-    if !needs_claims && !(classic && serves_resource) {
+    let can_claim = classic && serves_resource;
+    if !needs_claims && !can_claim {
         let what = "does not serve classic Dynamic Resource Allocation, which no device here needs: all are extended resources";
         return vec![Finding::fine(check, format!("{version} {what}"))];
     }
