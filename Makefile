@@ -20,7 +20,7 @@ INSTALL = CARGO_PROFILE_DEV_DEBUG=false CARGO_TARGET_DIR="$(1)/build" cargo inst
 
 .PHONY: help
 help: ## List the targets
-	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 ##@ Every commit
 
@@ -52,6 +52,10 @@ verify: docs book deny bench requests ## What is slow and not of every day: docu
 .PHONY: faults
 faults: ## The whole programs on the stage, with every trouble at every request, event, step on the disk and call (root is needed)
 	EVERY_TROUBLE=1 cargo test --locked --test whole -- --nocapture
+
+.PHONY: reproducible
+reproducible: ## Compile what is committed twice, in different places, and compare the images (two release builds)
+	hack/reproducible
 
 .PHONY: soak
 soak: ## Run SEEDS seeds of the simulation (1000000), going on where the last run was stopped

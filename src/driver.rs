@@ -422,13 +422,11 @@ pub struct Holding {
 }
 
 impl Holding {
-    /// The allocation that is recorded, if it is recorded as `driver`'s.
+    /// The allocation that is recorded, if `driver` holds something by it: [`ResourceClaimStatus::allocation_of`].
+    ///
+    /// [`ResourceClaimStatus::allocation_of`]: crate::api::resource::ResourceClaimStatus::allocation_of
     pub fn allocation(&self, driver: &str) -> Option<&AllocationResult> {
-        let status = &self.claim.status;
-        status
-            .allocation
-            .as_ref()
-            .filter(|_| status.driver_name.as_deref() == Some(driver))
+        self.claim.status.allocation_of(driver)
     }
 
     /// The claim's uid.

@@ -5,6 +5,9 @@
 //! Upstream: `staging/src/k8s.io/api/resource/v1alpha2/types.go` at release-1.30.
 
 pub mod label;
+mod owner;
+
+pub use owner::pod_owner_of;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

@@ -47,6 +47,7 @@
 //! at rest. It never writes a whole object, so a newer server's fields and other drivers' entries and finalizers stay. Every problem is an
 //! Event on the pod, claim or class that somebody can put right, once.
 
+mod calls;
 mod execute;
 mod leader;
 mod report;
@@ -75,6 +76,7 @@ pub use leader::LeaderElection;
 use execute::Executor;
 use leader::{Fence, Leader};
 use report::Reports;
+use watch::Standby;
 
 /// Why the controller cannot run.
 #[derive(Debug, thiserror::Error)]
@@ -187,9 +189,10 @@ impl<D: Driver> Controller<D> {
             () = shutdown.cancelled() => return Ok(()),
             served = self.check_served() => served?,
         }
+        let mut standby = Standby::new(&self.client);
         let Some(election) = self.leader_election.clone() else {
             self.leading.send_replace(true);
-            self.serve(&Fence::open(), &shutdown).await;
+            self.serve(standby, &Fence::open(), &shutdown).await;
             return Ok(());
         };
         let settings = LeaseSettings {
@@ -201,13 +204,18 @@ impl<D: Driver> Controller<D> {
         };
         settings.check()?;
         let mut leader = Leader::new(self.client.clone(), election, settings);
-        if !leader.lead(&shutdown).await {
+        let leads = tokio::select! {
+            leads = leader.lead(&shutdown) => leads,
+            // Watches do not end.
+            () = standby.keep() => false,
+        };
+        if !leads {
             return Ok(());
         }
         let fence = leader.fence();
         self.leading.send_replace(true);
         tokio::select! {
-            () = self.serve(&fence, &shutdown) => {}
+            () = self.serve(standby, &fence, &shutdown) => {}
             () = leader.keep() => return Err(ControllerError::LeaseLost),
         }
         self.leading.send_replace(false);
@@ -215,9 +223,10 @@ impl<D: Driver> Controller<D> {
         Ok(())
     }
 
-    /// Serves until `shutdown` is cancelled, from a list of everything on: what a standby has seen before is not trusted.
-    async fn serve(&self, fence: &Fence, shutdown: &CancellationToken) {
-        let mut watches = watch::all(&self.client);
+    /// Serves until `shutdown` is cancelled, from a list of all claims on: of them nothing that was seen before is trusted.
+    async fn serve(&self, standby: Standby, fence: &Fence, shutdown: &CancellationToken) {
+        let (mut watches, seen) = standby.begin();
+        watches.push(watch::claims(&self.client));
         let mut capacity_changes = pin!(self.driver.capacity_changes());
         let mut findings = pin!(self.driver.findings());
         let (answers, mut answered) = mpsc::unbounded_channel();
@@ -225,11 +234,15 @@ impl<D: Driver> Controller<D> {
             self.client.clone(),
             &self.settings.driver_name,
             self.instance.clone(),
+            self.request_timeout,
         );
         let executor = Executor::new(self, fence.clone(), answers);
         let mut world = World::new(self.settings.clone());
         let start = Instant::now();
         let now = || Moment::new(start.elapsed());
+        for event in seen {
+            world.apply(event, now());
+        }
         loop {
             let deadline = world.next_deadline().map(|moment| start + moment.since_start());
             let event = tokio::select! {

@@ -177,8 +177,8 @@ fn trim_metadata(metadata: &mut ObjectMeta) {
     }
 }
 
-/// Our label with the node is read only until the claim is allocated, and a map costs half a kilobyte. Ours is the label of the driver
-/// whose finalizer the claim has.
+/// Our label with the node is read only until the claim is allocated, unless the allocation names no node; and a map costs half a
+/// kilobyte. Ours is the label of the driver whose finalizer the claim has.
 fn trim_node_label(metadata: &mut ObjectMeta) {
     let Some(labels) = &mut metadata.labels else {
         return;
@@ -228,8 +228,11 @@ impl Trim for ResourceClaim {
     fn trim(&mut self) {
         trim_metadata(&mut self.metadata);
         // A driver is asked about a claim that has no allocation, and may read there what it likes.
-        if self.status.allocation.is_some() {
-            trim_node_label(&mut self.metadata);
+        if let Some(allocation) = &self.status.allocation {
+            // What is left over where an allocation names no node says where it was made.
+            if allocation.available_on_nodes.is_some() {
+                trim_node_label(&mut self.metadata);
+            }
             trim_pod_claim_name(self);
         }
         self.status.reserved_for.shrink_to_fit();
@@ -319,8 +322,12 @@ mod tests {
                 .labels
                 .clone()
         };
-        let allocated = r#"{ "allocation": { "resourceHandles": [] } }"#;
+        let allocated =
+            r#"{ "allocation": { "resourceHandles": [], "availableOnNodes": { "nodeSelectorTerms": [] } } }"#;
         assert_eq!(kept(r#"{ "d.dev/node": "n" }"#, allocated), None);
+        let nowhere = r#"{ "allocation": { "resourceHandles": [] } }"#;
+        let labels = kept(r#"{ "d.dev/node": "n" }"#, nowhere);
+        assert!(labels.is_some(), "nothing else says where it is");
         assert_eq!(kept(r#"{ "d.dev/node": "n" }"#, "{}").unwrap().len(), 1);
         let others = kept(
             r#"{ "d.dev/node": "n", "e.dev/node": "n", "app": "x" }"#,

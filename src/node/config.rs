@@ -10,6 +10,7 @@ mod kind;
 mod pattern;
 mod places;
 mod preset;
+mod shared;
 mod source;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,7 +30,7 @@ pub use extras::{Probe, ProbeOpen, ProbeSysfs};
 use kind::RawKind;
 pub use pattern::PathPattern;
 pub use preset::{PRESETS, Preset};
-pub use source::{NODE_BUS, NODE_VFIO, NodeGroup, PciSource, Source, UsbSource};
+pub use source::{NODE_BUS, NODE_VFIO, NodeGroup, PciSource, Source, UsbSource, VFIO_CONTAINER};
 
 /// The size of the file, at most, in bytes.
 const SIZE_MAX: u64 = 256 * 1024;
@@ -180,7 +181,7 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
         }
         let mut names = BTreeMap::new();
         let mut resources = BTreeMap::new();
-        let mut kinds = Vec::new();
+        let mut kinds: Vec<DeviceKind> = Vec::new();
         for (index, raw) in raw.kinds.value.into_iter().enumerate() {
             let field = format!("kinds[{index}]");
             let whole = Place::of(raw.referenced);
@@ -208,7 +209,10 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
                     ),
                 ));
             }
-            kinds.push(Arc::new(raw.check(&field, whole)?));
+            let places = shared::Places::of(&raw, whole);
+            let kind = raw.check(&field, whole)?;
+            shared::check(&kinds, &kind, &field, &places)?;
+            kinds.push(Arc::new(kind));
         }
         Ok(Self { kinds })
     }

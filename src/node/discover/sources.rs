@@ -12,10 +12,9 @@ use crate::core::node::discovery::attributes::Attributes;
 use crate::core::node::discovery::group::{Group, Matched, Matches, assemble};
 use crate::core::node::discovery::pci::{self, PciFacts, Vfio};
 use crate::core::node::discovery::usb::{self, UsbFacts};
-use crate::node::config::{DeviceKind, NODE_BUS, NODE_VFIO, NodeGroup, PathPattern, PciSource, UsbSource};
-
-/// The container that every user of a VFIO group opens besides the group.
-const VFIO_CONTAINER: &str = "vfio/vfio";
+use crate::node::config::{
+    DeviceKind, NODE_BUS, NODE_VFIO, NodeGroup, PathPattern, PciSource, UsbSource, VFIO_CONTAINER,
+};
 
 impl Searching<'_> {
     /// Each node that a pattern matches.
