@@ -90,12 +90,15 @@ $(MDBOOK):
 	$(call INSTALL,$(MDBOOK_ROOT)) mdbook --version $(MDBOOK_VERSION) --no-default-features --features search
 	rm -rf "$(MDBOOK_ROOT)/build"
 
+# The program as the image has it.
+RELEASED = $(TARGET)/$(shell rustc --print host-tuple)/release/drayman
+
 .PHONY: bench
 bench: $(CLUSTER) ## Print size and memory of the release build and fail beyond their limits
-	cargo build --locked --release --no-default-features
-	hack/footprint size "$(TARGET)/release/drayman"
+	hack/image
+	hack/footprint size "$(RELEASED)"
 	$(CLUSTER) up --target "$(TARGET)" --version "$(KUBERNETES_VERSION)" --nodes 1 \
-	    --hook 'hack/footprint memory "$(TARGET)/release/drayman"'
+	    --hook 'hack/footprint memory "$(RELEASED)"'
 
 .PHONY: requests
 requests: ## Print the requests of one pod's life, counted from the API server's audit log

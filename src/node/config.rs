@@ -17,6 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
+use std::sync::Arc;
 
 use serde::Deserialize;
 use serde_saphyr::{MergeKeyPolicy, Spanned};
@@ -42,7 +43,7 @@ const SHOWN_MAX: usize = 80;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeConfiguration {
     /// The kinds, in the order of the file: a device that two kinds describe belongs to the first.
-    pub kinds: Vec<DeviceKind>,
+    pub kinds: Vec<Arc<DeviceKind>>,
 }
 
 /// One kind of device.
@@ -132,7 +133,7 @@ impl NodeConfiguration {
             probe: Probe::default(),
         };
         Self {
-            kinds: presets.iter().map(kind).collect(),
+            kinds: presets.iter().map(kind).map(Arc::new).collect(),
         }
     }
 
@@ -211,7 +212,7 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
             let places = shared::Places::of(&raw, whole);
             let kind = raw.check(&field, whole)?;
             shared::check(&kinds, &kind, &field, &places)?;
-            kinds.push(kind);
+            kinds.push(Arc::new(kind));
         }
         Ok(Self { kinds })
     }

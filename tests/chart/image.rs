@@ -105,6 +105,7 @@ fn an_image_is_the_program_and_its_licence_and_nothing_else() {
         "not root unless somebody says so"
     );
     assert_eq!(config["config"]["Entrypoint"], serde_json::json!(["/drayman"]));
+    assert_eq!(config["config"]["Env"], serde_json::json!(["MALLOC_ARENA_MAX=1"]));
     assert_eq!(config["created"], "2023-11-14T22:13:20Z");
     assert_eq!(manifest["layers"].as_array().map(Vec::len), Some(1));
     let layer = blob(layout, &manifest["layers"][0]);
@@ -216,6 +217,7 @@ fn the_containerfile_builds_what_the_script_builds() {
             "scratch",
             "COPY --from=build /image/ /",
             "USER 65532:65532",
+            "ENV MALLOC_ARENA_MAX=1",
             "ENTRYPOINT [\"/drayman\"]"
         ]
     );

@@ -5,6 +5,7 @@
 //! `pkg/kubelet/cm/devicemanager/pod_devices.go`, `deviceRunContainerOptions`): what the container may do would be left to chance.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use super::kind::RawKind;
 use super::pattern::PathPattern;
@@ -32,7 +33,7 @@ impl Places {
 /// Refuses a kind that gives the same thing as an earlier one and allows something else with it, where both do it through the device
 /// plugin API. Only what is known to the letter is seen here.
 pub(super) fn check(
-    earlier: &[DeviceKind],
+    earlier: &[Arc<DeviceKind>],
     kind: &DeviceKind,
     field: &str,
     places: &Places,

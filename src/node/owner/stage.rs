@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use futures::future::BoxFuture;
 use futures::{Stream, StreamExt as _};
@@ -34,6 +34,10 @@ pub(super) struct Said {
     pub(super) asked: AtomicUsize,
     /// Holds answers back while the test has the permit.
     pub(super) gate: tokio::sync::Semaphore,
+    /// Nothing can be undone.
+    pub(super) stuck: AtomicBool,
+    /// The claims for which something was undone.
+    pub(super) undone: Mutex<BTreeSet<String>>,
 }
 
 impl Said {
@@ -45,6 +49,8 @@ impl Said {
             control: Mutex::default(),
             asked: AtomicUsize::new(0),
             gate: tokio::sync::Semaphore::new(1),
+            stuck: AtomicBool::new(false),
+            undone: Mutex::default(),
         };
         said.say(names, "test", Mode::Claims);
         Arc::new(said)
@@ -106,6 +112,17 @@ impl NodeDriver for Said {
             all.extend(one);
         }
         Ok(all)
+    }
+
+    async fn unprepare(&self, claim: &PreparedClaim) -> Result<(), NodeDriverError> {
+        if self.stuck.load(Ordering::SeqCst) {
+            return Err(NodeDriverError::Failed {
+                device: claim.devices.concat(),
+                problem: "it does not answer".into(),
+            });
+        }
+        self.undone.lock().unwrap().insert(claim.uid.clone());
+        Ok(())
     }
 }
 
