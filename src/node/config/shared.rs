@@ -148,15 +148,16 @@ mod tests {
 
     /// Two kinds, the second from line 5 on, each with an extended resource unless it says otherwise.
     fn read(kinds: [&str; 2]) -> Result<(), String> {
-        let mut text = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n".to_owned();
-        for (name, kind) in ["a", "b"].into_iter().zip(kinds) {
+        let [first, second] = [("a", kinds[0]), ("b", kinds[1])].map(|(name, kind)| {
             let mode = if kind.contains("mode: ") {
                 String::new()
             } else {
                 format!("mode: extended-resource, resourceName: example.com/{name}, ")
             };
-            text += &format!("- {{name: {name}, {mode}{kind}}}\n");
-        }
+            format!("- {{name: {name}, {mode}{kind}}}\n")
+        });
+        let header = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n";
+        let text = format!("{header}{first}{second}");
         NodeConfiguration::parse(&text)
             .map(drop)
             .map_err(|(place, problem)| format!("{}: {problem}", place.line))
