@@ -11,14 +11,17 @@
 mod harness;
 
 mod answers;
+mod applying;
 mod claims;
 mod contexts;
 mod crowds;
 mod custom;
+mod deletions;
 mod ground;
 mod history;
 mod kubectl;
 mod objects;
+mod parameters;
 mod pods;
 mod reading;
 mod refusals;

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use crate::api::resource::label::label_of_node;
 use crate::api::resource::{AllocationResult, ResourceClaim};
 use crate::core::devices::allocation::{self, claim_name};
 use crate::core::devices::errors::Problem;
@@ -206,7 +207,12 @@ impl Books {
                 problems: Vec::new(),
             };
         };
-        let record = allocation::read(&self.driver, uid, allocation);
+        let mut record = allocation::read(&self.driver, uid, allocation);
+        if let State::Unreadable { nodes, .. } = &mut record.state
+            && nodes.is_empty()
+        {
+            nodes.extend(allocation::labelled_node(&self.driver, claim));
+        }
         let mut problems = Vec::new();
         if before != Some(&record.state) {
             if let State::Unreadable { nodes, error } = &record.state {
@@ -218,14 +224,14 @@ impl Books {
                     error: error.to_string(),
                 });
             }
-            let made_for = record.made_for;
+            let made_for = record.made_for.clone();
             problems.extend(made_for.map(|made_for| Problem::MadeForAnother {
                 claim: claim_name(claim),
                 uid: uid.to_owned(),
                 made_for,
             }));
         }
-        let change = self.put(claim, record.state);
+        let change = self.put(claim, record.state, record.made_for.is_some());
         let freed = self.available_again(&change);
         problems.extend(self.settle(change.shared));
         Observed { freed, problems }
@@ -241,21 +247,21 @@ impl Books {
     /// [`Books::observe`] shows that it is gone. Answers with how many devices have become available.
     pub fn deallocate(&mut self, claim: &ResourceClaim) -> usize {
         let uid = claim.metadata.uid.as_deref().unwrap_or_default();
-        let status = &claim.status;
-        let recorded = status.allocation.is_some() && status.driver_name.as_deref() == Some(&self.driver);
+        let recorded = claim.status.allocation_of(&self.driver).is_some();
         match self.holdings.get(uid).map(|holder| &holder.state) {
             Some(State::Held(_)) if !recorded => self.gone(uid),
             _ => 0,
         }
     }
 
-    /// Says that a claim of ours holds something.
-    pub(super) fn put(&mut self, claim: &ResourceClaim, state: State) -> Change {
+    /// Says that a claim of ours holds something; `copied` if by an allocation that was made for another claim.
+    pub(super) fn put(&mut self, claim: &ResourceClaim, state: State, copied: bool) -> Change {
         let metadata = &claim.metadata;
         let created = metadata.creation_timestamp.as_ref().map(|time| time.0);
         let holder = Holder {
             claim: claim_name(claim).into(),
             created,
+            copied,
             state,
         };
         self.holdings
@@ -277,9 +283,12 @@ impl Books {
             );
         }
         for name in &change.unblocked {
-            let node = self.open_node(name);
-            let devices = node.iter().flat_map(|node| self.available(node));
-            places.extend(devices.map(|device| (&**name, &*device.name)));
+            let is_it = |node: &&Node| *node.name() == **name || *label_of_node(node.name()) == **name;
+            let named = self.inventory.nodes().filter(is_it);
+            for node in named.filter_map(|node| self.open_node(node.name())) {
+                let devices = self.available(node);
+                places.extend(devices.map(|device| (node.name(), &*device.name)));
+            }
         }
         places.len()
     }
