@@ -48,6 +48,7 @@
 //! Event on the pod, claim or class that somebody can put right, once.
 
 mod calls;
+mod considerate;
 mod execute;
 mod leader;
 mod report;
@@ -73,6 +74,7 @@ use crate::driver::Driver;
 
 pub use leader::LeaderElection;
 
+use considerate::considerate;
 use execute::Executor;
 use leader::{Fence, Leader};
 use report::Reports;
@@ -184,7 +186,10 @@ impl<D: Driver> Controller<D> {
     ///
     /// With leader election it returns [`ControllerError::LeaseLost`] when it can lead no longer; the process should end then and
     /// be started again, because only a start passes the start barrier.
-    pub async fn run(self, shutdown: CancellationToken) -> Result<(), ControllerError> {
+    pub async fn run(mut self, shutdown: CancellationToken) -> Result<(), ControllerError> {
+        // But not for the lease: another one would lead soon, and ask for everything anew.
+        let of_lease = self.client.clone();
+        self.client = considerate(&self.client);
         tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
             served = self.check_served() => served?,
@@ -203,7 +208,7 @@ impl<D: Driver> Controller<D> {
             request_timeout: self.request_timeout,
         };
         settings.check()?;
-        let mut leader = Leader::new(self.client.clone(), election, settings);
+        let mut leader = Leader::new(of_lease, election, settings);
         let leads = tokio::select! {
             leads = leader.lead(&shutdown) => leads,
             // Watches do not end.

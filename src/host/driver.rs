@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use futures::{Stream, StreamExt as _};
-use kube::Client;
+use kube::{Api, Client};
 use tokio::sync::{mpsc, watch as cell};
 use tokio_util::sync::CancellationToken;
 
@@ -78,11 +78,33 @@ impl Synced {
 impl HostDriver {
     /// Starts the watches of the driver called `driver_name`; they end at `shutdown`. Must be called within a tokio runtime.
     pub fn start(client: Client, driver_name: impl Into<String>, shutdown: CancellationToken) -> Self {
+        let claim_parameters = Api::all(client.clone());
+        Self::start_with(client, driver_name, claim_parameters, shutdown)
+    }
+
+    /// The same for questions about claims of one namespace: parameters of claims are read there alone, which needs no right
+    /// elsewhere.
+    pub fn start_for_namespace(
+        client: Client,
+        driver_name: impl Into<String>,
+        namespace: &str,
+        shutdown: CancellationToken,
+    ) -> Self {
+        let claim_parameters = Api::namespaced(client.clone(), namespace);
+        Self::start_with(client, driver_name, claim_parameters, shutdown)
+    }
+
+    fn start_with(
+        client: Client,
+        driver_name: impl Into<String>,
+        claim_parameters: Api<Guarded<DeviceClaimParameters>>,
+        shutdown: CancellationToken,
+    ) -> Self {
         let driver = Self::unwatched(driver_name);
         let name = driver.shared.name.clone();
         let shared = Arc::clone(&driver.shared);
         tokio::spawn(follow(
-            events::<NodeInventory>(client.clone(), INVENTORY_PAGE),
+            events(Api::<Guarded<NodeInventory>>::all(client.clone()), INVENTORY_PAGE),
             shutdown.clone(),
             move |object| read_inventory(&name, object),
             move |change| {
@@ -92,7 +114,10 @@ impl HostDriver {
         ));
         let shared = Arc::clone(&driver.shared);
         tokio::spawn(follow(
-            events::<DeviceClassParameters>(client.clone(), PARAMETERS_PAGE),
+            events(
+                Api::<Guarded<DeviceClassParameters>>::all(client),
+                PARAMETERS_PAGE,
+            ),
             shutdown.clone(),
             |object| {
                 let key = watch::name(&object);
@@ -114,7 +139,7 @@ impl HostDriver {
         ));
         let shared = Arc::clone(&driver.shared);
         tokio::spawn(follow(
-            events::<DeviceClaimParameters>(client, PARAMETERS_PAGE),
+            events(claim_parameters, PARAMETERS_PAGE),
             shutdown,
             |object| {
                 let key = watch::namespaced_name(&object);

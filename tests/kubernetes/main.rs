@@ -25,3 +25,4 @@ mod survive;
 mod takeover;
 mod tool;
 mod upgrade;
+mod user;
