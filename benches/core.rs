@@ -1,4 +1,4 @@
-//! What decisions cost, without an API server: `cargo bench --bench core`.
+//! What decisions cost, without an API server: `cargo bench --bench core -- [SCENARIO]...`.
 //!
 //! Prints each figure beside its goal. Times are per operation: the median and the 99th percentile of many.
 
@@ -26,19 +26,40 @@ use serde_json::{Value, json};
 
 #[path = "figures/mod.rs"]
 mod figures;
+#[path = "core/selectors.rs"]
+mod selectors;
 
 use figures::{Goal, Times, figure, heading, resident_kib};
 
 const DRIVER: &str = "drayman.dev";
 
 fn main() {
+    // Memory first, so that nothing has been given back that could be used again.
+    let scenarios: [(&str, fn()); 6] = [
+        ("memory", memory),
+        ("verdicts", verdicts),
+        ("selectors", selectors::run),
+        ("fits", fits),
+        ("events", events),
+        ("burst", burst),
+    ];
+    // Cargo passes `--bench` to every benchmark.
+    let asked: Vec<String> = std::env::args()
+        .skip(1)
+        .filter(|word| word != "--bench")
+        .collect();
+    let known = |word: &String| scenarios.iter().any(|(name, _)| name == word);
+    if !asked.iter().all(known) {
+        let names = scenarios.map(|(name, _)| name).join("|");
+        eprintln!("usage: cargo bench --bench core -- [{names}]...");
+        std::process::exit(2);
+    }
     heading("decisions");
-    // First, so that nothing has been given back that could be used again.
-    memory();
-    verdicts();
-    fits();
-    events();
-    burst();
+    for (name, run) in scenarios {
+        if asked.is_empty() || asked.iter().any(|word| word == name) {
+            run();
+        }
+    }
 }
 
 // === devices ===
@@ -372,6 +393,7 @@ impl Shell {
 /// The memory of what the protocol and the books know of a claim.
 fn memory() {
     const CLAIMS: usize = 10_000;
+    const CONTEXTS: usize = 1_000;
     let before = resident_kib();
     let shell = Shell::new(CLAIMS);
     let protocol = resident_kib().saturating_sub(before) * 1024 / CLAIMS as u64;
@@ -391,6 +413,17 @@ fn memory() {
         Goal::none(),
     );
     drop(shell);
+    let before = resident_kib();
+    let contexts: Vec<_> = (0..CONTEXTS)
+        .map(|number| context(&format!("waiting-{number:04}"), 1))
+        .collect();
+    let each = resident_kib().saturating_sub(before) * 1024 / CONTEXTS as u64;
+    figure(
+        "memory of a context with 128 potential nodes, as a standby keeps it",
+        &format!("{each} bytes"),
+        Goal::none(),
+    );
+    drop(contexts);
 }
 
 fn events() {

@@ -1,11 +1,16 @@
 //! The requests of a pod's life, and how long it waits for its allocation.
 
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use drayman::api::resource::Pod;
+use futures::AsyncReadExt as _;
 use k8s_openapi::api::core::v1::Event;
 use kube::api::{Api, ListParams, Patch, PatchParams};
 use serde_json::json;
+use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
 use crate::Options;
@@ -31,6 +36,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         sleep(Duration::from_secs(2)).await;
         lives(&stage, nodes).await?;
     }
+    bytes(&stage).await?;
     controller.end().await?;
     stage.cluster.stop().await
 }
@@ -114,8 +120,77 @@ async fn lives(stage: &Stage, nodes: usize) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn one(stage: &Stage, name: &str, finishes: bool) -> anyhow::Result<()> {
+/// What the pod costs that is read once, beside what a watch of all pods would carry for the same lives.
+async fn bytes(stage: &Stage) -> anyhow::Result<()> {
+    let whole = Carried::by_a_watch_of_pods(stage, "application/json").await?;
+    let metadata = Carried::by_a_watch_of_pods(stage, METADATA_ONLY).await?;
+    // A watch begins with what is there already.
+    sleep(Duration::from_secs(1)).await;
+    for what in ["finishes", "is deleted while bound"] {
+        let (whole_before, metadata_before) = (whole.bytes(), metadata.bytes());
+        let mut read = 0;
+        for life in 0..DELETED {
+            let name = format!("bytes-{}-{life}", &what[..2]);
+            read += one(stage, &name, what == "finishes").await?;
+        }
+        sleep(Duration::from_secs(1)).await;
+        let read = read / DELETED;
+        let (whole, metadata) = (whole.bytes() - whole_before, metadata.bytes() - metadata_before);
+        let (whole, metadata) = (whole / DELETED, metadata / DELETED);
+        figure(
+            &format!("bytes of a pod that {what}, in its one read, {DELETED} lives"),
+            &format!(
+                "{read}; {whole} in a watch of all pods, {metadata} in one for metadata alone, where the claims are missing"
+            ),
+            Goal::is(0 < read && read <= whole),
+        );
+    }
+    Ok(())
+}
+
+/// What is asked for to get the metadata of objects and nothing else.
+const METADATA_ONLY: &str = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1";
+
+/// How many bytes a watch has carried so far.
+struct Carried {
+    bytes: Arc<AtomicUsize>,
+    task: JoinHandle<()>,
+}
+
+impl Carried {
+    /// Watches the pods of all namespaces, as a controller would that did not read them one by one.
+    async fn by_a_watch_of_pods(stage: &Stage, accept: &str) -> anyhow::Result<Self> {
+        let request = http::Request::get("/api/v1/pods?watch=true")
+            .header(http::header::ACCEPT, accept)
+            .body(Vec::new())?;
+        let stream = stage.cluster.client().request_stream(request).await?;
+        let bytes = Arc::new(AtomicUsize::new(0));
+        let sum = Arc::clone(&bytes);
+        let task = tokio::spawn(async move {
+            let (mut stream, mut buffer) = (pin!(stream), vec![0; 64 << 10]);
+            while let Ok(read @ 1..) = stream.read(&mut buffer).await {
+                sum.fetch_add(read, Ordering::Relaxed);
+            }
+        });
+        Ok(Self { bytes, task })
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Carried {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// The life of a pod. Answers with the bytes of the pod as the controller reads it: just after it was made.
+async fn one(stage: &Stage, name: &str, finishes: bool) -> anyhow::Result<usize> {
     stage.make_pod(name).await?;
+    let request = http::Request::get(format!("/api/v1/namespaces/default/pods/{name}")).body(Vec::new())?;
+    let read = stage.cluster.client().request_text(request).await?.len();
     stage.wait(stage.pods(), name, "bound", is_bound()).await?;
     let pod: Pod = stage.pods().get(name).await?;
     let claim = crate::stage::claim_name(Some(&pod)).unwrap_or_default();
@@ -135,5 +210,6 @@ async fn one(stage: &Stage, name: &str, finishes: bool) -> anyhow::Result<()> {
     ground::until("the pod's context is gone", PATIENCE, || async {
         Ok(contexts.get_opt(name).await?.is_none())
     })
-    .await
+    .await?;
+    Ok(read)
 }

@@ -1,0 +1,161 @@
+//! What a claim with selectors costs in the largest cluster, through the built-in driver as the controller calls it.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use drayman::api::resource::{Pod, ResourceClaim, ResourceClass};
+use drayman::driver::{ClaimRequest, Driver, Verdict};
+use drayman::host::HostDriver;
+use kube::client::Body;
+use serde_json::{Value, json};
+use tokio_util::sync::CancellationToken;
+
+use super::figures::{Goal, Times, figure};
+use super::{DRIVER, node_name};
+
+const NODES: usize = 15_000;
+const DEVICES: usize = 8;
+/// So many nodes differ from each other in their devices, and those on one node differ too: expressions judge all that differ.
+const DIFFERENT: usize = 2_000;
+
+/// Asks the driver as the controller does for one claim: the parameters, and then the nodes.
+async fn ask(
+    driver: &HostDriver,
+    pod: &Pod,
+    claim: &Arc<ResourceClaim>,
+    class: &Arc<ResourceClass>,
+    nodes: &[String],
+) -> Vec<Verdict> {
+    let class_parameters = driver.class_parameters(class).await.unwrap();
+    let claim_parameters = driver
+        .claim_parameters(claim, class, &class_parameters)
+        .await
+        .unwrap();
+    let request = ClaimRequest {
+        pod_claim_name: "device".to_owned(),
+        claim: Arc::clone(claim),
+        class: Arc::clone(class),
+        class_parameters: Arc::new(class_parameters),
+        claim_parameters,
+    };
+    driver.unsuitable_nodes(pod, &[request], nodes).await.unwrap()
+}
+
+pub(super) fn run() {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    runtime.block_on(async {
+        let driver = HostDriver::start(client(), DRIVER, CancellationToken::new());
+        driver.ready().await;
+        let class: ResourceClass = serde_json::from_value(json!({
+            "metadata": { "name": "test" }, "driverName": DRIVER,
+            "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClassParameters", "name": "test" },
+        }))
+        .unwrap();
+        let claim: ResourceClaim = serde_json::from_value(json!({
+            "metadata": { "namespace": "default", "name": "asked", "uid": "asked" },
+            "spec": { "resourceClassName": "test",
+                "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": "test" } },
+        }))
+        .unwrap();
+        let (class, claim, pod) = (Arc::new(class), Arc::new(claim), Pod::default());
+        // The asked nodes lie all over the inventory.
+        let asked: Vec<String> = (0..128).map(|node| node_name(node * 117)).collect();
+        let start = Instant::now();
+        let first = ask(&driver, &pod, &claim, &class, &asked).await;
+        let first_time = start.elapsed();
+        // Of the nodes with an even number every device has an even serial number.
+        let unsuitable = first.first().map_or(0, |verdict| verdict.unsuitable_nodes.len());
+        assert_eq!(unsuitable, 64, "the selectors tell nodes apart");
+        let about = format!(
+            "{NODES} nodes with {DEVICES} devices each, {} different ones, 2 selectors",
+            DIFFERENT * DEVICES
+        );
+        figure(
+            &format!("first time that anybody asks with these selectors, {about}"),
+            &format!("{first_time:.1?}"),
+            Goal::none(),
+        );
+        let mut times = Times::default();
+        for _ in 0..1000 {
+            let start = Instant::now();
+            let verdicts = ask(&driver, &pod, &claim, &class, &asked).await;
+            times.push(start.elapsed());
+            assert_eq!(verdicts, first);
+        }
+        figure(
+            &format!("parameters and unsuitable_nodes for 128 nodes after that, {about}"),
+            &times.to_string(),
+            Goal::at_most(times.median(), Duration::from_millis(1)),
+        );
+    });
+}
+
+/// A server that has these inventories and parameters, and nothing to tell of them afterwards.
+fn client() -> kube::Client {
+    let selector = |expression: &str| json!([{ "cel": { "expression": expression } }]);
+    let vendor = selector(r#"device.attributes["drayman.dev"].vendor == "10de""#);
+    let even = selector(r#"device.attributes["drayman.dev"].serial % 2 == 0"#);
+    let object = |kind: &str, spec: &Value| {
+        json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": kind,
+            "metadata": { "name": "test", "namespace": "default", "resourceVersion": "1" }, "spec": spec })
+    };
+    let class = object(
+        "DeviceClassParameters",
+        &json!({ "kind": "test", "selectors": vendor }),
+    );
+    let requests = json!([{ "name": "device", "count": 1, "selectors": even }]);
+    let claim = object("DeviceClaimParameters", &json!({ "requests": requests }));
+    let lists = BTreeMap::from([
+        (
+            "nodeinventories",
+            list(&(0..NODES).map(inventory).collect::<Vec<_>>()),
+        ),
+        ("deviceclassparameters", list(&[class])),
+        ("deviceclaimparameters", list(&[claim])),
+    ]);
+    let lists = Arc::new(lists);
+    let server = tower::service_fn(move |request: http::Request<Body>| {
+        let lists = Arc::clone(&lists);
+        async move {
+            let query = request.uri().query().unwrap_or_default();
+            if query.contains("watch=true") {
+                std::future::pending::<()>().await;
+            }
+            let plural = request.uri().path().rsplit('/').next().unwrap_or_default();
+            let list = lists.get(plural).cloned().unwrap();
+            Ok::<_, Infallible>(http::Response::new(Body::from(list)))
+        }
+    });
+    kube::Client::new(server, "default")
+}
+
+fn list(items: &[Value]) -> Vec<u8> {
+    let list = json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "List", "metadata": { "resourceVersion": "1" },
+        "items": items });
+    serde_json::to_vec(&list).unwrap()
+}
+
+fn inventory(node: usize) -> Value {
+    let device = |device: usize| {
+        json!({ "name": format!("device-{device:03}"), "kind": "test", "mode": "claims", "attributes": {
+            "drayman.dev/vendor": { "string": "10de" },
+            "drayman.dev/serial": { "int": device * 100_000 + node % DIFFERENT },
+            "drayman.dev/numaNode": { "int": device / 4 },
+        } })
+    };
+    let devices: Vec<Value> = (0..DEVICES).map(device).collect();
+    json!({
+        "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory",
+        "metadata": { "name": format!("{}.{DRIVER}", node_name(node)), "resourceVersion": "1" },
+        "spec": {
+            "driverName": DRIVER, "nodeName": node_name(node), "nodeUid": format!("uid-{node:05}"), "devices": devices,
+        },
+        "status": { "devices": DEVICES, "unhealthy": 0, "conditions": [{ "type": "Ready", "status": "True",
+            "reason": "Serving", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z" }] },
+    })
+}
