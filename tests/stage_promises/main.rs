@@ -20,6 +20,7 @@ mod deletions;
 mod ground;
 mod history;
 mod kubectl;
+mod loops;
 mod objects;
 mod parameters;
 mod pods;

@@ -14,6 +14,7 @@ mod fields;
 mod kinds;
 mod lists;
 pub(crate) mod object;
+mod openapi;
 mod patch;
 mod query;
 mod refusal;

@@ -62,6 +62,10 @@ impl ApiServer {
             after["status"]["phase"] = "Terminating".into();
         }
         let answer = if may_go(kind, &after) {
+            if grace.is_some() && (fresh || shorter) {
+                // A pod is stored as one that is being deleted first, also if it goes at once.
+                state.store.put(target.key(), after.clone());
+            }
             state.remove(&target.key());
             if kind.returns_deleted {
                 // What was deleted has the version of its deletion; only a pod says when it was.

@@ -13,6 +13,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::deletion::Deletion;
 use super::discovery;
+use super::openapi;
 use super::patch::{JSON_PATCH, MERGE_PATCH, Patch};
 use super::query::{self, Query, list_query};
 use super::refusal::Refusal;
@@ -89,6 +90,10 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
     let query = Query::read(parts.uri.query().unwrap_or_default());
     if let ["healthz" | "readyz" | "livez", ..] = path.as_slice() {
         return Ok("ok".into_response());
+    }
+    if let ["openapi", "v2"] = path.as_slice() {
+        let protobuf = HeaderValue::from_static(openapi::PROTOBUF);
+        return Ok(([(CONTENT_TYPE, protobuf)], Body::empty()).into_response());
     }
     if let Some(found) = discovered(server, &path) {
         return found
@@ -279,6 +284,8 @@ fn discovered(server: &ApiServer, path: &[&str]) -> Option<Option<Value>> {
     match path {
         ["version"] => Some(Some(discovery::version())),
         ["api"] => Some(Some(discovery::core())),
+        ["openapi", "v3"] => Some(Some(openapi::index(&state.kinds))),
+        ["openapi", "v3", rest @ ..] => Some(openapi::document(&state.kinds, &rest.join("/"))),
         ["apis"] => Some(Some(discovery::groups(&state.kinds))),
         ["apis", group] => Some(discovery::group(&state.kinds, group)),
         ["api", version] => Some(discovery::resources(&state.kinds, "", version)),
