@@ -113,6 +113,10 @@ impl Patch {
             Self::Strategic(patch) => strategic::apply(kind, &mut patched, patch)?,
             Self::Apply(configuration) => return apply::apply(kind, object, configuration, manager, force),
         }
+        if !patched.is_object() {
+            // Nothing is not an empty object.
+            return Err(Refusal::unprocessable());
+        }
         Ok(patched)
     }
 }
@@ -158,5 +162,7 @@ mod tests {
         let half =
             json!([{ "op": "add", "path": "/data/b", "value": "c" }, { "op": "remove", "path": "/data/d" }]);
         assert_eq!(patched(half).unwrap_err().code, 422);
+        let nothing = json!([{ "op": "replace", "path": "", "value": null }]);
+        assert_eq!(patched(nothing).unwrap_err().code, 422);
     }
 }
