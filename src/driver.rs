@@ -416,19 +416,17 @@ pub struct Finding {
 /// A claim that holds something of this driver's, or may do so.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Holding {
-    /// The claim. Its `status.allocation` is what it holds; a claim with our finalizer but without an allocation may
-    /// hold what was allocated by an earlier process that was killed before it could write it down.
+    /// The claim. Its `status.allocation` is what it holds; a claim with our finalizer but without an allocation may hold what an
+    /// earlier process allocated that was killed before it could write it down. See [`pod_claim_name`](ResourceClaim::pod_claim_name).
     pub claim: Arc<ResourceClaim>,
 }
 
 impl Holding {
-    /// The allocation that is recorded, if it is recorded as `driver`'s.
+    /// The allocation that is recorded, if `driver` holds something by it: [`ResourceClaimStatus::allocation_of`].
+    ///
+    /// [`ResourceClaimStatus::allocation_of`]: crate::api::resource::ResourceClaimStatus::allocation_of
     pub fn allocation(&self, driver: &str) -> Option<&AllocationResult> {
-        let status = &self.claim.status;
-        status
-            .allocation
-            .as_ref()
-            .filter(|_| status.driver_name.as_deref() == Some(driver))
+        self.claim.status.allocation_of(driver)
     }
 
     /// The claim's uid.

@@ -5,6 +5,9 @@
 //! Upstream: `staging/src/k8s.io/api/resource/v1alpha2/types.go` at release-1.30.
 
 pub mod label;
+mod owner;
+
+pub use owner::pod_owner_of;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -144,6 +147,10 @@ pub struct ResourceClaim {
     /// What came of it; written through the `status` subresource only.
     #[serde(default)]
     pub status: ResourceClaimStatus,
+    /// What [`POD_CLAIM_NAME_ANNOTATION`] says, where that annotation has been left out of the metadata: of an allocated claim that
+    /// has no other, the controller keeps this text instead of a map, which takes half a kilobyte. Not on the wire.
+    #[serde(skip)]
+    pub pod_claim_name: Option<Box<str>>,
 }
 
 /// The wish of a claim.

@@ -15,6 +15,7 @@ use crate::core::protocol::{
 };
 use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError};
 
+use super::calls::Calls;
 use super::leader::Fence;
 use super::trim::{Trim, trimmed};
 use super::{Controller, write};
@@ -37,6 +38,7 @@ struct Shared<D> {
     call_timeout: Duration,
     request_timeout: Duration,
     requests: Semaphore,
+    calls: Calls,
     fence: Fence,
 }
 
@@ -54,6 +56,7 @@ impl<D: Driver> Executor<D> {
             call_timeout: controller.call_timeout,
             request_timeout: controller.request_timeout,
             requests: Semaphore::new(REQUESTS),
+            calls: Calls::default(),
             fence,
         };
         Self {
@@ -105,7 +108,10 @@ impl<D: Driver> Executor<D> {
                     write::context(&shared.client, &key, &uid, &shared.settings.driver_name, &entries);
                 Answer::ContextWritten(shared.write(write).await)
             }),
-            Command::CallDriver { id, request } => self.answer(id, call(shared, request)),
+            Command::CallDriver { id, request } => self.answer(id, async move {
+                let made = call(shared.clone(), request);
+                shared.calls.make(made).await
+            }),
             // Reports go to their own queue.
             Command::Report(_) => {}
         }
@@ -157,17 +163,7 @@ impl<D: Driver> Shared<D> {
     }
 
     async fn write<T: Trim>(&self, request: impl Future<Output = Outcome<T>>) -> Outcome<Arc<T>> {
-        let _permit = self.requests.acquire().await;
-        // As late as possible: a write that has waited, or a process that was paused, may have outlived the lease.
-        if !self.fence.holds() {
-            return Outcome::Unknown("the lease is lost".to_owned());
-        }
-        let timeout = self.request_timeout;
-        let outcome = match tokio::time::timeout(timeout, request).await {
-            Ok(outcome) => outcome,
-            Err(_) => Outcome::Unknown(format!("no answer within {timeout:?}")),
-        };
-        match outcome {
+        match fenced(&self.requests, &self.fence, self.request_timeout, request).await {
             Outcome::Done(object) => Outcome::Done(trimmed(object)),
             Outcome::Refused(message) => {
                 tracing::warn!(answer = message, "write refused");
@@ -215,6 +211,24 @@ impl<D: Driver> Shared<D> {
             });
         }
         Ok(requests)
+    }
+}
+
+/// Sends a write when its turn has come, if this process may write then. That is asked as late as possible: a write that has waited, or
+/// a process that was paused, may have outlived the lease.
+async fn fenced<T>(
+    requests: &Semaphore,
+    fence: &Fence,
+    timeout: Duration,
+    request: impl Future<Output = Outcome<T>>,
+) -> Outcome<T> {
+    let _permit = requests.acquire().await;
+    if !fence.holds() {
+        return Outcome::Unknown("the lease is lost".to_owned());
+    }
+    match tokio::time::timeout(timeout, request).await {
+        Ok(outcome) => outcome,
+        Err(_) => Outcome::Unknown(format!("no answer within {timeout:?}")),
     }
 }
 
@@ -307,5 +321,33 @@ fn call_error(error: DriverError, subject: Subject) -> CallError {
         subject,
         reason: error.reason,
         message: error.message,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_write_that_waits_longer_than_the_lease_is_never_sent() {
+        let lease = Duration::from_secs(10);
+        let (requests, fence, sent) = (Semaphore::new(1), Fence::held_for(lease), AtomicUsize::new(0));
+        let write = |timeout: Duration| {
+            let request = async {
+                sent.fetch_add(1, Ordering::Relaxed);
+                std::future::pending::<Outcome<()>>().await
+            };
+            fenced(&requests, &fence, timeout, request)
+        };
+        // The first one takes the only turn and has no answer; the second one is next while the lease is held, the third is not.
+        let (first, second) = (lease / 4, lease);
+        let outcomes = tokio::join!(write(first), write(second), write(lease));
+        assert_eq!(sent.load(Ordering::Relaxed), 2);
+        let unknown = |text: &str| Outcome::Unknown(text.to_owned());
+        assert_eq!(outcomes.0, unknown("no answer within 2.5s"));
+        assert_eq!(outcomes.1, unknown("no answer within 10s"));
+        assert_eq!(outcomes.2, unknown("the lease is lost"));
     }
 }

@@ -257,3 +257,33 @@ fn record(object: &LeaseObject) -> LeaseRecord {
         version: object.metadata.resource_version.clone().unwrap_or_default(),
     }
 }
+
+#[cfg(test)]
+impl Fence {
+    /// The fence of a leader that has just renewed its lease and does not do so again: it may write for so long.
+    pub(super) fn held_for(time: Duration) -> Self {
+        let settings = LeaseSettings {
+            identity: "this".to_owned(),
+            duration: time * 2,
+            renew_deadline: time,
+            retry_period: time / 4,
+            request_timeout: time / 4,
+        };
+        let (start, now) = (Instant::now(), Moment::default());
+        let record = LeaseRecord {
+            holder: settings.identity.clone(),
+            duration: settings.duration,
+            ..LeaseRecord::default()
+        };
+        let mut lease = Lease::new(settings);
+        for answer in [LeaseAnswer::Read(None), LeaseAnswer::Written(record)] {
+            let step = lease.step(now);
+            lease.sent(&step, now);
+            lease.answered(answer, now, now);
+        }
+        Self {
+            lease: Some(Arc::new(Mutex::new(lease))),
+            start,
+        }
+    }
+}

@@ -19,6 +19,7 @@ mod limits;
 mod names;
 mod objects;
 mod outcome;
+mod owners;
 mod pods;
 mod queue;
 mod release;

@@ -2,6 +2,8 @@
 //! checks refuse. The pure core, with a clock of the test's.
 
 mod early;
+mod late;
+mod owners;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

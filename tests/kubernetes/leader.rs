@@ -1,20 +1,29 @@
 //! Several controllers: one leads, and no two ever write for it at once.
 
 use std::collections::BTreeSet;
+use std::pin::pin;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use drayman::api::handle::DeviceHandle;
 use drayman::api::resource::{Pod, ResourceClaim, ResourceClaimStatus};
+use futures::TryStreamExt as _;
+use jiff::Timestamp;
 use k8s_openapi::api::coordination::v1::Lease;
-use kube::api::{Api, Patch, PatchParams, PostParams};
+use kube::api::{Api, ListParams, Patch, PatchParams, PostParams};
+use kube::runtime::{WatchStreamExt as _, watcher};
 use rustix::process::Signal;
 use serde_json::json;
+use tokio::time::timeout;
 
-use crate::harness::IMAGE;
+use crate::harness::{IMAGE, PATIENCE};
 
 use crate::controller::assert_distinct;
 use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, wait_for_inventory};
-use crate::stage::{DRIVER, FINALIZER, Stage, is_allocated, is_bound, pod_from};
+use crate::stage::{DRIVER, FINALIZER, Stage, has_finalizer, is_allocated, is_bound, pod_from};
+
+/// How long the lease of [`Stage::replica`] must be left alone.
+const LEASE_DURATION: Duration = Duration::from_secs(7);
 
 /// Who holds the lease, once it is not `other`.
 async fn holder(stage: &Stage, other: &str) -> anyhow::Result<String> {
@@ -36,23 +45,81 @@ async fn writes(stage: &Stage, user: &str) -> anyhow::Result<usize> {
         .count())
 }
 
+/// The writes to claims and contexts of one controller that the API server got at `since` or later.
+async fn writes_since(stage: &Stage, user: &str, since: Timestamp) -> anyhow::Result<Vec<String>> {
+    let mut late = Vec::new();
+    for entry in stage.cluster.audit().of_user(user).await? {
+        let received: Timestamp = entry.received.parse()?;
+        if entry.is_write() && entry.group == "resource.k8s.io" && received >= since {
+            late.push(format!("{received}: {} {} {}", entry.verb, entry.uri, entry.code));
+        }
+    }
+    Ok(late)
+}
+
+/// Until when the lease was one controller's: its duration after the last time that the API server took a renewal.
+async fn lease_ended(stage: &Stage, user: &str) -> anyhow::Result<Timestamp> {
+    let entries = stage.cluster.audit().of_user(user).await?;
+    let renewals = entries
+        .iter()
+        .filter(|entry| entry.resource == "leases" && entry.is_write() && entry.code < 300);
+    let last = renewals.map(|entry| entry.completed.as_str()).max();
+    let last: Timestamp = last.context("it held the lease")?.parse()?;
+    Ok(last + LEASE_DURATION)
+}
+
+/// Returns as soon as so many claims have our finalizer.
+async fn until_secured(stage: &Stage, count: usize) -> anyhow::Result<()> {
+    let mut secured = BTreeSet::new();
+    let mut claims = pin!(watcher(stage.claims(), watcher::Config::default()).applied_objects());
+    while secured.len() < count {
+        let claim = timeout(PATIENCE, claims.try_next()).await??;
+        let claim = claim.context("a watch has no end")?;
+        if has_finalizer(&claim) {
+            secured.insert(claim.metadata.name);
+        }
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn a_paused_leader_writes_nothing_when_it_comes_back_and_ends() -> anyhow::Result<()> {
+    const PODS: usize = 40;
     let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 4).await?;
-    stage.make_template(None).await?;
+    for node in ["node-a", "node-b"] {
+        stage.pretend_devices(node, PODS / 2).await?;
+    }
+    let names: BTreeSet<String> = (0..PODS).map(|number| format!("pod-{number:02}")).collect();
+    for name in &names {
+        stage.make_claim(name, "WaitForFirstConsumer", false).await?;
+    }
     let first = stage.replica("controller-a").await?;
     let leader = holder(&stage, "").await?;
-    stage.make_pod("before").await?;
-    stage.wait(stage.pods(), "before", "bound", is_bound()).await?;
     let second = stage.replica("controller-b").await?;
 
-    first.signal(Signal::STOP)?;
-    let before = writes(&stage, "controller-a").await?;
-    assert!(before > 0, "the first one led");
+    // In the middle of its work: of some claims it waits for an answer, of others the news come while it cannot read them.
+    let made = async {
+        for name in &names {
+            stage.make_pod_with(name, name).await?;
+        }
+        anyhow::Ok(())
+    };
+    let paused = async {
+        until_secured(&stage, 3).await?;
+        first.signal(Signal::STOP)
+    };
+    tokio::try_join!(made, paused)?;
+    let claims = stage.claims().list(&ListParams::default()).await?;
+    let left = claims.iter().filter(|claim| !is_allocated(claim)).count();
+    assert!(left > PODS / 4, "{left} of {PODS} are left to do");
+    println!("paused when {left} of {PODS} pods were left to serve");
+
     let next = holder(&stage, &leader).await?;
-    stage.make_pod("during").await?;
-    stage.wait(stage.pods(), "during", "bound", is_bound()).await?;
+    for name in &names {
+        stage.wait(stage.pods(), name, "bound", is_bound()).await?;
+    }
+    let end = lease_ended(&stage, "controller-a").await?;
+    assert!(end < Timestamp::now(), "the other one has led since");
     first.signal(Signal::CONT)?;
     let status = first.ended().await?;
     assert_eq!(
@@ -60,13 +127,18 @@ async fn a_paused_leader_writes_nothing_when_it_comes_back_and_ends() -> anyhow:
         Some(1),
         "a leader that was paused past its lease ends"
     );
-    stage.make_pod("after").await?;
-    stage.wait(stage.pods(), "after", "bound", is_bound()).await?;
+    stage.make_claim("after", "Immediate", false).await?;
+    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+    stage.remove_pod("pod-00").await?;
+    stage.delete_claim("pod-00").await?;
+    stage.wait(stage.claims(), "after", "allocated", met).await?;
+    assert!(writes(&stage, "controller-a").await? > 0, "it led");
     assert_eq!(
-        writes(&stage, "controller-a").await?,
-        before,
-        "and has written nothing any more"
+        writes_since(&stage, "controller-a", end).await?,
+        Vec::<String>::new(),
+        "nothing was written after the end of its lease, {end}"
     );
+    assert!(writes_since(&stage, "controller-b", end).await?.len() >= left);
     assert_eq!(holder(&stage, "").await?, next);
     assert_distinct(&stage).await?;
     second.end().await?;

@@ -1,13 +1,17 @@
 //! Records of other releases, and of nobody's: what can be read counts, what cannot is told and never guessed at.
 
+use std::time::Duration;
+
+use anyhow::Context as _;
 use drayman::api::crd::NodeInventory;
-use drayman::api::resource::ResourceClaim;
+use drayman::api::resource::{ResourceClaim, ResourceClaimStatus};
 use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
 
+use crate::controller::assert_distinct;
 use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, traces, wait_for_inventory};
 use crate::records::{devices, first_handle, kind, open_definitions, write};
-use crate::stage::{DRIVER, Stage, is_allocated, is_bound};
+use crate::stage::{DRIVER, Stage, is_allocated, is_bound, is_gone};
 
 #[tokio::test]
 async fn a_handle_of_the_first_release_or_with_fields_of_a_later_one_counts_until_its_claim_is_gone()
@@ -139,7 +143,16 @@ async fn a_copied_allocation_is_told_and_frees_nothing_of_the_claim_that_it_was_
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 2).await?;
     stage.make_template(None).await?;
-    let controller = stage.controller()?;
+    // The claim that gets the copy may be the older one: what tells then is not the age.
+    stage
+        .make_claim("older-copy", "WaitForFirstConsumer", true)
+        .await?;
+    let made = stage.claims().get("older-copy").await?;
+    let next_second = made.metadata.creation_timestamp.context("a time")?.0 + Duration::from_secs(1);
+    while jiff::Timestamp::now() < next_second {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let mut controller = stage.controller()?;
     assert_eq!(stage.serve("owner").await?, ["node-a/drayman-test-0"]);
     let original = stage.claim_of("owner", "allocated", is_allocated).await?;
     let handles = original
@@ -148,24 +161,98 @@ async fn a_copied_allocation_is_told_and_frees_nothing_of_the_claim_that_it_was_
         .iter()
         .flat_map(|one| &one.resource_handles);
     let handles = serde_json::to_value(handles.collect::<Vec<_>>())?;
-    stage.make_claim("copy", "WaitForFirstConsumer", true).await?;
-    stage.write_allocation("copy", Some("node-a"), &handles).await?;
+    stage
+        .make_claim("younger-copy", "WaitForFirstConsumer", true)
+        .await?;
     let uid = original.metadata.uid.clone().unwrap_or_default();
-    // Both are said in one go, the one about the device last.
+    let name = original.metadata.name.clone().unwrap_or_default();
+    for copy in ["older-copy", "younger-copy"] {
+        stage.write_allocation(copy, Some("node-a"), &handles).await?;
+        // Both are said in one go, the one about the device last.
+        stage
+            .wait_for_event(copy, "AllocationMadeForAnother", &uid)
+            .await?;
+        stage
+            .wait_for_event(copy, "DeviceHeldTwice", &format!("default/{copy} is taken back"))
+            .await?;
+        let taken_back = |claim: Option<&ResourceClaim>| claim.is_some_and(|claim| !is_allocated(claim));
+        stage.wait(stage.claims(), copy, "taken back", taken_back).await?;
+        assert_eq!(stage.times_said(&name, "DeviceHeldTwice").await?, 0);
+    }
+    // Nor does it matter what a controller sees first after a start, all at once.
+    controller.kill().await?;
     stage
-        .wait_for_event("copy", "AllocationMadeForAnother", &uid)
+        .write_allocation("older-copy", Some("node-a"), &handles)
         .await?;
+    let controller = stage.controller()?;
+    let taken_back = |claim: Option<&ResourceClaim>| claim.is_some_and(|claim| !is_allocated(claim));
     stage
-        .wait_for_event("copy", "DeviceHeldTwice", "default/copy is taken back")
+        .wait(stage.claims(), "older-copy", "taken back again", taken_back)
         .await?;
-    stage.delete_claim("copy").await?;
+    for copy in ["older-copy", "younger-copy"] {
+        stage.delete_claim(copy).await?;
+    }
     assert_eq!(
         stage.serve("next").await?,
         ["node-a/drayman-test-1"],
         "the other one is still held"
     );
-    let name = original.metadata.name.clone().unwrap_or_default();
     assert_eq!(stage.claims().get(&name).await?.status, original.status);
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn an_allocation_whose_driver_somebody_renames_keeps_its_device_until_its_pod_ends()
+-> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 2).await?;
+    stage.make_template(None).await?;
+    let mut controller = stage.controller()?;
+    assert_eq!(stage.serve("made").await?, ["node-a/drayman-test-0"]);
+    stage.make_claim("named", "WaitForFirstConsumer", false).await?;
+    stage.make_pod_with("names", "named").await?;
+    stage.wait(stage.pods(), "names", "bound", is_bound()).await?;
+    let made = stage.claim_of("made", "allocated", is_allocated).await?;
+    let made = made.metadata.name.unwrap_or_default();
+    let renamed = Patch::Merge(json!({ "status": { "driverName": "somebody.example.com" } }));
+    for claim in [made.as_str(), "named"] {
+        stage
+            .claims()
+            .patch_status(claim, &PatchParams::default(), &renamed)
+            .await?;
+    }
+    // Nor after a restart.
+    for waiting in ["first", "second"] {
+        stage.make_pod(waiting).await?;
+        stage
+            .wait_for_event(waiting, "NoSuitableDevice", "2 of 2 held")
+            .await?;
+        controller.kill().await?;
+        controller = stage.controller()?;
+    }
+    for claim in [made.as_str(), "named"] {
+        let claim = stage.claims().get(claim).await?;
+        assert!(is_allocated(&claim), "{claim:?}");
+    }
+    // Each pod ends, and its device is free. What is asked back is given back under whatever name.
+    stage.remove_pod("made").await?;
+    stage.wait(stage.claims(), &made, "gone", is_gone()).await?;
+    stage.remove_pod("names").await?;
+    if stage.cluster.minor() >= 28 {
+        let given_back = |claim: Option<&ResourceClaim>| {
+            claim.is_some_and(|claim| claim.status == ResourceClaimStatus::default())
+        };
+        stage
+            .wait(stage.claims(), "named", "given back", given_back)
+            .await?;
+    } else {
+        stage.delete_claim("named").await?;
+    }
+    for waiting in ["first", "second"] {
+        stage.wait(stage.pods(), waiting, "bound", is_bound()).await?;
+    }
+    assert_distinct(&stage).await?;
     controller.end().await?;
     stage.cluster.stop().await
 }

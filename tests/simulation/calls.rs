@@ -44,9 +44,6 @@ impl Stage {
             _ => return,
         };
         let generation = self.generation;
-        // What is refused now would have been refused before: no write that is late can still be taken.
-        let refusals = [Fault::Refused, Fault::RefusedLast];
-        let fault = fault.filter(|fault| !refusals.contains(fault) || !self.is_late(&command));
         let timeout = self.rng.between(2 * SECOND, 10 * SECOND);
         let mut way = self.delay();
         match fault {
@@ -98,16 +95,6 @@ impl Stage {
             },
         );
         self.after(way, Action::Arrive(number));
-    }
-
-    /// Whether an earlier write to the same claim is still on its way.
-    fn is_late(&self, command: &Command) -> bool {
-        let Command::WriteClaim { uid, .. } = command else {
-            return false;
-        };
-        self.network
-            .values()
-            .any(|request| matches!(&request.command, Command::WriteClaim { uid: other, .. } if other == uid))
     }
 
     pub(crate) fn arrive(&mut self, number: u64) {

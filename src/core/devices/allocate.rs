@@ -71,7 +71,7 @@ impl Books {
                     ..
                 })
             ) {
-                let change = self.put(wish.claim, State::Held(grant));
+                let change = self.put(wish.claim, State::Held(grant), false);
                 freed += self.available_again(&change);
             }
             Ok(answer)

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use k8s_openapi::api::core::v1::{NodeSelector, NodeSelectorRequirement};
 
 use crate::api::handle::{DeviceHandle, HandleError, VERSION};
+use crate::api::resource::label::{LABEL_OF_ANY_NODE, NODE_LABEL};
 use crate::api::resource::{AllocationResult, NODE_NAME_FIELD, ResourceClaim, ResourceHandle};
 use crate::core::devices::holdings::{Grant, State};
 
@@ -79,6 +80,13 @@ pub fn claim_name(claim: &ResourceClaim) -> String {
     let metadata = &claim.metadata;
     let namespace = metadata.namespace.as_deref().unwrap_or_default();
     format!("{namespace}/{}", metadata.name.as_deref().unwrap_or_default())
+}
+
+/// The node that a claim's label names, as the value of that label: the one on which the claim was to be allocated.
+pub fn labelled_node(driver: &str, claim: &ResourceClaim) -> Option<Box<str>> {
+    let labels = claim.metadata.labels.as_ref()?;
+    let node = labels.get(&format!("{driver}/{NODE_LABEL}"))?;
+    (node != LABEL_OF_ANY_NODE && !node.is_empty()).then(|| node.as_str().into())
 }
 
 /// The nodes that a selector names.

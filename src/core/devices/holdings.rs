@@ -10,6 +10,7 @@ use std::sync::Arc;
 use jiff::Timestamp;
 
 use crate::api::handle::HandleDevice;
+use crate::api::resource::label::label_of_node;
 
 /// The devices of one node that one claim holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,15 +57,19 @@ pub struct Holder {
     pub claim: Box<str>,
     /// When the claim was made.
     pub created: Option<Timestamp>,
+    /// The allocation was made for another claim and has been copied into this one.
+    pub copied: bool,
     /// What it holds.
     pub state: State,
 }
 
 impl Holder {
-    /// Of two claims that hold one device the lower keeps it: what is recorded before what is not, then the older claim,
-    /// then the lower uid. The time of the allocation itself is not recorded in a claim.
-    fn rank<'a>(&self, uid: &'a str) -> (bool, Option<Timestamp>, &'a str) {
-        (matches!(self.state, State::Held(_)), self.created, uid)
+    /// Of two claims that hold one device the lower keeps it: one that it was allocated to before one that says so by a copy of
+    /// another's allocation, then what is recorded before what is not, then the older claim, then the lower uid. The time of the
+    /// allocation itself is not recorded in a claim.
+    fn rank<'a>(&self, uid: &'a str) -> (bool, bool, Option<Timestamp>, &'a str) {
+        let is_held = matches!(self.state, State::Held(_));
+        (self.copied, is_held, self.created, uid)
     }
 }
 
@@ -132,9 +137,11 @@ impl Holdings {
         self.nodes.get(node_uid)
     }
 
-    /// Whether a claim holds something on the node of this name that cannot be told.
+    /// Whether a claim holds something on the node of this name that cannot be told. The node may be named by its label's value.
     pub fn unreadable_on(&self, node_name: &str) -> bool {
-        self.unreadable.contains_key(node_name)
+        !self.unreadable.is_empty()
+            && (self.unreadable.contains_key(node_name)
+                || self.unreadable.contains_key(label_of_node(node_name).as_str()))
     }
 
     /// Whether anybody but the claim of this uid holds the device.
@@ -172,7 +179,7 @@ impl Holdings {
         if self
             .claims
             .get(&uid)
-            .is_some_and(|before| before.state == holder.state)
+            .is_some_and(|before| before.state == holder.state && before.copied == holder.copied)
         {
             return change;
         }
@@ -287,6 +294,7 @@ mod tests {
         Holder {
             claim: claim.into(),
             created: Some(Timestamp::from_second(created).unwrap()),
+            copied: false,
             state,
         }
     }
@@ -371,6 +379,22 @@ mod tests {
     }
 
     #[test]
+    fn a_copy_of_an_allocation_comes_last_however_old_its_claim_is() {
+        for state in [State::Recorded, State::Held] {
+            let mut holdings = Holdings::default();
+            let mut copy = holder("n/copy", 1, State::Recorded(grant("1", &["d"])));
+            copy.copied = true;
+            holdings.put("a", copy);
+            let change = holdings.put("b", holder("n/original", 2, state(grant("1", &["d"]))));
+            let conflicts = holdings.conflicts(&change.shared[0], 1);
+            let [conflict] = conflicts.as_slice() else {
+                panic!("{conflicts:?}")
+            };
+            assert_eq!((&*conflict.keeper, &*conflict.other), ("n/original", "n/copy"));
+        }
+    }
+
+    #[test]
     fn a_node_of_another_uid_has_devices_of_its_own() {
         let mut holdings = Holdings::default();
         holdings.put("u", holder("n/c", 1, State::Recorded(grant("old", &["d"]))));
@@ -401,6 +425,14 @@ mod tests {
         assert!(holdings.unreadable_on("a") && change.unblocked.is_empty());
         assert_eq!(holdings.remove("v").unblocked, ["a".into()]);
         assert!(!holdings.unreadable_on("a"));
+    }
+
+    #[test]
+    fn a_node_may_be_known_by_the_value_of_its_label_alone() {
+        let mut holdings = Holdings::default();
+        let long = "node-".repeat(40);
+        holdings.put("u", holder("n/c", 1, unreadable(&label_of_node(&long))));
+        assert!(holdings.unreadable_on(&long) && !holdings.unreadable_on(&"node-".repeat(39)));
     }
 
     #[test]

@@ -139,11 +139,7 @@ pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceCl
     let mut held: BTreeMap<(String, String), (String, Vec<Holder>)> = BTreeMap::new();
     for claim in claims {
         let status = &claim.status;
-        let Some(allocation) = status
-            .allocation
-            .as_ref()
-            .filter(|_| status.driver_name.as_deref() == Some(driver))
-        else {
+        let Some(allocation) = status.allocation_of(driver) else {
             continue;
         };
         let uid = claim.metadata.uid.as_deref().unwrap_or_default();

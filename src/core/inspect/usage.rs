@@ -128,8 +128,7 @@ pub fn dependents(objects: Objects<'_>) -> Vec<Dependent> {
 pub fn held_by(driver: &str, claims: &[ResourceClaim]) -> Vec<Dependent> {
     let finalizer = finalizer_of(driver);
     let holds = |claim: &&ResourceClaim| {
-        let allocated =
-            claim.status.allocation.is_some() && claim.status.driver_name.as_deref() == Some(driver);
+        let allocated = claim.status.allocation_of(driver).is_some();
         allocated
             || claim
                 .metadata

@@ -82,11 +82,9 @@ impl Announced {
 
 /// The devices of this node that a claim was allocated by this driver.
 fn devices(claim: &ResourceClaim, driver_name: &str, node_name: &str) -> Vec<String> {
-    let handles = claim
-        .status
-        .allocation
-        .iter()
-        .filter(|_| claim.status.driver_name.as_deref() == Some(driver_name))
+    let allocation = claim.status.allocation_of(driver_name);
+    let handles = allocation
+        .into_iter()
         .flat_map(|allocation| &allocation.resource_handles);
     handles
         .filter_map(|handle| DeviceHandle::parse(handle.data.as_deref()?).ok())

@@ -79,6 +79,8 @@ struct Item {
     refusal: Option<String>,
     /// Writes without a clear answer.
     unclear: u32,
+    /// One of them was to record the allocation, and whether it has done so was not read since it can no longer come late.
+    may_be_recorded: bool,
     /// Its allocation was refused before: the others are not recorded before it is.
     goes_first: bool,
     retry: Retry,
@@ -148,6 +150,7 @@ impl World {
                 step: Step::Waiting,
                 refusal: None,
                 unclear: 0,
+                may_be_recorded: false,
                 goes_first: claim.allocation_refused,
                 retry: Retry::default(),
             });
@@ -249,7 +252,7 @@ impl World {
         };
         for item in &mut batch.items {
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
-            if item.step == Step::Waiting && known.is_some_and(is_secured) {
+            if item.step == Step::Waiting && known.is_some_and(|known| is_secured(known)) {
                 item.step = Step::Done;
             }
             if item.step == Step::Waiting && wanted && batch.failure.is_none() {
@@ -339,8 +342,21 @@ impl World {
             }
             // An earlier leader's write may have recorded it after all: it is in use then, and not to be given back.
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
-            if known.is_some_and(ClaimState::is_ours) {
+            if known.is_some_and(|known| known.is_ours()) {
                 item.step = Step::Done;
+                continue;
+            }
+            // So may one of our own: it is waited for, and then the claim is read once more.
+            if item.may_be_recorded
+                && let Some(known) = known
+            {
+                if let Some(moment) = known.unsettled_until(now) {
+                    self.wake_at(moment, Work::Batch(id));
+                } else {
+                    item.may_be_recorded = false;
+                    item.step = Step::ToRead;
+                    self.dirty.insert(Work::Batch(id));
+                }
                 continue;
             }
             if let Some(moment) = item.retry.wait_until(now) {

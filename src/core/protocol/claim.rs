@@ -132,7 +132,9 @@ impl ClaimState {
             .finalizers
             .as_ref()
             .is_some_and(|all| all.iter().any(|name| name == finalizer));
-        self.is_ours = status.allocation.is_some() && status.driver_name.as_deref() == Some(driver);
+        // Whoever renames the driver of an allocation does not take it from us.
+        let is_held = status.allocation_of(driver).is_some();
+        self.is_ours = is_held && (self.has_finalizer || status.driver_name.as_deref() == Some(driver));
         if was_ours && !self.is_ours {
             self.misallocated = None;
         }
@@ -145,7 +147,7 @@ impl ClaimState {
         } else {
             self.release_seen = None;
         }
-        let concerns = self.has_finalizer || self.is_ours;
+        let concerns = self.has_finalizer || is_held;
         if !concerns && !self.observed {
             return None;
         }
@@ -158,7 +160,6 @@ impl ClaimState {
 
     /// What the driver is told of it at the start.
     pub(super) fn observe_first(&mut self) -> Option<Holding> {
-        self.observed = self.has_finalizer || self.is_ours;
         self.uncertain = self.has_finalizer && !self.is_ours;
         self.observed.then(|| Holding::of(&self.object))
     }
@@ -218,12 +219,13 @@ impl ClaimState {
         self.has_finalizer
     }
 
-    /// Whether it records an allocation as ours.
+    /// Whether it records an allocation that is ours to give back: in our name; or with our finalizer and a resource handle of ours,
+    /// under whatever name.
     pub(super) fn is_ours(&self) -> bool {
         self.is_ours
     }
 
-    /// The allocation, if it is recorded as ours.
+    /// The allocation, if it is ours.
     fn own_allocation(&self) -> Option<AllocationResult> {
         self.object.status.allocation.clone().filter(|_| self.is_ours)
     }

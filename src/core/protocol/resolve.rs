@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use crate::api::resource::{
     POD_CLAIM_NAME_ANNOTATION, Pod, PodResourceClaim, PodSchedulingContext, ResourceClaim,
-    ResourceClaimSchedulingStatus, controller_of,
+    ResourceClaimSchedulingStatus, controller_of, pod_owner_of,
 };
 
 use super::event::ObjectKey;
@@ -67,9 +67,23 @@ pub(crate) fn resolve<C>(
 /// Whether a claim says of itself that it was made for an entry of its pod.
 pub(crate) fn is_made_for(claim: &ResourceClaim, entry: &str) -> bool {
     let annotations = claim.metadata.annotations.as_ref();
-    annotations
-        .and_then(|all| all.get(POD_CLAIM_NAME_ANNOTATION))
-        .is_some_and(|made_for| made_for == entry)
+    let annotated = annotations.and_then(|all| all.get(POD_CLAIM_NAME_ANNOTATION));
+    annotated.map(String::as_str).or(claim.pod_claim_name.as_deref()) == Some(entry)
+}
+
+/// Whether a claim was made from a template, for the pod that owns it: since 1.28 it says so itself, and before that it had the name of
+/// the pod and of an entry. A claim of another sort that a pod owns is there for whoever names it.
+pub(super) fn is_generated(claim: &ResourceClaim) -> bool {
+    let metadata = &claim.metadata;
+    let Some(pod) = pod_owner_of(metadata) else {
+        return false;
+    };
+    let annotations = metadata.annotations.as_ref();
+    let name = metadata.name.as_deref().unwrap_or_default();
+    annotations.is_some_and(|all| all.contains_key(POD_CLAIM_NAME_ANNOTATION))
+        || name
+            .strip_prefix(&pod.name)
+            .is_some_and(|rest| rest.starts_with('-'))
 }
 
 impl World {

@@ -145,7 +145,7 @@ fn came_to_nothing(answer: &Answer) -> bool {
 fn queue_of_work(work: &Work) -> &'static str {
     match work {
         Work::Batch(_) => "batch",
-        Work::Claim(_) => "claim",
+        Work::Claim(_) | Work::Open(_) => "claim",
         Work::Context(_) | Work::Recheck(_) | Work::Offer(_) => "context",
     }
 }

@@ -78,6 +78,8 @@ pub(super) enum Work {
     Batch(BatchId),
     /// A claim.
     Claim(ObjectKey),
+    /// A claim that the pod that it was made for may have left to others.
+    Open(ObjectKey),
     /// A context.
     Context(ObjectKey),
     /// The slow recheck of a waiting context.
@@ -123,13 +125,14 @@ pub struct World {
     pub(super) finalizer: String,
     barrier: Barrier,
     pub(super) classes: BTreeMap<String, Arc<ResourceClass>>,
-    pub(super) claims: BTreeMap<ObjectKey, ClaimState>,
+    /// A tree that is filled in order, as a list does, is half empty: what is in it is small, and what is large beside it.
+    pub(super) claims: BTreeMap<ObjectKey, Box<ClaimState>>,
     /// Claims by the uid of the pod that owns them, in order. Nearly always one, for which a set would take room for eleven.
     pub(super) claims_by_owner: BTreeMap<String, Vec<ObjectKey>>,
     /// Claims that a context might be about: ours, delayed, not allocated.
     pub(super) candidates: BTreeSet<ObjectKey>,
-    /// Those of them that were not made for one pod.
-    pub(super) unowned_candidates: BTreeSet<ObjectKey>,
+    /// Those of them that any pod of their namespace may name: they were not made for one pod, or that pod has not taken them.
+    pub(super) open_candidates: BTreeSet<ObjectKey>,
     /// Immediate claims that are not allocated.
     pub(super) unallocated_immediate: BTreeSet<ObjectKey>,
     pub(super) contexts: BTreeMap<ObjectKey, ContextState>,
@@ -160,7 +163,7 @@ impl World {
             claims: BTreeMap::new(),
             claims_by_owner: BTreeMap::new(),
             candidates: BTreeSet::new(),
-            unowned_candidates: BTreeSet::new(),
+            open_candidates: BTreeSet::new(),
             unallocated_immediate: BTreeSet::new(),
             contexts: BTreeMap::new(),
             early_pods: BTreeMap::new(),
@@ -222,6 +225,7 @@ impl World {
                     match work {
                         Work::Batch(id) => self.step_batch(id, now),
                         Work::Claim(key) => self.step_claim(&key, now),
+                        Work::Open(key) => self.open_claim(&key),
                         Work::Context(key) => self.step_context(&key, now),
                         Work::Recheck(key) => self.recheck_context(&key, now),
                         Work::Offer(key) => self.end_offer(&key),
@@ -312,7 +316,7 @@ impl World {
         let holdings = self
             .claims
             .values_mut()
-            .filter_map(ClaimState::observe_first)
+            .filter_map(|claim| claim.observe_first())
             .collect();
         self.outbox.push(Command::Observe(Observation::All(holdings)));
         self.outbox.push(Command::AwaitDriver);

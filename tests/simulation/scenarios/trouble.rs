@@ -26,6 +26,28 @@ fn a_lost_reply_is_cleared_by_one_read() {
 }
 
 #[test]
+fn what_a_late_write_may_record_is_not_given_back_although_the_next_one_is_refused() {
+    let mut stage = calm(&[("node-a", 1)]);
+    // Read, judge, finalizer, allocate, record, read, record again.
+    stage.faults.plan.insert(stage.commands + 5, Fault::Late);
+    stage.faults.plan.insert(stage.commands + 7, Fault::Refused);
+    stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    until_bound(&mut stage, "p");
+    let log = plain(&stage.command_log);
+    assert_eq!(
+        log[4..],
+        [
+            "record node-a:d0 in p-c0 for p",
+            "read claim p-c0",
+            "record node-a:d0 in p-c0 for p",
+            "read claim p-c0",
+        ],
+        "{log:?}"
+    );
+    expect_well(stage);
+}
+
+#[test]
 fn an_allocation_that_timed_out_is_given_back_before_anything_else() {
     for fault in [Fault::DriverHungAfter, Fault::DriverHungBefore] {
         let mut stage = calm(&[("node-a", 1)]);

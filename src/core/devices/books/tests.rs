@@ -139,6 +139,52 @@ fn an_allocation_copied_from_another_claim_is_reported_and_both_hold_the_device(
 }
 
 #[test]
+fn a_copied_allocation_never_takes_the_device_from_the_claim_that_it_was_made_for() {
+    for original_first in [true, false] {
+        // The one with the lower uid wins where nothing else tells two claims apart; they are of one age.
+        let mut before = books(&["d"]);
+        let allocation = allocate(&mut before, "z").unwrap();
+        let mut books = books(&["d"]);
+        let order = if original_first { ["z", "a"] } else { ["a", "z"] };
+        let observed: Vec<Problem> = order
+            .iter()
+            .flat_map(|uid| observe(&mut books, uid, Some(&allocation)).problems)
+            .collect();
+        let conflict = observed.iter().find_map(|problem| match problem {
+            Problem::Conflict(conflict) => Some((&*conflict.keeper, &*conflict.other)),
+            _ => None,
+        });
+        assert_eq!(conflict, Some(("ns/z", "ns/a")), "{original_first}");
+    }
+}
+
+#[test]
+fn an_unreadable_allocation_that_names_no_node_blocks_the_one_of_its_claim_s_label() {
+    let nowhere = AllocationResult::new(DRIVER, "{");
+    for (label, blocked) in [
+        (Some("a"), true),
+        (Some("b"), false),
+        (Some("Any"), false),
+        (None, false),
+    ] {
+        let mut books = books(&["d", "e"]);
+        let mut claim = claim("u", Some(&nowhere));
+        let label = label.map(|node| (format!("{DRIVER}/node"), node.to_owned()));
+        claim.metadata.labels = Some(label.into_iter().collect());
+        books.observe(&claim, Some(&nowhere));
+        assert_eq!(
+            allocate(&mut books, "v").is_none(),
+            blocked,
+            "{:?}",
+            claim.metadata.labels
+        );
+        if blocked {
+            assert_eq!(observe(&mut books, "u", None).freed, 2);
+        }
+    }
+}
+
+#[test]
 fn a_list_of_inventories_replaces_all_and_counts_only_what_is_new() {
     let mut books = books(&["d"]);
     let list = |nodes: &[(&str, &[&str])]| {

@@ -100,6 +100,7 @@ impl World {
                 Answer::ClaimWritten(Outcome::Unknown(_)) => {
                     item.step = Step::ToRead;
                     item.unclear += 1;
+                    item.may_be_recorded |= stage == Stage::Recording;
                     if let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid) {
                         claim.unsettle(now);
                     }
@@ -164,6 +165,9 @@ impl World {
     }
 
     pub(super) fn step_after_read(&self, stage: Stage, item: &Item, object: Option<&ResourceClaim>) -> Step {
+        if stage == Stage::GivingBack {
+            return Step::Waiting;
+        }
         let Some(object) = object else { return Step::Failed };
         match (stage, &object.status.allocation) {
             (Stage::Recording, Some(allocation)) => {

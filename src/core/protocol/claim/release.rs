@@ -1,6 +1,6 @@
 //! What a claim goes through when it is to hold nothing any more.
 
-use crate::api::resource::controller_of;
+use crate::api::resource::pod_owner_of;
 use crate::core::protocol::event::{Answer, ClaimWrite, Command, DriverRequest, Moment, ObjectKey, Outcome};
 use crate::core::protocol::world::{Flight, Work, World};
 use crate::driver::Observation;
@@ -17,7 +17,7 @@ impl World {
         if !claim.has_finalizer && !claim.is_ours {
             return;
         }
-        if !claim.is_deleting() && controller_of(&claim.object.metadata).is_some() {
+        if !claim.is_deleting() && pod_owner_of(&claim.object.metadata).is_some() {
             let end = claim.release_seen.unwrap_or(now).after(DELETION_GRACE);
             if end > now {
                 self.wake_at(end, Work::Claim(key.clone()));
@@ -179,6 +179,8 @@ impl World {
                             let message = format!("the server refuses the release: {message}");
                             self.report_claim(key, "ReleaseRefused", message);
                         }
+                        // Its pod may have waited for this answer alone, which was no news.
+                        self.touch_users(key);
                     }
                     None => self.claim_vanished(key, uid),
                 }

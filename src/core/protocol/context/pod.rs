@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::api::resource::{Pod, controller_of};
+use crate::api::resource::{Pod, pod_owner_of};
 use crate::core::protocol::event::{Answer, CallId, Command, Moment, ObjectKey};
-use crate::core::protocol::resolve::Resolved;
+use crate::core::protocol::resolve::{Resolved, is_generated};
 use crate::core::protocol::world::{Flight, World};
 
 use super::{ContextStage, PodKnown};
@@ -26,16 +26,13 @@ pub(in crate::core::protocol) enum EarlyPod {
 impl World {
     /// Reads the pod that a claim was made for, so that the context finds it read.
     pub(in crate::core::protocol) fn read_pod_early(&mut self, claim: &ObjectKey) {
-        let state = self.claims.get(claim);
-        let Some(owner) = state.and_then(|claim| controller_of(&claim.object.metadata)) else {
+        let object = self.claims.get(claim).map(|claim| &claim.object);
+        let object = object.filter(|object| is_generated(object));
+        let Some(owner) = object.and_then(|object| pod_owner_of(&object.metadata)) else {
             return;
         };
         let key = ObjectKey::new(claim.namespace.clone(), owner.name.clone());
-        if !self.is_ready()
-            || owner.kind != "Pod"
-            || self.contexts.contains_key(&key)
-            || self.early_pods.contains_key(&owner.uid)
-        {
+        if !self.is_ready() || self.contexts.contains_key(&key) || self.early_pods.contains_key(&owner.uid) {
             return;
         }
         let uid = owner.uid.clone();
@@ -70,7 +67,7 @@ impl World {
         };
         let mut made_for_it = self.claims_by_owner.get(&owner).into_iter().flatten();
         let first = ObjectKey::new(key.namespace.clone(), "");
-        let anybodys = self.unowned_candidates.range(first..).next();
+        let anybodys = self.open_candidates.range(first..).next();
         if !made_for_it.any(|claim| self.candidates.contains(claim))
             && anybodys.is_none_or(|claim| claim.namespace != key.namespace)
         {

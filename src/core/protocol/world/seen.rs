@@ -2,13 +2,19 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
-use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClass, controller_of};
+use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClass, pod_owner_of};
 use crate::core::protocol::claim::{ClaimStage, ClaimState};
 use crate::core::protocol::event::{Command, Moment, ObjectKey, Regarding};
+use crate::core::protocol::resolve::is_generated;
 use crate::driver::Observation;
 
 use super::{Work, World, newer};
+
+/// For how long a claim that was made for one pod is left to that pod. After that the other pods of the namespace are read, each
+/// once, for one of them may name it.
+const LEFT_TO_ITS_POD: Duration = Duration::from_secs(10);
 
 impl World {
     pub(super) fn see_all_classes(&mut self, classes: Vec<Arc<ResourceClass>>) {
@@ -137,22 +143,14 @@ impl World {
                 return;
             }
         }
-        if let Some(owner) = controller_of(&object.metadata) {
-            let keys = self.claims_by_owner.entry(owner.uid.clone()).or_default();
-            if let Err(place) = keys.binary_search(&key) {
-                if keys.is_empty() {
-                    keys.reserve_exact(1);
-                }
-                keys.insert(place, key.clone());
-            }
-        }
+        self.see_owner(&key, &object);
         let (driver, finalizer) = (self.settings.driver_name.clone(), self.finalizer.clone());
         let listed = self.barrier.listed();
         let is_new = !self.claims.contains_key(&key);
         let state = self
             .claims
             .entry(key.clone())
-            .or_insert_with(|| ClaimState::new(object.clone()));
+            .or_insert_with(|| Box::new(ClaimState::new(object.clone())));
         if let Some(holding) = state.see(object, &driver, &finalizer, now)
             && listed
         {
@@ -171,14 +169,8 @@ impl World {
         let Some(claim) = self.claims.remove(key) else {
             return;
         };
-        if let Some(owner) = controller_of(&claim.object.metadata)
-            && let Some(keys) = self.claims_by_owner.get_mut(&owner.uid)
-        {
-            keys.retain(|owned| owned != key);
-            if keys.is_empty() {
-                self.claims_by_owner.remove(&owner.uid);
-                self.early_pods.remove(&owner.uid);
-            }
+        if let Some(owner) = pod_owner_of(&claim.object.metadata) {
+            self.leave_owner(&owner.uid, key);
         }
         self.forget_candidate(key);
         if claim.observed && self.barrier.listed() {
@@ -191,10 +183,50 @@ impl World {
         }
     }
 
+    /// Takes note of which pod owns a claim. What it was waiting for may be another pod's from now on.
+    fn see_owner(&mut self, key: &ObjectKey, object: &ResourceClaim) {
+        let uid = |object: &ResourceClaim| pod_owner_of(&object.metadata).map(|owner| owner.uid.clone());
+        let before = self.claims.get(key).and_then(|known| uid(&known.object));
+        let now = uid(object);
+        if before != now && self.claims.contains_key(key) {
+            if let Some(before) = before {
+                self.leave_owner(&before, key);
+            }
+            self.forget_candidate(key);
+        }
+        let Some(now) = now else { return };
+        let keys = self.claims_by_owner.entry(now).or_default();
+        if let Err(place) = keys.binary_search(key) {
+            if keys.is_empty() {
+                keys.reserve_exact(1);
+            }
+            keys.insert(place, key.clone());
+        }
+    }
+
+    /// A claim is no longer that of the pod of this uid.
+    fn leave_owner(&mut self, uid: &str, key: &ObjectKey) {
+        let Some(keys) = self.claims_by_owner.get_mut(uid) else {
+            return;
+        };
+        keys.retain(|owned| owned != key);
+        if keys.is_empty() {
+            self.claims_by_owner.remove(uid);
+            self.early_pods.remove(uid);
+        }
+    }
+
+    /// A claim that waits to be allocated is looked for in all pods of its namespace from now on.
+    pub(super) fn open_claim(&mut self, key: &ObjectKey) {
+        if self.candidates.contains(key) && self.open_candidates.insert(key.clone()) {
+            self.touch_unread_contexts(&key.namespace);
+        }
+    }
+
     /// A claim is no longer one that waits to be allocated.
     pub(in crate::core::protocol) fn forget_candidate(&mut self, key: &ObjectKey) {
         self.candidates.remove(key);
-        self.unowned_candidates.remove(key);
+        self.open_candidates.remove(key);
         self.unallocated_immediate.remove(key);
     }
 
@@ -202,15 +234,19 @@ impl World {
     pub(super) fn reconsider_claim(&mut self, key: &ObjectKey) {
         let Some(claim) = self.claims.get(key) else { return };
         // Another driver's claim counts too: the pod's claims are allocated when all of them are there.
-        if let Some(owner) = controller_of(&claim.object.metadata) {
+        if let Some(owner) = pod_owner_of(&claim.object.metadata) {
             let context = ObjectKey::new(key.namespace.clone(), owner.name.clone());
             self.dirty.insert(Work::Context(context));
         }
-        let is_owned = controller_of(&claim.object.metadata).is_some();
+        let is_generated = is_generated(&claim.object);
         if self.is_candidate(claim) {
-            if self.candidates.insert(key.clone()) && !is_owned {
-                self.unowned_candidates.insert(key.clone());
-                self.touch_unread_contexts(&key.namespace);
+            if self.candidates.insert(key.clone()) {
+                if is_generated {
+                    let end = self.dirty.now.after(LEFT_TO_ITS_POD);
+                    self.wake_at(end, Work::Open(key.clone()));
+                } else {
+                    self.open_claim(key);
+                }
             }
         } else if claim.is_delayed() || claim.is_allocated() {
             self.forget_candidate(key);
@@ -249,5 +285,43 @@ impl World {
             self.barrier.contexts = true;
             self.pass_barrier();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::core::protocol::event::Event;
+    use crate::core::protocol::world::Settings;
+
+    fn claim(version: &str, owner: Option<(&str, &str, &str)>) -> Arc<ResourceClaim> {
+        let owner = owner.map(|(api_version, kind, uid)| {
+            json!({ "apiVersion": api_version, "kind": kind, "name": "p", "uid": uid, "controller": true })
+        });
+        let owners: Vec<_> = owner.into_iter().collect();
+        let claim = json!({
+            "metadata": { "namespace": "n", "name": "p-c", "uid": "c", "resourceVersion": version, "ownerReferences": owners },
+            "spec": { "resourceClassName": "class" },
+        });
+        Arc::new(serde_json::from_value(claim).unwrap())
+    }
+
+    #[test]
+    fn the_index_of_owners_has_each_claim_once_and_under_the_pod_that_owns_it_now() {
+        let mut world = World::new(Settings::new("d.example"));
+        let mut owners = |version: &str, owner| {
+            world.apply(Event::Claim(claim(version, owner)), Moment::default());
+            world.claims_by_owner.keys().cloned().collect::<Vec<_>>()
+        };
+        assert_eq!(owners("1", Some(("v1", "Pod", "first"))), ["first"]);
+        assert_eq!(owners("2", Some(("v1", "Pod", "second"))), ["second"]);
+        assert_eq!(
+            owners("3", Some(("batch/v1", "Job", "job"))),
+            Vec::<String>::new()
+        );
+        assert_eq!(owners("4", Some(("v1", "Pod", "first"))), ["first"]);
+        assert_eq!(owners("5", None), Vec::<String>::new());
     }
 }
