@@ -181,7 +181,7 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
         }
         let mut names = BTreeMap::new();
         let mut resources = BTreeMap::new();
-        let mut kinds: Vec<DeviceKind> = Vec::new();
+        let mut kinds: Vec<Arc<DeviceKind>> = Vec::new();
         for (index, raw) in raw.kinds.value.into_iter().enumerate() {
             let field = format!("kinds[{index}]");
             let whole = Place::of(raw.referenced);
