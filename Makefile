@@ -20,7 +20,7 @@ INSTALL = CARGO_PROFILE_DEV_DEBUG=false CARGO_TARGET_DIR="$(1)/build" cargo inst
 
 .PHONY: help
 help: ## List the targets
-	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 ##@ Every commit
 
@@ -52,6 +52,10 @@ verify: docs book deny bench requests ## What is slow and not of every day: docu
 .PHONY: faults
 faults: ## The whole programs on the stage, with every trouble at every request, event, step on the disk and call (root is needed)
 	EVERY_TROUBLE=1 cargo test --locked --test whole -- --nocapture
+
+.PHONY: reproducible
+reproducible: ## Compile what is committed twice, in different places, and compare the images (two release builds)
+	hack/reproducible
 
 .PHONY: soak
 soak: ## Run SEEDS seeds of the simulation (1000000), going on where the last run was stopped
@@ -86,12 +90,15 @@ $(MDBOOK):
 	$(call INSTALL,$(MDBOOK_ROOT)) mdbook --version $(MDBOOK_VERSION) --no-default-features --features search
 	rm -rf "$(MDBOOK_ROOT)/build"
 
+# The program as the image has it.
+RELEASED = $(TARGET)/$(shell rustc --print host-tuple)/release/drayman
+
 .PHONY: bench
 bench: $(CLUSTER) ## Print size and memory of the release build and fail beyond their limits
-	cargo build --locked --release --no-default-features
-	hack/footprint size "$(TARGET)/release/drayman"
+	hack/image
+	hack/footprint size "$(RELEASED)"
 	$(CLUSTER) up --target "$(TARGET)" --version "$(KUBERNETES_VERSION)" --nodes 1 \
-	    --hook 'hack/footprint memory "$(TARGET)/release/drayman"'
+	    --hook 'hack/footprint memory "$(RELEASED)"'
 
 .PHONY: requests
 requests: ## Print the requests of one pod's life, counted from the API server's audit log

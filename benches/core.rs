@@ -173,13 +173,11 @@ fn claim(name: &str) -> ResourceClaim {
 }
 
 /// A claim as the claim controller makes it from a template, allocated and reserved; in memory as the controller keeps it, without
-/// managed fields and without room to spare.
+/// managed fields, without a map for one annotation, and without room to spare.
 fn allocated(number: usize, version: u64) -> Arc<ResourceClaim> {
     let name = format!("bound-{number:05}");
     let mut metadata = owned(metadata("claim", &format!("{name}-device-abcde"), version), &name);
-    metadata["annotations"] = json!({ "resource.kubernetes.io/pod-claim-name": "device" });
     metadata["finalizers"] = json!([format!("{DRIVER}/deletion-protection")]);
-    metadata["generateName"] = json!(format!("{name}-device-"));
     metadata["creationTimestamp"] = json!("2026-01-01T00:00:00Z");
     let mut claim: ResourceClaim = serde_json::from_value(json!({
         "metadata": metadata,
@@ -188,6 +186,7 @@ fn allocated(number: usize, version: u64) -> Arc<ResourceClaim> {
     }))
     .unwrap();
     claim.status.allocation = Some(allocation(number));
+    claim.pod_claim_name = Some("device".into());
     Arc::new(claim)
 }
 

@@ -138,12 +138,11 @@ fn constrained() -> Option<Demand> {
 fn large() -> Books {
     let mut books = Books::new(DRIVER);
     books.set_inventory("large", Some(large_node()));
-    let said: Vec<_> = books
-        .unjudged("gpu", SELECTOR, None)
-        .into_iter()
-        .map(|facts| (facts, Match::Yes))
-        .collect();
-    books.matches().put(&SELECTOR.into(), said);
+    let selector = SELECTOR.into();
+    books.want("gpu", &selector);
+    let unjudged = books.wanted().unjudged("gpu", &selector).cloned();
+    let said = unjudged.map(|facts| (facts, Match::Yes)).collect();
+    books.judged(&selector, said);
     books
 }
 

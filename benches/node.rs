@@ -44,17 +44,25 @@ use figures::{Goal, Times, figure, resident_kib_of};
 use node::Node;
 use process::{Mounts, Process, Start};
 
-const USAGE: &str = "usage: cargo bench --bench node -- [prepare|allocate|restart|memory|rest|unplug]...
-All scenarios are run if none is named.";
+const USAGE: &str =
+    "usage: cargo bench --bench node -- [--program PATH] [prepare|allocate|restart|memory|rest|unplug]...
+All scenarios are run if none is named. Another build than cargo's is measured with --program; unplug has cargo's.";
 const SCENARIOS: [&str; 6] = ["prepare", "allocate", "restart", "memory", "rest", "unplug"];
 /// Devices of a large node.
 const MANY: u32 = 1_000;
 
 fn main() -> anyhow::Result<()> {
-    let named: Vec<String> = std::env::args()
+    let mut named: Vec<String> = std::env::args()
         .skip(1)
         .filter(|argument| argument != "--bench")
         .collect();
+    if let Some(flag) = named.iter().position(|argument| argument == "--program") {
+        let flag: Vec<String> = named.drain(flag..(flag + 2).min(named.len())).collect();
+        let [_, program] = flag.as_slice() else {
+            anyhow::bail!("{USAGE}");
+        };
+        process::PROGRAM.get_or_init(|| program.into());
+    }
     anyhow::ensure!(
         named.iter().all(|name| SCENARIOS.contains(&name.as_str())),
         "{USAGE}"

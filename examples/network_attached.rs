@@ -58,11 +58,8 @@ pub(crate) struct NetworkAttached {
 
 impl NetworkAttached {
     pub(crate) fn new(client: kube::Client) -> Self {
-        Self {
-            client,
-            books: Mutex::default(),
-            freed: watch::Sender::default(),
-        }
+        let (books, freed) = Default::default();
+        Self { client, books, freed }
     }
 
     fn books(&self) -> MutexGuard<'_, Books> {
@@ -194,9 +191,8 @@ async fn main() -> anyhow::Result<()> {
     let _ = rustls::crypto::ring::default_provider().install_default(); // of several that are linked
     let mut config = kube::Config::infer().await?;
     config.default_retry = false; // the controller decides what is sent again
-    let client = kube::Client::try_from(config)?;
+    let (client, shutdown) = (kube::Client::try_from(config)?, CancellationToken::new());
     let driver = NetworkAttached::new(client.clone());
-    let shutdown = CancellationToken::new();
     let (mut terminate, stop) = (signal(SignalKind::terminate())?, shutdown.clone());
     tokio::spawn(async move { terminate.recv().await.map(|()| stop.cancel()) });
     Ok(Controller::builder(driver).build(client)?.run(shutdown).await?)

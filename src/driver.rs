@@ -416,8 +416,8 @@ pub struct Finding {
 /// A claim that holds something of this driver's, or may do so.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Holding {
-    /// The claim. Its `status.allocation` is what it holds; a claim with our finalizer but without an allocation may
-    /// hold what was allocated by an earlier process that was killed before it could write it down.
+    /// The claim. Its `status.allocation` is what it holds; a claim with our finalizer but without an allocation may hold what an
+    /// earlier process allocated that was killed before it could write it down. See [`pod_claim_name`](ResourceClaim::pod_claim_name).
     pub claim: Arc<ResourceClaim>,
 }
 

@@ -53,8 +53,28 @@ fn one_scenario_can_be_played_alone() {
 #[test]
 fn the_scenarios_are_listed_and_no_other_is_played() {
     let listed = stdout(&demo(&["--list"]));
-    assert_eq!(listed.lines().count(), 6, "{listed}");
+    assert_eq!(listed.lines().count(), 7, "{listed}");
+    assert!(listed.lines().any(|line| line.starts_with("real ")), "{listed}");
     assert_eq!(demo(&["--scenario", "none"]).status.code(), Some(2));
+}
+
+/// The path of a socket has at most 107 bytes: in so deep a directory no companion can serve.
+#[test]
+fn a_demonstration_whose_cluster_breaks_down_fails_and_says_why() {
+    let base = tempfile::tempdir().expect("a directory");
+    let deep = base.path().join("d".repeat(120));
+    std::fs::create_dir(&deep).expect("a directory");
+    let begin = std::time::Instant::now();
+    let output = Command::new(env!("CARGO_BIN_EXE_drayman"))
+        .args(["demo", "--keep"])
+        .env("TMPDIR", &deep)
+        .output()
+        .expect("the program runs");
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    println!("{:?}: {told}", begin.elapsed());
+
+    assert_eq!(output.status.code(), Some(1), "{told}");
+    assert!(told.contains("path"), "{told}");
 }
 
 #[test]
@@ -63,7 +83,11 @@ fn the_devices_of_this_machine_can_join() {
     let shown = stdout(&output);
 
     assert!(output.status.success(), "{shown}");
-    assert!(shown.contains("== real"), "{shown}");
+    assert!(shown.contains("== basic") && shown.contains("== real"), "{shown}");
+    assert!(
+        stdout(&demo(&["--scenario", "real"])).contains("on this-machine")
+            || !shown.contains("on this-machine")
+    );
     // What there is differs from machine to machine; that there is nothing is said.
     let served = shown.contains("runs on this-machine with a device of this machine");
     assert!(

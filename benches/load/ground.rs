@@ -49,6 +49,8 @@ impl Controller {
         let kubeconfig = stage.cluster.user(user, &controller_rules()?).await?;
         let log = stage.cluster.directory().join(format!("{user}.log"));
         let mut command = stage.cluster.command(program);
+        // As the image has it.
+        command.env("MALLOC_ARENA_MAX", "1");
         command.args(arguments).arg(kubeconfig);
         command
             .stdout(Stdio::null())

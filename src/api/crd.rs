@@ -9,6 +9,7 @@
     reason = "each printcolumn has a type of its own"
 )]
 
+mod attributes;
 mod parameters;
 
 use std::collections::BTreeMap;
@@ -16,10 +17,10 @@ use std::collections::BTreeMap;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::{CustomResource, CustomResourceExt, KubeSchema};
-use litemap::LiteMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use attributes::DeviceAttributes;
 pub use parameters::{
     AllocationMode, CONSTRAINTS_MAX, CelDeviceSelector, DeviceClaimParameters, DeviceClaimParametersSpec,
     DeviceClassParameters, DeviceClassParametersSpec, DeviceConstraint, DeviceRequest, DeviceSelector,
@@ -140,7 +141,7 @@ pub struct Device {
     #[serde(default)]
     pub mode: Mode,
     /// Facts about the device, by qualified name (`drayman.dev/path`).
-    #[serde(default, skip_serializing_if = "DeviceAttributes::is_empty")]
+    #[serde(default, skip_serializing_if = "no_attributes")]
     #[schemars(
         with = "BTreeMap<String, AttributeValue>",
         extend("maxProperties" = 32, "x-kubernetes-map-type" = "atomic")
@@ -156,9 +157,9 @@ pub struct Device {
     pub shares: Option<u32>,
 }
 
-/// Facts about a device, by qualified name. Most devices have one to five: a sorted vector takes a tenth of what a tree does, and
-/// there are thousands of them.
-pub type DeviceAttributes = LiteMap<String, AttributeValue>;
+fn no_attributes(attributes: &DeviceAttributes) -> bool {
+    attributes.is_empty()
+}
 
 /// Through which door of kubelet the devices of a kind leave the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]

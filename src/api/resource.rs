@@ -147,6 +147,10 @@ pub struct ResourceClaim {
     /// What came of it; written through the `status` subresource only.
     #[serde(default)]
     pub status: ResourceClaimStatus,
+    /// What [`POD_CLAIM_NAME_ANNOTATION`] says, where that annotation has been left out of the metadata: of an allocated claim that
+    /// has no other, the controller keeps this text instead of a map, which takes half a kilobyte. Not on the wire.
+    #[serde(skip)]
+    pub pod_claim_name: Option<Box<str>>,
 }
 
 /// The wish of a claim.

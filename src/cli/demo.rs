@@ -2,7 +2,7 @@
 
 use std::io::{IsTerminal as _, Write as _};
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow};
 use tokio::sync::mpsc;
@@ -30,7 +30,8 @@ pub(super) struct Arguments {
     #[arg(long)]
     keep: bool,
 
-    /// Let the devices of this machine join, on a node of their own, as far as a ready-made kind finds any
+    /// Let the devices of this machine join, on a node of their own, as far as a ready-made kind finds any, and play the
+    /// scenario real
     #[arg(long)]
     real_devices: bool,
 
@@ -42,22 +43,30 @@ pub(super) struct Arguments {
     logging: group::Logging,
 }
 
+/// Every scenario there is.
+fn all() -> impl Iterator<Item = Scenario> {
+    SCENARIOS.into_iter().chain([REAL])
+}
+
 fn scenario(name: &str) -> Result<Scenario, String> {
-    SCENARIOS
-        .into_iter()
-        .find(|scenario| scenario.name == name)
-        .ok_or_else(|| {
-            let names: Vec<&str> = SCENARIOS.iter().map(|scenario| scenario.name).collect();
-            format!("there is no such scenario; there are {}", names.join(", "))
-        })
+    all().find(|scenario| scenario.name == name).ok_or_else(|| {
+        let names: Vec<&str> = all().map(|scenario| scenario.name).collect();
+        format!("there is no such scenario; there are {}", names.join(", "))
+    })
 }
 
 /// Plays, and ends with whether everything went as expected.
 pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
     if arguments.list {
-        let lines: Vec<String> = SCENARIOS
-            .iter()
-            .map(|scenario| format!("{:<12} {}\n", scenario.name, scenario.about))
+        let lines: Vec<String> = all()
+            .map(|scenario| {
+                let asked = if scenario == REAL {
+                    " (only if it is asked for, or with --real-devices)"
+                } else {
+                    ""
+                };
+                format!("{:<12} {}{asked}\n", scenario.name, scenario.about)
+            })
             .collect();
         return Ok(print(&lines.concat())?);
     }
@@ -70,34 +79,20 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         let directory = Directory::make()?;
         let (shown, lines) = mpsc::unbounded_channel();
         let printing = tokio::spawn(print_all(lines, std::io::stdout().is_terminal()));
-        let start = Instant::now();
         let summary = tokio::select! {
-            summary = play(arguments, &directory.0, shown, &shutdown) => summary?,
+            summary = play(arguments, &directory.0, shown, &shutdown) => summary,
             // With --keep, that is how it ends.
             () = shutdown.cancelled(), if !arguments.keep => return Err(Error::Runtime(anyhow!("ended before all was shown"))),
         };
-        // The last line is printed when nobody can add one.
+        // The last line is printed when nobody can add one, also if something has broken down.
         printing.await.context("printing")??;
-        let first = summary.first_allocation.map_or_else(String::new, |first| {
-            format!(
-                " (first claim allocated {:.1} s after the start)",
-                first.as_secs_f64()
-            )
-        });
-        print(&format!(
-            "\n{} scenarios, {} expectations, {} held, in {:.1} s{first}\n",
-            summary.scenarios,
-            summary.expected,
-            summary.held,
-            start.elapsed().as_secs_f64()
-        ))?;
-        match summary.expected - summary.held {
-            0 => Ok(()),
-            count => Err(Error::Runtime(anyhow!("{count} expectations did not hold"))),
-        }
+        summary?
+            .verdict()
+            .map_err(|problem| Error::Runtime(anyhow!(problem)))
     })
 }
 
+/// Plays, and tells what came of it. With `--keep` it goes on until the shutdown.
 async fn play(
     arguments: &Arguments,
     directory: &Path,
@@ -105,35 +100,68 @@ async fn play(
     shutdown: &CancellationToken,
 ) -> Result<Summary, Error> {
     let failed = |error: crate::sim::stage::StageError| Error::Runtime(error.into());
+    let start = Instant::now();
     let remarks = shown.clone();
-    let mut demo = Demo::start(directory, shown, arguments.real_devices)
+    let remark = |text: String| {
+        // Fails if nobody prints any more.
+        let _ = remarks.send(Shown::Remark(text));
+    };
+    let scenarios = chosen(arguments);
+    let mut demo = Demo::start(directory, shown, scenarios.contains(&REAL))
         .await
         .map_err(failed)?;
+    for scenario in &scenarios {
+        demo.play(scenario).await.map_err(failed)?;
+    }
+    let summary = demo.summary();
+    if arguments.keep {
+        remark(total(&summary, start.elapsed()));
+        let file = demo.keep(shutdown.clone()).await.map_err(failed)?;
+        remark(format!(
+            "the cluster goes on until Ctrl-C; look at it with\n\n  export KUBECONFIG={}\n  kubectl get nodeinventories,pods,resourceclaims\n  kubectl apply -f examples/basic\n",
+            file.display()
+        ));
+        tokio::select! {
+            () = shutdown.cancelled() => {}
+            error = demo.broken() => return Err(failed(error)),
+        }
+        demo.stop().await;
+    } else {
+        let took = start.elapsed();
+        demo.stop().await;
+        remark(total(&summary, took));
+    }
+    Ok(summary)
+}
+
+/// The scenarios to play, in their order.
+fn chosen(arguments: &Arguments) -> Vec<Scenario> {
     let mut scenarios = if arguments.scenario.is_empty() {
         SCENARIOS.to_vec()
     } else {
         arguments.scenario.clone()
     };
-    if arguments.real_devices {
+    if arguments.real_devices && !scenarios.contains(&REAL) {
         scenarios.push(REAL);
     }
-    for scenario in &scenarios {
-        demo.play(scenario).await.map_err(failed)?;
-    }
-    if arguments.keep {
-        let file = demo.keep(shutdown.clone()).await.map_err(failed)?;
-        let text = format!(
-            "the cluster goes on until Ctrl-C; look at it with\n\n  export KUBECONFIG={}\n  kubectl get nodeinventories,pods,resourceclaims\n  kubectl apply --validate=false -f examples/basic\n",
-            file.display()
-        );
-        let _ = remarks.send(Shown::Remark(text));
-        tokio::select! {
-            () = shutdown.cancelled() => {}
-            error = demo.broken() => return Err(failed(error)),
-        }
-    }
-    drop(remarks);
-    Ok(demo.stop().await)
+    scenarios
+}
+
+/// What came of it, in one line.
+fn total(summary: &Summary, took: Duration) -> String {
+    let first = summary.first_allocation.map_or_else(String::new, |first| {
+        format!(
+            " (first claim allocated {:.2} s after the start)",
+            first.as_secs_f64()
+        )
+    });
+    format!(
+        "{} scenarios, {} expectations, {} held, in {:.1} s{first}",
+        summary.scenarios,
+        summary.expected,
+        summary.held,
+        took.as_secs_f64()
+    )
 }
 
 async fn print_all(mut lines: mpsc::UnboundedReceiver<Shown>, colour: bool) -> Result<(), anyhow::Error> {
@@ -196,8 +224,6 @@ impl Drop for Directory {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     #[test]
@@ -213,7 +239,7 @@ mod tests {
 
     #[test]
     fn a_scenario_that_there_is_not_is_refused_with_those_that_there_are() {
-        assert!(scenario("basic").is_ok());
+        assert!(all().all(|known| scenario(known.name) == Ok(known)));
         assert!(scenario("none").unwrap_err().contains("both-doors"));
     }
 }

@@ -53,6 +53,22 @@ pub(super) struct KubeletRoot {
     pub(super) root_dir: PathBuf,
 }
 
+/// Where kubelet takes device plugins.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct DevicePluginDir {
+    /// Directory of kubelet's socket for device plugins, which does not move with kubelet's root directory
+    #[arg(
+        id = "device_plugin_dir",
+        long = "device-plugin-dir",
+        value_name = "DIRECTORY",
+        env = "DRAYMAN_DEVICE_PLUGIN_DIR",
+        hide_env_values = true,
+        default_value = "/var/lib/kubelet/device-plugins",
+        value_parser = value::absolute_path
+    )]
+    pub(super) directory: PathBuf,
+}
+
 /// Where CDI files are.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct CdiRoot {

@@ -94,16 +94,8 @@ struct Directories {
     #[command(flatten)]
     kubelet: group::KubeletRoot,
 
-    /// Directory of kubelet's socket for device plugins, which does not move with kubelet's root directory
-    #[arg(
-        long,
-        value_name = "DIRECTORY",
-        env = "DRAYMAN_DEVICE_PLUGIN_DIR",
-        hide_env_values = true,
-        default_value = "/var/lib/kubelet/device-plugins",
-        value_parser = value::absolute_path
-    )]
-    device_plugin_dir: PathBuf,
+    #[command(flatten)]
+    device_plugins: group::DevicePluginDir,
 
     /// How kubelet learns of extended resources: by a call to its socket, or by its plugin watcher, which looks into
     /// plugins_registry below its root directory
@@ -180,7 +172,7 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             kubeconfig = cluster.kubeconfig.as_ref().map(tracing::field::debug),
             server = %configuration.cluster_url,
             kubelet_root_dir = %directories.kubelet.root_dir.display(),
-            device_plugin_dir = %directories.device_plugin_dir.display(),
+            device_plugin_dir = %directories.device_plugins.directory.display(),
             device_plugin_registration = ?directories.device_plugin_registration,
             cdi_root = %directories.cdi.root.display(),
             dev_root = %host.dev_root.display(),
@@ -202,7 +194,7 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
         let options = NodeOptions {
             driver_name: cluster.driver.name,
             kubelet_root: directories.kubelet.root_dir,
-            device_plugin_dir: directories.device_plugin_dir,
+            device_plugin_dir: directories.device_plugins.directory,
             plugin_registration: directories.device_plugin_registration.into(),
             cdi_dir: directories.cdi.root,
             host: host.paths(),

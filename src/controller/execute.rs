@@ -15,6 +15,7 @@ use crate::core::protocol::{
 };
 use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError};
 
+use super::calls::Calls;
 use super::leader::Fence;
 use super::trim::{Trim, trimmed};
 use super::{Controller, write};
@@ -37,6 +38,7 @@ struct Shared<D> {
     call_timeout: Duration,
     request_timeout: Duration,
     requests: Semaphore,
+    calls: Calls,
     fence: Fence,
 }
 
@@ -54,6 +56,7 @@ impl<D: Driver> Executor<D> {
             call_timeout: controller.call_timeout,
             request_timeout: controller.request_timeout,
             requests: Semaphore::new(REQUESTS),
+            calls: Calls::default(),
             fence,
         };
         Self {
@@ -105,7 +108,10 @@ impl<D: Driver> Executor<D> {
                     write::context(&shared.client, &key, &uid, &shared.settings.driver_name, &entries);
                 Answer::ContextWritten(shared.write(write).await)
             }),
-            Command::CallDriver { id, request } => self.answer(id, call(shared, request)),
+            Command::CallDriver { id, request } => self.answer(id, async move {
+                let made = call(shared.clone(), request);
+                shared.calls.make(made).await
+            }),
             // Reports go to their own queue.
             Command::Report(_) => {}
         }

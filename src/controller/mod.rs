@@ -47,6 +47,8 @@
 //! at rest. It never writes a whole object, so a newer server's fields and other drivers' entries and finalizers stay. Every problem is an
 //! Event on the pod, claim or class that somebody can put right, once.
 
+mod calls;
+mod considerate;
 mod execute;
 mod leader;
 mod report;
@@ -72,9 +74,11 @@ use crate::driver::Driver;
 
 pub use leader::LeaderElection;
 
+use considerate::considerate;
 use execute::Executor;
 use leader::{Fence, Leader};
 use report::Reports;
+use watch::Standby;
 
 /// Why the controller cannot run.
 #[derive(Debug, thiserror::Error)]
@@ -182,14 +186,18 @@ impl<D: Driver> Controller<D> {
     ///
     /// With leader election it returns [`ControllerError::LeaseLost`] when it can lead no longer; the process should end then and
     /// be started again, because only a start passes the start barrier.
-    pub async fn run(self, shutdown: CancellationToken) -> Result<(), ControllerError> {
+    pub async fn run(mut self, shutdown: CancellationToken) -> Result<(), ControllerError> {
+        // But not for the lease: another one would lead soon, and ask for everything anew.
+        let of_lease = self.client.clone();
+        self.client = considerate(&self.client);
         tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
             served = self.check_served() => served?,
         }
+        let mut standby = Standby::new(&self.client);
         let Some(election) = self.leader_election.clone() else {
             self.leading.send_replace(true);
-            self.serve(&Fence::open(), &shutdown).await;
+            self.serve(standby, &Fence::open(), &shutdown).await;
             return Ok(());
         };
         let settings = LeaseSettings {
@@ -200,14 +208,19 @@ impl<D: Driver> Controller<D> {
             request_timeout: self.request_timeout,
         };
         settings.check()?;
-        let mut leader = Leader::new(self.client.clone(), election, settings);
-        if !leader.lead(&shutdown).await {
+        let mut leader = Leader::new(of_lease, election, settings);
+        let leads = tokio::select! {
+            leads = leader.lead(&shutdown) => leads,
+            // Watches do not end.
+            () = standby.keep() => false,
+        };
+        if !leads {
             return Ok(());
         }
         let fence = leader.fence();
         self.leading.send_replace(true);
         tokio::select! {
-            () = self.serve(&fence, &shutdown) => {}
+            () = self.serve(standby, &fence, &shutdown) => {}
             () = leader.keep() => return Err(ControllerError::LeaseLost),
         }
         self.leading.send_replace(false);
@@ -215,9 +228,10 @@ impl<D: Driver> Controller<D> {
         Ok(())
     }
 
-    /// Serves until `shutdown` is cancelled, from a list of everything on: what a standby has seen before is not trusted.
-    async fn serve(&self, fence: &Fence, shutdown: &CancellationToken) {
-        let mut watches = watch::all(&self.client);
+    /// Serves until `shutdown` is cancelled, from a list of all claims on: of them nothing that was seen before is trusted.
+    async fn serve(&self, standby: Standby, fence: &Fence, shutdown: &CancellationToken) {
+        let (mut watches, seen) = standby.begin();
+        watches.push(watch::claims(&self.client));
         let mut capacity_changes = pin!(self.driver.capacity_changes());
         let mut findings = pin!(self.driver.findings());
         let (answers, mut answered) = mpsc::unbounded_channel();
@@ -225,11 +239,15 @@ impl<D: Driver> Controller<D> {
             self.client.clone(),
             &self.settings.driver_name,
             self.instance.clone(),
+            self.request_timeout,
         );
         let executor = Executor::new(self, fence.clone(), answers);
         let mut world = World::new(self.settings.clone());
         let start = Instant::now();
         let now = || Moment::new(start.elapsed());
+        for event in seen {
+            world.apply(event, now());
+        }
         loop {
             let deadline = world.next_deadline().map(|moment| start + moment.since_start());
             let event = tokio::select! {

@@ -24,7 +24,13 @@ pub(super) struct Reports {
 }
 
 impl Reports {
-    pub(super) fn start(client: kube::Client, driver_name: &str, instance: Option<String>) -> Self {
+    /// `limit` is how long one of them may take: the next must not wait for ever for one that is not answered.
+    pub(super) fn start(
+        client: kube::Client,
+        driver_name: &str,
+        instance: Option<String>,
+        limit: Duration,
+    ) -> Self {
         let (queue, mut reports) = mpsc::channel::<Report>(QUEUE);
         let reporter = Reporter {
             controller: driver_name.to_owned(),
@@ -35,8 +41,15 @@ impl Reports {
                 let event = reporter.event(&report);
                 let namespace = event.metadata.namespace.as_deref().unwrap_or("default");
                 let api = Api::<Event>::namespaced(client.clone(), namespace);
-                if let Err(error) = api.create(&PostParams::default(), &event).await {
-                    tracing::warn!(%error, reason = report.reason, "event could not be written");
+                let parameters = PostParams::default();
+                match tokio::time::timeout(limit, api.create(&parameters, &event)).await {
+                    Ok(Ok(_)) => {}
+                    Ok(Err(error)) => {
+                        tracing::warn!(%error, reason = report.reason, "event could not be written");
+                    }
+                    Err(_) => {
+                        tracing::warn!(reason = report.reason, "no answer to an event within {limit:?}");
+                    }
                 }
             }
         });
@@ -139,7 +152,45 @@ fn shortened(message: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use kube::client::Body;
+
     use super::*;
+    use crate::core::protocol::ObjectKey;
+
+    #[tokio::test(start_paused = true)]
+    async fn an_event_that_is_not_answered_holds_up_none_of_the_others() {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let seen = Arc::clone(&asked);
+        let server = tower::service_fn(move |_: http::Request<Body>| {
+            let hangs = seen.fetch_add(1, Ordering::Relaxed) == 0;
+            async move {
+                if hangs {
+                    std::future::pending::<()>().await;
+                }
+                let event = br#"{"metadata":{"name":"e","namespace":"ns"},"eventTime":null}"#;
+                Ok::<_, Infallible>(http::Response::new(Body::from(event.to_vec())))
+            }
+        });
+        let client = kube::Client::new(server, "default");
+        let limit = Duration::from_secs(5);
+        let reports = Reports::start(client, "d.example", None, limit);
+        for number in 0..3 {
+            reports.send(Report {
+                regarding: Regarding::Pod {
+                    key: ObjectKey::new("ns", "pod"),
+                    uid: "1".to_owned(),
+                },
+                reason: "Test".to_owned(),
+                message: format!("{number}"),
+            });
+        }
+        reports.finish(2 * limit).await;
+        assert_eq!(asked.load(Ordering::Relaxed), 3);
+    }
 
     #[test]
     fn a_long_note_is_cut_at_the_boundary_of_a_character() {

@@ -17,8 +17,8 @@ use serde::{Deserialize, Deserializer};
 
 use crate::api::resource::label::NODE_LABEL;
 use crate::api::resource::{
-    FINALIZER_SUFFIX, Pod, PodSchedulingContext, PodSchedulingContextSpec, PodSchedulingContextStatus,
-    ResourceClaim, ResourceClaimSpec, ResourceClaimStatus, ResourceClass,
+    FINALIZER_SUFFIX, POD_CLAIM_NAME_ANNOTATION, Pod, PodSchedulingContext, PodSchedulingContextSpec,
+    PodSchedulingContextStatus, ResourceClaim, ResourceClaimSpec, ResourceClaimStatus, ResourceClass,
 };
 
 /// A copy of the whole object that `kubectl apply` leaves in it.
@@ -132,6 +132,7 @@ impl From<Parts<ResourceClaimSpec, ResourceClaimStatus>> for ResourceClaim {
             metadata: parts.metadata.into(),
             spec: parts.spec,
             status: parts.status,
+            pod_claim_name: None,
         }
     }
 }
@@ -192,6 +193,18 @@ fn trim_node_label(metadata: &mut ObjectMeta) {
     }
 }
 
+/// Nearly every claim was made from a template, and so has this one annotation and no other. It is read for as long as there is the
+/// pod; as a text of its own it takes a tenth of what it takes in a map.
+fn trim_pod_claim_name(claim: &mut ResourceClaim) {
+    let annotations = &mut claim.metadata.annotations;
+    if let Some(only) = annotations.as_mut().filter(|all| all.len() == 1)
+        && let Some(entry) = only.remove(POD_CLAIM_NAME_ANNOTATION)
+    {
+        claim.pod_claim_name = Some(entry.into_boxed_str());
+        *annotations = None;
+    }
+}
+
 fn trim_selector(selector: &mut NodeSelector) {
     selector.node_selector_terms.shrink_to_fit();
     for term in &mut selector.node_selector_terms {
@@ -214,9 +227,13 @@ impl Trim for ResourceClass {
 impl Trim for ResourceClaim {
     fn trim(&mut self) {
         trim_metadata(&mut self.metadata);
-        let allocation = self.status.allocation.as_ref();
-        if allocation.is_some_and(|allocation| allocation.available_on_nodes.is_some()) {
-            trim_node_label(&mut self.metadata);
+        // A driver is asked about a claim that has no allocation, and may read there what it likes.
+        if let Some(allocation) = &self.status.allocation {
+            // What is left over where an allocation names no node says where it was made.
+            if allocation.available_on_nodes.is_some() {
+                trim_node_label(&mut self.metadata);
+            }
+            trim_pod_claim_name(self);
         }
         self.status.reserved_for.shrink_to_fit();
         if let Some(allocation) = &mut self.status.allocation {
@@ -248,6 +265,7 @@ impl Trim for Pod {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::core::protocol::resolve::is_made_for;
 
     #[test]
     fn a_claim_is_kept_without_managed_fields_and_with_everything_else() {
@@ -317,5 +335,33 @@ mod tests {
         )
         .unwrap();
         assert!(others.keys().eq(["app", "e.dev/node"]));
+    }
+
+    #[test]
+    fn what_a_claim_was_made_for_stays_known_without_the_map_that_said_so() {
+        let kept = |annotations: &str, status: &str| {
+            let text = format!(
+                r#"{{ "metadata": {{ "name": "c", "annotations": {annotations} }},
+                    "spec": {{ "resourceClassName": "test" }}, "status": {status} }}"#
+            );
+            serde_json::from_str::<Kept<ResourceClaim>>(&text).unwrap().0
+        };
+        let (alone, beside) = (
+            r#"{ "resource.kubernetes.io/pod-claim-name": "gpu" }"#,
+            r#"{ "a": "b", "resource.kubernetes.io/pod-claim-name": "gpu" }"#,
+        );
+        let allocated = r#"{ "allocation": { "resourceHandles": [] } }"#;
+        for (annotations, status, stay) in [
+            (alone, allocated, 0),
+            (alone, "{}", 1),
+            (beside, allocated, 2),
+            (r#"{ "a": "b" }"#, allocated, 1),
+        ] {
+            let claim = kept(annotations, status);
+            let left = claim.metadata.annotations.as_ref().map_or(0, BTreeMap::len);
+            assert_eq!(left, stay, "{annotations} with {status}");
+            assert_eq!(is_made_for(&claim, "gpu"), annotations.contains("gpu"));
+            assert!(!is_made_for(&claim, "b"));
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use futures::{Stream, StreamExt as _};
-use kube::Client;
+use kube::{Api, Client};
 use tokio::sync::{mpsc, watch as cell};
 use tokio_util::sync::CancellationToken;
 
@@ -23,6 +23,7 @@ use crate::driver::{
 use crate::host::changes::Changes;
 use crate::host::selectors::{Evaluator, Refusal};
 use crate::host::state::{Change, State, Unjudged};
+use crate::host::turns::Turns;
 use crate::host::watch::{self, Guarded, events, follow};
 
 /// NodeInventory objects in one page of a list: a page stays below some 10 MiB even if the nodes have hundreds of devices.
@@ -50,8 +51,7 @@ struct Shared {
     findings: Findings,
     synced: cell::Sender<Synced>,
     evaluator: Evaluator,
-    /// Held while devices are judged, so that nothing is judged twice at once.
-    judging: tokio::sync::Mutex<()>,
+    turns: Turns,
 }
 
 /// The two ends of what is reported once.
@@ -78,25 +78,46 @@ impl Synced {
 impl HostDriver {
     /// Starts the watches of the driver called `driver_name`; they end at `shutdown`. Must be called within a tokio runtime.
     pub fn start(client: Client, driver_name: impl Into<String>, shutdown: CancellationToken) -> Self {
+        let claim_parameters = Api::all(client.clone());
+        Self::start_with(client, driver_name, claim_parameters, shutdown)
+    }
+
+    /// The same for questions about claims of one namespace: parameters of claims are read there alone, which needs no right
+    /// elsewhere.
+    pub fn start_for_namespace(
+        client: Client,
+        driver_name: impl Into<String>,
+        namespace: &str,
+        shutdown: CancellationToken,
+    ) -> Self {
+        let claim_parameters = Api::namespaced(client.clone(), namespace);
+        Self::start_with(client, driver_name, claim_parameters, shutdown)
+    }
+
+    fn start_with(
+        client: Client,
+        driver_name: impl Into<String>,
+        claim_parameters: Api<Guarded<DeviceClaimParameters>>,
+        shutdown: CancellationToken,
+    ) -> Self {
         let driver = Self::unwatched(driver_name);
         let name = driver.shared.name.clone();
         let shared = Arc::clone(&driver.shared);
         tokio::spawn(follow(
-            events::<NodeInventory>(client.clone(), INVENTORY_PAGE),
+            events(Api::<Guarded<NodeInventory>>::all(client.clone()), INVENTORY_PAGE),
             shutdown.clone(),
             move |object| read_inventory(&name, object),
             move |change| {
-                let node = match &change {
-                    Change::Set(_, node) => Some(node.name().to_owned()),
-                    Change::All(_) | Change::Gone(_) => None,
-                };
                 shared.inventories(change);
-                shared.judge_anew(node);
+                shared.judge_anew();
             },
         ));
         let shared = Arc::clone(&driver.shared);
         tokio::spawn(follow(
-            events::<DeviceClassParameters>(client.clone(), PARAMETERS_PAGE),
+            events(
+                Api::<Guarded<DeviceClassParameters>>::all(client),
+                PARAMETERS_PAGE,
+            ),
             shutdown.clone(),
             |object| {
                 let key = watch::name(&object);
@@ -118,7 +139,7 @@ impl HostDriver {
         ));
         let shared = Arc::clone(&driver.shared);
         tokio::spawn(follow(
-            events::<DeviceClaimParameters>(client, PARAMETERS_PAGE),
+            events(claim_parameters, PARAMETERS_PAGE),
             shutdown,
             |object| {
                 let key = watch::namespaced_name(&object);
@@ -157,7 +178,7 @@ impl HostDriver {
                 },
                 synced,
                 evaluator,
-                judging: tokio::sync::Mutex::new(()),
+                turns: Turns::default(),
             }),
         }
     }
@@ -194,50 +215,54 @@ impl Shared {
         self.changes.report(CapacityCause::Inventory, number);
     }
 
-    /// Judges what is new on a node, or on all, by the selectors that are in use.
-    fn judge_anew(self: &Arc<Self>, node: Option<String>) {
-        if self.state().unjudged_on(node.as_deref()).is_none() {
+    /// Judges what is new in the inventories, by the selectors that are in use.
+    fn judge_anew(self: &Arc<Self>) {
+        if self.state().due().is_none() {
             return;
         }
         let shared = Arc::clone(self);
         tokio::spawn(async move {
-            let _judging = shared.judging.lock().await;
             let mut wanted = 0;
-            while let Some(unjudged) = shared.unjudged_on(node.as_deref()) {
-                wanted += shared.judge(unjudged).await;
+            loop {
+                let due = shared.state().due();
+                let Some((kind, expression)) = due else { break };
+                // One that is refused is not due any more.
+                wanted += shared.judge_kind(&kind, &expression).await.unwrap_or(0);
             }
             shared.changes.report(CapacityCause::Inventory, wanted);
         });
     }
 
-    fn unjudged_on(&self, node: Option<&str>) -> Option<Unjudged> {
-        self.state().unjudged_on(node)
-    }
-
     /// Sees to it that all devices of a kind are judged by these selectors.
     async fn judge_all(self: &Arc<Self>, kind: &str, selectors: &[Selector]) -> Result<(), DriverError> {
         for selector in selectors {
-            let refuse = |refusal| match refusal {
+            let judged = self.judge_kind(kind, selector.expression()).await;
+            judged.map_err(|refusal| match refusal {
                 Refusal::Wrong(error) => selector.refusal(error).into(),
                 Refusal::Unfinished(error) => DriverError {
                     kind: DriverErrorKind::Retry,
                     reason: "SelectorUnfinished",
                     ..selector.refusal(error).into()
                 },
-            };
-            if self.unjudged(kind, selector).map_err(refuse)?.is_none() {
-                continue;
-            }
-            let _judging = self.judging.lock().await;
-            while let Some(unjudged) = self.unjudged(kind, selector).map_err(refuse)? {
-                self.judge(unjudged).await;
-            }
+            })?;
         }
         Ok(())
     }
 
-    fn unjudged(&self, kind: &str, selector: &Selector) -> Result<Option<Unjudged>, Refusal> {
-        self.state().unjudged(kind, selector.expression(), Instant::now())
+    /// Sees to it that all devices of a kind are judged by an expression, in turn with other expressions. Answers with how many
+    /// of those that were not judged before it wants.
+    async fn judge_kind(self: &Arc<Self>, kind: &str, expression: &Arc<str>) -> Result<usize, Refusal> {
+        let unjudged = || self.state().unjudged(kind, expression, Instant::now());
+        let mut wanted = 0;
+        if unjudged()?.is_some() {
+            let _line = self.turns.line(expression).await;
+            loop {
+                let _turn = self.turns.turn().await;
+                let Some(unjudged) = unjudged()? else { break };
+                wanted += self.judge(unjudged).await;
+            }
+        }
+        Ok(wanted)
     }
 
     /// Answers with how many of the devices the expression wants.
@@ -263,17 +288,13 @@ impl Shared {
         let shared = Arc::clone(self);
         tokio::spawn(async move {
             tokio::time::sleep_until(again.into()).await;
-            let _judging = shared.judging.lock().await;
+            let kinds = shared.state().kinds(&expression);
             let mut wanted = 0;
-            while let Some(unjudged) = shared.unjudged_again(&expression) {
-                wanted += shared.judge(unjudged).await;
+            for kind in kinds {
+                wanted += shared.judge_kind(&kind, &expression).await.unwrap_or(0);
             }
             shared.changes.report(CapacityCause::Inventory, wanted);
         });
-    }
-
-    fn unjudged_again(&self, expression: &Arc<str>) -> Option<Unjudged> {
-        self.state().unjudged_again(expression, Instant::now())
     }
 
     /// Passes on what is only certain since the inventories are known.
@@ -430,3 +451,6 @@ impl From<AllocateError> for DriverError {
         make(error.reason(), error.to_string())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,6 +5,7 @@ mod changes;
 mod driver;
 mod selectors;
 mod state;
+mod turns;
 mod watch;
 
 pub use driver::HostDriver;

@@ -140,8 +140,6 @@ enum Known {
 #[derive(Debug, Default)]
 pub(crate) struct Selectors {
     known: BTreeMap<Arc<str>, Known>,
-    /// By which of them the devices of which kind are judged.
-    wanted: BTreeSet<(String, Arc<str>)>,
     /// Inventories that have changed since what is of no use any more was forgotten.
     changes: usize,
 }
@@ -180,11 +178,9 @@ impl State {
             Some(Known::Unfinished { .. }) | None => false,
             Some(Known::Fine) => true,
         };
-        self.selectors
-            .wanted
-            .insert((kind.to_owned(), Arc::clone(expression)));
-        let unjudged = self.books.unjudged(kind, expression, None);
-        let devices: Vec<Facts> = unjudged.into_iter().take(CHUNK).collect();
+        self.books.want(kind, expression);
+        let unjudged = self.books.wanted().unjudged(kind, expression);
+        let devices: Vec<Facts> = unjudged.take(CHUNK).cloned().collect();
         Ok((!known || !devices.is_empty()).then(|| Unjudged {
             expression: Arc::clone(expression),
             devices,
@@ -199,33 +195,20 @@ impl State {
         }
     }
 
-    /// What is left to be judged by an expression that was not done in time, if that time has come.
-    pub(crate) fn unjudged_again(&mut self, expression: &Arc<str>, now: Instant) -> Option<Unjudged> {
-        let wanted = self.selectors.wanted.iter();
-        let kinds: Vec<String> = wanted
-            .filter(|(_, wanted)| wanted == expression)
-            .map(|(kind, _)| kind.clone())
-            .collect();
-        kinds
-            .iter()
-            .find_map(|kind| self.unjudged(kind, expression, now).ok().flatten())
+    /// The kinds whose devices are judged by an expression.
+    pub(crate) fn kinds(&self, expression: &str) -> Vec<String> {
+        let kinds = self.books.wanted().kinds(expression);
+        kinds.map(str::to_owned).collect()
     }
 
-    /// What has to be judged after the inventory of a node, or of all, has changed.
-    pub(crate) fn unjudged_on(&self, node: Option<&str>) -> Option<Unjudged> {
+    /// A kind and an expression that its devices still have to be judged by, after inventories have changed.
+    pub(crate) fn due(&self) -> Option<(String, Arc<str>)> {
         let fine = |expression| matches!(self.selectors.known.get(expression), Some(Known::Fine));
-        self.selectors
-            .wanted
-            .iter()
-            .filter(|(_, expression)| fine(expression))
-            .find_map(|(kind, expression)| {
-                let unjudged = self.books.unjudged(kind, expression, node);
-                let devices: Vec<Facts> = unjudged.into_iter().take(CHUNK).collect();
-                (!devices.is_empty()).then(|| Unjudged {
-                    expression: Arc::clone(expression),
-                    devices,
-                })
-            })
+        self.books
+            .wanted()
+            .due()
+            .find(|(_, expression)| fine(*expression))
+            .map(|(kind, expression)| (kind.to_owned(), Arc::clone(expression)))
     }
 
     /// Takes note of what an expression says, or of what is wrong with it. Answers with how many of them it wants.
@@ -255,7 +238,7 @@ impl State {
         };
         self.selectors.known.insert(Arc::clone(expression), known);
         let wanted = said.iter().filter(|(_, said)| *said == Match::Yes).count();
-        self.books.matches().put(expression, said);
+        self.books.judged(expression, said);
         wanted
     }
 
@@ -273,20 +256,9 @@ impl State {
             .known
             .retain(|expression, _| written.contains(&**expression));
         if self.selectors.known.len() < before {
-            self.selectors
-                .wanted
-                .retain(|(_, expression)| written.contains(&**expression));
-            self.forget_matches();
+            self.books
+                .retain_selectors(|expression| written.contains(expression));
         }
-    }
-
-    fn forget_matches(&mut self) {
-        let expressions = self
-            .selectors
-            .wanted
-            .iter()
-            .map(|(_, expression)| Arc::clone(expression));
-        self.books.retain_matches(&expressions.collect());
     }
 
     /// Takes over a change of NodeInventory objects of this driver. Answers with how many devices have become available.
@@ -294,7 +266,7 @@ impl State {
         self.selectors.changes += 1;
         if self.selectors.changes >= CHANGES_MAX {
             self.selectors.changes = 0;
-            self.forget_matches();
+            self.books.retain_selectors(|_| true);
         }
         match change {
             Change::All(nodes) => self.books.replace_inventories(nodes.into_iter().collect()),

@@ -6,7 +6,7 @@ use std::pin::pin;
 use futures::{Stream, StreamExt};
 use kube::core::DeserializeGuard;
 use kube::runtime::{WatchStreamExt, watcher};
-use kube::{Api, Client, Resource, ResourceExt};
+use kube::{Api, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio_util::sync::CancellationToken;
 
@@ -15,15 +15,14 @@ use crate::host::state::Change;
 /// An object, or what is wrong with it. One object that cannot be read must not stop the watch of all others.
 pub(crate) type Guarded<K> = DeserializeGuard<K>;
 
-/// Events of all objects of a kind, in all namespaces, for ever; `page` objects per request at the start.
+/// Events of all objects that `api` reaches, for ever; `page` objects per request at the start.
 pub(crate) fn events<K>(
-    client: Client,
+    api: Api<Guarded<K>>,
     page: u32,
 ) -> impl Stream<Item = watcher::Result<watcher::Event<Guarded<K>>>> + Send
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static,
 {
-    let api: Api<Guarded<K>> = Api::all(client);
     watcher(api, watcher::Config::default().page_size(page)).default_backoff()
 }
 

@@ -10,12 +10,14 @@ mod kind;
 mod pattern;
 mod places;
 mod preset;
+mod shared;
 mod source;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
+use std::sync::Arc;
 
 use serde::Deserialize;
 use serde_saphyr::{MergeKeyPolicy, Spanned};
@@ -28,7 +30,7 @@ pub use extras::{Probe, ProbeOpen, ProbeSysfs};
 use kind::RawKind;
 pub use pattern::PathPattern;
 pub use preset::{PRESETS, Preset};
-pub use source::{NODE_BUS, NODE_VFIO, NodeGroup, PciSource, Source, UsbSource};
+pub use source::{NODE_BUS, NODE_VFIO, NodeGroup, PciSource, Source, UsbSource, VFIO_CONTAINER};
 
 /// The size of the file, at most, in bytes.
 const SIZE_MAX: u64 = 256 * 1024;
@@ -41,7 +43,7 @@ const SHOWN_MAX: usize = 80;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeConfiguration {
     /// The kinds, in the order of the file: a device that two kinds describe belongs to the first.
-    pub kinds: Vec<DeviceKind>,
+    pub kinds: Vec<Arc<DeviceKind>>,
 }
 
 /// One kind of device.
@@ -131,7 +133,7 @@ impl NodeConfiguration {
             probe: Probe::default(),
         };
         Self {
-            kinds: presets.iter().map(kind).collect(),
+            kinds: presets.iter().map(kind).map(Arc::new).collect(),
         }
     }
 
@@ -179,7 +181,7 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
         }
         let mut names = BTreeMap::new();
         let mut resources = BTreeMap::new();
-        let mut kinds = Vec::new();
+        let mut kinds: Vec<DeviceKind> = Vec::new();
         for (index, raw) in raw.kinds.value.into_iter().enumerate() {
             let field = format!("kinds[{index}]");
             let whole = Place::of(raw.referenced);
@@ -207,7 +209,10 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
                     ),
                 ));
             }
-            kinds.push(raw.check(&field, whole)?);
+            let places = shared::Places::of(&raw, whole);
+            let kind = raw.check(&field, whole)?;
+            shared::check(&kinds, &kind, &field, &places)?;
+            kinds.push(Arc::new(kind));
         }
         Ok(Self { kinds })
     }

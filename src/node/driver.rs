@@ -4,7 +4,7 @@
 //! kubelet, recorded, published, and guarded against being in two containers at once. The built-in discovery of device nodes
 //! ([`HostDevices`](crate::node::discover::HostDevices)) is nothing but such an implementation.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::future::Future;
 
 use futures::Stream;
@@ -133,7 +133,7 @@ impl NodeDriverError {
 
 /// The devices of a list that can be served, by name; the others, and why not, in a sentence each.
 pub(crate) fn served(list: Vec<Device>) -> (Devices, BTreeSet<String>) {
-    let (mut devices, mut problems) = (BTreeMap::new(), BTreeSet::new());
+    let (mut devices, mut problems) = (Devices::new(), BTreeSet::new());
     for device in list {
         let problem = if !is_dns_label(&device.name) {
             "its name is not a DNS label"
@@ -162,7 +162,8 @@ pub(crate) fn served(list: Vec<Device>) -> (Devices, BTreeSet<String>) {
         };
         problems.insert(format!("{:?}: {problem}", device.name));
     }
-    (devices, problems)
+    // A tree that has been filled in order is half empty.
+    (devices.into_iter().collect(), problems)
 }
 
 /// Logs what is new among the problems.

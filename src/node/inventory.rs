@@ -4,6 +4,7 @@
 //! server has. Nothing is written at rest. While the API server is away, kubelet is served all the same.
 
 mod object;
+mod stored;
 
 use std::future::Future;
 use std::sync::Arc;
@@ -23,13 +24,13 @@ use tracing::{debug, info, warn};
 use super::events::{self, NodeEvent};
 use super::figures::Figures;
 use super::owner::Quarantine;
-use crate::api::crd::NodeInventory;
 use crate::api::resource;
 use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::discovery::events::{DeviceEvent, device_events};
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::inventory::Devices;
-use object::{Counted, counted, inventory, object_name, status};
+use object::{inventory, object_name, status};
+use stored::{Counted, Stored, Told};
 
 /// The field manager of what is applied.
 const FIELD_MANAGER: &str = "drayman-node";
@@ -111,13 +112,16 @@ impl std::fmt::Debug for PublisherClient {
     }
 }
 
+/// The inventories, as far as they are read here.
+type Inventories = Api<Stored<Counted>>;
+
 /// What the server has, as far as we know. There may be a thousand devices: they are shared, not copied.
 #[derive(Debug, Default)]
 struct Seen {
     /// What was applied: the devices, and the uid of the Node that they are of.
     applied: Option<(Option<String>, Arc<Devices>)>,
-    /// What the server answered last, its devices counted only.
-    stored: Option<(NodeInventory, Counted)>,
+    /// What the server answered last.
+    stored: Option<Stored<Counted>>,
     /// The devices that people were told of last.
     told: Option<Arc<Devices>>,
 }
@@ -125,7 +129,7 @@ struct Seen {
 impl Publisher {
     /// Writes until the token is cancelled, and then that the companion is no longer ready.
     pub async fn run(mut self, shutdown: CancellationToken) {
-        let api: Api<NodeInventory> = Api::all(self.client.0.clone());
+        let api: Inventories = Api::all(self.client.0.clone());
         let name = object_name(&self.node_name, &self.driver_name);
         let mut seen = Seen::default();
         let mut node: Option<Node> = None;
@@ -181,7 +185,7 @@ impl Publisher {
 
     async fn write(
         &mut self,
-        api: &Api<NodeInventory>,
+        api: &Inventories,
         name: &str,
         node: &mut Option<Node>,
         seen: &mut Seen,
@@ -193,17 +197,17 @@ impl Publisher {
         let devices = self.devices.borrow_and_update().clone();
         if seen.told.is_none() {
             // What an earlier process has told is not told again.
-            let stored = call(api.get_opt(name)).await?;
-            let earlier = stored.map(|stored| stored.spec.devices).unwrap_or_default();
-            let earlier = earlier.into_iter().map(|device| (device.name.clone(), device));
-            seen.told = Some(Arc::new(earlier.collect()));
+            let whole: Api<Stored<Told>> = Api::all(self.client.0.clone());
+            let stored = call(whole.get_opt(name)).await?;
+            let Told(earlier) = stored.map(|stored| stored.devices).unwrap_or_default();
+            seen.told = Some(Arc::new(earlier));
         }
         let wanted = (node.metadata.uid.clone(), devices.clone());
         if seen.applied.as_ref() != Some(&wanted) {
             let parameters = PatchParams::apply(FIELD_MANAGER).force();
             let inventory = inventory(name, &self.driver_name, node, &devices);
             let stored = call(api.patch(name, &parameters, &Patch::Apply(&inventory))).await?;
-            seen.stored = Some(counted(stored));
+            seen.stored = Some(stored);
             info!(
                 inventory = name,
                 devices = devices.len(),
@@ -244,22 +248,22 @@ impl Publisher {
 
     async fn write_status(
         &self,
-        api: &Api<NodeInventory>,
+        api: &Inventories,
         name: &str,
         standing: &Standing,
         seen: &mut Seen,
     ) -> Result<(), PublishError> {
-        let Some((stored, devices)) = &seen.stored else {
+        let Some(stored) = &seen.stored else {
             return Ok(());
         };
         let now = Timestamp::now();
-        let wanted = status(stored, *devices, standing, &self.quarantine.borrow(), now);
+        let wanted = status(stored, standing, &self.quarantine.borrow(), now);
         if stored.status.as_ref() == Some(&wanted) {
             return Ok(());
         }
         let patch = Patch::Merge(serde_json::json!({ "status": wanted }));
         let stored = call(api.patch_status(name, &PatchParams::default(), &patch)).await?;
-        seen.stored = Some(counted(stored));
+        seen.stored = Some(stored);
         Ok(())
     }
 
@@ -299,7 +303,7 @@ impl Publisher {
         }
     }
 
-    async fn say_stopped(&self, api: &Api<NodeInventory>, name: &str, seen: &Seen) {
+    async fn say_stopped(&self, api: &Inventories, name: &str, seen: &Seen) {
         let mut seen = Seen {
             stored: seen.stored.clone(),
             ..Seen::default()
@@ -348,16 +352,16 @@ struct Deletions<S> {
 
 /// Watches our own object and no other: nothing comes at rest.
 fn deletions(
-    api: Api<NodeInventory>,
+    api: Inventories,
     name: &str,
-) -> Deletions<impl Stream<Item = Result<Option<NodeInventory>, watcher::Error>> + Unpin + use<>> {
+) -> Deletions<impl Stream<Item = Result<Option<Stored<Counted>>, watcher::Error>> + Unpin + use<>> {
     Deletions {
         events: Box::pin(watcher::watch_object(api, name).default_backoff()),
         complained: false,
     }
 }
 
-impl<S: Stream<Item = Result<Option<NodeInventory>, watcher::Error>> + Unpin> Deletions<S> {
+impl<S: Stream<Item = Result<Option<Stored<Counted>>, watcher::Error>> + Unpin> Deletions<S> {
     async fn next_deletion(&mut self) {
         while let Some(event) = self.events.next().await {
             match event {

@@ -362,7 +362,10 @@ impl<D: NodeDriver> Owner<D> {
     /// What the driver makes for a claim. Each device is named in it.
     async fn inject(&self, uid: &ClaimUid) -> Result<Injection, Failure> {
         let claim = self.prepared_claim(uid);
-        let mut injection = in_time(format!("claim {uid}"), self.driver.prepare(&claim)).await?;
+        let made = in_time(format!("claim {uid}"), self.driver.prepare(&claim)).await?;
+        // A driver with a prepare of its own may bring one node twice.
+        let mut injection = Injection::default();
+        injection.extend(made);
         injection.name_devices(claim.devices.iter().map(String::as_str));
         injection.check_paths()?;
         Ok(injection)
@@ -391,22 +394,14 @@ impl<D: NodeDriver> Owner<D> {
     }
 
     async fn undo(&mut self, uid: &ClaimUid) {
-        for step in plan_undo(&self.ledger, uid) {
-            if let Err(failure) = self.carry_out(&[step]).await {
-                warn!(claim_uid = %uid, reason = failure.reason(), "cannot be undone now, and is later: {failure}");
-            }
+        let steps = plan_undo(&self.ledger, uid);
+        if let Err(failure) = self.carry_out(&steps).await {
+            warn!(claim_uid = %uid, reason = failure.reason(), "cannot be undone now, and is later: {failure}");
         }
     }
 
     async fn recover(&mut self, files: &BTreeSet<ClaimUid>) {
-        for step in plan_clearing(&self.ledger, files) {
-            if let Err(failure) = self.carry_out(&[step]).await {
-                error!(
-                    reason = failure.reason(),
-                    "what an earlier process left cannot be cleared away now: {failure}"
-                );
-            }
-        }
+        self.clear(files).await;
         let plans = plan_restoring(&self.ledger);
         self.carry_out_each(plans).await;
         if let Err(failure) = self.carry_out(&[Step::Save(Vec::new())]).await {
@@ -416,6 +411,18 @@ impl<D: NodeDriver> Owner<D> {
             );
         }
         info!(claims = self.ledger.entries().len(), "the ledger is complete");
+    }
+
+    /// Clears away what attempts that failed have left, here or in an earlier process.
+    async fn clear(&mut self, files: &BTreeSet<ClaimUid>) {
+        for steps in plan_clearing(&self.ledger, files) {
+            if let Err(failure) = self.carry_out(&steps).await {
+                error!(
+                    reason = failure.reason(),
+                    "what an earlier attempt left cannot be cleared away now: {failure}"
+                );
+            }
+        }
     }
 
     /// The devices are not what they were: files must not lead to a node that has become another's.
@@ -471,3 +478,5 @@ fn report(what: &str, namespace: &str, name: &str, uid: &str, failure: Option<&F
 mod stage;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod undoing;

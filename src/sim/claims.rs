@@ -10,10 +10,12 @@ use crate::sim::hand::{Hand, claims_of, is_done, is_reserved_for, owned_by, owne
 /// Does what is to be done now.
 pub(crate) fn pass(hand: &Hand) {
     for pod in hand.list("pods") {
-        if object::is_deleting(&pod) || is_done(&pod) {
+        if object::is_deleting(&pod) {
             continue;
         }
-        make_claims(hand, &pod);
+        if !is_done(&pod) {
+            make_claims(hand, &pod);
+        }
         serve_bound(hand, &pod);
     }
     for claim in hand.list("resourceclaims") {
@@ -97,7 +99,8 @@ fn make_claim(hand: &Hand, pod: &Value, entry: &str, template: &str) -> Result<V
         .map_err(|refusal| refusal.message)
 }
 
-/// A pod that was put on a node by hand: its claims are allocated there, and reserved for it.
+/// A pod that was put on a node by hand: its claims are allocated there, and reserved for it. The real one asks for an allocation
+/// also when the pod has ended by then.
 fn serve_bound(hand: &Hand, pod: &Value) {
     let node = object::text(pod, "/spec/nodeName");
     if node.is_empty() {
@@ -119,7 +122,7 @@ fn serve_bound(hand: &Hand, pod: &Value) {
                     let _ = hand.create("podschedulingcontexts", namespace, context);
                 }
             }
-            Some(_) if !is_reserved_for(&claim, pod) && may_reserve(&claim) => {
+            Some(_) if !is_done(pod) && !is_reserved_for(&claim, pod) && may_reserve(&claim) => {
                 let mut consumers = object::list(&claim, "/status/reservedFor").to_vec();
                 consumers.push(consumer(pod));
                 let _ = write_reservations(hand, &claim, &consumers, false);

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::sim::api::{ApiServer, ListQuery, Patch, Refusal, Target, WriteOptions, object};
+use crate::sim::api::{ApiServer, Deletion, ListQuery, Patch, Refusal, Target, WriteOptions, object};
 
 /// The API server in the hand of one component.
 #[derive(Clone, Debug)]
@@ -100,11 +100,12 @@ impl Hand {
     /// Deletes an object, if it still is this one. `grace` is for pods.
     pub(crate) fn delete(&self, plural: &str, object: &Value, grace: Option<i64>) -> Result<(), Refusal> {
         let target = self.target(plural, object::namespace(object), object::name(object), "")?;
-        let mut options = json!({ "preconditions": { "uid": object::uid(object) } });
-        if let Some(grace) = grace {
-            options["gracePeriodSeconds"] = grace.into();
-        }
-        self.server.delete(&target, &options).map(drop)
+        let asked = Deletion {
+            grace,
+            uid: object::uid(object).to_owned(),
+            version: String::new(),
+        };
+        self.server.delete(&target, &asked).map(drop)
     }
 
     /// Tells of an object. The same again is counted, not repeated.

@@ -13,6 +13,8 @@ pub struct Outfit {
     pub devices: Vec<(String, String, String)>,
     /// Environment.
     pub environment: BTreeMap<String, String>,
+    /// Mounts: path in the container, path on the host, options.
+    pub mounts: Vec<(String, String, Vec<String>)>,
 }
 
 /// Why a container cannot be made.
@@ -66,6 +68,11 @@ impl Outfit {
         for node in &device.container_edits.device_nodes {
             self.add_device(&place.dev, &node.path, &node.host_path, &node.permissions)?;
         }
+        for mount in &device.container_edits.mounts {
+            // Whether it can be mounted is for who mounts.
+            let (path, host) = (mount.container_path.clone(), mount.host_path.clone());
+            self.mounts.push((path, host, mount.options.clone()));
+        }
         for variable in &device.container_edits.env {
             if let Some((name, value)) = variable.split_once('=') {
                 self.environment.insert(name.to_owned(), value.to_owned());
@@ -115,7 +122,11 @@ mod tests {
                         host_path: "/dev/null".into(),
                         permissions: "rw".into(),
                     }],
-                    mounts: Vec::new(),
+                    mounts: vec![cdi::Mount {
+                        host_path: "/opt/library".into(),
+                        container_path: "/library".into(),
+                        options: vec!["ro".into()],
+                    }],
                 },
             }],
         };
@@ -132,6 +143,10 @@ mod tests {
             [("/dev/x".into(), "/dev/null".into(), "rw".into())]
         );
         assert_eq!(outfit.environment["A"], "b");
+        assert_eq!(
+            outfit.mounts,
+            [("/library".into(), "/opt/library".into(), vec!["ro".into()])]
+        );
         for id in ["v/claim=b", "w/claim=a", "nonsense"] {
             assert_eq!(
                 outfit.add_cdi(&place, id).unwrap_err().reason(),

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::Value;
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 use tokio_util::sync::CancellationToken;
 
 use super::api::{ApiServer, Patch, Refusal, Target, WriteOptions, object};
@@ -174,19 +174,32 @@ impl Stage {
     /// Returns when a part has broken down; never otherwise.
     pub async fn broken(&mut self) -> StageError {
         loop {
-            match self.parts.join_next().await {
-                Some(Ok(Err(error))) => return error,
-                Some(Err(error)) => return StageError::Io(std::io::Error::other(error)),
-                Some(Ok(Ok(()))) => {}
+            match self.parts.join_next().await.map(trouble) {
+                Some(Some(error)) => return error,
+                Some(None) => {}
                 None => std::future::pending().await,
             }
         }
+    }
+
+    /// What has broken down by now and was not told yet.
+    pub fn broken_by_now(&mut self) -> Option<StageError> {
+        std::iter::from_fn(|| self.parts.try_join_next()).find_map(trouble)
     }
 
     /// Ends everything, and returns when it has ended.
     pub async fn stop(mut self) {
         self.shutdown.cancel();
         while self.parts.join_next().await.is_some() {}
+    }
+}
+
+/// What is wrong with a part that has ended.
+fn trouble(ended: Result<Result<(), StageError>, JoinError>) -> Option<StageError> {
+    match ended {
+        Ok(Ok(())) => None,
+        Ok(Err(error)) => Some(error),
+        Err(error) => Some(StageError::Io(std::io::Error::other(error))),
     }
 }
 

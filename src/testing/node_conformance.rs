@@ -235,6 +235,7 @@ impl<D: NodeDriver> NodeConformance<D> {
     async fn stories(&self, kind: &str, report: &mut Report) -> Done<()> {
         let kinds = [
             (BlowKind::Crash, Rule::NodeSurvivesCrash),
+            (BlowKind::Slow, Rule::NodeSurvivesSlowCall),
             (BlowKind::Fail, Rule::NodeSurvivesFailedCall),
         ];
         if !self.asked(Rule::ServesPods) && !kinds.iter().any(|(_, rule)| self.asked(*rule)) {
@@ -250,7 +251,12 @@ impl<D: NodeDriver> NodeConformance<D> {
                 report.skipped(rule, "the test asks for other rules only");
                 continue;
             }
-            let blows = (0..steps.len()).flat_map(|step| {
+            let places = if blow == BlowKind::Slow {
+                first_of_each(&steps)
+            } else {
+                (0..steps.len()).collect()
+            };
+            let blows = places.into_iter().flat_map(|step| {
                 [When::Before, When::After].map(|when| Blow {
                     step,
                     kind: blow,
@@ -280,6 +286,21 @@ impl<D: NodeDriver> NodeConformance<D> {
     }
 }
 
+/// The first call of each method of the driver. Where one hangs the companion waits for ten seconds: too long for all of them.
+fn first_of_each(steps: &[String]) -> Vec<usize> {
+    let mut seen = BTreeSet::new();
+    let is_first = |(_, step): &(usize, &String)| {
+        let method = step.split_once('(').map(|(method, _)| method);
+        method.is_some_and(|method| seen.insert(method.to_owned()))
+    };
+    steps
+        .iter()
+        .enumerate()
+        .filter(is_first)
+        .map(|(step, _)| step)
+        .collect()
+}
+
 /// Our own kinds, and a class of the driver's devices of a kind.
 fn setup(kind: &str) -> Done<Setup> {
     let mut objects = Vec::new();
@@ -303,4 +324,22 @@ fn setup(kind: &str) -> Done<Setup> {
         nodes: Vec::new(),
         driver_name: DRIVER.to_owned(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::first_of_each;
+
+    #[test]
+    fn one_call_of_each_method_hangs_and_no_write() {
+        let steps = [
+            "POST /apis",
+            "injection(a)",
+            "prepare(a)",
+            "injection(b)",
+            "unprepare(a)",
+            "prepare(b)",
+        ];
+        assert_eq!(first_of_each(&steps.map(str::to_owned)), [1, 2, 4]);
+    }
 }

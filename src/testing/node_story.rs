@@ -98,7 +98,8 @@ pub(super) async fn play<D: NodeDriver>(
     let rule = match blow.map(|blow| blow.kind) {
         None => Rule::ServesPods,
         Some(BlowKind::Crash) => Rule::NodeSurvivesCrash,
-        Some(BlowKind::Slow | BlowKind::Fail) => Rule::NodeSurvivesFailedCall,
+        Some(BlowKind::Slow) => Rule::NodeSurvivesSlowCall,
+        Some(BlowKind::Fail) => Rule::NodeSurvivesFailedCall,
     };
     let shutdown = CancellationToken::new();
     let server = scene.stage.server();

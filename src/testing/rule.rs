@@ -66,6 +66,7 @@ rules! {
     DroppedPrepareCanBeUndone: "a `prepare` that is dropped where it awaits can be undone"
     NothingIsLeft: "when no claim is prepared, nothing of any claim is left"
     NodeSurvivesCrash: "a companion that is killed at any step and started anew gives the same to the pod, and undoes it in the end"
+    NodeSurvivesSlowCall: "a call that hangs, before or after its work, holds nothing up for good and is made good"
     NodeSurvivesFailedCall: "a call that fails, before or after its work, is made good"
 }
 
@@ -104,7 +105,7 @@ impl Rule {
     ];
 
     /// The rules for a [`NodeDriver`](crate::node::driver::NodeDriver).
-    pub const NODE_DRIVER: [Self; 17] = [
+    pub const NODE_DRIVER: [Self; 18] = [
         Self::FirstListComes,
         Self::ServableDevices,
         Self::StableDevices,
@@ -121,6 +122,7 @@ impl Rule {
         Self::NoPanic,
         Self::ServesPods,
         Self::NodeSurvivesCrash,
+        Self::NodeSurvivesSlowCall,
         Self::NodeSurvivesFailedCall,
     ];
 }

@@ -98,6 +98,13 @@ async fn a_real_server_lets_each_account_do_what_its_role_says_and_nothing_more(
         "--set=deviceKinds[0].paths[0]=/dev/video0",
     ];
     stage.helm(&arguments).await?;
+    // What everybody may read counts for everybody, once the server has heard of it.
+    stage
+        .until("the rights of everybody", async || {
+            let rights = rights(&stage, "nobody", "default").await?;
+            Ok(rights.contains_key("nodeinventories.drayman.dev"))
+        })
+        .await?;
     for (account, namespace, roles) in [
         (
             "drayman-controller",

@@ -94,6 +94,7 @@ async fn a_release_serves_pods_and_is_upgraded_rolled_back_and_removed_without_l
     let first = stage.run_of("drayman", COMPANION).await?;
 
     look_from_outside(&stage).await?;
+    ask_in_the_companion_s_pod(&stage).await?;
 
     // An upgrade that replaces both programs, with the claim in use.
     stage
@@ -227,6 +228,42 @@ async fn follow_the_configuration(stage: &Stage, companion: &Run) -> anyhow::Res
         })
         .await?;
     assert_eq!(&stage.run_of("drayman", COMPANION).await?, companion);
+    Ok(())
+}
+
+/// What docs/node.md says of commands in the companion's pod, without a flag.
+async fn ask_in_the_companion_s_pod(stage: &Stage) -> anyhow::Result<()> {
+    let ask = async |words: &[&str]| {
+        let exec = [
+            "--namespace=drayman",
+            "exec",
+            "daemonset/drayman-node",
+            "--",
+            "/drayman",
+            "node",
+        ];
+        stage.cluster.kubectl(&[&exec[..], words].concat()).await
+    };
+    let holdings = ask(&["holdings"]).await?;
+    println!("{holdings}");
+    ensure!(
+        holdings.lines().count() == 2 && holdings.contains("basic") && holdings.contains("drayman-test-"),
+        "{holdings}"
+    );
+    // The devices of the node, by the companion's own file.
+    let found = ask(&["discover"]).await?;
+    println!("{found}");
+    let devices = found.lines().filter(|line| line.starts_with("test "));
+    assert_eq!(devices.count(), 3, "{found}");
+    let uid = holdings
+        .lines()
+        .last()
+        .and_then(|line| line.split_whitespace().next());
+    let refused = ask(&["release", uid.unwrap_or_default()])
+        .await
+        .expect_err("kubelet lists the claim")
+        .to_string();
+    ensure!(refused.contains("kubelet"), "{refused}");
     Ok(())
 }
 

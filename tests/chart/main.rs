@@ -12,6 +12,7 @@ mod beside;
 mod chart;
 mod image;
 mod inside;
+mod kinds;
 mod life;
 mod refused;
 mod rendered;

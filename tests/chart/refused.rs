@@ -7,6 +7,11 @@ const KIND: [&str; 2] = [
     "--set=deviceKinds[0].paths[0]=/dev/a",
 ];
 
+/// One byte more than what a socket's path can have, with the default driver name, and in a directory of device plugins.
+const LONG_ROOT: &str =
+    "--set=node.kubeletRoot=/aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
+const LONG_DIRECTORY: &str = "--set=node.devicePluginDir=/aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
+
 #[test]
 #[expect(clippy::too_many_lines, reason = "one table")]
 fn a_combination_that_cannot_work_is_refused_with_one_sentence() {
@@ -119,6 +124,67 @@ fn a_combination_that_cannot_work_is_refused_with_one_sentence() {
             "give it one",
         ),
         (
+            vec!["--set=controller.driverCallTimeout=99ms"],
+            "controller.driverCallTimeout is 99ms",
+            "from 100ms to 10m",
+        ),
+        (
+            vec!["--set=controller.leaderElection.leaseDuration=10m1ms"],
+            "controller.leaderElection.leaseDuration is 10m1ms",
+            "from 100ms to 10m",
+        ),
+        (
+            vec!["--set=controller.leaderElection.leaseDuration=14999ms"],
+            "leaseDuration (14999ms) is less than renewDeadline (10s) and 5s",
+            "set a longer leaseDuration",
+        ),
+        (
+            vec!["--set=controller.leaderElection.retryPeriod=10s"],
+            "retryPeriod (10s) is not less than renewDeadline (10s)",
+            "set a shorter retryPeriod",
+        ),
+        (
+            with_kind(&["--set=node.enabled=false"]),
+            "deviceKinds are set, but node.enabled is false",
+            "enable the node companion",
+        ),
+        (
+            vec!["--set=node.enabled=false", "--set=admissionPolicy.enabled=always"],
+            "admissionPolicy.enabled is always, but node.enabled is false",
+            "set it to auto",
+        ),
+        (
+            vec!["--set=node.env[0].name=DRAYMAN_CONFIG"],
+            "node.env has DRAYMAN_CONFIG, which the chart sets from deviceKinds",
+            "remove it",
+        ),
+        (
+            vec!["--set=controller.env[0].name=DRAYMAN_ORPHAN_GRACE_PERIOD"],
+            "which the controller does not read",
+            "correct it",
+        ),
+        (
+            vec![LONG_ROOT],
+            "would have 108 bytes, and a socket's path has at most 107",
+            "set a shorter driverName",
+        ),
+        (
+            vec![
+                LONG_DIRECTORY,
+                "--set-json=deviceKinds=[{\"name\":\"a\",\"mode\":\"both\",\"resourceName\":\"example.com/x\",\"paths\":[\"/dev/a\"]}]",
+            ],
+            "would have 108 bytes below node.devicePluginDir",
+            "set a shorter node.devicePluginDir",
+        ),
+        (
+            vec![
+                "--set=monitoring.prometheusRule.enabled=true",
+                "--set=controller.metricsPort=0",
+            ],
+            "controller.metricsPort is 0",
+            "give it a port",
+        ),
+        (
             vec!["--set=node.metricsPort=8081"],
             "node.metricsPort and node.healthPort are the same",
             "give each its own",
@@ -175,4 +241,109 @@ fn what_the_server_cannot_do_is_refused_if_it_is_demanded() {
         &["--kube-version", "1.30.4-gke.1348000"],
     );
     assert!(fine.status.success(), "{}", String::from_utf8_lossy(&fine.stderr));
+}
+
+/// What the chart takes of durations the program takes, and the other way round.
+#[test]
+fn the_chart_and_the_program_take_the_same_durations() {
+    use drayman::core::protocol::LeaseSettings;
+    use std::process::Command;
+    use std::time::Duration;
+
+    let values = [
+        ["15s", "10s", "2s"],
+        ["15s", "10s", "10s"],
+        ["14s", "10s", "2s"],
+        ["14999ms", "9999ms", "9s999ms"],
+        ["10m", "9m55s", "9m54s999ms"],
+        ["10m", "9m55s1ms", "1s"],
+        ["601s", "10s", "2s"],
+        ["15s", "10s", "99ms"],
+        ["15s", "10s", "0s"],
+        ["1m30s", "1m", "100ms"],
+        ["30s1m", "10s", "2s"],
+        ["15", "10s", "2s"],
+        ["15S", "10s", "2s"],
+        ["007s", "1s", "500ms"],
+        ["", "10s", "2s"],
+    ];
+    for [lease, renew, retry] in values {
+        let set =
+            |field: &str, value: &str| format!("--set-string=controller.leaderElection.{field}={value}");
+        let arguments = [
+            set("leaseDuration", lease),
+            set("renewDeadline", renew),
+            set("retryPeriod", retry),
+        ];
+        let chart = template(None, &arguments.each_ref().map(String::as_str));
+        let output = Command::new(env!("CARGO_BIN_EXE_drayman"))
+            .args(["controller", "--leader-elect"])
+            .arg(format!("--leader-elect-lease-duration={lease}"))
+            .arg(format!("--leader-elect-renew-deadline={renew}"))
+            .arg(format!("--leader-elect-retry-period={retry}"))
+            .env_clear()
+            .output()
+            .expect("the program starts");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        // Flags come first; what they say together is looked at when there is an API server.
+        let parsed = said.contains("no API server");
+        let duration = |text: &str| {
+            let signed: Option<jiff::SignedDuration> = text.parse().ok();
+            signed
+                .and_then(|signed| Duration::try_from(signed).ok())
+                .unwrap_or_default()
+        };
+        let together = LeaseSettings {
+            identity: "x".into(),
+            duration: duration(lease),
+            renew_deadline: duration(renew),
+            retry_period: duration(retry),
+            request_timeout: Duration::from_secs(5),
+        };
+        // "007s" is a duration to the program, and to YAML and people hardly one.
+        if lease == "007s" {
+            assert!(parsed && !chart.status.success());
+            continue;
+        }
+        assert_eq!(
+            chart.status.success(),
+            parsed && together.check().is_ok(),
+            "{lease} {renew} {retry}: {said} {}",
+            String::from_utf8_lossy(&chart.stderr)
+        );
+    }
+}
+
+/// Each variable that a program reads is either set by the chart, and then refused in `env`, or of use there.
+#[test]
+fn a_variable_of_the_program_is_refused_exactly_if_the_chart_sets_it() {
+    let free = [
+        "DRAYMAN_KUBECONFIG",
+        "DRAYMAN_ORPHAN_GRACE_PERIOD",
+        "DRAYMAN_DEVICE_PLUGIN_REGISTRATION",
+        "DRAYMAN_SYSFS_ROOT",
+    ];
+    let program = drayman::cli::command();
+    for component in ["controller", "node"] {
+        let command = program.find_subcommand(component).expect("the command");
+        let variables = command
+            .get_arguments()
+            .filter_map(|flag| flag.get_env()?.to_str());
+        let variables: Vec<&str> = variables.collect();
+        assert!(variables.len() > 8, "{variables:?}");
+        for variable in variables {
+            let set = format!("--set={component}.env[0].name={variable}");
+            let output = template(None, &[&set]);
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(
+                output.status.success(),
+                free.contains(&variable),
+                "{variable}: {said}"
+            );
+            assert!(
+                output.status.success() || said.contains("which the chart sets from"),
+                "{said}"
+            );
+        }
+    }
 }

@@ -1,6 +1,6 @@
 //! What is rendered: pods, mounts, flags, the configuration.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
 
 use serde_json::{Value, json};
@@ -88,24 +88,40 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
     let usual = host_paths(usual);
     let more: Vec<_> = trusted.difference(&usual).collect();
     assert_eq!(more, ["read /var/lib/kubelet at /var/lib/kubelet"]);
-    let flags = arguments(pod_spec(moved).expect("pods"));
-    for flag in [
-        "--driver-name=other.example.com",
-        "--kubelet-root-dir=/var/lib/k0s/kubelet",
-        "--device-plugin-dir=/var/lib/kubelet/device-plugins",
-        "--cdi-root=/etc/cdi",
-        "--dev-root=/host/dev",
-        "--mountinfo=/host/mountinfo",
+    // As variables, so that whatever else runs in the container has them too.
+    let variables = environment(pod_spec(moved).expect("pods"));
+    for (name, value) in [
+        ("DRAYMAN_DRIVER_NAME", "other.example.com"),
+        ("DRAYMAN_CONFIG", "/etc/drayman/node.yaml"),
+        ("DRAYMAN_KUBELET_ROOT_DIR", "/var/lib/k0s/kubelet"),
+        ("DRAYMAN_DEVICE_PLUGIN_DIR", "/var/lib/kubelet/device-plugins"),
+        ("DRAYMAN_CDI_ROOT", "/etc/cdi"),
+        ("DRAYMAN_DEV_ROOT", "/host/dev"),
+        ("DRAYMAN_MOUNTINFO", "/host/mountinfo"),
     ] {
-        assert!(flags.contains(&flag.to_owned()), "{flag} in {flags:?}");
+        assert_eq!(variables.get(name).map(String::as_str), Some(value), "{name}");
     }
 }
 
+/// The variables of the only container that have a value.
+fn environment(spec: &Value) -> BTreeMap<String, String> {
+    let variables = spec["containers"][0]["env"]
+        .as_array()
+        .cloned()
+        .unwrap_or_default();
+    let text = |value: &Value| value.as_str().map(str::to_owned);
+    variables
+        .iter()
+        .filter_map(|variable| Some((text(&variable["name"])?, text(&variable["value"])?)))
+        .collect()
+}
+
 /// Runs the program as a container would, but where there is no cluster, and returns what it says.
-fn program(arguments: &[String]) -> String {
+fn program(arguments: &[String], environment: &BTreeMap<String, String>) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_drayman"))
         .args(arguments)
         .env_clear()
+        .envs(environment.iter().filter(|(name, _)| !name.starts_with("KUBERNETES_")))
         .env("NODE_NAME", "node")
         // What a person has at home is none of the container's.
         .env("HOME", "/nonexistent")
@@ -129,16 +145,17 @@ fn the_program_takes_the_flags_and_the_configuration_of_every_variant() {
         }
         for owner in &rendered {
             let Some(spec) = pod_spec(owner) else { continue };
-            let mut arguments = arguments(spec);
+            let arguments = arguments(spec);
             seen.insert(arguments[0].clone());
             if arguments[0] == "version" {
                 continue;
             }
-            for argument in &mut arguments {
-                *argument = argument.replace("/etc/drayman/node.yaml", file.to_str().expect("UTF-8"));
+            let mut environment = environment(spec);
+            for value in environment.values_mut() {
+                *value = value.replace("/etc/drayman/node.yaml", file.to_str().expect("UTF-8"));
             }
             // The file is read before the API server is looked for, so this is reached only if all is right.
-            let said = program(&arguments);
+            let said = program(&arguments, &environment);
             assert!(
                 said.starts_with("error: no API server"),
                 "{variant:?}: {arguments:?}: {said}"
@@ -151,7 +168,7 @@ fn the_program_takes_the_flags_and_the_configuration_of_every_variant() {
             .map(str::to_owned)
             .into()
     );
-    let wrong = program(&["node".into(), "--config=/nowhere".into()]);
+    let wrong = program(&["node".into(), "--config=/nowhere".into()], &BTreeMap::new());
     assert!(wrong.contains("/nowhere"), "{wrong}");
 }
 
@@ -463,4 +480,27 @@ fn a_part_that_is_switched_off_leaves_nothing_of_it() {
             .iter()
             .all(|object| !object["kind"].as_str().unwrap_or_default().contains("Role"))
     );
+}
+
+/// YAML takes some words for truths and numbers.
+#[test]
+fn a_name_that_yaml_would_take_for_something_else_stays_a_name() {
+    let rendered = render(
+        None,
+        &[
+            "--set-json=deviceKinds=[{\"name\":\"on\",\"paths\":[\"/dev/x\"]}]",
+            "--set-json=classes=[{\"name\":\"123\",\"kind\":\"on\"}]",
+            "--set-string=driverName=true",
+        ],
+    );
+    let class = object(&rendered, "ResourceClass", "123");
+    assert_eq!(class["driverName"], "true");
+    assert_eq!(class["parametersRef"]["name"], "123");
+    assert_eq!(
+        object(&rendered, "DeviceClassParameters", "123")["spec"]["kind"],
+        "on"
+    );
+    let daemon_set = object(&rendered, "DaemonSet", "drayman-node");
+    let variables = environment(pod_spec(daemon_set).expect("pods"));
+    assert_eq!(variables["DRAYMAN_DRIVER_NAME"], "true");
 }

@@ -74,6 +74,10 @@ fn a_command_without_an_api_server_says_how_to_give_one() {
         &["xml", "json", "yaml"],
     );
     assert_refused(&mut drayman_with(&["who"]), &["<DEVICE>"]);
+    assert_refused(
+        &mut drayman_with(&["devices", "--state", "Fre"]),
+        &["'Fre'", "--state", "Free", "NotForClaims", "Unknown"],
+    );
 }
 
 fn drayman_with(arguments: &[&str]) -> Command {

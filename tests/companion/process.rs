@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -10,6 +11,9 @@ use crate::node::Node;
 
 /// How long anything may take that is waited for.
 const PATIENCE: Duration = Duration::from_secs(40);
+
+/// Another build of the program than cargo's own: for the benchmarks.
+pub(crate) static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 
 /// A running `drayman node`, in a mount namespace of its own where `/dev` is the node's.
 pub(crate) struct Process {
@@ -151,7 +155,11 @@ impl Start {
             "sh",
         ]);
         command
-            .arg(env!("CARGO_BIN_EXE_drayman"))
+            .arg(
+                PROGRAM
+                    .get()
+                    .map_or(Path::new(env!("CARGO_BIN_EXE_drayman")), PathBuf::as_path),
+            )
             .args(["node", "--node-name", "node-a", "--v=4", "--kubeconfig"])
             .arg(&kubeconfig)
             .arg("--config")
@@ -159,6 +167,8 @@ impl Start {
             .args(node.directories())
             .args(&self.arguments)
             .env("NODE", node.path(""))
+            // As the image has it.
+            .env("MALLOC_ARENA_MAX", "1")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(file);

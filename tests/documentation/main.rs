@@ -5,6 +5,7 @@
 
 mod blocks;
 mod commands;
+mod examples;
 mod links;
 mod names;
 mod page;

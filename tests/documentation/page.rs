@@ -63,7 +63,12 @@ pub(crate) fn page(path: &str) -> Page {
 /// Every page: those at the top, the book, and the READMEs of the examples and of the test cluster.
 pub(crate) fn pages() -> Vec<Page> {
     let mut paths = Vec::new();
-    let mut directories = vec![PathBuf::from("docs"), "examples".into(), "tests/cluster".into()];
+    let mut directories = vec![
+        PathBuf::from("docs"),
+        "charts".into(),
+        "examples".into(),
+        "tests/cluster".into(),
+    ];
     let is_page = |path: &Path| path.extension().is_some_and(|extension| extension == "md");
     for entry in std::fs::read_dir(repository("")).expect("the repository") {
         let path = PathBuf::from(entry.expect("an entry").file_name());

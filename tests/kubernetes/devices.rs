@@ -6,8 +6,9 @@ use drayman::api::crd::NodeInventory;
 use k8s_openapi::api::core::v1::Node as KubernetesNode;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::api::Api;
+use serde_json::{Value, json};
 
-use crate::harness::Node;
+use crate::harness::{IMAGE, Node};
 use crate::pods::{look_inside, wait_for_inventory};
 use crate::stage::{Stage, is_allocated, is_gone, is_running};
 
@@ -86,6 +87,85 @@ async fn nodes_that_belong_together_are_one_device_from_the_file_to_the_containe
         seen[0], seen[1],
         "each has its own device, and both have the shared node"
     );
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Two kinds of one control node, which the one may read and the other also write.
+const SHARING: &str = "\
+apiVersion: drayman.dev/v1alpha1
+kind: NodeConfiguration
+kinds:
+- name: reader
+  groups: [{required: [/dev/drayman-read], shared: [/dev/drayman-control]}]
+  permissions: r
+- name: writer
+  groups: [{required: [/dev/drayman-write], shared: [/dev/drayman-control]}]
+";
+
+#[tokio::test]
+async fn a_node_that_two_claims_of_a_container_bring_is_used_as_either_of_them_allows() -> anyhow::Result<()>
+{
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    // What is written to without harm, containers may always; they may not KVM.
+    for (name, major, minor) in [("read", 1, 5), ("write", 1, 8), ("control", 10, 232)] {
+        node.make_device(format!("/dev/drayman-{name}"), major, minor)?;
+    }
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, SHARING)?;
+    wait_for_inventory(&stage, 0, 2).await?;
+    for kind in ["reader", "writer"] {
+        stage
+            .apply(&json!({
+                "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters", "metadata": { "name": kind },
+                "spec": { "kind": kind },
+            }))
+            .await?;
+        stage
+            .apply(&json!({
+                "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": kind },
+                "driverName": "drayman.dev",
+                "parametersRef": { "apiGroup": "drayman.dev", "kind": "DeviceClassParameters", "name": kind },
+            }))
+            .await?;
+        stage
+            .apply(&json!({
+                "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate", "metadata": { "name": kind },
+                "spec": { "spec": { "resourceClassName": kind } },
+            }))
+            .await?;
+    }
+    for (pod, kinds, writes) in [
+        ("alone", &["reader"][..], false),
+        ("one-way", &["reader", "writer"], true),
+        ("the-other", &["writer", "reader"], true),
+    ] {
+        let of = |kind: &&str| json!({ "name": kind, "source": { "resourceClaimTemplateName": kind } });
+        let claims: Vec<Value> = kinds.iter().map(of).collect();
+        let used: Vec<Value> = kinds.iter().map(|kind| json!({ "name": kind })).collect();
+        stage
+            .apply(&json!({
+                "apiVersion": "v1", "kind": "Pod", "metadata": { "name": pod },
+                "spec": {
+                    "terminationGracePeriodSeconds": 1,
+                    "resourceClaims": claims,
+                    "containers": [{ "name": "main", "image": IMAGE, "resources": { "claims": used } }],
+                },
+            }))
+            .await?;
+        look_inside(&stage, pod).await?;
+        for (opened, expected) in [("3<", true), ("3>", writes)] {
+            let open = format!("exec {opened}/dev/drayman-control");
+            let done = stage
+                .cluster
+                .kubectl(&["exec", pod, "--", "sh", "-c", &open])
+                .await;
+            assert_eq!(done.is_ok(), expected, "{pod} {opened}: {done:?}");
+        }
+        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+    }
     companion.end().await?;
     controller.end().await?;
     stage.cluster.stop().await

@@ -193,3 +193,152 @@ async fn kinds_that_are_not_defined_are_named_with_the_fix() -> anyhow::Result<(
     assert!(error.contains("drayman doctor"), "{error}");
     cluster.stop().await
 }
+
+/// What the doctor says of the gates, with the level.
+async fn gates(stage: &Stage) -> anyhow::Result<Vec<(String, String)>> {
+    let findings = json(stage, &["doctor"]).await?;
+    let findings = findings.as_array().into_iter().flatten();
+    let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+    Ok(findings
+        .filter(|finding| finding["check"] == "gates")
+        .map(|finding| (text(&finding["level"]), text(&finding["message"])))
+        .collect())
+}
+
+fn assert_said(said: &[(String, String)], level: &str, words: &str) {
+    let found = said
+        .iter()
+        .any(|(is, message)| is == level && message.contains(words));
+    assert!(found, "{level}: {words} is not in {said:#?}");
+}
+
+#[tokio::test]
+async fn a_gate_that_is_off_in_the_api_server_is_found() -> anyhow::Result<()> {
+    let off = "--feature-gates=DynamicResourceAllocation=false";
+    let stage = Stage::on(Cluster::builder().flag("apiserver", off).start().await?).await?;
+    let said = gates(&stage).await?;
+    println!("{said:#?}");
+    assert_said(
+        &said,
+        "Problem",
+        "kube-apiserver has DynamicResourceAllocation off",
+    );
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn the_gates_of_kubelet_scheduler_and_controller_manager_are_told_or_why_not() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let configuration = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
+                         - name: test\n  paths: [\"/dev/drayman-test-*\"]\n";
+    stage.cluster.node(0).make_device("/dev/drayman-test-0", 1, 5)?;
+    let _companion = stage.companion(0, configuration)?;
+    let deadline = std::time::Instant::now() + crate::harness::PATIENCE;
+    let on_node = "kubelet has DynamicResourceAllocation on on node-0";
+    let said = loop {
+        let said = gates(&stage).await?;
+        if said.iter().any(|(_, message)| message == on_node) || std::time::Instant::now() > deadline {
+            break said;
+        }
+    };
+    println!("{said:#?}");
+    assert_said(&said, "Fine", "kube-apiserver has DynamicResourceAllocation on");
+    assert_said(&said, "Fine", on_node);
+    assert_said(&said, "Note", "kube-scheduler cannot be asked");
+    assert_said(&said, "Note", "kube-controller-manager cannot be asked");
+
+    // A pod that waits for its allocation shows both.
+    stage.make_template(None).await?;
+    stage.make_pod("waits").await?;
+    stage
+        .wait(stage.contexts(), "waits", "made", |found: Option<&_>| {
+            found.is_some()
+        })
+        .await?;
+    stage.claim_of("waits", "made", |_| true).await?;
+    let said = gates(&stage).await?;
+    assert_said(&said, "Fine", "kube-scheduler allocates for pods");
+    assert_said(&said, "Fine", "kube-controller-manager makes claims");
+
+    // Who may not ask is told which right that needs.
+    let read = ["get", "list"];
+    let rules = [crate::harness::rule(
+        &["", "resource.k8s.io", DRIVER, "apiextensions.k8s.io"],
+        &["nodes", "nodeinventories", "customresourcedefinitions"],
+        &read,
+    )];
+    let reader = stage.cluster.user("reader", &rules).await?;
+    let output = drayman(&stage.cluster, &reader, &["doctor"]).await?;
+    let text = String::from_utf8(output.stdout)?;
+    for words in [
+        "cannot get path \"/metrics\"",
+        "cannot get resource \"nodes/proxy\"",
+        "cannot list resource \"pods\"",
+    ] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_scheduler_and_a_kubelet_without_the_gate_are_found_by_what_they_do_and_say() -> anyhow::Result<()>
+{
+    let off = "--feature-gates=DynamicResourceAllocation=false";
+    let cluster = Cluster::builder()
+        .nodes(1)
+        .flag("scheduler", off)
+        .flag("kubelet", off);
+    let stage = Stage::on(cluster.start().await?).await?;
+    let api = Api::<k8s_openapi::api::core::v1::Node>::all(stage.cluster.client());
+    let uid = api.get("node-0").await?.metadata.uid.unwrap_or_default();
+    stage.write_inventory("node-0", &uid, 1).await?;
+    stage.make_template(None).await?;
+    stage.make_pod("early").await?;
+    stage
+        .wait(stage.pods(), "early", "bound", crate::stage::is_bound())
+        .await?;
+    stage.claim_of("early", "made", |_| true).await?;
+    let said = gates(&stage).await?;
+    println!("{said:#?}");
+    assert_said(
+        &said,
+        "Problem",
+        "kubelet has DynamicResourceAllocation off on node-0",
+    );
+    assert_said(
+        &said,
+        "Warning",
+        "default/early bound to a node although a claim is not reserved",
+    );
+    stage.cluster.stop().await
+}
+
+/// A cluster without classic Dynamic Resource Allocation is in order as long as no device needs it.
+#[tokio::test]
+async fn extended_resources_alone_need_no_api_of_claims_and_no_controller() -> anyhow::Result<()> {
+    let mut cluster = Cluster::builder().flag("apiserver", "--runtime-config=resource.k8s.io/v1alpha2=false");
+    for component in ["apiserver", "controller-manager", "scheduler"] {
+        cluster = cluster.flag(component, "--feature-gates=DynamicResourceAllocation=false");
+    }
+    let stage = Stage::without_class(cluster.start().await?).await?;
+    let node = stage.pretend_node("node-a").await?;
+    let uid = node.metadata.uid.unwrap_or_default();
+    stage.write_inventory("node-a", &uid, 1).await?;
+    let (code, text, _) = answer(&stage, &["doctor"]).await?;
+    assert_eq!(code, Some(1), "there are devices for claims: {text}");
+
+    let inventories = Api::<drayman::api::crd::NodeInventory>::all(stage.cluster.client());
+    let mut inventory = inventories.get("node-a.drayman.dev").await?;
+    for device in &mut inventory.spec.devices {
+        device.mode = drayman::api::crd::Mode::ExtendedResource;
+    }
+    inventories
+        .replace("node-a.drayman.dev", &PostParams::default(), &inventory)
+        .await?;
+    let (code, text, _) = answer(&stage, &["doctor"]).await?;
+    println!("{text}");
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("all are extended resources"), "{text}");
+    assert!(text.contains("0 warnings, 0 problems"), "{text}");
+    stage.cluster.stop().await
+}

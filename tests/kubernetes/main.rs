@@ -1,11 +1,12 @@
 //! drayman on real Kubernetes: the programs as they are shipped, each a user of its own with exactly its rights.
 //!
 //! `controller` needs a control plane only, and no root: the tests write the inventories that companions would write.
-//! `pods`, `faults` and `survive` have real nodes, on which containers open devices.
+//! `pods`, `boot`, `faults` and `survive` have real nodes, on which containers open devices.
 
 #[path = "../harness/mod.rs"]
 mod harness;
 
+mod boot;
 mod controller;
 mod devices;
 mod doctor;
@@ -21,5 +22,7 @@ mod round_trip;
 mod selectors;
 mod stage;
 mod survive;
+mod takeover;
 mod tool;
 mod upgrade;
+mod user;

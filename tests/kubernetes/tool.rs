@@ -22,17 +22,26 @@ pub(crate) async fn drayman(
     Ok(command.output().await?)
 }
 
-/// The same as administrator, with the exit code and both outputs.
-pub(crate) async fn answer(
-    stage: &Stage,
+/// The same, with the exit code and both outputs as text.
+pub(crate) async fn told(
+    cluster: &Cluster,
+    kubeconfig: &Path,
     arguments: &[&str],
 ) -> anyhow::Result<(Option<i32>, String, String)> {
-    let output = drayman(&stage.cluster, stage.cluster.kubeconfig(), arguments).await?;
+    let output = drayman(cluster, kubeconfig, arguments).await?;
     Ok((
         output.status.code(),
         String::from_utf8(output.stdout)?,
         String::from_utf8(output.stderr)?,
     ))
+}
+
+/// The same as administrator, with the exit code and both outputs.
+pub(crate) async fn answer(
+    stage: &Stage,
+    arguments: &[&str],
+) -> anyhow::Result<(Option<i32>, String, String)> {
+    told(&stage.cluster, stage.cluster.kubeconfig(), arguments).await
 }
 
 pub(crate) async fn json(stage: &Stage, arguments: &[&str]) -> anyhow::Result<Value> {
@@ -45,7 +54,7 @@ pub(crate) async fn json(stage: &Stage, arguments: &[&str]) -> anyhow::Result<Va
 }
 
 /// One device, one pod that has it, and one that waits for it.
-async fn one_of_two_pods_waits() -> anyhow::Result<(Stage, crate::stage::Program)> {
+pub(crate) async fn one_of_two_pods_waits() -> anyhow::Result<(Stage, crate::stage::Program)> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 1).await?;
     stage.pretend_node("node-b").await?;
@@ -156,7 +165,7 @@ async fn a_waiting_pod_is_explained_node_by_node() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn a_user_of_one_namespace_with_the_rights_to_read_gets_an_explanation() -> anyhow::Result<()> {
+async fn who_may_not_list_nodes_is_told_of_those_with_devices() -> anyhow::Result<()> {
     let (stage, _controller) = one_of_two_pods_waits().await?;
     let read = ["get", "list", "watch"];
     let kubeconfig = stage

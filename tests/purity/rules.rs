@@ -120,6 +120,21 @@ const IMPURE_NAMES: [&str; 16] = [
     "tracing",
 ];
 
+/// The one place of the stage that may ask for the time or for randomness.
+const SOURCE: [&str; 2] = ["sim", "source"];
+
+/// Names that mean either, and maps whose order does. Waiting by tokio's clock, which a test can own, is no look at the time.
+const CHANCE: [&str; 8] = [
+    "DefaultHasher",
+    "HashMap",
+    "HashSet",
+    "RandomState",
+    "SystemTime",
+    "Zoned",
+    "new_v4",
+    "now_v7",
+];
+
 /// Something that is named where it must not be.
 #[derive(Debug)]
 pub(crate) struct Violation {
@@ -152,7 +167,9 @@ pub(crate) fn check(file: &Path, source: &str) -> Vec<Violation> {
     mentions(tokens, &module)
         .iter()
         .filter_map(|mention| {
-            let fault = fault(layer, mention).or_else(|| leak(&module, mention));
+            let fault = fault(layer, mention)
+                .or_else(|| leak(&module, mention))
+                .or_else(|| chance(&module, mention));
             Some(violation(mention.line, fault?))
         })
         .collect()
@@ -181,6 +198,30 @@ fn fault(layer: &str, mention: &Mention) -> Option<String> {
         return Some(fault);
     }
     if layer == "core" { impurity(mention) } else { None }
+}
+
+/// Time or randomness that the stage's source does not know of.
+fn chance(module: &[String], mention: &Mention) -> Option<String> {
+    if module.first().is_none_or(|layer| layer != "sim") || module.iter().take(2).eq(SOURCE) {
+        return None;
+    }
+    let segments: Vec<&str> = mention.segments.iter().map(String::as_str).collect();
+    let asks = segments.iter().any(|segment| CHANCE.contains(segment))
+        || segments
+            .windows(2)
+            .any(|pair| matches!(pair, [of, "now"] if *of != "Instant"))
+        || match segments.as_slice() {
+            ["std", "time", "Instant", ..] => true,
+            ["std"] | ["std", "*" | "time"] | ["std", "time", "*"] => mention.imported,
+            ["rand" | "getrandom" | "fastrand", rest @ ..] => mention.imported || !rest.is_empty(),
+            _ => false,
+        };
+    asks.then(|| {
+        format!(
+            "the stage names {}: time and randomness are those of sim::source",
+            segments.join("::")
+        )
+    })
 }
 
 /// Something of the built-in driver in what serves any driver.
@@ -386,6 +427,38 @@ mod tests {
             ),
         ] {
             assert_eq!(faults(file, source), [""; 0], "{file}: {source}");
+        }
+    }
+
+    #[test]
+    fn each_look_at_the_clock_and_each_chance_on_the_stage_is_found() {
+        for seed in [
+            "use std::time::Instant;",
+            "use std::time::{Duration, SystemTime};",
+            "use std::time; fn f() { time::Instant::now(); }",
+            "use std::time::*;",
+            "use std as other;",
+            "fn f() { std::time::Instant::now(); }",
+            "fn f() { jiff::Timestamp::now(); }",
+            "use jiff::Timestamp; const CLOCK: fn() -> Timestamp = Timestamp::now;",
+            "use std::hash::RandomState;",
+            "use std::collections::HashMap;",
+            "fn f() { uuid::Uuid::new_v4(); }",
+            "fn f() { rand::random::<u8>(); }",
+        ] {
+            assert_ne!(faults("sim/api/watch.rs", seed), [""; 0], "not found: {seed}");
+            assert_eq!(
+                faults("sim/source.rs", seed),
+                [""; 0],
+                "found in the source: {seed}"
+            );
+            assert_eq!(faults("node/run.rs", seed), [""; 0], "found elsewhere: {seed}");
+        }
+        for source in [
+            "use tokio::time::{Instant, sleep_until}; fn f() { Instant::now(); }",
+            "use std::time::Duration; fn f(source: &Source) { source.now(); }",
+        ] {
+            assert_eq!(faults("sim/api/watch.rs", source), [""; 0], "{source}");
         }
     }
 

@@ -104,7 +104,9 @@ impl Stage {
 
     fn chores_of_pod(&self, key: &ObjectKey, pod: &Pod, chores: &mut Vec<Chore>) {
         if pod.metadata.deletion_timestamp.is_some() {
-            chores.push(Chore::StopPod(key.clone()));
+            if self.nodes.is_empty() {
+                chores.push(Chore::StopPod(key.clone()));
+            }
             return;
         }
         if pod.status.phase.is_some() {

@@ -53,7 +53,38 @@ pub(crate) enum Fault {
     DoubleAllocation,
     /// Somebody else changes an object that the controller is about to write.
     SecondWriter,
+    /// A companion is killed at a step of an operation, or before its answer.
+    CompanionKilled,
+    /// A node loses its power at a step of an operation, or before its answer.
+    PowerLost,
+    /// Steps on a node's disk fail.
+    DiskFails,
+    /// A checkpoint cannot be read any more.
+    CheckpointDamaged,
+    /// A kubelet is killed.
+    KubeletKilled,
+    /// A kubelet is killed after an answer of the companion, before it has noted that.
+    KubeletForgets,
+    /// An answer of the companion is lost, and kubelet asks again.
+    KubeletAsksTwice,
+    /// A pod is deleted without waiting for its kubelet.
+    ForcedDeletion,
+    /// The API server does not tell a companion of a claim that kubelet has forgotten.
+    ApiSilent,
 }
+
+/// Faults of runs with nodes.
+pub(crate) const OF_NODES: [Fault; 9] = [
+    Fault::CompanionKilled,
+    Fault::PowerLost,
+    Fault::DiskFails,
+    Fault::CheckpointDamaged,
+    Fault::KubeletKilled,
+    Fault::KubeletForgets,
+    Fault::KubeletAsksTwice,
+    Fault::ForcedDeletion,
+    Fault::ApiSilent,
+];
 
 pub(crate) const ALL: [Fault; 23] = [
     Fault::CrashBefore,
@@ -163,6 +194,20 @@ impl Faults {
                     Fault::WatchDuplicate | Fault::Coalesced => rng.between(0, 300),
                     Fault::SecondWriter => rng.between(0, 400),
                     _ => rng.between(0, 20 + storm),
+                };
+                rates.insert(fault, rate);
+            }
+        }
+        for fault in OF_NODES {
+            if rng.chance(500) {
+                let rate = match fault {
+                    Fault::CompanionKilled | Fault::DiskFails | Fault::KubeletAsksTwice => {
+                        rng.between(0, 200)
+                    }
+                    Fault::ForcedDeletion | Fault::CheckpointDamaged | Fault::ApiSilent => {
+                        rng.between(0, 300)
+                    }
+                    _ => rng.between(0, 60),
                 };
                 rates.insert(fault, rate);
             }

@@ -26,6 +26,7 @@ mod faults;
 mod generate;
 mod invariants;
 mod lease;
+mod node;
 mod paused;
 mod pods;
 mod requests;

@@ -114,7 +114,6 @@ impl Stage {
             return;
         };
         self.note(|| "the controller is killed".to_owned());
-        self.note_halves();
         add(&mut self.statistics, &process.world.statistics());
         self.generation += 1;
         let sent: Vec<u64> = self.network.keys().copied().collect();

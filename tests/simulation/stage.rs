@@ -8,6 +8,7 @@ use drayman::core::protocol::{Answer, Command, Event, ObjectKey, Report, Statist
 use crate::calls::{Call, Request};
 use crate::driver::{Facts, MemoryDriver};
 use crate::faults::Faults;
+use crate::node::{Doing, Nodes};
 use crate::rng::Rng;
 use crate::scheduler::Plan;
 use crate::shell::Process;
@@ -56,6 +57,8 @@ pub(crate) enum Action {
     Housekeep,
     /// A user does something.
     User,
+    /// Something happens on a node.
+    Node { node: String, doing: Doing },
 }
 
 /// The whole cluster.
@@ -114,12 +117,12 @@ pub(crate) struct Stage {
     pub(crate) ghosts: BTreeSet<String>,
     /// Uids of claims to which an old leader has given its label late.
     pub(crate) late_labels: BTreeSet<String>,
-    /// Uids of pods of whose claims only some were recorded when the controller was killed.
-    pub(crate) half_at_a_kill: BTreeSet<String>,
     /// What is carried out now was sent by an old leader.
     pub(crate) late: bool,
     /// Pairs of claims that had the same device because of that.
     pub(crate) doubles: BTreeSet<(String, String)>,
+    /// Kubelets and companions, if the run has them.
+    pub(crate) nodes: Nodes,
     pub(crate) violation: Option<String>,
     pub(crate) hash: u64,
     pub(crate) steps: u64,
@@ -166,9 +169,9 @@ impl Stage {
             lag: 20 * MILLISECOND,
             ghosts: BTreeSet::new(),
             late_labels: BTreeSet::new(),
-            half_at_a_kill: BTreeSet::new(),
             late: false,
             doubles: BTreeSet::new(),
+            nodes: Nodes::default(),
             violation: None,
             hash: 0,
             steps: 0,
@@ -259,6 +262,7 @@ impl Stage {
             self.check_store();
             self.feed_watches();
             self.wake_scheduler();
+            self.wake_kubelets();
         }
         self.start_housekeeping();
     }
@@ -285,6 +289,7 @@ impl Stage {
             Action::Carry(plan) => self.carry(plan),
             Action::Housekeep => self.housekeep(),
             Action::User => self.user_acts(),
+            Action::Node { node, doing } => self.act_on_node(&node, doing),
         }
     }
 

@@ -8,6 +8,7 @@ use drayman::driver::CapacityCause;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::driver::{DRIVER, OTHER_DRIVER, Parameters};
+use crate::faults::Fault;
 use crate::generate::template_spec;
 use crate::stage::{Action, MILLISECOND, SECOND, Stage};
 use crate::store::Endpoint;
@@ -156,6 +157,9 @@ impl Stage {
             7 | 8 => {
                 if let Some(pod) = self.any_pod() {
                     self.note(|| format!("user: deletes pod {pod}"));
+                    if self.strikes_node(Fault::ForcedDeletion) {
+                        self.store.remove_pod(&pod);
+                    }
                     self.store.delete_pod(&pod);
                     // Under the same name, at once.
                     if self.rng.chance(300) && !self.store.pods.contains_key(&pod) {
@@ -168,8 +172,7 @@ impl Stage {
                     && self.store.pods[&pod].spec.node_name.is_some()
                 {
                     self.note(|| format!("pod {pod} ends"));
-                    self.store
-                        .update_pod(&pod, |pod| pod.status.phase = Some("Succeeded".to_owned()));
+                    self.containers_end(&pod);
                 }
             }
             11 => {
@@ -243,6 +246,17 @@ impl Stage {
                     });
                 }
             }
+        }
+    }
+
+    /// The containers of a pod have done what they were to do. Where there is a kubelet, it says so when all is given back.
+    fn containers_end(&mut self, key: &ObjectKey) {
+        if self.nodes.is_empty() {
+            self.store
+                .update_pod(key, |pod| pod.status.phase = Some("Succeeded".to_owned()));
+        } else if let Some(pod) = self.store.pods.get(key) {
+            self.nodes.ending.insert(crate::pods::uid_of_pod(pod));
+            self.wake_kubelets();
         }
     }
 

@@ -107,35 +107,12 @@ impl Stage {
         self.check_doubles();
     }
 
-    /// Which pods have some of their claims, now that the controller is killed.
-    pub(crate) fn note_halves(&mut self) {
-        let is_half = |key: &ObjectKey| {
-            let claims = self.claims_of(key).unwrap_or_default();
-            let held = claims.iter().filter(|(_, claim)| recorded_hold(claim).is_some());
-            (1..claims.len()).contains(&held.count())
-        };
-        let pods = self.store.pods.iter().filter(|(key, _)| is_half(key));
-        let uids: Vec<String> = pods.map(|(_, pod)| uid_of_pod(pod)).collect();
-        self.half_at_a_kill.extend(uids);
-    }
-
-    /// Nobody keeps half of what a pod needs: what was recorded before another claim was refused has been taken back.
+    /// Nobody keeps half of what a pod needs, whatever led to that.
     fn check_all_or_nothing(&mut self) {
         let mut half = None;
         for (key, pod) in &self.store.pods {
             let uid = uid_of_pod(pod);
             let claims = self.claims_of(key).unwrap_or_default();
-            // The next process goes on with the rest, and does not know that it was all or nothing; see docs/testing.md.
-            if self.half_at_a_kill.contains(&uid) {
-                continue;
-            }
-            // What an old leader records alone, the scheduler gives back: it sees a pod that fits nowhere.
-            if claims
-                .iter()
-                .any(|(_, claim)| self.ghosts.contains(&uid_of(claim)))
-            {
-                continue;
-            }
             let ours = claims
                 .iter()
                 .map(|(_, claim)| claim)

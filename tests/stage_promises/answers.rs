@@ -5,9 +5,12 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 /// Replaces what differs between any two runs: uids and versions by numbers in the order in which they come, times by a word.
-/// Who manages which field is left out.
-pub(crate) fn same_form(transcript: Vec<Value>) -> Vec<Value> {
-    let mut names = Names::default();
+/// Who manages which field is left out unless it is `managed`.
+pub(crate) fn same_form(transcript: Vec<Value>, managed: bool) -> Vec<Value> {
+    let mut names = Names {
+        managed,
+        ..Names::default()
+    };
     transcript
         .into_iter()
         .map(|mut answer| {
@@ -20,6 +23,7 @@ pub(crate) fn same_form(transcript: Vec<Value>) -> Vec<Value> {
 
 #[derive(Default)]
 struct Names {
+    managed: bool,
     uids: BTreeMap<String, String>,
     versions: BTreeMap<String, String>,
 }
@@ -50,7 +54,9 @@ impl Names {
     fn rewrite(&self, value: &mut Value, under: &str) {
         match value {
             Value::Object(map) => {
-                map.remove("managedFields");
+                if !self.managed {
+                    map.remove("managedFields");
+                }
                 // The real server gives the types of a template's metadata and of lists their empty fields.
                 map.retain(|key, value| !(key == "creationTimestamp" && value.is_null()));
                 for (key, value) in map.iter_mut() {
@@ -60,6 +66,12 @@ impl Names {
             Value::Array(list) => {
                 for value in list.iter_mut() {
                     self.rewrite(value, under);
+                }
+                if under == "managedFields" {
+                    // By their times otherwise, which are blank here.
+                    list.sort_by_key(|entry| {
+                        ["operation", "manager", "subresource"].map(|key| entry[key].to_string())
+                    });
                 }
                 if under == "causes" {
                     list.sort_by_key(Value::to_string);

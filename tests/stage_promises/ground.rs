@@ -75,12 +75,24 @@ pub(crate) fn run<T>(work: impl Future<Output = T>) -> T {
     RUNTIME.block_on(work)
 }
 
-/// Holds a conversation with both and compares what they said.
+/// Holds a conversation with both and compares what they said, and whose fields are whose.
 pub(crate) fn both(namespace: &str, conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>) {
+    hold(namespace, true, conversation);
+}
+
+/// The same without whose fields are whose.
+pub(crate) fn both_but_managers(
+    namespace: &str,
+    conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
+) {
+    hold(namespace, false, conversation);
+}
+
+fn hold(namespace: &str, managed: bool, conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>) {
     RUNTIME.block_on(async {
         let stage = ApiServer::new(Arc::new(Source::system()));
-        let played = converse(stage.client(), Some(stage), namespace, &conversation).await;
-        let real = converse(client().await, None, namespace, &conversation).await;
+        let played = converse(stage.client(), Some(stage), namespace, managed, &conversation).await;
+        let real = converse(client().await, None, namespace, managed, &conversation).await;
         for (number, (played, real)) in played.iter().zip(&real).enumerate() {
             assert_eq!(
                 format!("{played:#}"),
@@ -96,6 +108,7 @@ async fn converse(
     client: kube::Client,
     stage: Option<ApiServer>,
     namespace: &str,
+    managed: bool,
     conversation: &impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
 ) -> Vec<Value> {
     let mut ground = Ground {
@@ -117,7 +130,7 @@ async fn converse(
     conversation(&mut ground)
         .await
         .expect("the conversation goes to its end");
-    same_form(ground.transcript)
+    same_form(ground.transcript, managed)
 }
 
 impl Ground {

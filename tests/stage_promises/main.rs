@@ -11,14 +11,18 @@
 mod harness;
 
 mod answers;
+mod applying;
 mod claims;
 mod contexts;
 mod crowds;
 mod custom;
+mod deletions;
 mod ground;
 mod history;
 mod kubectl;
+mod loops;
 mod objects;
+mod parameters;
 mod pods;
 mod reading;
 mod refusals;

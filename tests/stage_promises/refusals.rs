@@ -2,7 +2,11 @@
 
 use serde_json::{Value, json};
 
-use crate::ground::{APPLY, CLAIMS, JSON, JSON_PATCH, MERGE, STRATEGIC, both};
+use crate::custom::{INVENTORIES, define};
+use crate::ground::{APPLY, CLAIMS, CONTEXTS, JSON, JSON_PATCH, MERGE, PODS, STRATEGIC, both};
+
+const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/{ns}/leases";
+const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
 
 /// What must be the same of a refusal whose sentence is that of a parser.
 fn code_and_reason(answer: &(u16, Value)) -> Value {
@@ -86,7 +90,6 @@ fn more_than_three_mebibytes_are_refused() {
 
 #[test]
 fn what_is_too_large_is_refused_by_each_way_in() {
-    const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
     both("refused-large", async |ground| {
         let large = |bytes: usize| json!({ "metadata": { "name": "a" }, "data": { "a": "x".repeat(bytes) } });
         ground.create(MAPS, &large(1)).await?;
@@ -180,6 +183,241 @@ fn what_is_not_served_is_not_found() {
         ] {
             let (code, _) = ground.send(method, path, JSON, b"{}".to_vec()).await?;
             ground.note(json!({ path: code }));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_field_of_another_type_is_refused_of_every_kind() {
+    both("refused-types", async |ground| {
+        let status = "/api/v1/namespaces/{ns}/status";
+        let finalize = "/api/v1/namespaces/{ns}/finalize";
+        let definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions";
+        for (method, path, body) in [
+            ("PUT", status, r#"{"status":"s"}"#),
+            (
+                "PUT",
+                status,
+                r#"{"metadata":{"name":"refused-types"},"status":{"phase":7}}"#,
+            ),
+            (
+                "PUT",
+                "/api/v1/namespaces/{ns}",
+                r#"{"metadata":{"name":"refused-types"},"spec":7}"#,
+            ),
+            (
+                "PUT",
+                finalize,
+                r#"{"metadata":{"name":"refused-types"},"spec":"x"}"#,
+            ),
+            (
+                "POST",
+                "/api/v1/namespaces",
+                r#"{"metadata":{"name":"a"},"status":"s"}"#,
+            ),
+            ("POST", MAPS, r#"{"metadata":{"name":"a"},"data":7}"#),
+            ("POST", MAPS, r#"{"metadata":{"name":"a"},"data":{"a":7}}"#),
+            ("POST", MAPS, r#"{"metadata":7}"#),
+            ("POST", MAPS, r#"{"metadata":{"name":7}}"#),
+            ("POST", MAPS, r#"{"metadata":{"name":"a","labels":{"a":1}}}"#),
+            ("POST", MAPS, r#"{"metadata":{"name":"a","ownerReferences":[7]}}"#),
+            ("POST", MAPS, r#"{"apiVersion":7}"#),
+            ("POST", MAPS, "null"),
+            (
+                "POST",
+                LEASES,
+                r#"{"metadata":{"name":"a"},"spec":{"leaseDurationSeconds":"5"}}"#,
+            ),
+            (
+                "POST",
+                LEASES,
+                r#"{"metadata":{"name":"a"},"spec":{"renewTime":"abc"}}"#,
+            ),
+            (
+                "POST",
+                PODS,
+                r#"{"metadata":{"name":"a"},"spec":{"containers":7}}"#,
+            ),
+            (
+                "POST",
+                PODS,
+                r#"{"metadata":{"name":"a"},"spec":{"resourceClaims":[{"name":"a","source":7}]}}"#,
+            ),
+            ("POST", "/api/v1/nodes", r#"{"metadata":{"name":"a"},"spec":[]}"#),
+            (
+                "POST",
+                "/api/v1/namespaces/{ns}/events",
+                r#"{"metadata":{"name":"a"},"count":"many"}"#,
+            ),
+            (
+                "POST",
+                definitions,
+                r#"{"metadata":{"name":"a"},"spec":{"versions":7}}"#,
+            ),
+        ] {
+            let answer = ground.send(method, path, JSON, body.into()).await?;
+            ground.note(json!({ format!("{method} {path} {body}"): code_and_reason(&answer) }));
+        }
+        // The server lives, and so does the namespace, which can be deleted.
+        let (code, _) = ground
+            .send("DELETE", "/api/v1/namespaces/{ns}", JSON, Vec::new())
+            .await?;
+        ground.note(json!(code));
+        Ok(())
+    });
+}
+
+#[test]
+fn a_field_that_nobody_knows_is_told_of_every_kind() {
+    both("refused-unknown", async |ground| {
+        define(ground).await?;
+        let container = json!({ "name": "c", "image": "i", "imagee": "x" });
+        let claim = json!({ "name": "c", "source": { "resourceClaimName": "x", "color": 1 } });
+        let pod = json!({ "schedulerName": "nobody", "containers": [container], "resourceClaims": [claim] });
+        let inventory =
+            json!({ "driverName": "drayman.dev", "nodeName": "n", "nodeUid": "u", "devices": [], "x": 1 });
+        let spec = json!({ "holder": "x" });
+        for (number, (path, mut object)) in [
+            (MAPS, json!({ "dat": { "x": "y" } })),
+            (PODS, json!({ "spec": pod })),
+            (LEASES, json!({ "spec": spec })),
+            ("/api/v1/nodes", json!({ "spec": spec })),
+            ("/api/v1/namespaces", json!({ "spec": spec })),
+            (
+                INVENTORIES,
+                json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory", "spec": inventory }),
+            ),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            for validation in ["Strict", "Warn", "Ignore"] {
+                let name = format!("unknown-{number}-{}", validation.to_lowercase());
+                object["metadata"] = json!({ "name": name, "color": "red" });
+                let at = format!("{path}?fieldValidation={validation}");
+                let (code, answer, mut warnings) = ground.warned("POST", &at, JSON, &object).await?;
+                warnings.sort();
+                let mut said: Vec<String> = answer["message"]
+                    .as_str()
+                    .unwrap_or_default()
+                    .split(": ")
+                    .flat_map(|part| part.split(", "))
+                    .map(str::to_owned)
+                    .collect();
+                said.sort();
+                ground.note(json!([
+                    at,
+                    code,
+                    said,
+                    warnings,
+                    answer["metadata"]["color"],
+                    answer["spec"]["holder"]
+                ]));
+                // Not all of them go with the namespace.
+                let gone = ground
+                    .send("DELETE", &format!("{path}/{name}"), JSON, Vec::new())
+                    .await?;
+                ground.note(json!(gone.0));
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn an_object_that_etcd_would_not_take_is_refused() {
+    both("refused-etcd", async |ground| {
+        define(ground).await?;
+        let lease = |bytes: usize| json!({ "metadata": { "name": "a" }, "spec": { "holderIdentity": "x".repeat(bytes) } });
+        for bytes in [2 << 20, 1_700_000, 1_600_000, 1_500_000] {
+            let body = lease(bytes).to_string().into_bytes();
+            let answer = ground.send("POST", LEASES, JSON, body).await?;
+            ground.note(json!([bytes, code_and_reason(&answer)]));
+        }
+        for bytes in [1_700_000, 1_400_000] {
+            let patch = json!({ "spec": { "holderIdentity": "y".repeat(bytes) } });
+            let body = patch.to_string().into_bytes();
+            let answer = ground.send("PATCH", &format!("{LEASES}/a"), MERGE, body).await?;
+            ground.note(json!([bytes, code_and_reason(&answer)]));
+        }
+        let devices: Vec<Value> = (0..1000)
+            .map(|number| {
+                let attributes: serde_json::Map<String, Value> = (0..8)
+                    .map(|key| (format!("a{key}"), "x".repeat(250).into()))
+                    .collect();
+                json!({ "name": format!("d-{number}"), "kind": "k", "mode": "claims", "attributes": attributes })
+            })
+            .collect();
+        let inventory = json!({
+            "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory",
+            "metadata": { "name": "large.drayman.dev" },
+            "spec": { "driverName": "drayman.dev", "nodeName": "n", "nodeUid": "u", "devices": devices },
+        });
+        let body = inventory.to_string().into_bytes();
+        let answer = ground.send("POST", INVENTORIES, JSON, body).await?;
+        ground.note(code_and_reason(&answer));
+        Ok(())
+    });
+}
+
+#[test]
+fn copies_of_copies_are_refused_before_they_are_made() {
+    both("refused-copies", async |ground| {
+        let map = json!({ "metadata": { "name": "a" } });
+        ground.create(MAPS, &map).await?;
+        let ops = |bytes: usize, copies: usize, whole: bool| {
+            let mut ops = vec![json!({ "op": "add", "path": "/data", "value": { "a": "x".repeat(bytes) } })];
+            let from = if whole { "/data" } else { "/data/a" };
+            let copy = |number| json!({ "op": "copy", "from": from, "path": format!("/data/k{number}") });
+            ops.extend((0..copies).map(copy));
+            Value::Array(ops)
+        };
+        // Twice as much each time; a little more than is allowed; a little less, and more than the kind takes; and a few.
+        for patch in [
+            ops(1000, 60, true),
+            ops(100_000, 40, false),
+            ops(100_000, 30, false),
+            ops(1000, 3, false),
+        ] {
+            let body = patch.to_string().into_bytes();
+            let answer = ground
+                .send("PATCH", &format!("{MAPS}/a"), JSON_PATCH, body)
+                .await?;
+            ground.note(json!([code_and_reason(&answer), answer.1["message"]]));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn bounds_of_a_context_hold_for_changes_too() {
+    both("refused-contexts", async |ground| {
+        let nodes =
+            |count: usize| -> Vec<String> { (0..count).map(|number| format!("n-{number}")).collect() };
+        ground
+            .create(
+                CONTEXTS,
+                &json!({ "metadata": { "name": "p" }, "spec": { "potentialNodes": ["a"] } }),
+            )
+            .await?;
+        let at = format!("{CONTEXTS}/p");
+        for spec in [
+            json!({ "potentialNodes": nodes(129) }),
+            json!({ "potentialNodes": ["a", "a"] }),
+            json!({ "potentialNodes": ["Upper"] }),
+            json!({ "potentialNodes": nodes(128) }),
+            json!({ "selectedNode": "Upper" }),
+        ] {
+            ground.patch(&at, MERGE, &json!({ "spec": spec })).await?;
+            ground
+                .ask(
+                    "PUT",
+                    &at,
+                    JSON,
+                    &json!({ "metadata": { "name": "p" }, "spec": spec }),
+                )
+                .await?;
         }
         Ok(())
     });

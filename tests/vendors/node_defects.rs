@@ -13,7 +13,8 @@ async fn is_found(rule: Rule) {
         .left_over(left_over)
         .only([rule])
         .call_limit(Duration::from_secs(3))
-        .patience(Duration::from_secs(15))
+        // A call that hangs is given up after ten seconds.
+        .patience(Duration::from_secs(if rule == Rule::NodeSurvivesSlowCall { 40 } else { 15 }))
         .run()
         .await;
     found_out(rule, outcome);
@@ -53,6 +54,7 @@ defects! {
     a_panic_is_found: NoPanic
     a_driver_that_serves_the_kit_and_no_pods_is_found: ServesPods
     a_crash_that_is_not_survived_is_found: NodeSurvivesCrash
+    a_slow_call_that_is_not_survived_is_found: NodeSurvivesSlowCall
     a_failed_call_that_is_not_survived_is_found: NodeSurvivesFailedCall
 }
 

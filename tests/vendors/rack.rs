@@ -164,7 +164,8 @@ impl NodeDriver for Rack {
         if again && self.breaks(Rule::PrepareAgainIsTheSame) {
             return Err(failed("first", "it is prepared already".to_owned()));
         }
-        if again && self.breaks(Rule::NodeSurvivesFailedCall) && !claim.name.starts_with("claim-") {
+        let breaks = self.breaks(Rule::NodeSurvivesFailedCall) || self.breaks(Rule::NodeSurvivesSlowCall);
+        if again && breaks && !claim.name.starts_with("claim-") {
             return Err(failed("first", "it is prepared already".to_owned()));
         }
         Ok(all)

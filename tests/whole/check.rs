@@ -1,6 +1,7 @@
 //! The promises, as far as they can be seen from outside: in what is stored, and in what containers have got.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 use drayman::api::handle::DeviceHandle;
 use drayman::sim::api::{ApiServer, Changed};
@@ -9,6 +10,9 @@ use serde_json::Value;
 
 pub(crate) const DRIVER: &str = "drayman.dev";
 const FINALIZER: &str = "drayman.dev/deletion-protection";
+const NODE_LABEL: &str = "drayman.dev/node";
+/// The class of another driver, and the entry of a pod that names a claim of it.
+pub(crate) const FOREIGN: &str = "foreign";
 
 /// Namespace and name.
 type Key = (String, String);
@@ -16,9 +20,12 @@ type Key = (String, String);
 /// Looks at every change once, in order.
 pub(crate) struct Checker {
     server: ApiServer,
-    kubelet: Kubelet,
+    /// None if there is no node.
+    kubelet: Option<Kubelet>,
     version: u64,
     objects: BTreeMap<(String, Key), Value>,
+    /// By uid of a context, the nodes that the scheduler has ever named there.
+    offered: BTreeMap<String, BTreeSet<String>>,
     pub(crate) violations: Vec<String>,
 }
 
@@ -61,17 +68,18 @@ pub(crate) fn handle(claim: &Value) -> Option<DeviceHandle> {
 }
 
 impl Checker {
-    pub(crate) fn new(server: &ApiServer, kubelet: &Kubelet) -> Self {
+    pub(crate) fn new(server: &ApiServer, kubelet: Option<&Kubelet>) -> Self {
         Self {
             server: server.clone(),
-            kubelet: kubelet.clone(),
+            kubelet: kubelet.cloned(),
             version: 1,
             objects: BTreeMap::new(),
+            offered: BTreeMap::new(),
             violations: Vec::new(),
         }
     }
 
-    fn violate(&mut self, text: String) {
+    pub(crate) fn violate(&mut self, text: String) {
         if !self.violations.contains(&text) {
             self.violations.push(text);
         }
@@ -85,9 +93,13 @@ impl Checker {
     /// Looks at what has happened since.
     pub(crate) fn catch_up(&mut self) {
         for change in self.server.history(self.version) {
+            // Every change has the version after that of the one before it. What the server has forgotten nobody has looked at.
+            assert_eq!(change.version, self.version + 1, "changes were not seen");
             self.version = change.version;
-            if change.plural == "resourceclaims" {
-                self.claim(&change);
+            match change.plural.as_str() {
+                "resourceclaims" => self.claim(&change),
+                "podschedulingcontexts" => self.context(&change),
+                _ => {}
             }
             let Some(object) = change.after.as_ref().or(change.before.as_ref()) else {
                 continue;
@@ -100,6 +112,77 @@ impl Checker {
             self.no_device_twice();
         }
         self.no_device_in_two_pods();
+    }
+
+    /// Whether everything that is stored was looked at.
+    pub(crate) fn check_all_seen(&mut self) {
+        for plural in [
+            "resourceclaims",
+            "podschedulingcontexts",
+            "pods",
+            "nodeinventories",
+        ] {
+            for object in self.server.objects(plural) {
+                let version: u64 = text(&object, "/metadata/resourceVersion").parse().unwrap();
+                assert!(version <= self.version, "version {version} was not looked at");
+            }
+        }
+    }
+
+    /// I6 and I13.
+    fn context(&mut self, change: &Changed) {
+        let Some(after) = &change.after else { return };
+        let name = text(after, "/metadata/name").to_owned();
+        let named = list(after, "/spec/potentialNodes")
+            .iter()
+            .filter_map(Value::as_str);
+        let selected = text(after, "/spec/selectedNode");
+        let named = named
+            .chain((!selected.is_empty()).then_some(selected))
+            .map(str::to_owned);
+        let offered = self
+            .offered
+            .entry(text(after, "/metadata/uid").to_owned())
+            .or_default();
+        offered.extend(named);
+        let offered = offered.clone();
+        for entry in list(after, "/status/resourceClaims") {
+            if entry["name"] == FOREIGN {
+                self.violate(format!(
+                    "I6: context {name} has an entry of ours for a claim of another driver"
+                ));
+            }
+            let unsuitable = list(entry, "/unsuitableNodes");
+            if unsuitable.len() > 128 {
+                self.violate(format!(
+                    "I13: context {name} has {} unsuitable nodes",
+                    unsuitable.len()
+                ));
+            }
+            let unasked = unsuitable
+                .iter()
+                .filter_map(Value::as_str)
+                .find(|node| !offered.contains(*node));
+            if let Some(node) = unasked {
+                self.violate(format!(
+                    "I13: context {name} is told of {node}, which nobody has asked about"
+                ));
+            }
+        }
+    }
+
+    /// I6: nobody plays the other driver, so that what is written of its claims is ours.
+    fn foreign(&mut self, claim: &Value) {
+        let labelled = claim
+            .pointer("/metadata/labels")
+            .is_some_and(|labels| labels.get(NODE_LABEL).is_some());
+        if has_finalizer(claim)
+            || is_allocated(claim)
+            || labelled
+            || !text(claim, "/status/driverName").is_empty()
+        {
+            self.violate(format!("I6: a claim of another driver is changed: {claim}"));
+        }
     }
 
     /// I1.
@@ -123,7 +206,8 @@ impl Checker {
     /// I1 and I14 where it counts: in the containers.
     fn no_device_in_two_pods(&mut self) {
         let mut holders: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-        for ((_, pod), containers) in self.kubelet.outfits() {
+        let outfits = self.kubelet.iter().flat_map(Kubelet::outfits);
+        for ((_, pod), containers) in outfits {
             for (_, host, _) in containers.into_values().flat_map(|outfit| outfit.devices) {
                 holders.entry(host).or_default().insert(pod.clone());
             }
@@ -138,6 +222,10 @@ impl Checker {
         let before = change.before.as_ref().unwrap_or(&nothing);
         let after = change.after.as_ref().unwrap_or(&nothing);
         let name = text(if after.is_null() { before } else { after }, "/metadata/name").to_owned();
+        if text(after, "/spec/resourceClassName") == FOREIGN {
+            self.foreign(after);
+            return;
+        }
         let reserved = |claim: &Value| list(claim, "/status/reservedFor").to_vec();
         if is_allocated(after) && !is_allocated(before) {
             self.allocated(&name, before, after);
@@ -217,4 +305,43 @@ impl Checker {
             }
         }
     }
+}
+
+/// I14: in every moment a claim's CDI file has an entry in the checkpoint, which is written first and removed last.
+pub(crate) fn files_without_entry(cdi: &Path, checkpoint: &Path) -> Vec<String> {
+    let entries = entries(checkpoint);
+    let mut files = claim_files(cdi);
+    files.retain(|uid| !entries.contains_key(uid));
+    files.into_iter().collect()
+}
+
+/// I14: when kubelet has its answer, a claim that is prepared has its CDI file.
+pub(crate) fn entries_without_file(cdi: &Path, checkpoint: &Path) -> Vec<String> {
+    let files = claim_files(cdi);
+    let mut entries = entries(checkpoint);
+    entries.retain(|uid, prepared| *prepared && !files.contains(uid));
+    entries.into_keys().collect()
+}
+
+/// The claims that have a CDI file.
+fn claim_files(cdi: &Path) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(cdi).into_iter().flatten().flatten();
+    let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let uid = |name: String| {
+        let (_, uid) = name.strip_suffix(".json")?.split_once("-claim_")?;
+        Some(uid.to_owned())
+    };
+    names.filter_map(uid).collect()
+}
+
+/// The claims of the checkpoint, and whether each is prepared.
+fn entries(checkpoint: &Path) -> BTreeMap<String, bool> {
+    let checkpoint = std::fs::read(checkpoint).unwrap_or_default();
+    let checkpoint: Value = serde_json::from_slice(&checkpoint).unwrap_or_default();
+    let entries = checkpoint.pointer("/data/entries").and_then(Value::as_object);
+    entries
+        .into_iter()
+        .flatten()
+        .map(|(uid, entry)| (uid.clone(), text(entry, "/state") == "done"))
+        .collect()
 }

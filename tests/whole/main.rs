@@ -12,6 +12,8 @@
 
 mod check;
 mod every;
+mod leaders;
 mod life;
 mod named;
+mod objects;
 mod program;

@@ -17,7 +17,8 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use crate::check::{DRIVER, is_allocated, text};
-use crate::life::{CLASS, CONTROLLER, is_root, live};
+use crate::life::{CONTROLLER, is_root, live};
+use crate::objects::CLASS;
 use crate::program::{until, until_seen};
 
 fn runtime() -> tokio::runtime::Runtime {
@@ -75,7 +76,7 @@ fn after_a_start_everything_is_listed_from_the_quorum_and_never_from_a_cache() {
 }
 
 /// A control plane with the inventory of a node of so many devices, and no node.
-async fn control_plane(devices: usize) -> Stage {
+pub(crate) async fn control_plane(devices: usize) -> Stage {
     let stage = Stage::start(Source::new(Box::new(Timestamp::now), 1));
     for definition in drayman::api::crd::definitions() {
         stage.apply(&serde_json::to_string(&definition).unwrap()).unwrap();
@@ -102,7 +103,7 @@ async fn control_plane(devices: usize) -> Stage {
     stage
 }
 
-fn make_claim(stage: &Stage, name: &str) {
+pub(crate) fn make_claim(stage: &Stage, name: &str) {
     let claim = format!(
         "apiVersion: resource.k8s.io/v1alpha2\nkind: ResourceClaim\nmetadata: {{name: {name}, namespace: default}}\n\
          spec: {{resourceClassName: test, allocationMode: Immediate}}\n"
@@ -110,7 +111,7 @@ fn make_claim(stage: &Stage, name: &str) {
     stage.apply(&claim).unwrap();
 }
 
-fn has_device(server: &ApiServer, name: &str) -> bool {
+pub(crate) fn has_device(server: &ApiServer, name: &str) -> bool {
     let claims = server.objects("resourceclaims");
     let mut found = claims
         .iter()
@@ -118,10 +119,11 @@ fn has_device(server: &ApiServer, name: &str) -> bool {
     found.any(is_allocated)
 }
 
-fn serve(client: kube::Client, stop: CancellationToken) -> tokio::task::JoinHandle<()> {
+/// Whether it has ended well.
+fn serve(client: kube::Client, stop: CancellationToken) -> tokio::task::JoinHandle<bool> {
     let driver = HostDriver::start(client.clone(), DRIVER.to_owned(), stop.clone());
     let controller = Controller::builder(driver).build(client).unwrap();
-    tokio::spawn(async move { controller.run(stop).await.unwrap() })
+    tokio::spawn(async move { controller.run(stop).await.is_ok() })
 }
 
 /// Five minutes of silence pass at once, since the clock is the test's.
@@ -154,7 +156,7 @@ async fn a_watch_that_hangs_without_an_end_is_begun_anew() {
         events = events.max(faults.counts()[&(CONTROLLER, Place::Event)]);
         hung += faults.hits().len();
         life.stop().cancel();
-        serving.await.unwrap();
+        assert!(serving.await.unwrap());
         stage.stop().await;
         number += 1;
     }
@@ -223,6 +225,57 @@ async fn a_token_that_is_replaced_is_used_from_then_on_and_nothing_is_lost_until
     std::fs::write(&file, "two").unwrap();
     assert!(until(patience, || has_device(stage.server(), "second")).await);
     stop.cancel();
-    serving.await.unwrap();
+    assert!(serving.await.unwrap());
     stage.stop().await;
+}
+
+/// When the controller has asked for objects of the claims' API, in milliseconds, and whether it was told to wait.
+fn asked(trace: &[String]) -> Vec<(u64, bool)> {
+    let own = trace
+        .iter()
+        .filter(|line| line.contains(" Request ") && line.contains("resource.k8s.io/v1alpha2/"));
+    let moment = |line: &String| line.split_whitespace().next()?.parse().ok();
+    own.filter_map(|line| Some((moment(line)?, line.contains("<-- Busy"))))
+        .collect()
+}
+
+/// With `Retry-After: 1`, at each of its requests in turn.
+#[tokio::test(start_paused = true)]
+async fn a_server_that_has_too_much_to_do_is_not_asked_again_before_the_time_that_it_names() {
+    let (mut refused, mut requests, mut number) = (0, 1, 1);
+    while number <= requests {
+        let faults = Faults::new(vec![Planned {
+            program: CONTROLLER,
+            place: Place::Request,
+            number,
+            trouble: Trouble::Busy,
+        }]);
+        let stage = control_plane(1).await;
+        let life = faults.begin(CONTROLLER);
+        let serving = serve(life.client(stage.server()), life.stop().clone());
+        faults.count(true);
+        make_claim(&stage, "first");
+        let look = Duration::from_millis(50);
+        // If it may not even ask whether claims are served, it ends, to be started again.
+        let ended = || serving.is_finished() || has_device(stage.server(), "first");
+        let came = until_seen(Duration::from_secs(3600), look, ended).await;
+        let trace = faults.trace();
+        assert!(came, "request {number}:\n{}", trace.join("\n"));
+        let asked = asked(&trace);
+        if let Some((told, _)) = asked.iter().find(|(_, busy)| *busy) {
+            refused += 1;
+            let early = asked
+                .iter()
+                .find(|(moment, _)| (told + 1..told + 1000).contains(moment));
+            assert_eq!(early, None, "request {number}:\n{}", trace.join("\n"));
+        }
+        requests = requests.max(faults.counts()[&(CONTROLLER, Place::Request)]);
+        life.stop().cancel();
+        let served = serving.await.unwrap();
+        assert!(served || asked.is_empty());
+        stage.stop().await;
+        number += 1;
+    }
+    println!("{refused} of {requests} requests were refused");
+    assert!(refused > 4);
 }

@@ -90,6 +90,35 @@ seccompProfile:
 - --v={{ .Values.logging.verbosity }}
 {{- end }}
 
+{{/* A duration such as 1m30s in milliseconds. */}}
+{{- define "drayman.milliseconds" -}}
+{{- $sum := 0 }}
+{{- range regexFindAll "[0-9]+(ms|s|m)" . -1 }}
+{{- $unit := regexFind "[a-z]+$" . }}
+{{- $sum = add $sum (mul (trimSuffix $unit . | int64) (get (dict "ms" 1 "s" 1000 "m" 60000) $unit)) }}
+{{- end }}
+{{- $sum }}
+{{- end }}
+
+{{/* The entries of a kind that containerPaths can name, as a list of JSON; null for a preset, which the program alone knows. */}}
+{{- define "drayman.entries" -}}
+{{- if .paths }}
+{{- toJson .paths }}
+{{- else if .groups }}
+{{- $all := list }}
+{{- range .groups }}
+{{- $all = concat $all .required (default list .optional) (default list .shared) }}
+{{- end }}
+{{- toJson $all }}
+{{- else if .usb }}
+{{- toJson (concat (default (list "bus") .usb.nodes) (default list .usb.optionalNodes)) }}
+{{- else if .pci }}
+{{- toJson (concat (default (list "vfio") .pci.nodes) (default list .pci.optionalNodes)) }}
+{{- else -}}
+null
+{{- end }}
+{{- end }}
+
 {{/* What the companion reads. */}}
 {{- define "drayman.nodeConfiguration" -}}
 apiVersion: drayman.dev/v1alpha1

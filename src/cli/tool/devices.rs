@@ -3,10 +3,11 @@
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
+use clap::builder::PossibleValue;
+
 use super::output::{Colour, Output, coloured, one_line, row, table};
 use super::{Cluster, read};
 use crate::api::crd::{Mode, NodeInventory};
-use crate::api::resource::ResourceClaim;
 use crate::cli::{Error, block_on, choose_tls_provider};
 use crate::core::inspect::devices::{DeviceRow, DeviceState, DeviceTable, devices};
 
@@ -21,9 +22,12 @@ pub(in crate::cli) struct Arguments {
     #[arg(long, value_name = "KIND")]
     kind: Option<String>,
 
-    /// Only devices in this state: Free, Held, Unhealthy, NotReady, NotForClaims or Gone
-    #[arg(long, value_name = "STATE")]
-    state: Option<String>,
+    /// Only devices in this state
+    #[arg(long, value_name = "STATE", value_enum, ignore_case = true)]
+    state: Option<DeviceState>,
+
+    #[command(flatten)]
+    namespace: Namespace,
 
     #[command(flatten)]
     cluster: Cluster,
@@ -32,18 +36,33 @@ pub(in crate::cli) struct Arguments {
     output: Output,
 }
 
+/// Whose claims are read by who may not read all.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct Namespace {
+    /// Namespace whose claims are read if you may not read those of all; without it, that of the kubeconfig's context
+    #[arg(short, long, value_name = "NAME")]
+    namespace: Option<String>,
+}
+
+impl clap::ValueEnum for DeviceState {
+    fn value_variants<'a>() -> &'a [Self] {
+        &Self::ALL
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(self.as_str()))
+    }
+}
+
 /// Prints the table.
 pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
-    let mut answer = read_all(&arguments.cluster)?;
+    let mut answer = read_all(&arguments.cluster, &arguments.namespace)?;
     answer.devices.retain(|device| {
         let is =
             |wanted: &Option<String>, found: &str| wanted.as_deref().is_none_or(|wanted| wanted == found);
         is(&arguments.node, &device.node)
             && is(&arguments.kind, &device.kind)
-            && arguments
-                .state
-                .as_deref()
-                .is_none_or(|wanted| wanted.eq_ignore_ascii_case(&device.state.to_string()))
+            && arguments.state.is_none_or(|wanted| wanted == device.state)
     });
     if answer.devices.is_empty() {
         eprintln!("No devices found of driver {}.", arguments.cluster.driver.name);
@@ -53,13 +72,18 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
 }
 
 /// All devices of the driver.
-pub(super) fn read_all(cluster: &Cluster) -> Result<DeviceTable, Error> {
+pub(super) fn read_all(cluster: &Cluster, namespace: &Namespace) -> Result<DeviceTable, Error> {
     choose_tls_provider();
     block_on(async {
-        let (client, _) = cluster.connect().await?;
+        let (client, context_namespace) = cluster.connect().await?;
+        let namespace = namespace.namespace.clone().unwrap_or(context_namespace);
         let inventories: Vec<NodeInventory> = read::all(&client).await?;
-        let claims: Vec<ResourceClaim> = read::all(&client).await?;
-        Ok(devices(&cluster.driver.name, &inventories, &claims))
+        let claims = read::claims(&client, &namespace).await?;
+        let table = devices(&cluster.driver.name, &inventories, &claims.items);
+        Ok(match claims.namespace {
+            None => table,
+            Some(namespace) => table.of_namespace(&namespace),
+        })
     })
 }
 
@@ -129,7 +153,7 @@ pub(super) fn state(state: DeviceState) -> String {
     let colour = match state {
         DeviceState::Free => Colour::Green,
         DeviceState::Held | DeviceState::NotForClaims => return state.to_string(),
-        DeviceState::NotReady => Colour::Yellow,
+        DeviceState::NotReady | DeviceState::Unknown => Colour::Yellow,
         DeviceState::Unhealthy | DeviceState::Gone => Colour::Red,
     };
     coloured(&state.to_string(), colour)

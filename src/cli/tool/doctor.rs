@@ -15,7 +15,7 @@ use kube::{Client, ResourceExt as _};
 
 use super::output::{Colour, Output, coloured, one_line};
 use super::rights::{self, Account};
-use super::{Cluster, node_check, read};
+use super::{Cluster, ask_for_gates, node_check, read};
 use crate::api::crd::{self, DeviceClassParameters, NodeInventory};
 use crate::api::resource::{GROUP, ResourceClaim, ResourceClass, VERSION};
 use crate::cli::{Error, block_on, choose_tls_provider, group, value};
@@ -23,6 +23,7 @@ use crate::core::inspect::devices::devices;
 use crate::core::inspect::doctor::{
     Finding, Level, NodeFacts, classes, definitions, extended_resources, inventories, lease, server,
 };
+use crate::core::inspect::gates;
 use crate::core::inspect::overlap::{self, Sharers};
 use crate::core::inspect::rights::Component;
 
@@ -41,6 +42,21 @@ pub(in crate::cli) struct Arguments {
 
     #[command(flatten)]
     kubelet: group::KubeletRoot,
+
+    #[command(flatten)]
+    device_plugins: group::DevicePluginDir,
+
+    #[command(flatten)]
+    cdi: group::CdiRoot,
+
+    /// Configuration file of kubelet, for --this-node
+    #[arg(
+        long,
+        value_name = "FILE",
+        default_value = "/var/lib/kubelet/config.yaml",
+        value_parser = value::absolute_path
+    )]
+    kubelet_config: PathBuf,
 
     /// Configuration file of containerd, for --this-node
     #[arg(
@@ -71,7 +87,14 @@ pub(in crate::cli) struct Arguments {
 pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let driver = &arguments.cluster.driver.name;
     let findings = if arguments.this_node {
-        node_check::look(driver, &arguments.kubelet.root_dir, &arguments.containerd_config)
+        node_check::look(&node_check::Machine {
+            driver,
+            kubelet_root: &arguments.kubelet.root_dir,
+            device_plugins: &arguments.device_plugins.directory,
+            cdi_root: &arguments.cdi.root,
+            kubelet_config: &arguments.kubelet_config,
+            containerd_config: &arguments.containerd_config,
+        })
     } else {
         choose_tls_provider();
         block_on(async {
@@ -99,7 +122,7 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
         .list_api_group_resources(&format!("{GROUP}/{VERSION}"))
         .await
         .is_ok();
-    let mut findings = server(&version.major, &version.minor, serves);
+    let mut findings = Vec::new();
     let mut unread = Vec::new();
     let mut note = |error: Error| {
         unread.push(Finding::warning(
@@ -128,6 +151,23 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
         }
         Err(error) => note(error),
     }
+    let inventories: Option<Vec<NodeInventory>> = match read::all(client).await {
+        _ if !defined => None,
+        Ok(found) => Some(found),
+        Err(error) => {
+            note(error);
+            None
+        }
+    };
+    let needs_claims = inventories
+        .as_ref()
+        .is_none_or(|inventories| gates::needs_claims(driver, inventories));
+    findings.splice(0..0, server(&version.major, &version.minor, serves, needs_claims));
+    if needs_claims && serves {
+        let (found, errors) = ask_for_gates::look(client, driver, inventories.as_deref()).await;
+        findings.extend(found);
+        errors.into_iter().for_each(&mut note);
+    }
     let mut leases = Vec::new();
     match read::list(
         &Api::<Lease>::all(client.clone()),
@@ -136,7 +176,7 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
     .await
     {
         Ok(found) => {
-            findings.push(judge_lease(&found));
+            findings.push(judge_lease(&found, needs_claims));
             leases = found;
         }
         Err(error) => note(error),
@@ -150,8 +190,8 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
             Err(error) => note(error),
         }
     }
-    if defined {
-        match look_at_devices(client, driver, serves).await {
+    if let Some(inventories) = &inventories {
+        match look_at_devices(client, driver, inventories, serves && needs_claims).await {
             Ok(found) => findings.extend(found),
             Err(error) => note(error),
         }
@@ -213,11 +253,15 @@ async fn look_for_others(
     ))
 }
 
-async fn look_at_devices(client: &Client, driver: &str, serves: bool) -> Result<Vec<Finding>, Error> {
-    let objects: Vec<NodeInventory> = read::all(client).await?;
+async fn look_at_devices(
+    client: &Client,
+    driver: &str,
+    objects: &[NodeInventory],
+    with_classes: bool,
+) -> Result<Vec<Finding>, Error> {
     let nodes: Vec<NodeFacts> = read::all::<Node>(client).await?.iter().map(node_facts).collect();
     let mut findings = Vec::new();
-    if serves {
+    if with_classes {
         let parameters = read::all::<DeviceClassParameters>(client).await?;
         let parameters = parameters
             .into_iter()
@@ -231,17 +275,17 @@ async fn look_at_devices(client: &Client, driver: &str, serves: bool) -> Result<
         let all: Vec<ResourceClass> = read::all(client).await?;
         findings.extend(classes(driver, &all, &parameters, &kinds));
     }
-    findings.extend(inventories(driver, &objects, &nodes));
-    findings.extend(extended_resources(driver, &objects, &nodes));
+    findings.extend(inventories(driver, objects, &nodes));
+    findings.extend(extended_resources(driver, objects, &nodes));
     Ok(findings)
 }
 
-fn judge_lease(found: &[Lease]) -> Finding {
+fn judge_lease(found: &[Lease], needs_claims: bool) -> Finding {
     let newest = found
         .iter()
         .filter_map(terms)
         .max_by_key(|(renewed, ..)| *renewed);
-    lease(newest, Timestamp::now())
+    lease(newest, Timestamp::now(), needs_claims)
 }
 
 /// When a lease was renewed, for how long that holds, and by whom.
@@ -274,6 +318,7 @@ fn text(findings: &[Finding]) -> String {
     for finding in findings {
         let word = match finding.level {
             Level::Fine => coloured("ok     ", Colour::Green),
+            Level::Note => "note   ".to_owned(),
             Level::Warning => coloured("warning", Colour::Yellow),
             Level::Problem => coloured("problem", Colour::Red),
         };
@@ -284,8 +329,9 @@ fn text(findings: &[Finding]) -> String {
     }
     let count = |level| findings.iter().filter(|finding| finding.level == level).count();
     text + &format!(
-        "\n{} ok, {} warnings, {} problems\n",
+        "\n{} ok, {} notes, {} warnings, {} problems\n",
         count(Level::Fine),
+        count(Level::Note),
         count(Level::Warning),
         count(Level::Problem)
     )

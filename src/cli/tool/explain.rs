@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::output::Output;
 use super::{Cluster, read};
-use crate::api::crd::NodeInventory;
+use crate::api::crd::{DeviceClassParameters, NodeInventory};
 use crate::api::resource::{Pod, PodResourceClaim, PodSchedulingContext, ResourceClaim, ResourceClass};
 use crate::cli::{Error, block_on, choose_tls_provider};
 use crate::core::devices::parameters::{Amount, Demand};
@@ -125,12 +125,14 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
             }
             Subject::Claim(_) => None,
         };
-        let claims: Vec<ResourceClaim> = read::all(&client).await?;
+        let claims = read::claims(&client, &namespace).await?;
         let claim = match &subject {
-            Subject::Claim(name) | Subject::Either(name) if pod.is_none() => claims.iter().find(|claim| {
-                claim.metadata.namespace.as_ref() == Some(&namespace)
-                    && claim.metadata.name.as_ref() == Some(name)
-            }),
+            Subject::Claim(name) | Subject::Either(name) if pod.is_none() => {
+                claims.items.iter().find(|claim| {
+                    claim.metadata.namespace.as_ref() == Some(&namespace)
+                        && claim.metadata.name.as_ref() == Some(name)
+                })
+            }
             _ => None,
         };
         if pod.is_none() && claim.is_none() {
@@ -160,7 +162,7 @@ struct Reading<'a> {
     client: Client,
     namespace: String,
     driver: &'a str,
-    claims: &'a [ResourceClaim],
+    claims: &'a read::Claims,
 }
 
 /// What the driver says to a claim.
@@ -185,13 +187,16 @@ impl Reading<'_> {
             (Some(pod), _) => {
                 let entries = pod.spec.resource_claims.iter();
                 entries
-                    .map(|entry| (Some(entry), find(pod, entry, self.claims)))
+                    .map(|entry| (Some(entry), find(pod, entry, &self.claims.items)))
                     .collect()
             }
             (None, Some(claim)) => vec![(None, Found::Claim(claim))],
             (None, None) => Vec::new(),
         };
-        let said = self.ask_driver(pod, &found, &classes).await?;
+        let mut said = self.ask_driver(pod, &found, &classes).await?;
+        if let (Some(_), Some(context)) = (&self.claims.namespace, &context) {
+            ask_controller(&mut said, &found, context);
+        }
         let explanations = found.iter().zip(&said).map(|((entry, found), said)| {
             let class = match found {
                 Found::Claim(claim) => class_of(claim, &classes),
@@ -241,11 +246,15 @@ impl Reading<'_> {
         if wanted.iter().all(Option::is_none) {
             return Ok(said);
         }
+        // The driver's watches would try for ever what a person may not do.
+        read::can_list::<NodeInventory>(&self.client).await?;
+        read::can_list::<DeviceClassParameters>(&self.client).await?;
         let ended = CancellationToken::new();
         let _end = ended.clone().drop_guard();
-        let driver = HostDriver::start(self.client.clone(), self.driver, ended);
+        let driver =
+            HostDriver::start_for_namespace(self.client.clone(), self.driver, &self.namespace, ended);
         let holds = |claim: &&ResourceClaim| claim.status.driver_name.as_deref() == Some(self.driver);
-        let holdings = self.claims.iter().filter(holds).map(|claim| Holding {
+        let holdings = self.claims.items.iter().filter(holds).map(|claim| Holding {
             claim: Arc::new(claim.clone()),
         });
         driver.observe(&Observation::All(holdings.collect()));
@@ -375,6 +384,28 @@ impl Reading<'_> {
         events.sort_by_key(|(last, _)| *last);
         let skipped = events.len().saturating_sub(EVENTS_MAX);
         Ok(events.into_iter().skip(skipped).map(|(_, event)| event).collect())
+    }
+}
+
+/// Who may not read all claims does not know what others hold, and the controller does: where the driver finds nothing wrong with a
+/// node, what the controller has written into the pod's scheduling context counts.
+fn ask_controller(
+    said: &mut [Said],
+    found: &[(Option<&PodResourceClaim>, Found<'_>)],
+    context: &PodSchedulingContext,
+) {
+    for (said, (entry, _)) in said.iter_mut().zip(found) {
+        let written = context
+            .status
+            .resource_claims
+            .iter()
+            .filter(|written| entry.is_some_and(|entry| entry.name == written.name));
+        for node in written.flat_map(|written| &written.unsuitable_nodes) {
+            if let Some(reason @ None) = said.nodes.get_mut(node) {
+                *reason =
+                    Some("not by the controller's word, which knows claims that you may not read".to_owned());
+            }
+        }
     }
 }
 

@@ -4,6 +4,7 @@
 //! Exit codes: 0 if all is well, 1 if the answer is a bad one (not found, problems, something left) or the question failed,
 //! 2 for a wrong flag.
 
+mod ask_for_gates;
 pub(super) mod completion;
 pub(super) mod devices;
 pub(super) mod doctor;

@@ -8,6 +8,7 @@ use kube::{Client, Resource};
 use serde::de::DeserializeOwned;
 
 use super::super::Error;
+use crate::api::resource::ResourceClaim;
 
 /// Objects in one page of a list.
 const PAGE: u32 = 500;
@@ -40,6 +41,52 @@ where
             None => return Ok(objects),
         }
     }
+}
+
+/// Claims, as far as a person may read them.
+#[derive(Clone, Debug)]
+pub(super) struct Claims {
+    /// The claims.
+    pub(super) items: Vec<ResourceClaim>,
+    /// The only namespace that they are of, for who may not read those of all.
+    pub(super) namespace: Option<String>,
+}
+
+/// All claims; for who may not list these, the claims of `namespace`, which stderr is told.
+pub(super) async fn claims(client: &Client, namespace: &str) -> Result<Claims, Error> {
+    match all(client).await {
+        Err(error) if is_forbidden(&error) => {
+            let api = Api::<ResourceClaim>::namespaced(client.clone(), namespace);
+            let items = list(&api, ListParams::default()).await?;
+            eprintln!(
+                "note: you may not list resourceclaims.resource.k8s.io in all namespaces; those of namespace {namespace} are read, and \
+                 what claims of others hold is not known"
+            );
+            Ok(Claims {
+                items,
+                namespace: Some(namespace.to_owned()),
+            })
+        }
+        items => Ok(Claims {
+            items: items?,
+            namespace: None,
+        }),
+    }
+}
+
+/// Whether the objects of a kind that belongs to no namespace can be listed; the error says which right is missing.
+pub(super) async fn can_list<K>(client: &Client) -> Result<(), Error>
+where
+    K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
+{
+    let kind = K::plural(&());
+    let one = ListParams::default().limit(1);
+    Api::<K>::all(client.clone())
+        .list_metadata(&one)
+        .await
+        .map_err(explained)
+        .with_context(|| format!("cannot list {kind}"))?;
+    Ok(())
 }
 
 /// The API server has no such kind.

@@ -50,13 +50,27 @@ fn account(pod: &Pod, driver: &str) -> Option<Account> {
     let spec = pod.spec.as_ref()?;
     let containers = spec.containers.iter();
     let flags: Vec<&str> = containers
+        .clone()
         .flat_map(|container| container.args.iter().flatten())
         .map(String::as_str)
         .collect();
+    let variables: Vec<_> = containers
+        .flat_map(|container| container.env.iter().flatten())
+        .collect();
+    // A flag wins over its variable.
     let value = |name: &str| {
-        flags
+        let variable = || {
+            let name = format!(
+                "DRAYMAN_{}",
+                name.trim_start_matches('-').to_uppercase().replace('-', "_")
+            );
+            let variable = variables.iter().find(|variable| variable.name == name)?;
+            variable.value.as_deref()
+        };
+        let flag = flags
             .iter()
-            .find_map(|flag| flag.strip_prefix(name)?.strip_prefix('='))
+            .find_map(|flag| flag.strip_prefix(name)?.strip_prefix('='));
+        flag.or_else(variable)
     };
     if value("--driver-name") != Some(driver) {
         return None;
@@ -139,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn an_account_is_that_of_a_pod_of_this_driver() {
+    fn an_account_is_that_of_a_pod_of_this_driver_however_the_name_is_given() {
         let flags = [
             "controller",
             "--driver-name=a",
@@ -159,5 +173,11 @@ mod tests {
         assert_eq!(account(&pod("crds", &flags), "a"), None);
         let node = account(&pod("node", &["node", "--driver-name=a"]), "a").unwrap();
         assert_eq!((node.component, node.lease), (Component::Node, None));
+
+        let mut by_variable = pod("node", &["node"]);
+        let variable = serde_json::json!([{ "name": "DRAYMAN_DRIVER_NAME", "value": "a" }]);
+        by_variable.spec.as_mut().unwrap().containers[0].env = serde_json::from_value(variable).unwrap();
+        assert!(account(&by_variable, "a").is_some());
+        assert_eq!(account(&by_variable, "b"), None);
     }
 }

@@ -3,10 +3,10 @@
 use std::process::ExitCode;
 
 use super::Cluster;
-use super::devices::{door, read_all, state};
+use super::devices::{Namespace, door, read_all, state};
 use super::output::{Output, one_line};
 use crate::cli::Error;
-use crate::core::inspect::devices::DeviceRow;
+use crate::core::inspect::devices::{DeviceRow, DeviceState};
 
 /// Say who holds a device
 #[derive(Clone, Debug, clap::Args)]
@@ -14,6 +14,9 @@ pub(in crate::cli) struct Arguments {
     /// The device, as DEVICE or NODE/DEVICE
     #[arg(value_name = "DEVICE")]
     device: String,
+
+    #[command(flatten)]
+    namespace: Namespace,
 
     #[command(flatten)]
     cluster: Cluster,
@@ -28,7 +31,7 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
         Some((node, device)) => (Some(node), device),
         None => (None, arguments.device.as_str()),
     };
-    let mut rows = read_all(&arguments.cluster)?.devices;
+    let mut rows = read_all(&arguments.cluster, &arguments.namespace)?.devices;
     rows.retain(|row| row.device == device && node.is_none_or(|node| node == row.node));
     if rows.is_empty() {
         eprintln!(
@@ -58,7 +61,12 @@ fn text(row: &DeviceRow) -> String {
         lines.push(format!("Shares:   {} of {} held", row.holders.len(), row.shares));
     }
     if row.holders.is_empty() {
-        lines.push("Held by:  nobody".to_owned());
+        let nobody = if row.state == DeviceState::Unknown {
+            "not known"
+        } else {
+            "nobody"
+        };
+        lines.push(format!("Held by:  {nobody}"));
     }
     for holder in &row.holders {
         let pods = if holder.pods.is_empty() {

@@ -10,9 +10,10 @@ use crate::api::resource::label::label_of_node;
 use crate::api::resource::{AllocationResult, ResourceClaim};
 use crate::core::devices::allocation::{self, claim_name};
 use crate::core::devices::errors::Problem;
-use crate::core::devices::facts::{Facts, Matches};
+use crate::core::devices::facts::{Facts, Match, Matches};
 use crate::core::devices::holdings::{Change, Holder, Holdings, Place, State};
 use crate::core::devices::inventory::{Device, Inventory, Node, Replaced};
+use crate::core::devices::wanted::Wanted;
 
 /// The inventory and the holdings of one driver.
 #[derive(Clone, Debug)]
@@ -21,6 +22,7 @@ pub struct Books {
     pub(super) inventory: Inventory,
     pub(super) holdings: Holdings,
     pub(super) matches: Matches,
+    wanted: Wanted,
     /// Devices that more than one claim was seen to hold, until it is known how many may.
     doubts: BTreeSet<Place>,
     /// Whether all inventories were listed once: what is not among them is not there.
@@ -44,6 +46,7 @@ impl Books {
             inventory: Inventory::default(),
             holdings: Holdings::default(),
             matches: Matches::default(),
+            wanted: Wanted::default(),
             doubts: BTreeSet::new(),
             listed: false,
         }
@@ -60,33 +63,58 @@ impl Books {
     }
 
     /// What the selectors say of the devices.
-    pub fn matches(&mut self) -> &mut Matches {
-        &mut self.matches
+    pub fn matches(&self) -> &Matches {
+        &self.matches
     }
 
-    /// The facts of the devices of a kind, on one node or on all, of which an expression has not said anything yet.
-    pub fn unjudged(&self, kind: &str, expression: &str, node: Option<&str>) -> BTreeSet<Facts> {
-        let nodes = node.map_or_else(|| self.inventory.nodes_with(kind).collect(), |node| vec![node]);
-        let nodes = nodes.into_iter().filter_map(|name| self.inventory.node(name));
+    /// The selectors by which devices are judged, and what each of them has not said anything of yet.
+    pub fn wanted(&self) -> &Wanted {
+        &self.wanted
+    }
+
+    /// From now on the devices of a kind are judged by an expression. The first time costs a look at all of them.
+    pub fn want(&mut self, kind: &str, expression: &Arc<str>) {
+        if self.wanted.contains(kind, expression) {
+            return;
+        }
+        let nodes = self.inventory.nodes_with(kind);
+        let nodes = nodes.filter_map(|name| self.inventory.node(name));
         let devices = nodes
             .flat_map(Node::devices)
             .filter(|device| *device.kind == *kind);
-        let unjudged = devices.filter(|device| self.matches.get(expression, &device.attributes).is_none());
-        unjudged.map(|device| device.attributes.clone()).collect()
+        let facts = devices.map(|device| &device.attributes);
+        let unjudged: BTreeSet<&Facts> = facts
+            .filter(|facts| self.matches.get(expression, facts).is_none())
+            .collect();
+        let unjudged = unjudged.into_iter().cloned().collect();
+        self.wanted.begin(kind, expression, unjudged);
     }
 
-    /// Forgets what expressions other than these say, and what is said of devices that are gone.
-    pub fn retain_matches(&mut self, expressions: &BTreeSet<Arc<str>>) {
+    /// Takes note of what an expression says.
+    pub fn judged(&mut self, expression: &Arc<str>, said: Vec<(Facts, Match)>) {
+        self.wanted.judged(expression, &said);
+        self.matches.put(expression, said);
+    }
+
+    /// Forgets the selectors that are not `used`, and what is said of devices that are gone.
+    pub fn retain_selectors(&mut self, used: impl Fn(&str) -> bool) {
         let devices = self.inventory.nodes().flat_map(Node::devices);
         let facts = devices.map(|device| &device.attributes).collect();
-        self.matches.retain(expressions, &facts);
+        self.wanted.retain(used);
+        self.wanted.retain_devices(&facts);
+        self.matches.retain(&self.wanted.expressions(), &facts);
     }
 
     /// Puts what a NodeInventory object says in place of what it said before; `None` if it is gone. Answers with how many
     /// devices a claim can get now and could not before, or that have changed.
     pub fn set_inventory(&mut self, object: &str, node: Option<Node>) -> usize {
-        self.inventory
-            .set(object, node)
+        let replaced = self.inventory.set(object, node);
+        for replaced in &replaced {
+            if let Some(node) = self.inventory.node(&replaced.name) {
+                self.wanted.see(node, &self.matches);
+            }
+        }
+        replaced
             .iter()
             .map(|replaced| self.newly_available(replaced))
             .sum()

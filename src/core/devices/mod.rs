@@ -10,7 +10,7 @@
 //! * [`parameters`]: what a class and a claim ask for, checked.
 //! * [`inventory`]: what the nodes have.
 //! * [`holdings`]: which claim holds what, derived from the claims.
-//! * [`facts`]: what is known about a device, and what the selectors say of it.
+//! * [`facts`], [`wanted`]: what is known about a device, what the selectors say of it, and of what they have not said anything yet.
 //! * [`fit`], [`search`], [`judge`]: which devices answer which requests, for all claims of a pod together.
 //! * [`books`], [`allocate`]: the two indexes behind one owner, and all that changes or asks them.
 
@@ -29,6 +29,7 @@ pub mod reference;
 pub mod search;
 pub mod unsuitable;
 mod view;
+pub mod wanted;
 
 #[cfg(test)]
 pub(crate) mod fixture;

@@ -27,11 +27,39 @@ pub enum DeviceState {
     NotForClaims,
     /// A claim holds it, but no inventory lists it.
     Gone,
+    /// Free, or held by claims that the person who asks may not read.
+    Unknown,
+}
+
+impl DeviceState {
+    /// All of them.
+    pub const ALL: [Self; 7] = [
+        Self::Free,
+        Self::Held,
+        Self::Unhealthy,
+        Self::NotReady,
+        Self::NotForClaims,
+        Self::Gone,
+        Self::Unknown,
+    ];
+
+    /// Its name.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Free => "Free",
+            Self::Held => "Held",
+            Self::Unhealthy => "Unhealthy",
+            Self::NotReady => "NotReady",
+            Self::NotForClaims => "NotForClaims",
+            Self::Gone => "Gone",
+            Self::Unknown => "Unknown",
+        }
+    }
 }
 
 impl fmt::Display for DeviceState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(self, f)
+        f.write_str(self.as_str())
     }
 }
 
@@ -86,6 +114,22 @@ pub struct DeviceTable {
     /// Claims of the driver whose allocation cannot be read, with the reason. No device on their nodes is given to others.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub unreadable: BTreeMap<String, String>,
+}
+
+impl DeviceTable {
+    /// What the table says when only the claims of `namespace` were read: a device that none of them holds may be held by others.
+    #[must_use]
+    pub fn of_namespace(mut self, namespace: &str) -> Self {
+        for device in &mut self.devices {
+            if device.state == DeviceState::Free {
+                device.state = DeviceState::Unknown;
+                device.cause = Some(format!(
+                    "claims of other namespaces than {namespace} were not read"
+                ));
+            }
+        }
+        self
+    }
 }
 
 /// Puts the inventories of `driver` and what its claims hold side by side.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use jiff::{SignedDuration, Timestamp};
 use serde::Serialize;
 
-use crate::api::crd::NodeInventory;
+use crate::api::crd::{Mode, NodeInventory};
 use crate::api::resource::ResourceClass;
 use crate::core::devices::inventory::unready;
 use crate::core::devices::reference::class_reference;
@@ -18,6 +18,8 @@ pub const MINORS: std::ops::RangeInclusive<u32> = 27..=30;
 pub enum Level {
     /// As it should be.
     Fine,
+    /// Could not be looked at; nothing speaks against it.
+    Note,
     /// Works, but somebody should look at it.
     Warning,
     /// Keeps pods from their devices.
@@ -47,6 +49,14 @@ impl Finding {
             check,
             message: message.into(),
             fix: None,
+        }
+    }
+
+    /// Nobody knows, for the reason that is told.
+    pub fn note(check: &'static str, message: impl Into<String>) -> Self {
+        Self {
+            level: Level::Note,
+            ..Self::fine(check, message)
         }
     }
 
@@ -80,13 +90,18 @@ pub struct NodeFacts {
     pub allocatable: BTreeMap<String, String>,
 }
 
-/// Judges the version of the API server, and whether it serves classic Dynamic Resource Allocation.
-pub fn server(major: &str, minor: &str, serves_resource: bool) -> Vec<Finding> {
+/// Judges the version of the API server, and whether it serves classic Dynamic Resource Allocation, if there is need of it.
+pub fn server(major: &str, minor: &str, serves_resource: bool, needs_claims: bool) -> Vec<Finding> {
     let number: String = minor.chars().take_while(char::is_ascii_digit).collect();
     let version = format!("Kubernetes {major}.{minor}");
     let classic = major == "1" && number.parse::<u32>().is_ok_and(|minor| MINORS.contains(&minor));
     let newest = MINORS.end();
     let check = "version";
+    let can_claim = classic && serves_resource;
+    if !needs_claims && !can_claim {
+        let what = "does not serve classic Dynamic Resource Allocation, which no device here needs: all are extended resources";
+        return vec![Finding::fine(check, format!("{version} {what}"))];
+    }
     let mut findings = vec![if classic {
         Finding::fine(
             check,
@@ -148,10 +163,18 @@ pub fn definitions<'a>(
     }
 }
 
-/// Judges the lease of the controller: `renewed` and `duration` are what the Lease of the driver's name says.
-pub fn lease(lease: Option<(Timestamp, SignedDuration, &str)>, now: Timestamp) -> Finding {
+/// Judges the lease of the controller: when it was renewed, for how long that holds and who holds it, if there is one of the driver's
+/// name.
+pub fn lease(
+    lease: Option<(Timestamp, SignedDuration, &str)>,
+    now: Timestamp,
+    needs_claims: bool,
+) -> Finding {
     let check = "controller";
     match lease {
+        None if !needs_claims => {
+            Finding::fine(check, "none leads, and none is needed for extended resources")
+        }
         None => Finding::warning(
             check,
             "there is no Lease of the driver's name, so that nothing tells whether a controller runs",
@@ -334,19 +357,14 @@ pub fn extended_resources(driver: &str, inventories: &[NodeInventory], nodes: &[
         let inventory = inventories
             .iter()
             .find(|object| object.spec.driver_name == driver && object.spec.node_name == node.name);
-        let kinds: BTreeSet<&str> = inventory
-            .iter()
-            .flat_map(|object| &object.spec.devices)
-            .map(|device| device.kind.as_str())
-            .collect();
+        // A resource has any name that the configuration gives it, which the inventory does not tell.
+        let mut devices = inventory.iter().flat_map(|object| &object.spec.devices);
+        let announces = devices.any(|device| device.mode != Mode::Claims);
         for (resource, number) in &node.allocatable {
-            let Some(kind) = resource.strip_prefix(&prefix) else {
-                continue;
-            };
-            if number != "0" && !kinds.contains(kind) {
+            if resource.starts_with(&prefix) && number != "0" && !announces {
                 findings.push(Finding::warning(
                     "extended resources",
-                    format!("node {} announces {number} of {resource}, and its companion knows no such kind", node.name),
+                    format!("node {} announces {number} of {resource}, and its companion has no device for that", node.name),
                     "another device plugin uses this name, or kubelet remembers what is gone: restart kubelet there",
                 ));
             }
@@ -378,10 +396,13 @@ mod tests {
 
     #[test]
     fn a_server_is_fine_only_if_it_has_and_serves_the_api() {
-        assert_eq!(worst(&server("1", "30", true)), Level::Fine);
-        assert_eq!(worst(&server("1", "27+", true)), Level::Fine);
-        assert_eq!(worst(&server("1", "30", false)), Level::Problem);
-        assert_eq!(worst(&server("1", "32", true)), Level::Problem);
+        assert_eq!(worst(&server("1", "30", true, true)), Level::Fine);
+        assert_eq!(worst(&server("1", "27+", true, true)), Level::Fine);
+        assert_eq!(worst(&server("1", "30", false, true)), Level::Problem);
+        assert_eq!(worst(&server("1", "32", true, true)), Level::Problem);
+        for (minor, serves) in [("32", false), ("30", false), ("32", true)] {
+            assert_eq!(worst(&server("1", minor, serves, false)), Level::Fine);
+        }
     }
 
     #[test]
@@ -402,12 +423,19 @@ mod tests {
     fn a_lease_tells_whether_somebody_leads() {
         let now = Timestamp::from_second(1000).unwrap();
         let renewed = |ago: i64| Timestamp::from_second(1000 - ago).unwrap();
-        let judge =
-            |ago, holder| lease(Some((renewed(ago), SignedDuration::from_secs(15), holder)), now).level;
+        let judge = |ago, holder| {
+            lease(
+                Some((renewed(ago), SignedDuration::from_secs(15), holder)),
+                now,
+                true,
+            )
+            .level
+        };
         assert_eq!(judge(3, "pod-a"), Level::Fine);
         assert_eq!(judge(60, "pod-a"), Level::Problem);
         assert_eq!(judge(3, ""), Level::Problem);
-        assert_eq!(lease(None, now).level, Level::Warning);
+        assert_eq!(lease(None, now, true).level, Level::Warning);
+        assert_eq!(lease(None, now, false).level, Level::Fine);
     }
 
     #[test]
@@ -453,10 +481,16 @@ mod tests {
     #[test]
     fn a_resource_under_our_name_that_no_inventory_explains_is_reported() {
         let mut node = node("node-a", "1");
-        node.allocatable = BTreeMap::from([(format!("{DRIVER}/test"), "1".to_owned())]);
-        let explained = [inventory("node-a", "1", &["a"])];
+        node.allocatable = BTreeMap::from([(format!("{DRIVER}/whatever"), "1".to_owned())]);
+        let claimed = inventory("node-a", "1", &["a"]);
+        let mut announced = claimed.clone();
+        announced.spec.devices[0].mode = Mode::ExtendedResource;
         let nodes = std::slice::from_ref(&node);
-        assert!(extended_resources(DRIVER, &explained, nodes).is_empty());
+        assert!(extended_resources(DRIVER, &[announced], nodes).is_empty());
+        assert_eq!(
+            worst(&extended_resources(DRIVER, &[claimed], nodes)),
+            Level::Warning
+        );
         assert_eq!(worst(&extended_resources(DRIVER, &[], nodes)), Level::Warning);
     }
 }

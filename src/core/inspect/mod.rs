@@ -4,12 +4,14 @@
 //! * [`explain`]: at which step a pod's claims are, why not further, and what to do.
 //! * [`usage`]: what still depends on classic Dynamic Resource Allocation.
 //! * [`doctor`]: what is wrong with an installation, each finding with its fix.
+//! * [`gates`]: whether the feature gate is on, in each component that has one.
 //! * [`rights`]: what the components may do and must be able to do.
 //! * [`overlap`]: whether two drivers go by one name.
 
 pub mod devices;
 pub mod doctor;
 pub mod explain;
+pub mod gates;
 pub mod overlap;
 pub mod rights;
 pub mod usage;

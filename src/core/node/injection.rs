@@ -77,38 +77,69 @@ impl Injection {
     }
 
     /// Adds what another device brings. Variables are named after devices, so two devices never share one; what two devices bring
-    /// alike (a control node, a directory of libraries) is there once.
+    /// to one path alike (a control node, a directory of libraries) is there once, with what either of them allows: the container has
+    /// both, and a runtime that gets them apart (two claims of one container) adds the permissions up too.
     pub fn extend(&mut self, other: Self) {
-        add_new(&mut self.device_nodes, other.device_nodes);
+        for node in other.device_nodes {
+            self.add_node(node);
+        }
         self.environment.extend(other.environment);
-        add_new(&mut self.mounts, other.mounts);
+        for mount in other.mounts {
+            self.add_mount(mount);
+        }
         self.annotations.extend(other.annotations);
         add_new(&mut self.cdi_devices, other.cdi_devices);
     }
 
-    /// Refuses two device nodes or mounts at one path of a container: it would see one of them only, and nobody would be told
-    /// which. What is wholly alike is there once after [`Self::extend`], and is no reason.
+    fn add_node(&mut self, node: DeviceNode) {
+        let alike = |other: &&mut DeviceNode| {
+            (&other.host_path, &other.container_path) == (&node.host_path, &node.container_path)
+        };
+        match self.device_nodes.iter_mut().find(alike) {
+            Some(other) => other.permissions = either(&other.permissions, &node.permissions),
+            None => self.device_nodes.push(node),
+        }
+    }
+
+    fn add_mount(&mut self, mount: Mount) {
+        let alike = |other: &&mut Mount| {
+            (&other.host_path, &other.container_path) == (&mount.host_path, &mount.container_path)
+        };
+        match self.mounts.iter_mut().find(alike) {
+            Some(other) => other.read_only &= mount.read_only,
+            None => self.mounts.push(mount),
+        }
+    }
+
+    /// Refuses two things at one path of a container: it would see one of them only, and nobody would be told which. The same thing
+    /// twice is there once after [`Self::extend`], and is no reason.
     pub fn check_paths(&self) -> Result<(), Refusal> {
-        let nodes = self
-            .device_nodes
-            .iter()
-            .map(|node| (&node.container_path, &node.host_path));
-        let mounts = self
-            .mounts
-            .iter()
-            .map(|mount| (&mount.container_path, &mount.host_path));
-        let mut taken: BTreeMap<&str, &str> = BTreeMap::new();
-        for (container_path, host_path) in nodes.chain(mounts) {
-            if let Some(first) = taken.insert(container_path, host_path) {
+        let nodes = self.device_nodes.iter().map(|node| {
+            let what = format!("device node {}", node.host_path);
+            (node.container_path.as_str(), what)
+        });
+        let mounts = self.mounts.iter().map(|mount| {
+            let what = format!("mount of {}", mount.host_path);
+            (mount.container_path.as_str(), what)
+        });
+        let mut taken = BTreeMap::new();
+        for (container_path, second) in nodes.chain(mounts) {
+            if let Some(first) = taken.insert(container_path, second.clone()) {
                 return Err(Refusal::SamePath {
-                    container_path: container_path.clone(),
-                    first: first.to_owned(),
-                    second: host_path.clone(),
+                    container_path: container_path.to_owned(),
+                    first,
+                    second,
                 });
             }
         }
         Ok(())
     }
+}
+
+/// What one or the other permits, in the order of [`DeviceNode::permissions`].
+fn either(one: &str, other: &str) -> String {
+    let permits = |permission: &char| one.contains(*permission) || other.contains(*permission);
+    "rwm".chars().filter(permits).collect()
 }
 
 fn add_new<T: PartialEq>(all: &mut Vec<T>, more: Vec<T>) {
@@ -130,6 +161,14 @@ mod tests {
             host_path: path.into(),
             container_path: path.into(),
             permissions: "rw".into(),
+        }
+    }
+
+    fn mount(host_path: &str, container_path: &str, read_only: bool) -> Mount {
+        Mount {
+            host_path: host_path.into(),
+            container_path: container_path.into(),
+            read_only,
         }
     }
 
@@ -155,11 +194,7 @@ mod tests {
     #[test]
     fn what_two_devices_bring_alike_is_there_once() {
         let control = |device: &str| Injection {
-            mounts: vec![Mount {
-                host_path: "/opt/lib".into(),
-                container_path: "/lib/vendor".into(),
-                read_only: true,
-            }],
+            mounts: vec![mount("/opt/lib", "/lib/vendor", true)],
             ..Injection::of_device_node(device, node("/dev/control"))
         };
         let mut both = control("a");
@@ -195,19 +230,62 @@ mod tests {
         for word in ["/dev/ttyUSB0", "/dev/ttyUSB1", "/dev/port ", "containerPaths"] {
             assert!(text.contains(word), "{word} in {text}");
         }
-        let mut mounted = apart;
-        mounted.mounts = vec![Mount {
-            host_path: "/opt/port".into(),
-            container_path: "/dev/port1".into(),
-            read_only: true,
-        }];
-        assert!(
-            mounted
-                .check_paths()
-                .unwrap_err()
-                .to_string()
-                .contains("/opt/port")
+        // Also where the path is one: a node and a mount are two things.
+        let mut mounted = shared;
+        mounted.mounts = vec![mount("/dev/control", "/dev/control", true)];
+        let text = mounted.check_paths().unwrap_err().to_string();
+        for word in [
+            "device node /dev/control and mount of /dev/control",
+            "be /dev/control in",
+        ] {
+            assert!(text.contains(word), "{word} in {text}");
+        }
+    }
+
+    #[test]
+    fn the_same_thing_from_two_devices_is_there_with_what_either_of_them_allows() {
+        let of = |device: &str, permissions: &str, read_only| Injection {
+            mounts: vec![mount("/opt/lib", "/lib/vendor", read_only)],
+            ..Injection::of_device_node(
+                device,
+                DeviceNode {
+                    permissions: permissions.into(),
+                    ..node("/dev/control")
+                },
+            )
+        };
+        for ((one, one_reads), (other, other_reads), (all, all_read)) in [
+            (("r", true), ("rw", true), ("rw", true)),
+            (("rw", false), ("r", true), ("rw", false)),
+            (("rm", true), ("w", false), ("rwm", false)),
+            (("r", true), ("r", true), ("r", true)),
+        ] {
+            let mut both = of("a", one, one_reads);
+            both.extend(of("b", other, other_reads));
+            let (expected, named) = (of("a", all, all_read), both.environment.len());
+            assert_eq!(
+                (both.device_nodes.clone(), both.mounts.clone(), named),
+                (expected.device_nodes, expected.mounts, 2)
+            );
+            both.check_paths().unwrap();
+        }
+        // At a path of its own it is another thing.
+        let mut two = of("a", "r", true);
+        two.extend(Injection::of_device_node(
+            "b",
+            DeviceNode {
+                container_path: "/dev/other".into(),
+                ..node("/dev/control")
+            },
+        ));
+        assert_eq!(
+            two.device_nodes
+                .iter()
+                .map(|node| node.permissions.as_str())
+                .collect::<Vec<_>>(),
+            ["r", "rw"]
         );
+        two.check_paths().unwrap();
     }
 
     proptest! {

@@ -291,7 +291,7 @@ where
     fn start_from_traces(&mut self, entries: BTreeMap<ClaimUid, Entry>) {
         self.ledger = Ledger::new(self.ledger.boot_id(), entries);
         let files = self.disk.found().1;
-        for step in plan_clearing(&self.ledger, &files) {
+        for step in plan_clearing(&self.ledger, &files).concat() {
             self.perform(&step);
         }
         for (_, steps) in plan_restoring(&self.ledger) {
@@ -312,7 +312,7 @@ where
         }
         let (entries, files) = self.disk.found();
         self.ledger = Ledger::new(format!("boot-{}", self.boots), entries);
-        for step in plan_clearing(&self.ledger, &files) {
+        for step in plan_clearing(&self.ledger, &files).concat() {
             self.perform(&step);
         }
         for (_, steps) in plan_restoring(&self.ledger) {

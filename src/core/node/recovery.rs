@@ -9,6 +9,7 @@ use super::inventory::Devices;
 use super::kubelet_state::{KubeletClaim, KubeletView};
 use super::ledger::{Change, Entry, Explanation, HeldDevice, Ledger, Progress};
 use super::prepare::{held_device, restore};
+use super::release::plan_free;
 use super::rendering::entry_of_cdi_spec;
 use super::step::Step;
 use crate::api::cdi;
@@ -42,6 +43,50 @@ pub fn rebuild(
             (uid.clone(), entry)
         })
         .collect()
+}
+
+/// What a start finds where the checkpoint should be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Start {
+    /// The entries of a checkpoint.
+    Checkpoint(BTreeMap<ClaimUid, Entry>),
+    /// None that can be used.
+    Nothing,
+}
+
+impl Start {
+    /// The claims whose CDI files are to be read: those of which the checkpoint says nothing. `files` are the claims that have one.
+    ///
+    /// No order of our own writes leaves a file that the checkpoint does not have: then it is an older one.
+    pub fn unexplained(&self, files: &BTreeSet<ClaimUid>) -> BTreeSet<ClaimUid> {
+        match self {
+            Self::Checkpoint(entries) => files
+                .iter()
+                .filter(|uid| !entries.contains_key(uid))
+                .cloned()
+                .collect(),
+            Self::Nothing => files.clone(),
+        }
+    }
+
+    /// The entries to begin with. `files` is what the files of [`Start::unexplained`] say, and `kubelet` is asked for its list only if
+    /// there is no checkpoint.
+    pub fn entries(
+        self,
+        driver: &DriverName,
+        boot_id: &str,
+        files: &BTreeMap<ClaimUid, Option<cdi::Spec>>,
+        kubelet: impl FnOnce() -> KubeletView,
+    ) -> BTreeMap<ClaimUid, Entry> {
+        match self {
+            Self::Checkpoint(mut entries) => {
+                let nothing = KubeletView::Lists(BTreeMap::new());
+                entries.extend(rebuild(driver, boot_id, files, &nothing));
+                entries
+            }
+            Self::Nothing => rebuild(driver, boot_id, files, &kubelet()),
+        }
+    }
 }
 
 /// The claims of this driver that containers have, as kubelet's PodResources API shows them, with namespace and name. Which devices
@@ -117,25 +162,19 @@ pub fn plan_explained(ledger: &Ledger, inventory: &Devices, uid: &ClaimUid, devi
     steps
 }
 
-/// Plans what is cleared away at a start: the rest of attempts that were never answered, and files that belong to nothing.
+/// Plans, claim by claim, what is cleared away at a start, and now and then: the rest of attempts that were never answered, and files
+/// that belong to nothing. A plan of which a step fails is left there: what the driver has not undone stays in the ledger, so that it is
+/// tried again. The caller makes the ledger durable afterwards.
 ///
 /// `files` are the claims that have a CDI file of ours. Clearing a "started" entry is safe: no container has been given
 /// anything of it, and kubelet, which got no answer, asks again or has forgotten it.
-pub fn plan_clearing(ledger: &Ledger, files: &BTreeSet<ClaimUid>) -> Vec<Step> {
-    let unfinished: BTreeSet<ClaimUid> = ledger
-        .entries()
-        .iter()
-        .filter(|(_, entry)| !entry.is_done())
-        .map(|(uid, _)| uid.clone())
-        .collect();
-    let unknown = files.iter().filter(|uid| ledger.entry(uid).is_none()).cloned();
-    let mut steps: Vec<Step> = unknown
-        .chain(unfinished.iter().cloned())
-        .map(Step::RemoveCdi)
-        .collect();
-    steps.extend(unfinished.iter().cloned().map(Step::Release));
-    steps.push(Step::Save(unfinished.into_iter().map(Change::Remove).collect()));
-    steps
+pub fn plan_clearing(ledger: &Ledger, files: &BTreeSet<ClaimUid>) -> Vec<Vec<Step>> {
+    let unknown = files.iter().filter(|uid| ledger.entry(uid).is_none());
+    let unfinished = ledger.entries().iter().filter(|(_, entry)| !entry.is_done());
+    unknown
+        .map(|uid| vec![Step::RemoveCdi(uid.clone())])
+        .chain(unfinished.map(|(uid, _)| plan_free(uid)))
+        .collect()
 }
 
 /// Plans, claim by claim, how the CDI files come back at a start: `/var/run/cdi` is empty after a boot. What has changed by it is
@@ -166,8 +205,9 @@ pub fn plan_refresh(ledger: &Ledger, before: &Devices, after: &Devices) -> Vec<(
     touched.map(|(uid, _)| (uid.clone(), restore(uid))).collect()
 }
 
-/// Plans what is undone after a step for a claim has failed. The caller reports the failure itself; what cannot be undone
-/// now is undone by the next request for the claim or the device, or by the next start.
+/// Plans what is undone after a step for a claim has failed. The caller reports the failure itself. If a step of this plan fails, the
+/// rest of it is left: the ledger forgets a claim only after the driver has undone what it did for it. It is tried again by the next
+/// request for the claim or the device, by the next look for forgotten claims, or by the next start.
 ///
 /// A claim that containers may be using keeps its devices; only its file goes, so that no further container is started
 /// with a device that is no longer what was allocated. Every other claim is as if it had never come.
@@ -325,7 +365,7 @@ mod tests {
         assert_eq!(plan_restoring(&ledger), []);
         assert_eq!(
             plan_clearing(&ledger, &files.into_keys().collect()),
-            [Step::Save(Vec::new())]
+            Vec::<Vec<Step>>::new()
         );
     }
 

@@ -154,16 +154,16 @@ pub enum Refusal {
         /// What the handle names.
         named: String,
     },
-    /// Two devices would be at one path of a container.
+    /// Two things would be at one path of a container.
     #[error(
         "{first} and {second} would both be {container_path} in a container, which can see only one of them: write {{device}} or {{n}} into containerPaths of the kind, or ask for one device at a time"
     )]
     SamePath {
         /// The path in the container.
         container_path: String,
-        /// What is there on the node.
+        /// What is there: `device node` or `mount of`, and its path on the node.
         first: String,
-        /// What would be there as well.
+        /// What would be there as well, in the same words.
         second: String,
     },
     /// There is no such extended resource.

@@ -252,7 +252,7 @@ impl World {
         };
         for item in &mut batch.items {
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
-            if item.step == Step::Waiting && known.is_some_and(is_secured) {
+            if item.step == Step::Waiting && known.is_some_and(|known| is_secured(known)) {
                 item.step = Step::Done;
             }
             if item.step == Step::Waiting && wanted && batch.failure.is_none() {
@@ -342,7 +342,7 @@ impl World {
             }
             // An earlier leader's write may have recorded it after all: it is in use then, and not to be given back.
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
-            if known.is_some_and(ClaimState::is_ours) {
+            if known.is_some_and(|known| known.is_ours()) {
                 item.step = Step::Done;
                 continue;
             }

@@ -1,5 +1,6 @@
 //! One PodSchedulingContext: is the pod ours to serve, where can it not go, and is it time to allocate?
 
+mod incomplete;
 mod judgement;
 mod others;
 mod pod;
@@ -154,6 +155,14 @@ impl ContextState {
         match &self.pod {
             PodKnown::Read(pod) => pod.spec.node_name.is_some(),
             PodKnown::Unread | PodKnown::Gone => false,
+        }
+    }
+
+    /// The pod, if it was read and is there.
+    fn known_pod(&self) -> Option<Arc<Pod>> {
+        match &self.pod {
+            PodKnown::Read(pod) => Some(pod.clone()),
+            PodKnown::Unread | PodKnown::Gone => None,
         }
     }
 

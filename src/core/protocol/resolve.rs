@@ -67,9 +67,8 @@ pub(crate) fn resolve<C>(
 /// Whether a claim says of itself that it was made for an entry of its pod.
 pub(crate) fn is_made_for(claim: &ResourceClaim, entry: &str) -> bool {
     let annotations = claim.metadata.annotations.as_ref();
-    annotations
-        .and_then(|all| all.get(POD_CLAIM_NAME_ANNOTATION))
-        .is_some_and(|made_for| made_for == entry)
+    let annotated = annotations.and_then(|all| all.get(POD_CLAIM_NAME_ANNOTATION));
+    annotated.map(String::as_str).or(claim.pod_claim_name.as_deref()) == Some(entry)
 }
 
 /// Whether a claim was made from a template, for the pod that owns it: since 1.28 it says so itself, and before that it had the name of

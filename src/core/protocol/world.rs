@@ -125,7 +125,8 @@ pub struct World {
     pub(super) finalizer: String,
     barrier: Barrier,
     pub(super) classes: BTreeMap<String, Arc<ResourceClass>>,
-    pub(super) claims: BTreeMap<ObjectKey, ClaimState>,
+    /// A tree that is filled in order, as a list does, is half empty: what is in it is small, and what is large beside it.
+    pub(super) claims: BTreeMap<ObjectKey, Box<ClaimState>>,
     /// Claims by the uid of the pod that owns them, in order. Nearly always one, for which a set would take room for eleven.
     pub(super) claims_by_owner: BTreeMap<String, Vec<ObjectKey>>,
     /// Claims that a context might be about: ours, delayed, not allocated.
@@ -315,7 +316,7 @@ impl World {
         let holdings = self
             .claims
             .values_mut()
-            .filter_map(ClaimState::observe_first)
+            .filter_map(|claim| claim.observe_first())
             .collect();
         self.outbox.push(Command::Observe(Observation::All(holdings)));
         self.outbox.push(Command::AwaitDriver);

@@ -7,7 +7,7 @@ mod program;
 use std::collections::BTreeMap;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
@@ -16,9 +16,11 @@ use program::{Compiled, Ground};
 
 /// Stack of the thread. The limits of [`guard`] keep an expression well below it.
 const STACK: usize = 16 << 20;
-/// Devices that are judged in one go.
+/// Devices that are judged in one turn, at most.
 pub(crate) const CHUNK: usize = 256;
-/// How long one go may take.
+/// After which time no other device is judged in the same turn: others wait for theirs.
+const TURN: Duration = Duration::from_millis(100);
+/// How long a turn may take with an evaluation that does not end.
 const DEADLINE: Duration = Duration::from_secs(5);
 /// Expressions that are kept compiled.
 const PROGRAMS_MAX: usize = 1024;
@@ -57,7 +59,7 @@ impl Evaluator {
         }
     }
 
-    /// Judges at most [`CHUNK`] devices, none included, by an expression.
+    /// Judges the first of at most [`CHUNK`] devices by an expression: as many as fit into a turn, and at least one if there is one.
     pub(crate) async fn judge(&self, expression: &Arc<str>, devices: Vec<Facts>) -> Result<Judged, Refusal> {
         self.judge_within(DEADLINE, expression, devices).await
     }
@@ -130,11 +132,17 @@ fn run(driver: &str, jobs: &Receiver<Job>) {
             .entry(Arc::clone(&job.expression))
             .or_insert_with(compile);
         let judge = |compiled: &Compiled| {
-            // Nobody waits any more: what is left would be for nothing.
-            let wanted = job.devices.into_iter().take_while(|_| !job.reply.is_closed());
-            wanted
-                .map(|facts| (facts.clone(), compiled.judge(&ground, &facts)))
-                .collect()
+            let begun = Instant::now();
+            let mut judged = Judged::new();
+            for facts in job.devices {
+                // If nobody waits any more, what is left would be for nothing.
+                if job.reply.is_closed() || (!judged.is_empty() && begun.elapsed() >= TURN) {
+                    break;
+                }
+                let said = compiled.judge(&ground, &facts);
+                judged.push((facts, said));
+            }
+            judged
         };
         let judged = compiled.as_ref().map(judge).map_err(String::clone);
         let _ = job.reply.send(judged);

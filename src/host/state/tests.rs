@@ -144,10 +144,10 @@ fn a_selector_is_judged_once_and_forgotten_with_the_object_that_has_it() {
         .collect();
     assert_eq!(state.judged(&expression, Ok(said), now), 1);
     assert!(state.unjudged("test", &expression, now).unwrap().is_none());
-    assert!(state.unjudged_on(None).is_none());
+    assert!(state.due().is_none());
     // A device that is alike needs no judgement of its own.
     state.apply_inventories(Change::Set("b".into(), fixture::node("b", "2", &["e"])));
-    assert!(state.unjudged_on(Some("b")).is_none());
+    assert!(state.due().is_none());
 
     let mut with = spec("test");
     with.selectors = vec![crate::api::crd::DeviceSelector::cel("true")];
@@ -157,7 +157,7 @@ fn a_selector_is_judged_once_and_forgotten_with_the_object_that_has_it() {
     state.classes.apply(Change::Gone("p".into()));
     state.forget_selectors();
     assert!(state.books.matches().is_empty());
-    assert!(state.selectors.known.is_empty() && state.selectors.wanted.is_empty());
+    assert!(state.selectors.known.is_empty() && state.books.wanted().is_empty());
 }
 
 #[test]
@@ -190,9 +190,14 @@ fn a_selector_that_was_not_done_in_time_is_tried_again_later_and_later() {
     let second = Duration::from_secs(1);
     assert_eq!(state.again(&expression), Some(start + 5 * second));
     assert!(state.unjudged("test", &expression, start + 4 * second).is_err());
-    assert!(state.unjudged_again(&expression, start + 4 * second).is_none());
+    assert!(
+        state.due().is_none(),
+        "another change of inventories does not bring it forward"
+    );
     let later = start + 5 * second;
-    assert_eq!(state.unjudged_again(&expression, later).unwrap().devices.len(), 1);
+    let again = state.unjudged("test", &expression, later).unwrap().unwrap();
+    assert_eq!(again.devices.len(), 1);
+    assert_eq!(state.kinds(&expression), ["test"]);
     state.judged(&expression, slow(), later);
     assert_eq!(state.again(&expression), Some(later + 10 * second));
     for _ in 0..20 {

@@ -42,13 +42,13 @@ pub(super) struct RawKind {
     #[serde(default)]
     pci: Option<Spanned<source::RawPci>>,
     #[serde(default)]
-    permissions: Option<Spanned<String>>,
+    pub(super) permissions: Option<Spanned<String>>,
     #[serde(default)]
     shares: Option<Spanned<u32>>,
     #[serde(default)]
     container_paths: Option<Spanned<BTreeMap<String, Spanned<String>>>>,
     #[serde(default)]
-    mounts: Option<Spanned<Vec<extras::RawMount>>>,
+    pub(super) mounts: Option<Spanned<Vec<extras::RawMount>>>,
     #[serde(default)]
     environment: Option<Spanned<BTreeMap<String, Spanned<String>>>>,
     #[serde(default)]

@@ -15,6 +15,9 @@ pub const NODE_BUS: &str = "bus";
 /// The VFIO group of a PCI device, `/dev/vfio/<group>`, with `/dev/vfio/vfio`.
 pub const NODE_VFIO: &str = "vfio";
 
+/// The container that every user of a VFIO group opens besides the group, below `/dev`.
+pub const VFIO_CONTAINER: &str = "vfio/vfio";
+
 /// Where the devices of a kind come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {

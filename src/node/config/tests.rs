@@ -40,10 +40,8 @@ fn kind(name: &str, paths: Vec<PathPattern>) -> DeviceKind {
 }
 
 fn parsed(kinds: &str) -> DeviceKind {
-    NodeConfiguration::parse(&format!("{HEADER}kinds:\n{kinds}"))
-        .unwrap()
-        .kinds
-        .remove(0)
+    let configuration = NodeConfiguration::parse(&format!("{HEADER}kinds:\n{kinds}")).unwrap();
+    DeviceKind::clone(&configuration.kinds[0])
 }
 
 #[test]
@@ -55,7 +53,7 @@ fn a_file_is_read_with_its_defaults() {
     assert_eq!(
         NodeConfiguration::parse(&text),
         Ok(NodeConfiguration {
-            kinds: vec![
+            kinds: [
                 kind("test", vec![path("/dev/drayman-test-*")]),
                 DeviceKind {
                     doors: KindDoors {
@@ -68,6 +66,8 @@ fn a_file_is_read_with_its_defaults() {
                     ..kind("camera", vec![path("/dev/video0"), path("/dev/video1")])
                 },
             ]
+            .map(Arc::new)
+            .into(),
         })
     );
 }

@@ -1,61 +1,61 @@
 //! A device that a search has found.
 
-use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::Path;
+use std::sync::Arc;
 
 use super::node::Node;
 use crate::api::crd::{Device, DeviceAttributes, Mode};
-use crate::core::node::injection::{DeviceNode, Injection, Mount};
+use crate::core::node::injection::{DeviceNode, Injection};
 use crate::core::node::naming::environment_name;
-use crate::node::config::{DeviceKind, Probe};
+use crate::node::config::DeviceKind;
 
-/// A device that was found.
+/// A device that was found. There may be a thousand, and twice as many while a search is under way.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Found {
-    pub(super) kind: String,
+    pub(super) kind: Arc<DeviceKind>,
     pub(super) mode: Mode,
-    pub(super) shares: Option<u32>,
     pub(super) attributes: DeviceAttributes,
     /// The nodes, the one that the device is known by first.
-    pub(super) nodes: Vec<FoundNode>,
+    pub(super) nodes: Box<[FoundNode]>,
     /// Its directory in sysfs, if it has one.
-    pub(super) sysfs: Option<PathBuf>,
-    pub(super) mounts: Vec<Mount>,
-    pub(super) environment: BTreeMap<String, String>,
-    pub(super) probe: Probe,
+    pub(super) sysfs: Option<Box<Path>>,
 }
 
 /// A node of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct FoundNode {
     /// The path by which it was found, relative to `/dev`.
-    pub(super) path: String,
-    /// Where a container sees it.
-    pub(super) container_path: String,
-    pub(super) permissions: String,
+    pub(super) path: Box<str>,
+    /// Where a container sees it, if not at that path.
+    pub(super) container_path: Option<Box<str>>,
     /// Whether it is this device's alone.
     pub(super) own: bool,
     pub(super) node: Node,
 }
 
+impl FoundNode {
+    fn container_path(&self) -> String {
+        match &self.container_path {
+            Some(path) => path.to_string(),
+            None => format!("/dev/{}", self.path),
+        }
+    }
+}
+
 impl Found {
     pub(super) fn new(
-        kind: &DeviceKind,
+        kind: &Arc<DeviceKind>,
         name: &str,
         nodes: Vec<FoundNode>,
         attributes: DeviceAttributes,
-        sysfs: Option<PathBuf>,
+        sysfs: Option<Box<Path>>,
     ) -> Self {
         Self {
-            kind: kind.name.clone(),
+            kind: Arc::clone(kind),
             mode: kind.doors.mode_of(name),
-            shares: kind.shares,
             attributes,
-            nodes,
+            nodes: nodes.into(),
             sysfs,
-            mounts: kind.mounts.clone(),
-            environment: kind.environment.clone(),
-            probe: kind.probe.clone(),
         }
     }
 
@@ -63,11 +63,11 @@ impl Found {
     pub(super) fn device(&self, name: &str) -> Device {
         Device {
             name: name.to_owned(),
-            kind: self.kind.clone(),
+            kind: self.kind.name.clone(),
             mode: self.mode,
             attributes: self.attributes.clone(),
             unhealthy: None,
-            shares: self.shares,
+            shares: self.kind.shares,
         }
     }
 
@@ -75,18 +75,18 @@ impl Found {
     /// operator gives besides.
     pub(super) fn injection(&self, name: &str) -> Injection {
         let own = self.nodes.iter().filter(|node| node.own);
-        let paths: Vec<&str> = own.map(|node| node.container_path.as_str()).collect();
-        let mut environment = self.environment.clone();
+        let paths: Vec<String> = own.map(FoundNode::container_path).collect();
+        let mut environment = self.kind.environment.clone();
         environment.insert(environment_name(name), paths.join(","));
         let node = |node: &FoundNode| DeviceNode {
-            host_path: node.node.host_path.clone(),
-            container_path: node.container_path.clone(),
-            permissions: node.permissions.clone(),
+            host_path: node.node.host_path.to_string(),
+            container_path: node.container_path(),
+            permissions: self.kind.permissions.clone(),
         };
         Injection {
             device_nodes: self.nodes.iter().map(node).collect(),
             environment,
-            mounts: self.mounts.clone(),
+            mounts: self.kind.mounts.clone(),
             ..Injection::default()
         }
     }

@@ -18,7 +18,7 @@ pub(super) struct DevRoot {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Node {
     /// Where the node itself is on the host, without symbolic links.
-    pub(super) host_path: String,
+    pub(super) host_path: Box<str>,
     pub(super) numbers: Numbers,
 }
 
@@ -70,7 +70,7 @@ impl DevRoot {
             .map_err(|_| NodeError::Outside(real.clone()))?;
         let below = below.to_str().ok_or(NodeError::NotUtf8)?;
         Ok(Node {
-            host_path: format!("/dev/{below}"),
+            host_path: format!("/dev/{below}").into(),
             numbers,
         })
     }

@@ -1,7 +1,7 @@
 //! Looks whether devices are well, as the operator asks for. A command is never run.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -40,12 +40,12 @@ impl Prober {
         let mut looks = BTreeMap::new();
         let mut probes = JoinSet::new();
         for (name, device) in found {
-            let recover_after = device.probe.recover_after;
+            let recover_after = device.kind.probe.recover_after;
             let look = |observation| Look {
                 observation,
                 recover_after,
             };
-            if !device.probe.is_asked_for() {
+            if !device.kind.probe.is_asked_for() {
                 looks.insert(name.clone(), look(Observation::Good));
                 continue;
             }
@@ -96,10 +96,10 @@ impl Prober {
 
 /// Whether a device is well, or what is wrong.
 fn probe(device: &Found, paths: &HostPaths) -> Result<(), String> {
-    for file in &device.probe.sysfs {
-        probe_sysfs(file, device.sysfs.as_ref(), paths)?;
+    for file in &device.kind.probe.sysfs {
+        probe_sysfs(file, device.sysfs.as_deref(), paths)?;
     }
-    let Some(how) = device.probe.open else {
+    let Some(how) = device.kind.probe.open else {
         return Ok(());
     };
     let root = DevRoot::new(&paths.dev).map_err(|error| error.to_string())?;
@@ -135,7 +135,7 @@ fn probe(device: &Found, paths: &HostPaths) -> Result<(), String> {
     Ok(())
 }
 
-fn probe_sysfs(wanted: &ProbeSysfs, directory: Option<&PathBuf>, paths: &HostPaths) -> Result<(), String> {
+fn probe_sysfs(wanted: &ProbeSysfs, directory: Option<&Path>, paths: &HostPaths) -> Result<(), String> {
     let directory = directory.ok_or("it has no directory in sysfs")?;
     let value = read_below(&paths.sys, directory, &wanted.file)?;
     let value = value.trim();

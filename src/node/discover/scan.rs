@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use super::HostPaths;
 use super::found::{Found, FoundNode};
@@ -107,9 +108,9 @@ pub(super) struct Searching<'a> {
     /// Looked up for the first block device; an error is one for all of them.
     in_use: Option<Result<BTreeSet<(u32, u32)>, String>>,
     /// The kind that took each path.
-    paths_seen: BTreeMap<String, String>,
+    paths_seen: BTreeMap<Box<str>, Arc<DeviceKind>>,
     /// The path that each device was taken by.
-    numbers_seen: BTreeMap<Numbers, String>,
+    numbers_seen: BTreeMap<Numbers, Box<str>>,
     pub(super) scan: Scan,
 }
 
@@ -137,12 +138,12 @@ impl Refused {
 
 impl Searching<'_> {
     /// Takes a draft for a device, or notes why not.
-    pub(super) fn take(&mut self, kind: &DeviceKind, draft: Draft) {
+    pub(super) fn take(&mut self, kind: &Arc<DeviceKind>, draft: Draft) {
         let shown = draft.shown.clone();
         match self.judge(kind, draft) {
             Ok((name, found)) => {
                 for node in &found.nodes {
-                    self.paths_seen.insert(node.path.clone(), kind.name.clone());
+                    self.paths_seen.insert(node.path.clone(), Arc::clone(kind));
                     if node.own {
                         self.numbers_seen.insert(node.node.numbers, node.path.clone());
                     }
@@ -184,7 +185,7 @@ impl Searching<'_> {
         }
     }
 
-    fn judge(&mut self, kind: &DeviceKind, draft: Draft) -> Result<(String, Found), Refused> {
+    fn judge(&mut self, kind: &Arc<DeviceKind>, draft: Draft) -> Result<(String, Found), Refused> {
         let name = device_name(&draft.identity);
         let mut nodes = Vec::new();
         for member in &draft.members {
@@ -213,13 +214,14 @@ impl Searching<'_> {
                 sysfs = Some(directory);
             }
             let own = nodes.iter().filter(|node| node.own);
-            let host: Vec<&str> = own.map(|node| node.node.host_path.as_str()).collect();
+            let host: Vec<&str> = own.map(|node| &*node.node.host_path).collect();
             attributes
                 .text("path", Some(&format!("/dev/{}", first.path)))
                 .text("nodes", Some(&host.join(",")))
                 .int("major", Some(first.node.numbers.major.into()))
                 .int("minor", Some(first.node.numbers.minor.into()));
         }
+        let sysfs = sysfs.map(PathBuf::into_boxed_path);
         let found = Found::new(kind, &name, nodes, attributes.finish(), sysfs);
         Ok((name, found))
     }
@@ -228,7 +230,7 @@ impl Searching<'_> {
     fn look(&mut self, kind: &DeviceKind, member: &Member, literal: bool) -> Result<Node, Refused> {
         let path = &member.path;
         if member.own
-            && let Some(first) = self.paths_seen.get(path)
+            && let Some(first) = self.paths_seen.get(path.as_str()).map(|kind| &kind.name)
         {
             return Err(if *first == kind.name {
                 Refused::quiet(format!(
@@ -307,11 +309,12 @@ fn place(
 ) -> Result<Vec<FoundNode>, Refused> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     let mut taken: BTreeMap<String, String> = BTreeMap::new();
-    let mut placed = Vec::new();
+    let mut placed = Vec::with_capacity(nodes.len());
     for (member, node) in nodes {
         let number = counts.entry(&member.entry).or_default();
+        let own_path = format!("/dev/{}", member.path);
         let container_path = match kind.container_paths.get(&member.entry) {
-            None => format!("/dev/{}", member.path),
+            None => own_path.clone(),
             Some(template) => template
                 .replace("{device}", device)
                 .replace("{key}", key.unwrap_or_default())
@@ -325,9 +328,8 @@ fn place(
             )));
         }
         placed.push(FoundNode {
-            path: member.path.clone(),
-            container_path,
-            permissions: kind.permissions.clone(),
+            path: member.path.as_str().into(),
+            container_path: (container_path != own_path).then(|| container_path.into()),
             own: member.own,
             node,
         });

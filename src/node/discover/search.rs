@@ -149,7 +149,7 @@ impl Search {
             cause
         };
         let Ok(Scan {
-            found,
+            mut found,
             candidates,
             directories,
             ..
@@ -158,6 +158,7 @@ impl Search {
             warn!("a search for devices was broken off; the next one comes by itself");
             return BTreeSet::new();
         };
+        self.recognise(&mut found);
         self.report(
             candidates
                 .into_iter()
@@ -191,6 +192,18 @@ impl Search {
             self.sender.send_replace(Arc::new(devices));
         }
         directories
+    }
+
+    /// What is as it was before has its attributes with what is known and told of it already, and not once more.
+    fn recognise(&self, found: &mut BTreeMap<String, Found>) {
+        let before = self.shared.found.lock().unwrap_or_else(PoisonError::into_inner);
+        for (name, found) in found {
+            if let Some(before) = before.get(name)
+                && before.attributes == found.attributes
+            {
+                found.attributes = before.attributes.clone();
+            }
+        }
     }
 
     /// Takes up what was found. What the configuration no longer describes is kept aside, because claims may hold it.

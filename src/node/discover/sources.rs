@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::Arc;
 
 use super::node::NodeError;
 use super::scan::{Draft, Member, Refused, Searching};
@@ -11,14 +12,13 @@ use crate::core::node::discovery::attributes::Attributes;
 use crate::core::node::discovery::group::{Group, Matched, Matches, assemble};
 use crate::core::node::discovery::pci::{self, PciFacts, Vfio};
 use crate::core::node::discovery::usb::{self, UsbFacts};
-use crate::node::config::{DeviceKind, NODE_BUS, NODE_VFIO, NodeGroup, PathPattern, PciSource, UsbSource};
-
-/// The container that every user of a VFIO group opens besides the group.
-const VFIO_CONTAINER: &str = "vfio/vfio";
+use crate::node::config::{
+    DeviceKind, NODE_BUS, NODE_VFIO, NodeGroup, PathPattern, PciSource, UsbSource, VFIO_CONTAINER,
+};
 
 impl Searching<'_> {
     /// Each node that a pattern matches.
-    pub(super) fn paths(&mut self, kind: &DeviceKind, patterns: &[PathPattern]) {
+    pub(super) fn paths(&mut self, kind: &Arc<DeviceKind>, patterns: &[PathPattern]) {
         for pattern in patterns {
             for path in self.matches(kind, pattern) {
                 let draft = Draft {
@@ -41,7 +41,7 @@ impl Searching<'_> {
     }
 
     /// Nodes that belong together.
-    pub(super) fn groups(&mut self, kind: &DeviceKind, groups: &[NodeGroup]) {
+    pub(super) fn groups(&mut self, kind: &Arc<DeviceKind>, groups: &[NodeGroup]) {
         for group in groups {
             let mut all = |patterns: &[PathPattern]| {
                 let matched = patterns.iter().flat_map(|pattern| self.matched(kind, pattern));
@@ -72,7 +72,7 @@ impl Searching<'_> {
     }
 
     /// USB devices with the nodes that belong to them.
-    pub(super) fn usb(&mut self, kind: &DeviceKind, source: &UsbSource) {
+    pub(super) fn usb(&mut self, kind: &Arc<DeviceKind>, source: &UsbSource) {
         let Some(devices) = self.sys.as_ref().map(SysRoot::usb_devices) else {
             return self.refuse(kind, "/sys".to_owned(), Refused::problem("cannot be seen"));
         };
@@ -121,7 +121,7 @@ impl Searching<'_> {
     }
 
     /// PCI devices with the nodes that belong to them.
-    pub(super) fn pci(&mut self, kind: &DeviceKind, source: &PciSource) {
+    pub(super) fn pci(&mut self, kind: &Arc<DeviceKind>, source: &PciSource) {
         let Some(devices) = self.sys.as_ref().map(SysRoot::pci_devices) else {
             return self.refuse(kind, "/sys".to_owned(), Refused::problem("cannot be seen"));
         };

@@ -131,12 +131,7 @@ fn a_link_is_known_by_its_own_path_and_leads_to_the_node() {
     let nodes: Vec<(&str, &str)> = scan
         .found
         .values()
-        .map(|found| {
-            (
-                found.nodes[0].path.as_str(),
-                found.nodes[0].node.host_path.as_str(),
-            )
-        })
+        .map(|found| (&*found.nodes[0].path, &*found.nodes[0].node.host_path))
         .collect();
     assert_eq!(
         nodes,
@@ -195,7 +190,7 @@ fn a_device_of_two_kinds_is_the_firsts_and_the_second_is_told() {
         "- {name: first, paths: [\"/dev/test-*\"]}\n- {name: second, paths: [/dev/test-a]}\n- {name: third, paths: [/dev/alias]}",
     );
     assert_eq!(names(&scan), ["test-a"]);
-    assert_eq!(scan.found["test-a"].kind, "first");
+    assert_eq!(scan.found["test-a"].kind.name, "first");
     assert!(problem(&scan, "/dev/test-a").contains("\"first\""), "{scan:?}");
     assert!(
         problem(&scan, "/dev/alias").contains("same device as /dev/test-a"),

@@ -1,7 +1,7 @@
 //! What is asked of the owner beside what kubelet asks: looking for claims that kubelet has forgotten, and what a person wants
 //! to see or to release.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -131,6 +131,8 @@ impl<D: NodeDriver> Owner<D> {
     pub(super) async fn records(&mut self, request: RecordsRequest) {
         match request {
             RecordsRequest::Look(now, answer) => {
+                // No attempt is under way, so what was not finished has failed, and could not be undone when it did.
+                self.clear(&BTreeSet::new()).await;
                 let kubelet = self.kubelet().await;
                 let questions = self.orphans.change().look(&self.ledger, &kubelet, now);
                 let next = self.orphans.next_look(now);

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use futures::future::BoxFuture;
 use futures::{Stream, StreamExt as _};
@@ -20,15 +20,24 @@ use crate::node::driver::NodeDriverError;
 pub(super) const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 pub(super) const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
 
+/// The node that devices may have in common.
+pub(super) const CONTROL: &str = "/dev/control";
+
 /// Devices that are there because the test says so.
 pub(super) struct Said {
     pub(super) devices: watch::Sender<Arc<Devices>>,
     pub(super) gone: Mutex<BTreeSet<String>>,
     /// Where containers see a device, if not at its own path.
     pub(super) renamed: Mutex<BTreeMap<String, String>>,
+    /// What a device permits with the node that it has in common with others, if it has it.
+    pub(super) control: Mutex<BTreeMap<String, &'static str>>,
     pub(super) asked: AtomicUsize,
     /// Holds answers back while the test has the permit.
     pub(super) gate: tokio::sync::Semaphore,
+    /// Nothing can be undone.
+    pub(super) stuck: AtomicBool,
+    /// The claims for which something was undone.
+    pub(super) undone: Mutex<BTreeSet<String>>,
 }
 
 impl Said {
@@ -37,8 +46,11 @@ impl Said {
             devices: watch::channel(Arc::default()).0,
             gone: Mutex::default(),
             renamed: Mutex::default(),
+            control: Mutex::default(),
             asked: AtomicUsize::new(0),
             gate: tokio::sync::Semaphore::new(1),
+            stuck: AtomicBool::new(false),
+            undone: Mutex::default(),
         };
         said.say(names, "test", Mode::Claims);
         Arc::new(said)
@@ -80,7 +92,37 @@ impl NodeDriver for Said {
             host_path: path,
             permissions: "rw".into(),
         };
-        Ok(Injection::of_device_node(device, node))
+        let mut injection = Injection::of_device_node(device, node);
+        if let Some(permissions) = self.control.lock().unwrap().get(device) {
+            injection.device_nodes.push(DeviceNode {
+                host_path: CONTROL.to_owned(),
+                container_path: CONTROL.to_owned(),
+                permissions: (*permissions).to_owned(),
+            });
+        }
+        Ok(injection)
+    }
+
+    /// As a driver may that knows nothing of what its devices have in common: everything, one after the other.
+    async fn prepare(&self, claim: &PreparedClaim) -> Result<Injection, NodeDriverError> {
+        let mut all = Injection::default();
+        for device in &claim.devices {
+            let mut one = self.injection(device).await?;
+            all.device_nodes.append(&mut one.device_nodes);
+            all.extend(one);
+        }
+        Ok(all)
+    }
+
+    async fn unprepare(&self, claim: &PreparedClaim) -> Result<(), NodeDriverError> {
+        if self.stuck.load(Ordering::SeqCst) {
+            return Err(NodeDriverError::Failed {
+                device: claim.devices.concat(),
+                problem: "it does not answer".into(),
+            });
+        }
+        self.undone.lock().unwrap().insert(claim.uid.clone());
+        Ok(())
     }
 }
 

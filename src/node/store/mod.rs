@@ -20,7 +20,7 @@ use crate::core::node::driver_name::DriverName;
 use crate::core::node::injection::Injection;
 use crate::core::node::kubelet_state::{self, KubeletView};
 use crate::core::node::ledger::Ledger;
-use crate::core::node::recovery::{rebuild, with_running};
+use crate::core::node::recovery::{Start, with_running};
 use crate::core::node::step::Records;
 use crate::node::transport::Identity;
 use cdi::CdiDirectory;
@@ -174,72 +174,41 @@ impl Store {
         let cdi = CdiDirectory::new(places.driver.clone(), &places.cdi).on(disk.clone());
         let files = cdi.claims()?;
         let mut text = None;
-        let loaded = file.load();
-        let read = matches!(loaded, Loaded::Read(..));
-        let (loaded, rebuilt) = match loaded {
-            Loaded::Read(mut checkpoint, found) => {
+        let mut cluster = ClusterFacts::default();
+        let mut unusable = None;
+        let start = match file.load() {
+            Loaded::Read(checkpoint, found) => {
                 // The process before may have been killed between its rename and its flush.
                 match file.make_durable() {
                     Ok(()) => text = Some((found, file.identity())),
                     Err(error) => warn!(reason = error.reason(), "{error}"),
                 }
-                let unknown: BTreeSet<ClaimUid> = files
-                    .iter()
-                    .filter(|uid| !checkpoint.entries.contains_key(uid))
-                    .cloned()
-                    .collect();
-                // No order of our own writes leaves such a file: the checkpoint is an older one.
-                let why =
-                    (!unknown.is_empty()).then(|| "it does not have claims that have a CDI file".to_owned());
-                let nothing = KubeletView::Lists(BTreeMap::new());
-                checkpoint.entries.extend(rebuild(
-                    &places.driver,
-                    boot_id,
-                    &read_all(&cdi, unknown),
-                    &nothing,
-                ));
-                (checkpoint, why)
+                cluster = checkpoint.cluster;
+                Start::Checkpoint(checkpoint.entries)
             }
-            Loaded::Nothing => {
-                let entries = rebuild(
-                    &places.driver,
-                    boot_id,
-                    &read_all(&cdi, files.clone()),
-                    &places.kubelet(),
-                );
-                let why = (!entries.is_empty()).then(|| "it is gone".to_owned());
-                (
-                    Checkpoint {
-                        entries,
-                        ..Checkpoint::default()
-                    },
-                    why,
-                )
-            }
+            Loaded::Nothing => Start::Nothing,
             Loaded::Unusable { error, kept_as } => {
-                let entries = rebuild(
-                    &places.driver,
-                    boot_id,
-                    &read_all(&cdi, files.clone()),
-                    &places.kubelet(),
-                );
                 let kept_as = kept_as.map(|path| format!("; it was kept as {}", path.display()));
-                let why = format!("{error}{}", kept_as.unwrap_or_default());
-                (
-                    Checkpoint {
-                        entries,
-                        ..Checkpoint::default()
-                    },
-                    Some(why),
-                )
+                unusable = Some(format!("{error}{}", kept_as.unwrap_or_default()));
+                Start::Nothing
             }
         };
+        let read = matches!(start, Start::Checkpoint(_));
+        let unexplained = start.unexplained(&files);
+        let is_older = read && !unexplained.is_empty();
+        let traces = read_all(&cdi, unexplained);
+        let entries = start.entries(&places.driver, boot_id, &traces, || places.kubelet());
+        let rebuilt = match unusable {
+            None if is_older => Some("it does not have claims that have a CDI file".to_owned()),
+            None if !read && !entries.is_empty() => Some("it is gone".to_owned()),
+            unusable => unusable,
+        };
         let written = Mutex::new(Written {
-            cluster: loaded.cluster.clone(),
+            cluster: cluster.clone(),
             text,
             lock: Some(lock),
         });
-        let ledger = Ledger::new(boot_id, loaded.entries);
+        let ledger = Ledger::new(boot_id, entries);
         if let Some(why) = &rebuilt {
             report(&ledger, why);
         }
@@ -251,7 +220,7 @@ impl Store {
                 state: places.state.clone(),
             },
             ledger,
-            cluster: loaded.cluster,
+            cluster,
             files,
             complete: read && rebuilt.is_none(),
             rebuilt,

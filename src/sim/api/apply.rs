@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
-use super::fields::{FieldSet, Path, element_of, flatten, from_json, remove, to_json};
+use super::fields::{FieldSet, Path, element_of, flatten, flatten_all, from_json, remove, to_json};
 use super::kinds::Kind;
-use super::lists::{Asker, ListKind, is_atomic_structure, list_kind};
+use super::lists::{Asker, ListKind, has_atomic_elements, is_atomic_structure, list_kind};
 use super::refusal::{FieldError, Refusal};
 
 /// Who writes, and where.
@@ -26,6 +26,7 @@ struct Entry {
     manager: String,
     operation: String,
     subresource: String,
+    /// Empty as long as it has changed nothing.
     time: String,
     fields: FieldSet,
 }
@@ -50,7 +51,19 @@ fn entries_of(object: &Value) -> Vec<Entry> {
         .collect()
 }
 
-fn write_entries(kind: &Kind, object: &mut Value, entries: Vec<Entry>) {
+fn write_entries(kind: &Kind, object: &mut Value, mut entries: Vec<Entry>) {
+    // `sortEncodedManagedFields`.
+    entries.sort_by(|one, other| {
+        let order = |entry: &Entry| {
+            (
+                entry.operation.clone(),
+                entry.time.clone(),
+                entry.manager.clone(),
+                entry.subresource.clone(),
+            )
+        };
+        order(one).cmp(&order(other))
+    });
     let entries: Vec<Value> = entries
         .into_iter()
         .filter(|entry| !entry.fields.is_empty())
@@ -59,10 +72,12 @@ fn write_entries(kind: &Kind, object: &mut Value, entries: Vec<Entry>) {
                 "manager": entry.manager,
                 "operation": entry.operation,
                 "apiVersion": kind.api_version(),
-                "time": entry.time,
                 "fieldsType": "FieldsV1",
                 "fieldsV1": to_json(&entry.fields),
             });
+            if !entry.time.is_empty() {
+                written["time"] = entry.time.into();
+            }
             if !entry.subresource.is_empty() {
                 written["subresource"] = entry.subresource.into();
             }
@@ -88,7 +103,7 @@ fn entry_of<'a>(
             manager: manager.name.to_owned(),
             operation: operation.to_owned(),
             subresource: manager.subresource.to_owned(),
-            time: manager.now.to_owned(),
+            time: String::new(),
             fields: FieldSet::new(),
         });
     }
@@ -98,16 +113,13 @@ fn entry_of<'a>(
 /// Notes in `after` that a write which is no apply has changed it: what was changed is the writer's now.
 pub(crate) fn track_update(kind: &Kind, before: &Value, after: &mut Value, manager: &Manager<'_>) {
     let mut entries = entries_of(before);
-    let (old, new) = (flatten(kind, before), flatten(kind, after));
+    let (old, new) = (flatten_all(kind, before), flatten_all(kind, after));
     let changed: FieldSet = new
         .iter()
         .filter(|(path, value)| old.get(*path) != Some(value))
         .map(|(path, _)| path.clone())
+        .filter(|path| !is_reset(kind, manager, path))
         .collect();
-    if changed.is_empty() && old.len() == new.len() {
-        write_entries(kind, after, entries);
-        return;
-    }
     for entry in &mut entries {
         entry
             .fields
@@ -122,6 +134,20 @@ pub(crate) fn track_update(kind: &Kind, before: &Value, after: &mut Value, manag
     write_entries(kind, after, entries);
 }
 
+/// Whether a path is not this endpoint's (`GetResetFields`), or the server's own.
+fn is_reset(kind: &Kind, manager: &Manager<'_>, path: &[String]) -> bool {
+    let first = path.first().map_or("", String::as_str);
+    match manager.subresource {
+        "" if first == "f:status" => kind.status,
+        "" => {
+            kind.is("", "namespaces")
+                && path.get(..2) == Some(&["f:spec".to_owned(), "f:finalizers".to_owned()])
+        }
+        "status" => first != "f:status",
+        _ => false,
+    }
+}
+
 /// Applies a configuration to an object.
 pub(crate) fn apply(
     kind: &Kind,
@@ -131,9 +157,6 @@ pub(crate) fn apply(
     force: bool,
 ) -> Result<Value, Refusal> {
     let mut configuration = configuration.clone();
-    if !super::object::list(&configuration, "/metadata/managedFields").is_empty() {
-        return Err(Refusal::bad_request("metadata.managedFields must be nil"));
-    }
     // The other half of the object is not this endpoint's.
     if let Some(map) = configuration.as_object_mut() {
         match (manager.subresource, kind.status) {
@@ -191,22 +214,25 @@ pub(crate) fn apply(
         .filter(|entry| mine(entry))
         .flat_map(|entry| entry.fields.iter())
         .filter(|path| !wanted.contains_key(*path))
+        // What somebody else has something in stays, too.
         .filter(|path| {
-            !entries
-                .iter()
-                .any(|entry| !mine(entry) && entry.fields.contains(*path))
+            let below = |entry: &Entry| {
+                let mut next = entry.fields.range((*path).clone()..);
+                next.next().is_some_and(|next| next.starts_with(path))
+            };
+            !entries.iter().any(|entry| !mine(entry) && below(entry))
         })
         .cloned()
         .collect();
     for path in &gone {
         remove(&mut merged, path);
     }
-    let fields: FieldSet = wanted.into_keys().collect();
-    if let Some(entry) = entry_of(&mut entries, manager, "Apply")
-        && entry.fields != fields
-    {
-        entry.fields = fields;
-        manager.now.clone_into(&mut entry.time);
+    let changed = flatten_all(kind, &merged) != flatten_all(kind, live);
+    if let Some(entry) = entry_of(&mut entries, manager, "Apply") {
+        entry.fields = wanted.into_keys().collect();
+        if changed {
+            manager.now.clone_into(&mut entry.time);
+        }
     }
     write_entries(kind, &mut merged, entries);
     Ok(merged)
@@ -274,7 +300,10 @@ fn merge(kind: &Kind, path: &mut Vec<String>, target: &mut Value, configuration:
                             position.and_then(|index| list.get_mut(index)),
                             element.as_object(),
                         ) {
-                            (Some(known), Some(inner)) => merge(kind, path, known, inner),
+                            (Some(known), Some(inner)) if !has_atomic_elements(path) => {
+                                merge(kind, path, known, inner);
+                            }
+                            (Some(known), _) => known.clone_from(element),
                             _ => list.push(element.clone()),
                         }
                     }

@@ -54,6 +54,8 @@ pub(crate) fn kinds_of(definition: &Value) -> Result<Vec<Arc<Kind>>, Refusal> {
             status: version.pointer("/subresources/status").is_some(),
             returns_deleted: false,
             generation: true,
+            unconditional: false,
+            created_by_update: false,
             definition: Some(Arc::new(Definition {
                 schema,
                 columns: object::list(version, "/additionalPrinterColumns").to_vec(),
@@ -131,6 +133,53 @@ pub(crate) fn prune(schema: &Value, value: &mut Value) -> Vec<String> {
     let mut unknown = Vec::new();
     walk(schema, value, "", true, &mut unknown);
     unknown
+}
+
+/// The first value that is not of the type that the schema says, in the words of server-side apply.
+pub(crate) fn mistyped(schema: &Value, value: &Value) -> Option<String> {
+    fn walk(schema: &Value, value: &Value, at: &str, root: bool) -> Option<String> {
+        let wanted = object::text(schema, "/type");
+        let fits = match wanted {
+            _ if value.is_null() => true,
+            "string" => value.is_string(),
+            "boolean" => value.is_boolean(),
+            "integer" | "number" => value.is_number(),
+            "array" => value.is_array(),
+            "object" => value.is_object(),
+            _ => true,
+        };
+        if !fits {
+            let word = match wanted {
+                "array" => "list",
+                "object" => "map",
+                "integer" | "number" => "numeric (int or float)",
+                word => word,
+            };
+            return Some(format!(
+                "{at}: expected {word}, got &value.valueUnstructured{{Value:{value}}}"
+            ));
+        }
+        match value {
+            Value::Object(map) => map.iter().find_map(|(key, inner)| {
+                // What every object has is no part of the schema.
+                if root && key == "metadata" {
+                    return None;
+                }
+                let below = schema
+                    .get("properties")
+                    .and_then(|properties| properties.get(key));
+                let below = below.or_else(|| schema.get("additionalProperties"))?;
+                walk(below, inner, &format!("{at}.{key}"), false)
+            }),
+            Value::Array(elements) => {
+                let items = schema.get("items")?;
+                let mut elements = elements.iter().enumerate();
+                elements.find_map(|(index, element)| walk(items, element, &format!("{at}[{index}]"), false))
+            }
+            _ => None,
+        }
+    }
+    walk(schema, value, "", true)
 }
 
 /// Checks an object of a defined kind: its schema first, then the rules in it if the schema holds.

@@ -2,84 +2,19 @@
 //! that the server fills in.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use serde::Serialize;
-use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use serde::Deserialize as _;
+use serde_json::{Map, Value, json};
 
 use super::custom;
 use super::events;
 use super::kinds::{Kind, RESOURCE};
 use super::refusal::Refusal;
 use super::server::WriteOptions;
-use crate::api::resource;
+use super::typed::{is_empty, lost, typed};
 
 /// Reads the object of a request. Fields that nobody knows are refused, or dropped and told.
 pub(crate) fn decode(kind: &Kind, value: Value, options: &WriteOptions) -> Result<Value, Refusal> {
-    let wrong = |error: &dyn std::fmt::Display| {
-        Refusal::bad_request(format!(
-            "{} in version {:?} cannot be handled as a {}: json: {error}",
-            kind.kind, kind.version, kind.kind
-        ))
-    };
-    let Value::Object(mut map) = value else {
-        return Err(wrong(&"cannot unmarshal it into Go value: it is not an object"));
-    };
-    let given = |key: &str| map.get(key).and_then(Value::as_str).unwrap_or_default();
-    if (!given("kind").is_empty() && given("kind") != kind.kind)
-        || (!given("apiVersion").is_empty() && given("apiVersion") != kind.api_version())
-    {
-        return Err(Refusal::bad_request(format!(
-            "the API version in the data ({}) does not match the expected API version ({})",
-            format_args!("{}, Kind={}", given("apiVersion"), given("kind")),
-            format_args!("{}, Kind={}", kind.api_version(), kind.kind),
-        )));
-    }
-    map.insert("apiVersion".to_owned(), kind.api_version().into());
-    map.insert("kind".to_owned(), kind.kind.clone().into());
-    let metadata = map.remove("metadata").unwrap_or_else(|| json!({}));
-    let metadata: ObjectMeta = serde_json::from_value(metadata).map_err(|error| wrong(&error))?;
-    map.insert(
-        "metadata".to_owned(),
-        serde_json::to_value(metadata).unwrap_or_else(|_| json!({})),
-    );
-    let mut object = Value::Object(map);
-    let unknown = match &kind.definition {
-        Some(definition) => custom::prune(&definition.schema, &mut object),
-        None if kind.group == RESOURCE => {
-            default_claim(&mut object);
-            // Whether a mode is one is a rule about the object, and not one about its form.
-            let mode = take_mode(&mut object);
-            let typed = match kind.kind.as_str() {
-                "ResourceClass" => typed::<resource::ResourceClass>(&object),
-                "ResourceClaim" => typed::<resource::ResourceClaim>(&object),
-                "ResourceClaimTemplate" => typed::<resource::ResourceClaimTemplate>(&object),
-                _ => typed::<resource::PodSchedulingContext>(&object),
-            }
-            .map_err(|error| wrong(&error))?;
-            let mut unknown = Vec::new();
-            lost(&object, &typed, "", &mut unknown);
-            object = typed;
-            if let Some((pointer, mode)) = mode
-                && let Some(spec) = object.pointer_mut(pointer)
-            {
-                spec["allocationMode"] = mode;
-            }
-            object["apiVersion"] = kind.api_version().into();
-            object["kind"] = kind.kind.clone().into();
-            if kind.kind == "ResourceClaimTemplate" {
-                // As Go prints the type, whatever is in it.
-                object["spec"]["metadata"]["creationTimestamp"] = Value::Null;
-            }
-            unknown
-        }
-        None => {
-            if kind.kind == "Pod" {
-                typed::<resource::Pod>(&object).map_err(|error| wrong(&error))?;
-                default_pod(&mut object);
-            }
-            Vec::new()
-        }
-    };
+    let (mut object, unknown) = read(kind, value)?;
     let unknown: Vec<String> = unknown
         .iter()
         .map(|path| format!("unknown field {path:?}"))
@@ -101,48 +36,87 @@ pub(crate) fn decode(kind: &Kind, value: Value, options: &WriteOptions) -> Resul
     Ok(object)
 }
 
-/// Through the type and back: what the type does not have is gone, and so is what Go leaves out when it is empty.
-fn typed<T: DeserializeOwned + Serialize>(object: &Value) -> Result<Value, serde_json::Error> {
-    serde_json::to_value(T::deserialize(object)?)
-}
-
-/// The paths that were lost on the way, empty ones apart.
-fn lost(before: &Value, after: &Value, path: &str, unknown: &mut Vec<String>) {
-    match (before, after) {
-        (Value::Object(before), Value::Object(after)) => {
-            for (key, value) in before {
-                if path.is_empty() && matches!(key.as_str(), "apiVersion" | "kind" | "metadata") {
-                    continue;
-                }
-                let at = if path.is_empty() {
-                    key.clone()
-                } else {
-                    format!("{path}.{key}")
-                };
-                match after.get(key) {
-                    Some(after) => lost(value, after, &at, unknown),
-                    None if is_empty(value) => {}
-                    None => unknown.push(at),
-                }
-            }
+/// Reads an object in the form of its kind, and says which of its fields nobody knows.
+pub(crate) fn read(kind: &Kind, value: Value) -> Result<(Value, Vec<String>), Refusal> {
+    let wrong = |error: &dyn std::fmt::Display| {
+        Refusal::bad_request(format!(
+            "{} in version {:?} cannot be handled as a {}: json: {error}",
+            kind.kind, kind.version, kind.kind
+        ))
+    };
+    let mut map = match value {
+        Value::Object(map) => map,
+        Value::Null if kind.definition.is_none() => Map::new(),
+        _ => return Err(wrong(&"cannot unmarshal it into Go value: it is not an object")),
+    };
+    for key in ["apiVersion", "kind"] {
+        if map
+            .get(key)
+            .is_some_and(|given| !given.is_string() && !given.is_null())
+        {
+            return Err(Refusal::bad_request(format!(
+                "the object provided is unrecognized (must be of type {}): couldn't get version/kind: {key} is no text",
+                kind.kind
+            )));
         }
-        (Value::Array(before), Value::Array(after)) => {
-            for (index, (before, after)) in before.iter().zip(after).enumerate() {
-                lost(before, after, &format!("{path}[{index}]"), unknown);
-            }
-        }
-        _ => {}
     }
-}
-
-fn is_empty(value: &Value) -> bool {
-    match value {
-        Value::Null | Value::Bool(false) => true,
-        Value::String(text) => text.is_empty(),
-        Value::Array(list) => list.is_empty(),
-        Value::Object(map) => map.values().all(is_empty),
-        _ => false,
+    let given = |key: &str| map.get(key).and_then(Value::as_str).unwrap_or_default();
+    if kind.definition.is_some() && given("kind").is_empty() {
+        return Err(Refusal::bad_request(format!(
+            "the object provided is unrecognized (must be of type {}): Object 'Kind' is missing",
+            kind.kind
+        )));
     }
+    if (!given("kind").is_empty() && given("kind") != kind.kind)
+        || (!given("apiVersion").is_empty() && given("apiVersion") != kind.api_version())
+    {
+        return Err(Refusal::bad_request(format!(
+            "the API version in the data ({}) does not match the expected API version ({})",
+            format_args!("{}, Kind={}", given("apiVersion"), given("kind")),
+            format_args!("{}, Kind={}", kind.api_version(), kind.kind),
+        )));
+    }
+    map.insert("apiVersion".to_owned(), kind.api_version().into());
+    map.insert("kind".to_owned(), kind.kind.clone().into());
+    let given = match map.remove("metadata") {
+        None | Some(Value::Null) => json!({}),
+        Some(metadata) => metadata,
+    };
+    let metadata = ObjectMeta::deserialize(&given).map_err(|error| wrong(&error))?;
+    let metadata = serde_json::to_value(metadata).map_err(|error| wrong(&error))?;
+    let mut unknown = Vec::new();
+    lost(&given, &metadata, "metadata", &mut unknown);
+    map.insert("metadata".to_owned(), metadata);
+    let mut object = Value::Object(map);
+    if let Some(definition) = &kind.definition {
+        unknown.extend(custom::prune(&definition.schema, &mut object));
+        return Ok((object, unknown));
+    }
+    let mut mode = None;
+    if kind.group == RESOURCE {
+        default_claim(&mut object);
+        // Whether a mode is one is a rule about the object, and not one about its form.
+        mode = take_mode(&mut object);
+    }
+    let (mut object, dropped) = typed(kind, object).map_err(|error| wrong(&error))?;
+    unknown.extend(dropped);
+    if let Some((pointer, mode)) = mode
+        && let Some(spec) = object.pointer_mut(pointer).and_then(Value::as_object_mut)
+    {
+        spec.insert("allocationMode".to_owned(), mode);
+    }
+    if let Some(map) = object.as_object_mut() {
+        map.insert("apiVersion".to_owned(), kind.api_version().into());
+        map.insert("kind".to_owned(), kind.kind.clone().into());
+    }
+    if kind.kind == "ResourceClaimTemplate" {
+        // As Go prints the type, whatever is in it.
+        object["spec"]["metadata"]["creationTimestamp"] = Value::Null;
+    }
+    if kind.kind == "Pod" {
+        default_pod(&mut object);
+    }
+    Ok((object, unknown))
 }
 
 fn take_mode(object: &mut Value) -> Option<(&'static str, Value)> {

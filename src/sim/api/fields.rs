@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value};
 
 use super::kinds::Kind;
-use super::lists::{Asker, ListKind, is_atomic_structure, list_kind};
+use super::lists::{Asker, ListKind, has_atomic_elements, is_atomic_structure, list_kind};
 
 /// A path in an object.
 pub(crate) type Path = Vec<String>;
@@ -29,11 +29,37 @@ const UNOWNED: &[&[&str]] = &[
     &["f:metadata", "f:deletionGracePeriodSeconds"],
 ];
 
+/// Structures that Go has in every object, so that nobody adds them.
+const ALWAYS: &[&str] = &[
+    "metadata",
+    "spec",
+    "status",
+    "spec.containers",
+    "spec.metadata",
+    "spec.names",
+    "spec.spec",
+    "status.daemonEndpoints",
+    "status.nodeInfo",
+    "involvedObject",
+    "regarding",
+    "source",
+];
+
 /// The fields of an object that can be owned, with their values. Entries of lists are there besides their fields, without value.
 pub(crate) fn flatten(kind: &Kind, object: &Value) -> BTreeMap<Path, Value> {
+    fields_of(kind, object, false)
+}
+
+/// The same, and the structures, maps and lists that they are in, which belong to whoever adds them; without value.
+pub(crate) fn flatten_all(kind: &Kind, object: &Value) -> BTreeMap<Path, Value> {
+    fields_of(kind, object, true)
+}
+
+fn fields_of(kind: &Kind, object: &Value, whole: bool) -> BTreeMap<Path, Value> {
     let mut fields = BTreeMap::new();
     if let Some(map) = object.as_object() {
-        descend(kind, &mut Vec::new(), &mut Vec::new(), map, &mut fields);
+        let walk = Walk { kind, whole };
+        walk.descend(&mut Vec::new(), &mut Vec::new(), map, &mut fields);
     }
     fields.retain(|path, _| {
         !UNOWNED
@@ -43,49 +69,77 @@ pub(crate) fn flatten(kind: &Kind, object: &Value) -> BTreeMap<Path, Value> {
     fields
 }
 
-fn descend(
-    kind: &Kind,
-    path: &mut Path,
-    names: &mut Vec<String>,
-    map: &Map<String, Value>,
-    fields: &mut BTreeMap<Path, Value>,
-) {
-    for (key, value) in map {
-        path.push(format!("f:{key}"));
-        names.push(key.clone());
-        match value {
-            Value::Null => {}
-            Value::Object(inner) if !inner.is_empty() && !is_atomic_structure(kind, names) => {
-                descend(kind, path, names, inner, fields);
-            }
-            Value::Array(elements) => match list_kind(kind, names, Asker::Apply) {
-                ListKind::Atomic => {
+struct Walk<'a> {
+    kind: &'a Kind,
+    /// Whether what others are in is a field, too.
+    whole: bool,
+}
+
+impl Walk<'_> {
+    fn descend(
+        &self,
+        path: &mut Path,
+        names: &mut Vec<String>,
+        map: &Map<String, Value>,
+        fields: &mut BTreeMap<Path, Value>,
+    ) {
+        for (key, value) in map {
+            path.push(format!("f:{key}"));
+            names.push(key.clone());
+            match value {
+                Value::Null => {}
+                Value::Object(inner)
+                    if (self.whole || !inner.is_empty()) && !is_atomic_structure(self.kind, names) =>
+                {
+                    self.enter(path, names, fields);
+                    self.descend(path, names, inner, fields);
+                }
+                Value::Array(elements) => match list_kind(self.kind, names, Asker::Apply) {
+                    ListKind::Atomic => {
+                        fields.insert(path.clone(), value.clone());
+                    }
+                    ListKind::Set => {
+                        self.enter(path, names, fields);
+                        for element in elements {
+                            path.push(format!("v:{element}"));
+                            fields.insert(path.clone(), Value::Null);
+                            path.pop();
+                        }
+                    }
+                    ListKind::Map(keys) => {
+                        self.enter(path, names, fields);
+                        for element in elements {
+                            path.push(element_of(&keys, element));
+                            match element.as_object() {
+                                Some(inner) if !has_atomic_elements(names) => {
+                                    fields.insert(path.clone(), Value::Null);
+                                    self.descend(path, names, inner, fields);
+                                }
+                                _ => {
+                                    fields.insert(path.clone(), element.clone());
+                                }
+                            }
+                            path.pop();
+                        }
+                    }
+                },
+                value => {
                     fields.insert(path.clone(), value.clone());
                 }
-                ListKind::Set => {
-                    for element in elements {
-                        path.push(format!("v:{element}"));
-                        fields.insert(path.clone(), Value::Null);
-                        path.pop();
-                    }
-                }
-                ListKind::Map(keys) => {
-                    for element in elements {
-                        path.push(element_of(&keys, element));
-                        fields.insert(path.clone(), Value::Null);
-                        if let Some(inner) = element.as_object() {
-                            descend(kind, path, names, inner, fields);
-                        }
-                        path.pop();
-                    }
-                }
-            },
-            value => {
-                fields.insert(path.clone(), value.clone());
             }
+            names.pop();
+            path.pop();
         }
-        names.pop();
-        path.pop();
+    }
+
+    /// Notes what others are in.
+    fn enter(&self, path: &[String], names: &[String], fields: &mut BTreeMap<Path, Value>) {
+        let dotted = names.join(".");
+        let always =
+            dotted == "metadata" || self.kind.definition.is_none() && ALWAYS.contains(&dotted.as_str());
+        if self.whole && !always {
+            fields.insert(path.to_vec(), Value::Null);
+        }
     }
 }
 
@@ -223,6 +277,23 @@ mod tests {
             })
         );
         assert_eq!(from_json(&written), set);
+    }
+
+    #[test]
+    fn what_others_are_in_belongs_to_whoever_adds_it_unless_it_is_always_there() {
+        let object = json!({
+            "metadata": { "name": "p", "labels": { "a": "b" } }, "spec": { "selectedNode": "a" },
+            "status": { "resourceClaims": [] },
+        });
+        let set: FieldSet = flatten_all(&context(), &object).into_keys().collect();
+        assert_eq!(
+            to_json(&set),
+            json!({
+                "f:metadata": { "f:labels": { ".": {}, "f:a": {} } },
+                "f:spec": { "f:selectedNode": {} },
+                "f:status": { "f:resourceClaims": {} },
+            })
+        );
     }
 
     #[test]

@@ -29,6 +29,10 @@ pub(crate) struct Kind {
     pub(crate) returns_deleted: bool,
     /// Whether `metadata.generation` counts the changes of the spec.
     pub(crate) generation: bool,
+    /// Whether a replacement may leave out the version of what it replaces (`AllowUnconditionalUpdate`).
+    pub(crate) unconditional: bool,
+    /// Whether the replacement of what does not exist makes it (`AllowCreateOnUpdate`).
+    pub(crate) created_by_update: bool,
     /// The definition, if this is no kind of Kubernetes itself.
     pub(crate) definition: Option<Arc<Definition>>,
 }
@@ -58,6 +62,29 @@ impl Kind {
         }
     }
 
+    /// Where the real server keeps an object, as in messages.
+    pub(crate) fn registry(&self, namespace: &str, name: &str) -> String {
+        let place = match (self.group.as_str(), self.plural.as_str(), &self.definition) {
+            ("", "nodes", _) => "minions".to_owned(),
+            (EXTENSIONS, plural, _) | (_, plural, Some(_)) => format!("{}/{plural}", self.group),
+            (_, plural, None) => plural.to_owned(),
+        };
+        let parts = ["/registry", &place, namespace, name];
+        let parts: Vec<&str> = parts.into_iter().filter(|part| !part.is_empty()).collect();
+        parts.join("/")
+    }
+
+    /// Whether there is such a path below an object.
+    pub(crate) fn has(&self, subresource: &str) -> bool {
+        match subresource {
+            "" => true,
+            "status" => self.status,
+            "binding" => self.is("", "pods"),
+            "finalize" => self.is("", "namespaces"),
+            _ => false,
+        }
+    }
+
     /// Whether it is this kind of a group of Kubernetes.
     pub(crate) fn is(&self, group: &str, plural: &str) -> bool {
         self.definition.is_none() && self.group == group && self.plural == plural
@@ -76,6 +103,8 @@ impl Kind {
             status: false,
             returns_deleted: group == RESOURCE,
             generation: false,
+            unconditional: !matches!(group, EXTENSIONS | COORDINATION),
+            created_by_update: matches!(plural, "leases" | "events"),
             definition: None,
         }
     }
@@ -98,6 +127,8 @@ impl Kind {
 
 /// The group of claims.
 pub(crate) const RESOURCE: &str = crate::api::resource::GROUP;
+/// The group of leases.
+pub(crate) const COORDINATION: &str = "coordination.k8s.io";
 /// The group of CRDs.
 pub(crate) const EXTENSIONS: &str = "apiextensions.k8s.io";
 
@@ -131,7 +162,7 @@ pub(crate) fn built_in() -> Vec<Arc<Kind>> {
         Kind::of("", "v1", "Event", "events", true).short("ev"),
         Kind::of("", "v1", "ConfigMap", "configmaps", true).short("cm"),
         Kind::of("events.k8s.io", "v1", "Event", "events", true).short("ev"),
-        Kind::of("coordination.k8s.io", "v1", "Lease", "leases", true),
+        Kind::of(COORDINATION, "v1", "Lease", "leases", true),
         resource("ResourceClass", "resourceclasses", false),
         resource("ResourceClaim", "resourceclaims", true).with_status(),
         resource("ResourceClaimTemplate", "resourceclaimtemplates", true),

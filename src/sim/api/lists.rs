@@ -91,12 +91,22 @@ pub(crate) fn list_kind(kind: &Kind, path: &[String], asker: Asker) -> ListKind 
         })
 }
 
+/// Whether the key of the list map at `path` is empty where it is left out, as it is where Go writes it in any case.
+pub(crate) fn key_has_default(kind: &Kind, path: &[String]) -> bool {
+    kind.definition.is_none() && path.join(".") != "status.resourceClaims"
+}
+
 /// Whether the object at `path` is owned as a whole.
 pub(crate) fn is_atomic_structure(kind: &Kind, path: &[String]) -> bool {
     let dotted = path.join(".");
     ATOMIC_STRUCTURES
         .iter()
         .any(|(of, at)| kind.definition.is_none() && *of == kind.kind && *at == dotted)
+}
+
+/// Whether the elements of the list at `path` are owned as a whole each.
+pub(crate) fn has_atomic_elements(path: &[String]) -> bool {
+    path.join(".") == "metadata.ownerReferences"
 }
 
 /// The schema of what is at a path; elements of lists have the path of the list.

@@ -4,17 +4,22 @@
 //! `docs/stage.md` lists what it promises.
 
 mod apply;
+mod configuration;
 mod custom;
 mod decode;
+mod deletion;
 mod discovery;
 mod events;
 mod fields;
 mod kinds;
 mod lists;
 pub(crate) mod object;
+mod openapi;
 mod patch;
+mod query;
 mod refusal;
 mod remove;
+mod restrict;
 mod rules;
 mod selector;
 mod serve;
@@ -22,9 +27,11 @@ mod server;
 mod store;
 mod strategic;
 mod table;
+mod typed;
 mod watch;
 mod write;
 
+pub(crate) use deletion::Deletion;
 pub(crate) use patch::Patch;
 pub(crate) use refusal::Refusal;
 pub use serve::kubeconfig;

@@ -38,6 +38,25 @@ pub(crate) fn list<'a>(object: &'a Value, pointer: &str) -> &'a [Value] {
         .map_or(&[], Vec::as_slice)
 }
 
+/// How many bytes an object has as JSON.
+pub(crate) fn json_size(object: &Value) -> usize {
+    struct Count(usize);
+    impl std::io::Write for Count {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0 += bytes.len();
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let mut count = Count(0);
+    // Cannot fail: nothing here refuses to be written.
+    let _ = serde_json::to_writer(&mut count, object);
+    count.0
+}
+
 /// Whether a deletion is under way.
 pub(crate) fn is_deleting(object: &Value) -> bool {
     !text(object, "/metadata/deletionTimestamp").is_empty()

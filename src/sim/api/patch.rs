@@ -1,14 +1,18 @@
 //! The four kinds of patches.
 
-use serde_json::Value;
+use json_patch::PatchOperation;
+use serde_json::{Map, Value};
 
 use super::apply::{self, Manager};
 use super::kinds::Kind;
+use super::object::json_size;
 use super::refusal::Refusal;
 use super::strategic;
 
 /// Operations of one JSON patch, at most (`maxJSONPatchOperations`).
 const OPERATIONS_MAX: usize = 10_000;
+/// Bytes that the copies of one JSON patch may make together (`AccumulatedCopySizeLimit`).
+const COPIES_MAX: usize = 3 << 20;
 
 /// The content type of RFC 6902.
 pub(crate) const JSON_PATCH: &str = "application/json-patch+json";
@@ -66,9 +70,16 @@ impl Patch {
             "application/apply-patch+yaml" => {
                 let text = std::str::from_utf8(body)
                     .map_err(|error| Refusal::bad_request(format!("error decoding YAML: {error}")))?;
-                serde_saphyr::from_str(text)
-                    .map(Self::Apply)
-                    .map_err(|error| Refusal::bad_request(format!("error decoding YAML: {error}")))
+                let configuration: Value = serde_saphyr::from_str(text)
+                    .map_err(|error| Refusal::bad_request(format!("error decoding YAML: {error}")))?;
+                match configuration {
+                    Value::Object(_) => Ok(Self::Apply(configuration)),
+                    // As if nothing stood there: it does not say what it is, and is refused for that.
+                    Value::Null => Ok(Self::Apply(Value::Object(Map::new()))),
+                    _ => Err(Refusal::bad_request(
+                        "error decoding YAML: error unmarshaling JSON: it is not an object",
+                    )),
+                }
             }
             _ => Err(unsupported()),
         }
@@ -85,12 +96,67 @@ impl Patch {
         let mut patched = object.clone();
         match self {
             Self::Json(patch) => {
-                json_patch::patch(&mut patched, patch).map_err(|_| Refusal::unprocessable())?;
+                let mut copied = 0;
+                for operation in &patch.0 {
+                    if let PatchOperation::Copy(copy) = operation {
+                        copied += patched.pointer(copy.from.as_str()).map_or(0, json_size);
+                        if copied > COPIES_MAX {
+                            return Err(Refusal::unprocessable());
+                        }
+                    }
+                    // Of what fails half way nothing is kept: this is a copy.
+                    json_patch::patch_unsafe(&mut patched, std::slice::from_ref(operation))
+                        .map_err(|_| Refusal::unprocessable())?;
+                }
             }
             Self::Merge(patch) => json_patch::merge(&mut patched, patch),
             Self::Strategic(patch) => strategic::apply(kind, &mut patched, patch)?,
             Self::Apply(configuration) => return apply::apply(kind, object, configuration, manager, force),
         }
         Ok(patched)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::kinds::built_in;
+    use super::*;
+
+    fn patched(operations: Value) -> Result<Value, Refusal> {
+        let kind = built_in()
+            .into_iter()
+            .find(|kind| kind.kind == "ConfigMap")
+            .unwrap();
+        let manager = Manager {
+            name: "a",
+            subresource: "",
+            now: "",
+        };
+        let patch = Patch::Json(serde_json::from_value(operations).unwrap());
+        patch.apply_to(
+            &kind,
+            &json!({ "data": { "a": "x".repeat(1000) } }),
+            &manager,
+            false,
+        )
+    }
+
+    #[test]
+    fn copies_of_copies_end_before_they_fill_the_memory() {
+        let doubled: Vec<Value> = (0..60)
+            .map(|number| json!({ "op": "copy", "from": "/data", "path": format!("/data/{number}") }))
+            .collect();
+        assert_eq!(patched(doubled.into()).unwrap_err().code, 422);
+        let few = json!([{ "op": "copy", "from": "/data/a", "path": "/data/b" }]);
+        assert_eq!(patched(few).unwrap()["data"]["b"], "x".repeat(1000));
+    }
+
+    #[test]
+    fn a_patch_that_fails_half_way_is_refused() {
+        let half =
+            json!([{ "op": "add", "path": "/data/b", "value": "c" }, { "op": "remove", "path": "/data/d" }]);
+        assert_eq!(patched(half).unwrap_err().code, 422);
     }
 }

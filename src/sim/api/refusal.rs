@@ -169,6 +169,20 @@ impl Refusal {
 
     /// An object with something wrong in it.
     pub(crate) fn invalid(kind: &Kind, name: &str, errors: &[FieldError]) -> Self {
+        let qualified = match kind.group.as_str() {
+            "" => kind.kind.clone(),
+            group => format!("{}.{group}", kind.kind),
+        };
+        let mut refusal = Self::of_fields(&format!("{qualified} {name:?}"), errors);
+        refusal.details = Some(json!({ "name": name, "kind": kind.kind, "causes": causes_of(errors) }));
+        if let (false, Some(details)) = (kind.group.is_empty(), &mut refusal.details) {
+            details["group"] = kind.group.clone().into();
+        }
+        refusal
+    }
+
+    /// The sentence about fields that are wrong, each of them once.
+    fn of_fields(what: &str, errors: &[FieldError]) -> Self {
         let mut seen = BTreeSet::new();
         let sentences: Vec<String> = errors
             .iter()
@@ -182,16 +196,7 @@ impl Refusal {
             [one] => one.clone(),
             several => format!("[{}]", several.join(", ")),
         };
-        let qualified = match kind.group.as_str() {
-            "" => kind.kind.clone(),
-            group => format!("{}.{group}", kind.kind),
-        };
-        let mut refusal = Self::new(422, "Invalid", format!("{qualified} {name:?} is invalid: {all}"));
-        refusal.details = Some(json!({ "name": name, "kind": kind.kind, "causes": causes_of(errors) }));
-        if let (false, Some(details)) = (kind.group.is_empty(), &mut refusal.details) {
-            details["group"] = kind.group.clone().into();
-        }
-        refusal
+        Self::new(422, "Invalid", format!("{what} is invalid: {all}"))
     }
 
     /// A pod that cannot be bound.
@@ -255,20 +260,21 @@ impl Refusal {
         Self::new(413, "RequestEntityTooLarge", message)
     }
 
+    /// Parameters that are wrong, or missing, or out of place: `ListOptions`, `PatchOptions` and the like.
+    pub(crate) fn options(options: &str, errors: &[FieldError]) -> Self {
+        let mut refusal = Self::of_fields(&format!("{options}.meta.k8s.io \"\""), errors);
+        refusal.details =
+            Some(json!({ "group": "meta.k8s.io", "kind": options, "causes": causes_of(errors) }));
+        refusal
+    }
+
     /// A parameter of a patch that is missing or out of place.
     pub(crate) fn patch_options(field: &str, detail: &str) -> Self {
         let error = match field {
             "fieldManager" => FieldError::required(field, detail),
             _ => FieldError::forbidden(field, detail),
         };
-        let message = format!(
-            "PatchOptions.meta.k8s.io \"\" is invalid: {field}: {}",
-            error.message
-        );
-        let mut refusal = Self::new(422, "Invalid", message);
-        refusal.details =
-            Some(json!({ "group": "meta.k8s.io", "kind": "PatchOptions", "causes": causes_of(&[error]) }));
-        refusal
+        Self::options("PatchOptions", &[error])
     }
 
     /// A `fieldValidation` that is none.
@@ -280,14 +286,56 @@ impl Refusal {
         };
         let supported = ["", "Ignore", "Strict", "Warn"];
         let error = FieldError::not_supported("fieldValidation", &json!(value), &supported);
-        let message = format!(
-            "{options}.meta.k8s.io \"\" is invalid: fieldValidation: {}",
-            error.message
-        );
-        let mut refusal = Self::new(422, "Invalid", message);
-        refusal.details =
-            Some(json!({ "group": "meta.k8s.io", "kind": options, "causes": causes_of(&[error]) }));
+        Self::options(options, &[error])
+    }
+
+    /// A replacement that does not say which version it replaces, of a kind for which it must.
+    pub(crate) fn version_required(kind: &Kind, name: &str) -> Self {
+        let error = FieldError {
+            cause: "FieldValueInvalid",
+            field: "metadata.resourceVersion".to_owned(),
+            message: "Invalid value: 0x0: must be specified for an update".to_owned(),
+        };
+        let mut refusal = Self::of_fields(
+            &format!("{} {name:?}", kind.resource()),
+            std::slice::from_ref(&error),
+        )
+        .about(kind, name);
+        if let Some(details) = &mut refusal.details {
+            details["causes"] = causes_of(&[error]).into();
+        }
         refusal
+    }
+
+    /// A replacement or configuration of another object than that of the path.
+    pub(crate) fn misnamed(given: &str, name: &str) -> Self {
+        Self::bad_request(format!(
+            "the name of the object ({given}) does not match the name on the URL ({name})"
+        ))
+    }
+
+    /// One without a name.
+    pub(crate) fn nameless(name: &str) -> Self {
+        Self::bad_request(format!(
+            "the name of the object ({name} based on URL) was undeterminable: name must be provided"
+        ))
+    }
+
+    /// An object of another namespace than that of the path.
+    pub(crate) fn misplaced() -> Self {
+        Self::bad_request(
+            "the namespace of the provided object does not match the namespace sent on the request",
+        )
+    }
+
+    /// What only pretends to be done is not played here.
+    pub(crate) fn dry_run() -> Self {
+        Self::bad_request("dryRun is not played on this stage")
+    }
+
+    /// More than etcd takes at once.
+    pub(crate) fn too_large_for_etcd() -> Self {
+        Self::internal("etcdserver: request is too large")
     }
 
     /// A JSON patch that is longer than the server takes.

@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use super::deletion::Deletion;
 use super::kinds::{EXTENSIONS, Kind};
 use super::object::{self, is_deleting, set_metadata, text};
 use super::refusal::Refusal;
@@ -9,20 +10,19 @@ use super::server::{Answer, ApiServer, ListQuery, State, Target, list_of, shown}
 use super::store::Key;
 
 impl ApiServer {
-    pub(crate) fn delete(&self, target: &Target, options: &Value) -> Result<Answer, Refusal> {
-        let policy = text(options, "/propagationPolicy");
-        if !matches!(policy, "" | "Background") {
-            return Err(Refusal::bad_request(format!(
-                "propagationPolicy {policy:?} is not played on this stage: dependents are deleted in the background"
-            )));
-        }
+    pub(crate) fn delete(&self, target: &Target, asked: &Deletion) -> Result<Answer, Refusal> {
+        self.change(|state| self.delete_in(state, target, asked))
+    }
+
+    fn delete_in(&self, state: &mut State, target: &Target, asked: &Deletion) -> Result<Answer, Refusal> {
         let kind = &target.kind;
-        let mut state = self.state();
         let before = state.existing(target)?.clone();
-        for (key, word) in [("uid", "UID"), ("resourceVersion", "ResourceVersion")] {
-            let wanted = text(options, &format!("/preconditions/{key}"));
+        for (key, word, wanted) in [
+            ("uid", "UID", &asked.uid),
+            ("resourceVersion", "ResourceVersion", &asked.version),
+        ] {
             let found = text(&before, &format!("/metadata/{key}"));
-            if !wanted.is_empty() && wanted != found {
+            if !wanted.is_empty() && *wanted != found {
                 let hint = if key == "uid" {
                     "deleted and then recreated"
                 } else {
@@ -34,7 +34,7 @@ impl ApiServer {
                 return Err(Refusal::conflict(kind, &target.name, &why));
             }
         }
-        let grace = grace_of(kind, &before, options);
+        let grace = grace_of(kind, &before, asked);
         let mut after = (*before).clone();
         let deadline = self
             .source
@@ -62,6 +62,10 @@ impl ApiServer {
             after["status"]["phase"] = "Terminating".into();
         }
         let answer = if may_go(kind, &after) {
+            if grace.is_some() && (fresh || shorter) {
+                // A pod is stored as one that is being deleted first, also if it goes at once.
+                state.store.put(target.key(), after.clone());
+            }
             state.remove(&target.key());
             if kind.returns_deleted {
                 // What was deleted has the version of its deletion; only a pod says when it was.
@@ -87,8 +91,6 @@ impl ApiServer {
             }
             shown(kind, &state.store.put(target.key(), after))
         };
-        drop(state);
-        self.changed.send_modify(|count| *count += 1);
         Ok((200, answer))
     }
 
@@ -96,7 +98,7 @@ impl ApiServer {
         &self,
         target: &Target,
         query: &ListQuery,
-        options: &Value,
+        asked: &Deletion,
     ) -> Result<Answer, Refusal> {
         let (metadata, items) = self.list(target, query)?;
         for item in &items {
@@ -105,7 +107,7 @@ impl ApiServer {
                 name: object::name(item).to_owned(),
                 ..target.clone()
             };
-            match self.delete(&one, options) {
+            match self.delete(&one, asked) {
                 Err(refusal) if refusal.code != 404 => return Err(refusal),
                 _ => {}
             }
@@ -151,17 +153,16 @@ pub(crate) fn may_go(kind: &Kind, object: &Value) -> bool {
 }
 
 /// How long an object is given to end; only pods are.
-fn grace_of(kind: &Kind, object: &Value, options: &Value) -> Option<i64> {
+fn grace_of(kind: &Kind, object: &Value, asked: &Deletion) -> Option<i64> {
     if !kind.is("", "pods") {
         return None;
     }
-    let asked = options.get("gracePeriodSeconds").and_then(Value::as_i64);
     let own = object
         .pointer("/spec/terminationGracePeriodSeconds")
         .and_then(Value::as_i64);
     let unscheduled = text(object, "/spec/nodeName").is_empty();
     let ended = matches!(text(object, "/status/phase"), "Succeeded" | "Failed");
-    match asked.or(own) {
+    match asked.grace.or(own) {
         _ if unscheduled || ended => Some(0),
         Some(seconds) => Some(seconds.max(0)),
         None => Some(30),

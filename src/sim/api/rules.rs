@@ -82,34 +82,46 @@ pub(crate) fn metadata(object: &Value) -> Vec<FieldError> {
             ));
         }
     }
-    for (index, owner) in list(object, "/metadata/ownerReferences").iter().enumerate() {
-        let at = format!("metadata.ownerReferences[{index}]");
-        for (key, word) in [
-            ("apiVersion", "version"),
-            ("kind", "kind"),
-            ("name", "name"),
-            ("uid", "uid"),
+    errors.extend(owners(list(object, "/metadata/ownerReferences")));
+    errors
+}
+
+/// `ValidateOwnerReferences`, which names no index.
+fn owners(owners: &[Value]) -> Vec<FieldError> {
+    const FIELD: &str = "metadata.ownerReferences";
+    let mut errors = Vec::new();
+    let mut controller = None;
+    for owner in owners {
+        let version = text(owner, "/apiVersion");
+        let wrong_version = version.is_empty() || version.matches('/').count() > 1 || version.ends_with('/');
+        for (key, word, wrong) in [
+            ("apiVersion", "version", wrong_version),
+            ("kind", "kind", text(owner, "/kind").is_empty()),
+            ("name", "name", text(owner, "/name").is_empty()),
+            ("uid", "uid", text(owner, "/uid").is_empty()),
         ] {
-            if text(owner, &format!("/{key}")).is_empty() {
-                errors.push(FieldError::invalid(
-                    format!("{at}.{key}"),
-                    &json!(""),
-                    &format!("{word} must not be empty"),
-                ));
+            if wrong {
+                let value = json!(text(owner, &format!("/{key}")));
+                let detail = format!("{word} must not be empty");
+                errors.push(FieldError::invalid(format!("{FIELD}.{key}"), &value, &detail));
             }
         }
-    }
-    let controllers = list(object, "/metadata/ownerReferences")
-        .iter()
-        .filter(|owner| owner.get("controller") == Some(&Value::Bool(true)))
-        .count();
-    if controllers > 1 {
-        let owners = &object["metadata"]["ownerReferences"];
-        errors.push(FieldError::invalid(
-            "metadata.ownerReferences",
-            owners,
-            "Only one reference can have Controller set to true",
-        ));
+        if (version, text(owner, "/kind")) == ("v1", "Event") {
+            let detail = "/v1, Kind=Event is disallowed from being an owner";
+            errors.push(FieldError::invalid(FIELD, owner, detail));
+        }
+        if owner.get("controller") == Some(&Value::Bool(true)) {
+            let this = format!("{}/{}", text(owner, "/kind"), text(owner, "/name"));
+            match &controller {
+                None => controller = Some(this),
+                Some(first) => {
+                    let detail = format!(
+                        "Only one reference can have Controller set to true. Found \"true\" in references for {first} and {this}"
+                    );
+                    errors.push(FieldError::invalid(FIELD, &json!(owners), &detail));
+                }
+            }
+        }
     }
     errors
 }

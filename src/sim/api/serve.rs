@@ -1,8 +1,6 @@
 //! The HTTP side: from a request to what is asked for, and from the answer to a response.
 
-use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, to_bytes};
@@ -13,11 +11,13 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
+use super::deletion::Deletion;
 use super::discovery;
+use super::openapi;
 use super::patch::{JSON_PATCH, MERGE_PATCH, Patch};
+use super::query::{self, Query, list_query};
 use super::refusal::Refusal;
-use super::selector::Selector;
-use super::server::{Answer, ApiServer, ListQuery, Target, Unknown, WriteOptions, list_of};
+use super::server::{Answer, ApiServer, Target, Unknown, WriteOptions, list_of};
 use super::table::table;
 use super::watch::{WatchQuery, watch};
 
@@ -91,6 +91,10 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
     if let ["healthz" | "readyz" | "livez", ..] = path.as_slice() {
         return Ok("ok".into_response());
     }
+    if let ["openapi", "v2"] = path.as_slice() {
+        let protobuf = HeaderValue::from_static(openapi::PROTOBUF);
+        return Ok(([(CONTENT_TYPE, protobuf)], Body::empty()).into_response());
+    }
     if let Some(found) = discovered(server, &path) {
         return found
             .map(|found| respond(200, &found))
@@ -101,8 +105,8 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
     if parts.method == Method::GET {
         return read(server, target, &query, as_table);
     }
-    if !query.text("dryRun").is_empty() {
-        return Err(Refusal::bad_request("dryRun is not played on this stage"));
+    if query.given("dryRun").is_some() && parts.method != Method::DELETE {
+        return Err(Refusal::dry_run());
     }
     let body = to_bytes(body, BODY_MAX)
         .await
@@ -120,6 +124,7 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
         force: query.is("force"),
         strict: query.text("fieldValidation") == "Strict",
         patches: matches!(content_type, JSON_PATCH | MERGE_PATCH),
+        applies: false,
         unknown: Unknown::default(),
     };
     let validation = query.text("fieldValidation");
@@ -156,6 +161,16 @@ fn write(
     options: &WriteOptions,
 ) -> Result<Answer, Refusal> {
     let named = !target.name.is_empty();
+    if !named && (target.kind.namespaced && target.namespace.is_empty()) {
+        // The collection of all namespaces can only be read.
+        return Err(match target.kind.definition {
+            Some(_) => Refusal::no_path(),
+            None => Refusal::method_not_allowed(),
+        });
+    }
+    if named && !target.kind.has(&target.subresource) {
+        return Err(Refusal::no_path());
+    }
     match method.as_str() {
         "POST" if !named || !target.subresource.is_empty() => {
             server.create(target, object(content_type, body)?, options)
@@ -178,22 +193,24 @@ fn write(
             }
             server.patch(target, &patch, options)
         }
-        "DELETE" => {
-            let mut options = if body.is_empty() {
-                json!({})
-            } else {
-                object(content_type, body)?
-            };
-            for key in ["propagationPolicy", "gracePeriodSeconds"] {
-                match query.text(key) {
-                    "" => {}
-                    text => options[key] = serde_json::from_str(text).unwrap_or_else(|_| text.into()),
-                }
-            }
+        "DELETE" if target.subresource.is_empty() && (named || !target.kind.is("", "namespaces")) => {
+            let options = (!body.is_empty())
+                .then(|| object(content_type, body))
+                .transpose()
+                .map_err(|refusal| match refusal.code {
+                    // The real server does not call it a bad request here.
+                    400 => Refusal::internal(refusal.message),
+                    _ => refusal,
+                })?;
+            let asked = Deletion::read(options, query)?;
             if named {
-                server.delete(target, &options)
+                server.delete(target, &asked)
             } else {
-                server.delete_collection(target, &list_query(target, query)?, &options)
+                let among = list_query(target, query)?;
+                query::version(&among.version).map_err(|refusal| {
+                    Refusal::bad_request(format!("invalid resource version: {}", refusal.message))
+                })?;
+                server.delete_collection(target, &among, &asked)
             }
         }
         _ => Err(Refusal::method_not_allowed()),
@@ -219,43 +236,9 @@ fn object(content_type: &str, body: &[u8]) -> Result<Value, Refusal> {
     }
 }
 
-fn list_query(target: &Target, query: &Query) -> Result<ListQuery, Refusal> {
-    let continued = match query.text("continue") {
-        "" => None,
-        text => {
-            let token: Result<(u64, String, String), _> = serde_json::from_str(text);
-            let (version, namespace, name) = token.map_err(|_| {
-                Refusal::bad_request("continue key is not valid: it is not one that was given out")
-            })?;
-            if !matches!(query.text("resourceVersion"), "" | "0") {
-                return Err(Refusal::bad_request(
-                    "specifying resource version is not allowed when using continue",
-                ));
-            }
-            Some((version, (namespace, name)))
-        }
-    };
-    Ok(ListQuery {
-        selector: Selector::read(
-            &target.kind,
-            query.text("labelSelector"),
-            query.text("fieldSelector"),
-        )?,
-        limit: query.text("limit").parse().ok().filter(|limit| *limit > 0),
-        continued,
-        version: query.text("resourceVersion").to_owned(),
-        exact: query.text("resourceVersionMatch") == "Exact",
-    })
-}
-
 fn read(server: &ApiServer, target: Target, query: &Query, as_table: bool) -> Result<Response, Refusal> {
     if query.is("watch") {
         let asked = list_query(&target, query)?;
-        if query.is("sendInitialEvents") {
-            return Err(Refusal::bad_request(
-                "sendInitialEvents is forbidden for watch unless the WatchList feature gate is enabled",
-            ));
-        }
         let stream = watch(
             server,
             target,
@@ -263,7 +246,7 @@ fn read(server: &ApiServer, target: Target, query: &Query, as_table: bool) -> Re
                 selector: asked.selector,
                 version: asked.version,
                 bookmarks: query.is("allowWatchBookmarks"),
-                timeout: query.text("timeoutSeconds").parse().ok().map(Duration::from_secs),
+                timeout: query.number("timeoutSeconds")?,
                 table: as_table,
             },
         )?;
@@ -274,6 +257,7 @@ fn read(server: &ApiServer, target: Target, query: &Query, as_table: bool) -> Re
         if !matches!(target.subresource.as_str(), "" | "status") {
             return Err(Refusal::no_path());
         }
+        query::version(query.text("resourceVersion"))?;
         let (code, found) = server.get(&target)?;
         let found = if as_table {
             let metadata = json!({ "resourceVersion": found["metadata"]["resourceVersion"] });
@@ -300,6 +284,8 @@ fn discovered(server: &ApiServer, path: &[&str]) -> Option<Option<Value>> {
     match path {
         ["version"] => Some(Some(discovery::version())),
         ["api"] => Some(Some(discovery::core())),
+        ["openapi", "v3"] => Some(Some(openapi::index(&state.kinds))),
+        ["openapi", "v3", rest @ ..] => Some(openapi::document(&state.kinds, &rest.join("/"))),
         ["apis"] => Some(Some(discovery::groups(&state.kinds))),
         ["apis", group] => Some(discovery::group(&state.kinds, group)),
         ["api", version] => Some(discovery::resources(&state.kinds, "", version)),
@@ -344,61 +330,4 @@ fn header<'a>(headers: &'a HeaderMap, name: &axum::http::HeaderName) -> &'a str 
         .get(name)
         .and_then(|value| value.to_str().ok())
         .unwrap_or_default()
-}
-
-/// The parameters of a request.
-struct Query(BTreeMap<String, String>);
-
-impl Query {
-    fn read(query: &str) -> Self {
-        Self(
-            query
-                .split('&')
-                .filter(|pair| !pair.is_empty())
-                .map(|pair| {
-                    let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
-                    (unescaped(key), unescaped(value))
-                })
-                .collect(),
-        )
-    }
-
-    fn text(&self, key: &str) -> &str {
-        self.0.get(key).map(String::as_str).unwrap_or_default()
-    }
-
-    fn is(&self, key: &str) -> bool {
-        matches!(self.text(key), "true" | "1") || (self.0.contains_key(key) && self.text(key).is_empty())
-    }
-}
-
-/// `%2F` and `+` as they are meant.
-fn unescaped(text: &str) -> String {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    loop {
-        rest = match rest {
-            [] => break,
-            [b'%', high, low, rest @ ..] => {
-                let digits = [*high, *low];
-                let byte = std::str::from_utf8(&digits)
-                    .ok()
-                    .and_then(|digits| u8::from_str_radix(digits, 16).ok());
-                match byte {
-                    Some(byte) => bytes.push(byte),
-                    None => bytes.extend_from_slice(&[b'%', *high, *low]),
-                }
-                rest
-            }
-            [b'+', rest @ ..] => {
-                bytes.push(b' ');
-                rest
-            }
-            [byte, rest @ ..] => {
-                bytes.push(*byte);
-                rest
-            }
-        };
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
 }

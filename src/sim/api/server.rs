@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use super::kinds::{Kind, built_in};
+use super::query;
 use super::refusal::Refusal;
 use super::selector::Selector;
 use super::store::{Change, Key, Store};
@@ -28,6 +29,15 @@ pub(crate) struct Target {
 }
 
 impl Target {
+    /// The collection that it is in.
+    pub(crate) fn collection(&self) -> Self {
+        Self {
+            name: String::new(),
+            subresource: String::new(),
+            ..self.clone()
+        }
+    }
+
     pub(crate) fn key(&self) -> Key {
         Key {
             storage: self.kind.storage(),
@@ -48,6 +58,8 @@ pub(crate) struct WriteOptions {
     pub(crate) strict: bool,
     /// Whether the object is made from a patch, and not the request's own.
     pub(crate) patches: bool,
+    /// Whether that patch is a server-side apply.
+    pub(crate) applies: bool,
     /// Fields that nobody knows, and that were dropped.
     pub(crate) unknown: Unknown,
 }
@@ -134,6 +146,22 @@ impl ApiServer {
 
     pub(crate) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a change, or several that nobody sees one by one, and tells of them.
+    pub(crate) fn change<T>(
+        &self,
+        make: impl FnOnce(&mut State) -> Result<T, Refusal>,
+    ) -> Result<T, Refusal> {
+        let mut state = self.state();
+        let before = state.store.version();
+        let made = make(&mut state);
+        let changed = state.store.version() != before;
+        drop(state);
+        if changed {
+            self.changed.send_modify(|count| *count += 1);
+        }
+        made
     }
 
     /// All objects of the kind of this plural.
@@ -295,16 +323,10 @@ pub(crate) struct ListQuery {
 impl ListQuery {
     /// The version that the list is of.
     fn version(&self, current: u64) -> Result<u64, Refusal> {
-        match self.version.as_str() {
-            "" | "0" => Ok(current),
-            version => match version.parse() {
-                Ok(asked) if asked > current => Err(Refusal::from_the_future(asked, current)),
-                Ok(asked) if self.exact => Ok(asked),
-                Ok(_) => Ok(current),
-                Err(_) => Err(Refusal::bad_request(format!(
-                    "invalid resource version {version:?}"
-                ))),
-            },
+        match query::version(&self.version)? {
+            Some(asked) if asked > current => Err(Refusal::from_the_future(asked, current)),
+            Some(asked) if self.exact => Ok(asked),
+            _ => Ok(current),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Objects with versions, and the history from which watches and later pages of lists are served.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Bound;
 use std::sync::Arc;
 
 use serde_json::Value;
@@ -109,8 +110,11 @@ impl Store {
     }
 
     fn record(&mut self, key: Key, before: Option<Arc<Value>>, after: Option<Arc<Value>>) {
-        // What was before is the next older change's, and is there once.
-        let size = after.as_deref().map_or(0, size);
+        // Both are held, though mostly each of them is also that of another change: the larger of them stands for both.
+        let size = before
+            .as_deref()
+            .map_or(0, size)
+            .max(after.as_deref().map_or(0, size));
         self.sizes.push_back(size);
         self.size += size;
         self.history.push_back(Change {
@@ -171,6 +175,44 @@ impl Store {
         Some(objects)
     }
 
+    /// The next objects of a storage in the order of their names, as they were at a version. `None` if that is forgotten.
+    pub(crate) fn page(
+        &self,
+        version: u64,
+        storage: &str,
+        namespace: &str,
+        after: Option<&Key>,
+        count: usize,
+    ) -> Option<Vec<(Key, Arc<Value>)>> {
+        let changed = self
+            .changes_after(version)?
+            .any(|change| change.key.storage == storage);
+        let next = |(key, object): (&Key, &Arc<Value>)| (key.clone(), object.clone());
+        if changed {
+            let then = self.at(version, storage, namespace)?;
+            let later = then
+                .iter()
+                .filter(|(key, _)| after.is_none_or(|after| *key > after));
+            return Some(later.take(count).map(next).collect());
+        }
+        let first = Key {
+            storage: storage.to_owned(),
+            namespace: namespace.to_owned(),
+            name: String::new(),
+        };
+        let from = after.map_or(Bound::Included(&first), Bound::Excluded);
+        let later = self.objects.range((from, Bound::Unbounded));
+        let belongs =
+            |key: &Key| key.storage == storage && (namespace.is_empty() || key.namespace == namespace);
+        Some(
+            later
+                .take_while(|(key, _)| belongs(key))
+                .take(count)
+                .map(next)
+                .collect(),
+        )
+    }
+
     /// Every object.
     pub(crate) fn all(&self) -> impl Iterator<Item = (&Key, &Arc<Value>)> {
         self.objects.iter()
@@ -229,6 +271,51 @@ mod tests {
         let known = store.changes_after(store.forgotten()).unwrap().count();
         assert!((2..=8).contains(&known), "{known}");
         assert!(store.changes_after(store.forgotten() - 1).is_none());
+    }
+
+    #[test]
+    fn what_a_deletion_holds_counts_too() {
+        let mut store = Store::new(1000);
+        for number in 0..100 {
+            let large = json!({ "metadata": {}, "data": "x".repeat(SIZE_MAX / 8) });
+            store.put(key(&number.to_string()), large);
+        }
+        store.compact();
+        for number in 0..100 {
+            store.remove(&key(&number.to_string()));
+        }
+        let held = store.changes_after(store.forgotten()).unwrap().count();
+        assert!((2..=8).contains(&held), "{held}");
+        for _ in 0..100 {
+            store.put(
+                key("a"),
+                json!({ "metadata": {}, "data": "x".repeat(SIZE_MAX / 8) }),
+            );
+            store.put(key("a"), json!({ "metadata": {} }));
+        }
+        let held = store.changes_after(store.forgotten()).unwrap().count();
+        assert!((2..=8).contains(&held), "{held}");
+    }
+
+    #[test]
+    fn pages_of_a_version_are_the_same_whatever_happens_meanwhile() {
+        let mut store = Store::new(100);
+        for name in ["a", "b", "c", "d"] {
+            store.put(key(name), json!({ "metadata": {} }));
+        }
+        let then = store.version();
+        let page = |store: &Store, after: Option<&Key>| -> Option<Vec<String>> {
+            let page = store.page(then, "things", "n", after, 2)?;
+            Some(page.into_iter().map(|(key, _)| key.name).collect())
+        };
+        assert_eq!(page(&store, None).unwrap(), ["a", "b"]);
+        assert_eq!(page(&store, Some(&key("b"))).unwrap(), ["c", "d"]);
+        store.remove(&key("c"));
+        store.put(key("bb"), json!({ "metadata": {} }));
+        assert_eq!(page(&store, Some(&key("b"))).unwrap(), ["c", "d"]);
+        assert!(page(&store, Some(&key("d"))).unwrap().is_empty());
+        store.compact();
+        assert!(page(&store, None).is_none());
     }
 
     #[test]

@@ -1,7 +1,9 @@
 //! Tables: what `kubectl get` asks for (`pkg/printers/internalversion` at release-1.30).
 
+use std::collections::BTreeSet;
+
 use jiff::Timestamp;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::kinds::{Kind, RESOURCE};
 use super::object::{self, list, text};
@@ -63,7 +65,14 @@ fn columns(kind: &Kind) -> Vec<(&str, &str, i64)> {
                 ("Roles", "string", 0),
                 ("Age", "string", 0),
                 ("Version", "string", 0),
+                ("Internal-IP", "string", 1),
+                ("External-IP", "string", 1),
+                ("OS-Image", "string", 1),
+                ("Kernel-Version", "string", 1),
+                ("Container-Runtime", "string", 1),
             ],
+            ("", "ConfigMap") => &[("Data", "string", 0), ("Age", "string", 0)],
+            ("coordination.k8s.io", "Lease") => &[("Holder", "string", 0), ("Age", "string", 0)],
             ("", "Namespace") => &[("Status", "string", 0), ("Age", "string", 0)],
             (RESOURCE, "ResourceClass") => &[("DriverName", "string", 0), ("Age", "string", 0)],
             (RESOURCE, "ResourceClaim") => &[
@@ -85,7 +94,12 @@ fn columns(kind: &Kind) -> Vec<(&str, &str, i64)> {
                     ("Type", "string", 0),
                     ("Reason", "string", 0),
                     ("Object", "string", 0),
+                    ("Subobject", "string", 1),
+                    ("Source", "string", 1),
                     ("Message", "string", 0),
+                    ("First Seen", "string", 1),
+                    ("Count", "string", 1),
+                    ("Name", "string", 1),
                 ]
             }
             (_, "CustomResourceDefinition") => &[("Created At", "date", 0)],
@@ -120,17 +134,12 @@ fn cells(kind: &Kind, object: &Value, now: Timestamp) -> Vec<Value> {
     }
     match (kind.group.as_str(), kind.kind.as_str()) {
         ("", "Pod") => pod(object, name, age),
-        ("", "Node") => {
-            let ready = condition(object, "Ready") == "True";
-            let status = if ready { "Ready" } else { "NotReady" };
-            vec![
-                name,
-                json!(status),
-                json!("<none>"),
-                age,
-                at("/status/nodeInfo/kubeletVersion"),
-            ]
+        ("", "Node") => node(object, name, age),
+        ("", "ConfigMap") => {
+            let count = |field| object.get(field).and_then(Value::as_object).map_or(0, Map::len);
+            vec![name, json!(count("data") + count("binaryData")), age]
         }
+        ("coordination.k8s.io", "Lease") => vec![name, at("/spec/holderIdentity"), age],
         ("", "Namespace") => vec![name, at("/status/phase"), age],
         (RESOURCE, "ResourceClass") => vec![name, at("/driverName"), age],
         (RESOURCE, "ResourceClaim") => {
@@ -193,26 +202,103 @@ fn pod(pod: &Value, name: Value, age: Value) -> Vec<Value> {
     ]
 }
 
-fn event(kind: &Kind, event: &Value, now: Timestamp) -> Vec<Value> {
-    let (about, message, last) = match kind.group.as_str() {
-        "" => ("/involvedObject", "/message", "/lastTimestamp"),
-        _ => ("/regarding", "/note", "/deprecatedLastTimestamp"),
+fn node(node: &Value, name: Value, age: Value) -> Vec<Value> {
+    let mut status = match condition(node, "Ready") {
+        "" => "Unknown",
+        "True" => "Ready",
+        _ => "NotReady",
+    }
+    .to_owned();
+    if node.pointer("/spec/unschedulable") == Some(&Value::Bool(true)) {
+        status += ",SchedulingDisabled";
+    }
+    let labels = node.pointer("/metadata/labels").and_then(Value::as_object);
+    let role = |(label, value): (&String, &Value)| match label.strip_prefix("node-role.kubernetes.io/") {
+        Some(role) if !role.is_empty() => Some(role.to_owned()),
+        _ if label == "kubernetes.io/role" => value.as_str().map(str::to_owned),
+        _ => None,
     };
-    let seen = match text(event, last) {
-        "" => text(event, "/eventTime"),
-        last => last,
+    let roles: BTreeSet<String> = labels.into_iter().flatten().filter_map(role).collect();
+    let roles: Vec<String> = roles.into_iter().collect();
+    let or = |value: &str, instead: &str| json!(if value.is_empty() { instead } else { value });
+    let address = |sort: &str| {
+        let mut addresses = list(node, "/status/addresses").iter();
+        let found = addresses.find(|address| address["type"] == sort);
+        or(found.map_or("", |address| text(address, "/address")), "<none>")
     };
-    let about = format!(
-        "{}/{}",
-        text(event, &format!("{about}/kind")).to_lowercase(),
-        text(event, &format!("{about}/name"))
-    );
+    let info = |field: &str| text(node, &format!("/status/nodeInfo/{field}"));
     vec![
-        json!(age(seen, now)),
+        name,
+        json!(status),
+        or(&roles.join(","), "<none>"),
+        age,
+        json!(info("kubeletVersion")),
+        address("InternalIP"),
+        address("ExternalIP"),
+        or(info("osImage"), "<unknown>"),
+        or(info("kernelVersion"), "<unknown>"),
+        or(info("containerRuntimeVersion"), "<unknown>"),
+    ]
+}
+
+fn event(kind: &Kind, event: &Value, now: Timestamp) -> Vec<Value> {
+    let [about, message, first, last, count, source, component] = match kind.group.as_str() {
+        "" => [
+            "/involvedObject",
+            "/message",
+            "/firstTimestamp",
+            "/lastTimestamp",
+            "/count",
+            "/source",
+            "/reportingComponent",
+        ],
+        _ => [
+            "/regarding",
+            "/note",
+            "/deprecatedFirstTimestamp",
+            "/deprecatedLastTimestamp",
+            "/deprecatedCount",
+            "/deprecatedSource",
+            "/reportingController",
+        ],
+    };
+    let or = |text: &str, instead: &str| if text.is_empty() { instead } else { text }.to_owned();
+    let first = or(text(event, first), text(event, "/eventTime"));
+    let mut last = or(text(event, last), &first);
+    let mut count = event.pointer(count).and_then(Value::as_i64).unwrap_or(0).max(1);
+    if let Some(series) = event.get("series").filter(|series| series.is_object()) {
+        text(series, "/lastObservedTime").clone_into(&mut last);
+        count = series["count"].as_i64().unwrap_or(count);
+    }
+    let of = |field: &str| text(event, &format!("{about}/{field}"));
+    let target = match of("name") {
+        "" => of("kind").to_lowercase(),
+        name => format!("{}/{name}", of("kind").to_lowercase()),
+    };
+    let component = or(
+        text(event, &format!("{source}/component")),
+        text(event, component),
+    );
+    let host = or(
+        text(event, &format!("{source}/host")),
+        text(event, "/reportingInstance"),
+    );
+    let source = if host.is_empty() {
+        component
+    } else {
+        format!("{component}, {host}")
+    };
+    vec![
+        json!(age(&last, now)),
         json!(text(event, "/type")),
         json!(text(event, "/reason")),
-        json!(about),
+        json!(target),
+        json!(of("fieldPath")),
+        json!(source),
         json!(text(event, message).trim()),
+        json!(age(&first, now)),
+        json!(count),
+        json!(object::name(event)),
     ]
 }
 
@@ -307,18 +393,42 @@ fn split_path(path: &str) -> Vec<String> {
     parts
 }
 
-/// How long ago that was, as kubectl shows it (`duration.HumanDuration`, coarser from an hour on).
+/// How long ago that was, as kubectl shows it (`HumanDuration` in apimachinery's `duration.go`).
 fn age(since: &str, now: Timestamp) -> String {
+    const MINUTE: i64 = 60;
+    const HOUR: i64 = 60 * MINUTE;
+    const DAY: i64 = 24 * HOUR;
+    const YEAR: i64 = 365 * DAY;
     let Ok(since) = since.parse::<Timestamp>() else {
         return "<unknown>".to_owned();
     };
     let seconds = now.duration_since(since).as_secs().max(0);
-    match seconds {
-        0..120 => format!("{seconds}s"),
-        120..600 if seconds % 60 != 0 => format!("{}m{}s", seconds / 60, seconds % 60),
-        120..10_800 => format!("{}m", seconds / 60),
-        10_800..172_800 => format!("{}h", seconds / 3600),
-        _ => format!("{}d", seconds / 86_400),
+    let both = |large: i64, first: &str, small: i64, second: &str| {
+        let (count, rest) = (seconds / large, seconds % large / small);
+        if rest == 0 {
+            format!("{count}{first}")
+        } else {
+            format!("{count}{first}{rest}{second}")
+        }
+    };
+    if seconds < 2 * MINUTE {
+        format!("{seconds}s")
+    } else if seconds < 10 * MINUTE {
+        both(MINUTE, "m", 1, "s")
+    } else if seconds < 3 * HOUR {
+        format!("{}m", seconds / MINUTE)
+    } else if seconds < 8 * HOUR {
+        both(HOUR, "h", MINUTE, "m")
+    } else if seconds < 2 * DAY {
+        format!("{}h", seconds / HOUR)
+    } else if seconds < 8 * DAY {
+        both(DAY, "d", HOUR, "h")
+    } else if seconds < 2 * YEAR {
+        format!("{}d", seconds / DAY)
+    } else if seconds < 8 * YEAR {
+        both(YEAR, "y", DAY, "d")
+    } else {
+        format!("{}y", seconds / YEAR)
     }
 }
 
@@ -347,7 +457,10 @@ mod tests {
             ("2026-01-09T23:59:59Z", "1s"),
             ("2026-01-09T23:57:30Z", "2m30s"),
             ("2026-01-09T23:30:00Z", "30m"),
+            ("2026-01-09T20:30:00Z", "3h30m"),
             ("2026-01-09T12:00:00Z", "12h"),
+            ("2026-01-05T23:00:00Z", "4d1h"),
+            ("2020-01-01T00:00:00Z", "6y11d"),
             ("2026-01-01T00:00:00Z", "9d"),
             ("", "<unknown>"),
         ] {

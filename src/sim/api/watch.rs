@@ -11,21 +11,23 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 
-use super::kinds::Kind;
 use super::object;
 use super::refusal::Refusal;
 use super::selector::Selector;
 use super::server::{ApiServer, Target, shown};
+use super::store::Key;
 use super::table;
 
-/// Changes that a watch takes from the history at once: a client that does not read makes nothing grow.
-const BATCH: usize = 100;
+/// Objects of the beginning that a watch looks up at once.
+const PAGE: usize = 16;
 /// How often a watch that wants bookmarks gets one.
 const BOOKMARK: Duration = Duration::from_secs(60);
 /// How long before its end such a watch gets its last one.
 const LAST_BOOKMARK: Duration = Duration::from_secs(2);
 /// How long a watch lasts that does not say.
 const LIFE: Duration = Duration::from_secs(45 * 60);
+/// How long a watch lasts at most, whatever it says.
+const LIFE_MAX: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
 /// What a watch asks for.
 #[derive(Clone, Debug)]
@@ -33,7 +35,8 @@ pub(crate) struct WatchQuery {
     pub(crate) selector: Selector,
     pub(crate) version: String,
     pub(crate) bookmarks: bool,
-    pub(crate) timeout: Option<Duration>,
+    /// In seconds; 0 as if it were not said.
+    pub(crate) timeout: Option<i64>,
     pub(crate) table: bool,
 }
 
@@ -43,10 +46,20 @@ struct Watcher {
     target: Target,
     query: WatchQuery,
     position: u64,
-    waiting: VecDeque<Bytes>,
+    /// What there was in the beginning, as long as it is not all told.
+    beginning: Option<Beginning>,
     end: Instant,
     bookmark: Instant,
     ended: bool,
+}
+
+/// Where a watch is among the objects that it begins with.
+#[derive(Default)]
+struct Beginning {
+    /// The last one that was told or passed over.
+    last: Option<Key>,
+    /// Those after it that were looked up.
+    found: VecDeque<(Key, Arc<Value>)>,
 }
 
 /// The lines of a watch.
@@ -56,30 +69,15 @@ pub(crate) fn watch(
     query: WatchQuery,
 ) -> Result<impl Stream<Item = Result<Bytes, Infallible>> + Send + use<>, Refusal> {
     let changes = server.changes();
-    let state = server.state();
-    let current = state.store.version();
-    let mut waiting = VecDeque::new();
-    let position = match query.version.as_str() {
-        "" | "0" => {
-            let objects = state
-                .store
-                .at(current, &target.kind.storage(), &target.namespace)
-                .unwrap_or_default();
-            waiting.extend(
-                objects
-                    .into_iter()
-                    .filter(|(key, object)| concerns(&target, &query.selector, &key.name, object))
-                    .map(|(_, object)| line(server, "ADDED", &target.kind, &object, None, query.table)),
-            );
-            current
-        }
-        version => version
-            .parse()
-            .map_err(|_| Refusal::bad_request(format!("invalid resource version {version:?}")))?,
-    };
-    drop(state);
+    let asked = super::query::version(&query.version)?;
+    let current = server.state().store.version();
     let now = Instant::now();
-    let end = now + query.timeout.unwrap_or(LIFE);
+    let life = match query.timeout {
+        None | Some(0) => LIFE,
+        // Less than nothing is over at once.
+        Some(seconds) => Duration::from_secs(u64::try_from(seconds).unwrap_or(0)).min(LIFE_MAX),
+    };
+    let end = now + life;
     // The last one comes shortly before the end, so that the next watch begins there.
     let before_end = end.checked_sub(LAST_BOOKMARK).filter(|last| *last > now);
     let bookmark = before_end.unwrap_or(now + BOOKMARK).min(now + BOOKMARK);
@@ -87,8 +85,8 @@ pub(crate) fn watch(
         server: server.clone(),
         changes,
         target,
-        position,
-        waiting,
+        position: asked.unwrap_or(current),
+        beginning: asked.is_none().then(Beginning::default),
         end,
         bookmark,
         ended: false,
@@ -101,77 +99,114 @@ pub(crate) fn watch(
 }
 
 impl Watcher {
+    /// The next line. It is made when somebody takes it, and nothing of what comes after it is held until then.
     async fn next(&mut self) -> Option<Bytes> {
         loop {
-            if let Some(line) = self.waiting.pop_front() {
-                return Some(line);
-            }
             if self.ended {
                 return None;
             }
             self.changes.borrow_and_update();
-            if self.take() {
-                continue;
+            if let Some(line) = self.begin() {
+                return Some(line);
+            }
+            if Instant::now() >= self.end {
+                return None;
+            }
+            if let Some(line) = self.take() {
+                return Some(line);
             }
             tokio::select! {
                 changed = self.changes.changed() => if changed.is_err() { return None },
                 () = sleep_until(self.end) => return None,
-                () = sleep_until(self.bookmark), if self.query.bookmarks => self.remind(),
+                () = sleep_until(self.bookmark), if self.query.bookmarks => return Some(self.remind()),
             }
         }
     }
 
-    /// Takes what has changed since; whether there was anything.
-    fn take(&mut self) -> bool {
-        let state = self.server.state();
-        let before = self.position;
-        let Some(changes) = state.store.changes_after(self.position) else {
-            let message = format!(
-                "too old resource version: {} ({})",
+    /// The next of the objects that there were in the beginning.
+    fn begin(&mut self) -> Option<Bytes> {
+        let Beginning { mut last, mut found } = self.beginning.take()?;
+        loop {
+            while let Some((key, object)) = found.pop_front() {
+                let concerned = concerns(&self.target, &self.query.selector, &key.name, &object);
+                last = Some(key);
+                if concerned {
+                    self.beginning = Some(Beginning { last, found });
+                    return Some(self.line("ADDED", &object, None));
+                }
+            }
+            let page = self.server.state().store.page(
                 self.position,
-                state.store.forgotten()
+                &self.target.kind.storage(),
+                &self.target.namespace,
+                last.as_ref(),
+                PAGE,
             );
-            let error = json!({ "type": "ERROR", "object": Refusal::expired(message).status() });
-            self.waiting.push_back(Bytes::from(format!("{error}\n")));
-            self.ended = true;
-            return true;
-        };
+            match page {
+                None => return Some(self.gone()),
+                Some(page) if page.is_empty() => return None,
+                Some(page) => found = page.into(),
+            }
+        }
+    }
+
+    /// The next of the changes since.
+    fn take(&mut self) -> Option<Bytes> {
         let storage = self.target.kind.storage();
-        for change in changes.take(BATCH) {
-            self.position = change.version;
+        let concerned = |name: &str, object: &Option<Arc<Value>>| {
+            object
+                .as_ref()
+                .is_some_and(|object| concerns(&self.target, &self.query.selector, name, object))
+        };
+        let state = self.server.state();
+        let Some(changes) = state.store.changes_after(self.position) else {
+            drop(state);
+            return Some(self.gone());
+        };
+        let mut position = self.position;
+        let mut event = None;
+        for change in changes {
+            position = change.version;
             let key = &change.key;
             if key.storage != storage
                 || (!self.target.namespace.is_empty() && self.target.namespace != key.namespace)
             {
                 continue;
             }
-            let concerned = |object: &Option<Arc<Value>>| {
-                object
-                    .as_ref()
-                    .is_some_and(|object| concerns(&self.target, &self.query.selector, &key.name, object))
-            };
-            let event = match (concerned(&change.before), concerned(&change.after)) {
-                (false, true) => change.after.as_ref().map(|object| ("ADDED", object)),
-                (true, true) => change.after.as_ref().map(|object| ("MODIFIED", object)),
-                (true, false) => change.before.as_ref().map(|object| ("DELETED", object)),
+            event = match (
+                concerned(&key.name, &change.before),
+                concerned(&key.name, &change.after),
+            ) {
+                (false, true) => change.after.clone().map(|object| ("ADDED", object)),
+                (true, true) => change.after.clone().map(|object| ("MODIFIED", object)),
+                (true, false) => change.before.clone().map(|object| ("DELETED", object)),
                 (false, false) => None,
             };
-            if let Some((sort, object)) = event {
-                let version = (sort == "DELETED").then_some(change.version);
-                self.waiting.push_back(line(
-                    &self.server,
-                    sort,
-                    &self.target.kind,
-                    object,
-                    version,
-                    self.query.table,
-                ));
+            if event.is_some() {
+                break;
             }
         }
-        self.position != before
+        drop(state);
+        self.position = position;
+        let (sort, object) = event?;
+        // What was deleted has the version of its deletion.
+        let version = (sort == "DELETED").then_some(position);
+        Some(self.line(sort, &object, version))
     }
 
-    fn remind(&mut self) {
+    /// The last line of a watch that has missed something.
+    fn gone(&mut self) -> Bytes {
+        let message = format!(
+            "too old resource version: {} ({})",
+            self.position,
+            self.server.state().store.forgotten()
+        );
+        self.ended = true;
+        let error = json!({ "type": "ERROR", "object": Refusal::expired(message).status() });
+        Bytes::from(format!("{error}\n"))
+    }
+
+    fn remind(&mut self) -> Bytes {
         self.bookmark = Instant::now() + BOOKMARK;
         let kind = &self.target.kind;
         let object = json!({
@@ -180,29 +215,22 @@ impl Watcher {
             "metadata": { "resourceVersion": self.position.to_string(), "creationTimestamp": null },
         });
         let event = json!({ "type": "BOOKMARK", "object": object });
-        self.waiting.push_back(Bytes::from(format!("{event}\n")));
+        Bytes::from(format!("{event}\n"))
+    }
+
+    fn line(&self, sort: &str, stored: &Value, version: Option<u64>) -> Bytes {
+        let kind = &self.target.kind;
+        let mut object = shown(kind, stored);
+        if let Some(version) = version {
+            object::set_metadata(&mut object, "resourceVersion", Some(version.to_string().into()));
+        }
+        if self.query.table {
+            object = table::table(kind, json!({}), &[object], self.server.time());
+        }
+        Bytes::from(format!("{}\n", json!({ "type": sort, "object": object })))
     }
 }
 
 fn concerns(target: &Target, selector: &Selector, name: &str, object: &Value) -> bool {
     (target.name.is_empty() || target.name == name) && selector.matches(object)
-}
-
-fn line(
-    server: &ApiServer,
-    sort: &str,
-    kind: &Kind,
-    stored: &Value,
-    version: Option<u64>,
-    as_table: bool,
-) -> Bytes {
-    let mut object = shown(kind, stored);
-    // What was deleted has the version of its deletion.
-    if let Some(version) = version {
-        object::set_metadata(&mut object, "resourceVersion", Some(version.to_string().into()));
-    }
-    if as_table {
-        object = table::table(kind, json!({}), &[object], server.time());
-    }
-    Bytes::from(format!("{}\n", json!({ "type": sort, "object": object })))
 }

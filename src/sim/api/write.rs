@@ -1,24 +1,27 @@
 //! Writes: creation, replacement, patches and bindings.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
 
 use super::apply::{self, Manager};
+use super::configuration;
 use super::custom;
 use super::decode::decode;
-use super::kinds::{EXTENSIONS, Kind};
-use super::object::{self, copy_root, is_deleting, set_metadata, text};
+use super::kinds::EXTENSIONS;
+use super::object::{self, is_deleting, set_metadata, text};
 use super::patch::Patch;
 use super::refusal::Refusal;
 use super::remove::may_go;
+use super::restrict::{begin, content, restrict};
 use super::rules;
 use super::server::{Answer, ApiServer, State, Target, WriteOptions, shown};
 use super::store::Key;
 
 /// How often a generated name that is taken is generated anew.
 const NAME_ATTEMPTS: usize = 8;
+/// Bytes of an object, at most: etcd takes no larger request (`--max-request-bytes`).
+const OBJECT_MAX: usize = 3 << 19;
 
 impl ApiServer {
     pub(crate) fn create(
@@ -33,42 +36,58 @@ impl ApiServer {
                 _ => Err(Refusal::method_not_allowed()),
             };
         }
-        let mut object = decode(&target.kind, value, options)?;
-        let mut state = self.state();
+        let object = decode(&target.kind, value, options)?;
+        self.change(|state| self.create_in(state, target, object, options))
+    }
+
+    fn create_in(
+        &self,
+        state: &mut State,
+        target: &Target,
+        mut object: Value,
+        options: &WriteOptions,
+    ) -> Result<Answer, Refusal> {
         let created = state.create(self, target, &mut object, options)?;
-        drop(state);
-        self.changed.send_modify(|count| *count += 1);
         Ok((201, shown(&target.kind, &created)))
     }
 
     pub(crate) fn replace(
         &self,
         target: &Target,
-        value: Value,
+        mut value: Value,
         options: &WriteOptions,
     ) -> Result<Answer, Refusal> {
-        let given = text(&value, "/metadata/name");
-        if !given.is_empty() && given != target.name {
-            return Err(Refusal::bad_request(format!(
-                "the name of the object ({given}) does not match the name on the URL ({})",
-                target.name
-            )));
-        }
-        self.update(target, options, |state, before| {
-            let uid = text(&value, "/metadata/uid");
-            if !uid.is_empty() && uid != object::uid(before) {
-                let key = target.key();
-                let at = [key.storage.as_str(), &key.namespace, &key.name];
-                let at: Vec<&str> = at.into_iter().filter(|part| !part.is_empty()).collect();
-                let why = format!(
-                    "StorageError: invalid object, Code: 4, Key: /registry/{}, ResourceVersion: 0, AdditionalErrorMsg: Precondition failed: UID in precondition: {uid}, UID in object meta: {}",
-                    at.join("/"),
-                    object::uid(before)
+        let kind = &target.kind;
+        match text(&value, "/metadata/name") {
+            // What is no such object is refused for that first.
+            "" => {
+                return Err(
+                    decode(kind, value, options).map_or_else(|why| why, |_| Refusal::nameless(&target.name))
                 );
-                return Err(Refusal::conflict(&target.kind, &target.name, &why));
             }
-            let _ = state;
-            Ok(value)
+            name if name != target.name => return Err(Refusal::misnamed(name, &target.name)),
+            _ => {}
+        }
+        let namespace = object::namespace(&value);
+        if kind.namespaced && !namespace.is_empty() && namespace != target.namespace {
+            return Err(Refusal::misplaced());
+        }
+        let uid = text(&value, "/metadata/uid").to_owned();
+        self.change(|state| {
+            let missing = state.store.get(&target.key()).is_none();
+            if !missing {
+                return self.update(state, target, options, |before| {
+                    same_uid(target, &uid, object::uid(before))?;
+                    Ok(value)
+                });
+            }
+            if !kind.created_by_update || !target.subresource.is_empty() {
+                return Err(Refusal::not_found(kind, &target.name));
+            }
+            same_uid(target, &uid, "")?;
+            set_metadata(&mut value, "resourceVersion", None);
+            let object = decode(kind, value, options)?;
+            self.create_in(state, &target.collection(), object, options)
         })
     }
 
@@ -78,26 +97,37 @@ impl ApiServer {
         patch: &Patch,
         options: &WriteOptions,
     ) -> Result<Answer, Refusal> {
-        if let Patch::Apply(configuration) = patch {
-            let missing = self.state().store.get(&target.key()).is_none();
-            if missing && target.subresource.is_empty() {
-                return self.create_by_apply(target, configuration, options);
-            }
-        }
         let now = self.now();
-        self.update(target, options, |_, before| {
-            let shown = shown(&target.kind, before);
-            let manager = Manager {
-                name: &options.manager,
-                subresource: &target.subresource,
-                now: &now,
-            };
-            patch.apply_to(&target.kind, &shown, &manager, options.force)
+        let options = &WriteOptions {
+            applies: matches!(patch, Patch::Apply(_)),
+            ..options.clone()
+        };
+        self.change(|state| {
+            if let Patch::Apply(configuration) = patch {
+                let missing = state.store.get(&target.key()).is_none();
+                if missing && !target.subresource.is_empty() {
+                    return Err(Refusal::not_found(&target.kind, &target.name));
+                }
+                configuration::check(target, configuration, missing)?;
+                if missing {
+                    return self.create_by_apply(state, target, configuration, options);
+                }
+            }
+            self.update(state, target, options, |before| {
+                let shown = shown(&target.kind, before);
+                let manager = Manager {
+                    name: &options.manager,
+                    subresource: &target.subresource,
+                    now: &now,
+                };
+                patch.apply_to(&target.kind, &shown, &manager, options.force)
+            })
         })
     }
 
     fn create_by_apply(
         &self,
+        state: &mut State,
         target: &Target,
         configuration: &Value,
         options: &WriteOptions,
@@ -119,33 +149,27 @@ impl ApiServer {
         if target.kind.namespaced {
             set_metadata(&mut empty, "namespace", Some(target.namespace.clone().into()));
         }
-        let applied = apply::apply(&target.kind, &empty, configuration, &manager, options.force)?;
-        let collection = Target {
-            name: String::new(),
-            ..target.clone()
-        };
-        self.create(&collection, applied, options)
+        let mut applied = apply::apply(&target.kind, &empty, configuration, &manager, options.force)?;
+        set_metadata(&mut applied, "resourceVersion", None);
+        let object = decode(&target.kind, applied, options)?;
+        self.create_in(state, &target.collection(), object, options)
     }
 
     /// Changes an object. What a request may not change is as it was, whatever the request says.
     fn update(
         &self,
+        state: &mut State,
         target: &Target,
         options: &WriteOptions,
-        make: impl FnOnce(&State, &Value) -> Result<Value, Refusal>,
+        make: impl FnOnce(&Value) -> Result<Value, Refusal>,
     ) -> Result<Answer, Refusal> {
         let kind = &target.kind;
-        if !(target.subresource.is_empty()
-            || target.subresource == "status" && kind.status
-            || target.subresource == "finalize" && kind.is("", "namespaces"))
-        {
+        if !kind.has(&target.subresource) || target.subresource == "binding" {
             return Err(Refusal::no_path());
         }
         let now = self.now();
-        let mut state = self.state();
         let before = state.existing(target)?.clone();
-        let value = make(&state, &before)?;
-        let applied = value.pointer("/metadata/managedFields") != before.pointer("/metadata/managedFields");
+        let value = make(&before)?;
         let mut after = decode(kind, value, options).map_err(|refusal| {
             if options.patches {
                 Refusal::invalid_patch(&refusal.message)
@@ -153,9 +177,17 @@ impl ApiServer {
                 refusal
             }
         })?;
-        let version = text(&after, "/metadata/resourceVersion");
-        if !version.is_empty() && version != text(&before, "/metadata/resourceVersion") {
-            return Err(Refusal::modified(kind, &target.name));
+        match text(&after, "/metadata/resourceVersion") {
+            "" | "0" if kind.unconditional => {}
+            "" | "0" => return Err(Refusal::version_required(kind, &target.name)),
+            version if version.parse::<u64>().is_err() => {
+                let why = format!("strconv.ParseUint: parsing {version:?}: invalid syntax");
+                return Err(Refusal::internal(why));
+            }
+            version if version != text(&before, "/metadata/resourceVersion") => {
+                return Err(Refusal::modified(kind, &target.name));
+            }
+            _ => {}
         }
         restrict(target, &before, &mut after);
         let mut errors = rules::metadata_update(&before, &after);
@@ -173,7 +205,8 @@ impl ApiServer {
             subresource: &target.subresource,
             now: &now,
         };
-        if !applied {
+        // An apply has said by itself whose is what.
+        if !options.applies {
             apply::track_update(kind, &before, &mut after, &manager);
         }
         let same = after == *before;
@@ -187,6 +220,7 @@ impl ApiServer {
                 .unwrap_or(0);
             set_metadata(&mut after, "generation", Some((generation + 1).into()));
         }
+        fits(&after)?;
         if kind.is(EXTENSIONS, "customresourcedefinitions") && target.subresource.is_empty() {
             custom::establish(&mut after, &now);
             state.define(Some(&before), &after)?;
@@ -197,8 +231,6 @@ impl ApiServer {
         } else {
             state.store.put(target.key(), after)
         };
-        drop(state);
-        self.changed.send_modify(|count| *count += 1);
         Ok((200, shown(kind, &stored)))
     }
 
@@ -209,7 +241,7 @@ impl ApiServer {
             return Err(Refusal::bad_request("target.name is required"));
         }
         let now = self.now();
-        let mut state = self.state();
+        self.change(|state| {
         let before = state.existing(target)?.clone();
         let known = text(&before, "/spec/nodeName");
         if !known.is_empty() {
@@ -234,8 +266,8 @@ impl ApiServer {
         conditions.push(condition);
         after["status"]["conditions"] = Value::Array(conditions);
         state.store.put(target.key(), after);
-        drop(state);
-        self.changed.send_modify(|count| *count += 1);
+        Ok(())
+        })?;
         Ok((
             201,
             json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201 }),
@@ -255,9 +287,7 @@ impl State {
         if kind.namespaced {
             let given = object::namespace(object).to_owned();
             if !given.is_empty() && given != target.namespace {
-                return Err(Refusal::bad_request(
-                    "the namespace of the provided object does not match the namespace sent on the request",
-                ));
+                return Err(Refusal::misplaced());
             }
             set_metadata(object, "namespace", Some(target.namespace.clone().into()));
         } else if !object::namespace(object).is_empty() {
@@ -315,6 +345,7 @@ impl State {
             };
             apply::track_update(kind, &json!({}), object, &manager);
         }
+        fits(object)?;
         if kind.is(EXTENSIONS, "customresourcedefinitions") {
             custom::establish(object, &now);
             self.define(None, object)?;
@@ -357,104 +388,22 @@ impl State {
     }
 }
 
-/// What a new object of a kind begins with.
-fn begin(kind: &Kind, object: &mut Value) {
-    if kind.is("", "pods") {
-        object["status"] = json!({ "phase": "Pending", "qosClass": "BestEffort" });
-    } else if kind.is("", "namespaces") {
-        object["spec"] = json!({ "finalizers": ["kubernetes"] });
-        object["status"] = json!({ "phase": "Active" });
-        let name = object::name(object).to_owned();
-        let mut labels = object
-            .pointer("/metadata/labels")
-            .cloned()
-            .unwrap_or_else(|| json!({}));
-        labels["kubernetes.io/metadata.name"] = name.into();
-        set_metadata(object, "labels", Some(labels));
-    } else if kind.status && !kind.is("", "nodes") {
-        match kind.definition {
-            Some(_) => {
-                if let Some(map) = object.as_object_mut() {
-                    map.remove("status");
-                }
-            }
-            None => object["status"] = json!({}),
-        }
+/// Whether etcd would take an object at once.
+fn fits(object: &Value) -> Result<(), Refusal> {
+    if object::json_size(object) > OBJECT_MAX {
+        return Err(Refusal::too_large_for_etcd());
     }
+    Ok(())
 }
 
-/// Puts back what a request to this endpoint cannot change.
-fn restrict(target: &Target, before: &Value, after: &mut Value) {
-    let all: Vec<String> = [before, after]
-        .iter()
-        .filter_map(|object| object.as_object())
-        .flat_map(|map| map.keys().cloned())
-        .collect();
-    match target.subresource.as_str() {
-        "" if target.kind.status => copy_root(after, before, "status"),
-        "" => {}
-        subresource => {
-            let part = if subresource == "finalize" {
-                "spec"
-            } else {
-                "status"
-            };
-            for key in all.iter().filter(|key| *key != part && *key != "metadata") {
-                copy_root(after, before, key);
-            }
-            // Of the metadata only who wrote it, and what is compared with the stored one.
-            for key in [
-                "labels",
-                "annotations",
-                "finalizers",
-                "ownerReferences",
-                "generateName",
-            ] {
-                set_metadata(after, key, before.pointer(&format!("/metadata/{key}")).cloned());
-            }
-        }
+/// Whether a replacement is one of this very object.
+fn same_uid(target: &Target, wanted: &str, found: &str) -> Result<(), Refusal> {
+    if wanted.is_empty() || wanted == found {
+        return Ok(());
     }
-    for key in [
-        "creationTimestamp",
-        "deletionTimestamp",
-        "deletionGracePeriodSeconds",
-        "generation",
-        "resourceVersion",
-    ] {
-        set_metadata(after, key, before.pointer(&format!("/metadata/{key}")).cloned());
-    }
-    for key in ["uid", "name", "namespace"] {
-        if text(after, &format!("/metadata/{key}")).is_empty() {
-            set_metadata(after, key, before.pointer(&format!("/metadata/{key}")).cloned());
-        }
-    }
-    for key in ["finalizers", "ownerReferences", "labels", "annotations"] {
-        let empty = match after.pointer(&format!("/metadata/{key}")) {
-            Some(Value::Array(list)) => list.is_empty(),
-            Some(Value::Object(map)) => map.is_empty(),
-            _ => false,
-        };
-        if empty {
-            set_metadata(after, key, None);
-        }
-    }
-    if after.pointer("/metadata/managedFields").is_none() {
-        set_metadata(
-            after,
-            "managedFields",
-            before.pointer("/metadata/managedFields").cloned(),
-        );
-    }
-}
-
-/// Everything but metadata and status: what a generation counts.
-fn content(object: &Value) -> BTreeMap<&String, &Value> {
-    object
-        .as_object()
-        .map(|map| {
-            map.iter()
-                .filter(|(key, _)| !matches!(key.as_str(), "metadata" | "status"))
-                .collect()
-        })
-        .unwrap_or_default()
+    let why = format!(
+        "StorageError: invalid object, Code: 4, Key: {}, ResourceVersion: 0, AdditionalErrorMsg: Precondition failed: UID in precondition: {wanted}, UID in object meta: {found}",
+        target.kind.registry(&target.namespace, &target.name)
+    );
+    Err(Refusal::conflict(&target.kind, &target.name, &why))
 }

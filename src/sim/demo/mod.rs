@@ -12,12 +12,13 @@ mod scenarios;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use serde_json::Value;
 use tokio::sync::mpsc;
-use tokio::task::JoinHandle;
-use tokio::time::{Instant, timeout};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use self::devices::Device;
@@ -40,6 +41,8 @@ const SHARED: &str = "example.com/either";
 const DEVICES: usize = 2;
 /// How long anything may take that is expected.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// How often is looked at what changes without the server's knowledge.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// What is shown, one line at a time.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,6 +70,39 @@ pub struct Summary {
     pub first_allocation: Option<Duration>,
 }
 
+impl Summary {
+    /// Whether all went as expected; if not, what did not.
+    pub fn verdict(&self) -> Result<(), String> {
+        match self.expected.saturating_sub(self.held) {
+            0 if self.expected == 0 => Err("nothing was expected, so that nothing was shown".to_owned()),
+            0 => Ok(()),
+            1 => Err("1 expectation did not hold".to_owned()),
+            count => Err(format!("{count} expectations did not hold")),
+        }
+    }
+}
+
+/// Why a scenario does not go on.
+#[derive(Debug)]
+enum Halt {
+    /// An expectation did not come true. What comes after it would wait for the same.
+    Unmet,
+    /// A part of the cluster has broken down.
+    Broken(StageError),
+}
+
+impl From<StageError> for Halt {
+    fn from(error: StageError) -> Self {
+        Self::Broken(error)
+    }
+}
+
+impl From<io::Error> for Halt {
+    fn from(error: io::Error) -> Self {
+        Self::Broken(error.into())
+    }
+}
+
 /// The demonstration.
 #[derive(Debug)]
 pub struct Demo {
@@ -80,8 +116,13 @@ pub struct Demo {
     hand: Hand,
     shown: mpsc::UnboundedSender<Shown>,
     start: Instant,
-    telling: JoinHandle<()>,
+    /// Ends with the demonstration.
+    _telling: JoinSet<()>,
     summary: Summary,
+    /// From the start to the first allocation.
+    first_allocation: Arc<OnceLock<Duration>>,
+    /// How long anything may take that is expected.
+    patience: Duration,
 }
 
 impl Demo {
@@ -95,7 +136,14 @@ impl Demo {
         let start = Instant::now();
         let mut stage = Stage::start(Source::system());
         let hand = Hand::new(stage.server(), "user");
-        let telling = tokio::spawn(tell(hand.clone(), shown.clone(), start));
+        let first_allocation = Arc::default();
+        let mut telling = JoinSet::new();
+        telling.spawn(tell(
+            hand.clone(),
+            shown.clone(),
+            start,
+            Arc::clone(&first_allocation),
+        ));
         let definitions = crate::api::crd::definitions();
         for definition in definitions {
             let definition =
@@ -135,39 +183,55 @@ impl Demo {
             hand,
             shown,
             start,
-            telling,
+            _telling: telling,
             summary: Summary::default(),
+            first_allocation,
+            patience: PATIENCE,
         };
         let more = if real_devices { "; and this machine" } else { "" };
         demo.heading(&format!(
             "start: a cluster of three nodes, each with two devices, and a camera on node-a{more}"
         ));
-        demo.expect(
-            "the companions of all nodes are served by their kubelets",
-            |demo| {
-                let ready = demo
-                    .hand
-                    .list("nodeinventories")
-                    .iter()
-                    .filter(|inventory| is_ready(inventory))
-                    .count();
-                ready == demo.kubelets.len()
-            },
-        )
-        .await;
-        Ok(demo)
+        let ready = |demo: &Self| {
+            let inventories = demo.hand.list("nodeinventories");
+            inventories.iter().filter(|inventory| is_ready(inventory)).count()
+        };
+        let what = "the companions of all nodes are served by their kubelets";
+        let served = demo.expect(what, |demo| ready(demo) == demo.kubelets.len());
+        match served.await {
+            Ok(()) | Err(Halt::Unmet) => Ok(demo),
+            Err(Halt::Broken(error)) => Err(error),
+        }
     }
 
-    /// Plays a scenario.
+    /// Plays a scenario, unless something has failed before: it would stand on what is left of that. One in which an expectation does
+    /// not come true ends there.
     pub async fn play(&mut self, scenario: &Scenario) -> Result<(), StageError> {
+        if self.has_failed() {
+            return Ok(());
+        }
         self.heading(&format!("{}: {}", scenario.name, scenario.about));
         self.summary.scenarios += 1;
-        scenarios::play(self, scenario).await
+        match scenarios::play(self, scenario).await {
+            Ok(()) => {}
+            Err(Halt::Unmet) => {
+                self.show(Shown::Remark("what comes after that is not played".to_owned()));
+            }
+            Err(Halt::Broken(error)) => return Err(error),
+        }
+        Ok(())
+    }
+
+    fn has_failed(&self) -> bool {
+        self.summary.held < self.summary.expected
     }
 
     /// How it went so far.
     pub fn summary(&self) -> Summary {
-        self.summary
+        Summary {
+            first_allocation: self.first_allocation.get().copied(),
+            ..self.summary
+        }
     }
 
     /// Serves the API over TCP and writes a kubeconfig for it, whose path is returned.
@@ -184,10 +248,8 @@ impl Demo {
     }
 
     /// Ends it all.
-    pub async fn stop(self) -> Summary {
+    pub async fn stop(self) {
         self.stage.stop().await;
-        self.telling.abort();
-        self.summary
     }
 
     fn show(&self, shown: Shown) {
@@ -204,38 +266,37 @@ impl Demo {
     }
 
     /// Waits for something, and says whether it came.
-    async fn expect(&mut self, what: &str, holds: impl Fn(&Self) -> bool) -> bool {
+    async fn expect(&mut self, what: &str, holds: impl Fn(&Self) -> bool) -> Result<(), Halt> {
         let mut changes = self.stage.server().changes();
-        let came = async {
-            loop {
-                changes.borrow_and_update();
-                if holds(self) {
-                    return;
-                }
-                tokio::select! {
-                    _ = changes.changed() => {}
-                    // Files change without the server's knowledge.
-                    () = tokio::time::sleep(Duration::from_millis(50)) => {}
-                }
+        let end = Instant::now() + self.patience;
+        let held = loop {
+            changes.borrow_and_update();
+            if holds(self) {
+                break true;
+            }
+            if let Some(error) = self.stage.broken_by_now() {
+                return Err(Halt::Broken(error));
+            }
+            tokio::select! {
+                _ = changes.changed() => {}
+                // Files change without the server's knowledge.
+                () = tokio::time::sleep(LOOK) => {}
+            }
+            if Instant::now() >= end {
+                break holds(self);
             }
         };
-        let held = timeout(PATIENCE, came).await.is_ok();
         // What has happened is told before what it means.
         tokio::task::yield_now().await;
-        self.check(what, held);
-        held
+        self.check(what, held)
     }
 
-    fn check(&mut self, what: &str, held: bool) {
+    /// Says whether something is as expected.
+    fn check(&mut self, what: &str, held: bool) -> Result<(), Halt> {
         self.summary.expected += 1;
         self.summary.held += usize::from(held);
-        if self.summary.first_allocation.is_none() {
-            let allocated = |claim: &Value| claim.pointer("/status/allocation").is_some();
-            if self.hand.list("resourceclaims").iter().any(allocated) {
-                self.summary.first_allocation = Some(self.start.elapsed());
-            }
-        }
         self.show(Shown::Check(what.to_owned(), held));
+        if held { Ok(()) } else { Err(Halt::Unmet) }
     }
 }
 
@@ -264,7 +325,12 @@ fn configuration(own: &[Device], camera: Option<&Device>, either: Option<&Device
 }
 
 /// Tells what changes, as it changes.
-async fn tell(hand: Hand, shown: mpsc::UnboundedSender<Shown>, start: Instant) {
+async fn tell(
+    hand: Hand,
+    shown: mpsc::UnboundedSender<Shown>,
+    start: Instant,
+    first_allocation: Arc<OnceLock<Duration>>,
+) {
     let mut changes = hand.server.changes();
     let mut version = 1;
     loop {
@@ -272,6 +338,12 @@ async fn tell(hand: Hand, shown: mpsc::UnboundedSender<Shown>, start: Instant) {
         let (news, now) = hand.server.changes_after(version);
         version = now;
         for change in &news {
+            let is_claim = change.key.storage.starts_with("resourceclaims.");
+            let after = change.after.as_ref().filter(|_| is_claim);
+            if after.is_some_and(|claim| claim.pointer("/status/allocation").is_some()) {
+                // Only the first counts.
+                let _ = first_allocation.set(start.elapsed());
+            }
             for Line { who, what } in narrator::tell(change) {
                 if shown.send(Shown::Step(start.elapsed(), who, what)).is_err() {
                     return;
@@ -281,5 +353,52 @@ async fn tell(hand: Hand, shown: mpsc::UnboundedSender<Shown>, start: Instant) {
         if changes.changed().await.is_err() {
             return;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_verdict_is_good_only_if_something_was_expected_and_all_of_it_held() {
+        let verdict = |expected, held| {
+            let (scenarios, first_allocation) = (1, None);
+            let summary = Summary {
+                scenarios,
+                expected,
+                held,
+                first_allocation,
+            };
+            summary.verdict()
+        };
+        assert_eq!(verdict(3, 3), Ok(()));
+        assert!(verdict(3, 2).unwrap_err().starts_with("1 expectation "));
+        assert!(verdict(3, 1).unwrap_err().starts_with("2 expectations "));
+        assert!(verdict(0, 0).is_err());
+    }
+
+    #[tokio::test]
+    async fn an_expectation_that_does_not_come_true_is_counted_and_ends_the_demonstration() {
+        let directory = tempfile::tempdir().unwrap();
+        let (shown, mut lines) = mpsc::unbounded_channel();
+        let mut demo = Demo::start(directory.path(), shown, false).await.unwrap();
+        demo.patience = Duration::from_millis(100);
+        let unmet = demo.expect("pigs fly", |_| false).await;
+        assert!(matches!(unmet, Err(Halt::Unmet)), "{unmet:?}");
+        demo.play(&SCENARIOS[0]).await.unwrap();
+        let summary = demo.summary();
+        demo.stop().await;
+        assert_eq!((summary.scenarios, summary.expected - summary.held), (0, 1));
+        assert!(summary.verdict().is_err());
+        lines.close();
+        let mut shown = Vec::new();
+        while let Some(line) = lines.recv().await {
+            shown.push(line);
+        }
+        assert!(
+            shown.contains(&Shown::Check("pigs fly".to_owned(), false)),
+            "{shown:?}"
+        );
     }
 }

@@ -4,10 +4,9 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use super::scenarios::pod;
-use super::{Demo, Shown};
+use super::{Demo, Halt, Shown};
 use crate::node::config::PRESETS;
 use crate::sim::api::object::{list, text};
-use crate::sim::stage::StageError;
 
 /// The name of the node.
 pub(super) const NODE: &str = "this-machine";
@@ -50,7 +49,7 @@ fn found(demo: &Demo) -> BTreeMap<String, Vec<String>> {
     found
 }
 
-pub(super) async fn play(demo: &mut Demo) -> Result<(), StageError> {
+pub(super) async fn play(demo: &mut Demo) -> Result<(), Halt> {
     let found = found(demo);
     if found.is_empty() {
         let text = "this machine has no device of a ready-made kind that can be handed out; drayman node discover says why";
@@ -75,11 +74,11 @@ pub(super) async fn play(demo: &mut Demo) -> Result<(), StageError> {
                 demo.runs(&of) && demo.outfit(&of).is_some_and(|outfit| !outfit.devices.is_empty())
             },
         )
-        .await;
+        .await?;
         demo.tell_outfit(&name);
         pods.push(name);
     }
-    demo.clear(&pods).await;
+    demo.clear(&pods).await?;
     Ok(())
 }
 

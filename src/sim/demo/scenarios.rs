@@ -6,10 +6,9 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::narrator::devices_of;
-use super::{CAMERA, DEVICES, Demo, doors, real};
+use super::{CAMERA, DEVICES, Demo, Halt, doors, real};
 use crate::sim::api::object::{list, text};
 use crate::sim::runtime::Outfit;
-use crate::sim::stage::StageError;
 
 const CLASS: &str = include_str!("../../../examples/basic/class.yaml");
 const TEMPLATE: &str = include_str!("../../../examples/basic/claim-template.yaml");
@@ -26,7 +25,7 @@ pub struct Scenario {
     pub about: &'static str,
 }
 
-/// All of them, in the order in which they are played.
+/// Those that are played unless others are asked for, in this order.
 pub const SCENARIOS: [Scenario; 6] = [
     Scenario {
         name: "basic",
@@ -54,13 +53,13 @@ pub const SCENARIOS: [Scenario; 6] = [
     },
 ];
 
-/// The one more that `--real-devices` brings.
+/// The one more that `--real-devices` brings; it needs the node of this machine.
 pub const REAL: Scenario = Scenario {
     name: "real",
     about: "what this machine has, a claim for each kind",
 };
 
-pub(super) async fn play(demo: &mut Demo, scenario: &Scenario) -> Result<(), StageError> {
+pub(super) async fn play(demo: &mut Demo, scenario: &Scenario) -> Result<(), Halt> {
     demo.apply("examples/basic/class.yaml", CLASS)?;
     demo.apply("examples/basic/claim-template.yaml", TEMPLATE)?;
     match scenario.name {
@@ -91,7 +90,7 @@ pub(super) fn limit_pod(name: &str, resource: &str) -> String {
 }
 
 impl Demo {
-    pub(super) fn apply(&self, file: &str, yaml: &str) -> Result<(), StageError> {
+    pub(super) fn apply(&self, file: &str, yaml: &str) -> Result<(), Halt> {
         let known = self.stage.server().state().store.version();
         self.stage.apply(yaml)?;
         if self.stage.server().state().store.version() != known {
@@ -137,14 +136,19 @@ impl Demo {
             .iter()
             .map(|(name, value)| format!("{name}={value}"))
             .collect();
+        let mounts = outfit
+            .mounts
+            .iter()
+            .map(|(path, host, options)| format!("{path} from {host} ({})", options.join(",")));
+        let parts: Vec<String> = [devices.join(", "), variables.join(", ")]
+            .into_iter()
+            .chain(mounts)
+            .filter(|part| !part.is_empty())
+            .collect();
         let who = format!("runtime {}", self.node_of(name));
         self.step(
             &who,
-            format!(
-                "the container of {name} gets {} and {}",
-                devices.join(", "),
-                variables.join(", ")
-            ),
+            format!("the container of {name} gets {}", parts.join(" and ")),
         );
     }
 
@@ -190,7 +194,7 @@ impl Demo {
     }
 
     /// Deletes pods, and waits until nothing is left of them and their claims.
-    pub(super) async fn clear(&mut self, pods: &[String]) {
+    pub(super) async fn clear(&mut self, pods: &[String]) -> Result<(), Halt> {
         for pod in pods {
             self.delete(pod);
         }
@@ -207,36 +211,37 @@ impl Demo {
                 .all(|pod| demo.pod(pod).is_none() && demo.claim_of(pod).is_none())
                 && demo.cdi_files() == 0
         })
-        .await;
+        .await
     }
 }
 
-async fn basic(demo: &mut Demo) -> Result<(), StageError> {
+async fn basic(demo: &mut Demo) -> Result<(), Halt> {
     demo.apply("examples/basic/pod.yaml", POD)?;
-    demo.expect("pod basic runs", |demo| demo.runs("basic")).await;
+    demo.expect("pod basic runs", |demo| demo.runs("basic")).await?;
     demo.tell_outfit("basic");
     demo.expect("its container has one device, which can be opened", |demo| {
         demo.opens("basic") == 1
     })
-    .await;
-    demo.clear(&["basic".to_owned()]).await;
+    .await?;
+    demo.clear(&["basic".to_owned()]).await?;
     Ok(())
 }
 
-async fn several(demo: &mut Demo) -> Result<(), StageError> {
+async fn several(demo: &mut Demo) -> Result<(), Halt> {
     demo.apply("examples/several/claim-template.yaml", SEVERAL_TEMPLATE)?;
     demo.apply("examples/several/pod.yaml", SEVERAL_POD)?;
-    demo.expect("pod several runs", |demo| demo.runs("several")).await;
+    demo.expect("pod several runs", |demo| demo.runs("several"))
+        .await?;
     demo.tell_outfit("several");
     demo.expect("its container has two devices, which can be opened", |demo| {
         demo.opens("several") == 2
     })
-    .await;
-    demo.clear(&["several".to_owned()]).await;
+    .await?;
+    demo.clear(&["several".to_owned()]).await?;
     Ok(())
 }
 
-async fn waiting(demo: &mut Demo) -> Result<(), StageError> {
+async fn waiting(demo: &mut Demo) -> Result<(), Halt> {
     let count = demo.devices.len() * DEVICES;
     let holders: Vec<String> = (1..=count).map(|number| format!("holder-{number}")).collect();
     for holder in &holders {
@@ -246,7 +251,7 @@ async fn waiting(demo: &mut Demo) -> Result<(), StageError> {
     demo.expect("a pod runs for each device that there is", move |demo| {
         all.iter().all(|pod| demo.runs(pod))
     })
-    .await;
+    .await?;
     demo.stage.apply(&pod("late"))?;
     demo.expect(
         "one more pod waits, and an event on it says how many devices are held",
@@ -258,14 +263,14 @@ async fn waiting(demo: &mut Demo) -> Result<(), StageError> {
             })
         },
     )
-    .await;
+    .await?;
     let (freed, node) = demo
         .claim_of("holder-3")
         .map(|claim| devices_of(&claim))
         .unwrap_or_default();
     demo.delete("holder-3");
     demo.expect("it runs as soon as another pod is gone", |demo| demo.runs("late"))
-        .await;
+        .await?;
     demo.tell_outfit("late");
     let same = demo
         .claim_of("late")
@@ -273,19 +278,20 @@ async fn waiting(demo: &mut Demo) -> Result<(), StageError> {
     demo.check(
         &format!("it has the device that was freed, {} on {node}", freed.join(", ")),
         same,
-    );
+    )?;
     let rest: Vec<String> = holders
         .into_iter()
         .filter(|holder| holder != "holder-3")
         .chain(["late".to_owned()])
         .collect();
-    demo.clear(&rest).await;
+    demo.clear(&rest).await?;
     Ok(())
 }
 
-async fn unplugged(demo: &mut Demo) -> Result<(), StageError> {
+async fn unplugged(demo: &mut Demo) -> Result<(), Halt> {
     demo.stage.apply(&pod("plugged"))?;
-    demo.expect("pod plugged runs", |demo| demo.runs("plugged")).await;
+    demo.expect("pod plugged runs", |demo| demo.runs("plugged"))
+        .await?;
     let node = demo.node_of("plugged");
     let path = demo
         .outfit("plugged")
@@ -300,19 +306,19 @@ async fn unplugged(demo: &mut Demo) -> Result<(), StageError> {
     };
     plug(demo, &node, &path, false)?;
     demo.expect("the inventory says that the device is unhealthy", unhealthy)
-        .await;
+        .await?;
     demo.expect(
         "the claim's CDI file is away, so that no container starts with another device",
         |demo| demo.cdi_files() == 0,
     )
-    .await;
+    .await?;
     plug(demo, &node, &path, true)?;
     demo.expect(
         "the device is healthy again, and the CDI file is back",
         move |demo| !unhealthy(demo) && demo.cdi_files() == 1,
     )
-    .await;
-    demo.clear(&["plugged".to_owned()]).await;
+    .await?;
+    demo.clear(&["plugged".to_owned()]).await?;
     plug(demo, &node, &path, false)?;
     let has = move |demo: &Demo, wanted: &str| {
         demo.hand.list("nodeinventories").iter().any(|inventory| {
@@ -326,15 +332,15 @@ async fn unplugged(demo: &mut Demo) -> Result<(), StageError> {
         "a device that nobody holds leaves the inventory when it is unplugged",
         move |demo| !has(demo, &wanted),
     )
-    .await;
+    .await?;
     plug(demo, &node, &path, true)?;
     demo.expect("and is in it again when it is back", move |demo| has(demo, &path))
-        .await;
+        .await?;
     Ok(())
 }
 
 /// Plugs a device of a node in or out.
-fn plug(demo: &mut Demo, node: &str, path: &str, plugged: bool) -> Result<(), StageError> {
+fn plug(demo: &mut Demo, node: &str, path: &str, plugged: bool) -> Result<(), Halt> {
     let device = demo
         .devices
         .get_mut(node)

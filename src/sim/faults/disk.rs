@@ -35,7 +35,9 @@ impl DiskWatcher for Life {
         }
     }
 
-    fn after(&self, _: DiskStep, _: &Path) -> io::Result<()> {
+    fn after(&self, step: DiskStep, path: &Path) -> io::Result<()> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        self.show(Place::Disk, &format!("{step:?} {name}"));
         match AFTER.take() {
             Some(Trouble::KilledAfter) => {
                 self.kill();

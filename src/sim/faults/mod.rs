@@ -9,7 +9,7 @@ mod wire;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -20,6 +20,8 @@ use tokio_util::sync::CancellationToken;
 pub enum Place {
     /// A request of the program to the API server. The beginning of a watch is one.
     Request,
+    /// A request about the lease of a leader election.
+    Lease,
     /// An event that a watch shows the program.
     Event,
     /// A step of the program's records on the disk.
@@ -60,7 +62,7 @@ pub enum Trouble {
 
 impl Place {
     /// Every place.
-    pub const ALL: [Self; 4] = [Self::Request, Self::Event, Self::Disk, Self::Call];
+    pub const ALL: [Self; 5] = [Self::Request, Self::Lease, Self::Event, Self::Disk, Self::Call];
 
     /// What can go wrong at a place of this sort.
     pub fn troubles(self) -> &'static [Trouble] {
@@ -69,7 +71,7 @@ impl Place {
             Stopped, Twice,
         };
         match self {
-            Self::Request => &[
+            Self::Request | Self::Lease => &[
                 KilledBefore,
                 KilledAfter,
                 Stopped,
@@ -125,6 +127,19 @@ struct Inner {
     ended: watch::Sender<u64>,
     buried: Condvar,
     start: Instant,
+    look: Look,
+}
+
+/// Who looks at what programs do: the program, the place, and what it does there.
+#[derive(Default)]
+struct Look(OnceLock<Box<Looker>>);
+
+type Looker = dyn Fn(&'static str, Place, &str) + Send + Sync;
+
+impl fmt::Debug for Look {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Look")
+    }
 }
 
 #[derive(Debug, Default)]
@@ -173,7 +188,15 @@ impl Faults {
             ended: watch::Sender::new(0),
             buried: Condvar::new(),
             start: Instant::now(),
+            look: Look::default(),
         }))
+    }
+
+    /// Has a test look at every request as it arrives, every step on the disk when it is done, and every call of kubelet when it is
+    /// answered. Only the first who wants to look does.
+    pub fn look(&self, look: impl Fn(&'static str, Place, &str) + Send + Sync + 'static) {
+        // A second one is not wanted.
+        let _ = self.0.look.0.set(Box::new(look));
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -188,6 +211,11 @@ impl Faults {
     /// How many places of each sort there were.
     pub fn counts(&self) -> BTreeMap<(&'static str, Place), u64> {
         self.state().counts.clone()
+    }
+
+    /// The troubles that are to happen.
+    pub fn planned(&self) -> Vec<Planned> {
+        self.state().planned.clone()
     }
 
     /// The troubles that have happened.
@@ -298,6 +326,13 @@ impl Life {
                 .buried
                 .wait(state)
                 .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Shows what happens to whoever looks.
+    pub(crate) fn show(&self, place: Place, what: &str) {
+        if let Some(look) = self.faults.0.look.0.get() {
+            look(self.program, place, what);
         }
     }
 

@@ -67,7 +67,9 @@ impl Wire {
             .await
             .map_err(io::Error::other)?;
         let what = format!("{} {}", parts.method, parts.uri);
-        let Ok(trouble) = self.life.meet(Place::Request, &what) else {
+        let is_lease = parts.uri.path().contains("/leases");
+        let place = if is_lease { Place::Lease } else { Place::Request };
+        let Ok(trouble) = self.life.meet(place, &what) else {
             return std::future::pending().await;
         };
         let silent = || io::Error::from(io::ErrorKind::TimedOut);
@@ -85,6 +87,7 @@ impl Wire {
         if self.life.is_killed() {
             return std::future::pending().await;
         }
+        self.life.show(place, &what);
         let answer = self.deliver(&parts, body.clone()).await;
         match trouble {
             Some(Trouble::KilledAfter) => {

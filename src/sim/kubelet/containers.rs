@@ -1,7 +1,6 @@
 //! Pods of one node: claims are prepared, devices allocated, containers fitted out; and all of it undone at the end.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
 use std::sync::PoisonError;
 use std::time::Duration;
 
@@ -9,30 +8,26 @@ use serde_json::{Value, json};
 use tonic::Request;
 
 use super::Kubelet;
+use super::claims::Held;
 use super::wire::CallError;
-use crate::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesResponse, NodeUnprepareResourcesResponse};
-use crate::api::proto::{ClaimList, ContainerList, DeviceIdList};
+use crate::api::proto::{ContainerList, DeviceIdList};
 use crate::sim::api::object::{self, list, text};
-use crate::sim::hand::{claims_of, is_reserved_for};
 use crate::sim::runtime::Outfit;
 
-/// The deadline of a call of the DRA service.
-const PREPARE: Duration = Duration::from_secs(45);
-
-/// That of Allocate, of which kubelet itself has none.
+/// The deadline of Allocate, of which kubelet itself has none.
 const ALLOCATE: Duration = Duration::from_secs(45);
 
 /// A pod that was started: what it holds.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Running {
-    /// Claims that were prepared, with the driver of each.
-    claims: Vec<(String, Claim)>,
+    /// Claims that were prepared.
+    pub(super) claims: Vec<Held>,
     /// Devices of device plugins, by resource.
     pub(super) devices: BTreeMap<String, BTreeSet<String>>,
 }
 
 /// Why a pod does not start.
-enum Trouble {
+pub(super) enum Trouble {
     /// Time may help.
     Later(&'static str, String),
     /// Never: admission has failed.
@@ -122,78 +117,13 @@ impl Kubelet {
                     .add_device(&self.place.dev, path, host, permissions)
                     .map_err(failed)?;
             }
-            let environment = devices
-                .get(text(container, "/name"))
-                .map(|got| got.environment.clone());
-            outfit.environment.extend(environment.unwrap_or_default());
+            if let Some(got) = devices.get(text(container, "/name")) {
+                outfit.environment.extend(got.environment.clone());
+                outfit.mounts.extend(got.mounts.clone());
+            }
             outfits.insert(text(container, "/name").to_owned(), outfit);
         }
         Ok(outfits)
-    }
-
-    /// Prepares the pod's claims; by entry of the pod, the CDI ids.
-    async fn prepare_claims(&self, pod: &Value) -> Result<BTreeMap<String, Vec<String>>, Trouble> {
-        const REASON: &str = "FailedPrepareDynamicResources";
-        let later = |message: String| Trouble::Later(REASON, message);
-        let mut ids = BTreeMap::new();
-        for (entry, claim) in claims_of(&self.hand, pod) {
-            let claim =
-                claim.ok_or_else(|| later(format!("the resource claim of entry {entry} does not exist")))?;
-            let name = object::name(&claim).to_owned();
-            if !is_reserved_for(&claim, pod) {
-                return Err(later(format!(
-                    "resource claim {name} is not reserved for the pod"
-                )));
-            }
-            for handle in list(&claim, "/status/allocation/resourceHandles") {
-                let driver = text(handle, "/driverName");
-                let socket = self.driver(driver).ok_or_else(|| {
-                    later(format!(
-                        "plugin name {driver} not found in the list of registered DRA plugins"
-                    ))
-                })?;
-                let request = Claim {
-                    namespace: object::namespace(&claim).to_owned(),
-                    uid: object::uid(&claim).to_owned(),
-                    name: name.clone(),
-                    resource_handle: text(handle, "/data").to_owned(),
-                    ..Claim::default()
-                };
-                let answer: Result<NodePrepareResourcesResponse, CallError> = self
-                    .calls
-                    .call(
-                        &socket,
-                        "/v1alpha3.Node/NodePrepareResources",
-                        &ClaimList::new(vec![request.clone()]),
-                        PREPARE,
-                    )
-                    .await;
-                let answer =
-                    answer.map_err(|error| later(format!("NodePrepareResources failed: {error}")))?;
-                let Some(prepared) = answer.claims.into_iter().find(|each| each.key == request.uid) else {
-                    return Err(later("NodePrepareResources skipped 1 ResourceClaims".to_owned()));
-                };
-                let prepared = prepared.value.unwrap_or_default();
-                if !prepared.error.is_empty() {
-                    return Err(later(format!(
-                        "NodePrepareResources failed for claim {name}: {}",
-                        prepared.error
-                    )));
-                }
-                let devices: &mut Vec<String> = ids.entry(entry.clone()).or_default();
-                devices.extend(prepared.cdi_devices);
-                let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-                let held = &mut running.entry(object::uid(pod).to_owned()).or_default().claims;
-                if !held.iter().any(|(_, claim)| claim.uid == request.uid) {
-                    held.push((driver.to_owned(), request));
-                }
-            }
-        }
-        Ok(ids)
-    }
-
-    fn driver(&self, name: &str) -> Option<PathBuf> {
-        self.registry.with(|plugins| plugins.drivers.get(name).cloned())
     }
 
     /// Allocates the extended resources of each container; by container, what it gets for them.
@@ -236,6 +166,14 @@ impl Kubelet {
                 let outfit = outfits.entry(text(container, "/name").to_owned()).or_default();
                 for response in answer.container_responses {
                     outfit.environment.extend(response.envs);
+                    outfit.mounts.extend(response.mounts.into_iter().map(|mount| {
+                        let options = if mount.read_only {
+                            vec!["ro".to_owned()]
+                        } else {
+                            Vec::new()
+                        };
+                        (mount.container_path, mount.host_path, options)
+                    }));
                     outfit.devices.extend(
                         response
                             .devices
@@ -314,52 +252,5 @@ impl Kubelet {
         for uid in missing {
             self.release(&uid).await;
         }
-    }
-
-    /// Unprepares the claims that no other pod uses. Whether all is done.
-    async fn release(&self, uid: &str) -> bool {
-        let (mine, others) = {
-            let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some(mine) = running.get(uid).cloned() else {
-                return true;
-            };
-            let others: BTreeSet<String> = running
-                .iter()
-                .filter(|(other, _)| *other != uid)
-                .flat_map(|(_, running)| running.claims.iter().map(|(_, claim)| claim.uid.clone()))
-                .collect();
-            (mine, others)
-        };
-        for (driver, claim) in mine
-            .claims
-            .iter()
-            .filter(|(_, claim)| !others.contains(&claim.uid))
-        {
-            let Some(socket) = self.driver(driver) else {
-                return false;
-            };
-            let answer: Result<NodeUnprepareResourcesResponse, CallError> = self
-                .calls
-                .call(
-                    &socket,
-                    "/v1alpha3.Node/NodeUnprepareResources",
-                    &ClaimList::new(vec![claim.clone()]),
-                    PREPARE,
-                )
-                .await;
-            match answer {
-                Ok(answer)
-                    if answer.claims.iter().any(|each| {
-                        each.key == claim.uid
-                            && each.value.as_ref().is_none_or(|value| value.error.is_empty())
-                    }) => {}
-                _ => return false,
-            }
-        }
-        self.running
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(uid);
-        true
     }
 }

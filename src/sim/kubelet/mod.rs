@@ -1,6 +1,7 @@
 //! The kubelet of the stage: it speaks the real gRPC doors over Unix sockets, with the headers of a real kubelet, and runs no
 //! containers: the [`runtime`](super::runtime) says what they would get.
 
+mod claims;
 mod containers;
 mod listing;
 mod plugins;

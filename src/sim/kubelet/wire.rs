@@ -93,6 +93,9 @@ impl Calls {
         } else {
             exchange().await
         };
+        if answer.is_ok() && !life.is_killed() {
+            life.show(Place::Call, method);
+        }
         match trouble {
             Some(Trouble::KilledAfter) => life.kill(),
             Some(Trouble::ReplyLost) => return Err(CallError::Late(limit)),

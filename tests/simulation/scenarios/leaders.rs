@@ -9,7 +9,7 @@ use crate::store::Kind;
 use crate::users::Use;
 
 /// The one device is about to be recorded for `younger` when the leader is paused; the new one gives it to `older`.
-fn contested() -> Stage {
+pub(super) fn contested() -> Stage {
     let mut stage = calm(&[("node-a", 1)]);
     for name in ["older", "younger"] {
         stage.create_claim(&key(name), "gpu", AllocationMode::WaitForFirstConsumer);

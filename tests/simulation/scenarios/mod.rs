@@ -2,9 +2,11 @@
 
 mod deletion;
 mod every_fault;
+mod halves;
 mod leaders;
 mod life;
 mod moments;
+mod nodes;
 mod scale;
 mod several;
 mod trouble;

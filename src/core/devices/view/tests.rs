@@ -1,5 +1,7 @@
 //! What is given and what is said, by selectors, constraints, shares and requests for all.
 
+use std::sync::Arc;
+
 use serde_json::{Value, json};
 
 use crate::api::crd::{AttributeValue, DeviceClaimParametersSpec};
@@ -34,18 +36,23 @@ fn books(shares: Option<u32>) -> Books {
 
 /// Says for every device whether its vendor is what the expression is, as the shell would.
 fn judge(books: &mut Books, expression: &str) {
-    let unjudged = books.unjudged("test", expression, None);
-    let said = unjudged.into_iter().map(|facts| {
-        let vendor = facts.value("d/vendor").cloned();
-        let said = match vendor {
-            _ if expression == "broken" => Match::Failed("No such key: z".into()),
-            Some(Attribute::String(vendor)) if *vendor == *expression => Match::Yes,
-            _ => Match::No,
-        };
-        (facts, said)
-    });
+    let expression: Arc<str> = expression.into();
+    books.want("test", &expression);
+    let said = books
+        .wanted()
+        .unjudged("test", &expression)
+        .cloned()
+        .map(|facts| {
+            let vendor = facts.value("d/vendor").cloned();
+            let said = match vendor {
+                _ if *expression == *"broken" => Match::Failed("No such key: z".into()),
+                Some(Attribute::String(vendor)) if *vendor == *expression => Match::Yes,
+                _ => Match::No,
+            };
+            (facts, said)
+        });
     let said: Vec<_> = said.collect();
-    books.matches().put(&expression.into(), said);
+    books.judged(&expression, said);
 }
 
 fn request(name: &str, count: u32, expression: &str) -> Value {

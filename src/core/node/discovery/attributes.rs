@@ -3,6 +3,8 @@
 //! Names of our own are below `drayman.dev`; for the two that Kubernetes has standardised, its own names are used
 //! (`k8s.io/dynamic-resource-allocation/deviceattribute`).
 
+use litemap::LiteMap;
+
 use super::pci::PciFacts;
 use super::usb::UsbFacts;
 use crate::api::crd::{AttributeValue, Device, DeviceAttributes, GROUP, TEXT_MAX};
@@ -42,7 +44,7 @@ const OVERHEAD: usize = 24;
 
 /// Attributes that grow one by one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Attributes(DeviceAttributes);
+pub struct Attributes(LiteMap<String, AttributeValue>);
 
 impl Attributes {
     /// Adds a text. What an inventory cannot hold is cut or left out: no device is worth less for a strange name.
@@ -96,7 +98,7 @@ impl Attributes {
 
     /// All of them, by qualified name.
     pub fn finish(self) -> DeviceAttributes {
-        self.0
+        self.0.into()
     }
 }
 

@@ -1,6 +1,6 @@
 //! Device nodes that belong together and are handed out as one device.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 /// One path that a pattern of a group matched.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,13 +57,13 @@ pub fn assemble(matches: &Matches) -> Vec<Result<Group, (Option<String>, String)
     }
     let group = |key: Option<&String>| {
         let belongs = |matched: &&Matched| matched.key.is_none() || matched.key.as_ref() == key;
-        let mut own: BTreeMap<&str, &Matched> = BTreeMap::new();
+        let mut seen: BTreeSet<&str> = BTreeSet::new();
         let mut ordered = Vec::new();
         let mut missing = Vec::new();
         for (pattern, matched) in &matches.required {
             let before = ordered.len();
             for matched in matched.iter().filter(belongs) {
-                if own.insert(&matched.path, matched).is_none() {
+                if seen.insert(&matched.path) {
                     ordered.push(matched.clone());
                 }
             }
@@ -78,18 +78,20 @@ pub fn assemble(matches: &Matches) -> Vec<Result<Group, (Option<String>, String)
             ));
         }
         for matched in matches.optional.iter().filter(belongs) {
-            if own.insert(&matched.path, matched).is_none() {
+            if seen.insert(&matched.path) {
                 ordered.push(matched.clone());
             }
         }
-        let shared = matches.shared.iter().filter(belongs);
+        let mut shared = Vec::new();
+        for matched in matches.shared.iter().filter(belongs) {
+            if seen.insert(&matched.path) {
+                shared.push(matched.clone());
+            }
+        }
         Ok(Group {
             key: key.cloned(),
             own: ordered,
-            shared: shared
-                .filter(|matched| !own.contains_key(matched.path.as_str()))
-                .cloned()
-                .collect(),
+            shared,
         })
     };
     keys.into_iter().map(group).collect()
@@ -191,11 +193,15 @@ mod tests {
         let matches = Matches {
             required: vec![("snd/control".into(), vec![matched("snd/control", None)])],
             optional: vec![matched("snd/control", None), matched("snd/pcm", None)],
-            shared: vec![matched("snd/pcm", None)],
+            shared: vec![
+                matched("snd/pcm", None),
+                matched("snd/timer", None),
+                matched("snd/timer", None),
+            ],
         };
         let groups = assemble(&matches);
         let group = groups[0].as_ref().unwrap();
         assert_eq!(paths(group), ["snd/control", "snd/pcm"]);
-        assert_eq!(group.shared, []);
+        assert_eq!(group.shared, [matched("snd/timer", None)]);
     }
 }

@@ -179,6 +179,8 @@ impl World {
                             let message = format!("the server refuses the release: {message}");
                             self.report_claim(key, "ReleaseRefused", message);
                         }
+                        // Its pod may have waited for this answer alone, which was no news.
+                        self.touch_users(key);
                     }
                     None => self.claim_vanished(key, uid),
                 }

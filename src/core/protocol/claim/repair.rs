@@ -1,9 +1,10 @@
-//! A claim that holds what another one has the better right to, as after a leader that was paused past its lease.
+//! A claim that holds what it should not: what another one has the better right to, as after a leader that was paused past its lease,
+//! or what its pod cannot use because it can have the rest of its claims nowhere.
 //!
 //! It is taken back if no pod can be using it: it is reserved for nobody, or for one pod that has no node yet. Otherwise it stays
 //! until its pod ends; the node does not prepare it.
 
-use crate::api::resource::{Pod, ResourceClaimConsumerReference};
+use crate::api::resource::{Pod, ResourceClaimConsumerReference, controller_of};
 use crate::core::protocol::event::{Answer, ClaimWrite, Command, Moment, ObjectKey, Outcome, Regarding};
 use crate::core::protocol::world::{Flight, Work, World};
 use crate::driver::Finding;
@@ -15,6 +16,8 @@ use super::{ClaimStage, ClaimState};
 pub(super) struct Misallocated {
     /// The uid of the pod that was found to have a node, or to be gone: nothing can be done as long as it is reserved for that.
     kept_for: Option<String>,
+    /// The context, with its uid, whose pod lacks another claim, if that is all that is wrong: it is over when the pod has that.
+    incomplete: Option<(ObjectKey, String)>,
 }
 
 impl ClaimState {
@@ -28,6 +31,32 @@ impl ClaimState {
             [user] => is_pod(user) && known.kept_for.as_ref() != Some(&user.uid),
             _ => false,
         }
+    }
+
+    /// Notes that it is to be taken back, if it is allocated for this pod alone. The answer is whether that is news.
+    pub(in crate::core::protocol) fn give_up_for(
+        &mut self,
+        context: &ObjectKey,
+        context_uid: &str,
+        pod_uid: &str,
+    ) -> bool {
+        let is_for_it = match self.object.status.reserved_for.as_slice() {
+            [] => controller_of(&self.object.metadata).is_some_and(|owner| owner.uid == pod_uid),
+            [user] => is_pod(user) && user.uid == pod_uid,
+            _ => false,
+        };
+        let is_news = self.is_ours
+            && self.is_delayed()
+            && !self.is_asked_back()
+            && is_for_it
+            && self.misallocated.is_none();
+        if is_news {
+            self.misallocated = Some(Misallocated {
+                kept_for: None,
+                incomplete: Some((context.clone(), context_uid.to_owned())),
+            });
+        }
+        is_news
     }
 }
 
@@ -67,6 +96,9 @@ impl World {
 
     /// Takes a claim back, or finds out whether that is right.
     pub(super) fn repair(&mut self, key: &ObjectKey) {
+        if self.is_complete_after_all(key) {
+            return;
+        }
         let Some(claim) = self.claims.get(key) else { return };
         if !claim.may_be_taken_back() {
             return;
@@ -86,6 +118,23 @@ impl World {
                 );
             }
         }
+    }
+
+    /// Whether a claim was to be taken back for a pod that no longer lacks another one, or has gone on: then it stays.
+    fn is_complete_after_all(&mut self, key: &ObjectKey) -> bool {
+        let known = self.claims.get(key).and_then(|claim| claim.misallocated.as_ref());
+        let Some((context, uid)) = known.and_then(|known| known.incomplete.as_ref()) else {
+            return false;
+        };
+        if self.pod_lacks_a_claim(context, uid) {
+            return false;
+        }
+        if let Some(claim) = self.claims.get_mut(key) {
+            claim.misallocated = None;
+        }
+        self.dirty.insert(Work::Claim(key.clone()));
+        self.touch_users(key);
+        true
     }
 
     fn take_back(&mut self, key: &ObjectKey, reserved: bool) {
@@ -113,11 +162,14 @@ impl World {
 
     /// An answer for a claim that is being repaired.
     pub(super) fn repair_answered(&mut self, key: &ObjectKey, answer: Answer, now: Moment) {
+        self.set_claim_stage(key, ClaimStage::Resting);
+        self.dirty.insert(Work::Claim(key.clone()));
+        if matches!(answer, Answer::PodRead(_)) && self.is_complete_after_all(key) {
+            return;
+        }
         let Some(claim) = self.claims.get_mut(key) else {
             return;
         };
-        claim.stage = ClaimStage::Resting;
-        self.dirty.insert(Work::Claim(key.clone()));
         match answer {
             Answer::PodRead(Ok(pod)) => {
                 let [user] = claim.object.status.reserved_for.as_slice() else {

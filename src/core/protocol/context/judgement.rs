@@ -179,7 +179,11 @@ impl World {
             Err(error) => {
                 if error.kind == CallErrorKind::Invalid {
                     context.stuck = Some(basis);
+                    let pod = context.known_pod();
                     self.begin_to_wait(key, now);
+                    if let Some(pod) = pod {
+                        self.give_up_the_rest(key, &pod);
+                    }
                 } else {
                     context.retry.failed(now);
                 }
@@ -258,6 +262,10 @@ impl World {
         self.set_trouble(key, any_unsuitable.then_some(Statistics::SOME_NODES));
         if any_unsuitable {
             self.begin_to_wait(key, now);
+        }
+        // What it has goes first: it may make the place.
+        if without_place && self.give_up_the_rest(key, pod) {
+            return;
         }
         if without_place {
             self.set_trouble(key, Some("NoSuitableDevice"));

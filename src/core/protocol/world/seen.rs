@@ -150,7 +150,7 @@ impl World {
         let state = self
             .claims
             .entry(key.clone())
-            .or_insert_with(|| ClaimState::new(object.clone()));
+            .or_insert_with(|| Box::new(ClaimState::new(object.clone())));
         if let Some(holding) = state.see(object, &driver, &finalizer, now)
             && listed
         {

@@ -1,6 +1,7 @@
 use std::sync::Arc;
 
 use super::super::stage::*;
+use crate::api::cdi::Spec;
 use crate::api::crd::Mode;
 use crate::core::node::checkpoint::ClusterFacts;
 use crate::node::companion::Companion as _;
@@ -110,5 +111,46 @@ async fn two_devices_at_one_path_of_a_container_are_refused_and_hold_nothing() {
         assert_eq!(refused.reason, "ContainerPathTaken", "{resource}");
         assert_eq!(allocate(&[&["x"], &["y"]]).await.unwrap().len(), 2);
     }
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_node_that_two_devices_bring_with_different_permissions_is_there_once_with_all_of_them() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    for (device, permissions) in [("x", "r"), ("y", "rw")] {
+        driver.control.lock().unwrap().insert(device.into(), permissions);
+    }
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x", "y"]).await.unwrap();
+    life.prepare(B, &["x"]).await.unwrap_err();
+    let control = |uid: &str| {
+        let spec: Spec =
+            serde_json::from_slice(&std::fs::read(root.path().join("cdi").join(file(uid))).unwrap()).unwrap();
+        let nodes = spec
+            .devices
+            .into_iter()
+            .flat_map(|device| device.container_edits.device_nodes);
+        let control = nodes.filter(|node| node.path == CONTROL);
+        control.map(|node| node.permissions).collect::<Vec<_>>()
+    };
+    assert_eq!(control(A), ["rw"]);
+    life.unprepare(A).await.unwrap();
+    life.prepare(B, &["x"]).await.unwrap();
+    assert_eq!(control(B), ["r"], "no more than its own device brings");
+    life.unprepare(B).await.unwrap();
+
+    driver.say(&["x", "y"], "serial", Mode::ExtendedResource);
+    let mut devices = life.handle.plugin_devices(SERIAL).unwrap();
+    devices.wait_for(|devices| devices.len() == 2).await.unwrap();
+    let containers = vec![vec!["x".to_owned(), "y".to_owned()]];
+    let granted = life.handle.allocate(SERIAL, containers).await.unwrap();
+    let control = granted[0]
+        .device_nodes
+        .iter()
+        .filter(|node| node.host_path == CONTROL);
+    assert_eq!(
+        control.map(|node| node.permissions.as_str()).collect::<Vec<_>>(),
+        ["rw"]
+    );
     life.end().await;
 }

@@ -1,0 +1,76 @@
+//! Asks the components of Kubernetes whether the feature gate is on, as far as they can be asked through the API server.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use http::Request;
+use jiff::Timestamp;
+use kube::Client;
+use tokio::time::{Instant, timeout_at};
+
+use super::read;
+use crate::api::crd::NodeInventory;
+use crate::cli::Error;
+use crate::core::inspect::doctor::Finding;
+use crate::core::inspect::gates::{Answer, api_server, by_symptoms, kubelets};
+use crate::core::node::naming::is_dns_subdomain;
+
+/// For all of them together to answer: a node that is cut off would be waited for long.
+const LIMIT: Duration = Duration::from_secs(20);
+/// Kubelets that are asked at once.
+const CONCURRENCY: usize = 16;
+/// A node's name, at most, in bytes.
+const NODE_NAME_MAX: usize = 253;
+
+/// What was found, and what could not be read.
+pub(super) async fn look(
+    client: &Client,
+    driver: &str,
+    inventories: Option<&[NodeInventory]>,
+) -> (Vec<Finding>, Vec<Error>) {
+    let deadline = Instant::now() + LIMIT;
+    let mut findings = vec![api_server(&ask(client, "/metrics", deadline).await)];
+    let nodes: BTreeSet<&str> = inventories
+        .unwrap_or_default()
+        .iter()
+        .filter(|object| object.spec.driver_name == driver)
+        .map(|object| object.spec.node_name.as_str())
+        // It becomes part of a path, and companions write it.
+        .filter(|name| is_dns_subdomain(name, NODE_NAME_MAX))
+        .collect();
+    let answers: BTreeMap<String, Answer> = futures::stream::iter(nodes)
+        .map(|node| async move {
+            let path = format!("/api/v1/nodes/{node}/proxy/metrics");
+            (node.to_owned(), ask(client, &path, deadline).await)
+        })
+        .buffer_unordered(CONCURRENCY)
+        .collect()
+        .await;
+    findings.extend(kubelets(&answers));
+    let mut errors = Vec::new();
+    match symptoms(client).await {
+        Ok(found) => findings.extend(found),
+        Err(error) => errors.push(error),
+    }
+    (findings, errors)
+}
+
+async fn ask(client: &Client, path: &str, deadline: Instant) -> Answer {
+    let request = match Request::get(path).body(Vec::new()) {
+        Ok(request) => request,
+        Err(error) => return Answer::NotAsked(error.to_string()),
+    };
+    match timeout_at(deadline, client.request_text(request)).await {
+        Ok(Ok(text)) => Answer::of_metrics(&text),
+        Ok(Err(kube::Error::Api(status))) => Answer::NotAsked(status.message.clone()),
+        Ok(Err(error)) => Answer::NotAsked(error.to_string()),
+        Err(_) => Answer::NotAsked(format!("no answer within {} s", LIMIT.as_secs())),
+    }
+}
+
+async fn symptoms(client: &Client) -> Result<Vec<Finding>, Error> {
+    let (pods, claims) = (read::all(client).await?, read::all(client).await?);
+    let contexts = read::all(client).await?;
+    Ok(by_symptoms(&pods, &claims, &contexts, Timestamp::now()))
+}

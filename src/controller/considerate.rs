@@ -1,0 +1,108 @@
+//! A client that does what a busy API server asks for: after an answer of 429 with `Retry-After`, nothing is sent before that.
+//!
+//! The server's priority and fairness says it in the header alone, with a text that is no Status (`tooManyRequests` in apiserver's
+//! `priority-and-fairness.go`), so that it is seen here or nowhere. A request that waits counts its time as if it were under way.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use http::header::RETRY_AFTER;
+use http::{Request, Response, StatusCode};
+use kube::client::Body;
+use tokio::time::Instant;
+
+/// How long is waited at most, whatever the server says: a fault that has gone costs nobody more.
+const LONGEST: Duration = Duration::from_secs(30);
+
+/// Until when nothing is sent. Clones are the same.
+#[derive(Clone, Debug, Default)]
+struct Pause(Arc<Mutex<Option<Instant>>>);
+
+impl Pause {
+    fn until(&self) -> Option<Instant> {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns when something may be sent.
+    async fn over(&self) {
+        // While one waits, another may be told to wait longer.
+        while let Some(until) = self.until().filter(|until| *until > Instant::now()) {
+            tokio::time::sleep_until(until).await;
+        }
+    }
+
+    fn note<B>(&self, response: &Response<B>) {
+        let Some(pause) = asked(response) else { return };
+        let until = Instant::now() + pause;
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *known = Some(known.map_or(until, |known| known.max(until)));
+        tracing::debug!("the API server has too much to do: nothing is sent to it for {pause:?}");
+    }
+}
+
+/// For how long the server wants to be left alone.
+fn asked<B>(response: &Response<B>) -> Option<Duration> {
+    if response.status() != StatusCode::TOO_MANY_REQUESTS {
+        return None;
+    }
+    let seconds = response.headers().get(RETRY_AFTER)?.to_str().ok()?;
+    let seconds = seconds.trim().parse().ok()?;
+    Some(Duration::from_secs(seconds).min(LONGEST))
+}
+
+/// The same client, with pauses that are kept. Must be called within a runtime.
+pub(super) fn considerate(client: &kube::Client) -> kube::Client {
+    let namespace = client.default_namespace().to_owned();
+    let (client, pause) = (client.clone(), Pause::default());
+    let service = tower::service_fn(move |request: Request<Body>| {
+        let (client, pause) = (client.clone(), pause.clone());
+        async move {
+            pause.over().await;
+            let response = client.send(request).await?;
+            pause.note(&response);
+            Ok::<_, kube::Error>(response)
+        }
+    });
+    kube::Client::new(service, namespace)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(code: u16, header: Option<&str>) -> Response<()> {
+        let mut response = Response::builder().status(code);
+        if let Some(value) = header {
+            response = response.header(RETRY_AFTER, value);
+        }
+        response.body(()).unwrap()
+    }
+
+    #[test]
+    fn only_a_429_with_seconds_asks_for_a_pause_and_never_for_a_long_one() {
+        assert_eq!(asked(&answer(429, Some("2"))), Some(Duration::from_secs(2)));
+        assert_eq!(asked(&answer(429, Some("86400"))), Some(LONGEST));
+        for (code, header) in [
+            (429, None),
+            (429, Some("Wed, 21 Oct 2026 07:28:00 GMT")),
+            (429, Some("-1")),
+            (503, Some("2")),
+            (200, Some("2")),
+        ] {
+            assert_eq!(asked(&answer(code, header)), None, "{code} {header:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_longest_pause_counts_and_ends() {
+        let (pause, start) = (Pause::default(), Instant::now());
+        pause.over().await;
+        assert_eq!(start.elapsed(), Duration::ZERO);
+        pause.note(&answer(429, Some("3")));
+        pause.note(&answer(429, Some("1")));
+        pause.over().await;
+        assert_eq!(start.elapsed(), Duration::from_secs(3));
+        pause.over().await;
+        assert_eq!(start.elapsed(), Duration::from_secs(3));
+    }
+}

@@ -1,0 +1,114 @@
+//! The selectors of several claims at once.
+
+use std::time::Duration;
+
+use futures::FutureExt as _;
+
+use super::*;
+use crate::api::crd::{AttributeValue, DeviceClassParametersSpec, DeviceSelector};
+use crate::core::devices::facts::Match;
+use crate::core::devices::fixture::{self, DRIVER};
+
+/// A node with so many devices of a kind, no two of them alike.
+fn node(name: &str, kind: &str, devices: usize) -> (String, Node) {
+    let names: Vec<String> = (0..devices).map(|number| format!("d{number}")).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let mut inventory = fixture::inventory(name, name, &names);
+    for (number, device) in inventory.spec.devices.iter_mut().enumerate() {
+        device.kind = kind.to_owned();
+        let number = i64::try_from(number).unwrap();
+        device
+            .attributes
+            .insert("d/number".into(), AttributeValue::int(number));
+    }
+    (name.to_owned(), Node::read(&inventory))
+}
+
+fn class(kind: &str, expression: &str) -> ClassParameters {
+    let spec = DeviceClassParametersSpec {
+        kind: kind.to_owned(),
+        selectors: vec![DeviceSelector::cel(expression)],
+        ..DeviceClassParametersSpec::default()
+    };
+    ClassParameters::check("class", &spec).unwrap()
+}
+
+async fn judge(driver: HostDriver, class: ClassParameters) -> Result<(), DriverError> {
+    driver.shared.judge_all(class.kind(), class.selectors()).await
+}
+
+/// What was said of how many devices.
+fn said(driver: &HostDriver) -> usize {
+    driver.shared.state().books.matches().len()
+}
+
+async fn until(met: impl Fn() -> bool) {
+    while !met() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_dear_expression_over_many_devices_does_not_hold_up_the_claims_of_others() {
+    const DEVICES: usize = 5_000;
+    let driver = HostDriver::unwatched(DRIVER);
+    let nodes = vec![node("large", "large", DEVICES), node("small", "small", 1)];
+    driver.shared.inventories(Change::All(nodes));
+    // Some milliseconds for each device: nearly all that an expression may cost.
+    let dear = format!("[{}].all(a, a + a + a > 0)", vec!["1"; 400].join(","));
+    let dear = class("large", &dear);
+    let claims: Vec<_> = (0..8)
+        .map(|_| tokio::spawn(judge(driver.clone(), dear.clone())))
+        .collect();
+    until(|| said(&driver) > 0).await;
+
+    let cheap = class("small", "device.attributes['d'].number == 0");
+    judge(driver.clone(), cheap.clone()).await.unwrap();
+    let state = driver.shared.state();
+    let expression = dear.selectors()[0].expression();
+    let left = state.books.wanted().unjudged("large", expression).count();
+    assert!(
+        left > DEVICES / 2,
+        "the dear one is far from done: {left} are left"
+    );
+    let facts = [("d/number".into(), crate::core::devices::facts::Attribute::Int(0))];
+    let facts = facts.into_iter().collect();
+    let expression = cheap.selectors()[0].expression();
+    assert_eq!(state.books.matches().get(expression, &facts), Some(&Match::Yes));
+    drop(state);
+    for claim in claims {
+        claim.abort();
+    }
+}
+
+#[tokio::test]
+async fn what_is_new_in_an_inventory_is_judged_before_anybody_asks_and_nothing_else_is() {
+    let driver = HostDriver::unwatched(DRIVER);
+    let mut changes = std::pin::pin!(driver.capacity_changes());
+    let nodes = vec![node("a", "test", 3)];
+    driver.shared.inventories(Change::All(nodes));
+    let class = class("test", "device.attributes['d'].number > 1");
+    judge(driver.clone(), class.clone()).await.unwrap();
+    assert_eq!(said(&driver), 3);
+    // Devices that are alike, and those of another kind.
+    let (name, same) = node("b", "test", 2);
+    driver.shared.inventories(Change::Set(name, same));
+    let (name, other) = node("c", "other", 9);
+    driver.shared.inventories(Change::Set(name, other));
+    driver.shared.judge_anew();
+    assert!(driver.shared.state().due().is_none());
+    while changes.next().now_or_never().is_some() {}
+
+    let (name, more) = node("a", "test", 5);
+    driver.shared.inventories(Change::Set(name, more));
+    let new = changes.next().await.unwrap();
+    assert_eq!((new.cause, new.pods), (CapacityCause::Inventory, Some(2)));
+    driver.shared.judge_anew();
+    let judged = changes.next().await.unwrap();
+    assert_eq!(
+        (judged.cause, judged.pods),
+        (CapacityCause::Inventory, Some(2)),
+        "who was refused because it was not judged hears of it"
+    );
+    assert_eq!(said(&driver), 5);
+}

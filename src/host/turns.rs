@@ -1,0 +1,96 @@
+//! Whose turn it is to have devices judged: one expression after the other, a turn at a time, so that one for which much has to
+//! be done delays another by no more than its turn.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use tokio::sync::{Mutex as AsyncMutex, MutexGuard, OwnedMutexGuard};
+
+/// The turns of all expressions.
+#[derive(Debug, Default)]
+pub(crate) struct Turns {
+    /// Held for one turn. Who asks first has it first, and asks anew for the next.
+    turn: AsyncMutex<()>,
+    /// Those who wait for the same expression, of whom one asks for turns: a hundred claims with one expression are one in turn.
+    lines: Mutex<BTreeMap<Arc<str>, Weak<AsyncMutex<()>>>>,
+}
+
+impl Turns {
+    /// The right to ask for turns for an expression.
+    pub(crate) async fn line(&self, expression: &Arc<str>) -> OwnedMutexGuard<()> {
+        let line = {
+            let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+            lines.retain(|_, line| line.strong_count() > 0);
+            let line = lines.get(expression).and_then(Weak::upgrade).unwrap_or_default();
+            lines.insert(Arc::clone(expression), Arc::downgrade(&line));
+            line
+        };
+        line.lock_owned().await
+    }
+
+    /// A turn.
+    pub(crate) async fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn many_who_want_much_of_one_expression_are_one_in_turn_with_another() {
+        let turns = Arc::new(Turns::default());
+        let log: Arc<Mutex<Vec<&str>>> = Arc::default();
+        let work = |name: &'static str, times: usize| {
+            let (turns, log) = (Arc::clone(&turns), Arc::clone(&log));
+            tokio::spawn(async move {
+                let _line = turns.line(&name.into()).await;
+                for _ in 0..times {
+                    let _turn = turns.turn().await;
+                    log.lock().unwrap().push(name);
+                    tokio::task::yield_now().await;
+                }
+            })
+        };
+        let dear: Vec<_> = (0..20).map(|_| work("dear", 5)).collect();
+        while log.lock().unwrap().is_empty() {
+            tokio::task::yield_now().await;
+        }
+        let asked = log.lock().unwrap().len();
+        work("cheap", 2).await.unwrap();
+        for dear in dear {
+            dear.await.unwrap();
+        }
+        let log = log.lock().unwrap();
+        let cheap: Vec<usize> = (0..log.len()).filter(|&place| log[place] == "cheap").collect();
+        assert_eq!((cheap.len(), log.len()), (2, 102));
+        let [first, second] = cheap[..] else {
+            panic!("{log:?}")
+        };
+        assert!(first <= asked + 2 && second <= first + 2, "{asked}: {log:?}");
+        let lines = turns.lines.lock().unwrap();
+        assert!(
+            lines.values().all(|line| line.strong_count() == 0),
+            "nothing is kept"
+        );
+    }
+
+    #[tokio::test]
+    async fn who_gives_up_in_the_middle_leaves_the_line_to_the_next() {
+        let turns = Turns::default();
+        let expression = "x".into();
+        {
+            let _line = turns.line(&expression).await;
+            let _turn = turns.turn().await;
+            let waiting = turns.line(&expression);
+            tokio::select! {
+                biased;
+                _ = waiting => panic!("two in one line"),
+                () = tokio::task::yield_now() => {}
+            }
+        }
+        let _line = turns.line(&expression).await;
+        drop(turns.turn().await);
+    }
+}

@@ -1,0 +1,248 @@
+//! What two kinds both give to a container: refused with the file where kubelet would make a choice that nobody has made.
+//!
+//! A claim's devices come to the container runtime with everything that any of them allows. Of two extended resources of one
+//! container, kubelet takes each device node and each mount from whichever it looks at first, in no order (1.27 to 1.36,
+//! `pkg/kubelet/cm/devicemanager/pod_devices.go`, `deviceRunContainerOptions`): what the container may do would be left to chance.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::kind::RawKind;
+use super::pattern::PathPattern;
+use super::source::{NODE_VFIO, VFIO_CONTAINER};
+use super::{DeviceKind, KindMode, Place, Refused, Source};
+
+/// Where the file speaks of what a kind allows.
+pub(super) struct Places {
+    permissions: Place,
+    mounts: Place,
+}
+
+impl Places {
+    /// The fields, or the whole kind for those that it does not have.
+    pub(super) fn of(raw: &RawKind, whole: Place) -> Self {
+        let permissions = raw.permissions.as_ref().map(|raw| Place::of(raw.referenced));
+        let mounts = raw.mounts.as_ref().map(|raw| Place::of(raw.referenced));
+        Self {
+            permissions: permissions.unwrap_or(whole),
+            mounts: mounts.unwrap_or(whole),
+        }
+    }
+}
+
+/// Refuses a kind that gives the same thing as an earlier one and allows something else with it, where both do it through the device
+/// plugin API. Only what is known to the letter is seen here.
+pub(super) fn check(
+    earlier: &[Arc<DeviceKind>],
+    kind: &DeviceKind,
+    field: &str,
+    places: &Places,
+) -> Result<(), Refused> {
+    if !described_to_kubelet(kind) {
+        return Ok(());
+    }
+    for other in earlier.iter().filter(|other| described_to_kubelet(other)) {
+        check_permissions(other, kind, field, places)?;
+        check_mounts(other, kind, field, places)?;
+    }
+    Ok(())
+}
+
+/// Whether containers get devices of the kind by a description in kubelet's hands. What is given by its CDI name is added up by the
+/// container runtime.
+fn described_to_kubelet(kind: &DeviceKind) -> bool {
+    !matches!(kind.doors.mode, KindMode::Claims) && !kind.doors.cdi_devices
+}
+
+fn check_permissions(
+    other: &DeviceKind,
+    kind: &DeviceKind,
+    field: &str,
+    places: &Places,
+) -> Result<(), Refused> {
+    if other.permissions == kind.permissions {
+        return Ok(());
+    }
+    let theirs = nodes(other);
+    // A node that neither shares is the first kind's alone.
+    let both = nodes(kind).into_iter().find(|(place, shared)| {
+        let other = theirs.get(place);
+        other.is_some_and(|other_shared| *shared || *other_shared)
+    });
+    match both {
+        None => Ok(()),
+        Some(((path, _), _)) => Err((
+            places.permissions,
+            format!(
+                "{field}.permissions {:?}: kind {:?} gives /dev/{path} too, with {:?}, and of two extended resources of one container kubelet takes either; give both kinds the same permissions, or the node another path in containerPaths",
+                kind.permissions, other.name, other.permissions
+            ),
+        )),
+    }
+}
+
+fn check_mounts(other: &DeviceKind, kind: &DeviceKind, field: &str, places: &Places) -> Result<(), Refused> {
+    for (index, mount) in kind.mounts.iter().enumerate() {
+        let differs = other.mounts.iter().any(|other| {
+            (&other.host_path, &other.container_path) == (&mount.host_path, &mount.container_path)
+                && other.read_only != mount.read_only
+        });
+        if differs {
+            return Err((
+                places.mounts,
+                format!(
+                    "{field}.mounts[{index}].readOnly {}: kind {:?} mounts {:?} with {}, and of two extended resources of one container kubelet takes either; write the same in both, or give one another containerPath",
+                    mount.read_only, other.name, mount.host_path, !mount.read_only
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// A device node below the host's `/dev`, and where a container sees it.
+type At<'a> = (&'a str, String);
+
+/// The device nodes of a kind that are known before any device is found, and whether they belong to none of its devices.
+fn nodes(kind: &DeviceKind) -> BTreeMap<At<'_>, bool> {
+    match &kind.source {
+        Source::Paths(paths) => paths.iter().filter_map(|path| named(kind, path, false)).collect(),
+        Source::Groups(groups) => {
+            let own = groups
+                .iter()
+                .flat_map(|group| group.required.iter().chain(&group.optional));
+            let shared = groups.iter().flat_map(|group| &group.shared);
+            own.filter_map(|path| named(kind, path, false))
+                .chain(shared.filter_map(|path| named(kind, path, true)))
+                .collect()
+        }
+        Source::Usb(_) => BTreeMap::new(),
+        Source::Pci(pci) => {
+            let mut entries = pci.nodes.iter().chain(&pci.optional_nodes);
+            let vfio = entries.any(|entry| entry == NODE_VFIO);
+            // The group's own node is the first of the entry.
+            let container = vfio.then(|| seen(kind, NODE_VFIO, VFIO_CONTAINER, "1"));
+            container.flatten().map(|node| (node, true)).into_iter().collect()
+        }
+    }
+}
+
+fn named<'a>(kind: &DeviceKind, pattern: &'a PathPattern, shared: bool) -> Option<(At<'a>, bool)> {
+    let literal = pattern.is_literal();
+    let node = literal.then(|| seen(kind, pattern.text(), pattern.relative(), "0"));
+    node.flatten().map(|node| (node, shared))
+}
+
+/// Where a container sees a node, unless that is elsewhere for each device.
+fn seen<'a>(kind: &DeviceKind, entry: &str, path: &'a str, number: &str) -> Option<At<'a>> {
+    match kind.container_paths.get(entry) {
+        None => Some((path, format!("/dev/{path}"))),
+        Some(template) if template.contains("{device}") || template.contains("{key}") => None,
+        Some(template) => Some((path, template.replace("{n}", number))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::NodeConfiguration;
+
+    /// Two kinds, the second from line 5 on, each with an extended resource unless it says otherwise.
+    fn read(kinds: [&str; 2]) -> Result<(), String> {
+        let mut text = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n".to_owned();
+        for (name, kind) in ["a", "b"].into_iter().zip(kinds) {
+            let mode = if kind.contains("mode: ") {
+                String::new()
+            } else {
+                format!("mode: extended-resource, resourceName: example.com/{name}, ")
+            };
+            text += &format!("- {{name: {name}, {mode}{kind}}}\n");
+        }
+        NodeConfiguration::parse(&text)
+            .map(drop)
+            .map_err(|(place, problem)| format!("{}: {problem}", place.line))
+    }
+
+    const READS: &str = "groups: [{required: [\"/dev/a{key}\"], shared: [/dev/control]}], permissions: r";
+    const WRITES: &str = "groups: [{required: [\"/dev/b{key}\"], shared: [/dev/control]}]";
+
+    #[test]
+    fn a_node_that_two_extended_resources_give_with_different_permissions_is_refused_with_both_and_what_to_do()
+     {
+        let gpu = "pci: {match: [{vendor: \"10de\"}]}";
+        let network = "pci: {match: [{class: \"02\"}]}, permissions: rwm";
+        for (kinds, expected) in [
+            (
+                [READS, WRITES],
+                "5: kinds[1].permissions \"rw\": kind \"a\" gives /dev/control too, with \"r\"",
+            ),
+            (
+                [WRITES, READS],
+                "5: kinds[1].permissions \"r\": kind \"a\" gives /dev/control too, with \"rw\"",
+            ),
+            (
+                ["paths: [/dev/control], permissions: r", WRITES],
+                "kind \"a\" gives /dev/control too, with \"r\"",
+            ),
+            (
+                [gpu, network],
+                "\"rwm\": kind \"a\" gives /dev/vfio/vfio too, with \"rw\"",
+            ),
+            (
+                [
+                    READS,
+                    "mode: both, resourceName: example.com/b, groups: [{required: [/dev/b], shared: [/dev/control]}]",
+                ],
+                "kind \"a\" gives /dev/control too",
+            ),
+        ] {
+            let message = read(kinds).unwrap_err();
+            assert!(message.contains(expected), "{expected} in {message}");
+            assert!(
+                message.contains("the same permissions") && message.contains("containerPaths"),
+                "{message}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_mount_that_two_extended_resources_give_for_reading_and_for_writing_is_refused() {
+        let mounting = |path: &str, rest: &str| {
+            format!("paths: [{path}], mounts: [{{hostPath: /opt/lib, containerPath: /lib/vendor{rest}}}]")
+        };
+        let (reads, writes) = (mounting("/dev/a", ""), mounting("/dev/b", ", readOnly: false"));
+        let message = read([&reads, &writes]).unwrap_err();
+        for word in [
+            "5: kinds[1].mounts[0].readOnly false",
+            "kind \"a\" mounts \"/opt/lib\" with true",
+            "the same in both",
+        ] {
+            assert!(message.contains(word), "{word} in {message}");
+        }
+        read([&reads, &mounting("/dev/b", "")]).unwrap();
+        read([&reads, &format!("mode: claims, {writes}")]).unwrap();
+    }
+
+    #[test]
+    fn what_the_runtime_adds_up_or_no_container_gets_from_both_is_taken() {
+        for kinds in [
+            // Claims, and those that are given by name.
+            [&format!("mode: claims, {READS}"), WRITES],
+            [READS, &format!("mode: claims, {WRITES}")],
+            [&format!("cdiDevices: true, {READS}"), WRITES],
+            // The same permissions, another path, another for each device.
+            [READS, &format!("{WRITES}, permissions: r")],
+            [
+                READS,
+                &format!("{WRITES}, containerPaths: {{/dev/control: /dev/writable}}"),
+            ],
+            [
+                READS,
+                &format!("{WRITES}, containerPaths: {{/dev/control: \"/dev/c-{{device}}\"}}"),
+            ],
+            // A device that two kinds describe is the first's alone.
+            ["paths: [/dev/a], permissions: r", "paths: [/dev/a]"],
+        ] {
+            read(kinds).unwrap_or_else(|message| panic!("{kinds:?}: {message}"));
+        }
+    }
+}

@@ -1,0 +1,62 @@
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::stage::*;
+
+/// A claim whose prepare has failed, at a driver that cannot undo what it did for it.
+async fn half_done(life: &Life, driver: &Said) {
+    driver.stuck.store(true, Ordering::SeqCst);
+    driver.gone.lock().unwrap().insert("x".into());
+    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason, "DeviceGone");
+    driver.gone.lock().unwrap().clear();
+}
+
+async fn held(life: &Life) -> Vec<String> {
+    let holdings = life.handle.records().holdings().await.unwrap();
+    holdings.into_iter().map(|holding| holding.uid).collect()
+}
+
+#[tokio::test]
+async fn what_a_driver_cannot_undo_is_kept_from_everybody_until_it_can() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    half_done(&life, &driver).await;
+    assert_eq!(held(&life).await, [A]);
+    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason, "DeviceFailed");
+    driver.stuck.store(false, Ordering::SeqCst);
+    life.prepare(B, &["x"]).await.unwrap();
+    assert_eq!(held(&life).await, [B]);
+    assert!(driver.undone.lock().unwrap().contains(A));
+    life.end().await;
+}
+
+#[tokio::test]
+async fn what_a_driver_cannot_undo_is_undone_at_a_later_look_if_nobody_asks() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    half_done(&life, &driver).await;
+    let records = life.handle.records();
+    records.look(Duration::from_secs(1)).await.unwrap();
+    assert_eq!(held(&life).await, [A]);
+    driver.stuck.store(false, Ordering::SeqCst);
+    records.look(Duration::from_secs(2)).await.unwrap();
+    assert!(held(&life).await.is_empty());
+    drop(records);
+    life.end().await;
+}
+
+#[tokio::test]
+async fn what_a_driver_cannot_undo_at_a_start_is_undone_at_the_next() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    half_done(&life, &driver).await;
+    life.end().await;
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    assert_eq!(held(&life).await, [A], "it is not forgotten");
+    life.end().await;
+    driver.stuck.store(false, Ordering::SeqCst);
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    assert!(held(&life).await.is_empty());
+    assert!(driver.undone.lock().unwrap().contains(A));
+    life.end().await;
+}

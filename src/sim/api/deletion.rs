@@ -1,0 +1,155 @@
+//! What the deletion of an object asks for (`DeleteOptions`).
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{DeleteOptions, Preconditions};
+use serde_json::{Value, json};
+
+use super::query::Query;
+use super::refusal::{FieldError, Refusal};
+
+/// How an object is deleted.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Deletion {
+    /// How long it is given to end, in seconds; only pods are.
+    pub(crate) grace: Option<i64>,
+    /// The uid that it must have; empty for any.
+    pub(crate) uid: String,
+    /// The version that it must have; empty for any.
+    pub(crate) version: String,
+}
+
+impl Deletion {
+    /// Reads a body, or the parameters if there is none.
+    pub(crate) fn read(body: Option<Value>, query: &Query) -> Result<Self, Refusal> {
+        let options = match body {
+            Some(body) => from_body(body)?,
+            None => DeleteOptions {
+                grace_period_seconds: query.number("gracePeriodSeconds")?,
+                propagation_policy: query.given("propagationPolicy").map(str::to_owned),
+                orphan_dependents: query
+                    .given("orphanDependents")
+                    .map(|_| query.is("orphanDependents")),
+                ..DeleteOptions::default()
+            },
+        };
+        let mut dry_run = options.dry_run.unwrap_or_default();
+        // The real server does not look there if there is a body. Here it is refused, and nothing is deleted that was not meant.
+        dry_run.extend(query.given("dryRun").map(str::to_owned));
+        let policy = options.propagation_policy.as_deref();
+        let errors = wrong(&dry_run, policy, options.orphan_dependents);
+        if !errors.is_empty() {
+            return Err(Refusal::options("DeleteOptions", &errors));
+        }
+        if !dry_run.is_empty() {
+            return Err(Refusal::dry_run());
+        }
+        if options.orphan_dependents == Some(true) || !matches!(policy, None | Some("Background")) {
+            return Err(Refusal::bad_request(format!(
+                "propagationPolicy {:?} is not played on this stage: dependents are deleted in the background",
+                policy.unwrap_or("Orphan")
+            )));
+        }
+        let Preconditions {
+            uid,
+            resource_version,
+        } = options.preconditions.unwrap_or_default();
+        Ok(Self {
+            // Less than nothing is nearly nothing.
+            grace: options
+                .grace_period_seconds
+                .map(|seconds| if seconds < 0 { 1 } else { seconds }),
+            uid: uid.unwrap_or_default(),
+            version: resource_version.unwrap_or_default(),
+        })
+    }
+}
+
+fn from_body(body: Value) -> Result<DeleteOptions, Refusal> {
+    match &body {
+        Value::Null => return Ok(DeleteOptions::default()),
+        Value::Object(_) => {}
+        _ => {
+            return Err(Refusal::internal(
+                "couldn't get version/kind; json parse error: json: cannot unmarshal it into an object",
+            ));
+        }
+    }
+    let options: DeleteOptions =
+        serde_json::from_value(body).map_err(|error| Refusal::internal(format!("json: {error}")))?;
+    match options.kind.as_deref() {
+        None | Some("" | "DeleteOptions") => Ok(options),
+        Some(kind) => Err(Refusal::internal(format!(
+            "no kind {kind:?} is registered for version {:?} in scheme \"pkg/runtime/scheme.go:100\"",
+            options.api_version.unwrap_or_default()
+        ))),
+    }
+}
+
+/// `ValidateDeleteOptions`.
+fn wrong(dry_run: &[String], policy: Option<&str>, orphan: Option<bool>) -> Vec<FieldError> {
+    let mut errors = Vec::new();
+    let supported = ["Foreground", "Background", "Orphan", "nil"];
+    match policy {
+        Some(policy) if orphan.is_some() => errors.push(FieldError::invalid(
+            "propagationPolicy",
+            &json!(policy),
+            "orphanDependents and deletionPropagation cannot be both set",
+        )),
+        Some(policy) if !matches!(policy, "Foreground" | "Background" | "Orphan") => errors.push(
+            FieldError::not_supported("propagationPolicy", &json!(policy), &supported),
+        ),
+        _ => {}
+    }
+    if dry_run.iter().any(|each| each != "All") {
+        let shown: Vec<String> = dry_run.iter().map(|each| format!("{each:?}")).collect();
+        errors.push(FieldError {
+            cause: "FieldValueNotSupported",
+            field: "dryRun".to_owned(),
+            message: format!(
+                "Unsupported value: []string{{{}}}: supported values: \"All\"",
+                shown.join(", ")
+            ),
+        });
+    }
+    errors
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(body: Value) -> Result<Deletion, Refusal> {
+        Deletion::read(Some(body), &Query::read(""))
+    }
+
+    #[test]
+    fn what_is_no_options_is_refused() {
+        for body in [
+            json!([]),
+            json!(7),
+            json!({ "gracePeriodSeconds": "x" }),
+            json!({ "preconditions": 7 }),
+            json!({ "kind": "Pod", "apiVersion": "v1" }),
+        ] {
+            assert_eq!(read(body.clone()).unwrap_err().code, 500, "{body}");
+        }
+        assert!(read(Value::Null).is_ok());
+    }
+
+    #[test]
+    fn a_dry_run_is_refused_wherever_it_is_asked_for() {
+        assert_eq!(read(json!({ "dryRun": ["All"] })).unwrap_err().code, 400);
+        assert_eq!(read(json!({ "dryRun": ["Some"] })).unwrap_err().code, 422);
+        let query = Query::read("dryRun=All");
+        assert_eq!(Deletion::read(None, &query).unwrap_err().code, 400);
+        assert_eq!(Deletion::read(Some(json!({})), &query).unwrap_err().code, 400);
+    }
+
+    #[test]
+    fn a_grace_below_nothing_is_a_second() {
+        assert_eq!(read(json!({ "gracePeriodSeconds": -5 })).unwrap().grace, Some(1));
+        assert_eq!(
+            read(json!({ "gracePeriodSeconds": i64::MAX })).unwrap().grace,
+            Some(i64::MAX)
+        );
+    }
+}

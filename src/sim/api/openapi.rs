@@ -1,0 +1,80 @@
+//! OpenAPI v3, as far as kubectl reads it before it sends an object: which kinds the server itself checks for unknown and doubled
+//! fields (`QueryParamVerifierV3` of cli-runtime). There are no schemas, so that `kubectl explain` has nothing to explain.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde_json::{Map, Value, json};
+
+use super::discovery::KUBERNETES;
+use super::kinds::Kind;
+
+/// What the real server calls OpenAPI v2 in the form in which kubectl asks for it, when v3 does not know a kind. An empty document
+/// says that v2 does not know it either, and is no bytes at all.
+pub(crate) const PROTOBUF: &str = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf";
+
+/// `api/v1` or `apis/<group>/<version>`.
+fn path_of(kind: &Kind) -> String {
+    match kind.group.as_str() {
+        "" => format!("api/{}", kind.version),
+        group => format!("apis/{group}/{}", kind.version),
+    }
+}
+
+/// `/openapi/v3`: where the document of each version of a group is.
+pub(crate) fn index(kinds: &[Arc<Kind>]) -> Value {
+    let paths: BTreeMap<String, Value> = kinds
+        .iter()
+        .map(|kind| {
+            let path = path_of(kind);
+            let url = format!("/openapi/v3/{path}");
+            (path, json!({ "serverRelativeURL": url }))
+        })
+        .collect();
+    json!({ "paths": paths })
+}
+
+/// `/openapi/v3/<path>`: that each kind is patched with `fieldValidation`; none if there is no such version.
+pub(crate) fn document(kinds: &[Arc<Kind>], path: &str) -> Option<Value> {
+    let mut paths = Map::new();
+    for kind in kinds.iter().filter(|kind| path_of(kind) == path) {
+        let within = if kind.namespaced {
+            "namespaces/{namespace}/"
+        } else {
+            ""
+        };
+        let patch = json!({
+            "x-kubernetes-action": "patch",
+            "x-kubernetes-group-version-kind": { "group": kind.group, "version": kind.version, "kind": kind.kind },
+            "parameters": [{ "name": "fieldValidation", "in": "query", "schema": { "type": "string", "uniqueItems": true } }],
+            "responses": { "200": { "description": "OK" } },
+        });
+        let place = format!("/{path}/{within}{}/{{name}}", kind.plural);
+        paths.insert(place, json!({ "patch": patch }));
+    }
+    let info = json!({ "title": "Kubernetes", "version": KUBERNETES });
+    (!paths.is_empty()).then(|| json!({ "openapi": "3.0.0", "info": info, "paths": paths }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::kinds::built_in;
+    use super::*;
+
+    #[test]
+    fn every_version_of_the_index_has_a_document_that_names_its_kinds() {
+        let kinds = built_in();
+        let index = index(&kinds);
+        let paths = index["paths"].as_object().unwrap();
+        assert_eq!(paths["api/v1"]["serverRelativeURL"], "/openapi/v3/api/v1");
+        let named: usize = paths
+            .keys()
+            .map(|path| {
+                let document = document(&kinds, path).unwrap();
+                document["paths"].as_object().unwrap().len()
+            })
+            .sum();
+        assert_eq!(named, kinds.len());
+        assert_eq!(document(&kinds, "apis/nobody/v1"), None);
+    }
+}

@@ -1,0 +1,227 @@
+//! The parameters of a request, as the real server reads them (`k8s.io/apimachinery/pkg/runtime/converter`, and the validation of
+//! `ListOptions`).
+
+use std::collections::BTreeMap;
+use std::num::IntErrorKind;
+
+use serde_json::json;
+
+use super::refusal::{FieldError, Refusal};
+use super::selector::Selector;
+use super::server::{ListQuery, Target};
+
+/// The parameters of a request.
+pub(crate) struct Query(BTreeMap<String, String>);
+
+impl Query {
+    pub(crate) fn read(query: &str) -> Self {
+        Self(
+            query
+                .split('&')
+                .filter(|pair| !pair.is_empty())
+                .map(|pair| {
+                    let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+                    (unescaped(key), unescaped(value))
+                })
+                .collect(),
+        )
+    }
+
+    /// A text; empty if there is none.
+    pub(crate) fn text(&self, key: &str) -> &str {
+        self.0.get(key).map(String::as_str).unwrap_or_default()
+    }
+
+    /// A text, if it is there at all.
+    pub(crate) fn given(&self, key: &str) -> Option<&str> {
+        self.0.get(key).map(String::as_str)
+    }
+
+    /// Whether it is so: whatever is there and is not a no is a yes.
+    pub(crate) fn is(&self, key: &str) -> bool {
+        self.given(key).is_some_and(|text| !matches!(text, "false" | "0"))
+    }
+
+    /// A number.
+    pub(crate) fn number(&self, key: &str) -> Result<Option<i64>, Refusal> {
+        let Some(text) = self.given(key) else {
+            return Ok(None);
+        };
+        text.parse().map(Some).map_err(|error: std::num::ParseIntError| {
+            Refusal::bad_request(format!("strconv.ParseInt: parsing {text:?}: {}", why(&error)))
+        })
+    }
+}
+
+/// As Go says it.
+fn why(error: &std::num::ParseIntError) -> &'static str {
+    match error.kind() {
+        IntErrorKind::PosOverflow | IntErrorKind::NegOverflow => "value out of range",
+        _ => "invalid syntax",
+    }
+}
+
+/// A version in a parameter; none if any will do.
+pub(crate) fn version(text: &str) -> Result<Option<u64>, Refusal> {
+    match text {
+        "" | "0" => Ok(None),
+        text => text.parse().map(Some).map_err(|error| {
+            Refusal::internal(format!(
+                "resourceVersion: Invalid value: {text:?}: strconv.ParseUint: parsing {text:?}: {}",
+                why(&error)
+            ))
+        }),
+    }
+}
+
+/// What a list asks for, or the beginning of a watch.
+pub(crate) fn list_query(target: &Target, query: &Query) -> Result<ListQuery, Refusal> {
+    let limit = query.number("limit")?.unwrap_or(0);
+    // A list is there at once.
+    query.number("timeoutSeconds")?;
+    let errors = wrong_match(query);
+    if !errors.is_empty() {
+        return Err(Refusal::options("ListOptions", &errors));
+    }
+    let continued = match query.text("continue") {
+        "" => None,
+        text => {
+            let token: Result<(u64, String, String), _> = serde_json::from_str(text);
+            let (version, namespace, name) = token.map_err(|_| {
+                Refusal::bad_request("continue key is not valid: it is not one that was given out")
+            })?;
+            if !matches!(query.text("resourceVersion"), "" | "0") {
+                return Err(Refusal::bad_request(
+                    "specifying resource version is not allowed when using continue",
+                ));
+            }
+            Some((version, (namespace, name)))
+        }
+    };
+    Ok(ListQuery {
+        selector: Selector::read(
+            &target.kind,
+            query.text("labelSelector"),
+            query.text("fieldSelector"),
+        )?,
+        limit: usize::try_from(limit).ok().filter(|limit| *limit > 0),
+        continued,
+        version: query.text("resourceVersion").to_owned(),
+        exact: query.text("resourceVersionMatch") == "Exact",
+    })
+}
+
+/// `ValidateListOptions`.
+fn wrong_match(query: &Query) -> Vec<FieldError> {
+    const FIELD: &str = "resourceVersionMatch";
+    const INITIAL: &str = "sendInitialEvents";
+    let asked = query.text(FIELD);
+    let mut errors = Vec::new();
+    let watches = query.is("watch");
+    let version = query.text("resourceVersion");
+    let initial = query.given(INITIAL).is_some();
+    if initial && watches {
+        if asked != "NotOlderThan" {
+            let detail = "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan";
+            errors.push(FieldError::forbidden(FIELD, detail));
+        }
+        let detail = "sendInitialEvents is forbidden for watch unless the WatchList feature gate is enabled";
+        errors.push(FieldError::forbidden(INITIAL, detail));
+    } else if initial {
+        errors.push(FieldError::forbidden(
+            INITIAL,
+            "sendInitialEvents is forbidden for list",
+        ));
+    }
+    if asked.is_empty() {
+        return errors;
+    }
+    if watches && !initial {
+        let detail = "resourceVersionMatch is forbidden for watch unless sendInitialEvents is provided";
+        errors.push(FieldError::forbidden(FIELD, detail));
+    }
+    if !watches && version.is_empty() {
+        let detail = "resourceVersionMatch is forbidden unless resourceVersion is provided";
+        errors.push(FieldError::forbidden(FIELD, detail));
+    }
+    if !query.text("continue").is_empty() {
+        let detail = "resourceVersionMatch is forbidden when continue is provided";
+        errors.push(FieldError::forbidden(FIELD, detail));
+    }
+    let supported: &[&str] = if watches {
+        &["NotOlderThan"]
+    } else {
+        &["Exact", "NotOlderThan", ""]
+    };
+    if !supported.contains(&asked) {
+        errors.push(FieldError::not_supported(FIELD, &json!(asked), supported));
+    }
+    if !watches && asked == "Exact" && version == "0" {
+        let detail = "resourceVersionMatch \"exact\" is forbidden for resourceVersion \"0\"";
+        errors.push(FieldError::forbidden(FIELD, detail));
+    }
+    errors
+}
+
+/// `%2F` and `+` as they are meant.
+fn unescaped(text: &str) -> String {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    loop {
+        rest = match rest {
+            [] => break,
+            [b'%', high, low, rest @ ..] => {
+                let digits = [*high, *low];
+                let byte = std::str::from_utf8(&digits)
+                    .ok()
+                    .and_then(|digits| u8::from_str_radix(digits, 16).ok());
+                match byte {
+                    Some(byte) => bytes.push(byte),
+                    None => bytes.extend_from_slice(&[b'%', *high, *low]),
+                }
+                rest
+            }
+            [b'+', rest @ ..] => {
+                bytes.push(b' ');
+                rest
+            }
+            [byte, rest @ ..] => {
+                bytes.push(*byte);
+                rest
+            }
+        };
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_numbers_or_refused() {
+        let query = Query::read("a=7&b=-1&c=abc&d=18446744073709551615&e=&f=1.5");
+        assert_eq!(query.number("a").unwrap(), Some(7));
+        assert_eq!(query.number("b").unwrap(), Some(-1));
+        assert_eq!(query.number("missing").unwrap(), None);
+        for key in ["c", "d", "e", "f"] {
+            assert_eq!(query.number(key).unwrap_err().code, 400, "{key}");
+        }
+    }
+
+    #[test]
+    fn whatever_is_no_no_is_a_yes() {
+        let query = Query::read("a=true&b=1&c&d=&e=maybe&f=false&g=0");
+        for key in ["a", "b", "c", "d", "e"] {
+            assert!(query.is(key), "{key}");
+        }
+        for key in ["f", "g", "missing"] {
+            assert!(!query.is(key), "{key}");
+        }
+    }
+
+    #[test]
+    fn what_is_escaped_is_read_as_it_is_meant() {
+        assert_eq!(unescaped("a%2Fb+c%zz%"), "a/b c%zz%");
+    }
+}

@@ -1,0 +1,111 @@
+//! What a new object begins with, and what a request cannot change of one that is there.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+
+use super::kinds::Kind;
+use super::object::{self, copy_root, set_metadata, text};
+use super::server::Target;
+
+/// What a new object of a kind begins with.
+pub(crate) fn begin(kind: &Kind, object: &mut Value) {
+    if kind.is("", "pods") {
+        object["status"] = json!({ "phase": "Pending", "qosClass": "BestEffort" });
+    } else if kind.is("", "namespaces") {
+        object["spec"] = json!({ "finalizers": ["kubernetes"] });
+        object["status"] = json!({ "phase": "Active" });
+        let name = object::name(object).to_owned();
+        let mut labels = object
+            .pointer("/metadata/labels")
+            .cloned()
+            .unwrap_or_else(|| json!({}));
+        labels["kubernetes.io/metadata.name"] = name.into();
+        set_metadata(object, "labels", Some(labels));
+    } else if kind.status && !kind.is("", "nodes") {
+        match kind.definition {
+            Some(_) => {
+                if let Some(map) = object.as_object_mut() {
+                    map.remove("status");
+                }
+            }
+            None => object["status"] = json!({}),
+        }
+    }
+}
+
+/// Puts back what a request to this endpoint cannot change.
+pub(crate) fn restrict(target: &Target, before: &Value, after: &mut Value) {
+    let all: Vec<String> = [before, after]
+        .iter()
+        .filter_map(|object| object.as_object())
+        .flat_map(|map| map.keys().cloned())
+        .collect();
+    match target.subresource.as_str() {
+        "" if target.kind.status => copy_root(after, before, "status"),
+        "" => {}
+        subresource => {
+            let part = if subresource == "finalize" {
+                "spec"
+            } else {
+                "status"
+            };
+            for key in all.iter().filter(|key| *key != part && *key != "metadata") {
+                copy_root(after, before, key);
+            }
+            // Of the metadata only who wrote it, and what is compared with the stored one.
+            for key in [
+                "labels",
+                "annotations",
+                "finalizers",
+                "ownerReferences",
+                "generateName",
+            ] {
+                set_metadata(after, key, before.pointer(&format!("/metadata/{key}")).cloned());
+            }
+        }
+    }
+    for key in [
+        "creationTimestamp",
+        "deletionTimestamp",
+        "deletionGracePeriodSeconds",
+        "generation",
+        "resourceVersion",
+    ] {
+        set_metadata(after, key, before.pointer(&format!("/metadata/{key}")).cloned());
+    }
+    for key in ["uid", "name", "namespace"] {
+        if text(after, &format!("/metadata/{key}")).is_empty() {
+            set_metadata(after, key, before.pointer(&format!("/metadata/{key}")).cloned());
+        }
+    }
+    for key in ["finalizers", "ownerReferences", "labels", "annotations"] {
+        let empty = match after.pointer(&format!("/metadata/{key}")) {
+            Some(Value::Array(list)) => list.is_empty(),
+            Some(Value::Object(map)) => map.is_empty(),
+            _ => false,
+        };
+        if empty {
+            set_metadata(after, key, None);
+        }
+    }
+    if after.pointer("/metadata/managedFields").is_none() {
+        set_metadata(
+            after,
+            "managedFields",
+            before.pointer("/metadata/managedFields").cloned(),
+        );
+    }
+}
+
+/// Everything but metadata and status: what a generation counts.
+pub(crate) fn content(object: &Value) -> BTreeMap<&String, &Value> {
+    object
+        .as_object()
+        .map(|map| {
+            map.iter()
+                .filter(|(key, _)| !matches!(key.as_str(), "metadata" | "status"))
+                .collect()
+        })
+        .unwrap_or_default()
+}

@@ -1,0 +1,158 @@
+//! A node that boots, and a kubelet that is away for minutes.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+
+use crate::harness::{Node, PATIENCE};
+use crate::pods::{CONFIGURATION, Inside, MINORS, look_inside, make_devices, traces, wait_for_inventory};
+use crate::stage::{Program, Stage, is_allocated};
+
+/// Of the boot that a node goes through here.
+const BOOT_ID: &str = "0f8c1f5e-52a7-4a3c-9c3e-000000000002";
+const REGISTERED: &str = "kubelet has registered the driver";
+
+async fn stage(devices: usize) -> anyhow::Result<(Stage, Program, Program)> {
+    let stage = Stage::start(1).await?;
+    make_devices(stage.cluster.node(0), "drayman-test", &MINORS[..devices])?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, 0, u32::try_from(devices)?).await?;
+    companion.logged(REGISTERED).await?;
+    Ok((stage, controller, companion))
+}
+
+/// What a boot leaves of a node: no process, nothing on file systems in memory, another boot id. Kubelet's and containerd's own
+/// directories are on disk.
+async fn lose_power(stage: &Stage, node: Node<'_>) -> anyhow::Result<()> {
+    for process in ["kubelet", "containerd"] {
+        node.stop(process, 9).await?;
+    }
+    // Containers and what watches over them: everything in the node's PID namespace but its first process.
+    let (init, _) = node.init();
+    let killed = stage
+        .cluster
+        .command("nsenter")
+        .arg(format!("--pid=/proc/{init}/ns/pid"))
+        .args(["--", "sh", "-c", "kill -9 -1"])
+        .status()
+        .await?;
+    ensure!(killed.success(), "kill: {killed}");
+    let boot_id = stage.cluster.directory().join("boot_id");
+    std::fs::write(&boot_id, format!("{BOOT_ID}\n"))?;
+    let mounts = std::fs::read_to_string(format!("/proc/{init}/mountinfo"))?;
+    let in_memory =
+        |path: &&str| path.starts_with("/run/containerd/") || path.starts_with("/var/lib/kubelet/pods/");
+    let mounts = mounts.lines().filter_map(|line| line.split(' ').nth(4));
+    // Those within others last in the list, so first from behind.
+    let mounts: Vec<&str> = mounts.filter(in_memory).collect();
+    let script = r#"
+        mount --bind "$0" /proc/sys/kernel/random/boot_id
+        for path; do umount -l "$path"; done
+        rm -rf /run/containerd/* /run/cdi/* /run/runc/*"#;
+    // umount looks into the /proc of its own process, so it must be one of the node's.
+    let output = stage
+        .cluster
+        .command("nsenter")
+        .arg(format!("--mount=/proc/{init}/ns/mnt"))
+        .arg(format!("--pid=/proc/{init}/ns/pid"))
+        .args(["--", "sh", "-ec", script])
+        .arg(&boot_id)
+        .args(mounts.iter().rev())
+        .output()
+        .await?;
+    ensure!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(())
+}
+
+/// What a pod's container sees once it has been started again.
+async fn look_again(stage: &Stage, pod: &str) -> anyhow::Result<Inside> {
+    let until = Instant::now() + 2 * PATIENCE;
+    loop {
+        // The status is of before the boot for a while, and nothing can be executed.
+        match look_inside(stage, pod).await {
+            Ok(inside) => return Ok(inside),
+            Err(error) if Instant::now() > until => return Err(error),
+            Err(_) => tokio::time::sleep(Duration::from_millis(500)).await,
+        }
+    }
+}
+
+#[tokio::test]
+async fn after_a_boot_each_pod_has_the_device_that_it_had() -> anyhow::Result<()> {
+    let (stage, controller, mut companion) = stage(3).await?;
+    let node = stage.cluster.node(0);
+    let mut before = Vec::new();
+    for name in ["first", "second"] {
+        stage.make_pod(name).await?;
+        before.push(look_inside(&stage, name).await?);
+    }
+    companion.kill().await?;
+    lose_power(&stage, node).await?;
+    assert!(node.list("/run/cdi")?.is_empty());
+
+    node.start("containerd").await?;
+    node.start("kubelet").await?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    companion.logged(REGISTERED).await?;
+    for (name, before) in ["first", "second"].into_iter().zip(&before) {
+        assert_eq!(&look_again(&stage, name).await?, before, "{name}");
+        let restarts = stage
+            .cluster
+            .kubectl(&[
+                "get",
+                "pod",
+                name,
+                "-o",
+                "jsonpath={.status.containerStatuses[0].restartCount}",
+            ])
+            .await?;
+        assert_ne!(restarts.trim(), "0", "{name} was started again");
+    }
+    let checkpoint = node.read("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json")?;
+    assert!(checkpoint.contains(BOOT_ID), "{checkpoint}");
+    // Whoever comes next gets the one that is left, and after it everything is free again.
+    stage.make_pod("third").await?;
+    let third = look_inside(&stage, "third").await?;
+    for earlier in &before {
+        assert_ne!(third.only_device(), earlier.only_device());
+    }
+    for name in ["first", "second", "third"] {
+        let claim = stage.claim_of(name, "allocated", is_allocated).await?;
+        stage.cluster.kubectl(&["delete", "pod", name]).await?;
+        let uid = claim.metadata.uid.context("a uid")?;
+        assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    }
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_kubelet_that_is_away_for_two_minutes_finds_everything_as_it_was() -> anyhow::Result<()> {
+    let (stage, controller, companion) = stage(2).await?;
+    let node = stage.cluster.node(0);
+    stage.make_pod("first").await?;
+    let first = look_inside(&stage, "first").await?;
+    let claim = stage.claim_of("first", "allocated", is_allocated).await?;
+    node.stop("kubelet", 15).await?;
+    // Long enough for the node to be taken for lost, and too short for its pods to be evicted.
+    tokio::time::sleep(Duration::from_secs(125)).await;
+    assert_eq!(
+        traces(node, claim.metadata.uid.as_deref().context("a uid")?)?.len(),
+        2
+    );
+    node.start("kubelet").await?;
+    assert_eq!(look_again(&stage, "first").await?, first);
+    stage.make_pod("second").await?;
+    let second = look_inside(&stage, "second").await?;
+    assert_ne!(first.only_device(), second.only_device());
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

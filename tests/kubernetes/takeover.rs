@@ -1,0 +1,74 @@
+//! A standby has seen everything but the claims when it takes over.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context as _, ensure};
+use tokio::time::{Duration, Instant, sleep};
+
+use crate::controller::assert_distinct;
+use crate::harness::PATIENCE;
+use crate::stage::{Stage, is_bound};
+
+const STANDBY: &str = "controller-b";
+
+/// How often the standby has listed what, and what it asked for when it listed claims.
+async fn lists(stage: &Stage) -> anyhow::Result<(BTreeMap<String, usize>, Option<String>)> {
+    let mut lists = BTreeMap::new();
+    let mut claims = None;
+    for entry in stage.cluster.audit().of_user(STANDBY).await? {
+        if entry.verb == "list" {
+            if entry.resource == "resourceclaims" {
+                claims = Some(entry.uri);
+            }
+            *lists.entry(entry.resource).or_default() += 1;
+        }
+    }
+    Ok((lists, claims))
+}
+
+#[tokio::test]
+async fn a_takeover_lists_the_claims_anew_and_nothing_else_and_knows_who_waits() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 1).await?;
+    stage.make_template(None).await?;
+    let mut first = stage.replica("controller-a").await?;
+    stage.make_pod("before").await?;
+    stage.wait(stage.pods(), "before", "bound", is_bound()).await?;
+
+    let second = stage.replica(STANDBY).await?;
+    let warm: BTreeMap<String, usize> = [
+        "deviceclaimparameters",
+        "deviceclassparameters",
+        "nodeinventories",
+        "podschedulingcontexts",
+        "resourceclasses",
+    ]
+    .map(|resource| (resource.to_owned(), 1))
+    .into();
+    let deadline = Instant::now() + PATIENCE;
+    while lists(&stage).await?.0 != warm {
+        ensure!(Instant::now() < deadline, "{:?} are listed", lists(&stage).await?);
+        sleep(Duration::from_millis(100)).await;
+    }
+    // The standby learns of this one by its watch alone, while another leads.
+    stage.make_pod("waiting").await?;
+    let asked = |context: Option<&drayman::api::resource::PodSchedulingContext>| {
+        context.is_some_and(|context| !context.status.resource_claims.is_empty())
+    };
+    stage.wait(stage.contexts(), "waiting", "answered", asked).await?;
+
+    first.kill().await?;
+    stage.remove_pod("before").await?;
+    stage.wait(stage.pods(), "waiting", "bound", is_bound()).await?;
+    assert_distinct(&stage).await?;
+    let (mut after, claims) = lists(&stage).await?;
+    let claims = claims.context("the claims are listed")?;
+    assert!(
+        !claims.contains("resourceVersion="),
+        "a list that is not the latest could lack what the last leader gave away: {claims}"
+    );
+    assert_eq!(after.remove("resourceclaims"), Some(1));
+    assert_eq!(after, warm, "nothing else is listed a second time");
+    second.end().await?;
+    stage.cluster.stop().await
+}

@@ -1,0 +1,283 @@
+//! The companion of a node: the plans of `core::node`, carried out one after the other as `src/node/owner.rs` does it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use drayman::api::crd::Device;
+use drayman::core::node::claim_uid::ClaimUid;
+use drayman::core::node::containers::Containers;
+use drayman::core::node::injection::{DeviceNode, Injection};
+use drayman::core::node::inventory::{Devices, inventory};
+use drayman::core::node::kubelet_state::KubeletView;
+use drayman::core::node::ledger::{Entry, Ledger};
+use drayman::core::node::orphans::{ApiView, GRACE, Orphans, Question, Verdict};
+use drayman::core::node::prepare::{plan_prepare, plan_unprepare};
+use drayman::core::node::recovery::{
+    Start, plan_clearing, plan_explained, plan_refresh, plan_restoring, plan_undo,
+};
+use drayman::core::node::refusal::Refusal;
+use drayman::core::node::release::{plan_free, plan_release};
+use drayman::core::node::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity};
+use drayman::core::node::step::Step;
+
+use super::disk::{Disk, Stop, driver_name};
+
+/// Why a call was not answered with success.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Failure {
+    Refused(Refusal),
+    Stopped(Stop),
+}
+
+impl From<Stop> for Failure {
+    fn from(stop: Stop) -> Self {
+        Self::Stopped(stop)
+    }
+}
+
+/// A life of the companion.
+#[derive(Clone, Debug)]
+pub(crate) struct Companion {
+    pub(crate) ledger: Ledger,
+    pub(crate) orphans: Orphans,
+    identity: NodeIdentity,
+    /// What was found on the node, and what is gone but held.
+    inventory: Devices,
+    /// A claim is to be looked into at once.
+    pub(crate) look_due: bool,
+}
+
+fn injection_of(device: &str) -> Injection {
+    let path = format!("/dev/{device}");
+    let node = DeviceNode {
+        host_path: path.clone(),
+        container_path: path,
+        permissions: "rw".to_owned(),
+    };
+    Injection::of_device_node(device, node)
+}
+
+pub(crate) fn devices(found: &BTreeSet<String>) -> Devices {
+    let device = |name: &String| {
+        let device = Device {
+            name: name.clone(),
+            kind: "test".to_owned(),
+            ..Device::default()
+        };
+        (name.clone(), device)
+    };
+    found.iter().map(device).collect()
+}
+
+/// Where the companion works: the disk, and what its driver has done on the node.
+pub(crate) struct Place<'a> {
+    pub(crate) disk: &'a Disk,
+    pub(crate) driven: &'a mut BTreeSet<ClaimUid>,
+}
+
+impl Companion {
+    /// What a process begins with, from what the last one left.
+    pub(crate) fn begin(
+        disk: &Disk,
+        checkpoint: Option<BTreeMap<ClaimUid, Entry>>,
+        boot: &str,
+        kubelet: &KubeletView,
+    ) -> BTreeMap<ClaimUid, Entry> {
+        let begin = checkpoint.map_or(Start::Nothing, Start::Checkpoint);
+        let unexplained = begin.unexplained(&disk.cdi_names());
+        let read = unexplained.into_iter().map(|uid| {
+            let spec = disk.cdi(&uid);
+            (uid, spec)
+        });
+        begin.entries(&driver_name(), boot, &read.collect(), || kubelet.clone())
+    }
+
+    /// Puts the node right from what the last process left.
+    pub(crate) fn start(
+        place: &mut Place<'_>,
+        (node, boot): (&str, u32),
+        found: &BTreeSet<String>,
+        kubelet: &KubeletView,
+    ) -> Result<Self, Stop> {
+        let boot = format!("boot-{boot}");
+        let entries = Self::begin(place.disk, place.disk.load(), &boot, kubelet);
+        let files = place.disk.cdi_names();
+        let mut companion = Self {
+            ledger: Ledger::new(boot, entries),
+            orphans: Orphans::new(GRACE),
+            identity: NodeIdentity {
+                name: node.to_owned(),
+                uid: Some(format!("uid of {node}")),
+            },
+            inventory: devices(found),
+            look_due: true,
+        };
+        companion.clear(place, &files)?;
+        for (uid, steps) in plan_restoring(&companion.ledger) {
+            companion.carry_out_or_undo(place, &uid, &steps)?;
+        }
+        companion.try_to(place, &[Step::Save(Vec::new())])?;
+        companion.take_stock(found);
+        Ok(companion)
+    }
+
+    fn take_stock(&mut self, found: &BTreeSet<String>) {
+        self.inventory = inventory(&devices(found), &self.inventory, &self.ledger);
+    }
+
+    /// The devices may not be what they were.
+    pub(crate) fn refresh(&mut self, place: &mut Place<'_>, found: &BTreeSet<String>) -> Result<(), Stop> {
+        let before = self.inventory.clone();
+        self.take_stock(found);
+        for (uid, steps) in plan_refresh(&self.ledger, &before, &self.inventory) {
+            self.carry_out_or_undo(place, &uid, &steps)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn prepare(
+        &mut self,
+        place: &mut Place<'_>,
+        claim: &ClaimToPrepare,
+    ) -> Result<ClaimUid, Failure> {
+        let containers = Containers::default();
+        let planned = plan_prepare(&self.ledger, &containers, &self.inventory, &self.identity, claim);
+        if let Err(Refusal::Held { device, .. }) = &planned
+            && let Some((uid, _)) = self.ledger.holder(device)
+        {
+            let uid = uid.clone();
+            self.look_due |= self.orphans.contest(&uid);
+        }
+        let (uid, steps) = planned.map_err(Failure::Refused)?;
+        self.orphans.forget(&uid);
+        if let Err(stop) = self.carry_out(place, &steps) {
+            if stop == Stop::Failed {
+                self.undo(place, &uid)?;
+            }
+            return Err(stop.into());
+        }
+        Ok(uid)
+    }
+
+    pub(crate) fn unprepare(&mut self, place: &mut Place<'_>, uid: &ClaimUid) -> Result<(), Failure> {
+        let request = ClaimToUnprepare {
+            uid: uid.to_string(),
+            ..ClaimToUnprepare::default()
+        };
+        let steps = plan_unprepare(&self.ledger, &request).map_err(Failure::Refused)?;
+        Ok(self.carry_out(place, &steps)?)
+    }
+
+    /// Clears away what attempts that failed have left.
+    pub(crate) fn clear(&mut self, place: &mut Place<'_>, files: &BTreeSet<ClaimUid>) -> Result<(), Stop> {
+        for steps in plan_clearing(&self.ledger, files) {
+            self.try_to(place, &steps)?;
+        }
+        Ok(())
+    }
+
+    /// Looks for claims that kubelet has forgotten.
+    pub(crate) fn look(&mut self, kubelet: &KubeletView, now: Duration) -> Vec<Question> {
+        self.look_due = false;
+        self.orphans.look(&self.ledger, kubelet, now)
+    }
+
+    pub(crate) fn judge(
+        &mut self,
+        place: &mut Place<'_>,
+        kubelet: &KubeletView,
+        answers: &BTreeMap<ClaimUid, ApiView>,
+        now: Duration,
+    ) -> Result<(), Stop> {
+        for verdict in self.orphans.judge(&self.ledger, kubelet, answers, now) {
+            let steps = match verdict {
+                Verdict::Free(uid) => plan_free(&uid),
+                Verdict::Explain(uid, devices) => {
+                    plan_explained(&self.ledger, &self.inventory, &uid, &devices)
+                }
+            };
+            self.try_to(place, &steps)?;
+        }
+        Ok(())
+    }
+
+    /// A person ends what is in quarantine, having seen that no container uses it.
+    pub(crate) fn release(
+        &mut self,
+        place: &mut Place<'_>,
+        kubelet: &KubeletView,
+        uid: &ClaimUid,
+    ) -> Result<(), Stop> {
+        let force = kubelet.lists(uid) != Some(false);
+        let (uid, steps) = plan_release(&self.ledger, kubelet, uid.as_str(), force).unwrap();
+        self.try_to(place, &steps)?;
+        self.orphans.forget(&uid);
+        Ok(())
+    }
+
+    fn carry_out(&mut self, place: &mut Place<'_>, steps: &[Step]) -> Result<(), Stop> {
+        for step in steps {
+            match step {
+                Step::Inject(uid) => {
+                    place.disk.pass()?;
+                    let injection = self.inject(uid)?;
+                    self.ledger.set_injection(uid, injection);
+                    place.driven.insert(uid.clone());
+                }
+                Step::Release(uid) => {
+                    place.disk.pass()?;
+                    place.driven.remove(uid);
+                }
+                Step::Save(_) | Step::WriteCdi(_) | Step::RemoveCdi(_) => {
+                    if let Some(changed) = step.perform(&self.ledger, place.disk)? {
+                        self.ledger = changed;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What the driver makes for a claim. A device that is not there cannot be had.
+    fn inject(&self, uid: &ClaimUid) -> Result<Injection, Stop> {
+        let mut injection = Injection::default();
+        for held in self
+            .ledger
+            .entry(uid)
+            .into_iter()
+            .flat_map(|entry| &entry.devices)
+        {
+            let known = self.inventory.get(&held.device);
+            if known.is_none_or(|device| device.unhealthy.is_some()) {
+                return Err(Stop::Failed);
+            }
+            injection.extend(injection_of(&held.device));
+        }
+        Ok(injection)
+    }
+
+    fn undo(&mut self, place: &mut Place<'_>, uid: &ClaimUid) -> Result<(), Stop> {
+        let steps = plan_undo(&self.ledger, uid);
+        self.try_to(place, &steps)
+    }
+
+    fn carry_out_or_undo(
+        &mut self,
+        place: &mut Place<'_>,
+        uid: &ClaimUid,
+        steps: &[Step],
+    ) -> Result<(), Stop> {
+        match self.carry_out(place, steps) {
+            Err(Stop::Failed) => self.undo(place, uid),
+            other => other,
+        }
+    }
+
+    /// What fails now is done later.
+    fn try_to(&mut self, place: &mut Place<'_>, steps: &[Step]) -> Result<(), Stop> {
+        match self.carry_out(place, steps) {
+            Err(Stop::Failed) => Ok(()),
+            other => other,
+        }
+    }
+}

@@ -1,0 +1,346 @@
+//! A kubelet: it has its pods' claims prepared, starts and ends their containers, and keeps a list that outlives it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use drayman::api::resource::{Pod, ResourceClaim};
+use drayman::core::node::claim_uid::ClaimUid;
+use drayman::core::node::kubelet_state::{KubeletClaim, KubeletView};
+use drayman::core::node::refusal::Refusal;
+use drayman::core::protocol::ObjectKey;
+
+use super::companion::Failure;
+use super::{Doing, claim_uid, request};
+use crate::driver::{Hold, recorded_hold, uid_of};
+use crate::faults::Fault;
+use crate::pods::uid_of_pod;
+use crate::stage::{MILLISECOND, SECOND, Stage};
+
+/// A claim in kubelet's list (`dra_manager_state`), and the pods for which it is there.
+#[derive(Clone, Debug)]
+pub(super) struct Listed {
+    claim: KubeletClaim,
+    pods: BTreeSet<String>,
+    /// Not in the file: after a restart kubelet asks again.
+    prepared: bool,
+}
+
+/// By claim, the devices that containers have.
+type Devices = BTreeMap<ClaimUid, BTreeSet<String>>;
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct Kubelet {
+    pub(super) up: bool,
+    pub(super) listed: BTreeMap<ClaimUid, Listed>,
+    /// Pods that it has taken on.
+    pods: BTreeMap<String, ObjectKey>,
+    /// Containers, by the uid of their pod. They outlive kubelet, and not the node.
+    pub(super) running: BTreeMap<String, Devices>,
+    failures: u32,
+}
+
+/// What kubelet has to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Work {
+    /// The pod is to end, or has gone.
+    End { pod: String },
+    /// Its containers are to start.
+    Start { key: ObjectKey, pod: String },
+    /// Containers of a pod that nobody knows.
+    Kill { pod: String },
+}
+
+impl Kubelet {
+    /// The list as the companion reads it.
+    pub(super) fn view(&self) -> KubeletView {
+        let claims = self.listed.iter();
+        KubeletView::Lists(
+            claims
+                .map(|(uid, listed)| (uid.clone(), listed.claim.clone()))
+                .collect(),
+        )
+    }
+
+    /// The claims that containers have.
+    pub(super) fn in_use(&self) -> BTreeSet<ClaimUid> {
+        self.running.values().flat_map(BTreeMap::keys).cloned().collect()
+    }
+
+    /// The process ends, and the containers go on.
+    fn stop(&mut self) {
+        self.up = false;
+        self.pods.clear();
+        for listed in self.listed.values_mut() {
+            listed.prepared = false;
+        }
+    }
+
+    pub(super) fn lose_power(&mut self) {
+        self.stop();
+        self.running.clear();
+    }
+}
+
+impl Stage {
+    pub(super) fn start_kubelet(&mut self, name: &str) {
+        if let Some(node) = self.nodes.all.get_mut(name) {
+            node.kubelet.up = true;
+            node.kubelet.failures = 0;
+        }
+        self.sync_later(name, SECOND);
+    }
+
+    fn kill_kubelet(&mut self, name: &str) {
+        self.note(|| format!("{name}: kubelet is killed"));
+        if let Some(node) = self.nodes.all.get_mut(name) {
+            node.kubelet.stop();
+        }
+        self.on_node(name, 100 * MILLISECOND, 10 * SECOND, Doing::StartKubelet);
+    }
+
+    /// The pods of a node that the API server has.
+    pub(super) fn pods_on(&self, name: &str) -> Vec<(ObjectKey, std::sync::Arc<Pod>)> {
+        let pods = self.store.pods.iter();
+        pods.filter(|(_, pod)| pod.spec.node_name.as_deref() == Some(name) && pod.status.phase.is_none())
+            .map(|(key, pod)| (key.clone(), pod.clone()))
+            .collect()
+    }
+
+    pub(super) fn is_to_end(&self, pod: &Pod) -> bool {
+        pod.metadata.deletion_timestamp.is_some() || self.nodes.ending.contains(&uid_of_pod(pod))
+    }
+
+    /// Everything that the kubelet of a node could do now.
+    fn all_work_of(&self, name: &str) -> Vec<Work> {
+        let Some(node) = self.nodes.all.get(name).filter(|node| node.kubelet.up) else {
+            return Vec::new();
+        };
+        let kubelet = &node.kubelet;
+        let (mut work, mut known) = (Vec::new(), BTreeSet::new());
+        for (key, pod) in self.pods_on(name) {
+            let uid = uid_of_pod(&pod);
+            if self.is_to_end(&pod) {
+                work.push(Work::End { pod: uid.clone() });
+            } else if !kubelet.running.contains_key(&uid) {
+                let pod = uid.clone();
+                work.push(Work::Start { key, pod });
+            }
+            known.insert(uid);
+        }
+        let gone = kubelet.pods.keys().filter(|pod| !known.contains(*pod));
+        work.extend(gone.map(|pod| Work::End { pod: pod.clone() }));
+        let strange = kubelet.running.keys();
+        let strange = strange.filter(|pod| !known.contains(*pod) && !kubelet.pods.contains_key(*pod));
+        work.extend(strange.map(|pod| Work::Kill { pod: pod.clone() }));
+        work
+    }
+
+    pub(super) fn work_of(&self, name: &str) -> Option<Work> {
+        self.all_work_of(name).into_iter().next()
+    }
+
+    /// Kubelet does one thing.
+    pub(super) fn sync(&mut self, name: &str) {
+        if let Some(node) = self.nodes.all.get_mut(name) {
+            node.due = false;
+        }
+        if self.strikes_node(Fault::KubeletKilled) {
+            self.kill_kubelet(name);
+            return;
+        }
+        let work = self.all_work_of(name);
+        let Some(work) = self.nodes.rng().pick(&work) else {
+            return;
+        };
+        let done = match &work {
+            Work::Kill { pod } => {
+                self.stop_containers(name, pod);
+                true
+            }
+            Work::End { pod } => self.end(name, pod),
+            Work::Start { key, pod } => self.start_pod(name, key, pod),
+        };
+        self.note(|| format!("{name}: kubelet: {work:?}: {done}"));
+        let Some(node) = self.nodes.all.get_mut(name).filter(|node| node.kubelet.up) else {
+            return;
+        };
+        node.kubelet.failures = if done { 0 } else { node.kubelet.failures + 1 };
+        let longest = ((100 * MILLISECOND) << node.kubelet.failures.min(7)).min(10 * SECOND);
+        if self.work_of(name).is_some() {
+            self.sync_later(name, longest);
+        }
+    }
+
+    fn stop_containers(&mut self, name: &str, pod: &str) {
+        if let Some(node) = self.nodes.all.get_mut(name) {
+            node.kubelet.running.remove(pod);
+        }
+    }
+
+    /// Stops the containers, has the claims unprepared that no other pod has, and tells the API server.
+    fn end(&mut self, name: &str, pod: &str) -> bool {
+        self.stop_containers(name, pod);
+        let Some(node) = self.nodes.all.get_mut(name) else {
+            return false;
+        };
+        let listed = node.kubelet.listed.iter();
+        let own = listed.filter(|(_, listed)| listed.pods.contains(pod));
+        let own: Vec<(ClaimUid, usize)> = own
+            .map(|(uid, listed)| (uid.clone(), listed.pods.len()))
+            .collect();
+        for (uid, pods) in own {
+            if pods == 1 {
+                let answer = self.ask_companion(name, |companion, place| companion.unprepare(place, &uid));
+                if !matches!(answer, Some(Ok(()))) || self.strikes_node(Fault::KubeletAsksTwice) {
+                    return false;
+                }
+                if self.strikes_node(Fault::KubeletForgets) {
+                    self.kill_kubelet(name);
+                    return false;
+                }
+            }
+            let Some(node) = self.nodes.all.get_mut(name) else {
+                return false;
+            };
+            let listed = &mut node.kubelet.listed;
+            if let Some(known) = listed.get_mut(&uid) {
+                known.pods.remove(pod);
+                if known.pods.is_empty() {
+                    listed.remove(&uid);
+                }
+            }
+        }
+        if let Some(node) = self.nodes.all.get_mut(name) {
+            node.kubelet.pods.remove(pod);
+        }
+        let key = self
+            .pods_on(name)
+            .into_iter()
+            .find(|(_, known)| uid_of_pod(known) == pod);
+        if let Some((key, known)) = key {
+            if known.metadata.deletion_timestamp.is_some() {
+                self.store.remove_pod(&key);
+            } else {
+                self.store
+                    .update_pod(&key, |pod| pod.status.phase = Some("Succeeded".to_owned()));
+            }
+        }
+        self.nodes.ending.remove(pod);
+        true
+    }
+
+    /// The claims that a pod's containers need from us, if all its claims are there for it.
+    pub(super) fn needs(
+        &self,
+        key: &ObjectKey,
+        pod: &str,
+    ) -> Option<Vec<(std::sync::Arc<ResourceClaim>, Hold)>> {
+        let mut needs = Vec::new();
+        for (_, claim) in self.claims_of(key)? {
+            let status = &claim.status;
+            status.allocation.as_ref()?;
+            if !status.reserved_for.iter().any(|user| user.uid == pod) {
+                return None;
+            }
+            if let Some(hold) = recorded_hold(&claim) {
+                needs.push((claim, hold));
+            }
+        }
+        Some(needs)
+    }
+
+    fn start_pod(&mut self, name: &str, key: &ObjectKey, pod: &str) -> bool {
+        if let Some(node) = self.nodes.all.get_mut(name) {
+            node.kubelet.pods.insert(pod.to_owned(), key.clone());
+        }
+        let Some(needs) = self.needs(key, pod) else {
+            return false;
+        };
+        for (claim, hold) in &needs {
+            if !self.have_prepared(name, pod, claim, hold) {
+                return false;
+            }
+        }
+        self.start_containers(name, pod, &needs)
+    }
+
+    fn have_prepared(&mut self, name: &str, pod: &str, claim: &ResourceClaim, hold: &Hold) -> bool {
+        let uid = claim_uid(&uid_of(claim));
+        let Some(node) = self.nodes.all.get_mut(name) else {
+            return false;
+        };
+        if let Some(listed) = node.kubelet.listed.get_mut(&uid)
+            && listed.prepared
+        {
+            listed.pods.insert(pod.to_owned());
+            return true;
+        }
+        let request = request(claim, hold);
+        let answer = self.ask_companion(name, |companion, place| companion.prepare(place, &request));
+        if let Some(Err(Failure::Refused(Refusal::Held { .. }))) = &answer {
+            self.nodes.refused += 1;
+        }
+        // The answer is lost, and kubelet asks again.
+        if !matches!(answer, Some(Ok(_))) || self.strikes_node(Fault::KubeletAsksTwice) {
+            return false;
+        }
+        self.nodes.prepared += 1;
+        if self.strikes_node(Fault::KubeletForgets) {
+            // It was answered, and is killed before it has noted that.
+            self.kill_kubelet(name);
+            return false;
+        }
+        let claim = KubeletClaim {
+            namespace: request.namespace,
+            name: request.name,
+            ours: true,
+            devices: Some(hold.devices.iter().cloned().collect()),
+        };
+        if let Some(node) = self.nodes.all.get_mut(name) {
+            let listed = node.kubelet.listed.entry(uid).or_insert_with(|| Listed {
+                claim,
+                pods: BTreeSet::new(),
+                prepared: true,
+            });
+            listed.prepared = true;
+            listed.pods.insert(pod.to_owned());
+        }
+        true
+    }
+
+    /// The container runtime finds in the CDI files what the containers get.
+    fn start_containers(
+        &mut self,
+        name: &str,
+        pod: &str,
+        needs: &[(std::sync::Arc<ResourceClaim>, Hold)],
+    ) -> bool {
+        let Some(node) = self.nodes.all.get(name) else {
+            return false;
+        };
+        let (mut devices, mut other) = (Devices::new(), None);
+        for (claim, hold) in needs {
+            let uid = claim_uid(&uid_of(claim));
+            let Some(spec) = node.disk.cdi(&uid) else {
+                return false;
+            };
+            let nodes = spec
+                .devices
+                .iter()
+                .flat_map(|device| &device.container_edits.device_nodes);
+            let had: BTreeSet<String> = nodes
+                .map(|node| node.path.trim_start_matches("/dev/").to_owned())
+                .collect();
+            if had != hold.devices {
+                other = Some((uid.clone(), had.clone(), hold.clone()));
+            }
+            devices.insert(uid, had);
+        }
+        if let Some((uid, had, hold)) = other {
+            self.violate(|| format!("N1: containers of {uid} would get {had:?} instead of {hold:?}"));
+        }
+        if let Some(node) = self.nodes.all.get_mut(name) {
+            node.kubelet.running.insert(pod.to_owned(), devices);
+        }
+        true
+    }
+}

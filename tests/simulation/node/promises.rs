@@ -1,0 +1,188 @@
+//! What must hold on a node after every step, and at the end over both halves.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use drayman::core::node::ledger::Entry;
+
+use super::claim_uid;
+use super::companion::Companion;
+use crate::driver::uid_of;
+use crate::pods::uid_of_pod;
+use crate::stage::{SECOND, Stage};
+
+impl Stage {
+    /// N1: no device in containers of two claims. N2: nothing that containers have is forgotten, whatever comes next.
+    pub(super) fn check_node(&mut self, name: &str) {
+        let Some(node) = self.nodes.all.get(name) else {
+            return;
+        };
+        let mut users = BTreeMap::new();
+        let mut broken = None;
+        for (uid, devices) in node.kubelet.running.values().flatten() {
+            for device in devices {
+                if let Some(other) = users.insert(device, uid)
+                    && other != uid
+                {
+                    broken = Some(format!(
+                        "N1: device {device} of {name} is in containers of {other} and {uid}"
+                    ));
+                }
+            }
+        }
+        let in_use = node.kubelet.in_use();
+        if let Some(companion) = &node.companion {
+            let ledger = &companion.ledger;
+            let lacking = in_use.iter().find(|uid| {
+                let entry = ledger.entry(uid);
+                entry.is_none_or(|entry| !ledger.may_be_in_use(entry) || entry.devices.is_empty())
+            });
+            if let Some(uid) = lacking {
+                broken = Some(format!(
+                    "N2: {name} has forgotten claim {uid}, which containers have"
+                ));
+            }
+            let next = Companion::begin(
+                &node.disk,
+                node.disk.entries(),
+                ledger.boot_id(),
+                &node.kubelet.view(),
+            );
+            let lacking = in_use
+                .iter()
+                .find(|uid| !next.get(*uid).is_some_and(Entry::is_done));
+            if let Some(uid) = lacking {
+                broken = Some(format!(
+                    "N2: {name} would forget claim {uid} with a kill, and containers have it"
+                ));
+            }
+            if let Some(uid) = node.driven.iter().find(|uid| !next.contains_key(*uid)) {
+                broken = Some(format!(
+                    "N2: what the driver of {name} did for claim {uid} would never be undone"
+                ));
+            }
+        }
+        if let Some(text) = broken {
+            self.violate(|| text);
+        }
+    }
+
+    /// The end of both halves: what can run runs, and when all pods and claims are gone, so is everything that was held for them.
+    pub(crate) fn conclude_nodes(&mut self) {
+        if self.nodes.is_empty() || self.violation.is_some() {
+            return;
+        }
+        self.people_release(false);
+        self.run_for(60 * SECOND);
+        self.check_nodes_at_rest();
+        let pods: Vec<_> = self.store.pods.keys().cloned().collect();
+        for pod in pods {
+            self.store.delete_pod(&pod);
+        }
+        let claims: Vec<_> = self.store.claims.keys().cloned().collect();
+        for claim in claims {
+            self.store.delete_claim(&claim);
+        }
+        self.last_change = self.now;
+        self.run_until_quiet(60_000);
+        self.run_for(900 * SECOND);
+        self.people_release(true);
+        self.run_for(60 * SECOND);
+        self.check_all_is_free();
+    }
+
+    /// A person sees what is in quarantine and ends it, and at the end also what a kubelet will list for ever: it was away when the pod
+    /// was deleted by force.
+    fn people_release(&mut self, forgotten: bool) {
+        let names: Vec<String> = self.nodes.all.keys().cloned().collect();
+        for name in names {
+            self.person_releases(&name, forgotten);
+            self.check_node(&name);
+        }
+    }
+
+    fn check_nodes_at_rest(&mut self) {
+        let mut broken = None;
+        for (name, node) in &self.nodes.all {
+            let Some(companion) = &node.companion else {
+                broken = Some(format!("the companion of {name} does not run"));
+                continue;
+            };
+            let mut wanted = BTreeSet::new();
+            for (key, pod) in self.pods_on(name) {
+                let uid = uid_of_pod(&pod);
+                let Some(needs) = self.needs(&key, &uid) else {
+                    continue;
+                };
+                wanted.extend(needs.iter().map(|(claim, _)| claim_uid(&uid_of(claim))));
+                let could = needs.iter().all(|(claim, hold)| {
+                    let own = claim_uid(&uid_of(claim));
+                    let there = self
+                        .facts
+                        .nodes
+                        .get(name)
+                        .is_some_and(|all| hold.devices.is_subset(all));
+                    let taken = node
+                        .kubelet
+                        .running
+                        .values()
+                        .flatten()
+                        .any(|(other, devices)| *other != own && !devices.is_disjoint(&hold.devices));
+                    hold.node == *name && there && !taken
+                });
+                if could && !node.kubelet.running.contains_key(&uid) {
+                    broken = Some(format!(
+                        "N3: pod {key} has all that it needs on {name}, and does not run"
+                    ));
+                }
+            }
+            let ledger = &companion.ledger;
+            let in_use = node.kubelet.in_use();
+            let listed = &node.kubelet.listed;
+            // What was prepared before a boot gives way to whoever asks for the device.
+            let is_in_the_way = |entry: &Entry| ledger.may_be_in_use(entry) || !entry.is_done();
+            let for_nobody = ledger.entries().iter().find(|(uid, entry)| {
+                let is_for_nobody =
+                    !wanted.contains(*uid) && !in_use.contains(*uid) && !listed.contains_key(*uid);
+                is_for_nobody && is_in_the_way(entry)
+            });
+            if let Some((uid, _)) = for_nobody {
+                broken = Some(format!(
+                    "N3: {name} holds devices for claim {uid}, which no pod on it has"
+                ));
+            }
+        }
+        if let Some(text) = broken {
+            self.violate(|| text);
+        }
+    }
+
+    fn check_all_is_free(&mut self) {
+        let mut left = Vec::new();
+        if let Some(key) = self.store.claims.keys().next() {
+            left.push(format!("claim {key} is not gone"));
+        }
+        if let Some(key) = self.store.pods.keys().next() {
+            left.push(format!("pod {key} is not gone"));
+        }
+        if !self.driver.recorded.is_empty() || !self.driver.pending.is_empty() {
+            left.push("the driver of the controller still holds something".to_owned());
+        }
+        for (name, node) in &self.nodes.all {
+            let ledger = node
+                .companion
+                .as_ref()
+                .map(|companion| companion.ledger.entries().len());
+            let durable = node.disk.entries().map_or(0, |entries| entries.len());
+            let (files, running) = (node.disk.cdi_names().len(), node.kubelet.running.len());
+            if (ledger, durable, files, running, node.driven.len()) != (Some(0), 0, 0, 0, 0) {
+                left.push(format!(
+                    "{name}: {ledger:?} entries, {durable} in the checkpoint, {files} files, {running} pods with containers, {:?} not undone",
+                    node.driven
+                ));
+            }
+        }
+        if let Some(text) = left.pop() {
+            self.violate(|| format!("N4: everything is deleted, and something is not free: {text}"));
+        }
+    }
+}

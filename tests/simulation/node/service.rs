@@ -1,0 +1,239 @@
+//! How a companion is run: started, asked, killed, and sent to look for what kubelet has forgotten.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use drayman::core::node::claim_uid::ClaimUid;
+use drayman::core::node::kubelet_state::KubeletView;
+use drayman::core::node::orphans::ApiView;
+
+use super::companion::{Companion, Failure, Place};
+use super::disk::{Stop, Trouble};
+use super::{Doing, Node, claim_uid};
+use crate::driver::{recorded_hold, uid_of};
+use crate::faults::Fault;
+use crate::stage::{MILLISECOND, SECOND, Stage};
+
+/// More steps than any plan has on the disk: a kill after so many is one after the last step, before the answer.
+const STEPS: u64 = 16;
+
+impl Node {
+    /// The companion's hands on this node.
+    pub(super) fn hands(&mut self) -> (Option<&mut Companion>, Place<'_>) {
+        let place = Place {
+            disk: &self.disk,
+            driven: &mut self.driven,
+        };
+        (self.companion.as_mut(), place)
+    }
+}
+
+impl Stage {
+    fn found(&self, name: &str) -> BTreeSet<String> {
+        self.facts.nodes.get(name).cloned().unwrap_or_default()
+    }
+
+    /// Whether this happens now, if there are nodes at all.
+    pub(crate) fn strikes_node(&mut self, fault: Fault) -> bool {
+        let Some(rng) = self.nodes.rng.as_mut() else {
+            return false;
+        };
+        self.faults.strikes(fault, rng)
+    }
+
+    /// What goes wrong with the next operation of a companion, and whether the whole node goes with it.
+    fn draw_trouble(&mut self) -> (Option<Trouble>, bool) {
+        self.nodes.operations += 1;
+        if let Some((trouble, power)) = self.nodes.plan.get(&self.nodes.operations) {
+            return (Some(*trouble), *power);
+        }
+        let step = self.nodes.rng().between(0, STEPS) as u32;
+        if self.strikes_node(Fault::CompanionKilled) {
+            return (Some(Trouble::Kill(step)), false);
+        }
+        if self.strikes_node(Fault::PowerLost) {
+            return (Some(Trouble::Kill(step)), true);
+        }
+        if self.strikes_node(Fault::DiskFails) {
+            let steps = self.nodes.rng().between(1, 4) as u32;
+            return (Some(Trouble::Fail { from: step, steps }), false);
+        }
+        (None, false)
+    }
+
+    /// Has the companion do something, with whatever goes wrong with it. `None` if it is not there, or not any more.
+    pub(super) fn ask_companion<T>(
+        &mut self,
+        name: &str,
+        ask: impl FnOnce(&mut Companion, &mut Place<'_>) -> Result<T, Failure>,
+    ) -> Option<Result<T, Failure>> {
+        let found = self.found(name);
+        let (trouble, power) = self.draw_trouble();
+        let node = self.nodes.all.get_mut(name)?;
+        node.companion.as_ref()?;
+        node.disk.begin(trouble);
+        let (companion, mut place) = node.hands();
+        let companion = companion?;
+        let refreshed = companion.refresh(&mut place, &found);
+        let result = refreshed
+            .map_err(Failure::from)
+            .and_then(|()| ask(companion, &mut place));
+        let killed = matches!(trouble, Some(Trouble::Kill(_)));
+        node.disk.begin(None);
+        if killed {
+            self.note(|| format!("{name}: the companion is killed, with the node: {power}, by {trouble:?}"));
+            if power {
+                self.lose_power(name);
+            } else {
+                self.kill_companion(name);
+            }
+            return None;
+        }
+        if let Some(node) = self.nodes.all.get(name)
+            && node
+                .companion
+                .as_ref()
+                .is_some_and(|companion| companion.look_due)
+        {
+            self.on_node(name, 0, 100 * MILLISECOND, Doing::Look);
+        }
+        Some(result)
+    }
+
+    fn kill_companion(&mut self, name: &str) {
+        if let Some(node) = self.nodes.all.get_mut(name) {
+            node.companion = None;
+            self.on_node(name, 10 * MILLISECOND, 5 * SECOND, Doing::StartCompanion);
+        }
+    }
+
+    fn lose_power(&mut self, name: &str) {
+        let mut rng = self.nodes.rng().clone();
+        if let Some(node) = self.nodes.all.get_mut(name) {
+            node.boots += 1;
+            node.companion = None;
+            node.disk.lose_power(&mut rng);
+            node.driven.clear();
+            node.kubelet.lose_power();
+            self.nodes.rng = Some(rng);
+            self.on_node(name, SECOND, 20 * SECOND, Doing::StartCompanion);
+            self.on_node(name, SECOND, 20 * SECOND, Doing::StartKubelet);
+        }
+    }
+
+    pub(super) fn start_companion(&mut self, name: &str) {
+        let (found, (trouble, power)) = (self.found(name), self.draw_trouble());
+        let damaged = self.strikes_node(Fault::CheckpointDamaged);
+        let Some(node) = self
+            .nodes
+            .all
+            .get_mut(name)
+            .filter(|node| node.companion.is_none())
+        else {
+            return;
+        };
+        if damaged {
+            node.disk.damage();
+            // That a driver was about to begin is in the checkpoint alone.
+            let files = node.disk.cdi_names();
+            let listed = &node.kubelet.listed;
+            node.driven
+                .retain(|uid| files.contains(uid) || listed.contains_key(uid));
+        }
+        node.disk.begin(trouble);
+        let (kubelet, boots) = (node.kubelet.view(), node.boots);
+        let (_, mut place) = node.hands();
+        let started = Companion::start(&mut place, (name, boots), &found, &kubelet);
+        node.disk.begin(None);
+        self.note(|| format!("{name}: the companion starts: {:?}", started.as_ref().map(|_| ())));
+        match (trouble, started) {
+            (Some(Trouble::Kill(_)), _) | (_, Err(Stop::Killed)) if power => self.lose_power(name),
+            (Some(Trouble::Kill(_)), _) | (_, Err(_)) => self.kill_companion(name),
+            (_, Ok(companion)) => {
+                if let Some(node) = self.nodes.all.get_mut(name) {
+                    node.companion = Some(companion);
+                }
+                self.on_node(name, 0, 100 * MILLISECOND, Doing::Look);
+            }
+        }
+    }
+
+    /// What the API server says of a claim, by its uid.
+    fn api_view(&self, uid: &ClaimUid, node: &str) -> ApiView {
+        let claim = self
+            .store
+            .claims
+            .values()
+            .find(|claim| claim_uid(&uid_of(claim)) == *uid);
+        let Some(claim) = claim else {
+            return ApiView::Gone;
+        };
+        let hold = recorded_hold(claim).filter(|hold| hold.node == node);
+        ApiView::Present {
+            devices: hold.map(|hold| hold.devices.into_iter().collect()),
+        }
+    }
+
+    /// Looks for claims that kubelet has forgotten, and comes again when that is due.
+    pub(super) fn look_for_orphans(&mut self, name: &str) {
+        let now = self.time();
+        let silent = self.strikes_node(Fault::ApiSilent);
+        let Some(node) = self.nodes.all.get_mut(name) else {
+            return;
+        };
+        let kubelet = node.kubelet.view();
+        let Some(companion) = node.companion.as_mut() else {
+            return;
+        };
+        let questions = companion.look(&kubelet, now);
+        let answers: BTreeMap<ClaimUid, ApiView> = questions
+            .into_iter()
+            .map(|question| {
+                let answer = if silent {
+                    ApiView::Unknown("no answer in time".to_owned())
+                } else {
+                    self.api_view(&question.uid, name)
+                };
+                (question.uid, answer)
+            })
+            .collect();
+        let judged = self.ask_companion(name, |companion, place| {
+            companion.clear(place, &BTreeSet::new())?;
+            Ok(companion.judge(place, &kubelet, &answers, now)?)
+        });
+        if judged.is_none() {
+            return;
+        }
+        if let Some(node) = self.nodes.all.get_mut(name)
+            && let Some(companion) = &node.companion
+        {
+            let next = companion.orphans.next_look(now).as_micros() as u64;
+            let at = self.now + next.max(SECOND);
+            // Of several that are on their way the earliest counts.
+            if node.look_at <= self.now || at < node.look_at {
+                node.look_at = at;
+                self.on_node(name, next.max(SECOND), next.max(SECOND), Doing::Look);
+            }
+        }
+    }
+
+    /// A person looks at what is in quarantine, and ends it.
+    pub(super) fn person_releases(&mut self, name: &str, forgotten: bool) {
+        let Some(node) = self.nodes.all.get_mut(name) else {
+            return;
+        };
+        let kubelet: KubeletView = node.kubelet.view();
+        let in_use = node.kubelet.in_use();
+        let listed: BTreeSet<ClaimUid> = node.kubelet.listed.keys().cloned().collect();
+        let (companion, mut place) = node.hands();
+        let Some(companion) = companion else { return };
+        let mut over: BTreeSet<ClaimUid> = companion.orphans.quarantine().into_keys().collect();
+        if forgotten {
+            let held = companion.ledger.entries().keys();
+            over.extend(held.filter(|uid| listed.contains(*uid)).cloned());
+        }
+        for uid in over.difference(&in_use) {
+            let released = companion.release(&mut place, &kubelet, uid);
+            assert_eq!(released, Ok(()), "faults have stopped");
+        }
+    }
+}

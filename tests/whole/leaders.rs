@@ -1,0 +1,212 @@
+//! Two controllers with a lease, and every trouble at each of the first requests about it: at most one of them writes at a time, and
+//! somebody serves.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use drayman::api::resource::ResourceClaim;
+use drayman::controller::{Controller, LeaderElection};
+use drayman::host::HostDriver;
+use drayman::sim::api::ApiServer;
+use drayman::sim::faults::{Faults, Life, Place, Planned};
+use kube::api::{Api, DeleteParams};
+use tokio_util::sync::CancellationToken;
+
+use crate::check::{Checker, DRIVER, text};
+use crate::life::check;
+use crate::named::{control_plane, has_device, make_claim};
+use crate::program::{self, panics, until};
+
+const LEADERS: [&str; 2] = ["leader-a", "leader-b"];
+const LEASE: &str = "drayman";
+/// Of each controller. The leader takes the lease with its second request and renews it with the others; the other one reads.
+const REQUESTS: u64 = 4;
+/// Stories at once. Most of the time of each is waiting.
+const AT_ONCE: usize = 12;
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// By controller, the identity of its present life.
+type Identities = Arc<Mutex<BTreeMap<&'static str, String>>>;
+
+fn start(
+    faults: &Faults,
+    server: &ApiServer,
+    name: &'static str,
+    identities: &Identities,
+    shutdown: &CancellationToken,
+) -> JoinHandle<Vec<String>> {
+    let (server, identities) = (server.clone(), identities.clone());
+    let start = move |life: Life| {
+        let client = life.client(&server);
+        let identities = identities.clone();
+        let running = async move {
+            let stop = life.stop().clone();
+            let driver = HostDriver::start(client.clone(), DRIVER.to_owned(), stop.clone());
+            let mut election = LeaderElection::new("default", LEASE, name);
+            election.lease_duration = Duration::from_secs(4);
+            election.renew_deadline = Duration::from_millis(2500);
+            election.retry_period = Duration::from_millis(300);
+            identities.lock().unwrap().insert(name, election.identity.clone());
+            let controller = Controller::builder(driver)
+                .request_timeout(Duration::from_millis(1500))
+                .leader_election(Some(election))
+                .build(client)
+                .map_err(|error| error.to_string())?;
+            controller.run(stop).await.map_err(|error| error.to_string())
+        };
+        Box::pin(running) as _
+    };
+    program::run(faults.clone(), name, shutdown.clone(), Box::new(start))
+}
+
+/// What was wrong in a story, which troubles were met, and all that happened.
+struct Told {
+    violations: Vec<String>,
+    hits: usize,
+    trace: Vec<String>,
+}
+
+/// Claims that want the one device come and go while two controllers want to serve them.
+async fn tell(planned: Vec<Planned>) -> Told {
+    let stage = control_plane(1).await;
+    let server = stage.server().clone();
+    let faults = Faults::new(planned);
+    let checker = Arc::new(Mutex::new(Checker::new(&server, None)));
+    let checking = tokio::spawn(check(server.clone(), checker.clone()));
+    let identities = Identities::default();
+    watch_writers(&faults, &server, &identities, &checker);
+    let shutdown = CancellationToken::new();
+    faults.count(true);
+    let controllers = LEADERS.map(|name| start(&faults, &server, name, &identities, &shutdown));
+    let claims = Api::<ResourceClaim>::namespaced(server.client(), "default");
+    let mut never = Vec::new();
+    make_claim(&stage, "first");
+    for (name, next) in [("first", "second"), ("second", "third"), ("third", "fourth")] {
+        for what in ["allocated", "gone"] {
+            let came = until(PATIENCE, || {
+                let broken = !checker.lock().unwrap().violations.is_empty();
+                let there = server.objects("resourceclaims");
+                let there = there.iter().any(|claim| text(claim, "/metadata/name") == name);
+                broken || (what == "allocated" && has_device(&server, name)) || (what == "gone" && !there)
+            })
+            .await;
+            if !came {
+                never.push(format!("I10: {name} is never {what}"));
+            }
+            if what == "allocated" {
+                // One more waits for the device, and no other.
+                make_claim(&stage, next);
+                // It cannot be gone already: it has our finalizer.
+                let _ = claims.delete(name, &DeleteParams::default()).await;
+            }
+        }
+    }
+    shutdown.cancel();
+    for controller in controllers {
+        let ended = tokio::task::spawn_blocking(move || controller.join())
+            .await
+            .unwrap();
+        never.extend(ended.unwrap_or_else(|_| vec!["I15: a controller has panicked".to_owned()]));
+    }
+    checking.abort();
+    stage.stop().await;
+    let mut checker = checker.lock().unwrap();
+    checker.catch_up();
+    checker.check_all_seen();
+    never.append(&mut checker.violations);
+    Told {
+        violations: never,
+        hits: faults.hits().len(),
+        trace: faults.trace(),
+    }
+}
+
+/// Whoever writes holds the lease as it is stored when the write arrives.
+fn watch_writers(
+    faults: &Faults,
+    server: &ApiServer,
+    identities: &Identities,
+    checker: &Arc<Mutex<Checker>>,
+) {
+    let (server, identities, checker) = (server.clone(), identities.clone(), checker.clone());
+    faults.look(move |program, place, what| {
+        // An event is only told.
+        if place != Place::Request || what.starts_with("GET ") || what.contains("/events") {
+            return;
+        }
+        let leases = server.objects("leases");
+        let lease = leases.iter().find(|lease| text(lease, "/metadata/name") == LEASE);
+        let holder = lease.map_or("", |lease| text(lease, "/spec/holderIdentity"));
+        let writer = identities.lock().unwrap().get(program).cloned();
+        if writer.as_deref() != Some(holder) {
+            let text = format!("{program} ({writer:?}) writes while {holder:?} leads: {what}");
+            checker.lock().unwrap().violate(text);
+        }
+    });
+}
+
+#[test]
+fn no_trouble_with_the_lease_lets_two_controllers_write_or_none_serve() {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap();
+    let calm = runtime.block_on(tell(Vec::new()));
+    assert_eq!(calm.violations, Vec::<String>::new(), "{}", calm.trace.join("\n"));
+    let mut plans = Vec::new();
+    for (turn, program) in LEADERS.into_iter().enumerate() {
+        for number in 1..=REQUESTS {
+            for (index, &trouble) in Place::Lease.troubles().iter().enumerate() {
+                // Each trouble at two of the requests of each controller, and at all of them with EVERY_TROUBLE.
+                let is_daily = (index + turn) as u64 % 2 == number % 2;
+                if is_daily || std::env::var("EVERY_TROUBLE").is_ok() {
+                    plans.push(Planned {
+                        program,
+                        place: Place::Lease,
+                        number,
+                        trouble,
+                    });
+                }
+            }
+        }
+    }
+    println!("{} stories", plans.len());
+    let next = AtomicUsize::new(0);
+    let told: Mutex<Vec<(Planned, Told)>> = Mutex::default();
+    std::thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(|| {
+                while let Some(&planned) = plans.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let story = runtime.block_on(tell(vec![planned]));
+                    told.lock().unwrap().push((planned, story));
+                }
+            });
+        }
+    });
+    let told = told.into_inner().unwrap();
+    for (planned, story) in &told {
+        println!("{planned}: {}", if story.hits > 0 { "met" } else { "not met" });
+        if !story.violations.is_empty() {
+            println!("{:?}\n{}\n", story.violations, story.trace.join("\n"));
+        }
+    }
+    let failed = told
+        .iter()
+        .filter(|(_, story)| !story.violations.is_empty())
+        .count();
+    assert_eq!(failed, 0, "of {} stories", told.len());
+    assert_eq!(panics(), Vec::<String>::new(), "I15");
+    for program in LEADERS {
+        for &trouble in Place::Lease.troubles() {
+            let of_kind = |planned: &Planned| planned.program == program && planned.trouble == trouble;
+            let met = told
+                .iter()
+                .any(|(planned, story)| of_kind(planned) && story.hits > 0);
+            assert!(met, "{program} {trouble:?} was never met");
+        }
+    }
+}
