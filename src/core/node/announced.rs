@@ -154,6 +154,12 @@ mod tests {
         assert_eq!(announced(&[claim("1", "node-b", "x")]).holder("x"), None);
         let mut other = claim("1", "node-a", "x");
         other.status.driver_name = Some("other.example".into());
+        assert!(
+            announced(&[other.clone()]).holder("x").is_some(),
+            "renamed: the handle is ours"
+        );
+        other.status.allocation.as_mut().unwrap().resource_handles[0].driver_name =
+            Some("other.example".into());
         assert_eq!(announced(&[other]).holder("x"), None);
     }
 

@@ -82,26 +82,6 @@ fn a_shared_claim_serves_two_pods_and_goes_back_after_the_last() {
 }
 
 #[test]
-fn a_claim_made_for_a_pod_that_cannot_run_serves_another_that_names_it() {
-    let mut stage = calm(&[("node-a", 1)]);
-    let owner = stage.create_pod(&key("owner"), &[Use::Template("gpu")], None);
-    stage.pod_nodes.insert(owner, [].into());
-    stage.run_until("it has its claim", |stage| !stage.store.claims.is_empty());
-    let name = stage
-        .store
-        .claims
-        .keys()
-        .map(|key| key.name.clone())
-        .collect::<String>();
-    stage.create_pod(&key("user"), &[Use::Named(&name)], None);
-    until_bound(&mut stage, "user");
-    // The scheduler may see it before we have our answer.
-    stage.run_for(SECOND);
-    assert_eq!(stage.counted().allocations, 1);
-    expect_well(stage);
-}
-
-#[test]
 fn a_claim_that_cannot_be_shared_goes_from_one_pod_to_the_next() {
     let mut stage = calm(&[("node-a", 1)]);
     stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
