@@ -71,8 +71,11 @@ impl Stage {
         if self.nodes.is_empty() || self.violation.is_some() {
             return;
         }
-        self.people_release(false);
-        self.run_for(60 * SECOND);
+        // A refusal names one device: a claim of several may be in the way of as many forgotten ones.
+        for _ in 0..3 {
+            self.people_release(false);
+            self.run_for(300 * SECOND);
+        }
         self.check_nodes_at_rest();
         let pods: Vec<_> = self.store.pods.keys().cloned().collect();
         for pod in pods {
