@@ -158,7 +158,7 @@ impl Start {
             .arg(
                 PROGRAM
                     .get()
-                    .map_or(Path::new(env!("CARGO_BIN_EXE_drayman")), PathBuf::as_path),
+                    .map_or_else(|| Path::new(env!("CARGO_BIN_EXE_drayman")), PathBuf::as_path),
             )
             .args(["node", "--node-name", "node-a", "--v=4", "--kubeconfig"])
             .arg(&kubeconfig)

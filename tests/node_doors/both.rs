@@ -123,21 +123,12 @@ async fn pods_of_both_sorts_that_come_and_go_never_share_a_device_and_leave_all_
                     .await?;
                 pods.push(name);
             }
-            // By force, and again under its name, as a StatefulSet makes it.
             6 if !pods.is_empty() => {
                 let name = &pods[usize::try_from(numbers.below(pods.len() as u64))?];
-                let is_plugged = name.starts_with("plugged-");
-                watched.forced |= is_plugged;
-                *outcomes
-                    .entry(format!("{}, deleted by force", outcome(&stage, name).await?))
-                    .or_default() += 1;
-                let pod = if is_plugged {
-                    pod_with_limit(name, RESOURCE)?
-                } else {
-                    pod_with_claim(name)?
-                };
-                stage.remove_pod(name).await?;
-                stage.pods().create(&PostParams::default(), &pod).await?;
+                watched.forced |= name.starts_with("plugged-");
+                let outcome = format!("{}, deleted by force", outcome(&stage, name).await?);
+                *outcomes.entry(outcome).or_default() += 1;
+                replace_by_force(&stage, name).await?;
             }
             7..=9 if !pods.is_empty() => {
                 let index = usize::try_from(numbers.below(pods.len() as u64))?;
@@ -166,7 +157,16 @@ async fn pods_of_both_sorts_that_come_and_go_never_share_a_device_and_leave_all_
     );
     assert!(watched.busy > 0 && made > 5, "something has happened");
 
-    // Everything is free in the end: no pod, no claim, no trace on the node, and all devices can be had again, through one door...
+    all_is_free(&stage, &mut watched).await?;
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Everything is free in the end: no pod, no claim, no trace on the node, and all devices can be had again, through one door, and
+/// then none through the other.
+async fn all_is_free(stage: &Stage, watched: &mut Watched) -> anyhow::Result<()> {
+    let node = stage.cluster.node(0);
     let left = || async {
         let pods = stage.pods().list(&ListParams::default()).await?.items.len();
         let claims = stage.claims().list(&ListParams::default()).await?.items.len();
@@ -185,8 +185,8 @@ async fn pods_of_both_sorts_that_come_and_go_never_share_a_device_and_leave_all_
     let checkpoint: Value =
         serde_json::from_str(&node.read("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json")?)?;
     assert_eq!(checkpoint["data"]["entries"], serde_json::json!({}));
-    wait_for_inventory(&stage, DRIVER, 3, 0).await?;
-    wait_for_allocatable(&stage, RESOURCE, "3").await?;
+    wait_for_inventory(stage, DRIVER, 3, 0).await?;
+    wait_for_allocatable(stage, RESOURCE, "3").await?;
     for number in 0..3 {
         stage.make_pod(&format!("last-{number}")).await?;
     }
@@ -194,13 +194,22 @@ async fn pods_of_both_sorts_that_come_and_go_never_share_a_device_and_leave_all_
         let name = format!("last-{number}");
         stage.wait(stage.pods(), &name, "running", is_running()).await?;
     }
-    // ... and then none through the other.
-    wait_for_allocatable(&stage, RESOURCE, "0").await?;
+    wait_for_allocatable(stage, RESOURCE, "0").await?;
     watched.look(node);
     assert_eq!(watched.last.len(), 3);
-    companion.end().await?;
-    controller.end().await?;
-    stage.cluster.stop().await
+    Ok(())
+}
+
+/// Deletes a pod by force and makes another under its name, as a StatefulSet does.
+async fn replace_by_force(stage: &Stage, name: &str) -> anyhow::Result<()> {
+    let pod = if name.starts_with("plugged-") {
+        pod_with_limit(name, RESOURCE)?
+    } else {
+        pod_with_claim(name)?
+    };
+    stage.remove_pod(name).await?;
+    stage.pods().create(&PostParams::default(), &pod).await?;
+    Ok(())
 }
 
 /// What became of a pod until now.
