@@ -59,7 +59,8 @@ impl<'a> IntoIterator for &'a DeviceAttributes {
 
 impl Serialize for DeviceAttributes {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        self.0.serialize(serializer)
+        // A LiteMap alone writes none as an empty list.
+        serializer.collect_map(self.0.iter())
     }
 }
 
