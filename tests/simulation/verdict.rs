@@ -107,7 +107,8 @@ impl Stage {
         self.check_doubles();
     }
 
-    /// Nobody keeps half of what a pod needs, whatever led to that.
+    /// Nobody keeps half of what a pod needs, whatever led to that. A claim of immediate mode is allocated for itself and not for a
+    /// pod, so it is no half: the pod waits for it as for a claim that does not exist.
     fn check_all_or_nothing(&mut self) {
         let mut half = None;
         for (key, pod) in &self.store.pods {
@@ -120,7 +121,10 @@ impl Stage {
             let (held, missing): (Vec<_>, Vec<_>) = ours.partition(|claim| recorded_hold(claim).is_some());
             let missing = missing
                 .iter()
-                .filter(|claim| claim.status.allocation.is_none())
+                .filter(|claim| {
+                    claim.status.allocation.is_none()
+                        && claim.spec.allocation_mode == Some(AllocationMode::WaitForFirstConsumer)
+                })
                 .count();
             let held_for_it = held.iter().find(|claim| {
                 let for_it =
