@@ -3,6 +3,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::Api;
 
 use crate::harness::{Node, PATIENCE};
 use crate::pods::{CONFIGURATION, Inside, MINORS, look_inside, make_devices, traces, wait_for_inventory};
@@ -83,10 +85,19 @@ async fn look_again(stage: &Stage, pod: &str) -> anyhow::Result<Inside> {
     }
 }
 
+fn was_restarted(pod: Option<&Pod>) -> bool {
+    let statuses = pod.and_then(|pod| pod.status.as_ref()?.container_statuses.as_ref());
+    statuses
+        .into_iter()
+        .flatten()
+        .any(|status| status.restart_count > 0)
+}
+
 #[tokio::test]
 async fn after_a_boot_each_pod_has_the_device_that_it_had() -> anyhow::Result<()> {
     let (stage, controller, mut companion) = stage(3).await?;
     let node = stage.cluster.node(0);
+    let pods = || Api::<Pod>::namespaced(stage.cluster.client(), "default");
     let mut before = Vec::new();
     for name in ["first", "second"] {
         stage.make_pod(name).await?;
@@ -102,17 +113,8 @@ async fn after_a_boot_each_pod_has_the_device_that_it_had() -> anyhow::Result<()
     companion.logged(REGISTERED).await?;
     for (name, before) in ["first", "second"].into_iter().zip(&before) {
         assert_eq!(&look_again(&stage, name).await?, before, "{name}");
-        let restarts = stage
-            .cluster
-            .kubectl(&[
-                "get",
-                "pod",
-                name,
-                "-o",
-                "jsonpath={.status.containerStatuses[0].restartCount}",
-            ])
-            .await?;
-        assert_ne!(restarts.trim(), "0", "{name} was started again");
+        // The status follows the container after a moment.
+        stage.wait(pods(), name, "started again", was_restarted).await?;
     }
     let checkpoint = node.read("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json")?;
     assert!(checkpoint.contains(BOOT_ID), "{checkpoint}");

@@ -2,14 +2,14 @@
 
 use std::io::ErrorKind;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use drayman::api::resource::Pod;
 use k8s_openapi::api::core::v1::Event;
 use kube::api::{Api, ListParams, PostParams};
 
 use crate::faults::Change;
-use crate::harness::Node;
+use crate::harness::{Node, PATIENCE};
 use crate::pods::{
     CONFIGURATION, Inside, MINORS, look_inside, make_devices, pod_with_limit, traces, wait_for_allocatable,
     wait_for_inventory,
@@ -166,7 +166,12 @@ async fn kubelet_forgets(stage: &Stage, companion: &Program, pod: &str) -> anyho
     }
     companion.logged("OrphanFreed").await?;
     anyhow::ensure!(companion.log()?.contains(&format!("neither kubelet nor the API server knows the claim any more: what it held is free claim_uid={uid}")), "{uid}");
-    anyhow::ensure!(traces(node, &uid)?.is_empty(), "{:?}", traces(node, &uid)?);
+    // It is said when it is decided, and then carried out.
+    let until = Instant::now() + PATIENCE;
+    while !traces(node, &uid)?.is_empty() {
+        anyhow::ensure!(Instant::now() < until, "{:?}", traces(node, &uid)?);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
     Ok(true)
 }
 

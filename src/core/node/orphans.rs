@@ -7,7 +7,8 @@
 //! unhealthy so that they are not allocated to others, and a person is told.
 //!
 //! A claim that kubelet does list is not looked into, with one exception: another claim was given its device and was refused.
-//! A kubelet that was away while a pod was deleted by force can keep the pod's claim in its list for ever.
+//! A kubelet that was away while a pod was deleted by force can keep the pod's claim in its list for ever. The claim itself may be
+//! there still, if a person made it, but is allocated no more.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -49,6 +50,13 @@ pub enum ApiView {
     },
     /// It does not say, and why.
     Unknown(String),
+}
+
+impl ApiView {
+    /// Whether the claim has devices of ours, as far as its handle can be read.
+    fn has_devices(&self) -> bool {
+        matches!(self, Self::Present { devices: Some(devices) } if !devices.is_empty())
+    }
 }
 
 /// A claim that the API server is to be asked for.
@@ -140,7 +148,7 @@ impl Orphans {
     ) -> Vec<Verdict> {
         let mut verdicts = Vec::new();
         for (uid, answer) in answers {
-            if matches!(answer, ApiView::Present { .. }) {
+            if answer.has_devices() {
                 // Two claims were given one device, and both are there: the one that has it keeps it.
                 self.contested.remove(uid);
             }
@@ -211,6 +219,10 @@ fn doubt(entry: &Entry, kubelet: &KubeletView, uid: &ClaimUid, answer: &ApiView)
         }
         (KubeletView::Lists(_), ApiView::Gone) => Some(
             "kubelet still lists it, but the API server no longer has it and has given its device to another claim (say --force if no container uses it)"
+                .to_owned(),
+        ),
+        (KubeletView::Lists(_), ApiView::Present { .. }) if !answer.has_devices() => Some(
+            "kubelet still lists it, but for the API server it is not allocated any more, and its device was given to another claim (say --force if no container uses it)"
                 .to_owned(),
         ),
         (KubeletView::Unknown(why), ApiView::Gone) => Some(format!(

@@ -218,6 +218,11 @@ fn a_claim_that_kubelet_lists_is_looked_into_only_if_another_was_given_its_devic
     };
     let why = judge(&mut orphans, GONE).unwrap();
     assert!(why.contains("given its device to another claim"), "{why}");
-    assert_eq!(judge(&mut orphans, PRESENT), None);
+    let why = judge(&mut orphans, PRESENT).unwrap();
+    assert!(why.contains("not allocated any more"), "{why}");
+    let has_it = ApiView::Present {
+        devices: Some(vec!["x".into()]),
+    };
+    assert_eq!(judge(&mut orphans, has_it), None);
     assert_eq!(orphans.look(&ledger, &kubelet, GRACE * 3), [], "it is in order");
 }
