@@ -346,7 +346,14 @@ impl<D: Driver> Conformance<D> {
                 .iter()
                 .enumerate()
                 .filter(|(_, name)| struck(name))
-                .flat_map(|(step, _)| [When::Before, When::After].map(|when| Blow { step, kind, when }));
+                .flat_map(|(step, _)| {
+                    [When::Before, When::After].map(|when| Blow {
+                        step,
+                        of_calls: false,
+                        kind,
+                        when,
+                    })
+                });
             let mut played = stream::iter(blows)
                 .map(|blow| self.story(capacity, Some(blow)))
                 .buffer_unordered(AT_ONCE);

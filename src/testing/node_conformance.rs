@@ -14,7 +14,7 @@ use tokio::sync::Semaphore;
 use super::node_exercises as exercises;
 use super::node_instance::{LeftOver, Make, NodeInstance};
 use super::node_story;
-use super::process::{Blow, BlowKind, Fate, When};
+use super::process::{Blow, BlowKind, Fate, When, is_call};
 use super::report::{Broken, Report};
 use super::rule::Rule;
 use super::scene::{Done, Place, Scene, Setup, Stop};
@@ -259,6 +259,7 @@ impl<D: NodeDriver> NodeConformance<D> {
             let blows = places.into_iter().flat_map(|step| {
                 [When::Before, When::After].map(|when| Blow {
                     step,
+                    of_calls: blow == BlowKind::Slow,
                     kind: blow,
                     when,
                 })
@@ -286,19 +287,15 @@ impl<D: NodeDriver> NodeConformance<D> {
     }
 }
 
-/// The first call of each method of the driver. Where one hangs the companion waits for ten seconds: too long for all of them.
+/// The first call of each method of the driver, counted among its calls. Where one hangs the companion waits for ten seconds: too long for all of them.
 fn first_of_each(steps: &[String]) -> Vec<usize> {
     let mut seen = BTreeSet::new();
     let is_first = |(_, step): &(usize, &String)| {
         let method = step.split_once('(').map(|(method, _)| method);
         method.is_some_and(|method| seen.insert(method.to_owned()))
     };
-    steps
-        .iter()
-        .enumerate()
-        .filter(is_first)
-        .map(|(step, _)| step)
-        .collect()
+    let calls = steps.iter().filter(|step| is_call(step));
+    calls.enumerate().filter(is_first).map(|(step, _)| step).collect()
 }
 
 /// Our own kinds, and a class of the driver's devices of a kind.
@@ -340,6 +337,6 @@ mod tests {
             "unprepare(a)",
             "prepare(b)",
         ];
-        assert_eq!(first_of_each(&steps.map(str::to_owned)), [1, 2, 4]);
+        assert_eq!(first_of_each(&steps.map(str::to_owned)), [0, 1, 3]);
     }
 }

@@ -27,6 +27,8 @@ const END: Duration = Duration::from_secs(5);
 pub(super) struct Blow {
     /// Which step, counted from 0.
     pub(super) step: usize,
+    /// Whether the driver's calls alone are counted. Their order is the same however slowly the requests beside them run.
+    pub(super) of_calls: bool,
     pub(super) kind: BlowKind,
     pub(super) when: When,
 }
@@ -61,6 +63,11 @@ impl Blow {
             (BlowKind::Fail, When::After) => format!("step {number} is done and answers with an error"),
         }
     }
+}
+
+/// Whether a step is a call of the driver, and not a request: `prepare(claim)`.
+pub(super) fn is_call(step: &str) -> bool {
+    step.contains('(')
 }
 
 /// The steps of a process, and what happens to it. Clones are the same.
@@ -107,11 +114,8 @@ impl Fate {
         if self.is_dead() {
             return false;
         }
-        let step = self.push(what);
-        match self
-            .blow
-            .filter(|blow| blow.step == step && blow.kind == BlowKind::Crash)
-        {
+        let strikes = self.push(what);
+        match self.blow.filter(|blow| strikes && blow.kind == BlowKind::Crash) {
             Some(blow) => {
                 self.kill();
                 blow.when == When::After
@@ -120,10 +124,18 @@ impl Fate {
         }
     }
 
-    fn push(&self, what: String) -> usize {
+    /// Counts a step; the answer is whether it is the one at which something happens.
+    fn push(&self, what: String) -> bool {
         let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
+        let may_strike = is_call(&what);
         steps.push(what);
-        steps.len() - 1
+        self.blow.is_some_and(|blow| {
+            if blow.of_calls {
+                may_strike && steps.iter().filter(|step| is_call(step)).count() == blow.step + 1
+            } else {
+                steps.len() == blow.step + 1
+            }
+        })
     }
 
     /// Carries a step out, unless something happens to it: `fail` is its answer then, as far as there is one.
@@ -136,11 +148,8 @@ impl Fate {
         if self.is_dead() {
             return std::future::pending().await;
         }
-        let step = self.push(what);
-        let struck: Struck = self
-            .blow
-            .filter(|blow| blow.step == step)
-            .map(|blow| (blow.kind, blow.when));
+        let strikes = self.push(what);
+        let struck: Struck = self.blow.filter(|_| strikes).map(|blow| (blow.kind, blow.when));
         match struck {
             Some((BlowKind::Crash, When::Before)) => {
                 self.kill();
