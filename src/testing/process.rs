@@ -299,7 +299,12 @@ mod tests {
     use super::*;
 
     fn blow(step: usize, kind: BlowKind, when: When) -> Fate {
-        Fate::new(Some(Blow { step, kind, when }))
+        Fate::new(Some(Blow {
+            step,
+            of_calls: false,
+            kind,
+            when,
+        }))
     }
 
     #[tokio::test]
