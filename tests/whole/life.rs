@@ -153,7 +153,7 @@ pub(crate) async fn live(planned: Vec<Planned>, clock: Clock) -> Lived {
     }
 }
 
-/// I14 after every step on the disk, and at every answer that kubelet gets.
+/// I14 after every step on the disk, and at every answer to a Prepare.
 fn look_at_records(faults: &Faults, place: &NodePlace, checker: &Arc<Mutex<Checker>>) {
     let (cdi, checkpoint) = (place.cdi.clone(), state(place).join("checkpoint.json"));
     let checker = checker.clone();
@@ -165,7 +165,10 @@ fn look_at_records(faults: &Faults, place: &NodePlace, checker: &Arc<Mutex<Check
     faults.look(move |_, place, what| {
         let wrong = match place {
             Place::Disk => files_without_entry(&cdi, &checkpoint),
-            Place::Call if !may_fail => entries_without_file(&cdi, &checkpoint),
+            // At the answer to another call an unprepare may be under way, which takes the file away first.
+            Place::Call if !may_fail && what.ends_with("/NodePrepareResources") => {
+                entries_without_file(&cdi, &checkpoint)
+            }
             _ => Vec::new(),
         };
         if !wrong.is_empty() {
