@@ -1,7 +1,8 @@
 //! A client that does what a busy API server asks for: after an answer of 429 with `Retry-After`, nothing is sent before that.
 //!
 //! The server's priority and fairness says it in the header alone, with a text that is no Status (`tooManyRequests` in apiserver's
-//! `priority-and-fairness.go`), so that it is seen here or nowhere. A request that waits counts its time as if it were under way.
+//! `priority-and-fairness.go`), so that it is seen here or nowhere. A write waits before it is asked whether this process may still write, so that its wait is over
+//! when it is sent; whatever else waits here counts its time as if it were under way.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -16,7 +17,7 @@ const LONGEST: Duration = Duration::from_secs(30);
 
 /// Until when nothing is sent. Clones are the same.
 #[derive(Clone, Debug, Default)]
-struct Pause(Arc<Mutex<Option<Instant>>>);
+pub(super) struct Pause(Arc<Mutex<Option<Instant>>>);
 
 impl Pause {
     fn until(&self) -> Option<Instant> {
@@ -24,7 +25,7 @@ impl Pause {
     }
 
     /// Returns when something may be sent.
-    async fn over(&self) {
+    pub(super) async fn over(&self) {
         // While one waits, another may be told to wait longer.
         while let Some(until) = self.until().filter(|until| *until > Instant::now()) {
             tokio::time::sleep_until(until).await;
@@ -32,7 +33,13 @@ impl Pause {
     }
 
     fn note<B>(&self, response: &Response<B>) {
-        let Some(pause) = asked(response) else { return };
+        if let Some(pause) = asked(response) {
+            self.begin(pause);
+        }
+    }
+
+    /// Nothing is sent for so long.
+    pub(super) fn begin(&self, pause: Duration) {
         let until = Instant::now() + pause;
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         *known = Some(known.map_or(until, |known| known.max(until)));
@@ -50,10 +57,11 @@ fn asked<B>(response: &Response<B>) -> Option<Duration> {
     Some(Duration::from_secs(seconds).min(LONGEST))
 }
 
-/// The same client, with pauses that are kept. Must be called within a runtime.
-pub(super) fn considerate(client: &kube::Client) -> kube::Client {
+/// The same client, with pauses that are kept, and the pauses. Must be called within a runtime.
+pub(super) fn considerate(client: &kube::Client) -> (kube::Client, Pause) {
     let namespace = client.default_namespace().to_owned();
-    let (client, pause) = (client.clone(), Pause::default());
+    let (client, pauses) = (client.clone(), Pause::default());
+    let pause = pauses.clone();
     let service = tower::service_fn(move |request: Request<Body>| {
         let (client, pause) = (client.clone(), pause.clone());
         async move {
@@ -63,7 +71,7 @@ pub(super) fn considerate(client: &kube::Client) -> kube::Client {
             Ok::<_, kube::Error>(response)
         }
     });
-    kube::Client::new(service, namespace)
+    (kube::Client::new(service, namespace), pauses)
 }
 
 #[cfg(test)]

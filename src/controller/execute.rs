@@ -16,6 +16,7 @@ use crate::core::protocol::{
 use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError};
 
 use super::calls::Calls;
+use super::considerate::Pause;
 use super::leader::Fence;
 use super::trim::{Trim, trimmed};
 use super::{Controller, write};
@@ -40,12 +41,14 @@ struct Shared<D> {
     requests: Semaphore,
     calls: Calls,
     fence: Fence,
+    pause: Pause,
 }
 
 impl<D: Driver> Executor<D> {
     pub(super) fn new(
         controller: &Controller<D>,
         fence: Fence,
+        pause: Pause,
         answers: mpsc::UnboundedSender<Event>,
     ) -> Self {
         let shared = Shared {
@@ -58,6 +61,7 @@ impl<D: Driver> Executor<D> {
             requests: Semaphore::new(REQUESTS),
             calls: Calls::default(),
             fence,
+            pause,
         };
         Self {
             shared: Arc::new(shared),
@@ -163,7 +167,15 @@ impl<D: Driver> Shared<D> {
     }
 
     async fn write<T: Trim>(&self, request: impl Future<Output = Outcome<T>>) -> Outcome<Arc<T>> {
-        match fenced(&self.requests, &self.fence, self.request_timeout, request).await {
+        match fenced(
+            &self.requests,
+            &self.pause,
+            &self.fence,
+            self.request_timeout,
+            request,
+        )
+        .await
+        {
             Outcome::Done(object) => Outcome::Done(trimmed(object)),
             Outcome::Refused(message) => {
                 tracing::warn!(answer = message, "write refused");
@@ -218,11 +230,13 @@ impl<D: Driver> Shared<D> {
 /// a process that was paused, may have outlived the lease.
 async fn fenced<T>(
     requests: &Semaphore,
+    pause: &Pause,
     fence: &Fence,
     timeout: Duration,
     request: impl Future<Output = Outcome<T>>,
 ) -> Outcome<T> {
     let _permit = requests.acquire().await;
+    pause.over().await;
     if !fence.holds() {
         return Outcome::Unknown("the lease is lost".to_owned());
     }
@@ -334,12 +348,13 @@ mod tests {
     async fn a_write_that_waits_longer_than_the_lease_is_never_sent() {
         let lease = Duration::from_secs(10);
         let (requests, fence, sent) = (Semaphore::new(1), Fence::held_for(lease), AtomicUsize::new(0));
+        let pause = Pause::default();
         let write = |timeout: Duration| {
             let request = async {
                 sent.fetch_add(1, Ordering::Relaxed);
                 std::future::pending::<Outcome<()>>().await
             };
-            fenced(&requests, &fence, timeout, request)
+            fenced(&requests, &pause, &fence, timeout, request)
         };
         // The first one takes the only turn and has no answer; the second one is next while the lease is held, the third is not.
         let (first, second) = (lease / 4, lease);
@@ -349,5 +364,15 @@ mod tests {
         assert_eq!(outcomes.0, unknown("no answer within 2.5s"));
         assert_eq!(outcomes.1, unknown("no answer within 10s"));
         assert_eq!(outcomes.2, unknown("the lease is lost"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_write_that_waits_for_a_busy_server_longer_than_the_lease_is_never_sent() {
+        let lease = Duration::from_secs(10);
+        let (requests, fence, pause) = (Semaphore::new(1), Fence::held_for(lease), Pause::default());
+        pause.begin(lease);
+        let request = async { panic!("sent") };
+        let outcome: Outcome<()> = fenced(&requests, &pause, &fence, lease * 2, request).await;
+        assert_eq!(outcome, Outcome::Unknown("the lease is lost".to_owned()));
     }
 }

@@ -74,7 +74,7 @@ use crate::driver::Driver;
 
 pub use leader::LeaderElection;
 
-use considerate::considerate;
+use considerate::{Pause, considerate};
 use execute::Executor;
 use leader::{Fence, Leader};
 use report::Reports;
@@ -189,7 +189,8 @@ impl<D: Driver> Controller<D> {
     pub async fn run(mut self, shutdown: CancellationToken) -> Result<(), ControllerError> {
         // But not for the lease: another one would lead soon, and ask for everything anew.
         let of_lease = self.client.clone();
-        self.client = considerate(&self.client);
+        let (client, pause) = considerate(&self.client);
+        self.client = client;
         tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
             served = self.check_served() => served?,
@@ -197,7 +198,7 @@ impl<D: Driver> Controller<D> {
         let mut standby = Standby::new(&self.client);
         let Some(election) = self.leader_election.clone() else {
             self.leading.send_replace(true);
-            self.serve(standby, &Fence::open(), &shutdown).await;
+            self.serve(standby, &Fence::open(), pause, &shutdown).await;
             return Ok(());
         };
         let settings = LeaseSettings {
@@ -220,7 +221,7 @@ impl<D: Driver> Controller<D> {
         let fence = leader.fence();
         self.leading.send_replace(true);
         tokio::select! {
-            () = self.serve(standby, &fence, &shutdown) => {}
+            () = self.serve(standby, &fence, pause, &shutdown) => {}
             () = leader.keep() => return Err(ControllerError::LeaseLost),
         }
         self.leading.send_replace(false);
@@ -229,7 +230,7 @@ impl<D: Driver> Controller<D> {
     }
 
     /// Serves until `shutdown` is cancelled, from a list of all claims on: of them nothing that was seen before is trusted.
-    async fn serve(&self, standby: Standby, fence: &Fence, shutdown: &CancellationToken) {
+    async fn serve(&self, standby: Standby, fence: &Fence, pause: Pause, shutdown: &CancellationToken) {
         let (mut watches, seen) = standby.begin();
         watches.push(watch::claims(&self.client));
         let mut capacity_changes = pin!(self.driver.capacity_changes());
@@ -241,7 +242,7 @@ impl<D: Driver> Controller<D> {
             self.instance.clone(),
             self.request_timeout,
         );
-        let executor = Executor::new(self, fence.clone(), answers);
+        let executor = Executor::new(self, fence.clone(), pause, answers);
         let mut world = World::new(self.settings.clone());
         let start = Instant::now();
         let now = || Moment::new(start.elapsed());
