@@ -9,7 +9,7 @@ const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
 
 /// Every file of the node but sockets and logs, with its content.
-fn files(node: &Node) -> Vec<(String, Vec<u8>)> {
+fn files(node: &Node) -> Vec<(String, String)> {
     let mut all = Vec::new();
     let mut directories = vec![node.path("")];
     while let Some(directory) = directories.pop() {
@@ -20,6 +20,7 @@ fn files(node: &Node) -> Vec<(String, Vec<u8>)> {
                 directories.push(entry.path());
             } else if kind.is_file() {
                 let content = std::fs::read(entry.path()).unwrap();
+                let content = String::from_utf8_lossy(&content).into_owned();
                 all.push((entry.path().display().to_string(), content));
             }
         }
@@ -34,6 +35,9 @@ async fn claims_that_are_none_and_handles_that_are_not_ours_are_refused_and_leav
     let process = node.start();
     node.api.until_ready("True", "Serving").await;
     let mut kubelet = node.kubelet().await;
+    // What the companion learnt of its cluster is written beside its other work.
+    node.until_checkpoint(|text| text.contains("\"servesClaims\":true"))
+        .await;
     let before = files(&node);
     let good = || claim(A, "n-1", &["test-0"]);
     let with_uid = |uid: &str| Claim {

@@ -224,6 +224,21 @@ impl Node {
     pub(crate) fn checkpoint(&self) -> String {
         std::fs::read_to_string(self.path("kubelet/plugins/drayman.dev/checkpoint.json")).unwrap()
     }
+
+    /// Waits until the checkpoint on the disk is of that sort and no write of it is under way.
+    pub(crate) async fn until_checkpoint(&self, such: impl Fn(&str) -> bool) {
+        let path = self.path("kubelet/plugins/drayman.dev/checkpoint.json");
+        let half = path.with_extension("json.tmp");
+        let start = Instant::now();
+        while half.exists() || !std::fs::read_to_string(&path).is_ok_and(|text| such(&text)) {
+            assert!(
+                start.elapsed() < Duration::from_secs(20),
+                "the checkpoint stays: {:?}",
+                std::fs::read_to_string(&path)
+            );
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
 }
 
 /// A companion that can be stopped, or be gone from one moment to the next.
