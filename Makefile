@@ -25,7 +25,7 @@ help: ## List the targets
 ##@ Every commit
 
 .PHONY: check
-check: format lint ## Format, clippy, and every test that needs no cluster
+check: format lint ## Format, clippy, rustdoc, and every test that needs no cluster
 	hack/test quick
 
 .PHONY: format
@@ -33,8 +33,16 @@ format:
 	cargo fmt --check
 
 .PHONY: lint
-lint:
+lint: clippy docs
+
+.PHONY: clippy
+clippy:
 	cargo clippy --locked --all-targets -- -D warnings
+
+# A link in a comment that leads nowhere is a warning of rustdoc alone.
+.PHONY: docs
+docs:
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --document-private-items
 
 ##@ Everything
 
@@ -47,7 +55,7 @@ test-all: format lint ## The tests on real Kubernetes, on 1.27 to 1.30, and the 
 	hack/test versions
 
 .PHONY: verify
-verify: docs book deny bench requests ## What is slow and not of every day: documentation, dependencies, and the figures with their limits
+verify: book deny bench requests ## What is slow and not of every day: the book, dependencies, and the figures with their limits
 
 .PHONY: faults
 faults: ## The whole programs on the stage, with every trouble at every request, event, step on the disk and call (root is needed)
@@ -64,10 +72,6 @@ soak: ## Run SEEDS seeds of the simulation (1000000), going on where the last ru
 .PHONY: fuzz
 fuzz: ## Feed every parser with damaged input, for a minute each (FUZZ_SECONDS); what fails is kept in tests/fuzz/corpus
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} cargo test --locked --test fuzz -- --nocapture --test-threads 1
-
-.PHONY: docs
-docs:
-	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --document-private-items
 
 .PHONY: book
 book: $(MDBOOK) ## Make a book of docs/, in target/book

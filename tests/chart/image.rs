@@ -66,14 +66,17 @@ fn json(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).expect("a file")).expect("JSON")
 }
 
-/// An archive, unpacked.
+/// An archive, unpacked; what was in it is as old as now.
 fn unpack(archive: &Path) -> tempfile::TempDir {
     let directory = tempfile::tempdir().expect("a directory");
     let (from, to) = (
         archive.to_str().expect("UTF-8"),
         directory.path().to_str().expect("UTF-8"),
     );
-    run("tar", &["--extract", "--file", from, "--directory", to]);
+    run(
+        "tar",
+        &["--extract", "--touch", "--file", from, "--directory", to],
+    );
     directory
 }
 
@@ -88,6 +91,16 @@ fn blob(layout: &Path, descriptor: &Value) -> PathBuf {
     );
     assert!(run("sha256sum", &[path.to_str().expect("UTF-8")]).starts_with(digest));
     path
+}
+
+/// The program out of the archive, and the directory in which it lives as long as that is kept.
+fn program() -> (tempfile::TempDir, PathBuf) {
+    let layout = unpack(archive());
+    let index = json(&layout.path().join("index.json"));
+    let manifest = json(&blob(layout.path(), &index["manifests"][0]));
+    let root = unpack(&blob(layout.path(), &manifest["layers"][0]));
+    let program = root.path().join("drayman");
+    (root, program)
 }
 
 #[test]
@@ -145,26 +158,7 @@ fn an_image_is_the_program_and_its_licence_and_nothing_else() {
 
 #[test]
 fn the_same_program_makes_the_same_image_whatever_the_time_and_the_umask() {
-    let unpacked = unpack(archive());
-    let manifest = json(&blob(
-        unpacked.path(),
-        &json(&unpacked.path().join("index.json"))["manifests"][0],
-    ));
-    let layer = blob(unpacked.path(), &manifest["layers"][0]);
-    let root = tempfile::tempdir().expect("a directory");
-    let path = root.path().to_str().expect("UTF-8");
-    run(
-        "tar",
-        &[
-            "--extract",
-            "--touch",
-            "--file",
-            layer.to_str().expect("UTF-8"),
-            "--directory",
-            path,
-        ],
-    );
-    let program = root.path().join("drayman");
+    let (_root, program) = program();
     run("chmod", &["700", program.to_str().expect("UTF-8")]);
     let again = tempfile::tempdir().expect("a directory");
     let script = "umask 077; exec \"$0\" \"$@\"";
@@ -188,7 +182,7 @@ fn the_same_program_makes_the_same_image_whatever_the_time_and_the_umask() {
         std::fs::read(second.with_extension("spdx.json").as_path()).ok()
     );
     let said = String::from_utf8(made.stdout).expect("UTF-8");
-    let index = json(&unpacked.path().join("index.json"));
+    let index = json(&unpack(first).path().join("index.json"));
     assert_eq!(
         said.trim(),
         index["manifests"][0]["digest"],
@@ -238,25 +232,8 @@ fn the_containerfile_builds_what_the_script_builds() {
 /// it makes itself, it asks the same each time.
 #[test]
 fn a_program_that_names_where_it_was_built_is_refused_for_a_release() {
-    let unpacked = unpack(archive());
-    let manifest = json(&blob(
-        unpacked.path(),
-        &json(&unpacked.path().join("index.json"))["manifests"][0],
-    ));
-    let layer = blob(unpacked.path(), &manifest["layers"][0]);
-    let root = tempfile::tempdir().expect("a directory");
+    let (_root, program) = program();
     let path = |path: &Path| path.to_str().expect("UTF-8").to_owned();
-    run(
-        "tar",
-        &[
-            "--extract",
-            "--file",
-            &path(&layer),
-            "--directory",
-            &path(root.path()),
-        ],
-    );
-    let program = root.path().join("drayman");
     let output = tempfile::tempdir().expect("a directory");
     let made = make(output.path(), &["--program", &path(&program)]);
     assert!(!made.status.success() && made.stdout.is_empty());

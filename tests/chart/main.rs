@@ -10,6 +10,7 @@ mod admitted;
 mod allowed;
 mod beside;
 mod chart;
+mod containers;
 mod image;
 mod inside;
 mod kinds;

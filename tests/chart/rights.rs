@@ -114,6 +114,51 @@ fn no_role_has_a_wildcard_or_reads_secrets_or_makes_or_deletes_what_is_users_own
     }
 }
 
+/// Every account of a pod is in that group too: what it reads, whoever takes over any container reads.
+#[test]
+fn everybody_reads_classes_parameters_and_inventories_at_most_and_nothing_if_the_operator_says_so() {
+    let to_everybody = |rendered: &[Value]| -> Vec<String> {
+        let bindings = rendered.iter().filter(|object| {
+            ["ClusterRoleBinding", "RoleBinding"].contains(&object["kind"].as_str().unwrap_or_default())
+                && object["subjects"].to_string().contains("\"Group\"")
+        });
+        bindings
+            .map(|binding| {
+                assert_eq!(binding["subjects"][0]["name"], "system:authenticated");
+                binding["roleRef"]["name"].as_str().expect("a name").to_owned()
+            })
+            .collect()
+    };
+    let usual = one_kind();
+    let [role] = to_everybody(&usual).try_into().expect("one binding");
+    let expected: BTreeSet<String> = [
+        "resourceclasses.resource.k8s.io",
+        "deviceclassparameters.drayman.dev",
+        "nodeinventories.drayman.dev",
+    ]
+    .iter()
+    .flat_map(|resource| ["get", "list", "watch"].map(|verb| format!("{verb} {resource} []")))
+    .collect();
+    assert_eq!(allowed(object(&usual, "ClusterRole", &role)), expected);
+    for switch in ["rbac.readByAuthenticated", "rbac.create"] {
+        let more = [
+            format!("--set={switch}=false"),
+            "--set=crds.upgrade=false".to_owned(),
+        ];
+        let without = render(
+            Some(&chart("ci/one-kind-values.yaml")),
+            &more.each_ref().map(String::as_str),
+        );
+        assert_eq!(to_everybody(&without), Vec::<String>::new(), "{switch}");
+        assert!(
+            without
+                .iter()
+                .all(|object| object["metadata"]["name"] != role.as_str()),
+            "{switch}"
+        );
+    }
+}
+
 #[test]
 fn the_components_have_accounts_of_their_own_and_each_has_its_own_role() {
     let installed = one_kind();

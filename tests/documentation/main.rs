@@ -4,6 +4,7 @@
 #![expect(clippy::panic, reason = "a helper of a test fails the test")]
 
 mod blocks;
+mod book;
 mod commands;
 mod examples;
 mod links;

@@ -373,18 +373,17 @@ pub fn extended_resources(driver: &str, inventories: &[NodeInventory], nodes: &[
     findings
 }
 
+/// The worst of the findings, for tests of what makes them.
+#[cfg(test)]
+pub(super) fn worst(findings: &[Finding]) -> Level {
+    let levels = findings.iter().map(|finding| finding.level);
+    levels.max().unwrap_or(Level::Fine)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::core::devices::fixture::{DRIVER, inventory};
-
-    fn worst(findings: &[Finding]) -> Level {
-        findings
-            .iter()
-            .map(|finding| finding.level)
-            .max()
-            .unwrap_or(Level::Fine)
-    }
 
     fn node(name: &str, uid: &str) -> NodeFacts {
         NodeFacts {

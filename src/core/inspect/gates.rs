@@ -264,15 +264,7 @@ mod tests {
 
     use super::*;
     use crate::core::devices::fixture::{DRIVER, inventory};
-    use crate::core::inspect::doctor::Level;
-
-    fn worst(findings: &[Finding]) -> Level {
-        findings
-            .iter()
-            .map(|finding| finding.level)
-            .max()
-            .unwrap_or(Level::Fine)
-    }
+    use crate::core::inspect::doctor::{Level, worst};
 
     #[test]
     fn metrics_tell_whether_the_gate_is_on() {
