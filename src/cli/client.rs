@@ -86,10 +86,11 @@ async fn from_file(file: &Path, options: &KubeConfigOptions) -> Result<Config, E
 /// as it does in a pod, so that it can be replaced while we run. What stands in the kubeconfig itself is read once.
 fn authority_file(content: &Kubeconfig, options: &KubeConfigOptions) -> Option<PathBuf> {
     let name = options.context.as_ref().or(content.current_context.as_ref())?;
-    let context = content.contexts.iter().find(|context| context.name == *name)?;
-    let cluster = context.context.as_ref()?.cluster.as_str();
-    let cluster = content.clusters.iter().find(|known| known.name == cluster)?;
-    let cluster = cluster.cluster.as_ref()?;
+    let mut contexts = content.contexts.iter();
+    let named = contexts.find(|context| context.name == *name)?;
+    let wanted = &named.context.as_ref()?.cluster;
+    let known = content.clusters.iter().find(|known| known.name == *wanted)?;
+    let cluster = known.cluster.as_ref()?;
     match &cluster.certificate_authority_data {
         Some(_) => None,
         None => cluster.certificate_authority.as_ref().map(PathBuf::from),

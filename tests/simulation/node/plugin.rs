@@ -11,7 +11,7 @@ use drayman::core::node::refusal::Refusal;
 use drayman::core::node::request::PluginDevice;
 use drayman::core::protocol::ObjectKey;
 
-use super::companion::Failure;
+use super::companion::{Companion, Failure};
 use super::doors::Look;
 use super::{Doing, request};
 use crate::driver::{DRIVER, recorded_hold};
@@ -297,10 +297,7 @@ impl Stage {
         let Some(node) = self.nodes.all.get_mut(name).filter(|node| node.both) else {
             return;
         };
-        let wanted = node
-            .companion
-            .as_ref()
-            .is_some_and(|companion| companion.looks_again());
+        let wanted = node.companion.as_ref().is_some_and(Companion::looks_again);
         if wanted && !node.see_due {
             node.see_due = true;
             self.on_node(name, LOOK_AGAIN / 2, LOOK_AGAIN, Doing::See);
