@@ -120,7 +120,8 @@ fn tests_of_scenario(line: &str) -> Result<Vec<(String, String)>, String> {
             }
             named.push((program.clone(), name.to_owned()));
         } else if let Some((before, _)) = part.rsplit_once(':') {
-            program = before.rsplit([' ', ';']).next().unwrap_or_default().to_owned();
+            let last = before.rsplit([' ', ';']).next();
+            last.unwrap_or_default().clone_into(&mut program);
         }
     }
     match named.iter().find(|(program, _)| program.is_empty()) {

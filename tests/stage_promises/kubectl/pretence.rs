@@ -15,6 +15,7 @@ const CONFLICTING: &str = "apiVersion: v1\nkind: ConfigMap\nmetadata: { name: ma
 const GENERATED: &str = "apiVersion: v1\nkind: ConfigMap\nmetadata: { name: \"\", generateName: some- }\n";
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a list of commands")]
 fn kubectl_pretends_the_same() {
     both(
         "kubectl-pretends",
