@@ -1,6 +1,6 @@
 //! The client of the API server.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use http::HeaderValue;
@@ -74,9 +74,27 @@ async fn from_file(file: &Path, options: &KubeConfigOptions) -> Result<Config, E
     // kube takes UTF-16 for granted where a file begins like it, and panics if it is not.
     std::fs::read_to_string(file).map_err(|error| refused(&error))?;
     let content = Kubeconfig::read_from(file).map_err(|error| refused(&error))?;
-    Config::from_custom_kubeconfig(content, options)
+    let authority = authority_file(&content, options);
+    let mut config = Config::from_custom_kubeconfig(content, options)
         .await
-        .map_err(|error| refused(&error))
+        .map_err(|error| refused(&error))?;
+    config.root_cert_file = authority;
+    Ok(config)
+}
+
+/// The file with the authority of the API server's certificate, if the kubeconfig names one: kube reads it again about once a minute,
+/// as it does in a pod, so that it can be replaced while we run. What stands in the kubeconfig itself is read once.
+fn authority_file(content: &Kubeconfig, options: &KubeConfigOptions) -> Option<PathBuf> {
+    let name = options.context.as_ref().or(content.current_context.as_ref())?;
+    let mut contexts = content.contexts.iter();
+    let named = contexts.find(|context| context.name == *name)?;
+    let wanted = &named.context.as_ref()?.cluster;
+    let known = content.clusters.iter().find(|known| known.name == *wanted)?;
+    let cluster = known.cluster.as_ref()?;
+    match &cluster.certificate_authority_data {
+        Some(_) => None,
+        None => cluster.certificate_authority.as_ref().map(PathBuf::from),
+    }
 }
 
 /// Builds a client that sends each request once: kube's own retries are off, because a write that is sent again by itself
@@ -168,6 +186,28 @@ users: [{name: me, user: {token: secret}}]
                 .await
                 .contains("cluster url")
         );
+    }
+
+    #[tokio::test]
+    async fn a_file_with_the_authority_is_read_again_and_one_within_the_kubeconfig_is_not() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let certified = rcgen::generate_simple_self_signed(Vec::new()).expect("a certificate");
+        let pem = certified.cert.pem();
+        std::fs::write(directory.path().join("ca.crt"), pem).expect("written");
+        let file = directory.path().join("kubeconfig");
+        for (cluster, expected) in [
+            (
+                "server: 'https://127.0.0.1:1', certificate-authority: ca.crt",
+                true,
+            ),
+            ("server: 'https://127.0.0.1:1'", false),
+        ] {
+            std::fs::write(&file, GOOD.replace("server: 'http://127.0.0.1:1'", cluster)).expect("written");
+            let config = configuration(Some(&file)).await.expect("valid");
+            let wanted = expected.then(|| directory.path().join("ca.crt"));
+            assert_eq!(config.root_cert_file, wanted);
+            assert_eq!(config.root_cert.is_some(), expected);
+        }
     }
 
     #[tokio::test]

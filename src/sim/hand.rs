@@ -104,6 +104,7 @@ impl Hand {
             grace,
             uid: object::uid(object).to_owned(),
             version: String::new(),
+            pretends: false,
         };
         self.server.delete(&target, &asked).map(drop)
     }

@@ -71,7 +71,35 @@ pub(crate) enum Fault {
     ForcedDeletion,
     /// The API server does not tell a companion of a claim that kubelet has forgotten.
     ApiSilent,
+    /// Kubelet does not show what its containers have.
+    PodResourcesSilent,
+    /// Kubelet has just started, and shows its file before it knows its pods.
+    PodResourcesEarly,
+    /// A list of devices reaches kubelet late.
+    OfferLate,
+    /// A companion hears late of claims.
+    AnnouncementLate,
+    /// A kubelet is killed after an answer to Allocate, before it has noted that.
+    GrantForgotten,
+    /// A claim wanted a device that a container has as an extended resource.
+    ClaimOfContainer,
+    /// Kubelet wanted a device for a container that a claim has.
+    GrantOfClaim,
+    /// A container of a pod that was deleted by force still has a device that kubelet itself takes for free.
+    LeftOver,
 }
+
+/// Faults of runs with nodes whose devices leave through both doors.
+pub(crate) const OF_DOORS: [Fault; 5] = [
+    Fault::PodResourcesSilent,
+    Fault::PodResourcesEarly,
+    Fault::OfferLate,
+    Fault::AnnouncementLate,
+    Fault::GrantForgotten,
+];
+
+/// What comes of faults in such runs.
+pub(crate) const BETWEEN_DOORS: [Fault; 3] = [Fault::ClaimOfContainer, Fault::GrantOfClaim, Fault::LeftOver];
 
 /// Faults of runs with nodes.
 pub(crate) const OF_NODES: [Fault; 9] = [
@@ -210,6 +238,12 @@ impl Faults {
                     _ => rng.between(0, 60),
                 };
                 rates.insert(fault, rate);
+            }
+        }
+        for fault in OF_DOORS {
+            if rng.chance(500) {
+                let most = if fault == Fault::OfferLate { 800 } else { 300 };
+                rates.insert(fault, rng.between(0, most));
             }
         }
         Self {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::faults::{ALL, Fault, Faults, OF_NODES};
+use crate::faults::{ALL, BETWEEN_DOORS, Fault, Faults, OF_DOORS, OF_NODES};
 use crate::stage::Stage;
 
 pub(crate) struct Run {
@@ -13,6 +13,7 @@ pub(crate) struct Run {
     pub(crate) violation: Option<String>,
     pub(crate) steps: u64,
     pub(crate) allocations: u64,
+    pub(crate) granted: u64,
 }
 
 pub(crate) fn run(seed: u64, verbose: bool) -> Run {
@@ -24,6 +25,10 @@ pub(crate) fn run(seed: u64, verbose: bool) -> Run {
     // The others are faster, and have pods that end at once.
     if !seed.is_multiple_of(2) {
         stage.set_up_nodes(seed);
+    }
+    // Every second of these has devices that containers may have as an extended resource, too.
+    if seed % 4 == 3 {
+        stage.open_both_doors();
     }
     while stage.violation.is_none() && (stage.user_actions > 0 || stage.generation == 0) {
         let end = stage.now + 600 * crate::stage::SECOND;
@@ -39,6 +44,7 @@ pub(crate) fn run(seed: u64, verbose: bool) -> Run {
         hash: stage.hash,
         hits: stage.faults.hits.clone(),
         allocations: stage.counted().allocations,
+        granted: stage.nodes.granted,
         steps: stage.steps,
         violation: stage.violation,
     }
@@ -68,7 +74,7 @@ fn command(seed: u64) -> String {
 fn every_seed_keeps_every_promise_and_every_kind_of_fault_is_hit() {
     let (first, count) = (number("FIRST", 0), number("SEEDS", 5000));
     let next = AtomicU64::new(first);
-    let sums: Mutex<(BTreeMap<Fault, u64>, u64, u64)> = Mutex::default();
+    let sums: Mutex<(BTreeMap<Fault, u64>, u64, u64, u64)> = Mutex::default();
     let failures: Mutex<Vec<(u64, String)>> = Mutex::default();
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
@@ -96,12 +102,15 @@ fn every_seed_keeps_every_promise_and_every_kind_of_fault_is_hit() {
                     }
                     sums.1 += result.steps;
                     sums.2 += result.allocations;
+                    sums.3 += result.granted;
                 }
             });
         }
     });
-    let (hits, steps, allocations) = sums.into_inner().unwrap();
-    println!("{count} seeds, {steps} steps, {allocations} allocations, faults: {hits:#?}");
+    let (hits, steps, allocations, granted) = sums.into_inner().unwrap();
+    println!(
+        "{count} seeds, {steps} steps, {allocations} allocations, {granted} grants of extended resources, faults: {hits:#?}"
+    );
     let mut failures = failures.into_inner().unwrap();
     failures.sort();
     for (seed, text) in &failures {
@@ -109,10 +118,15 @@ fn every_seed_keeps_every_promise_and_every_kind_of_fault_is_hit() {
     }
     assert!(failures.is_empty(), "{} of {count} seeds fail", failures.len());
     if count >= 600 {
-        for fault in ALL.into_iter().chain(OF_NODES) {
+        for fault in ALL.into_iter().chain(OF_NODES).chain(OF_DOORS) {
             assert!(hits.contains_key(&fault), "{fault:?} was never hit");
         }
+        // What comes of faults comes less often.
+        for fault in BETWEEN_DOORS.into_iter().filter(|_| count >= 2400) {
+            assert!(hits.contains_key(&fault), "{fault:?} has never come of anything");
+        }
         assert!(allocations > 0, "nothing was ever allocated");
+        assert!(granted > 0, "nothing was ever granted");
     }
 }
 

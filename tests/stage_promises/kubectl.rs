@@ -1,6 +1,8 @@
 //! kubectl as a client: it says the same of the stage and of the real server.
 
 mod objects;
+mod pods;
+mod pretence;
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -30,6 +32,12 @@ struct Kubectl {
 impl Kubectl {
     /// What it prints and how it ends, in a form that can be compared.
     async fn run(&self, arguments: &[&str], input: &str) -> anyhow::Result<String> {
+        let uid = if input.contains(POD_UID) {
+            self.uid_of_the_pod().await?
+        } else {
+            String::new()
+        };
+        let input = input.replace(POD_UID, &uid);
         let mut command = Command::new(&self.program);
         command
             .arg("--kubeconfig")
@@ -56,19 +64,36 @@ impl Kubectl {
             output.status.code().unwrap_or(-1)
         ))
     }
+
+    async fn uid_of_the_pod(&self) -> anyhow::Result<String> {
+        let output = Command::new(&self.program)
+            .arg("--kubeconfig")
+            .arg(&self.kubeconfig)
+            .args(["--namespace", self.namespace, "get", "pod", "described-whole"])
+            .args(["-o", "jsonpath={.metadata.uid}"])
+            .output()
+            .await?;
+        anyhow::ensure!(output.status.success(), "the pod is there");
+        Ok(String::from_utf8(output.stdout)?)
+    }
 }
 
 /// Hides what differs between any two runs: uids, versions, times and ages. Columns are set apart by one space, because their width
 /// follows from the ages.
 fn same_form(text: &str) -> String {
     let word = |word: &str| -> String {
-        let bare = word.trim_matches(|c: char| "\"',".contains(c));
+        let bare = word.trim_matches(|c: char| "\"',()".contains(c));
         let age = bare.len() > 1
             && bare.chars().all(|c| c.is_ascii_digit() || "smhdy".contains(c))
             && bare.starts_with(|c: char| c.is_ascii_digit())
             && bare.ends_with(|c: char| "smhdy".contains(c));
         let uid = bare.len() == 36 && bare.chars().filter(|c| *c == '-').count() == 4;
         let time = bare.parse::<jiff::Timestamp>().is_ok();
+        // Where `kubectl diff` puts what it compares.
+        let place = bare.find("/LIVE-").or_else(|| bare.find("/MERGED-"));
+        if let Some((_, file)) = place.and_then(|place| bare[place + 1..].split_once('/')) {
+            return word.replace(bare, file);
+        }
         match (age, uid, time) {
             (true, _, _) => word.replace(bare, "<age>"),
             (_, true, _) => word.replace(bare, "<uid>"),
@@ -83,6 +108,10 @@ fn same_form(text: &str) -> String {
             && name.to_lowercase().trim_end_matches(':').replace(' ', "") == "resourceversion"
         {
             "<version>".clone_into(version);
+        }
+        if let ["---" | "+++", _, ..] = words.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
+            // When each file was written.
+            words.truncate(2);
         }
         if let [first, second, version] = words.as_mut_slice()
             && first == "Resource"
@@ -144,6 +173,8 @@ fn both(namespace: &'static str, steps: &[Step]) {
     });
 }
 
+/// Stands for the uid of the pod `described-whole`, which each server gives it by itself.
+const POD_UID: &str = "POD_UID";
 const APPLY: &[&str] = &["apply", "-f", "-"];
 /// As the first argument: what comes of it is not compared, because the tests share the real server.
 const SILENT: &str = "(not compared)";
@@ -358,7 +389,11 @@ fn kubectl_shows_our_own_kinds_the_same() {
                 "",
             ),
             (APPLY, OF_OURS),
+            (&["apply", "--dry-run=server", "-f", "-"], OURS),
+            (&["create", "--dry-run=server", "-f", "-"], NOT_OURS),
+            (&["get", "deviceclassparameters", "-l", "of=CLASS"], ""),
             (APPLY, OURS),
+            (&["apply", "--dry-run=server", "-f", "-"], OURS),
             (APPLY, OURS),
             (APPLY, NOT_OURS),
             (&["get", "nodeinventory", "CLASS.drayman.dev"], ""),
@@ -393,6 +428,10 @@ fn kubectl_shows_our_own_kinds_the_same() {
                     "nodeinventory/CLASS.drayman.dev",
                     "--timeout=20s",
                 ],
+                "",
+            ),
+            (
+                &["delete", "--dry-run=server", "nodeinventory", "CLASS.drayman.dev"],
                 "",
             ),
             (&["delete", "nodeinventory", "CLASS.drayman.dev"], ""),

@@ -24,5 +24,6 @@ mod loops;
 mod objects;
 mod parameters;
 mod pods;
+mod pretending;
 mod reading;
 mod refusals;

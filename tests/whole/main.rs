@@ -10,6 +10,7 @@
     reason = "a test may end at once where it is wrong"
 )]
 
+mod certificates;
 mod check;
 mod every;
 mod leaders;

@@ -120,7 +120,7 @@ pub(crate) fn has_device(server: &ApiServer, name: &str) -> bool {
 }
 
 /// Whether it has ended well.
-fn serve(client: kube::Client, stop: CancellationToken) -> tokio::task::JoinHandle<bool> {
+pub(crate) fn serve(client: kube::Client, stop: CancellationToken) -> tokio::task::JoinHandle<bool> {
     let driver = HostDriver::start(client.clone(), DRIVER.to_owned(), stop.clone());
     let controller = Controller::builder(driver).build(client).unwrap();
     tokio::spawn(async move { controller.run(stop).await.is_ok() })

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::fields::{FieldSet, Path, element_of, flatten, flatten_all, from_json, remove, to_json};
 use super::kinds::Kind;
+use super::last_applied;
 use super::lists::{Asker, ListKind, has_atomic_elements, is_atomic_structure, list_kind};
 use super::refusal::{FieldError, Refusal};
 
@@ -156,6 +157,32 @@ pub(crate) fn apply(
     manager: &Manager<'_>,
     force: bool,
 ) -> Result<Value, Refusal> {
+    let applied = merged(kind, live, configuration, manager, force);
+    if manager.name != last_applied::MANAGER {
+        return applied.map_err(|conflicts| refused(&conflicts));
+    }
+    let applied = applied.or_else(|mut conflicts| {
+        let own = last_applied::fields(kind, live);
+        conflicts.retain(|(path, _)| !own.contains(path));
+        if conflicts.is_empty() {
+            merged(kind, live, configuration, manager, true)
+        } else {
+            Err(conflicts)
+        }
+    });
+    let mut applied = applied.map_err(|conflicts| refused(&conflicts))?;
+    last_applied::renew(&mut applied, configuration);
+    Ok(applied)
+}
+
+/// The object with the configuration in it, or which of its fields others have.
+fn merged(
+    kind: &Kind,
+    live: &Value,
+    configuration: &Value,
+    manager: &Manager<'_>,
+    force: bool,
+) -> Result<Value, Vec<(Path, FieldError)>> {
     let mut configuration = configuration.clone();
     // The other half of the object is not this endpoint's.
     if let Some(map) = configuration.as_object_mut() {
@@ -193,20 +220,21 @@ pub(crate) fn apply(
                 by = format!("{by} with subresource {:?}", entry.subresource);
             }
             if entry.operation == "Update" {
-                by = format!("{by} using {} at {}", kind.api_version(), entry.time);
+                by = format!("{by} using {}", kind.api_version());
             }
-            conflicts.push(FieldError {
+            let conflict = FieldError {
                 cause: "FieldManagerConflict",
                 field: dotted(path),
                 message: format!("conflict with {by}"),
-            });
+            };
+            conflicts.push(((*path).clone(), conflict));
         }
         if force {
             entry.fields.retain(|path| !differs.contains_key(path));
         }
     }
     if !force && !conflicts.is_empty() {
-        return Err(refused(&conflicts));
+        return Err(conflicts);
     }
     // What this manager no longer wants and nobody else does goes.
     let gone: Vec<Path> = entries
@@ -238,15 +266,28 @@ pub(crate) fn apply(
     Ok(merged)
 }
 
-fn refused(conflicts: &[FieldError]) -> Refusal {
-    let fields: Vec<&str> = conflicts.iter().map(|conflict| conflict.field.as_str()).collect();
-    let message = match (conflicts, fields.as_slice()) {
-        ([one], [field]) => format!("Apply failed with 1 conflict: {}: {field}", one.message),
-        _ => format!(
+fn refused(conflicts: &[(Path, FieldError)]) -> Refusal {
+    let conflicts: Vec<FieldError> = conflicts.iter().map(|(_, conflict)| conflict.clone()).collect();
+    let conflicts = conflicts.as_slice();
+    let message = if let [one] = conflicts {
+        format!("Apply failed with 1 conflict: {}: {}", one.message, one.field)
+    } else {
+        // `getConflictMessage`: by manager.
+        let mut lines: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+        for conflict in conflicts {
+            let line = format!("- {}", conflict.field);
+            lines.entry(&conflict.message).or_default().push(line);
+        }
+        let lines = lines.into_iter().map(|(with, fields)| {
+            let with = with.replacen("conflict ", "conflicts ", 1);
+            format!("{with}:\n{}", fields.join("\n"))
+        });
+        let lines: Vec<String> = lines.collect();
+        format!(
             "Apply failed with {} conflicts: {}",
             conflicts.len(),
-            fields.join(", ")
-        ),
+            lines.join("\n")
+        )
     };
     Refusal::apply_conflict(conflicts, message)
 }

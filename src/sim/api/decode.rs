@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use super::custom;
 use super::events;
 use super::kinds::{Kind, RESOURCE};
+use super::pods;
 use super::refusal::Refusal;
 use super::server::WriteOptions;
 use super::typed::{is_empty, lost, typed};
@@ -114,7 +115,7 @@ pub(crate) fn read(kind: &Kind, value: Value) -> Result<(Value, Vec<String>), Re
         object["spec"]["metadata"]["creationTimestamp"] = Value::Null;
     }
     if kind.kind == "Pod" {
-        default_pod(&mut object);
+        pods::default(&mut object);
     }
     Ok((object, unknown))
 }
@@ -181,23 +182,6 @@ fn fill(object: &mut Value, pointer: &str, keys: &[&str], kind: &str) {
     if let Some(map) = object.pointer_mut(pointer).and_then(Value::as_object_mut) {
         for key in keys {
             map.entry(*key).or_insert_with(|| "".into());
-        }
-    }
-}
-
-/// The defaults of a pod that somebody on the stage reads.
-fn default_pod(pod: &mut Value) {
-    let defaults = [
-        ("restartPolicy", json!("Always")),
-        ("terminationGracePeriodSeconds", json!(30)),
-        ("dnsPolicy", json!("ClusterFirst")),
-        ("schedulerName", json!("default-scheduler")),
-        ("enableServiceLinks", json!(true)),
-        ("priority", json!(0)),
-    ];
-    if let Some(spec) = pod.get_mut("spec").and_then(Value::as_object_mut) {
-        for (key, value) in defaults {
-            spec.entry(key).or_insert(value);
         }
     }
 }

@@ -15,6 +15,8 @@ pub(crate) struct Deletion {
     pub(crate) uid: String,
     /// The version that it must have; empty for any.
     pub(crate) version: String,
+    /// Whether nothing is to be deleted (`dryRun`).
+    pub(crate) pretends: bool,
 }
 
 impl Deletion {
@@ -28,19 +30,15 @@ impl Deletion {
                 orphan_dependents: query
                     .given("orphanDependents")
                     .map(|_| query.is("orphanDependents")),
+                dry_run: query.given("dryRun").map(|given| vec![given.to_owned()]),
                 ..DeleteOptions::default()
             },
         };
-        let mut dry_run = options.dry_run.unwrap_or_default();
-        // The real server does not look there if there is a body. Here it is refused, and nothing is deleted that was not meant.
-        dry_run.extend(query.given("dryRun").map(str::to_owned));
+        let dry_run = options.dry_run.unwrap_or_default();
         let policy = options.propagation_policy.as_deref();
         let errors = wrong(&dry_run, policy, options.orphan_dependents);
         if !errors.is_empty() {
             return Err(Refusal::options("DeleteOptions", &errors));
-        }
-        if !dry_run.is_empty() {
-            return Err(Refusal::dry_run());
         }
         if options.orphan_dependents == Some(true) || !matches!(policy, None | Some("Background")) {
             return Err(Refusal::bad_request(format!(
@@ -59,6 +57,7 @@ impl Deletion {
                 .map(|seconds| if seconds < 0 { 1 } else { seconds }),
             uid: uid.unwrap_or_default(),
             version: resource_version.unwrap_or_default(),
+            pretends: !dry_run.is_empty(),
         })
     }
 }
@@ -99,18 +98,21 @@ fn wrong(dry_run: &[String], policy: Option<&str>, orphan: Option<bool>) -> Vec<
         ),
         _ => {}
     }
-    if dry_run.iter().any(|each| each != "All") {
-        let shown: Vec<String> = dry_run.iter().map(|each| format!("{each:?}")).collect();
-        errors.push(FieldError {
-            cause: "FieldValueNotSupported",
-            field: "dryRun".to_owned(),
-            message: format!(
-                "Unsupported value: []string{{{}}}: supported values: \"All\"",
-                shown.join(", ")
-            ),
-        });
-    }
+    errors.extend(wrong_dry_run(dry_run));
     errors
+}
+
+/// `ValidateDryRun`.
+pub(crate) fn wrong_dry_run(dry_run: &[String]) -> Option<FieldError> {
+    let shown: Vec<String> = dry_run.iter().map(|each| format!("{each:?}")).collect();
+    dry_run.iter().any(|each| each != "All").then(|| FieldError {
+        cause: "FieldValueNotSupported",
+        field: "dryRun".to_owned(),
+        message: format!(
+            "Unsupported value: []string{{{}}}: supported values: \"All\"",
+            shown.join(", ")
+        ),
+    })
 }
 
 #[cfg(test)]
@@ -136,12 +138,13 @@ mod tests {
     }
 
     #[test]
-    fn a_dry_run_is_refused_wherever_it_is_asked_for() {
-        assert_eq!(read(json!({ "dryRun": ["All"] })).unwrap_err().code, 400);
+    fn a_dry_run_is_asked_for_in_the_body_or_by_a_parameter_if_there_is_none() {
+        assert!(read(json!({ "dryRun": ["All"] })).unwrap().pretends);
         assert_eq!(read(json!({ "dryRun": ["Some"] })).unwrap_err().code, 422);
         let query = Query::read("dryRun=All");
-        assert_eq!(Deletion::read(None, &query).unwrap_err().code, 400);
-        assert_eq!(Deletion::read(Some(json!({})), &query).unwrap_err().code, 400);
+        assert!(Deletion::read(None, &query).unwrap().pretends);
+        // As the real server has it.
+        assert!(!Deletion::read(Some(json!({})), &query).unwrap().pretends);
     }
 
     #[test]

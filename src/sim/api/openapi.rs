@@ -1,5 +1,5 @@
 //! OpenAPI v3, as far as kubectl reads it before it sends an object: which kinds the server itself checks for unknown and doubled
-//! fields (`QueryParamVerifierV3` of cli-runtime). There are no schemas, so that `kubectl explain` has nothing to explain.
+//! fields, and can pretend (`QueryParamVerifierV3` of cli-runtime). There are no schemas, so that `kubectl explain` has nothing to explain.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -34,9 +34,10 @@ pub(crate) fn index(kinds: &[Arc<Kind>]) -> Value {
     json!({ "paths": paths })
 }
 
-/// `/openapi/v3/<path>`: that each kind is patched with `fieldValidation`; none if there is no such version.
+/// `/openapi/v3/<path>`: that each kind is patched with `fieldValidation` and `dryRun`; none if there is no such version.
 pub(crate) fn document(kinds: &[Arc<Kind>], path: &str) -> Option<Value> {
     let mut paths = Map::new();
+    let parameter = |name: &str| json!({ "name": name, "in": "query", "schema": { "type": "string", "uniqueItems": true } });
     for kind in kinds.iter().filter(|kind| path_of(kind) == path) {
         let within = if kind.namespaced {
             "namespaces/{namespace}/"
@@ -46,7 +47,7 @@ pub(crate) fn document(kinds: &[Arc<Kind>], path: &str) -> Option<Value> {
         let patch = json!({
             "x-kubernetes-action": "patch",
             "x-kubernetes-group-version-kind": { "group": kind.group, "version": kind.version, "kind": kind.kind },
-            "parameters": [{ "name": "fieldValidation", "in": "query", "schema": { "type": "string", "uniqueItems": true } }],
+            "parameters": [parameter("fieldValidation"), parameter("dryRun")],
             "responses": { "200": { "description": "OK" } },
         });
         let place = format!("/{path}/{within}{}/{{name}}", kind.plural);

@@ -277,16 +277,14 @@ impl Refusal {
         Self::options("PatchOptions", &[error])
     }
 
-    /// A `fieldValidation` that is none.
-    pub(crate) fn field_validation(method: &str, value: &str) -> Self {
+    /// Parameters of a write that are none.
+    pub(crate) fn write_options(method: &str, errors: &[FieldError]) -> Self {
         let options = match method {
             "POST" => "CreateOptions",
             "PUT" => "UpdateOptions",
             _ => "PatchOptions",
         };
-        let supported = ["", "Ignore", "Strict", "Warn"];
-        let error = FieldError::not_supported("fieldValidation", &json!(value), &supported);
-        Self::options(options, &[error])
+        Self::options(options, errors)
     }
 
     /// A replacement that does not say which version it replaces, of a kind for which it must.
@@ -326,11 +324,6 @@ impl Refusal {
         Self::bad_request(
             "the namespace of the provided object does not match the namespace sent on the request",
         )
-    }
-
-    /// What only pretends to be done is not played here.
-    pub(crate) fn dry_run() -> Self {
-        Self::bad_request("dryRun is not played on this stage")
     }
 
     /// More than etcd takes at once.

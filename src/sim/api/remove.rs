@@ -11,7 +11,7 @@ use super::store::Key;
 
 impl ApiServer {
     pub(crate) fn delete(&self, target: &Target, asked: &Deletion) -> Result<Answer, Refusal> {
-        self.change(|state| self.delete_in(state, target, asked))
+        self.change_or_try(asked.pretends, |state| self.delete_in(state, target, asked))
     }
 
     fn delete_in(&self, state: &mut State, target: &Target, asked: &Deletion) -> Result<Answer, Refusal> {
@@ -70,11 +70,10 @@ impl ApiServer {
             if kind.returns_deleted {
                 // What was deleted has the version of its deletion; only a pod says when it was.
                 let mut gone = if grace.is_some() { after } else { (*before).clone() };
-                set_metadata(
-                    &mut gone,
-                    "resourceVersion",
-                    Some(state.store.version().to_string().into()),
-                );
+                if !asked.pretends {
+                    let version = state.store.version().to_string();
+                    set_metadata(&mut gone, "resourceVersion", Some(version.into()));
+                }
                 shown(kind, &gone)
             } else {
                 deleted_status(kind, &before)

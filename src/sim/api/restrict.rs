@@ -6,12 +6,14 @@ use serde_json::{Value, json};
 
 use super::kinds::Kind;
 use super::object::{self, copy_root, set_metadata, text};
+use super::pods;
 use super::server::Target;
 
 /// What a new object of a kind begins with.
 pub(crate) fn begin(kind: &Kind, object: &mut Value) {
     if kind.is("", "pods") {
-        object["status"] = json!({ "phase": "Pending", "qosClass": "BestEffort" });
+        pods::tolerate(object);
+        object["status"] = json!({ "phase": "Pending", "qosClass": pods::quality(object) });
     } else if kind.is("", "namespaces") {
         object["spec"] = json!({ "finalizers": ["kubernetes"] });
         object["status"] = json!({ "phase": "Active" });

@@ -11,12 +11,12 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
-use super::deletion::Deletion;
+use super::deletion::{Deletion, wrong_dry_run};
 use super::discovery;
 use super::openapi;
 use super::patch::{JSON_PATCH, MERGE_PATCH, Patch};
 use super::query::{self, Query, list_query};
-use super::refusal::Refusal;
+use super::refusal::{FieldError, Refusal};
 use super::server::{Answer, ApiServer, Target, Unknown, WriteOptions, list_of};
 use super::table::table;
 use super::watch::{WatchQuery, watch};
@@ -105,9 +105,6 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
     if parts.method == Method::GET {
         return read(server, target, &query, as_table);
     }
-    if query.given("dryRun").is_some() && parts.method != Method::DELETE {
-        return Err(Refusal::dry_run());
-    }
     let body = to_bytes(body, BODY_MAX)
         .await
         .map_err(|_| Refusal::too_large(BODY_MAX))?;
@@ -125,11 +122,24 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
         strict: query.text("fieldValidation") == "Strict",
         patches: matches!(content_type, JSON_PATCH | MERGE_PATCH),
         applies: false,
+        pretends: query.given("dryRun").is_some(),
         unknown: Unknown::default(),
     };
     let validation = query.text("fieldValidation");
-    if !matches!(validation, "" | "Ignore" | "Strict" | "Warn") && parts.method != Method::DELETE {
-        return Err(Refusal::field_validation(parts.method.as_str(), validation));
+    if parts.method != Method::DELETE {
+        let dry_run: Vec<String> = query.given("dryRun").map(str::to_owned).into_iter().collect();
+        let mut errors: Vec<FieldError> = wrong_dry_run(&dry_run).into_iter().collect();
+        if !matches!(validation, "" | "Ignore" | "Strict" | "Warn") {
+            let supported = ["", "Ignore", "Strict", "Warn"];
+            errors.push(FieldError::not_supported(
+                "fieldValidation",
+                &json!(validation),
+                &supported,
+            ));
+        }
+        if !errors.is_empty() {
+            return Err(Refusal::write_options(parts.method.as_str(), &errors));
+        }
     }
     let warns = matches!(validation, "" | "Warn");
     let (code, body) = write(

@@ -60,6 +60,8 @@ pub(crate) struct WriteOptions {
     pub(crate) patches: bool,
     /// Whether that patch is a server-side apply.
     pub(crate) applies: bool,
+    /// Whether nothing of it is to be stored (`dryRun=All`).
+    pub(crate) pretends: bool,
     /// Fields that nobody knows, and that were dropped.
     pub(crate) unknown: Unknown,
 }
@@ -162,6 +164,25 @@ impl ApiServer {
             self.changed.send_modify(|count| *count += 1);
         }
         made
+    }
+
+    /// Makes a change, or only tries what would come of it.
+    pub(crate) fn change_or_try<T>(
+        &self,
+        pretends: bool,
+        make: impl FnOnce(&mut State) -> Result<T, Refusal>,
+    ) -> Result<T, Refusal> {
+        if !pretends {
+            return self.change(make);
+        }
+        let mut tried = {
+            let state = self.state();
+            State {
+                store: state.store.pretence(),
+                kinds: state.kinds.clone(),
+            }
+        };
+        make(&mut tried)
     }
 
     /// All objects of the kind of this plural.

@@ -47,6 +47,8 @@ pub(crate) struct Store {
     window: usize,
     /// The last version that is no longer in the history.
     forgotten: u64,
+    /// Whether it only pretends: what is put into it gets no version of its own.
+    pretends: bool,
 }
 
 impl Store {
@@ -61,6 +63,18 @@ impl Store {
             size: 0,
             window,
             forgotten: 1,
+            pretends: false,
+        }
+    }
+
+    /// The same objects without their history, for a change that is only tried and then thrown away.
+    pub(crate) fn pretence(&self) -> Self {
+        Self {
+            version: self.version,
+            objects: self.objects.clone(),
+            forgotten: self.version,
+            pretends: true,
+            ..Self::new(self.window)
         }
     }
 
@@ -90,11 +104,13 @@ impl Store {
     /// Stores an object, with its new version in it.
     pub(crate) fn put(&mut self, key: Key, mut object: Value) -> Arc<Value> {
         self.version += 1;
-        object::set_metadata(
-            &mut object,
-            "resourceVersion",
-            Some(self.version.to_string().into()),
-        );
+        let version = if self.pretends {
+            let before = self.objects.get(&key);
+            before.and_then(|before| before.pointer("/metadata/resourceVersion").cloned())
+        } else {
+            Some(self.version.to_string().into())
+        };
+        object::set_metadata(&mut object, "resourceVersion", version);
         let object = Arc::new(object);
         let before = self.objects.insert(key.clone(), object.clone());
         self.record(key, before, Some(object.clone()));
@@ -259,6 +275,22 @@ mod tests {
         store.put(key("c"), object());
         assert_eq!(names(&store, then).unwrap(), ["a", "b"]);
         assert_eq!(names(&store, store.version()).unwrap(), ["b", "c"]);
+    }
+
+    #[test]
+    fn what_is_only_tried_has_no_version_and_leaves_no_trace() {
+        let mut store = Store::new(10);
+        let object = || json!({ "metadata": {} });
+        let stored = store.put(key("a"), object());
+        let then = store.version();
+        let mut tried = store.pretence();
+        assert_eq!(tried.put(key("b"), object())["metadata"], json!({}));
+        let again = tried.put(key("a"), json!({ "metadata": {}, "data": 1 }));
+        assert_eq!(again["metadata"], stored["metadata"]);
+        tried.remove(&key("a"));
+        assert_eq!(store.version(), then);
+        assert_eq!(names(&store, then).unwrap(), ["a"]);
+        assert_eq!(store.get(&key("a")).unwrap(), &stored);
     }
 
     #[test]

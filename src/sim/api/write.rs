@@ -32,12 +32,14 @@ impl ApiServer {
     ) -> Result<Answer, Refusal> {
         if !target.subresource.is_empty() {
             return match (target.subresource.as_str(), target.kind.is("", "pods")) {
-                ("binding", true) => self.bind(target, &value),
+                ("binding", true) => self.bind(target, &value, options),
                 _ => Err(Refusal::method_not_allowed()),
             };
         }
         let object = decode(&target.kind, value, options)?;
-        self.change(|state| self.create_in(state, target, object, options))
+        self.change_or_try(options.pretends, |state| {
+            self.create_in(state, target, object, options)
+        })
     }
 
     fn create_in(
@@ -73,7 +75,7 @@ impl ApiServer {
             return Err(Refusal::misplaced());
         }
         let uid = text(&value, "/metadata/uid").to_owned();
-        self.change(|state| {
+        self.change_or_try(options.pretends, |state| {
             let missing = state.store.get(&target.key()).is_none();
             if !missing {
                 return self.update(state, target, options, |before| {
@@ -102,7 +104,7 @@ impl ApiServer {
             applies: matches!(patch, Patch::Apply(_)),
             ..options.clone()
         };
-        self.change(|state| {
+        self.change_or_try(options.pretends, |state| {
             if let Patch::Apply(configuration) = patch {
                 let missing = state.store.get(&target.key()).is_none();
                 if missing && !target.subresource.is_empty() {
@@ -235,13 +237,13 @@ impl ApiServer {
     }
 
     /// The binding of a pod to a node, which is how the scheduler assigns it.
-    fn bind(&self, target: &Target, binding: &Value) -> Result<Answer, Refusal> {
+    fn bind(&self, target: &Target, binding: &Value, options: &WriteOptions) -> Result<Answer, Refusal> {
         let node = text(binding, "/target/name");
         if node.is_empty() {
             return Err(Refusal::bad_request("target.name is required"));
         }
         let now = self.now();
-        self.change(|state| {
+        self.change_or_try(options.pretends, |state| {
         let before = state.existing(target)?.clone();
         let known = text(&before, "/spec/nodeName");
         if !known.is_empty() {

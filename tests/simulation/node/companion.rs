@@ -3,15 +3,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use drayman::api::crd::Device;
+use drayman::api::crd::{Device, Mode};
+use drayman::core::node::announced::Announced;
 use drayman::core::node::claim_uid::ClaimUid;
-use drayman::core::node::containers::Containers;
+use drayman::core::node::containers::{Containers, Contested};
 use drayman::core::node::injection::{DeviceNode, Injection};
 use drayman::core::node::inventory::{Devices, inventory};
 use drayman::core::node::kubelet_state::KubeletView;
 use drayman::core::node::ledger::{Entry, Ledger};
 use drayman::core::node::orphans::{ApiView, GRACE, Orphans, Question, Verdict};
-use drayman::core::node::prepare::{plan_prepare, plan_unprepare};
+use drayman::core::node::prepare::plan_unprepare;
 use drayman::core::node::recovery::{
     Start, plan_clearing, plan_explained, plan_refresh, plan_restoring, plan_undo,
 };
@@ -21,6 +22,10 @@ use drayman::core::node::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentit
 use drayman::core::node::step::Step;
 
 use super::disk::{Disk, Stop, driver_name};
+use super::doors::Look;
+
+/// What all devices are.
+pub(super) const KIND: &str = "test";
 
 /// Why a call was not answered with success.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,9 +45,15 @@ impl From<Stop> for Failure {
 pub(crate) struct Companion {
     pub(crate) ledger: Ledger,
     pub(crate) orphans: Orphans,
-    identity: NodeIdentity,
+    pub(super) identity: NodeIdentity,
     /// What was found on the node, and what is gone but held.
-    inventory: Devices,
+    pub(super) inventory: Devices,
+    mode: Mode,
+    /// What it knows of the other door, since when it runs.
+    pub(super) containers: Containers,
+    pub(super) announced: Announced,
+    pub(super) contested: Contested,
+    pub(super) since: Duration,
     /// A claim is to be looked into at once.
     pub(crate) look_due: bool,
 }
@@ -57,11 +68,12 @@ fn injection_of(device: &str) -> Injection {
     Injection::of_device_node(device, node)
 }
 
-pub(crate) fn devices(found: &BTreeSet<String>) -> Devices {
+fn devices(found: &BTreeSet<String>, mode: Mode) -> Devices {
     let device = |name: &String| {
         let device = Device {
             name: name.clone(),
-            kind: "test".to_owned(),
+            kind: KIND.to_owned(),
+            mode,
             ..Device::default()
         };
         (name.clone(), device)
@@ -96,6 +108,7 @@ impl Companion {
     pub(crate) fn start(
         place: &mut Place<'_>,
         (node, boot): (&str, u32),
+        (mode, since): (Mode, Duration),
         found: &BTreeSet<String>,
         kubelet: &KubeletView,
     ) -> Result<Self, Stop> {
@@ -109,7 +122,12 @@ impl Companion {
                 name: node.to_owned(),
                 uid: Some(format!("uid of {node}")),
             },
-            inventory: devices(found),
+            inventory: devices(found, mode),
+            mode,
+            containers: Containers::default(),
+            announced: Announced::default(),
+            contested: Contested::default(),
+            since,
             look_due: true,
         };
         companion.clear(place, &files)?;
@@ -122,7 +140,7 @@ impl Companion {
     }
 
     fn take_stock(&mut self, found: &BTreeSet<String>) {
-        self.inventory = inventory(&devices(found), &self.inventory, &self.ledger);
+        self.inventory = inventory(&devices(found, self.mode), &self.inventory, &self.ledger);
     }
 
     /// The devices may not be what they were.
@@ -139,9 +157,10 @@ impl Companion {
         &mut self,
         place: &mut Place<'_>,
         claim: &ClaimToPrepare,
+        look: Option<&Look>,
+        now: Duration,
     ) -> Result<ClaimUid, Failure> {
-        let containers = Containers::default();
-        let planned = plan_prepare(&self.ledger, &containers, &self.inventory, &self.identity, claim);
+        let planned = self.plan(claim, look, now);
         if let Err(Refusal::Held { device, .. }) = &planned
             && let Some((uid, _)) = self.ledger.holder(device)
         {

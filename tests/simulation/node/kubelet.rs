@@ -47,6 +47,8 @@ pub(super) enum Work {
     Start { key: ObjectKey, pod: String },
     /// Containers of a pod that nobody knows.
     Kill { pod: String },
+    /// A directory of a pod that is gone.
+    Clean { pod: String },
 }
 
 impl Kubelet {
@@ -74,6 +76,11 @@ impl Kubelet {
         }
     }
 
+    /// The pod was not let in.
+    pub(super) fn forget(&mut self, pod: &str) {
+        self.pods.remove(pod);
+    }
+
     pub(super) fn lose_power(&mut self) {
         self.stop();
         self.running.clear();
@@ -85,14 +92,16 @@ impl Stage {
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.kubelet.up = true;
             node.kubelet.failures = 0;
+            node.manager.start(self.now);
         }
         self.sync_later(name, SECOND);
     }
 
-    fn kill_kubelet(&mut self, name: &str) {
+    pub(super) fn kill_kubelet(&mut self, name: &str) {
         self.note(|| format!("{name}: kubelet is killed"));
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.kubelet.stop();
+            node.manager.stop();
         }
         self.on_node(name, 100 * MILLISECOND, 10 * SECOND, Doing::StartKubelet);
     }
@@ -114,13 +123,14 @@ impl Stage {
         let Some(node) = self.nodes.all.get(name).filter(|node| node.kubelet.up) else {
             return Vec::new();
         };
-        let kubelet = &node.kubelet;
+        let (kubelet, manager) = (&node.kubelet, &node.manager);
+        let runs = |uid: &String| kubelet.running.contains_key(uid) || manager.running.contains_key(uid);
         let (mut work, mut known) = (Vec::new(), BTreeSet::new());
         for (key, pod) in self.pods_on(name) {
             let uid = uid_of_pod(&pod);
             if self.is_to_end(&pod) {
                 work.push(Work::End { pod: uid.clone() });
-            } else if !kubelet.running.contains_key(&uid) {
+            } else if !runs(&uid) && !manager.is_asking(&uid) {
                 let pod = uid.clone();
                 work.push(Work::Start { key, pod });
             }
@@ -128,9 +138,16 @@ impl Stage {
         }
         let gone = kubelet.pods.keys().filter(|pod| !known.contains(*pod));
         work.extend(gone.map(|pod| Work::End { pod: pod.clone() }));
-        let strange = kubelet.running.keys();
+        let strange = kubelet.running.keys().chain(manager.running.keys());
         let strange = strange.filter(|pod| !known.contains(*pod) && !kubelet.pods.contains_key(*pod));
         work.extend(strange.map(|pod| Work::Kill { pod: pod.clone() }));
+        let empty = manager.directories.iter().filter(|pod| !runs(pod));
+        let empty = empty.filter(|pod| !known.contains(*pod) && !kubelet.pods.contains_key(*pod));
+        work.extend(empty.map(|pod| Work::Clean { pod: pod.clone() }));
+        work.retain(|work| match work {
+            Work::End { pod } | Work::Kill { pod } => !manager.is_ending(pod, self.now),
+            Work::Start { .. } | Work::Clean { .. } => true,
+        });
         work
     }
 
@@ -148,12 +165,24 @@ impl Stage {
             return;
         }
         let work = self.all_work_of(name);
-        let Some(work) = self.nodes.rng().pick(&work) else {
+        // Every pod has a worker of its own: a container whose time is over does not wait for other pods.
+        let over = work.iter().find(|work| match work {
+            Work::End { pod } | Work::Kill { pod } => self.nodes.plugging.contains_key(pod),
+            Work::Start { .. } | Work::Clean { .. } => false,
+        });
+        let Some(work) = over.cloned().or_else(|| self.nodes.rng().pick(&work)) else {
             return;
         };
         let done = match &work {
+            Work::End { pod } | Work::Kill { pod } if !self.tell_to_end(name, pod) => true,
             Work::Kill { pod } => {
                 self.stop_containers(name, pod);
+                true
+            }
+            Work::Clean { pod } => {
+                if let Some(node) = self.nodes.all.get_mut(name) {
+                    node.manager.let_go(pod);
+                }
                 true
             }
             Work::End { pod } => self.end(name, pod),
@@ -173,6 +202,7 @@ impl Stage {
     fn stop_containers(&mut self, name: &str, pod: &str) {
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.kubelet.running.remove(pod);
+            node.manager.has_ended(pod);
         }
     }
 
@@ -211,6 +241,7 @@ impl Stage {
         }
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.kubelet.pods.remove(pod);
+            node.manager.let_go(pod);
         }
         let key = self
             .pods_on(name)
@@ -252,6 +283,9 @@ impl Stage {
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.kubelet.pods.insert(pod.to_owned(), key.clone());
         }
+        if let Some(plug) = self.nodes.plugging.get(pod).copied() {
+            return self.start_plugged(name, key, pod, plug);
+        }
         let Some(needs) = self.needs(key, pod) else {
             return false;
         };
@@ -275,7 +309,13 @@ impl Stage {
             return true;
         }
         let request = request(claim, hold);
-        let answer = self.ask_companion(name, |companion, place| companion.prepare(place, &request));
+        let (look, now) = (self.show(name), self.time());
+        let answer = self.ask_companion(name, |companion, place| {
+            companion.prepare(place, &request, look.as_ref(), now)
+        });
+        if let Some(Err(Failure::Refused(Refusal::InContainer { .. }))) = &answer {
+            self.faults.hit(Fault::ClaimOfContainer);
+        }
         if let Some(Err(Failure::Refused(Refusal::Held { .. }))) = &answer {
             self.nodes.refused += 1;
         }

@@ -5,7 +5,9 @@
 
 mod companion;
 mod disk;
+mod doors;
 mod kubelet;
+mod plugin;
 mod promises;
 mod service;
 
@@ -26,6 +28,7 @@ use companion::Companion;
 use disk::Disk;
 pub(crate) use disk::Trouble;
 use kubelet::Kubelet;
+use plugin::{Manager, Plug};
 
 /// A node of the cluster.
 #[derive(Clone, Debug)]
@@ -41,6 +44,12 @@ pub(crate) struct Node {
     look_at: u64,
     /// Something of this node's is on its way to happen.
     due: bool,
+    /// Its devices leave through both doors.
+    both: bool,
+    manager: Manager,
+    /// The companion is to ask kubelet again, and is to hear of claims.
+    see_due: bool,
+    hear_due: bool,
 }
 
 /// All nodes, if the run has any.
@@ -58,6 +67,10 @@ pub(crate) struct Nodes {
     pub(crate) prepared: u64,
     /// Claims of a device that another claim had.
     pub(crate) refused: u64,
+    /// Pods that want devices as an extended resource, by uid.
+    plugging: BTreeMap<String, Plug>,
+    /// Calls of Allocate that were granted.
+    pub(crate) granted: u64,
 }
 
 /// Something that happens on a node.
@@ -71,6 +84,16 @@ pub(crate) enum Doing {
     Sync,
     /// The companion looks for claims that kubelet has forgotten.
     Look,
+    /// People make, end or delete a pod that wants an extended resource.
+    Plug,
+    /// A list of devices reaches kubelet.
+    Offer,
+    /// Kubelet notes what was granted.
+    Record,
+    /// The companion asks kubelet what containers have.
+    See,
+    /// The companion hears which claims there are.
+    Hear,
 }
 
 impl Nodes {
@@ -125,6 +148,10 @@ impl Stage {
                 driven: BTreeSet::new(),
                 look_at: 0,
                 due: false,
+                both: false,
+                manager: Manager::default(),
+                see_due: false,
+                hear_due: false,
             };
             self.nodes.all.insert(name.clone(), node);
             self.on_node(&name, 0, 3 * SECOND, Doing::StartKubelet);
@@ -141,6 +168,10 @@ impl Stage {
 
     /// Something has been stored: kubelets look at their pods.
     pub(crate) fn wake_kubelets(&mut self) {
+        let listening = self.nodes.all.values().filter(|node| node.both);
+        for name in listening.map(|node| node.name.clone()).collect::<Vec<_>>() {
+            self.hear_later(&name);
+        }
         let idle: Vec<String> = self
             .nodes
             .all
@@ -170,8 +201,21 @@ impl Stage {
             Doing::StartKubelet => self.start_kubelet(name),
             Doing::Sync => self.sync(name),
             Doing::Look => self.look_for_orphans(name),
+            Doing::Plug => self.plug(name),
+            Doing::Offer => self.take_offer(name),
+            Doing::Record => self.record_grants(name),
+            Doing::See => self.see(name),
+            Doing::Hear => self.hear(name),
         }
-        self.check_node(name);
+        self.offer(name);
+        self.look_again(name);
+        // Words alone change neither containers nor the disk.
+        if !matches!(
+            doing,
+            Doing::Plug | Doing::Offer | Doing::Record | Doing::See | Doing::Hear
+        ) {
+            self.check_node(name);
+        }
     }
 
     /// Whether containers of a pod run.
@@ -183,7 +227,7 @@ impl Stage {
             .map(|pod| uid_of_pod(pod))
             .unwrap_or_default();
         let mut nodes = self.nodes.all.values();
-        nodes.any(|node| node.kubelet.running.contains_key(&uid))
+        nodes.any(|node| node.kubelet.running.contains_key(&uid) || node.manager.running.contains_key(&uid))
     }
 
     fn time(&self) -> Duration {

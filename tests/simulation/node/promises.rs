@@ -4,28 +4,39 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::core::node::ledger::Entry;
 
-use super::claim_uid;
 use super::companion::Companion;
+use super::{Doing, claim_uid};
 use crate::driver::uid_of;
+use crate::faults::Fault;
 use crate::pods::uid_of_pod;
 use crate::stage::{SECOND, Stage};
 
 impl Stage {
-    /// N1: no device in containers of two claims. N2: nothing that containers have is forgotten, whatever comes next.
+    /// N1: no device in containers of two claims, or of a claim and of a pod that has it as an extended resource, or of two such. N2: nothing that containers have is forgotten, whatever comes next.
     pub(super) fn check_node(&mut self, name: &str) {
         let Some(node) = self.nodes.all.get(name) else {
             return;
         };
         let mut users = BTreeMap::new();
-        let mut broken = None;
-        for (uid, devices) in node.kubelet.running.values().flatten() {
+        let (mut broken, mut excused) = (None, 0);
+        let claims = node.kubelet.running.values().flatten();
+        let claims = claims.map(|(uid, devices)| (format!("claim {uid}"), devices, false));
+        let plugged = node.manager.running.iter();
+        let plugged =
+            plugged.map(|(uid, devices)| (format!("pod {uid}"), devices, self.is_left_over(name, uid)));
+        let mut all: Vec<_> = claims.chain(plugged).collect();
+        // Those that are left over come last.
+        all.sort_by_key(|(_, _, left)| *left);
+        for (user, devices, left) in all {
             for device in devices {
-                if let Some(other) = users.insert(device, uid)
-                    && other != uid
-                {
-                    broken = Some(format!(
-                        "N1: device {device} of {name} is in containers of {other} and {uid}"
-                    ));
+                match users.get(device) {
+                    Some(other) if left && *other != user => excused += 1,
+                    Some(other) if *other != user => {
+                        broken = Some(format!(
+                            "N1: device {device} of {name} is in containers of {other} and {user}"
+                        ));
+                    }
+                    _ => drop(users.insert(device, user.clone())),
                 }
             }
         }
@@ -61,6 +72,9 @@ impl Stage {
                 ));
             }
         }
+        for _ in 0..excused {
+            self.faults.hit(Fault::LeftOver);
+        }
         if let Some(text) = broken {
             self.violate(|| text);
         }
@@ -90,6 +104,11 @@ impl Stage {
         self.run_for(900 * SECOND);
         self.people_release(true);
         self.run_for(60 * SECOND);
+        // Nobody asks kubelet what its containers have before somebody wants something.
+        for name in self.nodes.all.keys().cloned().collect::<Vec<_>>() {
+            self.act_on_node(&name, Doing::See);
+        }
+        self.run_for(60 * SECOND);
         self.check_all_is_free();
     }
 
@@ -113,6 +132,14 @@ impl Stage {
             let mut wanted = BTreeSet::new();
             for (key, pod) in self.pods_on(name) {
                 let uid = uid_of_pod(&pod);
+                if self.nodes.plugging.contains_key(&uid) {
+                    if !node.manager.running.contains_key(&uid) {
+                        broken = Some(format!(
+                            "N3: pod {key} on {name} was neither let in nor turned away"
+                        ));
+                    }
+                    continue;
+                }
                 let Some(needs) = self.needs(&key, &uid) else {
                     continue;
                 };
@@ -130,6 +157,8 @@ impl Stage {
                         .values()
                         .flatten()
                         .any(|(other, devices)| *other != own && !devices.is_disjoint(&hold.devices));
+                    let mut plugged = node.manager.running.values();
+                    let taken = taken || plugged.any(|devices| !devices.is_disjoint(&hold.devices));
                     hold.node == *name && there && !taken
                 });
                 if could && !node.kubelet.running.contains_key(&uid) {
@@ -181,6 +210,19 @@ impl Stage {
                 left.push(format!(
                     "{name}: {ledger:?} entries, {durable} in the checkpoint, {files} files, {running} pods with containers, {:?} not undone",
                     node.driven
+                ));
+            }
+        }
+        for (name, node) in self.nodes.all.iter().filter(|(_, node)| node.both) {
+            let withheld = node
+                .companion
+                .as_ref()
+                .map(Companion::withheld)
+                .unwrap_or_default();
+            if !node.manager.is_empty(&BTreeSet::new()) || !withheld.is_empty() {
+                left.push(format!(
+                    "{name}: {withheld:?} at the other door, {:?}",
+                    node.manager
                 ));
             }
         }

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use drayman::api::crd::Mode;
 use drayman::core::node::claim_uid::ClaimUid;
 use drayman::core::node::kubelet_state::KubeletView;
 use drayman::core::node::orphans::ApiView;
@@ -102,6 +103,7 @@ impl Stage {
     fn kill_companion(&mut self, name: &str) {
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.companion = None;
+            node.manager.disconnect();
             self.on_node(name, 10 * MILLISECOND, 5 * SECOND, Doing::StartCompanion);
         }
     }
@@ -114,6 +116,8 @@ impl Stage {
             node.disk.lose_power(&mut rng);
             node.driven.clear();
             node.kubelet.lose_power();
+            node.manager.stop();
+            node.manager.lose_power();
             self.nodes.rng = Some(rng);
             self.on_node(name, SECOND, 20 * SECOND, Doing::StartCompanion);
             self.on_node(name, SECOND, 20 * SECOND, Doing::StartKubelet);
@@ -122,6 +126,7 @@ impl Stage {
 
     pub(super) fn start_companion(&mut self, name: &str) {
         let (found, (trouble, power)) = (self.found(name), self.draw_trouble());
+        let now = self.time();
         let damaged = self.strikes_node(Fault::CheckpointDamaged);
         let Some(node) = self
             .nodes
@@ -141,8 +146,9 @@ impl Stage {
         }
         node.disk.begin(trouble);
         let (kubelet, boots) = (node.kubelet.view(), node.boots);
+        let mode = if node.both { Mode::Both } else { Mode::Claims };
         let (_, mut place) = node.hands();
-        let started = Companion::start(&mut place, (name, boots), &found, &kubelet);
+        let started = Companion::start(&mut place, (name, boots), (mode, now), &found, &kubelet);
         node.disk.begin(None);
         self.note(|| format!("{name}: the companion starts: {:?}", started.as_ref().map(|_| ())));
         match (trouble, started) {
@@ -153,6 +159,7 @@ impl Stage {
                     node.companion = Some(companion);
                 }
                 self.on_node(name, 0, 100 * MILLISECOND, Doing::Look);
+                self.hear_later(name);
             }
         }
     }

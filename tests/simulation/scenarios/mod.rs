@@ -1,6 +1,7 @@
 //! Named stories. The seeds find what nobody thought of; these keep what was thought of.
 
 mod deletion;
+mod doors;
 mod every_fault;
 mod halves;
 mod leaders;

@@ -130,8 +130,94 @@ spec: { requests: [{ name: a, colour: red }] }
 pub(crate) const INVENTORY_STATUS: &str = r#"{"status":{"devices":2,"unhealthy":0,"conditions":[
     {"type":"Ready","status":"True","reason":"Serving","message":"","lastTransitionTime":"2020-01-01T00:00:00Z"}]}}"#;
 
+/// A pod with most of what `kubectl describe` shows of one, and a plain one that waits.
+pub(crate) const DESCRIBED: &str = r#"
+apiVersion: v1
+kind: Pod
+metadata: { name: described-whole, labels: { of: CLASS, b: c }, annotations: { why: because } }
+spec:
+  schedulerName: nobody
+  nodeName: CLASS
+  nodeSelector: { disk: fast }
+  tolerations: [{ key: mine, operator: Exists, effect: NoSchedule }]
+  resourceClaims: [{ name: device, source: { resourceClaimName: claim } }]
+  volumes:
+  - { name: empty, emptyDir: {} }
+  - { name: host, hostPath: { path: /var/lib/x } }
+  - { name: map, configMap: { name: map } }
+  initContainers:
+  - { name: before, image: none, command: [sh, -c], args: ["true"] }
+  containers:
+  - name: main
+    image: none
+    command: [sleep]
+    args: ["3600"]
+    ports: [{ containerPort: 80 }, { containerPort: 53, protocol: UDP, name: names }]
+    env:
+    - { name: A, value: b }
+    - { name: NAME, valueFrom: { fieldRef: { fieldPath: metadata.name } } }
+    - { name: FROM, valueFrom: { configMapKeyRef: { name: map, key: a } } }
+    envFrom: [{ configMapRef: { name: map } }]
+    volumeMounts: [{ name: empty, mountPath: /empty }, { name: host, mountPath: /host, readOnly: true }]
+    resources: { limits: { example.com/device: 1 }, claims: [{ name: device }] }
+    livenessProbe: { httpGet: { port: 80 } }
+    readinessProbe: { exec: { command: ["true"] }, periodSeconds: 5 }
+  - name: second
+    image: none
+    resources: { limits: { cpu: 1500m, memory: 64Mi }, requests: { cpu: 100m } }
+---
+apiVersion: v1
+kind: Pod
+metadata: { name: described-waiting, labels: { of: CLASS } }
+spec:
+  schedulerName: nobody
+  containers: [{ name: main, image: none }]
+"#;
+
+/// What has happened to that pod. kubectl asks for events by the uid too.
+pub(crate) const HAPPENED: &str = r#"
+apiVersion: v1
+kind: Event
+metadata: { name: described }
+involvedObject: { apiVersion: v1, kind: Pod, name: described-whole, namespace: kubectl-describes, uid: POD_UID, fieldPath: "spec.containers{main}" }
+reason: Happened
+message: something has happened
+type: Normal
+count: 3
+firstTimestamp: 2020-01-01T00:00:00Z
+lastTimestamp: 2020-01-02T00:00:00Z
+source: { component: tests, host: here }
+---
+apiVersion: v1
+kind: Event
+metadata: { name: of-another }
+involvedObject: { apiVersion: v1, kind: Pod, name: described-whole, namespace: kubectl-describes, uid: 7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a03 }
+reason: Elsewhere
+message: this was another pod of that name
+type: Warning
+count: 1
+firstTimestamp: 2020-01-01T00:00:00Z
+lastTimestamp: 2020-01-01T00:00:00Z
+source: { component: tests }
+"#;
+
+pub(crate) const DESCRIBED_STATUS: &str = r#"{"status":{"phase":"Running","podIP":"10.0.0.2","podIPs":[{"ip":"10.0.0.2"}],"hostIP":"10.0.0.1",
+    "startTime":"2020-01-01T00:00:00Z",
+    "conditions":[{"type":"Initialized","status":"True"},{"type":"Ready","status":"False"}],
+    "initContainerStatuses":[{"name":"before","image":"none","imageID":"id","ready":true,"restartCount":0,
+        "state":{"terminated":{"exitCode":0,"reason":"Completed","startedAt":"2020-01-01T00:00:00Z","finishedAt":"2020-01-01T00:00:01Z"}}}],
+    "containerStatuses":[
+        {"name":"main","image":"none","imageID":"","containerID":"stage://1","ready":true,"restartCount":2,
+         "state":{"running":{"startedAt":"2020-01-01T00:00:00Z"}},
+         "lastState":{"terminated":{"exitCode":137,"reason":"Error","startedAt":"2020-01-01T00:00:00Z","finishedAt":"2020-01-01T00:00:01Z"}}},
+        {"name":"second","image":"none","imageID":"","ready":false,"restartCount":0,"state":{"waiting":{"reason":"CrashLoopBackOff"}}}]}}"#;
+
 pub(crate) const NAMESPACE: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-words }\n";
 pub(crate) const OF_READING: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-reads }\n";
 pub(crate) const OF_WAITING: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-waits }\n";
 pub(crate) const OF_SHOWING: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-shows }\n";
+pub(crate) const OF_DESCRIBING: &str =
+    "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-describes }\n";
+pub(crate) const OF_PRETENDING: &str =
+    "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-pretends }\n";
 pub(crate) const OF_OURS: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-ours }\n";

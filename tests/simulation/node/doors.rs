@@ -1,0 +1,139 @@
+//! The companion's other door: devices of a kind in mode `both`, as `src/node/owner/resources.rs` hands them out.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use drayman::api::resource::ResourceClaim;
+use drayman::core::node::allocate::check_allocate;
+use drayman::core::node::claim_uid::ClaimUid;
+use drayman::core::node::containers::Shown;
+use drayman::core::node::inventory::{HandedOut, plugin_devices};
+use drayman::core::node::naming::device_of_plugin_id;
+use drayman::core::node::prepare::{plan_prepare, takes_from_both};
+use drayman::core::node::refusal::Refusal;
+use drayman::core::node::request::{ClaimToPrepare, PluginDevice};
+use drayman::core::node::step::Step;
+
+use super::companion::{Companion, Failure, KIND};
+use crate::driver::DRIVER;
+
+const RESOURCE: &str = "example.com/test";
+
+/// What kubelet has shown of its containers, or why it does not.
+pub(super) type Look = Result<Shown, String>;
+
+impl Companion {
+    fn handed_out(&self) -> HandedOut<'_> {
+        HandedOut {
+            ledger: &self.ledger,
+            announced: &self.announced,
+            containers: &self.containers,
+        }
+    }
+
+    /// The devices as kubelet is told of them.
+    pub(super) fn offers(&self) -> Vec<PluginDevice> {
+        plugin_devices(&self.inventory, self.handed_out(), KIND)
+    }
+
+    /// Kubelet wants these for a container.
+    pub(super) fn allocate(&mut self, ids: &[String], now: Duration) -> Result<(), Failure> {
+        check_allocate(
+            self.handed_out(),
+            &self.inventory,
+            RESOURCE,
+            KIND,
+            &[ids.to_vec()],
+        )
+        .map_err(Failure::Refused)?;
+        let devices = ids.iter().map(|id| device_of_plugin_id(id));
+        self.containers.allocated(devices, now.saturating_sub(self.since));
+        Ok(())
+    }
+
+    /// Plans a Prepare. If it is about a device that containers could have, kubelet is asked first.
+    pub(super) fn plan(
+        &mut self,
+        claim: &ClaimToPrepare,
+        look: Option<&Look>,
+        now: Duration,
+    ) -> Result<(ClaimUid, Vec<Step>), Refusal> {
+        let planned = self.plan_from_what_is_known(claim);
+        let Some(look) = look else { return planned };
+        let device = match &planned {
+            Ok((_, steps)) => takes_from_both(steps, &self.inventory),
+            Err(Refusal::InContainer { device, .. } | Refusal::ContainersUnknown { device, .. }) => {
+                Some(device.clone())
+            }
+            Err(_) => None,
+        };
+        let Some(device) = device else { return planned };
+        if let Err(problem) = self.see(look, now) {
+            return Err(Refusal::ContainersUnknown { device, problem });
+        }
+        let planned = self.plan_from_what_is_known(claim);
+        if let Err(Refusal::InContainer { device, .. }) = &planned {
+            self.contested.claimed(device, &self.containers);
+        }
+        planned
+    }
+
+    fn plan_from_what_is_known(&self, claim: &ClaimToPrepare) -> Result<(ClaimUid, Vec<Step>), Refusal> {
+        plan_prepare(
+            &self.ledger,
+            &self.containers,
+            &self.inventory,
+            &self.identity,
+            claim,
+        )
+    }
+
+    /// Takes up what kubelet shows.
+    pub(super) fn see(&mut self, look: &Look, now: Duration) -> Result<(), String> {
+        let shown = look.as_ref().map_err(Clone::clone)?;
+        self.containers.seen(shown, now.saturating_sub(self.since));
+        self.contested.settle(&self.containers);
+        Ok(())
+    }
+
+    /// Takes up which claims the API server has. The answer is whether kubelet is to be asked for one of their devices.
+    pub(super) fn hear(&mut self, claims: &[ResourceClaim], node: &str) -> bool {
+        self.announced.replace(claims, DRIVER, node);
+        !self.announced_in_containers().is_empty()
+    }
+
+    /// Notes which devices a claim and a container were both given.
+    pub(super) fn contest(&mut self) {
+        for device in self.announced_in_containers() {
+            self.contested.claimed(&device, &self.containers);
+        }
+    }
+
+    fn announced_in_containers(&self) -> BTreeSet<String> {
+        let devices = self.announced.devices();
+        devices
+            .filter(|device| self.containers.hold(device))
+            .map(str::to_owned)
+            .collect()
+    }
+
+    /// Whether kubelet is to be asked again although nobody wants anything.
+    pub(super) fn looks_again(&self) -> bool {
+        !self.containers.known() || !self.contested.devices().is_empty()
+    }
+
+    /// What of the other door is not free, though no container has anything.
+    pub(super) fn withheld(&self) -> Vec<String> {
+        let unhealthy = self.offers().into_iter().filter(|device| !device.healthy);
+        let contested = self.contested.devices().iter().cloned();
+        let all = self
+            .inventory
+            .keys()
+            .filter(|device| self.containers.hold(device));
+        unhealthy
+            .map(|device| device.id)
+            .chain(contested)
+            .chain(all.cloned())
+            .collect()
+    }
+}

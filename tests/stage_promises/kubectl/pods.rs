@@ -1,0 +1,48 @@
+//! What `kubectl describe` shows of pods.
+
+use super::objects::{CHANGED, DESCRIBED, DESCRIBED_STATUS, HAPPENED, OF_DESCRIBING};
+use super::{APPLY, both};
+
+const WHOLE: &[&str] = &["describe", "pod", "described-whole"];
+
+#[test]
+fn kubectl_describes_pods_the_same() {
+    both(
+        "kubectl-describes",
+        &[
+            (APPLY, OF_DESCRIBING),
+            (APPLY, CHANGED),
+            (APPLY, DESCRIBED),
+            (WHOLE, ""),
+            (&["describe", "pod", "described-waiting"], ""),
+            (APPLY, HAPPENED),
+            (WHOLE, ""),
+            (
+                &[
+                    "patch",
+                    "pod",
+                    "described-whole",
+                    "--subresource=status",
+                    "--type=merge",
+                    "-p",
+                    DESCRIBED_STATUS,
+                ],
+                "",
+            ),
+            (WHOLE, ""),
+            (&["describe", "pod", "described-whole", "--show-events=false"], ""),
+            // By the beginning of the name, by labels, by file, all of them, and one that is not there.
+            (&["describe", "pod", "described-w"], ""),
+            (&["describe", "pods", "-l", "b=c"], ""),
+            (&["describe", "pods", "-l", "b=nothing"], ""),
+            (&["describe", "-f", "-"], DESCRIBED),
+            (&["describe", "pods"], ""),
+            (&["describe", "pod", "missing"], ""),
+            (&["describe", "pod/missing", "pod/described-waiting"], ""),
+            (&["delete", "pod", "described-whole", "--wait=false"], ""),
+            (WHOLE, ""),
+            (&["delete", "pods", "--all", "--grace-period=0", "--force"], ""),
+            (&["describe", "pods"], ""),
+        ],
+    );
+}

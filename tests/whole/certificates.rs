@@ -1,0 +1,240 @@
+//! The API server behind TLS, whose certificate or authority is replaced while a controller serves.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use axum::serve::Listener;
+use drayman::sim::api::ApiServer;
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
+use rustls::ServerConfig;
+use rustls::pki_types::PrivateKeyDer;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Runtime;
+use tokio::time::timeout;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+use tokio_util::sync::CancellationToken;
+
+use crate::named::{control_plane, has_device, make_claim, serve};
+use crate::program::until;
+
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// Somebody who signs certificates.
+struct Authority {
+    issuer: Issuer<'static, KeyPair>,
+    /// What whoever believes it has in a file.
+    pem: String,
+}
+
+impl Authority {
+    fn new(name: &str) -> Self {
+        let key = KeyPair::generate().unwrap();
+        let mut parameters = CertificateParams::new(Vec::new()).unwrap();
+        parameters.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        parameters.distinguished_name.push(DnType::CommonName, name);
+        let pem = parameters.self_signed(&key).unwrap().pem();
+        let issuer = Issuer::new(parameters, key);
+        Self { issuer, pem }
+    }
+
+    /// A server on this machine with a new certificate and a new key.
+    fn server(&self) -> TlsAcceptor {
+        let key = KeyPair::generate().unwrap();
+        let parameters = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+        let certificate = parameters.signed_by(&key, &self.issuer).unwrap();
+        let key = PrivateKeyDer::Pkcs8(key.serialize_der().into());
+        let config = ServerConfig::builder()
+            .with_no_client_auth()
+            .with_single_cert(vec![certificate.der().clone()], key);
+        TlsAcceptor::from(Arc::new(config.unwrap()))
+    }
+}
+
+/// How often somebody came.
+#[derive(Clone, Debug, Default)]
+struct Seen {
+    /// Connections that the client did not want.
+    refused: Arc<AtomicUsize>,
+    requests: Arc<AtomicUsize>,
+}
+
+struct Secured {
+    listener: TcpListener,
+    acceptor: TlsAcceptor,
+    seen: Seen,
+}
+
+impl Listener for Secured {
+    type Io = TlsStream<TcpStream>;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Self::Io, Self::Addr) {
+        loop {
+            let (stream, address) = self.listener.accept().await.unwrap();
+            let shaken = timeout(Duration::from_secs(10), self.acceptor.accept(stream)).await;
+            match shaken {
+                Ok(Ok(stream)) => return (stream, address),
+                _ => self.seen.refused.fetch_add(1, Ordering::Relaxed),
+            };
+        }
+    }
+
+    fn local_addr(&self) -> std::io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+}
+
+/// A life of the API server's front: when it ends, so do its connections.
+struct Front {
+    runtime: Option<Runtime>,
+    address: SocketAddr,
+    seen: Seen,
+}
+
+impl Front {
+    fn start(server: &ApiServer, address: Option<SocketAddr>, acceptor: TlsAcceptor) -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        let (seen, router) = (Seen::default(), server.router());
+        let counted = seen.clone();
+        let router = router.layer(axum::middleware::map_request(
+            move |request: axum::extract::Request| {
+                counted.requests.fetch_add(1, Ordering::Relaxed);
+                async move { request }
+            },
+        ));
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let noted = seen.clone();
+        runtime.spawn(async move {
+            let wanted = address.unwrap_or_else(|| ([127, 0, 0, 1], 0).into());
+            // The life before may be still about to close its socket.
+            let listener = loop {
+                match TcpListener::bind(wanted).await {
+                    Ok(listener) => break listener,
+                    Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+                }
+            };
+            let _ = sender.send(listener.local_addr().unwrap());
+            let secured = Secured {
+                listener,
+                acceptor,
+                seen: noted,
+            };
+            axum::serve(secured, router).await
+        });
+        let address = receiver.recv_timeout(Duration::from_secs(60)).unwrap();
+        Self {
+            runtime: Some(runtime),
+            address,
+            seen,
+        }
+    }
+
+    /// Ends, and another one with this certificate begins at the same address.
+    fn replace(self, server: &ApiServer, acceptor: TlsAcceptor) -> Self {
+        let address = self.address;
+        drop(self);
+        Self::start(server, Some(address), acceptor)
+    }
+
+    async fn is_refused(&self) -> bool {
+        let refused = || self.seen.refused.load(Ordering::Relaxed) >= 2;
+        until(PATIENCE, refused).await && self.seen.requests.load(Ordering::Relaxed) == 0
+    }
+}
+
+impl Drop for Front {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// A client as a pod has it: it believes whom the file names, which is read again about once a minute.
+fn client(address: SocketAddr, authorities: &std::path::Path) -> kube::Client {
+    let mut config = kube::Config::new(format!("https://{address}").parse().unwrap());
+    config.default_retry = false;
+    config.root_cert_file = Some(authorities.to_owned());
+    // As in a pod: what the file had at the start.
+    config.root_cert = Some(Vec::new());
+    kube::Client::try_from(config).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_certificate_that_is_replaced_is_believed_and_one_of_a_stranger_is_not() {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let stage = control_plane(3).await;
+    let (authority, stranger) = (Authority::new("authority"), Authority::new("authority"));
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("ca.crt");
+    std::fs::write(&file, &authority.pem).unwrap();
+    let front = Front::start(stage.server(), None, authority.server());
+    let stop = CancellationToken::new();
+    let serving = serve(client(front.address, &file), stop.clone());
+    make_claim(&stage, "first");
+    assert!(until(PATIENCE, || has_device(stage.server(), "first")).await);
+
+    // Somebody else answers at the address, with a certificate of one who has the same name.
+    let front = front.replace(stage.server(), stranger.server());
+    make_claim(&stage, "second");
+    assert!(
+        front.is_refused().await,
+        "somebody who is not believed is spoken to: {:?}",
+        front.seen
+    );
+    assert!(!has_device(stage.server(), "second"));
+
+    let front = front.replace(stage.server(), authority.server());
+    assert!(until(PATIENCE, || has_device(stage.server(), "second")).await);
+    // And another one right after it.
+    let front = front.replace(stage.server(), authority.server());
+    make_claim(&stage, "third");
+    assert!(until(PATIENCE, || has_device(stage.server(), "third")).await);
+    assert!(!serving.is_finished());
+    stop.cancel();
+    assert!(serving.await.unwrap());
+    drop(front);
+    stage.stop().await;
+}
+
+/// As kubelet replaces `ca.crt` in a pod when the cluster's authority is replaced.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_authority_that_is_replaced_is_believed_from_then_on_and_nothing_is_lost_until_then() {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let stage = control_plane(2).await;
+    let (old, new) = (Authority::new("old"), Authority::new("new"));
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("ca.crt");
+    std::fs::write(&file, &old.pem).unwrap();
+    let front = Front::start(stage.server(), None, old.server());
+    let stop = CancellationToken::new();
+    let serving = serve(client(front.address, &file), stop.clone());
+    make_claim(&stage, "first");
+    assert!(until(PATIENCE, || has_device(stage.server(), "first")).await);
+
+    // The server is earlier than the file.
+    let front = front.replace(stage.server(), new.server());
+    make_claim(&stage, "second");
+    assert!(
+        front.is_refused().await,
+        "the new authority is not known yet: {:?}",
+        front.seen
+    );
+    assert!(!has_device(stage.server(), "second"));
+    // A file that is none, while it is written, changes nothing.
+    std::fs::write(&file, "-----BEGIN CERTIFICATE-----\n").unwrap();
+    std::fs::write(&file, format!("{}{}", old.pem, new.pem)).unwrap();
+    assert!(until(PATIENCE, || has_device(stage.server(), "second")).await);
+    assert!(!serving.is_finished());
+    stop.cancel();
+    assert!(serving.await.unwrap());
+    drop(front);
+    stage.stop().await;
+}
