@@ -14,21 +14,23 @@ use crate::host::selectors::guard::{self, Needs};
 const ERROR_MAX: usize = 200;
 
 /// What every expression is evaluated with.
-pub(super) struct Ground {
+#[allow(missing_debug_implementations, reason = "the context of CEL has none")]
+pub struct Ground {
     context: Context<'static>,
     version: Option<Program>,
     driver: Arc<String>,
 }
 
-/// An expression that was found to be harmless.
-pub(super) struct Compiled {
+/// An expression that was found to be harmless, and is ready to judge devices.
+#[allow(missing_debug_implementations, reason = "the program of CEL has none")]
+pub struct Compiled {
     program: Program,
     keys: Vec<String>,
 }
 
 impl Ground {
-    /// For the devices of one driver.
-    pub(super) fn new(driver: &str) -> Self {
+    /// For the devices of one driver: an attribute whose name has no domain is of this one's.
+    pub fn new(driver: &str) -> Self {
         Self {
             context: Context::default().with_all(),
             version: Program::compile("semver(version)").ok(),
@@ -93,16 +95,17 @@ fn map(domains: BTreeMap<&str, HashMap<Key, Value>>) -> Value {
 }
 
 impl Compiled {
-    /// Reads an expression, or says what is wrong with it. Needs a stack of some megabytes.
-    pub(super) fn new(expression: &str) -> Result<Self, String> {
+    /// Reads an expression, or says what is wrong with it. Needs a stack of some megabytes ([`STACK`](super::STACK)), which the main
+    /// thread and threads of a runtime do not have.
+    pub fn new(expression: &str) -> Result<Self, String> {
         guard::text(expression)?;
         let program = Program::compile(expression).map_err(|errors| shortened(&errors.to_string()))?;
         let keys = Needs::of(program.expression())?.keys;
         Ok(Self { program, keys })
     }
 
-    /// Judges a device.
-    pub(super) fn judge(&self, ground: &Ground, facts: &Facts) -> Match {
+    /// Judges a device by its facts alone. Needs the same stack.
+    pub fn judge(&self, ground: &Ground, facts: &Facts) -> Match {
         let mut context = ground.context.new_inner_scope();
         context.add_variable_from_value("device", ground.device(facts, &self.keys));
         match self.program.execute(&context) {
