@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kube_cel::KubeCelExt;
 use kube_cel::cel::objects::{Key, Map};
-use kube_cel::cel::{Context, Program, Value};
+use kube_cel::cel::{Context, ExecutionError, Program, Value};
 
 use crate::core::devices::facts::{Attribute, Facts, Match};
 use crate::host::selectors::guard::{self, Needs};
@@ -112,8 +112,56 @@ impl Compiled {
             Ok(Value::Bool(true)) => Match::Yes,
             Ok(Value::Bool(false)) => Match::No,
             Ok(_) => Match::Failed("the result is neither true nor false".into()),
-            Err(error) => Match::Failed(shortened(&error.to_string()).into()),
+            Err(error) => Match::Failed(shortened(&told(&error)).into()),
         }
+    }
+}
+
+/// What an error says, without the maps that it cites: they are as long as a device has attributes, and in another order each time,
+/// so that the same selector would be told of anew.
+fn told(error: &ExecutionError) -> String {
+    match error {
+        ExecutionError::UnsupportedTargetType { target } => {
+            format!("a function is not for {}", shown(target))
+        }
+        ExecutionError::NotSupportedAsMethod { method, target } => {
+            format!("there is no function {method:?} of {}", shown(target))
+        }
+        ExecutionError::UnsupportedKeyType(value) => format!("{} cannot be a key of a map", shown(value)),
+        ExecutionError::ValuesNotComparable(left, right) => {
+            format!("{} cannot be compared to {}", shown(left), shown(right))
+        }
+        ExecutionError::UnsupportedUnaryOperator(operator, value) => {
+            format!("operator {operator:?} is not for {}", shown(value))
+        }
+        ExecutionError::UnsupportedBinaryOperator(operator, left, right) => {
+            format!(
+                "operator {operator:?} is not for {} and {}",
+                shown(left),
+                shown(right)
+            )
+        }
+        ExecutionError::UnsupportedMapIndex(value) => format!("a map has no {}", shown(value)),
+        ExecutionError::UnsupportedListIndex(value) => format!("a list has no {}", shown(value)),
+        ExecutionError::UnsupportedIndex(index, value) => {
+            format!("there is no {} in {}", shown(index), shown(value))
+        }
+        other => other.to_string(),
+    }
+}
+
+fn shown(value: &Value) -> String {
+    match value {
+        Value::Map(_) => "a map".to_owned(),
+        Value::List(_) => "a list".to_owned(),
+        Value::Opaque(_) => "a version or a quantity".to_owned(),
+        Value::Int(number) => number.to_string(),
+        Value::UInt(number) => format!("{number}u"),
+        Value::Float(number) => number.to_string(),
+        Value::Bool(value) => value.to_string(),
+        Value::String(text) => format!("{text:?}"),
+        Value::Null => "null".to_owned(),
+        other => other.type_of().to_string(),
     }
 }
 
@@ -183,6 +231,31 @@ mod tests {
                 panic!("{expression}")
             };
             assert!(error.contains(says), "{expression}: {error}");
+        }
+    }
+
+    #[test]
+    fn an_error_about_a_map_is_short_and_the_same_each_time() {
+        for (expression, says) in [
+            ("device.attributes + 'x' == 'x'", "a map and \"x\""),
+            (
+                "device.attributes['drayman.dev'] + [1] == [1]",
+                "a map and a list",
+            ),
+            ("-device.attributes == 1", "a map"),
+            ("[1][device.attributes] == 1", "a map"),
+            ("{device.attributes: 1} == {}", "a map"),
+        ] {
+            let Match::Failed(error) = judge(expression) else {
+                panic!("{expression}")
+            };
+            assert!(
+                error.contains(says) && !error.contains("0403"),
+                "{expression}: {error}"
+            );
+            for _ in 0..20 {
+                assert_eq!(judge(expression), Match::Failed(error.clone()), "{expression}");
+            }
         }
     }
 
