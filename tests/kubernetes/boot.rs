@@ -117,7 +117,9 @@ async fn after_a_boot_each_pod_has_the_device_that_it_had() -> anyhow::Result<()
         stage.wait(pods(), name, "started again", was_restarted).await?;
     }
     let checkpoint = node.read("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json")?;
-    assert!(checkpoint.contains(BOOT_ID), "{checkpoint}");
+    // Kubelet 1.27 starts containers again without asking for what is in its own list.
+    let asked_again = stage.cluster.minor() >= 28;
+    assert_eq!(checkpoint.contains(BOOT_ID), asked_again, "{checkpoint}");
     // Whoever comes next gets the one that is left, and after it everything is free again.
     stage.make_pod("third").await?;
     let third = look_inside(&stage, "third").await?;

@@ -125,7 +125,13 @@ async fn pods_of_both_sorts_that_come_and_go_never_share_a_device_and_leave_all_
             }
             6 if !pods.is_empty() => {
                 let name = &pods[usize::try_from(numbers.below(pods.len() as u64))?];
-                watched.forced |= name.starts_with("plugged-");
+                let is_plugged = name.starts_with("plugged-");
+                // Kubelet 1.27 never asks for the end of a claim whose pod was deleted by force, and dies of a nil pointer if a claim of
+                // its name is there that is not allocated (`UnprepareResources` in its `dra/manager.go`).
+                if !is_plugged && stage.cluster.minor() < 28 {
+                    continue;
+                }
+                watched.forced |= is_plugged;
                 let outcome = format!("{}, deleted by force", outcome(&stage, name).await?);
                 *outcomes.entry(outcome).or_default() += 1;
                 replace_by_force(&stage, name).await?;

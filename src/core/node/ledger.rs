@@ -127,7 +127,8 @@ impl Ledger {
     /// Whether a container may be running that has what the entry holds.
     ///
     /// Not so before success was answered, and not so for what was last asked for before the node was booted: kubelet
-    /// asks again for the pods that still exist, and the others no longer run.
+    /// asks again for the pods that still exist, and the others no longer run. (Kubelet 1.27 starts a container again without asking.
+    /// Its claim is still allocated then, so that no other one is given the device.)
     pub fn may_be_in_use(&self, entry: &Entry) -> bool {
         matches!(entry.progress, Progress::Done { .. }) && entry.boot_id == self.boot_id
     }

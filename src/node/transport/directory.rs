@@ -8,8 +8,9 @@ use futures::StreamExt;
 use inotify::{EventStream, Inotify, WatchDescriptor, WatchMask};
 use tokio::time::sleep;
 
-/// How often the path is looked at although no event came: a rename of a directory above, or a mount over it, makes none.
-const SAFETY: Duration = Duration::from_secs(10);
+/// How often the path is looked at although no event came: a rename of a directory above, or a mount over it, makes none. As rare
+/// as the search for devices, so that a node at rest is left alone.
+const SAFETY: Duration = Duration::from_secs(60);
 /// The same while there is no directory to watch, or nothing to watch it with.
 const MISSING: Duration = Duration::from_millis(500);
 /// Room for some events with the longest of names.
