@@ -3,7 +3,7 @@
 
 mod changes;
 mod driver;
-mod selectors;
+pub mod selectors;
 mod state;
 mod turns;
 mod watch;

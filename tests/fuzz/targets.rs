@@ -1,7 +1,7 @@
 //! The parsers, and what must be true of what they accept.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::cdi::Spec;
 use drayman::api::crd::{Device, Mode, TEXT_MAX};
@@ -9,10 +9,13 @@ use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use drayman::api::proto::{
     ClaimList, ContainerList, device_plugin_v1beta1, dra_v1alpha2, node_records, plugin_registration,
 };
+use drayman::core::devices::facts::{Attribute, Facts, Match};
 use drayman::core::node::checkpoint::Checkpoint;
 use drayman::core::node::claim_uid::ClaimUid;
 use drayman::core::node::containers::Containers;
+use drayman::core::node::device_manager;
 use drayman::core::node::discovery::attributes::{Attributes, fit};
+use drayman::core::node::discovery::mounts::{Mounts, mounts as read_mounts, swap_areas};
 use drayman::core::node::discovery::pci::PciFacts;
 use drayman::core::node::discovery::usb::{UsbFacts, UsbIdentity, identities};
 use drayman::core::node::driver_name::DriverName;
@@ -22,6 +25,7 @@ use drayman::core::node::ledger::Ledger;
 use drayman::core::node::prepare::plan_prepare;
 use drayman::core::node::rendering::{cdi_spec, entry_of_cdi_spec};
 use drayman::core::node::request::{ClaimToPrepare, NodeIdentity};
+use drayman::host::selectors::{Compiled, Ground, STACK};
 use drayman::node::config::NodeConfiguration;
 use drayman::node::transport::authority::Rewriter;
 use prost::Message as _;
@@ -269,4 +273,78 @@ pub(crate) fn sysfs(bytes: &[u8]) {
         );
     }
     let _ = fit(std::slice::from_mut(&mut device));
+}
+
+/// The record of kubelet's device manager: what is granted, by whomever, is either told or an error.
+pub(crate) fn device_manager(bytes: &[u8]) {
+    match device_manager::parse(bytes) {
+        Ok(grants) => {
+            let resources: BTreeSet<String> =
+                grants.iter().map(|grant| grant.resource_name.clone()).collect();
+            let all = device_manager::recorded(&grants, &resources, |_| true);
+            for grant in &grants {
+                // What is asked of one pod is no more than what is asked of all.
+                let of_pod = device_manager::recorded(&grants, &resources, |uid| uid == grant.pod_uid);
+                assert!(of_pod.is_subset(&all));
+                let ids = grant.device_ids.iter().flat_map(BTreeMap::values).flatten();
+                let held = |id: &String| of_pod.contains(id.split('.').next().unwrap_or_default());
+                assert!(ids.into_iter().all(held), "{grant:?}");
+            }
+            assert!(device_manager::recorded(&grants, &BTreeSet::new(), |_| true).is_empty());
+            assert!(device_manager::recorded(&grants, &resources, |_| false).is_empty());
+        }
+        Err(error) => check_error(&error.to_string()),
+    }
+}
+
+/// The kernel's tables of mounts and of swap areas: a line tells the same whatever stands in the others, and so no junk in one hides
+/// the disk in another.
+pub(crate) fn mounts(bytes: &[u8]) {
+    const DISK: &[u8] = b"\n22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n";
+    let whole = read_mounts(bytes);
+    let mut lines = Mounts::default();
+    for line in bytes.split(|&byte| byte == b'\n') {
+        let one = read_mounts(line);
+        lines.numbers.extend(one.numbers);
+        lines.sources.extend(one.sources);
+    }
+    assert_eq!(whole, lines);
+    assert!(whole.numbers.iter().all(|(major, _)| *major != 0));
+    let after = read_mounts(&[bytes, DISK].concat());
+    assert!(after.numbers.contains(&(8, 1)) && after.sources.contains(b"/dev/sda1".as_slice()));
+    let areas = swap_areas(&[bytes, b"\n/dev/sda2 partition 1 0 -2\n"].concat());
+    assert!(areas.contains(b"/dev/sda2".as_slice()));
+    for path in whole.sources.iter().chain(&areas) {
+        assert!(path.starts_with(b"/dev/") && path.len() <= bytes.len().max(9));
+    }
+}
+
+/// A selector as users write it, on the thread that it has in the controller: there is an answer, it is for a person, and it is the
+/// same for the same facts, because it is kept by them.
+pub(crate) fn selector(bytes: &[u8]) {
+    let Ok(text) = String::from_utf8(bytes.to_vec()) else {
+        return;
+    };
+    let thread = std::thread::Builder::new().stack_size(STACK);
+    let judged = thread.spawn(move || {
+        let compiled = match Compiled::new(&text) {
+            Ok(compiled) => compiled,
+            Err(error) => return check_error(&error),
+        };
+        let ground = Ground::new("drayman.dev");
+        let known: [(Box<str>, Attribute); 4] = [
+            ("drayman.dev/firmware".into(), Attribute::Version("1.10.0".into())),
+            ("drayman.dev/numaNode".into(), Attribute::Int(i64::MIN)),
+            ("drayman.dev/spare".into(), Attribute::Bool(false)),
+            ("drayman.dev/vendor".into(), Attribute::String("0403".into())),
+        ];
+        for facts in [Facts::from_iter([]), Facts::from_iter(known)] {
+            let said = compiled.judge(&ground, &facts);
+            assert_eq!(compiled.judge(&ground, &facts), said);
+            if let Match::Failed(why) = said {
+                check_error(&why);
+            }
+        }
+    });
+    assert!(judged.unwrap().join().is_ok());
 }

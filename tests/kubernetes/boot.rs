@@ -27,7 +27,7 @@ async fn stage(devices: usize) -> anyhow::Result<(Stage, Program, Program)> {
 
 /// What a boot leaves of a node: no process, nothing on file systems in memory, another boot id. Kubelet's and containerd's own
 /// directories are on disk.
-async fn lose_power(stage: &Stage, node: Node<'_>) -> anyhow::Result<()> {
+pub(crate) async fn lose_power(stage: &Stage, node: Node<'_>) -> anyhow::Result<()> {
     for process in ["kubelet", "containerd"] {
         node.stop(process, 9).await?;
     }
@@ -73,7 +73,7 @@ async fn lose_power(stage: &Stage, node: Node<'_>) -> anyhow::Result<()> {
 }
 
 /// What a pod's container sees once it has been started again.
-async fn look_again(stage: &Stage, pod: &str) -> anyhow::Result<Inside> {
+pub(crate) async fn look_again(stage: &Stage, pod: &str) -> anyhow::Result<Inside> {
     let until = Instant::now() + 2 * PATIENCE;
     loop {
         // The status is of before the boot for a while, and nothing can be executed.
@@ -85,7 +85,7 @@ async fn look_again(stage: &Stage, pod: &str) -> anyhow::Result<Inside> {
     }
 }
 
-fn was_restarted(pod: Option<&Pod>) -> bool {
+pub(crate) fn was_restarted(pod: Option<&Pod>) -> bool {
     let statuses = pod.and_then(|pod| pod.status.as_ref()?.container_statuses.as_ref());
     statuses
         .into_iter()

@@ -1,20 +1,30 @@
 //! drayman on real Kubernetes: the programs as they are shipped, each a user of its own with exactly its rights.
 //!
 //! `controller` needs a control plane only, and no root: the tests write the inventories that companions would write.
-//! `pods`, `boot`, `faults` and `survive` have real nodes, on which containers open devices.
+//! `pods`, `boot`, `moved`, `ends`, `faults` and `survive` have real nodes, on which containers open devices.
 
 #[path = "../harness/mod.rs"]
 mod harness;
+#[path = "../discovery/host.rs"]
+#[allow(
+    dead_code,
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "shared with another target, which uses more of it and may fail so"
+)]
+mod host;
 
 mod boot;
 mod controller;
 mod devices;
 mod doctor;
+mod ends;
 mod example;
 mod faults;
 mod hostile;
 mod leader;
 mod loss;
+mod moved;
 mod newer;
 mod pods;
 mod records;

@@ -285,6 +285,76 @@ async fn a_claim_of_which_only_the_running_container_is_left_keeps_its_device() 
     stage.cluster.stop().await
 }
 
+/// A checkpoint of a release that does not exist yet, with nothing else wrong about it.
+fn checkpoint_of_a_newer_release() -> Vec<u8> {
+    let mut checksum = crc32fast::Hasher::new();
+    checksum.update(&9_u32.to_le_bytes());
+    checksum.update(b"{}");
+    let checksum = checksum.finalize();
+    format!(r#"{{"version":9,"checksum":{checksum},"data":{{}}}}"#).into_bytes()
+}
+
+#[tokio::test]
+async fn a_damaged_checkpoint_is_put_together_again_from_what_kubelet_and_the_api_server_know()
+-> anyhow::Result<()> {
+    let (stage, controller, mut companion) = stage(2).await?;
+    let node = stage.cluster.node(0);
+    let path = node.path("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json");
+    stage.make_pod("first").await?;
+    let first = look_inside(&stage, "first").await?;
+    let uid = uid_of_claim(&stage, "first").await?;
+    let device = first.only_device().trim_start_matches("/dev/").to_owned();
+    let good = std::fs::read(&path)?;
+    let mut flipped = good.clone();
+    flipped[good.len() / 2] ^= 4;
+    for (damage, content) in [
+        ("truncated", good[..good.len() / 2].to_vec()),
+        ("flipped", flipped),
+        ("empty", Vec::new()),
+        ("zeros", vec![0; 4096]),
+        ("newer", checkpoint_of_a_newer_release()),
+    ] {
+        companion.kill().await?;
+        std::fs::write(&path, content)?;
+        // Nor does the claim's file tell which device it has.
+        std::fs::write(node.path(format!("/run/cdi/drayman.dev-claim_{uid}.json")), "{")?;
+        companion = stage.companion_with(0, CONFIGURATION, SOON)?;
+        companion.logged("CheckpointLost").await?;
+        companion.logged(REGISTERED).await?;
+        // 1.27 keeps no resource handles: the API server is asked, and kubelet is served before it has answered.
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let (done, said) = person(node, &["holdings"]).await?;
+            let line = said.lines().find(|line| line.contains(&uid)).unwrap_or_default();
+            if done && line.contains(&device) {
+                break;
+            }
+            anyhow::ensure!(Instant::now() < until, "{damage}: {said}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        let cdi = node.read(format!("/run/cdi/drayman.dev-claim_{uid}.json"))?;
+        assert!(cdi.contains(first.only_device()), "{damage}: {cdi}");
+        let next = format!("next-{damage}");
+        stage.make_pod(&next).await?;
+        assert_ne!(
+            look_inside(&stage, &next).await?.only_device(),
+            first.only_device(),
+            "{damage}"
+        );
+        stage.cluster.kubectl(&["delete", "pod", &next]).await?;
+        assert_eq!(look_inside(&stage, "first").await?, first, "{damage}");
+    }
+    stage.cluster.kubectl(&["delete", "pod", "first"]).await?;
+    assert_eq!(
+        std::fs::read_to_string(&path)?.matches(&uid).count(),
+        0,
+        "given back, and only what was kept of the damaged ones names it"
+    );
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
 #[tokio::test]
 async fn a_companion_that_is_replaced_while_pods_are_created_costs_none_of_them() -> anyhow::Result<()> {
     const ROUNDS: usize = 3;

@@ -17,6 +17,8 @@ use crate::api::handle::DeviceHandle;
 pub const FILE: &str = "dra_manager_state";
 /// The version of the file that is understood.
 const VERSION: &str = "v1";
+/// How much of what is wrong is told, in characters: a parser may cite as much as was written.
+const SHOWN_MAX: usize = 200;
 
 /// The claims that kubelet lists, of every driver.
 pub type KubeletClaims = BTreeMap<ClaimUid, KubeletClaim>;
@@ -110,10 +112,14 @@ struct Handle {
     data: String,
 }
 
+fn shortened(error: &serde_json::Error) -> String {
+    error.to_string().chars().take(SHOWN_MAX).collect()
+}
+
 /// Reads kubelet's list.
 pub fn parse(text: &[u8], driver: &DriverName) -> Result<KubeletClaims, KubeletStateError> {
     let file: File =
-        serde_json::from_slice(text).map_err(|error| KubeletStateError::Shape(error.to_string()))?;
+        serde_json::from_slice(text).map_err(|error| KubeletStateError::Shape(shortened(&error)))?;
     if file.version != VERSION {
         return Err(KubeletStateError::Version(
             file.version.chars().take(16).collect(),

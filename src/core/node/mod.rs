@@ -7,6 +7,7 @@ mod check;
 pub mod checkpoint;
 pub mod claim_uid;
 pub mod containers;
+pub mod device_manager;
 pub mod discovery;
 pub mod driver_name;
 pub mod injection;

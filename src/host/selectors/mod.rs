@@ -12,10 +12,11 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
 use crate::core::devices::facts::{Facts, Match};
-use program::{Compiled, Ground};
+pub use program::{Compiled, Ground};
 
-/// Stack of the thread. The limits of [`guard`] keep an expression well below it.
-const STACK: usize = 16 << 20;
+/// Stack of the thread on which expressions are read and evaluated, in bytes. The limits of what is read keep an expression well
+/// below it.
+pub const STACK: usize = 16 << 20;
 /// Devices that are judged in one turn, at most.
 pub(crate) const CHUNK: usize = 256;
 /// After which time no other device is judged in the same turn: others wait for theirs.

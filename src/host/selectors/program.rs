@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kube_cel::KubeCelExt;
 use kube_cel::cel::objects::{Key, Map};
-use kube_cel::cel::{Context, Program, Value};
+use kube_cel::cel::{Context, ExecutionError, Program, Value};
 
 use crate::core::devices::facts::{Attribute, Facts, Match};
 use crate::host::selectors::guard::{self, Needs};
@@ -14,21 +14,23 @@ use crate::host::selectors::guard::{self, Needs};
 const ERROR_MAX: usize = 200;
 
 /// What every expression is evaluated with.
-pub(super) struct Ground {
+#[allow(missing_debug_implementations, reason = "the context of CEL has none")]
+pub struct Ground {
     context: Context<'static>,
     version: Option<Program>,
     driver: Arc<String>,
 }
 
-/// An expression that was found to be harmless.
-pub(super) struct Compiled {
+/// An expression that was found to be harmless, and is ready to judge devices.
+#[allow(missing_debug_implementations, reason = "the program of CEL has none")]
+pub struct Compiled {
     program: Program,
     keys: Vec<String>,
 }
 
 impl Ground {
-    /// For the devices of one driver.
-    pub(super) fn new(driver: &str) -> Self {
+    /// For the devices of one driver: an attribute whose name has no domain is of this one's.
+    pub fn new(driver: &str) -> Self {
         Self {
             context: Context::default().with_all(),
             version: Program::compile("semver(version)").ok(),
@@ -93,24 +95,76 @@ fn map(domains: BTreeMap<&str, HashMap<Key, Value>>) -> Value {
 }
 
 impl Compiled {
-    /// Reads an expression, or says what is wrong with it. Needs a stack of some megabytes.
-    pub(super) fn new(expression: &str) -> Result<Self, String> {
+    /// Reads an expression, or says what is wrong with it. Needs a stack of some megabytes ([`STACK`](super::STACK)), which the main
+    /// thread and threads of a runtime do not have.
+    pub fn new(expression: &str) -> Result<Self, String> {
         guard::text(expression)?;
         let program = Program::compile(expression).map_err(|errors| shortened(&errors.to_string()))?;
         let keys = Needs::of(program.expression())?.keys;
         Ok(Self { program, keys })
     }
 
-    /// Judges a device.
-    pub(super) fn judge(&self, ground: &Ground, facts: &Facts) -> Match {
+    /// Judges a device by its facts alone. Needs the same stack.
+    pub fn judge(&self, ground: &Ground, facts: &Facts) -> Match {
         let mut context = ground.context.new_inner_scope();
         context.add_variable_from_value("device", ground.device(facts, &self.keys));
         match self.program.execute(&context) {
             Ok(Value::Bool(true)) => Match::Yes,
             Ok(Value::Bool(false)) => Match::No,
             Ok(_) => Match::Failed("the result is neither true nor false".into()),
-            Err(error) => Match::Failed(shortened(&error.to_string()).into()),
+            Err(error) => Match::Failed(shortened(&told(&error)).into()),
         }
+    }
+}
+
+/// What an error says, without the maps that it cites: they are as long as a device has attributes, and in another order each time,
+/// so that the same selector would be told of anew.
+fn told(error: &ExecutionError) -> String {
+    match error {
+        ExecutionError::UnsupportedTargetType { target } => {
+            format!("a function is not for {}", shown(target))
+        }
+        ExecutionError::NotSupportedAsMethod { method, target } => {
+            format!("there is no function {method:?} of {}", shown(target))
+        }
+        ExecutionError::UnsupportedKeyType(value) => format!("{} cannot be a key of a map", shown(value)),
+        ExecutionError::ValuesNotComparable(left, right) => {
+            format!("{} cannot be compared to {}", shown(left), shown(right))
+        }
+        ExecutionError::UnsupportedUnaryOperator(operator, value) => {
+            format!("operator {operator:?} is not for {}", shown(value))
+        }
+        ExecutionError::UnsupportedBinaryOperator(operator, left, right) => {
+            format!(
+                "operator {operator:?} is not for {} and {}",
+                shown(left),
+                shown(right)
+            )
+        }
+        ExecutionError::UnsupportedMapIndex(value) => format!("a map has no {}", shown(value)),
+        ExecutionError::UnsupportedListIndex(value) => format!("a list has no {}", shown(value)),
+        ExecutionError::UnsupportedIndex(index, value) => {
+            format!("there is no {} in {}", shown(index), shown(value))
+        }
+        ExecutionError::FunctionError { function, message } if message.contains("Map(") => {
+            format!("function {function:?} is not for a map")
+        }
+        other => other.to_string(),
+    }
+}
+
+fn shown(value: &Value) -> String {
+    match value {
+        Value::Map(_) => "a map".to_owned(),
+        Value::List(_) => "a list".to_owned(),
+        Value::Opaque(_) => "a version or a quantity".to_owned(),
+        Value::Int(number) => number.to_string(),
+        Value::UInt(number) => format!("{number}u"),
+        Value::Float(number) => number.to_string(),
+        Value::Bool(value) => value.to_string(),
+        Value::String(text) => format!("{text:?}"),
+        Value::Null => "null".to_owned(),
+        other => other.type_of().to_string(),
     }
 }
 
@@ -180,6 +234,18 @@ mod tests {
                 panic!("{expression}")
             };
             assert!(error.contains(says), "{expression}: {error}");
+        }
+    }
+
+    #[test]
+    fn an_error_about_a_map_is_short_and_the_same_each_time() {
+        let expression = "device.attributes + 'x' == 'x'";
+        let Match::Failed(error) = judge(expression) else {
+            panic!("{expression}")
+        };
+        assert!(error.contains("a map and \"x\""), "{error}");
+        for _ in 0..20 {
+            assert_eq!(judge(expression), Match::Failed(error.clone()));
         }
     }
 

@@ -1,26 +1,26 @@
 //! Which block devices the node itself lives on.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::io;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use super::HostPaths;
 use super::node::{NodeKind, Numbers};
+use crate::core::node::discovery::mounts::{mounts, numbers, swap_areas};
 
 /// The numbers of the block devices that are mounted or swapped to, and of the disks and volumes below them.
 pub(super) fn in_use(paths: &HostPaths) -> io::Result<BTreeSet<(u32, u32)>> {
-    let mounts = std::fs::read_to_string(&paths.mountinfo)?;
+    let mounted = mounts(&std::fs::read(&paths.mountinfo)?);
     // A kernel without swap has no such file.
-    let swaps = match std::fs::read_to_string(&paths.swaps) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
-        swaps => swaps?,
+    let swapped = match std::fs::read(&paths.swaps) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => BTreeSet::new(),
+        swaps => swap_areas(&swaps?),
     };
-    let named = mounts
-        .lines()
-        .filter_map(mount_source)
-        .chain(swaps.lines().skip(1).filter_map(swap_area));
-    let mut above: Vec<(u32, u32)> = mounts.lines().filter_map(mounted).collect();
-    above.extend(named.filter_map(|path| block_numbers(&paths.dev, path)));
+    let named = mounted.sources.iter().chain(&swapped);
+    let mut above: Vec<(u32, u32)> = named.filter_map(|path| block_numbers(&paths.dev, path)).collect();
+    above.extend(mounted.numbers);
     let mut all = BTreeSet::new();
     while let Some(numbers) = above.pop() {
         if all.insert(numbers) {
@@ -30,28 +30,9 @@ pub(super) fn in_use(paths: &HostPaths) -> io::Result<BTreeSet<(u32, u32)>> {
     Ok(all)
 }
 
-/// The third field of a line of `mountinfo` (`proc_pid_mountinfo(5)`), unless the file system has no device of its own.
-fn mounted(line: &str) -> Option<(u32, u32)> {
-    numbers(line.split_whitespace().nth(2)?).filter(|(major, _)| *major != 0)
-}
-
-/// The source of a mount if it is a path: some file systems (btrfs) have numbers that are no device's.
-fn mount_source(line: &str) -> Option<&str> {
-    line.split_once(" - ")?
-        .1
-        .split_whitespace()
-        .nth(1)
-        .filter(|source| source.starts_with("/dev/"))
-}
-
-fn swap_area(line: &str) -> Option<&str> {
-    line.split_whitespace()
-        .next()
-        .filter(|path| path.starts_with("/dev/"))
-}
-
-fn block_numbers(dev: &Path, path: &str) -> Option<(u32, u32)> {
-    let metadata = std::fs::metadata(dev.join(path.strip_prefix("/dev/")?)).ok()?;
+fn block_numbers(dev: &Path, path: &[u8]) -> Option<(u32, u32)> {
+    let below = Path::new(OsStr::from_bytes(path)).strip_prefix("/dev").ok()?;
+    let metadata = std::fs::metadata(dev.join(below)).ok()?;
     Numbers::of(&metadata)
         .filter(|numbers| numbers.kind == NodeKind::Block)
         .map(|numbers| (numbers.major, numbers.minor))
@@ -69,16 +50,11 @@ fn below(sys: &Path, (major, minor): (u32, u32)) -> Vec<(u32, u32)> {
         lower.extend(device.parent().map(Path::to_owned));
     }
     let number_of = |device: PathBuf| {
-        std::fs::read_to_string(device.join("dev"))
+        std::fs::read(device.join("dev"))
             .ok()
-            .and_then(|text| numbers(text.trim()))
+            .and_then(|text| numbers(text.trim_ascii()))
     };
     lower.into_iter().filter_map(number_of).collect()
-}
-
-fn numbers(text: &str) -> Option<(u32, u32)> {
-    let (major, minor) = text.split_once(':')?;
-    Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
 #[cfg(test)]
@@ -144,6 +120,15 @@ mod tests {
     }
 
     #[test]
+    fn a_mount_whose_name_is_no_utf_8_does_not_withhold_every_disk() {
+        let (_root, paths) = host();
+        let mut mountinfo = std::fs::read(&paths.mountinfo).unwrap();
+        mountinfo.extend(b"25 22 0:50 / /mnt/\xff rw - fuse \xfe rw\n");
+        std::fs::write(&paths.mountinfo, mountinfo).unwrap();
+        assert!(in_use(&paths).unwrap().contains(&(8, 0)));
+    }
+
+    #[test]
     fn what_cannot_be_known_is_an_error() {
         let (_root, mut paths) = host();
         paths.mountinfo = "/nonexistent".into();
@@ -154,11 +139,9 @@ mod tests {
     fn the_disk_of_this_machine_is_in_use() {
         // Whatever holds the root file system here, if it is a device at all.
         let used = in_use(&HostPaths::default()).unwrap();
-        let mounts = std::fs::read_to_string("/proc/1/mountinfo").unwrap();
-        for line in mounts.lines() {
-            if let Some(numbers) = mounted(line) {
-                assert!(used.contains(&numbers), "{line}");
-            }
+        let told = std::fs::read("/proc/1/mountinfo").unwrap();
+        for numbers in mounts(&told).numbers {
+            assert!(used.contains(&numbers), "{numbers:?}");
         }
     }
 }

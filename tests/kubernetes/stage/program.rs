@@ -44,13 +44,14 @@ impl Program {
             .with_context(|| format!("killing {}", self.name))
     }
 
+    /// Its process.
+    pub(crate) fn id(&self) -> anyhow::Result<u32> {
+        self.child.id().context("it runs")
+    }
+
     /// Sends a signal.
     pub(crate) fn signal(&self, signal: Signal) -> anyhow::Result<()> {
-        let id = self
-            .child
-            .id()
-            .and_then(|id| i32::try_from(id).ok())
-            .context("it runs")?;
+        let id = i32::try_from(self.id()?)?;
         Ok(kill_process(Pid::from_raw(id).context("a pid")?, signal)?)
     }
 

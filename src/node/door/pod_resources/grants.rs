@@ -1,18 +1,18 @@
 //! What kubelet shows of the devices that its containers hold, put together.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
 use futures::future::BoxFuture;
-use serde::Deserialize;
 use tokio::task::spawn_blocking;
 
 use super::super::KubeletPaths;
 use super::PodResourcesClient;
 use crate::api::proto::pod_resources_v1::PodResources;
 use crate::core::node::containers::{Container, Shown};
+use crate::core::node::device_manager::{self, Grant};
 use crate::core::node::naming::device_of_plugin_id;
 
 /// The size of kubelet's file that is read, at most.
@@ -40,7 +40,7 @@ impl KubeletGrants {
     pub fn new(paths: &KubeletPaths) -> Self {
         Self {
             client: PodResourcesClient::new(paths),
-            file: paths.device_plugin_dir.join("kubelet_internal_checkpoint"),
+            file: paths.device_plugin_dir.join(device_manager::FILE),
             pods: paths.root_dir.join("pods"),
         }
     }
@@ -66,33 +66,8 @@ impl Grants for KubeletGrants {
     }
 }
 
-/// An entry of kubelet's file. Upstream: `PodDevicesEntry` in `pkg/kubelet/cm/devicemanager/checkpoint`, the same from 1.20 to 1.36.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "PascalCase")]
-struct Entry {
-    #[serde(rename = "PodUID")]
-    pod_uid: String,
-    resource_name: String,
-    /// By NUMA node, -1 for devices that have none.
-    #[serde(rename = "DeviceIDs", default)]
-    device_ids: Option<BTreeMap<String, Vec<String>>>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "PascalCase")]
-struct Document {
-    data: Data,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "PascalCase")]
-struct Data {
-    #[serde(default)]
-    pod_device_entries: Option<Vec<Entry>>,
-}
-
 /// The entries of kubelet's file; none if there is no file yet. Kubelet replaces it as a whole.
-fn read(path: &Path) -> io::Result<Vec<Entry>> {
+fn read(path: &Path) -> io::Result<Vec<Grant>> {
     let file = match File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -100,13 +75,12 @@ fn read(path: &Path) -> io::Result<Vec<Entry>> {
     };
     let mut text = Vec::new();
     file.take(SIZE_MAX).read_to_end(&mut text)?;
-    let document: Document = serde_json::from_slice(&text)?;
-    Ok(document.data.pod_device_entries.unwrap_or_default())
+    device_manager::parse(&text).map_err(io::Error::other)
 }
 
 fn shown(
     list: &[PodResources],
-    entries: &[Entry],
+    entries: &[Grant],
     resources: &BTreeSet<String>,
     has_directory: impl Fn(&str) -> bool,
 ) -> Shown {
@@ -128,14 +102,7 @@ fn shown(
             }
         }
     }
-    for entry in entries {
-        if resources.contains(&entry.resource_name) && has_directory(&entry.pod_uid) {
-            let ids = entry.device_ids.iter().flat_map(BTreeMap::values).flatten();
-            shown
-                .recorded
-                .extend(ids.map(|id| device_of_plugin_id(id).to_owned()));
-        }
-    }
+    shown.recorded = device_manager::recorded(entries, resources, has_directory);
     shown
 }
 
@@ -144,36 +111,22 @@ mod tests {
     use super::*;
     use crate::api::proto::pod_resources_v1::{ContainerDevices, ContainerResources};
 
-    /// As kubelet 1.30 writes it, shortened.
-    const FILE: &str = r#"{"Data":{"PodDeviceEntries":[
-        {"PodUID":"u-1","ContainerName":"main","ResourceName":"x.dev/a","DeviceIDs":{"-1":["a0","a1.3"],"1":["a2"]},"AllocResp":"Eg=="},
-        {"PodUID":"u-2","ContainerName":"main","ResourceName":"x.dev/a","DeviceIDs":{"-1":["a9"]},"AllocResp":""},
-        {"PodUID":"u-1","ContainerName":"main","ResourceName":"x.dev/other","DeviceIDs":null,"AllocResp":null}],
-        "RegisteredDevices":{"x.dev/a":["a0"]}},"Checksum":1764214563}"#;
-
     fn resources() -> BTreeSet<String> {
         BTreeSet::from(["x.dev/a".to_owned()])
     }
 
     #[test]
-    fn kubelets_file_is_read_and_pods_without_a_directory_do_not_count() {
+    fn kubelets_file_may_not_be_there_yet_and_is_never_taken_for_empty_when_it_cannot_be_read() {
         let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("kubelet_internal_checkpoint");
+        let path = directory.path().join(device_manager::FILE);
         assert_eq!(read(&path).unwrap().len(), 0, "no file yet");
-        std::fs::write(&path, FILE).unwrap();
-        let shown = shown(&[], &read(&path).unwrap(), &resources(), |uid| uid == "u-1");
-        assert!(shown.recorded.iter().eq(["a0", "a1", "a2"]), "{shown:?}");
-        for text in [
-            r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#,
-            r#"{"Data":{}}"#,
-        ] {
-            std::fs::write(&path, text).unwrap();
-            assert_eq!(read(&path).unwrap().len(), 0);
-        }
-        for text in ["", "{", "[]", r#"{"Data":{"PodDeviceEntries":{}}}"#] {
-            std::fs::write(&path, text).unwrap();
-            read(&path).unwrap_err();
-        }
+        let text = r#"{"Data":{"PodDeviceEntries":[{"PodUID":"u-1","ResourceName":"x.dev/a","DeviceIDs":{"-1":["a0.1"]}}]}}"#;
+        std::fs::write(&path, text).unwrap();
+        let shown = |running: bool| shown(&[], &read(&path).unwrap(), &resources(), |_| running);
+        assert!(shown(true).recorded.iter().eq(["a0"]));
+        assert!(shown(false).recorded.is_empty());
+        std::fs::write(&path, &text[..40]).unwrap();
+        read(&path).unwrap_err();
     }
 
     #[test]

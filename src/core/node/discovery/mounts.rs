@@ -1,0 +1,144 @@
+//! Which block devices a machine lives on, as the kernel tells it in `/proc`: what is mounted, and what is swapped to.
+//!
+//! A line that is not understood tells nothing, and never hides another: mounts are named by whoever mounts, in any bytes. The
+//! kernel writes blanks, line ends and backslashes in names as three octal digits (`mangle` in `fs/proc_namespace.c`).
+
+use std::collections::BTreeSet;
+
+/// What the lines of `mountinfo` (`proc_pid_mountinfo(5)`) tell.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mounts {
+    /// Major and minor numbers of the file systems that lie on a device.
+    pub numbers: BTreeSet<(u32, u32)>,
+    /// The paths below `/dev` that file systems were mounted from: some (btrfs) have numbers that are no device's.
+    pub sources: BTreeSet<Vec<u8>>,
+}
+
+/// Reads `mountinfo`.
+pub fn mounts(mountinfo: &[u8]) -> Mounts {
+    let mut mounts = Mounts::default();
+    for line in mountinfo.split(|&byte| byte == b'\n') {
+        mounts.numbers.extend(mounted(line));
+        mounts.sources.extend(source(line));
+    }
+    mounts
+}
+
+/// The paths below `/dev` that `/proc/swaps` names.
+pub fn swap_areas(swaps: &[u8]) -> BTreeSet<Vec<u8>> {
+    let area = |line: &[u8]| {
+        let path = unescaped(line.split(u8::is_ascii_whitespace).next()?);
+        // So the kernel calls a node that was removed, and perhaps made anew, since.
+        let path = path.strip_suffix(b" (deleted)").unwrap_or(&path);
+        is_below_dev(path).then(|| path.to_owned())
+    };
+    // The first line has the names of the columns.
+    let lines = swaps.split(|&byte| byte == b'\n').skip(1);
+    lines.filter_map(area).collect()
+}
+
+/// Two numbers as the kernel writes them, `8:1`.
+pub fn numbers(text: &[u8]) -> Option<(u32, u32)> {
+    let (major, minor) = std::str::from_utf8(text).ok()?.split_once(':')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
+}
+
+/// The third field, unless the file system has no device of its own.
+fn mounted(line: &[u8]) -> Option<(u32, u32)> {
+    let field = line.split(|&byte| byte == b' ').nth(2)?;
+    numbers(field).filter(|(major, _)| *major != 0)
+}
+
+/// The second field behind the lone hyphen that ends those of which there may be any number.
+fn source(line: &[u8]) -> Option<Vec<u8>> {
+    let mut fields = line.split(|&byte| byte == b' ');
+    fields.find(|field| field == b"-")?;
+    Some(unescaped(fields.nth(1)?)).filter(|path| is_below_dev(path))
+}
+
+fn is_below_dev(path: &[u8]) -> bool {
+    path.starts_with(b"/dev/")
+}
+
+/// Puts back what the kernel has written as a backslash and three octal digits.
+fn unescaped(field: &[u8]) -> Vec<u8> {
+    let mut name = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((&first, behind)) = rest.split_first() {
+        let escaped = (first == b'\\')
+            .then(|| behind.split_at_checked(3))
+            .flatten()
+            .and_then(|(digits, behind)| {
+                let value = |number: u32, digit: &u8| Some(number * 8 + char::from(*digit).to_digit(8)?);
+                let byte = digits.iter().try_fold(0, value)?;
+                Some((u8::try_from(byte).ok()?, behind))
+            });
+        let (byte, behind) = escaped.unwrap_or((first, behind));
+        name.push(byte);
+        rest = behind;
+    }
+    name
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_of_mounts_are_known_by_their_numbers_and_by_the_path_that_was_mounted() {
+        let told = mounts(
+            b"22 1 253:0 / / rw,relatime shared:1 - ext4 /dev/mapper/root rw\n\
+              23 22 0:21 / /proc rw - proc proc rw\n\
+              24 22 0:44 /home /home rw shared:2 master:1 - btrfs /dev/sdb1 rw,subvol=/home\n",
+        );
+        assert_eq!(told.numbers, BTreeSet::from([(253, 0)]));
+        assert_eq!(
+            told.sources,
+            BTreeSet::from([b"/dev/mapper/root".to_vec(), b"/dev/sdb1".to_vec()])
+        );
+    }
+
+    #[test]
+    fn a_name_with_a_blank_or_in_no_known_encoding_hides_nothing() {
+        let told = mounts(
+            b"24 22 0:44 / /mnt/a\\040-\\040b rw - btrfs /dev/disk/by-label/my\\040disk rw\n\
+              25 22 8:17 / /mnt/\xff\xfe rw - ext4 /dev/\xff rw\n\
+              26 22 0:50 / /mnt/empty rw - tmpfs  rw\n\
+              27 22 8:33 / /mnt/last rw - ext4 /dev/sdc1 rw",
+        );
+        assert_eq!(told.numbers, BTreeSet::from([(8, 17), (8, 33)]));
+        assert!(told.sources.contains(b"/dev/disk/by-label/my disk".as_slice()));
+        assert!(told.sources.contains(b"/dev/sdc1".as_slice()));
+        assert_eq!(told.sources.len(), 3, "{told:?}");
+    }
+
+    #[test]
+    fn swap_areas_are_read_with_blanks_in_them_and_after_their_node_was_removed() {
+        let areas = swap_areas(
+            b"Filename\t\t\tType\t\tSize\t\tUsed\t\tPriority\n\
+              /dev/sda3                               partition\t1\t0\t-2\n\
+              /dev/my\\040swap\\040(deleted) partition 1 0 -3\n\
+              /swapfile file 1 0 -4\n",
+        );
+        assert_eq!(
+            areas,
+            BTreeSet::from([b"/dev/sda3".to_vec(), b"/dev/my swap".to_vec()])
+        );
+        assert_eq!(swap_areas(b""), BTreeSet::new());
+    }
+
+    #[test]
+    fn a_backslash_that_begins_nothing_is_a_backslash() {
+        for (field, name) in [
+            (&b"a\\040b"[..], &b"a b"[..]),
+            (b"a\\134040", b"a\\040"),
+            (b"\\", b"\\"),
+            (b"a\\04", b"a\\04"),
+            (b"\\999", b"\\999"),
+            (b"\\777", b"\\777"),
+            (b"\\+40", b"\\+40"),
+        ] {
+            assert_eq!(unescaped(field), name, "{field:?}");
+        }
+    }
+}
