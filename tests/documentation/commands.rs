@@ -14,7 +14,8 @@ const OTHERS: [&str; 17] = [
 ];
 
 /// Flags of other programs that sentences name.
-const FOREIGN_FLAGS: [&str; 17] = [
+const FOREIGN_FLAGS: [&str; 18] = [
+    "--dry-run",
     "--feature-gates",
     "--force",
     "--kube-api-qps",
