@@ -10,6 +10,8 @@ use kube_cel::cel::common::ast::{EntryExpr, Expr, LiteralValue};
 
 use crate::api::crd::EXPRESSION_MAX;
 
+/// Characters of a name that an error cites, at most.
+const CITED_MAX: usize = 64;
 /// Steps of one evaluation, at most: some ten milliseconds.
 pub(super) const STEPS_MAX: usize = 10_000;
 /// Elements of an attribute map, at most; the elements of a list in the expression are counted as steps.
@@ -83,6 +85,16 @@ pub(super) fn text(expression: &str) -> Result<(), String> {
     Ok(())
 }
 
+/// A name in quotes, of which no more is told than a person reads: an event has no room for more.
+fn cited(name: &str) -> String {
+    let shown: String = name.chars().take(CITED_MAX).collect();
+    if shown == name {
+        format!("{name:?}")
+    } else {
+        format!("{shown:?}...")
+    }
+}
+
 /// What an expression needs.
 #[derive(Debug, Default)]
 pub(super) struct Needs {
@@ -115,13 +127,13 @@ impl Needs {
         let inner = match &expression.expr {
             Expr::Unspecified | Expr::Literal(_) => 0,
             Expr::Ident(name) if name == "device" || self.variables.contains(name) => 0,
-            Expr::Ident(name) => return Err(format!("there is no variable {name:?}, only device")),
+            Expr::Ident(name) => return Err(format!("there is no variable {}, only device", cited(name))),
             Expr::Select(select) => {
                 let known = ["driver", "attributes", "capacity"].contains(&&*select.field);
                 if matches!(&select.operand.expr, Expr::Ident(name) if name == "device") && !known {
-                    let field = &select.field;
+                    let field = cited(&select.field);
                     return Err(format!(
-                        "device has no {field:?}, only driver, attributes and capacity"
+                        "device has no {field}, only driver, attributes and capacity"
                     ));
                 }
                 self.steps(&select.operand)?
@@ -130,7 +142,7 @@ impl Needs {
                 let name = call.func_name.as_str();
                 let operator = name.starts_with(['_', '@', '!', '-']);
                 if !operator && !FUNCTIONS.contains(&name) {
-                    return Err(format!("there is no function {name:?} in selectors"));
+                    return Err(format!("there is no function {} in selectors", cited(name)));
                 }
                 if let ("_[_]", Some(Expr::Literal(LiteralValue::String(key)))) =
                     (name, call.args.get(1).map(|key| &key.expr))
@@ -154,8 +166,8 @@ impl Needs {
             }
             Expr::Struct(made) => {
                 return Err(format!(
-                    "it makes an object of type {:?}; selectors have no types",
-                    made.type_name
+                    "it makes an object of type {}; selectors have no types",
+                    cited(&made.type_name)
                 ));
             }
             Expr::Comprehension(comprehension) => {

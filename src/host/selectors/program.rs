@@ -250,6 +250,21 @@ mod tests {
     }
 
     #[test]
+    fn a_name_that_nobody_reads_to_its_end_is_cited_in_part() {
+        let long = "i".repeat(2_400);
+        let made = format!("{long}{{}}.x");
+        for expression in [
+            &long,
+            &format!("device.{long}"),
+            &format!("device.{long}()"),
+            &made,
+        ] {
+            let error = Compiled::new(expression).err().unwrap();
+            assert!(error.contains("iii") && error.len() < 300, "{error}");
+        }
+    }
+
+    #[test]
     fn what_is_not_a_selector_is_refused_with_the_reason() {
         for (expression, says) in [
             ("", "0 bytes"),
