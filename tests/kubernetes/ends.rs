@@ -45,6 +45,12 @@ async fn settled(stage: &Stage, companion: &Program, devices: usize) -> anyhow::
         ensure!(Instant::now() < until, "{:?}", written());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
+    // The checkpoint of the companion before it may say the same: nothing is written for a second.
+    let node = stage.cluster.node(0);
+    let mut changes = Written::expect([node.path(STATE), node.path(CDI)])?;
+    while timeout(Duration::from_secs(1), changes.0.next()).await.is_ok() {
+        ensure!(Instant::now() < until, "the companion does not come to rest");
+    }
     Ok(())
 }
 
