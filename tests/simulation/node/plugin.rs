@@ -27,6 +27,9 @@ const LOOK_AGAIN: u64 = 2 * SECOND;
 /// How long a container may take to end when it is told to. Kubelet gives it 30 s, unless the pod says otherwise.
 const GRACE: u64 = 20 * SECOND;
 
+/// How long the admission of a pod may take after our answer.
+const ADMISSION: u64 = 20 * SECOND;
+
 /// A pod whose container wants devices as an extended resource.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plug {
@@ -423,7 +426,12 @@ impl Stage {
                 .asked
                 .insert(pod.to_owned(), ids.into_iter().collect());
         }
-        self.on_node(name, 0, 5 * MILLISECOND, Doing::Record);
+        let (from, to) = if self.strikes_node(Fault::GrantLate) {
+            (SECOND, ADMISSION)
+        } else {
+            (0, 5 * MILLISECOND)
+        };
+        self.on_node(name, from, to, Doing::Record);
         true
     }
 
