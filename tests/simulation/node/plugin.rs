@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::{AllocationResult, ResourceClaim, ResourceHandle};
 use drayman::core::node::containers::{Container, Shown};
+use drayman::core::node::naming::device_of_plugin_id;
 use drayman::core::node::preferred::{End, Preference, preferred};
 use drayman::core::node::refusal::Refusal;
 use drayman::core::node::request::PluginDevice;
@@ -112,6 +113,12 @@ impl Manager {
     /// `UpdateAllocatedDevices`: what pods had that are not there any more. The file stays as it is until the next grant.
     fn forget_others(&mut self, active: &BTreeSet<String>) {
         self.granted.retain(|pod, _| active.contains(pod));
+    }
+
+    /// Whether kubelet takes a device for one that it may grant to containers.
+    pub(super) fn offers(&self, device: &str) -> bool {
+        let mut offered = self.offered.iter();
+        offered.any(|(id, healthy)| *healthy && device_of_plugin_id(id) == device)
     }
 
     fn free(&self) -> Vec<String> {
