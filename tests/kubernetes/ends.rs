@@ -364,6 +364,9 @@ async fn a_thousand_idle_callers_headers_that_never_end_and_garbage_do_not_keep_
     const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
     /// A header block of 8 KiB that begins and is never ended.
     const HEADERS: &[u8] = b"\0\x20\0\x01\0\0\0\0\x01";
+    /// That a socket has at a time, and files that a companion has open besides, at most.
+    const CONNECTIONS: usize = 64;
+    const OTHER_FILES: usize = 50;
     let (stage, controller) = stage(2).await?;
     let node = stage.cluster.node(0);
     let companion = stage.companion(0, CONFIGURATION)?;
@@ -391,10 +394,12 @@ async fn a_thousand_idle_callers_headers_that_never_end_and_garbage_do_not_keep_
     {
         for number in 0..1000 {
             let mut caller = UnixStream::connect(&socket).await?;
-            let said = match number % 3 {
+            let said = match number % 4 {
                 0 => Ok(()),
                 1 => caller.write_all(&[PREFACE, HEADERS, &[0; 100]].concat()).await,
-                _ => caller.write_all(&[0xff; 500]).await,
+                2 => caller.write_all(&[0xff; 500]).await,
+                // As good as kubelet between two calls: it may be silent for ever, and only gives way to another.
+                _ => caller.write_all(PREFACE).await,
             };
             refused += usize::from(said.is_err());
             callers.push(caller);
@@ -410,6 +415,9 @@ async fn a_thousand_idle_callers_headers_that_never_end_and_garbage_do_not_keep_
     let among = look_inside(&stage, "among-them").await?;
     assert_ne!(among.only_device(), before.only_device());
     assert_eq!(stage.times_said("among-them", FAILED).await?, 0);
+    let open = std::fs::read_dir(format!("/proc/{}/fd", companion.id()?))?.count();
+    let limit = sockets(node).len() * CONNECTIONS + OTHER_FILES;
+    assert!(open <= limit, "{open} files are open, of {limit}");
     stage.cluster.kubectl(&["delete", "pod", "before"]).await?;
     stage.make_pod("after").await?;
     assert_eq!(look_inside(&stage, "after").await?, before);
