@@ -3,6 +3,7 @@
 //! after state of each.
 
 mod ground;
+mod states;
 
 use std::time::Duration;
 

@@ -8,12 +8,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 
+use super::kubelet_state::shortened;
 use super::naming::device_of_plugin_id;
 
 /// The name of the file in the directory of device plugins.
 pub const FILE: &str = "kubelet_internal_checkpoint";
-/// How much of what is wrong is told, in characters: a parser may cite as much as was written.
-const SHOWN_MAX: usize = 200;
 
 /// The devices of one extended resource that a container of a pod was granted.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -49,8 +48,8 @@ struct Data {
 
 /// Reads kubelet's record.
 pub fn parse(text: &[u8]) -> Result<Vec<Grant>, DeviceManagerError> {
-    let document: Document = serde_json::from_slice(text)
-        .map_err(|error| DeviceManagerError(error.to_string().chars().take(SHOWN_MAX).collect()))?;
+    let document: Document =
+        serde_json::from_slice(text).map_err(|error| DeviceManagerError(shortened(&error)))?;
     Ok(document.data.pod_device_entries.unwrap_or_default())
 }
 

@@ -112,7 +112,8 @@ struct Handle {
     data: String,
 }
 
-fn shortened(error: &serde_json::Error) -> String {
+/// What a parser says of a file of kubelet's, with no more of what was written there than a person reads.
+pub(super) fn shortened(error: &serde_json::Error) -> String {
     error.to_string().chars().take(SHOWN_MAX).collect()
 }
 

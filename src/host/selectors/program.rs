@@ -14,7 +14,7 @@ use crate::host::selectors::guard::{self, Needs};
 const ERROR_MAX: usize = 200;
 
 /// What every expression is evaluated with.
-#[allow(missing_debug_implementations, reason = "the context of CEL has none")]
+#[expect(missing_debug_implementations, reason = "the context of CEL has none")]
 pub struct Ground {
     context: Context<'static>,
     version: Option<Program>,
@@ -22,7 +22,7 @@ pub struct Ground {
 }
 
 /// An expression that was found to be harmless, and is ready to judge devices.
-#[allow(missing_debug_implementations, reason = "the program of CEL has none")]
+#[expect(missing_debug_implementations, reason = "the program of CEL has none")]
 pub struct Compiled {
     program: Program,
     keys: Vec<String>,

@@ -1,25 +1,19 @@
 //! Devices that leave through both doors: whichever comes first, nobody else has what it has.
 
-use super::{calm, key, until_bound};
+use super::nodes::{Plan, expect_all_free, troubled, until_it_is_gone, until_it_runs, with_every_trouble};
+use super::{key, until_bound};
 use crate::faults::Fault;
 use crate::node::Trouble;
 use crate::stage::{SECOND, Stage};
 use crate::users::Use;
-
-/// More steps than any plan has: a kill at the last is one before the answer.
-const STEPS: u32 = 16;
 
 fn phase(stage: &Stage, name: &str) -> Option<String> {
     stage.store.pods.get(&key(name))?.status.phase.clone()
 }
 
 /// One node with one device that has both doors, and everything known to everybody.
-fn both_doors(plan: Option<(u64, Trouble, bool)>) -> Stage {
-    let mut stage = calm(&[("node-a", 1)]);
-    if let Some((operation, trouble, power)) = plan {
-        stage.nodes.plan.insert(operation, (trouble, power));
-    }
-    stage.set_up_nodes(7);
+fn both_doors(plan: Plan) -> Stage {
+    let mut stage = troubled(plan);
     stage.open_both_doors();
     stage.run_for(30 * SECOND);
     stage
@@ -40,24 +34,6 @@ fn plugged(stage: &mut Stage, name: &str, hidden: bool) {
         stage.run_for(3 * SECOND);
     }
     stage.violate(|| format!("never: {name} has containers"));
-}
-
-fn until_it_runs(stage: &mut Stage, name: &str) {
-    let text = format!("{name} has containers");
-    stage.run_until(&text, |stage| stage.has_containers(&key(name)));
-}
-
-fn until_it_is_gone(stage: &mut Stage, name: &str) {
-    stage.store.delete_pod(&key(name));
-    stage.run_until("it has ended", |stage| !stage.store.pods.contains_key(&key(name)));
-}
-
-fn conclude(mut stage: Stage, what: &str) {
-    if stage.violation.is_none() {
-        stage.conclude();
-        stage.conclude_nodes();
-    }
-    assert_eq!(stage.violation, None, "{what}");
 }
 
 #[test]
@@ -86,12 +62,29 @@ fn of_a_container_and_a_claim_with_one_device_the_second_waits_or_is_turned_away
         stage.run_for(30 * SECOND);
         stage.plug_pod(&key("third"), "node-a", 1, hidden);
         until_it_runs(&mut stage, "third");
-        conclude(stage, "two doors");
+        expect_all_free(stage, "two doors");
     }
 }
 
+#[test]
+fn what_kubelet_was_answered_and_has_not_noted_yet_is_no_claim_s() {
+    let mut stage = both_doors(None);
+    stage.faults.rates.insert(Fault::GrantLate, 1000);
+    stage.plug_pod(&key("first"), "node-a", 1, false);
+    stage.run_until("it is answered", |stage| stage.nodes.granted > 0);
+    stage.create_pod(&key("claiming"), &[Use::Template("gpu")], None);
+    until_bound(&mut stage, "claiming");
+    until_it_runs(&mut stage, "first");
+    assert!(stage.faults.hits[&Fault::ClaimOfContainer] > 0, "it was asked");
+    stage.run_for(60 * SECOND);
+    assert!(!stage.has_containers(&key("claiming")));
+    until_it_is_gone(&mut stage, "first");
+    until_it_runs(&mut stage, "claiming");
+    expect_all_free(stage, "noted late");
+}
+
 /// A pod by one door, one by the other, and one by the first again.
-fn three_lives(plan: Option<(u64, Trouble, bool)>) -> u64 {
+fn three_lives(plan: Plan) -> u64 {
     let mut stage = both_doors(plan);
     plugged(&mut stage, "p", false);
     stage.create_pod(&key("q"), &[Use::Template("gpu")], None);
@@ -102,24 +95,12 @@ fn three_lives(plan: Option<(u64, Trouble, bool)>) -> u64 {
     until_it_is_gone(&mut stage, "q");
     plugged(&mut stage, "r", true);
     let operations = stage.nodes.operations;
-    conclude(stage, &format!("{plan:?}"));
+    expect_all_free(stage, &format!("{plan:?}"));
     operations
 }
 
 #[test]
 fn every_trouble_at_every_step_of_a_companion_with_both_doors_is_outlived() {
-    let operations = three_lives(None);
-    assert!(operations >= 6, "a start and calls by both doors: {operations}");
-    for operation in 1..=operations {
-        for step in 0..=STEPS {
-            let fail = Trouble::Fail { from: step, steps: 3 };
-            for (trouble, power) in [
-                (Trouble::Kill(step), false),
-                (Trouble::Kill(step), true),
-                (fail, false),
-            ] {
-                three_lives(Some((operation, trouble, power)));
-            }
-        }
-    }
+    // A start and calls by both doors.
+    with_every_trouble(6, three_lives);
 }

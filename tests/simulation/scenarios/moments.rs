@@ -73,6 +73,36 @@ fn what_a_killed_controller_held_is_free_when_its_claim_is_deleted_before_it_is_
 }
 
 #[test]
+fn what_a_slow_driver_allocated_for_a_node_that_is_selected_no_longer_is_given_back_and_never_recorded() {
+    let mut stage = calm(&[("node-a", 1), ("node-b", 1)]);
+    // Read, judge, finalizer, allocate.
+    stage.faults.plan.insert(stage.commands + 4, Fault::Slow);
+    let uid = stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    stage.run_until("the driver is asked", |stage| {
+        let last = stage.command_log.last();
+        last.is_some_and(|line| line.starts_with("allocate"))
+    });
+    let context = stage.store.contexts[&key("p")].clone();
+    let held = context.spec.selected_node.clone();
+    let other = if held == "node-a" { "node-b" } else { "node-a" };
+    stage.pod_nodes.insert(uid, [other.to_owned()].into());
+    let _ = stage.store.update_context(&key("p"), None, |context| {
+        context.spec.selected_node = other.to_owned();
+    });
+    stage.command_log.clear();
+    until_bound(&mut stage, "p");
+    let log = plain(&stage.command_log);
+    let of_held = |word: &str| {
+        let mut lines = log.iter();
+        lines.any(|line| line.starts_with(word) && line.contains(held.as_str()))
+    };
+    assert!(!of_held("record"), "{log:?}");
+    assert!(log.iter().any(|line| line.starts_with("deallocate")), "{log:?}");
+    assert_eq!(node_of(&stage).as_deref(), Some(other));
+    expect_well(stage);
+}
+
+#[test]
 fn a_kill_after_the_record_allocates_nothing_again() {
     let (mut stage, _) = killed_after(5);
     stage.command_log.clear();

@@ -7,13 +7,13 @@ use std::time::Duration;
 use anyhow::Context as _;
 use drayman::sim::source::Source;
 use drayman::sim::stage::Stage;
-use futures::{AsyncBufReadExt as _, TryStreamExt as _};
 use http::Request;
 use serde_json::{Value, json};
 use tokio::sync::OnceCell;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
+use super::states::{States, label, ordered, shown, state, watch};
 use crate::ground::{JSON, MERGE, run};
 use crate::harness::Cluster;
 
@@ -109,9 +109,6 @@ async fn make_nodes(client: &kube::Client) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// By object, its states in their order.
-type States = BTreeMap<String, Vec<String>>;
-
 /// A control plane, and what becomes of the objects of a namespace.
 pub(crate) struct Ground {
     pub(crate) client: kube::Client,
@@ -136,27 +133,6 @@ pub(crate) fn both(namespace: &str, story: impl AsyncFn(&Ground) -> anyhow::Resu
             shown(&meant)
         );
     });
-}
-
-/// Without what has no order: the claim controller asks for the deallocation of a claim of a pod that is gone, and the garbage
-/// collector deletes it, and either may be the first.
-fn ordered(mut states: States) -> States {
-    for of in states.values_mut() {
-        of.retain(|state| {
-            let state: Value = serde_json::from_str(state).unwrap_or_default();
-            let owned = state["owners"]
-                .as_array()
-                .is_some_and(|owners| !owners.is_empty());
-            !(owned && state["allocated"] == true && state["deleting"] != state["deallocationRequested"])
-        });
-    }
-    states
-}
-
-fn shown(states: &States) -> String {
-    let one =
-        |(object, states): (&String, &Vec<String>)| format!("{object}\n    {}\n", states.join("\n    "));
-    states.iter().map(one).collect()
 }
 
 async fn play(
@@ -424,81 +400,4 @@ fn path(plural: &str, namespace: &str, name: &str) -> String {
         format!("/{name}")
     };
     format!("{group}/namespaces/{namespace}/{plural}{name}")
-}
-
-/// What an object is called in both: claims of templates have names made at random.
-fn label(object: &Value) -> &str {
-    let annotation = &object["metadata"]["annotations"]["resource.kubernetes.io/pod-claim-name"];
-    annotation
-        .as_str()
-        .or_else(|| object["metadata"]["name"].as_str())
-        .unwrap_or_default()
-}
-
-async fn watch(
-    client: &kube::Client,
-    path: &str,
-    plural: &str,
-    states: &Mutex<States>,
-) -> anyhow::Result<()> {
-    let request = Request::get(path).body(Vec::new())?;
-    let mut lines = client.request_stream(request).await?.lines();
-    while let Some(line) = lines.try_next().await? {
-        let event: Value = serde_json::from_str(&line)?;
-        let object = &event["object"];
-        let state = if event["type"] == "DELETED" {
-            "gone".to_owned()
-        } else {
-            state(plural, object)
-        };
-        let mut states = states.lock().expect("no panic");
-        let of = states.entry(format!("{plural}/{}", label(object))).or_default();
-        if of.last() != Some(&state) {
-            of.push(state);
-        }
-    }
-    Ok(())
-}
-
-/// What matters of an object.
-fn state(plural: &str, object: &Value) -> String {
-    let deleting = object["metadata"]["deletionTimestamp"].is_string();
-    let names = |list: &Value| -> Vec<String> {
-        let list = list.as_array().cloned().unwrap_or_default();
-        let name = |each: &Value| {
-            each["name"]
-                .as_str()
-                .or(each.as_str())
-                .unwrap_or_default()
-                .to_owned()
-        };
-        // In Kubernetes the names of a pod's claims come in the order of a map, which has none.
-        let mut names: Vec<String> = list.iter().map(name).collect();
-        names.sort();
-        names
-    };
-    let state = match plural {
-        "resourceclaims" => json!({
-            "owners": names(&object["metadata"]["ownerReferences"]),
-            "finalizers": names(&object["metadata"]["finalizers"]),
-            "allocated": object["status"]["allocation"].is_object(),
-            "reserved": names(&object["status"]["reservedFor"]),
-            "deallocationRequested": object["status"]["deallocationRequested"] == true,
-            "deleting": deleting,
-        }),
-        "podschedulingcontexts" => json!({
-            "owners": names(&object["metadata"]["ownerReferences"]),
-            "potential": object["spec"]["potentialNodes"],
-            "selected": object["spec"]["selectedNode"],
-            "judged": object["status"]["resourceClaims"],
-            "deleting": deleting,
-        }),
-        _ => json!({
-            "node": object["spec"]["nodeName"],
-            "phase": object["status"]["phase"],
-            "claims": names(&object["status"]["resourceClaimStatuses"]),
-            "deleting": deleting,
-        }),
-    };
-    state.to_string()
 }

@@ -1,0 +1,109 @@
+//! What becomes of the objects of a namespace, as far as both clusters should agree on it.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use futures::{AsyncBufReadExt as _, TryStreamExt as _};
+use http::Request;
+use serde_json::{Value, json};
+
+/// By object, its states in their order.
+pub(super) type States = BTreeMap<String, Vec<String>>;
+
+/// Without what has no order: the claim controller asks for the deallocation of a claim of a pod that is gone, and the garbage
+/// collector deletes it, and either may be the first.
+pub(super) fn ordered(mut states: States) -> States {
+    for of in states.values_mut() {
+        of.retain(|state| {
+            let state: Value = serde_json::from_str(state).unwrap_or_default();
+            let owned = state["owners"]
+                .as_array()
+                .is_some_and(|owners| !owners.is_empty());
+            !(owned && state["allocated"] == true && state["deleting"] != state["deallocationRequested"])
+        });
+    }
+    states
+}
+
+pub(super) fn shown(states: &States) -> String {
+    let one =
+        |(object, states): (&String, &Vec<String>)| format!("{object}\n    {}\n", states.join("\n    "));
+    states.iter().map(one).collect()
+}
+
+/// What an object is called in both: claims of templates have names made at random.
+pub(super) fn label(object: &Value) -> &str {
+    let annotation = &object["metadata"]["annotations"]["resource.kubernetes.io/pod-claim-name"];
+    annotation
+        .as_str()
+        .or_else(|| object["metadata"]["name"].as_str())
+        .unwrap_or_default()
+}
+
+pub(super) async fn watch(
+    client: &kube::Client,
+    path: &str,
+    plural: &str,
+    states: &Mutex<States>,
+) -> anyhow::Result<()> {
+    let request = Request::get(path).body(Vec::new())?;
+    let mut lines = client.request_stream(request).await?.lines();
+    while let Some(line) = lines.try_next().await? {
+        let event: Value = serde_json::from_str(&line)?;
+        let object = &event["object"];
+        let state = if event["type"] == "DELETED" {
+            "gone".to_owned()
+        } else {
+            state(plural, object)
+        };
+        let mut states = states.lock().expect("no panic");
+        let of = states.entry(format!("{plural}/{}", label(object))).or_default();
+        if of.last() != Some(&state) {
+            of.push(state);
+        }
+    }
+    Ok(())
+}
+
+/// What matters of an object.
+pub(super) fn state(plural: &str, object: &Value) -> String {
+    let deleting = object["metadata"]["deletionTimestamp"].is_string();
+    let names = |list: &Value| -> Vec<String> {
+        let list = list.as_array().cloned().unwrap_or_default();
+        let name = |each: &Value| {
+            each["name"]
+                .as_str()
+                .or(each.as_str())
+                .unwrap_or_default()
+                .to_owned()
+        };
+        // In Kubernetes the names of a pod's claims come in the order of a map, which has none.
+        let mut names: Vec<String> = list.iter().map(name).collect();
+        names.sort();
+        names
+    };
+    let state = match plural {
+        "resourceclaims" => json!({
+            "owners": names(&object["metadata"]["ownerReferences"]),
+            "finalizers": names(&object["metadata"]["finalizers"]),
+            "allocated": object["status"]["allocation"].is_object(),
+            "reserved": names(&object["status"]["reservedFor"]),
+            "deallocationRequested": object["status"]["deallocationRequested"] == true,
+            "deleting": deleting,
+        }),
+        "podschedulingcontexts" => json!({
+            "owners": names(&object["metadata"]["ownerReferences"]),
+            "potential": object["spec"]["potentialNodes"],
+            "selected": object["spec"]["selectedNode"],
+            "judged": object["status"]["resourceClaims"],
+            "deleting": deleting,
+        }),
+        _ => json!({
+            "node": object["spec"]["nodeName"],
+            "phase": object["status"]["phase"],
+            "claims": names(&object["status"]["resourceClaimStatuses"]),
+            "deleting": deleting,
+        }),
+    };
+    state.to_string()
+}
