@@ -44,7 +44,7 @@ mod tests {
                 nanosecond,
                 Duration::from_millis(1),
                 Duration::from_secs(31),
-                EVERY - nanosecond,
+                EVERY.saturating_sub(nanosecond),
             ] {
                 let pause = until_next(last + since);
                 assert_eq!(
