@@ -425,8 +425,9 @@ async fn a_thousand_idle_callers_headers_that_never_end_and_garbage_do_not_keep_
     assert_eq!(look_inside(&stage, "after").await?, before);
     // A kubelet that starts has to find the companion by its registration socket.
     node.restart_kubelet().await?;
+    let patience = format!("--timeout={}s", PATIENCE.as_secs());
     for pod in ["among-them", "after"] {
-        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+        stage.cluster.kubectl(&["delete", "pod", pod, &patience]).await?;
     }
     stage.make_pod("last").await?;
     look_inside(&stage, "last").await?.only_device();
