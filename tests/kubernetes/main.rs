@@ -1,7 +1,7 @@
 //! drayman on real Kubernetes: the programs as they are shipped, each a user of its own with exactly its rights.
 //!
 //! `controller` needs a control plane only, and no root: the tests write the inventories that companions would write.
-//! `pods`, `boot`, `moved`, `ends`, `faults` and `survive` have real nodes, on which containers open devices.
+//! `pods`, `away`, `boot`, `moved`, `ends`, `faults` and `survive` have real nodes, on which containers open devices.
 
 #[path = "../harness/mod.rs"]
 mod harness;
@@ -14,6 +14,7 @@ mod harness;
 )]
 mod host;
 
+mod away;
 mod boot;
 mod controller;
 mod devices;
