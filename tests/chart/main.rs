@@ -11,6 +11,7 @@ mod allowed;
 mod beside;
 mod chart;
 mod containers;
+mod doors;
 mod image;
 mod inside;
 mod kinds;
