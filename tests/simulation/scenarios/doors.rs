@@ -66,6 +66,23 @@ fn of_a_container_and_a_claim_with_one_device_the_second_waits_or_is_turned_away
     }
 }
 
+#[test]
+fn what_kubelet_was_answered_and_has_not_noted_yet_is_no_claim_s() {
+    let mut stage = both_doors(None);
+    stage.faults.rates.insert(Fault::GrantLate, 1000);
+    stage.plug_pod(&key("first"), "node-a", 1, false);
+    stage.run_until("it is answered", |stage| stage.nodes.granted > 0);
+    stage.create_pod(&key("claiming"), &[Use::Template("gpu")], None);
+    until_bound(&mut stage, "claiming");
+    until_it_runs(&mut stage, "first");
+    assert!(stage.faults.hits[&Fault::ClaimOfContainer] > 0, "it was asked");
+    stage.run_for(60 * SECOND);
+    assert!(!stage.has_containers(&key("claiming")));
+    until_it_is_gone(&mut stage, "first");
+    until_it_runs(&mut stage, "claiming");
+    expect_all_free(stage, "noted late");
+}
+
 /// A pod by one door, one by the other, and one by the first again.
 fn three_lives(plan: Plan) -> u64 {
     let mut stage = both_doors(plan);
