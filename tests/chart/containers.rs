@@ -136,7 +136,10 @@ fn what_is_unmounted_on_the_node_is_unmounted_in_the_companion() {
         let rendered = render(Some(&chart("ci/one-kind-values.yaml")), arguments);
         let spec = pod_spec(object(&rendered, "DaemonSet", "drayman-node")).expect("pods");
         let mounts = spec["containers"][0]["volumeMounts"].as_array().expect("mounts");
-        let mount = mounts.iter().find(|mount| mount["name"] == name).expect("the mount");
+        let mount = mounts
+            .iter()
+            .find(|mount| mount["name"] == name)
+            .expect("the mount");
         assert_eq!(mount["mountPropagation"], "HostToContainer", "{mount}");
         assert_eq!(mount["readOnly"], true, "{mount}");
     }

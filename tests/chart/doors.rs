@@ -160,5 +160,16 @@ async fn look_with_the_tool(stage: &Stage) -> anyhow::Result<()> {
         said.contains("Unhealthy") && said.contains("a container has it as an extended resource"),
         "{said}"
     );
+    // Kubelet names no init container; its device is all that is known.
+    let exec = ["--namespace=drayman", "exec", "daemonset/drayman-node", "--"];
+    let command = ["/drayman", "node", "holdings"];
+    let said = stage.cluster.kubectl(&[&exec[..], &command].concat()).await?;
+    println!("{said}");
+    ensure!(
+        said.contains(
+            "drayman-test-0: a container that kubelet does not name has it as an extended resource"
+        ),
+        "{said}"
+    );
     Ok(())
 }

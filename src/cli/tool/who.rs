@@ -58,7 +58,11 @@ fn text(row: &DeviceRow) -> String {
     }
     lines.push(format!("Door:     {}", door(row)));
     if row.shares > 1 {
-        lines.push(format!("Shares:   {} of {} held by claims", row.holders.len(), row.shares));
+        lines.push(format!(
+            "Shares:   {} of {} held by claims",
+            row.holders.len(),
+            row.shares
+        ));
     }
     if row.holders.is_empty() {
         let nobody = if row.state == DeviceState::Unknown {
@@ -107,10 +111,16 @@ mod tests {
         };
         let by_claim = said(Mode::Claims, Some(4));
         assert!(by_claim.contains("Held by:  nobody\n"), "{by_claim}");
-        assert!(by_claim.contains("Shares:   0 of 4 held by claims\n"), "{by_claim}");
+        assert!(
+            by_claim.contains("Shares:   0 of 4 held by claims\n"),
+            "{by_claim}"
+        );
         for mode in [Mode::ExtendedResource, Mode::Both, Mode::Unknown] {
             let text = said(mode, None);
-            assert!(text.contains("Held by:  not by a claim; a container may have it"), "{text}");
+            assert!(
+                text.contains("Held by:  not by a claim; a container may have it"),
+                "{text}"
+            );
             assert!(!text.contains("nobody") && !text.contains("Free"), "{text}");
         }
     }

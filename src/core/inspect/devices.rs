@@ -71,7 +71,10 @@ impl fmt::Display for DeviceState {
 impl DeviceRow {
     /// Whether a container may have the device without any claim, which nobody but its node can tell.
     pub fn may_be_in_a_container(&self) -> bool {
-        matches!(self.mode, Some(Mode::ExtendedResource | Mode::Both | Mode::Unknown))
+        matches!(
+            self.mode,
+            Some(Mode::ExtendedResource | Mode::Both | Mode::Unknown)
+        )
     }
 }
 

@@ -183,12 +183,20 @@ mod tests {
         let pods = directory.path().join("pods");
         for entries in [&entries[..], &[]] {
             let problem = remain(&pods, entries, &resources()).unwrap_err();
-            assert!(problem.contains("pods is not there") && problem.contains("mounted"), "{problem}");
+            assert!(
+                problem.contains("pods is not there") && problem.contains("mounted"),
+                "{problem}"
+            );
         }
         for uid in ["runs", "runs-too"] {
             std::fs::create_dir_all(pods.join(uid)).unwrap();
         }
-        assert!(remain(&pods, &entries, &resources()).unwrap().iter().eq(&["runs"]));
+        assert!(
+            remain(&pods, &entries, &resources())
+                .unwrap()
+                .iter()
+                .eq(&["runs"])
+        );
         // A file where the directory should be, and what cannot be looked at.
         let file = directory.path().join("file");
         std::fs::write(&file, "").unwrap();
