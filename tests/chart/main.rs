@@ -15,6 +15,7 @@ mod doors;
 mod image;
 mod inside;
 mod kinds;
+mod lacking;
 mod life;
 mod refused;
 mod rendered;
