@@ -18,7 +18,8 @@ use super::transport::{GrpcCalls, Listening, MAX_MESSAGE, SocketError, SocketPla
 use crate::api::proto::node_records::records_client::RecordsClient;
 use crate::api::proto::node_records::records_server::{Records, RecordsServer};
 use crate::api::proto::node_records::{
-    Holding as HoldingMessage, HoldingsRequest, HoldingsResponse, ReleaseRequest, ReleaseResponse,
+    Holding as HoldingMessage, HoldingsRequest, HoldingsResponse, InContainer, ReleaseRequest,
+    ReleaseResponse,
 };
 use crate::core::node::release::{Holding, HoldingState, holdings, plan_release};
 
@@ -52,8 +53,20 @@ impl Records for Service {
             .holdings()
             .await
             .ok_or_else(|| Status::unavailable("the companion is stopping"))?;
+        let in_containers = self
+            .0
+            .in_containers()
+            .await
+            .ok_or_else(|| Status::unavailable("the companion is stopping"))?;
         let holdings = holdings.into_iter().map(message).collect();
-        Ok(Response::new(HoldingsResponse { holdings }))
+        let in_containers = in_containers
+            .into_iter()
+            .map(|(device, holder)| InContainer { device, holder })
+            .collect();
+        Ok(Response::new(HoldingsResponse {
+            holdings,
+            in_containers,
+        }))
     }
 
     async fn release(&self, request: Request<ReleaseRequest>) -> Result<Response<ReleaseResponse>, Status> {
@@ -134,6 +147,16 @@ pub enum Access {
     Offline(Box<Offline>),
 }
 
+/// What is held of a node's devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// What claims hold.
+    pub by_claims: Vec<Holding>,
+    /// The devices of mode `both` that containers got as extended resources, each with its container as a person reads it. `None` if no
+    /// companion runs, which alone could ask kubelet.
+    pub by_containers: Option<BTreeMap<String, String>>,
+}
+
 /// The records without a companion, under its lock, so that none starts meanwhile.
 #[derive(Debug)]
 pub struct Offline {
@@ -162,15 +185,26 @@ impl Access {
         Ok(Self::Offline(Box::new(Offline { places, opened })))
     }
 
-    /// Who holds what.
-    pub async fn holdings(&mut self) -> Result<Vec<Holding>, RecordsError> {
+    /// Who holds what: claims, and containers without a claim.
+    pub async fn holdings(&mut self) -> Result<Held, RecordsError> {
         match self {
             Self::Running(client) => {
                 let answer = client.holdings(HoldingsRequest {}).await;
                 let answer = answer.map_err(|status| RecordsError::Companion(status.message().to_owned()))?;
-                Ok(answer.into_inner().holdings.into_iter().map(holding).collect())
+                let HoldingsResponse {
+                    holdings,
+                    in_containers,
+                } = answer.into_inner();
+                let in_containers = in_containers.into_iter().map(|one| (one.device, one.holder));
+                Ok(Held {
+                    by_claims: holdings.into_iter().map(holding).collect(),
+                    by_containers: Some(in_containers.collect()),
+                })
             }
-            Self::Offline(offline) => Ok(holdings(&offline.opened.ledger, &BTreeMap::new())),
+            Self::Offline(offline) => Ok(Held {
+                by_claims: holdings(&offline.opened.ledger, &BTreeMap::new()),
+                by_containers: None,
+            }),
         }
     }
 

@@ -74,20 +74,37 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
         .map(str::to_owned)
         .into()
     );
-    let both = with(&[
+    let usual = host_paths(usual);
+    let more = |arguments: &[&str]| -> Vec<String> {
+        let paths = host_paths(object(&with(arguments), "DaemonSet", "drayman-node"));
+        assert!(paths.is_superset(&usual), "{paths:?}");
+        paths.difference(&usual).cloned().collect()
+    };
+    let both = [
         "--set=deviceKinds[1].name=camera",
         "--set=deviceKinds[1].mode=both",
         "--set=deviceKinds[1].resourceName=example.com/camera",
         "--set=deviceKinds[1].paths[0]=/dev/video0",
-    ]);
-    let both = host_paths(object(&both, "DaemonSet", "drayman-node"));
-    assert!(both.contains("read /var/lib/kubelet/pod-resources at /var/lib/kubelet/pod-resources"));
-    assert!(both.contains("write /var/lib/kubelet/device-plugins at /var/lib/kubelet/device-plugins"));
-    let trusted = with(&["--set=node.readKubeletState=true"]);
-    let trusted = host_paths(object(&trusted, "DaemonSet", "drayman-node"));
-    let usual = host_paths(usual);
-    let more: Vec<_> = trusted.difference(&usual).collect();
-    assert_eq!(more, ["read /var/lib/kubelet at /var/lib/kubelet"]);
+    ];
+    assert_eq!(
+        more(&both),
+        [
+            "read /var/lib/kubelet/pod-resources at /var/lib/kubelet/pod-resources",
+            "read /var/lib/kubelet/pods at /var/lib/kubelet/pods",
+            "write /var/lib/kubelet/device-plugins at /var/lib/kubelet/device-plugins",
+        ]
+    );
+    let trusted = "--set=node.readKubeletState=true";
+    assert_eq!(more(&[trusted]), ["read /var/lib/kubelet at /var/lib/kubelet"]);
+    // Which has the directory of the pods in it.
+    assert_eq!(
+        more(&[&both[..], &[trusted]].concat()),
+        [
+            "read /var/lib/kubelet at /var/lib/kubelet",
+            "read /var/lib/kubelet/pod-resources at /var/lib/kubelet/pod-resources",
+            "write /var/lib/kubelet/device-plugins at /var/lib/kubelet/device-plugins",
+        ]
+    );
     // As variables, so that whatever else runs in the container has them too.
     let variables = environment(pod_spec(moved).expect("pods"));
     for (name, value) in [
@@ -100,6 +117,31 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
         ("DRAYMAN_MOUNTINFO", "/host/mountinfo"),
     ] {
         assert_eq!(variables.get(name).map(String::as_str), Some(value), "{name}");
+    }
+}
+
+/// A mount of the directory in which kubelet mounts volumes, made once and for all, would hold those of pods that have gone.
+#[test]
+fn what_is_unmounted_on_the_node_is_unmounted_in_the_companion() {
+    for (arguments, name) in [
+        (
+            &[
+                "--set=deviceKinds[0].mode=both",
+                "--set=deviceKinds[0].resourceName=example.com/x",
+            ][..],
+            "pods",
+        ),
+        (&["--set=node.readKubeletState=true"][..], "kubelet"),
+    ] {
+        let rendered = render(Some(&chart("ci/one-kind-values.yaml")), arguments);
+        let spec = pod_spec(object(&rendered, "DaemonSet", "drayman-node")).expect("pods");
+        let mounts = spec["containers"][0]["volumeMounts"].as_array().expect("mounts");
+        let mount = mounts
+            .iter()
+            .find(|mount| mount["name"] == name)
+            .expect("the mount");
+        assert_eq!(mount["mountPropagation"], "HostToContainer", "{mount}");
+        assert_eq!(mount["readOnly"], true, "{mount}");
     }
 }
 

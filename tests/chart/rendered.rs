@@ -137,7 +137,7 @@ fn alerts_ask_for_series_in_the_namespace_of_the_release_and_of_what_is_installe
         names.map(str::to_owned).collect()
     };
     let everything = render(Some(&chart("ci/everything-values.yaml")), &[]);
-    assert_eq!(alerts(&everything, "devices").len(), 8);
+    assert_eq!(alerts(&everything, "devices").len(), 9);
     let without = |part: &str| {
         let rendered = render(None, &["--set=monitoring.prometheusRule.enabled=true", part]);
         alerts(&rendered, "drayman")
@@ -149,9 +149,147 @@ fn alerts_ask_for_series_in_the_namespace_of_the_release_and_of_what_is_installe
         "{of_node:?}"
     );
     assert!(
-        !of_controller.contains(&"DraymanDeviceUnhealthy".to_owned()),
+        !of_controller
+            .iter()
+            .any(|alert| alert.contains("Companion") || alert == "DraymanDeviceUnhealthy"),
         "{of_controller:?}"
     );
+}
+
+/// Label selectors that select nothing are refused by nobody.
+#[test]
+fn what_selects_pods_selects_those_of_its_component() {
+    for variant in variants() {
+        let rendered = render(Some(&variant), &[]);
+        let labels = |owner: &Value| -> Value { owner["spec"]["selector"]["matchLabels"].clone() };
+        for owner in &rendered {
+            let component = &owner["metadata"]["labels"]["app.kubernetes.io/component"];
+            let of_component = || {
+                let mut owners = rendered.iter().filter(|owner| {
+                    ["Deployment", "DaemonSet"].contains(&owner["kind"].as_str().unwrap_or_default())
+                        && owner["metadata"]["labels"]["app.kubernetes.io/component"] == *component
+                });
+                labels(owners.next().expect("what makes the pods"))
+            };
+            match owner["kind"].as_str() {
+                Some("PodDisruptionBudget") => assert_eq!(labels(owner), of_component(), "{variant:?}"),
+                Some("NetworkPolicy") => {
+                    assert_eq!(
+                        owner["spec"]["podSelector"]["matchLabels"],
+                        of_component(),
+                        "{variant:?}"
+                    );
+                }
+                Some("Service") => assert_eq!(owner["spec"]["selector"], of_component(), "{variant:?}"),
+                _ => {}
+            }
+        }
+    }
+    let rendered = render(Some(&chart("values-ha.yaml")), &[]);
+    object(&rendered, "PodDisruptionBudget", "drayman-controller");
+    object(&rendered, "NetworkPolicy", "drayman-controller");
+    object(&rendered, "NetworkPolicy", "drayman-node");
+    let controller = object(&rendered, "Deployment", "drayman-controller");
+    let spread = pod_spec(controller).expect("pods")["topologySpreadConstraints"]
+        .as_array()
+        .expect("constraints");
+    assert_eq!(spread.len(), 2);
+    for constraint in spread {
+        assert_eq!(
+            constraint["labelSelector"]["matchLabels"], controller["spec"]["selector"]["matchLabels"],
+            "{constraint}"
+        );
+    }
+    // One that an operator gave stays as it is.
+    let rendered = render(Some(&chart("ci/everything-values.yaml")), &[]);
+    let controller = object(&rendered, "Deployment", "devices-controller");
+    let spread = &pod_spec(controller).expect("pods")["topologySpreadConstraints"];
+    assert_eq!(spread[0]["labelSelector"]["matchLabels"], json!({ "a": "b" }));
+}
+
+#[test]
+fn a_network_policy_lets_in_what_reads_metrics_and_out_what_goes_to_the_api_server_and_dns() {
+    let ports = |rules: &Value| -> Vec<Value> {
+        let rules = rules.as_array().expect("rules").iter();
+        rules
+            .flat_map(|rule| rule["ports"].as_array().expect("ports").clone())
+            .collect()
+    };
+    for more in [
+        &[][..],
+        &["--set=controller.metricsPort=9090", "--set=node.metricsPort=9191"],
+    ] {
+        let rendered = render(Some(&chart("values-ha.yaml")), more);
+        for (kind, name) in [
+            ("Deployment", "drayman-controller"),
+            ("DaemonSet", "drayman-node"),
+        ] {
+            let policy = &object(&rendered, "NetworkPolicy", name)["spec"];
+            assert_eq!(policy["policyTypes"], json!(["Ingress", "Egress"]));
+            let spec = pod_spec(object(&rendered, kind, name)).expect("pods");
+            let served = spec["containers"][0]["ports"].as_array().expect("ports");
+            let metrics = served.iter().find(|port| port["name"] == "metrics");
+            let metrics = &metrics.expect("a port of metrics")["containerPort"];
+            assert_eq!(
+                ports(&policy["ingress"]),
+                [json!({ "port": metrics, "protocol": "TCP" })]
+            );
+            assert_eq!(
+                ports(&policy["egress"]),
+                [
+                    json!({ "port": 443, "protocol": "TCP" }),
+                    json!({ "port": 6443, "protocol": "TCP" }),
+                    json!({ "port": 53, "protocol": "UDP" }),
+                    json!({ "port": 53, "protocol": "TCP" }),
+                ]
+            );
+        }
+    }
+    let none = render(
+        Some(&chart("values-ha.yaml")),
+        &["--set=controller.metricsPort=0", "--set=node.metricsPort=0"],
+    );
+    for name in ["drayman-controller", "drayman-node"] {
+        let policy = &object(&none, "NetworkPolicy", name)["spec"];
+        assert_eq!(policy["ingress"], json!([]), "nothing comes in");
+    }
+}
+
+#[test]
+fn the_operator_of_prometheus_finds_both_services_and_their_port_and_says_on_which_node_a_pod_is() {
+    for (values, name) in [
+        ("values-ha.yaml", "drayman"),
+        ("ci/everything-values.yaml", "devices"),
+    ] {
+        let rendered = render(
+            Some(&chart(values)),
+            &["--set=monitoring.serviceMonitor.enabled=true"],
+        );
+        let monitor = &object(&rendered, "ServiceMonitor", name)["spec"];
+        let wanted = monitor["selector"]["matchLabels"].as_object().expect("labels");
+        assert!(!wanted.is_empty());
+        let endpoint = &monitor["endpoints"][0];
+        for component in ["controller", "node"] {
+            let service = object(&rendered, "Service", &format!("{name}-{component}-metrics"));
+            for (key, value) in wanted {
+                assert_eq!(&service["metadata"]["labels"][key], value, "{component}");
+            }
+            let port = &service["spec"]["ports"][0];
+            assert_eq!(port["name"], endpoint["port"]);
+            let (kind, owner) = match component {
+                "node" => ("DaemonSet", format!("{name}-node")),
+                _ => ("Deployment", format!("{name}-controller")),
+            };
+            let spec = pod_spec(object(&rendered, kind, &owner)).expect("pods");
+            let ports = spec["containers"][0]["ports"].as_array().expect("ports");
+            let target = ports.iter().find(|at| at["name"] == port["targetPort"]);
+            assert_eq!(target.expect("the port")["containerPort"], port["port"]);
+        }
+        assert_eq!(
+            endpoint["relabelings"],
+            json!([{ "sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node" }])
+        );
+    }
 }
 
 #[test]

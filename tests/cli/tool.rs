@@ -87,6 +87,31 @@ fn drayman_with(arguments: &[&str]) -> Command {
 }
 
 #[test]
+fn colours_are_for_terminals_and_no_color_switches_them_off() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let file = kubeconfig(directory.path(), &server_without_the_api("1.30"));
+    let said = |no_color: Option<&str>| {
+        // `script` of util-linux gives the command a terminal.
+        let mut command = Command::new("script");
+        let words = format!("{} doctor --kubeconfig {file}", env!("CARGO_BIN_EXE_drayman"));
+        command.args(["--quiet", "--return", "--command", &words, "/dev/null"]);
+        command.env_remove("NO_COLOR").env("LC_ALL", "C");
+        if let Some(value) = no_color {
+            command.env("NO_COLOR", value);
+        }
+        let output = command.output().expect("script, of util-linux");
+        let said = text(&output.stdout);
+        assert!(said.contains("problem"), "{said} {}", text(&output.stderr));
+        said
+    };
+    assert!(said(None).contains("\u{1b}[31mproblem\u{1b}[0m"));
+    assert!(said(Some("")).contains('\u{1b}'), "an empty value is none");
+    assert!(!said(Some("1")).contains('\u{1b}'));
+    let piped = text(&run(&["doctor", "--kubeconfig", &file]).stdout);
+    assert!(piped.contains("problem") && !piped.contains('\u{1b}'), "{piped}");
+}
+
+#[test]
 fn each_shell_gets_a_script_that_knows_the_commands() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let output = run(&["completion", shell]);

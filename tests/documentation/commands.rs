@@ -8,16 +8,17 @@ use crate::names;
 use crate::page::{Block, pages, repository};
 
 /// Programs that pages may call besides those of the repository, of which nothing is checked but that they are meant.
-const OTHERS: [&str; 17] = [
-    "cat", "cd", "chmod", "cp", "ctr", "docker", "export", "git", "go", "grep", "install", "ln", "podman",
-    "rustup", "skopeo", "tail", "true",
+const OTHERS: [&str; 19] = [
+    "cat", "cd", "chmod", "cp", "ctr", "docker", "export", "git", "go", "grep", "install", "kind", "ln",
+    "podman", "rustup", "scp", "skopeo", "tail", "true",
 ];
 
 /// Flags of other programs that sentences name.
-const FOREIGN_FLAGS: [&str; 18] = [
+const FOREIGN_FLAGS: [&str; 19] = [
     "--dry-run",
     "--feature-gates",
     "--force",
+    "--image",
     "--kube-api-qps",
     "--load",
     "--locked",

@@ -78,7 +78,7 @@ impl Prometheus {
             })
             .collect();
         let configuration = format!(
-            "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\nrule_files: [rules.json]\nscrape_configs:\n- job_name: drayman\n  static_configs:\n{}",
+            "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\nrule_files: [rules.json]\nscrape_configs:\n- job_name: drayman-node-metrics\n  static_configs:\n{}",
             targets.concat()
         );
         let file = directory.join("prometheus.yaml");

@@ -1,5 +1,6 @@
-//! `drayman node holdings` and `drayman node release`: what claims hold on this node, and giving it back by hand.
+//! `drayman node holdings` and `drayman node release`: what claims and containers hold on this node, and giving it back by hand.
 
+use std::collections::BTreeMap;
 use std::io::Write as _;
 
 use crate::cli::{Error, group};
@@ -8,9 +9,10 @@ use crate::core::node::release::Holding;
 use crate::node::records::Access;
 use crate::node::store::Places;
 
-/// List which claim holds which device of this node
+/// List which claim, or container, holds which device of this node
 ///
-/// Asks the running companion, or reads its records if it does not run. Needs root.
+/// Asks the running companion, or reads its records if it does not run. Containers without a claim are listed for devices of mode `both`, and
+/// only while the companion runs; of other extended resources kubelet alone knows. Needs root.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Holdings {
     #[command(flatten)]
@@ -66,7 +68,11 @@ pub(super) fn holdings(arguments: &Holdings) -> Result<(), Error> {
             .holdings()
             .await
             .map_err(|error| Error::Runtime(error.into()))?;
-        print(&table(&holdings))
+        print(&format!(
+            "{}{}",
+            table(&holdings.by_claims),
+            in_containers(holdings.by_containers.as_ref())
+        ))
     })
 }
 
@@ -88,6 +94,18 @@ fn devices(holding: &Holding) -> String {
     } else {
         holding.devices.join(",")
     }
+}
+
+/// A line for each device that a container has without a claim.
+fn in_containers(devices: Option<&BTreeMap<String, String>>) -> String {
+    let Some(devices) = devices else {
+        return "No companion runs: what containers have got as extended resources is not known.\n"
+            .to_owned();
+    };
+    let line = |(device, holder): (&String, &String)| {
+        format!("{device}: {holder} has it as an extended resource, and no claim\n")
+    };
+    devices.iter().map(line).collect()
 }
 
 /// One line per claim, in columns.
@@ -141,6 +159,17 @@ fn print(text: &str) -> Result<(), Error> {
 mod tests {
     use super::*;
     use crate::core::node::release::HoldingState;
+
+    #[test]
+    fn what_containers_have_is_shown_beside_claims_or_said_to_be_unknown() {
+        let devices = BTreeMap::from([("a".to_owned(), "container main of pod default/p".to_owned())]);
+        assert_eq!(
+            in_containers(Some(&devices)),
+            "a: container main of pod default/p has it as an extended resource, and no claim\n"
+        );
+        assert_eq!(in_containers(Some(&BTreeMap::new())), "");
+        assert!(in_containers(None).contains("not known"));
+    }
 
     #[test]
     fn holdings_are_shown_in_columns_with_what_is_not_known() {

@@ -152,7 +152,7 @@ pub(super) fn door(device: &DeviceRow) -> &'static str {
 pub(super) fn state(state: DeviceState) -> String {
     let colour = match state {
         DeviceState::Free => Colour::Green,
-        DeviceState::Held | DeviceState::NotForClaims => return state.to_string(),
+        DeviceState::Held | DeviceState::NotClaimed | DeviceState::NotForClaims => return state.to_string(),
         DeviceState::NotReady | DeviceState::Unknown => Colour::Yellow,
         DeviceState::Unhealthy | DeviceState::Gone => Colour::Red,
     };

@@ -58,11 +58,17 @@ fn text(row: &DeviceRow) -> String {
     }
     lines.push(format!("Door:     {}", door(row)));
     if row.shares > 1 {
-        lines.push(format!("Shares:   {} of {} held", row.holders.len(), row.shares));
+        lines.push(format!(
+            "Shares:   {} of {} held by claims",
+            row.holders.len(),
+            row.shares
+        ));
     }
     if row.holders.is_empty() {
         let nobody = if row.state == DeviceState::Unknown {
             "not known"
+        } else if row.may_be_in_a_container() {
+            "not by a claim; a container may have it, which its node alone knows"
         } else {
             "nobody"
         };
@@ -84,4 +90,38 @@ fn text(row: &DeviceRow) -> String {
         lines.push(format!("          {}={}", one_line(name), one_line(value)));
     }
     lines.join("\n") + "\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::crd::Mode;
+    use crate::core::devices::fixture::{DRIVER, inventory};
+    use crate::core::inspect::devices::devices;
+
+    #[test]
+    fn nobody_is_said_of_a_device_only_if_nobody_can_have_it() {
+        let said = |mode: Mode, shares: Option<u32>| {
+            let mut inventory = inventory("node-a", "1", &["a"]);
+            for device in &mut inventory.spec.devices {
+                (device.mode, device.shares) = (mode, shares);
+            }
+            let table = devices(DRIVER, &[inventory], &[]);
+            table.devices.iter().map(text).collect::<String>()
+        };
+        let by_claim = said(Mode::Claims, Some(4));
+        assert!(by_claim.contains("Held by:  nobody\n"), "{by_claim}");
+        assert!(
+            by_claim.contains("Shares:   0 of 4 held by claims\n"),
+            "{by_claim}"
+        );
+        for mode in [Mode::ExtendedResource, Mode::Both, Mode::Unknown] {
+            let text = said(mode, None);
+            assert!(
+                text.contains("Held by:  not by a claim; a container may have it"),
+                "{text}"
+            );
+            assert!(!text.contains("nobody") && !text.contains("Free"), "{text}");
+        }
+    }
 }

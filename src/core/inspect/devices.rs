@@ -19,6 +19,9 @@ pub enum DeviceState {
     Free,
     /// Held by as many claims as it can have.
     Held,
+    /// No claim holds it. It leaves the node as an extended resource too, and whether a container has it, only the node knows: a
+    /// claim gets it when none has.
+    NotClaimed,
     /// The companion says that it must not be given to anybody.
     Unhealthy,
     /// Its node's companion does not run, or does not serve kubelet.
@@ -33,9 +36,10 @@ pub enum DeviceState {
 
 impl DeviceState {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Free,
         Self::Held,
+        Self::NotClaimed,
         Self::Unhealthy,
         Self::NotReady,
         Self::NotForClaims,
@@ -48,6 +52,7 @@ impl DeviceState {
         match self {
             Self::Free => "Free",
             Self::Held => "Held",
+            Self::NotClaimed => "NotClaimed",
             Self::Unhealthy => "Unhealthy",
             Self::NotReady => "NotReady",
             Self::NotForClaims => "NotForClaims",
@@ -60,6 +65,16 @@ impl DeviceState {
 impl fmt::Display for DeviceState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
+    }
+}
+
+impl DeviceRow {
+    /// Whether a container may have the device without any claim, which nobody but its node can tell.
+    pub fn may_be_in_a_container(&self) -> bool {
+        matches!(
+            self.mode,
+            Some(Mode::ExtendedResource | Mode::Both | Mode::Unknown)
+        )
     }
 }
 
@@ -121,7 +136,7 @@ impl DeviceTable {
     #[must_use]
     pub fn of_namespace(mut self, namespace: &str) -> Self {
         for device in &mut self.devices {
-            if device.state == DeviceState::Free {
+            if matches!(device.state, DeviceState::Free | DeviceState::NotClaimed) {
                 device.state = DeviceState::Unknown;
                 device.cause = Some(format!(
                     "claims of other namespaces than {namespace} were not read"
@@ -185,6 +200,7 @@ pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceCl
                 (None, None) if matches!(device.mode, Mode::ExtendedResource | Mode::Unknown) => {
                     (DeviceState::NotForClaims, None)
                 }
+                (None, None) if device.mode == Mode::Both => (DeviceState::NotClaimed, None),
                 (None, None) => (DeviceState::Free, None),
             };
             table.devices.push(DeviceRow {
@@ -307,6 +323,41 @@ mod tests {
             devices(DRIVER, &[inventory], &both).devices[0].state,
             DeviceState::Held
         );
+    }
+
+    #[test]
+    fn a_device_that_a_container_may_have_is_never_called_free() {
+        let mut inventory = inventory("node-a", "1", &["a", "b", "c", "d"]);
+        for (device, mode) in inventory.spec.devices.iter_mut().zip([
+            Mode::Claims,
+            Mode::ExtendedResource,
+            Mode::Both,
+            Mode::Both,
+        ]) {
+            device.mode = mode;
+        }
+        let inventory = [inventory];
+        let table = devices(DRIVER, &inventory, &[claim("one", "1", "d")]);
+        assert_eq!(
+            states(&table),
+            [
+                ("a", DeviceState::Free),
+                ("b", DeviceState::NotForClaims),
+                ("c", DeviceState::NotClaimed),
+                ("d", DeviceState::Held),
+            ]
+        );
+        let may: Vec<bool> = table
+            .devices
+            .iter()
+            .map(DeviceRow::may_be_in_a_container)
+            .collect();
+        assert_eq!(may, [false, true, true, true]);
+        let json = serde_json::to_value(&table).unwrap();
+        assert_eq!(json["devices"][2]["state"], "NotClaimed");
+        // And of whoever may not read all claims not even that is known.
+        let table = devices(DRIVER, &inventory, &[]).of_namespace("shop");
+        assert_eq!(table.devices[2].state, DeviceState::Unknown);
     }
 
     #[test]

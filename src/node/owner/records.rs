@@ -45,6 +45,7 @@ pub(in crate::node) enum RecordsRequest {
     Look(Duration, oneshot::Sender<Look>),
     Judge(Duration, BTreeMap<ClaimUid, ApiView>, oneshot::Sender<Quarantine>),
     Holdings(oneshot::Sender<Vec<Holding>>),
+    InContainers(oneshot::Sender<BTreeMap<String, String>>),
     Release(String, bool, oneshot::Sender<Result<Holding, ReleaseError>>),
 }
 
@@ -85,6 +86,12 @@ impl RecordsHandle {
     /// What every claim holds. `None` if the owner has ended.
     pub async fn holdings(&self) -> Option<Vec<Holding>> {
         self.ask(RecordsRequest::Holdings).await
+    }
+
+    /// The devices of mode `both` that containers got as extended resources, each with its container as a person reads it, after
+    /// kubelet was asked. `None` if the owner has ended.
+    pub async fn in_containers(&self) -> Option<BTreeMap<String, String>> {
+        self.ask(RecordsRequest::InContainers).await
     }
 
     /// Takes a claim from the ledger by hand, and answers what it held.
@@ -144,6 +151,13 @@ impl<D: NodeDriver> Owner<D> {
             }
             RecordsRequest::Holdings(answer) => {
                 let _ = answer.send(holdings(&self.ledger, &self.orphans.quarantine()));
+            }
+            RecordsRequest::InContainers(answer) => {
+                if self.has_both() {
+                    self.look_and_tell().await;
+                }
+                let holder = |device: &String| Some((device.clone(), self.containers.holder(device)?));
+                let _ = answer.send(self.inventory.keys().filter_map(holder).collect());
             }
             RecordsRequest::Release(uid, force, answer) => {
                 let _ = answer.send(self.release(&uid, force).await);

@@ -55,10 +55,8 @@ impl Grants for KubeletGrants {
             spawn_blocking(move || {
                 let entries =
                     read(&file).map_err(|error| format!("{} cannot be read: {error}", file.display()))?;
-                Ok(shown(&list, &entries, &resources, |uid| {
-                    // A pod's uid is the name of a directory, and comes from a file that only root can write.
-                    !uid.contains('/') && pods.join(uid).is_dir()
-                }))
+                let remain = remain(&pods, &entries, &resources)?;
+                Ok(shown(&list, &entries, &resources, |uid| remain.contains(uid)))
             })
             .await
             .map_err(|error| error.to_string())?
@@ -76,6 +74,45 @@ fn read(path: &Path) -> io::Result<Vec<Grant>> {
     let mut text = Vec::new();
     file.take(SIZE_MAX).read_to_end(&mut text)?;
     device_manager::parse(&text).map_err(io::Error::other)
+}
+
+/// The pods with one of these extended resources of which something may still run: those that kubelet still has a directory of.
+///
+/// Without the directory of all pods nothing can be told: whoever cannot see it must not take it for empty, or devices of init
+/// containers and of pods that were deleted by force would count as free.
+fn remain<'a>(
+    pods: &Path,
+    entries: &'a [Grant],
+    resources: &BTreeSet<String>,
+) -> Result<BTreeSet<&'a str>, String> {
+    if !is_directory(pods)? {
+        return Err(format!(
+            "{} is not there, so that nobody can tell which pods still run: a companion in a pod must have this directory of kubelet's \
+             mounted, read-only",
+            pods.display()
+        ));
+    }
+    let mut remain = BTreeSet::new();
+    for entry in entries
+        .iter()
+        .filter(|entry| resources.contains(&entry.resource_name))
+    {
+        let uid = entry.pod_uid.as_str();
+        // It is the name of a directory, and comes from a file that only root can write.
+        if !uid.contains('/') && is_directory(&pods.join(uid))? {
+            remain.insert(uid);
+        }
+    }
+    Ok(remain)
+}
+
+/// Whether there is a directory of this name. What cannot be looked at is an error.
+fn is_directory(path: &Path) -> Result<bool, String> {
+    match path.metadata() {
+        Ok(metadata) => Ok(metadata.is_dir()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(format!("{} cannot be looked at: {error}", path.display())),
+    }
 }
 
 fn shown(
@@ -127,6 +164,45 @@ mod tests {
         assert!(shown(false).recorded.is_empty());
         std::fs::write(&path, &text[..40]).unwrap();
         read(&path).unwrap_err();
+    }
+
+    #[test]
+    fn without_kubelets_directory_of_pods_no_device_is_taken_for_free() {
+        let entry = |uid: &str, resource: &str| Grant {
+            pod_uid: uid.to_owned(),
+            resource_name: resource.to_owned(),
+            device_ids: None,
+        };
+        let entries = [
+            entry("runs", "x.dev/a"),
+            entry("ended", "x.dev/a"),
+            entry("runs-too", "x.dev/other"),
+            entry("../pods", "x.dev/a"),
+        ];
+        let directory = tempfile::tempdir().unwrap();
+        let pods = directory.path().join("pods");
+        for entries in [&entries[..], &[]] {
+            let problem = remain(&pods, entries, &resources()).unwrap_err();
+            assert!(
+                problem.contains("pods is not there") && problem.contains("mounted"),
+                "{problem}"
+            );
+        }
+        for uid in ["runs", "runs-too"] {
+            std::fs::create_dir_all(pods.join(uid)).unwrap();
+        }
+        assert!(
+            remain(&pods, &entries, &resources())
+                .unwrap()
+                .iter()
+                .eq(&["runs"])
+        );
+        // A file where the directory should be, and what cannot be looked at.
+        let file = directory.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        remain(&file, &entries, &resources()).unwrap_err();
+        let problem = remain(&file.join("pods"), &entries, &resources()).unwrap_err();
+        assert!(problem.contains("cannot be looked at"), "{problem}");
     }
 
     #[test]
