@@ -134,10 +134,10 @@ impl Ledger {
     }
 
     /// A claim that may be in use and of which nobody knows what it holds, other than `own`.
-    pub fn unaccounted(&self, own: &ClaimUid) -> Option<(&ClaimUid, &Entry)> {
+    pub fn unaccounted(&self, own: Option<&ClaimUid>) -> Option<(&ClaimUid, &Entry)> {
         self.entries
             .iter()
-            .find(|(uid, entry)| *uid != own && entry.is_unaccounted() && self.may_be_in_use(entry))
+            .find(|(uid, entry)| Some(*uid) != own && entry.is_unaccounted() && self.may_be_in_use(entry))
     }
 
     /// Carries out a change.
