@@ -73,6 +73,8 @@ pub enum Change {
     Finish(ClaimUid),
     /// What a claim holds has become known, or more of it; nothing else about it changes.
     Explain(ClaimUid, Explanation),
+    /// No container has what the claim holds any more, but the driver has yet to undo what it did for it: the claim counts as begun.
+    Abandon(ClaimUid),
     /// A claim holds nothing any more.
     Remove(ClaimUid),
 }
@@ -159,6 +161,12 @@ impl Ledger {
                     entry.namespace.clone_from(&known.namespace);
                     entry.name.clone_from(&known.name);
                     entry.devices.clone_from(&known.devices);
+                }
+            }
+            Change::Abandon(uid) => {
+                if let Some(entry) = self.entries.get_mut(uid) {
+                    let injection = entry.injection().cloned();
+                    entry.progress = Progress::Started { injection };
                 }
             }
             Change::Remove(uid) => {
