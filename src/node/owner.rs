@@ -6,17 +6,18 @@
 mod handle;
 mod listening;
 mod records;
+mod recovery;
 mod resources;
 mod told;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::spawn_blocking;
-use tokio::time::{Instant, sleep};
-use tracing::{error, info, warn};
+use tokio::time::{Instant, sleep, sleep_until};
+use tracing::{info, warn};
 
 use super::companion::CompanionError;
 use super::door::pod_resources::Grants;
@@ -33,11 +34,11 @@ use crate::core::node::inventory::Devices;
 use crate::core::node::ledger::Ledger;
 use crate::core::node::orphans::Orphans;
 use crate::core::node::prepare::plan_unprepare;
-use crate::core::node::recovery::{plan_clearing, plan_refresh, plan_restoring, plan_undo};
 use crate::core::node::refusal::Refusal;
 use crate::core::node::request::{
     ClaimToPrepare, ClaimToUnprepare, ExtendedResource, NodeIdentity, PluginDevice,
 };
+use crate::core::node::retries::{Missing, Retries};
 use crate::core::node::step::Step;
 
 pub use handle::OwnerHandle;
@@ -121,6 +122,8 @@ pub struct Owner<D> {
     announced: Noted<Announced>,
     containers: Noted<Containers>,
     contested: Noted<Contested>,
+    /// The CDI files that could not be written.
+    retries: Retries,
     /// What the inventory and the lists were made from.
     told: Told,
     /// Whether it was said that kubelet does not show its containers.
@@ -184,6 +187,7 @@ impl<D: NodeDriver> Owner<D> {
             announced,
             containers: Noted::default(),
             contested: Noted::default(),
+            retries: Retries::default(),
             told: Told::default(),
             complained: false,
             since: Instant::now(),
@@ -214,6 +218,7 @@ impl<D: NodeDriver> Owner<D> {
     /// Serves until the last handle is dropped.
     pub async fn run(mut self) {
         loop {
+            let retry = self.retries.next().map(|due| self.since + due);
             tokio::select! {
                 // What is known is taken up before anybody is answered from it. Both are rare.
                 biased;
@@ -232,6 +237,7 @@ impl<D: NodeDriver> Owner<D> {
                     Some(request) => self.serve(request).await,
                     None => return,
                 },
+                () = sleep_until(retry.unwrap_or(self.since)), if retry.is_some() => self.try_again().await,
                 () = sleep(resources::LOOK_AGAIN), if self.looks_again() => self.look_and_tell().await,
             }
             self.take_stock();
@@ -326,6 +332,7 @@ impl<D: NodeDriver> Owner<D> {
             self.undo(&uid).await;
             return Err(failure);
         }
+        self.retries.done(&Missing::OfClaim(uid.clone()));
         Ok(vec![self.driver_name.cdi_id(&uid)])
     }
 
@@ -393,58 +400,6 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    async fn undo(&mut self, uid: &ClaimUid) {
-        let steps = plan_undo(&self.ledger, uid);
-        if let Err(failure) = self.carry_out(&steps).await {
-            warn!(claim_uid = %uid, reason = failure.reason(), "cannot be undone now, and is later: {failure}");
-        }
-    }
-
-    async fn recover(&mut self, files: &BTreeSet<ClaimUid>) {
-        self.clear(files).await;
-        let plans = plan_restoring(&self.ledger);
-        self.carry_out_each(plans).await;
-        if let Err(failure) = self.carry_out(&[Step::Save(Vec::new())]).await {
-            error!(
-                reason = failure.reason(),
-                "what was restored cannot be stored now: {failure}"
-            );
-        }
-        info!(claims = self.ledger.entries().len(), "the ledger is complete");
-    }
-
-    /// Clears away what attempts that failed have left, here or in an earlier process.
-    async fn clear(&mut self, files: &BTreeSet<ClaimUid>) {
-        for steps in plan_clearing(&self.ledger, files) {
-            if let Err(failure) = self.carry_out(&steps).await {
-                error!(
-                    reason = failure.reason(),
-                    "what an earlier attempt left cannot be cleared away now: {failure}"
-                );
-            }
-        }
-    }
-
-    /// The devices are not what they were: files must not lead to a node that has become another's.
-    async fn refresh(&mut self) {
-        let before = self.inventory.clone();
-        self.devices = self.found.borrow_and_update().clone();
-        self.take_stock();
-        let plans = plan_refresh(&self.ledger, &before, &self.inventory);
-        self.carry_out_each(plans).await;
-        self.refresh_named_devices().await;
-    }
-
-    async fn carry_out_each(&mut self, plans: Vec<(ClaimUid, Vec<Step>)>) {
-        for (uid, steps) in plans {
-            if let Err(failure) = self.carry_out(&steps).await {
-                let reason = failure.reason();
-                warn!(claim_uid = %uid, reason, "containers of this claim cannot be started now: {failure}");
-                self.undo(&uid).await;
-            }
-        }
-    }
-
     async fn learn(&mut self) {
         let facts = self.cluster.borrow_and_update().clone();
         self.node.uid.clone_from(&facts.node_uid);
@@ -474,6 +429,8 @@ fn report(what: &str, namespace: &str, name: &str, uid: &str, failure: Option<&F
     }
 }
 
+#[cfg(test)]
+mod restoring;
 #[cfg(test)]
 mod stage;
 #[cfg(test)]

@@ -24,6 +24,7 @@ pub mod refusal;
 pub mod release;
 pub mod rendering;
 pub mod request;
+pub mod retries;
 pub mod step;
 
 #[cfg(test)]

@@ -198,6 +198,7 @@ impl<D: NodeDriver> Owner<D> {
             };
             if let Err(failure) = self.carry_out(&steps).await {
                 warn!(claim_uid = %uid, reason = failure.reason(), "not done yet, it is tried again: {failure}");
+                self.try_later(&uid);
             }
         }
     }

@@ -18,6 +18,7 @@ use crate::core::node::naming::device_of_plugin_id;
 use crate::core::node::prepare::{plan_prepare, takes_from_both};
 use crate::core::node::refusal::Refusal;
 use crate::core::node::request::ClaimToPrepare;
+use crate::core::node::retries::Missing;
 use crate::core::node::step::Step;
 use crate::node::driver::NodeDriver;
 
@@ -136,7 +137,7 @@ impl<D: NodeDriver> Owner<D> {
             .filter(|device| device.mode.serves_extended_resource() && kinds.contains(device.kind.as_str()))
             .map(|device| device.name.clone())
             .collect();
-        let mut kept = BTreeSet::new();
+        let (mut kept, mut complete) = (BTreeSet::new(), true);
         for device in wanted {
             let written = match self.injection_of(&device).await {
                 Ok(made) => self.by_name(&device, made).await.map(drop),
@@ -147,22 +148,37 @@ impl<D: NodeDriver> Owner<D> {
                     kept.insert(device);
                 }
                 Err(failure) => {
-                    warn!(
-                        device,
-                        reason = failure.reason(),
-                        "containers cannot be given this device by name now: {failure}"
-                    );
+                    complete = false;
+                    // What is tried again has been told.
+                    if !self.retries.has(&Missing::OfDevices) {
+                        warn!(
+                            device,
+                            reason = failure.reason(),
+                            "containers cannot be given this device by name now, it is tried again: {failure}"
+                        );
+                    }
                 }
             }
         }
         let store = self.store.clone();
         match spawn_blocking(move || store.keep_cdi_of_devices(&kept)).await {
             Ok(Ok(())) => {}
-            Ok(Err(error)) => warn!(
-                reason = error.reason(),
-                "files of devices that have gone remain: {error}"
-            ),
-            Err(error) => warn!("files of devices that have gone remain: {error}"),
+            Ok(Err(error)) => {
+                complete = false;
+                warn!(
+                    reason = error.reason(),
+                    "files of devices that have gone remain: {error}"
+                );
+            }
+            Err(error) => {
+                complete = false;
+                warn!("files of devices that have gone remain: {error}");
+            }
+        }
+        if complete {
+            self.retries.done(&Missing::OfDevices);
+        } else {
+            self.retries.failed(Missing::OfDevices, self.since.elapsed());
         }
     }
 
