@@ -3,6 +3,7 @@
 //! Requests are served one after the other. A caller that goes away leaves its request in the queue; when kubelet asks
 //! again, the second request finds the work of the first done. File work runs on a thread of its own.
 
+mod former;
 mod handle;
 mod listening;
 mod records;
@@ -29,6 +30,7 @@ use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::claim_uid::ClaimUid;
 use crate::core::node::containers::{Containers, Contested};
 use crate::core::node::driver_name::DriverName;
+use crate::core::node::former::Former;
 use crate::core::node::injection::Injection;
 use crate::core::node::inventory::Devices;
 use crate::core::node::ledger::Ledger;
@@ -84,6 +86,9 @@ pub struct OwnerOptions<D> {
     pub grants: Option<Arc<dyn Grants>>,
     /// The devices of this node that claims were allocated, as the API server shows it: for the same.
     pub announcements: watch::Receiver<Arc<Announced>>,
+    /// What containers have of extended resources of earlier processes, as far as kubelet has recorded it. `None` if kubelet cannot be
+    /// asked here what its containers have: then nothing is withheld for what they got under a name that is no more.
+    pub former: Option<Former>,
     /// Where everything is counted.
     pub figures: Arc<Figures>,
 }
@@ -122,6 +127,14 @@ pub struct Owner<D> {
     announced: Noted<Announced>,
     containers: Noted<Containers>,
     contested: Noted<Contested>,
+    /// What containers still have of resources that are no more, or that have lost devices.
+    former: Noted<Former>,
+    /// Whether kubelet can be asked for that.
+    withholds_former: bool,
+    /// When kubelet is asked for that again.
+    former_due: Instant,
+    /// What was granted of each resource by this process, as far as kubelet may not show it yet.
+    granted: BTreeMap<String, Containers>,
     /// The CDI files that could not be written.
     retries: Retries,
     /// What the inventory and the lists were made from.
@@ -187,6 +200,10 @@ impl<D: NodeDriver> Owner<D> {
             announced,
             containers: Noted::default(),
             contested: Noted::default(),
+            withholds_former: options.former.is_some(),
+            former: Noted::new(options.former.unwrap_or_default()),
+            former_due: Instant::now(),
+            granted: BTreeMap::new(),
             retries: Retries::default(),
             told: Told::default(),
             complained: false,
@@ -196,6 +213,7 @@ impl<D: NodeDriver> Owner<D> {
         owner.change_resources();
         owner.recover(&files).await;
         owner.devices = owner.found.borrow_and_update().clone();
+        owner.look_at_former().await;
         owner.take_stock();
         owner.refresh_named_devices().await;
         if owner.has_both() {
@@ -225,6 +243,7 @@ impl<D: NodeDriver> Owner<D> {
                 Ok(()) = self.cluster.changed() => self.learn().await,
                 Ok(()) = self.wanted.changed() => {
                     self.change_resources();
+                    self.look_at_former().await;
                     self.take_stock();
                     self.refresh_named_devices().await;
                     if self.has_both() {
@@ -238,6 +257,7 @@ impl<D: NodeDriver> Owner<D> {
                     None => return,
                 },
                 () = sleep_until(retry.unwrap_or(self.since)), if retry.is_some() => self.try_again().await,
+                () = sleep_until(self.former_due), if !self.former.is_empty() => self.look_at_former().await,
                 () = sleep(resources::LOOK_AGAIN), if self.looks_again() => self.look_and_tell().await,
             }
             self.take_stock();
@@ -429,6 +449,8 @@ fn report(what: &str, namespace: &str, name: &str, uid: &str, failure: Option<&F
     }
 }
 
+#[cfg(test)]
+mod moving;
 #[cfg(test)]
 mod restoring;
 #[cfg(test)]

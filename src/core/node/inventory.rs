@@ -68,7 +68,7 @@ pub fn inventory(found: &Devices, previous: &Devices, ledger: &Ledger) -> Device
 }
 
 /// As much of a text as an inventory can hold: the names of claims may be long.
-fn shortened(text: String) -> String {
+pub(super) fn shortened(text: String) -> String {
     match text.char_indices().nth(TEXT_MAX) {
         Some((end, _)) => text.get(..end).unwrap_or_default().to_owned(),
         None => text,

@@ -50,7 +50,10 @@ impl<D: NodeDriver> Owner<D> {
     /// The devices are not what they were: files must not lead to a node that has become another's.
     pub(super) async fn refresh(&mut self) {
         let before = self.inventory.clone();
-        self.devices = self.found.borrow_and_update().clone();
+        let found = self.found.borrow_and_update().clone();
+        self.leave_resources(&found);
+        self.devices = found;
+        self.look_at_former().await;
         self.take_stock();
         let plans = plan_refresh(&self.ledger, &before, &self.inventory);
         self.carry_out_each(plans).await;

@@ -72,9 +72,12 @@ impl<D: NodeDriver> Owner<D> {
             }
             injections.push(whole);
         }
+        let devices = || containers.iter().flatten().map(|id| device_of_plugin_id(id));
+        let now = self.since.elapsed();
+        let granted = self.granted.entry(resource.to_owned()).or_default();
+        granted.allocated(devices(), now);
         if offered.also_by_claims {
-            let devices = containers.iter().flatten().map(|id| device_of_plugin_id(id));
-            self.containers.change().allocated(devices, self.since.elapsed());
+            self.containers.change().allocated(devices(), now);
         }
         Ok(injections)
     }
@@ -90,6 +93,12 @@ impl<D: NodeDriver> Owner<D> {
                 .inventory
                 .get(name)
                 .ok_or_else(|| Refusal::Gone(name.chars().take(64).collect()))?;
+            // What the resource has lost is withheld from others, not from the container that has it.
+            let device = if self.former.has(resource, name) {
+                self.devices.get(name).unwrap_or(device)
+            } else {
+                device
+            };
             if let Some(reason) = &device.unhealthy {
                 return Err(Refusal::Unhealthy {
                     device: name.to_owned(),
@@ -195,6 +204,14 @@ impl<D: NodeDriver> Owner<D> {
     /// first, so that kubelet hears it before the door closes.
     pub(super) fn change_resources(&mut self) {
         let wanted = self.wanted.borrow_and_update().clone();
+        let gone = self
+            .resources
+            .iter()
+            .filter(|(name, resource)| wanted.get(*name) != Some(&resource.offered));
+        let gone: Vec<String> = gone.map(|(name, _)| name.clone()).collect();
+        for name in gone {
+            self.leave(&name);
+        }
         let resources = self.resources.change();
         resources.retain(|name, resource| {
             let stays = wanted.get(name) == Some(&resource.offered);

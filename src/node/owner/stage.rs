@@ -225,6 +225,7 @@ pub(super) async fn begin(
         node_in_doubt: doubt.clone(),
         grants: kubelet.map(|kubelet| kubelet as Arc<dyn Grants>),
         announcements,
+        former: Some(Former::default()),
         figures: Arc::default(),
     })
     .await;
