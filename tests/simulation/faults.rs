@@ -71,6 +71,8 @@ pub(crate) enum Fault {
     ForcedDeletion,
     /// The API server does not tell a companion of a claim that kubelet has forgotten.
     ApiSilent,
+    /// Kubelet's list of prepared claims cannot be read.
+    KubeletListUnreadable,
     /// Kubelet does not show what its containers have.
     PodResourcesSilent,
     /// Kubelet has just started, and shows its file before it knows its pods.
@@ -81,6 +83,8 @@ pub(crate) enum Fault {
     AnnouncementLate,
     /// A kubelet is killed after an answer to Allocate, before it has noted that.
     GrantForgotten,
+    /// Kubelet notes an answer to Allocate late: another plugin of the container takes its time.
+    GrantLate,
     /// A claim wanted a device that a container has as an extended resource.
     ClaimOfContainer,
     /// Kubelet wanted a device for a container that a claim has.
@@ -90,19 +94,20 @@ pub(crate) enum Fault {
 }
 
 /// Faults of runs with nodes whose devices leave through both doors.
-pub(crate) const OF_DOORS: [Fault; 5] = [
+pub(crate) const OF_DOORS: [Fault; 6] = [
     Fault::PodResourcesSilent,
     Fault::PodResourcesEarly,
     Fault::OfferLate,
     Fault::AnnouncementLate,
     Fault::GrantForgotten,
+    Fault::GrantLate,
 ];
 
 /// What comes of faults in such runs.
 pub(crate) const BETWEEN_DOORS: [Fault; 3] = [Fault::ClaimOfContainer, Fault::GrantOfClaim, Fault::LeftOver];
 
 /// Faults of runs with nodes.
-pub(crate) const OF_NODES: [Fault; 9] = [
+pub(crate) const OF_NODES: [Fault; 10] = [
     Fault::CompanionKilled,
     Fault::PowerLost,
     Fault::DiskFails,
@@ -112,6 +117,7 @@ pub(crate) const OF_NODES: [Fault; 9] = [
     Fault::KubeletAsksTwice,
     Fault::ForcedDeletion,
     Fault::ApiSilent,
+    Fault::KubeletListUnreadable,
 ];
 
 pub(crate) const ALL: [Fault; 23] = [
@@ -232,9 +238,10 @@ impl Faults {
                     Fault::CompanionKilled | Fault::DiskFails | Fault::KubeletAsksTwice => {
                         rng.between(0, 200)
                     }
-                    Fault::ForcedDeletion | Fault::CheckpointDamaged | Fault::ApiSilent => {
-                        rng.between(0, 300)
-                    }
+                    Fault::ForcedDeletion
+                    | Fault::CheckpointDamaged
+                    | Fault::ApiSilent
+                    | Fault::KubeletListUnreadable => rng.between(0, 300),
                     _ => rng.between(0, 60),
                 };
                 rates.insert(fault, rate);

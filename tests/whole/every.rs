@@ -109,14 +109,13 @@ fn every_trouble_at_every_place_of_a_life_is_outlived() {
     let calm = runtime.block_on(live(Vec::new(), now));
     assert_eq!(calm.violations, Vec::<String>::new(), "{}", calm.trace.join("\n"));
     println!("a life has {:?}", calm.counts);
-    // One call for each pod with claims, also for that with two.
+    // One call for each pod with claims, also for that with two. The third is refused what a container has, and asked for again.
     let is_prepare = |line: &&String| line.contains(" Call ") && line.contains("/NodePrepareResources");
-    assert_eq!(
-        calm.trace.iter().filter(is_prepare).count(),
-        2,
-        "{}",
-        calm.trace.join("\n")
-    );
+    let of_two = calm
+        .trace
+        .iter()
+        .take_while(|line| !line.contains("second is gone"));
+    assert_eq!(of_two.filter(is_prepare).count(), 2, "{}", calm.trace.join("\n"));
     let places: BTreeSet<_> = calm.counts.keys().copied().collect();
     assert_eq!(places, BTreeSet::from(PLACES), "where something can go wrong");
     let mut plans = plans(&calm.counts);

@@ -1,5 +1,5 @@
 //! The life: two pods that want the one device, one after the other, the second of them with one more, and one that gets another by
-//! the device plugin. A pod of another driver, which nobody plays, looks on.
+//! the device plugin, which leaves through both doors: a claim has it next. A pod of another driver, which nobody plays, looks on.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use drayman::controller::Controller;
+use drayman::core::node::containers::Contested;
 use drayman::host::HostDriver;
 use drayman::sim::api::ApiServer;
 use drayman::sim::faults::{Faults, Life, Place, Planned};
@@ -22,7 +23,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 use crate::check::{Checker, DRIVER, entries_without_file, files_without_entry, list, text};
-use crate::objects::{CLASS, MORE, claiming, claiming_two, plugging};
+use crate::objects::{CLASS, MORE, claiming, claiming_two, plugging, viewing};
 use crate::program::{self, until};
 
 pub(crate) const CONTROLLER: &str = "controller";
@@ -44,7 +45,7 @@ pub(crate) struct Lived {
     pub(crate) trace: Vec<String>,
 }
 
-/// A node with a device of each of two kinds for claims and one for the device plugin.
+/// A node with a device of each of two kinds for claims and one for both doors.
 fn make_node(directory: &Path) -> std::io::Result<NodePlace> {
     let mut place = NodePlace::within("node-a", directory);
     place.dev = directory.join("dev");
@@ -64,7 +65,7 @@ fn make_node(directory: &Path) -> std::io::Result<NodePlace> {
     let configuration = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
         - {name: test, paths: [\"/dev/test-*\"]}\n\
         - {name: other, paths: [\"/dev/other-*\"]}\n\
-        - {name: camera, mode: extended-resource, resourceName: example.com/camera, paths: [\"/dev/camera-*\"]}\n";
+        - {name: camera, mode: both, resourceName: example.com/camera, paths: [\"/dev/camera-*\"]}\n";
     std::fs::write(directory.join("node.yaml"), configuration)?;
     Ok(place)
 }
@@ -256,12 +257,22 @@ impl Story {
         self.until("the second pod is told that its device is held", Self::is_told)
             .await;
         self.delete("first").await;
-        self.delete("camera").await;
         self.until_running("second", claiming_two, 2).await;
         self.until_gone("first").await;
         self.delete("second").await;
         self.until_gone("second").await;
+        // The controller does not know what containers have, until a claim was allocated it.
+        self.create(&viewing("viewer"));
+        self.until(
+            "the inventory says that a container has the camera",
+            Self::is_contested,
+        )
+        .await;
+        self.delete("camera").await;
         self.until_gone("camera").await;
+        self.until_running("viewer", viewing, 1).await;
+        self.delete("viewer").await;
+        self.until_gone("viewer").await;
         self.delete("foreign").await;
         self.until_gone("foreign").await;
         self.until_nothing_is_left().await;
@@ -301,6 +312,14 @@ impl Story {
             .filter(|context| text(context, "/metadata/name") == "second")
             .flat_map(|context| list(context, "/status/resourceClaims"));
         entries.any(|entry| entry["name"] == "device" && !list(entry, "/unsuitableNodes").is_empty())
+    }
+
+    fn is_contested(&self) -> bool {
+        let inventories = self.server.objects("nodeinventories");
+        let mut devices = inventories
+            .iter()
+            .flat_map(|inventory| list(inventory, "/spec/devices"));
+        devices.any(|device| device["unhealthy"] == Contested::UNHEALTHY)
     }
 
     fn pod(&self, name: &str) -> Option<Value> {

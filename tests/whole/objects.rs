@@ -18,7 +18,7 @@ metadata: {name: test, namespace: default}
 spec: {spec: {resourceClassName: test}}
 ";
 
-/// The second device of a pod of two claims, and a pod of another driver.
+/// The second device of a pod of two claims, that which leaves through both doors, and a pod of another driver.
 pub(crate) const MORE: &str = "
 apiVersion: drayman.dev/v1alpha1
 kind: DeviceClassParameters
@@ -35,6 +35,22 @@ apiVersion: resource.k8s.io/v1alpha2
 kind: ResourceClaimTemplate
 metadata: {name: other, namespace: default}
 spec: {spec: {resourceClassName: other}}
+---
+apiVersion: drayman.dev/v1alpha1
+kind: DeviceClassParameters
+metadata: {name: camera}
+spec: {kind: camera}
+---
+apiVersion: resource.k8s.io/v1alpha2
+kind: ResourceClass
+metadata: {name: camera}
+driverName: drayman.dev
+parametersRef: {apiGroup: drayman.dev, kind: DeviceClassParameters, name: camera}
+---
+apiVersion: resource.k8s.io/v1alpha2
+kind: ResourceClaimTemplate
+metadata: {name: camera, namespace: default}
+spec: {spec: {resourceClassName: camera}}
 ---
 apiVersion: resource.k8s.io/v1alpha2
 kind: ResourceClass
@@ -55,9 +71,18 @@ spec:
 ";
 
 pub(crate) fn claiming(name: &str) -> String {
+    claiming_from("test", name)
+}
+
+/// A pod that claims what [`plugging`] has as an extended resource.
+pub(crate) fn viewing(name: &str) -> String {
+    claiming_from("camera", name)
+}
+
+fn claiming_from(template: &str, name: &str) -> String {
     format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: default}}\nspec:\n  resourceClaims:\n  \
-         - {{name: device, source: {{resourceClaimTemplateName: test}}}}\n  containers:\n  \
+         - {{name: device, source: {{resourceClaimTemplateName: {template}}}}}\n  containers:\n  \
          - {{name: main, image: none, resources: {{claims: [{{name: device}}]}}}}\n"
     )
 }

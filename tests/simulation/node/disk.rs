@@ -57,6 +57,8 @@ struct State {
     written: Option<String>,
     trouble: Option<Trouble>,
     step: u32,
+    /// Of the longest operation so far.
+    longest: u32,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -70,6 +72,7 @@ impl State {
     fn step(&mut self) -> Result<(), Stop> {
         let now = self.step;
         self.step += 1;
+        self.longest = self.longest.max(self.step);
         match self.trouble {
             Some(Trouble::Kill(at)) if now >= at => Err(Stop::Killed),
             Some(Trouble::Fail { from, steps }) if (from..from + steps).contains(&now) => Err(Stop::Failed),
@@ -129,6 +132,11 @@ impl Disk {
     /// A step that is not the disk's own, at which the process may be killed too.
     pub(crate) fn pass(&self) -> Result<(), Stop> {
         self.0.borrow_mut().step()
+    }
+
+    /// How many steps the longest operation had so far.
+    pub(super) fn longest(&self) -> u32 {
+        self.0.borrow().longest
     }
 
     /// The checkpoint as a process finds it when it starts; what cannot be read is put aside.

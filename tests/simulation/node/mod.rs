@@ -101,6 +101,12 @@ impl Nodes {
         self.all.is_empty()
     }
 
+    /// How many steps the longest operation of a companion had.
+    pub(crate) fn longest_operation(&self) -> u32 {
+        let disks = self.all.values().map(|node| node.disk.longest());
+        disks.max().unwrap_or_default()
+    }
+
     fn rng(&mut self) -> &mut Rng {
         self.rng.get_or_insert_with(|| Rng::new(0))
     }

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::{AllocationResult, ResourceClaim, ResourceHandle};
 use drayman::core::node::containers::{Container, Shown};
+use drayman::core::node::naming::device_of_plugin_id;
 use drayman::core::node::preferred::{End, Preference, preferred};
 use drayman::core::node::refusal::Refusal;
 use drayman::core::node::request::PluginDevice;
@@ -26,6 +27,9 @@ const LOOK_AGAIN: u64 = 2 * SECOND;
 
 /// How long a container may take to end when it is told to. Kubelet gives it 30 s, unless the pod says otherwise.
 const GRACE: u64 = 20 * SECOND;
+
+/// How long the admission of a pod may take after our answer.
+const ADMISSION: u64 = 20 * SECOND;
 
 /// A pod whose container wants devices as an extended resource.
 #[derive(Clone, Copy, Debug)]
@@ -109,6 +113,12 @@ impl Manager {
     /// `UpdateAllocatedDevices`: what pods had that are not there any more. The file stays as it is until the next grant.
     fn forget_others(&mut self, active: &BTreeSet<String>) {
         self.granted.retain(|pod, _| active.contains(pod));
+    }
+
+    /// Whether kubelet takes a device for one that it may grant to containers.
+    pub(super) fn offers(&self, device: &str) -> bool {
+        let mut offered = self.offered.iter();
+        offered.any(|(id, healthy)| *healthy && device_of_plugin_id(id) == device)
     }
 
     fn free(&self) -> Vec<String> {
@@ -423,7 +433,12 @@ impl Stage {
                 .asked
                 .insert(pod.to_owned(), ids.into_iter().collect());
         }
-        self.on_node(name, 0, 5 * MILLISECOND, Doing::Record);
+        let (from, to) = if self.strikes_node(Fault::GrantLate) {
+            (SECOND, ADMISSION)
+        } else {
+            (0, 5 * MILLISECOND)
+        };
+        self.on_node(name, from, to, Doing::Record);
         true
     }
 

@@ -6,7 +6,7 @@ use drayman::core::node::ledger::Entry;
 
 use super::companion::Companion;
 use super::{Doing, claim_uid};
-use crate::driver::uid_of;
+use crate::driver::{recorded_hold, uid_of};
 use crate::faults::Fault;
 use crate::pods::uid_of_pod;
 use crate::stage::{SECOND, Stage};
@@ -166,6 +166,19 @@ impl Stage {
                         "N3: pod {key} has all that it needs on {name}, and does not run"
                     ));
                 }
+            }
+            let holds = self
+                .store
+                .claims
+                .values()
+                .filter_map(|claim| recorded_hold(claim));
+            let mut allocated = holds
+                .filter(|hold| hold.node == *name)
+                .flat_map(|hold| hold.devices);
+            if let Some(device) = allocated.find(|device| node.manager.offers(device)) {
+                broken = Some(format!(
+                    "N5: device {device} of {name} was allocated to a claim, and is offered to containers"
+                ));
             }
             let ledger = &companion.ledger;
             let in_use = node.kubelet.in_use();

@@ -128,6 +128,7 @@ impl Stage {
         let (found, (trouble, power)) = (self.found(name), self.draw_trouble());
         let now = self.time();
         let damaged = self.strikes_node(Fault::CheckpointDamaged);
+        let kubelet = self.kubelet_list(name);
         let Some(node) = self
             .nodes
             .all
@@ -140,12 +141,11 @@ impl Stage {
             node.disk.damage();
             // That a driver was about to begin is in the checkpoint alone.
             let files = node.disk.cdi_names();
-            let listed = &node.kubelet.listed;
             node.driven
-                .retain(|uid| files.contains(uid) || listed.contains_key(uid));
+                .retain(|uid| files.contains(uid) || kubelet.lists(uid) == Some(true));
         }
         node.disk.begin(trouble);
-        let (kubelet, boots) = (node.kubelet.view(), node.boots);
+        let boots = node.boots;
         let mode = if node.both { Mode::Both } else { Mode::Claims };
         let (_, mut place) = node.hands();
         let started = Companion::start(&mut place, (name, boots), (mode, now), &found, &kubelet);
@@ -180,14 +180,26 @@ impl Stage {
         }
     }
 
+    /// Kubelet's list, as far as it can be read.
+    fn kubelet_list(&mut self, name: &str) -> KubeletView {
+        if self.strikes_node(Fault::KubeletListUnreadable) {
+            return KubeletView::Unknown("it is no list".to_owned());
+        }
+        let node = self.nodes.all.get(name);
+        node.map_or_else(
+            || KubeletView::Unknown("no node".to_owned()),
+            |node| node.kubelet.view(),
+        )
+    }
+
     /// Looks for claims that kubelet has forgotten, and comes again when that is due.
     pub(super) fn look_for_orphans(&mut self, name: &str) {
         let now = self.time();
         let silent = self.strikes_node(Fault::ApiSilent);
+        let kubelet = self.kubelet_list(name);
         let Some(node) = self.nodes.all.get_mut(name) else {
             return;
         };
-        let kubelet = node.kubelet.view();
         let Some(companion) = node.companion.as_mut() else {
             return;
         };

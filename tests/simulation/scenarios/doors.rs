@@ -1,6 +1,8 @@
 //! Devices that leave through both doors: whichever comes first, nobody else has what it has.
 
-use super::nodes::{Plan, expect_all_free, troubled, until_it_is_gone, until_it_runs, with_every_trouble};
+use super::nodes::{
+    Planned, Told, expect_all_free, troubled, until_it_is_gone, until_it_runs, with_every_trouble,
+};
 use super::{key, until_bound};
 use crate::faults::Fault;
 use crate::node::Trouble;
@@ -12,8 +14,8 @@ fn phase(stage: &Stage, name: &str) -> Option<String> {
 }
 
 /// One node with one device that has both doors, and everything known to everybody.
-fn both_doors(plan: Plan) -> Stage {
-    let mut stage = troubled(plan);
+fn both_doors(planned: &[Planned]) -> Stage {
+    let mut stage = troubled(planned);
     stage.open_both_doors();
     stage.run_for(30 * SECOND);
     stage
@@ -39,7 +41,7 @@ fn plugged(stage: &mut Stage, name: &str, hidden: bool) {
 #[test]
 fn of_a_container_and_a_claim_with_one_device_the_second_waits_or_is_turned_away() {
     for hidden in [false, true] {
-        let mut stage = both_doors(None);
+        let mut stage = both_doors(&[]);
         stage.plug_pod(&key("first"), "node-a", 1, hidden);
         until_it_runs(&mut stage, "first");
         // The companion begins anew, and knows only what kubelet shows.
@@ -66,9 +68,26 @@ fn of_a_container_and_a_claim_with_one_device_the_second_waits_or_is_turned_away
     }
 }
 
+#[test]
+fn what_kubelet_was_answered_and_has_not_noted_yet_is_no_claim_s() {
+    let mut stage = both_doors(&[]);
+    stage.faults.rates.insert(Fault::GrantLate, 1000);
+    stage.plug_pod(&key("first"), "node-a", 1, false);
+    stage.run_until("it is answered", |stage| stage.nodes.granted > 0);
+    stage.create_pod(&key("claiming"), &[Use::Template("gpu")], None);
+    until_bound(&mut stage, "claiming");
+    until_it_runs(&mut stage, "first");
+    assert!(stage.faults.hits[&Fault::ClaimOfContainer] > 0, "it was asked");
+    stage.run_for(60 * SECOND);
+    assert!(!stage.has_containers(&key("claiming")));
+    until_it_is_gone(&mut stage, "first");
+    until_it_runs(&mut stage, "claiming");
+    expect_all_free(stage, "noted late");
+}
+
 /// A pod by one door, one by the other, and one by the first again.
-fn three_lives(plan: Plan) -> u64 {
-    let mut stage = both_doors(plan);
+fn three_lives(planned: &[Planned]) -> Told {
+    let mut stage = both_doors(planned);
     plugged(&mut stage, "p", false);
     stage.create_pod(&key("q"), &[Use::Template("gpu")], None);
     until_bound(&mut stage, "q");
@@ -77,9 +96,9 @@ fn three_lives(plan: Plan) -> u64 {
     until_it_runs(&mut stage, "q");
     until_it_is_gone(&mut stage, "q");
     plugged(&mut stage, "r", true);
-    let operations = stage.nodes.operations;
-    expect_all_free(stage, &format!("{plan:?}"));
-    operations
+    let told = Told::by(&stage);
+    expect_all_free(stage, &format!("{planned:?}"));
+    told
 }
 
 #[test]

@@ -1,17 +1,34 @@
 //! Both halves together: what the controller allocates, a companion prepares, on a disk that forgets.
 
+use super::every_fault::LEFT_OPEN;
 use super::leaders::contested;
 use super::{calm, key, until_bound};
+use crate::faults::Fault;
 use crate::node::Trouble;
 use crate::stage::{SECOND, Stage};
 use crate::store::Kind;
 use crate::users::Use;
 
-/// More steps than any plan has: a kill at the last is one before the answer.
-const STEPS: u32 = 16;
+/// What befalls an operation of a companion: its number, the trouble, and whether the power goes with it.
+pub(super) type Planned = (u64, Trouble, bool);
 
-/// What befalls one operation of a companion: its number, the trouble, and whether the power goes with it.
-pub(super) type Plan = Option<(u64, Trouble, bool)>;
+/// What a story without trouble had: operations of the companion, the steps of the longest of them, and commands of the controller.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Told {
+    operations: u64,
+    steps: u32,
+    commands: u64,
+}
+
+impl Told {
+    pub(super) fn by(stage: &Stage) -> Self {
+        Self {
+            operations: stage.nodes.operations,
+            steps: stage.nodes.longest_operation(),
+            commands: stage.commands,
+        }
+    }
+}
 
 pub(super) fn until_it_runs(stage: &mut Stage, name: &str) {
     let text = format!("{name} has containers");
@@ -32,54 +49,90 @@ pub(super) fn expect_all_free(mut stage: Stage, what: &str) {
     assert_eq!(stage.violation, None, "{what}");
 }
 
-/// A cluster of one node with one device, whose companion has this trouble.
-pub(super) fn troubled(plan: Plan) -> Stage {
+/// A cluster of one node with one device, whose companion has these troubles.
+pub(super) fn troubled(planned: &[Planned]) -> Stage {
     let mut stage = calm(&[("node-a", 1)]);
-    if let Some((operation, trouble, power)) = plan {
-        stage.nodes.plan.insert(operation, (trouble, power));
+    for (operation, trouble, power) in planned {
+        stage.nodes.plan.insert(*operation, (*trouble, *power));
     }
     stage.set_up_nodes(7);
     stage
 }
 
-/// Tells a story, which returns how many operations a companion had, once without trouble and once with every trouble at every step of
-/// each.
-pub(super) fn with_every_trouble(at_least: u64, story: impl Fn(Plan) -> u64) {
-    let operations = story(None);
-    assert!(operations >= at_least, "{operations} operations");
-    for operation in 1..=operations {
-        for step in 0..=STEPS {
-            let fail = Trouble::Fail { from: step, steps: 3 };
-            for (trouble, power) in [
-                (Trouble::Kill(step), false),
-                (Trouble::Kill(step), true),
-                (fail, false),
-            ] {
-                story(Some((operation, trouble, power)));
+/// Every trouble at every step of an operation. A kill at the last is one before the answer.
+fn troubles(operation: u64, steps: u32) -> impl Iterator<Item = Planned> {
+    (0..=steps).flat_map(move |step| {
+        let fail = Trouble::Fail { from: step, steps: 3 };
+        [
+            (operation, Trouble::Kill(step), false),
+            (operation, Trouble::Kill(step), true),
+            (operation, fail, false),
+        ]
+    })
+}
+
+/// Tells a story once without trouble, then with every trouble at every step of each operation, and with each of these and a kill at
+/// every step of the operation that follows, which makes the first good.
+pub(super) fn with_every_trouble(at_least: u64, story: impl Fn(&[Planned]) -> Told) {
+    let calm = story(&[]);
+    assert!(calm.operations >= at_least, "{calm:?}");
+    let mut pairs = 0;
+    for operation in 1..=calm.operations {
+        for first in troubles(operation, calm.steps) {
+            story(&[first]);
+            for step in 0..=calm.steps {
+                story(&[first, (operation + 1, Trouble::Kill(step), false)]);
+                pairs += 1;
             }
         }
     }
+    println!("{calm:?}, {pairs} pairs");
 }
 
 /// One pod after the other has the only device.
-fn two_lives(plan: Plan) -> u64 {
-    let mut stage = troubled(plan);
+fn two_lives(planned: &[Planned]) -> Told {
+    two_lives_with(planned, None)
+}
+
+/// The fault is at a command of the controller.
+fn two_lives_with(planned: &[Planned], fault: Option<(u64, Fault)>) -> Told {
+    let mut stage = troubled(planned);
+    stage.faults.plan.extend(fault);
     for name in ["p", "q"] {
         stage.create_pod(&key(name), &[Use::Template("gpu")], None);
         until_bound(&mut stage, name);
         until_it_runs(&mut stage, name);
         until_it_is_gone(&mut stage, name);
     }
-    let operations = stage.nodes.operations;
+    let told = Told::by(&stage);
     assert!(stage.nodes.prepared >= 2 || stage.violation.is_some());
-    expect_all_free(stage, &format!("{plan:?}"));
-    operations
+    expect_all_free(stage, &format!("{planned:?} {fault:?}"));
+    told
 }
 
 #[test]
 fn every_trouble_at_every_step_of_a_companion_is_outlived() {
     // A start and two of each call.
     with_every_trouble(5, two_lives);
+}
+
+#[test]
+fn every_fault_at_every_command_of_the_controller_with_a_kill_of_the_companion_in_each_operation() {
+    let (start, calm) = (troubled(&[]).commands, two_lives(&[]));
+    assert!(calm.commands >= start + 10, "{calm:?}");
+    let mut pairs = 0;
+    for command in start + 1..=calm.commands {
+        for fault in LEFT_OPEN {
+            for operation in 1..=calm.operations {
+                for step in [0, calm.steps / 2, calm.steps] {
+                    let kill = (operation, Trouble::Kill(step), false);
+                    two_lives_with(&[kill], Some((command, fault)));
+                    pairs += 1;
+                }
+            }
+        }
+    }
+    println!("{calm:?}, {pairs} pairs");
 }
 
 #[test]
