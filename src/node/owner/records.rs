@@ -208,7 +208,9 @@ impl<D: NodeDriver> Owner<D> {
         let before = holdings(&self.ledger, &self.orphans.quarantine());
         let (uid, steps) = plan_release(&self.ledger, &kubelet, uid, force)?;
         if let Err(failure) = self.carry_out(&steps).await {
-            warn!(claim_uid = %uid, reason = failure.reason(), force, "not released, as a person asks: {failure}");
+            warn!(claim_uid = %uid, reason = failure.reason(), force, "not released, though a person asks: {failure}");
+            // What is still held can still be used.
+            self.try_later(&uid);
             return Err(failure.into());
         }
         self.orphans.change().forget(&uid);

@@ -79,6 +79,7 @@ async fn a_person_who_releases_is_told_what_the_driver_cannot_undo_and_nothing_i
         );
         assert_eq!(held(&life).await, [A]);
     }
+    until_files(root.path(), &[file(A)]).await;
     driver.stuck.store(false, Ordering::SeqCst);
     records.release(A.into(), true).await.unwrap();
     assert!(held(&life).await.is_empty() && driver.undone.lock().unwrap().contains(A));
