@@ -13,6 +13,7 @@ mod orphans;
 pub mod owner;
 pub mod records;
 mod reload;
+mod rounds;
 pub mod run;
 pub mod store;
 pub mod transport;

@@ -12,9 +12,11 @@ use crate::stage::{Program, Stage, is_allocated};
 
 /// Of the boot that a node goes through here.
 const BOOT_ID: &str = "0f8c1f5e-52a7-4a3c-9c3e-000000000002";
-const REGISTERED: &str = "kubelet has registered the driver";
+/// What the companion logs when kubelet knows it.
+pub(crate) const REGISTERED: &str = "kubelet has registered the driver";
 
-async fn stage(devices: usize) -> anyhow::Result<(Stage, Program, Program)> {
+/// A node with so many devices for claims, with a controller and a companion that serves kubelet.
+pub(crate) async fn stage(devices: usize) -> anyhow::Result<(Stage, Program, Program)> {
     let stage = Stage::start(1).await?;
     make_devices(stage.cluster.node(0), "drayman-test", &MINORS[..devices])?;
     stage.make_template(None).await?;

@@ -6,26 +6,13 @@ use drayman::api::resource::ResourceClaim;
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::Api;
 
-use crate::boot::{look_again, lose_power, was_restarted};
+use crate::boot::{REGISTERED, look_again, lose_power, stage, was_restarted};
 use crate::harness::Node;
-use crate::pods::{CONFIGURATION, Inside, MINORS, look_inside, make_devices, traces, wait_for_inventory};
+use crate::pods::{CONFIGURATION, Inside, MINORS, look_inside, traces, wait_for_inventory};
 use crate::records::devices;
 use crate::stage::{Program, Stage, is_allocated, is_gone, is_running};
 
-const REGISTERED: &str = "kubelet has registered the driver";
-
-async fn stage(devices: usize) -> anyhow::Result<(Stage, Program, Program)> {
-    let stage = Stage::start(1).await?;
-    make_devices(stage.cluster.node(0), "drayman-test", &MINORS[..devices])?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&stage, 0, u32::try_from(devices)?).await?;
-    companion.logged(REGISTERED).await?;
-    Ok((stage, controller, companion))
-}
-
-/// The number of a device of [`make_devices`] and its minor number.
+/// The number of a device of `make_devices` and its minor number.
 fn number_of(device: &str) -> anyhow::Result<(usize, u32)> {
     let number: usize = device
         .rsplit('-')

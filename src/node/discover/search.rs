@@ -24,10 +24,8 @@ use crate::core::node::discovery::attributes::fit;
 use crate::core::node::discovery::health::{HealthBook, Look, Observation};
 use crate::core::node::inventory::Devices;
 use crate::node::config::NodeConfiguration;
+use crate::node::rounds;
 
-/// How often a search is made although nothing seems to have changed: what neither the kernel nor inotify can tell (a mount
-/// over a directory, a queue that ran over) is found then, and healthy devices are probed.
-const RESCAN: Duration = Duration::from_secs(60);
 /// How soon a device that is there and unhealthy is probed again.
 const RECHECK: Duration = Duration::from_secs(5);
 /// How long changes are gathered before a search: a device that is plugged in makes several.
@@ -240,12 +238,12 @@ impl Search {
             let mut cause = Cause::Directory;
             // A directory that was not watched yet may have changed since it was searched.
             if !watches.watch(&directories) {
-                let pause = if self.health.is_restless() {
-                    RECHECK
+                // Healthy devices are probed in the rounds as well.
+                let (next, due) = if self.health.is_restless() {
+                    (Instant::now() + RECHECK, Cause::Recheck)
                 } else {
-                    RESCAN
+                    (rounds::next(), Cause::Rescan)
                 };
-                let until = Instant::now() + pause;
                 cause = tokio::select! {
                     () = shutdown.cancelled() => return,
                     _ = uevents.changed() => Cause::Kernel,
@@ -255,7 +253,7 @@ impl Search {
                         reloads = changed.is_ok();
                         Cause::Configuration
                     }
-                    () = sleep_until(until) => if pause == RECHECK { Cause::Recheck } else { Cause::Rescan },
+                    () = sleep_until(next) => due,
                 };
                 if matches!(cause, Cause::Kernel | Cause::Directory) {
                     sleep(GATHER).await;

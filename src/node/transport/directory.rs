@@ -6,12 +6,11 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use inotify::{EventStream, Inotify, WatchDescriptor, WatchMask};
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep, sleep_until};
 
-/// How often the path is looked at although no event came: a rename of a directory above, or a mount over it, makes none. As rare
-/// as the search for devices, so that a node at rest is left alone.
-const SAFETY: Duration = Duration::from_secs(60);
-/// The same while there is no directory to watch, or nothing to watch it with.
+use crate::node::rounds;
+
+/// How often the path is looked at while there is no directory to watch, or nothing to watch it with.
 const MISSING: Duration = Duration::from_millis(500);
 /// Room for some events with the longest of names.
 const EVENTS: usize = 4096;
@@ -57,7 +56,11 @@ impl DirectoryWatch {
     /// Waits until something may have changed. To be followed by a look at the files themselves: one event may stand for many,
     /// and some come for nothing.
     pub(super) async fn changed(&mut self) {
-        let pause = if self.watched.is_some() { SAFETY } else { MISSING };
+        // A rename of a directory above, or a mount over it, makes no event: it is looked at although none came.
+        let next = match self.watched {
+            Some(_) => rounds::next(),
+            None => Instant::now() + MISSING,
+        };
         let events = async {
             match &mut self.events {
                 Some(events) => events.next().await,
@@ -71,7 +74,7 @@ impl DirectoryWatch {
                     sleep(MISSING).await;
                 }
             }
-            () = sleep(pause) => {}
+            () = sleep_until(next) => {}
         }
         self.follow();
     }
@@ -108,7 +111,7 @@ impl DirectoryWatch {
 
 #[cfg(test)]
 mod tests {
-    use tokio::time::{Instant, timeout};
+    use tokio::time::timeout;
 
     use super::*;
 
@@ -138,7 +141,10 @@ mod tests {
         let mut watch = task.await.unwrap();
         std::fs::remove_file(&file).unwrap();
         watch.changed().await;
-        assert!(start.elapsed() < SAFETY / 2, "by events, not by the safety net");
+        assert!(
+            start.elapsed() < rounds::EVERY / 2,
+            "by events, not by the safety net"
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -170,6 +176,6 @@ mod tests {
         std::fs::write(path.join("x"), "").unwrap();
         let start = Instant::now();
         watch.changed().await;
-        assert!(start.elapsed() < SAFETY / 2);
+        assert!(start.elapsed() < rounds::EVERY / 2);
     }
 }

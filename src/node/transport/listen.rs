@@ -43,7 +43,7 @@ const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_
 pub struct Listening {
     /// How often the socket was published: 1 at first, more each time that it had to be made again.
     pub published: watch::Receiver<u64>,
-    /// Changes whenever something may have changed in the socket's directory, and at least every ten seconds.
+    /// Changes whenever something may have changed in the socket's directory, and in each round of looks, every minute.
     pub directory: watch::Receiver<u64>,
     renew: Arc<Notify>,
     task: JoinHandle<()>,

@@ -1,7 +1,8 @@
 //! Devices that leave through both doors: whichever comes first, nobody else has what it has.
 
 use super::nodes::{
-    Planned, Told, expect_all_free, troubled, until_it_is_gone, until_it_runs, with_every_trouble,
+    Planned, Told, expect_all_free, troubled, until_it_is_gone, until_it_runs, with_every_pair,
+    with_every_trouble,
 };
 use super::{key, until_bound};
 use crate::faults::Fault;
@@ -105,4 +106,9 @@ fn three_lives(planned: &[Planned]) -> Told {
 fn every_trouble_at_every_step_of_a_companion_with_both_doors_is_outlived() {
     // A start and calls by both doors.
     with_every_trouble(6, three_lives);
+}
+
+#[test]
+fn every_pair_of_a_trouble_of_a_companion_with_both_doors_and_a_kill_in_its_next_operation_is_outlived() {
+    with_every_pair(three_lives);
 }

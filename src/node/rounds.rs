@@ -1,0 +1,70 @@
+//! Looks that are made although nothing seems to have changed: all of them at the same moments, so that a node at rest is woken once
+//! for all, and not once for each.
+
+use std::sync::LazyLock;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// How often: what neither the kernel nor inotify can tell (a mount over a directory, a queue that ran over) is found then.
+pub(super) const EVERY: Duration = Duration::from_secs(60);
+
+/// When this process first asked for a round.
+static FIRST: LazyLock<Instant> = LazyLock::new(Instant::now);
+
+/// The next round: in [`EVERY`] at most, and sooner for whoever had something else to do since the last.
+pub(super) fn next() -> Instant {
+    let first = *FIRST;
+    next_after(first, Instant::now())
+}
+
+fn next_after(first: Instant, now: Instant) -> Instant {
+    now + until_next(now.duration_since(first))
+}
+
+/// How long it is until the next round, so long after the first: never nothing, so that whoever waits again and again does wait.
+fn until_next(since_first: Duration) -> Duration {
+    let since_last = since_first.as_nanos() % EVERY.as_nanos();
+    EVERY.saturating_sub(Duration::from_nanos(
+        u64::try_from(since_last).unwrap_or_default(),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_waits_since_whenever_is_woken_at_the_same_moment_and_never_later_than_a_round() {
+        let nanosecond = Duration::from_nanos(1);
+        for rounds in [0, 1, 1000, 60 * 24 * 365 * 100] {
+            let last = EVERY * rounds;
+            for since in [
+                Duration::ZERO,
+                nanosecond,
+                Duration::from_millis(1),
+                Duration::from_secs(31),
+                EVERY.saturating_sub(nanosecond),
+            ] {
+                let pause = until_next(last + since);
+                assert_eq!(
+                    last + since + pause,
+                    last + EVERY,
+                    "{rounds} rounds and {since:?}"
+                );
+                assert!(!pause.is_zero() && pause <= EVERY, "{pause:?}");
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn those_who_began_apart_meet() {
+        let began = Instant::now();
+        let first = next_after(began, began);
+        tokio::time::sleep(EVERY / 3).await;
+        let second = next_after(began, Instant::now());
+        assert_eq!(first, second);
+        tokio::time::sleep_until(second).await;
+        assert_eq!(next_after(began, Instant::now()), second + EVERY);
+    }
+}
