@@ -3,20 +3,22 @@
 //! Requests are served one after the other. A caller that goes away leaves its request in the queue; when kubelet asks
 //! again, the second request finds the work of the first done. File work runs on a thread of its own.
 
+mod former;
 mod handle;
 mod listening;
 mod records;
+mod recovery;
 mod resources;
 mod told;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::spawn_blocking;
-use tokio::time::{Instant, sleep};
-use tracing::{error, info, warn};
+use tokio::time::{Instant, sleep, sleep_until};
+use tracing::{info, warn};
 
 use super::companion::CompanionError;
 use super::door::pod_resources::Grants;
@@ -28,16 +30,17 @@ use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::claim_uid::ClaimUid;
 use crate::core::node::containers::{Containers, Contested};
 use crate::core::node::driver_name::DriverName;
+use crate::core::node::former::Former;
 use crate::core::node::injection::Injection;
 use crate::core::node::inventory::Devices;
 use crate::core::node::ledger::Ledger;
 use crate::core::node::orphans::Orphans;
 use crate::core::node::prepare::plan_unprepare;
-use crate::core::node::recovery::{plan_clearing, plan_refresh, plan_restoring, plan_undo};
 use crate::core::node::refusal::Refusal;
 use crate::core::node::request::{
     ClaimToPrepare, ClaimToUnprepare, ExtendedResource, NodeIdentity, PluginDevice,
 };
+use crate::core::node::retries::{Missing, Retries};
 use crate::core::node::step::Step;
 
 pub use handle::OwnerHandle;
@@ -83,6 +86,9 @@ pub struct OwnerOptions<D> {
     pub grants: Option<Arc<dyn Grants>>,
     /// The devices of this node that claims were allocated, as the API server shows it: for the same.
     pub announcements: watch::Receiver<Arc<Announced>>,
+    /// What containers have of extended resources of earlier processes, as far as kubelet has recorded it. `None` if kubelet cannot be
+    /// asked here what its containers have: then nothing is withheld for what they got under a name that is no more.
+    pub former: Option<Former>,
     /// Where everything is counted.
     pub figures: Arc<Figures>,
 }
@@ -121,6 +127,16 @@ pub struct Owner<D> {
     announced: Noted<Announced>,
     containers: Noted<Containers>,
     contested: Noted<Contested>,
+    /// What containers still have of resources that are no more, or that have lost devices.
+    former: Noted<Former>,
+    /// Whether kubelet can be asked for that.
+    withholds_former: bool,
+    /// When kubelet is asked for that again.
+    former_due: Instant,
+    /// What was granted of each resource by this process, as far as kubelet may not show it yet.
+    granted: BTreeMap<String, Containers>,
+    /// The CDI files that could not be written.
+    retries: Retries,
     /// What the inventory and the lists were made from.
     told: Told,
     /// Whether it was said that kubelet does not show its containers.
@@ -184,6 +200,11 @@ impl<D: NodeDriver> Owner<D> {
             announced,
             containers: Noted::default(),
             contested: Noted::default(),
+            withholds_former: options.former.is_some(),
+            former: Noted::new(options.former.unwrap_or_default()),
+            former_due: Instant::now(),
+            granted: BTreeMap::new(),
+            retries: Retries::default(),
             told: Told::default(),
             complained: false,
             since: Instant::now(),
@@ -192,6 +213,7 @@ impl<D: NodeDriver> Owner<D> {
         owner.change_resources();
         owner.recover(&files).await;
         owner.devices = owner.found.borrow_and_update().clone();
+        owner.look_at_former().await;
         owner.take_stock();
         owner.refresh_named_devices().await;
         if owner.has_both() {
@@ -214,12 +236,14 @@ impl<D: NodeDriver> Owner<D> {
     /// Serves until the last handle is dropped.
     pub async fn run(mut self) {
         loop {
+            let retry = self.retries.next().map(|due| self.since + due);
             tokio::select! {
                 // What is known is taken up before anybody is answered from it. Both are rare.
                 biased;
                 Ok(()) = self.cluster.changed() => self.learn().await,
                 Ok(()) = self.wanted.changed() => {
                     self.change_resources();
+                    self.look_at_former().await;
                     self.take_stock();
                     self.refresh_named_devices().await;
                     if self.has_both() {
@@ -232,6 +256,8 @@ impl<D: NodeDriver> Owner<D> {
                     Some(request) => self.serve(request).await,
                     None => return,
                 },
+                () = sleep_until(retry.unwrap_or(self.since)), if retry.is_some() => self.try_again().await,
+                () = sleep_until(self.former_due), if !self.former.is_empty() => self.look_at_former().await,
                 () = sleep(resources::LOOK_AGAIN), if self.looks_again() => self.look_and_tell().await,
             }
             self.take_stock();
@@ -326,6 +352,7 @@ impl<D: NodeDriver> Owner<D> {
             self.undo(&uid).await;
             return Err(failure);
         }
+        self.retries.done(&Missing::OfClaim(uid.clone()));
         Ok(vec![self.driver_name.cdi_id(&uid)])
     }
 
@@ -393,58 +420,6 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    async fn undo(&mut self, uid: &ClaimUid) {
-        let steps = plan_undo(&self.ledger, uid);
-        if let Err(failure) = self.carry_out(&steps).await {
-            warn!(claim_uid = %uid, reason = failure.reason(), "cannot be undone now, and is later: {failure}");
-        }
-    }
-
-    async fn recover(&mut self, files: &BTreeSet<ClaimUid>) {
-        self.clear(files).await;
-        let plans = plan_restoring(&self.ledger);
-        self.carry_out_each(plans).await;
-        if let Err(failure) = self.carry_out(&[Step::Save(Vec::new())]).await {
-            error!(
-                reason = failure.reason(),
-                "what was restored cannot be stored now: {failure}"
-            );
-        }
-        info!(claims = self.ledger.entries().len(), "the ledger is complete");
-    }
-
-    /// Clears away what attempts that failed have left, here or in an earlier process.
-    async fn clear(&mut self, files: &BTreeSet<ClaimUid>) {
-        for steps in plan_clearing(&self.ledger, files) {
-            if let Err(failure) = self.carry_out(&steps).await {
-                error!(
-                    reason = failure.reason(),
-                    "what an earlier attempt left cannot be cleared away now: {failure}"
-                );
-            }
-        }
-    }
-
-    /// The devices are not what they were: files must not lead to a node that has become another's.
-    async fn refresh(&mut self) {
-        let before = self.inventory.clone();
-        self.devices = self.found.borrow_and_update().clone();
-        self.take_stock();
-        let plans = plan_refresh(&self.ledger, &before, &self.inventory);
-        self.carry_out_each(plans).await;
-        self.refresh_named_devices().await;
-    }
-
-    async fn carry_out_each(&mut self, plans: Vec<(ClaimUid, Vec<Step>)>) {
-        for (uid, steps) in plans {
-            if let Err(failure) = self.carry_out(&steps).await {
-                let reason = failure.reason();
-                warn!(claim_uid = %uid, reason, "containers of this claim cannot be started now: {failure}");
-                self.undo(&uid).await;
-            }
-        }
-    }
-
     async fn learn(&mut self) {
         let facts = self.cluster.borrow_and_update().clone();
         self.node.uid.clone_from(&facts.node_uid);
@@ -474,6 +449,10 @@ fn report(what: &str, namespace: &str, name: &str, uid: &str, failure: Option<&F
     }
 }
 
+#[cfg(test)]
+mod moving;
+#[cfg(test)]
+mod restoring;
 #[cfg(test)]
 mod stage;
 #[cfg(test)]

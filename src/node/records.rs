@@ -21,7 +21,7 @@ use crate::api::proto::node_records::{
     Holding as HoldingMessage, HoldingsRequest, HoldingsResponse, InContainer, ReleaseRequest,
     ReleaseResponse,
 };
-use crate::core::node::release::{Holding, HoldingState, holdings, plan_release};
+use crate::core::node::release::{Holding, HoldingState, holdings, plan_release_without_driver};
 
 /// Where the socket is.
 pub fn socket(state: &Path, kubelet_root: &Path) -> SocketPlace {
@@ -208,7 +208,12 @@ impl Access {
         }
     }
 
-    /// Takes a claim from the ledger, and answers what it held.
+    /// Whether the rest of a release is left to the next start of the companion: only then is the driver there to undo what it did.
+    pub fn leaves_the_driver_out(&self) -> bool {
+        matches!(self, Self::Offline(_))
+    }
+
+    /// Takes from a claim what it holds, and answers what that was.
     pub async fn release(&mut self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
         match self {
             Self::Running(client) => {
@@ -226,8 +231,8 @@ impl Offline {
     fn release(&mut self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
         let ledger = &self.opened.ledger;
         let before = holdings(ledger, &BTreeMap::new());
-        let (uid, steps) =
-            plan_release(ledger, &self.places.kubelet(), uid, force).map_err(ReleaseError::from)?;
+        let (uid, steps) = plan_release_without_driver(ledger, &self.places.kubelet(), uid, force)
+            .map_err(ReleaseError::from)?;
         for step in steps {
             if let Some(changed) = step.perform(&self.opened.ledger, &self.opened.store)? {
                 self.opened.ledger = changed;

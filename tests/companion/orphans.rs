@@ -155,7 +155,13 @@ async fn a_person_releases_also_while_the_companion_does_not_run() {
     let (_, shown) = person(&node, &["holdings"]);
     assert!(shown.contains(A) && shown.contains(B), "{shown}");
     let (done, said) = person(&node, &["release", A]);
-    assert!(done, "{said}");
+    assert!(
+        done && said.contains("clears away the rest when it starts"),
+        "{said}"
+    );
+    let (_, shown) = person(&node, &["holdings"]);
+    let of_a = shown.lines().find(|line| line.contains(A)).unwrap();
+    assert!(of_a.contains("Preparing"), "{shown}");
     let (done, said) = person(&node, &["release", B]);
     assert!(!done && said.contains("kubelet lists"), "{said}");
     let process = Process::start(&node).await;

@@ -285,3 +285,12 @@ impl Searching {
         self.devices.borrow().clone()
     }
 }
+
+/// Says that a test has shown nothing, and why.
+pub(crate) fn not_run(why: &str) {
+    // Past the capture of what tests print: `hack/test` counts it.
+    let test = std::thread::current();
+    let test = test.name().unwrap_or_default();
+    let line = format!("not run here: {test}: {why}\n");
+    let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
+}

@@ -7,7 +7,7 @@ use std::time::Instant;
 use drayman::node::discover::{Cause, HostPaths};
 use drayman::node::driver::NodeDriver;
 
-use crate::host::{Host, Searching};
+use crate::host::{Host, Searching, not_run};
 use crate::usb::DESKTOP;
 
 const ADAPTERS: &str = "- {name: serial, usb: {match: [{vendor: \"0403\"}], nodes: [tty]}}";
@@ -26,8 +26,7 @@ async fn what_the_kernel_tells_is_caught_without_any_directory_that_changes() {
     let started = Instant::now();
     host.unplug("/devices/pci0000:00/0000:00:14.0/usb1/1-1");
     if !poke_the_kernel() {
-        eprintln!("skipped: this machine does not let its kernel be poked");
-        return;
+        return not_run("this machine does not let its kernel be poked");
     }
     searching
         .until("the adapter is gone", std::collections::BTreeMap::is_empty)
@@ -141,8 +140,7 @@ async fn a_device_that_this_kernel_makes_is_found_and_lost_in_the_real_dev() {
     let before = searching.now().len();
     let started = Instant::now();
     let Some(mut zram) = Zram::add() else {
-        eprintln!("skipped: this kernel makes no zram devices");
-        return;
+        return not_run("this kernel makes no zram devices");
     };
     let node = zram.node();
     let has = move |devices: &drayman::core::node::inventory::Devices| {

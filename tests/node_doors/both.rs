@@ -351,3 +351,58 @@ async fn a_claim_whose_device_a_container_has_waits_for_it_and_the_next_claims_a
     controller.end().await?;
     stage.cluster.stop().await
 }
+
+/// A container has the only device. The kind is given to claims, the companion starts anew, the resource gets another name: whatever
+/// the configuration says, nobody gets the device before the container has ended.
+#[tokio::test]
+async fn what_a_container_has_is_given_to_nobody_under_another_name_or_mode_not_even_after_a_restart()
+-> anyhow::Result<()> {
+    const RENAMED: &str = "drayman.dev/renamed";
+    let claims = CONFIGURATION.replace("  mode: both\n  resourceName: drayman.dev/both\n", "");
+    let renamed = CONFIGURATION.replace(RESOURCE, RENAMED);
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    node.make_device(format!("/dev/{PREFIX}0"), 1, 5)?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let mut companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, DRIVER, 1, 0).await?;
+    wait_for_allocatable(&stage, RESOURCE, "1").await?;
+    let plugged = pod_with_limit("plugged", RESOURCE)?;
+    stage.pods().create(&PostParams::default(), &plugged).await?;
+    stage
+        .wait(stage.pods(), "plugged", "running", is_running())
+        .await?;
+
+    let held = "containers have devices under names that the configuration no longer gives them";
+    stage.rewrite_configuration(0, &claims)?;
+    companion.logged(held).await?;
+    wait_for_inventory(&stage, DRIVER, 1, 1).await?;
+    companion.kill().await?;
+    companion = stage.companion(0, &claims)?;
+    companion.logged(held).await?;
+    stage.make_pod("first").await?;
+    stage.wait_for_event("first", "NoSuitableDevice", "of 1").await?;
+
+    stage.rewrite_configuration(0, &renamed)?;
+    wait_for_allocatable(&stage, RENAMED, "0").await?;
+    let next = pod_with_limit("next", RENAMED)?;
+    stage.pods().create(&PostParams::default(), &next).await?;
+    stage.wait_for_event("next", "FailedScheduling", RENAMED).await?;
+    assert_eq!(
+        in_containers(node, PREFIX)
+            .values()
+            .flatten()
+            .map(|container| container.pod.as_str())
+            .collect::<Vec<_>>(),
+        ["plugged"]
+    );
+    stage
+        .cluster
+        .kubectl(&["delete", "pod", "first", "plugged"])
+        .await?;
+    stage.wait(stage.pods(), "next", "running", is_running()).await?;
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

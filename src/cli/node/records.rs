@@ -84,7 +84,16 @@ pub(super) fn release(arguments: &Release) -> Result<(), Error> {
             .release(&arguments.claim_uid, arguments.force)
             .await
             .map_err(|error| Error::Runtime(error.into()))?;
-        print(&format!("{} released: {}\n", released.uid, devices(&released)))
+        let rest = if access.leaves_the_driver_out() {
+            "; the companion does not run, and clears away the rest when it starts: until then the claim is listed as Preparing"
+        } else {
+            ""
+        };
+        print(&format!(
+            "{} released: {}{rest}\n",
+            released.uid,
+            devices(&released)
+        ))
     })
 }
 

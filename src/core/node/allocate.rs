@@ -35,6 +35,9 @@ pub fn check_allocate(
                 holder: entry.describe(uid),
             });
         }
+        if let (Mode::Both, Some((uid, entry))) = (device.mode, handed_out.ledger.unaccounted(None)) {
+            return Err(Refusal::unaccounted(uid, entry));
+        }
         if let (Mode::Both, Some(holder)) = (device.mode, handed_out.announced.holder(name)) {
             return Err(Refusal::Allocated {
                 device: device.name.clone(),
@@ -52,6 +55,7 @@ mod tests {
     use super::super::announced::Announced;
     use super::super::claim_uid::ClaimUid;
     use super::super::containers::Containers;
+    use super::super::injection::Injection;
     use super::super::ledger::{Entry, HeldDevice, Ledger, Progress};
     use super::*;
     use crate::api::crd::Device;
@@ -76,6 +80,7 @@ mod tests {
             device("sick", "camera", Mode::ExtendedResource, Some("it smokes")),
             device("other", "serial", Mode::ExtendedResource, None),
             device("claimed", "camera", Mode::Claims, None),
+            device("either", "camera", Mode::Both, None),
         ])
     }
 
@@ -142,5 +147,23 @@ mod tests {
         let ledger = Ledger::new("boot", BTreeMap::from([(uid, entry)]));
         assert_eq!(reason(&ledger, &[&["a"]]), Err("DeviceHeld"));
         assert_eq!(reason(&ledger, &[&["b"]]), Ok(()));
+    }
+
+    #[test]
+    fn a_device_with_both_doors_is_not_handed_out_while_nobody_knows_what_a_claim_holds() {
+        let entry = Entry {
+            namespace: "default".into(),
+            name: "camera".into(),
+            boot_id: "boot".into(),
+            devices: Vec::new(),
+            progress: Progress::Done {
+                injection: Injection::default(),
+            },
+        };
+        let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap();
+        let ledger = |boot: &str| Ledger::new(boot, BTreeMap::from([(uid.clone(), entry.clone())]));
+        assert_eq!(reason(&ledger("boot"), &[&["either"]]), Err("HoldingsUnknown"));
+        assert_eq!(reason(&ledger("boot"), &[&["a"]]), Ok(()), "no claim can have it");
+        assert_eq!(reason(&ledger("the next boot"), &[&["either"]]), Ok(()));
     }
 }

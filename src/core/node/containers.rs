@@ -106,6 +106,11 @@ impl Containers {
         self.holds.contains_key(device)
     }
 
+    /// The devices that containers hold.
+    pub fn devices(&self) -> impl Iterator<Item = &str> {
+        self.holds.keys().map(String::as_str)
+    }
+
     /// Whether containers hold anything at all.
     pub fn is_empty(&self) -> bool {
         self.holds.is_empty()

@@ -6,10 +6,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use k8s_openapi::ByteString;
+use prost::Message as _;
 use serde::Deserialize;
 
+use super::driver_name::DriverName;
 use super::kubelet_state::shortened;
-use super::naming::device_of_plugin_id;
+use super::naming::{device_of_plugin_id, environment_name};
+use crate::api::proto::device_plugin_v1beta1::ContainerAllocateResponse;
 
 /// The name of the file in the directory of device plugins.
 pub const FILE: &str = "kubelet_internal_checkpoint";
@@ -26,6 +30,9 @@ pub struct Grant {
     /// Ids of the device plugin API by NUMA node, -1 for devices that have none.
     #[serde(rename = "DeviceIDs", default)]
     pub device_ids: Option<BTreeMap<String, Vec<String>>>,
+    /// The device plugin's answer, as it was sent. It is there so that the container can be started again.
+    #[serde(rename = "AllocResp", default)]
+    answer: Option<ByteString>,
 }
 
 /// Why a text is not a record of the device manager.
@@ -53,6 +60,29 @@ pub fn parse(text: &[u8]) -> Result<Vec<Grant>, DeviceManagerError> {
     Ok(document.data.pod_device_entries.unwrap_or_default())
 }
 
+/// What was granted by this driver, whatever the extended resource was called: the devices, by name of the resource. Names and ids may
+/// be anybody's. The answer is ours if it has the variable or the CDI device that we give with each device.
+pub fn granted_by(driver: &DriverName, grants: &[Grant]) -> BTreeMap<String, BTreeSet<String>> {
+    let mut granted: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for grant in grants {
+        let answer = grant.answer.as_ref().map(|bytes| bytes.0.as_slice());
+        let Some(Ok(answer)) = answer.map(ContainerAllocateResponse::decode) else {
+            continue;
+        };
+        let ids = grant.device_ids.iter().flat_map(BTreeMap::values).flatten();
+        for device in ids.map(|id| device_of_plugin_id(id)) {
+            let cdi_id = driver.cdi_device_id(device);
+            if answer.envs.contains_key(&environment_name(device))
+                || answer.cdi_devices.iter().any(|given| given.name == cdi_id)
+            {
+                let devices = granted.entry(grant.resource_name.clone()).or_default();
+                devices.insert(device.to_owned());
+            }
+        }
+    }
+    granted
+}
+
 /// The devices of these extended resources that are recorded for pods of which something may still run.
 pub fn recorded(
     grants: &[Grant],
@@ -72,6 +102,7 @@ pub fn recorded(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::proto::device_plugin_v1beta1::CdiDevice;
 
     /// As kubelet 1.30 writes it, shortened.
     const WRITTEN: &str = r#"{"Data":{"PodDeviceEntries":[
@@ -86,6 +117,40 @@ mod tests {
         let resources = BTreeSet::from(["x.dev/a".to_owned()]);
         let held = recorded(&grants, &resources, |uid| uid == "u-1");
         assert!(held.iter().eq(["a0", "a1", "a2"]), "{held:?}");
+    }
+
+    #[test]
+    fn a_grant_is_known_as_ours_by_its_answer_and_never_by_its_name() {
+        let answer = |variable: Option<&str>, cdi: Option<&str>| {
+            let answer = ContainerAllocateResponse {
+                envs: variable
+                    .map(|name| (name.to_owned(), "/dev/x".to_owned()))
+                    .into_iter()
+                    .collect(),
+                cdi_devices: cdi
+                    .map(|name| CdiDevice { name: name.into() })
+                    .into_iter()
+                    .collect(),
+                ..ContainerAllocateResponse::default()
+            };
+            serde_json::to_value(ByteString(answer.encode_to_vec())).unwrap()
+        };
+        let grant = |resource: &str, id: &str, answer: serde_json::Value| {
+            serde_json::json!({"PodUID": "u-1", "ContainerName": "main", "ResourceName": resource,
+                "DeviceIDs": {"-1": [id]}, "AllocResp": answer})
+        };
+        let text = serde_json::json!({"Data": {"PodDeviceEntries": [
+            grant("x.dev/a", "cam-0", answer(Some("DRAYMAN_DEVICE_CAM_0"), None)),
+            grant("x.dev/a", "cam-1.7", answer(None, Some("drayman.dev/device=cam-1"))),
+            grant("x.dev/b", "cam-0", answer(Some("OTHER"), None)),
+            grant("x.dev/c", "cam-1", answer(None, Some("other.dev/device=cam-1"))),
+            grant("x.dev/d", "cam-1", serde_json::json!("/w==")),
+            grant("x.dev/e", "cam-1", serde_json::Value::Null),
+        ]}});
+        let grants = parse(text.to_string().as_bytes()).unwrap();
+        let ours = granted_by(&DriverName::parse("drayman.dev").unwrap(), &grants);
+        let expected = BTreeSet::from(["cam-0".to_owned(), "cam-1".to_owned()]);
+        assert_eq!(ours, BTreeMap::from([("x.dev/a".to_owned(), expected)]));
     }
 
     #[test]

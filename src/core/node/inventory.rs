@@ -68,7 +68,7 @@ pub fn inventory(found: &Devices, previous: &Devices, ledger: &Ledger) -> Device
 }
 
 /// As much of a text as an inventory can hold: the names of claims may be long.
-fn shortened(text: String) -> String {
+pub(super) fn shortened(text: String) -> String {
     match text.char_indices().nth(TEXT_MAX) {
         Some((end, _)) => text.get(..end).unwrap_or_default().to_owned(),
         None => text,
@@ -135,7 +135,7 @@ pub struct HandedOut<'a> {
     pub containers: &'a Containers,
 }
 
-/// The devices of a kind as ListAndWatch shows them. One that a claim holds, or is about to, is shown as unhealthy, so that kubelet
+/// The devices of a kind as ListAndWatch shows them. One that a claim holds, is about to, or may hold, is shown as unhealthy, so that kubelet
 /// does not grant it, also when the container that has it now has ended. Any other that a container holds is healthy: it is
 /// kubelet's own, and kubelet asks for it again when it admits the pod anew.
 pub fn plugin_devices(inventory: &Devices, handed_out: HandedOut<'_>, kind: &str) -> Vec<PluginDevice> {
@@ -165,6 +165,7 @@ impl HandedOut<'_> {
             return true;
         }
         self.announced.holder(&device.name).is_none()
+            && self.ledger.unaccounted(None).is_none()
             && (self.containers.hold(&device.name) || (self.containers.known() && self.announced.known()))
     }
 }
@@ -351,6 +352,23 @@ mod tests {
         containers.seen(&Shown::default(), Duration::ZERO);
         assert_eq!(offered(&all, &Ledger::default(), &containers), ["a", "b"]);
         assert_eq!(offered(&all, &ledger_holding("b"), &containers), ["a", "b?"]);
+    }
+
+    #[test]
+    fn with_both_doors_nothing_is_offered_while_nobody_knows_what_a_claim_holds() {
+        let all = Devices::from([device("a", Mode::Both), device("b", Mode::ExtendedResource)]);
+        let mut containers = Containers::default();
+        containers.seen(&Shown::default(), Duration::ZERO);
+        let known = ledger_holding("elsewhere");
+        let (uid, entry) = known.entries().iter().next().unwrap();
+        let unknown = Entry {
+            devices: Vec::new(),
+            ..entry.clone()
+        };
+        let lost = |boot: &str| Ledger::new(boot, BTreeMap::from([(uid.clone(), unknown.clone())]));
+        assert_eq!(offered(&all, &lost("boot"), &containers), ["a?", "b"]);
+        assert_eq!(offered(&all, &lost("the next boot"), &containers), ["a", "b"]);
+        assert_eq!(offered(&all, &known, &containers), ["a", "b"]);
     }
 
     #[test]

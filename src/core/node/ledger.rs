@@ -73,6 +73,8 @@ pub enum Change {
     Finish(ClaimUid),
     /// What a claim holds has become known, or more of it; nothing else about it changes.
     Explain(ClaimUid, Explanation),
+    /// No container has what the claim holds any more, but the driver has yet to undo what it did for it: the claim counts as begun.
+    Abandon(ClaimUid),
     /// A claim holds nothing any more.
     Remove(ClaimUid),
 }
@@ -134,10 +136,10 @@ impl Ledger {
     }
 
     /// A claim that may be in use and of which nobody knows what it holds, other than `own`.
-    pub fn unaccounted(&self, own: &ClaimUid) -> Option<(&ClaimUid, &Entry)> {
+    pub fn unaccounted(&self, own: Option<&ClaimUid>) -> Option<(&ClaimUid, &Entry)> {
         self.entries
             .iter()
-            .find(|(uid, entry)| *uid != own && entry.is_unaccounted() && self.may_be_in_use(entry))
+            .find(|(uid, entry)| Some(*uid) != own && entry.is_unaccounted() && self.may_be_in_use(entry))
     }
 
     /// Carries out a change.
@@ -159,6 +161,12 @@ impl Ledger {
                     entry.namespace.clone_from(&known.namespace);
                     entry.name.clone_from(&known.name);
                     entry.devices.clone_from(&known.devices);
+                }
+            }
+            Change::Abandon(uid) => {
+                if let Some(entry) = self.entries.get_mut(uid) {
+                    let injection = entry.injection().cloned();
+                    entry.progress = Progress::Started { injection };
                 }
             }
             Change::Remove(uid) => {

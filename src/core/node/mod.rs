@@ -10,6 +10,7 @@ pub mod containers;
 pub mod device_manager;
 pub mod discovery;
 pub mod driver_name;
+pub mod former;
 pub mod injection;
 pub mod inventory;
 pub mod kubelet_state;
@@ -24,6 +25,7 @@ pub mod refusal;
 pub mod release;
 pub mod rendering;
 pub mod request;
+pub mod retries;
 pub mod step;
 
 #[cfg(test)]

@@ -40,11 +40,8 @@ pub fn plan_prepare(
     if let Some(entry) = own.filter(|entry| ledger.may_be_in_use(entry)) {
         return prepared_before(ledger, inventory, claim, (&uid, entry), &names).map(|steps| (uid, steps));
     }
-    if let Some((other, entry)) = ledger.unaccounted(&uid) {
-        return Err(Refusal::Unaccounted {
-            holder: entry.describe(other),
-            uid: other.to_string(),
-        });
+    if let Some((other, entry)) = ledger.unaccounted(Some(&uid)) {
+        return Err(Refusal::unaccounted(other, entry));
     }
 
     let mut evicted = BTreeSet::new();

@@ -194,6 +194,13 @@ pub fn plan_restoring(ledger: &Ledger) -> Vec<(ClaimUid, Vec<Step>)> {
     .collect()
 }
 
+/// Plans how the CDI file of one claim comes back after that has failed. `None` if there is nothing to bring back: the claim has
+/// gone, or what it has is not known, or no container has it.
+pub fn plan_restoring_one(ledger: &Ledger, uid: &ClaimUid) -> Option<Vec<Step>> {
+    let entry = ledger.entry(uid)?;
+    (ledger.may_be_in_use(entry) && !entry.is_unaccounted()).then(|| restore(uid))
+}
+
 /// Plans, claim by claim, what follows from a change of the inventory: the CDI file of a claim must never lead to a node
 /// that has become another device's.
 pub fn plan_refresh(ledger: &Ledger, before: &Devices, after: &Devices) -> Vec<(ClaimUid, Vec<Step>)> {
@@ -363,6 +370,8 @@ mod tests {
             rebuild(&driver(), BOOT, &files, &KubeletView::Unknown("none".into())),
         );
         assert_eq!(plan_restoring(&ledger), []);
+        assert_eq!(plan_restoring_one(&ledger, &uid('1')), None);
+        assert_eq!(plan_restoring_one(&ledger, &uid('2')), None, "it has gone");
         assert_eq!(
             plan_clearing(&ledger, &files.into_keys().collect()),
             Vec::<Vec<Step>>::new()

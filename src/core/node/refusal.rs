@@ -1,6 +1,7 @@
 //! Why kubelet does not get what it asks for.
 
-use super::claim_uid::ClaimUidError;
+use super::claim_uid::{ClaimUid, ClaimUidError};
+use super::ledger::Entry;
 use crate::api::handle::HandleError;
 
 /// Why the node refuses. Every message is for the person who reads the events of the pod.
@@ -180,6 +181,14 @@ pub enum Refusal {
 }
 
 impl Refusal {
+    /// Because of a claim of which nobody knows what it holds.
+    pub(super) fn unaccounted(uid: &ClaimUid, entry: &Entry) -> Self {
+        Self::Unaccounted {
+            holder: entry.describe(uid),
+            uid: uid.to_string(),
+        }
+    }
+
     /// CamelCase, from a small fixed set: the reason of the event, and a metric's label.
     pub fn reason(&self) -> &'static str {
         match self {

@@ -90,6 +90,33 @@ pub fn plan_release(
     uid: &str,
     force: bool,
 ) -> Result<(ClaimUid, Vec<Step>), ReleaseRefusal> {
+    let uid = may_release(ledger, kubelet, uid, force)?;
+    let steps = plan_free(&uid);
+    Ok((uid, steps))
+}
+
+/// Plans the same where the node's driver is not there to undo what it did: no container gets the claim's devices any more, and the
+/// next start of the companion clears away the rest, as it does with any claim that was begun and not finished.
+pub fn plan_release_without_driver(
+    ledger: &Ledger,
+    kubelet: &KubeletView,
+    uid: &str,
+    force: bool,
+) -> Result<(ClaimUid, Vec<Step>), ReleaseRefusal> {
+    let uid = may_release(ledger, kubelet, uid, force)?;
+    let steps = vec![
+        Step::RemoveCdi(uid.clone()),
+        Step::Save(vec![Change::Abandon(uid.clone())]),
+    ];
+    Ok((uid, steps))
+}
+
+fn may_release(
+    ledger: &Ledger,
+    kubelet: &KubeletView,
+    uid: &str,
+    force: bool,
+) -> Result<ClaimUid, ReleaseRefusal> {
     let uid = ClaimUid::parse(uid)?;
     let entry = ledger
         .entry(&uid)
@@ -108,7 +135,7 @@ pub fn plan_release(
             }
         }
     }
-    Ok((uid.clone(), plan_free(&uid)))
+    Ok(uid)
 }
 
 /// The steps after which a claim holds nothing. The file goes first: after a kill in between the ledger still knows.
@@ -139,11 +166,12 @@ pub fn holdings(ledger: &Ledger, quarantine: &std::collections::BTreeMap<ClaimUi
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
+    use std::collections::{BTreeMap, BTreeSet};
 
     use super::super::injection::Injection;
     use super::super::kubelet_state::{KubeletClaim, KubeletClaims};
     use super::super::ledger::{HeldDevice, Progress};
+    use super::super::recovery::plan_clearing;
     use super::*;
 
     const UID: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10";
@@ -185,6 +213,31 @@ mod tests {
                 Step::Save(vec![Change::Remove(uid())])
             ]
         );
+    }
+
+    #[test]
+    fn what_is_released_without_the_driver_is_begun_so_that_the_next_start_has_the_driver_undo_it() {
+        let nothing = KubeletView::Lists(KubeletClaims::new());
+        let before = ledger("boot");
+        let (released, steps) = plan_release_without_driver(&before, &nothing, UID, false).unwrap();
+        let [Step::RemoveCdi(_), Step::Save(changes)] = steps.as_slice() else {
+            panic!("{steps:?}")
+        };
+        let mut after = before.clone();
+        for change in changes {
+            after.apply(change);
+            after.apply(change);
+        }
+        let entry = after.entry(&released).unwrap();
+        assert!(!after.may_be_in_use(entry) && after.holder("kvm").is_some());
+        assert_eq!(
+            plan_clearing(&after, &BTreeSet::new()),
+            [plan_free(&released)],
+            "the driver, and then the entry"
+        );
+        let listed = KubeletView::Lists(KubeletClaims::from([(uid(), KubeletClaim::default())]));
+        let refusal = plan_release_without_driver(&before, &listed, UID, false).unwrap_err();
+        assert_eq!(refusal.reason(), "InUse");
     }
 
     #[test]

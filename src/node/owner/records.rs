@@ -9,8 +9,8 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::task::spawn_blocking;
 use tracing::{info, warn};
 
-use super::Owner;
 use super::handle::{Failure, Request};
+use super::{DRIVER_TIMEOUT, Owner};
 use crate::core::node::claim_uid::ClaimUid;
 use crate::core::node::kubelet_state::KubeletView;
 use crate::core::node::orphans::{ApiView, Question, Verdict};
@@ -58,6 +58,16 @@ pub enum ReleaseError {
     /// It cannot be noted.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The driver has not undone what it did for the claim.
+    #[error(
+        "nothing was released, because the driver has not undone what it did for the claim: {problem}. See to the device or the driver, and ask again"
+    )]
+    NotUndone {
+        /// CamelCase, from a small fixed set.
+        reason: &'static str,
+        /// What the driver said.
+        problem: String,
+    },
     /// The companion is about to end.
     #[error("the companion is stopping: ask again")]
     Stopping,
@@ -69,7 +79,26 @@ impl ReleaseError {
         match self {
             Self::Refused(refusal) => refusal.reason(),
             Self::Store(error) => error.reason(),
+            Self::NotUndone { reason, .. } => reason,
             Self::Stopping => "Stopping",
+        }
+    }
+}
+
+impl From<Failure> for ReleaseError {
+    fn from(failure: Failure) -> Self {
+        let reason = failure.reason();
+        match failure {
+            Failure::Store(error) => Self::Store(error),
+            Failure::Stopping => Self::Stopping,
+            Failure::Slow { .. } => Self::NotUndone {
+                reason,
+                problem: format!("it took more than {} s", DRIVER_TIMEOUT.as_secs()),
+            },
+            Failure::Driver(_) | Failure::Refused(_) => Self::NotUndone {
+                reason,
+                problem: failure.to_string(),
+            },
         }
     }
 }
@@ -183,6 +212,7 @@ impl<D: NodeDriver> Owner<D> {
             };
             if let Err(failure) = self.carry_out(&steps).await {
                 warn!(claim_uid = %uid, reason = failure.reason(), "not done yet, it is tried again: {failure}");
+                self.try_later(&uid);
             }
         }
     }
@@ -191,10 +221,11 @@ impl<D: NodeDriver> Owner<D> {
         let kubelet = self.kubelet().await;
         let before = holdings(&self.ledger, &self.orphans.quarantine());
         let (uid, steps) = plan_release(&self.ledger, &kubelet, uid, force)?;
-        match self.carry_out(&steps).await {
-            Ok(()) => {}
-            Err(Failure::Store(error)) => return Err(error.into()),
-            Err(_) => return Err(ReleaseError::Stopping),
+        if let Err(failure) = self.carry_out(&steps).await {
+            warn!(claim_uid = %uid, reason = failure.reason(), force, "not released, though a person asks: {failure}");
+            // What is still held can still be used.
+            self.try_later(&uid);
+            return Err(failure.into());
         }
         self.orphans.change().forget(&uid);
         let held = before.into_iter().find(|holding| holding.uid == uid.as_str());

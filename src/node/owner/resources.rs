@@ -18,6 +18,7 @@ use crate::core::node::naming::device_of_plugin_id;
 use crate::core::node::prepare::{plan_prepare, takes_from_both};
 use crate::core::node::refusal::Refusal;
 use crate::core::node::request::ClaimToPrepare;
+use crate::core::node::retries::Missing;
 use crate::core::node::step::Step;
 use crate::node::driver::NodeDriver;
 
@@ -71,9 +72,12 @@ impl<D: NodeDriver> Owner<D> {
             }
             injections.push(whole);
         }
+        let devices = || containers.iter().flatten().map(|id| device_of_plugin_id(id));
+        let now = self.since.elapsed();
+        let granted = self.granted.entry(resource.to_owned()).or_default();
+        granted.allocated(devices(), now);
         if offered.also_by_claims {
-            let devices = containers.iter().flatten().map(|id| device_of_plugin_id(id));
-            self.containers.change().allocated(devices, self.since.elapsed());
+            self.containers.change().allocated(devices(), now);
         }
         Ok(injections)
     }
@@ -89,6 +93,12 @@ impl<D: NodeDriver> Owner<D> {
                 .inventory
                 .get(name)
                 .ok_or_else(|| Refusal::Gone(name.chars().take(64).collect()))?;
+            // What the resource has lost is withheld from others, not from the container that has it.
+            let device = if self.former.has(resource, name) {
+                self.devices.get(name).unwrap_or(device)
+            } else {
+                device
+            };
             if let Some(reason) = &device.unhealthy {
                 return Err(Refusal::Unhealthy {
                     device: name.to_owned(),
@@ -136,7 +146,7 @@ impl<D: NodeDriver> Owner<D> {
             .filter(|device| device.mode.serves_extended_resource() && kinds.contains(device.kind.as_str()))
             .map(|device| device.name.clone())
             .collect();
-        let mut kept = BTreeSet::new();
+        let (mut kept, mut complete) = (BTreeSet::new(), true);
         for device in wanted {
             let written = match self.injection_of(&device).await {
                 Ok(made) => self.by_name(&device, made).await.map(drop),
@@ -147,22 +157,37 @@ impl<D: NodeDriver> Owner<D> {
                     kept.insert(device);
                 }
                 Err(failure) => {
-                    warn!(
-                        device,
-                        reason = failure.reason(),
-                        "containers cannot be given this device by name now: {failure}"
-                    );
+                    complete = false;
+                    // What is tried again has been told.
+                    if !self.retries.has(&Missing::OfDevices) {
+                        warn!(
+                            device,
+                            reason = failure.reason(),
+                            "containers cannot be given this device by name now, it is tried again: {failure}"
+                        );
+                    }
                 }
             }
         }
         let store = self.store.clone();
         match spawn_blocking(move || store.keep_cdi_of_devices(&kept)).await {
             Ok(Ok(())) => {}
-            Ok(Err(error)) => warn!(
-                reason = error.reason(),
-                "files of devices that have gone remain: {error}"
-            ),
-            Err(error) => warn!("files of devices that have gone remain: {error}"),
+            Ok(Err(error)) => {
+                complete = false;
+                warn!(
+                    reason = error.reason(),
+                    "files of devices that have gone remain: {error}"
+                );
+            }
+            Err(error) => {
+                complete = false;
+                warn!("files of devices that have gone remain: {error}");
+            }
+        }
+        if complete {
+            self.retries.done(&Missing::OfDevices);
+        } else {
+            self.retries.failed(Missing::OfDevices, self.since.elapsed());
         }
     }
 
@@ -179,6 +204,14 @@ impl<D: NodeDriver> Owner<D> {
     /// first, so that kubelet hears it before the door closes.
     pub(super) fn change_resources(&mut self) {
         let wanted = self.wanted.borrow_and_update().clone();
+        let gone = self
+            .resources
+            .iter()
+            .filter(|(name, resource)| wanted.get(*name) != Some(&resource.offered));
+        let gone: Vec<String> = gone.map(|(name, _)| name.clone()).collect();
+        for name in gone {
+            self.leave(&name);
+        }
         let resources = self.resources.change();
         resources.retain(|name, resource| {
             let stays = wanted.get(name) == Some(&resource.offered);

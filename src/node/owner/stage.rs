@@ -1,5 +1,6 @@
 //! A companion whose devices are there because the test says so.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -134,6 +135,8 @@ pub(super) struct Life {
     pub(super) doubt: Arc<Notify>,
     /// What the API server shows of the claims of this node.
     pub(super) announcer: watch::Sender<Arc<Announced>>,
+    /// The extended resources that there should be.
+    pub(super) wanted: watch::Sender<Arc<BTreeMap<String, ExtendedResource>>>,
     pub(super) task: JoinHandle<()>,
 }
 
@@ -141,14 +144,32 @@ pub(super) struct Life {
 #[derive(Debug, Default)]
 pub(super) struct Kubelet {
     pub(super) shown: Mutex<Option<Shown>>,
+    /// The extended resource under which it shows devices, if not under any.
+    pub(super) under: Mutex<Option<String>>,
     pub(super) looks: AtomicUsize,
 }
 
 impl Grants for Kubelet {
-    fn look(&self, _: BTreeSet<String>) -> BoxFuture<'_, Result<Shown, String>> {
+    fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<Shown, String>> {
         self.looks.fetch_add(1, Ordering::SeqCst);
-        let shown = self.shown.lock().unwrap().clone();
+        let mut shown = self.shown.lock().unwrap().clone();
+        let under = self.under.lock().unwrap().clone();
+        if let (Some(shown), Some(under)) = (&mut shown, under)
+            && !resources.contains(&under)
+        {
+            shown.listed.clear();
+            shown.recorded.clear();
+        }
         Box::pin(async { shown.ok_or_else(|| "kubelet is down".to_owned()) })
+    }
+}
+
+pub(super) fn places(root: &Path) -> Places {
+    Places {
+        driver: DriverName::parse("drayman.dev").unwrap(),
+        state: root.join("state"),
+        cdi: root.join("cdi"),
+        kubelet_state: root.join("dra_manager_state"),
     }
 }
 
@@ -175,12 +196,7 @@ pub(super) async fn begin(
     driver: &Arc<Said>,
     kubelet: Option<Arc<Kubelet>>,
 ) -> (Owner<Said>, Life) {
-    let places = Places {
-        driver: DriverName::parse("drayman.dev").unwrap(),
-        state: root.join("state"),
-        cdi: root.join("cdi"),
-        kubelet_state: root.join("dra_manager_state"),
-    };
+    let places = places(root);
     let opened = Store::open(&places, boot_id).unwrap();
     let (cluster, receiver) = watch::channel(ClusterFacts::default());
     let doubt = Arc::new(Notify::new());
@@ -194,21 +210,22 @@ pub(super) async fn begin(
         pre_start_check: true,
         ..ExtendedResource::of_kind("serial")
     };
+    let (wanted, resources) = watch::channel(Arc::new(BTreeMap::from([
+        ("example.com/camera".to_owned(), camera),
+        ("example.com/serial".to_owned(), serial),
+    ])));
     let (owner, handle, inventory) = Owner::start(OwnerOptions {
         places,
         orphan_grace: Duration::ZERO,
         node_name: "node-a".into(),
-        resources: watch::channel(Arc::new(BTreeMap::from([
-            ("example.com/camera".to_owned(), camera),
-            ("example.com/serial".to_owned(), serial),
-        ])))
-        .1,
+        resources,
         driver: driver.clone(),
         opened,
         cluster: receiver,
         node_in_doubt: doubt.clone(),
         grants: kubelet.map(|kubelet| kubelet as Arc<dyn Grants>),
         announcements,
+        former: Some(Former::default()),
         figures: Arc::default(),
     })
     .await;
@@ -218,6 +235,7 @@ pub(super) async fn begin(
         cluster,
         doubt,
         announcer,
+        wanted,
         task: tokio::spawn(async {}),
     };
     (owner, life)
@@ -284,4 +302,20 @@ pub(super) fn files(root: &Path) -> Vec<String> {
 
 pub(super) fn file(uid: &str) -> String {
     format!("drayman.dev-claim_{uid}.json")
+}
+
+pub(super) async fn soon<T>(wait: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(20), wait)
+        .await
+        .expect("in time")
+}
+
+/// Waits until the CDI files are these.
+pub(super) async fn until_files(root: &Path, wanted: &[String]) {
+    soon(async {
+        while files(root) != wanted {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await;
 }

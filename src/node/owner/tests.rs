@@ -410,12 +410,6 @@ async fn what_a_container_has_is_refused_to_a_claim_and_told_to_the_controller_u
     life.end().await;
 }
 
-async fn soon<T>(wait: impl Future<Output = T>) -> T {
-    tokio::time::timeout(Duration::from_secs(20), wait)
-        .await
-        .expect("in time")
-}
-
 #[tokio::test]
 async fn a_device_by_name_has_a_file_from_the_start_until_it_is_gone() {
     let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));

@@ -41,7 +41,7 @@ impl<T> Deref for Noted<T> {
 /// What the present inventory and the present lists were made from: some devices, and how often everything else had changed.
 #[derive(Debug, Default)]
 pub(super) struct Told {
-    inventory: Option<(Arc<Devices>, [u64; 2])>,
+    inventory: Option<(Arc<Devices>, [u64; 4])>,
     lists: Option<(Arc<Devices>, [u64; 6])>,
 }
 
@@ -56,16 +56,24 @@ fn is_made_of<const N: usize>(
 impl<D: NodeDriver> Owner<D> {
     /// Joins what was found with what is held. Says whether there was anything to join anew.
     pub(super) fn take_stock(&mut self) -> bool {
-        let changes = [self.ledger.changes, self.orphans.changes];
+        let changes = [
+            self.ledger.changes,
+            self.orphans.changes,
+            self.former.changes,
+            self.resources.changes,
+        ];
         if is_made_of(self.told.inventory.as_ref(), &self.devices, changes) {
             return false;
         }
         let quarantine = self.orphans.quarantine();
-        let all = if quarantine.is_empty() && is_as_found(&self.devices, &self.ledger) {
+        let as_found =
+            quarantine.is_empty() && self.former.is_empty() && is_as_found(&self.devices, &self.ledger);
+        let all = if as_found {
             self.devices.clone()
         } else {
             let mut all = inventory(&self.devices, &self.inventory, &self.ledger);
             withhold(&mut all, &self.ledger, &quarantine);
+            self.withhold_former(&mut all);
             Arc::new(all)
         };
         if !is_the_same(&self.inventory, &all) {

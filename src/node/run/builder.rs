@@ -20,7 +20,7 @@ use crate::core::node::recovery::running_claims;
 use crate::core::node::request::ExtendedResource;
 use crate::node::announce::Announcements;
 use crate::node::door::device_plugin::PluginRegistration;
-use crate::node::door::pod_resources::{Grants, KubeletGrants, PodResourcesClient};
+use crate::node::door::pod_resources::{Grants, KubeletGrants, PodResourcesClient, former};
 use crate::node::door::{DoorError, KubeletPaths};
 use crate::node::driver::NodeDriver;
 use crate::node::figures::Figures;
@@ -215,6 +215,9 @@ impl<D: NodeDriver> NodeBuilder<D> {
             .unwrap_or_else(|| watch::channel(Arc::new(self.resources)).1);
         let (announcer, announcements) = watch::channel(Arc::default());
         let grants = Arc::new(KubeletGrants::new(&self.kubelet)) as Arc<dyn Grants>;
+        let (kubelet, driver) = (self.kubelet.clone(), driver_name.clone());
+        let former = spawn_blocking(move || former(&kubelet, &driver));
+        let former = former.await.map_err(NodeError::Broken)?;
         let starting = Owner::start(OwnerOptions {
             places: places.clone(),
             orphan_grace: self.orphan_grace,
@@ -226,6 +229,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             node_in_doubt: node_in_doubt.clone(),
             grants: Some(grants),
             announcements,
+            former,
             figures: self.figures.clone(),
         });
         // The driver's first list may take its time.

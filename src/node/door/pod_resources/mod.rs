@@ -3,6 +3,7 @@
 //! Kubelet serves it from 1.20 on at `pod-resources/kubelet.sock` below its root directory, and lets 100 calls a second through for
 //! all clients of the node together, ten at once. We keep to a tenth of that.
 
+mod former;
 mod grants;
 
 use std::path::PathBuf;
@@ -16,6 +17,7 @@ use tonic::{Code, Status};
 use super::KubeletPaths;
 use crate::api::proto::pod_resources_v1 as v1;
 use crate::api::proto::pod_resources_v1::pod_resources_lister_client::PodResourcesListerClient;
+pub(in crate::node) use former::former;
 pub use grants::{Grants, KubeletGrants};
 
 /// How long a call may take, the connection included.

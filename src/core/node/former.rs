@@ -1,0 +1,219 @@
+//! What containers still have of extended resources that are no more, or that have lost devices.
+//!
+//! When a resource is renamed, or its devices are given to claims or to another resource, the containers that got some go on. Kubelet
+//! lists their devices under the name by which it granted them, so it is asked for that name until they have ended, and until then
+//! the devices are given to nobody else.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use super::containers::{Containers, Shown};
+use super::inventory::{Devices, shortened};
+use crate::api::crd::Device;
+
+/// What is left of such resources, by name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Former(BTreeMap<String, Left>);
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Left {
+    /// The devices that it had. Any of them counts as held until kubelet has shown which are.
+    devices: BTreeSet<String>,
+    containers: Containers,
+}
+
+impl Former {
+    /// A resource has, or may have, lost these devices. `granted` is what was granted of it so recently that kubelet may not show it.
+    pub fn left(&mut self, resource: &str, devices: BTreeSet<String>, granted: Containers) {
+        let left = self.0.entry(resource.to_owned()).or_default();
+        left.devices.extend(devices);
+        left.containers = granted;
+    }
+
+    /// Takes up what kubelet shows of a resource.
+    pub fn seen(&mut self, resource: &str, shown: &Shown, now: Duration) {
+        if let Some(left) = self.0.get_mut(resource) {
+            left.containers.seen(shown, now);
+        }
+    }
+
+    /// Forgets the resources of which containers have nothing but what these still serve: that is kubelet's own.
+    pub fn settle(&mut self, serves: impl Fn(&str, &str) -> bool) {
+        self.0.retain(|resource, left| {
+            let other = |device: &str| !serves(resource, device);
+            if left.containers.known() {
+                left.containers.devices().any(other)
+            } else {
+                // One that has no device now may have had some that were unplugged.
+                left.devices.is_empty() || left.devices.iter().any(|device| other(device))
+            }
+        });
+    }
+
+    /// Whether there is nothing left.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whether kubelet has shown all of it.
+    pub fn is_known(&self) -> bool {
+        self.0.values().all(|left| left.containers.known())
+    }
+
+    /// The names that kubelet is to be asked for.
+    pub fn names(&self) -> Vec<String> {
+        self.0.keys().cloned().collect()
+    }
+
+    /// Whether a container has, or may have, a device under this name.
+    pub fn has(&self, resource: &str, device: &str) -> bool {
+        self.0
+            .get(resource)
+            .is_some_and(|left| left.why(device).is_some())
+    }
+
+    /// Shows devices as unhealthy that containers have, or may have, under a name that does not serve them (any more). One that may be
+    /// had several times is not: who has it is in nobody's way.
+    pub fn withhold(&self, devices: &mut Devices, serves: impl Fn(&str, &Device) -> bool) {
+        for device in devices.values_mut() {
+            if device.unhealthy.is_some() || device.shares.is_some_and(|shares| shares > 1) {
+                continue;
+            }
+            let mut others = self.0.iter().filter(|(resource, _)| !serves(resource, device));
+            let cause = others.find_map(|(resource, left)| {
+                let why = left.why(&device.name)?;
+                Some(format!(
+                    "{why} as {resource}, by which it no longer leaves this node; it is free when that has ended"
+                ))
+            });
+            device.unhealthy = cause.map(shortened);
+        }
+    }
+}
+
+impl Left {
+    fn why(&self, device: &str) -> Option<String> {
+        if let Some(holder) = self.containers.holder(device) {
+            return Some(format!("{holder} has it"));
+        }
+        let unknown = !self.containers.known() && self.devices.contains(device);
+        unknown.then(|| "kubelet does not show yet whether a container has it".to_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::containers::Container;
+    use super::*;
+
+    const OLD: &str = "example.com/old";
+
+    fn shown(devices: &[&str]) -> Shown {
+        let container = Container {
+            namespace: "default".into(),
+            pod: "p".into(),
+            container: "main".into(),
+        };
+        Shown {
+            pods: [("default".to_owned(), "p".to_owned())].into(),
+            listed: devices
+                .iter()
+                .map(|device| ((*device).to_owned(), container.clone()))
+                .collect(),
+            ..Shown::default()
+        }
+    }
+
+    fn left(devices: &[&str], granted: Containers) -> Former {
+        let mut former = Former::default();
+        former.left(
+            OLD,
+            devices.iter().map(|device| (*device).to_owned()).collect(),
+            granted,
+        );
+        former
+    }
+
+    fn devices(names: &[&str], shares: Option<u32>) -> Devices {
+        let device = |name: &&str| {
+            let device = Device {
+                name: (*name).into(),
+                shares,
+                ..Device::default()
+            };
+            ((*name).to_owned(), device)
+        };
+        names.iter().map(device).collect()
+    }
+
+    /// The devices that are withheld, of `x`, `y` and `z`.
+    fn withheld(former: &Former, serves: bool) -> Vec<String> {
+        let mut all = devices(&["x", "y", "z"], None);
+        former.withhold(&mut all, |_, _| serves);
+        let withheld = all.values().filter(|device| device.unhealthy.is_some());
+        withheld.map(|device| device.name.clone()).collect()
+    }
+
+    #[test]
+    fn until_kubelet_has_shown_who_has_what_everything_that_the_resource_had_is_withheld() {
+        let mut former = left(&["x", "y"], Containers::default());
+        assert!(!former.is_known() && former.has(OLD, "y") && !former.has(OLD, "z"));
+        assert_eq!(withheld(&former, false), ["x", "y"]);
+        assert_eq!(withheld(&former, true), Vec::<String>::new(), "it serves them");
+        former.settle(|_, _| false);
+        assert!(!former.is_empty());
+        former.seen(OLD, &shown(&["x"]), Duration::ZERO);
+        former.settle(|_, _| false);
+        assert!(former.is_known());
+        assert_eq!(withheld(&former, false), ["x"]);
+        former.seen(OLD, &shown(&[]), Duration::ZERO);
+        former.settle(|_, _| false);
+        assert!(former.is_empty());
+        assert_eq!(withheld(&former, false), Vec::<String>::new());
+    }
+
+    #[test]
+    fn what_the_resource_still_serves_is_kubelets_own_and_need_not_be_asked_for() {
+        let mut former = left(&["x"], Containers::default());
+        former.seen(OLD, &shown(&["x", "y"]), Duration::ZERO);
+        former.settle(|_, device| device == "x");
+        assert_eq!(former.names(), [OLD], "y has left it");
+        former.settle(|_, _| true);
+        assert!(former.is_empty());
+        // Nor need kubelet be asked at all where nothing has changed.
+        let mut same = left(&["x"], Containers::default());
+        same.settle(|_, _| true);
+        assert!(same.is_empty());
+        let mut unplugged = left(&[], Containers::default());
+        unplugged.settle(|_, _| true);
+        assert!(!unplugged.is_empty());
+    }
+
+    #[test]
+    fn a_grant_that_kubelet_does_not_show_yet_counts_and_a_name_that_is_left_again_is_asked_for_anew() {
+        let mut granted = Containers::default();
+        granted.allocated(["x"], Duration::ZERO);
+        let mut former = left(&["x", "y"], granted);
+        former.seen(OLD, &shown(&[]), Duration::from_secs(29));
+        assert_eq!(withheld(&former, false), ["x"]);
+        former.left(OLD, BTreeSet::from(["z".to_owned()]), Containers::default());
+        assert_eq!(withheld(&former, false), ["x", "y", "z"]);
+    }
+
+    #[test]
+    fn the_reason_names_the_container_and_fits_and_a_shared_device_is_in_nobodys_way() {
+        let mut former = left(&["x"], Containers::default());
+        former.seen(OLD, &shown(&["x"]), Duration::ZERO);
+        let mut all = devices(&["x"], Some(1));
+        former.withhold(&mut all, |_, _| false);
+        let why = all["x"].unhealthy.clone().unwrap();
+        assert!(
+            why.contains("container main of pod default/p") && why.contains(OLD),
+            "{why}"
+        );
+        assert!(why.len() <= crate::api::crd::TEXT_MAX);
+        let mut all = devices(&["x"], Some(110));
+        former.withhold(&mut all, |_, _| false);
+        assert_eq!(all["x"].unhealthy, None);
+    }
+}

@@ -1,0 +1,121 @@
+//! Extended resources that the configuration has taken devices from: what containers still have of them is withheld from everybody.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tracing::{info, warn};
+
+use super::{Owner, Resource};
+use crate::api::crd::Device;
+use crate::core::node::inventory::Devices;
+use crate::node::driver::NodeDriver;
+
+/// How often kubelet is asked whether containers still have such devices: while it does not answer, and while they do.
+const PAUSES: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(5)];
+
+fn serves(resource: &Resource, device: &Device) -> bool {
+    resource.offered.kind == device.kind && device.mode.serves_extended_resource()
+}
+
+impl<D: NodeDriver> Owner<D> {
+    /// A resource is withdrawn, or is another from now on.
+    pub(super) fn leave(&mut self, name: &str) {
+        let Some(resource) = self.resources.get(name) else {
+            return;
+        };
+        let devices = self.inventory.values().filter(|device| serves(resource, device));
+        let devices: BTreeSet<String> = devices.map(|device| device.name.clone()).collect();
+        self.leave_with(name, devices);
+    }
+
+    /// The devices will be those that were found: notes which resources lose some of theirs though they themselves stay.
+    pub(super) fn leave_resources(&mut self, found: &Devices) {
+        let mut left: Vec<(String, BTreeSet<String>)> = Vec::new();
+        for (name, resource) in self.resources.iter() {
+            let lost = self.devices.values().filter(|before| {
+                serves(resource, before)
+                    && found
+                        .get(&before.name)
+                        .is_some_and(|after| !serves(resource, after))
+            });
+            let lost: BTreeSet<String> = lost.map(|device| device.name.clone()).collect();
+            if !lost.is_empty() {
+                left.push((name.clone(), lost));
+            }
+        }
+        for (name, lost) in left {
+            self.leave_with(&name, lost);
+        }
+    }
+
+    fn leave_with(&mut self, name: &str, devices: BTreeSet<String>) {
+        if self.grants.is_none() || !self.withholds_former {
+            if !devices.is_empty() {
+                warn!(
+                    resource = name,
+                    reason = "PodResourcesUnavailable",
+                    "the resource is withdrawn or has lost devices, and kubelet's pod-resources directory is not here, so that nobody knows whether containers still have them"
+                );
+            }
+            return;
+        }
+        let granted = self.granted.get(name).cloned().unwrap_or_default();
+        self.former.change().left(name, devices, granted);
+    }
+
+    /// Asks kubelet what containers still have of such resources.
+    pub(super) async fn look_at_former(&mut self) {
+        let Some(grants) = self.grants.clone().filter(|_| !self.former.is_empty()) else {
+            return;
+        };
+        self.settle_former();
+        let was_known = self.former.is_known();
+        let mut problem = None;
+        for name in self.former.names() {
+            match grants.look(BTreeSet::from([name.clone()])).await {
+                Ok(shown) => {
+                    let now = self.since.elapsed();
+                    self.former.change().seen(&name, &shown, now);
+                }
+                Err(error) => problem = Some(error),
+            }
+        }
+        self.settle_former();
+        let former = &self.former;
+        match problem {
+            Some(problem) if was_known => warn!(
+                reason = "PodResourcesUnavailable",
+                "kubelet does not show whether containers have devices of extended resources that are no more as they were: {problem}"
+            ),
+            None if !was_known && !former.is_empty() => info!(
+                resource = ?former.names(),
+                "containers have devices under names that the configuration no longer gives them; these are withheld until the containers have ended"
+            ),
+            _ => {}
+        }
+        let [unknown, known] = PAUSES;
+        let pause = if former.is_known() { known } else { unknown };
+        self.former_due = Instant::now() + pause;
+    }
+
+    fn settle_former(&mut self) {
+        let (resources, devices) = (&self.resources, &self.devices);
+        self.former.change().settle(|name, device| {
+            let resource = resources.get(name);
+            let device = devices.get(device);
+            resource
+                .zip(device)
+                .is_some_and(|(resource, device)| serves(resource, device))
+        });
+    }
+
+    /// Shows what such containers have as unhealthy.
+    pub(super) fn withhold_former(&self, devices: &mut Devices) {
+        self.former.withhold(devices, |name, device| {
+            self.resources
+                .get(name)
+                .is_some_and(|resource| serves(resource, device))
+        });
+    }
+}
