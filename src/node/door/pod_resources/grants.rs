@@ -168,17 +168,19 @@ mod tests {
 
     #[test]
     fn without_kubelets_directory_of_pods_no_device_is_taken_for_free() {
-        let entry = |uid: &str, resource: &str| Grant {
-            pod_uid: uid.to_owned(),
-            resource_name: resource.to_owned(),
-            device_ids: None,
-        };
+        let entry =
+            |(uid, resource): (&str, &str)| format!(r#"{{"PodUID":"{uid}","ResourceName":"{resource}"}}"#);
         let entries = [
-            entry("runs", "x.dev/a"),
-            entry("ended", "x.dev/a"),
-            entry("runs-too", "x.dev/other"),
-            entry("../pods", "x.dev/a"),
+            ("runs", "x.dev/a"),
+            ("ended", "x.dev/a"),
+            ("runs-too", "x.dev/other"),
+            ("../pods", "x.dev/a"),
         ];
+        let text = format!(
+            r#"{{"Data":{{"PodDeviceEntries":[{}]}}}}"#,
+            entries.map(entry).join(",")
+        );
+        let entries = device_manager::parse(text.as_bytes()).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let pods = directory.path().join("pods");
         for entries in [&entries[..], &[]] {
