@@ -69,7 +69,10 @@ async fn kvm_answers_a_container_as_it_answers_the_node_by_claim_and_by_limit() 
     let asks = tokio::task::spawn_blocking(|| build_go("tests/kubernetes/kvm", "kvm")).await??;
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
-    node.make_device("/dev/kvm", 10, 232)?;
+    // A node has it if the machine has; where the kernel has none, both are told the same.
+    if !node.path("/dev/kvm").exists() {
+        node.make_device("/dev/kvm", 10, 232)?;
+    }
     let output = node.command(&asks).output().await?;
     let answer = String::from_utf8(output.stdout)?;
     println!("the node is answered {}", answer.trim());
