@@ -44,6 +44,7 @@ pub(super) struct KubeletRoot {
     #[arg(
         id = "kubelet_root_dir",
         long = "kubelet-root-dir",
+        visible_alias = "kubelet-root",
         value_name = "DIRECTORY",
         env = "DRAYMAN_KUBELET_ROOT_DIR",
         hide_env_values = true,
@@ -76,6 +77,7 @@ pub(super) struct CdiRoot {
     #[arg(
         id = "cdi_root",
         long = "cdi-root",
+        visible_alias = "cdi-dir",
         value_name = "DIRECTORY",
         env = "DRAYMAN_CDI_ROOT",
         hide_env_values = true,

@@ -2,7 +2,6 @@
 //! before each start; and PodResources beside it.
 
 use drayman::api::crd::{Mode, NodeInventory};
-use drayman::node::door::pod_resources::PodResourcesError;
 use kube::api::{Api, PostParams};
 
 use crate::look::{devices_inside, pod_resources, pod_with_limit, wait_for_allocatable, wait_for_inventory};
@@ -74,11 +73,11 @@ async fn a_shared_device_is_found_by_the_plugin_watcher_and_looked_at_before_eac
         .iter()
         .filter(|devices| devices.resource_name == RESOURCE);
     assert_eq!(ours.flat_map(|devices| &devices.device_ids).count(), 3);
-    let get = kubelet.get("default", "one").await;
-    println!("Get of kubelet: {get:?}");
-    assert!(
-        matches!(&get, Ok(Some(_)) | Err(PodResourcesError::Unsupported(_))),
-        "{get:?}"
+    let one = kubelet.get("default", "one").await?;
+    assert_eq!(
+        held(one.into_iter().collect()),
+        listed[..1],
+        "its Get as its List"
     );
 
     // A kubelet that restarts finds the socket by itself.

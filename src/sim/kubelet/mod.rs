@@ -55,6 +55,7 @@ impl NodePlace {
     pub fn make(&self) -> std::io::Result<()> {
         for needed in [
             &self.root.join("plugins_registry"),
+            &self.root.join("pods"),
             &self.device_plugins,
             &self.cdi,
         ] {
