@@ -104,13 +104,7 @@ pub(super) async fn play<D: NodeDriver>(
     let shutdown = CancellationToken::new();
     let server = scene.stage.server();
     let place = place(scene);
-    for needed in [
-        &place.root.join("plugins_registry"),
-        &place.device_plugins,
-        &place.cdi,
-    ] {
-        std::fs::create_dir_all(needed)?;
-    }
+    place.make()?;
     let kubelet = Kubelet::new(server, place);
     // Ends with the story; what it cannot do shows in that nothing comes.
     tokio::spawn(kubelet.clone().run(shutdown.clone()));

@@ -89,6 +89,8 @@ pub(crate) enum Fault {
     ClaimOfContainer,
     /// Kubelet wanted a device for a container that a claim has.
     GrantOfClaim,
+    /// A container got a device that was free for a companion which began after its predecessor's answer, and before kubelet's note.
+    GrantMissed,
     /// A container of a pod that was deleted by force still has a device that kubelet itself takes for free.
     LeftOver,
 }

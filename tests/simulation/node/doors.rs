@@ -122,6 +122,16 @@ impl Companion {
         !self.containers.known() || !self.contested.devices().is_empty()
     }
 
+    /// Who has what, as far as this companion knows.
+    pub(super) fn known(&self) -> String {
+        format!(
+            "{:?}, announced {:?}, contested {:?}",
+            self.containers,
+            self.announced,
+            self.contested.devices()
+        )
+    }
+
     /// What of the other door is not free, though no container has anything.
     pub(super) fn withheld(&self) -> Vec<String> {
         let unhealthy = self.offers().into_iter().filter(|device| !device.healthy);

@@ -52,6 +52,8 @@ pub(super) struct Manager {
     on_its_way: bool,
     /// By the uid of the pod: answered by Allocate, and not noted yet.
     asked: BTreeMap<String, Devices>,
+    /// Pods whose grants a companion has answered that has gone before they were noted: the next one may have missed them.
+    missed: BTreeSet<String>,
     granted: BTreeMap<String, Devices>,
     /// Pods that this process has let in.
     admitted: BTreeSet<String>,
@@ -68,6 +70,7 @@ pub(super) struct Manager {
 impl Manager {
     /// The companion is gone: kubelet grants nothing more.
     pub(super) fn disconnect(&mut self) {
+        self.missed.extend(self.asked.keys().cloned());
         self.offered.clear();
         self.sent = None;
     }
@@ -92,6 +95,7 @@ impl Manager {
     /// A pod's containers have ended and it is let go.
     pub(super) fn let_go(&mut self, pod: &str) {
         self.directories.remove(pod);
+        self.missed.remove(pod);
         self.admitted.remove(pod);
         self.asked.remove(pod);
     }
@@ -469,11 +473,16 @@ impl Stage {
 
     // === promises ===
 
-    /// Whether kubelet itself would give the devices of a container to the next one: its pod was deleted by force, and a later grant
-    /// has replaced the file. A window that remains: `docs/node.md`.
-    pub(super) fn is_left_over(&self, name: &str, pod: &str) -> bool {
-        let noted = |node: &super::Node| node.manager.file.contains_key(pod);
-        !self.active(name).contains(pod) && !self.nodes.all.get(name).is_some_and(noted)
+    /// Why the devices of a container may be taken for free. Windows that remain: `docs/node.md`.
+    pub(super) fn excuse(&self, name: &str, pod: &str) -> Option<Fault> {
+        let manager = self.nodes.all.get(name).map(|node| &node.manager);
+        let is_noted = manager.is_some_and(|manager| manager.file.contains_key(pod));
+        if !self.active(name).contains(pod) && !is_noted {
+            // Kubelet itself has it nowhere any more: its pod was deleted by force, and a later grant has replaced the file.
+            return Some(Fault::LeftOver);
+        }
+        let is_missed = manager.is_some_and(|manager| manager.missed.contains(pod));
+        is_missed.then_some(Fault::GrantMissed)
     }
 }
 

@@ -7,7 +7,6 @@ use drayman::core::node::ledger::Entry;
 use super::companion::Companion;
 use super::{Doing, claim_uid};
 use crate::driver::{recorded_hold, uid_of};
-use crate::faults::Fault;
 use crate::pods::uid_of_pod;
 use crate::stage::{SECOND, Stage};
 
@@ -18,20 +17,19 @@ impl Stage {
             return;
         };
         let mut users = BTreeMap::new();
-        let (mut broken, mut excused) = (None, 0);
+        let (mut broken, mut excused) = (None, Vec::new());
         let claims = node.kubelet.running.values().flatten();
-        let claims = claims.map(|(uid, devices)| (format!("claim {uid}"), devices, false));
+        let claims = claims.map(|(uid, devices)| (format!("claim {uid}"), devices, None));
         let plugged = node.manager.running.iter();
-        let plugged =
-            plugged.map(|(uid, devices)| (format!("pod {uid}"), devices, self.is_left_over(name, uid)));
+        let plugged = plugged.map(|(uid, devices)| (format!("pod {uid}"), devices, self.excuse(name, uid)));
         let mut all: Vec<_> = claims.chain(plugged).collect();
-        // Those that are left over come last.
-        all.sort_by_key(|(_, _, left)| *left);
-        for (user, devices, left) in all {
+        // Those with an excuse come last.
+        all.sort_by_key(|(_, _, excuse)| *excuse);
+        for (user, devices, excuse) in all {
             for device in devices {
-                match users.get(device) {
-                    Some(other) if left && *other != user => excused += 1,
-                    Some(other) if *other != user => {
+                match (users.get(device), excuse) {
+                    (Some(other), Some(window)) if *other != user => excused.push(window),
+                    (Some(other), None) if *other != user => {
                         broken = Some(format!(
                             "N1: device {device} of {name} is in containers of {other} and {user}"
                         ));
@@ -72,8 +70,8 @@ impl Stage {
                 ));
             }
         }
-        for _ in 0..excused {
-            self.faults.hit(Fault::LeftOver);
+        for window in excused {
+            self.faults.hit(window);
         }
         if let Some(text) = broken {
             self.violate(|| text);
@@ -232,15 +230,23 @@ impl Stage {
                 .as_ref()
                 .map(Companion::withheld)
                 .unwrap_or_default();
+            // One that is not there is nobody's.
+            let there = self.facts.nodes.get(name);
+            let withheld: Vec<String> = withheld
+                .into_iter()
+                .filter(|device| there.is_some_and(|there| there.contains(device)))
+                .collect();
             if !node.manager.is_empty(&BTreeSet::new()) || !withheld.is_empty() {
+                let known = node.companion.as_ref().map(Companion::known);
                 left.push(format!(
-                    "{name}: {withheld:?} at the other door, {:?}",
+                    "{name}: {withheld:?} at the other door, {known:?}, {:?}",
                     node.manager
                 ));
             }
         }
-        if let Some(text) = left.pop() {
-            self.violate(|| format!("N4: everything is deleted, and something is not free: {text}"));
+        if !left.is_empty() {
+            let left = left.join("; ");
+            self.violate(|| format!("N4: everything is deleted, and something is not free: {left}"));
         }
     }
 }
