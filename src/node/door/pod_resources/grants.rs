@@ -65,7 +65,7 @@ impl Grants for KubeletGrants {
 }
 
 /// The entries of kubelet's file; none if there is no file yet. Kubelet replaces it as a whole.
-fn read(path: &Path) -> io::Result<Vec<Grant>> {
+pub(super) fn read(path: &Path) -> io::Result<Vec<Grant>> {
     let file = match File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
