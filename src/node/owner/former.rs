@@ -71,28 +71,25 @@ impl<D: NodeDriver> Owner<D> {
         };
         self.settle_former();
         let was_known = self.former.is_known();
-        let mut problem = None;
+        let mut looked = Ok(());
         for name in self.former.names() {
             match grants.look(BTreeSet::from([name.clone()])).await {
                 Ok(shown) => {
                     let now = self.since.elapsed();
                     self.former.change().seen(&name, &shown, now);
                 }
-                Err(error) => problem = Some(error),
+                Err(problem) => looked = Err(problem),
             }
         }
         self.settle_former();
+        let effect = "what left by names of extended resources that are no more is given to nobody";
+        self.tell_of_look(looked, effect);
         let former = &self.former;
-        match problem {
-            Some(problem) if was_known => warn!(
-                reason = "PodResourcesUnavailable",
-                "kubelet does not show whether containers have devices of extended resources that are no more as they were: {problem}"
-            ),
-            None if !was_known && !former.is_empty() => info!(
+        if former.is_known() && !was_known && !former.is_empty() {
+            info!(
                 resource = ?former.names(),
                 "containers have devices under names that the configuration no longer gives them; these are withheld until the containers have ended"
-            ),
-            _ => {}
+            );
         }
         let [unknown, known] = PAUSES;
         let pause = if former.is_known() { known } else { unknown };

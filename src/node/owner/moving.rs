@@ -162,6 +162,28 @@ async fn as_long_as_kubelet_does_not_show_its_containers_nothing_of_a_renamed_re
 }
 
 #[tokio::test]
+async fn that_kubelet_does_not_answer_for_a_name_that_is_no_more_is_said_at_the_first_time_and_not_again() {
+    let root = tempfile::tempdir().unwrap();
+    let kubelet = Arc::new(Kubelet::default());
+    let (mut owner, life) = begin(root.path(), "boot", &Said::new(&[]), Some(kubelet.clone())).await;
+    owner.complained = false;
+    let devices = ["x".to_owned()].into();
+    owner
+        .former
+        .change()
+        .left("example.com/old", devices, Containers::default());
+    owner.look_at_former().await;
+    assert!(
+        owner.complained,
+        "at the first time, though nothing was known before"
+    );
+    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    owner.look_at_former().await;
+    assert!(!owner.complained && owner.former.is_empty());
+    drop(life);
+}
+
+#[tokio::test]
 async fn a_grant_that_kubelet_does_not_show_yet_counts_though_the_resource_is_renamed() {
     let (_root, mut life, _driver, _kubelet) = live_with(Mode::Both, Some(Shown::default())).await;
     until_offered(&life, OLD, "x y").await;

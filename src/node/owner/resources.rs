@@ -295,7 +295,13 @@ impl<D: NodeDriver> Owner<D> {
 
     /// Asks kubelet again, and says once what is wrong.
     pub(super) async fn look_and_tell(&mut self) {
-        match self.look().await {
+        let looked = self.look().await;
+        self.tell_of_look(looked, "devices of mode both are given to nobody new");
+    }
+
+    /// Says once that kubelet does not show its containers, why, and what follows.
+    pub(super) fn tell_of_look(&mut self, looked: Result<(), String>, effect: &str) {
+        match looked {
             Ok(()) => self.complained = false,
             Err(problem) if self.complained => {
                 debug!("kubelet still does not show its containers: {problem}");
@@ -304,7 +310,7 @@ impl<D: NodeDriver> Owner<D> {
                 self.complained = true;
                 warn!(
                     reason = "PodResourcesUnavailable",
-                    "kubelet does not show which devices its containers hold, so that devices of mode both are given to nobody new: {problem}"
+                    "kubelet does not show which devices its containers hold, so that {effect}: {problem}"
                 );
             }
         }
