@@ -43,9 +43,9 @@ pub trait NodeDriver: Send + Sync + 'static {
     /// Makes the devices of a claim ready, and says what its containers get. By default that is the [`NodeDriver::injection`] of
     /// each; a driver that has to do something to a device for the claim (to configure it, to load firmware) does it here.
     ///
-    /// Called again for a claim that is prepared already, when kubelet asks again, after a restart, when a device has changed and, after
-    /// such a call has failed, now and then; must lead to the same. Not called for what leaves through the device plugin API, where kubelet says when a device is taken
-    /// and never when it is given back.
+    /// Called again for a claim that is prepared already, when kubelet asks again, after a restart, when a device has changed and,
+    /// after such a call has failed, now and then; must lead to the same. Not called for what leaves through the device plugin API,
+    /// where kubelet says when a device is taken and never when it is given back.
     fn prepare(
         &self,
         claim: &PreparedClaim,
