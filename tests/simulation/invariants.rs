@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::api::resource::{AllocationMode, NODE_LIST_MAX, controller_of};
+use drayman::api::resource::{AllocationMode, NODE_LIST_MAX, Pod, controller_of};
 use drayman::core::protocol::{ClaimToAllocate, ClaimWrite, Command, DriverRequest, ObjectKey};
 
 use crate::driver::{DRIVER, FINALIZER, hold_of, recorded_hold, uid_of};
@@ -134,6 +134,12 @@ impl Stage {
         if !self.store.context_owners_ever.contains(&consumer.uid) {
             self.violate(|| format!("I16: {key} is reserved for {pod} by the context of another pod"));
         }
+        if Self::owner_of(&claim).is_none()
+            && let Some(pod) = self.store.pods.get(&pod)
+            && !names(pod, &key.name)
+        {
+            self.violate(|| format!("I16: {key} is nobody's, and reserved for a pod that does not name it"));
+        }
         if let Some(owner) = Self::owner_of(&claim)
             && owner != consumer.uid
         {
@@ -206,7 +212,10 @@ impl Stage {
                 }
             }
             DriverRequest::Deallocate { claim, .. } => {
-                if !claim.status.reserved_for.is_empty() && recorded_hold(claim).is_some() {
+                // What somebody has removed by force, finalizers and all, is in nobody's use.
+                let stored = self.store.claims.get(&ObjectKey::of(&claim.metadata));
+                let is_there = stored.is_some_and(|stored| uid_of(stored) == uid_of(claim));
+                if is_there && !claim.status.reserved_for.is_empty() && recorded_hold(claim).is_some() {
                     self.violate(|| "I5: a claim in use is deallocated".to_owned());
                 }
             }
@@ -286,6 +295,14 @@ impl Stage {
             }
         }
     }
+}
+
+/// Whether a pod uses the claim of this name because its author said so.
+fn names(pod: &Pod, claim: &str) -> bool {
+    let entries = &pod.spec.resource_claims;
+    entries
+        .iter()
+        .any(|entry| entry.source.resource_claim_name.as_deref() == Some(claim))
 }
 
 /// Whether all claims can be those of a context's pod.

@@ -1,5 +1,6 @@
 //! Somebody does something at every step of a life.
 
+use drayman::api::resource::AllocationMode;
 use drayman::core::protocol::ObjectKey;
 
 use super::{calm, end_pod, expect_well, key};
@@ -95,6 +96,20 @@ fn a_claim_may_be_replaced_under_its_name_while_the_watch_is_away() {
             stage.store.create_claim(again).unwrap();
         }
         stage.relist(Kind::Claim);
+    });
+}
+
+#[test]
+fn a_claim_may_be_replaced_by_somebody_else_s_of_the_same_name_at_any_moment() {
+    at_every_step(|stage| {
+        for key in claims_of(stage, "p") {
+            let _ = stage.store.update_claim(&key, None, Endpoint::Main, |claim| {
+                claim.metadata.finalizers = None;
+                Ok(())
+            });
+            stage.store.delete_claim(&key);
+            stage.create_claim(&key, "gpu", AllocationMode::WaitForFirstConsumer);
+        }
     });
 }
 

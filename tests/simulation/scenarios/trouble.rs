@@ -193,3 +193,54 @@ fn an_allocation_that_is_stored_late_finds_the_finalizer_still_there() {
         expect_well(stage);
     }
 }
+
+/// A claim of a name whose only user is gone, when it is being given back.
+fn given_back(fault: Fault) -> Stage {
+    use drayman::api::resource::AllocationMode;
+    let mut stage = calm(&[("node-a", 1)]);
+    stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+    stage.create_pod(&key("p"), &[Use::Named("named")], None);
+    until_bound(&mut stage, "p");
+    stage.run_for(10 * SECOND);
+    // Deallocate, clear, remove the finalizer.
+    stage.faults.plan.insert(stage.commands + 3, fault);
+    stage.store.remove_pod(&key("p"));
+    stage
+}
+
+#[test]
+fn a_finalizer_that_was_not_removed_is_removed_at_a_later_try() {
+    let faults = [
+        Fault::RequestLost,
+        Fault::ReplyLost,
+        Fault::Late,
+        Fault::ServerError,
+        Fault::Conflict,
+        Fault::Refused,
+    ];
+    for fault in faults {
+        let mut stage = given_back(fault);
+        stage.run_for(120 * SECOND);
+        assert_eq!(stage.faults.hits.get(&fault), Some(&1), "{fault:?}");
+        let claim = stage.claim("named").unwrap();
+        assert_eq!(
+            claim.metadata.finalizers.clone().unwrap_or_default(),
+            Vec::<String>::new(),
+            "{fault:?}"
+        );
+        expect_well(stage);
+    }
+}
+
+#[test]
+fn who_waits_for_a_claim_is_served_when_a_read_only_confirms_what_the_watch_has_shown() {
+    let mut stage = given_back(Fault::ReplyLost);
+    stage.create_pod(&key("q"), &[Use::Named("named")], None);
+    let begun = stage.now;
+    until_bound(&mut stage, "q");
+    // The client gives up after seconds; the slow recheck comes after minutes.
+    let waited = (stage.now - begun) / SECOND;
+    assert!(waited < 120, "{waited} s");
+    assert_eq!(stage.faults.hits.get(&Fault::ReplyLost), Some(&1));
+    expect_well(stage);
+}
