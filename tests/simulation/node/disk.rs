@@ -34,7 +34,22 @@ pub(crate) enum Stop {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Trouble {
     Kill(u32),
-    Fail { from: u32, steps: u32 },
+    Fail {
+        from: u32,
+        steps: u32,
+    },
+    /// One step fails, and while that is made good, the process is killed.
+    FailAndKill {
+        fail: u32,
+        kill: u32,
+    },
+}
+
+impl Trouble {
+    /// Whether the process does not live to answer.
+    pub(super) fn kills(self) -> bool {
+        !matches!(self, Self::Fail { .. })
+    }
 }
 
 #[derive(Clone, Debug, Default)]
@@ -74,7 +89,8 @@ impl State {
         self.step += 1;
         self.longest = self.longest.max(self.step);
         match self.trouble {
-            Some(Trouble::Kill(at)) if now >= at => Err(Stop::Killed),
+            Some(Trouble::Kill(at) | Trouble::FailAndKill { kill: at, .. }) if now >= at => Err(Stop::Killed),
+            Some(Trouble::FailAndKill { fail, .. }) if now == fail => Err(Stop::Failed),
             Some(Trouble::Fail { from, steps }) if (from..from + steps).contains(&now) => Err(Stop::Failed),
             _ => Ok(()),
         }

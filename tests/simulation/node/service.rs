@@ -78,7 +78,7 @@ impl Stage {
         let result = refreshed
             .map_err(Failure::from)
             .and_then(|()| ask(companion, &mut place));
-        let killed = matches!(trouble, Some(Trouble::Kill(_)));
+        let killed = trouble.is_some_and(Trouble::kills);
         node.disk.begin(None);
         if killed {
             self.note(|| format!("{name}: the companion is killed, with the node: {power}, by {trouble:?}"));
@@ -151,10 +151,10 @@ impl Stage {
         let started = Companion::start(&mut place, (name, boots), (mode, now), &found, &kubelet);
         node.disk.begin(None);
         self.note(|| format!("{name}: the companion starts: {:?}", started.as_ref().map(|_| ())));
-        match (trouble, started) {
-            (Some(Trouble::Kill(_)), _) | (_, Err(Stop::Killed)) if power => self.lose_power(name),
-            (Some(Trouble::Kill(_)), _) | (_, Err(_)) => self.kill_companion(name),
-            (_, Ok(companion)) => {
+        match (trouble.is_some_and(Trouble::kills), started) {
+            (true, _) | (_, Err(Stop::Killed)) if power => self.lose_power(name),
+            (true, _) | (_, Err(_)) => self.kill_companion(name),
+            (false, Ok(companion)) => {
                 if let Some(node) = self.nodes.all.get_mut(name) {
                     node.companion = Some(companion);
                 }

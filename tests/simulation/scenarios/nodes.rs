@@ -125,6 +125,21 @@ fn every_trouble_at_every_step_of_a_companion_is_outlived() {
 }
 
 #[test]
+fn a_kill_at_every_step_by_which_a_failed_one_is_made_good_is_outlived() {
+    let calm = two_lives(&[]);
+    for operation in 1..=calm.operations {
+        for fail in 0..calm.steps {
+            // What is undone has fewer steps than what was to be done.
+            for kill in fail + 1..=fail + calm.steps {
+                for power in [false, true] {
+                    two_lives(&[(operation, Trouble::FailAndKill { fail, kill }, power)]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn every_pair_of_a_trouble_of_a_companion_and_a_kill_in_its_next_operation_is_outlived() {
     with_every_pair(two_lives);
 }
