@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::node::{Kubelet, Node, not_run};
+use crate::node::{Kubelet, Node};
+use crate::not_run::not_run;
 use crate::process::{Mounts, Process, Start};
 
 const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";

@@ -9,6 +9,8 @@ mod hostile;
 mod killed;
 mod life;
 mod node;
+#[path = "../not_run/mod.rs"]
+mod not_run;
 mod orphans;
 mod process;
 mod reload;

@@ -20,6 +20,7 @@ use tonic::Streaming;
 use tonic::transport::{Channel, Endpoint};
 
 use crate::api::Api;
+use crate::not_run::is_root;
 
 pub(crate) struct Node {
     pub(crate) directory: tempfile::TempDir,
@@ -32,12 +33,7 @@ pub(crate) struct Node {
 impl Node {
     /// A node with three devices for claims and one for an extended resource. `None`, and a word, without root.
     pub(crate) fn new() -> Option<Self> {
-        if !rustix::process::geteuid().is_root() {
-            // Past the capture of what tests print: `hack/test` counts it.
-            let test = std::thread::current();
-            let test = test.name().unwrap_or_default();
-            let line = format!("not run without root: {test}: only root can make device nodes\n");
-            let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
+        if !is_root() {
             return None;
         }
         Some(Self::within(tempfile::tempdir().unwrap()))
@@ -351,13 +347,4 @@ pub(crate) fn claim(uid: &str, node_uid: &str, devices: &[&str]) -> Claim {
         resource_handle: handle(uid, node_uid, devices),
         structured_resource_handle: None,
     }
-}
-
-/// Says that a test has shown nothing, and why.
-pub(crate) fn not_run(why: &str) {
-    // Past the capture of what tests print: `hack/test` counts it.
-    let test = std::thread::current();
-    let test = test.name().unwrap_or_default();
-    let line = format!("not run here: {test}: {why}\n");
-    let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
 }

@@ -54,7 +54,7 @@ async fn a_value_of_sysfs_makes_a_device_unhealthy_and_several_good_ones_make_it
     host.character("bus/usb/001/099", 189, 98);
     let poked = std::fs::write("/sys/class/mem/null/uevent", "change").is_ok();
     if !poked {
-        return crate::host::not_run("this machine does not let its kernel be poked");
+        return crate::not_run::not_run("this machine does not let its kernel be poked");
     }
     let devices = searching
         .until("it is unhealthy", |devices| cause(devices, &name).is_some())

@@ -14,6 +14,8 @@ use drayman::node::discover::{HostDevices, HostPaths, Survey, survey};
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
 use tokio::sync::watch;
 
+use crate::not_run::is_root;
+
 pub(crate) struct Host {
     directory: tempfile::TempDir,
 }
@@ -21,12 +23,7 @@ pub(crate) struct Host {
 impl Host {
     /// A machine without devices. `None`, and a word, without root, who alone can make device nodes.
     pub(crate) fn new() -> Option<Self> {
-        if !rustix::process::geteuid().is_root() {
-            // Past the capture of what tests print: `hack/test` counts it.
-            let test = std::thread::current();
-            let test = test.name().unwrap_or_default();
-            let line = format!("not run without root: {test}: only root can make device nodes\n");
-            let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
+        if !is_root() {
             return None;
         }
         let host = Self {
@@ -284,13 +281,4 @@ impl Searching {
     pub(crate) fn now(&self) -> Arc<Devices> {
         self.devices.borrow().clone()
     }
-}
-
-/// Says that a test has shown nothing, and why.
-pub(crate) fn not_run(why: &str) {
-    // Past the capture of what tests print: `hack/test` counts it.
-    let test = std::thread::current();
-    let test = test.name().unwrap_or_default();
-    let line = format!("not run here: {test}: {why}\n");
-    let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
 }

@@ -7,7 +7,8 @@ use std::time::Instant;
 use drayman::node::discover::{Cause, HostPaths};
 use drayman::node::driver::NodeDriver;
 
-use crate::host::{Host, Searching, not_run};
+use crate::host::{Host, Searching};
+use crate::not_run::not_run;
 use crate::usb::DESKTOP;
 
 const ADAPTERS: &str = "- {name: serial, usb: {match: [{vendor: \"0403\"}], nodes: [tty]}}";

@@ -7,6 +7,8 @@ mod containers;
 mod health;
 mod host;
 mod hotplug;
+#[path = "../not_run/mod.rs"]
+mod not_run;
 mod pci;
 mod program;
 mod usb;

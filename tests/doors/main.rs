@@ -5,6 +5,8 @@
 mod device_plugin;
 mod dra;
 mod hostile;
+#[path = "../not_run/mod.rs"]
+mod not_run;
 mod pod_resources;
 mod seen;
 mod sockets;

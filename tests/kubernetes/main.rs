@@ -27,6 +27,8 @@ mod leader;
 mod loss;
 mod moved;
 mod newer;
+#[path = "../not_run/mod.rs"]
+mod not_run;
 mod pods;
 mod records;
 mod round_trip;

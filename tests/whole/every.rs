@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use drayman::sim::faults::{Place, Planned, Trouble};
 use tokio::runtime::Runtime;
 
-use crate::life::{COMPANION, CONTROLLER, Lived, is_root, live};
+use crate::life::{COMPANION, CONTROLLER, Lived, live};
+use crate::not_run::is_root;
 use crate::program::panics;
 
 /// How often each kind of trouble was planned for a program, and how often it happened.

@@ -2,7 +2,6 @@
 //! the device plugin, which leaves through both doors: a claim has it next. A pod of another driver, which nobody plays, looks on.
 
 use std::collections::BTreeMap;
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -23,7 +22,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 use crate::check::{Checker, DRIVER, entries_without_file, files_without_entry, list, text};
-use crate::objects::{CLASS, MORE, claiming, claiming_two, plugging, viewing};
+use crate::objects::{claiming, claiming_two, class, of_another_driver, plugging, viewing};
 use crate::program::{self, until};
 
 pub(crate) const CONTROLLER: &str = "controller";
@@ -70,20 +69,6 @@ fn make_node(directory: &Path) -> std::io::Result<NodePlace> {
     Ok(place)
 }
 
-/// Whether this user may make device nodes. If not, the test shows nothing, and that is said past the capture of what tests
-/// print: `hack/test` counts such a test as not run.
-pub(crate) fn is_root() -> bool {
-    let root = rustix::process::geteuid().is_root();
-    if !root {
-        let thread = std::thread::current();
-        let test = thread.name().unwrap_or_default();
-        let line = format!("not run without root: {test}: only root can make device nodes\n");
-        // Nothing can be done about a stderr that is closed.
-        let _ = std::io::stderr().write_all(line.as_bytes());
-    }
-    root
-}
-
 struct Story {
     server: ApiServer,
     kubelet: Kubelet,
@@ -104,10 +89,14 @@ pub(crate) async fn live(planned: Vec<Planned>, clock: Clock) -> Lived {
     for definition in drayman::api::crd::definitions() {
         stage.apply(&serde_json::to_string(&definition).unwrap()).unwrap();
     }
-    stage.apply(CLASS).unwrap();
+    stage.apply(&class("test")).unwrap();
     let kubelet = Kubelet::with_faults(&server, place.clone(), &faults, COMPANION);
     stage.add_kubelet(&kubelet);
-    stage.apply(MORE).unwrap();
+    // The second device of a pod of two claims, and that which leaves through both doors.
+    for kind in ["other", "camera"] {
+        stage.apply(&class(kind)).unwrap();
+    }
+    stage.apply(&of_another_driver()).unwrap();
     let checker = Arc::new(Mutex::new(Checker::new(&server, Some(&kubelet))));
     look_at_records(&faults, &place, &checker);
     let checking = tokio::spawn(check(server.clone(), checker.clone()));

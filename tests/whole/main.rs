@@ -16,5 +16,7 @@ mod every;
 mod leaders;
 mod life;
 mod named;
+#[path = "../not_run/mod.rs"]
+mod not_run;
 mod objects;
 mod program;

@@ -17,8 +17,9 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use crate::check::{DRIVER, is_allocated, text};
-use crate::life::{CONTROLLER, is_root, live};
-use crate::objects::CLASS;
+use crate::life::{CONTROLLER, live};
+use crate::not_run::is_root;
+use crate::objects::class;
 use crate::program::{until, until_seen};
 
 fn runtime() -> tokio::runtime::Runtime {
@@ -81,7 +82,7 @@ pub(crate) async fn control_plane(devices: usize) -> Stage {
     for definition in drayman::api::crd::definitions() {
         stage.apply(&serde_json::to_string(&definition).unwrap()).unwrap();
     }
-    stage.apply(CLASS).unwrap();
+    stage.apply(&class("test")).unwrap();
     let node = "apiVersion: v1\nkind: Node\nmetadata: {name: node-a}\n";
     let node = stage.apply(node).unwrap();
     let devices: Vec<_> = (0..devices)

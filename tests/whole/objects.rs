@@ -1,74 +1,43 @@
 //! What people apply.
 
-pub(crate) const CLASS: &str = "
+/// A class of devices of a kind, its parameters, and a template of claims of it, all of the name of the kind.
+pub(crate) fn class(kind: &str) -> String {
+    format!(
+        "
 apiVersion: drayman.dev/v1alpha1
 kind: DeviceClassParameters
-metadata: {name: test}
-spec: {kind: test}
+metadata: {{name: {kind}}}
+spec: {{kind: {kind}}}
 ---
 apiVersion: resource.k8s.io/v1alpha2
 kind: ResourceClass
-metadata: {name: test}
+metadata: {{name: {kind}}}
 driverName: drayman.dev
-parametersRef: {apiGroup: drayman.dev, kind: DeviceClassParameters, name: test}
+parametersRef: {{apiGroup: drayman.dev, kind: DeviceClassParameters, name: {kind}}}
 ---
-apiVersion: resource.k8s.io/v1alpha2
-kind: ResourceClaimTemplate
-metadata: {name: test, namespace: default}
-spec: {spec: {resourceClassName: test}}
-";
+{}",
+        template(kind)
+    )
+}
 
-/// The second device of a pod of two claims, that which leaves through both doors, and a pod of another driver.
-pub(crate) const MORE: &str = "
-apiVersion: drayman.dev/v1alpha1
-kind: DeviceClassParameters
-metadata: {name: other}
-spec: {kind: other}
----
-apiVersion: resource.k8s.io/v1alpha2
-kind: ResourceClass
-metadata: {name: other}
-driverName: drayman.dev
-parametersRef: {apiGroup: drayman.dev, kind: DeviceClassParameters, name: other}
----
+fn template(class: &str) -> String {
+    format!(
+        "
 apiVersion: resource.k8s.io/v1alpha2
 kind: ResourceClaimTemplate
-metadata: {name: other, namespace: default}
-spec: {spec: {resourceClassName: other}}
----
-apiVersion: drayman.dev/v1alpha1
-kind: DeviceClassParameters
-metadata: {name: camera}
-spec: {kind: camera}
----
-apiVersion: resource.k8s.io/v1alpha2
-kind: ResourceClass
-metadata: {name: camera}
-driverName: drayman.dev
-parametersRef: {apiGroup: drayman.dev, kind: DeviceClassParameters, name: camera}
----
-apiVersion: resource.k8s.io/v1alpha2
-kind: ResourceClaimTemplate
-metadata: {name: camera, namespace: default}
-spec: {spec: {resourceClassName: camera}}
----
-apiVersion: resource.k8s.io/v1alpha2
-kind: ResourceClass
-metadata: {name: foreign}
-driverName: foreign.example.com
----
-apiVersion: resource.k8s.io/v1alpha2
-kind: ResourceClaimTemplate
-metadata: {name: foreign, namespace: default}
-spec: {spec: {resourceClassName: foreign}}
----
-apiVersion: v1
-kind: Pod
-metadata: {name: foreign, namespace: default}
-spec:
-  resourceClaims: [{name: foreign, source: {resourceClaimTemplateName: foreign}}]
-  containers: [{name: main, image: none, resources: {claims: [{name: foreign}]}}]
-";
+metadata: {{name: {class}, namespace: default}}
+spec: {{spec: {{resourceClassName: {class}}}}}
+"
+    )
+}
+
+/// A pod with a claim of another driver, and the class of that.
+pub(crate) fn of_another_driver() -> String {
+    let class = "apiVersion: resource.k8s.io/v1alpha2\nkind: ResourceClass\nmetadata: {name: foreign}\n\
+                 driverName: foreign.example.com\n";
+    let (template, pod) = (template("foreign"), claiming_from("foreign", "foreign"));
+    format!("{class}---\n{template}---\n{pod}")
+}
 
 pub(crate) fn claiming(name: &str) -> String {
     claiming_from("test", name)

@@ -7,6 +7,7 @@ mod companion;
 mod disk;
 mod doors;
 mod kubelet;
+mod manager;
 mod plugin;
 mod promises;
 mod service;
@@ -28,7 +29,8 @@ use companion::Companion;
 use disk::Disk;
 pub(crate) use disk::Trouble;
 use kubelet::Kubelet;
-use plugin::{Manager, Plug};
+use manager::Manager;
+use plugin::Plug;
 
 /// A node of the cluster.
 #[derive(Clone, Debug)]
