@@ -14,11 +14,12 @@ use drayman::core::node::ledger::{Entry, Ledger};
 use drayman::core::node::orphans::{ApiView, GRACE, Orphans, Question, Verdict};
 use drayman::core::node::prepare::plan_unprepare;
 use drayman::core::node::recovery::{
-    Start, plan_clearing, plan_explained, plan_refresh, plan_restoring, plan_undo,
+    Start, plan_clearing, plan_explained, plan_refresh, plan_restoring, plan_restoring_one, plan_undo,
 };
 use drayman::core::node::refusal::Refusal;
 use drayman::core::node::release::{plan_free, plan_release};
 use drayman::core::node::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity};
+use drayman::core::node::retries::{Missing, Retries};
 use drayman::core::node::step::Step;
 
 use super::disk::{Disk, Stop, driver_name};
@@ -56,6 +57,10 @@ pub(crate) struct Companion {
     pub(super) since: Duration,
     /// A claim is to be looked into at once.
     pub(crate) look_due: bool,
+    /// CDI files that could not be written.
+    pub(super) retries: Retries,
+    /// The time of what it does now.
+    pub(super) now: Duration,
 }
 
 fn injection_of(device: &str) -> Injection {
@@ -129,6 +134,8 @@ impl Companion {
             contested: Contested::default(),
             since,
             look_due: true,
+            retries: Retries::default(),
+            now: since,
         };
         companion.clear(place, &files)?;
         for (uid, steps) in plan_restoring(&companion.ledger) {
@@ -175,6 +182,7 @@ impl Companion {
             }
             return Err(stop.into());
         }
+        self.retries.done(&Missing::OfClaim(uid.clone()));
         Ok(uid)
     }
 
@@ -275,7 +283,22 @@ impl Companion {
         Ok(injection)
     }
 
+    /// Writes what could not be written before.
+    pub(crate) fn try_again(&mut self, place: &mut Place<'_>) -> Result<(), Stop> {
+        for missing in self.retries.due(self.now) {
+            let Missing::OfClaim(uid) = &missing else { continue };
+            match plan_restoring_one(&self.ledger, uid) {
+                Some(steps) => self.carry_out_or_undo(place, uid, &steps)?,
+                None => drop(self.retries.done(&missing)),
+            }
+        }
+        Ok(())
+    }
+
     fn undo(&mut self, place: &mut Place<'_>, uid: &ClaimUid) -> Result<(), Stop> {
+        if plan_restoring_one(&self.ledger, uid).is_some() {
+            self.retries.failed(Missing::OfClaim(uid.clone()), self.now);
+        }
         let steps = plan_undo(&self.ledger, uid);
         self.try_to(place, &steps)
     }
@@ -288,7 +311,11 @@ impl Companion {
     ) -> Result<(), Stop> {
         match self.carry_out(place, steps) {
             Err(Stop::Failed) => self.undo(place, uid),
-            other => other,
+            Err(Stop::Killed) => Err(Stop::Killed),
+            Ok(()) => {
+                self.retries.done(&Missing::OfClaim(uid.clone()));
+                Ok(())
+            }
         }
     }
 

@@ -184,6 +184,11 @@ impl Disk {
         self.0.borrow().cdi.keys().cloned().collect()
     }
 
+    /// Somebody removes all files that the container runtime reads.
+    pub(crate) fn lose_cdi(&self) {
+        self.0.borrow_mut().cdi.clear();
+    }
+
     /// What the container runtime reads.
     pub(crate) fn cdi(&self, uid: &ClaimUid) -> Option<Spec> {
         self.0.borrow().cdi.get(uid).cloned()

@@ -73,6 +73,8 @@ pub(crate) struct Nodes {
     plugging: BTreeMap<String, Plug>,
     /// Calls of Allocate that were granted.
     pub(crate) granted: u64,
+    /// Files that could not be written at first, and were tried again.
+    pub(crate) tried_again: usize,
 }
 
 /// Something that happens on a node.
@@ -88,6 +90,8 @@ pub(crate) enum Doing {
     Look,
     /// People make, end or delete a pod that wants an extended resource.
     Plug,
+    /// The companion writes what it could not write before.
+    TryAgain,
     /// A list of devices reaches kubelet.
     Offer,
     /// Kubelet notes what was granted.
@@ -209,6 +213,7 @@ impl Stage {
             Doing::StartKubelet => self.start_kubelet(name),
             Doing::Sync => self.sync(name),
             Doing::Look => self.look_for_orphans(name),
+            Doing::TryAgain => self.try_again(name),
             Doing::Plug => self.plug(name),
             Doing::Offer => self.take_offer(name),
             Doing::Record => self.record_grants(name),
@@ -236,6 +241,14 @@ impl Stage {
             .unwrap_or_default();
         let mut nodes = self.nodes.all.values();
         nodes.any(|node| node.kubelet.running.contains_key(&uid) || node.manager.running.contains_key(&uid))
+    }
+
+    /// Somebody empties the directory of CDI files, and the companion is killed.
+    pub(crate) fn lose_files(&mut self, name: &str) {
+        if let Some(node) = self.nodes.all.get(name) {
+            node.disk.lose_cdi();
+        }
+        self.kill_companion(name);
     }
 
     fn time(&self) -> Duration {

@@ -88,6 +88,11 @@ impl Stage {
             self.people_release(false);
             self.run_for(300 * SECOND);
         }
+        // What has come back since is seen.
+        for name in self.nodes.all.keys().cloned().collect::<Vec<_>>() {
+            self.ask_companion(&name, |_, _| Ok(()));
+        }
+        self.run_for(120 * SECOND);
         self.check_nodes_at_rest();
         let pods: Vec<_> = self.store.pods.keys().cloned().collect();
         for pod in pods {
@@ -181,6 +186,18 @@ impl Stage {
             let ledger = &companion.ledger;
             let in_use = node.kubelet.in_use();
             let listed = &node.kubelet.listed;
+            let there = self.facts.nodes.get(name);
+            let without_file = in_use.iter().find(|uid| {
+                let devices = ledger.entry(uid).map(|entry| &entry.devices);
+                let mut devices = devices.into_iter().flatten();
+                node.disk.cdi(uid).is_none()
+                    && devices.all(|held| there.is_some_and(|all| all.contains(&held.device)))
+            });
+            if let Some(uid) = without_file {
+                broken = Some(format!(
+                    "N6: {name} has no file for claim {uid}, so its containers cannot be started again"
+                ));
+            }
             // What was prepared before a boot gives way to whoever asks for the device.
             let is_in_the_way = |entry: &Entry| ledger.may_be_in_use(entry) || !entry.is_done();
             let for_nobody = ledger.entries().iter().find(|(uid, entry)| {

@@ -67,13 +67,14 @@ impl Stage {
         name: &str,
         ask: impl FnOnce(&mut Companion, &mut Place<'_>) -> Result<T, Failure>,
     ) -> Option<Result<T, Failure>> {
-        let found = self.found(name);
+        let (found, now) = (self.found(name), self.time());
         let (trouble, power) = self.draw_trouble();
         let node = self.nodes.all.get_mut(name)?;
         node.companion.as_ref()?;
         node.disk.begin(trouble);
         let (companion, mut place) = node.hands();
         let companion = companion?;
+        companion.now = now;
         let refreshed = companion.refresh(&mut place, &found);
         let result = refreshed
             .map_err(Failure::from)
@@ -97,10 +98,31 @@ impl Stage {
         {
             self.on_node(name, 0, 100 * MILLISECOND, Doing::Look);
         }
+        self.try_again_later(name);
         Some(result)
     }
 
-    fn kill_companion(&mut self, name: &str) {
+    /// What could not be written is tried again when that is due. Of several that are on their way all but the first find nothing.
+    fn try_again_later(&mut self, name: &str) {
+        let companion = self.nodes.all.get(name).and_then(|node| node.companion.as_ref());
+        if let Some(due) = companion.and_then(|companion| companion.retries.next()) {
+            let delay = due.saturating_sub(self.time()).as_micros() as u64;
+            self.on_node(name, delay, delay, Doing::TryAgain);
+        }
+    }
+
+    pub(super) fn try_again(&mut self, name: &str) {
+        let now = self.time();
+        let node = self.nodes.all.get(name);
+        let companion = node.and_then(|node| node.companion.as_ref());
+        let due = companion.map_or(0, |companion| companion.retries.due(now).len());
+        if due > 0 {
+            self.nodes.tried_again += due;
+            self.ask_companion(name, |companion, place| Ok(companion.try_again(place)?));
+        }
+    }
+
+    pub(super) fn kill_companion(&mut self, name: &str) {
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.companion = None;
             node.manager.disconnect();
@@ -159,6 +181,7 @@ impl Stage {
                     node.companion = Some(companion);
                 }
                 self.on_node(name, 0, 100 * MILLISECOND, Doing::Look);
+                self.try_again_later(name);
                 self.hear_later(name);
             }
         }

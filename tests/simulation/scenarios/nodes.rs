@@ -9,6 +9,9 @@ use crate::stage::{SECOND, Stage};
 use crate::store::Kind;
 use crate::users::Use;
 
+/// At least as many as a start has that finds one claim.
+const STEPS_OF_A_START: u32 = 8;
+
 /// What befalls an operation of a companion: its number, the trouble, and whether the power goes with it.
 pub(super) type Planned = (u64, Trouble, bool);
 
@@ -161,6 +164,23 @@ fn every_pair_of_a_fault_of_the_controller_and_a_kill_of_a_companion_is_outlived
         }
     }
     println!("{calm:?}, {pairs} pairs");
+}
+
+#[test]
+fn files_that_somebody_has_removed_are_back_after_a_start_or_as_soon_as_they_can_be_written() {
+    let mut failures = 0;
+    for from in 0..STEPS_OF_A_START {
+        let mut stage = troubled(&[]);
+        stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+        until_it_runs(&mut stage, "p");
+        let fail = Trouble::Fail { from, steps: 3 };
+        stage.nodes.plan.insert(stage.nodes.operations + 1, (fail, false));
+        stage.lose_files("node-a");
+        stage.run_for(10 * SECOND);
+        failures += stage.nodes.tried_again;
+        expect_all_free(stage, "files that are gone");
+    }
+    assert!(failures > 0, "no start has failed to write the file");
 }
 
 #[test]
