@@ -319,6 +319,9 @@ impl Stage {
         if let Some(Err(Failure::Refused(Refusal::Held { .. }))) = &answer {
             self.nodes.refused += 1;
         }
+        if let Some(Err(Failure::Refused(Refusal::OtherNode { .. }))) = &answer {
+            self.nodes.misdirected += 1;
+        }
         // The answer is lost, and kubelet asks again.
         if !matches!(answer, Some(Ok(_))) || self.strikes_node(Fault::KubeletAsksTwice) {
             return false;
@@ -370,13 +373,16 @@ impl Stage {
             let had: BTreeSet<String> = nodes
                 .map(|node| node.path.trim_start_matches("/dev/").to_owned())
                 .collect();
-            if had != hold.devices {
+            if had != hold.devices || hold.node != name {
                 other = Some((uid.clone(), had.clone(), hold.clone()));
             }
             devices.insert(uid, had);
         }
         if let Some((uid, had, hold)) = other {
-            self.violate(|| format!("N1: containers of {uid} would get {had:?} instead of {hold:?}"));
+            let name = name.to_owned();
+            self.violate(|| {
+                format!("N1: containers of {uid} on {name} would get {had:?} instead of {hold:?}")
+            });
         }
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.kubelet.running.insert(pod.to_owned(), devices);

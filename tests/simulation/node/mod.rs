@@ -69,6 +69,8 @@ pub(crate) struct Nodes {
     pub(crate) prepared: u64,
     /// Claims of a device that another claim had.
     pub(crate) refused: u64,
+    /// Claims of another node's devices.
+    pub(crate) misdirected: u64,
     /// Pods that want devices as an extended resource, by uid.
     plugging: BTreeMap<String, Plug>,
     /// Calls of Allocate that were granted.

@@ -1,5 +1,7 @@
 //! Both halves together: what the controller allocates, a companion prepares, on a disk that forgets.
 
+use drayman::api::resource::AllocationMode;
+
 use super::every_fault::LEFT_OPEN;
 use super::leaders::contested;
 use super::{calm, key, until_bound};
@@ -181,6 +183,27 @@ fn files_that_somebody_has_removed_are_back_after_a_start_or_as_soon_as_they_can
         expect_all_free(stage, "files that are gone");
     }
     assert!(failures > 0, "no start has failed to write the file");
+}
+
+#[test]
+fn a_claim_of_another_node_s_devices_is_not_prepared_whoever_asks() {
+    let mut stage = calm(&[("node-a", 1), ("node-b", 1)]);
+    stage.set_up_nodes(7);
+    stage.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
+    stage.create_pod(&key("p"), &[Use::Named("named")], None);
+    until_it_runs(&mut stage, "p");
+    let node = stage.store.pods[&key("p")].spec.node_name.clone();
+    let other = if node.as_deref() == Some("node-a") {
+        "node-b"
+    } else {
+        "node-a"
+    };
+    // Its user has not asked the scheduler.
+    stage.create_pod(&key("q"), &[Use::Named("named")], Some(other));
+    stage.run_for(120 * SECOND);
+    assert!(stage.nodes.misdirected > 0, "the companion was asked");
+    assert!(stage.has_containers(&key("p")) && !stage.has_containers(&key("q")));
+    expect_all_free(stage, "a claim of another node");
 }
 
 #[test]
