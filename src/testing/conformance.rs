@@ -10,7 +10,7 @@ use futures::{StreamExt as _, stream};
 use super::exercises;
 use super::instance::{Instance, Make};
 use super::measure::{Capacity, basics};
-use super::process::{Blow, BlowKind, Fate, When};
+use super::process::{Blow, BlowKind, Fate, When, numbered};
 use super::report::{Broken, Report};
 use super::rule::Rule;
 use super::scene::{Done, Place, Scene, Setup, Stop};
@@ -342,14 +342,13 @@ impl<D: Driver> Conformance<D> {
             }
             // What is only told cannot take long or fail.
             let struck = |name: &String| kind == BlowKind::Crash || !name.starts_with(story::TOLD);
+            let steps = numbered(&steps).into_iter();
             let blows = steps
-                .iter()
-                .enumerate()
-                .filter(|(_, name)| struck(name))
-                .flat_map(|(step, _)| {
+                .filter(|(_, _, name)| struck(name))
+                .flat_map(|(sort, step, _)| {
                     [When::Before, When::After].map(|when| Blow {
                         step,
-                        of_calls: false,
+                        sort,
                         kind,
                         when,
                     })

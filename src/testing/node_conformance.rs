@@ -14,7 +14,7 @@ use tokio::sync::Semaphore;
 use super::node_exercises as exercises;
 use super::node_instance::{LeftOver, Make, NodeInstance};
 use super::node_story;
-use super::process::{Blow, BlowKind, Fate, When, is_call};
+use super::process::{Blow, BlowKind, Fate, Sort, When, numbered};
 use super::report::{Broken, Report};
 use super::rule::Rule;
 use super::scene::{Done, Place, Scene, Setup, Stop};
@@ -254,12 +254,12 @@ impl<D: NodeDriver> NodeConformance<D> {
             let places = if blow == BlowKind::Slow {
                 first_of_each(&steps)
             } else {
-                (0..steps.len()).collect()
+                numbered(&steps)
             };
-            let blows = places.into_iter().flat_map(|step| {
+            let blows = places.into_iter().flat_map(|(sort, step, _)| {
                 [When::Before, When::After].map(|when| Blow {
                     step,
-                    of_calls: blow == BlowKind::Slow,
+                    sort,
                     kind: blow,
                     when,
                 })
@@ -288,14 +288,13 @@ impl<D: NodeDriver> NodeConformance<D> {
 }
 
 /// The first call of each method of the driver, counted among its calls. Where one hangs the companion waits for ten seconds: too long for all of them.
-fn first_of_each(steps: &[String]) -> Vec<usize> {
+fn first_of_each(steps: &[String]) -> Vec<(Sort, usize, &String)> {
     let mut seen = BTreeSet::new();
-    let is_first = |(_, step): &(usize, &String)| {
+    let is_first = |(_, _, step): &(Sort, usize, &String)| {
         let method = step.split_once('(').map(|(method, _)| method);
         method.is_some_and(|method| seen.insert(method.to_owned()))
     };
-    let calls = steps.iter().filter(|step| is_call(step));
-    calls.enumerate().filter(is_first).map(|(step, _)| step).collect()
+    numbered(steps).into_iter().filter(is_first).collect()
 }
 
 /// Our own kinds, and a class of the driver's devices of a kind.
@@ -337,6 +336,9 @@ mod tests {
             "unprepare(a)",
             "prepare(b)",
         ];
-        assert_eq!(first_of_each(&steps.map(str::to_owned)), [0, 1, 3]);
+        let steps = steps.map(str::to_owned);
+        let firsts = first_of_each(&steps);
+        let numbers: Vec<usize> = firsts.into_iter().map(|(_, number, _)| number).collect();
+        assert_eq!(numbers, [0, 1, 3]);
     }
 }

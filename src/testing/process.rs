@@ -25,12 +25,42 @@ const END: Duration = Duration::from_secs(5);
 /// Something that happens to a process at one of its steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Blow {
-    /// Which step, counted from 0.
+    /// Which step among those of its sort, counted from 0.
     pub(super) step: usize,
-    /// Whether the driver's calls alone are counted. Their order is the same however slowly the requests beside them run.
-    pub(super) of_calls: bool,
+    pub(super) sort: Sort,
     pub(super) kind: BlowKind,
     pub(super) when: When,
+}
+
+/// What a step is. Each sort is counted by itself: the order of the driver's calls is the same however slowly the requests beside them
+/// run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sort {
+    /// A call of the driver: `prepare(claim)`.
+    Call,
+    /// A request to the API server.
+    Request,
+}
+
+impl Sort {
+    fn of(step: &str) -> Self {
+        if step.contains('(') {
+            Self::Call
+        } else {
+            Self::Request
+        }
+    }
+}
+
+/// All steps, each with its number among those of its sort.
+pub(super) fn numbered(steps: &[String]) -> Vec<(Sort, usize, &String)> {
+    let mut numbered: Vec<(Sort, usize, &String)> = Vec::new();
+    for step in steps {
+        let sort = Sort::of(step);
+        let before = numbered.iter().filter(|(known, _, _)| *known == sort).count();
+        numbered.push((sort, before, step));
+    }
+    numbered
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,21 +83,20 @@ pub(super) enum When {
 impl Blow {
     /// As a person reads it.
     pub(super) fn describe(self) -> String {
-        let number = self.step + 1;
+        let sort = match self.sort {
+            Sort::Call => "call of the driver",
+            Sort::Request => "request",
+        };
+        let step = format!("{sort} {}", self.step + 1);
         match (self.kind, self.when) {
-            (BlowKind::Crash, When::Before) => format!("killed before its step {number}"),
-            (BlowKind::Crash, When::After) => format!("killed after its step {number}"),
-            (BlowKind::Slow, When::Before) => format!("step {number} hangs before it does anything"),
-            (BlowKind::Slow, When::After) => format!("step {number} is done and its answer hangs"),
-            (BlowKind::Fail, When::Before) => format!("step {number} fails before it does anything"),
-            (BlowKind::Fail, When::After) => format!("step {number} is done and answers with an error"),
+            (BlowKind::Crash, When::Before) => format!("killed before {step}"),
+            (BlowKind::Crash, When::After) => format!("killed after {step}"),
+            (BlowKind::Slow, When::Before) => format!("{step} hangs before it does anything"),
+            (BlowKind::Slow, When::After) => format!("{step} is done and its answer hangs"),
+            (BlowKind::Fail, When::Before) => format!("{step} fails before it does anything"),
+            (BlowKind::Fail, When::After) => format!("{step} is done and answers with an error"),
         }
     }
-}
-
-/// Whether a step is a call of the driver, and not a request: `prepare(claim)`.
-pub(super) fn is_call(step: &str) -> bool {
-    step.contains('(')
 }
 
 /// The steps of a process, and what happens to it. Clones are the same.
@@ -127,15 +156,11 @@ impl Fate {
     /// Counts a step; the answer is whether it is the one at which something happens.
     fn push(&self, what: String) -> bool {
         let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
-        let may_strike = is_call(&what);
+        let sort = Sort::of(&what);
+        let before = steps.iter().filter(|step| Sort::of(step) == sort).count();
         steps.push(what);
-        self.blow.is_some_and(|blow| {
-            if blow.of_calls {
-                may_strike && steps.iter().filter(|step| is_call(step)).count() == blow.step + 1
-            } else {
-                steps.len() == blow.step + 1
-            }
-        })
+        self.blow
+            .is_some_and(|blow| blow.sort == sort && blow.step == before)
     }
 
     /// Carries a step out, unless something happens to it: `fail` is its answer then, as far as there is one.
@@ -298,10 +323,10 @@ pub(super) async fn polled<T>(work: impl Future<Output = T> + Send, polls: usize
 mod tests {
     use super::*;
 
-    fn blow(step: usize, kind: BlowKind, when: When) -> Fate {
+    fn blow(sort: Sort, step: usize, kind: BlowKind, when: When) -> Fate {
         Fate::new(Some(Blow {
             step,
-            of_calls: false,
+            sort,
             kind,
             when,
         }))
@@ -310,7 +335,7 @@ mod tests {
     #[tokio::test]
     async fn a_step_that_fails_afterwards_was_done_and_one_that_fails_before_was_not() {
         for (when, expected) in [(When::Before, 0), (When::After, 1)] {
-            let fate = blow(1, BlowKind::Fail, when);
+            let fate = blow(Sort::Request, 1, BlowKind::Fail, when);
             let done = Mutex::new(0);
             fate.step("first".into(), async { Ok(()) }, || Err(()))
                 .await
@@ -324,9 +349,27 @@ mod tests {
         }
     }
 
+    #[test]
+    fn calls_and_requests_are_counted_apart() {
+        let steps = ["PATCH /a", "prepare(a)", "PATCH /b", "unprepare(a)"].map(str::to_owned);
+        let numbers: Vec<_> = numbered(&steps)
+            .iter()
+            .map(|(sort, number, _)| (*sort, *number))
+            .collect();
+        let (call, request) = (Sort::Call, Sort::Request);
+        assert_eq!(numbers, [(request, 0), (call, 0), (request, 1), (call, 1)]);
+        // In whichever order they come: it is the same call that is struck.
+        for order in [[0, 1, 2, 3], [1, 3, 0, 2], [0, 2, 1, 3]] {
+            let fate = blow(call, 1, BlowKind::Crash, When::Before);
+            let done = order.map(|index| fate.count(steps[index].clone()));
+            let killed = order.iter().position(|index| *index == 3);
+            assert_eq!(done.iter().position(|done| !done), killed);
+        }
+    }
+
     #[tokio::test]
     async fn after_a_crash_no_step_is_done() {
-        let fate = blow(0, BlowKind::Crash, When::After);
+        let fate = blow(Sort::Request, 0, BlowKind::Crash, When::After);
         assert!(fate.count("observe".into()), "it was done, and then it died");
         assert!(fate.is_dead());
         assert!(!fate.count("observe".into()));
