@@ -145,7 +145,9 @@ impl Stage {
         let empty = empty.filter(|pod| !known.contains(*pod) && !kubelet.pods.contains_key(*pod));
         work.extend(empty.map(|pod| Work::Clean { pod: pod.clone() }));
         work.retain(|work| match work {
-            Work::End { pod } | Work::Kill { pod } => !manager.is_ending(pod, self.now),
+            Work::End { pod } | Work::Kill { pod } => {
+                !manager.is_ending(pod, self.now) && !self.nodes.stuck.contains(pod)
+            }
             Work::Start { .. } | Work::Clean { .. } => true,
         });
         work

@@ -65,6 +65,8 @@ pub(crate) struct Nodes {
     pub(crate) operations: u64,
     /// Pods whose containers have ended, or are to end, and whose kubelet has not said so yet.
     pub(crate) ending: BTreeSet<String>,
+    /// Pods whose containers cannot be killed: one waits for a device, and for no signal.
+    pub(crate) stuck: BTreeSet<String>,
     /// Calls that led to a prepared claim.
     pub(crate) prepared: u64,
     /// Claims of a device that another claim had.

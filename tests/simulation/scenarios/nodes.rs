@@ -207,6 +207,25 @@ fn a_claim_of_another_node_s_devices_is_not_prepared_whoever_asks() {
 }
 
 #[test]
+fn a_container_that_cannot_be_killed_keeps_its_device_though_pod_and_claim_are_gone() {
+    let mut stage = troubled(&[]);
+    let stuck = stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    until_it_runs(&mut stage, "p");
+    stage.nodes.stuck.insert(stuck);
+    // By force; the claim goes with it, and its device is free for the controller.
+    stage.store.remove_pod(&key("p"));
+    stage.create_pod(&key("q"), &[Use::Template("gpu")], None);
+    until_bound(&mut stage, "q");
+    stage.run_for(900 * SECOND);
+    assert!(stage.nodes.refused > 0, "the companion was asked");
+    assert!(!stage.has_containers(&key("q")));
+    stage.nodes.stuck.clear();
+    stage.wake_kubelets();
+    until_it_runs(&mut stage, "q");
+    expect_all_free(stage, "a container that could not be killed");
+}
+
+#[test]
 fn of_two_claims_with_one_device_the_second_is_prepared_when_the_first_has_ended() {
     let mut stage = contested();
     stage.set_up_nodes(7);
