@@ -31,6 +31,8 @@ type Devices = BTreeMap<ClaimUid, BTreeSet<String>>;
 pub(super) struct Kubelet {
     pub(super) up: bool,
     pub(super) listed: BTreeMap<ClaimUid, Listed>,
+    /// Its file is not written yet: the disk is busy, or full.
+    pub(super) writes_late: bool,
     /// Pods that it has taken on.
     pods: BTreeMap<String, ObjectKey>,
     /// Containers, by the uid of their pod. They outlive kubelet, and not the node.
@@ -54,7 +56,7 @@ pub(super) enum Work {
 impl Kubelet {
     /// The list as the companion reads it.
     pub(super) fn view(&self) -> KubeletView {
-        let claims = self.listed.iter();
+        let claims = self.listed.iter().filter(|_| !self.writes_late);
         KubeletView::Lists(
             claims
                 .map(|(uid, listed)| (uid.clone(), listed.claim.clone()))

@@ -247,6 +247,13 @@ impl Stage {
         nodes.any(|node| node.kubelet.running.contains_key(&uid) || node.manager.running.contains_key(&uid))
     }
 
+    /// Whether a kubelet's list of claims has still to be written.
+    pub(crate) fn let_kubelet_write_late(&mut self, name: &str, late: bool) {
+        if let Some(node) = self.nodes.all.get_mut(name) {
+            node.kubelet.writes_late = late;
+        }
+    }
+
     /// Somebody empties the directory of CDI files, and the companion is killed.
     pub(crate) fn lose_files(&mut self, name: &str) {
         if let Some(node) = self.nodes.all.get(name) {

@@ -226,6 +226,25 @@ fn a_container_that_cannot_be_killed_keeps_its_device_though_pod_and_claim_are_g
 }
 
 #[test]
+fn a_claim_that_kubelet_lists_late_is_not_taken_for_one_that_it_has_forgotten() {
+    let mut stage = troubled(&[]);
+    stage.let_kubelet_write_late("node-a", true);
+    let stuck = stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    until_it_runs(&mut stage, "p");
+    // By force, with its claim; kubelet has not got as far as its containers.
+    stage.nodes.stuck.insert(stuck);
+    stage.store.remove_pod(&key("p"));
+    // A companion that starts looks at once.
+    stage.lose_files("node-a");
+    stage.run_for(90 * SECOND);
+    stage.let_kubelet_write_late("node-a", false);
+    stage.run_for(300 * SECOND);
+    stage.nodes.stuck.clear();
+    stage.wake_kubelets();
+    expect_all_free(stage, "a list that comes late");
+}
+
+#[test]
 fn of_two_claims_with_one_device_the_second_is_prepared_when_the_first_has_ended() {
     let mut stage = contested();
     stage.set_up_nodes(7);
