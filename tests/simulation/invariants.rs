@@ -6,6 +6,7 @@ use drayman::api::resource::{AllocationMode, NODE_LIST_MAX, Pod, controller_of};
 use drayman::core::protocol::{ClaimToAllocate, ClaimWrite, Command, DriverRequest, ObjectKey};
 
 use crate::driver::{DRIVER, FINALIZER, hold_of, recorded_hold, uid_of};
+use crate::pods::uid_of_pod;
 use crate::stage::Stage;
 
 impl Stage {
@@ -136,6 +137,7 @@ impl Stage {
         }
         if Self::owner_of(&claim).is_none()
             && let Some(pod) = self.store.pods.get(&pod)
+            && uid_of_pod(pod) == consumer.uid
             && !names(pod, &key.name)
         {
             self.violate(|| format!("I16: {key} is nobody's, and reserved for a pod that does not name it"));
