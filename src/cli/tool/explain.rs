@@ -1,6 +1,7 @@
 //! `drayman explain POD|CLAIM`: at which step it is, per node why not, and what to do. The nodes are judged by the driver itself,
 //! with the code that the controller runs, on what this command reads: nothing is reserved and nothing written.
 
+mod limits;
 mod text;
 
 use std::collections::BTreeMap;
@@ -22,6 +23,7 @@ use crate::api::resource::{Pod, PodResourceClaim, PodSchedulingContext, Resource
 use crate::cli::{Error, block_on, choose_tls_provider};
 use crate::core::devices::parameters::{Amount, Demand};
 use crate::core::inspect::explain::{Explanation, Facts, Found, explain, find};
+use crate::core::inspect::limits::Explanation as ByLimit;
 use crate::core::inspect::qualified_name;
 use crate::driver::{ClaimRequest, Driver as _, Holding, Observation};
 use crate::host::HostDriver;
@@ -86,6 +88,9 @@ struct Answer {
     pod: Option<PodAnswer>,
     /// Its claims, or the claim.
     claims: Vec<Explanation>,
+    /// The extended resources in the limits of its containers.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    limits: Vec<ByLimit>,
     /// The newest events about all of them.
     events: Vec<EventAnswer>,
 }
@@ -216,12 +221,23 @@ impl Reading<'_> {
                 nodes: &said.nodes,
             })
         });
+        // Our own type of a pod leaves conditions and limits out.
+        let whole = match pod {
+            Some(pod) => {
+                Api::<k8s_openapi::api::core::v1::Pod>::namespaced(self.client.clone(), &self.namespace)
+                    .get_opt(&pod.name_any())
+                    .await
+                    .context("cannot read the pod")?
+            }
+            None => None,
+        };
         Ok(Answer {
-            pod: match pod {
-                Some(pod) => Some(pod_answer(pod, self.scheduler_says(pod).await?)),
-                None => None,
-            },
+            pod: pod.map(|pod| pod_answer(pod, whole.as_ref().and_then(scheduler_says))),
             claims: explanations.collect(),
+            limits: match &whole {
+                Some(whole) => limits::explained(&self.client, whole).await?,
+                None => Vec::new(),
+            },
             events: self.events(pod, &found).await?,
         })
     }
@@ -304,25 +320,6 @@ impl Reading<'_> {
             }
         }
         Ok(said)
-    }
-
-    /// Why the scheduler has not bound the pod. Our own type of a pod leaves conditions out.
-    async fn scheduler_says(&self, pod: &Pod) -> Result<Option<String>, Error> {
-        if pod.spec.node_name.is_some() {
-            return Ok(None);
-        }
-        let api = Api::<k8s_openapi::api::core::v1::Pod>::namespaced(self.client.clone(), &self.namespace);
-        let whole = api
-            .get_opt(&pod.name_any())
-            .await
-            .context("cannot read the pod")?;
-        let conditions = whole.and_then(|pod| pod.status?.conditions).unwrap_or_default();
-        let unscheduled =
-            |condition: &&PodCondition| condition.type_ == "PodScheduled" && condition.status == "False";
-        Ok(conditions
-            .iter()
-            .find(unscheduled)
-            .and_then(|condition| condition.message.clone()))
     }
 
     /// The names of all nodes. Who may not list nodes is told of those that have an inventory.
@@ -435,6 +432,20 @@ fn in_words(demand: &Demand) -> String {
         parts.push(format!("with an equal {}", constraint.attribute()));
     }
     parts.join(", ")
+}
+
+/// Why the scheduler has not bound the pod.
+fn scheduler_says(pod: &k8s_openapi::api::core::v1::Pod) -> Option<String> {
+    if pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some()) {
+        return None;
+    }
+    let unscheduled =
+        |condition: &&PodCondition| condition.type_ == "PodScheduled" && condition.status == "False";
+    let mut conditions = pod
+        .status
+        .iter()
+        .flat_map(|status| status.conditions.iter().flatten());
+    conditions.find(unscheduled)?.message.clone()
 }
 
 fn pod_answer(pod: &Pod, scheduler: Option<String>) -> PodAnswer {

@@ -2,6 +2,7 @@
 //!
 //! * [`devices`]: every device, its state, and who holds it.
 //! * [`explain`]: at which step a pod's claims are, why not further, and what to do.
+//! * [`limits`]: the same of a pod that asks for extended resources in the limits of its containers.
 //! * [`usage`]: what still depends on classic Dynamic Resource Allocation.
 //! * [`doctor`]: what is wrong with an installation, each finding with its fix.
 //! * [`gates`]: whether the feature gate is on, in each component that has one.
@@ -12,6 +13,7 @@ pub mod devices;
 pub mod doctor;
 pub mod explain;
 pub mod gates;
+pub mod limits;
 pub mod overlap;
 pub mod rights;
 pub mod usage;

@@ -5,7 +5,8 @@ use std::fmt::Write as _;
 
 use super::super::output::{Colour, coloured, one_line, row, table};
 use super::Answer;
-use crate::core::inspect::explain::{Explanation, Step};
+use crate::core::inspect::explain::{Explanation, NodeVerdict, Step};
+use crate::core::inspect::limits::{self, Explanation as ByLimit};
 
 /// The whole of it; `wide` gives each node a line of its own.
 pub(super) fn whole(answer: &Answer, wide: bool) -> String {
@@ -19,8 +20,8 @@ pub(super) fn whole(answer: &Answer, wide: bool) -> String {
         if let Some(scheduler) = &pod.scheduler {
             let _ = writeln!(text, "  scheduler says: {}", one_line(scheduler));
         }
-        if answer.claims.is_empty() {
-            text += "  it names no claims; devices in resources.limits are given by kubelet's device plugin API\n";
+        if answer.claims.is_empty() && answer.limits.is_empty() {
+            text += "  it asks for no devices, neither by claims nor in resources.limits\n";
         }
     }
     for claim in &answer.claims {
@@ -28,6 +29,10 @@ pub(super) fn whole(answer: &Answer, wide: bool) -> String {
             text.push('\n');
         }
         text += &claim_text(claim, wide);
+    }
+    for limit in &answer.limits {
+        text.push('\n');
+        text += &limit_text(limit, wide);
     }
     if !answer.events.is_empty() {
         text += "\nEvents:\n";
@@ -74,17 +79,36 @@ fn claim_text(claim: &Explanation, wide: bool) -> String {
     if let Some(wants) = &claim.wants {
         let _ = writeln!(text, "  wants {wants}");
     }
-    text += &nodes_text(claim, wide);
+    text += &nodes_text(&claim.nodes, wide);
     if let Some(advice) = &claim.advice {
         let _ = writeln!(text, "  what to do: {}", one_line(advice));
     }
     text
 }
 
+fn limit_text(limit: &ByLimit, wide: bool) -> String {
+    let colour = match limit.step {
+        limits::Step::InUse | limits::Step::Ended => Colour::Green,
+        limits::Step::NotOffered | limits::Step::TurnedAway => Colour::Red,
+        _ => Colour::Yellow,
+    };
+    let step = coloured(&format!("{:?}", limit.step), colour);
+    let (resource, amount) = (&limit.resource, limit.amount);
+    let mut text = format!(
+        "Limit {resource}: {amount}: {step}\n  {}\n",
+        one_line(&limit.because)
+    );
+    text += &nodes_text(&limit.nodes, wide);
+    if let Some(advice) = &limit.advice {
+        let _ = writeln!(text, "  what to do: {}", one_line(advice));
+    }
+    text
+}
+
 /// Nodes with the same answer share a line, unless each is asked for.
-fn nodes_text(claim: &Explanation, wide: bool) -> String {
+fn nodes_text(verdicts: &[NodeVerdict], wide: bool) -> String {
     let mut by_reason: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for verdict in &claim.nodes {
+    for verdict in verdicts {
         let reason = verdict.reason.as_deref().unwrap_or("can serve it");
         by_reason.entry(reason).or_default().push(&verdict.node);
     }
@@ -114,30 +138,20 @@ mod tests {
 
     #[test]
     fn nodes_with_the_same_answer_share_a_line() {
-        let verdict = |node: &str, reason: Option<&str>| crate::core::inspect::explain::NodeVerdict {
+        let verdict = |node: &str, reason: Option<&str>| NodeVerdict {
             node: node.into(),
             reason: reason.map(Into::into),
         };
-        let claim = Explanation {
-            entry: None,
-            claim: None,
-            class: None,
-            driver: None,
-            wants: None,
-            step: Step::WaitsForDevice,
-            because: String::new(),
-            advice: None,
-            nodes: vec![
-                verdict("a", Some("3 of 3 held")),
-                verdict("b", Some("3 of 3 held")),
-                verdict("c", Some("3 of 3 held")),
-                verdict("d", None),
-            ],
-        };
+        let verdicts = [
+            verdict("a", Some("3 of 3 held")),
+            verdict("b", Some("3 of 3 held")),
+            verdict("c", Some("3 of 3 held")),
+            verdict("d", None),
+        ];
         assert_eq!(
-            nodes_text(&claim, false),
+            nodes_text(&verdicts, false),
             "  nodes:\n    a and 2 more   3 of 3 held\n    d              can serve it\n"
         );
-        assert_eq!(nodes_text(&claim, true).lines().count(), 5);
+        assert_eq!(nodes_text(&verdicts, true).lines().count(), 5);
     }
 }

@@ -1,0 +1,368 @@
+//! Where a pod stands that asks for devices as an extended resource, in the limits of its containers: no claim says it.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::{Container, Node, Pod};
+use serde::Serialize;
+
+use super::explain::NodeVerdict;
+
+/// Why kubelet turns a pod away whose devices it could not have (`pkg/kubelet/lifecycle/predicate.go`).
+const NOT_ADMITTED: &str = "UnexpectedAdmissionError";
+
+/// At which step a pod is with an extended resource.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub enum Step {
+    /// No node offers it.
+    NotOffered,
+    /// No node has as many left.
+    WaitsForDevice,
+    /// Nodes have as many left, and the scheduler has not chosen one.
+    WaitsForScheduler,
+    /// Kubelet could not have it when the pod came to its node, and has turned the pod away for good.
+    TurnedAway,
+    /// The pod is on its node, and kubelet has still to start it.
+    Starting,
+    /// In use.
+    InUse,
+    /// The pod has ended.
+    Ended,
+}
+
+/// An extended resource of a pod, explained.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Explanation {
+    /// Its name: `drayman.dev/fuse`.
+    pub resource: String,
+    /// How many the pod asks for.
+    pub amount: u64,
+    /// At which step the pod is with it.
+    pub step: Step,
+    /// Why it is there.
+    pub because: String,
+    /// What to do; absent if nothing is to be done.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub advice: Option<String>,
+    /// What each node that offers it says, as long as that matters.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub nodes: Vec<NodeVerdict>,
+}
+
+/// What a pod asks for, by name, without what Kubernetes itself knows (CPU, memory, huge pages). Init containers run before the others and
+/// give back what they had, unless they stay (`restartPolicy: Always`).
+pub fn wanted(pod: &Pod) -> BTreeMap<String, u64> {
+    let Some(spec) = &pod.spec else {
+        return BTreeMap::new();
+    };
+    let mut wanted: BTreeMap<String, u64> = BTreeMap::new();
+    let add = |wanted: &mut BTreeMap<String, u64>, container: &Container| {
+        for (resource, amount) in limits(container) {
+            let sum = wanted.entry(resource).or_default();
+            *sum = sum.saturating_add(amount);
+        }
+    };
+    let (staying, passing): (Vec<_>, Vec<_>) = spec
+        .init_containers
+        .iter()
+        .flatten()
+        .partition(|container| container.restart_policy.as_deref() == Some("Always"));
+    for container in spec.containers.iter().chain(staying) {
+        add(&mut wanted, container);
+    }
+    for container in passing {
+        for (resource, amount) in limits(container) {
+            let most = wanted.entry(resource).or_default();
+            *most = (*most).max(amount);
+        }
+    }
+    wanted.retain(|_, amount| *amount > 0);
+    wanted
+}
+
+fn limits(container: &Container) -> impl Iterator<Item = (String, u64)> {
+    let limits = container
+        .resources
+        .as_ref()
+        .and_then(|resources| resources.limits.as_ref());
+    let extended = limits.into_iter().flatten().filter(|(name, _)| is_extended(name));
+    // Kubernetes takes whole numbers only.
+    extended.map(|(name, amount)| (name.clone(), amount.0.parse().unwrap_or_default()))
+}
+
+/// As `IsExtendedResourceName` of `pkg/apis/core/v1/helper` has it.
+fn is_extended(name: &str) -> bool {
+    name.split_once('/').is_some_and(|(domain, _)| {
+        domain != "kubernetes.io" && !domain.ends_with(".kubernetes.io") && !name.starts_with("requests.")
+    })
+}
+
+/// Explains each extended resource of a pod. `pods` are those of all namespaces, whose devices are in use. `None` is what cannot be read.
+pub fn explain(pod: &Pod, nodes: Option<&[Node]>, pods: Option<&[Pod]>) -> Vec<Explanation> {
+    let explained = wanted(pod).into_iter().map(|(resource, amount)| {
+        let (step, because, advice, nodes) = standing(pod, &resource, amount, nodes, pods);
+        Explanation {
+            resource,
+            amount,
+            step,
+            because,
+            advice: Some(advice).filter(|advice| !advice.is_empty()),
+            nodes,
+        }
+    });
+    explained.collect()
+}
+
+fn standing(
+    pod: &Pod,
+    resource: &str,
+    amount: u64,
+    nodes: Option<&[Node]>,
+    pods: Option<&[Pod]>,
+) -> (Step, String, String, Vec<NodeVerdict>) {
+    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
+    let node = match (node, nodes) {
+        (Some(node), _) => node,
+        (None, Some(nodes)) => return waiting(resource, amount, nodes, pods),
+        (None, None) => {
+            let because = "no node has been chosen, and which nodes offer it is not known".to_owned();
+            let advice = "what the scheduler says: kubectl describe pod".to_owned();
+            return (Step::WaitsForScheduler, because, advice, Vec::new());
+        }
+    };
+    let status = pod.status.as_ref();
+    let phase = status
+        .and_then(|status| status.phase.as_deref())
+        .unwrap_or_default();
+    let reason = status.and_then(|status| status.reason.as_deref());
+    let (step, because, advice) = match (phase, reason) {
+        ("Failed", Some(NOT_ADMITTED)) => {
+            let message = status
+                .and_then(|status| status.message.as_deref())
+                .unwrap_or(NOT_ADMITTED);
+            (
+                Step::TurnedAway,
+                format!("kubelet on {node} has turned the pod away: {message}"),
+                "delete the pod: it is never tried again, and what owns it makes another one",
+            )
+        }
+        ("Succeeded" | "Failed", _) => (Step::Ended, format!("the pod has {}", phase.to_lowercase()), ""),
+        ("Running", _) => (Step::InUse, format!("the pod runs with it on {node}"), ""),
+        _ => (
+            Step::Starting,
+            format!("kubelet on {node} is to allocate it and to start the pod"),
+            "if it lasts: the pod's events, and the log of the companion there",
+        ),
+    };
+    (step, because, advice.to_owned(), Vec::new())
+}
+
+fn waiting(
+    resource: &str,
+    amount: u64,
+    nodes: &[Node],
+    pods: Option<&[Pod]>,
+) -> (Step, String, String, Vec<NodeVerdict>) {
+    let offering: Vec<(&str, u64)> = nodes.iter().filter_map(|node| offers(node, resource)).collect();
+    let verdicts: Vec<NodeVerdict> = offering
+        .iter()
+        .map(|(node, offered)| NodeVerdict {
+            node: (*node).to_owned(),
+            reason: why_not(*offered, amount, pods.map(|pods| used(pods, node, resource))),
+        })
+        .collect();
+    let able = verdicts.iter().filter(|verdict| verdict.reason.is_none()).count();
+    let (step, because, advice) = if verdicts.is_empty() {
+        (
+            Step::NotOffered,
+            format!("none of {} nodes offers it", nodes.len()),
+            "a kind leaves as an extended resource by its mode and name in the configuration of the nodes; is the name right, \
+             and does the companion run there? (drayman doctor)",
+        )
+    } else if offering.iter().all(|(_, offered)| *offered < amount) {
+        (
+            Step::WaitsForDevice,
+            format!(
+                "none of the {} nodes that offer it offers as many as {amount}",
+                verdicts.len()
+            ),
+            "ask for less, or see whether devices are unhealthy or with claims (drayman devices)",
+        )
+    } else if able == 0 {
+        (
+            Step::WaitsForDevice,
+            format!(
+                "none of the {} nodes that offer it has {amount} left",
+                verdicts.len()
+            ),
+            "it is bound as soon as a pod ends that has one; of a kind of mode both, one with a claim counts too (drayman devices)",
+        )
+    } else {
+        (
+            Step::WaitsForScheduler,
+            format!(
+                "{able} of the {} nodes that offer it have {amount} left",
+                verdicts.len()
+            ),
+            "if it lasts, the pod's other needs do not fit there: kubectl describe pod",
+        )
+    };
+    (step, because, advice.to_owned(), verdicts)
+}
+
+/// The node's name and how many can be allocated, if it offers any or ever did.
+fn offers<'a>(node: &'a Node, resource: &str) -> Option<(&'a str, u64)> {
+    let allocatable = node.status.as_ref()?.allocatable.as_ref()?;
+    let amount = allocatable.get(resource)?;
+    Some((
+        node.metadata.name.as_deref().unwrap_or_default(),
+        amount.0.parse().unwrap_or_default(),
+    ))
+}
+
+/// How many the pods of a node have.
+fn used(pods: &[Pod], node: &str, resource: &str) -> u64 {
+    let there = pods.iter().filter(|pod| {
+        let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+        let spec = pod.spec.as_ref();
+        spec.and_then(|spec| spec.node_name.as_deref()) == Some(node)
+            && !matches!(phase, Some("Succeeded" | "Failed"))
+    });
+    there
+        .filter_map(|pod| wanted(pod).remove(resource))
+        .fold(0, u64::saturating_add)
+}
+
+fn why_not(offered: u64, amount: u64, used: Option<u64>) -> Option<String> {
+    let Some(used) = used else {
+        return (offered < amount).then(|| format!("it offers {offered}"));
+    };
+    if offered == 0 {
+        return Some("it offers 0: its devices are gone, unhealthy or with claims".to_owned());
+    }
+    (offered.saturating_sub(used) < amount).then(|| format!("{used} of {offered} in use"))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    const RESOURCE: &str = "drayman.dev/fuse";
+
+    fn pod(spec: &Value, status: &Value) -> Pod {
+        serde_json::from_value(json!({ "metadata": { "name": "p" }, "spec": spec, "status": status }))
+            .unwrap()
+    }
+
+    fn asking(amount: &str, node: Option<&str>, phase: &str) -> Pod {
+        let container = json!({ "name": "c", "resources": { "limits": { RESOURCE: amount, "cpu": "2" } } });
+        pod(
+            &json!({ "nodeName": node, "containers": [container] }),
+            &json!({ "phase": phase }),
+        )
+    }
+
+    fn node(name: &str, amount: &str) -> Node {
+        let allocatable = if amount.is_empty() {
+            json!({})
+        } else {
+            json!({ RESOURCE: amount })
+        };
+        serde_json::from_value(
+            json!({ "metadata": { "name": name }, "status": { "allocatable": allocatable } }),
+        )
+        .unwrap()
+    }
+
+    fn one(pod: &Pod, nodes: &[Node], pods: Option<&[Pod]>) -> Explanation {
+        let mut all = explain(pod, Some(nodes), pods);
+        assert_eq!(all.len(), 1);
+        all.remove(0)
+    }
+
+    fn reasons(explanation: &Explanation) -> Vec<(&str, Option<&str>)> {
+        let verdicts = explanation.nodes.iter();
+        verdicts
+            .map(|verdict| (verdict.node.as_str(), verdict.reason.as_deref()))
+            .collect()
+    }
+
+    #[test]
+    fn init_containers_give_back_what_they_had_unless_they_stay() {
+        let container = |amount: &str, restart: Option<&str>| {
+            json!({ "name": "c", "restartPolicy": restart, "resources": { "limits": {
+                RESOURCE: amount, "memory": "1Gi", "hugepages-2Mi": "2", "kubernetes.io/x": "1", "example.com/zero": "0" } } })
+        };
+        let spec = json!({
+            "initContainers": [container("3", None), container("1", Some("Always"))],
+            "containers": [container("1", None), container("2", None)],
+        });
+        assert_eq!(
+            wanted(&pod(&spec, &json!({}))),
+            BTreeMap::from([(RESOURCE.to_owned(), 4)])
+        );
+        let spec = json!({ "initContainers": [container("3", None)], "containers": [container("1", None)] });
+        assert_eq!(
+            wanted(&pod(&spec, &json!({}))),
+            BTreeMap::from([(RESOURCE.to_owned(), 3)])
+        );
+    }
+
+    #[test]
+    fn a_pod_that_waits_is_told_which_nodes_have_too_few() {
+        let waiting = asking("2", None, "Pending");
+        let nodes = [node("a", "2"), node("b", "0"), node("c", ""), node("d", "3")];
+        let pods = [
+            asking("1", Some("a"), "Running"),
+            asking("2", Some("d"), "Pending"),
+            // What has ended has nothing.
+            asking("1", Some("d"), "Succeeded"),
+            waiting.clone(),
+        ];
+        let told = one(&waiting, &nodes, Some(&pods));
+        assert_eq!((told.step, told.amount), (Step::WaitsForDevice, 2));
+        let none = "it offers 0: its devices are gone, unhealthy or with claims";
+        assert_eq!(
+            reasons(&told),
+            [
+                ("a", Some("1 of 2 in use")),
+                ("b", Some(none)),
+                ("d", Some("2 of 3 in use"))
+            ]
+        );
+        let told = one(&waiting, &nodes, Some(&pods[..1]));
+        assert_eq!(told.step, Step::WaitsForScheduler);
+        assert_eq!(told.because, "1 of the 3 nodes that offer it have 2 left");
+        // Who may not read all pods is told what is certain.
+        let told = one(&waiting, &nodes[..2], None);
+        assert_eq!(reasons(&told), [("a", None), ("b", Some("it offers 0"))]);
+        let told = one(&asking("4", None, "Pending"), &nodes, Some(&[]));
+        assert_eq!(told.step, Step::WaitsForDevice);
+        assert!(told.because.ends_with("offers as many as 4"), "{told:?}");
+        let told = one(&waiting, &nodes[2..3], Some(&pods));
+        assert_eq!((told.step, told.nodes.len()), (Step::NotOffered, 0));
+        let told = explain(&waiting, None, None);
+        assert_eq!(told.first().map(|told| told.step), Some(Step::WaitsForScheduler));
+    }
+
+    #[test]
+    fn a_pod_on_its_node_starts_runs_has_ended_or_was_turned_away() {
+        for (phase, step) in [
+            ("Pending", Step::Starting),
+            ("Running", Step::InUse),
+            ("Failed", Step::Ended),
+        ] {
+            assert_eq!(one(&asking("1", Some("a"), phase), &[], None).step, step);
+        }
+        let mut refused = asking("1", Some("a"), "Failed");
+        let status = refused.status.as_mut().unwrap();
+        status.reason = Some(NOT_ADMITTED.to_owned());
+        status.message = Some("Allocate failed due to no healthy devices present".to_owned());
+        let told = one(&refused, &[], None);
+        assert_eq!(told.step, Step::TurnedAway);
+        assert!(told.because.contains("no healthy devices"), "{told:?}");
+        assert!(told.advice.is_some());
+    }
+}
