@@ -198,6 +198,12 @@ impl Stage {
                     "N6: {name} has no file for claim {uid}, so its containers cannot be started again"
                 ));
             }
+            let mut files = node.disk.cdi_names().into_iter();
+            if let Some(uid) = files.find(|uid| !ledger.entry(uid).is_some_and(Entry::is_done)) {
+                broken = Some(format!(
+                    "N6: {name} has a file for claim {uid}, which is not prepared"
+                ));
+            }
             // What was prepared before a boot gives way to whoever asks for the device.
             let is_in_the_way = |entry: &Entry| ledger.may_be_in_use(entry) || !entry.is_done();
             let for_nobody = ledger.entries().iter().find(|(uid, entry)| {
