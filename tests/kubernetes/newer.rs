@@ -7,6 +7,7 @@ use kube::api::{Api, PostParams};
 use crate::harness::Cluster;
 use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, pod_with_limit, wait_for_allocatable};
 use crate::stage::Stage;
+use crate::tool::{answer, json};
 
 #[tokio::test]
 async fn any_kubelet_registers_the_device_plugin_again_after_its_restart_and_hands_its_devices_out()
@@ -53,6 +54,20 @@ async fn any_kubelet_registers_the_device_plugin_again_after_its_restart_and_han
             && (minor <= 30 || message.contains("resource.k8s.io/v1alpha2"))),
         "{ready:?}"
     );
+
+    // The tools say what they can where there are no claims.
+    let explained = json(&stage, &["explain", "pod/after"]).await?;
+    let limit = &explained["limits"][0];
+    assert_eq!(
+        (&limit["resource"], &limit["amount"], &limit["step"]),
+        (&"drayman.dev/plugged".into(), &1.into(), &"InUse".into()),
+        "{explained}"
+    );
+    let (code, text, notes) = answer(&stage, &["devices"]).await?;
+    println!("{text}{notes}");
+    assert_eq!(code, Some(0));
+    assert!(text.contains("NotForClaims"), "{text}");
+    assert_eq!(minor > 30, notes.contains("no claims of classic"), "{notes}");
     companion.end().await?;
     stage.cluster.stop().await
 }

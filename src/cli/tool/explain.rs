@@ -179,7 +179,7 @@ struct Said {
 
 impl Reading<'_> {
     async fn answer(&self, pod: Option<&Pod>, claim: Option<&ResourceClaim>) -> Result<Answer, Error> {
-        let classes: Vec<ResourceClass> = read::all(&self.client).await?;
+        let classes = read::classes(&self.client).await?;
         let context = match pod {
             Some(pod) => Api::<PodSchedulingContext>::namespaced(self.client.clone(), &self.namespace)
                 .get_opt(&pod.name_any())

@@ -8,7 +8,7 @@ use kube::{Client, Resource};
 use serde::de::DeserializeOwned;
 
 use super::super::Error;
-use crate::api::resource::ResourceClaim;
+use crate::api::resource::{ResourceClaim, ResourceClass};
 
 /// Objects in one page of a list.
 const PAGE: u32 = 500;
@@ -52,7 +52,7 @@ pub(super) struct Claims {
     pub(super) namespace: Option<String>,
 }
 
-/// All claims; for who may not list these, the claims of `namespace`, which stderr is told.
+/// All claims; for who may not list these, the claims of `namespace`, and none where the API server has no such kind: stderr is told both.
 pub(super) async fn claims(client: &Client, namespace: &str) -> Result<Claims, Error> {
     match all(client).await {
         Err(error) if is_forbidden(&error) => {
@@ -67,10 +67,28 @@ pub(super) async fn claims(client: &Client, namespace: &str) -> Result<Claims, E
                 namespace: Some(namespace.to_owned()),
             })
         }
+        Err(error) if is_not_served(&error) => {
+            eprintln!(
+                "note: this API server has no claims of classic Dynamic Resource Allocation (drayman doctor says more); devices leave their \
+                 nodes as extended resources only"
+            );
+            Ok(Claims {
+                items: Vec::new(),
+                namespace: None,
+            })
+        }
         items => Ok(Claims {
             items: items?,
             namespace: None,
         }),
+    }
+}
+
+/// All classes; none where the API server has no such kind.
+pub(super) async fn classes(client: &Client) -> Result<Vec<ResourceClass>, Error> {
+    match all(client).await {
+        Err(error) if is_not_served(&error) => Ok(Vec::new()),
+        classes => classes,
     }
 }
 
