@@ -119,6 +119,14 @@ impl Stage {
                 .map(|(_, claim)| claim)
                 .filter(|claim| self.is_ours_now(claim));
             let (held, missing): (Vec<_>, Vec<_>) = ours.partition(|claim| recorded_hold(claim).is_some());
+            // Until a person makes the class again, nothing is decided about the pod.
+            let classes = &self.store.classes;
+            if !claims
+                .iter()
+                .all(|(_, claim)| classes.contains_key(&claim.spec.resource_class_name))
+            {
+                continue;
+            }
             let missing = missing
                 .iter()
                 .filter(|claim| {

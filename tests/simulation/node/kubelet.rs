@@ -317,6 +317,9 @@ impl Stage {
         let answer = self.ask_companion(name, |companion, place| {
             companion.prepare(place, &request, look.as_ref(), now)
         });
+        if let Some(Err(failure)) = &answer {
+            self.note(|| format!("{name}: prepare {uid}: {failure:?}"));
+        }
         if let Some(Err(Failure::Refused(Refusal::InContainer { .. }))) = &answer {
             self.faults.hit(Fault::ClaimOfContainer);
         }

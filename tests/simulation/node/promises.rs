@@ -160,6 +160,17 @@ impl Stage {
                         .values()
                         .flatten()
                         .any(|(other, devices)| *other != own && !devices.is_disjoint(&hold.devices));
+                    // Two claims were given one device, and kubelet has had the other prepared: its pod waits for something else.
+                    let listed = |other| node.kubelet.listed.contains_key(other);
+                    let mut entries = companion.ledger.entries().iter();
+                    let taken = taken
+                        || entries.any(|(other, entry)| {
+                            let mut held = entry.devices.iter().map(|held| &held.device);
+                            *other != own
+                                && entry.is_done()
+                                && listed(other)
+                                && held.any(|device| hold.devices.contains(device))
+                        });
                     let mut plugged = node.manager.running.values();
                     let taken = taken || plugged.any(|devices| !devices.is_disjoint(&hold.devices));
                     hold.node == *name && there && !taken
@@ -238,7 +249,9 @@ impl Stage {
                 .companion
                 .as_ref()
                 .map(|companion| companion.ledger.entries().len());
-            let durable = node.disk.entries().map_or(0, |entries| entries.len());
+            // What was begun and never done, the next start clears away.
+            let durable = node.disk.entries().into_iter().flatten();
+            let durable = durable.filter(|(_, entry)| entry.is_done()).count();
             let (files, running) = (node.disk.cdi_names().len(), node.kubelet.running.len());
             if (ledger, durable, files, running, node.driven.len()) != (Some(0), 0, 0, 0, 0) {
                 left.push(format!(

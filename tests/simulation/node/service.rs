@@ -159,6 +159,8 @@ impl Stage {
         else {
             return;
         };
+        // With neither checkpoint nor list, CDI files alone tell, and a claim whose device is unplugged has none: docs/node.md.
+        let kubelet = if damaged { node.kubelet.view() } else { kubelet };
         if damaged {
             node.disk.damage();
             // That a driver was about to begin is in the checkpoint alone.
