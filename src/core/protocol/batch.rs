@@ -291,11 +291,12 @@ impl World {
             .filter(|_| self.settings.reserve_for_pod)
             .map(|consumer| ResourceClaimConsumerReference::pod(&consumer.context.name, &consumer.pod_uid));
         let is_open = |item: &Item| !matches!(item.step, Step::Done | Step::Failed);
-        let first_only = batch.items.iter().any(|item| item.goes_first && is_open(item));
         let hopeless = batch
             .items
             .iter()
             .any(|item| item.goes_first && item.step == Step::Failed);
+        // Where one has failed nothing more is recorded, and nothing waits for those that go first.
+        let first_only = !hopeless && batch.items.iter().any(|item| item.goes_first && is_open(item));
         for item in &mut batch.items {
             if item.step != Step::Waiting || (first_only && !item.goes_first) {
                 continue;

@@ -194,6 +194,31 @@ fn an_allocation_that_is_stored_late_finds_the_finalizer_still_there() {
     }
 }
 
+#[test]
+fn what_was_allocated_with_claims_that_are_finally_refused_is_given_back() {
+    let mut stage = calm(&[("node-a", 3)]);
+    // Read, judge, three finalizers, allocate, three records: after that two of the claims go first.
+    for command in [8, 9] {
+        stage.faults.plan.insert(stage.commands + command, Fault::Refused);
+    }
+    let three = [Use::Template("gpu"), Use::Template("gpu"), Use::Template("gpu")];
+    stage.create_pod(&key("p"), &three, None);
+    stage.run_until("they are allocated again", |stage| {
+        let calls = stage
+            .command_log
+            .iter()
+            .filter(|line| line.starts_with("allocate"));
+        calls.count() == 2
+    });
+    // One is refused while it is not known what became of the other.
+    stage.faults.plan.insert(stage.commands + 1, Fault::Refused);
+    stage.faults.plan.insert(stage.commands + 2, Fault::RequestLost);
+    until_bound(&mut stage, "p");
+    assert_eq!(stage.faults.hits.get(&Fault::Refused), Some(&3));
+    assert_eq!(stage.faults.hits.get(&Fault::RequestLost), Some(&1));
+    expect_well(stage);
+}
+
 /// A claim of a name whose only user is gone, when it is being given back.
 fn given_back(fault: Fault) -> Stage {
     use drayman::api::resource::AllocationMode;
