@@ -102,7 +102,11 @@ impl Stage {
             return;
         };
         self.note(|| format!("     carried out: {}", describe_command(&request.command)));
-        let answer = self.carry_out(&request.command);
+        let answer = if request.fault == Some(Fault::Late) {
+            self.carry_out_late(&request.command)
+        } else {
+            self.carry_out(&request.command)
+        };
         match request.fault {
             Some(Fault::CrashAfter) if request.generation == self.generation => self.crash(),
             Some(Fault::ReplyLost | Fault::Late) => {}

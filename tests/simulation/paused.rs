@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::core::protocol::{ClaimWrite, Command, Event, ObjectKey};
+use drayman::core::protocol::{Answer, ClaimWrite, Command, Event, ObjectKey};
 use drayman::driver::Finding;
 
 use crate::describe::describe_command;
@@ -24,16 +24,31 @@ impl Stage {
 
     pub(crate) fn ghost_writes(&mut self, command: &Command) {
         self.note(|| format!("the old leader wakes up: {}", describe_command(command)));
-        if let Command::WriteClaim { uid, write, .. } = command {
-            match write {
-                ClaimWrite::Allocate { .. } => self.ghosts.insert(uid.clone()),
-                ClaimWrite::AddFinalizer { .. } => self.late_labels.insert(uid.clone()),
-                _ => false,
-            };
+        if let Command::WriteClaim {
+            uid,
+            write: ClaimWrite::Allocate { .. },
+            ..
+        } = command
+        {
+            self.ghosts.insert(uid.clone());
+        }
+        self.carry_out_late(command);
+    }
+
+    /// Carries out what its sender no longer waits for.
+    pub(crate) fn carry_out_late(&mut self, command: &Command) -> Answer {
+        if let Command::WriteClaim {
+            uid,
+            write: ClaimWrite::AddFinalizer { .. },
+            ..
+        } = command
+        {
+            self.late_labels.insert(uid.clone());
         }
         self.late = true;
-        self.carry_out(command);
+        let answer = self.carry_out(command);
         self.late = false;
+        answer
     }
 
     /// What the driver has noticed on its own reaches the controller.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use drayman::core::node::ledger::Entry;
 
 use super::companion::Companion;
-use super::{Doing, claim_uid};
+use super::{Doing, Node, claim_uid};
 use crate::driver::{recorded_hold, uid_of};
 use crate::pods::uid_of_pod;
 use crate::stage::{SECOND, Stage};
@@ -197,24 +197,7 @@ impl Stage {
             let ledger = &companion.ledger;
             let in_use = node.kubelet.in_use();
             let listed = &node.kubelet.listed;
-            let there = self.facts.nodes.get(name);
-            let without_file = in_use.iter().find(|uid| {
-                let devices = ledger.entry(uid).map(|entry| &entry.devices);
-                let mut devices = devices.into_iter().flatten();
-                node.disk.cdi(uid).is_none()
-                    && devices.all(|held| there.is_some_and(|all| all.contains(&held.device)))
-            });
-            if let Some(uid) = without_file {
-                broken = Some(format!(
-                    "N6: {name} has no file for claim {uid}, so its containers cannot be started again"
-                ));
-            }
-            let mut files = node.disk.cdi_names().into_iter();
-            if let Some(uid) = files.find(|uid| !ledger.entry(uid).is_some_and(Entry::is_done)) {
-                broken = Some(format!(
-                    "N6: {name} has a file for claim {uid}, which is not prepared"
-                ));
-            }
+            broken = self.check_files(name, node).or(broken);
             // What was prepared before a boot gives way to whoever asks for the device.
             let is_in_the_way = |entry: &Entry| ledger.may_be_in_use(entry) || !entry.is_done();
             let for_nobody = ledger.entries().iter().find(|(uid, entry)| {
@@ -230,6 +213,30 @@ impl Stage {
         }
         if let Some(text) = broken {
             self.violate(|| text);
+        }
+    }
+
+    /// N6: every claim that containers have has its CDI file, as long as its devices are there, and no other claim has one.
+    fn check_files(&self, name: &str, node: &Node) -> Option<String> {
+        let ledger = &node.companion.as_ref()?.ledger;
+        let there = self.facts.nodes.get(name);
+        let in_use = node.kubelet.in_use();
+        let without_file = in_use.iter().find(|uid| {
+            let devices = ledger.entry(uid).map(|entry| &entry.devices);
+            let mut devices = devices.into_iter().flatten();
+            node.disk.cdi(uid).is_none()
+                && devices.all(|held| there.is_some_and(|all| all.contains(&held.device)))
+        });
+        let mut files = node.disk.cdi_names().into_iter();
+        let without_claim = files.find(|uid| !ledger.entry(uid).is_some_and(Entry::is_done));
+        match (without_file, without_claim) {
+            (Some(uid), _) => Some(format!(
+                "N6: {name} has no file for claim {uid}, so its containers cannot be started again"
+            )),
+            (None, Some(uid)) => Some(format!(
+                "N6: {name} has a file for claim {uid}, which is not prepared"
+            )),
+            (None, None) => None,
         }
     }
 
