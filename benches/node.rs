@@ -18,6 +18,8 @@ mod harness;
 #[path = "../tests/companion/node.rs"]
 #[allow(dead_code, reason = "written for the tests, which use another part of it")]
 mod node;
+#[path = "../tests/not_run/mod.rs"]
+mod not_run;
 #[path = "../tests/kubernetes/pods.rs"]
 #[allow(
     dead_code,
