@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
+use anyhow::Context as _;
 use kube::api::PostParams;
 use serde_json::json;
 use tokio::time::{sleep, timeout};
 
 use crate::boot::{REGISTERED, stage};
+use crate::ends::until_traces;
 use crate::harness::{IMAGE, PATIENCE, build_go};
 use crate::pods::{look_inside, pod_with_limit, traces, wait_for_allocatable, wait_for_inventory};
 use crate::stage::{Stage, is_allocated, pod_from};
@@ -43,14 +45,8 @@ async fn a_pod_that_ends_while_the_api_server_is_away_gives_its_device_back_on_t
     ];
     stage.cluster.kubectl(&end).await?;
     stage.cluster.stop_component("apiserver", 9).await?;
-    let given_back = || async {
-        while !traces(node, &uid)?.is_empty() {
-            sleep(Duration::from_millis(100)).await;
-        }
-        anyhow::Ok(())
-    };
     if stage.cluster.minor() >= 28 {
-        timeout(PATIENCE, given_back()).await??;
+        until_traces(node, &uid, 0).await?;
         stage.cluster.start_component("apiserver").await?;
         // The next pod gets it without anybody's help.
         stage.make_pod("second").await?;
@@ -59,10 +55,22 @@ async fn a_pod_that_ends_while_the_api_server_is_away_gives_its_device_back_on_t
         assert_eq!(traces(node, &uid)?, Vec::<String>::new());
     } else {
         // Kubelet 1.27 asks the API server for the claim before it calls Unprepare: it does so when that is back.
-        sleep(Duration::from_secs(10)).await;
+        let asked_in_vain = async {
+            while !stage
+                .cluster
+                .log("node-0-kubelet")?
+                .contains("failed to fetch ResourceClaim")
+            {
+                sleep(Duration::from_millis(100)).await;
+            }
+            anyhow::Ok(())
+        };
+        timeout(PATIENCE, asked_in_vain)
+            .await
+            .context("kubelet has not asked")??;
         assert_eq!(traces(node, &uid)?.len(), 2);
         stage.cluster.start_component("apiserver").await?;
-        timeout(PATIENCE, given_back()).await??;
+        until_traces(node, &uid, 0).await?;
     }
     companion.end().await?;
     controller.end().await?;

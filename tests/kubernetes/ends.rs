@@ -229,7 +229,7 @@ async fn first_tries(stage: &Stage) -> anyhow::Result<u64> {
 }
 
 /// Waits until a claim has left so many files.
-async fn until_traces(node: Node<'_>, uid: &str, count: usize) -> anyhow::Result<()> {
+pub(crate) async fn until_traces(node: Node<'_>, uid: &str, count: usize) -> anyhow::Result<()> {
     let until = Instant::now() + PATIENCE;
     while traces(node, uid)?.len() != count {
         ensure!(Instant::now() < until, "{:?}", traces(node, uid)?);
