@@ -49,35 +49,41 @@ pub struct Explanation {
     pub nodes: Vec<NodeVerdict>,
 }
 
-/// What a pod asks for, by name, without what Kubernetes itself knows (CPU, memory, huge pages). Init containers run before the others and
-/// give back what they had, unless they stay (`restartPolicy: Always`).
+/// What a pod asks for, by name, without what Kubernetes itself knows (CPU, memory, huge pages). Init containers run before the others, one
+/// after the other, and give back what they had, unless they stay (`restartPolicy: Always`): `PodLimits` of `pkg/api/v1/resource`.
 pub fn wanted(pod: &Pod) -> BTreeMap<String, u64> {
     let Some(spec) = &pod.spec else {
         return BTreeMap::new();
     };
-    let mut wanted: BTreeMap<String, u64> = BTreeMap::new();
-    let add = |wanted: &mut BTreeMap<String, u64>, container: &Container| {
-        for (resource, amount) in limits(container) {
-            let sum = wanted.entry(resource).or_default();
-            *sum = sum.saturating_add(amount);
+    let (mut staying, mut most) = (BTreeMap::new(), BTreeMap::new());
+    for container in spec.init_containers.iter().flatten() {
+        let mut together = staying.clone();
+        add(&mut together, container);
+        if container.restart_policy.as_deref() == Some("Always") {
+            staying.clone_from(&together);
         }
-    };
-    let (staying, passing): (Vec<_>, Vec<_>) = spec
-        .init_containers
-        .iter()
-        .flatten()
-        .partition(|container| container.restart_policy.as_deref() == Some("Always"));
-    for container in spec.containers.iter().chain(staying) {
-        add(&mut wanted, container);
+        raise(&mut most, together);
     }
-    for container in passing {
-        for (resource, amount) in limits(container) {
-            let most = wanted.entry(resource).or_default();
-            *most = (*most).max(amount);
-        }
+    for container in &spec.containers {
+        add(&mut staying, container);
     }
-    wanted.retain(|_, amount| *amount > 0);
-    wanted
+    raise(&mut most, staying);
+    most.retain(|_, amount| *amount > 0);
+    most
+}
+
+fn add(sums: &mut BTreeMap<String, u64>, container: &Container) {
+    for (resource, amount) in limits(container) {
+        let sum = sums.entry(resource).or_default();
+        *sum = sum.saturating_add(amount);
+    }
+}
+
+fn raise(most: &mut BTreeMap<String, u64>, amounts: BTreeMap<String, u64>) {
+    for (resource, amount) in amounts {
+        let known = most.entry(resource).or_default();
+        *known = (*known).max(amount);
+    }
 }
 
 fn limits(container: &Container) -> impl Iterator<Item = (String, u64)> {
@@ -302,6 +308,15 @@ mod tests {
         assert_eq!(
             wanted(&pod(&spec, &json!({}))),
             BTreeMap::from([(RESOURCE.to_owned(), 4)])
+        );
+        // One that stays has its devices while those after it run.
+        let spec = json!({
+            "initContainers": [container("2", Some("Always")), container("3", None)],
+            "containers": [container("1", None)],
+        });
+        assert_eq!(
+            wanted(&pod(&spec, &json!({}))),
+            BTreeMap::from([(RESOURCE.to_owned(), 5)])
         );
         let spec = json!({ "initContainers": [container("3", None)], "containers": [container("1", None)] });
         assert_eq!(
