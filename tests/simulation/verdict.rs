@@ -133,10 +133,10 @@ impl Stage {
             let (held, missing): (Vec<_>, Vec<_>) = ours.partition(|claim| recorded_hold(claim).is_some());
             // Until a person makes the class again, nothing is decided about the pod.
             let classes = &self.store.classes;
-            if !claims
-                .iter()
-                .all(|(_, claim)| classes.contains_key(&claim.spec.resource_class_name))
-            {
+            let waits_for_class = |claim: &ResourceClaim| {
+                claim.status.allocation.is_none() && !classes.contains_key(&claim.spec.resource_class_name)
+            };
+            if claims.iter().any(|(_, claim)| waits_for_class(claim)) {
                 continue;
             }
             let missing = missing

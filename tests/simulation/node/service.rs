@@ -160,11 +160,16 @@ impl Stage {
             return;
         };
         // With neither checkpoint nor list, CDI files alone tell, and a claim whose device is unplugged has none: docs/node.md.
-        let kubelet = if damaged { node.kubelet.view() } else { kubelet };
+        let files = node.disk.cdi_names();
+        let all_have_files = node.kubelet.in_use().is_subset(&files);
+        let kubelet = if damaged && !all_have_files {
+            node.kubelet.view()
+        } else {
+            kubelet
+        };
         if damaged {
             node.disk.damage();
             // That a driver was about to begin is in the checkpoint alone.
-            let files = node.disk.cdi_names();
             node.driven
                 .retain(|uid| files.contains(uid) || kubelet.lists(uid) == Some(true));
         }
