@@ -105,6 +105,9 @@ async fn devices_and_their_holders_are_listed_and_found() -> anyhow::Result<()> 
     let (code, _, error) = answer(&stage, &["who", "nothing"]).await?;
     assert_eq!(code, Some(1));
     assert!(error.contains("has no device nothing"), "{error}");
+    let (code, _, error) = answer(&stage, &["who", "node-b/drayman-test-0"]).await?;
+    assert_eq!(code, Some(1));
+    assert!(error.contains("did you mean node-a/drayman-test-0?"), "{error}");
     stage.cluster.stop().await
 }
 

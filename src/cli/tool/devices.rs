@@ -65,7 +65,19 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
             && arguments.state.is_none_or(|wanted| wanted == device.state)
     });
     if answer.devices.is_empty() {
-        eprintln!("No devices found of driver {}.", arguments.cluster.driver.name);
+        let mut said = format!("No devices found of driver {}", arguments.cluster.driver.name);
+        let state = arguments.state.map(DeviceState::as_str);
+        let asked = [
+            ("on node", arguments.node.as_deref()),
+            ("of kind", arguments.kind.as_deref()),
+            ("in state", state),
+        ];
+        for (what, value) in asked {
+            if let Some(value) = value {
+                let _ = write!(said, ", {what} {value}");
+            }
+        }
+        eprintln!("{said}.");
     }
     arguments.output.print(&answer, text)?;
     Ok(ExitCode::SUCCESS)

@@ -1,5 +1,6 @@
 //! `drayman who DEVICE`: who holds a device, and what is known about it.
 
+use std::fmt::Write as _;
 use std::process::ExitCode;
 
 use super::Cluster;
@@ -27,24 +28,76 @@ pub(in crate::cli) struct Arguments {
 
 /// Prints what is known about the device; more than one if several nodes have one of that name.
 pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
-    let (node, device) = match arguments.device.split_once('/') {
-        Some((node, device)) => (Some(node), device),
-        None => (None, arguments.device.as_str()),
-    };
-    let mut rows = read_all(&arguments.cluster, &arguments.namespace)?.devices;
-    rows.retain(|row| row.device == device && node.is_none_or(|node| node == row.node));
+    let (node, device) = split(&arguments.device);
+    let all = read_all(&arguments.cluster, &arguments.namespace)?.devices;
+    let rows: Vec<_> = all
+        .iter()
+        .filter(|row| arguments.device == row.device || (node == Some(&row.node) && row.device == device))
+        .collect();
     if rows.is_empty() {
-        eprintln!(
-            "error: driver {} has no device {}: `drayman devices` lists all",
-            arguments.cluster.driver.name, arguments.device
-        );
+        let driver = &arguments.cluster.driver.name;
+        eprintln!("error: {}", no_such(driver, &all, &arguments.device));
         return Ok(ExitCode::FAILURE);
     }
     arguments.output.print(&rows, |rows, _| {
-        let texts: Vec<_> = rows.iter().map(text).collect();
+        let texts: Vec<_> = rows.iter().copied().map(text).collect();
         texts.join("\n")
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The node, if one is named, and the device. Of a path, which no device has as its name, the last part: many are called so.
+fn split(asked: &str) -> (Option<&str>, &str) {
+    match asked.rsplit_once('/') {
+        Some((node, device)) if !asked.starts_with('/') => (Some(node), device),
+        Some((_, device)) => (None, device),
+        None => (None, asked),
+    }
+}
+
+/// How like the asked name another one must be to be offered in its place; 1 is the same name.
+const ALIKE: f64 = 0.8;
+/// As many names are offered at most.
+const OFFERED: usize = 3;
+
+/// What is said of a device that is not there: where one of its name is, or which names are like it.
+fn no_such(driver: &str, all: &[DeviceRow], asked: &str) -> String {
+    let (node, device) = split(asked);
+    let mut said = format!("driver {driver} has no device {}", one_line(asked));
+    if all.is_empty() {
+        return said + ", and no other: `drayman doctor` says why";
+    }
+    let here = || all.iter().filter(|row| node.is_none_or(|node| node == row.node));
+    let elsewhere = || all.iter().filter(|row| row.device == device);
+    // The likeness of whole names would be that of their nodes, which are alike in most clusters.
+    let mut like: Vec<(f64, &DeviceRow)> = if elsewhere().next().is_some() {
+        let likeness = |row: &DeviceRow| strsim::jaro_winkler(&row.node, node.unwrap_or_default());
+        elsewhere().map(|row| (likeness(row), row)).collect()
+    } else {
+        here()
+            .map(|row| (strsim::jaro_winkler(&row.device, device), row))
+            .filter(|(likeness, _)| *likeness >= ALIKE)
+            .collect()
+    };
+    // A stable sort: among equals the order is that of `drayman devices`.
+    like.sort_by(|(one, _), (other, _)| other.total_cmp(one));
+    let mut names = Vec::new();
+    for (_, row) in like {
+        let name = match node {
+            Some(_) => format!("{}/{}", row.node, row.device),
+            None => row.device.clone(),
+        };
+        if names.len() < OFFERED && !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    if let Some(node) = node.filter(|_| here().next().is_none()) {
+        let _ = write!(said, ": it has none on node {}", one_line(node));
+    }
+    match names.as_slice() {
+        [] => said + "; `drayman devices` lists all",
+        names => said + "; did you mean " + &one_line(&names.join(" or ")) + "?",
+    }
 }
 
 fn text(row: &DeviceRow) -> String {
@@ -98,6 +151,43 @@ mod tests {
     use crate::api::crd::Mode;
     use crate::core::devices::fixture::{DRIVER, inventory};
     use crate::core::inspect::devices::devices;
+
+    #[test]
+    fn of_a_name_that_is_not_there_the_likely_ones_are_offered() {
+        let mut table = devices(
+            DRIVER,
+            &[inventory("node-a", "1", &["camera-1", "camera-2", "radio"])],
+            &[],
+        );
+        let others = devices(DRIVER, &[inventory("node-b", "1", &["camera-1", "disk"])], &[]);
+        table.devices.extend(others.devices);
+        for (asked, expected) in [
+            ("camra-1", "; did you mean camera-1 or camera-2?"),
+            ("zzz", "; `drayman devices` lists all"),
+            ("/dev/radio", "; did you mean radio?"),
+            ("/dev/", "; `drayman devices` lists all"),
+            ("node-a/disk", "; did you mean node-b/disk?"),
+            ("node-b/camera-2", "; did you mean node-a/camera-2?"),
+            ("node-a/rado", "; did you mean node-a/radio?"),
+            (
+                "nod-b/camera-1",
+                ": it has none on node nod-b; did you mean node-b/camera-1 or node-a/camera-1?",
+            ),
+            (
+                "node-z/zzz",
+                ": it has none on node node-z; `drayman devices` lists all",
+            ),
+        ] {
+            assert_eq!(
+                no_such("a.example", &table.devices, asked),
+                format!("driver a.example has no device {asked}{expected}")
+            );
+        }
+        assert_eq!(
+            no_such("a.example", &[], "radio"),
+            "driver a.example has no device radio, and no other: `drayman doctor` says why"
+        );
+    }
 
     #[test]
     fn nobody_is_said_of_a_device_only_if_nobody_can_have_it() {
