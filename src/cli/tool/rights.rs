@@ -12,7 +12,7 @@ use kube::api::{Api, ListParams, PostParams};
 use super::read;
 use crate::cli::Error;
 use crate::core::inspect::doctor::Finding;
-use crate::core::inspect::rights::{Component, Right, judge, needed};
+use crate::core::inspect::rights::{Component, LeaseName, Right, judge, needed};
 
 /// What the chart labels its pods with.
 const PODS: &str = "app.kubernetes.io/part-of=drayman";
@@ -29,8 +29,8 @@ pub(super) struct Account {
     pub(super) component: Component,
     /// The name by which the API server knows it.
     pub(super) user: String,
-    /// The namespace of its Lease, if it elects a leader.
-    pub(super) lease: Option<String>,
+    /// Its Lease, if it elects a leader.
+    pub(super) lease: Option<LeaseName>,
 }
 
 /// The accounts as which the chart's pods of this driver run.
@@ -77,10 +77,11 @@ fn account(pod: &Pod, driver: &str) -> Option<Account> {
     }
     let namespace = pod.metadata.namespace.as_deref()?;
     let name = spec.service_account_name.as_deref().unwrap_or("default");
-    let lease = flags.contains(&"--leader-elect").then(|| {
-        value("--leader-elect-resource-namespace")
+    let lease = flags.contains(&"--leader-elect").then(|| LeaseName {
+        namespace: value("--leader-elect-resource-namespace")
             .unwrap_or("kube-system")
-            .to_owned()
+            .to_owned(),
+        name: driver.to_owned(),
     });
     Some(Account {
         component,
@@ -91,7 +92,7 @@ fn account(pod: &Pod, driver: &str) -> Option<Account> {
 
 /// Judges the rights of one account.
 pub(super) async fn look(client: &Client, account: &Account) -> Result<Vec<Finding>, Error> {
-    let rights = needed(account.component, account.lease.as_deref());
+    let rights = needed(account.component, account.lease.as_ref());
     let mut missing: Vec<Right> = futures::stream::iter(rights)
         .map(|right| async {
             let allowed = is_allowed(client, &account.user, &right).await?;
@@ -127,6 +128,7 @@ async fn is_allowed(client: &Client, user: &str, right: &Right) -> anyhow::Resul
                 subresource,
                 verb: Some(right.verb.to_owned()),
                 namespace: Some(right.namespace.clone()).filter(|namespace| !namespace.is_empty()),
+                name: Some(right.name.clone()).filter(|name| !name.is_empty()),
                 ..ResourceAttributes::default()
             }),
             ..SubjectAccessReviewSpec::default()
@@ -162,11 +164,14 @@ mod tests {
         ];
         let found = account(&pod("controller", &flags), "a").unwrap();
         assert_eq!(
-            (found.component, found.user.as_str(), found.lease.as_deref()),
+            (found.component, found.user.as_str(), found.lease),
             (
                 Component::Controller,
                 "system:serviceaccount:drayman:acc",
-                Some("here")
+                Some(LeaseName {
+                    namespace: "here".to_owned(),
+                    name: "a".to_owned()
+                })
             )
         );
         assert_eq!(account(&pod("controller", &flags), "b"), None);

@@ -90,11 +90,18 @@ const NODE: [Rule; 5] = [
 ];
 
 /// What a controller that elects a leader needs in the namespace of the Lease.
-const LEASE: [Rule; 1] = [rule(
-    "coordination.k8s.io",
-    &["leases"],
-    &["get", "create", "update"],
-)];
+const LEASES: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["create"])];
+/// And what of the Lease itself.
+const LEASE: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["get", "update"])];
+
+/// The Lease of a controller that elects a leader.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct LeaseName {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name, which is that of the driver.
+    pub name: String,
+}
 
 /// One verb on one resource.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -107,6 +114,8 @@ pub struct Right {
     pub group: &'static str,
     /// In which namespace; in all of them if empty.
     pub namespace: String,
+    /// On the object of this name alone; on all of them if empty.
+    pub name: String,
 }
 
 impl fmt::Display for Right {
@@ -115,6 +124,9 @@ impl fmt::Display for Right {
         if !self.group.is_empty() {
             write!(f, ".{}", self.group)?;
         }
+        if !self.name.is_empty() {
+            write!(f, " {}", self.name)?;
+        }
         if !self.namespace.is_empty() {
             write!(f, " in namespace {}", self.namespace)?;
         }
@@ -122,36 +134,35 @@ impl fmt::Display for Right {
     }
 }
 
-/// What a component must be able to do; `lease` is the namespace of the Lease, if it elects a leader.
-pub fn needed(component: Component, lease: Option<&str>) -> Vec<Right> {
+/// What a component must be able to do; `lease` is the controller's Lease, if it elects a leader.
+pub fn needed(component: Component, lease: Option<&LeaseName>) -> Vec<Right> {
     let rules: &[Rule] = match component {
         Component::Controller => &CONTROLLER,
         Component::Node => &NODE,
     };
-    let in_namespace = lease.map_or(&[][..], |_| &LEASE);
-    let everywhere = rules.iter().map(|rule| (rule, String::new()));
-    let there = in_namespace
-        .iter()
-        .map(|rule| (rule, lease.unwrap_or_default().to_owned()));
-    everywhere.chain(there).flat_map(each).collect()
+    let everywhere = rules.iter().flat_map(|rule| each(rule, "", ""));
+    let of_lease = lease.into_iter().flat_map(|lease| {
+        let in_namespace = LEASES.iter().flat_map(|rule| each(rule, &lease.namespace, ""));
+        let itself = LEASE
+            .iter()
+            .flat_map(|rule| each(rule, &lease.namespace, &lease.name));
+        in_namespace.chain(itself)
+    });
+    everywhere.chain(of_lease).collect()
 }
 
-fn each((rule, namespace): (&Rule, String)) -> Vec<Right> {
-    let of = |resource: &'static str, namespace: &str| {
-        rule.verbs
-            .iter()
-            .map(|verb| Right {
-                verb,
-                resource,
-                group: rule.group,
-                namespace: namespace.to_owned(),
-            })
-            .collect::<Vec<_>>()
+fn each(rule: &Rule, namespace: &str, name: &str) -> Vec<Right> {
+    let (group, verbs) = (rule.group, rule.verbs);
+    let of = |resource: &'static str| {
+        verbs.iter().map(move |verb| Right {
+            verb,
+            resource,
+            group,
+            namespace: namespace.to_owned(),
+            name: name.to_owned(),
+        })
     };
-    rule.resources
-        .iter()
-        .flat_map(|resource| of(resource, &namespace))
-        .collect()
+    rule.resources.iter().copied().flat_map(of).collect()
 }
 
 /// Judges what an account that a component runs as may not do, of what it needs.
@@ -183,9 +194,16 @@ mod tests {
     use super::*;
     use crate::core::inspect::doctor::Level;
 
+    fn lease(namespace: &str) -> LeaseName {
+        LeaseName {
+            namespace: namespace.to_owned(),
+            name: "drayman.dev".to_owned(),
+        }
+    }
+
     #[test]
     fn a_right_that_is_missing_is_named_by_verb_and_resource() {
-        let all = needed(Component::Controller, Some("drayman"));
+        let all = needed(Component::Controller, Some(&lease("drayman")));
         let missing: Vec<Right> = all
             .into_iter()
             .filter(|right| right.resource == "resourceclaims/status" || right.verb == "update")
@@ -196,7 +214,7 @@ mod tests {
             messages,
             [
                 "system:serviceaccount:a:b may not patch resourceclaims/status.resource.k8s.io, which the controller needs",
-                "system:serviceaccount:a:b may not update leases.coordination.k8s.io in namespace drayman, which the controller needs",
+                "system:serviceaccount:a:b may not update leases.coordination.k8s.io drayman.dev in namespace drayman, which the controller needs",
             ]
         );
         assert!(findings.iter().all(|finding| finding.level == Level::Problem));
@@ -208,11 +226,14 @@ mod tests {
             rights
                 .iter()
                 .filter(|right| right.resource == "leases")
-                .map(|right| right.namespace.clone())
+                .map(|right| format!("{} {} in {}", right.verb, right.name, right.namespace))
                 .collect::<Vec<_>>()
         };
         assert_eq!(leases(&needed(Component::Controller, None)), Vec::<String>::new());
-        assert_eq!(leases(&needed(Component::Controller, Some("a"))), ["a", "a", "a"]);
+        assert_eq!(
+            leases(&needed(Component::Controller, Some(&lease("a")))),
+            ["create  in a", "get drayman.dev in a", "update drayman.dev in a"]
+        );
         assert!(needed(Component::Node, None).len() > 8);
         assert_eq!(judge(Component::Node, "x", &[])[0].level, Level::Fine);
     }
