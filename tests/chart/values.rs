@@ -39,7 +39,10 @@ fn described(root: &Value) -> BTreeMap<String, Value> {
             let description = property["description"].as_str().unwrap_or_default();
             assert!(description.ends_with('.'), "{path} has no description");
             found.insert(path.clone(), property.clone());
-            walk(root, resolve(root, property), &path, found);
+            // What is below a type of Kubernetes' own is Kubernetes' to say.
+            if resolve(root, property)["$comment"].is_null() {
+                walk(root, resolve(root, property), &path, found);
+            }
         }
     }
     let mut found = BTreeMap::new();
@@ -209,6 +212,67 @@ fn an_unknown_value_is_refused_wherever_it_stands() {
     );
 }
 
+/// What Kubernetes would not know: it drops such a field, and what is left may be less narrow than it was meant.
+fn of_kubernetes() {
+    let term = |field: &str, value: Value| json!({ "nodeSelectorTerms": [{ field: [value] }] });
+    let exists_with_values = json!({ "key": "a", "operator": "Exists", "values": ["b"] });
+    let in_nothing = json!({ "key": "a", "operator": "In" });
+    let peers = json!([
+        { "namespaceSelector": { "matchLabel": { "a": "b" } } },
+        { "ipBlock": { "cidr": "10.0.0.256/8" } },
+        { "ipBlock": { "cidr": "10.0.0.0/8" }, "podSelector": {} },
+        { "podSelector": { "matchExpressions": [in_nothing] } },
+        { "ipBlock": { "cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"] } },
+        { "ipBlock": { "cidr": "fe80::/10" } },
+    ]);
+    let required = "requiredDuringSchedulingIgnoredDuringExecution";
+    let preferred = "preferredDuringSchedulingIgnoredDuringExecution";
+    let values = json!({
+        "networkPolicy": { "metricsFrom": peers },
+        "classes": [
+            { "name": "a", "kind": "a", "suitableNodes": term("matchExpression", json!({})) },
+            { "name": "b", "kind": "a", "suitableNodes": term("matchExpressions", exists_with_values) },
+            { "name": "c", "kind": "a", "suitableNodes": term("matchFields", json!({
+                "key": "metadata.name", "operator": "In", "values": ["node-0"] })) },
+        ],
+        "controller": {
+            "affinity": { "nodeAfinity": {}, "podAntiAffinity": { preferred: [{ "weight": 101, "podAffinityTerm": {} }] } },
+            "topologySpreadConstraints": [{
+                "maxSkew": 1, "topologyKey": "a", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": { "matchLabel": {} },
+            }],
+            "env": [
+                { "name": "A", "valueFrom": { "feldRef": {} } },
+                { "name": "B", "value": "", "valueFrom": { "fieldRef": { "fieldPath": "spec.nodeName" } } },
+                { "name": "C", "valueFrom": { "secretKeyRef": { "name": "c", "key": "c" } } },
+            ],
+        },
+        "node": { "affinity": { "nodeAffinity": { required: term("matchExpressions", json!({ "key": "a", "operator": "Like" })) } } },
+    });
+    let terms = "suitableNodes/nodeSelectorTerms/0";
+    let wrong = [
+        "/networkPolicy/metricsFrom/0/namespaceSelector".to_owned(),
+        "/networkPolicy/metricsFrom/1/ipBlock/cidr".to_owned(),
+        "/networkPolicy/metricsFrom/2'".to_owned(),
+        "/networkPolicy/metricsFrom/3/podSelector/matchExpressions/0'".to_owned(),
+        format!("/classes/0/{terms}'"),
+        format!("/classes/1/{terms}/matchExpressions/0/values"),
+        "/controller/affinity'".to_owned(),
+        format!("/controller/affinity/podAntiAffinity/{preferred}/0/weight"),
+        format!("/controller/affinity/podAntiAffinity/{preferred}/0/podAffinityTerm"),
+        "/controller/topologySpreadConstraints/0/labelSelector".to_owned(),
+        "/controller/env/0/valueFrom'".to_owned(),
+        "/controller/env/1'".to_owned(),
+        format!("/node/affinity/nodeAffinity/{required}/nodeSelectorTerms/0/matchExpressions/0/operator"),
+    ];
+    assert_each_refused(&values, &wrong, "no word of Kubernetes");
+    let file = tempfile::NamedTempFile::with_suffix(".json").expect("a file");
+    std::fs::write(file.path(), values.to_string()).expect("written");
+    let said = refusal(Some(file.path()), &[]);
+    for right in ["metricsFrom/4", "metricsFrom/5", "classes/2", "controller/env/2"] {
+        assert!(!said.contains(right), "{right} is refused: {said}");
+    }
+}
+
 #[test]
 fn a_value_that_the_program_or_kubernetes_would_refuse_is_refused_before() {
     let wrong = [
@@ -242,6 +306,9 @@ fn a_value_that_the_program_or_kubernetes_would_refuse_is_refused_before() {
             json!([{ "maxSkew": 1 }]),
         ),
         ("/controller/resources/limits/memory", json!({ "memory": "much" })),
+        ("/node/nodeSelector", json!({ "a b": "c" })),
+        ("/node/podAnnotations", json!({ "a b": "c" })),
+        ("/monitoring/serviceMonitor/labels/a", json!({ "a": "c d!" })),
         ("/node/kubeletRoot", json!("/var/../etc")),
         ("/node/cdiRoot", json!("relative")),
         ("/node/devicePluginDir", json!("/")),
@@ -260,6 +327,8 @@ fn a_value_that_the_program_or_kubernetes_would_refuse_is_refused_before() {
         paths.push(path.to_owned());
     }
     assert_each_refused(&values, &paths, "wrong");
+
+    of_kubernetes();
 
     let kinds = [
         ("/name", json!({ "name": "No", "paths": ["/dev/x"] })),
