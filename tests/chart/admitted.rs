@@ -436,6 +436,19 @@ async fn a_cluster_without_classic_dra_is_told_what_still_works_there() -> anyho
             && refusal.contains("set controller.enabled=false"),
         "{refusal}"
     );
+    let mut drain = stage.cluster.command(env!("CARGO_BIN_EXE_drayman"));
+    let kubeconfig = stage.cluster.kubeconfig();
+    let output = drain
+        .args(["drain", "--kubeconfig"])
+        .arg(kubeconfig)
+        .output()
+        .await?;
+    let said = String::from_utf8(output.stderr)?;
+    ensure!(
+        output.status.code() == Some(1)
+            && said.contains("does not serve resource.k8s.io/v1alpha2, so that nothing"),
+        "{said}"
+    );
     let values = crate::chart::chart("ci/extended-resources-values.yaml");
     let values = values.to_str().context("UTF-8")?;
     stage

@@ -13,7 +13,7 @@ use crate::core::inspect::usage::{Dependent, Objects, dependents, held_by};
 ///
 /// Before resource.k8s.io/v1alpha2 is switched off, or the cluster is upgraded to Kubernetes 1.32, which no longer has it:
 /// claims would stay behind with finalizers that nobody can remove. All drivers are looked at, with --this-driver one alone. Exit
-/// code 0 says that nothing is left, 1 that something is.
+/// code 0 says that nothing is left, 1 that something is, or that it cannot be told.
 #[derive(Clone, Debug, clap::Args)]
 pub(in crate::cli) struct Arguments {
     /// Only the claims that hold something of this driver: they must be gone before it is uninstalled
@@ -53,7 +53,15 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
 }
 
 async fn of_everybody(client: &Client) -> Result<Vec<Dependent>, Error> {
-    let (classes, claims) = (read::all(client).await?, read::all(client).await?);
+    let classes = match read::all(client).await {
+        Err(error) if read::is_not_served(&error) => {
+            let cause = "this API server does not serve resource.k8s.io/v1alpha2, so that nothing can use it. Whether something is left \
+                         of a time when it did can be told only while it is served: switch it on again (docs/install.md) and ask then";
+            return Err(Error::Runtime(anyhow::anyhow!(cause)));
+        }
+        classes => classes?,
+    };
+    let claims = read::all(client).await?;
     let (templates, pods) = (read::all(client).await?, read::all(client).await?);
     Ok(dependents(Objects {
         classes: &classes,
