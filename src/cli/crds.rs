@@ -22,7 +22,7 @@ const FIELD_MANAGER: &str = "drayman";
 
 /// Print the CustomResourceDefinitions of drayman.dev
 ///
-/// `drayman crds | kubectl apply --server-side -f -` installs them.
+/// `drayman crds | kubectl apply --server-side --force-conflicts -f -` installs them, and brings older ones up to date.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Arguments {
     /// Write one file per definition into this directory instead, and print nothing

@@ -75,6 +75,16 @@ async fn a_device_that_an_init_container_has_is_given_to_no_claim_by_an_installe
             .await?;
     }
 
+    // What `helm test` asks for by a limit. The other pod of the test would claim the device of mode `both`.
+    let test = [
+        "test",
+        "drayman",
+        "--namespace=drayman",
+        "--filter=name=drayman-test-limit",
+    ];
+    let said = stage.helm(&test).await?;
+    ensure!(said.contains("Phase:          Succeeded"), "{said}");
+
     // The one door alone.
     stage
         .apply(&pod_with_limit("plugged", "drayman.dev/plugged", None))

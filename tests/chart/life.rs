@@ -94,6 +94,7 @@ async fn a_release_serves_pods_and_is_upgraded_rolled_back_and_removed_without_l
     let first = stage.run_of("drayman", COMPANION).await?;
 
     look_from_outside(&stage).await?;
+    ask_the_doctor(&stage).await?;
     ask_in_the_companion_s_pod(&stage).await?;
 
     // An upgrade that replaces both programs, with the claim in use.
@@ -271,6 +272,22 @@ async fn ask_in_the_companion_s_pod(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Of a release that serves pods, the doctor has nothing to say but what it could not ask.
+async fn ask_the_doctor(stage: &Stage) -> anyhow::Result<()> {
+    let mut command = stage.cluster.command(env!("CARGO_BIN_EXE_drayman"));
+    let kubeconfig = stage.cluster.kubeconfig();
+    command.args(["doctor", "--kubeconfig"]).arg(kubeconfig);
+    let output = command.output().await?;
+    let said = String::from_utf8(output.stdout)?;
+    println!("{said}");
+    ensure!(output.status.success(), "{said}");
+    for account in ["drayman-controller", "drayman-node"] {
+        let fine = format!("system:serviceaccount:drayman:{account} may do what the");
+        ensure!(said.contains(&fine), "{account}: {said}");
+    }
+    Ok(())
+}
+
 /// Reads metrics and probes of both programs, as a neighbour in the cluster does.
 async fn look_from_outside(stage: &Stage) -> anyhow::Result<()> {
     for (labels, lines) in [
@@ -416,12 +433,11 @@ async fn a_release_that_was_removed_too_early_is_installed_again_and_all_of_it_e
 #[tokio::test]
 async fn a_drained_node_gives_its_devices_back_and_serves_again_afterwards() -> anyhow::Result<()> {
     let stage = Stage::start(2).await?;
+    // Three controllers on two nodes, and one of them at a time may be away.
+    let ha = chart("values-ha.yaml");
+    let more = ["--values", ha.to_str().unwrap_or_default()];
     stage
-        .deploy(
-            "install",
-            &chart("ci/one-kind-values.yaml"),
-            &["--set=controller.replicas=2"],
-        )
+        .deploy("install", &chart("ci/one-kind-values.yaml"), &more)
         .await?;
     for node in ["node-0", "node-1"] {
         stage.ready(&format!("{node}.drayman.dev")).await?;

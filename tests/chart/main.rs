@@ -17,6 +17,7 @@ mod inside;
 mod kinds;
 mod lacking;
 mod life;
+mod options;
 mod refused;
 mod rendered;
 mod rights;

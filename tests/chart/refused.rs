@@ -1,6 +1,7 @@
 //! Combinations that cannot work are refused with one sentence that says the way out.
 
-use crate::chart::{chart, refusal, template};
+use crate::chart::{chart, helm, refusal, template};
+use crate::harness;
 
 const KIND: [&str; 2] = [
     "--set=deviceKinds[0].name=a",
@@ -43,6 +44,19 @@ fn a_combination_that_cannot_work_is_refused_with_one_sentence() {
             ]),
             "nobody would allocate their claims",
             "enable the controller",
+        ),
+        (
+            with_kind(&["--set=controller.enabled=false"]),
+            "The kind a has the mode claims, but controller.enabled is false",
+            "enable the controller",
+        ),
+        (
+            vec![
+                "--set=controller.enabled=false",
+                "--set-json=deviceKinds=[{\"name\":\"a\",\"mode\":\"extended-resource\",\"resourceName\":\"example.com/x\",\"paths\":[\"/dev/a\"]},{\"name\":\"b\",\"mode\":\"both\",\"resourceName\":\"example.com/y\",\"paths\":[\"/dev/b\"]}]",
+            ],
+            "The kind b has the mode both",
+            "give the kind mode=extended-resource",
         ),
         (
             vec!["--set=controller.enabled=false", "--set=tests.className=a"],
@@ -112,6 +126,14 @@ fn a_combination_that_cannot_work_is_refused_with_one_sentence() {
                 "--set=monitoring.service=false",
             ],
             "it finds the pods by their Service",
+            "enable the Service",
+        ),
+        (
+            vec![
+                "--set=monitoring.prometheusRule.enabled=true",
+                "--set=monitoring.service=false",
+            ],
+            "an alert knows a companion that is away by its Service",
             "enable the Service",
         ),
         (
@@ -227,6 +249,34 @@ Use --debug")
         );
         assert_eq!(sentence.trim_end().lines().count(), 1, "one sentence: {said}");
         assert!(sentence.trim_end().ends_with('.'), "{said}");
+    }
+}
+
+/// A Service's name is more than the name of a release may be.
+#[test]
+fn a_release_after_whom_no_service_can_be_called_is_refused() {
+    for (release, ours) in [("3com", "3com-drayman"), ("a.b", "a.b-drayman")] {
+        let home = tempfile::tempdir().expect("a directory");
+        let render = |more: &[&str]| {
+            let output = helm(home.path())
+                .args(["template", release])
+                .arg(chart(""))
+                .args(["--namespace=drayman", "--kube-version", harness::VERSION])
+                .args(more)
+                .output()
+                .expect("Helm runs");
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            (output.status.success(), said)
+        };
+        let (taken, said) = render(&[]);
+        assert!(!taken, "{release}");
+        assert!(
+            said.contains(&format!("The objects would be called {ours}-"))
+                && said.contains("fullnameOverride"),
+            "{said}"
+        );
+        let (taken, said) = render(&["--set=fullnameOverride=three-com"]);
+        assert!(taken, "{said}");
     }
 }
 

@@ -173,6 +173,24 @@ fn what_selects_pods_selects_those_of_its_component() {
             };
             match owner["kind"].as_str() {
                 Some("PodDisruptionBudget") => assert_eq!(labels(owner), of_component(), "{variant:?}"),
+                Some("NetworkPolicy") if !owner["metadata"]["annotations"].is_null() => {
+                    let jobs: Vec<&Value> = rendered
+                        .iter()
+                        .filter(|job| {
+                            job["kind"] == "Job" && job["metadata"]["name"] == owner["metadata"]["name"]
+                        })
+                        .collect();
+                    assert_eq!(jobs.len(), 1, "{variant:?}: {}", owner["metadata"]["name"]);
+                    let selected = owner["spec"]["podSelector"]["matchLabels"].as_object();
+                    for (key, value) in selected.expect("labels") {
+                        assert_eq!(
+                            &jobs[0]["spec"]["template"]["metadata"]["labels"][key], value,
+                            "{variant:?}"
+                        );
+                    }
+                    let hook = |object: &Value| object["metadata"]["annotations"]["helm.sh/hook"].clone();
+                    assert_eq!(hook(owner), hook(jobs[0]), "it is there when the pod is");
+                }
                 Some("NetworkPolicy") => {
                     assert_eq!(
                         owner["spec"]["podSelector"]["matchLabels"],
@@ -249,9 +267,15 @@ fn a_network_policy_lets_in_what_reads_metrics_and_out_what_goes_to_the_api_serv
         Some(&chart("values-ha.yaml")),
         &["--set=controller.metricsPort=0", "--set=node.metricsPort=0"],
     );
-    for name in ["drayman-controller", "drayman-node"] {
+    for name in [
+        "drayman-controller",
+        "drayman-node",
+        "drayman-crds",
+        "drayman-uninstall",
+    ] {
         let policy = &object(&none, "NetworkPolicy", name)["spec"];
         assert_eq!(policy["ingress"], json!([]), "nothing comes in");
+        assert_eq!(ports(&policy["egress"]).len(), 4, "{name}");
     }
 }
 
@@ -344,7 +368,7 @@ fn a_part_that_is_switched_off_leaves_nothing_of_it() {
         !controller.contains("component: uninstall"),
         "there are no claims of it"
     );
-    let without_roles = render(None, &["--set=rbac.create=false", "--set=crds.upgrade=false"]);
+    let without_roles = render(None, &["--set=rbac.create=false"]);
     assert!(
         without_roles
             .iter()

@@ -90,6 +90,66 @@ seccompProfile:
 - --v={{ .Values.logging.verbosity }}
 {{- end }}
 
+{{/* What a pod of ours may reach: the API server and DNS. */}}
+{{- define "drayman.egress" -}}
+- ports:
+  {{- range .Values.networkPolicy.apiServerPorts }}
+  - port: {{ . }}
+    protocol: TCP
+  {{- end }}
+- ports:
+  - port: 53
+    protocol: UDP
+  - port: 53
+    protocol: TCP
+{{- end }}
+
+{{/* The policy of a Job that is a hook: (dict "me" (dict "root" . "component" "crds") "hook" "pre-install"). It has to be there before
+the pod, and goes with it. */}}
+{{- define "drayman.jobPolicy" -}}
+{{- if .me.root.Values.networkPolicy.enabled }}
+---
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {{ include "drayman.component" .me }}
+  namespace: {{ .me.root.Release.Namespace }}
+  labels:
+    {{- include "drayman.labels" .me | nindent 4 }}
+  annotations:
+    helm.sh/hook: {{ .hook }}
+    helm.sh/hook-weight: "-20"
+    helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+spec:
+  podSelector:
+    matchLabels:
+      {{- include "drayman.selectorLabels" .me | nindent 6 }}
+  policyTypes: [Ingress, Egress]
+  ingress: []
+  egress:
+  {{- include "drayman.egress" .me.root | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* The resource that `helm test` asks for in limits: that of the first kind whose devices are never claimed, or nothing. */}}
+{{- define "drayman.testResource" -}}
+{{- $resource := "" }}
+{{- range .Values.deviceKinds }}
+{{- if and (not $resource) (has .mode (list "extended-resource" "split")) }}
+{{- $resource = .resourceName }}
+{{- end }}
+{{- end }}
+{{- $resource }}
+{{- end }}
+
+{{/* Where a pod of `helm test` may run: where companions do, taints included. */}}
+{{- define "drayman.testPlace" -}}
+nodeSelector:
+  {{- toYaml .Values.node.nodeSelector | nindent 2 }}
+tolerations:
+  {{- toYaml .Values.node.tolerations | nindent 2 }}
+{{- end }}
+
 {{/* A duration such as 1m30s in milliseconds. */}}
 {{- define "drayman.milliseconds" -}}
 {{- $sum := 0 }}

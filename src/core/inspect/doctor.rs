@@ -136,7 +136,7 @@ pub fn definitions<'a>(
     found: &BTreeMap<String, Vec<String>>,
 ) -> Vec<Finding> {
     let check = "definitions";
-    let fix = "drayman crds | kubectl apply --server-side -f -";
+    let fix = "drayman crds | kubectl apply --server-side --force-conflicts -f -";
     let wrong: Vec<Finding> = wanted
         .into_iter()
         .filter_map(|name| match found.get(name) {
