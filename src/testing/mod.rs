@@ -9,7 +9,7 @@
 //!
 //! ```toml
 //! [dev-dependencies]
-//! drayman = { version = "0.1", features = ["sim"] }
+//! drayman = { path = "../drayman", features = ["sim"] }
 //! ```
 //!
 //! # A driver

@@ -8,13 +8,13 @@ use crate::names;
 use crate::page::{Block, pages, repository};
 
 /// Programs that pages may call besides those of the repository, of which nothing is checked but that they are meant.
-const OTHERS: [&str; 19] = [
+const OTHERS: [&str; 20] = [
     "cat", "cd", "chmod", "cp", "ctr", "docker", "export", "git", "go", "grep", "install", "kind", "ln",
-    "podman", "rustup", "scp", "skopeo", "tail", "true",
+    "podman", "rm", "rustup", "scp", "skopeo", "tail", "true",
 ];
 
 /// Flags of other programs that sentences name.
-const FOREIGN_FLAGS: [&str; 19] = [
+const FOREIGN_FLAGS: [&str; 20] = [
     "--dry-run",
     "--feature-gates",
     "--force",
@@ -25,6 +25,7 @@ const FOREIGN_FLAGS: [&str; 19] = [
     "--no-default-features",
     "--node-monitor-grace-period",
     "--platform",
+    "--preserve-digests",
     "--program",
     "--root-dir",
     "--runtime-config",

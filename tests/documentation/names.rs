@@ -200,6 +200,44 @@ fn every_reason_among_the_symptoms_is_one_that_is_given() {
     }
 }
 
+/// The variants of the enum `Step` of a file, which have no fields.
+fn steps(file: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(repository(file)).expect("UTF-8");
+    let tokens: TokenStream = text.parse().expect("tokens");
+    let tokens: Vec<TokenTree> = tokens.into_iter().collect();
+    let body = tokens.windows(3).find_map(|three| match three {
+        [
+            TokenTree::Ident(word),
+            TokenTree::Ident(name),
+            TokenTree::Group(body),
+        ] if word == "enum" && name == "Step" => Some(body.stream()),
+        _ => None,
+    });
+    let variants = body.expect("the enum").into_iter();
+    variants
+        .filter_map(|token| match token {
+            TokenTree::Ident(variant) => Some(variant.to_string()),
+            _ => None,
+        })
+        .collect()
+}
+
+#[test]
+fn every_step_that_explain_may_name_is_on_its_page() {
+    let page = crate::page::page("docs/tool.md");
+    for file in ["src/core/inspect/explain.rs", "src/core/inspect/limits.rs"] {
+        let steps = steps(file);
+        assert!(steps.len() > 5, "{file}: {steps:?}");
+        for step in steps {
+            assert!(
+                page.spans.iter().any(|span| span.text == step),
+                "{} does not name the step {step} of {file}",
+                page.path.display()
+            );
+        }
+    }
+}
+
 /// The table at the beginning of the page counts the points below it.
 #[test]
 fn the_counts_of_conformance_are_those_of_its_rows() {
