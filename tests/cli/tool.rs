@@ -146,26 +146,74 @@ fn under_the_name_of_kubectl_s_plugin_the_help_speaks_of_kubectl() {
     );
 }
 
-#[test]
-fn the_doctor_looks_at_this_machine_without_any_cluster() {
+/// What the doctor says of a machine whose kubelet never ran, with this containerd in the `PATH` and its configuration.
+fn said_of_this_node(version: Option<&str>, configuration: &str) -> (Option<i32>, String) {
     let directory = tempfile::tempdir().expect("a directory");
     let root = directory.path().join("kubelet");
-    std::fs::create_dir(&root).expect("a directory");
-    let root = root.to_str().expect("UTF-8");
-    let config = directory.path().join("config.toml");
-    std::fs::write(&config, "version = 2\n").expect("written");
-    let config = config.to_str().expect("UTF-8");
-    let output = run(&[
-        "doctor",
-        "--this-node",
-        "--kubelet-root-dir",
-        root,
-        "--containerd-config",
-        config,
-    ]);
-    let answer = text(&output.stdout);
-    assert_eq!(output.status.code(), Some(1), "{answer}");
+    let programs = directory.path().join("programs");
+    for made in [&root, &programs] {
+        std::fs::create_dir(made).expect("a directory");
+    }
+    if let Some(version) = version {
+        // Written by another process: what this one has open for writing, even in a child that is not yet another program, cannot be run.
+        let script = format!("#!/bin/sh\necho containerd {version} 0123456\n");
+        let status = Command::new("sh")
+            .args(["-c", "printf %s \"$1\" > \"$0\" && chmod +x \"$0\""])
+            .arg(programs.join("containerd"))
+            .arg(script)
+            .status();
+        assert!(status.expect("a shell").success());
+    }
+    let file = directory.path().join("config.toml");
+    std::fs::write(&file, configuration).expect("written");
+    let mut command = drayman_with(&["doctor", "--this-node", "--kubelet-root-dir"]);
+    command.arg(root).arg("--containerd-config").arg(file);
+    let output = command.env("PATH", programs).output().expect("it runs");
+    (output.status.code(), text(&output.stdout))
+}
+
+#[test]
+fn the_doctor_looks_at_this_machine_without_any_cluster() {
+    let (code, answer) = said_of_this_node(None, "version = 2\n");
+    assert_eq!(code, Some(1), "{answer}");
     assert!(answer.contains("plugins_registry"), "{answer}");
     assert!(answer.contains("enable_cdi = true"), "{answer}");
     assert!(answer.ends_with("problems\n"), "{answer}");
+}
+
+#[test]
+fn the_doctor_asks_containerd_for_its_version_where_that_matters() {
+    let (one, two) = (
+        "github.com/containerd/containerd v1.7.27",
+        "github.com/containerd/containerd/v2 v2.0.0",
+    );
+    for (version, configuration, expected) in [
+        (
+            Some(one),
+            "version = 2\n",
+            "problem  cdi: containerd 1 does not read",
+        ),
+        (
+            Some(two),
+            "version = 2\n",
+            "ok       cdi: containerd 2 and later read",
+        ),
+        (
+            None,
+            "version = 2\n",
+            "warning  cdi: `containerd --version` does not tell",
+        ),
+        (
+            None,
+            "version = 4 # new\n",
+            "ok       cdi: containerd 2 and later read",
+        ),
+        (Some(two), "version = 2\n]\n", "config.toml, line 2: not TOML"),
+    ] {
+        let (_, answer) = said_of_this_node(version, configuration);
+        assert!(
+            answer.contains(expected),
+            "{version:?} {configuration:?}: {answer}"
+        );
+    }
 }

@@ -52,6 +52,17 @@ impl<'a> Node<'a> {
         command
     }
 
+    /// What kubelet (`kubelet.yaml`) and containerd (`containerd.toml`) of the node are started with; the same path inside and outside.
+    pub fn configuration(&self, name: &str) -> PathBuf {
+        let directory = &self.cluster.description.directory;
+        directory.join(self.name()).join(name)
+    }
+
+    /// Where the programs of its containerd are, the same inside and outside.
+    pub fn containerd(&self) -> anyhow::Result<&'a Path> {
+        self.description().ctr.parent().context("ctr is in no directory")
+    }
+
     /// Where a file of the node is found from outside. For `/var/run` say `/run`: a symbolic link with an absolute
     /// target would lead back out of the node.
     pub fn path(&self, path: impl AsRef<Path>) -> PathBuf {

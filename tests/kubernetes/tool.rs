@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::process::{Output, Stdio};
 
+use anyhow::Context as _;
 use drayman::api::crd::DeviceClassParameters;
 use kube::api::{Api, DeleteParams};
 use serde_json::Value;
@@ -250,5 +251,88 @@ async fn drain_lists_what_is_left_until_nothing_is() -> anyhow::Result<()> {
     let (code, text, _) = answer(&stage, &["drain"]).await?;
     assert_eq!(code, Some(0), "{text}");
     assert!(text.contains("Nothing uses"), "{text}");
+    stage.cluster.stop().await
+}
+
+/// An answer in a form for programs, with the exit code.
+async fn answer_in(stage: &Stage, arguments: &[&str], form: &str) -> anyhow::Result<(Option<i32>, Value)> {
+    let (code, stdout, stderr) = answer(stage, &[arguments, &["--output", form]].concat()).await?;
+    let parsed: anyhow::Result<Value> = match form {
+        "json" => serde_json::from_str(&stdout).map_err(Into::into),
+        _ => serde_saphyr::from_str(&stdout).map_err(Into::into),
+    };
+    let parsed = parsed.with_context(|| format!("{arguments:?} as {form}: {stdout}{stderr}"))?;
+    Ok((code, parsed))
+}
+
+#[tokio::test]
+async fn yaml_says_what_json_says() -> anyhow::Result<()> {
+    let (stage, _controller) = one_of_two_pods_waits().await?;
+    let claim = stage.claim_of("second", "made", |_| true).await?;
+    let claim = format!("claim/{}", claim.metadata.name.unwrap_or_default());
+    for arguments in [
+        &["devices"][..],
+        &["who", "node-a/drayman-test-0"],
+        &["explain", "pod/first"],
+        &["explain", "pod/second"],
+        &["explain", &claim],
+        &["doctor"],
+        &["drain"],
+        &["drain", "--this-driver"],
+    ] {
+        // The cluster goes on meanwhile: what it says is compared with what it said before and says after.
+        let mut tries = 0;
+        let (json, yaml) = loop {
+            let before = answer_in(&stage, arguments, "json").await?;
+            let between = answer_in(&stage, arguments, "yaml").await?;
+            let after = answer_in(&stage, arguments, "json").await?;
+            tries += 1;
+            if before == after || tries == 10 {
+                break (after, between);
+            }
+        };
+        assert_eq!(json, yaml, "{arguments:?}");
+        assert_ne!(json.1, serde_json::json!([]), "{arguments:?}");
+    }
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn kubectl_runs_the_program_as_its_plugin() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 1).await?;
+    let plugins = stage.cluster.directory().join("plugins");
+    std::fs::create_dir(&plugins)?;
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_drayman"), plugins.join("kubectl-drayman"))?;
+    let kubectl = |arguments: &[&str]| {
+        let mut command = stage.cluster.command(stage.cluster.kubectl_program());
+        command.args(arguments).env("PATH", &plugins);
+        // A plugin gets no flag that stands before its name.
+        command.env("KUBECONFIG", stage.cluster.kubeconfig());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    };
+    let output = kubectl(&["drayman", "devices"]).output().await?;
+    let (table, error) = (
+        String::from_utf8(output.stdout)?,
+        String::from_utf8(output.stderr)?,
+    );
+    println!("{table}");
+    assert_eq!(output.status.code(), Some(0), "{error}");
+    let lines: Vec<Vec<&str>> = table
+        .lines()
+        .map(|line| line.split_whitespace().collect())
+        .collect();
+    assert_eq!(lines[0], ["NODE", "DEVICE", "KIND", "STATE", "HELD", "BY"]);
+    assert_eq!(lines[1], ["node-a", "drayman-test-0", "test", "Free"]);
+
+    // The exit code and what is said on stderr come through too.
+    let output = kubectl(&["drayman", "who", "nothing"]).output().await?;
+    let error = String::from_utf8(output.stderr)?;
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("has no device nothing"), "{error}");
+    let output = kubectl(&["drayman", "devices", "--help"]).output().await?;
+    let help = String::from_utf8(output.stdout)?;
+    assert!(help.contains("Usage: kubectl drayman devices"), "{help}");
     stage.cluster.stop().await
 }

@@ -20,10 +20,9 @@ use crate::api::crd::{self, DeviceClassParameters, NodeInventory};
 use crate::api::resource::{GROUP, ResourceClaim, ResourceClass, VERSION};
 use crate::cli::{Error, block_on, choose_tls_provider, group, value};
 use crate::core::inspect::devices::devices;
-use crate::core::inspect::doctor::{
-    Finding, Level, NodeFacts, classes, definitions, extended_resources, inventories, lease, server,
-};
+use crate::core::inspect::doctor::{Finding, Level, classes, definitions, lease, server};
 use crate::core::inspect::gates;
+use crate::core::inspect::nodes::{NodeFacts, extended_resources, inventories};
 use crate::core::inspect::overlap::{self, Sharers};
 use crate::core::inspect::rights::Component;
 

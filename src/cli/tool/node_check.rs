@@ -1,16 +1,19 @@
 //! What `drayman doctor --this-node` looks at: the machine itself.
 
+mod containerd;
+mod files;
+
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
 use crate::core::inspect::doctor::Finding;
 use crate::core::inspect::gates;
+use crate::core::node::discovery::mounts;
 
 /// Bytes of a socket's path, at most: `sun_path` less its final zero.
 const SOCKET_PATH_MAX: usize = 107;
-/// Where containerd reads CDI files unless it is told otherwise.
-const SPEC_DIRS: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
 
 /// What is looked at.
 pub(super) struct Machine<'a> {
@@ -31,9 +34,16 @@ pub(super) struct Machine<'a> {
 /// Looks at the directories of kubelet and its feature gate, the lengths of our sockets' paths, and at CDI in containerd.
 pub(super) fn look(machine: &Machine<'_>) -> Vec<Finding> {
     let mut findings = directories(machine.kubelet_root, machine.device_plugins);
+    // As this process sees it, as it does the directories.
+    let mounts = fs::read("/proc/self/mountinfo").unwrap_or_default();
+    findings.extend(propagation(machine.kubelet_root, &mounts));
     findings.push(gate(machine.kubelet_config));
     findings.push(socket_lengths(machine.driver, machine.kubelet_root));
-    findings.extend(containerd(machine.containerd_config, machine.cdi_root));
+    findings.extend(containerd::look(
+        machine.containerd_config,
+        machine.cdi_root,
+        containerd::installed,
+    ));
     findings
 }
 
@@ -64,6 +74,27 @@ fn directories(kubelet_root: &Path, device_plugins: &Path) -> Vec<Finding> {
         ));
     }
     findings
+}
+
+/// Whether mounts below kubelet's root directory reach the companion, and their ends too; nothing if that is not known.
+fn propagation(kubelet_root: &Path, mountinfo: &[u8]) -> Option<Finding> {
+    let check = "kubelet";
+    let real = fs::canonicalize(kubelet_root).ok()?;
+    let (point, is_shared) = mounts::below(mountinfo, real.as_os_str().as_bytes())?;
+    let point = String::from_utf8_lossy(&point).into_owned();
+    let root = kubelet_root.display();
+    Some(if is_shared {
+        Finding::fine(check, format!("{root} lies on a shared mount, {point}"))
+    } else {
+        Finding::warning(
+            check,
+            format!("{root} lies on {point}, which is not a shared mount"),
+            format!(
+                "if there are kinds of mode both, or with node.readKubeletState in the chart: mount --make-rshared {point}, \
+                 and see that it stays so after a boot"
+            ),
+        )
+    })
 }
 
 /// What matters here of kubelet's configuration.
@@ -121,142 +152,10 @@ fn socket_lengths(driver: &str, kubelet_root: &Path) -> Finding {
     }
 }
 
-/// Reads what matters out of containerd's configuration: whether CDI is on, which it is not by default before containerd 2, and where
-/// CDI files are read.
-fn containerd(config: &Path, cdi_root: &Path) -> Vec<Finding> {
-    let check = "cdi";
-    let text = match fs::read_to_string(config) {
-        Ok(text) => text,
-        Err(error) => {
-            return vec![Finding::warning(
-                check,
-                format!("{}: {error}", config.display()),
-                "if the runtime is containerd, give its file by --containerd-config; CRI-O has CDI by default",
-            )];
-        }
-    };
-    let off = "set enable_cdi = true in [plugins.\"io.containerd.grpc.v1.cri\"] and restart containerd";
-    let is_on = match (setting(&text, "enable_cdi"), setting(&text, "version")) {
-        (Some("true"), _) => Finding::fine(check, "containerd reads CDI files"),
-        (Some(_), _) => Finding::problem(check, "CDI is switched off in containerd", off),
-        (None, Some("3")) => Finding::fine(check, "containerd 2 reads CDI files by default"),
-        (None, _) => Finding::problem(check, "containerd 1 does not read CDI files by default", off),
-    };
-    vec![is_on, spec_dirs(&text, cdi_root)]
-}
-
-/// Whether containerd reads CDI files where the companion writes them.
-fn spec_dirs(text: &str, cdi_root: &Path) -> Finding {
-    let check = "cdi";
-    let listed = strings(text, "cdi_spec_dirs");
-    let directories: Vec<&str> = if listed.is_empty() {
-        SPEC_DIRS.to_vec()
-    } else {
-        listed
-    };
-    // /var/run is a link to /run nearly everywhere.
-    let real = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-    if directories
-        .iter()
-        .any(|directory| real(Path::new(directory)) == real(cdi_root))
-    {
-        return Finding::fine(
-            check,
-            format!("containerd reads CDI files in {}", cdi_root.display()),
-        );
-    }
-    Finding::problem(
-        check,
-        format!(
-            "containerd reads CDI files in {}, and not in {}, where the companion writes them",
-            directories.join(", "),
-            cdi_root.display()
-        ),
-        "add the directory to cdi_spec_dirs and restart containerd, or give the companion one of these: --cdi-root, in the chart \
-         node.cdiRoot",
-    )
-}
-
-/// The value of a setting that stands on one line.
-fn setting<'a>(text: &'a str, name: &str) -> Option<&'a str> {
-    text.lines().map(str::trim).find_map(|line| {
-        let (key, value) = line.split_once('=')?;
-        (key.trim() == name).then(|| value.trim())
-    })
-}
-
-/// The texts of a list, which may stand on several lines.
-fn strings<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
-    let is_it = |line: &&str| {
-        line.trim_start()
-            .strip_prefix(name)
-            .is_some_and(|rest| rest.trim_start().starts_with('='))
-    };
-    let lines = text.lines().skip_while(|line| !is_it(line));
-    let mut found = Vec::new();
-    for line in lines {
-        // Texts stand between quotes of one sort; a comment may follow.
-        let mut rest = line;
-        while let Some(start) = rest.find(['"', '\'']) {
-            if rest.find('#').is_some_and(|comment| comment < start) {
-                break;
-            }
-            let quote = rest.get(start..=start).unwrap_or_default();
-            let Some((content, after)) = rest.get(start + 1..).and_then(|rest| rest.split_once(quote)) else {
-                break;
-            };
-            found.push(content);
-            rest = after;
-        }
-        if rest.contains(']') {
-            break;
-        }
-    }
-    found
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::core::inspect::doctor::Level;
-
-    fn cdi(content: &str) -> Level {
-        let directory = tempfile::tempdir().unwrap();
-        let file = directory.path().join("config.toml");
-        fs::write(&file, content).unwrap();
-        containerd(&file, Path::new("/var/run/cdi"))
-            .into_iter()
-            .map(|finding| finding.level)
-            .max()
-            .unwrap()
-    }
-
-    #[test]
-    fn cdi_must_be_switched_on_before_containerd_2() {
-        assert_eq!(cdi("version = 2\n  enable_cdi = true\n"), Level::Fine);
-        assert_eq!(cdi("version = 2\n"), Level::Problem);
-        assert_eq!(cdi("version = 3\n"), Level::Fine);
-        assert_eq!(cdi("version = 3\nenable_cdi = false\n"), Level::Problem);
-    }
-
-    #[test]
-    fn the_runtime_must_read_cdi_files_where_they_are_written() {
-        let judge = |text: &str, root: &str| spec_dirs(text, Path::new(root)).level;
-        assert_eq!(judge("version = 3\n", "/etc/cdi"), Level::Fine);
-        assert_eq!(judge("version = 3\n", "/opt/cdi"), Level::Problem);
-        let listed = "[plugins]\n  cdi_spec_dirs = [\n    \"/opt/cdi\", # ours, and not \"/x\"\n    '/srv/cdi',\n  ]\n  other = \"/y\"\n";
-        assert_eq!(strings(listed, "cdi_spec_dirs"), ["/opt/cdi", "/srv/cdi"]);
-        assert_eq!(judge(listed, "/srv/cdi"), Level::Fine);
-        assert_eq!(judge(listed, "/var/run/cdi"), Level::Problem);
-        assert_eq!(
-            strings("cdi_spec_dirs = [\"/a\", \"/b\"]\nx = \"/c\"", "cdi_spec_dirs"),
-            ["/a", "/b"]
-        );
-        assert_eq!(
-            strings("# cdi_spec_dirs = [\"/a\"]\n", "cdi_spec_dirs"),
-            Vec::<&str>::new()
-        );
-    }
 
     #[test]
     fn kubelet_s_file_is_read_for_the_gate() {
@@ -303,6 +202,20 @@ mod tests {
             worst(directories(directory.path(), &elsewhere)),
             Some(Level::Warning)
         );
+    }
+
+    #[test]
+    fn a_root_directory_on_a_mount_that_is_not_shared_is_told() {
+        let directory = tempfile::tempdir().unwrap();
+        let judge = |fields: &str, root: &Path| {
+            let mountinfo = format!("22 1 8:1 / / rw {fields}- ext4 /dev/sda1 rw\n");
+            propagation(root, mountinfo.as_bytes()).map(|finding| finding.level)
+        };
+        assert_eq!(judge("shared:1 ", directory.path()), Some(Level::Fine));
+        assert_eq!(judge("", directory.path()), Some(Level::Warning));
+        assert_eq!(judge("master:1 ", directory.path()), Some(Level::Warning));
+        assert_eq!(judge("", &directory.path().join("gone")), None);
+        assert_eq!(propagation(directory.path(), b""), None);
     }
 
     #[test]

@@ -5,9 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use jiff::{SignedDuration, Timestamp};
 use serde::Serialize;
 
-use crate::api::crd::{Mode, NodeInventory};
 use crate::api::resource::ResourceClass;
-use crate::core::devices::inventory::unready;
 use crate::core::devices::reference::class_reference;
 
 /// Minor versions of Kubernetes 1 that have classic Dynamic Resource Allocation in the form that drayman speaks.
@@ -18,7 +16,7 @@ pub const MINORS: std::ops::RangeInclusive<u32> = 27..=30;
 pub enum Level {
     /// As it should be.
     Fine,
-    /// Could not be looked at; nothing speaks against it.
+    /// Could not be looked at, or may be meant so; nothing speaks against it.
     Note,
     /// Works, but somebody should look at it.
     Warning,
@@ -52,7 +50,7 @@ impl Finding {
         }
     }
 
-    /// Nobody knows, for the reason that is told.
+    /// Nobody knows, for the reason that is told, or a person knows better.
     pub fn note(check: &'static str, message: impl Into<String>) -> Self {
         Self {
             level: Level::Note,
@@ -77,17 +75,6 @@ impl Finding {
             ..Self::warning(check, message, fix)
         }
     }
-}
-
-/// A node, as far as it matters here.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct NodeFacts {
-    /// Its name.
-    pub name: String,
-    /// Its uid.
-    pub uid: String,
-    /// The extended resources of its status: how many can be allocated.
-    pub allocatable: BTreeMap<String, String>,
 }
 
 /// Judges the version of the API server, and whether it serves classic Dynamic Resource Allocation, if there is need of it.
@@ -273,106 +260,6 @@ pub fn classes(
     findings
 }
 
-/// Judges the inventories of `driver` beside the nodes of the cluster.
-pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFacts]) -> Vec<Finding> {
-    let check = "nodes";
-    let mut findings = Vec::new();
-    let by_name: BTreeMap<&str, &NodeFacts> = nodes.iter().map(|node| (node.name.as_str(), node)).collect();
-    let mut ready = 0;
-    let mut devices = 0;
-    for inventory in inventories
-        .iter()
-        .filter(|object| object.spec.driver_name == driver)
-    {
-        let spec = &inventory.spec;
-        let name = spec.node_name.as_str();
-        match by_name.get(name) {
-            None => {
-                findings.push(Finding::warning(
-                    check,
-                    format!("there is an inventory of node {name}, and no such node"),
-                    format!(
-                        "if the node is gone for good: kubectl delete nodeinventory {}",
-                        inventory.metadata.name.as_deref().unwrap_or_default()
-                    ),
-                ));
-                continue;
-            }
-            Some(node) if node.uid != spec.node_uid => findings.push(Finding::problem(
-                check,
-                format!("the inventory of node {name} is of an earlier node of that name"),
-                "restart the companion there: it has not noticed that the node was made again",
-            )),
-            Some(_) => {}
-        }
-        if let Some(cause) = unready(inventory) {
-            findings.push(Finding::problem(
-                check,
-                format!("the companion of node {name} does not serve: {cause}"),
-                "see its pod and log there",
-            ));
-            continue;
-        }
-        ready += 1;
-        devices += spec.devices.len();
-        for device in spec.devices.iter().filter(|device| device.unhealthy.is_some()) {
-            findings.push(Finding::warning(
-                check,
-                format!(
-                    "device {} of node {name} is unhealthy: {}",
-                    device.name,
-                    device.unhealthy.as_deref().unwrap_or_default()
-                ),
-                "look after the device; it is given out again when it is well",
-            ));
-        }
-        if spec.devices.is_empty() {
-            findings.push(Finding::warning(
-                check,
-                format!("node {name} has no device of any kind"),
-                "`drayman node discover` there says why each candidate was not taken",
-            ));
-        }
-    }
-    if ready == 0 {
-        findings.push(Finding::problem(
-            check,
-            format!("no node offers devices of driver {driver}"),
-            "see that the companion's DaemonSet has pods, and their logs",
-        ));
-    } else {
-        findings.push(Finding::fine(
-            check,
-            format!("{ready} of {} nodes offer {devices} devices", nodes.len()),
-        ));
-    }
-    findings
-}
-
-/// Judges the extended resources under the driver's name that nodes announce and no inventory explains.
-pub fn extended_resources(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFacts]) -> Vec<Finding> {
-    let prefix = format!("{driver}/");
-    let mut findings = Vec::new();
-    for node in nodes {
-        let inventory = inventories
-            .iter()
-            .find(|object| object.spec.driver_name == driver && object.spec.node_name == node.name);
-        // A resource has any name that the configuration gives it, which the inventory does not tell.
-        let mut devices = inventory.iter().flat_map(|object| &object.spec.devices);
-        let announces = devices.any(|device| device.mode != Mode::Claims);
-        for (resource, number) in &node.allocatable {
-            if resource.starts_with(&prefix) && number != "0" && !announces {
-                findings.push(Finding::warning(
-                    "extended resources",
-                    format!("node {} announces {number} of {resource}, and its companion has no device for that", node.name),
-                    "another device plugin uses this name, or kubelet remembers what is gone: restart kubelet there",
-                ));
-            }
-        }
-    }
-    findings
-}
-
 /// The worst of the findings, for tests of what makes them.
 #[cfg(test)]
 pub(super) fn worst(findings: &[Finding]) -> Level {
@@ -383,15 +270,7 @@ pub(super) fn worst(findings: &[Finding]) -> Level {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::devices::fixture::{DRIVER, inventory};
-
-    fn node(name: &str, uid: &str) -> NodeFacts {
-        NodeFacts {
-            name: name.into(),
-            uid: uid.into(),
-            allocatable: BTreeMap::new(),
-        }
-    }
+    use crate::core::devices::fixture::DRIVER;
 
     #[test]
     fn a_server_is_fine_only_if_it_has_and_serves_the_api() {
@@ -461,35 +340,5 @@ mod tests {
             worst(&classes(&DRIVER.to_uppercase(), all, &parameters, &kinds)),
             Level::Problem
         );
-    }
-
-    #[test]
-    fn an_inventory_must_be_ready_and_of_the_node_that_has_the_name_now() {
-        let good = inventory("node-a", "1", &["a"]);
-        let judge = |object: &NodeInventory, nodes: &[NodeFacts]| {
-            worst(&inventories(DRIVER, std::slice::from_ref(object), nodes))
-        };
-        assert_eq!(judge(&good, &[node("node-a", "1")]), Level::Fine);
-        assert_eq!(judge(&good, &[node("node-a", "2")]), Level::Problem);
-        assert_eq!(judge(&good, &[]), Level::Problem);
-        let mut silent = good.clone();
-        silent.status = None;
-        assert_eq!(judge(&silent, &[node("node-a", "1")]), Level::Problem);
-    }
-
-    #[test]
-    fn a_resource_under_our_name_that_no_inventory_explains_is_reported() {
-        let mut node = node("node-a", "1");
-        node.allocatable = BTreeMap::from([(format!("{DRIVER}/whatever"), "1".to_owned())]);
-        let claimed = inventory("node-a", "1", &["a"]);
-        let mut announced = claimed.clone();
-        announced.spec.devices[0].mode = Mode::ExtendedResource;
-        let nodes = std::slice::from_ref(&node);
-        assert!(extended_resources(DRIVER, &[announced], nodes).is_empty());
-        assert_eq!(
-            worst(&extended_resources(DRIVER, &[claimed], nodes)),
-            Level::Warning
-        );
-        assert_eq!(worst(&extended_resources(DRIVER, &[], nodes)), Level::Warning);
     }
 }

@@ -5,6 +5,7 @@
 //! * [`limits`]: the same of a pod that asks for extended resources in the limits of its containers.
 //! * [`usage`]: what still depends on classic Dynamic Resource Allocation.
 //! * [`doctor`]: what is wrong with an installation, each finding with its fix.
+//! * [`nodes`]: the part of that which is about nodes and what their companions list.
 //! * [`gates`]: whether the feature gate is on, in each component that has one.
 //! * [`rights`]: what the components may do and must be able to do.
 //! * [`overlap`]: whether two drivers go by one name.
@@ -14,6 +15,7 @@ pub mod doctor;
 pub mod explain;
 pub mod gates;
 pub mod limits;
+pub mod nodes;
 pub mod overlap;
 pub mod rights;
 pub mod usage;

@@ -37,6 +37,23 @@ pub fn swap_areas(swaps: &[u8]) -> BTreeSet<Vec<u8>> {
     lines.filter_map(area).collect()
 }
 
+/// Where the mount is mounted that a path lies on, which is absolute and leads over no link, and whether it is shared: what is mounted
+/// below reaches its peers.
+pub fn below(mountinfo: &[u8], path: &[u8]) -> Option<(Vec<u8>, bool)> {
+    let mount = |line: &[u8]| {
+        let mut fields = line.split(|&byte| byte == b' ');
+        let point = unescaped(fields.nth(4)?);
+        let rest = path.strip_prefix(point.as_slice())?;
+        let lies_on = rest.is_empty() || rest.starts_with(b"/") || point == b"/";
+        // Behind the options of the mount, up to the lone hyphen.
+        let mut optional = fields.skip(1).take_while(|field| field != b"-");
+        lies_on.then(|| (point, optional.any(|field| field.starts_with(b"shared:"))))
+    };
+    // Of those mounted at one place the last hides the others, and is the last in the list.
+    let mounts = mountinfo.split(|&byte| byte == b'\n').filter_map(mount);
+    mounts.max_by_key(|(point, _)| point.len())
+}
+
 /// Two numbers as the kernel writes them, `8:1`.
 pub fn numbers(text: &[u8]) -> Option<(u32, u32)> {
     let (major, minor) = std::str::from_utf8(text).ok()?.split_once(':')?;
@@ -140,5 +157,24 @@ mod tests {
         ] {
             assert_eq!(unescaped(field), name, "{field:?}");
         }
+    }
+
+    #[test]
+    fn a_path_lies_on_the_last_of_the_nearest_mounts() {
+        let told = b"22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n\
+              23 22 0:21 / /var/lib rw master:2 - tmpfs tmpfs rw\n\
+              24 23 0:22 / /var/lib rw master:2 shared:3 - tmpfs shared:9 rw\n\
+              25 22 0:23 / /my\\040disk rw - tmpfs tmpfs rw\n\
+              no mount\n";
+        let at = |path: &str| {
+            below(told, path.as_bytes())
+                .map(|(point, is_shared)| (String::from_utf8(point).unwrap(), is_shared))
+        };
+        let expected = |point: &str, is_shared| Some((point.to_owned(), is_shared));
+        assert_eq!(at("/var/lib/kubelet"), expected("/var/lib", true));
+        assert_eq!(at("/var/lib"), expected("/var/lib", true));
+        assert_eq!(at("/var/library"), expected("/", true));
+        assert_eq!(at("/my disk/kubelet"), expected("/my disk", false));
+        assert_eq!(below(b"", b"/var"), None);
     }
 }
