@@ -268,7 +268,12 @@ async fn a_claim_of_which_only_the_running_container_is_left_keeps_its_device() 
     companion.logged("CheckpointLost").await?;
     companion.logged("HoldingExplained").await?;
     companion.logged(REGISTERED).await?;
-    assert_eq!(traces(node, &uid)?.len(), 2, "{:?}", traces(node, &uid)?);
+    // The records are whole before anybody is answered; the CDI file is put back beside that.
+    let until = Instant::now() + PATIENCE;
+    while traces(node, &uid)?.len() < 2 {
+        anyhow::ensure!(Instant::now() < until, "{:?}", traces(node, &uid)?);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
     let (done, said) = person(node, &["holdings"]).await?;
     let line = said.lines().find(|line| line.contains(&uid)).unwrap_or_default();
     assert!(done && line.contains("drayman-test-0"), "{said}");
