@@ -391,25 +391,18 @@ async fn may_do_what_it_should_and_no_more(stage: &Stage) -> anyhow::Result<()> 
             }
         }
     }
-    let leases = [
-        "auth",
-        "can-i",
-        "update",
-        "leases",
-        "--quiet",
-        "--as=system:serviceaccount:drayman:drayman-controller",
-    ];
-    stage
-        .cluster
-        .kubectl(&[&leases[..], &["--namespace=drayman"]].concat())
-        .await?;
-    ensure!(
-        stage
-            .cluster
-            .kubectl(&[&leases[..], &["--namespace=kube-system"]].concat())
-            .await
-            .is_err()
-    );
+    // The Lease of its driver, there, and no other.
+    for (lease, namespace, expected) in [
+        ("leases/drayman.dev", "drayman", true),
+        ("leases/other.example.com", "drayman", false),
+        ("leases/drayman.dev", "kube-system", false),
+    ] {
+        let namespace = format!("--namespace={namespace}");
+        let ask = ["auth", "can-i", "update", lease, "--quiet", &namespace];
+        let user = ["--as=system:serviceaccount:drayman:drayman-controller"];
+        let answer = stage.cluster.kubectl(&[&ask[..], &user].concat()).await;
+        assert_eq!(answer.is_ok(), expected, "{lease} {namespace}");
+    }
     Ok(())
 }
 
@@ -436,13 +429,7 @@ async fn a_cluster_without_classic_dra_is_told_what_still_works_there() -> anyho
             && refusal.contains("set controller.enabled=false"),
         "{refusal}"
     );
-    let mut drain = stage.cluster.command(env!("CARGO_BIN_EXE_drayman"));
-    let kubeconfig = stage.cluster.kubeconfig();
-    let output = drain
-        .args(["drain", "--kubeconfig"])
-        .arg(kubeconfig)
-        .output()
-        .await?;
+    let output = stage.ask(&["drain"]).await?;
     let said = String::from_utf8(output.stderr)?;
     ensure!(
         output.status.code() == Some(1)

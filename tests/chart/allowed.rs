@@ -36,7 +36,9 @@ async fn rights(stage: &Stage, account: &str, namespace: &str) -> anyhow::Result
         let (_, verbs) = rest.rsplit_once('[').context("verbs")?;
         // Paths that are no resources have a line without a first column.
         let resource = if resource.is_empty() {
-            rest.trim()
+            // How wide a column is depends on the others.
+            let path = rest.split_whitespace().next();
+            path.context("a path")?
         } else {
             resource
         };

@@ -151,13 +151,7 @@ async fn a_device_that_an_init_container_has_is_given_to_no_claim_by_an_installe
 
 /// What the tool says of devices that containers have.
 async fn look_with_the_tool(stage: &Stage) -> anyhow::Result<()> {
-    let ask = async |words: &[&str]| {
-        let mut command = stage.cluster.command(env!("CARGO_BIN_EXE_drayman"));
-        let kubeconfig = stage.cluster.kubeconfig();
-        command.args(words).arg("--kubeconfig").arg(kubeconfig);
-        let output = command.output().await?;
-        anyhow::Ok(String::from_utf8(output.stdout)?)
-    };
+    let ask = async |words: &[&str]| anyhow::Ok(String::from_utf8(stage.ask(words).await?.stdout)?);
     let said = ask(&["who", "drayman-test-1"]).await?;
     println!("{said}");
     ensure!(

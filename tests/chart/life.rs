@@ -274,12 +274,8 @@ async fn ask_in_the_companion_s_pod(stage: &Stage) -> anyhow::Result<()> {
 
 /// Of a release that serves pods, the doctor has nothing to say but what it could not ask.
 async fn ask_the_doctor(stage: &Stage) -> anyhow::Result<()> {
-    let mut command = stage.cluster.command(env!("CARGO_BIN_EXE_drayman"));
-    let kubeconfig = stage.cluster.kubeconfig();
-    command.args(["doctor", "--kubeconfig"]).arg(kubeconfig);
-    let output = command.output().await?;
+    let output = stage.ask(&["doctor"]).await?;
     let said = String::from_utf8(output.stdout)?;
-    println!("{said}");
     ensure!(output.status.success(), "{said}");
     for account in ["drayman-controller", "drayman-node"] {
         let fine = format!("system:serviceaccount:drayman:{account} may do what the");

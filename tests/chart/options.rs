@@ -111,8 +111,6 @@ async fn bring_definitions_up_to_date(stage: &Stage, values: &std::path::Path) -
     let columns = ".spec.versions[0].additionalPrinterColumns[*].name";
     let expected = stage.field(&older, columns).await?;
     ensure!(!expected.is_empty());
-    let program = env!("CARGO_BIN_EXE_drayman");
-    let kubeconfig = stage.cluster.kubeconfig();
     for by_hand in [false, true] {
         let get = [&["get"], &older[..], &["--output=json"]].concat();
         let mut definition: Value = serde_json::from_str(&stage.cluster.kubectl(&get).await?)?;
@@ -132,7 +130,12 @@ async fn bring_definitions_up_to_date(stage: &Stage, values: &std::path::Path) -
 
         if by_hand {
             // What `drayman doctor` and docs/upgrade.md say.
-            let printed = stage.cluster.command(program).arg("crds").output().await?;
+            let printed = stage
+                .cluster
+                .command(env!("CARGO_BIN_EXE_drayman"))
+                .arg("crds")
+                .output()
+                .await?;
             let file = stage.cluster.directory().join("printed.yaml");
             std::fs::write(&file, printed.stdout)?;
             let file = file.to_str().context("UTF-8")?;
@@ -155,12 +158,7 @@ async fn bring_definitions_up_to_date(stage: &Stage, values: &std::path::Path) -
         stage.cluster.kubectl(&established).await?;
     }
     // And both programs still say that all is well.
-    let mut doctor = stage.cluster.command(program);
-    let output = doctor
-        .args(["doctor", "--kubeconfig"])
-        .arg(kubeconfig)
-        .output()
-        .await?;
+    let output = stage.ask(&["doctor"]).await?;
     let said = String::from_utf8(output.stdout)?;
     ensure!(output.status.success(), "{said}");
     Ok(())

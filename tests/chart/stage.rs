@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::process::Output;
 
 use anyhow::{Context as _, bail};
 use k8s_openapi::api::core::v1::Pod;
@@ -93,6 +94,14 @@ impl Stage {
             );
         }
         String::from_utf8(output.stdout).context("what Helm printed")
+    }
+
+    /// Asks the cluster something with the program, as an administrator.
+    pub(crate) async fn ask(&self, words: &[&str]) -> anyhow::Result<Output> {
+        let mut command = self.cluster.command(env!("CARGO_BIN_EXE_drayman"));
+        let kubeconfig = self.cluster.kubeconfig();
+        command.args(words).arg("--kubeconfig").arg(kubeconfig);
+        command.output().await.context("running drayman")
     }
 
     /// Installs or upgrades the release `drayman` in the namespace `drayman`, and waits until all of it runs.

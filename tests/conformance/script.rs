@@ -192,7 +192,7 @@ impl Script {
         if what.is_fence() {
             return Ok((Ended(None), Act::Go));
         }
-        let act = {
+        let (act, number) = {
             let mut state = self.state();
             let act = state.rule.as_ref().map_or(Act::Go, |rule| rule(&what));
             state.calls.push(Call {
@@ -200,9 +200,10 @@ impl Script {
                 began: Instant::now(),
                 ended: None,
             });
-            act
+            // Before another call can begin.
+            (act, state.calls.len() - 1)
         };
-        let ended = Ended(Some((self.clone(), self.state().calls.len() - 1)));
+        let ended = Ended(Some((self.clone(), number)));
         self.0.changed.send_replace(());
         match act {
             Act::Fail(error) => Err(error),
