@@ -5,6 +5,7 @@ mod files;
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
@@ -12,6 +13,8 @@ use crate::core::inspect::doctor::Finding;
 use crate::core::inspect::gates;
 use crate::core::node::discovery::mounts;
 
+/// The mounts that this process sees.
+const MOUNTS: &str = "/proc/self/mountinfo";
 /// Bytes of a socket's path, at most: `sun_path` less its final zero.
 const SOCKET_PATH_MAX: usize = 107;
 
@@ -35,8 +38,7 @@ pub(super) struct Machine<'a> {
 pub(super) fn look(machine: &Machine<'_>) -> Vec<Finding> {
     let mut findings = directories(machine.kubelet_root, machine.device_plugins);
     // As this process sees it, as it does the directories.
-    let mounts = fs::read("/proc/self/mountinfo").unwrap_or_default();
-    findings.extend(propagation(machine.kubelet_root, &mounts));
+    findings.extend(propagation(machine.kubelet_root, fs::read(MOUNTS)));
     findings.push(gate(machine.kubelet_config));
     findings.push(socket_lengths(machine.driver, machine.kubelet_root));
     findings.extend(containerd::look(
@@ -76,13 +78,24 @@ fn directories(kubelet_root: &Path, device_plugins: &Path) -> Vec<Finding> {
     findings
 }
 
-/// Whether mounts below kubelet's root directory reach the companion, and their ends too; nothing if that is not known.
-fn propagation(kubelet_root: &Path, mountinfo: &[u8]) -> Option<Finding> {
+/// Whether mounts below kubelet's root directory reach the companion, and their ends too; nothing of a directory that is not there, of
+/// which more has been said.
+fn propagation(kubelet_root: &Path, mountinfo: io::Result<Vec<u8>>) -> Option<Finding> {
     let check = "kubelet";
     let real = fs::canonicalize(kubelet_root).ok()?;
-    let (point, is_shared) = mounts::below(mountinfo, real.as_os_str().as_bytes())?;
-    let point = String::from_utf8_lossy(&point).into_owned();
     let root = kubelet_root.display();
+    let unknown = |cause: String| {
+        let message = format!("whether {root} lies on a shared mount is not known: {MOUNTS}: {cause}");
+        Some(Finding::note(check, message))
+    };
+    let mountinfo = match mountinfo {
+        Ok(mountinfo) => mountinfo,
+        Err(error) => return unknown(error.to_string()),
+    };
+    let Some((point, is_shared)) = mounts::below(&mountinfo, real.as_os_str().as_bytes()) else {
+        return unknown(format!("nothing that it lies on, in {} bytes", mountinfo.len()));
+    };
+    let point = String::from_utf8_lossy(&point).into_owned();
     Some(if is_shared {
         Finding::fine(check, format!("{root} lies on a shared mount, {point}"))
     } else {
@@ -209,13 +222,18 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let judge = |fields: &str, root: &Path| {
             let mountinfo = format!("22 1 8:1 / / rw {fields}- ext4 /dev/sda1 rw\n");
-            propagation(root, mountinfo.as_bytes()).map(|finding| finding.level)
+            propagation(root, Ok(mountinfo.into_bytes())).map(|finding| finding.level)
         };
         assert_eq!(judge("shared:1 ", directory.path()), Some(Level::Fine));
         assert_eq!(judge("", directory.path()), Some(Level::Warning));
         assert_eq!(judge("master:1 ", directory.path()), Some(Level::Warning));
         assert_eq!(judge("", &directory.path().join("gone")), None);
-        assert_eq!(propagation(directory.path(), b""), None);
+        // What is not known is said.
+        let unknown = [Ok(Vec::new()), Err(io::Error::other("no /proc"))];
+        for mountinfo in unknown {
+            let told = propagation(directory.path(), mountinfo).map(|finding| finding.level);
+            assert_eq!(told, Some(Level::Note));
+        }
     }
 
     #[test]
