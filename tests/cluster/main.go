@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"runtime"
 	"strings"
 	"syscall"
 
@@ -29,6 +30,13 @@ const usage = `usage: cluster build|helm|prometheus|up|join|pin [flags]
   join    runs a program in the mount namespace of a node: join node-0 PROGRAM...; for hooks of up
   pin     writes the requirements of --version into the recipe, in the folder given
 `
+
+// The first thread is that of main alone. Its namespaces are what others join by our process number; were the thread that takes a
+// mount namespace of its own for the children of a node (node, ownProc) the first one, they would join that, with a /proc in which
+// they have no number.
+func init() {
+	runtime.LockOSThread()
+}
 
 func main() {
 	if err := run(os.Args[1:]); err != nil {
