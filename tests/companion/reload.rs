@@ -2,6 +2,8 @@
 
 use std::os::unix::fs::symlink;
 
+use tokio::sync::Mutex;
+
 use crate::api::State;
 use crate::node::Node;
 
@@ -89,8 +91,12 @@ async fn a_configmap_that_is_swapped_counts_at_once_and_claims_keep_what_they_ho
     process.stop().await.unwrap();
 }
 
+/// SIGHUP reaches every companion of this process, and lets each tell what is wrong once more.
+static SIGHUP: Mutex<()> = Mutex::const_new(());
+
 #[tokio::test]
 async fn a_broken_file_changes_nothing_and_is_told_once() {
+    let _alone = SIGHUP.lock().await;
     let Some(node) = Node::new() else { return };
     let process = node.start();
     node.api.until_ready("True", "Serving").await;
@@ -113,7 +119,7 @@ async fn a_broken_file_changes_nothing_and_is_told_once() {
         })
         .await;
     node.api
-        .set(|state| assert_eq!(events(state, "ConfigurationInvalid").len(), 1));
+        .set(|state| assert_eq!(events(state, "ConfigurationInvalid"), std::slice::from_ref(&told)));
     std::fs::write(
         node.path("node.yaml"),
         file("- {name: test, paths: [/dev/test-9]}\n"),
@@ -208,6 +214,7 @@ async fn an_unhealthy_device_is_told_once_stays_with_its_claim_and_is_given_to_n
 
 #[tokio::test]
 async fn a_file_that_changes_where_nobody_looks_is_read_at_sighup() {
+    let _alone = SIGHUP.lock().await;
     let Some(mut node) = Node::new() else { return };
     // A link out of the directory: what happens to its target is no event of the directory.
     std::fs::create_dir_all(node.path("elsewhere")).unwrap();

@@ -11,7 +11,7 @@ use drayman::api::resource::ResourceClaim;
 use drayman::controller::{Controller, LeaderElection};
 use drayman::host::HostDriver;
 use drayman::sim::api::ApiServer;
-use drayman::sim::faults::{Faults, Life, Place, Planned};
+use drayman::sim::faults::{Faults, Life, Place, Planned, Trouble};
 use kube::api::{Api, DeleteParams};
 use tokio_util::sync::CancellationToken;
 
@@ -187,7 +187,30 @@ fn no_trouble_with_the_lease_lets_two_controllers_write_or_none_serve() {
             });
         }
     });
-    let told = told.into_inner().unwrap();
+    let mut told = told.into_inner().unwrap();
+    let met = |told: &[(Planned, Told)], program: &str, trouble: Trouble| {
+        let of_kind = |planned: &Planned| planned.program == program && planned.trouble == trouble;
+        told.iter()
+            .any(|(planned, story)| of_kind(planned) && story.hits > 0)
+    };
+    // How often the one that waits asks is a matter of time. What was not met is tried at the others, of which everybody makes the first.
+    for program in LEADERS {
+        for &trouble in Place::Lease.troubles() {
+            for number in 1..=REQUESTS {
+                if met(&told, program, trouble) {
+                    break;
+                }
+                let place = Place::Lease;
+                let planned = Planned {
+                    program,
+                    place,
+                    number,
+                    trouble,
+                };
+                told.push((planned, runtime.block_on(tell(vec![planned]))));
+            }
+        }
+    }
     for (planned, story) in &told {
         println!("{planned}: {}", if story.hits > 0 { "met" } else { "not met" });
         if !story.violations.is_empty() {
@@ -202,10 +225,7 @@ fn no_trouble_with_the_lease_lets_two_controllers_write_or_none_serve() {
     assert_eq!(panics(), Vec::<String>::new(), "I15");
     for program in LEADERS {
         for &trouble in Place::Lease.troubles() {
-            let of_kind = |planned: &Planned| planned.program == program && planned.trouble == trouble;
-            let met = told
-                .iter()
-                .any(|(planned, story)| of_kind(planned) && story.hits > 0);
+            let met = met(&told, program, trouble);
             assert!(met, "{program} {trouble:?} was never met");
         }
     }
