@@ -364,6 +364,8 @@ async fn a_thousand_idle_callers_headers_that_never_end_and_garbage_do_not_keep_
     const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
     /// A header block of 8 KiB that begins and is never ended.
     const HEADERS: &[u8] = b"\0\x20\0\x01\0\0\0\0\x01";
+    /// At each socket.
+    const CALLERS: usize = 1000;
     /// That a socket has at a time, and files that a companion has open besides, at most.
     const CONNECTIONS: usize = 64;
     const OTHER_FILES: usize = 50;
@@ -392,7 +394,7 @@ async fn a_thousand_idle_callers_headers_that_never_end_and_garbage_do_not_keep_
         .map(|name| node.path(format!("{STATE}/{name}")))
         .chain(registrations)
     {
-        for number in 0..1000 {
+        for number in 0..CALLERS {
             let mut caller = UnixStream::connect(&socket).await?;
             // Those that nothing but another caller ends are first, and as many as there is room for.
             let kind = if number < 2 * CONNECTIONS { 3 } else { number % 4 };
@@ -408,7 +410,7 @@ async fn a_thousand_idle_callers_headers_that_never_end_and_garbage_do_not_keep_
         }
     }
     // They are taken in the order in which they came. Kubelet comes when all have been heard, and not in their midst.
-    for last in callers.iter_mut().skip(999).step_by(1000) {
+    for last in callers.iter_mut().skip(CALLERS - 1).step_by(CALLERS) {
         timeout(PATIENCE, last.read_u8())
             .await
             .context("the last caller of a socket has no answer")??;

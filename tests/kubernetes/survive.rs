@@ -8,6 +8,7 @@ use drayman::api::resource::Pod;
 use k8s_openapi::api::core::v1::Event;
 use kube::api::{Api, ListParams, PostParams};
 
+use crate::ends::until_traces;
 use crate::faults::Change;
 use crate::harness::{Node, PATIENCE};
 use crate::pods::{
@@ -167,11 +168,7 @@ async fn kubelet_forgets(stage: &Stage, companion: &Program, pod: &str) -> anyho
     companion.logged("OrphanFreed").await?;
     anyhow::ensure!(companion.log()?.contains(&format!("neither kubelet nor the API server knows the claim any more: what it held is free claim_uid={uid}")), "{uid}");
     // It is said when it is decided, and then carried out.
-    let until = Instant::now() + PATIENCE;
-    while !traces(node, &uid)?.is_empty() {
-        anyhow::ensure!(Instant::now() < until, "{:?}", traces(node, &uid)?);
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    until_traces(node, &uid, 0).await?;
     Ok(true)
 }
 
@@ -268,12 +265,8 @@ async fn a_claim_of_which_only_the_running_container_is_left_keeps_its_device() 
     companion.logged("CheckpointLost").await?;
     companion.logged("HoldingExplained").await?;
     companion.logged(REGISTERED).await?;
-    // The records are whole before anybody is answered; the CDI file is put back beside that.
-    let until = Instant::now() + PATIENCE;
-    while traces(node, &uid)?.len() < 2 {
-        anyhow::ensure!(Instant::now() < until, "{:?}", traces(node, &uid)?);
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    // What explains the claim is said when it is decided, and then carried out.
+    until_traces(node, &uid, 2).await?;
     let (done, said) = person(node, &["holdings"]).await?;
     let line = said.lines().find(|line| line.contains(&uid)).unwrap_or_default();
     assert!(done && line.contains("drayman-test-0"), "{said}");
