@@ -142,12 +142,31 @@ spec:
 {{- $resource }}
 {{- end }}
 
-{{/* Where a pod of `helm test` may run: where companions do, taints included. */}}
-{{- define "drayman.testPlace" -}}
+{{/* What both pods of `helm test` are: they run where companions do, taints included. */}}
+{{- define "drayman.testPod" -}}
+restartPolicy: Never
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+automountServiceAccountToken: false
+enableServiceLinks: false
 nodeSelector:
   {{- toYaml .Values.node.nodeSelector | nindent 2 }}
 tolerations:
   {{- toYaml .Values.node.tolerations | nindent 2 }}
+securityContext:
+  {{- include "drayman.restrictedPod" . | nindent 2 }}
+{{- end }}
+
+{{/* And their container, but for its resources. */}}
+{{- define "drayman.testContainer" -}}
+name: test
+image: {{ include "drayman.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+args: [version]
+securityContext:
+  {{- include "drayman.containerSecurity" . | nindent 2 }}
 {{- end }}
 
 {{/* A duration such as 1m30s in milliseconds. */}}
