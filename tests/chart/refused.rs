@@ -271,12 +271,17 @@ fn a_release_after_whom_no_service_can_be_called_is_refused() {
         let (taken, said) = render(&[]);
         assert!(!taken, "{release}");
         assert!(
-            said.contains(&format!("The objects would be called {ours}-"))
+            said.contains(&format!("The Services of the metrics would be called {ours}-"))
                 && said.contains("fullnameOverride"),
             "{said}"
         );
-        let (taken, said) = render(&["--set=fullnameOverride=three-com"]);
-        assert!(taken, "{said}");
+        for way_out in [
+            "--set=fullnameOverride=three-com",
+            "--set=monitoring.service=false",
+        ] {
+            let (taken, said) = render(&[way_out]);
+            assert!(taken, "{said}");
+        }
     }
 }
 
