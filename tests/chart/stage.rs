@@ -104,6 +104,14 @@ impl Stage {
         command.output().await.context("running drayman")
     }
 
+    /// What the doctor says, who must find no problem.
+    pub(crate) async fn doctor(&self) -> anyhow::Result<String> {
+        let output = self.ask(&["doctor"]).await?;
+        let said = String::from_utf8(output.stdout)?;
+        anyhow::ensure!(output.status.success(), "{said}");
+        Ok(said)
+    }
+
     /// Installs or upgrades the release `drayman` in the namespace `drayman`, and waits until all of it runs.
     pub(crate) async fn deploy(&self, verb: &str, values: &Path, more: &[&str]) -> anyhow::Result<()> {
         let (values, chart) = (values.to_str().context("UTF-8")?.to_owned(), chart(""));
