@@ -33,6 +33,8 @@ pub(crate) struct State {
     pub(crate) events: Vec<Value>,
     /// Every request that was answered, watches apart.
     pub(crate) requests: VecDeque<String>,
+    /// Every status that was written although the server had the same already.
+    pub(crate) idle_writes: Vec<Value>,
     watchers: Vec<mpsc::UnboundedSender<Bytes>>,
     /// Deletions, for those who list before and watch after them: the n-th has revision n.
     deletions: Vec<Bytes>,
@@ -55,6 +57,7 @@ impl Api {
             stored_claims: BTreeMap::new(),
             events: Vec::new(),
             requests: VecDeque::new(),
+            idle_writes: Vec::new(),
             watchers: Vec::new(),
             deletions: Vec::new(),
         };
@@ -212,6 +215,9 @@ impl State {
         assert!(path.contains("/node-a.drayman.dev"), "{path}");
         if path.ends_with("/status") {
             let inventory = self.inventory.as_mut()?;
+            if inventory["status"] == sent["status"] {
+                self.idle_writes.push(sent["status"].clone());
+            }
             inventory["status"] = sent["status"].clone();
             return Some(inventory.clone());
         }

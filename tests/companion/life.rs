@@ -71,15 +71,13 @@ async fn the_inventory_is_written_when_something_changes_and_at_no_other_time() 
     let process = node.start();
     node.api.until_ready("True", "Serving").await;
     node.api.set(|state| {
-        let writes: Vec<&String> = state
+        // How many states of its doors the companion tells on its way to Ready is a matter of how busy the machine is.
+        let applied = state
             .requests
             .iter()
-            .filter(|request| request.starts_with("PATCH"))
-            .collect();
-        assert!(
-            (2..=3).contains(&writes.len()),
-            "the inventory, and its status once or twice: {writes:?}"
-        );
+            .filter(|request| request.starts_with("PATCH") && !request.ends_with("/status"))
+            .count();
+        assert_eq!(applied, 1, "{:?}", state.requests);
         state.requests.clear();
     });
     node.device("test-3", 9);
@@ -96,6 +94,8 @@ async fn the_inventory_is_written_when_something_changes_and_at_no_other_time() 
     let inventory = node.api.until_ready("True", "Serving").await;
     assert_eq!(inventory["metadata"]["generation"], 2);
     process.stop().await.unwrap();
+    node.api
+        .set(|state| assert!(state.idle_writes.is_empty(), "{:?}", state.idle_writes));
 }
 
 #[tokio::test]

@@ -1,5 +1,7 @@
 //! A node: its directories, its devices, and the companion on it.
 
+use std::os::unix::fs::FileTypeExt as _;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -142,6 +144,7 @@ impl Node {
             runtime: Some(runtime),
             shutdown,
             task: Some(task),
+            kubelet: self.path("kubelet"),
         }
     }
 
@@ -242,6 +245,7 @@ pub(crate) struct Process {
     runtime: Option<Runtime>,
     shutdown: CancellationToken,
     task: Option<JoinHandle<Result<(), NodeError>>>,
+    kubelet: PathBuf,
 }
 
 impl Process {
@@ -258,8 +262,22 @@ impl Process {
             .unwrap()
     }
 
+    /// Gone, with its sockets left behind, and nobody listens at them any more: a program that another test has just forked has a copy
+    /// of everything that is open in this process until it is executed, and so the kernel would go on to take callers.
     pub(crate) fn kill(self) {
+        let sockets = sockets_below(&self.kubelet);
         drop(self);
+        let start = Instant::now();
+        for socket in sockets {
+            while UnixStream::connect(&socket).is_ok() {
+                assert!(
+                    start.elapsed() < Duration::from_secs(20),
+                    "somebody still listens at {}",
+                    socket.display()
+                );
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
     }
 }
 
@@ -272,6 +290,18 @@ impl Drop for Process {
                 .unwrap();
         }
     }
+}
+
+fn sockets_below(directory: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+        match entry.file_type() {
+            Ok(sort) if sort.is_dir() => found.extend(sockets_below(&entry.path())),
+            Ok(sort) if sort.is_socket() => found.push(entry.path()),
+            _ => {}
+        }
+    }
+    found
 }
 
 pub(crate) struct Kubelet {
