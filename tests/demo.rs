@@ -2,8 +2,13 @@
 #![cfg(feature = "sim")]
 
 use std::process::{Command, Output};
+use std::sync::{Mutex, PoisonError};
+
+/// One demonstration at a time: each opens terminals, and the number of one that is unplugged must stay free.
+static ALONE: Mutex<()> = Mutex::new(());
 
 fn demo(arguments: &[&str]) -> Output {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     Command::new(env!("CARGO_BIN_EXE_drayman"))
         .arg("demo")
         .args(arguments)

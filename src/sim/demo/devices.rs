@@ -5,7 +5,10 @@ use std::os::fd::OwnedFd;
 
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 
-/// How many other terminals may take the number that a device is to have again.
+/// How many lower numbers are free while a device is unplugged, for terminals that other programs open meanwhile: the kernel hands out
+/// the lowest, and its own must be there when it is plugged in again.
+const SPARE: usize = 4;
+/// How many lower numbers may have come free besides.
 const ATTEMPTS: usize = 64;
 
 /// A device that is plugged in as long as this exists.
@@ -14,6 +17,8 @@ pub(super) struct Device {
     /// `/dev/pts/<number>`
     pub(super) path: String,
     master: Option<OwnedFd>,
+    /// Terminals of lower numbers.
+    spare: Vec<OwnedFd>,
 }
 
 fn open() -> io::Result<(OwnedFd, String)> {
@@ -28,32 +33,57 @@ fn open() -> io::Result<(OwnedFd, String)> {
 impl Device {
     /// Plugs a new device in.
     pub(super) fn new() -> io::Result<Self> {
+        let mut spare = Vec::new();
+        for _ in 0..SPARE {
+            spare.push(open()?.0);
+        }
         let (master, path) = open()?;
         Ok(Self {
             path,
             master: Some(master),
+            spare,
         })
     }
 
     /// Unplugs it: its node under `/dev` vanishes.
     pub(super) fn unplug(&mut self) {
+        self.spare.clear();
         self.master = None;
     }
 
     /// Plugs it in again, at the place where it was.
     pub(super) fn plug(&mut self) -> io::Result<()> {
-        let mut others = Vec::new();
         for _ in 0..ATTEMPTS {
             let (master, path) = open()?;
             if path == self.path {
                 self.master = Some(master);
+                self.spare.truncate(SPARE);
                 return Ok(());
             }
-            others.push(master);
+            self.spare.push(master);
         }
         Err(io::Error::other(format!(
-            "{} was taken by another program",
+            "{} was taken by another program; play the demonstration once more",
             self.path
         )))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_comes_back_although_other_terminals_were_opened_meanwhile() {
+        let mut device = Device::new().unwrap();
+        let number = device.path.clone();
+        device.unplug();
+        assert!(!std::path::Path::new(&number).exists());
+        // Fewer than are spared: a terminal of somebody else may be opened just now.
+        let others: Vec<_> = (1..SPARE).map(|_| open().unwrap()).collect();
+        assert!(!std::path::Path::new(&number).exists());
+        device.plug().unwrap();
+        assert!(std::path::Path::new(&number).exists() && device.path == number);
+        drop(others);
     }
 }
