@@ -1,5 +1,8 @@
 //! What a real API server says to what is rendered, and what it lets the tokens of the components do.
 
+use std::collections::BTreeSet;
+use std::path::Path;
+
 use anyhow::{Context as _, ensure};
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
@@ -7,34 +10,48 @@ use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use serde_json::{Value, json};
 
 use crate::chart::{chart, object, objects, pod_spec, text, variants};
-use crate::harness::Cluster;
+use crate::harness::{Cluster, prometheus_operator};
 use crate::stage::Stage;
 
 async fn with_definitions(stage: &Stage) -> anyhow::Result<()> {
-    let directory = chart("crds");
-    let directory = directory.to_str().context("UTF-8")?;
-    stage
-        .cluster
-        .kubectl(&["apply", "--server-side", "--filename", directory])
+    define(stage, &chart("crds")).await
+}
+
+/// Makes definitions of kinds known to the API server.
+async fn define(stage: &Stage, files: &Path) -> anyhow::Result<()> {
+    let files = files.to_str().context("UTF-8")?;
+    let apply = ["apply", "--server-side", "--filename", files];
+    stage.cluster.kubectl(&apply).await?;
+    let wait = [
+        "wait",
+        "--for=condition=Established",
+        "--timeout=60s",
+        "--filename",
+        files,
+    ];
+    stage.cluster.kubectl(&wait).await.map(drop)
+}
+
+/// The kinds of the Prometheus operator that the chart has something for, as the operator itself defines them.
+async fn with_definitions_of_the_operator(stage: &Stage) -> anyhow::Result<()> {
+    let directory = tokio::task::spawn_blocking(prometheus_operator).await??;
+    for kind in ["servicemonitors", "prometheusrules"] {
+        define(
+            stage,
+            &directory.join(format!("monitoring.coreos.com_{kind}.yaml")),
+        )
         .await?;
-    stage
-        .cluster
-        .kubectl(&[
-            "wait",
-            "--for=condition=Established",
-            "--timeout=60s",
-            "--filename",
-            directory,
-        ])
-        .await
-        .map(drop)
+    }
+    Ok(())
 }
 
 #[tokio::test]
 async fn every_variant_is_accepted_by_the_api_server_without_an_unknown_field() -> anyhow::Result<()> {
     let stage = Stage::on(Cluster::builder().start().await?).await?;
     with_definitions(&stage).await?;
+    with_definitions_of_the_operator(&stage).await?;
     let mut count = 0;
+    let mut of_operator = BTreeSet::new();
     // What a chart makes depends on what the server has.
     let version = format!("1.{}.0", stage.cluster.minor());
     for variant in variants() {
@@ -43,16 +60,15 @@ async fn every_variant_is_accepted_by_the_api_server_without_an_unknown_field() 
             move || text(Some(&variant), &["--kube-version", &version])
         })
         .await?;
-        // What belongs to the Prometheus operator, this server does not know.
-        let (ours, theirs): (Vec<Value>, Vec<Value>) = objects(&rendered)
-            .into_iter()
-            .partition(|object| object["apiVersion"] != "monitoring.coreos.com/v1");
-        for object in theirs {
-            let kind = object["kind"].as_str().unwrap_or_default();
-            ensure!(["ServiceMonitor", "PrometheusRule"].contains(&kind), "{kind}");
-        }
+        let rendered = objects(&rendered);
+        of_operator.extend(
+            rendered
+                .iter()
+                .filter(|object| object["apiVersion"] == "monitoring.coreos.com/v1")
+                .map(|object| object["kind"].to_string()),
+        );
         let file = stage.cluster.directory().join("rendered.json");
-        let list = json!({ "apiVersion": "v1", "kind": "List", "items": ours });
+        let list = json!({ "apiVersion": "v1", "kind": "List", "items": rendered });
         std::fs::write(&file, list.to_string())?;
         let file = file.to_str().context("UTF-8")?;
         let arguments = [
@@ -68,10 +84,15 @@ async fn every_variant_is_accepted_by_the_api_server_without_an_unknown_field() 
             .await
             .with_context(|| variant.display().to_string())?;
         let accepted = said.lines().filter(|line| line.contains("created")).count();
-        assert_eq!(accepted, ours.len(), "{said}");
+        assert_eq!(accepted, rendered.len(), "{said}");
         count += accepted;
     }
     println!("{count} objects accepted");
+    assert_eq!(
+        of_operator.len(),
+        2,
+        "a ServiceMonitor and a PrometheusRule: {of_operator:?}"
+    );
     stage.cluster.stop().await
 }
 

@@ -21,11 +21,12 @@ import (
 	"drayman.dev/tests/cluster/supervisor"
 )
 
-const usage = `usage: cluster build|helm|prometheus|up|join|pin [flags]
+const usage = `usage: cluster build|helm|prometheus|prometheus-operator|up|join|pin [flags]
 
   build   builds Kubernetes and, with --nodes, containerd into the cache
   helm    builds Helm into the cache and prints where it is
   prometheus  finds Prometheus and promtool, or unpacks them into the cache, and prints in which directory they are
+  prometheus-operator  fetches the definitions of the Prometheus operator and prints in which directory they are
   up      starts a cluster (after building what is missing) and keeps it until Ctrl-C; -h lists its flags
   join    runs a program in the mount namespace of a node: join node-0 PROGRAM...; for hooks of up
   pin     writes the requirements of --version into the recipe, in the folder given
@@ -58,6 +59,8 @@ func run(arguments []string) error {
 		return helm(rest)
 	case "prometheus":
 		return prometheus(rest)
+	case "prometheus-operator":
+		return prometheusOperator(rest)
 	case "up":
 		return up(rest)
 	case "join":
@@ -115,6 +118,17 @@ func prometheus(arguments []string) error {
 	target, _, _ := common(flags)
 	flags.Parse(arguments)
 	directory, err := recipe.Prometheus(context.Background(), *target)
+	if err == nil {
+		fmt.Println(directory)
+	}
+	return err
+}
+
+func prometheusOperator(arguments []string) error {
+	flags := flag.NewFlagSet("cluster prometheus-operator", flag.ExitOnError)
+	common(flags)
+	flags.Parse(arguments)
+	directory, err := recipe.PrometheusOperatorDefinitions(context.Background())
 	if err == nil {
 		fmt.Println(directory)
 	}

@@ -29,7 +29,7 @@ pub use audit::{Audit, Entry};
 pub use cluster::{Builder, Cluster};
 pub use node::Node;
 pub use pods::pod;
-pub use program::{build_go, helm, prometheus, target};
+pub use program::{build_go, helm, prometheus, prometheus_operator, target};
 pub use users::rule;
 
 /// The image that every node has: a static busybox, whose default command waits and ends at once on SIGTERM.

@@ -34,6 +34,16 @@ pub fn prometheus() -> anyhow::Result<&'static Path> {
     made(&PROMETHEUS, "prometheus", "Prometheus cannot be had")
 }
 
+/// The directory of the definitions of the Prometheus operator, which Go fetches when they are not there.
+pub fn prometheus_operator() -> anyhow::Result<&'static Path> {
+    static DEFINITIONS: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    made(
+        &DEFINITIONS,
+        "prometheus-operator",
+        "the definitions of the Prometheus operator cannot be had",
+    )
+}
+
 /// What the program makes and says where it is.
 fn made(
     known: &'static OnceLock<Result<PathBuf, String>>,
