@@ -7,7 +7,7 @@ use kube::api::{Api, ListParams};
 use serde_json::{Value, json};
 use tokio::time::{Duration, Instant, sleep_until};
 
-use crate::harness::IMAGE;
+use crate::harness::{Cluster, IMAGE};
 use crate::life::{pod, template};
 use crate::stage::Stage;
 
@@ -176,4 +176,48 @@ async fn look_with_the_tool(stage: &Stage) -> anyhow::Result<()> {
         "{said}"
     );
     Ok(())
+}
+
+/// Where neither kubelet nor the chart would look of itself. The directory of device plugins does not follow kubelet's root directory.
+const KUBELET_ROOT: &str = "/var/lib/kubelet/elsewhere";
+const CDI_ROOT: &str = "/run/cdi";
+
+#[tokio::test]
+async fn a_kubelet_with_another_root_directory_is_served_through_both_doors() -> anyhow::Result<()> {
+    let root = format!("--root-dir={KUBELET_ROOT}");
+    let stage = Stage::start_with(Cluster::builder().flag("kubelet", &root), 1).await?;
+    let values = stage.cluster.directory().join("doors.yaml");
+    std::fs::write(&values, VALUES)?;
+    let root = format!("--set=node.kubeletRoot={KUBELET_ROOT}");
+    let cdi = format!("--set=node.cdiRoot={CDI_ROOT}");
+    stage.deploy("install", &values, &[&root, &cdi]).await?;
+    stage.ready("node-0.drayman.dev").await?;
+    stage
+        .until("the extended resource can be had", async || {
+            Ok(allocatable(&stage, "drayman.dev/plugged").await? == "1")
+        })
+        .await?;
+
+    stage.apply(&template("both", "both")).await?;
+    stage.apply(&pod("claimed", &["both"])).await?;
+    stage
+        .apply(&pod_with_limit("plugged", "drayman.dev/plugged", None))
+        .await?;
+    for (name, device) in [
+        ("claimed", "/dev/drayman-test-0"),
+        ("plugged", "/dev/drayman-test-1"),
+    ] {
+        stage.running(name).await?;
+        let devices = stage.devices(name).await?;
+        ensure!(devices.values().eq([device]), "{name} has {devices:?}");
+    }
+    // Nothing of ours is where a kubelet has its things by default.
+    let node = stage.cluster.node(0);
+    let plugins = node.list(format!("{KUBELET_ROOT}/plugins"))?;
+    assert_eq!(plugins, ["drayman.dev"]);
+    assert_eq!(
+        node.list("/var/lib/kubelet")?,
+        ["device-plugins", "elsewhere", "volume-plugins"]
+    );
+    stage.cluster.stop().await
 }

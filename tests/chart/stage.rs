@@ -11,7 +11,7 @@ use serde_json::Value;
 use tokio::time::{Duration, Instant, sleep};
 
 use crate::chart::chart;
-use crate::harness::{self, Cluster, PATIENCE};
+use crate::harness::{self, Builder, Cluster, PATIENCE};
 use crate::image;
 
 /// Memory devices that can always be read, by minor number: zero, random, urandom.
@@ -35,8 +35,13 @@ pub(crate) struct Run {
 impl Stage {
     /// A cluster with service accounts as in life, the image on its nodes and three devices `/dev/drayman-test-*` on each.
     pub(crate) async fn start(nodes: usize) -> anyhow::Result<Self> {
+        Self::start_with(Cluster::builder(), nodes).await
+    }
+
+    /// The same of a cluster that is special otherwise.
+    pub(crate) async fn start_with(builder: Builder, nodes: usize) -> anyhow::Result<Self> {
         let archive = tokio::task::spawn_blocking(image::archive).await?;
-        let cluster = Cluster::builder().nodes(nodes).service_accounts().start().await?;
+        let cluster = builder.nodes(nodes).service_accounts().start().await?;
         let archive = archive.to_str().context("the path is UTF-8")?;
         for number in 0..nodes {
             let node = cluster.node(number);
