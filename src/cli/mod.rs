@@ -65,7 +65,11 @@ pub fn command() -> clap::Command {
 
 /// Runs the program with the given arguments, of which the first is the program's own name.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let arguments = tool::as_kubectl_plugin(arguments.into_iter().collect());
+    let arguments: Vec<OsString> = arguments.into_iter().collect();
+    if tool::completes_for_kubectl(&arguments) {
+        return ended(tool::completion::for_kubectl(arguments, command()).map(succeeded));
+    }
+    let arguments = tool::as_kubectl_plugin(arguments);
     let command = match Arguments::try_parse_from(arguments) {
         Ok(arguments) => arguments.command,
         Err(refusal) => {
@@ -76,7 +80,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             return ExitCode::from(code);
         }
     };
-    let result = match command {
+    ended(match command {
         Command::Controller(arguments) => controller::run(&arguments).map(succeeded),
         Command::Node(arguments) => node::run(*arguments).map(succeeded),
         Command::Devices(arguments) => tool::devices::run(&arguments),
@@ -90,7 +94,10 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Demo(arguments) => demo::run(&arguments).map(succeeded),
         Command::Completion(arguments) => tool::completion::run(arguments, self::command()).map(succeeded),
         Command::Version(arguments) => version::run(arguments).map(succeeded),
-    };
+    })
+}
+
+fn ended(result: Result<ExitCode, Error>) -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {

@@ -146,17 +146,46 @@ fn under_the_name_of_kubectl_s_plugin_the_help_speaks_of_kubectl() {
     );
 }
 
-/// What the doctor says of a machine whose kubelet never ran, with this containerd in the `PATH` and its configuration.
-fn said_of_this_node(version: Option<&str>, configuration: &str) -> (Option<i32>, String) {
+#[test]
+fn kubectl_is_told_what_could_stand_where_tab_is_pressed() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let program = directory.path().join("kubectl_complete-drayman");
+    symlink(env!("CARGO_BIN_EXE_drayman"), &program).expect("a link");
+    std::fs::create_dir(directory.path().join("files")).expect("a directory");
+    for (words, expected, directive) in [
+        (&["ex"][..], "explain\t", ":4"),
+        (&["devices", "--out"], "--output\t", ":4"),
+        (&["devices", "--output", "y"], "yaml", ":4"),
+        (&["config", ""], "check\t", ":4"),
+        (&["doctor", "--kubeconfig", "fi"], "files/", ":6"),
+        (&["nonsense", "--no-such"], ":4", ":4"),
+    ] {
+        let output = Command::new(&program)
+            .args(words)
+            .current_dir(directory.path())
+            .output()
+            .expect("it runs");
+        let said = text(&output.stdout);
+        assert!(output.status.success(), "{words:?}: {}", text(&output.stderr));
+        assert!(
+            said.lines().any(|line| line.starts_with(expected)),
+            "{words:?}: {said}"
+        );
+        assert_eq!(said.lines().last(), Some(directive), "{words:?}: {said}");
+    }
+}
+
+/// What the doctor says of a machine whose kubelet never ran, with a containerd in the `PATH` that does this, and its configuration.
+fn said_of_this_node(containerd: Option<&str>, configuration: &str) -> (Option<i32>, String) {
     let directory = tempfile::tempdir().expect("a directory");
     let root = directory.path().join("kubelet");
     let programs = directory.path().join("programs");
     for made in [&root, &programs] {
         std::fs::create_dir(made).expect("a directory");
     }
-    if let Some(version) = version {
+    if let Some(does) = containerd {
         // Written by another process: what this one has open for writing, even in a child that is not yet another program, cannot be run.
-        let script = format!("#!/bin/sh\necho containerd {version} 0123456\n");
+        let script = format!("#!/bin/sh\n{does}\n");
         let status = Command::new("sh")
             .args(["-c", "printf %s \"$1\" > \"$0\" && chmod +x \"$0\""])
             .arg(programs.join("containerd"))
@@ -184,8 +213,8 @@ fn the_doctor_looks_at_this_machine_without_any_cluster() {
 #[test]
 fn the_doctor_asks_containerd_for_its_version_where_that_matters() {
     let (one, two) = (
-        "github.com/containerd/containerd v1.7.27",
-        "github.com/containerd/containerd/v2 v2.0.0",
+        "echo containerd github.com/containerd/containerd v1.7.27 0123456",
+        "echo containerd github.com/containerd/containerd/v2 v2.0.0 0123456",
     );
     for (version, configuration, expected) in [
         (
@@ -200,6 +229,12 @@ fn the_doctor_asks_containerd_for_its_version_where_that_matters() {
         ),
         (
             None,
+            "version = 2\n",
+            "warning  cdi: `containerd --version` does not tell",
+        ),
+        // Longer than it is waited for.
+        (
+            Some("exec /bin/sleep 8"),
             "version = 2\n",
             "warning  cdi: `containerd --version` does not tell",
         ),

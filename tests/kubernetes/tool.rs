@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Output, Stdio};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use drayman::api::crd::DeviceClassParameters;
 use kube::api::{Api, DeleteParams};
 use serde_json::Value;
@@ -303,7 +303,9 @@ async fn kubectl_runs_the_program_as_its_plugin() -> anyhow::Result<()> {
     stage.pretend_devices("node-a", 1).await?;
     let plugins = stage.cluster.directory().join("plugins");
     std::fs::create_dir(&plugins)?;
-    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_drayman"), plugins.join("kubectl-drayman"))?;
+    for name in ["kubectl-drayman", "kubectl_complete-drayman"] {
+        std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_drayman"), plugins.join(name))?;
+    }
     let kubectl = |arguments: &[&str]| {
         let mut command = stage.cluster.command(stage.cluster.kubectl_program());
         command.args(arguments).env("PATH", &plugins);
@@ -325,6 +327,14 @@ async fn kubectl_runs_the_program_as_its_plugin() -> anyhow::Result<()> {
         .collect();
     assert_eq!(lines[0], ["NODE", "DEVICE", "KIND", "STATE", "HELD", "BY"]);
     assert_eq!(lines[1], ["node-a", "drayman-test-0", "test", "Free"]);
+
+    // What kubectl's script for a shell asks when TAB is pressed.
+    let output = kubectl(&["__complete", "drayman", "ex"]).output().await?;
+    let offered = String::from_utf8(output.stdout)?;
+    ensure!(
+        offered.starts_with("explain\t") && offered.ends_with("\n:4\n"),
+        "{offered}"
+    );
 
     // The exit code and what is said on stderr come through too.
     let output = kubectl(&["drayman", "who", "nothing"]).output().await?;

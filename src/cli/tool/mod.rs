@@ -25,6 +25,8 @@ use super::{Error, client, group};
 
 /// The name under which kubectl finds the program as its plugin.
 const PLUGIN: &str = "kubectl-drayman";
+/// The name under which kubectl asks it what could stand at TAB.
+const COMPLETES_PLUGIN: &str = "kubectl_complete-drayman";
 
 /// How the cluster is found and what is printed.
 #[derive(Clone, Debug, clap::Args)]
@@ -50,6 +52,14 @@ impl Cluster {
         let namespace = configuration.default_namespace.clone();
         Ok((client::build(configuration, "tool")?, namespace))
     }
+}
+
+/// Whether the program runs under the name by which kubectl asks for completions.
+pub(super) fn completes_for_kubectl(arguments: &[OsString]) -> bool {
+    arguments
+        .first()
+        .and_then(|program| Path::new(program).file_name())
+        .is_some_and(|name| name == COMPLETES_PLUGIN)
 }
 
 /// When the program runs under the name of kubectl's plugin, its help speaks of `kubectl drayman`.

@@ -8,6 +8,9 @@ use std::fs;
 use std::io;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
 use super::files::{self, Broken, File, Section, VERSION_1, VERSION_2, VERSION_3};
 use crate::core::inspect::doctor::Finding;
@@ -15,6 +18,9 @@ use crate::core::inspect::doctor::Finding;
 const CHECK: &str = "cdi";
 /// Where containerd reads CDI files unless it is told otherwise.
 const SPEC_DIRS: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
+
+/// How long `containerd --version` may take.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Who reads the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,10 +57,13 @@ pub(super) fn look(config: &Path, cdi_root: &Path, major: impl FnOnce() -> Optio
     }
 }
 
-/// The major version of the containerd that is in the PATH.
+/// The major version of the containerd that is in the PATH. One that does not answer is not waited for.
 pub(super) fn installed() -> Option<u32> {
     let mut command = Command::new("containerd");
-    let output = command.arg("--version").stdin(Stdio::null()).output().ok()?;
+    command.arg("--version").stdin(Stdio::null());
+    let (answered, answer) = mpsc::channel();
+    thread::spawn(move || answered.send(command.output()));
+    let output = answer.recv_timeout(PATIENCE).ok()?.ok()?;
     major(&String::from_utf8_lossy(&output.stdout))
 }
 
