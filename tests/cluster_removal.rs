@@ -25,6 +25,9 @@ struct Traces {
     link: String,
     /// PID, mount and network namespace of the node.
     namespaces: BTreeSet<String>,
+    /// When this was said, in clock ticks since boot. A process that was born later is not of these namespaces though it is in one of
+    /// such a number: the kernel gives the numbers again.
+    said: u64,
 }
 
 /// Not a test but the victim of those below: it starts what a test starts, tells, and waits for its end.
@@ -55,9 +58,28 @@ async fn victim() -> anyhow::Result<()> {
             })
             .into_iter()
             .collect::<Result<_, _>>()?,
+        said: now()?,
     };
     println!("\n{}", serde_json::to_string(&traces)?);
     std::future::pending().await
+}
+
+/// Clock ticks since boot.
+fn now() -> anyhow::Result<u64> {
+    let uptime = fs::read_to_string("/proc/uptime")?;
+    let (seconds, hundredths) = uptime
+        .split_once(' ')
+        .and_then(|(uptime, _)| uptime.split_once('.'))
+        .context("seconds and hundredths")?;
+    let hundredths = 100 * seconds.parse::<u64>()? + hundredths.parse::<u64>()?;
+    Ok(hundredths * rustix::param::clock_ticks_per_second() / 100)
+}
+
+/// When a process was born, in clock ticks since boot: field 22 of `/proc/PID/stat` (proc(5)), counted behind the name.
+fn birth(process: &Path) -> Option<u64> {
+    let stat = fs::read_to_string(process.join("stat")).ok()?;
+    let (_, behind_name) = stat.rsplit_once(')')?;
+    behind_name.split_whitespace().nth(19)?.parse().ok()
 }
 
 /// Starts a victim and returns it with its traces when its cluster is complete.
@@ -143,6 +165,9 @@ fn processes(traces: &Traces) -> anyhow::Result<Vec<String>> {
                 ));
             }
         }
+        if birth(&process).is_none_or(|birth| birth > traces.said) {
+            continue;
+        }
         for kind in ["pid", "mnt", "net"] {
             let namespace = fs::read_link(process.join("ns").join(kind)).unwrap_or_default();
             if traces.namespaces.contains(&*namespace.to_string_lossy()) {
@@ -197,6 +222,14 @@ fn nothing_is_left_when_the_test_is_killed() -> anyhow::Result<()> {
         before.len() > 15,
         "the search finds a living cluster: {before:#?}"
     );
+    for namespace in &traces.namespaces {
+        ensure!(
+            before
+                .iter()
+                .any(|found| found.ends_with(&format!("in {namespace}"))),
+            "{namespace}: {before:#?}"
+        );
+    }
     kill(child.id(), Signal::KILL)?;
     child.wait()?;
     wait_for_end(traces.supervisor)?;
@@ -230,7 +263,7 @@ async fn when_even_the_supervisor_is_killed_processes_end_and_the_next_cluster_r
             .filter(|found| !found.contains("sleep") && !found.contains("mnt:"))
             .collect())
     };
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(60);
     while !of_cluster()?.is_empty() && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(20));
     }
