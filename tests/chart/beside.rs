@@ -3,8 +3,10 @@
 use std::collections::BTreeSet;
 
 use anyhow::ensure;
+use serde_json::{Value, json};
 
-use crate::chart::chart;
+use crate::chart::{chart, objects};
+use crate::harness;
 use crate::life::{COMPANION, CONTROLLER, claims, pod, template};
 use crate::stage::Stage;
 
@@ -47,6 +49,7 @@ async fn two_releases_with_names_of_their_own_serve_one_pod_side_by_side() -> an
         ) && same.contains("set driverName to another name"),
         "{same}"
     );
+    roles_made_by_hand(&stage).await?;
     install("other.example.com").await?;
     stage.rolled_out("other", "other-drayman").await?;
     stage.ready("node-0.drayman.dev").await?;
@@ -83,4 +86,44 @@ async fn two_releases_with_names_of_their_own_serve_one_pod_side_by_side() -> an
     );
     assert_eq!(before, after);
     stage.cluster.stop().await
+}
+
+/// What docs/install.md says of `rbac.create=false`: roles that somebody has made are no other release.
+async fn roles_made_by_hand(stage: &Stage) -> anyhow::Result<()> {
+    stage.namespace("third", "privileged").await?;
+    let (chart, name) = (chart(""), "--set=driverName=third.example.com");
+    let chart = chart.to_str().unwrap_or_default();
+    let files = ["controller/rbac", "node/rbac", "crds/upgrade"].map(|file| format!("templates/{file}.yaml"));
+    let mut words = vec!["template", "third", chart, "--namespace=third", name];
+    words.extend(["--kube-version", harness::VERSION]);
+    words.extend(files.iter().flat_map(|file| ["--show-only", file]));
+    let rendered = objects(&stage.helm(&words).await?);
+    let roles: Vec<Value> = rendered
+        .into_iter()
+        .filter(|object| {
+            let kind = object["kind"].as_str().unwrap_or_default();
+            kind.contains("Role")
+        })
+        .collect();
+    ensure!(roles.len() > 5, "{roles:#?}");
+    let file = stage.cluster.directory().join("roles.json");
+    let list = json!({ "apiVersion": "v1", "kind": "List", "items": roles });
+    std::fs::write(&file, list.to_string())?;
+    let file = file.to_str().unwrap_or_default();
+    stage.cluster.kubectl(&["apply", "--filename", file]).await?;
+    let install = [
+        "install",
+        "third",
+        chart,
+        "--namespace=third",
+        name,
+        "--set=rbac.create=false",
+        "--dry-run=server",
+    ];
+    stage.helm(&install).await?;
+    stage
+        .cluster
+        .kubectl(&["delete", "--filename", file])
+        .await
+        .map(drop)
 }

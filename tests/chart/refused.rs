@@ -278,11 +278,31 @@ fn a_release_after_whom_no_service_can_be_called_is_refused() {
         for way_out in [
             "--set=fullnameOverride=three-com",
             "--set=monitoring.service=false",
+            // No Service is left.
+            "--set=controller.metricsPort=0,node.metricsPort=0",
+            "--set=monitoring.service=false,fullnameOverride=3com",
         ] {
             let (taken, said) = render(&[way_out]);
             assert!(taken, "{said}");
         }
     }
+}
+
+/// Kubernetes takes the keys of annotations in any case, and those of labels in lower case before the slash.
+#[test]
+fn an_annotation_may_have_capitals_where_a_label_may_not() {
+    let capital = "node.podAnnotations.Example\\.com/Name=x";
+    let output = template(None, &[&format!("--set={capital}")]);
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let said = refusal(
+        None,
+        &[&format!("--set={}", capital.replace("Annotations", "Labels"))],
+    );
+    assert!(said.contains("podLabels"), "{said}");
 }
 
 #[test]

@@ -3,6 +3,8 @@
 #![expect(clippy::panic, reason = "a helper of a test fails the test")]
 
 mod arguments;
+#[path = "../not_run/mod.rs"]
+mod not_run;
 mod output;
 mod program;
 mod running;

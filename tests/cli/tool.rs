@@ -1,10 +1,14 @@
 //! What a person types, as far as it needs no cluster.
 
+use std::fs::Permissions;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::TcpListener;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
 use std::process::Command;
 
+use crate::not_run::is_root;
 use crate::program::{assert_refused, drayman, kubeconfig, run, text};
 
 /// An API server that knows its version and nothing else.
@@ -251,4 +255,53 @@ fn the_doctor_asks_containerd_for_its_version_where_that_matters() {
             "{version:?} {configuration:?}: {answer}"
         );
     }
+}
+
+/// Whoever is not root may be kept from files that containerd reads, and must not be told what would be so without them.
+#[test]
+fn the_doctor_says_what_it_may_not_read_of_containerd_s_configuration() {
+    if !is_root() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let mode = |path: &Path, mode: u32| {
+        std::fs::set_permissions(path, Permissions::from_mode(mode)).expect("of our own");
+    };
+    mode(directory.path(), 0o755);
+    let program = directory.path().join("drayman");
+    // By another process: what this one has open for writing, even in a child that is not yet another program, cannot be run.
+    let copied = Command::new("cp")
+        .arg(env!("CARGO_BIN_EXE_drayman"))
+        .arg(&program)
+        .status();
+    assert!(copied.expect("cp").success());
+    let (closed, file) = (
+        directory.path().join("conf.d"),
+        directory.path().join("config.toml"),
+    );
+    std::fs::create_dir(&closed).expect("a directory");
+    std::fs::write(closed.join("cdi.toml"), "version = 2\n").expect("written");
+    mode(&closed, 0o700);
+    let said = |import: &str| {
+        std::fs::write(&file, format!("version = 2\nimports = ['{import}']\n")).expect("written");
+        let output = Command::new(&program)
+            .args(["doctor", "--this-node", "--containerd-config"])
+            .arg(&file)
+            .uid(65_534)
+            .output()
+            .expect("it runs");
+        text(&output.stdout)
+    };
+    for import in ["conf.d/*.toml", "conf.d/cdi.toml"] {
+        let answer = said(import);
+        assert!(
+            answer.contains("warning  cdi: ")
+                && answer.contains("ermission denied")
+                && answer.contains("ask as root"),
+            "{answer}"
+        );
+    }
+    mode(&closed, 0o755);
+    let answer = said("conf.d/*.toml");
+    assert!(!answer.contains("ask as root"), "{answer}");
 }

@@ -69,12 +69,17 @@ impl Device {
     }
 }
 
+/// Held by each test that opens terminals: more than are spared at a time would take the number of one that is unplugged.
+#[cfg(test)]
+pub(super) static ALONE: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn a_device_comes_back_although_other_terminals_were_opened_meanwhile() {
+        let _alone = ALONE.blocking_lock();
         let mut device = Device::new().unwrap();
         let number = device.path.clone();
         device.unplug();

@@ -380,6 +380,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_expectation_that_does_not_come_true_is_counted_and_ends_the_demonstration() {
+        let _alone = devices::ALONE.lock().await;
         let directory = tempfile::tempdir().unwrap();
         let (shown, mut lines) = mpsc::unbounded_channel();
         let mut demo = Demo::start(directory.path(), shown, false).await.unwrap();

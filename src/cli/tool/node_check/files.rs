@@ -76,7 +76,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<File>, Broken> {
         let file = parse(&path, &text)?;
         let directory = path.parent().unwrap_or(&path);
         for import in &file.imports {
-            pending.extend(found(directory, import));
+            pending.extend(found(directory, import)?);
         }
         files.push(file);
     }
@@ -84,18 +84,25 @@ pub(super) fn read(path: &Path) -> Result<Vec<File>, Broken> {
 }
 
 /// What an import means: a path or, if it has an asterisk, a pattern; relative ones are of the importing file's directory.
-fn found(directory: &Path, import: &str) -> Vec<PathBuf> {
+fn found(directory: &Path, import: &str) -> Result<Vec<PathBuf>, Broken> {
     let path = clean(&directory.join(import));
     let Some(pattern) = path.to_str().filter(|path| path.contains('*')) else {
-        return vec![path];
+        return Ok(vec![path]);
     };
     let mut pattern = pattern.to_owned();
     // An asterisk never goes beyond a directory in containerd's patterns; two are one.
     while pattern.contains("**") {
         pattern = pattern.replace("**", "*");
     }
-    // A directory that cannot be listed has no file in it for containerd either.
-    glob::glob(&pattern).map_or_else(|_| Vec::new(), |paths| paths.flatten().collect())
+    let Ok(paths) = glob::glob(&pattern) else {
+        return Ok(Vec::new());
+    };
+    // containerd passes over a directory that it cannot list, but there is none: it is root, and we may be somebody else.
+    let unread = |error: glob::GlobError| Broken::Unread {
+        path: error.path().to_owned(),
+        error: error.into(),
+    };
+    paths.map(|path| path.map_err(unread)).collect()
 }
 
 /// A path without what leads nowhere, so that no file is read twice, by another name each time.
