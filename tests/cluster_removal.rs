@@ -118,7 +118,7 @@ fn wait_for_end(pid: u32) -> anyhow::Result<()> {
     };
     let mut polled = [rustix::event::PollFd::new(&process, rustix::event::PollFlags::IN)];
     let patience = rustix::time::Timespec {
-        tv_sec: 30,
+        tv_sec: 120,
         tv_nsec: 0,
     };
     ensure!(

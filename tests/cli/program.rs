@@ -126,6 +126,16 @@ impl Running {
         }
     }
 
+    /// Sends a signal until the program ends, and gives the exit code.
+    pub(crate) fn end_by(&mut self, signal: rustix::process::Signal) -> Option<i32> {
+        let deadline = Instant::now() + PATIENCE;
+        while Instant::now() < deadline && self.child.try_wait().expect("our child").is_none() {
+            self.signal(signal);
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        self.end()
+    }
+
     /// Waits for the end and gives the exit code.
     pub(crate) fn end(&mut self) -> Option<i32> {
         let deadline = Instant::now() + PATIENCE;

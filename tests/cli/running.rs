@@ -146,9 +146,12 @@ fn a_second_signal_ends_a_program_that_hangs() {
         None,
         "one signal asks, it does not force"
     );
-    controller.signal(rustix::process::Signal::TERM);
-
-    assert_eq!(controller.end(), Some(1));
+    // Taken is not yet handled: of two that come together the program sees one.
+    assert_eq!(
+        controller.end_by(rustix::process::Signal::TERM),
+        Some(1),
+        "not by the signal itself"
+    );
 }
 
 #[test]

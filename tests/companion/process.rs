@@ -10,7 +10,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::node::Node;
 
 /// How long anything may take that is waited for.
-const PATIENCE: Duration = Duration::from_secs(40);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Another build of the program than cargo's own: for the benchmarks.
 pub(crate) static PROGRAM: OnceLock<PathBuf> = OnceLock::new();

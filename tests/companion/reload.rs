@@ -163,6 +163,12 @@ async fn a_resource_that_is_renamed_is_withdrawn_with_an_empty_list_and_the_new_
     process.stop().await.unwrap();
 }
 
+/// Puts a device in the place of another, in one step: that none is there is nothing that anybody could see.
+fn replace_device(node: &Node, name: &str, major: u32, minor: u32) {
+    node.device_of("next", major, minor);
+    std::fs::rename(node.path("dev/next"), node.path("dev").join(name)).unwrap();
+}
+
 #[tokio::test]
 async fn an_unhealthy_device_is_told_once_stays_with_its_claim_and_is_given_to_no_other() {
     let Some(node) = Node::new() else { return };
@@ -180,8 +186,7 @@ async fn an_unhealthy_device_is_told_once_stays_with_its_claim_and_is_given_to_n
     node.api
         .set(|state| assert_eq!(is_unhealthy(state, "probe-0"), None));
     // A device of no driver in its place: it does not open. It is another one, so its claim's file goes, and the claim stays.
-    std::fs::remove_file(node.path("dev/probe-0")).unwrap();
-    node.device_of("probe-0", 240, 250);
+    replace_device(&node, "probe-0", 240, 250);
     let why = node.api.until(|state| is_unhealthy(state, "probe-0")).await;
     assert!(why.contains("cannot be opened"), "{why}");
     let told = node
@@ -195,8 +200,7 @@ async fn an_unhealthy_device_is_told_once_stays_with_its_claim_and_is_given_to_n
     let refusal = kubelet.prepare(B, &["probe-0"]).await.unwrap_err();
     assert!(refusal.contains("probe-0"), "{refusal}");
     assert!(node.checkpoint().contains(A), "the claim keeps it");
-    std::fs::remove_file(node.path("dev/probe-0")).unwrap();
-    node.device_of("probe-0", 1, 3);
+    replace_device(&node, "probe-0", 1, 3);
     node.api
         .until(|state| (!events(state, "DeviceRecovered").is_empty()).then_some(()))
         .await;

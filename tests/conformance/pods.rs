@@ -78,7 +78,7 @@ fn a_driver_that_does_not_answer_is_named_once_on_the_pod_and_one_that_does_is_n
         stage.node("a").await?;
         let controller = stage
             .start_as("", &stage.driver, &rules(), |builder| {
-                builder.other_driver_wait(Duration::from_secs(1))
+                builder.other_driver_wait(Duration::from_secs(8))
             })
             .await?;
         stage.template("ours", &stage.name).await?;
@@ -86,7 +86,7 @@ fn a_driver_that_does_not_answer_is_named_once_on_the_pod_and_one_that_does_is_n
         let entries = [("one", From::Template("ours")), ("two", From::Template("theirs"))];
         stage.scheduled_pod("pod", &entries).await?;
         let event = stage
-            .event("pod", "OtherDriverSilent", "no answer for 1 s")
+            .event("pod", "OtherDriverSilent", "no answer for 8 s")
             .await?;
         let text = event.message.unwrap_or_default();
         for word in [
@@ -99,7 +99,7 @@ fn a_driver_that_does_not_answer_is_named_once_on_the_pod_and_one_that_does_is_n
         // When it comes, the pod runs, and of another pod nothing is said.
         let second = stage
             .start_as("-other", &other, &rules(), |builder| {
-                builder.other_driver_wait(Duration::from_secs(1))
+                builder.other_driver_wait(Duration::from_secs(8))
             })
             .await?;
         stage.until_bound("pod").await?;

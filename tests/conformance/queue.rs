@@ -221,7 +221,7 @@ fn every_change_is_looked_at_at_once_but_the_driver_is_asked_only_if_it_matters(
         stage.reschedule("pod", json!({ "selectedNode": "c" })).await?;
         stage.until_claim("one", "allocated", is_allocated).await?;
         assert!(
-            changed.elapsed() < Duration::from_secs(5),
+            changed.elapsed() < Duration::from_secs(30),
             "{:?}",
             changed.elapsed()
         );
@@ -243,7 +243,9 @@ fn a_failure_is_tried_again_with_a_growing_delay_that_a_change_cuts_short() -> a
         stage.immediate("one").await?;
         let calls = stage
             .driver
-            .until("allocate six times", |calls| count(calls, What::is_allocate) == 6)
+            .until("allocate eight times", |calls| {
+                count(calls, What::is_allocate) >= 8
+            })
             .await?;
         let moments: Vec<Instant> = calls
             .iter()
@@ -258,12 +260,12 @@ fn a_failure_is_tried_again_with_a_growing_delay_that_a_change_cuts_short() -> a
                 pair[1] - pair[0]
             );
         }
-        // The next attempt is 3.2 s away; a deletion does not wait for it.
+        // The next attempt is 12.8 s away; a deletion does not wait for it.
         let deleted = Instant::now();
         stage.delete_claim("one").await?;
         stage.until_gone("one").await?;
         assert!(
-            deleted.elapsed() < Duration::from_secs(2),
+            deleted.elapsed() < Duration::from_secs(10),
             "{:?}",
             deleted.elapsed()
         );
@@ -278,12 +280,12 @@ fn a_failure_is_tried_again_with_a_growing_delay_that_a_change_cuts_short() -> a
         stage.context(&pod, "bad", &[]).await?;
         stage
             .driver
-            .until("judge six times", |calls| count(calls, What::is_judge) == 6)
+            .until("judge eight times", |calls| count(calls, What::is_judge) >= 8)
             .await?;
         let moved = Instant::now();
         stage.reschedule("pod", json!({ "selectedNode": "good" })).await?;
         stage.until_claim("two", "allocated", is_allocated).await?;
-        assert!(moved.elapsed() < Duration::from_secs(2), "{:?}", moved.elapsed());
+        assert!(moved.elapsed() < Duration::from_secs(10), "{:?}", moved.elapsed());
 
         // Nor a claim whose class is mended.
         stage.driver.rule(|what| match what {
@@ -297,8 +299,8 @@ fn a_failure_is_tried_again_with_a_growing_delay_that_a_change_cuts_short() -> a
         let before = stage.driver.calls().len();
         stage
             .driver
-            .until("read the class twelve times", move |calls| {
-                calls.len() >= before + 12
+            .until("read the class sixteen times", move |calls| {
+                calls.len() >= before + 16
             })
             .await?;
         let mended = Instant::now();
@@ -311,7 +313,7 @@ fn a_failure_is_tried_again_with_a_growing_delay_that_a_change_cuts_short() -> a
         stage.until_claim("three", "allocated", is_allocated).await?;
         stage.until_claim("four", "allocated", is_allocated).await?;
         assert!(
-            mended.elapsed() < Duration::from_secs(2),
+            mended.elapsed() < Duration::from_secs(10),
             "{:?}",
             mended.elapsed()
         );
@@ -335,7 +337,7 @@ fn an_error_is_told_once_as_a_warning_in_the_driver_s_name() -> anyhow::Result<(
         stage.context(&pod, "", &names(["node"])).await?;
         stage
             .driver
-            .until("judge four times", |calls| count(calls, What::is_judge) == 4)
+            .until("judge four times", |calls| count(calls, What::is_judge) >= 4)
             .await?;
         let event = stage
             .event("pod", "Broken", "the device box does not answer")

@@ -179,6 +179,8 @@ fn a_deleted_claim_is_given_back_and_then_our_finalizer_goes() -> anyhow::Result
         allocated(stage, "alone").await?;
         stage.delete_claim("alone").await?;
         stage.until_gone("alone").await?;
+        // A watch may tell of a write before the audit log does.
+        stage.fence().await?;
         let requests = stage.requests(&controller).await?;
         assert_eq!(
             requests.last().map(String::as_str),

@@ -24,7 +24,7 @@ fn a_call_that_hangs_is_given_up_undone_and_holds_up_only_its_own_claim() -> any
         stage.immediate("at-once").await?;
         stage
             .driver
-            .until("allocate both", |calls| count(calls, What::is_allocate) == 2)
+            .until("allocate both", |calls| count(calls, What::is_allocate) >= 2)
             .await?;
         for number in 0..20 {
             stage.immediate(&format!("other-{number}")).await?;

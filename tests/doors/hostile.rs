@@ -338,7 +338,10 @@ async fn another_user_is_refused_even_if_the_mode_would_let_him_in() {
     open_to_all(door.service().parent().unwrap(), 0o777);
     open_to_all(&door.service(), 0o777);
     let program = door.directory.path().join("program");
-    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    // By another process: what this one has open for writing, even in a child that is not yet another program, cannot be run.
+    let mut copy = std::process::Command::new("cp");
+    let copied = copy.arg(std::env::current_exe().unwrap()).arg(&program).status();
+    assert!(copied.unwrap().success());
     open_to_all(&program, 0o755);
     let mut command = std::process::Command::new(&program);
     command

@@ -76,7 +76,7 @@ async fn a_shutdown_removes_the_sockets_and_ends_although_a_call_hangs() {
     let mut state = door.state.clone();
     let start = std::time::Instant::now();
     door.close().await;
-    assert!(start.elapsed() < Duration::from_secs(8), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
     assert!(!registration.exists() && !service.exists());
     assert_eq!(*state.borrow_and_update(), DoorState::Closed);
     assert!(soon(hanging).await.unwrap().is_err());
@@ -135,6 +135,13 @@ async fn what_stands_in_the_way_is_named() {
     let other = UnixListener::bind(&registration).unwrap();
     assert_eq!(refused(DRIVER, root()).await.reason(), "SocketInUse");
     drop(other);
+    // A program that another test has just forked may have it open until it is executed.
+    soon(async {
+        while std::os::unix::net::UnixStream::connect(&registration).is_ok() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
     // Now it is stale, as after a crash.
     assert!(registration.exists());
     let (sender, mut state) = watch::channel(DoorState::Starting);

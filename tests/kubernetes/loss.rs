@@ -187,9 +187,14 @@ async fn what_happened_while_the_controller_was_away_is_made_good_and_then_it_re
         .await?;
     stage.wait(stage.pods(), "more", "bound", is_bound()).await?;
     assert_eq!(devices(&claim_of("more").await?)?, ["node-a/drayman-test-1"]);
-    // Two writes for the claim, and an answer to the scheduler before or between.
+    // Two writes for the claim, and before or between them answers to the scheduler, as often as it asks.
     let writes = stage.controller_writes().await?.split_off(rested);
-    assert!(writes.len() <= 4, "{writes:?}");
+    let more = name_of(&claim_of("more").await?);
+    let of_claim = writes
+        .iter()
+        .filter(|entry| entry.resource == "resourceclaims" && entry.name == more);
+    assert_eq!(of_claim.count(), 2, "{writes:?}");
+    assert!(writes.len() <= 6, "{writes:?}");
     controller.end().await?;
     stage.cluster.stop().await
 }

@@ -176,7 +176,7 @@ async fn kubelet_forgets(stage: &Stage, companion: &Program, pod: &str) -> anyho
 async fn what_a_kubelet_killed_within_prepare_never_asks_for_again_is_freed() -> anyhow::Result<()> {
     let (stage, controller, companion) = stage(1).await?;
     let mut forgotten = false;
-    for attempt in 0..10 {
+    for attempt in 0..30 {
         forgotten = kubelet_forgets(&stage, &companion, &format!("first-{attempt}")).await?;
         println!("attempt {attempt}: forgotten {forgotten}");
         if forgotten {

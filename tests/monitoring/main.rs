@@ -256,7 +256,10 @@ async fn every_query_finds_its_series_when_controller_and_companion_are_at_work(
     let prometheus = Prometheus::start(
         &stage,
         directory.path(),
-        &[("controller-0", of_controller), ("node-0", of_node)],
+        &[
+            ("drayman-controller-7d4b9-x2x7q", of_controller),
+            ("drayman-node-x8k2p", of_node),
+        ],
     )?;
 
     // Two pods hold the two devices, a third one waits, and is woken when one is given back.

@@ -14,7 +14,7 @@ use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::runtime::Runtime;
-use tokio::sync::OnceCell;
+use tokio::sync::{OnceCell, RwLock, RwLockReadGuard};
 
 use crate::answers::same_form;
 use crate::harness::Cluster;
@@ -30,6 +30,8 @@ pub(crate) const JSON_PATCH: &str = "application/json-patch+json";
 pub(crate) const APPLY: &str = "application/apply-patch+yaml";
 
 static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| Runtime::new().expect("a runtime"));
+/// Read by whoever needs an older version of the real server's, and written by whoever makes it forget.
+static HISTORY: RwLock<()> = RwLock::const_new(());
 /// Ends with this process.
 static CLUSTER: OnceCell<Cluster> = OnceCell::const_new();
 
@@ -52,6 +54,8 @@ pub(crate) async fn real() -> &'static Cluster {
             // The claim controller changes claims by itself. On the stage it is a program of its own, too.
             Cluster::builder()
                 .flag("controller-manager", "--controllers=*,-resourceclaim-controller")
+                // Nodes that exist in the API alone have no heartbeats.
+                .flag("controller-manager", "--node-monitor-grace-period=24h")
                 .start()
         })
         .await
@@ -225,12 +229,18 @@ impl Ground {
         Ok(self.ask("DELETE", path, JSON, &Value::Null).await?.1)
     }
 
+    /// Keeps the history of the server, which all promises share, from being forgotten by another one.
+    pub(crate) async fn remember(&self) -> RwLockReadGuard<'static, ()> {
+        HISTORY.read().await
+    }
+
     /// Has the server forget its history, as it does by itself every few minutes.
     pub(crate) async fn forget(&self) -> anyhow::Result<()> {
         if let Some(stage) = &self.stage {
             stage.compact();
             return Ok(());
         }
+        let _alone = HISTORY.write().await;
         let (_, list) = self.send("GET", CLAIMS, JSON, Vec::new()).await?;
         let body = json!({ "revision": version(&list), "physical": true }).to_string();
         // The ports of a test cluster are next to each other (`tests/cluster/supervisor/slot.go`).

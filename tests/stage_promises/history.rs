@@ -101,7 +101,7 @@ fn a_watch_that_wants_bookmarks_gets_one_before_it_ends() {
     both("history-bookmarks", async |ground| {
         let last = make(ground, &["a"]).await?;
         let since = version(&last);
-        let watch = format!("{CLAIMS}?watch=true&timeoutSeconds=8&resourceVersion={since}");
+        let watch = format!("{CLAIMS}?watch=true&timeoutSeconds=12&resourceVersion={since}");
         // The real server reminds only of what is newer than the watch's beginning, if only where this watch does not look.
         let newer = async {
             tokio::time::sleep(Duration::from_secs(1)).await;
@@ -148,6 +148,7 @@ fn a_watch_that_wants_bookmarks_gets_one_before_it_ends() {
 fn a_list_is_continued_only_as_long_as_its_version_is_known() {
     both("history-continue", async |ground| {
         make(ground, &["a", "b", "c"]).await?;
+        let remembered = ground.remember().await;
         let first = ground
             .send("GET", &format!("{CLAIMS}?limit=1"), JSON, Vec::new())
             .await?;
@@ -164,6 +165,7 @@ fn a_list_is_continued_only_as_long_as_its_version_is_known() {
             ground.note(json!([code, body["reason"]]));
         }
         make(ground, &["bb"]).await?;
+        drop(remembered);
         ground.forget().await?;
         let path = format!("{CLAIMS}?limit=1&continue={token}");
         let expired = ground.send("GET", &path, JSON, Vec::new()).await?;
@@ -181,10 +183,12 @@ fn a_list_is_continued_only_as_long_as_its_version_is_known() {
 #[test]
 fn a_list_of_a_version_that_is_forgotten_is_refused() {
     both("history-exact", async |ground| {
+        let remembered = ground.remember().await;
         let first = version(&make(ground, &["a"]).await?);
         make(ground, &["b"]).await?;
         let path = format!("{CLAIMS}?resourceVersion={first}&resourceVersionMatch=Exact");
         let then = ground.send("GET", &path, JSON, Vec::new()).await?;
+        drop(remembered);
         ground.note(told(&then));
         ground.forget().await?;
         let gone = ground.send("GET", &path, JSON, Vec::new()).await?;

@@ -79,6 +79,11 @@ impl Program {
         Ok(())
     }
 
+    /// Whether it has ended by itself.
+    pub(crate) fn has_ended(&mut self) -> anyhow::Result<bool> {
+        Ok(self.child.try_wait()?.is_some())
+    }
+
     /// Waits until it ends by itself.
     pub(crate) async fn ended(mut self) -> anyhow::Result<ExitStatus> {
         let status = timeout(PATIENCE, self.child.wait())
