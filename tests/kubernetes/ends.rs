@@ -116,7 +116,11 @@ async fn a_sigterm_at_any_change_that_a_call_of_kubelet_makes_on_the_disk_fails_
         settled(&stage, &companion, 1).await?;
         look_inside(&stage, &pod).await?.only_device();
         // What was under way was answered.
-        assert_eq!(stage.times_said(&pod, FAILED).await?, 0, "after change {n}");
+        assert_eq!(
+            stage.said(&pod, FAILED).await?,
+            Vec::<String>::new(),
+            "after change {n}"
+        );
         let claim = stage.claim_of(&pod, "allocated", is_allocated).await?;
         let (uid, name) = (
             claim.metadata.uid.unwrap_or_default(),

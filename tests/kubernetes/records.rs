@@ -97,15 +97,26 @@ impl Stage {
 
     /// How often something was said about an object.
     pub(crate) async fn times_said(&self, name: &str, reason: &str) -> anyhow::Result<usize> {
+        let said = self.events_of(name, reason).await?;
+        Ok(said
+            .iter()
+            .map(|event| usize::try_from(event.count.unwrap_or(1).max(1)).unwrap_or(1))
+            .sum())
+    }
+
+    /// The texts of what was said about an object.
+    pub(crate) async fn said(&self, name: &str, reason: &str) -> anyhow::Result<Vec<String>> {
+        let said = self.events_of(name, reason).await?;
+        Ok(said.into_iter().filter_map(|event| event.message).collect())
+    }
+
+    async fn events_of(&self, name: &str, reason: &str) -> anyhow::Result<Vec<Event>> {
         let events = Api::<Event>::namespaced(self.cluster.client(), "default")
             .list(&ListParams::default().fields(&format!("involvedObject.name={name}")))
             .await?;
-        let said = events
-            .iter()
-            .filter(|event| event.reason.as_deref() == Some(reason));
-        Ok(said
-            .map(|event| usize::try_from(event.count.unwrap_or(1).max(1)).unwrap_or(1))
-            .sum())
+        let mut events = events.items;
+        events.retain(|event| event.reason.as_deref() == Some(reason));
+        Ok(events)
     }
 
     /// The controller's writes to claims and contexts so far.
