@@ -54,6 +54,14 @@ async fn settled(stage: &Stage, companion: &Program, devices: usize) -> anyhow::
     Ok(())
 }
 
+/// What kubelet tells of prepares that failed, other than because it could not read the claim itself: the API server's authorizer for
+/// nodes may hear of a pod after the node does.
+async fn failed_prepares(stage: &Stage, pod: &str) -> anyhow::Result<Vec<String>> {
+    let mut said = stage.said(pod, FAILED).await?;
+    said.retain(|text| !text.contains("failed to fetch ResourceClaim"));
+    Ok(said)
+}
+
 /// The sockets that a companion has left.
 fn sockets(node: Node<'_>) -> Vec<String> {
     ["/var/lib/kubelet/plugins_registry", STATE]
@@ -117,7 +125,7 @@ async fn a_sigterm_at_any_change_that_a_call_of_kubelet_makes_on_the_disk_fails_
         look_inside(&stage, &pod).await?.only_device();
         // What was under way was answered.
         assert_eq!(
-            stage.said(&pod, FAILED).await?,
+            failed_prepares(&stage, &pod).await?,
             Vec::<String>::new(),
             "after change {n}"
         );
@@ -330,7 +338,8 @@ async fn what_kubelet_waits_for_no_longer_is_done_all_the_same_and_found_done_wh
     until_traces(node, &uid, 2).await?;
     node.start("kubelet").await?;
     let device = look_inside(&stage, &pod).await?.only_device().to_owned();
-    assert_eq!(stage.times_said(&pod, FAILED).await?, usize::from(told));
+    let failed = failed_prepares(&stage, &pod).await?;
+    assert_eq!(failed.len(), usize::from(told), "{failed:?}");
 
     // It stands still within an Unprepare until kubelet is gone, and the next kubelet asks for what is done already.
     let mut within = false;
@@ -439,12 +448,7 @@ async fn a_thousand_idle_callers_headers_that_never_end_and_garbage_do_not_keep_
     stage.make_pod("among-them").await?;
     let among = look_inside(&stage, "among-them").await?;
     assert_ne!(among.only_device(), before.only_device());
-    let failed = stage.times_said("among-them", FAILED).await?;
-    if failed > 0 {
-        let about = ["get", "events", "--field-selector=involvedObject.name=among-them"];
-        println!("{}", stage.cluster.kubectl(&about).await?);
-    }
-    assert_eq!(failed, 0);
+    assert_eq!(failed_prepares(&stage, "among-them").await?, Vec::<String>::new());
     let open = std::fs::read_dir(format!("/proc/{}/fd", companion.id()?))?.count();
     let limit = sockets(node).len() * CONNECTIONS + OTHER_FILES;
     assert!(open <= limit, "{open} files are open, of {limit}");
