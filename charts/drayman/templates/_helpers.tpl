@@ -131,6 +131,46 @@ spec:
 {{- end }}
 {{- end }}
 
+{{/* The pod of a Job that is a hook: (dict "me" (dict "root" . "component" "crds") "account" "its account" "arguments" (list "crds")). It
+runs where the controller may. */}}
+{{- define "drayman.jobPod" -}}
+{{- $root := .me.root -}}
+metadata:
+  labels:
+    {{- include "drayman.labels" .me | nindent 4 }}
+spec:
+  restartPolicy: Never
+  serviceAccountName: {{ .account }}
+  {{- with $root.Values.imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  enableServiceLinks: false
+  {{- with $root.Values.controller.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $root.Values.controller.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  securityContext:
+    {{- include "drayman.restrictedPod" $root | nindent 4 }}
+  containers:
+  - name: {{ .me.component }}
+    image: {{ include "drayman.image" $root }}
+    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+    args: [{{ join ", " .arguments }}]
+    {{- with $root.Values.controller.env }}
+    env:
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
+    securityContext:
+      {{- include "drayman.containerSecurity" $root | nindent 6 }}
+    resources:
+      {{- toYaml $root.Values.controller.resources | nindent 6 }}
+{{- end }}
+
 {{/* The resource that `helm test` asks for in limits: that of the first kind whose devices are never claimed, or nothing. */}}
 {{- define "drayman.testResource" -}}
 {{- $resource := "" }}
