@@ -28,7 +28,8 @@ func PrometheusOperatorDefinitions(ctx context.Context) (string, error) {
 	}
 	defer os.RemoveAll(elsewhere)
 	command := exec.CommandContext(ctx, "go", "mod", "download", "-json", operatorModule+"@"+operatorVersion)
-	command.Dir, command.Env = elsewhere, goEnvironment("mod")
+	// The sum is compared below: Go's database need not be there.
+	command.Dir, command.Env = elsewhere, append(goEnvironment("mod"), "GOSUMDB=off")
 	output, err := command.Output()
 	var module struct{ Error, Dir, Sum string }
 	if unreadable := json.Unmarshal(bytes.TrimSpace(output), &module); unreadable != nil {
