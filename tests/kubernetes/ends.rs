@@ -54,11 +54,13 @@ async fn settled(stage: &Stage, companion: &Program, devices: usize) -> anyhow::
     Ok(())
 }
 
-/// What kubelet tells of prepares that failed, other than because it could not read the claim itself: the API server's authorizer for
-/// nodes may hear of a pod after the node does.
+/// What kubelet tells of prepares that failed, other than because it may not read the claim yet: the API server's authorizer for nodes
+/// (`plugin/pkg/auth/authorizer/node`) can hear of a pod after the node does.
 async fn failed_prepares(stage: &Stage, pod: &str) -> anyhow::Result<Vec<String>> {
     let mut said = stage.said(pod, FAILED).await?;
-    said.retain(|text| !text.contains("failed to fetch ResourceClaim"));
+    said.retain(|text| {
+        !text.contains("failed to fetch ResourceClaim") || !text.contains("no relationship found")
+    });
     Ok(said)
 }
 

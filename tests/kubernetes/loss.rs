@@ -194,7 +194,7 @@ async fn what_happened_while_the_controller_was_away_is_made_good_and_then_it_re
         .iter()
         .filter(|entry| entry.resource == "resourceclaims" && entry.name == more);
     assert_eq!(of_claim.count(), 2, "{writes:?}");
-    assert!(writes.len() <= 6, "{writes:?}");
+    assert!(writes.len() <= 4, "{writes:?}");
     controller.end().await?;
     stage.cluster.stop().await
 }
