@@ -10,6 +10,10 @@ use clap_complete::engine;
 
 use crate::cli::Error;
 
+/// cobra's `ShellCompDirectiveNoSpace` and `ShellCompDirectiveNoFileComp`: files are among the candidates where they fit.
+const NO_SPACE: u8 = 2;
+const NO_FILES: u8 = 4;
+
 /// Print a script that completes commands and flags in a shell
 ///
 /// For bash: `source <(drayman completion bash)`. For `kubectl drayman`, link the program as `kubectl_complete-drayman` into the PATH.
@@ -52,10 +56,6 @@ pub(in crate::cli) fn for_kubectl(words: Vec<OsString>, mut command: clap::Comma
     writeln!(lines, ":{directive}").context("cannot write to memory")?;
     write(&lines)
 }
-
-/// cobra's `ShellCompDirectiveNoSpace` and `ShellCompDirectiveNoFileComp`: files are among the candidates where they fit.
-const NO_SPACE: u8 = 2;
-const NO_FILES: u8 = 4;
 
 fn write(text: &[u8]) -> Result<(), Error> {
     let mut stdout = std::io::stdout().lock();

@@ -56,8 +56,8 @@ async fn of_everybody(client: &Client) -> Result<Vec<Dependent>, Error> {
     let classes = match read::all(client).await {
         Err(error) if read::is_not_served(&error) => {
             let cause = "this API server does not serve resource.k8s.io/v1alpha2, so that nothing can use it. Whether something is left \
-                         of a time when it did can be told only while it is served: on Kubernetes 1.27 to 1.30 switch it on again (docs/install.md) and ask then; \
-                         later versions cannot tell";
+                         of a time when it did can be told only while it is served: on Kubernetes 1.27 to \
+                         1.30 switch it on again (docs/install.md) and ask then; later versions cannot tell";
             return Err(Error::Runtime(anyhow::anyhow!(cause)));
         }
         classes => classes?,

@@ -16,7 +16,7 @@ mod read;
 mod rights;
 pub(super) mod who;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use kube::Client;
@@ -54,21 +54,26 @@ impl Cluster {
     }
 }
 
+/// Whether the program, which may be given by its path, has this name.
+fn is_called(program: &OsStr, name: &str) -> bool {
+    Path::new(program)
+        .file_name()
+        .is_some_and(|called| called == name)
+}
+
 /// Whether the program runs under the name by which kubectl asks for completions.
 pub(super) fn completes_for_kubectl(arguments: &[OsString]) -> bool {
     arguments
         .first()
-        .and_then(|program| Path::new(program).file_name())
-        .is_some_and(|name| name == COMPLETES_PLUGIN)
+        .is_some_and(|program| is_called(program, COMPLETES_PLUGIN))
 }
 
 /// When the program runs under the name of kubectl's plugin, its help speaks of `kubectl drayman`.
 pub(super) fn as_kubectl_plugin(mut arguments: Vec<OsString>) -> Vec<OsString> {
-    if let Some(program) = arguments.first_mut() {
-        let name = Path::new(program).file_name().map(ToOwned::to_owned);
-        if name.is_some_and(|name| name == PLUGIN) {
-            *program = "kubectl drayman".into();
-        }
+    if let Some(program) = arguments.first_mut()
+        && is_called(program, PLUGIN)
+    {
+        *program = "kubectl drayman".into();
     }
     arguments
 }
