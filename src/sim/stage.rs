@@ -20,7 +20,7 @@ use crate::node::run::NodeError;
 #[derive(Debug, thiserror::Error)]
 pub enum StageError {
     /// A file or directory of a node cannot be had.
-    #[error("{0}")]
+    #[error(transparent)]
     Io(#[from] std::io::Error),
     /// The controller has ended.
     #[error("the controller: {0}")]
