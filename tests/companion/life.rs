@@ -4,6 +4,7 @@ use drayman::api::proto::device_plugin_v1beta1::Empty;
 use drayman::api::proto::{ContainerList, DeviceIdList};
 
 use crate::node::Node;
+use crate::reload::events;
 
 const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
@@ -93,6 +94,16 @@ async fn the_inventory_is_written_when_something_changes_and_at_no_other_time() 
     let process = node.start();
     let inventory = node.api.until_ready("True", "Serving").await;
     assert_eq!(inventory["metadata"]["generation"], 2);
+
+    // Somebody is told something, of which the inventory knows nothing: it is looked at then, and not written.
+    std::fs::write(node.path("node.yaml"), "nonsense").unwrap();
+    node.api
+        .until(|state| (!events(state, "ConfigurationInvalid").is_empty()).then_some(()))
+        .await;
+    node.device("test-4", 10);
+    node.api
+        .until(|state| (state.inventory.as_ref()?["status"]["devices"] == 6).then_some(()))
+        .await;
     process.stop().await.unwrap();
     node.api
         .set(|state| assert!(state.idle_writes.is_empty(), "{:?}", state.idle_writes));

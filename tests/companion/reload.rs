@@ -32,7 +32,7 @@ fn is_unhealthy(state: &State, name: &str) -> Option<String> {
     device["unhealthy"].as_str().map(str::to_owned)
 }
 
-fn events(state: &State, reason: &str) -> Vec<String> {
+pub(crate) fn events(state: &State, reason: &str) -> Vec<String> {
     let events = state.events.iter().filter(|event| event["reason"] == reason);
     events
         .map(|event| event["note"].as_str().unwrap().to_owned())
