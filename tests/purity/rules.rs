@@ -7,9 +7,6 @@ use proc_macro2::TokenStream;
 
 use crate::paths::{Mention, mentions};
 
-/// Lines of a file, at most. The aim is 400; a file beyond this one fails.
-pub(crate) const LINES_MAX: usize = 500;
-
 /// The layers that each layer may name, itself apart. `driver` stands for `src/driver.rs`: a seam of plain data and one
 /// trait, which both `core` and the shells speak. `main` is the program, and may name everything.
 const LAYERS: [(&str, &[&str]); 9] = [
