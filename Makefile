@@ -12,6 +12,10 @@ CLUSTER := $(TARGET)/cluster/cluster
 CARGO_DENY_VERSION := 0.20.2
 CARGO_DENY_ROOT := $(TARGET)/tools/cargo-deny-$(CARGO_DENY_VERSION)
 CARGO_DENY := $(CARGO_DENY_ROOT)/bin/cargo-deny
+# The last version for our `rust-version`.
+CARGO_NEXTEST_VERSION := 0.9.128
+CARGO_NEXTEST_ROOT := $(TARGET)/tools/cargo-nextest-$(CARGO_NEXTEST_VERSION)
+CARGO_NEXTEST := $(CARGO_NEXTEST_ROOT)/bin/cargo-nextest
 MDBOOK_VERSION := 0.5.4
 MDBOOK_ROOT := $(TARGET)/tools/mdbook-$(MDBOOK_VERSION)
 MDBOOK := $(MDBOOK_ROOT)/bin/mdbook
@@ -25,8 +29,8 @@ help: ## List the targets
 ##@ Every commit
 
 .PHONY: check
-check: format lint ## Format, clippy, rustdoc, and every test that needs no cluster
-	hack/test quick
+check: format lint $(CARGO_NEXTEST) ## Format, clippy, rustdoc, and every test that needs no cluster
+	CARGO_NEXTEST="$(CARGO_NEXTEST)" hack/test quick
 
 .PHONY: format
 format:
@@ -47,12 +51,12 @@ docs:
 ##@ Everything
 
 .PHONY: test
-test: format lint ## Everything: check, then the tests on real Kubernetes (root and Go are needed)
-	hack/test all
+test: format lint $(CARGO_NEXTEST) ## Everything: check, then the tests on real Kubernetes (root and Go are needed)
+	CARGO_NEXTEST="$(CARGO_NEXTEST)" hack/test all
 
 .PHONY: test-all
-test-all: format lint ## The tests on real Kubernetes, on 1.27 to 1.30, and the device plugin on 1.31, 1.34 and 1.36 (the first time 30 minutes more, to build them)
-	hack/test versions
+test-all: format lint $(CARGO_NEXTEST) ## The tests on real Kubernetes, on 1.27 to 1.30, and the device plugin on 1.31, 1.34 and 1.36 (the first time 30 minutes more, to build them)
+	CARGO_NEXTEST="$(CARGO_NEXTEST)" hack/test versions
 
 .PHONY: verify
 verify: book deny bench requests ## What is slow and not of every day: the book, dependencies, and the figures with their limits
@@ -89,6 +93,10 @@ advisories: $(CARGO_DENY) ## Ask for known flaws of all dependencies (needs the 
 $(CARGO_DENY):
 	$(call INSTALL,$(CARGO_DENY_ROOT)) cargo-deny --version $(CARGO_DENY_VERSION)
 	rm -rf "$(CARGO_DENY_ROOT)/build"
+
+$(CARGO_NEXTEST):
+	$(call INSTALL,$(CARGO_NEXTEST_ROOT)) cargo-nextest --version $(CARGO_NEXTEST_VERSION) --no-default-features --features default-no-update
+	rm -rf "$(CARGO_NEXTEST_ROOT)/build"
 
 $(MDBOOK):
 	$(call INSTALL,$(MDBOOK_ROOT)) mdbook --version $(MDBOOK_VERSION) --no-default-features --features search

@@ -18,8 +18,6 @@ mod harness;
 #[path = "../tests/companion/node.rs"]
 #[allow(dead_code, reason = "written for the tests, which use another part of it")]
 mod node;
-#[path = "../tests/not_run/mod.rs"]
-mod not_run;
 #[path = "../tests/kubernetes/pods.rs"]
 #[allow(
     dead_code,
@@ -37,6 +35,8 @@ mod process;
     reason = "written for the tests, which use another part of it"
 )]
 mod stage;
+
+use harness::not_run;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

@@ -1,6 +1,7 @@
 //! The image: `hack/image` makes it from a static program, the same bytes each time.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::{Read as _, Seek as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
@@ -33,13 +34,31 @@ fn make(output: &Path, arguments: &[&str]) -> Output {
         .expect("hack/image starts")
 }
 
-/// The archive with the program of this build, made once.
+/// The archive with the program of this build, made once in a run of the tests, whose processes share it.
 pub(crate) fn archive() -> &'static Path {
     static ARCHIVE: OnceLock<PathBuf> = OnceLock::new();
     ARCHIVE.get_or_init(|| {
         let output = harness::target().join("image-of-tests");
-        let made = make(&output, &["--profile", "dev"]);
-        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        std::fs::create_dir_all(&output).expect("a directory");
+        // Closing the file unlocks it.
+        let mut made_for = std::fs::File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(output.join("made-for"))
+            .expect("a file");
+        rustix::fs::flock(&made_for, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+        let mut made = String::new();
+        made_for.read_to_string(&mut made).expect("UTF-8");
+        let run = std::env::var("NEXTEST_RUN_ID").unwrap_or_default();
+        if run.is_empty() || made != run {
+            let made = make(&output, &["--profile", "dev"]);
+            assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+            made_for.set_len(0).expect("a file");
+            made_for.rewind().expect("a file");
+            made_for.write_all(run.as_bytes()).expect("a file");
+        }
         output.join(format!(
             "drayman-{}-{}.tar",
             env!("CARGO_PKG_VERSION"),

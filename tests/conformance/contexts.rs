@@ -303,18 +303,11 @@ fn an_answer_that_cannot_be_written_is_written_later_without_asking_the_driver_a
             .await?;
         let one = pod(stage, "one").await?;
         stage.context(&one, "", &names(["good", "bad"])).await?;
-        let refused = async {
-            while stage
-                .requests(&controller)
-                .await?
-                .iter()
-                .filter(|request| request.ends_with("403"))
-                .count()
-                < 2
-            {}
-            anyhow::Ok(())
-        };
-        refused.await?;
+        stage
+            .until_entries(&controller, "refuses the answer twice", |entries| {
+                entries.iter().filter(|entry| entry.code == 403).count() >= 2
+            })
+            .await?;
         stage.allow(&controller).await?;
         let context = stage
             .until_context("one", "judged", |context| {

@@ -7,6 +7,7 @@ use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
 use crate::call::{Call, What, count};
+use crate::harness::Entry;
 use crate::objects::From;
 use crate::script::Act;
 use crate::stage::{finalizers, is_allocated, names, on_stage, rules_without};
@@ -70,20 +71,13 @@ fn nothing_is_asked_before_all_three_kinds_are_listed() -> anyhow::Result<()> {
         let controller = stage
             .start_as("", &stage.driver, &rules, |builder| builder)
             .await?;
-        let refused = async {
-            loop {
-                let entries = stage.entries(&controller).await?;
-                let count = entries
-                    .iter()
-                    .filter(|entry| entry.verb == "list" && entry.code == 403)
-                    .count();
-                // By the second refusal everything else has been listed long ago.
-                if count >= 2 {
-                    return anyhow::Ok(());
-                }
-            }
-        };
-        refused.await?;
+        // By the second refusal everything else has been listed long ago.
+        stage
+            .until_entries(&controller, "refuses the list twice", |entries| {
+                let refused = |entry: &&Entry| entry.verb == "list" && entry.code == 403;
+                entries.iter().filter(refused).count() >= 2
+            })
+            .await?;
         assert_eq!(stage.driver.story(), Vec::<String>::new());
         assert_eq!(stage.driver.observed(), []);
         stage.allow(&controller).await?;

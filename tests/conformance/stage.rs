@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, Weak};
 use std::time::Duration;
 
+use anyhow::Context as _;
 use drayman::api::resource::{PodSchedulingContext, ResourceClaim};
 use drayman::controller::{Builder, Controller};
 use futures::{FutureExt as _, TryStreamExt as _};
@@ -268,6 +269,22 @@ impl Stage {
     /// All that a controller has asked of the API server.
     pub(crate) async fn entries(&self, controller: &Running) -> anyhow::Result<Vec<Entry>> {
         self.cluster.audit().of_user(&controller.user).await
+    }
+
+    /// Returns when what a controller has asked of the API server shows something.
+    pub(crate) async fn until_entries(
+        &self,
+        controller: &Running,
+        what: &str,
+        condition: impl Fn(&[Entry]) -> bool,
+    ) -> anyhow::Result<()> {
+        let met = async {
+            while !condition(&self.entries(controller).await?) {}
+            anyhow::Ok(())
+        };
+        timeout(PATIENCE, met)
+            .await
+            .with_context(|| format!("the API server never {what}"))?
     }
 
     /// Returns when the controller of the stage's driver has seen everything that was there before, and done what it could: it

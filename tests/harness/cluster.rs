@@ -1,7 +1,6 @@
 //! One cluster: started by its builder, gone when dropped.
 
 use std::fs;
-use std::io::Write as _;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Stdio;
@@ -11,7 +10,7 @@ use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use tokio::process::Command;
 
 use super::supervisor::{Description, Request, Supervisor};
-use super::{Audit, Node, VERSION, program};
+use super::{Audit, Node, VERSION, not_run, program};
 
 /// How many last lines of each log a failed test prints.
 const LINES_OF_LOG: usize = 20;
@@ -169,17 +168,11 @@ impl Cluster {
         parts.nth(1).and_then(|minor| minor.parse().ok()).unwrap_or(0)
     }
 
-    /// Whether its Kubernetes is too old for a test to show anything. Then that is said, with the reason and past the test runner,
-    /// which shows nothing of a test that passes; `hack/test` counts what is said here, and not as passed.
+    /// Whether its Kubernetes is too old for a test to show anything. Then the test is skipped, with this reason.
     pub fn is_before(&self, minor: u32, reason: &str) -> bool {
         let is_before = self.minor() < minor;
         if is_before {
-            let thread = std::thread::current();
-            let test = thread.name().unwrap_or("a test");
-            let version = &self.description.version;
-            let said = format!("\nnot applicable to Kubernetes {version}: {test}: {reason}\n");
-            // Nobody reads it: then nobody is told.
-            let _ = std::io::stderr().write_all(said.as_bytes());
+            not_run::skipped(&format!("on Kubernetes {}", self.description.version), reason);
         }
         is_before
     }

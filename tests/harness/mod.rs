@@ -20,6 +20,8 @@
 mod audit;
 mod cluster;
 mod node;
+#[path = "../not_run/mod.rs"]
+pub mod not_run;
 mod pods;
 mod program;
 mod supervisor;

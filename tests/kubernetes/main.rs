@@ -27,8 +27,6 @@ mod leader;
 mod loss;
 mod moved;
 mod newer;
-#[path = "../not_run/mod.rs"]
-mod not_run;
 mod pods;
 mod records;
 mod round_trip;
@@ -39,3 +37,5 @@ mod takeover;
 mod tool;
 mod upgrade;
 mod user;
+
+use harness::not_run;
