@@ -8,6 +8,10 @@
     clippy::duplicated_attributes,
     reason = "each printcolumn has a type of its own"
 )]
+#![expect(
+    dead_code,
+    reason = "KubeSchema derives a copy of Device in which nobody reads a field that is no part of the schema"
+)]
 
 mod attributes;
 mod parameters;
@@ -20,6 +24,7 @@ use kube::{CustomResource, CustomResourceExt, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use super::device_number::{DeviceNodeKind, DeviceNumber};
 pub use attributes::DeviceAttributes;
 pub use parameters::{
     AllocationMode, CONSTRAINTS_MAX, CelDeviceSelector, DeviceClaimParameters, DeviceClaimParametersSpec,
@@ -155,6 +160,10 @@ pub struct Device {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 1024))]
     pub shares: Option<u32>,
+    /// The device numbers of the nodes that belong to this device alone: what identifies it in the containers of its node, whatever its
+    /// name. Known on the node only, and no part of the object.
+    #[serde(skip)]
+    pub device_numbers: Box<[DeviceNumber]>,
 }
 
 fn no_attributes(attributes: &DeviceAttributes) -> bool {
@@ -259,6 +268,7 @@ mod tests {
             attributes: (0..2).map(attribute).collect(),
             unhealthy: Some("u".repeat(TEXT_MAX)),
             shares: Some(1024),
+            device_numbers: Box::default(),
         };
         let spec = NodeInventorySpec {
             driver_name: "d".repeat(63),

@@ -2,6 +2,7 @@
 
 pub mod cdi;
 pub mod crd;
+pub mod device_number;
 pub mod handle;
 pub mod proto;
 pub mod resource;

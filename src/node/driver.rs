@@ -31,6 +31,9 @@ pub trait NodeDriver: Send + Sync + 'static {
     /// not well says [why](Device::unhealthy): it is given to nobody, and whoever has it keeps it. A device that vanishes while a
     /// claim holds it stays in the inventory as unhealthy.
     ///
+    /// [Device numbers](Device::device_numbers) are what a device is known by when its name changes, or two names lead to one device node.
+    /// A driver whose devices are device nodes should tell them.
+    ///
     /// A device whose name or kind is not a DNS label (RFC 1123, at most 63 characters), or that comes twice or beyond the limits
     /// of [`crate::api::crd`], is left out, and logged.
     fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static;
@@ -39,6 +42,13 @@ pub trait NodeDriver: Send + Sync + 'static {
     /// gone or has become another is an error, never replaced. Asked again for a device that is in use already, for
     /// instance after a restart; must change nothing.
     fn injection(&self, device: &str) -> impl Future<Output = Result<Injection, NodeDriverError>> + Send;
+
+    /// Refuses a device that the node itself uses, so that nobody must have it now. Asked right before a device is handed out: to a claim
+    /// that does not have it yet, or to a container. By default the node uses none of its devices.
+    fn check_unused(&self, device: &str) -> impl Future<Output = Result<(), NodeDriverError>> + Send {
+        let _ = device;
+        async { Ok(()) }
+    }
 
     /// Makes the devices of a claim ready, and says what its containers get. By default that is the [`NodeDriver::injection`] of
     /// each; a driver that has to do something to a device for the claim (to configure it, to load firmware) does it here.
@@ -106,6 +116,14 @@ pub enum NodeDriverError {
         /// What it is.
         now: String,
     },
+    /// The node itself uses it.
+    #[error("device {device:?} is in use by the node itself: {problem}")]
+    InUse {
+        /// The device.
+        device: String,
+        /// What uses it and, best, what to do.
+        problem: String,
+    },
     /// The device does not do what it is told.
     #[error("device {device:?} cannot be used: {problem}")]
     Failed {
@@ -125,6 +143,7 @@ impl NodeDriverError {
         match self {
             Self::Gone { .. } => "DeviceGone",
             Self::Changed { .. } => "DeviceChanged",
+            Self::InUse { .. } => "DeviceInUse",
             Self::Failed { .. } => "DeviceFailed",
             Self::Ended(_) => "DiscoveryEnded",
         }

@@ -35,7 +35,7 @@ use crate::core::node::injection::Injection;
 use crate::core::node::inventory::Devices;
 use crate::core::node::ledger::Ledger;
 use crate::core::node::orphans::Orphans;
-use crate::core::node::prepare::plan_unprepare;
+use crate::core::node::prepare::{plan_unprepare, taken};
 use crate::core::node::refusal::Refusal;
 use crate::core::node::request::{
     ClaimToPrepare, ClaimToUnprepare, ExtendedResource, NodeIdentity, PluginDevice,
@@ -339,7 +339,9 @@ impl<D: NodeDriver> Owner<D> {
             Err(Refusal::EarlierNode { .. }) => self.node_in_doubt.notify_one(),
             // Either the holder is about to end, or kubelet has lost it.
             Err(Refusal::Held { device, .. }) => {
-                let holder = self.ledger.holder(device).map(|(uid, _)| uid.clone());
+                let device = self.inventory.get(device);
+                let holder = device.and_then(|device| self.ledger.holders_of(device).next());
+                let holder = holder.map(|(uid, _)| uid.clone());
                 if holder.is_some_and(|uid| self.orphans.change().contest(&uid)) {
                     self.look_due.notify_one();
                 }
@@ -348,6 +350,9 @@ impl<D: NodeDriver> Owner<D> {
         }
         let (uid, steps) = planned?;
         self.orphans.change().forget(&uid);
+        for device in taken(&steps) {
+            self.check_unused(device).await?;
+        }
         if let Err(failure) = self.carry_out(&steps).await {
             self.undo(&uid).await;
             return Err(failure);
@@ -366,7 +371,8 @@ impl<D: NodeDriver> Owner<D> {
             match step {
                 Step::Inject(uid) => {
                     let injection = self.inject(uid).await?;
-                    Arc::make_mut(self.ledger.change()).set_injection(uid, injection);
+                    let found = self.found.borrow().clone();
+                    Arc::make_mut(self.ledger.change()).set_injection(uid, injection, &found);
                     continue;
                 }
                 Step::Release(uid) => {
@@ -396,6 +402,10 @@ impl<D: NodeDriver> Owner<D> {
         injection.name_devices(claim.devices.iter().map(String::as_str));
         injection.check_paths()?;
         Ok(injection)
+    }
+
+    async fn check_unused(&self, device: &str) -> Result<(), Failure> {
+        in_time(format!("device {device:?}"), self.driver.check_unused(device)).await
     }
 
     /// What the driver makes for a device.

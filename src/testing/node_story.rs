@@ -60,6 +60,10 @@ impl<D: NodeDriver> NodeDriver for Wrapped<D> {
         self.step(what, Some(&name), self.driver.injection(device)).await
     }
 
+    async fn check_unused(&self, device: &str) -> Result<(), NodeDriverError> {
+        self.driver.check_unused(device).await
+    }
+
     async fn prepare(&self, claim: &PreparedClaim) -> Result<Injection, NodeDriverError> {
         let what = format!("prepare({})", described(claim));
         self.step(what, claim.devices.first(), self.driver.prepare(claim))

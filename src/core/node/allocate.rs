@@ -1,6 +1,6 @@
 //! The device plugin's side of the plan: what an Allocate may hand out.
 
-use super::check::{distinct, usable};
+use super::check::{check_health, distinct, offered};
 use super::inventory::{Devices, HandedOut};
 use super::naming::device_of_plugin_id;
 use super::refusal::Refusal;
@@ -9,7 +9,8 @@ use crate::api::crd::Mode;
 /// Says whether an Allocate of the device plugin API may be granted: one list of device ids per container.
 ///
 /// Nothing is stored: kubelet's own record of what it granted is the only one that lives as long as the pod. What a container has
-/// already is no reason to refuse: that it is free is kubelet's to know, which asks for it again only after its pod has ended.
+/// under the same name is no reason to refuse: that it is free is kubelet's to know, which asks for it again only after its pod has
+/// ended. Under another name, kubelet takes it for another device.
 pub fn check_allocate(
     handed_out: HandedOut<'_>,
     inventory: &Devices,
@@ -22,19 +23,26 @@ pub fn check_allocate(
     }
     for id in distinct(containers.iter().flatten().map(String::as_str))? {
         let name = device_of_plugin_id(id);
-        let device = usable(inventory, name, Mode::ExtendedResource)?;
+        let device = offered(inventory, name, Mode::ExtendedResource)?;
         if device.kind != kind {
             return Err(Refusal::OtherResource {
                 device: device.name.clone(),
                 resource: resource.to_owned(),
             });
         }
-        if let Some((uid, entry)) = handed_out.ledger.holder(name) {
+        if let Some((uid, entry)) = handed_out.ledger.holders_of(device).next() {
             return Err(Refusal::Held {
                 device: device.name.clone(),
                 holder: entry.describe(uid),
             });
         }
+        if let Some(holder) = handed_out.containers.holder_by_another_name(device) {
+            return Err(Refusal::InContainer {
+                device: device.name.clone(),
+                holder,
+            });
+        }
+        check_health(device)?;
         if let (Mode::Both, Some((uid, entry))) = (device.mode, handed_out.ledger.unaccounted(None)) {
             return Err(Refusal::unaccounted(uid, entry));
         }
@@ -140,6 +148,7 @@ mod tests {
             devices: vec![HeldDevice {
                 device: "a".into(),
                 kind: "camera".into(),
+                ..HeldDevice::default()
             }],
             progress: Progress::Started { injection: None },
         };

@@ -115,6 +115,7 @@ mod tests {
         let held = |device: &str| HeldDevice {
             device: device.into(),
             kind: "camera".into(),
+            ..HeldDevice::default()
         };
         let entry = Entry {
             namespace: "default".into(),
@@ -126,7 +127,7 @@ mod tests {
         let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap();
         let ledger = Ledger::new("boot", BTreeMap::from([(uid, entry)]));
         let mut containers = Containers::default();
-        containers.allocated(["in-a-container"], Duration::ZERO);
+        containers.allocated([("in-a-container", &[][..])], Duration::ZERO);
         let announced = Announced::default();
         let handed_out = HandedOut {
             ledger: &ledger,

@@ -74,8 +74,8 @@ pub(super) fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Result<Vec<&
         .collect()
 }
 
-/// A device that exists, may leave through the door (named by the mode that has it alone) and is well.
-pub(super) fn usable<'a>(inventory: &'a Devices, name: &str, asked_by: Mode) -> Result<&'a Device, Refusal> {
+/// A device that exists and may leave through the door (named by the mode that has it alone).
+pub(super) fn offered<'a>(inventory: &'a Devices, name: &str, asked_by: Mode) -> Result<&'a Device, Refusal> {
     let device = inventory.get(name).ok_or_else(|| Refusal::Gone(shown(name)))?;
     let may_leave = match asked_by {
         Mode::Claims => device.mode.serves_claims(),
@@ -90,12 +90,17 @@ pub(super) fn usable<'a>(inventory: &'a Devices, name: &str, asked_by: Mode) -> 
             asked_by: door(asked_by),
         });
     }
+    Ok(device)
+}
+
+/// Refuses a device that is unhealthy.
+pub(super) fn check_health(device: &Device) -> Result<(), Refusal> {
     match &device.unhealthy {
         Some(reason) => Err(Refusal::Unhealthy {
-            device: name.to_owned(),
+            device: device.name.clone(),
             reason: reason.clone(),
         }),
-        None => Ok(device),
+        None => Ok(()),
     }
 }
 

@@ -142,6 +142,7 @@ mod tests {
             devices: vec![HeldDevice {
                 device: "kvm".into(),
                 kind: "test".into(),
+                ..HeldDevice::default()
             }],
             progress: Progress::Done {
                 injection: Injection::of_device_node("kvm", node),

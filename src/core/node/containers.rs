@@ -9,6 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::time::Duration;
 
+use super::identity::{add_numbers, share_a_node};
+use crate::api::crd::{Device, DeviceNumber};
+
 /// How long after Allocate a device counts as held whatever kubelet shows: admission of the pod goes on after our answer.
 const ADMISSION: Duration = Duration::from_secs(30);
 
@@ -37,6 +40,8 @@ pub struct Shown {
     pub listed: BTreeMap<String, Container>,
     /// The devices in the file of kubelet's device manager, of pods whose directory still exists.
     pub recorded: BTreeSet<String>,
+    /// The device numbers that devices were granted with, as far as that is known.
+    pub numbers: BTreeMap<String, Vec<DeviceNumber>>,
 }
 
 /// Which devices containers hold.
@@ -48,6 +53,8 @@ pub struct Containers {
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Hold {
+    /// The device numbers that containers may have been given; empty if they are not known.
+    numbers: Vec<DeviceNumber>,
     /// Until when it counts as held in any case.
     at_least_until: Option<Duration>,
     /// The container that was listed with it last, since it was granted last.
@@ -62,10 +69,15 @@ impl Containers {
         self.known
     }
 
-    /// An Allocate was answered with these devices. `now` is the time since the process began.
-    pub fn allocated<'a>(&mut self, devices: impl IntoIterator<Item = &'a str>, now: Duration) {
-        for device in devices {
+    /// An Allocate was answered with these devices and their device numbers. `now` is the time since the process began.
+    pub fn allocated<'a>(
+        &mut self,
+        devices: impl IntoIterator<Item = (&'a str, &'a [DeviceNumber])>,
+        now: Duration,
+    ) {
+        for (device, numbers) in devices {
             let hold = Hold {
+                numbers: numbers.to_vec(),
                 at_least_until: Some(now.saturating_add(ADMISSION)),
                 ..Hold::default()
             };
@@ -78,10 +90,11 @@ impl Containers {
         self.known = true;
         let mut before = std::mem::take(&mut self.holds);
         for (device, container) in &shown.listed {
+            let known = before.remove(device).unwrap_or_default();
             let hold = Hold {
-                at_least_until: before.remove(device).and_then(|hold| hold.at_least_until),
                 container: Some(container.clone()),
                 without_it_since: None,
+                ..known
             };
             self.holds.insert(device.clone(), hold);
         }
@@ -99,6 +112,11 @@ impl Containers {
                 self.holds.insert(device, hold);
             }
         }
+        for (device, hold) in &mut self.holds {
+            if let Some(numbers) = shown.numbers.get(device) {
+                add_numbers(&mut hold.numbers, numbers);
+            }
+        }
     }
 
     /// Whether a container holds a device.
@@ -106,9 +124,11 @@ impl Containers {
         self.holds.contains_key(device)
     }
 
-    /// The devices that containers hold.
-    pub fn devices(&self) -> impl Iterator<Item = &str> {
-        self.holds.keys().map(String::as_str)
+    /// The devices that containers hold, each with the device numbers that it was granted with.
+    pub fn devices(&self) -> impl Iterator<Item = (&str, &[DeviceNumber])> {
+        self.holds
+            .iter()
+            .map(|(device, hold)| (device.as_str(), hold.numbers.as_slice()))
     }
 
     /// Whether containers hold anything at all.
@@ -116,16 +136,36 @@ impl Containers {
         self.holds.is_empty()
     }
 
-    /// The container that holds a device, as a person reads it.
+    /// The container that holds a device under this name, as a person reads it.
     pub fn holder(&self, device: &str) -> Option<String> {
-        self.holds.get(device).map(|hold| match &hold.container {
-            Some(container) => container.to_string(),
-            None => "a container that kubelet does not name".to_owned(),
-        })
+        self.holds.get(device).map(Hold::describe)
+    }
+
+    /// The container that holds a device, under this name or another.
+    pub fn holder_of(&self, device: &Device) -> Option<String> {
+        self.holder(&device.name)
+            .or_else(|| self.holder_by_another_name(device))
+    }
+
+    /// The container that holds a device under another name.
+    pub fn holder_by_another_name(&self, device: &Device) -> Option<String> {
+        let mut others = self.holds.iter().filter(|(name, hold)| {
+            **name != device.name && share_a_node(&hold.numbers, &device.device_numbers)
+        });
+        others
+            .next()
+            .map(|(name, hold)| format!("{} (as {name})", hold.describe()))
     }
 }
 
 impl Hold {
+    fn describe(&self) -> String {
+        match &self.container {
+            Some(container) => container.to_string(),
+            None => "a container that kubelet does not name".to_owned(),
+        }
+    }
+
     /// Whether the pod has been listed without the device for long enough: then its containers have ended. A pod that is gone from
     /// the list altogether may have been deleted by force, with its containers still ending, until its directory is gone too.
     fn has_ended(&mut self, shown: &Shown, now: Duration) -> bool {
@@ -211,13 +251,14 @@ mod tests {
                 .map(|(device, pod)| ((*device).to_owned(), container(pod)))
                 .collect(),
             recorded: recorded.iter().map(|device| (*device).to_owned()).collect(),
+            ..Shown::default()
         }
     }
 
     #[test]
     fn nothing_is_known_before_kubelet_has_shown_it() {
         let mut containers = Containers::default();
-        containers.allocated(["x"], START);
+        containers.allocated([("x", &[][..])], START);
         assert!(!containers.known() && containers.hold("x"));
         containers.seen(&shown(&[], &[], &[]), START);
         assert!(containers.known());
@@ -226,7 +267,7 @@ mod tests {
     #[test]
     fn a_device_is_held_from_allocate_on_though_kubelet_shows_it_later() {
         let mut containers = Containers::default();
-        containers.allocated(["x"], START);
+        containers.allocated([("x", &[][..])], START);
         containers.seen(&shown(&["p"], &[], &[]), later(1));
         assert!(containers.hold("x"), "the pod is being admitted");
         containers.seen(&shown(&["p"], &[("x", "p")], &["x"]), later(2));
@@ -239,9 +280,35 @@ mod tests {
     }
 
     #[test]
+    fn a_container_holds_the_device_node_under_every_name() {
+        let device = |name: &str, number: &str| Device {
+            name: name.into(),
+            device_numbers: [number.parse().unwrap()].into(),
+            ..Device::default()
+        };
+        let (same, other) = (device("by-id", "c120:6"), device("other", "c120:7"));
+        let mut containers = Containers::default();
+        containers.allocated([("x", &*same.device_numbers)], START);
+        containers.seen(&shown(&["p"], &[("x", "p")], &["x"]), later(1));
+        let holder = containers.holder_of(&same).unwrap();
+        assert_eq!(holder, "container main of pod default/p (as x)");
+        assert_eq!(containers.holder_of(&other), None);
+        // The next process knows the device number from kubelet's file.
+        let mut next = Containers::default();
+        let numbers = [("x".to_owned(), same.device_numbers.to_vec())].into();
+        let told = Shown {
+            numbers,
+            ..shown(&["p"], &[("x", "p")], &["x"])
+        };
+        next.seen(&told, Duration::ZERO);
+        assert!(next.holder_by_another_name(&same).is_some());
+        assert_eq!(next.holder_by_another_name(&device("x", "c120:6")), None);
+    }
+
+    #[test]
     fn an_allocate_that_no_pod_came_of_is_free_after_a_while() {
         let mut containers = Containers::default();
-        containers.allocated(["x"], START);
+        containers.allocated([("x", &[][..])], START);
         containers.seen(&shown(&[], &[], &[]), later(29));
         assert!(containers.hold("x"));
         containers.seen(&shown(&[], &[], &[]), later(30));
@@ -251,7 +318,7 @@ mod tests {
     #[test]
     fn an_init_container_holds_its_device_though_the_list_never_shows_it() {
         let mut containers = Containers::default();
-        containers.allocated(["x"], START);
+        containers.allocated([("x", &[][..])], START);
         containers.seen(&shown(&["p"], &[], &["x"]), later(600));
         assert!(containers.hold("x"));
         // The next process knows of it from kubelet's file alone.
@@ -307,7 +374,7 @@ mod tests {
     fn a_device_that_is_granted_again_is_not_taken_for_the_ended_pods() {
         let mut containers = Containers::default();
         containers.seen(&shown(&["job"], &[("x", "job")], &["x"]), START);
-        containers.allocated(["x"], later(1));
+        containers.allocated([("x", &[][..])], later(1));
         containers.seen(&shown(&["job", "next"], &[], &["x"]), later(2));
         assert!(containers.hold("x"));
     }
@@ -317,7 +384,7 @@ mod tests {
         let (mut containers, mut contested) = (Containers::default(), Contested::default());
         contested.claimed("x", &containers);
         assert!(contested.devices().is_empty(), "nobody has it");
-        containers.allocated(["x", "y"], START);
+        containers.allocated([("x", &[][..]), ("y", &[][..])], START);
         contested.claimed("x", &containers);
         contested.settle(&containers);
         assert!(contested.devices().iter().eq(["x"]));

@@ -11,8 +11,10 @@ use prost::Message as _;
 use serde::Deserialize;
 
 use super::driver_name::DriverName;
+use super::identity::add_numbers;
 use super::kubelet_state::shortened;
 use super::naming::{device_of_plugin_id, environment_name};
+use crate::api::crd::DeviceNumber;
 use crate::api::proto::device_plugin_v1beta1::ContainerAllocateResponse;
 
 /// The name of the file in the directory of device plugins.
@@ -60,11 +62,23 @@ pub fn parse(text: &[u8]) -> Result<Vec<Grant>, DeviceManagerError> {
     Ok(document.data.pod_device_entries.unwrap_or_default())
 }
 
-/// What was granted by this driver, whatever the extended resource was called: the devices, by name of the resource. Names and ids may
-/// be anybody's. The answer is ours if it has the variable or the CDI device that we give with each device.
-pub fn granted_by(driver: &DriverName, grants: &[Grant]) -> BTreeMap<String, BTreeSet<String>> {
-    let mut granted: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-    for grant in grants {
+/// What an answer of ours tells of the device nodes of a device that was granted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Given {
+    /// The device numbers; empty in the answer of a release that did not tell them.
+    pub numbers: Vec<DeviceNumber>,
+    /// The paths on the host of the device's own nodes; empty in an answer that names a CDI device.
+    pub host_paths: BTreeSet<String>,
+}
+
+/// The devices that were granted by this driver, by name of the extended resource, whatever that was called.
+pub type Granted = BTreeMap<String, BTreeMap<String, Given>>;
+
+/// What was granted by this driver to pods of which something may still run. Names and ids may be anybody's. The answer is ours if it
+/// has the variable or the CDI device that we give with each device.
+pub fn granted_by(driver: &DriverName, grants: &[Grant], may_run: impl Fn(&str) -> bool) -> Granted {
+    let mut granted = Granted::new();
+    for grant in grants.iter().filter(|grant| may_run(&grant.pod_uid)) {
         let answer = grant.answer.as_ref().map(|bytes| bytes.0.as_slice());
         let Some(Ok(answer)) = answer.map(ContainerAllocateResponse::decode) else {
             continue;
@@ -72,15 +86,34 @@ pub fn granted_by(driver: &DriverName, grants: &[Grant]) -> BTreeMap<String, BTr
         let ids = grant.device_ids.iter().flat_map(BTreeMap::values).flatten();
         for device in ids.map(|id| device_of_plugin_id(id)) {
             let cdi_id = driver.cdi_device_id(device);
-            if answer.envs.contains_key(&environment_name(device))
-                || answer.cdi_devices.iter().any(|given| given.name == cdi_id)
-            {
-                let devices = granted.entry(grant.resource_name.clone()).or_default();
-                devices.insert(device.to_owned());
+            let paths = answer.envs.get(&environment_name(device));
+            if paths.is_none() && !answer.cdi_devices.iter().any(|given| given.name == cdi_id) {
+                continue;
             }
+            let own: BTreeSet<&str> = paths.into_iter().flat_map(|paths| paths.split(',')).collect();
+            let nodes = answer.devices.iter();
+            let nodes = nodes.filter(|node| own.contains(node.container_path.as_str()));
+            let told = answer.annotations.get(&driver.numbers_annotation(device));
+            let devices = granted.entry(grant.resource_name.clone()).or_default();
+            let given = devices.entry(device.to_owned()).or_default();
+            add_numbers(
+                &mut given.numbers,
+                &told.map(|text| numbers(text)).unwrap_or_default(),
+            );
+            given.host_paths.extend(nodes.map(|node| node.host_path.clone()));
         }
     }
     granted
+}
+
+/// The value of the annotation that tells device numbers.
+pub fn numbers_value(numbers: &[DeviceNumber]) -> String {
+    let numbers: Vec<String> = numbers.iter().map(ToString::to_string).collect();
+    numbers.join(",")
+}
+
+fn numbers(text: &str) -> Vec<DeviceNumber> {
+    text.split(',').filter_map(|number| number.parse().ok()).collect()
 }
 
 /// The devices of these extended resources that are recorded for pods of which something may still run.
@@ -102,7 +135,7 @@ pub fn recorded(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::proto::device_plugin_v1beta1::CdiDevice;
+    use crate::api::proto::device_plugin_v1beta1::{CdiDevice, DeviceSpec};
 
     /// As kubelet 1.30 writes it, shortened.
     const WRITTEN: &str = r#"{"Data":{"PodDeviceEntries":[
@@ -148,9 +181,37 @@ mod tests {
             grant("x.dev/e", "cam-1", serde_json::Value::Null),
         ]}});
         let grants = parse(text.to_string().as_bytes()).unwrap();
-        let ours = granted_by(&DriverName::parse("drayman.dev").unwrap(), &grants);
-        let expected = BTreeSet::from(["cam-0".to_owned(), "cam-1".to_owned()]);
-        assert_eq!(ours, BTreeMap::from([("x.dev/a".to_owned(), expected)]));
+        let ours = granted_by(&DriverName::parse("drayman.dev").unwrap(), &grants, |_| true);
+        let devices: Vec<(&str, Vec<&str>)> = ours
+            .iter()
+            .map(|(resource, devices)| (resource.as_str(), devices.keys().map(String::as_str).collect()))
+            .collect();
+        assert_eq!(devices, [("x.dev/a", vec!["cam-0", "cam-1"])]);
+    }
+
+    #[test]
+    fn a_grant_tells_device_numbers_or_else_the_own_paths() {
+        let node = |container_path: &str, host_path: &str| DeviceSpec {
+            container_path: container_path.into(),
+            host_path: host_path.into(),
+            permissions: "rw".into(),
+        };
+        let answer = ContainerAllocateResponse {
+            envs: [("DRAYMAN_DEVICE_CAM".to_owned(), "/dev/cam".to_owned())].into(),
+            devices: vec![node("/dev/cam", "/dev/video0"), node("/dev/ctl", "/dev/ctl")],
+            annotations: [("drayman.dev/cam".to_owned(), "c81:0,c81:1".to_owned())].into(),
+            ..ContainerAllocateResponse::default()
+        };
+        let text = serde_json::json!({"Data": {"PodDeviceEntries": [
+            {"PodUID": "u-1", "ContainerName": "main", "ResourceName": "x.dev/a",
+                "DeviceIDs": {"-1": ["cam"]}, "AllocResp": ByteString(answer.encode_to_vec())},
+        ]}});
+        let grants = parse(text.to_string().as_bytes()).unwrap();
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        let given = &granted_by(&driver, &grants, |_| true)["x.dev/a"]["cam"];
+        assert_eq!(numbers_value(&given.numbers), "c81:0,c81:1");
+        assert!(given.host_paths.iter().eq(["/dev/video0"]));
+        assert!(granted_by(&driver, &grants, |uid| uid != "u-1").is_empty());
     }
 
     #[test]

@@ -75,6 +75,12 @@ impl DriverName {
         format!("{}/device={device}", self.0)
     }
 
+    /// The annotation by which an answer to Allocate tells the device numbers of a device, whose name is a DNS label. Kubelet keeps the
+    /// answer as long as the pod exists.
+    pub fn numbers_annotation(&self, device: &str) -> String {
+        format!("{}/{device}", self.0)
+    }
+
     /// The name of the CDI file of such a device, whose name is a DNS label.
     pub fn cdi_device_file(&self, device: &str) -> String {
         format!("{}{device}.json", self.cdi_device_file_prefix())

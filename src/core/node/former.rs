@@ -1,15 +1,17 @@
 //! What containers still have of extended resources that are no more, or that have lost devices.
 //!
-//! When a resource is renamed, or its devices are given to claims or to another resource, the containers that got some go on. Kubelet
-//! lists their devices under the name by which it granted them, so it is asked for that name until they have ended, and until then
-//! the devices are given to nobody else.
+//! When a resource is renamed, or its devices are given to claims or to another resource, or get other names, the containers that got
+//! some go on. Kubelet lists their devices under the names by which it granted them, so it is asked for these names until they have
+//! ended, and until then the devices are given to nobody else: neither under the same name nor under another that leads to the same
+//! device node.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::containers::{Containers, Shown};
+use super::identity::share_a_node;
 use super::inventory::{Devices, shortened};
-use crate::api::crd::Device;
+use crate::api::crd::{Device, DeviceNumber};
 
 /// What is left of such resources, by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -17,14 +19,19 @@ pub struct Former(BTreeMap<String, Left>);
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Left {
-    /// The devices that it had. Any of them counts as held until kubelet has shown which are.
-    devices: BTreeSet<String>,
+    /// The devices that it had, with their device numbers. Any of them counts as held until kubelet has shown which are.
+    devices: BTreeMap<String, Vec<DeviceNumber>>,
     containers: Containers,
 }
 
 impl Former {
     /// A resource has, or may have, lost these devices. `granted` is what was granted of it so recently that kubelet may not show it.
-    pub fn left(&mut self, resource: &str, devices: BTreeSet<String>, granted: Containers) {
+    pub fn left(
+        &mut self,
+        resource: &str,
+        devices: BTreeMap<String, Vec<DeviceNumber>>,
+        granted: Containers,
+    ) {
         let left = self.0.entry(resource.to_owned()).or_default();
         left.devices.extend(devices);
         left.containers = granted;
@@ -37,15 +44,17 @@ impl Former {
         }
     }
 
-    /// Forgets the resources of which containers have nothing but what these still serve: that is kubelet's own.
-    pub fn settle(&mut self, serves: impl Fn(&str, &str) -> bool) {
+    /// Forgets the resources of which containers have nothing but what these still serve, by the same names and device nodes: that is
+    /// kubelet's own.
+    pub fn settle(&mut self, serves: impl Fn(&str, &str, &[DeviceNumber]) -> bool) {
         self.0.retain(|resource, left| {
-            let other = |device: &str| !serves(resource, device);
             if left.containers.known() {
-                left.containers.devices().any(other)
+                let mut held = left.containers.devices();
+                held.any(|(device, numbers)| !serves(resource, device, numbers))
             } else {
                 // One that has no device now may have had some that were unplugged.
-                left.devices.is_empty() || left.devices.iter().any(|device| other(device))
+                let mut had = left.devices.iter();
+                had.len() == 0 || had.any(|(device, numbers)| !serves(resource, device, numbers))
             }
         });
     }
@@ -67,9 +76,7 @@ impl Former {
 
     /// Whether a container has, or may have, a device under this name.
     pub fn has(&self, resource: &str, device: &str) -> bool {
-        self.0
-            .get(resource)
-            .is_some_and(|left| left.why(device).is_some())
+        self.0.get(resource).is_some_and(|left| left.has(device))
     }
 
     /// Shows devices as unhealthy that containers have, or may have, under a name that does not serve them (any more). One that may be
@@ -79,11 +86,17 @@ impl Former {
             if device.unhealthy.is_some() || device.shares.is_some_and(|shares| shares > 1) {
                 continue;
             }
-            let mut others = self.0.iter().filter(|(resource, _)| !serves(resource, device));
-            let cause = others.find_map(|(resource, left)| {
-                let why = left.why(&device.name)?;
+            let cause = self.0.iter().find_map(|(resource, left)| {
+                if !serves(resource, device)
+                    && let Some(why) = left.why(&device.name)
+                {
+                    return Some(format!(
+                        "{why} as {resource}, by which it no longer leaves this node; it is free when that has ended"
+                    ));
+                }
+                let (name, why) = left.why_by_another_name(device)?;
                 Some(format!(
-                    "{why} as {resource}, by which it no longer leaves this node; it is free when that has ended"
+                    "{why} as {name} of {resource}, which is the same device node; it is free when that has ended"
                 ))
             });
             device.unhealthy = cause.map(shortened);
@@ -92,12 +105,32 @@ impl Former {
 }
 
 impl Left {
+    /// Whether a container has a device under this name, or may have it.
+    fn has(&self, device: &str) -> bool {
+        self.containers.hold(device) || (!self.containers.known() && self.devices.contains_key(device))
+    }
+
     fn why(&self, device: &str) -> Option<String> {
-        if let Some(holder) = self.containers.holder(device) {
-            return Some(format!("{holder} has it"));
+        if !self.has(device) {
+            return None;
         }
-        let unknown = !self.containers.known() && self.devices.contains(device);
-        unknown.then(|| "kubelet does not show yet whether a container has it".to_owned())
+        Some(match self.containers.holder(device) {
+            Some(holder) => format!("{holder} has it"),
+            None => "kubelet does not show yet whether a container has it".to_owned(),
+        })
+    }
+
+    /// The other name under which a container has the device, or may have it.
+    fn why_by_another_name(&self, device: &Device) -> Option<(&str, String)> {
+        let held = self.containers.devices().chain(
+            self.devices
+                .iter()
+                .map(|(name, numbers)| (name.as_str(), numbers.as_slice())),
+        );
+        let mut same = held.filter(|(name, numbers)| {
+            *name != device.name && self.has(name) && share_a_node(numbers, &device.device_numbers)
+        });
+        same.find_map(|(name, _)| Some((name, self.why(name)?)))
     }
 }
 
@@ -124,13 +157,14 @@ mod tests {
         }
     }
 
+    fn unnumbered(devices: &[&str]) -> BTreeMap<String, Vec<DeviceNumber>> {
+        let unnumbered = |device: &&str| ((*device).to_owned(), Vec::new());
+        devices.iter().map(unnumbered).collect()
+    }
+
     fn left(devices: &[&str], granted: Containers) -> Former {
         let mut former = Former::default();
-        former.left(
-            OLD,
-            devices.iter().map(|device| (*device).to_owned()).collect(),
-            granted,
-        );
+        former.left(OLD, unnumbered(devices), granted);
         former
     }
 
@@ -160,14 +194,14 @@ mod tests {
         assert!(!former.is_known() && former.has(OLD, "y") && !former.has(OLD, "z"));
         assert_eq!(withheld(&former, false), ["x", "y"]);
         assert_eq!(withheld(&former, true), Vec::<String>::new(), "it serves them");
-        former.settle(|_, _| false);
+        former.settle(|_, _, _| false);
         assert!(!former.is_empty());
         former.seen(OLD, &shown(&["x"]), Duration::ZERO);
-        former.settle(|_, _| false);
+        former.settle(|_, _, _| false);
         assert!(former.is_known());
         assert_eq!(withheld(&former, false), ["x"]);
         former.seen(OLD, &shown(&[]), Duration::ZERO);
-        former.settle(|_, _| false);
+        former.settle(|_, _, _| false);
         assert!(former.is_empty());
         assert_eq!(withheld(&former, false), Vec::<String>::new());
     }
@@ -176,27 +210,27 @@ mod tests {
     fn what_the_resource_still_serves_is_kubelets_own_and_need_not_be_asked_for() {
         let mut former = left(&["x"], Containers::default());
         former.seen(OLD, &shown(&["x", "y"]), Duration::ZERO);
-        former.settle(|_, device| device == "x");
+        former.settle(|_, device, _| device == "x");
         assert_eq!(former.names(), [OLD], "y has left it");
-        former.settle(|_, _| true);
+        former.settle(|_, _, _| true);
         assert!(former.is_empty());
         // Nor need kubelet be asked at all where nothing has changed.
         let mut same = left(&["x"], Containers::default());
-        same.settle(|_, _| true);
+        same.settle(|_, _, _| true);
         assert!(same.is_empty());
         let mut unplugged = left(&[], Containers::default());
-        unplugged.settle(|_, _| true);
+        unplugged.settle(|_, _, _| true);
         assert!(!unplugged.is_empty());
     }
 
     #[test]
     fn a_grant_that_kubelet_does_not_show_yet_counts_and_a_name_that_is_left_again_is_asked_for_anew() {
         let mut granted = Containers::default();
-        granted.allocated(["x"], Duration::ZERO);
+        granted.allocated([("x", &[][..])], Duration::ZERO);
         let mut former = left(&["x", "y"], granted);
         former.seen(OLD, &shown(&[]), Duration::from_secs(29));
         assert_eq!(withheld(&former, false), ["x"]);
-        former.left(OLD, BTreeSet::from(["z".to_owned()]), Containers::default());
+        former.left(OLD, unnumbered(&["z"]), Containers::default());
         assert_eq!(withheld(&former, false), ["x", "y", "z"]);
     }
 

@@ -1,15 +1,14 @@
 //! What the node has, as it is told to the API server and to kubelet.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use super::announced::Announced;
 use super::claim_uid::ClaimUid;
 use super::containers::{Containers, Contested};
-use super::discovery::attributes::NODES;
 use super::discovery::attributes::numa_nodes;
-use super::injection::Injection;
+use super::identity::{are_among, is_same_node};
 use super::ledger::Ledger;
-use super::naming::{environment_name, plugin_ids};
+use super::naming::plugin_ids;
 use super::request::PluginDevice;
 use crate::api::crd::{Device, Mode, TEXT_MAX};
 
@@ -18,21 +17,23 @@ pub type Devices = BTreeMap<String, Device>;
 
 /// Whether claims hold nothing but devices that were found: then the inventory is what was found, and need not be made.
 pub fn is_as_found(found: &Devices, ledger: &Ledger) -> bool {
-    let mut held = ledger.entries().values().flat_map(|entry| &entry.devices);
-    held.all(|held| found.contains_key(&held.device))
+    ledger.entries().values().all(|entry| entry.is_as_found(found))
 }
 
 /// Joins what was found with what claims hold.
 ///
 /// A device that has vanished leaves the inventory, unless a claim holds it: then it stays, unhealthy, so that what is
 /// allocated never looks as if it had never been. `previous` is what was published last; a device that this process has
-/// never seen is shown with what the ledger knows of it. The same goes for one that the configuration no longer describes. If it
-/// describes the same node under another name, the device of that name is unhealthy as long as the claim holds the first.
+/// never seen is shown with what the ledger knows of it. The same goes for one that the configuration no longer describes. If a claim
+/// that may be in use holds the device node of a device under another name, the device is unhealthy until the claim gives it back.
 pub fn inventory(found: &Devices, previous: &Devices, ledger: &Ledger) -> Devices {
     let mut all = found.clone();
     for (uid, entry) in ledger.entries() {
         for held in &entry.devices {
-            if found.contains_key(&held.device) {
+            if found
+                .get(&held.device)
+                .is_some_and(|device| are_among(&held.numbers, &device.device_numbers))
+            {
                 continue;
             }
             // A kind that is not known is that of an entry which was rebuilt from a CDI file.
@@ -48,12 +49,14 @@ pub fn inventory(found: &Devices, previous: &Devices, ledger: &Ledger) -> Device
                 )));
                 all.insert(held.device.clone(), device);
             }
-            let nodes = entry
-                .injection()
-                .map(|injection| own_nodes(injection, &held.device));
-            let nodes = nodes.unwrap_or_default();
-            for other in all.values_mut().filter(|other| found.contains_key(&other.name)) {
-                if other.unhealthy.is_none() && has_one_of(other, &nodes) {
+            if !ledger.may_be_in_use(entry) {
+                continue;
+            }
+            let others = all
+                .values_mut()
+                .filter(|other| found.contains_key(&other.name) && other.name != held.device);
+            for other in others {
+                if other.unhealthy.is_none() && is_same_node(held, entry.injection(), other) {
                     let cause = format!(
                         "it has the name {} in the hands of {}",
                         held.device,
@@ -73,27 +76,6 @@ pub(super) fn shortened(text: String) -> String {
         Some((end, _)) => text.get(..end).unwrap_or_default().to_owned(),
         None => text,
     }
-}
-
-/// The nodes on the host that are a device's alone, as its injection tells: those whose paths its variable has.
-fn own_nodes<'a>(injection: &'a Injection, device: &str) -> BTreeSet<&'a str> {
-    let variable = injection.environment.get(&environment_name(device));
-    let paths: BTreeSet<&str> = variable
-        .map(|paths| paths.split(',').collect())
-        .unwrap_or_default();
-    let nodes = injection.device_nodes.iter();
-    nodes
-        .filter(|node| paths.contains(node.container_path.as_str()))
-        .map(|node| node.host_path.as_str())
-        .collect()
-}
-
-fn has_one_of(device: &Device, nodes: &BTreeSet<&str>) -> bool {
-    let own = device
-        .attributes
-        .get(NODES)
-        .and_then(|value| value.string.as_deref());
-    own.is_some_and(|own| own.split(',').any(|node| nodes.contains(node)))
 }
 
 /// Shows the devices of claims in quarantine as unhealthy, so that nobody is allocated what this node would refuse to prepare.
@@ -158,7 +140,10 @@ pub fn plugin_devices(inventory: &Devices, handed_out: HandedOut<'_>, kind: &str
 
 impl HandedOut<'_> {
     fn may_be_granted(self, device: &Device) -> bool {
-        if self.ledger.holder(&device.name).is_some() {
+        if self.ledger.holders_of(device).next().is_some() {
+            return false;
+        }
+        if self.containers.holder_by_another_name(device).is_some() {
             return false;
         }
         if device.mode != Mode::Both {
@@ -175,6 +160,7 @@ mod tests {
     use std::time::Duration;
 
     use super::super::containers::Shown;
+    use super::super::discovery::attributes::NODES;
     use super::super::injection::{DeviceNode, Injection};
     use super::super::ledger::{Entry, HeldDevice, Progress};
     use super::*;
@@ -200,6 +186,7 @@ mod tests {
             devices: vec![HeldDevice {
                 device: device.into(),
                 kind: "test".into(),
+                ..HeldDevice::default()
             }],
             progress: Progress::Done {
                 injection: Injection::default(),
@@ -248,7 +235,7 @@ mod tests {
         injection.device_nodes.push(node("/dev/control"));
         let mut ledger = ledger_holding("port");
         let uid = ledger.entries().keys().next().unwrap().clone();
-        ledger.set_injection(&uid, injection);
+        ledger.set_injection(&uid, injection, &Devices::new());
         let found = Devices::from([
             named("renamed", "/dev/ttyUSB7,/dev/ttyUSB0"),
             named("other", "/dev/ttyUSB1"),
@@ -375,7 +362,7 @@ mod tests {
     fn what_a_container_holds_is_healthy_from_the_start_unless_a_claim_waits_for_it() {
         let all = Devices::from([device("b", Mode::Both)]);
         let mut containers = Containers::default();
-        containers.allocated(["b"], Duration::ZERO);
+        containers.allocated([("b", &[][..])], Duration::ZERO);
         assert_eq!(offered(&all, &Ledger::default(), &containers), ["b"]);
         assert_eq!(offered(&all, &ledger_holding("b"), &containers), ["b?"]);
     }
@@ -405,7 +392,7 @@ mod tests {
     fn a_contested_device_is_published_as_unhealthy_and_nothing_else_changes() {
         let all = Devices::from([device("a", Mode::Both), device("b", Mode::Both)]);
         let (mut containers, mut contested) = (Containers::default(), Contested::default());
-        containers.allocated(["b"], Duration::ZERO);
+        containers.allocated([("b", &[][..])], Duration::ZERO);
         contested.claimed("b", &containers);
         let shown = published(&all, &contested);
         assert_eq!(shown["a"], all["a"]);

@@ -8,7 +8,10 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::claim_uid::ClaimUid;
+use super::identity::{add_numbers, are_among, is_same_node};
 use super::injection::Injection;
+use super::inventory::Devices;
+use crate::api::crd::{Device, DeviceNumber};
 
 /// The claims that hold devices of this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -37,13 +40,17 @@ pub struct Entry {
 }
 
 /// A device that a claim holds.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HeldDevice {
     /// The device's name in the inventory.
     pub device: String,
     /// The kind that the device was of; empty if it was rebuilt from a CDI file.
     pub kind: String,
+    /// The device numbers of the device's own nodes, all that containers of the claim may have been given since the node was booted.
+    /// Empty if they are not known: the driver does not tell, or an earlier release wrote the checkpoint.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub numbers: Vec<DeviceNumber>,
 }
 
 /// How far a claim has come.
@@ -126,6 +133,18 @@ impl Ledger {
             .filter(move |(_, entry)| entry.devices.iter().any(|held| held.device == device))
     }
 
+    /// The claims that hold a device under this name and, of those that may be in use, the ones that hold it under another. What a
+    /// claim held under another name before the node was booted says nothing: device numbers do not outlive a boot.
+    pub fn holders_of(&self, device: &Device) -> impl Iterator<Item = (&ClaimUid, &Entry)> {
+        self.entries.iter().filter(|(_, entry)| {
+            let (injection, in_use) = (entry.injection(), self.may_be_in_use(entry));
+            entry
+                .devices
+                .iter()
+                .any(|held| held.device == device.name || (in_use && is_same_node(held, injection, device)))
+        })
+    }
+
     /// Whether a container may be running that has what the entry holds.
     ///
     /// Not so before success was answered, and not so for what was last asked for before the node was booted: kubelet
@@ -175,12 +194,25 @@ impl Ledger {
         }
     }
 
-    /// Takes note of what the driver made for a claim. How far the claim has come does not change by it.
-    pub fn set_injection(&mut self, uid: &ClaimUid, made: Injection) {
-        match self.entries.get_mut(uid).map(|entry| &mut entry.progress) {
-            Some(Progress::Started { injection }) => *injection = Some(made),
-            Some(Progress::Done { injection }) => *injection = made,
-            None => {}
+    /// Takes note of what the driver made for a claim, of devices as they are in the inventory. How far the claim has come does not
+    /// change by it.
+    pub fn set_injection(&mut self, uid: &ClaimUid, made: Injection, inventory: &Devices) {
+        let Some(entry) = self.entries.get_mut(uid) else {
+            return;
+        };
+        for held in &mut entry.devices {
+            let Some(device) = inventory.get(&held.device) else {
+                continue;
+            };
+            if entry.boot_id != self.boot_id {
+                held.numbers.clear();
+            }
+            // A device that was plugged in again may have another number. The container still has the first.
+            add_numbers(&mut held.numbers, &device.device_numbers);
+        }
+        match &mut entry.progress {
+            Progress::Started { injection } => *injection = Some(made),
+            Progress::Done { injection } => *injection = made,
         }
     }
 }
@@ -202,6 +234,15 @@ impl Entry {
     /// Whether kubelet may have it and nobody knows which devices it holds.
     pub fn is_unaccounted(&self) -> bool {
         self.is_done() && self.devices.is_empty()
+    }
+
+    /// Whether what the entry holds was found under the same names with the same device nodes.
+    pub fn is_as_found(&self, found: &Devices) -> bool {
+        self.devices.iter().all(|held| {
+            found
+                .get(&held.device)
+                .is_some_and(|device| are_among(&held.numbers, &device.device_numbers))
+        })
     }
 
     /// The claim as a person reads it.
@@ -230,6 +271,7 @@ mod tests {
             devices: vec![HeldDevice {
                 device: "kvm".into(),
                 kind: "test".into(),
+                ..HeldDevice::default()
             }],
             progress: Progress::Started { injection: None },
         }
@@ -241,7 +283,7 @@ mod tests {
         ledger.apply(&Change::Start(uid(), started("boot")));
         ledger.apply(&Change::Finish(uid()));
         assert!(!ledger.entry(&uid()).unwrap().is_done());
-        ledger.set_injection(&uid(), Injection::default());
+        ledger.set_injection(&uid(), Injection::default(), &Devices::new());
         ledger.apply(&Change::Finish(uid()));
         assert!(ledger.entry(&uid()).unwrap().is_done());
     }

@@ -11,6 +11,7 @@ pub mod device_manager;
 pub mod discovery;
 pub mod driver_name;
 pub mod former;
+pub mod identity;
 pub mod injection;
 pub mod inventory;
 pub mod kubelet_state;

@@ -267,7 +267,7 @@ where
         if let Step::Inject(uid) = step
             && let Some(injection) = self.ledger.entry(uid).map(inject)
         {
-            self.ledger.set_injection(uid, injection);
+            self.ledger.set_injection(uid, injection, &inventory());
             self.driven.insert(uid.clone());
         }
         if let Step::Release(uid) = step {

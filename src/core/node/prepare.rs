@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-use super::check::{check_handle, check_name, distinct, list, usable};
+use super::check::{check_handle, check_health, check_name, distinct, list, offered};
 use super::claim_uid::ClaimUid;
 use super::containers::Containers;
 use super::inventory::Devices;
@@ -47,13 +47,11 @@ pub fn plan_prepare(
     let mut evicted = BTreeSet::new();
     let mut devices = Vec::new();
     for name in names {
-        let device = usable(inventory, name, Mode::Claims)?;
-        devices.push(HeldDevice {
-            device: device.name.clone(),
-            kind: device.kind.clone(),
-        });
+        let device = offered(inventory, name, Mode::Claims)?;
+        devices.push(held_device(inventory, name));
         check_containers(containers, device)?;
-        evicted.extend(make_room(ledger, &uid, name, device.shares)?);
+        evicted.extend(make_room(ledger, &uid, device)?);
+        check_health(device)?;
     }
 
     // Files first, as at Unprepare, and then the driver undoes what it did.
@@ -78,8 +76,8 @@ pub fn plan_prepare(
     Ok((uid, steps))
 }
 
-/// The first device with both doors that a plan takes anew.
-pub fn takes_from_both(steps: &[Step], inventory: &Devices) -> Option<String> {
+/// The devices that a plan takes anew.
+pub fn taken(steps: &[Step]) -> impl Iterator<Item = &str> {
     let changes = steps.iter().flat_map(|step| match step {
         Step::Save(changes) => changes.as_slice(),
         _ => &[],
@@ -88,8 +86,12 @@ pub fn takes_from_both(steps: &[Step], inventory: &Devices) -> Option<String> {
         Change::Start(_, entry) => entry.devices.as_slice(),
         _ => &[],
     });
-    taken
-        .map(|held| held.device.as_str())
+    taken.map(|held| held.device.as_str())
+}
+
+/// The first device with both doors that a plan takes anew.
+pub fn takes_from_both(steps: &[Step], inventory: &Devices) -> Option<String> {
+    taken(steps)
         .find(|name| {
             inventory
                 .get(*name)
@@ -109,7 +111,7 @@ fn check_containers(containers: &Containers, device: &Device) -> Result<(), Refu
             problem: "it has not answered since the companion was started".to_owned(),
         });
     }
-    match containers.holder(&device.name) {
+    match containers.holder_of(device) {
         Some(holder) => Err(Refusal::InContainer {
             device: device.name.clone(),
             holder,
@@ -120,19 +122,14 @@ fn check_containers(containers: &Containers, device: &Device) -> Result<(), Refu
 
 /// The claims that have to give way so that one more can have the device: what is left of attempts that failed, or of pods that ran
 /// before the node was booted. Refused if so many hold it as may.
-fn make_room(
-    ledger: &Ledger,
-    uid: &ClaimUid,
-    device: &str,
-    shares: Option<u32>,
-) -> Result<Vec<ClaimUid>, Refusal> {
-    let shares = shares.unwrap_or(1).max(1);
-    let others = ledger.holders(device).filter(|(holder, _)| *holder != uid);
+fn make_room(ledger: &Ledger, uid: &ClaimUid, device: &Device) -> Result<Vec<ClaimUid>, Refusal> {
+    let shares = device.shares.unwrap_or(1).max(1);
+    let others = ledger.holders_of(device).filter(|(holder, _)| *holder != uid);
     let (in_use, left): (Vec<_>, Vec<_>) = others.partition(|(_, entry)| ledger.may_be_in_use(entry));
     let limit = usize::try_from(shares).unwrap_or(usize::MAX);
     match in_use.first() {
         Some((holder, entry)) if in_use.len() >= limit => {
-            let (device, holder) = (device.to_owned(), entry.describe(holder));
+            let (device, holder) = (device.name.clone(), entry.describe(holder));
             Err(if shares == 1 {
                 Refusal::Held { device, holder }
             } else {
@@ -172,8 +169,16 @@ fn prepared_before(
     let mut steps = Vec::new();
     if !complete {
         for name in names {
-            let shares = inventory.get(*name).and_then(|device| device.shares);
-            make_room(ledger, uid, name, shares)?;
+            // Of a device that is not here any more, the name is all that is known.
+            let unknown = || Device {
+                name: (*name).to_owned(),
+                ..Device::default()
+            };
+            make_room(
+                ledger,
+                uid,
+                &inventory.get(*name).cloned().unwrap_or_else(unknown),
+            )?;
         }
         let known = Explanation {
             namespace: claim.namespace.clone(),
@@ -188,11 +193,12 @@ fn prepared_before(
 
 /// A device as the ledger notes it. Its kind is empty if it is not there any more.
 pub(super) fn held_device(inventory: &Devices, name: &str) -> HeldDevice {
+    let device = inventory.get(name);
     HeldDevice {
         device: name.to_owned(),
-        kind: inventory
-            .get(name)
-            .map(|device| device.kind.clone())
+        kind: device.map(|device| device.kind.clone()).unwrap_or_default(),
+        numbers: device
+            .map(|device| device.device_numbers.to_vec())
             .unwrap_or_default(),
     }
 }

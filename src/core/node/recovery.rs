@@ -130,7 +130,7 @@ pub fn with_running(ledger: &Ledger, running: &BTreeMap<ClaimUid, (String, Strin
 fn of_list(boot_id: &str, listed: Option<&KubeletClaim>) -> Entry {
     let device = |name: &String| HeldDevice {
         device: name.clone(),
-        kind: String::new(),
+        ..HeldDevice::default()
     };
     let devices = listed
         .and_then(|claim| claim.devices.as_ref())

@@ -188,6 +188,7 @@ mod tests {
             devices: vec![HeldDevice {
                 device: "kvm".into(),
                 kind: "test".into(),
+                ..HeldDevice::default()
             }],
             progress: Progress::Done {
                 injection: Injection::default(),

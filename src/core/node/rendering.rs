@@ -83,7 +83,7 @@ pub fn entry_of_cdi_spec(
         if let Some(device) = device_of_environment_name(name) {
             devices.push(HeldDevice {
                 device,
-                kind: String::new(),
+                ..HeldDevice::default()
             });
         }
         environment.insert(name.to_owned(), value.to_owned());

@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use super::node::Node;
+use super::HostPaths;
+use super::in_use::{holders, in_use};
+use super::node::{Node, NodeKind};
 use crate::api::crd::{Device, DeviceAttributes, Mode};
 use crate::core::node::injection::{DeviceNode, Injection};
 use crate::core::node::naming::environment_name;
@@ -68,7 +70,46 @@ impl Found {
             attributes: self.attributes.clone(),
             unhealthy: None,
             shares: self.kind.shares,
+            device_numbers: self
+                .nodes
+                .iter()
+                .filter(|node| node.own)
+                .map(|node| node.node.numbers.into())
+                .collect(),
         }
+    }
+
+    /// What of the node uses a block device of this device, unless the kind has the path in `dangerousPaths`. The mounts need not be looked
+    /// at where the search has just done so.
+    pub(super) fn used_by(&self, paths: &HostPaths, with_mounts: bool) -> Option<String> {
+        let disks = self.nodes.iter().filter(|node| {
+            node.node.numbers.kind == NodeKind::Block && !self.kind.dangerous_paths.contains(&*node.path)
+        });
+        let mut mounted = None;
+        for disk in disks {
+            let numbers = (disk.node.numbers.major, disk.node.numbers.minor);
+            let path = &disk.path;
+            let remedy = format!("put \"/dev/{path}\" into dangerousPaths of the kind if it is meant");
+            if with_mounts {
+                match mounted.get_or_insert_with(|| in_use(paths)) {
+                    Ok(used) if used.contains(&numbers) => {
+                        return Some(format!("/dev/{path} is mounted, or something on it is; {remedy}"));
+                    }
+                    Ok(_) => {}
+                    Err(error) => {
+                        return Some(format!(
+                            "whether /dev/{path} is mounted cannot be seen ({error}); {remedy}"
+                        ));
+                    }
+                }
+            }
+            let holders: Vec<String> = holders(&paths.sys, numbers).into_iter().collect();
+            if !holders.is_empty() {
+                let holders = holders.join(", ");
+                return Some(format!("the kernel has {holders} on /dev/{path}; {remedy}"));
+            }
+        }
+        None
     }
 
     /// What a container gets: the nodes, a variable with the paths of those that are this device's alone, and what the

@@ -57,6 +57,24 @@ fn below(sys: &Path, (major, minor): (u32, u32)) -> Vec<(u32, u32)> {
     lower.into_iter().filter_map(number_of).collect()
 }
 
+/// What of the kernel has a block device or one of its partitions open for itself: names of volumes and arrays in
+/// `/sys/block/*/holders`.
+pub(super) fn holders(sys: &Path, (major, minor): (u32, u32)) -> BTreeSet<String> {
+    let device = sys.join(format!("dev/block/{major}:{minor}"));
+    let entries = |directory: &Path| {
+        let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path()).collect::<Vec<PathBuf>>()
+    };
+    let partitions = entries(&device)
+        .into_iter()
+        .filter(|path| path.join("partition").exists());
+    std::iter::once(device.clone())
+        .chain(partitions)
+        .flat_map(|device| entries(&device.join("holders")))
+        .filter_map(|holder| Some(holder.file_name()?.to_string_lossy().into_owned()))
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::symlink;
@@ -117,6 +135,21 @@ mod tests {
             in_use(&paths).unwrap(),
             BTreeSet::from([(253, 0), (8, 1), (8, 0)])
         );
+    }
+
+    #[test]
+    fn a_volume_on_a_disk_or_its_partition_holds_both() {
+        let (_root, paths) = host();
+        for (device, partition) in [("sdb", false), ("sdb/sdb1", true)] {
+            let holders_of = paths.sys.join("devices").join(device).join("holders");
+            std::fs::create_dir_all(&holders_of).unwrap();
+            std::fs::write(holders_of.join(if partition { "dm-7" } else { "md0" }), "").unwrap();
+        }
+        let named = |numbers| holders(&paths.sys, numbers).into_iter().collect::<Vec<_>>();
+        assert_eq!(named((8, 16)), ["dm-7", "md0"]);
+        assert_eq!(named((8, 17)), ["dm-7"]);
+        assert_eq!(named((8, 0)), Vec::<String>::new());
+        assert_eq!(named((9, 9)), Vec::<String>::new());
     }
 
     #[test]

@@ -28,6 +28,7 @@ use tokio_stream::wrappers::WatchStream;
 use tokio_util::sync::CancellationToken;
 
 use self::found::Found;
+pub(in crate::node) use self::node::device_number;
 use self::node::{DevRoot, NodeError};
 pub use self::report::Candidate;
 use self::search::Search;
@@ -133,6 +134,14 @@ impl NodeDriver for HostDevices {
         WatchStream::new(self.devices.clone()).map(|devices| devices.values().cloned().collect())
     }
 
+    async fn check_unused(&self, device: &str) -> Result<(), NodeDriverError> {
+        let shared = self.shared.clone();
+        let name = device.to_owned();
+        spawn_blocking(move || shared.check_unused(&name))
+            .await
+            .unwrap_or_else(|_| Err(NodeDriverError::Ended(device.to_owned())))
+    }
+
     async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
         let shared = self.shared.clone();
         let name = device.to_owned();
@@ -143,6 +152,23 @@ impl NodeDriver for HostDevices {
 }
 
 impl Shared {
+    /// Looks again for what the search looks for: mounts, swap areas, and what the kernel has built on a block device. The search comes
+    /// once a minute, and nobody tells of a mount.
+    fn check_unused(&self, device: &str) -> Result<(), NodeDriverError> {
+        let found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        // A device that is gone is refused when it is looked at.
+        let Some(found) = found.get(device).cloned() else {
+            return Ok(());
+        };
+        found.used_by(&self.paths, true).map_or(Ok(()), |problem| {
+            self.look_again.notify_one();
+            Err(NodeDriverError::InUse {
+                device: device.to_owned(),
+                problem,
+            })
+        })
+    }
+
     fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
         let known = |devices: &Mutex<BTreeMap<String, Found>>| {
             let devices = devices.lock().unwrap_or_else(PoisonError::into_inner);

@@ -8,6 +8,13 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{major, minor};
 
+use crate::api::crd::{DeviceNodeKind, DeviceNumber};
+
+/// The device number of the node at a path; `None` if there is no device node.
+pub(in crate::node) fn device_number(path: &Path) -> Option<DeviceNumber> {
+    Numbers::of(&path.symlink_metadata().ok()?).map(DeviceNumber::from)
+}
+
 /// The directory in which the host's `/dev` is seen.
 pub(super) struct DevRoot {
     /// Without symbolic links.
@@ -114,6 +121,19 @@ impl Numbers {
     /// `Documentation/admin-guide/devices.txt`.
     pub(super) fn is_memory(self) -> bool {
         self.kind == NodeKind::Character && self.major == 1 && matches!(self.minor, 1 | 2 | 4)
+    }
+}
+
+impl From<Numbers> for DeviceNumber {
+    fn from(numbers: Numbers) -> Self {
+        Self {
+            kind: match numbers.kind {
+                NodeKind::Character => DeviceNodeKind::Character,
+                NodeKind::Block => DeviceNodeKind::Block,
+            },
+            major: numbers.major,
+            minor: numbers.minor,
+        }
     }
 }
 

@@ -45,7 +45,11 @@ impl Prober {
                 observation,
                 recover_after,
             };
-            if !device.kind.probe.is_asked_for() {
+            let has_disk = device
+                .nodes
+                .iter()
+                .any(|node| node.node.numbers.kind == NodeKind::Block);
+            if !device.kind.probe.is_asked_for() && !has_disk {
                 looks.insert(name.clone(), look(Observation::Good));
                 continue;
             }
@@ -94,8 +98,11 @@ impl Prober {
     }
 }
 
-/// Whether a device is well, or what is wrong.
+/// Whether a device is well and not in use by the node itself, or what is wrong. What is mounted is no device in the first place.
 fn probe(device: &Found, paths: &HostPaths) -> Result<(), String> {
+    if let Some(problem) = device.used_by(paths, false) {
+        return Err(problem);
+    }
     for file in &device.kind.probe.sysfs {
         probe_sysfs(file, device.sysfs.as_deref(), paths)?;
     }

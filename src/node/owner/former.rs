@@ -1,18 +1,26 @@
 //! Extended resources that the configuration has taken devices from: what containers still have of them is withheld from everybody.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::{Owner, Resource};
-use crate::api::crd::Device;
+use crate::api::crd::{Device, DeviceNumber};
+use crate::core::node::identity::{are_among, share_a_node};
 use crate::core::node::inventory::Devices;
 use crate::node::driver::NodeDriver;
 
 /// How often kubelet is asked whether containers still have such devices: while it does not answer, and while they do.
 const PAUSES: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(5)];
+
+/// Devices that a resource has lost, with the device numbers that they had.
+type Lost = BTreeMap<String, Vec<DeviceNumber>>;
+
+fn lost(device: &Device) -> (String, Vec<DeviceNumber>) {
+    (device.name.clone(), device.device_numbers.to_vec())
+}
 
 fn serves(resource: &Resource, device: &Device) -> bool {
     resource.offered.kind == device.kind && device.mode.serves_extended_resource()
@@ -25,33 +33,48 @@ impl<D: NodeDriver> Owner<D> {
             return;
         };
         let devices = self.inventory.values().filter(|device| serves(resource, device));
-        let devices: BTreeSet<String> = devices.map(|device| device.name.clone()).collect();
-        self.leave_with(name, devices);
+        let devices: Lost = devices.map(lost).collect();
+        let is_told = !devices.is_empty();
+        self.leave_with(name, devices, is_told);
     }
 
-    /// The devices will be those that were found: notes which resources lose some of theirs though they themselves stay.
+    /// The devices will be those that were found: notes which resources lose some of theirs though they themselves stay. A device is
+    /// lost as well if it is gone or has other device nodes: containers still have the nodes that it had, which may be another
+    /// device's now.
     pub(super) fn leave_resources(&mut self, found: &Devices) {
-        let mut left: Vec<(String, BTreeSet<String>)> = Vec::new();
+        let mut left: Vec<(String, Lost, bool)> = Vec::new();
         for (name, resource) in self.resources.iter() {
-            let lost = self.devices.values().filter(|before| {
-                serves(resource, before)
-                    && found
-                        .get(&before.name)
-                        .is_some_and(|after| !serves(resource, after))
-            });
-            let lost: BTreeSet<String> = lost.map(|device| device.name.clone()).collect();
-            if !lost.is_empty() {
-                left.push((name.clone(), lost));
+            let gone: Vec<&Device> = self
+                .devices
+                .values()
+                .filter(|before| {
+                    serves(resource, before)
+                        && found.get(&before.name).is_none_or(|after| {
+                            !serves(resource, after)
+                                || !are_among(&before.device_numbers, &after.device_numbers)
+                        })
+                })
+                .collect();
+            if gone.is_empty() {
+                continue;
             }
+            let is_there = |before: &&Device| {
+                found.contains_key(&before.name)
+                    || found
+                        .values()
+                        .any(|after| share_a_node(&before.device_numbers, &after.device_numbers))
+            };
+            let is_told = gone.iter().any(is_there);
+            left.push((name.clone(), gone.into_iter().map(lost).collect(), is_told));
         }
-        for (name, lost) in left {
-            self.leave_with(&name, lost);
+        for (name, lost, is_told) in left {
+            self.leave_with(&name, lost, is_told);
         }
     }
 
-    fn leave_with(&mut self, name: &str, devices: BTreeSet<String>) {
+    fn leave_with(&mut self, name: &str, devices: Lost, is_told: bool) {
         if self.grants.is_none() || !self.withholds_former {
-            if !devices.is_empty() {
+            if is_told {
                 warn!(
                     resource = name,
                     reason = "PodResourcesUnavailable",
@@ -98,12 +121,12 @@ impl<D: NodeDriver> Owner<D> {
 
     fn settle_former(&mut self) {
         let (resources, devices) = (&self.resources, &self.devices);
-        self.former.change().settle(|name, device| {
+        self.former.change().settle(|name, device, numbers| {
             let resource = resources.get(name);
             let device = devices.get(device);
-            resource
-                .zip(device)
-                .is_some_and(|(resource, device)| serves(resource, device))
+            resource.zip(device).is_some_and(|(resource, device)| {
+                serves(resource, device) && are_among(numbers, &device.device_numbers)
+            })
         });
     }
 

@@ -167,7 +167,7 @@ async fn that_kubelet_does_not_answer_for_a_name_that_is_no_more_is_said_at_the_
     let kubelet = Arc::new(Kubelet::default());
     let (mut owner, life) = begin(root.path(), "boot", &Said::new(&[]), Some(kubelet.clone())).await;
     owner.complained = false;
-    let devices = ["x".to_owned()].into();
+    let devices = [("x".to_owned(), Vec::new())].into();
     owner
         .former
         .change()
@@ -195,5 +195,111 @@ async fn a_grant_that_kubelet_does_not_show_yet_counts_though_the_resource_is_re
     })
     .await;
     assert!(life.prepare(A, &["x"]).await.is_err());
+    life.end().await;
+}
+
+/// The devices of `live_with` under other names that lead to the same device nodes, or to those of `numbers`.
+fn rename(driver: &Said, kind: &str, mode: Mode, numbers: [u32; 2]) {
+    let [x, y] = numbers;
+    driver.say_numbered(&[("by-id-x", x), ("by-id-y", y)], kind, mode);
+}
+
+#[tokio::test]
+async fn a_reload_that_renames_devices_gives_no_node_twice() {
+    for (before, after) in [
+        (Mode::ExtendedResource, Mode::ExtendedResource),
+        (Mode::ExtendedResource, Mode::Claims),
+        (Mode::Both, Mode::Both),
+    ] {
+        let (_root, life, driver, kubelet) = live_with(before, Some(granted())).await;
+        life.wanted
+            .send_replace(resources(Some(OLD), before == Mode::Both));
+        driver.say_numbered(&[("x", 6), ("y", 7)], "camera", before);
+        until_offered(&life, OLD, "x y").await;
+        allocate(&life, OLD, "x").await.unwrap();
+        rename(&driver, "camera", after, [6, 7]);
+        if after == Mode::Claims {
+            life.wanted.send_replace(resources(None, false));
+        } else {
+            until_offered(&life, OLD, "by-id-x? by-id-y").await;
+            let refused = allocate(&life, OLD, "by-id-x").await.unwrap_err();
+            assert!(refused.message.contains("as x"), "{refused}");
+            allocate(&life, OLD, "by-id-y").await.unwrap();
+        }
+        if after != Mode::ExtendedResource {
+            let mut inventory = life.inventory.clone();
+            let withheld =
+                inventory.wait_for(|all| all.get("by-id-x").is_some_and(|x| x.unhealthy.is_some()));
+            soon(withheld).await.unwrap();
+            let refused = life.prepare(A, &["by-id-x"]).await.unwrap_err();
+            assert!(refused.message.contains("pod default/plugged"), "{refused}");
+        }
+        *kubelet.shown.lock().unwrap() = Some(Shown::default());
+        let mut inventory = life.inventory.clone();
+        let free = inventory.wait_for(|all| all.get("by-id-x").is_some_and(|x| x.unhealthy.is_none()));
+        soon(free).await.unwrap();
+        life.end().await;
+    }
+}
+
+#[tokio::test]
+async fn a_device_with_the_number_of_an_unplugged_one_waits() {
+    let (_root, life, driver, kubelet) = live_with(Mode::ExtendedResource, Some(granted())).await;
+    life.wanted.send_replace(resources(Some(OLD), false));
+    driver.say_numbered(&[("x", 6), ("y", 7)], "camera", Mode::ExtendedResource);
+    until_offered(&life, OLD, "x y").await;
+    allocate(&life, OLD, "x").await.unwrap();
+    driver.say_numbered(&[("y", 7)], "camera", Mode::ExtendedResource);
+    until_offered(&life, OLD, "y").await;
+    driver.say_numbered(&[("y", 7), ("z", 6)], "camera", Mode::ExtendedResource);
+    until_offered(&life, OLD, "y z?").await;
+    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    until_offered(&life, OLD, "y z").await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_claim_keeps_its_node_from_every_other_name_and_api() {
+    for numbers in [[6, 7], [7, 6]] {
+        let (_root, life, driver, _kubelet) = live_with(Mode::Both, Some(Shown::default())).await;
+        driver.say_numbered(&[("by-id-x", 6), ("by-id-y", 7)], "camera", Mode::Both);
+        until_offered(&life, OLD, "by-id-x by-id-y").await;
+        life.prepare(A, &["by-id-x"]).await.unwrap();
+        rename(&driver, "camera", Mode::Both, numbers);
+        // The claim keeps its device under the first name. If that leads elsewhere, the other name leads to its device node.
+        let (offered, held) = if numbers == [6, 7] {
+            ("by-id-x? by-id-y", "by-id-x")
+        } else {
+            ("by-id-x? by-id-y?", "by-id-y")
+        };
+        until_offered(&life, OLD, offered).await;
+        for refused in [
+            life.prepare(B, &[held]).await.map(drop).unwrap_err(),
+            allocate(&life, OLD, held).await.unwrap_err(),
+        ] {
+            assert_eq!(refused.reason, "DeviceHeld");
+            assert!(refused.message.contains("default/claim"), "{refused}");
+        }
+        life.unprepare(A).await.unwrap();
+        life.prepare(B, &[held]).await.unwrap();
+        life.end().await;
+    }
+}
+
+#[tokio::test]
+async fn a_renamed_device_stays_with_its_claim_over_a_restart() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.end().await;
+    driver.say_numbered(&[("by-id-x", 6)], "other", Mode::Claims);
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    let refused = life.prepare(B, &["by-id-x"]).await.unwrap_err();
+    assert_eq!(refused.reason, "DeviceHeld");
+    life.end().await;
+    // Nothing of an earlier boot runs, and its device numbers say nothing.
+    let life = live_and_know(root.path(), "the next boot", &driver).await;
+    life.prepare(B, &["by-id-x"]).await.unwrap();
     life.end().await;
 }

@@ -10,10 +10,12 @@ use tracing::{debug, info, warn};
 
 use super::handle::{Failure, Offered};
 use super::{Owner, Resource};
+use crate::api::crd::DeviceNumber;
 use crate::core::node::allocate::check_allocate;
 use crate::core::node::claim_uid::ClaimUid;
+use crate::core::node::device_manager::numbers_value;
 use crate::core::node::injection::Injection;
-use crate::core::node::inventory::HandedOut;
+use crate::core::node::inventory::{Devices, HandedOut};
 use crate::core::node::naming::device_of_plugin_id;
 use crate::core::node::prepare::{plan_prepare, takes_from_both};
 use crate::core::node::refusal::Refusal;
@@ -25,6 +27,13 @@ use crate::node::driver::NodeDriver;
 /// How often kubelet is asked what its containers hold, while it has not answered yet and while a claim waits for one of them.
 /// Otherwise it is asked only when a claim wants a device.
 pub(super) const LOOK_AGAIN: Duration = Duration::from_secs(2);
+
+fn numbers_of<'a>(inventory: &'a Devices, device: &str) -> &'a [DeviceNumber] {
+    inventory
+        .get(device)
+        .map(|device| &*device.device_numbers)
+        .unwrap_or_default()
+}
 
 impl<D: NodeDriver> Owner<D> {
     /// What the doors have handed out.
@@ -57,6 +66,7 @@ impl<D: NodeDriver> Owner<D> {
             let devices: BTreeSet<&str> = container.iter().map(|id| device_of_plugin_id(id)).collect();
             let (mut whole, mut apart) = (Injection::default(), Vec::new());
             for device in devices {
+                self.check_unused(device).await?;
                 let made = self.injection_of(device).await?;
                 if offered.cdi_devices {
                     apart.push((device, made.clone()));
@@ -70,9 +80,20 @@ impl<D: NodeDriver> Owner<D> {
                     whole.extend(self.by_name(device, made).await?);
                 }
             }
+            for device in container.iter().map(|id| device_of_plugin_id(id)) {
+                let numbers = numbers_of(&self.inventory, device);
+                if !numbers.is_empty() {
+                    let name = self.driver_name.numbers_annotation(device);
+                    whole.annotations.insert(name, numbers_value(numbers));
+                }
+            }
             injections.push(whole);
         }
-        let devices = || containers.iter().flatten().map(|id| device_of_plugin_id(id));
+        let inventory = self.inventory.clone();
+        let devices = || {
+            let devices = containers.iter().flatten().map(|id| device_of_plugin_id(id));
+            devices.map(|device| (device, numbers_of(&inventory, device)))
+        };
         let now = self.since.elapsed();
         let granted = self.granted.entry(resource.to_owned()).or_default();
         granted.allocated(devices(), now);
@@ -89,15 +110,19 @@ impl<D: NodeDriver> Owner<D> {
         }
         let names: BTreeSet<&str> = devices.iter().map(|id| device_of_plugin_id(id)).collect();
         for name in names {
-            let device = self
-                .inventory
-                .get(name)
-                .ok_or_else(|| Refusal::Gone(name.chars().take(64).collect()))?;
-            // What the resource has lost is withheld from others, not from the container that has it.
-            let device = if self.former.has(resource, name) {
-                self.devices.get(name).unwrap_or(device)
+            // What the resource has lost is withheld from others, not from the container that has it, and may have another name now.
+            let is_former = self.former.has(resource, name);
+            let device = if is_former {
+                self.devices.get(name).or_else(|| self.inventory.get(name))
             } else {
-                device
+                self.inventory.get(name)
+            };
+            let Some(device) = device else {
+                if is_former {
+                    self.injection_of(name).await?;
+                    continue;
+                }
+                return Err(Refusal::Gone(name.chars().take(64).collect()).into());
             };
             if let Some(reason) = &device.unhealthy {
                 return Err(Refusal::Unhealthy {

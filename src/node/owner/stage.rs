@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::WatchStream;
 
 use super::*;
-use crate::api::crd::{Device, Mode};
+use crate::api::crd::{Device, DeviceNodeKind, DeviceNumber, Mode};
 use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use crate::core::node::containers::Shown;
 use crate::core::node::injection::DeviceNode;
@@ -28,6 +28,8 @@ pub(super) const CONTROL: &str = "/dev/control";
 pub(super) struct Said {
     pub(super) devices: watch::Sender<Arc<Devices>>,
     pub(super) gone: Mutex<BTreeSet<String>>,
+    /// The devices that the node itself uses.
+    pub(super) used: Mutex<BTreeSet<String>>,
     /// Where containers see a device, if not at its own path.
     pub(super) renamed: Mutex<BTreeMap<String, String>>,
     /// What a device permits with the node that it has in common with others, if it has it.
@@ -46,6 +48,7 @@ impl Said {
         let said = Self {
             devices: watch::channel(Arc::default()).0,
             gone: Mutex::default(),
+            used: Mutex::default(),
             renamed: Mutex::default(),
             control: Mutex::default(),
             asked: AtomicUsize::new(0),
@@ -70,11 +73,42 @@ impl Said {
         self.devices
             .send_replace(Arc::new(names.iter().map(device).collect()));
     }
+
+    /// The same with the minor number of each device's node.
+    pub(super) fn say_numbered(&self, names: &[(&str, u32)], kind: &str, mode: Mode) {
+        let device = |(name, minor): &(&str, u32)| {
+            let number = DeviceNumber {
+                kind: DeviceNodeKind::Character,
+                major: 120,
+                minor: *minor,
+            };
+            let device = Device {
+                name: (*name).into(),
+                kind: kind.into(),
+                mode,
+                device_numbers: [number].into(),
+                ..Device::default()
+            };
+            ((*name).to_owned(), device)
+        };
+        self.devices
+            .send_replace(Arc::new(names.iter().map(device).collect()));
+    }
 }
 
 impl NodeDriver for Said {
     fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
         WatchStream::new(self.devices.subscribe()).map(|devices| devices.values().cloned().collect())
+    }
+
+    async fn check_unused(&self, device: &str) -> Result<(), NodeDriverError> {
+        if self.used.lock().unwrap().contains(device) {
+            return Err(NodeDriverError::InUse {
+                device: device.into(),
+                problem: "it is mounted".into(),
+            });
+        }
+        Ok(())
     }
 
     async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {

@@ -162,10 +162,7 @@ async fn a_device_that_vanishes_takes_the_file_and_brings_it_back() {
         "no container is started with what is now another's node"
     );
     assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason, "DeviceGone");
-    assert_eq!(
-        life.prepare(B, &["x"]).await.unwrap_err().reason,
-        "DeviceUnhealthy"
-    );
+    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason, "DeviceHeld");
     driver.gone.lock().unwrap().clear();
     driver.say(&["x"], "test", Mode::Claims);
     life.inventory
@@ -470,5 +467,34 @@ async fn a_choice_is_made_from_the_other_end_where_claims_take_too() {
         [["y"]]
     );
     assert_eq!(life.handle.choose("example.com/serial", vec![wish]), [["x"]]);
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_device_that_the_node_uses_is_handed_out_to_nobody_new() {
+    let root = tempfile::tempdir().unwrap();
+    let driver = Said::new(&[]);
+    driver.say(&["x", "y"], "test", Mode::Claims);
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    driver
+        .used
+        .lock()
+        .unwrap()
+        .extend(["x".to_owned(), "y".to_owned()]);
+    assert_eq!(life.prepare(B, &["y"]).await.unwrap_err().reason, "DeviceInUse");
+    life.prepare(A, &["x"]).await.unwrap();
+    assert_eq!(files(root.path()), [file(A)], "who has the device may use it");
+    driver.say(&["z"], "serial", Mode::ExtendedResource);
+    driver.used.lock().unwrap().insert("z".to_owned());
+    let mut inventory = life.inventory.clone();
+    soon(inventory.wait_for(|all| all.contains_key("z")))
+        .await
+        .unwrap();
+    let refused = life
+        .handle
+        .allocate("example.com/serial", vec![vec!["z".to_owned()]])
+        .await;
+    assert_eq!(refused.map(drop).unwrap_err().reason, "DeviceInUse");
     life.end().await;
 }

@@ -214,9 +214,10 @@ impl<D: NodeDriver> NodeBuilder<D> {
             .changing
             .unwrap_or_else(|| watch::channel(Arc::new(self.resources)).1);
         let (announcer, announcements) = watch::channel(Arc::default());
-        let grants = Arc::new(KubeletGrants::new(&self.kubelet)) as Arc<dyn Grants>;
-        let (kubelet, driver) = (self.kubelet.clone(), driver_name.clone());
-        let former = spawn_blocking(move || former(&kubelet, &driver));
+        let grants =
+            Arc::new(KubeletGrants::new(&self.kubelet, &driver_name, &self.cdi_dir)) as Arc<dyn Grants>;
+        let (kubelet, driver, cdi_dir) = (self.kubelet.clone(), driver_name.clone(), self.cdi_dir.clone());
+        let former = spawn_blocking(move || former(&kubelet, &driver, &cdi_dir));
         let former = former.await.map_err(NodeError::Broken)?;
         let starting = Owner::start(OwnerOptions {
             places: places.clone(),

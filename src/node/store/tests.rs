@@ -47,6 +47,7 @@ fn prepared(root: &Path) -> Ledger {
         devices: vec![HeldDevice {
             device: "kvm".into(),
             kind: "test".into(),
+            ..HeldDevice::default()
         }],
         progress: Progress::Started {
             injection: Some(injection()),

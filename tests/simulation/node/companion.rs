@@ -248,7 +248,7 @@ impl Companion {
                 Step::Inject(uid) => {
                     place.disk.pass()?;
                     let injection = self.inject(uid)?;
-                    self.ledger.set_injection(uid, injection);
+                    self.ledger.set_injection(uid, injection, &self.inventory);
                     place.driven.insert(uid.clone());
                 }
                 Step::Release(uid) => {

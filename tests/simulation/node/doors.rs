@@ -46,7 +46,7 @@ impl Companion {
             &[ids.to_vec()],
         )
         .map_err(Failure::Refused)?;
-        let devices = ids.iter().map(|id| device_of_plugin_id(id));
+        let devices = ids.iter().map(|id| (device_of_plugin_id(id), &[][..]));
         self.containers.allocated(devices, now.saturating_sub(self.since));
         Ok(())
     }

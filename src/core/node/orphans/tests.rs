@@ -14,6 +14,7 @@ fn ledger(devices: &[&str]) -> Ledger {
     let held = |name: &&str| HeldDevice {
         device: (*name).into(),
         kind: "test".into(),
+        ..HeldDevice::default()
     };
     let entry = Entry {
         namespace: "default".into(),

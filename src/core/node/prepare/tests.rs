@@ -89,6 +89,7 @@ fn held(uid: &str, devices: &[&str], boot_id: &str, progress: Progress) -> Ledge
     let device = |name: &&str| HeldDevice {
         device: (*name).into(),
         kind: "test".into(),
+        ..HeldDevice::default()
     };
     let entry = Entry {
         namespace: "default".into(),
@@ -377,7 +378,7 @@ fn what_containers_hold_counts_for_devices_that_have_both_doors() {
         takes_from_both(&plan(&empty, A, &["x"]).unwrap(), &inventory()),
         None
     );
-    containers.allocated(["two-doors", "x"], Duration::ZERO);
+    containers.allocated([("two-doors", &[][..]), ("x", &[][..])], Duration::ZERO);
     assert_eq!(reason(&containers), Err("DeviceHeld"));
     plan_beside(&empty, &containers, A, &["x"]).expect("its kind has one door");
 }

@@ -1,20 +1,26 @@
 //! What kubelet has recorded of grants of this driver, whatever the extended resource was called then.
 
+use std::fs::File;
+use std::io::Read as _;
 use std::path::Path;
 
 use tracing::warn;
 
 use super::super::KubeletPaths;
-use super::grants::read;
+use super::grants::{SIZE_MAX, read};
+use crate::api::cdi;
+use crate::api::crd::DeviceNumber;
 use crate::core::node::containers::Containers;
-use crate::core::node::device_manager::{self, granted_by};
+use crate::core::node::device_manager::{self, Given, granted_by};
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::former::Former;
+use crate::core::node::naming::environment_name;
+use crate::node::discover::device_number;
 
 /// What containers may have of the extended resources of earlier processes: the configuration may have changed since. `None` where the
 /// directory of kubelet's PodResources API is not there (kubelet makes it, but it may not be mounted): then nobody would ever hear
 /// that the containers have ended.
-pub(in crate::node) fn former(paths: &KubeletPaths, driver: &DriverName) -> Option<Former> {
+pub(in crate::node) fn former(paths: &KubeletPaths, driver: &DriverName, cdi_dir: &Path) -> Option<Former> {
     if !paths.pod_resources_socket().parent().is_some_and(Path::is_dir) {
         return None;
     }
@@ -28,8 +34,56 @@ pub(in crate::node) fn former(paths: &KubeletPaths, driver: &DriverName) -> Opti
         Vec::new()
     });
     let mut former = Former::default();
-    for (resource, devices) in granted_by(driver, &grants) {
+    for (resource, devices) in granted_by(driver, &grants, |_| true) {
+        let numbers = |(device, given): (String, Given)| {
+            let numbers = numbers_of(driver, cdi_dir, &device, &given);
+            (device, numbers)
+        };
+        let devices = devices.into_iter().map(numbers).collect();
         former.left(&resource, devices, Containers::default());
     }
     Some(former)
+}
+
+/// The device numbers that a device was granted with. An earlier release did not tell them in its answers: then they are those that its
+/// own nodes have now, by the answer or by the CDI file that the answer names.
+pub(super) fn numbers_of(
+    driver: &DriverName,
+    cdi_dir: &Path,
+    device: &str,
+    given: &Given,
+) -> Vec<DeviceNumber> {
+    if !given.numbers.is_empty() {
+        return given.numbers.clone();
+    }
+    let mut paths = given.host_paths.clone();
+    if paths.is_empty() {
+        paths.extend(own_paths(&cdi_dir.join(driver.cdi_device_file(device)), device));
+    }
+    paths
+        .iter()
+        .filter_map(|path| device_number(Path::new(path)))
+        .collect()
+}
+
+/// The paths on the host of the nodes that belong to a device alone, as its CDI file tells; none without a file that can be read.
+fn own_paths(file: &Path, device: &str) -> Vec<String> {
+    let mut text = Vec::new();
+    let read = File::open(file).and_then(|file| file.take(SIZE_MAX).read_to_end(&mut text));
+    let Ok(spec) = read
+        .map_err(|_| ())
+        .and_then(|_| serde_json::from_slice::<cdi::Spec>(&text).map_err(|_| ()))
+    else {
+        return Vec::new();
+    };
+    let edits = spec.devices.into_iter().map(|device| device.container_edits);
+    let own_paths = |edits: cdi::ContainerEdits| {
+        let variable = format!("{}=", environment_name(device));
+        let own = edits.env.iter().find_map(|text| text.strip_prefix(&variable));
+        let own: Vec<&str> = own.into_iter().flat_map(|paths| paths.split(',')).collect();
+        let nodes = edits.device_nodes.into_iter();
+        let nodes = nodes.filter(|node| own.contains(&node.path.as_str()));
+        nodes.map(|node| node.host_path).collect::<Vec<String>>()
+    };
+    edits.flat_map(own_paths).collect()
 }

@@ -10,13 +10,15 @@ use tokio::task::spawn_blocking;
 
 use super::super::KubeletPaths;
 use super::PodResourcesClient;
+use super::former::numbers_of;
 use crate::api::proto::pod_resources_v1::PodResources;
 use crate::core::node::containers::{Container, Shown};
-use crate::core::node::device_manager::{self, Grant};
+use crate::core::node::device_manager::{self, Grant, granted_by};
+use crate::core::node::driver_name::DriverName;
 use crate::core::node::naming::device_of_plugin_id;
 
 /// The size of kubelet's file that is read, at most.
-const SIZE_MAX: u64 = 64 * 1024 * 1024;
+pub(super) const SIZE_MAX: u64 = 64 * 1024 * 1024;
 
 /// Shows which devices containers hold. Kubelet does, and in tests somebody else.
 pub trait Grants: std::fmt::Debug + Send + Sync + 'static {
@@ -33,12 +35,18 @@ pub struct KubeletGrants {
     file: PathBuf,
     /// A directory for each pod whose containers may still run.
     pods: PathBuf,
+    /// By whose answers our grants are known.
+    driver: DriverName,
+    /// Where devices are described that are given by name.
+    cdi_dir: PathBuf,
 }
 
 impl KubeletGrants {
     /// What the kubelet shows that is found there.
-    pub fn new(paths: &KubeletPaths) -> Self {
+    pub fn new(paths: &KubeletPaths, driver: &DriverName, cdi_dir: &Path) -> Self {
         Self {
+            driver: driver.clone(),
+            cdi_dir: cdi_dir.to_owned(),
             client: PodResourcesClient::new(paths),
             file: paths.device_plugin_dir.join(device_manager::FILE),
             pods: paths.root_dir.join("pods"),
@@ -52,11 +60,21 @@ impl Grants for KubeletGrants {
             // The list first: it makes kubelet forget what has ended. What is granted after it is in the file.
             let list = self.client.list().await.map_err(|error| error.to_string())?;
             let (file, pods) = (self.file.clone(), self.pods.clone());
+            let (driver, cdi_dir) = (self.driver.clone(), self.cdi_dir.clone());
             spawn_blocking(move || {
                 let entries =
                     read(&file).map_err(|error| format!("{} cannot be read: {error}", file.display()))?;
                 let remain = remain(&pods, &entries, &resources)?;
-                Ok(shown(&list, &entries, &resources, |uid| remain.contains(uid)))
+                let mut shown = shown(&list, &entries, &resources, |uid| remain.contains(uid));
+                let granted = granted_by(&driver, &entries, |uid| remain.contains(uid));
+                let ours = granted
+                    .iter()
+                    .filter(|(resource, _)| resources.contains(*resource));
+                for (device, given) in ours.flat_map(|(_, devices)| devices) {
+                    let numbers = numbers_of(&driver, &cdi_dir, device, given);
+                    shown.numbers.insert(device.clone(), numbers);
+                }
+                Ok(shown)
             })
             .await
             .map_err(|error| error.to_string())?
