@@ -192,7 +192,7 @@ pub(super) const EVENTS: [Reason; 32] = [
 ];
 
 /// Why a companion refuses what kubelet asks for: the text is in the pod's own events, which kubelet writes.
-pub(super) const REFUSALS: [(&str, &str); 21] = [
+pub(super) const REFUSALS: [(&str, &str); 22] = [
     (
         "AllocationChanged",
         "the claim was prepared with other devices than it has now",
@@ -213,6 +213,10 @@ pub(super) const REFUSALS: [(&str, &str); 21] = [
     ("DeviceFailed", "the device cannot be made ready"),
     ("DeviceGone", "the device is not on the node"),
     ("DeviceHeld", "somebody else holds the device"),
+    (
+        "DeviceInUse",
+        "the node itself uses the device: it is mounted, or the kernel has a volume on it",
+    ),
     ("DeviceSlow", "the driver took too long; kubelet tries again"),
     ("DeviceUnhealthy", "the device is unhealthy, and why"),
     (
