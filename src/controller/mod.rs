@@ -37,6 +37,7 @@
 //! | `resource.k8s.io` | `resourceclasses`, `resourceclaims`, `podschedulingcontexts` | get, list, watch |
 //! | `resource.k8s.io` | `resourceclaims`, `resourceclaims/status`, `podschedulingcontexts/status` | patch |
 //! | | `pods` | get |
+//! | `coordination.k8s.io` | `leases` of the driver's name, in all namespaces | list, with leader election |
 //! | `events.k8s.io` | `events` | create |
 //! | `coordination.k8s.io` | `leases` (with leader election, in their namespace) | get, create, update |
 //!
@@ -52,6 +53,7 @@ mod considerate;
 mod execute;
 mod leader;
 mod report;
+mod rivals;
 mod trim;
 mod watch;
 mod write;
@@ -209,6 +211,7 @@ impl<D: Driver> Controller<D> {
             request_timeout: self.request_timeout,
         };
         settings.check()?;
+        let terms = election.clone();
         let mut leader = Leader::new(of_lease, election, settings);
         let leads = tokio::select! {
             leads = leader.lead(&shutdown) => leads,
@@ -223,6 +226,7 @@ impl<D: Driver> Controller<D> {
         tokio::select! {
             () = self.serve(standby, &fence, pause, &shutdown) => {}
             () = leader.keep() => return Err(ControllerError::LeaseLost),
+            never = rivals::notice(&self.client, &terms, self.request_timeout) => match never {},
         }
         self.leading.send_replace(false);
         leader.release().await;

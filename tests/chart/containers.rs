@@ -44,7 +44,7 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
             "read /dev at /host/dev",
             "read /proc/1/mountinfo at /host/mountinfo",
             "write /var/lib/kubelet/plugins/drayman.dev at /var/lib/kubelet/plugins/drayman.dev",
-            "write /var/lib/kubelet/plugins_registry at /var/lib/kubelet/plugins_registry",
+            "write /var/lib/kubelet/plugins_registry/drayman.dev at /var/lib/kubelet/plugins_registry/drayman.dev",
             "write /var/run/cdi at /var/run/cdi",
         ]
         .map(str::to_owned)
@@ -67,7 +67,7 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
             "read /proc/1/mountinfo at /host/mountinfo",
             "write /etc/cdi at /etc/cdi",
             "write /var/lib/k0s/kubelet/plugins/other.example.com at /var/lib/k0s/kubelet/plugins/other.example.com",
-            "write /var/lib/k0s/kubelet/plugins_registry at /var/lib/k0s/kubelet/plugins_registry",
+            "write /var/lib/k0s/kubelet/plugins_registry/other.example.com at /var/lib/k0s/kubelet/plugins_registry/other.example.com",
             // It does not move with the root, and is mounted only where there are extended resources.
             "write /var/lib/kubelet/device-plugins at /var/lib/kubelet/device-plugins",
         ]
