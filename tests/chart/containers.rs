@@ -34,6 +34,23 @@ fn host_paths(daemon_set: &Value) -> BTreeSet<String> {
 }
 
 #[test]
+fn dev_is_recursively_read_only_where_the_field_exists() {
+    let dev = |version: &str| {
+        let rendered = render(None, &["--kube-version", version]);
+        let spec = pod_spec(object(&rendered, "DaemonSet", "drayman-node")).expect("pods");
+        let mounts = spec["containers"][0]["volumeMounts"].as_array().expect("mounts");
+        let dev = mounts.iter().find(|mount| mount["name"] == "dev").expect("/dev");
+        // The API server refuses the field beside a propagation.
+        assert!(dev["mountPropagation"].is_null() && dev["readOnly"] == true);
+        dev["recursiveReadOnly"].clone()
+    };
+    assert_eq!(dev("1.29.9"), serde_json::Value::Null);
+    for version in ["1.30.0", "1.37.1"] {
+        assert_eq!(dev(version), "IfPossible", "{version}");
+    }
+}
+
+#[test]
 fn mounts_and_flags_follow_from_one_root_of_kubelet() {
     let with = |arguments: &[&str]| render(Some(&chart("ci/one-kind-values.yaml")), arguments);
     let usual = one_kind();

@@ -117,13 +117,13 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
         .apiserver_version()
         .await
         .map_err(|error| anyhow::Error::from(error).context("the API server does not answer"))?;
-    let served = is_served(
+    let discovery = is_served(
         client
             .list_api_group_resources(&format!("{GROUP}/{VERSION}"))
             .await,
     );
     // What an unknown answer leads to says its own error.
-    let serves = served != Ok(false);
+    let serves = discovery != Ok(false);
     let mut findings = Vec::new();
     let mut unread = Vec::new();
     let mut note = |error: Error| {
@@ -164,8 +164,11 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
     let needs_claims = inventories
         .as_ref()
         .is_none_or(|inventories| gates::needs_claims(driver, inventories));
-    let served = served.as_ref().map(|served| *served).map_err(String::as_str);
-    findings.splice(0..0, server(&version.major, &version.minor, served, needs_claims));
+    let discovery = discovery.as_ref().copied().map_err(String::as_str);
+    findings.splice(
+        0..0,
+        server(&version.major, &version.minor, discovery, needs_claims),
+    );
     if needs_claims && serves {
         let (found, errors) = ask_for_gates::look(client, driver, inventories.as_deref()).await;
         findings.extend(found);
@@ -184,16 +187,8 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
         }
         Err(error) => note(error),
     }
-    let mode_both = inventories.iter().flatten().any(|inventory| {
-        inventory.spec.driver_name == *driver
-            && inventory
-                .spec
-                .devices
-                .iter()
-                .any(|device| device.mode == Mode::Both)
-    });
     for found in [
-        look_at_rights(client, arguments, mode_both).await,
+        look_at_rights(client, arguments, inventories.as_deref()).await,
         look_for_others(client, driver, &leases, serves && defined).await,
     ] {
         match found {
@@ -224,9 +219,17 @@ fn is_served<T>(answer: Result<T, kube::Error>) -> Result<bool, String> {
 async fn look_at_rights(
     client: &Client,
     arguments: &Arguments,
-    mode_both: bool,
+    inventories: Option<&[NodeInventory]>,
 ) -> Result<Vec<Finding>, Error> {
-    let mut accounts = rights::accounts(client, &arguments.cluster.driver.name).await?;
+    let driver = &arguments.cluster.driver.name;
+    let of_driver = inventories
+        .into_iter()
+        .flatten()
+        .filter(|inventory| inventory.spec.driver_name == *driver);
+    let mode_both = of_driver
+        .flat_map(|inventory| &inventory.spec.devices)
+        .any(|device| device.mode == Mode::Both);
+    let mut accounts = rights::accounts(client, driver).await?;
     for (component, user) in [
         (Component::Controller, &arguments.controller_user),
         (Component::Node, &arguments.node_user),
