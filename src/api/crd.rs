@@ -106,9 +106,11 @@ pub struct NodeInventorySpec {
 pub struct NodeInventoryStatus {
     /// How many devices there are.
     #[serde(default)]
+    #[schemars(extend("format" = "int32"))]
     pub devices: u32,
     /// How many of them are unhealthy.
     #[serde(default)]
+    #[schemars(extend("format" = "int32"))]
     pub unhealthy: u32,
     /// The generation of the object that this status describes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -158,7 +160,7 @@ pub struct Device {
     pub unhealthy: Option<String>,
     /// How many claims may hold the device at once; one if it is not set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 1, max = 1024))]
+    #[schemars(range(min = 1, max = 1024), extend("format" = "int32"))]
     pub shares: Option<u32>,
     /// The device numbers of the nodes that belong to this device alone: what identifies it in the containers of its node, whatever its
     /// name. Known on the node only, and no part of the object.
@@ -301,6 +303,19 @@ mod tests {
         ] {
             assert!(text.contains(&limit), "no {limit}");
         }
+    }
+
+    #[test]
+    fn formats_are_those_that_api_servers_recognize() {
+        let text = serde_json::to_string_pretty(&definitions()).unwrap();
+        let formats: std::collections::BTreeSet<&str> = text
+            .lines()
+            .filter_map(|line| line.trim().strip_prefix("\"format\": "))
+            .map(|format| format.trim_end_matches(',').trim_matches('"'))
+            .collect();
+        // Kubernetes 1.32 and later warn of others, such as uint32.
+        let known = std::collections::BTreeSet::from(["date-time", "int32", "int64"]);
+        assert!(!formats.is_empty() && formats.is_subset(&known), "{formats:?}");
     }
 
     #[test]

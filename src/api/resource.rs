@@ -437,6 +437,9 @@ pub struct PodResourceClaim {
     /// Where the claim comes from.
     #[serde(default)]
     pub source: ClaimSource,
+    /// Every other field, as the server sent it: API servers of Kubernetes 1.31 and later have the fields of `source` here.
+    #[serde(flatten)]
+    pub other: BTreeMap<String, Value>,
 }
 
 /// Where a pod's claim comes from: one of the two is set.

@@ -37,6 +37,7 @@
 //! | `resource.k8s.io` | `resourceclasses`, `resourceclaims`, `podschedulingcontexts` | get, list, watch |
 //! | `resource.k8s.io` | `resourceclaims`, `resourceclaims/status`, `podschedulingcontexts/status` | patch |
 //! | | `pods` | get |
+//! | `coordination.k8s.io` | `leases` of the driver's name, in all namespaces | list, with leader election |
 //! | `events.k8s.io` | `events` | create |
 //! | `coordination.k8s.io` | `leases` (with leader election, in their namespace) | get, create, update |
 //!
@@ -53,6 +54,7 @@ mod execute;
 mod leader;
 mod predecessors;
 mod report;
+mod rivals;
 mod trim;
 mod watch;
 mod write;
@@ -209,6 +211,7 @@ impl<D: Driver> Controller<D> {
         };
         let settings = election.settings(self.request_timeout);
         settings.check()?;
+        let terms = election.clone();
         let election = Election::start(of_lease, election, settings);
         let mut election = election.map_err(ControllerError::LeaseThread)?;
         tokio::select! {
@@ -222,6 +225,7 @@ impl<D: Driver> Controller<D> {
         let ended = tokio::select! {
             ended = self.serve(standby, &fence, pause, &shutdown) => ended,
             () = election.lost() => return Err(ControllerError::LeaseLost),
+            never = rivals::notice(&self.client, &terms, self.request_timeout) => match never {},
         };
         self.leading.send_replace(false);
         if ended {

@@ -4,8 +4,10 @@
 //! then [`Offline`] takes its lock and works on the same records.
 
 use std::collections::BTreeMap;
+use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
@@ -22,6 +24,9 @@ use crate::api::proto::node_records::{
     ReleaseResponse,
 };
 use crate::core::node::release::{Holding, HoldingState, holdings, plan_release_without_driver};
+
+/// How long the companion may take for an answer. It asks kubelet for at most a few seconds; a person waits for it.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Where the socket is.
 pub fn socket(state: &Path, kubelet_root: &Path) -> SocketPlace {
@@ -130,6 +135,15 @@ pub enum RecordsError {
     /// The companion runs and refuses or fails.
     #[error("{0}")]
     Companion(String),
+    /// The companion takes the connection and says nothing. What it was asked for may still happen.
+    #[error(
+        "the companion at {socket} does not answer within {} s: see its log, and ask again with `drayman node holdings` before you repeat a release, which may still take effect",
+        ANSWER_TIMEOUT.as_secs()
+    )]
+    Silent {
+        /// Its socket.
+        socket: PathBuf,
+    },
     /// Refused.
     #[error(transparent)]
     Release(#[from] ReleaseError),
@@ -142,9 +156,47 @@ pub enum RecordsError {
 #[derive(Debug)]
 pub enum Access {
     /// The companion runs.
-    Running(RecordsClient<tonic::transport::Channel>),
+    Running(Companion),
     /// It does not.
     Offline(Box<Offline>),
+}
+
+/// A companion that runs.
+#[derive(Debug)]
+pub struct Companion {
+    client: RecordsClient<tonic::transport::Channel>,
+    socket: PathBuf,
+}
+
+impl Companion {
+    /// The connection to the companion; `None` if nobody listens at the socket.
+    async fn connect(socket: PathBuf) -> Result<Option<Self>, RecordsError> {
+        let Ok(endpoint) = Endpoint::from_shared(format!("unix://{}", socket.display())) else {
+            return Ok(None);
+        };
+        match tokio::time::timeout(ANSWER_TIMEOUT, endpoint.connect()).await {
+            Ok(Ok(channel)) => Ok(Some(Self {
+                client: RecordsClient::new(channel),
+                socket,
+            })),
+            Ok(Err(_)) => Ok(None),
+            Err(_) => Err(RecordsError::Silent { socket }),
+        }
+    }
+
+    /// Waits for an answer, but not for ever.
+    async fn answer<T>(
+        socket: &Path,
+        call: impl Future<Output = Result<Response<T>, Status>>,
+    ) -> Result<T, RecordsError> {
+        match tokio::time::timeout(ANSWER_TIMEOUT, call).await {
+            Ok(Ok(answer)) => Ok(answer.into_inner()),
+            Ok(Err(status)) => Err(RecordsError::Companion(status.message().to_owned())),
+            Err(_) => Err(RecordsError::Silent {
+                socket: socket.to_owned(),
+            }),
+        }
+    }
 }
 
 /// What is held of a node's devices.
@@ -174,11 +226,8 @@ impl Access {
             });
         }
         let socket = socket(&places.state, kubelet_root).path;
-        let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display()));
-        if let Ok(endpoint) = endpoint
-            && let Ok(channel) = endpoint.connect().await
-        {
-            return Ok(Self::Running(RecordsClient::new(channel)));
+        if let Some(companion) = Companion::connect(socket).await? {
+            return Ok(Self::Running(companion));
         }
         let boot_id = super::run::boot_id().map_err(RecordsError::BootId)?;
         let opened = Store::open(&places, &boot_id)?;
@@ -188,13 +237,11 @@ impl Access {
     /// Who holds what: claims, and containers without a claim.
     pub async fn holdings(&mut self) -> Result<Held, RecordsError> {
         match self {
-            Self::Running(client) => {
-                let answer = client.holdings(HoldingsRequest {}).await;
-                let answer = answer.map_err(|status| RecordsError::Companion(status.message().to_owned()))?;
+            Self::Running(Companion { client, socket }) => {
                 let HoldingsResponse {
                     holdings,
                     in_containers,
-                } = answer.into_inner();
+                } = Companion::answer(socket, client.holdings(HoldingsRequest {})).await?;
                 let in_containers = in_containers.into_iter().map(|one| (one.device, one.holder));
                 Ok(Held {
                     by_claims: holdings.into_iter().map(holding).collect(),
@@ -216,11 +263,11 @@ impl Access {
     /// Takes from a claim what it holds, and answers what that was.
     pub async fn release(&mut self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
         match self {
-            Self::Running(client) => {
+            Self::Running(Companion { client, socket }) => {
                 let claim_uid = uid.to_owned();
-                let answer = client.release(ReleaseRequest { claim_uid, force }).await;
-                let answer = answer.map_err(|status| RecordsError::Companion(status.message().to_owned()))?;
-                Ok(answer.into_inner().released.map(holding).unwrap_or_default())
+                let call = client.release(ReleaseRequest { claim_uid, force });
+                let answer = Companion::answer(socket, call).await?;
+                Ok(answer.released.map(holding).unwrap_or_default())
             }
             Self::Offline(offline) => offline.release(uid, force),
         }
@@ -242,5 +289,34 @@ impl Offline {
             .into_iter()
             .find(|holding| holding.uid == uid.as_str())
             .unwrap_or_default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::node::driver_name::DriverName;
+
+    #[tokio::test]
+    async fn a_silent_companion_is_given_up() {
+        let directory = tempfile::tempdir().unwrap();
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        let places = Places::new(driver, directory.path(), &directory.path().join("cdi"));
+        std::fs::create_dir_all(&places.state).unwrap();
+        let path = socket(&places.state, directory.path()).path;
+        // Connections are taken by the kernel, and nobody reads them.
+        let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let mut access = Access::find(places, directory.path()).await.unwrap();
+        tokio::time::pause();
+        let error = access.holdings().await.unwrap_err();
+        let error = error.to_string();
+        assert!(
+            error.contains(path.to_str().unwrap()) && error.contains("30 s"),
+            "{error}"
+        );
+        let error = access
+            .release("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10", false)
+            .await;
+        assert!(matches!(error, Err(RecordsError::Silent { .. })), "{error:?}");
     }
 }

@@ -5,7 +5,7 @@
 //! A file that is wrong changes nothing: what was right before goes on.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -51,6 +51,14 @@ pub(super) fn resources(configuration: &NodeConfiguration) -> Resources {
         .collect()
 }
 
+/// The directory of a file; the working directory for a relative path of one part.
+fn directory_of(file: &Path) -> &Path {
+    match file.parent() {
+        Some(directory) if !directory.as_os_str().is_empty() => directory,
+        _ => Path::new("."),
+    }
+}
+
 impl Follower {
     /// Follows the file until the token is cancelled.
     pub(super) async fn run(self, shutdown: CancellationToken) {
@@ -79,7 +87,7 @@ impl Follower {
     }
 
     fn changes(&self) -> Option<EventStream<[u8; BUFFER]>> {
-        let directory = self.file.parent()?;
+        let directory = directory_of(&self.file);
         let mask = WatchMask::CREATE
             | WatchMask::CLOSE_WRITE
             | WatchMask::DELETE
@@ -169,5 +177,22 @@ async fn heard(signal: Option<&mut Signal>) {
     };
     if heard.is_none() {
         std::future::pending::<()>().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_without_a_folder_is_in_the_working_directory() {
+        for (file, directory) in [
+            ("node.yaml", "."),
+            ("a/node.yaml", "a"),
+            ("/node.yaml", "/"),
+            ("/etc/drayman/node.yaml", "/etc/drayman"),
+        ] {
+            assert_eq!(directory_of(Path::new(file)), Path::new(directory), "{file}");
+        }
     }
 }

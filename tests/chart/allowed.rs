@@ -104,7 +104,7 @@ async fn a_real_server_lets_each_account_do_what_its_role_says_and_nothing_more(
     stage
         .until("the rights of everybody", async || {
             let rights = rights(&stage, "nobody", "default").await?;
-            Ok(rights.contains_key("nodeinventories.drayman.dev"))
+            Ok(rights.contains_key("deviceclassparameters.drayman.dev"))
         })
         .await?;
     for (account, namespace, roles) in [
@@ -121,7 +121,11 @@ async fn a_real_server_lets_each_account_do_what_its_role_says_and_nothing_more(
                 ("Role", "drayman-controller"),
             ],
         ),
-        ("drayman-node", "default", vec![("ClusterRole", "drayman-node")]),
+        (
+            "drayman-node",
+            "default",
+            vec![("ClusterRole", "drayman-node"), ("Role", "drayman-node")],
+        ),
         ("drayman-node", "drayman", vec![("ClusterRole", "drayman-node")]),
     ] {
         let mut expected = rights(&stage, "nobody", namespace).await?;

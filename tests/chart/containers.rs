@@ -34,6 +34,23 @@ fn host_paths(daemon_set: &Value) -> BTreeSet<String> {
 }
 
 #[test]
+fn dev_is_recursively_read_only_where_the_field_exists() {
+    let dev = |version: &str| {
+        let rendered = render(None, &["--kube-version", version]);
+        let spec = pod_spec(object(&rendered, "DaemonSet", "drayman-node")).expect("pods");
+        let mounts = spec["containers"][0]["volumeMounts"].as_array().expect("mounts");
+        let dev = mounts.iter().find(|mount| mount["name"] == "dev").expect("/dev");
+        // The API server refuses the field beside a propagation.
+        assert!(dev["mountPropagation"].is_null() && dev["readOnly"] == true);
+        dev["recursiveReadOnly"].clone()
+    };
+    assert_eq!(dev("1.29.9"), serde_json::Value::Null);
+    for version in ["1.30.0", "1.37.1"] {
+        assert_eq!(dev(version), "IfPossible", "{version}");
+    }
+}
+
+#[test]
 fn mounts_and_flags_follow_from_one_root_of_kubelet() {
     let with = |arguments: &[&str]| render(Some(&chart("ci/one-kind-values.yaml")), arguments);
     let usual = one_kind();
@@ -44,7 +61,7 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
             "read /dev at /host/dev",
             "read /proc/1/mountinfo at /host/mountinfo",
             "write /var/lib/kubelet/plugins/drayman.dev at /var/lib/kubelet/plugins/drayman.dev",
-            "write /var/lib/kubelet/plugins_registry at /var/lib/kubelet/plugins_registry",
+            "write /var/lib/kubelet/plugins_registry/drayman.dev at /var/lib/kubelet/plugins_registry/drayman.dev",
             "write /var/run/cdi at /var/run/cdi",
         ]
         .map(str::to_owned)
@@ -67,7 +84,7 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
             "read /proc/1/mountinfo at /host/mountinfo",
             "write /etc/cdi at /etc/cdi",
             "write /var/lib/k0s/kubelet/plugins/other.example.com at /var/lib/k0s/kubelet/plugins/other.example.com",
-            "write /var/lib/k0s/kubelet/plugins_registry at /var/lib/k0s/kubelet/plugins_registry",
+            "write /var/lib/k0s/kubelet/plugins_registry/other.example.com at /var/lib/k0s/kubelet/plugins_registry/other.example.com",
             // It does not move with the root, and is mounted only where there are extended resources.
             "write /var/lib/kubelet/device-plugins at /var/lib/kubelet/device-plugins",
         ]

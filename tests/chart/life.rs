@@ -58,7 +58,7 @@ fn files(stage: &Stage, number: usize) -> anyhow::Result<Vec<String>> {
     let mut files = Vec::new();
     for directory in [
         "/run/cdi",
-        "/var/lib/kubelet/plugins_registry",
+        "/var/lib/kubelet/plugins_registry/drayman.dev",
         "/var/lib/kubelet/plugins/drayman.dev",
     ] {
         files.extend(

@@ -56,7 +56,13 @@ fn every_object_says_to_which_release_it_belongs_and_is_in_its_namespace() {
             assert_eq!(labels["app.kubernetes.io/managed-by"], "Helm", "{what}");
             let kind = object["kind"].as_str().expect("a kind");
             let namespace = object["metadata"]["namespace"].as_str();
-            let expected = (!CLUSTER_WIDE.contains(&kind)).then_some("drayman");
+            // Events of Nodes are in the namespace default, and so is the right to write them.
+            let of_events = matches!(kind, "Role" | "RoleBinding")
+                && object["metadata"]["name"]
+                    .as_str()
+                    .is_some_and(|name| name.contains("-node."));
+            let expected = if of_events { "default" } else { "drayman" };
+            let expected = (!CLUSTER_WIDE.contains(&kind)).then_some(expected);
             assert_eq!(namespace, expected, "{what}");
         }
     }
@@ -67,7 +73,10 @@ fn releases_of_one_name_in_two_namespaces_have_no_object_in_common() {
     let names = |namespace: &str| -> BTreeSet<String> {
         render(None, &["--namespace", namespace])
             .iter()
-            .filter(|object| object["metadata"]["namespace"].is_null())
+            .filter(|object| {
+                let namespace = &object["metadata"]["namespace"];
+                namespace.is_null() || namespace == "default"
+            })
             .map(|object| format!("{} {}", object["kind"], object["metadata"]["name"]))
             .collect()
     };
@@ -82,7 +91,10 @@ fn without_a_lease_no_second_controller_is_started_during_an_update() {
             None,
             &[&format!("--set=controller.leaderElection.enabled={elects}")],
         );
-        let roles = rendered.iter().filter(|object| object["kind"] == "Role").count();
+        let roles = rendered
+            .iter()
+            .filter(|object| object["kind"] == "Role" && object["metadata"]["namespace"] == "drayman")
+            .count();
         let controller = object(&rendered, "Deployment", "drayman-controller");
         let elects = arguments(pod_spec(controller).expect("pods")).contains(&"--leader-elect".to_owned());
         (controller["spec"]["strategy"]["type"].clone(), elects, roles)
@@ -226,7 +238,39 @@ fn what_selects_pods_selects_those_of_its_component() {
 }
 
 #[test]
+fn policies_are_there_by_default_and_leave_egress_open() {
+    let rendered = render(None, &[]);
+    for name in [
+        "drayman-controller",
+        "drayman-node",
+        "drayman-crds",
+        "drayman-uninstall",
+    ] {
+        let policy = &object(&rendered, "NetworkPolicy", name)["spec"];
+        assert_eq!(policy["policyTypes"], json!(["Ingress"]), "{name}");
+        assert!(policy["egress"].is_null(), "{name}");
+    }
+    let from = |more: &[&str]| {
+        let rendered = render(None, more);
+        object(&rendered, "NetworkPolicy", "drayman-node")["spec"]["ingress"][0]["from"].clone()
+    };
+    assert_eq!(
+        from(&[]),
+        json!([{ "namespaceSelector": {} }]),
+        "every pod of the cluster"
+    );
+    assert_eq!(
+        from(&["--set-json=networkPolicy.metricsFrom=[]"]),
+        Value::Null,
+        "everyone"
+    );
+    let rendered = render(None, &["--set=networkPolicy.enabled=false"]);
+    assert!(rendered.iter().all(|object| object["kind"] != "NetworkPolicy"));
+}
+
+#[test]
 fn a_network_policy_lets_in_what_reads_metrics_and_out_what_goes_to_the_api_server_and_dns() {
+    const PORTS: &str = "--set-json=networkPolicy.apiServerPorts=[443,6443]";
     let ports = |rules: &Value| -> Vec<Value> {
         let rules = rules.as_array().expect("rules").iter();
         rules
@@ -234,8 +278,12 @@ fn a_network_policy_lets_in_what_reads_metrics_and_out_what_goes_to_the_api_serv
             .collect()
     };
     for more in [
-        &[][..],
-        &["--set=controller.metricsPort=9090", "--set=node.metricsPort=9191"],
+        &[PORTS][..],
+        &[
+            PORTS,
+            "--set=controller.metricsPort=9090",
+            "--set=node.metricsPort=9191",
+        ],
     ] {
         let rendered = render(Some(&chart("values-ha.yaml")), more);
         for (kind, name) in [
@@ -265,7 +313,11 @@ fn a_network_policy_lets_in_what_reads_metrics_and_out_what_goes_to_the_api_serv
     }
     let none = render(
         Some(&chart("values-ha.yaml")),
-        &["--set=controller.metricsPort=0", "--set=node.metricsPort=0"],
+        &[
+            PORTS,
+            "--set=controller.metricsPort=0",
+            "--set=node.metricsPort=0",
+        ],
     );
     for name in [
         "drayman-controller",

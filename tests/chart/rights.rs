@@ -35,12 +35,14 @@ fn allowed(role: &Value) -> BTreeSet<String> {
 
 #[test]
 fn the_roles_are_those_with_which_the_programs_are_tested() {
-    let installed = one_kind();
+    // The programs are tested with devices of mode `both`, which need one right more.
+    let installed = of_mode_both();
     let tested = objects(&std::fs::read_to_string(repository("hack/rbac.yaml")).expect("hack/rbac.yaml"));
     for (kind, ours, theirs) in [
         ("ClusterRole", "drayman-controller.drayman", "drayman-controller"),
         ("ClusterRole", "drayman-node.drayman", "drayman-node"),
         ("Role", "drayman-controller", "drayman-controller"),
+        ("Role", "drayman-node.drayman", "drayman-node"),
     ] {
         assert_eq!(
             allowed(object(&installed, kind, ours)),
@@ -50,19 +52,51 @@ fn the_roles_are_those_with_which_the_programs_are_tested() {
     }
 }
 
+/// What is rendered with a kind of mode `both`.
+fn of_mode_both() -> Vec<Value> {
+    let more = [
+        "--set=deviceKinds[0].mode=both",
+        "--set=deviceKinds[0].resourceName=example.com/camera",
+    ];
+    render(Some(&chart("ci/one-kind-values.yaml")), &more)
+}
+
+#[test]
+fn the_companion_watches_claims_for_mode_both_only() {
+    let watch = "watch resourceclaims.resource.k8s.io []";
+    for (rendered, expected) in [(one_kind(), false), (of_mode_both(), true)] {
+        let role = object(&rendered, "ClusterRole", "drayman-node.drayman");
+        assert_eq!(allowed(role).contains(watch), expected);
+    }
+}
+
+#[test]
+fn the_companion_writes_events_in_the_namespace_of_nodes_only() {
+    let rendered = one_kind();
+    let everywhere = allowed(object(&rendered, "ClusterRole", "drayman-node.drayman"));
+    assert!(
+        everywhere.iter().all(|right| !right.contains("events")),
+        "{everywhere:?}"
+    );
+    for kind in ["Role", "RoleBinding"] {
+        let object = object(&rendered, kind, "drayman-node.drayman");
+        assert_eq!(object["metadata"]["namespace"], "default", "{kind}");
+    }
+}
+
 /// `drayman doctor` asks for these rights.
 #[test]
 fn the_doctor_knows_what_the_roles_allow() {
     use drayman::core::inspect::rights::{Component, LeaseName, needed};
-    let installed = one_kind();
+    let installed = of_mode_both();
     let lease = LeaseName {
         namespace: "drayman".to_owned(),
         name: "drayman.dev".to_owned(),
     };
-    let known = |component, lease: Option<&LeaseName>| -> BTreeSet<String> {
-        needed(component, lease)
+    let known = |component, lease: Option<&LeaseName>, namespace: &str| -> BTreeSet<String> {
+        needed(component, lease, true)
             .into_iter()
-            .filter(|right| right.namespace.is_empty() == lease.is_none())
+            .filter(|right| right.namespace == namespace)
             .map(|right| {
                 let names = Some(&right.name).filter(|name| !name.is_empty());
                 let names = Vec::from_iter(names);
@@ -74,17 +108,22 @@ fn the_doctor_knows_what_the_roles_allow() {
         (
             "ClusterRole",
             "drayman-controller.drayman",
-            known(Component::Controller, None),
+            known(Component::Controller, Some(&lease), ""),
         ),
         (
             "ClusterRole",
             "drayman-node.drayman",
-            known(Component::Node, None),
+            known(Component::Node, None, ""),
+        ),
+        (
+            "Role",
+            "drayman-node.drayman",
+            known(Component::Node, None, "default"),
         ),
         (
             "Role",
             "drayman-controller",
-            known(Component::Controller, Some(&lease)),
+            known(Component::Controller, Some(&lease), "drayman"),
         ),
     ] {
         assert_eq!(known, allowed(object(&installed, kind, name)), "{kind} {name}");
@@ -126,7 +165,7 @@ fn no_role_has_a_wildcard_or_reads_secrets_or_makes_or_deletes_what_is_users_own
 
 /// Every account of a pod is in that group too: what it reads, whoever takes over any container reads.
 #[test]
-fn everybody_reads_classes_parameters_and_inventories_at_most_and_nothing_if_the_operator_says_so() {
+fn everybody_reads_classes_and_their_parameters_at_most() {
     let to_everybody = |rendered: &[Value]| -> Vec<String> {
         let bindings = rendered.iter().filter(|object| {
             ["ClusterRoleBinding", "RoleBinding"].contains(&object["kind"].as_str().unwrap_or_default())
@@ -144,12 +183,25 @@ fn everybody_reads_classes_parameters_and_inventories_at_most_and_nothing_if_the
     let expected: BTreeSet<String> = [
         "resourceclasses.resource.k8s.io",
         "deviceclassparameters.drayman.dev",
-        "nodeinventories.drayman.dev",
     ]
     .iter()
     .flat_map(|resource| ["get", "list", "watch"].map(|verb| format!("{verb} {resource} []")))
     .collect();
     assert_eq!(allowed(object(&usual, "ClusterRole", &role)), expected);
+    // Inventories have serial numbers, so that only an operator's choice opens them.
+    let open = render(
+        Some(&chart("ci/one-kind-values.yaml")),
+        &["--set=rbac.readInventoriesByAuthenticated=true"],
+    );
+    let more = allowed(object(&open, "ClusterRole", &role));
+    let more: Vec<&String> = more.difference(&expected).collect();
+    assert_eq!(
+        more,
+        ["get", "list", "watch"]
+            .map(|verb| format!("{verb} nodeinventories.drayman.dev []"))
+            .iter()
+            .collect::<Vec<_>>()
+    );
     for switch in ["rbac.readByAuthenticated", "rbac.create"] {
         let more = [
             format!("--set={switch}=false"),

@@ -3,6 +3,7 @@
 #![expect(clippy::panic, reason = "a helper of a test fails the test")]
 
 mod arguments;
+mod connections;
 #[path = "../not_run/mod.rs"]
 mod not_run;
 mod output;

@@ -97,6 +97,21 @@ impl Running {
         }
     }
 
+    /// Waits so long for a line that contains `part`.
+    pub(crate) fn line_within(&mut self, part: &str, patience: Duration) -> Option<String> {
+        let deadline = Instant::now() + patience;
+        while let Ok(line) = self
+            .lines
+            .recv_timeout(deadline.saturating_duration_since(Instant::now()))
+        {
+            self.seen.push(line.clone());
+            if line.contains(part) {
+                return Some(line);
+            }
+        }
+        None
+    }
+
     pub(crate) fn signal(&self, signal: rustix::process::Signal) {
         let pid = i32::try_from(self.child.id())
             .ok()

@@ -181,3 +181,44 @@ fn each_line_of_the_json_log_is_an_object_with_the_same_first_keys() {
         assert!(!line.contains("secret"), "the token is logged: {line}");
     }
 }
+
+#[test]
+fn a_configuration_at_a_relative_path_is_followed() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let (_server, url) = silent_server();
+    let mut arguments = companion(
+        directory.path(),
+        &url,
+        "\n- {name: a, paths: [/dev/drayman-none-*]}",
+    );
+    let config = arguments.get_mut(4).expect("the value of --config");
+    let file = std::mem::replace(config, "node.yaml".to_owned());
+    let mut companion = Running::start(
+        drayman()
+            .current_dir(directory.path())
+            .args(&arguments)
+            .args(["--driver-name", "test.example"]),
+    );
+    companion.line("drayman node starts");
+    // Written until it is seen: the first time may come before the companion watches.
+    let text = std::fs::read_to_string(&file).expect("the configuration");
+    let deadline = std::time::Instant::now() + crate::program::PATIENCE;
+    for number in 0.. {
+        assert!(std::time::Instant::now() < deadline, "{:#?}", companion.seen);
+        std::fs::write(&file, text.replace("name: a", &format!("name: a{number}"))).expect("written");
+        if companion
+            .line_within("the configuration has changed", std::time::Duration::from_secs(1))
+            .is_some()
+        {
+            break;
+        }
+    }
+    assert!(
+        !companion
+            .seen
+            .iter()
+            .any(|line| line.contains("cannot be watched")),
+        "{:#?}",
+        companion.seen
+    );
+}

@@ -238,7 +238,11 @@ async fn a_sigterm_at_any_moment_of_a_prepare_ends_cleanly_and_removes_the_socke
         let status = process.stop().await;
         assert!(status.success(), "round {round}: {status}");
         let answered = call.await.unwrap().is_ok();
-        for directory in ["kubelet/plugins_registry", "kubelet/device-plugins", STATE] {
+        for directory in [
+            "kubelet/plugins_registry/drayman.dev",
+            "kubelet/device-plugins",
+            STATE,
+        ] {
             let sockets: Vec<_> = std::fs::read_dir(node.path(directory))
                 .unwrap()
                 .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -323,7 +327,7 @@ async fn a_node_that_has_no_inotify_left_is_served_and_looked_at_instead() {
     assert!(process.log().contains("it is polled"), "{}", process.log());
     kubelet.prepare(A, &["test-0"]).await.unwrap();
     // What somebody removes is still missed, and soon.
-    let registration = node.path("kubelet/plugins_registry/drayman.dev-reg.sock");
+    let registration = node.path("kubelet/plugins_registry/drayman.dev/reg.sock");
     node.until_exists(&registration).await;
     std::fs::remove_file(&registration).unwrap();
     node.until_exists(&registration).await;

@@ -66,7 +66,7 @@ async fn failed_prepares(stage: &Stage, pod: &str) -> anyhow::Result<Vec<String>
 
 /// The sockets that a companion has left.
 fn sockets(node: Node<'_>) -> Vec<String> {
-    ["/var/lib/kubelet/plugins_registry", STATE]
+    ["/var/lib/kubelet/plugins_registry/drayman.dev", STATE]
         .into_iter()
         .flat_map(|directory| node.list(directory).unwrap_or_default())
         .filter(|name| name.contains(".sock"))
@@ -409,9 +409,9 @@ async fn a_thousand_idle_callers_headers_that_never_end_and_garbage_do_not_keep_
         .collect();
     assert!(names.len() >= 2, "{names:?}");
     let registrations: Vec<PathBuf> = node
-        .list("/var/lib/kubelet/plugins_registry")?
+        .list("/var/lib/kubelet/plugins_registry/drayman.dev")?
         .into_iter()
-        .map(|name| node.path(format!("/var/lib/kubelet/plugins_registry/{name}")))
+        .map(|name| node.path(format!("/var/lib/kubelet/plugins_registry/drayman.dev/{name}")))
         .collect();
     let mut callers = Vec::new();
     let mut refused = 0;

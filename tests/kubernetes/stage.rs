@@ -63,9 +63,12 @@ pub(crate) fn controller_rules() -> anyhow::Result<Vec<PolicyRule>> {
     rules_of("ClusterRole", "drayman-controller")
 }
 
-/// What the companion may do.
+/// What the companion may do. The rights of its Role, which is in the namespace `default`, are given in all namespaces here; the tests of
+/// the chart show the namespace.
 pub(crate) fn node_rules() -> anyhow::Result<Vec<PolicyRule>> {
-    rules_of("ClusterRole", "drayman-node")
+    let mut rules = rules_of("ClusterRole", "drayman-node")?;
+    rules.extend(rules_of("Role", "drayman-node")?);
+    Ok(rules)
 }
 
 impl Stage {

@@ -367,7 +367,7 @@ async fn a_companion_that_is_replaced_while_pods_are_created_costs_none_of_them(
         tokio::time::sleep(Duration::from_millis(150 * u64::try_from(round)?)).await;
         companion.end().await?;
         let sockets: Vec<String> = [
-            "/var/lib/kubelet/plugins_registry",
+            "/var/lib/kubelet/plugins_registry/drayman.dev",
             "/var/lib/kubelet/plugins/drayman.dev",
         ]
         .into_iter()

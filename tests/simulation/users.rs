@@ -70,6 +70,7 @@ impl Stage {
                         resource_claim_template_name: None,
                     },
                 },
+                ..PodResourceClaim::default()
             })
             .collect();
         let pod = self.store.create_pod(Pod {

@@ -90,8 +90,15 @@ seccompProfile:
 - --v={{ .Values.logging.verbosity }}
 {{- end }}
 
-{{/* What a pod of ours may reach: the API server and DNS. */}}
+{{/* Directions that the policies restrict. Without ports of the API server, egress is left open. */}}
+{{- define "drayman.policyTypes" -}}
+{{- if .Values.networkPolicy.apiServerPorts }}[Ingress, Egress]{{ else }}[Ingress]{{ end }}
+{{- end }}
+
+{{/* Allowed egress: the API server and DNS. */}}
 {{- define "drayman.egress" -}}
+{{- if .Values.networkPolicy.apiServerPorts -}}
+egress:
 - ports:
   {{- range .Values.networkPolicy.apiServerPorts }}
   - port: {{ . }}
@@ -102,6 +109,7 @@ seccompProfile:
     protocol: UDP
   - port: 53
     protocol: TCP
+{{- end }}
 {{- end }}
 
 {{/* The policy of a Job that is a hook: (dict "me" (dict "root" . "component" "crds") "hook" "pre-install"). It has to be there before
@@ -124,9 +132,8 @@ spec:
   podSelector:
     matchLabels:
       {{- include "drayman.selectorLabels" .me | nindent 6 }}
-  policyTypes: [Ingress, Egress]
+  policyTypes: {{ include "drayman.policyTypes" .me.root }}
   ingress: []
-  egress:
   {{- include "drayman.egress" .me.root | nindent 2 }}
 {{- end }}
 {{- end }}

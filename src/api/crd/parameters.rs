@@ -102,7 +102,7 @@ pub struct DeviceRequest {
     pub allocation_mode: Option<AllocationMode>,
     /// How many devices; one if it is not set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 1, max = 64))]
+    #[schemars(range(min = 1, max = 64), extend("format" = "int32"))]
     pub count: Option<u32>,
     /// What each device of the request must match besides the selectors of the class; all must hold.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -42,7 +42,7 @@ const fn companion(word: &'static str, means: &'static str) -> Reason {
 }
 
 /// Every reason of an event, in the order of its word.
-pub(super) const EVENTS: [Reason; 32] = [
+pub(super) const EVENTS: [Reason; 33] = [
     controller(
         "AllocationMadeForAnother",
         "claim",
@@ -103,6 +103,11 @@ pub(super) const EVENTS: [Reason; 32] = [
         "DriverNameNotLowerCase",
         "class",
         "driverName is in upper case, which the API server refuses in a finalizer",
+    ),
+    controller(
+        "DriverNameShared",
+        "lease",
+        "a controller of another release serves the same driver name, and both allocate the same devices; uninstall one of them",
     ),
     controller(
         "DriverPanicked",

@@ -1,4 +1,8 @@
 //! The server of metrics and probes.
+//!
+//! Any network peer may connect. [`connections`] bounds the number, the lifetime and the buffers of connections.
+
+mod connections;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -56,13 +60,7 @@ pub(super) async fn serve(
         let listener = listen(address)
             .await
             .with_context(|| format!("cannot listen at {address} ({flag})"))?;
-        let shutdown = shutdown.clone();
-        tokio::spawn(async move {
-            let served = axum::serve(listener, router).with_graceful_shutdown(shutdown.cancelled_owned());
-            if let Err(error) = served.await {
-                tracing::error!(%error, %address, "metrics or probes are no longer served");
-            }
-        });
+        tokio::spawn(connections::serve(listener, router, shutdown.clone()));
     }
     Ok(())
 }

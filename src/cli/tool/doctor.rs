@@ -16,7 +16,7 @@ use kube::{Client, ResourceExt as _};
 use super::output::{Colour, Output, coloured, one_line};
 use super::rights::{self, Account};
 use super::{Cluster, ask_for_gates, node_check, read};
-use crate::api::crd::{self, DeviceClassParameters, NodeInventory};
+use crate::api::crd::{self, DeviceClassParameters, Mode, NodeInventory};
 use crate::api::resource::{GROUP, ResourceClaim, ResourceClass, VERSION};
 use crate::cli::{Error, block_on, choose_tls_provider, group, value};
 use crate::core::inspect::devices::devices;
@@ -117,10 +117,13 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
         .apiserver_version()
         .await
         .map_err(|error| anyhow::Error::from(error).context("the API server does not answer"))?;
-    let serves = client
-        .list_api_group_resources(&format!("{GROUP}/{VERSION}"))
-        .await
-        .is_ok();
+    let discovery = is_served(
+        client
+            .list_api_group_resources(&format!("{GROUP}/{VERSION}"))
+            .await,
+    );
+    // What an unknown answer leads to says its own error.
+    let serves = discovery != Ok(false);
     let mut findings = Vec::new();
     let mut unread = Vec::new();
     let mut note = |error: Error| {
@@ -161,7 +164,11 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
     let needs_claims = inventories
         .as_ref()
         .is_none_or(|inventories| gates::needs_claims(driver, inventories));
-    findings.splice(0..0, server(&version.major, &version.minor, serves, needs_claims));
+    let discovery = discovery.as_ref().copied().map_err(String::as_str);
+    findings.splice(
+        0..0,
+        server(&version.major, &version.minor, discovery, needs_claims),
+    );
     if needs_claims && serves {
         let (found, errors) = ask_for_gates::look(client, driver, inventories.as_deref()).await;
         findings.extend(found);
@@ -181,7 +188,7 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
         Err(error) => note(error),
     }
     for found in [
-        look_at_rights(client, arguments).await,
+        look_at_rights(client, arguments, inventories.as_deref()).await,
         look_for_others(client, driver, &leases, serves && defined).await,
     ] {
         match found {
@@ -199,9 +206,30 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
     Ok(findings)
 }
 
+/// Whether the API server serves a group's version, by its answer to discovery: 404 means no, any other error leaves it open.
+fn is_served<T>(answer: Result<T, kube::Error>) -> Result<bool, String> {
+    match answer {
+        Ok(_) => Ok(true),
+        Err(kube::Error::Api(status)) if status.code == 404 => Ok(false),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
 /// Judges what the accounts of the components may do: those of the chart's pods, and those that were named.
-async fn look_at_rights(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Error> {
-    let mut accounts = rights::accounts(client, &arguments.cluster.driver.name).await?;
+async fn look_at_rights(
+    client: &Client,
+    arguments: &Arguments,
+    inventories: Option<&[NodeInventory]>,
+) -> Result<Vec<Finding>, Error> {
+    let driver = &arguments.cluster.driver.name;
+    let of_driver = inventories
+        .into_iter()
+        .flatten()
+        .filter(|inventory| inventory.spec.driver_name == *driver);
+    let mode_both = of_driver
+        .flat_map(|inventory| &inventory.spec.devices)
+        .any(|device| device.mode == Mode::Both);
+    let mut accounts = rights::accounts(client, driver).await?;
     for (component, user) in [
         (Component::Controller, &arguments.controller_user),
         (Component::Node, &arguments.node_user),
@@ -214,7 +242,7 @@ async fn look_at_rights(client: &Client, arguments: &Arguments) -> Result<Vec<Fi
     }
     let mut findings = Vec::new();
     for account in &accounts {
-        findings.extend(rights::look(client, account).await?);
+        findings.extend(rights::look(client, account, mode_both).await?);
     }
     Ok(findings)
 }
@@ -334,4 +362,24 @@ fn text(findings: &[Finding]) -> String {
         count(Level::Warning),
         count(Level::Problem)
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+
+    use super::*;
+
+    #[test]
+    fn only_404_means_that_an_api_is_not_served() {
+        let refused = |code: u16| {
+            let status = Status::failure("why", "Reason").with_code(code);
+            is_served::<()>(Err(kube::Error::Api(status.boxed())))
+        };
+        assert_eq!(refused(404), Ok(false));
+        for code in [401, 403, 429, 500, 503] {
+            assert!(refused(code).is_err(), "{code}");
+        }
+        assert_eq!(is_served(Ok(())), Ok(true));
+    }
 }

@@ -199,8 +199,20 @@ impl Reading<'_> {
             (None, None) => Vec::new(),
         };
         let mut said = self.ask_driver(pod, &found, &classes).await?;
-        if let (Some(_), Some(context)) = (&self.claims.namespace, &context) {
-            ask_controller(&mut said, &found, context);
+        if let Some(context) = &context {
+            // Without inventories the driver has judged nothing.
+            for said in said.iter_mut().filter(|said| said.wants.is_none()) {
+                said.nodes = context
+                    .spec
+                    .potential_nodes
+                    .iter()
+                    .map(|node| (node.clone(), None))
+                    .collect();
+            }
+            let judged_by_driver = said.iter().all(|said| said.wants.is_some());
+            if self.claims.namespace.is_some() || !judged_by_driver {
+                ask_controller(&mut said, &found, context);
+            }
         }
         let explanations = found.iter().zip(&said).map(|((entry, found), said)| {
             let class = match found {
@@ -263,7 +275,16 @@ impl Reading<'_> {
             return Ok(said);
         }
         // The driver's watches would try for ever what a person may not do.
-        read::can_list::<NodeInventory>(&self.client).await?;
+        match read::can_list::<NodeInventory>(&self.client).await {
+            Err(error) if read::is_forbidden(&error) => {
+                eprintln!(
+                    "note: you may not list nodeinventories; nodes are judged only by what the controller has written into the pod's \
+                     scheduling context (an operator can set rbac.readInventoriesByAuthenticated)"
+                );
+                return Ok(said);
+            }
+            listed => listed?,
+        }
         read::can_list::<DeviceClassParameters>(&self.client).await?;
         let ended = CancellationToken::new();
         let _end = ended.clone().drop_guard();

@@ -146,7 +146,8 @@ fn socket_lengths(driver: &str, kubelet_root: &Path) -> Finding {
     // The longest of those that every companion has. The name under which it is bound at first is longer by a dot.
     let longest = kubelet_root
         .join("plugins_registry")
-        .join(format!(".{driver}-reg.sock"));
+        .join(driver)
+        .join(".reg.sock");
     let length = longest.as_os_str().len();
     if length <= SOCKET_PATH_MAX {
         Finding::fine(

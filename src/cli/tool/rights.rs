@@ -91,8 +91,8 @@ fn account(pod: &Pod, driver: &str) -> Option<Account> {
 }
 
 /// Judges the rights of one account.
-pub(super) async fn look(client: &Client, account: &Account) -> Result<Vec<Finding>, Error> {
-    let rights = needed(account.component, account.lease.as_ref());
+pub(super) async fn look(client: &Client, account: &Account, mode_both: bool) -> Result<Vec<Finding>, Error> {
+    let rights = needed(account.component, account.lease.as_ref(), mode_both);
     let mut missing: Vec<Right> = futures::stream::iter(rights)
         .map(|right| async {
             let allowed = is_allowed(client, &account.user, &right).await?;

@@ -77,14 +77,20 @@ impl Finding {
     }
 }
 
-/// Judges the version of the API server, and whether it serves classic Dynamic Resource Allocation, if there is need of it.
-pub fn server(major: &str, minor: &str, serves_resource: bool, needs_claims: bool) -> Vec<Finding> {
+/// Judges the version of the API server, and whether it serves classic Dynamic Resource Allocation, if there is need of it. The error of
+/// `serves_resource` says why that is not known.
+pub fn server(
+    major: &str,
+    minor: &str,
+    serves_resource: Result<bool, &str>,
+    needs_claims: bool,
+) -> Vec<Finding> {
     let number: String = minor.chars().take_while(char::is_ascii_digit).collect();
     let version = format!("Kubernetes {major}.{minor}");
     let classic = major == "1" && number.parse::<u32>().is_ok_and(|minor| MINORS.contains(&minor));
     let newest = MINORS.end();
     let check = "version";
-    let can_claim = classic && serves_resource;
+    let can_claim = classic && serves_resource != Ok(false);
     if !needs_claims && !can_claim {
         let what = "does not serve classic Dynamic Resource Allocation, which no device here needs: all are extended resources";
         return vec![Finding::fine(check, format!("{version} {what}"))];
@@ -102,16 +108,20 @@ pub fn server(major: &str, minor: &str, serves_resource: bool, needs_claims: boo
         )
     }];
     let check = "api";
-    findings.push(if serves_resource {
-        Finding::fine(check, "resource.k8s.io/v1alpha2 is served")
-    } else {
-        Finding::problem(
+    findings.push(match serves_resource {
+        Ok(true) => Finding::fine(check, "resource.k8s.io/v1alpha2 is served"),
+        Ok(false) => Finding::problem(
             check,
             "resource.k8s.io/v1alpha2 is not served",
             "start kube-apiserver with --feature-gates=DynamicResourceAllocation=true and \
              --runtime-config=resource.k8s.io/v1alpha2=true, and set the gate in kube-controller-manager, kube-scheduler \
              and every kubelet too",
-        )
+        ),
+        Err(error) => Finding::warning(
+            check,
+            format!("it is not known whether resource.k8s.io/v1alpha2 is served: {error}"),
+            "if you may not read the path /apis, ask for the ClusterRole system:discovery; otherwise see the API server's log",
+        ),
     });
     findings
 }
@@ -274,13 +284,25 @@ mod tests {
 
     #[test]
     fn a_server_is_fine_only_if_it_has_and_serves_the_api() {
-        assert_eq!(worst(&server("1", "30", true, true)), Level::Fine);
-        assert_eq!(worst(&server("1", "27+", true, true)), Level::Fine);
-        assert_eq!(worst(&server("1", "30", false, true)), Level::Problem);
-        assert_eq!(worst(&server("1", "32", true, true)), Level::Problem);
+        assert_eq!(worst(&server("1", "30", Ok(true), true)), Level::Fine);
+        assert_eq!(worst(&server("1", "27+", Ok(true), true)), Level::Fine);
+        assert_eq!(worst(&server("1", "30", Ok(false), true)), Level::Problem);
+        assert_eq!(worst(&server("1", "32", Ok(true), true)), Level::Problem);
         for (minor, serves) in [("32", false), ("30", false), ("32", true)] {
-            assert_eq!(worst(&server("1", minor, serves, false)), Level::Fine);
+            assert_eq!(worst(&server("1", minor, Ok(serves), false)), Level::Fine);
         }
+    }
+
+    #[test]
+    fn an_unknown_answer_is_no_missing_api() {
+        let findings = server("1", "30", Err("forbidden: nobody"), true);
+        assert_eq!(worst(&findings), Level::Warning);
+        let unknown = findings.iter().find(|finding| finding.check == "api").unwrap();
+        assert!(
+            unknown.message.contains("forbidden: nobody"),
+            "{}",
+            unknown.message
+        );
     }
 
     #[test]

@@ -20,6 +20,8 @@ pub enum Step {
     ClaimMissing,
     /// A claim of that name belongs to somebody else.
     ClaimNotOwned,
+    /// The claim is of an API that this release does not serve.
+    NotServed,
     /// The claim is being deleted.
     Deleting,
     /// Its class is not there.
@@ -250,7 +252,24 @@ fn standing(facts: &Facts<'_>) -> (Step, String, String) {
     waiting(claim, facts)
 }
 
+/// Whether the entry refers to a claim of `resource.k8s.io/v1`: from Kubernetes 1.31 on the reference has no `source`, and the API server
+/// removes that field.
+fn is_structured(entry: &PodResourceClaim) -> bool {
+    entry.other.contains_key("resourceClaimName") || entry.other.contains_key("resourceClaimTemplateName")
+}
+
 fn missing(entry: Option<&PodResourceClaim>) -> (Step, String, String) {
+    if entry.is_some_and(is_structured) {
+        return (
+            Step::NotServed,
+            "the pod's claim is of structured Dynamic Resource Allocation (resource.k8s.io/v1), and this release serves claims of \
+             resource.k8s.io/v1alpha2 only, which Kubernetes has from 1.27 to 1.30"
+                .to_owned(),
+            "on this Kubernetes, ask for the device as an extended resource: give its kind mode extended-resource, and name the \
+             resource in the container's resources.limits"
+                .to_owned(),
+        );
+    }
     let source = entry.map(|entry| &entry.source);
     let (because, advice) = match (
         source.and_then(|source| source.resource_claim_name.as_ref()),
@@ -365,6 +384,13 @@ fn waiting(claim: &ResourceClaim, facts: &Facts<'_>) -> (Step, String, String) {
     let total = facts.nodes.len();
     let able = facts.nodes.values().filter(|reason| reason.is_none()).count();
     let immediate = claim.spec.allocation_mode == Some(AllocationMode::Immediate);
+    if total == 0 && facts.wants.is_none() {
+        return (
+            Step::WaitsForScheduler,
+            "it is not allocated yet, and which nodes can serve it is not known".into(),
+            "the right to list nodeinventories lets this command judge the nodes; the pod's events say more: kubectl describe pod".into(),
+        );
+    }
     if able == 0 {
         return (
             Step::WaitsForDevice,

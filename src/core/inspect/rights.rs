@@ -77,10 +77,9 @@ const CONTROLLER: [Rule; 7] = [
 ];
 
 /// What a companion needs in the whole cluster.
-const NODE: [Rule; 5] = [
+const NODE: [Rule; 4] = [
     rule("", &["nodes"], &["get"]),
-    rule("resource.k8s.io", &["resourceclaims"], &["get", "list", "watch"]),
-    rule("events.k8s.io", &["events"], &["create"]),
+    rule("resource.k8s.io", &["resourceclaims"], &["get", "list"]),
     rule(
         "drayman.dev",
         &["nodeinventories"],
@@ -89,10 +88,20 @@ const NODE: [Rule; 5] = [
     rule("drayman.dev", &["nodeinventories/status"], &["patch"]),
 ];
 
+/// What a companion needs besides for devices of mode `both`.
+const NODE_OF_BOTH: [Rule; 1] = [rule("resource.k8s.io", &["resourceclaims"], &["watch"])];
+/// What a companion needs in the namespace of the events of Nodes.
+const NODE_EVENTS: [Rule; 1] = [rule("events.k8s.io", &["events"], &["create"])];
+/// The namespace of events about objects that belong to no namespace.
+const EVENTS_NAMESPACE: &str = "default";
+
 /// What a controller that elects a leader needs in the namespace of the Lease.
 const LEASES: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["create"])];
 /// And what of the Lease itself.
 const LEASE: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["get", "update"])];
+
+/// What of the Leases of the same name in other namespaces: another release may serve the same driver name.
+const LEASES_ELSEWHERE: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["list"])];
 
 /// The Lease of a controller that elects a leader.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -134,21 +143,27 @@ impl fmt::Display for Right {
     }
 }
 
-/// What a component must be able to do; `lease` is the controller's Lease, if it elects a leader.
-pub fn needed(component: Component, lease: Option<&LeaseName>) -> Vec<Right> {
-    let rules: &[Rule] = match component {
-        Component::Controller => &CONTROLLER,
-        Component::Node => &NODE,
+/// What a component must be able to do; `lease` is the controller's Lease, if it elects a leader, and `mode_both` says whether there are
+/// devices of that mode.
+pub fn needed(component: Component, lease: Option<&LeaseName>, mode_both: bool) -> Vec<Right> {
+    let (rules, of_both, events): (&[Rule], &[Rule], &[Rule]) = match component {
+        Component::Controller => (&CONTROLLER, &[], &[]),
+        Component::Node => (&NODE, &NODE_OF_BOTH, &NODE_EVENTS),
     };
-    let everywhere = rules.iter().flat_map(|rule| each(rule, "", ""));
+    let of_both = of_both.iter().filter(|_| mode_both);
+    let everywhere = rules.iter().chain(of_both).flat_map(|rule| each(rule, "", ""));
+    let events = events.iter().flat_map(|rule| each(rule, EVENTS_NAMESPACE, ""));
     let of_lease = lease.into_iter().flat_map(|lease| {
         let in_namespace = LEASES.iter().flat_map(|rule| each(rule, &lease.namespace, ""));
         let itself = LEASE
             .iter()
             .flat_map(|rule| each(rule, &lease.namespace, &lease.name));
-        in_namespace.chain(itself)
+        let elsewhere = LEASES_ELSEWHERE
+            .iter()
+            .flat_map(|rule| each(rule, "", &lease.name));
+        in_namespace.chain(itself).chain(elsewhere)
     });
-    everywhere.chain(of_lease).collect()
+    everywhere.chain(events).chain(of_lease).collect()
 }
 
 fn each(rule: &Rule, namespace: &str, name: &str) -> Vec<Right> {
@@ -203,7 +218,7 @@ mod tests {
 
     #[test]
     fn a_right_that_is_missing_is_named_by_verb_and_resource() {
-        let all = needed(Component::Controller, Some(&lease("drayman")));
+        let all = needed(Component::Controller, Some(&lease("drayman")), false);
         let missing: Vec<Right> = all
             .into_iter()
             .filter(|right| right.resource == "resourceclaims/status" || right.verb == "update")
@@ -229,12 +244,31 @@ mod tests {
                 .map(|right| format!("{} {} in {}", right.verb, right.name, right.namespace))
                 .collect::<Vec<_>>()
         };
-        assert_eq!(leases(&needed(Component::Controller, None)), Vec::<String>::new());
         assert_eq!(
-            leases(&needed(Component::Controller, Some(&lease("a")))),
-            ["create  in a", "get drayman.dev in a", "update drayman.dev in a"]
+            leases(&needed(Component::Controller, None, false)),
+            Vec::<String>::new()
         );
-        assert!(needed(Component::Node, None).len() > 8);
+        assert_eq!(
+            leases(&needed(Component::Controller, Some(&lease("a")), false)),
+            [
+                "create  in a",
+                "get drayman.dev in a",
+                "update drayman.dev in a",
+                "list drayman.dev in "
+            ]
+        );
         assert_eq!(judge(Component::Node, "x", &[])[0].level, Level::Fine);
+    }
+
+    #[test]
+    fn companions_watch_claims_for_mode_both_only() {
+        let rights = |mode_both| -> Vec<String> {
+            let all = needed(Component::Node, None, mode_both);
+            all.iter().map(ToString::to_string).collect()
+        };
+        let watch = "watch resourceclaims.resource.k8s.io".to_owned();
+        assert!(rights(true).contains(&watch));
+        assert!(!rights(false).contains(&watch));
+        assert!(rights(false).contains(&"create events.events.k8s.io in namespace default".to_owned()));
     }
 }

@@ -94,9 +94,9 @@ fn strings<'a>(first: &'a [String], second: &'a [String]) -> Vec<&'a str> {
 pub(super) struct RawGroup {
     required: Spanned<Vec<Spanned<String>>>,
     #[serde(default)]
-    optional: Vec<Spanned<String>>,
+    optional: Option<Spanned<Vec<Spanned<String>>>>,
     #[serde(default)]
-    shared: Vec<Spanned<String>>,
+    shared: Option<Spanned<Vec<Spanned<String>>>>,
 }
 
 #[derive(Deserialize)]
@@ -176,11 +176,20 @@ fn patterns(
 
 /// Refuses a list without an entry, or with too many.
 fn count<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), Refused> {
-    if raw.value.is_empty() || raw.value.len() > ENTRIES_MAX {
-        let problem = format!(
-            "{field} has {} entries; 1 to {ENTRIES_MAX} are allowed",
-            raw.value.len()
-        );
+    if raw.value.is_empty() {
+        return Err(at(
+            raw,
+            format!("{field} has 0 entries; 1 to {ENTRIES_MAX} are allowed"),
+        ));
+    }
+    few(field, raw)
+}
+
+/// Refuses a list with too many entries.
+fn few<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), Refused> {
+    let entries = raw.value.len();
+    if entries > ENTRIES_MAX {
+        let problem = format!("{field} has {entries} entries; at most {ENTRIES_MAX} are allowed");
         return Err(at(raw, problem));
     }
     Ok(())
@@ -198,9 +207,12 @@ pub(super) fn groups(field: &str, raw: &Spanned<Vec<RawGroup>>) -> Result<Source
             PathPattern::parse_of_group,
         )?;
         let keyed = required.iter().any(PathPattern::has_key);
-        let others = |name: &str, raws: &[Spanned<String>]| {
+        let others = |name: &str, raws: Option<&Spanned<Vec<Spanned<String>>>>| {
+            let Some(raws) = raws else { return Ok(Vec::new()) };
+            let field = format!("{field}.{name}");
+            few(&field, raws)?;
             let pattern = |(index, raw): (usize, &Spanned<String>)| {
-                let field = format!("{field}.{name}[{index}]");
+                let field = format!("{field}[{index}]");
                 let pattern = PathPattern::parse_of_group(&raw.value)
                     .map_err(|error| at(raw, format!("{field} {} {error}", shown(raw))))?;
                 if pattern.has_key() && !keyed {
@@ -212,8 +224,8 @@ pub(super) fn groups(field: &str, raw: &Spanned<Vec<RawGroup>>) -> Result<Source
                 }
                 Ok(pattern)
             };
-            raws.iter()
-                .take(ENTRIES_MAX)
+            raws.value
+                .iter()
                 .enumerate()
                 .map(pattern)
                 .collect::<Result<Vec<_>, Refused>>()
@@ -226,8 +238,8 @@ pub(super) fn groups(field: &str, raw: &Spanned<Vec<RawGroup>>) -> Result<Source
             return Err(at(&raw.required, problem));
         }
         groups.push(NodeGroup {
-            optional: others("optional", &raw.optional)?,
-            shared: others("shared", &raw.shared)?,
+            optional: others("optional", raw.optional.as_ref())?,
+            shared: others("shared", raw.shared.as_ref())?,
             required,
         });
     }
@@ -350,8 +362,9 @@ fn nodes(
 ) -> Result<(Vec<String>, Vec<String>), Refused> {
     let mut seen: Vec<String> = Vec::new();
     let mut read = |name: &str, raw: &List| {
+        few(&format!("{field}.{name}"), raw)?;
         let mut all = Vec::new();
-        for (index, raw) in raw.value.iter().take(ENTRIES_MAX).enumerate() {
+        for (index, raw) in raw.value.iter().enumerate() {
             let subsystem = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
             let text = &raw.value;
             let problem =

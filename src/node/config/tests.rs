@@ -293,6 +293,43 @@ fn bombs_are_refused_quickly() {
     refusal(format!("{HEADER}{bomb}kinds: []\n"));
     refusal(format!("{HEADER}kinds: {}", "[".repeat(100_000)));
     refusal(format!("{HEADER}kinds: [{}]", "x,".repeat(100_000)));
+    let entries = |entry: &str| vec![entry; 65].join(", ");
+    for (kind, field) in [
+        (
+            format!(
+                "groups: [{{required: [/dev/a], optional: [{}]}}]",
+                entries("/dev/b")
+            ),
+            "kinds[0].groups[0].optional",
+        ),
+        (
+            format!(
+                "groups: [{{required: [/dev/a], shared: [{}]}}]",
+                entries("/dev/b")
+            ),
+            "kinds[0].groups[0].shared",
+        ),
+        (
+            format!(
+                "usb: {{match: [{{vendor: \"0403\"}}], optionalNodes: [{}]}}",
+                entries("tty")
+            ),
+            "kinds[0].usb.optionalNodes",
+        ),
+        (
+            format!(
+                "pci: {{match: [{{vendor: \"10de\"}}], optionalNodes: [{}]}}",
+                entries("drm")
+            ),
+            "kinds[0].pci.optionalNodes",
+        ),
+    ] {
+        let refusal = kind_refusal(&format!("- {{name: k, {kind}}}"));
+        assert!(
+            refusal.contains(&format!("{field} has 65 entries; at most 64 are allowed")),
+            "{refusal}"
+        );
+    }
     let many = "- {name: k, paths: [/dev/x]}\n".repeat(65);
     assert!(kind_refusal(&many).contains("at most 64"));
 }

@@ -54,9 +54,10 @@ impl KubeletPaths {
         }
     }
 
-    /// Where kubelet's plugin watcher looks for the driver's registration.
+    /// Where kubelet's plugin watcher looks for the driver's registration. Kubelet watches folders below its directory too (1.27 to 1.37,
+    /// `pkg/kubelet/pluginmanager/pluginwatcher`), so that a companion in a pod needs access to its own folder only.
     pub fn registration_socket(&self, driver_name: &str) -> SocketPlace {
-        self.below_root(format!("plugins_registry/{driver_name}-reg.sock"))
+        self.below_root(format!("plugins_registry/{driver_name}/reg.sock"))
     }
 
     /// Where the driver's DRA service is.
@@ -90,9 +91,10 @@ impl KubeletPaths {
 
     /// Where kubelet's plugin watcher looks for the registration of a device plugin.
     pub fn device_plugin_registration_socket(&self, driver_name: &str, resource_name: &str) -> SocketPlace {
-        let short = driver_name.chars().take(40).collect::<String>();
-        let checksum = crc32fast::hash(format!("{driver_name} {resource_name}").as_bytes());
-        self.below_root(format!("plugins_registry/{short}-dp-{checksum:08x}-reg.sock"))
+        let checksum = crc32fast::hash(resource_name.as_bytes());
+        self.below_root(format!(
+            "plugins_registry/{driver_name}/dp-{checksum:08x}-reg.sock"
+        ))
     }
 
     /// Where kubelet serves the PodResources API.
@@ -197,7 +199,7 @@ mod tests {
         let path = |place: SocketPlace| place.path.display().to_string();
         assert_eq!(
             path(paths.registration_socket("drayman.dev")),
-            "/var/lib/kubelet/plugins_registry/drayman.dev-reg.sock"
+            "/var/lib/kubelet/plugins_registry/drayman.dev/reg.sock"
         );
         assert_eq!(
             path(paths.service_socket("drayman.dev")),

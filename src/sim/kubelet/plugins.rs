@@ -168,15 +168,18 @@ impl Registration for Registry {
     }
 }
 
-/// The sockets of a directory whose names do not begin with a dot, with their inodes.
+/// The sockets of a directory and of the directories below it whose names do not begin with a dot, with their inodes.
 fn sockets(directory: &Path) -> BTreeMap<PathBuf, u64> {
     use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
     let mut sockets = BTreeMap::new();
     for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
         let hidden = entry.file_name().to_string_lossy().starts_with('.');
-        if let (false, Ok(metadata)) = (hidden, entry.path().symlink_metadata())
-            && metadata.file_type().is_socket()
-        {
+        let Ok(metadata) = entry.path().symlink_metadata() else {
+            continue;
+        };
+        if metadata.is_dir() {
+            sockets.append(&mut self::sockets(&entry.path()));
+        } else if !hidden && metadata.file_type().is_socket() {
             sockets.insert(entry.path(), metadata.ino());
         }
     }

@@ -50,6 +50,7 @@ fn pod(name: &str) -> Pod {
                     resource_claim_name: Some(format!("{name}-c")),
                     resource_claim_template_name: None,
                 },
+                ..PodResourceClaim::default()
             }],
             ..PodSpec::default()
         },

@@ -65,9 +65,11 @@ fn claim_text(claim: &Explanation, wide: bool) -> String {
     };
     let colour = match claim.step {
         Step::InUse | Step::Allocated | Step::NotNeeded => Colour::Green,
-        Step::ClaimMissing | Step::ClaimNotOwned | Step::ClassMissing | Step::ParametersInvalid => {
-            Colour::Red
-        }
+        Step::ClaimMissing
+        | Step::ClaimNotOwned
+        | Step::ClassMissing
+        | Step::NotServed
+        | Step::ParametersInvalid => Colour::Red,
         _ => Colour::Yellow,
     };
     let step = coloured(&format!("{:?}", claim.step), colour);

@@ -147,3 +147,56 @@ fn a_claim_that_goes_names_whoever_keeps_it() {
     assert_eq!(told.step, Step::Deleting);
     assert!(told.because.contains("gpu.example/deletion-protection"));
 }
+
+#[test]
+fn without_inventories_no_node_is_called_unable() {
+    let (pod, claim, class) = (pod(), claim(&json!({})), class());
+    let explanation = explain(&Facts {
+        driver: "drayman.dev",
+        pod: Some(&pod),
+        entry: pod.spec.resource_claims.first(),
+        found: Found::Claim(&claim),
+        class: Some(&class),
+        wants: None,
+        context: None,
+        nodes: &BTreeMap::new(),
+    });
+    assert_eq!(explanation.step, Step::WaitsForScheduler);
+    assert!(
+        explanation.because.contains("not known"),
+        "{}",
+        explanation.because
+    );
+}
+
+#[test]
+fn a_claim_of_a_newer_api_is_named_as_such() {
+    let status = json!({});
+    for field in ["resourceClaimName", "resourceClaimTemplateName"] {
+        let pod: Pod = read(json!({
+            "metadata": { "namespace": "shop", "name": "till", "uid": "p" },
+            "spec": { "resourceClaims": [{ "name": "r", field: "each" }] },
+            "status": status,
+        }));
+        let entry = pod.spec.resource_claims.first().unwrap();
+        let explanation = explain(&Facts {
+            driver: "drayman.dev",
+            pod: Some(&pod),
+            entry: Some(entry),
+            found: find(&pod, entry, &[]),
+            class: None,
+            wants: None,
+            context: None,
+            nodes: &BTreeMap::new(),
+        });
+        assert_eq!(explanation.step, Step::NotServed);
+        for word in ["resource.k8s.io/v1)", "v1alpha2", "1.27 to 1.30"] {
+            assert!(
+                explanation.because.contains(word),
+                "{word}: {}",
+                explanation.because
+            );
+        }
+        assert!(explanation.advice.unwrap().contains("extended-resource"));
+    }
+}

@@ -26,7 +26,7 @@ const RETRY: (Duration, Duration) = (Duration::from_secs(30), Duration::from_sec
 /// Opens the door for claims and keeps it open until the shutdown.
 ///
 /// The DRA service (`<root>/plugins/<driver>/dra.sock`) is served first, as `v1alpha2.Node` and `v1alpha3.Node` of kubelet 1.27
-/// to 1.30; then the registration (`<root>/plugins_registry/<driver>-reg.sock`). Both are made again whenever somebody removes
+/// to 1.30; then the registration (`<root>/plugins_registry/<driver>/reg.sock`). Both are made again whenever somebody removes
 /// them. A kubelet that restarts finds the registration by itself: it walks its directory.
 ///
 /// `state` follows the registration; it is [`DoorState::Waiting`] once both sockets are served. Dropping the future closes the
