@@ -18,6 +18,7 @@ use drayman::core::devices::fit::Fit;
 use drayman::core::devices::inventory::Node;
 use drayman::core::devices::judge::Wish;
 use drayman::core::devices::parameters::{ClassParameters, Demand};
+use drayman::core::devices::work::{NODE_WORK_MAX, Work};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 const DRIVER: &str = "drayman.dev";
@@ -242,7 +243,7 @@ fn main() -> ExitCode {
             Duration::from_micros(50),
             || {
                 let mut fit = Fit::new([1; 64]);
-                let _ = black_box(fit.add(0, (0..64).collect(), 8));
+                let _ = black_box(fit.add(0, (0..64).collect(), 8, &mut Work::new(NODE_WORK_MAX)));
                 black_box(fit.answers());
             },
         ),
