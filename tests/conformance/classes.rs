@@ -17,17 +17,27 @@ fn a_missing_class_is_named_and_holds_the_whole_pod_up_until_it_is_there() -> an
         stage
             .claim_of("two", json!({ "resourceClassName": "missing-class-later" }))
             .await?;
-        let pod = stage
-            .pod("pod", &[("one", From::Claim("one")), ("two", From::Claim("two"))])
-            .await?;
-        stage.context(&pod, "node", &names(["node"])).await?;
         stage
+            .claim_of("three", json!({ "resourceClassName": "missing-class-too" }))
+            .await?;
+        let entries = ["one", "two", "three"].map(|name| (name, From::Claim(name)));
+        let pod = stage.pod("pod", &entries).await?;
+        stage.context(&pod, "node", &names(["node"])).await?;
+        let event = stage
             .event("pod", "ResourceClassMissing", "missing-class-later")
             .await?;
+        let text = event.message.unwrap_or_default();
+        assert!(
+            text.contains("missing-class-too"),
+            "every problem is named: {text}"
+        );
         stage.fence().await?;
         assert_eq!(stage.driver.story(), Vec::<String>::new());
         stage.make_class("missing-class-later", json!({})).await?;
-        for name in ["one", "two"] {
+        stage.fence().await?;
+        assert_eq!(stage.driver.story(), Vec::<String>::new(), "one is missing");
+        stage.make_class("missing-class-too", json!({})).await?;
+        for name in ["one", "two", "three"] {
             stage.until_claim(name, "allocated", is_allocated).await?;
         }
         controller.end().await
@@ -93,19 +103,29 @@ fn wrong_parameters_are_told_to_whoever_can_mend_them_and_mending_helps_at_once(
         stage.claim("one").await?;
         let pod = stage.pod("pod", &[("device", From::Claim("one"))]).await?;
         stage.context(&pod, "node", &names(["node"])).await?;
-        stage
+        let kind = |event: k8s_openapi::api::core::v1::Event| event.involved_object.kind.unwrap_or_default();
+        let event = stage
             .event(&stage.name, "ParametersInvalid", "parametersRef is missing")
             .await?;
+        assert_eq!(kind(event), "ResourceClass");
         let told = format!("resource class \"{}\": parametersRef is missing", stage.name);
-        stage.event("pod", "ParametersInvalid", &told).await?;
+        let event = stage.event("pod", "ParametersInvalid", &told).await?;
+        assert_eq!(kind(event), "Pod");
+        assert_eq!(
+            stage.events("one").await?,
+            [],
+            "the class is wrong, not the claim"
+        );
         let reference = json!({ "kind": "ConfigMap", "name": "parameters", "namespace": stage.name });
         stage
             .patch_class(&stage.name, json!({ "parametersRef": reference }))
             .await?;
-        stage.event("one", "ParametersInvalid", "nonsense").await?;
-        stage
+        let event = stage.event("one", "ParametersInvalid", "nonsense").await?;
+        assert_eq!(kind(event), "ResourceClaim");
+        let event = stage
             .event("pod", "ParametersInvalid", "/one: the claim asks for nonsense")
             .await?;
+        assert_eq!(kind(event), "Pod");
         // Nothing but what may have mended it leads to another question.
         let before = stage.driver.calls().len();
         stage.fence().await?;
@@ -113,7 +133,10 @@ fn wrong_parameters_are_told_to_whoever_can_mend_them_and_mending_helps_at_once(
         stage.driver.behave();
         stage.driver.announce(CapacityCause::Parameters);
         stage.until_claim("one", "allocated", is_allocated).await?;
+        // The context has the pod's name: these are all that name either.
         assert_eq!(stage.events("pod").await?.len(), 2);
+        assert_eq!(stage.events("one").await?.len(), 1);
+        assert_eq!(stage.events(&stage.name).await?.len(), 1);
         controller.end().await
     })
 }

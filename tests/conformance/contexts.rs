@@ -1,10 +1,11 @@
 //! What the controller makes of a PodSchedulingContext. The test is the scheduler.
 
+use drayman::api::resource::PodSchedulingContext;
 use drayman::driver::DriverError;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::json;
 
-use crate::call::{What, count};
+use crate::call::{Call, What, count};
 use crate::objects::From;
 use crate::script::Act;
 use crate::stage::{Stage, is_allocated, names, on_stage, verdicts};
@@ -133,15 +134,38 @@ fn the_driver_judges_potential_and_selected_nodes_and_a_bad_selected_node_is_not
             "the selected node is judged though it is not potential"
         );
         let calls = stage.driver.calls();
-        let mut nodes = calls.iter().find_map(|call| match &call.what {
-            What::Judge { nodes, pod, .. } if pod == "one" => Some(nodes.clone()),
-            _ => None,
-        });
-        if let Some(nodes) = &mut nodes {
+        let asked_about = |calls: &[Call]| -> Vec<Vec<String>> {
+            let nodes = calls.iter().filter_map(|call| match &call.what {
+                What::Judge { nodes, pod, .. } if pod == "one" => Some(nodes.clone()),
+                _ => None,
+            });
+            nodes.collect()
+        };
+        let sorted = |nodes: &[String]| {
+            let mut nodes = nodes.to_vec();
             nodes.sort();
-        }
-        assert_eq!(nodes, Some(names(["bad", "fine", "good", "worse"]).to_vec()));
+            nodes
+        };
+        let asked = asked_about(&calls);
+        assert_eq!(asked.len(), 1);
+        assert_eq!(asked[0][0], "bad", "the selected node comes first");
+        assert_eq!(sorted(&asked[0]), ["bad", "fine", "good", "worse"]);
         assert_eq!(count(&calls, What::is_allocate), 0);
+        // The scheduler lists no longer what was found bad. It is asked about all the same, and stays in the answer.
+        stage
+            .reschedule(
+                "one",
+                json!({ "selectedNode": "", "potentialNodes": ["fine", "new"] }),
+            )
+            .await?;
+        let context = stage
+            .until_context("one", "judged anew", |context| {
+                verdicts(context)["device"].contains(&"new".to_owned())
+            })
+            .await?;
+        assert_eq!(sorted(&verdicts(&context)["device"]), ["bad", "new", "worse"]);
+        let asked = asked_about(&stage.driver.calls());
+        assert_eq!(sorted(&asked[1]), ["bad", "fine", "new", "worse"]);
         // Unsuitable for one of two claims is unsuitable for the pod.
         stage.driver.rule(|what| match what {
             What::Judge { .. } => Act::Unsuitable(vec![("three", vec!["good".to_owned()])]),
@@ -169,6 +193,54 @@ fn the_driver_judges_potential_and_selected_nodes_and_a_bad_selected_node_is_not
         );
         stage.fence().await?;
         assert_eq!(count(&stage.driver.calls(), What::is_allocate), 0);
+        controller.end().await
+    })
+}
+
+#[test]
+fn a_node_that_another_driver_refuses_is_not_allocated_on() -> anyhow::Result<()> {
+    on_stage("other-refuses", async |stage| {
+        let controller = stage.start().await?;
+        stage.claim("ours").await?;
+        stage
+            .make_class("refusing", json!({ "driverName": "somebody.example.com" }))
+            .await?;
+        stage
+            .claim_of("theirs", json!({ "resourceClassName": "refusing" }))
+            .await?;
+        let pod = stage
+            .pod(
+                "pod",
+                &[("ours", From::Claim("ours")), ("theirs", From::Claim("theirs"))],
+            )
+            .await?;
+        stage.context(&pod, "", &names(["good", "bad"])).await?;
+        let judged = |context: &PodSchedulingContext| verdicts(context).contains_key("ours");
+        let context = stage.until_context("pod", "judged", judged).await?;
+        let answer = async |context: &PodSchedulingContext, nodes: &[&str]| {
+            let mut context = context.clone();
+            context
+                .status
+                .resource_claims
+                .retain(|entry| entry.name != "theirs");
+            let entry = json!({ "name": "theirs", "unsuitableNodes": nodes });
+            context
+                .status
+                .resource_claims
+                .push(serde_json::from_value(entry)?);
+            stage
+                .contexts()
+                .replace_status("pod", &PostParams::default(), &context)
+                .await?;
+            anyhow::Ok(())
+        };
+        answer(&context, &["bad"]).await?;
+        stage.reschedule("pod", json!({ "selectedNode": "bad" })).await?;
+        stage.fence().await?;
+        assert_eq!(count(&stage.driver.calls(), What::is_allocate), 0);
+        // The other driver takes it back.
+        answer(&stage.contexts().get("pod").await?, &[]).await?;
+        stage.until_claim("ours", "allocated", is_allocated).await?;
         controller.end().await
     })
 }
@@ -337,7 +409,8 @@ fn a_pod_that_goes_while_it_waits_leaves_nothing_behind() -> anyhow::Result<()> 
                 context.is_none()
             })
             .await?;
-        // Whatever becomes possible now, it is no longer asked about.
+        // The controller has seen it, too. Whatever becomes possible now, it is no longer asked about.
+        stage.fence().await?;
         stage.driver.nodes([("good", 1)]);
         stage.driver.announce(drayman::driver::CapacityCause::Inventory);
         stage.fence().await?;

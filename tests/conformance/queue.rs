@@ -54,6 +54,12 @@ fn three_kinds_are_watched_pods_are_read_one_by_one_and_nothing_else_is_touched(
                 "watch resourceclasses",
             ]
         );
+        let watched = entries
+            .iter()
+            .filter(|entry| ["list", "watch"].contains(&entry.verb.as_str()));
+        for entry in watched {
+            assert_eq!(entry.namespace, "", "cluster-wide: {}", entry.uri);
+        }
         let reads = entries
             .iter()
             .filter(|entry| entry.resource == "pods" && entry.name == "pod")
@@ -65,27 +71,54 @@ fn three_kinds_are_watched_pods_are_read_one_by_one_and_nothing_else_is_touched(
 
 #[test]
 fn nothing_is_asked_before_all_three_kinds_are_listed() -> anyhow::Result<()> {
-    on_stage("barrier", async |stage| {
+    for resource in ["resourceclaims", "resourceclasses", "podschedulingcontexts"] {
+        on_stage(&format!("barrier-{resource}"), async |stage| {
+            stage.immediate("one").await?;
+            let rules = rules_without(resource, "list");
+            let controller = stage
+                .start_as("", &stage.driver, &rules, |builder| builder)
+                .await?;
+            // By the second refusal everything else has been listed long ago.
+            stage
+                .until_entries(&controller, "refuses the list twice", |entries| {
+                    let refused = |entry: &&Entry| entry.verb == "list" && entry.code == 403;
+                    entries.iter().filter(refused).count() >= 2
+                })
+                .await?;
+            assert_eq!(stage.driver.story(), Vec::<String>::new(), "{resource}");
+            assert_eq!(stage.driver.observed(), [], "{resource}");
+            stage.allow(&controller).await?;
+            stage.until_claim("one", "allocated", is_allocated).await?;
+            assert!(
+                !stage.driver.observed().is_empty(),
+                "it is told what there is before it is asked"
+            );
+            controller.end().await
+        })?;
+    }
+    Ok(())
+}
+
+#[test]
+fn nothing_is_asked_before_the_driver_is_ready() -> anyhow::Result<()> {
+    on_stage("not-ready", async |stage| {
+        stage.driver.start_unready();
         stage.immediate("one").await?;
-        let rules = rules_without("podschedulingcontexts", "list");
-        let controller = stage
-            .start_as("", &stage.driver, &rules, |builder| builder)
-            .await?;
-        // By the second refusal everything else has been listed long ago.
+        stage.claim("two").await?;
+        let pod = stage.pod("pod", &[("device", From::Claim("two"))]).await?;
+        stage.context(&pod, "node", &names(["node"])).await?;
+        let controller = stage.start().await?;
         stage
-            .until_entries(&controller, "refuses the list twice", |entries| {
-                let refused = |entry: &&Entry| entry.verb == "list" && entry.code == 403;
-                entries.iter().filter(refused).count() >= 2
-            })
+            .driver
+            .until("be told what there is", |_| !stage.driver.observed().is_empty())
             .await?;
+        // Nothing of ours keeps a claim: no finalizer was stored.
+        stage.delete_claim("one").await?;
+        stage.until_gone("one").await?;
         assert_eq!(stage.driver.story(), Vec::<String>::new());
-        assert_eq!(stage.driver.observed(), []);
-        stage.allow(&controller).await?;
-        stage.until_claim("one", "allocated", is_allocated).await?;
-        assert!(
-            !stage.driver.observed().is_empty(),
-            "it is told what there is before it is asked"
-        );
+        assert_eq!(stage.requests(&controller).await?, Vec::<String>::new());
+        stage.driver.get_ready();
+        stage.until_claim("two", "allocated", is_allocated).await?;
         controller.end().await
     })
 }
@@ -316,6 +349,56 @@ fn a_failure_is_tried_again_with_a_growing_delay_that_a_change_cuts_short() -> a
 }
 
 #[test]
+fn each_object_has_its_own_delay_and_loses_it_when_deleted() -> anyhow::Result<()> {
+    on_stage("own-delay", async |stage| {
+        stage.driver.rule(|what| {
+            if what.is_allocate() {
+                Act::Fail(broken())
+            } else {
+                Act::Go
+            }
+        });
+        let controller = stage.start().await?;
+        stage.immediate("one").await?;
+        stage
+            .driver
+            .until("allocate eight times", |calls| {
+                count(calls, What::is_allocate) >= 8
+            })
+            .await?;
+        // Its next attempt is 12.8 s away. Another object has a delay of its own, and is at its fourth attempt after 700 ms.
+        let attempts = |name: &'static str| {
+            move |calls: &[Call]| count(calls, |what| what.is_allocate() && what.is_about(name))
+        };
+        let beside = Instant::now();
+        stage.immediate("beside").await?;
+        let fourth = |calls: &[Call]| attempts("beside")(calls) >= 4;
+        stage.driver.until("allocate beside four times", fourth).await?;
+        assert!(
+            beside.elapsed() < Duration::from_secs(10),
+            "{:?}",
+            beside.elapsed()
+        );
+        stage.delete_claim("beside").await?;
+        stage.delete_claim("one").await?;
+        stage.until_gone("one").await?;
+        // It forgets the failures: a claim by the same name begins with the shortest delay.
+        let before = attempts("one")(&stage.driver.calls());
+        let again = Instant::now();
+        stage.immediate("one").await?;
+        let fourth = move |calls: &[Call]| attempts("one")(calls) >= before + 4;
+        stage
+            .driver
+            .until("allocate the new one four times", fourth)
+            .await?;
+        assert!(again.elapsed() < Duration::from_secs(10), "{:?}", again.elapsed());
+        stage.delete_claim("one").await?;
+        stage.until_gone("one").await?;
+        controller.end().await
+    })
+}
+
+#[test]
 fn an_error_is_told_once_as_a_warning_in_the_driver_s_name() -> anyhow::Result<()> {
     on_stage("told-once", async |stage| {
         stage.driver.rule(|what| {
@@ -340,13 +423,27 @@ fn an_error_is_told_once_as_a_warning_in_the_driver_s_name() -> anyhow::Result<(
         assert_eq!(event.reporting_component, Some(stage.driver_name()));
         assert_eq!(event.involved_object.kind.as_deref(), Some("Pod"));
         assert_eq!(event.involved_object.uid, pod.metadata.uid);
+        // Another text is told, once again.
+        stage.driver.rule(|what| {
+            if what.is_judge() {
+                Act::Fail(DriverError::retry("Broken", "the device box is on fire"))
+            } else {
+                Act::Go
+            }
+        });
+        stage.event("pod", "Broken", "on fire").await?;
+        let before = stage.driver.calls().len();
+        stage
+            .driver
+            .until("judge twice more", move |calls| calls.len() >= before + 2)
+            .await?;
         stage.driver.behave();
         stage
             .until_context("pod", "judged", |context| {
                 !context.status.resource_claims.is_empty()
             })
             .await?;
-        assert_eq!(stage.events("pod").await?.len(), 1);
+        assert_eq!(stage.events("pod").await?.len(), 2);
         controller.end().await
     })
 }
@@ -444,6 +541,56 @@ fn a_claim_recreated_under_its_name_is_another_claim() -> anyhow::Result<()> {
         }
         stage.fence().await?;
         assert_eq!(stage.driver.counts(), (2, 1));
+        controller.end().await
+    })
+}
+
+#[test]
+fn a_claim_that_is_given_back_gets_no_new_user() -> anyhow::Result<()> {
+    on_stage("no-new-user", async |stage| {
+        let controller = stage.start().await?;
+        for name in ["deleted", "released"] {
+            stage.claim(name).await?;
+            let user = stage
+                .pod(&format!("first-{name}"), &[("device", From::Claim(name))])
+                .await?;
+            stage.context(&user, "node", &names(["node"])).await?;
+            stage.until_claim(name, "allocated", is_allocated).await?;
+        }
+        stage
+            .driver
+            .rule(|what| if what.is_deallocate() { Act::Wait } else { Act::Go });
+        for name in ["deleted", "released"] {
+            stage.remove_pod(&format!("first-{name}")).await?;
+            stage.give_up(name).await?;
+            stage
+                .until_claim(name, "unused", |claim| claim.status.reserved_for.is_empty())
+                .await?;
+        }
+        stage.delete_claim("deleted").await?;
+        stage
+            .driver
+            .until("give back both", |calls| count(calls, What::is_deallocate) == 2)
+            .await?;
+        let before = stage.driver.story();
+        for name in ["deleted", "released"] {
+            let pod = stage.pod(name, &[("device", From::Claim(name))]).await?;
+            stage.context(&pod, "node", &names(["node"])).await?;
+        }
+        stage.fence().await?;
+        assert_eq!(stage.driver.story(), before, "no node is looked for either");
+        for name in ["deleted", "released"] {
+            let claim = stage.claims().get(name).await?;
+            assert_eq!(claim.status.reserved_for, [], "{name}");
+        }
+        stage.driver.open();
+        stage.until_gone("deleted").await?;
+        let versions = stage.versions("released").await?;
+        let gone = stage.versions("deleted").await?;
+        for claim in versions.iter().chain(&gone) {
+            let going = claim.status.deallocation_requested || claim.metadata.deletion_timestamp.is_some();
+            assert!(!going || claim.status.reserved_for.is_empty(), "{claim:?}");
+        }
         controller.end().await
     })
 }

@@ -52,6 +52,7 @@ struct Inner {
     state: Mutex<State>,
     changed: watch::Sender<()>,
     open: watch::Sender<bool>,
+    ready: watch::Sender<bool>,
     capacity: watch::Sender<CapacityCause>,
 }
 
@@ -82,6 +83,7 @@ impl Script {
             state: Mutex::default(),
             changed: watch::Sender::default(),
             open: watch::Sender::new(false),
+            ready: watch::Sender::new(true),
             capacity: watch::Sender::new(CapacityCause::Freed),
         }))
     }
@@ -119,6 +121,23 @@ impl Script {
     /// Makes later calls wait again.
     pub(crate) fn close(&self) {
         self.0.open.send_replace(false);
+    }
+
+    /// From now on it is not ready.
+    pub(crate) fn start_unready(&self) {
+        self.0.ready.send_replace(false);
+    }
+
+    /// It is ready.
+    pub(crate) fn get_ready(&self) {
+        self.0.ready.send_replace(true);
+    }
+
+    /// The nodes for which it still holds something, fences aside.
+    pub(crate) fn held(&self) -> Vec<String> {
+        let state = self.state();
+        let held = state.held.values().filter(|held| held.counts);
+        held.map(|held| held.node.clone()).collect()
     }
 
     /// Says that something has become possible.
@@ -332,6 +351,11 @@ impl Driver for Script {
         &self.0.name
     }
 
+    async fn ready(&self) {
+        let mut ready = self.0.ready.subscribe();
+        let _ = ready.wait_for(|ready| *ready).await;
+    }
+
     async fn class_parameters(&self, class: &ResourceClass) -> Result<(), DriverError> {
         self.begin(What::Class(Arc::new(class.clone()))).await.map(drop)
     }
@@ -431,6 +455,7 @@ impl Driver for Script {
 
     fn observe(&self, observation: &Observation) -> Vec<Finding> {
         self.state().observed.push(observation.clone());
+        self.0.changed.send_replace(());
         if let Observation::Gone { uid } = observation {
             self.free(uid);
         }

@@ -223,6 +223,67 @@ fn what_a_pod_waits_for_and_how_long_its_waking_takes_is_counted() {
 }
 
 #[test]
+fn own_writes_stand_until_the_watch_shows_them() {
+    let now = Moment::default();
+    let (mut world, commands) = world(vec![claim(&[])], vec![context("3", &json!({}))], now);
+    let [Command::ReadPod { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    let read = Answer::PodRead(Ok(Some(pod(&json!({ "resourceClaimName": "claim" })))));
+    let commands = answer(&mut world, *id, read, now);
+    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    let commands = answer(&mut world, *id, Answer::Judged(Ok(vec![Verdict::default()])), now);
+    let [Command::WriteContext { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    let answered = json!({ "resourceClaims": [{ "name": "device" }] });
+    let written = Answer::ContextWritten(Outcome::Done(context("5", &answered)));
+    assert_eq!(answer(&mut world, *id, written, now), []);
+    // The watch is behind: what it shows is older than the answer that was stored, which is not written again.
+    world.apply(Event::Context(context("4", &json!({}))), now);
+    assert_eq!(world.decide(now), []);
+
+    // The same for a claim: its finalizer is stored once.
+    let mut selected = (*context("6", &answered)).clone();
+    selected.spec.selected_node = "a".to_owned();
+    world.apply(Event::Context(Arc::new(selected)), now);
+    let mut commands = world.decide(now);
+    // It is asked about the node first if it likes to be sure.
+    if let [
+        Command::CallDriver {
+            id,
+            request: DriverRequest::UnsuitableNodes { .. },
+        },
+    ] = commands.as_slice()
+    {
+        commands = answer(&mut world, *id, Answer::Judged(Ok(vec![Verdict::default()])), now);
+    }
+    let [Command::WriteClaim { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    let mut secured = (*claim(&[&format!("{DRIVER}/deletion-protection")])).clone();
+    secured.metadata.resource_version = Some("8".to_owned());
+    let written = Answer::ClaimWritten(Outcome::Done(Arc::new(secured)));
+    let commands = answer(&mut world, *id, written, now);
+    let [
+        Command::Observe(_),
+        Command::CallDriver {
+            request: DriverRequest::Allocate { .. },
+            ..
+        },
+    ] = commands.as_slice()
+    else {
+        panic!("{commands:?}")
+    };
+    let mut older = (*claim(&[])).clone();
+    older.metadata.resource_version = Some("7".to_owned());
+    world.apply(Event::Claim(Arc::new(older)), now);
+    assert_eq!(world.decide(now), []);
+}
+
+#[test]
 fn a_context_that_is_not_about_us_is_never_looked_at_again() {
     let now = Moment::default();
     let (world, commands) = world(Vec::new(), vec![context("3", &json!({}))], now);
@@ -249,14 +310,17 @@ fn a_claim_whose_deletion_was_missed_is_gone_with_the_next_list() {
         matches!(commands.as_slice(), [Command::CallDriver { .. }]),
         "what was left half done is given back"
     );
+    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
     world.apply(Event::Claims(Vec::new()), now);
-    let commands = world.decide(now);
-    assert_eq!(
-        commands,
-        [Command::Observe(Observation::Gone {
-            uid: "claim".to_owned()
-        })]
-    );
+    let gone = Command::Observe(Observation::Gone {
+        uid: "claim".to_owned(),
+    });
+    assert_eq!(world.decide(now), [gone]);
+    // Nothing of it is left: neither the answer that is still to come nor time leads to anything.
+    assert_eq!(answer(&mut world, *id, Answer::Deallocated(Ok(())), now), []);
+    assert_eq!(world.next_deadline(), None);
 }
 
 #[test]
