@@ -26,6 +26,8 @@ use serde_json::{Value, json};
 
 #[path = "figures/mod.rs"]
 mod figures;
+#[path = "core/hostile.rs"]
+mod hostile;
 #[path = "core/selectors.rs"]
 mod selectors;
 
@@ -35,10 +37,11 @@ const DRIVER: &str = "drayman.dev";
 
 fn main() {
     // Memory first, so that nothing has been given back that could be used again.
-    let scenarios: [(&str, fn()); 6] = [
+    let scenarios: [(&str, fn()); 7] = [
         ("memory", memory),
         ("verdicts", verdicts),
         ("selectors", selectors::run),
+        ("hostile", hostile::run),
         ("fits", fits),
         ("events", events),
         ("burst", burst),

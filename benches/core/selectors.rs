@@ -118,6 +118,11 @@ fn client() -> kube::Client {
         ("deviceclassparameters", list(&[class])),
         ("deviceclaimparameters", list(&[claim])),
     ]);
+    server(lists)
+}
+
+/// A server that answers with these lists.
+pub(super) fn server(lists: BTreeMap<&'static str, Vec<u8>>) -> kube::Client {
     let lists = Arc::new(lists);
     let server = tower::service_fn(move |request: http::Request<Body>| {
         let lists = Arc::clone(&lists);
@@ -134,7 +139,7 @@ fn client() -> kube::Client {
     kube::Client::new(server, "default")
 }
 
-fn list(items: &[Value]) -> Vec<u8> {
+pub(super) fn list(items: &[Value]) -> Vec<u8> {
     let list = json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "List", "metadata": { "resourceVersion": "1" },
         "items": items });
     serde_json::to_vec(&list).unwrap()
@@ -149,13 +154,18 @@ fn inventory(node: usize) -> Value {
         } })
     };
     let devices: Vec<Value> = (0..DEVICES).map(device).collect();
+    inventory_of(&node_name(node), &devices)
+}
+
+/// The inventory of a ready node.
+pub(super) fn inventory_of(node: &str, devices: &[Value]) -> Value {
     json!({
         "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory",
-        "metadata": { "name": format!("{}.{DRIVER}", node_name(node)), "resourceVersion": "1" },
+        "metadata": { "name": format!("{node}.{DRIVER}"), "resourceVersion": "1" },
         "spec": {
-            "driverName": DRIVER, "nodeName": node_name(node), "nodeUid": format!("uid-{node:05}"), "devices": devices,
+            "driverName": DRIVER, "nodeName": node, "nodeUid": format!("uid-{node}"), "devices": devices,
         },
-        "status": { "devices": DEVICES, "unhealthy": 0, "conditions": [{ "type": "Ready", "status": "True",
+        "status": { "devices": devices.len(), "unhealthy": 0, "conditions": [{ "type": "Ready", "status": "True",
             "reason": "Serving", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z" }] },
     })
 }

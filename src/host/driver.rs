@@ -5,17 +5,20 @@ use std::time::Instant;
 
 use futures::{Stream, StreamExt as _};
 use kube::{Api, Client};
-use tokio::sync::{mpsc, watch as cell};
+use tokio::sync::{Mutex as AsyncMutex, mpsc, watch as cell};
+use tokio::task::{JoinError, spawn_blocking};
 use tokio_util::sync::CancellationToken;
 
 use crate::api::crd::{DeviceClaimParameters, DeviceClassParameters, NodeInventory};
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
-use crate::core::devices::allocate::Target;
+use crate::core::devices::allocate::{Allocated, Target, Verdicts, add_verdict, first_fit, granted, try_on};
 use crate::core::devices::books::Observed;
 use crate::core::devices::errors::{AllocateError, Problem};
+use crate::core::devices::facts::Matches;
 use crate::core::devices::inventory::Node;
-use crate::core::devices::judge::Wish;
+use crate::core::devices::judge::{Scene, Wish};
 use crate::core::devices::parameters::{ClassParameters, Demand, Selector};
+use crate::core::devices::work::{CALL_WORK_MAX, QUICK_WORK_MAX, Work};
 use crate::driver::{
     CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, DriverErrorKind, Finding,
     Observation, Verdict,
@@ -28,6 +31,10 @@ use crate::host::watch::{self, Guarded, events, follow};
 
 /// NodeInventory objects in one page of a list: a page stays below some 10 MiB even if the nodes have hundreds of devices.
 const INVENTORY_PAGE: u32 = 100;
+/// Nodes that are copied at once for a search: the lock is held for some milliseconds even if each has a thousand devices.
+const SCENES: usize = 64;
+/// Searches after each of which the devices that were found were taken by somebody else, at most.
+const TRIES: usize = 3;
 /// Parameter objects in one page of a list.
 const PARAMETERS_PAGE: u32 = 500;
 
@@ -52,6 +59,8 @@ struct Shared {
     synced: cell::Sender<Synced>,
     evaluator: Evaluator,
     turns: Turns,
+    /// Held by the one search that is under way on another thread. Who asks first has it first.
+    searches: Arc<AsyncMutex<()>>,
 }
 
 /// The two ends of what is reported once.
@@ -179,6 +188,7 @@ impl HostDriver {
                 synced,
                 evaluator,
                 turns: Turns::default(),
+                searches: Arc::default(),
             }),
         }
     }
@@ -311,6 +321,146 @@ impl Shared {
     }
 }
 
+/// Claims and what they want, for a search that outlives the call.
+#[derive(Debug)]
+struct Wishes(Vec<(Arc<ResourceClaim>, Arc<ResourceClass>, Demand)>);
+
+impl Wishes {
+    fn of(claims: &[ClaimRequest<HostDriver>]) -> Arc<Self> {
+        let one = |request: &ClaimRequest<HostDriver>| {
+            let (claim, class) = (Arc::clone(&request.claim), Arc::clone(&request.class));
+            (claim, class, request.claim_parameters.clone())
+        };
+        Arc::new(Self(claims.iter().map(one).collect()))
+    }
+
+    fn get(&self) -> Vec<Wish<'_>> {
+        self.0
+            .iter()
+            .map(|(claim, class, demand)| Wish {
+                claim,
+                demand,
+                suitable_nodes: class.suitable_nodes.as_ref(),
+            })
+            .collect()
+    }
+}
+
+/// What is too much work for the controller's thread. It is done on another one, on copies, one call after the other.
+impl HostDriver {
+    async fn search<T: Send + 'static>(&self, search: impl FnOnce() -> T + Send + 'static) -> T {
+        let turn = Arc::clone(&self.shared.searches).lock_owned().await;
+        let searched = spawn_blocking(move || {
+            // Kept by the search, which goes on if the call is given up.
+            let _turn = turn;
+            search()
+        });
+        match searched.await.map_err(JoinError::try_into_panic) {
+            Ok(found) => found,
+            Err(Ok(panic)) => std::panic::resume_unwind(panic),
+            // The runtime ends.
+            Err(Err(_)) => std::future::pending().await,
+        }
+    }
+
+    /// Copies what concerns the claims on some nodes.
+    fn scenes(&self, wishes: &Wishes, nodes: &[String]) -> (Vec<Scene>, Matches) {
+        let wishes = wishes.get();
+        let books = &self.shared.state().books;
+        let scenes = nodes.iter().map(|name| books.scene(&wishes, name)).collect();
+        (scenes, books.matches_of(&wishes))
+    }
+
+    async fn search_verdicts(
+        &self,
+        claims: &[ClaimRequest<Self>],
+        nodes: &[String],
+        verdicts: &mut Verdicts,
+    ) {
+        let wishes = Wishes::of(claims);
+        let mut work = Work::new(CALL_WORK_MAX);
+        for some in nodes.chunks(SCENES) {
+            let (scenes, matches) = self.scenes(&wishes, some);
+            let wishes = Arc::clone(&wishes);
+            let (judged, done) = self
+                .search(move || {
+                    let wishes = wishes.get();
+                    let judge = |scene| try_on(scene, &matches, &wishes, &mut work);
+                    let judged: Vec<_> = scenes.iter().map(judge).collect();
+                    (judged, work)
+                })
+                .await;
+            work = done;
+            for (name, judged) in some.iter().zip(&judged) {
+                add_verdict(verdicts, name, judged);
+            }
+        }
+    }
+
+    /// Allocates what was found on a copy if it is still to be had: that and to hold it are one step.
+    async fn search_allocation(&self, claims: &[ClaimRequest<Self>], target: Target<'_>) -> Allocated {
+        let owned = Wishes::of(claims);
+        let refuse = |errors| self.shared.state().books.refuse(&owned.get(), errors);
+        let route = self.shared.state().books.route(&owned.get(), target);
+        let route = match route {
+            Ok(route) => route,
+            Err(errors) => return refuse(errors),
+        };
+        let mut work = Work::new(CALL_WORK_MAX);
+        let nodes: Vec<String> = route.nodes().map(str::to_owned).collect();
+        for some in nodes.chunks(SCENES) {
+            let mut tries = 0;
+            loop {
+                let (scenes, matches) = self.scenes(&owned, some);
+                let wishes = Arc::clone(&owned);
+                let (found, done) = self
+                    .search(move || (first_fit(scenes, &matches, &wishes.get(), &mut work), work))
+                    .await;
+                work = done;
+                let Some((scene, judged)) = found else { break };
+                if judged.iter().any(Result::is_err) {
+                    match granted(&route, scene.name(), judged, &owned.get()) {
+                        Some(Err(errors)) => return refuse(errors),
+                        _ => break,
+                    }
+                }
+                let held = self.shared.state().books.hold_in(&owned.get(), &scene, judged);
+                tries += 1;
+                match held {
+                    Some(allocated) => return allocated,
+                    None if tries < TRIES => {}
+                    None => {
+                        let node = scene.name().to_owned();
+                        return refuse(vec![AllocateError::Changed { node }; claims.len()]);
+                    }
+                }
+            }
+            if work.is_spent() {
+                break;
+            }
+        }
+        let mut shortage = route.shortage(&owned.get());
+        let candidates: Vec<String> = route.candidates().map(str::to_owned).collect();
+        for some in candidates.chunks(SCENES) {
+            if work.is_spent() {
+                break;
+            }
+            let (scenes, matches) = self.scenes(&owned, some);
+            let (wishes, route) = (Arc::clone(&owned), route.clone());
+            (shortage, work) = self
+                .search(move || {
+                    let wishes = wishes.get();
+                    let count = |scene| route.count(scene, &matches, &wishes, &mut shortage, &mut work);
+                    let _counted = scenes.iter().all(count);
+                    (shortage, work)
+                })
+                .await;
+        }
+        let errors = route.exhausted(&owned.get(), shortage, &work);
+        refuse(errors)
+    }
+}
+
 impl Driver for HostDriver {
     type ClassParameters = ClassParameters;
     type ClaimParameters = Demand;
@@ -353,7 +503,12 @@ impl Driver for HostDriver {
         nodes: &[String],
     ) -> Result<Vec<Verdict>, DriverError> {
         let wishes: Vec<Wish<'_>> = claims.iter().map(wish).collect();
-        let verdicts = self.shared.state().books.unsuitable_nodes(&wishes, nodes);
+        let mut quick = Work::new(QUICK_WORK_MAX);
+        let (mut verdicts, done) = self.shared.state().books.verdicts(&wishes, nodes, &mut quick);
+        let left = nodes.get(done..).unwrap_or_default();
+        if !left.is_empty() {
+            self.search_verdicts(claims, left, &mut verdicts).await;
+        }
         Ok(verdicts
             .into_iter()
             .map(|unsuitable_nodes| Verdict { unsuitable_nodes })
@@ -367,7 +522,16 @@ impl Driver for HostDriver {
     ) -> Result<Vec<Result<AllocationResult, DriverError>>, DriverError> {
         let wishes: Vec<Wish<'_>> = claims.iter().map(wish).collect();
         let target = node.map_or(Target::Anywhere, Target::Node);
-        let allocated = self.shared.state().books.allocate(&wishes, target);
+        let mut quick = Work::new(QUICK_WORK_MAX);
+        let allocated = self
+            .shared
+            .state()
+            .books
+            .allocate_within(&wishes, target, &mut quick);
+        let allocated = match allocated {
+            Some(allocated) => allocated,
+            None => self.search_allocation(claims, target).await,
+        };
         self.shared.changes.report(CapacityCause::Freed, allocated.freed);
         Ok(allocated
             .answers

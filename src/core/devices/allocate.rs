@@ -4,11 +4,14 @@ use std::collections::BTreeMap;
 
 use crate::api::resource::AllocationResult;
 use crate::core::devices::allocation::{self, claim_name};
+use crate::core::devices::anywhere::Route;
 use crate::core::devices::books::Books;
 use crate::core::devices::errors::AllocateError;
+use crate::core::devices::facts::Matches;
 use crate::core::devices::holdings::{Grant, Holder, State};
-use crate::core::devices::judge::{Wish, judge};
+use crate::core::devices::judge::{Judged, Scene, Wish};
 use crate::core::devices::unsuitable::Unsuitable;
+use crate::core::devices::work::{CALL_WORK_MAX, NODE_WORK_MAX, Work};
 
 /// Where claims shall be allocated.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +21,9 @@ pub enum Target<'a> {
     /// Anywhere that the class allows: on the node with the most free devices of the wanted kinds, then the lowest name.
     Anywhere,
 }
+
+/// For each claim, the nodes on which it cannot be allocated together with those before it, and why.
+pub type Verdicts = Vec<BTreeMap<String, String>>;
 
 /// The answer to [`Books::allocate`].
 #[derive(Clone, Debug, PartialEq)]
@@ -30,39 +36,94 @@ pub struct Allocated {
 
 impl Books {
     /// The reason for each node on which a claim cannot be allocated together with those before it.
-    pub fn unsuitable_nodes(&self, wishes: &[Wish<'_>], nodes: &[String]) -> Vec<BTreeMap<String, String>> {
-        let mut verdicts = vec![BTreeMap::new(); wishes.len()];
-        for node in nodes {
-            let judged = judge(&self.inventory, &self.holdings, &self.matches, node, wishes);
-            for (verdict, judged) in verdicts.iter_mut().zip(judged) {
-                if let Err(reason) = judged {
-                    verdict.insert(node.clone(), reason.to_string());
-                }
-            }
+    pub fn unsuitable_nodes(&self, wishes: &[Wish<'_>], nodes: &[String]) -> Verdicts {
+        let matches = self.matches_of(wishes);
+        let (mut verdicts, mut work) = (vec![BTreeMap::new(); wishes.len()], Work::new(CALL_WORK_MAX));
+        for name in nodes {
+            let judged = try_on(&self.scene(wishes, name), &matches, wishes, &mut work);
+            add_verdict(&mut verdicts, name, &judged);
         }
         verdicts
+    }
+
+    /// The same for the first of these nodes, up to the one for which the work is too much. Answers also with their number.
+    pub fn verdicts(&self, wishes: &[Wish<'_>], nodes: &[String], work: &mut Work) -> (Verdicts, usize) {
+        let matches = self.matches_of(wishes);
+        let mut verdicts = vec![BTreeMap::new(); wishes.len()];
+        for (number, name) in nodes.iter().enumerate() {
+            let judged = try_on(&self.scene(wishes, name), &matches, wishes, work);
+            if work.is_spent() {
+                return (verdicts, number);
+            }
+            add_verdict(&mut verdicts, name, &judged);
+        }
+        (verdicts, nodes.len())
     }
 
     /// Allocates claims together and holds what they get. A claim that holds something on that node already gets the same,
     /// as long as it is still to be had; what it was granted elsewhere and is not recorded is given back.
     pub fn allocate(&mut self, wishes: &[Wish<'_>], target: Target<'_>) -> Allocated {
-        let granted = match target {
-            Target::Node(node) => self.on_node(wishes, node),
-            Target::Anywhere => self.anywhere(wishes),
-        };
-        let mut freed = 0;
-        let granted: Vec<Result<Grant, AllocateError>> = match granted {
-            Ok(grants) => grants.into_iter().map(Ok).collect(),
-            Err(errors) => {
-                freed += wishes
-                    .iter()
-                    .map(|wish| self.deallocate(wish.claim))
-                    .sum::<usize>();
-                errors.into_iter().map(Err).collect()
+        match self.decide(wishes, target, &mut Work::new(CALL_WORK_MAX)) {
+            Ok(grants) => self.hold(wishes, grants),
+            Err(errors) => self.refuse(wishes, errors),
+        }
+    }
+
+    /// The same, or nothing if it is more than the given work.
+    pub fn allocate_within(
+        &mut self,
+        wishes: &[Wish<'_>],
+        target: Target<'_>,
+        work: &mut Work,
+    ) -> Option<Allocated> {
+        match self.decide(wishes, target, work) {
+            Ok(grants) => Some(self.hold(wishes, grants)),
+            Err(_) if work.is_spent() => None,
+            Err(errors) => Some(self.refuse(wishes, errors)),
+        }
+    }
+
+    /// Holds what was found in a scene, or nothing if it is not to be had any more.
+    pub fn hold_in(&mut self, wishes: &[Wish<'_>], scene: &Scene, judged: Judged) -> Option<Allocated> {
+        if !self.still_grants(wishes, scene, &judged) {
+            return None;
+        }
+        let grants = judged.into_iter().flatten().collect();
+        Some(self.hold(wishes, grants))
+    }
+
+    fn decide(
+        &self,
+        wishes: &[Wish<'_>],
+        target: Target<'_>,
+        work: &mut Work,
+    ) -> Result<Vec<Grant>, Vec<AllocateError>> {
+        let route = self.route(wishes, target)?;
+        let matches = self.matches_of(wishes);
+        for name in route.nodes() {
+            match granted(
+                &route,
+                name,
+                try_on(&self.scene(wishes, name), &matches, wishes, work),
+                wishes,
+            ) {
+                Some(decided) => return decided,
+                None if work.is_spent() => break,
+                None => {}
             }
-        };
-        let hold = |(wish, granted): (&Wish<'_>, Result<Grant, AllocateError>)| {
-            let grant = granted?;
+        }
+        let mut shortage = route.shortage(wishes);
+        for name in route.candidates() {
+            if !route.count(&self.scene(wishes, name), &matches, wishes, &mut shortage, work) {
+                break;
+            }
+        }
+        Err(route.exhausted(wishes, shortage, work))
+    }
+
+    fn hold(&mut self, wishes: &[Wish<'_>], grants: Vec<Grant>) -> Allocated {
+        let mut freed = 0;
+        let hold = |(wish, grant): (&Wish<'_>, Grant)| {
             let answer = allocation::write(&self.driver, wish.uid(), &grant)?;
             if !matches!(
                 self.holdings.get(wish.uid()),
@@ -76,29 +137,79 @@ impl Books {
             }
             Ok(answer)
         };
-        let answers = wishes.iter().zip(granted).map(hold).collect();
+        let answers = wishes.iter().zip(grants).map(hold).collect();
         Allocated { answers, freed }
     }
 
-    pub(super) fn on_node(&self, wishes: &[Wish<'_>], node: &str) -> Result<Vec<Grant>, Vec<AllocateError>> {
-        let judged = judge(&self.inventory, &self.holdings, &self.matches, node, wishes);
-        let misfit = wishes.iter().zip(&judged).find(|(_, judged)| judged.is_err());
-        let Some((misfit, _)) = misfit else {
-            return Ok(judged.into_iter().flatten().collect());
-        };
-        let (node, claim) = (node.to_owned(), claim_name(misfit.claim));
-        let error = |judged: Result<Grant, Unsuitable>| match judged {
-            Ok(_) => AllocateError::Together {
-                node: node.clone(),
-                claim: claim.clone(),
-            },
-            Err(why) => AllocateError::Unsuitable {
-                node: node.clone(),
-                why,
-            },
-        };
-        Err(judged.into_iter().map(error).collect())
+    /// Allocates nothing, and gives back what is not recorded.
+    pub fn refuse(&mut self, wishes: &[Wish<'_>], errors: Vec<AllocateError>) -> Allocated {
+        let freed = wishes.iter().map(|wish| self.deallocate(wish.claim)).sum();
+        Allocated {
+            answers: errors.into_iter().map(Err).collect(),
+            freed,
+        }
     }
+}
+
+/// Judges claims in a scene with no more than what one node may take of the work.
+pub fn try_on(scene: &Scene, matches: &Matches, wishes: &[Wish<'_>], work: &mut Work) -> Judged {
+    work.part(NODE_WORK_MAX, |part| scene.judge(matches, wishes, part))
+}
+
+/// Adds what was judged of a node.
+pub fn add_verdict(verdicts: &mut Verdicts, node: &str, judged: &Judged) {
+    for (verdict, judged) in verdicts.iter_mut().zip(judged) {
+        if let Err(reason) = judged {
+            verdict.insert(node.to_owned(), reason.to_string());
+        }
+    }
+}
+
+/// The first scene in which all claims get what they want, or else the last one.
+pub fn first_fit(
+    scenes: Vec<Scene>,
+    matches: &Matches,
+    wishes: &[Wish<'_>],
+    work: &mut Work,
+) -> Option<(Scene, Judged)> {
+    let mut last = None;
+    for scene in scenes {
+        let judged = try_on(&scene, matches, wishes, work);
+        let is_fit = judged.iter().all(Result::is_ok);
+        last = Some((scene, judged));
+        if is_fit {
+            break;
+        }
+    }
+    last
+}
+
+/// What is decided by what was judged of a node; `None` if another node may be tried.
+pub fn granted(
+    route: &Route,
+    node: &str,
+    judged: Judged,
+    wishes: &[Wish<'_>],
+) -> Option<Result<Vec<Grant>, Vec<AllocateError>>> {
+    let misfit = wishes.iter().zip(&judged).find(|(_, judged)| judged.is_err());
+    let Some((misfit, _)) = misfit else {
+        return Some(Ok(judged.into_iter().flatten().collect()));
+    };
+    if !route.is_fixed() {
+        return None;
+    }
+    let claim = claim_name(misfit.claim);
+    let error = |judged: Result<Grant, Unsuitable>| match judged {
+        Ok(_) => AllocateError::Together {
+            node: node.to_owned(),
+            claim: claim.clone(),
+        },
+        Err(why) => AllocateError::Unsuitable {
+            node: node.to_owned(),
+            why,
+        },
+    };
+    Some(Err(judged.into_iter().map(error).collect()))
 }
 
 #[cfg(test)]

@@ -4,16 +4,99 @@
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
+use crate::core::devices::allocate::Target;
 use crate::core::devices::allocation::suits;
 use crate::core::devices::books::Books;
 use crate::core::devices::errors::AllocateError;
-use crate::core::devices::holdings::{Grant, State};
-use crate::core::devices::judge::{Wish, census};
-use crate::core::devices::unsuitable::Shortage;
+use crate::core::devices::facts::Matches;
+use crate::core::devices::holdings::State;
+use crate::core::devices::judge::{Scene, Wish};
+use crate::core::devices::unsuitable::{Shortage, Unsuitable};
+use crate::core::devices::work::Work;
+
+/// The nodes on which claims are tried, in order.
+#[derive(Clone, Debug)]
+pub struct Route {
+    nodes: Vec<Box<str>>,
+    /// The nodes whose devices count if nothing is found; `None` if there is no choice.
+    candidates: Option<Vec<Box<str>>>,
+}
+
+impl Route {
+    fn fixed(node: &str) -> Self {
+        Self {
+            nodes: vec![node.into()],
+            candidates: None,
+        }
+    }
+
+    /// The nodes.
+    pub fn nodes(&self) -> impl Iterator<Item = &str> {
+        self.nodes.iter().map(|name| &**name)
+    }
+
+    /// Whether there is one node only, so that what is wrong there is the answer.
+    pub fn is_fixed(&self) -> bool {
+        self.candidates.is_none()
+    }
+
+    /// The nodes whose devices count if nothing is found.
+    pub fn candidates(&self) -> impl Iterator<Item = &str> {
+        self.candidates.iter().flatten().map(|name| &**name)
+    }
+
+    /// The shortage before any node is counted.
+    pub fn shortage(&self, wishes: &[Wish<'_>]) -> Shortage {
+        Shortage {
+            kind: wishes.first().map_or("", |wish| wish.demand.kind()).to_owned(),
+            wanted: wishes.first().map_or(0, |wish| wish.demand.total()),
+            wanted_besides: wishes.iter().skip(1).map(|wish| wish.demand.total()).sum(),
+            ..Shortage::default()
+        }
+    }
+
+    /// Counts the devices of a candidate, unless that is too much work.
+    pub fn count(
+        &self,
+        scene: &Scene,
+        matches: &Matches,
+        wishes: &[Wish<'_>],
+        shortage: &mut Shortage,
+        work: &mut Work,
+    ) -> bool {
+        let Some(first) = wishes.first() else {
+            return false;
+        };
+        let census = scene.census(matches, first.demand, work);
+        census.map(|census| shortage.add(&census)).is_ok()
+    }
+
+    /// Why nothing was found on any of the nodes.
+    pub fn exhausted(&self, wishes: &[Wish<'_>], shortage: Shortage, work: &Work) -> Vec<AllocateError> {
+        let nodes = self.candidates.as_ref().map_or(0, Vec::len);
+        let error = if work.is_spent() {
+            AllocateError::Unsuitable {
+                node: self.nodes().next().unwrap_or_default().to_owned(),
+                why: Unsuitable::TooMuchWork,
+            }
+        } else if nodes == 0 {
+            AllocateError::Nowhere { kind: shortage.kind }
+        } else {
+            AllocateError::Exhausted {
+                nodes,
+                shortage: Box::new(shortage),
+            }
+        };
+        vec![error; wishes.len()]
+    }
+}
 
 impl Books {
-    /// What the claims get, on the first node that can have them.
-    pub(super) fn anywhere(&self, wishes: &[Wish<'_>]) -> Result<Vec<Grant>, Vec<AllocateError>> {
+    /// The nodes on which claims are tried.
+    pub fn route(&self, wishes: &[Wish<'_>], target: Target<'_>) -> Result<Route, Vec<AllocateError>> {
+        if let Target::Node(node) = target {
+            return Ok(Route::fixed(node));
+        }
         let for_all = |error: AllocateError| Err(vec![error; wishes.len()]);
         // What a claim has already decides, first what is recorded, then what was granted.
         let holders = wishes.iter().filter_map(|wish| self.holdings.get(wish.uid()));
@@ -27,22 +110,15 @@ impl Books {
         }
         let held = states.iter().find(|state| matches!(state, State::Held(_)));
         if let Some(grant) = recorded.and_then(|state| state.grant()) {
-            return self.on_node(wishes, &grant.node_name);
+            return Ok(Route::fixed(&grant.node_name));
         }
-        if let Some(granted) = held.and_then(|state| self.on_node(wishes, &state.grant()?.node_name).ok()) {
-            return Ok(granted);
-        }
+        let held = held.and_then(|state| state.grant());
 
         let kinds: BTreeSet<&str> = wishes.iter().map(|wish| wish.demand.kind()).collect();
-        let Some(first) = wishes.first() else {
-            return Ok(Vec::new());
-        };
         let mut candidates = BTreeSet::new();
-        let mut shortage = Shortage {
-            kind: first.demand.kind().into(),
-            ..Shortage::default()
-        };
-        for name in self.inventory.nodes_with(first.demand.kind()) {
+        // A node without the kind of the first claim cannot have all of them.
+        let first = wishes.iter().take(1).map(|wish| wish.demand.kind());
+        for name in first.flat_map(|kind| self.inventory.nodes_with(kind)) {
             let mut allowed = true;
             for wish in wishes {
                 let Some(suits) = wish
@@ -60,8 +136,6 @@ impl Books {
             let Some(node) = self.inventory.node(name).filter(|node| node.unready().is_none()) else {
                 continue;
             };
-            let census = census(&self.holdings, &self.matches, node, first.demand);
-            shortage.add(&census);
             let free = self
                 .available(node)
                 .filter(|device| kinds.contains(&*device.kind))
@@ -69,20 +143,13 @@ impl Books {
             candidates.insert((Reverse(free), name));
         }
         let fitting = candidates.iter().filter(|(Reverse(free), _)| *free > 0);
-        let granted = fitting
-            .map(|(_, name)| self.on_node(wishes, name))
-            .find(Result::is_ok);
-        if let Some(Ok(granted)) = granted {
-            return Ok(granted);
-        }
-        if candidates.is_empty() {
-            return for_all(AllocateError::Nowhere { kind: shortage.kind });
-        }
-        shortage.wanted = first.demand.total();
-        shortage.wanted_besides = wishes.iter().skip(1).map(|wish| wish.demand.total()).sum();
-        for_all(AllocateError::Exhausted {
-            nodes: candidates.len(),
-            shortage: Box::new(shortage),
+        let first = held.map(|grant| grant.node_name.clone());
+        Ok(Route {
+            nodes: first
+                .into_iter()
+                .chain(fitting.map(|(_, name)| Box::from(*name)))
+                .collect(),
+            candidates: Some(candidates.iter().map(|(_, name)| Box::from(*name)).collect()),
         })
     }
 }
@@ -93,6 +160,7 @@ mod tests {
     use crate::core::devices::allocate::Target;
     use crate::core::devices::allocation;
     use crate::core::devices::fixture::{DRIVER, claim, demand, node};
+    use crate::core::devices::holdings::Grant;
 
     /// Node `a` has three devices of kind test, `b` has four.
     fn books() -> Books {

@@ -80,7 +80,7 @@ impl Books {
         let nodes = self.inventory.nodes_with(kind);
         let nodes = nodes.filter_map(|name| self.inventory.node(name));
         let devices = nodes
-            .flat_map(Node::devices)
+            .flat_map(|node| node.devices())
             .filter(|device| *device.kind == *kind);
         let facts = devices.map(|device| &device.attributes);
         let unjudged: BTreeSet<&Facts> = facts

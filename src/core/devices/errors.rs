@@ -109,6 +109,12 @@ pub enum AllocateError {
         "the claim has an allocation that this release cannot read: upgrade the controller or delete the claim"
     )]
     HoldingUnreadable,
+    /// What was found was not to be had any more when it was.
+    #[error("the devices of node {node} have changed while they were searched; it is tried again")]
+    Changed {
+        /// The node.
+        node: String,
+    },
     /// The handle cannot be written.
     #[error(transparent)]
     Handle(#[from] HandleError),
@@ -120,7 +126,7 @@ impl AllocateError {
         match self {
             Self::Unsuitable { why, .. } => why.reason(),
             Self::Together { .. } => "OtherClaimDoesNotFit",
-            Self::Exhausted { .. } | Self::Nowhere { .. } => "ResourcesExhausted",
+            Self::Exhausted { .. } | Self::Nowhere { .. } | Self::Changed { .. } => "ResourcesExhausted",
             Self::SuitableNodesByLabel { .. } => "SuitableNodesUnsupported",
             Self::HoldingUnreadable => "HoldingUnreadable",
             Self::Handle(_) => "HandleInvalid",

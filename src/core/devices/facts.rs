@@ -96,7 +96,7 @@ pub enum Match {
 
 /// What selectors say, by expression and facts.
 #[derive(Clone, Debug, Default)]
-pub struct Matches(BTreeMap<Arc<str>, BTreeMap<Facts, Match>>);
+pub struct Matches(BTreeMap<Arc<str>, Arc<BTreeMap<Facts, Match>>>);
 
 impl Matches {
     /// What an expression says; `None` if it was not asked yet.
@@ -106,20 +106,32 @@ impl Matches {
 
     /// Takes note of what an expression says.
     pub fn put(&mut self, expression: &Arc<str>, said: impl IntoIterator<Item = (Facts, Match)>) {
-        self.0.entry(Arc::clone(expression)).or_default().extend(said);
+        let known = self.0.entry(Arc::clone(expression)).or_default();
+        Arc::make_mut(known).extend(said);
+    }
+
+    /// What these expressions say, at the cost of a reference each.
+    #[must_use]
+    pub fn some<'a>(&self, expressions: impl Iterator<Item = &'a Arc<str>>) -> Self {
+        let known = expressions.filter_map(|expression| self.0.get_key_value(expression));
+        Self(
+            known
+                .map(|(expression, said)| (Arc::clone(expression), Arc::clone(said)))
+                .collect(),
+        )
     }
 
     /// Forgets what no other expression and no other device needs.
     pub fn retain(&mut self, expressions: &BTreeSet<Arc<str>>, facts: &BTreeSet<&Facts>) {
         self.0.retain(|expression, said| {
-            said.retain(|known, _| facts.contains(known));
+            Arc::make_mut(said).retain(|known, _| facts.contains(known));
             expressions.contains(expression)
         });
     }
 
     /// How many judgements are kept.
     pub fn len(&self) -> usize {
-        self.0.values().map(BTreeMap::len).sum()
+        self.0.values().map(|said| said.len()).sum()
     }
 
     /// Whether none is kept.

@@ -9,16 +9,14 @@
 
 use std::collections::VecDeque;
 
-/// Candidates looked at in one search, at most: enough for 64 devices out of 1024 by 15 requests that all get in each
-/// other's way, and a few milliseconds of work.
-pub const WORK_MAX: usize = 1_000_000;
+use crate::core::devices::work::Work;
 
 /// Why a request was not answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unfit {
     /// There is no answer.
     Impossible,
-    /// [`WORK_MAX`] was reached before an answer was found.
+    /// The limit of the [`Work`] was reached before an answer was found.
     TooMuchWork,
 }
 
@@ -27,7 +25,6 @@ pub enum Unfit {
 pub struct Fit {
     requests: Vec<Wanted>,
     devices: Vec<Place>,
-    work: usize,
 }
 
 #[derive(Clone, Debug)]
@@ -56,26 +53,24 @@ impl Fit {
         Self {
             requests: Vec::new(),
             devices: room.into_iter().map(place).collect(),
-            work: 0,
         }
     }
 
-    /// How much was done so far, in candidates looked at.
-    pub fn work(&self) -> usize {
-        self.work
-    }
-
-    fn spend(&mut self, work: usize) -> Result<(), Unfit> {
-        self.work = self.work.saturating_add(work);
-        if self.work > WORK_MAX {
-            return Err(Unfit::TooMuchWork);
-        }
-        Ok(())
+    /// What a copy costs, in steps.
+    pub fn size(&self) -> usize {
+        let candidates: usize = self.requests.iter().map(|wanted| wanted.candidates.len()).sum();
+        self.devices.len() + candidates
     }
 
     /// Adds a request of a claim for `count` of `candidates`, the preferred ones first. Earlier requests may have to take
     /// other candidates of theirs. After an error the fit is good for nothing more; try on a clone.
-    pub fn add(&mut self, claim: usize, candidates: Vec<usize>, count: usize) -> Result<(), Unfit> {
+    pub fn add(
+        &mut self,
+        claim: usize,
+        candidates: Vec<usize>,
+        count: usize,
+        work: &mut Work,
+    ) -> Result<(), Unfit> {
         if candidates.len() < count {
             return Err(Unfit::Impossible);
         }
@@ -85,7 +80,7 @@ impl Fit {
             candidates,
             next: 0,
         });
-        (0..count).try_for_each(|_| self.add_one(request))
+        (0..count).try_for_each(|_| self.add_one(request, work))
     }
 
     /// The devices that answer each request, in the order in which the requests were added.
@@ -102,22 +97,22 @@ impl Fit {
     }
 
     /// Gives `root` one device more, along the shortest chain of requests that take another device.
-    fn add_one(&mut self, root: usize) -> Result<(), Unfit> {
+    fn add_one(&mut self, root: usize, work: &mut Work) -> Result<(), Unfit> {
         // For each request on the way: who wants which of its devices.
         let mut wanted_by: Vec<Option<(usize, usize)>> = vec![None; self.requests.len()];
         let mut queue = VecDeque::from([root]);
         while let Some(request) = queue.pop_front() {
-            if let Some(device) = self.candidate_with_room(request)? {
+            if let Some(device) = self.candidate_with_room(request, work)? {
                 self.pass_on(root, request, device, &wanted_by);
                 return Ok(());
             }
             let Some(wanted) = self.requests.get(request) else {
                 continue;
             };
-            let mut work = 0;
+            let mut steps = 0;
             for &device in &wanted.candidates {
                 let taken = self.devices.get(device).map_or(&[][..], |place| &place.taken);
-                work += 1 + taken.len();
+                steps += 1 + taken.len();
                 // The one that has it for the same claim is in the way, else all that have it.
                 let same = taken
                     .iter()
@@ -133,7 +128,7 @@ impl Fit {
                     }
                 }
             }
-            self.work += work;
+            work.spend(steps)?;
         }
         Err(Unfit::Impossible)
     }
@@ -142,7 +137,7 @@ impl Fit {
         self.requests.get(request).map(|wanted| wanted.claim)
     }
 
-    fn candidate_with_room(&mut self, request: usize) -> Result<Option<usize>, Unfit> {
+    fn candidate_with_room(&mut self, request: usize, work: &mut Work) -> Result<Option<usize>, Unfit> {
         let Some(wanted) = self.requests.get(request) else {
             return Ok(None);
         };
@@ -167,7 +162,7 @@ impl Fit {
         if let Some(wanted) = self.requests.get_mut(request) {
             wanted.next = next;
         }
-        self.spend(without + 1)?;
+        work.spend(without + 1)?;
         Ok(found)
     }
 
@@ -196,11 +191,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::core::devices::work::NODE_WORK_MAX;
+
+    fn work() -> Work {
+        Work::new(NODE_WORK_MAX)
+    }
 
     fn fit(devices: usize, requests: &[(&[usize], usize)]) -> Result<Vec<Vec<usize>>, Unfit> {
         let mut fit = Fit::new(vec![1; devices]);
         let mut add = |(claim, &(candidates, count)): (usize, &(&[usize], usize))| {
-            fit.add(claim, candidates.to_vec(), count)
+            fit.add(claim, candidates.to_vec(), count, &mut work())
         };
         requests.iter().enumerate().try_for_each(&mut add)?;
         Ok(fit.answers())
@@ -230,20 +230,24 @@ mod tests {
     #[test]
     fn a_shared_device_answers_several_claims_and_each_of_them_once() {
         let mut fit = Fit::new([2]);
-        fit.add(0, vec![0], 1).unwrap();
-        assert_eq!(fit.clone().add(0, vec![0], 1), Err(Unfit::Impossible));
-        fit.add(1, vec![0], 1).unwrap();
+        fit.add(0, vec![0], 1, &mut work()).unwrap();
+        assert_eq!(
+            fit.clone().add(0, vec![0], 1, &mut work()),
+            Err(Unfit::Impossible)
+        );
+        fit.add(1, vec![0], 1, &mut work()).unwrap();
         assert_eq!(fit.answers(), [[0], [0]]);
-        assert_eq!(fit.add(2, vec![0], 1), Err(Unfit::Impossible));
+        assert_eq!(fit.add(2, vec![0], 1, &mut work()), Err(Unfit::Impossible));
     }
 
     #[test]
     fn a_search_that_takes_too_long_gives_up() {
         let everything: Vec<usize> = (0..1024).collect();
         let mut fit = Fit::new(vec![1; 1024]);
-        let outcome = (0..1025).try_for_each(|claim| fit.add(claim, everything.clone(), 1));
+        let mut work = work();
+        let outcome = (0..1025).try_for_each(|claim| fit.add(claim, everything.clone(), 1, &mut work));
         assert_eq!(outcome, Err(Unfit::TooMuchWork));
-        assert!(fit.work < 2 * WORK_MAX);
+        assert!(work.done() < 2 * NODE_WORK_MAX);
     }
 
     type Asked = (usize, Vec<usize>, usize);
@@ -280,7 +284,9 @@ mod tests {
             let requests: Vec<Asked> =
                 requests.into_iter().map(|(claim, set, count)| (claim, set.into_iter().collect(), count)).collect();
             let mut fit = Fit::new(room.clone());
-            let outcome = requests.iter().try_for_each(|(claim, set, count)| fit.add(*claim, set.clone(), *count));
+            let mut work = work();
+            let outcome =
+                requests.iter().try_for_each(|(claim, set, count)| fit.add(*claim, set.clone(), *count, &mut work));
             match outcome {
                 Ok(()) => {
                     let answers = fit.answers();

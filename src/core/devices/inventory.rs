@@ -3,6 +3,7 @@
 //! An inventory says nothing of who holds a device; that is derived from the claims ([`super::holdings`]).
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use jiff::Timestamp;
 
@@ -144,14 +145,17 @@ pub struct Inventory {
     /// The name of each object, and the node that it describes.
     objects: BTreeMap<Box<str>, Box<str>>,
     /// The objects of each node, oldest first, never empty.
-    nodes: BTreeMap<Box<str>, Vec<(Box<str>, Node)>>,
+    nodes: BTreeMap<Box<str>, Entries>,
     /// The nodes that have at least one device of a kind, according to the object that counts.
     kinds: BTreeMap<Box<str>, BTreeSet<Box<str>>>,
 }
 
+/// Objects by name, each with what it says.
+type Entries = Vec<(Box<str>, Arc<Node>)>;
+
 impl Inventory {
     /// The node of this name.
-    pub fn node(&self, name: &str) -> Option<&Node> {
+    pub fn node(&self, name: &str) -> Option<&Arc<Node>> {
         self.nodes.get(name)?.first().map(|(_, node)| node)
     }
 
@@ -165,7 +169,7 @@ impl Inventory {
         self.nodes
             .values()
             .filter_map(|entries| entries.first())
-            .map(|(_, node)| node)
+            .map(|(_, node)| &**node)
     }
 
     /// The names of the objects, in order.
@@ -193,21 +197,21 @@ impl Inventory {
                 entries.retain(|(name, _)| **name != *object);
                 let key = (node.created, object);
                 let place = entries.partition_point(|(name, other)| (other.created, &**name) < key);
-                entries.insert(place, (object.into(), node));
+                entries.insert(place, (object.into(), Arc::new(node)));
             }));
         }
         replaced
     }
 
-    fn change(&mut self, name: &str, change: impl FnOnce(&mut Vec<(Box<str>, Node)>)) -> Option<Replaced> {
+    fn change(&mut self, name: &str, change: impl FnOnce(&mut Entries)) -> Option<Replaced> {
         let mut entries = self.nodes.remove(name).unwrap_or_default();
         let before = entries.first().map(|(_, node)| node.clone());
         change(&mut entries);
         let after = entries.first().map(|(_, node)| node);
         let different = before.as_ref() != after;
         if different {
-            let old_kinds = before.as_ref().map(Node::kinds).unwrap_or_default();
-            let new_kinds = after.map(Node::kinds).unwrap_or_default();
+            let old_kinds = before.as_deref().map(Node::kinds).unwrap_or_default();
+            let new_kinds = after.map(|node| node.kinds()).unwrap_or_default();
             for &kind in old_kinds.difference(&new_kinds) {
                 let nodes = self.kinds.get_mut(kind);
                 if nodes.is_some_and(|nodes| nodes.remove(name) && nodes.is_empty()) {
@@ -234,7 +238,7 @@ pub struct Replaced {
     /// The node.
     pub name: Box<str>,
     /// What it had.
-    pub before: Option<Node>,
+    pub before: Option<Arc<Node>>,
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@
 //! * [`inventory`]: what the nodes have.
 //! * [`holdings`]: which claim holds what, derived from the claims.
 //! * [`facts`], [`wanted`]: what is known about a device, what the selectors say of it, and of what they have not said anything yet.
-//! * [`fit`], [`search`], [`judge`]: which devices answer which requests, for all claims of a pod together.
+//! * [`fit`], [`search`], [`judge`]: which devices answer which requests, for all claims of a pod together; [`work`] is the bound.
 //! * [`books`], [`allocate`]: the two indexes behind one owner, and all that changes or asks them.
 
 pub mod allocate;
@@ -30,6 +30,7 @@ pub mod search;
 pub mod unsuitable;
 mod view;
 pub mod wanted;
+pub mod work;
 
 #[cfg(test)]
 pub(crate) mod fixture;

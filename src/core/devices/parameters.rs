@@ -186,6 +186,26 @@ impl Constraint {
         &self.requests
     }
 
+    /// Adds the constraint to others. Constraints on one attribute that share a request are one constraint on all of their requests.
+    fn join(mut self, others: &mut Vec<Self>) {
+        let shares = |other: &Self| {
+            other.attribute == self.attribute
+                && other
+                    .requests
+                    .iter()
+                    .any(|request| self.requests.contains(request))
+        };
+        let Some(place) = others.iter().position(shares) else {
+            others.push(self);
+            return;
+        };
+        let other = others.remove(place);
+        self.requests.extend(other.requests);
+        self.requests.sort_unstable();
+        self.requests.dedup();
+        self.join(others);
+    }
+
     fn check(
         object: &str,
         number: usize,
@@ -272,13 +292,10 @@ impl Demand {
         if number > CONSTRAINTS_MAX {
             return Err(ParametersError::Constraints { object, number });
         }
-        let check = |(index, constraint)| Constraint::check(&object, index + 1, constraint, &requests);
-        let constraints = spec
-            .constraints
-            .iter()
-            .enumerate()
-            .map(check)
-            .collect::<Result<_, _>>()?;
+        let mut constraints: Vec<Constraint> = Vec::with_capacity(number);
+        for (index, constraint) in spec.constraints.iter().enumerate() {
+            Constraint::check(&object, index + 1, constraint, &requests)?.join(&mut constraints);
+        }
         Ok(Self {
             kind: class.kind.clone(),
             requests,

@@ -1,10 +1,14 @@
 //! Which devices answer the requests of several claims so that all constraints hold: a search that finds an answer if there
-//! is one, unless that takes more than [`WORK_MAX`].
+//! is one, unless that takes more than the given [`Work`].
 //!
-//! A constraint is met by one group of devices with an equal attribute. The groups are tried one after the other, the
-//! preferred ones first; once they are chosen, what is left is a [`Fit`], which decides without a guess.
+//! A constraint is met by one group of devices with an equal attribute. First the constraints are made as few and as small as
+//! possible, and the requests are fitted without them: what fails then has no answer. Then the groups are tried one after the
+//! other, the preferred ones first; once they are chosen, what is left is a [`Fit`], which decides without a guess.
 
-use crate::core::devices::fit::{Fit, Unfit, WORK_MAX};
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::core::devices::fit::{Fit, Unfit};
+use crate::core::devices::work::Work;
 
 /// What one claim wants.
 #[derive(Clone, Debug, Default)]
@@ -26,28 +30,178 @@ pub struct Equal {
 
 /// The devices that answer each request of each claim, one claim after the other. `room` is the number of claims that there
 /// is room for on each device.
-pub fn search(room: &[usize], asks: &[Ask]) -> Result<Vec<Vec<usize>>, Unfit> {
-    let mut search = Search {
-        asks,
-        room: room.len(),
-        work: 0,
-    };
+pub fn search(room: &[usize], asks: &[Ask], work: &mut Work) -> Result<Vec<Vec<usize>>, Unfit> {
     let fit = Fit::new(room.iter().copied());
+    let constrained = asks.iter().any(|ask| !ask.constraints.is_empty());
+    let mut asks = asks
+        .iter()
+        .map(|ask| narrowed(ask, room.len(), work))
+        .collect::<Result<Vec<_>, _>>()?;
+    if constrained {
+        let mut relaxed = fit.clone();
+        for (claim, ask) in asks.iter().enumerate() {
+            for (candidates, count) in &ask.requests {
+                relaxed.add(claim, candidates.clone(), *count, work)?;
+            }
+        }
+        if asks.iter().all(|ask| ask.constraints.is_empty()) {
+            return Ok(relaxed.answers());
+        }
+        drop_equivalent_groups(room, &mut asks, work)?;
+    }
+    let mut search = Search { asks: &asks, work };
     search.claim(0, fit).map(|fit| fit.answers())
+}
+
+/// The ask without the groups that are too small, and without the constraints that are met by any candidates that are left: with one
+/// device, or with one group only. The candidates of these are in the order of the groups.
+fn narrowed(ask: &Ask, devices: usize, work: &mut Work) -> Result<Ask, Unfit> {
+    let mut requests = ask.requests.clone();
+    let mut constraints = Vec::new();
+    // The order by the first constraint counts most, so it is made last.
+    for constraint in ask.constraints.iter().rev() {
+        let named: Vec<&(Vec<usize>, usize)> = constraint
+            .requests
+            .iter()
+            .filter_map(|&place| requests.get(place))
+            .collect();
+        if named.is_empty() {
+            continue;
+        }
+        let wanted: usize = named.iter().map(|(_, count)| count).sum();
+        work.spend(devices + constraint.groups.len())?;
+        let mut group_of: Vec<Option<usize>> = vec![None; devices];
+        for (number, group) in constraint.groups.iter().enumerate() {
+            for &device in group {
+                if let Some(group_of) = group_of.get_mut(device) {
+                    *group_of = Some(number);
+                }
+            }
+        }
+        let mut enough: Vec<bool> = constraint
+            .groups
+            .iter()
+            .map(|group| wanted <= group.len())
+            .collect();
+        for (candidates, count) in named {
+            work.spend(candidates.len() + enough.len())?;
+            let mut fitting = vec![0; enough.len()];
+            for &device in candidates {
+                let group = group_of.get(device).copied().flatten();
+                if let Some(fitting) = group.and_then(|group| fitting.get_mut(group)) {
+                    *fitting += 1;
+                }
+            }
+            for (enough, fitting) in enough.iter_mut().zip(fitting) {
+                *enough &= fitting >= *count;
+            }
+        }
+        let groups: Vec<Vec<usize>> = constraint
+            .groups
+            .iter()
+            .zip(&enough)
+            .filter(|(_, enough)| **enough)
+            .map(|(group, _)| group.clone())
+            .collect();
+        if groups.is_empty() {
+            return Err(Unfit::Impossible);
+        }
+        let is_needed = wanted > 1 && groups.len() > 1;
+        let rank = |device: &usize| {
+            let group = group_of.get(*device).copied().flatten();
+            group.filter(|&group| enough.get(group) == Some(&true))
+        };
+        for &place in &constraint.requests {
+            if let Some((candidates, _)) = requests.get_mut(place) {
+                work.spend(candidates.len())?;
+                candidates.retain(|device| rank(device).is_some());
+                if !is_needed {
+                    candidates.sort_by_key(rank);
+                }
+            }
+        }
+        if is_needed {
+            let requests = constraint.requests.clone();
+            constraints.push(Equal { requests, groups });
+        }
+    }
+    constraints.reverse();
+    Ok(Ask {
+        requests,
+        constraints,
+    })
+}
+
+/// Keeps one group of those that differ in nothing: each device of the one has a counterpart in the other, with the same room, wanted by
+/// the same requests, and in the same groups of all other constraints. If the one leads to no answer, neither does the other.
+fn drop_equivalent_groups(room: &[usize], asks: &mut [Ask], work: &mut Work) -> Result<(), Unfit> {
+    // Of each device: its room, the requests that want it, and its groups, each as claim, place and group.
+    let mut wanted_by: Vec<Vec<(usize, usize)>> = vec![Vec::new(); room.len()];
+    let mut member_of: Vec<Vec<(usize, usize, usize)>> = vec![Vec::new(); room.len()];
+    for (claim, ask) in asks.iter().enumerate() {
+        for (place, (candidates, _)) in ask.requests.iter().enumerate() {
+            work.spend(candidates.len())?;
+            for &device in candidates {
+                wanted_by
+                    .get_mut(device)
+                    .into_iter()
+                    .for_each(|by| by.push((claim, place)));
+            }
+        }
+        for (place, constraint) in ask.constraints.iter().enumerate() {
+            for (number, group) in constraint.groups.iter().enumerate() {
+                work.spend(group.len())?;
+                for &device in group {
+                    member_of
+                        .get_mut(device)
+                        .into_iter()
+                        .for_each(|of| of.push((claim, place, number)));
+                }
+            }
+        }
+    }
+    // Devices that differ in nothing but the group of this constraint have one number.
+    for (claim, ask) in asks.iter_mut().enumerate() {
+        for (place, constraint) in ask.constraints.iter_mut().enumerate() {
+            let mut alike = BTreeMap::new();
+            let mut seen = BTreeSet::new();
+            let mut error = None;
+            constraint.groups.retain(|group| {
+                let mut marks = Vec::with_capacity(group.len());
+                for &device in group {
+                    let others: Vec<_> = member_of
+                        .get(device)
+                        .into_iter()
+                        .flatten()
+                        .filter(|of| (of.0, of.1) != (claim, place))
+                        .collect();
+                    let by = wanted_by.get(device);
+                    error = error.or_else(|| work.spend(1 + others.len() + by.map_or(0, Vec::len)).err());
+                    let next = alike.len();
+                    marks.push(*alike.entry((room.get(device), by, others)).or_insert(next));
+                }
+                marks.sort_unstable();
+                seen.insert(marks)
+            });
+            if let Some(error) = error {
+                return Err(error);
+            }
+        }
+    }
+    Ok(())
 }
 
 struct Search<'a> {
     asks: &'a [Ask],
-    /// How many devices there are.
-    room: usize,
-    work: usize,
+    work: &'a mut Work,
 }
 
 impl Search<'_> {
     fn claim(&mut self, claim: usize, fit: Fit) -> Result<Fit, Unfit> {
-        match self.asks.get(claim) {
+        let asks = self.asks;
+        match asks.get(claim) {
             None => Ok(fit),
-            Some(ask) => self.constraint(claim, 0, &ask.requests.clone(), fit),
+            Some(ask) => self.constraint(claim, 0, &ask.requests, fit),
         }
     }
 
@@ -60,30 +214,32 @@ impl Search<'_> {
         requests: &[(Vec<usize>, usize)],
         fit: Fit,
     ) -> Result<Fit, Unfit> {
-        let constraint = self.asks.get(claim).and_then(|ask| ask.constraints.get(number));
-        let Some(constraint) = constraint.cloned() else {
-            return self.fit(claim, requests, fit);
+        let asks = self.asks;
+        let constraint = asks.get(claim).and_then(|ask| ask.constraints.get(number));
+        let Some(constraint) = constraint else {
+            let fit = self.fit(claim, requests, fit)?;
+            return self.claim(claim + 1, fit);
         };
         for group in &constraint.groups {
+            // The copies that are made here and in the next step.
+            let copied: usize = requests.iter().map(|(candidates, _)| candidates.len()).sum();
+            self.work.spend(1 + copied + fit.size())?;
             let mut narrowed = requests.to_vec();
-            let mut wanted = 0;
             for &place in &constraint.requests {
-                if let Some((candidates, count)) = narrowed.get_mut(place) {
-                    self.work += candidates.len();
+                if let Some((candidates, _)) = narrowed.get_mut(place) {
                     candidates.retain(|device| group.binary_search(device).is_ok());
-                    wanted += *count;
                 }
             }
-            // The copies that the next step makes.
-            self.spend(1 + self.room)?;
-            let enough = wanted <= group.len()
-                && narrowed
-                    .iter()
-                    .all(|(candidates, count)| candidates.len() >= *count);
-            if !enough {
-                continue;
-            }
-            match self.constraint(claim, number + 1, &narrowed, fit.clone()) {
+            // Without the constraints that are left, so that what is impossible is left at once.
+            let decided = self.fit(claim, &narrowed, fit.clone()).and_then(|relaxed| {
+                let asked = asks.get(claim).map_or(0, |ask| ask.constraints.len());
+                if number + 1 == asked {
+                    self.claim(claim + 1, relaxed)
+                } else {
+                    self.constraint(claim, number + 1, &narrowed, fit.clone())
+                }
+            });
+            match decided {
                 Err(Unfit::Impossible) => {}
                 decided => return decided,
             }
@@ -92,32 +248,19 @@ impl Search<'_> {
     }
 
     fn fit(&mut self, claim: usize, requests: &[(Vec<usize>, usize)], mut fit: Fit) -> Result<Fit, Unfit> {
-        let before = fit.work();
-        let added = requests
-            .iter()
-            .try_for_each(|(candidates, count)| fit.add(claim, candidates.clone(), *count));
-        added?;
-        self.spend(fit.work() - before)?;
-        self.claim(claim + 1, fit)
-    }
-
-    /// Counts what was done on all ways together, and refuses to go on if that is too much.
-    fn spend(&mut self, work: usize) -> Result<(), Unfit> {
-        self.work = self.work.saturating_add(work);
-        if self.work > WORK_MAX {
-            return Err(Unfit::TooMuchWork);
+        for (candidates, count) in requests {
+            fit.add(claim, candidates.clone(), *count, self.work)?;
         }
-        Ok(())
+        Ok(fit)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use proptest::prelude::*;
 
     use super::*;
+    use crate::core::devices::work::NODE_WORK_MAX;
 
     /// Of each claim: its requests as candidates and counts, and its constraints as attribute and requests.
     type Claim = (Vec<(Vec<usize>, usize)>, Vec<(usize, Vec<usize>)>);
@@ -227,7 +370,7 @@ mod tests {
                 (requests, constraints.into_iter().filter(|(_, named)| !named.is_empty()).collect())
             }).collect();
             let asks: Vec<Ask> = claims.iter().map(|claim| ask(&values, claim)).collect();
-            match search(&room, &asks) {
+            match search(&room, &asks, &mut Work::new(NODE_WORK_MAX)) {
                 Ok(answers) => prop_assert!(holds(&room, &values, &claims, &answers), "{answers:?}"),
                 Err(error) => {
                     prop_assert_eq!(error, Unfit::Impossible);
@@ -237,20 +380,105 @@ mod tests {
         }
     }
 
+    fn equal(requests: &[usize], groups: &[&[usize]]) -> Equal {
+        Equal {
+            requests: requests.to_vec(),
+            groups: groups.iter().map(|group| group.to_vec()).collect(),
+        }
+    }
+
+    /// The outcome, and the steps that it took.
+    fn searched(room: &[usize], asks: &[Ask]) -> (Result<Vec<Vec<usize>>, Unfit>, usize) {
+        let mut work = Work::new(NODE_WORK_MAX);
+        let outcome = search(room, asks, &mut work);
+        (outcome, work.done())
+    }
+
     #[test]
-    fn a_search_with_too_many_ways_gives_up() {
-        // 64 devices in 64 ways of 32 pairs: every constraint can be met, all together cannot.
-        let groups: Vec<Vec<usize>> = (0..32).map(|pair| vec![2 * pair, 2 * pair + 1]).collect();
-        let equal = |place| Equal {
+    fn a_claim_that_wants_too_many_devices_is_refused_early() {
+        // Eight devices, each with an attribute of its own; seven requests for one device and one for two.
+        let groups: Vec<Vec<usize>> = (0..8).map(|device| vec![device]).collect();
+        let single = |place| Equal {
             requests: vec![place],
             groups: groups.clone(),
         };
-        let everything: Vec<usize> = (0..64).collect();
+        let mut requests = vec![((0..8).collect(), 1); 7];
+        requests.push(((0..8).collect(), 2));
         let ask = Ask {
-            requests: vec![(everything, 1); 9],
-            constraints: (0..8).map(equal).collect(),
+            requests,
+            constraints: (0..7).map(single).collect(),
         };
-        let asks = vec![ask; 8];
-        assert_eq!(search(&[1; 64], &asks), Err(Unfit::TooMuchWork));
+        let (outcome, steps) = searched(&[1; 8], &[ask]);
+        assert_eq!(outcome, Err(Unfit::Impossible));
+        assert!(steps < 5_000, "{steps} steps");
+    }
+
+    #[test]
+    fn a_constraint_over_one_device_needs_no_search() {
+        let pairs: Vec<Vec<usize>> = (0..32).map(|pair| vec![2 * pair, 2 * pair + 1]).collect();
+        let single = |place| Equal {
+            requests: vec![place],
+            groups: pairs.clone(),
+        };
+        let ask = Ask {
+            requests: vec![((0..64).collect(), 1); 8],
+            constraints: (0..8).map(single).collect(),
+        };
+        let (outcome, steps) = searched(&[1; 64], &vec![ask; 8]);
+        assert_eq!(outcome.map(|answers| answers.len()), Ok(64));
+        assert!(steps < 100_000, "{steps} steps");
+    }
+
+    #[test]
+    fn groups_that_differ_in_nothing_are_tried_once() {
+        // Each group fits the first request, and none leaves enough for the second, which wants another attribute too.
+        let groups: Vec<Vec<usize>> = (0..16)
+            .map(|group| (4 * group..4 * group + 4).collect())
+            .collect();
+        let mut asks = vec![Ask {
+            requests: vec![((0..64).collect(), 2)],
+            constraints: vec![Equal {
+                requests: vec![0],
+                groups,
+            }],
+        }];
+        drop_equivalent_groups(&[1; 64], &mut asks, &mut Work::new(NODE_WORK_MAX)).unwrap();
+        assert_eq!(asks[0].constraints[0].groups.len(), 1);
+        // The last device has room for two.
+        let mut room = [1; 64];
+        room[63] = 2;
+        let groups = (0..16)
+            .map(|group| (4 * group..4 * group + 4).collect())
+            .collect();
+        asks[0].constraints[0].groups = groups;
+        drop_equivalent_groups(&room, &mut asks, &mut Work::new(NODE_WORK_MAX)).unwrap();
+        assert_eq!(asks[0].constraints[0].groups.len(), 2);
+    }
+
+    #[test]
+    fn a_constraint_over_one_device_keeps_the_preferred_group() {
+        let ask = Ask {
+            requests: vec![(vec![0, 1, 2, 3], 1)],
+            constraints: vec![equal(&[0], &[&[2, 3], &[0, 1]])],
+        };
+        assert_eq!(searched(&[1; 4], &[ask]).0, Ok(vec![vec![2]]));
+    }
+
+    #[test]
+    fn a_search_with_too_many_ways_gives_up() {
+        // Ten groups of six devices, of which each of eleven claims wants four of one group.
+        let groups: Vec<Vec<usize>> = (0..10)
+            .map(|group| (6 * group..6 * group + 6).collect())
+            .collect();
+        let ask = Ask {
+            requests: vec![((0..60).collect(), 4)],
+            constraints: vec![Equal {
+                requests: vec![0],
+                groups,
+            }],
+        };
+        let (outcome, steps) = searched(&[1; 60], &vec![ask; 11]);
+        assert_eq!(outcome, Err(Unfit::TooMuchWork));
+        assert!(steps < 2 * NODE_WORK_MAX);
     }
 }

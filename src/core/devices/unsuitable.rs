@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::api::crd::CLAIM_DEVICES_MAX;
+use crate::core::devices::fit::Unfit;
+use crate::core::devices::work::{CALL_WORK_MAX, NODE_WORK_MAX};
 
 /// Why a claim cannot be allocated on a node.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -26,8 +28,17 @@ pub enum Unsuitable {
     #[error("{0}")]
     Short(Box<Shortage>),
     /// There may be enough devices, but the search for a division of them was given up.
-    #[error("the pod's requests are too many to be judged together; ask for fewer")]
+    #[error(
+        "the search for devices was given up: it takes more than {NODE_WORK_MAX} steps on one node, or {CALL_WORK_MAX} on all nodes \
+         together; ask for fewer requests, selectors and constraints in one claim, or for fewer claims in one pod"
+    )]
     TooMuchWork,
+}
+
+impl From<Unfit> for Unsuitable {
+    fn from(_: Unfit) -> Self {
+        Self::TooMuchWork
+    }
 }
 
 impl Unsuitable {

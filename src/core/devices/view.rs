@@ -5,11 +5,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::api::crd::{CLAIM_DEVICES_MAX, PlacementPolicy};
 use crate::core::devices::facts::{Attribute, Match, Matches};
+use crate::core::devices::fit::Unfit;
 use crate::core::devices::holdings::Grant;
 use crate::core::devices::inventory::{Device, Node};
 use crate::core::devices::parameters::{Amount, Constraint, Demand, Request, Selector};
 use crate::core::devices::search::{Ask, Equal, search};
 use crate::core::devices::unsuitable::{Misfit, Requirement, Shortage, Unsuitable};
+use crate::core::devices::work::Work;
 
 /// How a device stands towards the claims that are judged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,13 +53,17 @@ pub(super) struct View<'a> {
 impl<'a> View<'a> {
     /// What the search is asked. What the claim was granted before is preferred, then what nobody has, so that the same
     /// question gets the same answer.
-    pub(super) fn ask(&self, held: Option<&Grant>) -> Result<Ask, Unsuitable> {
+    pub(super) fn ask(&self, held: Option<&Grant>, work: &mut Work) -> Result<Ask, Unsuitable> {
         let mut ask = Ask::default();
         for request in self.demand.requests() {
+            self.look(request, work)?;
             let candidates = self.candidates(request, held);
             let count = match request.amount() {
                 Amount::Exactly(count) => count,
-                Amount::All => self.all(request, candidates.len())?,
+                Amount::All => {
+                    self.look(request, work)?;
+                    self.all(request, candidates.len())?
+                }
             };
             ask.requests.push((candidates, count));
         }
@@ -68,9 +74,17 @@ impl<'a> View<'a> {
                 ..self.shortage(None)
             })));
         }
-        let equal = |constraint| self.equal(constraint, &ask, held);
-        ask.constraints = self.demand.constraints().iter().map(equal).collect();
+        for constraint in self.demand.constraints() {
+            work.spend(constraint.requests().len() * self.node.devices().len())?;
+            let equal = self.equal(constraint, &ask, held);
+            ask.constraints.push(equal);
+        }
         Ok(ask)
+    }
+
+    /// Counts a look at each device by the selectors of a request.
+    fn look(&self, request: &Request, work: &mut Work) -> Result<(), Unfit> {
+        work.spend(self.node.devices().len() * (1 + request.selectors().len()))
     }
 
     /// How the devices of the kind stand, and how the selectors of a request judge those that could be given.
@@ -97,48 +111,51 @@ impl<'a> View<'a> {
     }
 
     /// Why the search found nothing, as far as this claim alone can tell.
-    pub(super) fn explain(&self, room: &[usize], ask: &Ask) -> Shortage {
-        let possible = |ask: Ask| search(room, &[ask]).is_ok();
+    pub(super) fn explain(&self, room: &[usize], ask: &Ask, work: &mut Work) -> Result<Shortage, Unfit> {
+        let possible = |ask: &Ask, work: &mut Work| match search(room, std::slice::from_ref(ask), work) {
+            Ok(_) => Ok(true),
+            Err(Unfit::Impossible) => Ok(false),
+            Err(Unfit::TooMuchWork) => Err(Unfit::TooMuchWork),
+        };
+        if let Some(request) = self.demand.requests().first() {
+            self.look(request, work)?;
+        }
         for (request, (candidates, count)) in self.demand.requests().iter().zip(&ask.requests) {
             if candidates.len() < *count {
-                return Shortage {
+                self.look(request, work)?;
+                return Ok(Shortage {
                     wanted: *count,
                     ..self.shortage(Some(request))
-                };
+                });
             }
         }
         let shortage = self.shortage(self.demand.requests().first());
-        let without = Ask {
+        let mut alone = Ask {
             constraints: Vec::new(),
             ..ask.clone()
         };
-        if !possible(without.clone()) || possible(ask.clone()) {
-            return shortage;
+        if ask.constraints.is_empty() || !possible(&alone, work)? || possible(ask, work)? {
+            return Ok(shortage);
         }
-        let alone = |(constraint, equal): &(&Constraint, &Equal)| {
-            let constraints = vec![(*equal).clone()];
-            let ask = Ask {
-                constraints,
-                ..without.clone()
-            };
-            let wanted = constraint
-                .requests()
-                .iter()
-                .filter_map(|&place| ask.requests.get(place));
-            let (attribute, wanted) = (
-                constraint.attribute().to_owned(),
-                wanted.map(|(_, count)| count).sum(),
-            );
-            (!possible(ask)).then_some(Requirement::Equal { attribute, wanted })
-        };
-        let mut constraints = self.demand.constraints().iter().zip(&ask.constraints);
-        let requirement = constraints
-            .find_map(|pair| alone(&pair))
-            .unwrap_or(Requirement::Together);
-        Shortage {
+        let mut requirement = Requirement::Together;
+        for (constraint, equal) in self.demand.constraints().iter().zip(&ask.constraints) {
+            alone.constraints = vec![equal.clone()];
+            if !possible(&alone, work)? {
+                let wanted = constraint
+                    .requests()
+                    .iter()
+                    .filter_map(|&place| ask.requests.get(place));
+                requirement = Requirement::Equal {
+                    attribute: constraint.attribute().to_owned(),
+                    wanted: wanted.map(|(_, count)| count).sum(),
+                };
+                break;
+            }
+        }
+        Ok(Shortage {
             requirement: Some(requirement),
             ..shortage
-        }
+        })
     }
 
     /// The devices of the kind.
@@ -208,12 +225,12 @@ impl<'a> View<'a> {
     /// The first selector that does not want the device.
     fn misfit(&self, request: &Request, device: &Device) -> Option<Misfit> {
         let judge = |selector: &Selector| {
-            let label = selector.label().to_string();
+            let label = || selector.label().to_string();
             match self.matches.get(selector.expression(), &device.attributes) {
                 Some(Match::Yes) => None,
-                Some(Match::No) => Some(Misfit::No(label)),
-                Some(Match::Failed(error)) => Some(Misfit::Failed(label, error.to_string())),
-                None => Some(Misfit::Unjudged(label)),
+                Some(Match::No) => Some(Misfit::No(label())),
+                Some(Match::Failed(error)) => Some(Misfit::Failed(label(), error.to_string())),
+                None => Some(Misfit::Unjudged(label())),
             }
         };
         request.selectors().iter().find_map(judge)

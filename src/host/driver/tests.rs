@@ -1,11 +1,15 @@
 //! The selectors of several claims at once.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use futures::FutureExt as _;
 
 use super::*;
-use crate::api::crd::{AttributeValue, DeviceClassParametersSpec, DeviceSelector};
+use crate::api::crd::{
+    AttributeValue, DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceConstraint, DeviceSelector,
+};
+use crate::core::devices::allocation;
 use crate::core::devices::facts::Match;
 use crate::core::devices::fixture::{self, DRIVER};
 
@@ -111,4 +115,110 @@ async fn what_is_new_in_an_inventory_is_judged_before_anybody_asks_and_nothing_e
         "who was refused because it was not judged hears of it"
     );
     assert_eq!(said(&driver), 5);
+}
+
+/// The claims of one pod, each with these counts, and with the constraint if there is one.
+fn claims(pod: &str, number: usize, counts: &[u32], equal: Option<&str>) -> Vec<ClaimRequest<HostDriver>> {
+    let class_parameters = fixture::class("test");
+    let request = |(index, &count): (usize, &u32)| crate::api::crd::DeviceRequest {
+        name: format!("r{index}"),
+        count: Some(count),
+        ..crate::api::crd::DeviceRequest::default()
+    };
+    let constraint = |attribute: &str| DeviceConstraint {
+        match_attribute: attribute.to_owned(),
+        ..DeviceConstraint::default()
+    };
+    let spec = DeviceClaimParametersSpec {
+        requests: counts.iter().enumerate().map(request).collect(),
+        constraints: equal.map(constraint).into_iter().collect(),
+    };
+    let claim = |index| ClaimRequest {
+        pod_claim_name: format!("c{index}"),
+        claim: Arc::new(fixture::claim(&format!("{pod}-{index}"), None)),
+        class: Arc::default(),
+        class_parameters: Arc::new(class_parameters.clone()),
+        claim_parameters: Demand::check(&class_parameters, "ns", "p", &spec).unwrap(),
+    };
+    (0..number).map(claim).collect()
+}
+
+/// Ten groups of six devices, of which eleven claims want four of one group each: no count shows that it is impossible.
+fn grouped(name: &str) -> (String, Node) {
+    let names: Vec<String> = (0..60).map(|number| format!("d{number}")).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let mut inventory = fixture::inventory(name, name, &names);
+    for (number, device) in inventory.spec.devices.iter_mut().enumerate() {
+        device.kind = "test".to_owned();
+        let group = AttributeValue::int(i64::try_from(number / 6).unwrap());
+        device.attributes.insert("d/group".into(), group);
+    }
+    (name.to_owned(), Node::read(&inventory))
+}
+
+#[tokio::test]
+async fn a_hard_search_leaves_the_thread_to_other_pods() {
+    let driver = HostDriver::unwatched(DRIVER);
+    let names: Vec<String> = (0..64).map(|number| format!("n{number}")).collect();
+    let mut nodes: Vec<_> = names.iter().map(|name| grouped(name)).collect();
+    nodes.push(node("easy", "test", 1));
+    driver.shared.inventories(Change::All(nodes));
+    let hard = tokio::spawn({
+        let (driver, names) = (driver.clone(), names.clone());
+        async move {
+            let claims = claims("hard", 11, &[4], Some("d/group"));
+            driver.unsuitable_nodes(&Pod::default(), &claims, &names).await
+        }
+    });
+    while driver.shared.searches.try_lock().is_ok() {
+        assert!(!hard.is_finished(), "it was done in one piece");
+        tokio::task::yield_now().await;
+    }
+    let easy = driver
+        .allocate(&claims("easy", 1, &[1], None), Some("easy"))
+        .await;
+    assert!(easy.unwrap()[0].is_ok() && !hard.is_finished());
+    let verdicts = hard.await.unwrap().unwrap();
+    let reason = &verdicts[10].unsuitable_nodes["n63"];
+    assert!(
+        reason.contains("steps on one node") && reason.contains("ask for fewer"),
+        "{reason}"
+    );
+}
+
+#[tokio::test]
+async fn two_searches_at_once_get_different_devices() {
+    let driver = HostDriver::unwatched(DRIVER);
+    driver
+        .shared
+        .inventories(Change::All(vec![node("a", "test", 600)]));
+    let (first, second) = (claims("p", 16, &[1; 16], None), claims("q", 16, &[1; 16], None));
+    let mut quick = Work::new(QUICK_WORK_MAX);
+    let wishes: Vec<_> = first.iter().map(wish).collect();
+    let decided = driver
+        .shared
+        .state()
+        .books
+        .allocate_within(&wishes, Target::Node("a"), &mut quick);
+    assert_eq!(decided, None, "too much for the controller's thread");
+    let (first, second) = tokio::join!(driver.allocate(&first, Some("a")), driver.allocate(&second, None));
+    let answers = first.unwrap().into_iter().chain(second.unwrap());
+    let mut devices = BTreeSet::new();
+    for answer in answers {
+        let record = allocation::read(DRIVER, "", &answer.unwrap());
+        for device in &record.state.grant().unwrap().devices {
+            assert!(devices.insert(device.device.clone()), "{} twice", device.device);
+        }
+    }
+    assert_eq!(devices.len(), 512);
+    // The third pod finds too few devices, and holds nothing.
+    let third = claims("r", 16, &[1; 16], None);
+    for target in [Some("a"), None] {
+        let answers = driver.allocate(&third, target).await.unwrap();
+        assert!(answers.iter().any(|answer| {
+            let error = answer.as_ref().unwrap_err();
+            error.reason == "ResourcesExhausted"
+        }));
+    }
+    assert_eq!(driver.shared.state().books.holdings().uids().count(), 32);
 }

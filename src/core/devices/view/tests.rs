@@ -12,7 +12,8 @@ use crate::core::devices::facts::{Attribute, Match};
 use crate::core::devices::fixture::{self, DRIVER, claim};
 use crate::core::devices::inventory::Node;
 use crate::core::devices::judge::Wish;
-use crate::core::devices::parameters::{ClassParameters, Demand};
+use crate::core::devices::parameters::{ClassParameters, Constraint, Demand};
+use crate::core::devices::work::{QUICK_WORK_MAX, Work};
 
 /// Eight devices `d0` to `d7`; `d0` to `d2` are on NUMA node 0, the others on 1; even ones are of vendor `x`, others `y`.
 fn books(shares: Option<u32>) -> Books {
@@ -308,4 +309,49 @@ fn a_claim_has_at_most_64_devices_even_if_it_wants_all() {
         error.ends_with("the requests for all devices make 65; a claim gets at most 64"),
         "{error}"
     );
+}
+
+#[test]
+fn an_impossible_claim_costs_few_steps_and_is_counted() {
+    // Eight devices, each with an attribute that tells it from all others.
+    let names: Vec<String> = (0..8).map(|number| format!("d{number}")).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let mut inventory = fixture::inventory("a", "1", &names);
+    for (number, device) in inventory.spec.devices.iter_mut().enumerate() {
+        let own = AttributeValue::int(i64::try_from(number).unwrap());
+        device.attributes.insert("d/own".into(), own);
+    }
+    let mut books = Books::new(DRIVER);
+    books.set_inventory("a", Some(Node::read(&inventory)));
+    let requests: Vec<Value> = (1..=8)
+        .map(|number| json!({"name": format!("r{number}"), "count": if number == 8 { 2 } else { 1 }}))
+        .collect();
+    let constraints: Vec<Value> = (1..=7)
+        .map(|number| json!({"matchAttribute": "d/own", "requests": [format!("r{number}")]}))
+        .collect();
+    let demand = demand("Packing", &json!(requests), &json!(constraints));
+    let claim = claim("u", None);
+    let wish = Wish {
+        claim: &claim,
+        demand: &demand,
+        suitable_nodes: None,
+    };
+    let nodes = vec!["a".to_owned(); 64];
+    let mut work = Work::new(QUICK_WORK_MAX);
+    let (verdicts, number) = books.verdicts(&[wish], &nodes, &mut work);
+    assert_eq!(verdicts[0]["a"], "8 of 8 free, 9 wanted");
+    assert_eq!(number, 64, "{} steps", work.done());
+}
+
+#[test]
+fn constraints_on_one_attribute_that_share_a_request_are_one() {
+    let request = |name: &str| json!({"name": name, "count": 1});
+    let equal = |requests: &[&str]| json!({"matchAttribute": "d/numa", "requests": requests});
+    let demand = demand(
+        "Packing",
+        &json!([request("a"), request("b"), request("c"), request("d")]),
+        &json!([equal(&["a", "b"]), equal(&["d"]), equal(&["b", "c"])]),
+    );
+    let joined: Vec<&[usize]> = demand.constraints().iter().map(Constraint::requests).collect();
+    assert_eq!(joined, [&[3][..], &[0, 1, 2]]);
 }
