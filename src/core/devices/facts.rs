@@ -111,6 +111,7 @@ impl Matches {
     }
 
     /// What these expressions say, at the cost of a reference each.
+    #[must_use]
     pub fn some<'a>(&self, expressions: impl Iterator<Item = &'a Arc<str>>) -> Self {
         let known = expressions.filter_map(|expression| self.0.get_key_value(expression));
         Self(

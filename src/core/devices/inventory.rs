@@ -145,10 +145,13 @@ pub struct Inventory {
     /// The name of each object, and the node that it describes.
     objects: BTreeMap<Box<str>, Box<str>>,
     /// The objects of each node, oldest first, never empty.
-    nodes: BTreeMap<Box<str>, Vec<(Box<str>, Arc<Node>)>>,
+    nodes: BTreeMap<Box<str>, Entries>,
     /// The nodes that have at least one device of a kind, according to the object that counts.
     kinds: BTreeMap<Box<str>, BTreeSet<Box<str>>>,
 }
+
+/// Objects by name, each with what it says.
+type Entries = Vec<(Box<str>, Arc<Node>)>;
 
 impl Inventory {
     /// The node of this name.
@@ -200,11 +203,7 @@ impl Inventory {
         replaced
     }
 
-    fn change(
-        &mut self,
-        name: &str,
-        change: impl FnOnce(&mut Vec<(Box<str>, Arc<Node>)>),
-    ) -> Option<Replaced> {
+    fn change(&mut self, name: &str, change: impl FnOnce(&mut Entries)) -> Option<Replaced> {
         let mut entries = self.nodes.remove(name).unwrap_or_default();
         let before = entries.first().map(|(_, node)| node.clone());
         change(&mut entries);

@@ -15,7 +15,7 @@ use crate::core::devices::facts::Matches;
 use crate::core::devices::fit::Unfit;
 use crate::core::devices::holdings::{Grant, Holdings, State};
 use crate::core::devices::inventory::{Device, Node};
-use crate::core::devices::parameters::Demand;
+use crate::core::devices::parameters::{Demand, Request, Selector};
 use crate::core::devices::search::{Ask, search};
 use crate::core::devices::unsuitable::{Shortage, Unsuitable};
 use crate::core::devices::view::{Standing, View};
@@ -78,8 +78,8 @@ impl Books {
     /// Copies what the selectors of these claims say.
     pub fn matches_of(&self, wishes: &[Wish<'_>]) -> Matches {
         let requests = wishes.iter().flat_map(|wish| wish.demand.requests());
-        let selectors = requests.flat_map(|request| request.selectors());
-        self.matches.some(selectors.map(|selector| selector.expression()))
+        let selectors = requests.flat_map(Request::selectors);
+        self.matches.some(selectors.map(Selector::expression))
     }
 
     /// Whether what was judged of a scene can still be granted, although the books may have changed meanwhile.

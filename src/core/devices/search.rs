@@ -176,7 +176,7 @@ fn drop_equivalent_groups(room: &[usize], asks: &mut [Ask], work: &mut Work) -> 
                         .filter(|of| (of.0, of.1) != (claim, place))
                         .collect();
                     let by = wanted_by.get(device);
-                    error = error.or(work.spend(1 + others.len() + by.map_or(0, Vec::len)).err());
+                    error = error.or_else(|| work.spend(1 + others.len() + by.map_or(0, Vec::len)).err());
                     let next = alike.len();
                     marks.push(*alike.entry((room.get(device), by, others)).or_insert(next));
                 }

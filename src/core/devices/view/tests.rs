@@ -12,7 +12,7 @@ use crate::core::devices::facts::{Attribute, Match};
 use crate::core::devices::fixture::{self, DRIVER, claim};
 use crate::core::devices::inventory::Node;
 use crate::core::devices::judge::Wish;
-use crate::core::devices::parameters::{ClassParameters, Demand};
+use crate::core::devices::parameters::{ClassParameters, Constraint, Demand};
 use crate::core::devices::work::{QUICK_WORK_MAX, Work};
 
 /// Eight devices `d0` to `d7`; `d0` to `d2` are on NUMA node 0, the others on 1; even ones are of vendor `x`, others `y`.
@@ -352,10 +352,6 @@ fn constraints_on_one_attribute_that_share_a_request_are_one() {
         &json!([request("a"), request("b"), request("c"), request("d")]),
         &json!([equal(&["a", "b"]), equal(&["d"]), equal(&["b", "c"])]),
     );
-    let joined: Vec<&[usize]> = demand
-        .constraints()
-        .iter()
-        .map(|constraint| constraint.requests())
-        .collect();
+    let joined: Vec<&[usize]> = demand.constraints().iter().map(Constraint::requests).collect();
     assert_eq!(joined, [&[3][..], &[0, 1, 2]]);
 }
