@@ -272,6 +272,12 @@ impl Stage {
             if !self.is_ours(&claim.claim.spec.resource_class_name) || claim.class.driver_name != DRIVER {
                 self.violate(|| format!("I6: {key} is not of a class of ours"));
             }
+            let process = self.process.as_ref();
+            if process.is_some_and(|process| process.inherited.contains(&uid)) {
+                self.violate(|| {
+                    format!("I4: {key} is allocated before what an earlier process held for it is given back")
+                });
+            }
             if let Some(stored) = self.store.claims.get(&key)
                 && uid_of(stored) == uid
                 && !stored

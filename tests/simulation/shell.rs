@@ -1,15 +1,16 @@
 //! The controller's process as it will be: watches in, commands out, with everything that can go wrong between.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use drayman::api::resource::PodSchedulingContext;
 use drayman::core::protocol::{
     Answer, CallId, ClaimWrite, Command, Event, Moment, ObjectKey, Outcome, Settings, World,
 };
+use drayman::driver::{Holding, Observation};
 
 use crate::describe::{describe_command, describe_event};
-use crate::driver::{DRIVER, MemoryDriver};
+use crate::driver::{DRIVER, FINALIZER, MemoryDriver};
 use crate::faults::{Fault, Target};
 use crate::stage::{Action, MILLISECOND, SECOND, Stage, Way, add};
 use crate::store::{KINDS, Kind};
@@ -28,6 +29,8 @@ pub(crate) struct Process {
     /// By claim uid: the write or call under way.
     pub(crate) in_flight: BTreeMap<String, CallId>,
     pub(crate) uids: BTreeMap<CallId, Vec<String>>,
+    /// Uids of claims for which an earlier process may have allocated something, until the driver has given that back.
+    pub(crate) inherited: BTreeSet<String>,
     /// The contexts as the controller has been shown them.
     pub(crate) seen: BTreeMap<ObjectKey, Arc<PodSchedulingContext>>,
 }
@@ -99,6 +102,7 @@ impl Stage {
             decide_at: None,
             in_flight: BTreeMap::new(),
             uids: BTreeMap::new(),
+            inherited: BTreeSet::new(),
             seen: BTreeMap::new(),
         });
         for kind in KINDS {
@@ -254,9 +258,12 @@ impl Stage {
         if let Some(way) = from {
             process.busy[way.kind as usize] = false;
         }
-        if let Event::Answer { id, .. } = &event {
+        if let Event::Answer { id, answer } = &event {
             for uid in process.uids.remove(id).unwrap_or_default() {
                 process.in_flight.remove(&uid);
+                if matches!(answer, Answer::Deallocated(Ok(()))) {
+                    process.inherited.remove(&uid);
+                }
             }
         }
         process.note_contexts(&event);
@@ -307,6 +314,15 @@ impl Stage {
         self.note(|| format!("  <- {}", describe_command(&command)));
         match &command {
             Command::Observe(observation) => {
+                if let (Observation::All(holdings), Some(process)) = (observation, &mut self.process) {
+                    let unrecorded = |holding: &&Holding| {
+                        let finalizers = holding.claim.metadata.finalizers.iter().flatten();
+                        holding.allocation(DRIVER).is_none()
+                            && finalizers.into_iter().any(|name| name == FINALIZER)
+                    };
+                    let holdings = holdings.iter().filter(unrecorded);
+                    process.inherited = holdings.map(|holding| holding.uid().to_owned()).collect();
+                }
                 let freed = self.driver.observe(observation);
                 self.announce(freed);
                 self.tell_problems();

@@ -188,6 +188,11 @@ impl ClaimState {
         self.uncertain = false;
     }
 
+    /// Whether the driver may hold something for it that it does not record: that is given back before it is allocated again.
+    pub(super) fn must_be_given_back(&self) -> bool {
+        self.uncertain && !self.is_ours
+    }
+
     /// What a write without a clear answer was to do is done.
     pub(super) fn settle(&mut self) {
         self.settled_at = Moment::default();
@@ -299,7 +304,7 @@ impl World {
             self.read_released(key);
         } else if let Some(moment) = claim.unsettled_until(now) {
             self.wake_at(moment, Work::Claim(key.clone()));
-        } else if claim.uncertain && !claim.is_ours {
+        } else if claim.must_be_given_back() {
             self.deallocate(key);
         } else if claim.misallocated.is_some() && claim.is_ours && !claim.is_asked_back() {
             self.repair(key);

@@ -56,6 +56,7 @@ pub(super) struct Basis {
     /// Uid of each claim with the version of its class.
     claims: Vec<(String, Option<String>)>,
     epoch: u64,
+    rechecks: u64,
 }
 
 /// A context.
@@ -85,6 +86,8 @@ pub(super) struct ContextState {
     epoch: u64,
     /// The world's epoch when the driver was last asked: what it says may be older than what has happened since.
     asked: u64,
+    /// How often the slow recheck has asked for a new verdict.
+    rechecks: u64,
     retry: Retry,
     reported: Option<String>,
     /// Other drivers that owe the scheduler an answer for this pod, or did and were named for it.
@@ -132,6 +135,7 @@ impl ContextState {
             waiting: None,
             epoch: 0,
             asked: 0,
+            rechecks: 0,
             retry: Retry::default(),
             reported: None,
             silent: BTreeMap::new(),
@@ -340,13 +344,11 @@ impl World {
 
     /// The context that an answer belongs to, resting again; `None` if it is gone.
     fn landed(&mut self, key: &ObjectKey, uid: &str) -> Option<&mut ContextState> {
-        let context = self
-            .contexts
-            .get_mut(key)
-            .filter(|context| context.uid() == uid)?;
+        let contexts = &mut self.contexts;
+        let context = contexts.get_mut(key).filter(|context| context.uid() == uid)?;
         context.stage = ContextStage::Resting;
-        self.dirty.insert(Work::Context(key.clone()));
-        Some(context)
+        self.touch_context(key);
+        self.contexts.get_mut(key)
     }
 
     fn begin_to_wait(&mut self, key: &ObjectKey, now: Moment) {
@@ -364,8 +366,9 @@ impl World {
                 since: now,
                 recheck,
             });
-            // What has changed since the driver was asked went to those who waited already.
-            if context.asked < self.epoch {
+            // What has changed since the driver was asked went to those who waited already. A context that takes note of it by itself
+            // is judged again in any case.
+            if context.asked < self.epoch && context.epoch < self.epoch {
                 self.wake.join(key.clone());
             }
             self.wake_at(recheck, Work::Recheck(key.clone()));
@@ -384,10 +387,10 @@ impl World {
         };
         waiting.recheck = next;
         context.by_recheck = context.stage == ContextStage::Resting;
-        self.epoch += 1;
+        context.rechecks += 1;
         context.offered(self.epoch);
         self.wake_at(next, Work::Recheck(key.clone()));
-        self.dirty.insert(Work::Context(key.clone()));
+        self.touch_context(key);
     }
 
     /// Reports a driver's error to everyone who can act on it: the pod's user, and whoever owns the object at fault.

@@ -146,7 +146,7 @@ fn queue_of_work(work: &Work) -> &'static str {
     match work {
         Work::Batch(_) => "batch",
         Work::Claim(_) | Work::Open(_) => "claim",
-        Work::Context(_) | Work::Recheck(_) | Work::Offer(_) => "context",
+        Work::Woken(..) | Work::Context(_) | Work::Recheck(_) | Work::Offer(_) => "context",
     }
 }
 

@@ -1,10 +1,10 @@
-//! Waking pods that wait: offers, a few at a time.
+//! Waking pods that wait, a few at a time.
 //!
-//! When something becomes free, as many waiting contexts are judged again as can be helped. An offer ends when its pod has been
-//! allocated, when it turns out not to be helped, or when it has taken too long; then the next one gets it. So a pod that cannot
-//! run for other reasons blocks nobody, and nobody is forgotten.
+//! When something becomes free, as many more waiting contexts are judged again as it can help. A wake-up ends when its pod has been
+//! allocated, when it turns out not to be helped, or when it has taken too long; in the last two cases the next context is woken
+//! instead. So a pod that cannot run for other reasons blocks nobody, and nobody is forgotten.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::driver::CapacityChange;
@@ -18,14 +18,31 @@ const OFFER: Duration = Duration::from_secs(5);
 /// The contexts that are to be judged again.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Wake {
-    queue: VecDeque<ObjectKey>,
-    offered: BTreeSet<ObjectKey>,
+    /// The contexts that wait for their turn.
+    queue: BTreeMap<u64, ObjectKey>,
+    /// The place of each of them in `queue`.
+    places: BTreeMap<ObjectKey, u64>,
+    /// The number of places that were ever given out.
+    last_place: u64,
+    /// The open wake-ups.
+    open: BTreeMap<ObjectKey, WakeUp>,
+    /// How many wake-ups may be open at once.
     width: usize,
-    /// When each namespace with waiting pods had its last turn, counted in offers.
+    /// When each namespace with waiting pods had its last turn, counted in wake-ups.
     turns: BTreeMap<String, u64>,
-    offers: u64,
+    /// The number of wake-ups so far.
+    wake_ups: u64,
     /// When something became free last.
     freed: Moment,
+}
+
+/// A wake-up that has not ended yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct WakeUp {
+    /// Its number: contexts that are awake at the same time act in this order.
+    turn: u64,
+    /// When it ends at the latest.
+    ends: Moment,
 }
 
 /// What decides whose turn it is.
@@ -42,29 +59,84 @@ pub(super) struct Waiting {
 impl Wake {
     /// Forgets a context, wherever it stands.
     pub(super) fn remove(&mut self, key: &ObjectKey) {
-        self.offered.remove(key);
-        self.queue.retain(|queued| queued != key);
+        self.open.remove(key);
+        if let Some(place) = self.places.remove(key) {
+            self.queue.remove(&place);
+        }
     }
 
     /// Puts a context that came too late for the last change behind those that were in time.
     pub(super) fn join(&mut self, key: ObjectKey) {
         self.width = self.width.max(1);
-        self.queue.push_back(key);
+        if !self.open.contains_key(&key) {
+            self.push(key);
+        }
     }
 
-    /// Ends an offer.
-    pub(super) fn end(&mut self, key: &ObjectKey) -> bool {
-        self.offered.remove(key)
+    fn push(&mut self, key: ObjectKey) {
+        if !self.places.contains_key(&key) {
+            self.last_place += 1;
+            self.places.insert(key.clone(), self.last_place);
+            self.queue.insert(self.last_place, key);
+        }
     }
 
-    fn next(&mut self) -> Option<ObjectKey> {
-        if self.offered.len() >= self.width {
+    /// Replaces the queue, and lets `credits` more wake-ups be open than are open now.
+    fn restart(&mut self, queue: Vec<ObjectKey>, credits: usize) {
+        self.queue.clear();
+        self.places.clear();
+        for key in queue {
+            self.push(key);
+        }
+        self.width = self.open.len().saturating_add(credits);
+    }
+
+    /// Ends a wake-up that has not helped: the next context is woken instead.
+    pub(super) fn end(&mut self, key: &ObjectKey) {
+        self.open.remove(key);
+    }
+
+    /// Ends the wake-up of a pod that has its devices now. Nobody is woken instead, except that the rest of the queue is always
+    /// woken one by one: the pod may have taken other devices than those that became free.
+    pub(super) fn succeeded(&mut self, key: &ObjectKey) {
+        if self.open.remove(key).is_some() {
+            self.width = self.width.saturating_sub(1).max(1);
+        }
+    }
+
+    /// Ends a wake-up whose time is over. A context that was woken again since keeps its new wake-up.
+    fn expire(&mut self, key: &ObjectKey, now: Moment) {
+        if self.open.get(key).is_some_and(|wake_up| wake_up.ends <= now) {
+            self.end(key);
+        }
+    }
+
+    /// The turn of a context that is awake.
+    pub(super) fn turn(&self, key: &ObjectKey) -> Option<u64> {
+        self.open.get(key).map(|wake_up| wake_up.turn)
+    }
+
+    /// The contexts that are awake, in the order of their turns.
+    fn awake(&self) -> Vec<ObjectKey> {
+        let mut awake: Vec<_> = self
+            .open
+            .iter()
+            .map(|(key, wake_up)| (wake_up.turn, key))
+            .collect();
+        awake.sort();
+        awake.into_iter().map(|(_, key)| key.clone()).collect()
+    }
+
+    fn next(&mut self, ends: Moment) -> Option<ObjectKey> {
+        if self.open.len() >= self.width {
             return None;
         }
-        let key = self.queue.pop_front()?;
-        self.offered.insert(key.clone());
-        self.offers += 1;
-        self.turns.insert(key.namespace.clone(), self.offers);
+        let (_, key) = self.queue.pop_first()?;
+        self.places.remove(&key);
+        self.wake_ups += 1;
+        let turn = self.wake_ups;
+        self.open.insert(key.clone(), WakeUp { turn, ends });
+        self.turns.insert(key.namespace.clone(), turn);
         Some(key)
     }
 }
@@ -74,7 +146,7 @@ impl Wake {
 fn in_turn(
     waiting: impl Iterator<Item = (ObjectKey, Waiting)>,
     last_turns: &BTreeMap<String, u64>,
-) -> VecDeque<ObjectKey> {
+) -> Vec<ObjectKey> {
     let mut sorted: Vec<(ObjectKey, Waiting)> = waiting.collect();
     sorted.sort_by(|(left_key, left), (right_key, right)| {
         right
@@ -114,22 +186,22 @@ impl World {
         let waiting = self
             .contexts
             .iter()
+            .filter(|(key, _)| self.wake.turn(key).is_none())
             .filter_map(|(key, context)| context.waiting.clone().map(|waiting| (key.clone(), waiting)));
         let queue = in_turn(waiting, &self.wake.turns);
-        let namespaces: BTreeSet<&str> = queue.iter().map(|key| key.namespace.as_str()).collect();
+        let awake = self.wake.awake();
+        let keys = queue.iter().chain(&awake);
+        let namespaces: BTreeSet<&str> = keys.map(|key| key.namespace.as_str()).collect();
         self.wake
             .turns
             .retain(|namespace, _| namespaces.contains(namespace.as_str()));
-        // A change while offers are out adds to them: what they were made for may be gone by now.
-        let width = change.pods.unwrap_or(queue.len()).max(1);
-        self.wake.width = if self.wake.offered.is_empty() {
-            width
-        } else {
-            self.wake.width.saturating_add(width)
-        };
-        self.wake.offered.clear();
-        self.wake.queue = queue;
+        let credits = change.pods.unwrap_or(queue.len()).max(1);
+        self.wake.restart(queue, credits);
         self.wake.freed = now;
+        // What those who are awake were woken for may be gone by now: they are judged again, and have no more time for it.
+        for key in awake {
+            self.wake_up(&key);
+        }
         let immediate: Vec<ObjectKey> = self.unallocated_immediate.iter().cloned().collect();
         for key in immediate {
             if let Some(claim) = self.claims.get_mut(&key) {
@@ -137,20 +209,15 @@ impl World {
             }
             self.dirty.insert(Work::Claim(key));
         }
-        self.make_offers(now);
     }
 
-    /// Makes the offers that can be made. The answer is whether there were any.
+    /// Wakes as many contexts as may be woken. The answer is whether there were any.
     pub(super) fn make_offers(&mut self, now: Moment) -> bool {
         let mut any = false;
-        while let Some(key) = self.wake.next() {
-            let epoch = self.epoch;
-            if let Some(context) = self.contexts.get_mut(&key) {
-                context.offered(epoch);
-                let waits_since = context.waiting.as_ref().map(|waiting| waiting.since);
-                context.woken = Some(waits_since.map_or(self.wake.freed, |since| since.max(self.wake.freed)));
-                self.dirty.insert(Work::Context(key.clone()));
-                self.wake_at(now.after(OFFER), Work::Offer(key));
+        let ends = now.after(OFFER);
+        while let Some(key) = self.wake.next(ends) {
+            if self.wake_up(&key) {
+                self.wake_at(ends, Work::Offer(key));
                 any = true;
             } else {
                 self.wake.remove(&key);
@@ -159,9 +226,31 @@ impl World {
         any
     }
 
-    /// The time of an offer is over.
-    pub(super) fn end_offer(&mut self, key: &ObjectKey) {
-        self.wake.end(key);
+    /// Lets a context be judged again. The answer is whether it is still there.
+    fn wake_up(&mut self, key: &ObjectKey) -> bool {
+        let epoch = self.epoch;
+        let Some(context) = self.contexts.get_mut(key) else {
+            return false;
+        };
+        context.offered(epoch);
+        let waits_since = context.waiting.as_ref().map(|waiting| waiting.since);
+        context.woken = Some(waits_since.map_or(self.wake.freed, |since| since.max(self.wake.freed)));
+        self.touch_context(key);
+        true
+    }
+
+    /// Looks at a context again, and at those that are awake in the order in which they were woken.
+    pub(super) fn touch_context(&mut self, key: &ObjectKey) {
+        let work = match self.wake.turn(key) {
+            Some(turn) => Work::Woken(turn, key.clone()),
+            None => Work::Context(key.clone()),
+        };
+        self.dirty.insert(work);
+    }
+
+    /// The time of a wake-up is over.
+    pub(super) fn end_offer(&mut self, key: &ObjectKey, now: Moment) {
+        self.wake.expire(key, now);
     }
 }
 
@@ -179,7 +268,7 @@ mod tests {
         (ObjectKey::new(namespace, name), waiting)
     }
 
-    fn names(queue: VecDeque<ObjectKey>) -> Vec<String> {
+    fn names(queue: Vec<ObjectKey>) -> Vec<String> {
         queue.into_iter().map(|key| key.to_string()).collect()
     }
 
@@ -206,5 +295,83 @@ mod tests {
             &BTreeMap::new(),
         ));
         assert_eq!(queue, ["a/urgent", "a/old", "a/young"]);
+    }
+
+    fn keys(count: usize) -> Vec<ObjectKey> {
+        let key = |number| ObjectKey::new("n", format!("{number:06}"));
+        (0..count).map(key).collect()
+    }
+
+    fn all_next(wake: &mut Wake, ends: Moment) -> Vec<ObjectKey> {
+        std::iter::from_fn(|| wake.next(ends)).collect()
+    }
+
+    #[test]
+    fn changes_do_not_add_up_while_a_context_is_awake() {
+        let mut wake = Wake::default();
+        let mut waiting = keys(100);
+        let ends = Moment::new(OFFER);
+        // One is awake all the time; of the others one is helped by each change.
+        wake.restart(vec![waiting.remove(0)], 1);
+        assert_eq!(all_next(&mut wake, ends).len(), 1);
+        for _ in 0..50 {
+            wake.restart(waiting.clone(), 1);
+            let woken = all_next(&mut wake, ends);
+            assert_eq!(woken, waiting[..1]);
+            wake.succeeded(&waiting.remove(0));
+            assert_eq!((wake.open.len(), wake.width), (1, 1));
+        }
+    }
+
+    #[test]
+    fn the_whole_queue_is_woken_when_nobody_is_helped() {
+        for ends_well in [false, true] {
+            let mut wake = Wake::default();
+            let waiting = keys(10);
+            wake.restart(waiting.clone(), 3);
+            let mut woken = Vec::new();
+            while let Some(key) = wake.next(Moment::default()) {
+                woken.push(key.clone());
+                if ends_well {
+                    wake.succeeded(&key);
+                } else {
+                    wake.end(&key);
+                }
+            }
+            assert_eq!(woken, waiting, "each once and in order");
+        }
+    }
+
+    #[test]
+    fn the_end_of_one_wake_up_does_not_end_the_next() {
+        let mut wake = Wake::default();
+        let [key] = &keys(1)[..] else { unreachable!() };
+        let (early, late) = (Moment::new(OFFER), Moment::new(OFFER * 2));
+        wake.restart(vec![key.clone()], 1);
+        assert_eq!(wake.next(early).as_ref(), Some(key));
+        wake.end(key);
+        wake.join(key.clone());
+        assert_eq!(wake.next(late).as_ref(), Some(key));
+        wake.expire(key, early);
+        assert!(wake.turn(key).is_some(), "it is awake until its own time is over");
+        wake.expire(key, late);
+        assert_eq!(wake.turn(key), None);
+    }
+
+    #[test]
+    fn a_context_leaves_a_long_queue_at_once() {
+        let all = keys(50_000);
+        let mut wake = Wake::default();
+        wake.restart(all.clone(), 1);
+        let begun = std::time::Instant::now();
+        for key in all.iter().rev() {
+            wake.remove(key);
+        }
+        assert!(wake.queue.is_empty() && wake.places.is_empty());
+        let took = begun.elapsed();
+        assert!(
+            took < Duration::from_secs(5),
+            "not a look at the queue for each: {took:?}"
+        );
     }
 }

@@ -80,11 +80,13 @@ pub(super) enum Work {
     Claim(ObjectKey),
     /// A claim that the pod that it was made for may have left to others.
     Open(ObjectKey),
+    /// A context that is awake, by its turn.
+    Woken(u64, ObjectKey),
     /// A context.
     Context(ObjectKey),
     /// The slow recheck of a waiting context.
     Recheck(ObjectKey),
-    /// The end of an offer to a waiting context.
+    /// The end of a wake-up.
     Offer(ObjectKey),
 }
 
@@ -226,9 +228,9 @@ impl World {
                         Work::Batch(id) => self.step_batch(id, now),
                         Work::Claim(key) => self.step_claim(&key, now),
                         Work::Open(key) => self.open_claim(&key),
-                        Work::Context(key) => self.step_context(&key, now),
+                        Work::Woken(_, key) | Work::Context(key) => self.step_context(&key, now),
                         Work::Recheck(key) => self.recheck_context(&key, now),
-                        Work::Offer(key) => self.end_offer(&key),
+                        Work::Offer(key) => self.end_offer(&key, now),
                     }
                 }
                 if !self.make_offers(now) {

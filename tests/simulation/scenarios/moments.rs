@@ -48,6 +48,22 @@ fn a_kill_before_the_record_is_made_good_on_the_same_node() {
 }
 
 #[test]
+fn a_held_claim_is_given_back_before_it_is_allocated_again() {
+    let (mut stage, _) = killed_after(4);
+    // The pod's answer comes while the driver refuses to give back.
+    stage.faults.plan.insert(stage.commands + 1, Fault::DriverRetry);
+    stage.command_log.clear();
+    until_bound(&mut stage, "p");
+    let log = plain(&stage.command_log);
+    let first = |word: &str| log.iter().position(|line| line.starts_with(word));
+    let given_back = log.iter().rposition(|line| line.starts_with("deallocate"));
+    assert_eq!(stage.faults.hits.get(&Fault::DriverRetry), Some(&1));
+    assert!(first("deallocate") < given_back, "it is tried twice: {log:?}");
+    assert!(given_back < first("allocate"), "{log:?}");
+    expect_well(stage);
+}
+
+#[test]
 fn what_a_killed_controller_held_on_one_node_is_free_when_the_scheduler_takes_another() {
     let (mut stage, uid) = killed_after(4);
     let held = held_by_nobody(&stage).unwrap();

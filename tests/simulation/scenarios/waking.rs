@@ -1,11 +1,14 @@
 //! Pods that wait are woken by what they wait for, each once and in turn.
 
+use drayman::api::resource::AllocationMode;
 use drayman::core::protocol::ObjectKey;
+use drayman::driver::CapacityCause;
 
-use super::{bound_pod, calm, expect_well, is_bound, key, until_bound};
+use super::{bound_pod, calm, expect_well, is_bound, key, plain, until_bound};
 use crate::faults::Fault;
 use crate::rng::Rng;
 use crate::stage::{SECOND, Stage};
+use crate::store::Endpoint;
 use crate::users::Use;
 
 fn running(stage: &Stage) -> usize {
@@ -180,5 +183,77 @@ fn a_node_on_which_the_driver_failed_once_is_tried_again() {
     assert_eq!(stage.faults.hits.get(&Fault::DriverRetry), Some(&1));
     assert!(stage.now - created < 60 * SECOND);
     assert!(is_bound(&stage, "p"));
+    expect_well(stage);
+}
+
+#[test]
+fn woken_pods_are_served_in_turn_and_not_by_name() {
+    let mut stage = calm(&[("node-a", 0)]);
+    for (name, priority) in [("a", 0), ("b", 5), ("c", 0), ("d", 10)] {
+        stage.create_pod(&key(name), &[Use::Template("gpu")], None);
+        stage
+            .store
+            .update_pod(&key(name), |pod| pod.spec.priority = Some(priority));
+        stage.run_for(10 * SECOND);
+    }
+    stage.command_log.clear();
+    stage.set_devices("node-a", 4);
+    stage.run_for(SECOND);
+    let log = plain(&stage.command_log);
+    let order: Vec<&str> = log.iter().map(String::as_str).take(4).collect();
+    let judged = ["d", "b", "a", "c"].map(|name| format!("judge {name}-c0 on node-a"));
+    assert_eq!(order, judged);
+    expect_well(stage);
+}
+
+#[test]
+fn a_slow_recheck_concerns_its_own_pod_alone() {
+    let mut stage = calm(&[("node-a", 1)]);
+    bound_pod(&mut stage, "holder");
+    stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    // Nothing but a change can help this one.
+    stage.set_parameters("wrong", 1, false, false);
+    stage.create_claim(&key("hopeless"), "gpu.wrong", AllocationMode::Immediate);
+    stage.run_for(60 * SECOND);
+    stage.command_log.clear();
+    // The slow recheck comes after five to seven minutes.
+    stage.run_for(400 * SECOND);
+    let _ = stage
+        .store
+        .update_claim(&key("hopeless"), None, Endpoint::Main, |claim| {
+            let annotations = claim.metadata.annotations.get_or_insert_default();
+            annotations.insert("example.com/note".to_owned(), "changed".to_owned());
+            Ok(())
+        });
+    stage.run_for(20 * SECOND);
+    assert_eq!(plain(&stage.command_log), ["judge p-c0 on node-a"]);
+    expect_well(stage);
+}
+
+#[test]
+fn a_refusal_is_told_although_something_has_changed() {
+    let mut stage = calm(&[("node-a", 1)]);
+    // Read, judge, finalizer, allocate.
+    stage.faults.plan.insert(stage.commands + 4, Fault::DriverRetry);
+    stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    stage.run_until("the driver is asked", |stage| {
+        let last = stage.command_log.last();
+        last.is_some_and(|line| line.starts_with("allocate"))
+    });
+    stage.announce_change(CapacityCause::Freed, Some(1), 0);
+    stage.run_for(SECOND / 10);
+    let told: Vec<&str> = stage
+        .reports
+        .iter()
+        .map(|report| report.message.as_str())
+        .collect();
+    let text = "claim \"c0\" fits on no node: node-a: the driver failed, since a fault was asked for";
+    assert_eq!(told, [text]);
+    let listed = &stage.store.contexts[&key("p")].status.resource_claims;
+    assert!(
+        listed.iter().any(|entry| entry.unsuitable_nodes == ["node-a"]),
+        "{listed:?}"
+    );
+    until_bound(&mut stage, "p");
     expect_well(stage);
 }

@@ -77,6 +77,7 @@ impl World {
                 })
                 .collect(),
             epoch: context.epoch,
+            rechecks: context.rechecks,
         };
         if context.stuck.as_ref() == Some(&basis) {
             self.wake.end(key);
@@ -348,7 +349,10 @@ impl World {
     ) {
         let key = &consumer.context;
         let epoch = self.epoch;
-        self.wake.end(key);
+        match failure {
+            None => self.wake.succeeded(key),
+            Some(_) => self.wake.end(key),
+        }
         let Some(context) = self.landed(key, &consumer.context_uid) else {
             return;
         };
@@ -372,12 +376,13 @@ impl World {
             }
             Some(Failure::Driver(error)) => {
                 let mut again = None;
+                // What has changed while the driver was asked may have put it right.
+                let changed = context.asked < epoch && error.kind != CallErrorKind::TimedOut;
+                if changed {
+                    context.epoch = epoch;
+                }
                 match error.kind {
-                    // What has changed while the driver was asked may have put it right.
-                    CallErrorKind::Invalid | CallErrorKind::Retry if context.asked < epoch => {
-                        context.epoch = epoch;
-                        context.retry.failed(now);
-                    }
+                    CallErrorKind::Invalid if changed => context.retry.failed(now),
                     CallErrorKind::Invalid => {
                         context.stuck = context.verdict.as_ref().map(|(basis, _)| basis.clone());
                     }

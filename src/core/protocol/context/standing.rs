@@ -74,7 +74,8 @@ impl World {
             }
             // All of a pod's claims are allocated together: one that is under way or going holds up the others.
             let unsettled = claim.unsettled_until(now);
-            if claim.is_asked_back() || claim.stage != ClaimStage::Resting || unsettled.is_some() {
+            let is_going = claim.is_asked_back() || claim.must_be_given_back();
+            if is_going || claim.stage != ClaimStage::Resting || unsettled.is_some() {
                 rest = true;
                 if let Some(moment) = unsettled {
                     self.wake_at(moment, Work::Context(key.clone()));
