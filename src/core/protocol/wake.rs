@@ -31,7 +31,7 @@ pub(super) struct Wake {
     /// When each namespace with waiting pods had its last turn, counted in wake-ups.
     turns: BTreeMap<String, u64>,
     /// The number of wake-ups so far.
-    wake_ups: u64,
+    count: u64,
     /// When something became free last.
     freed: Moment,
 }
@@ -133,8 +133,8 @@ impl Wake {
         }
         let (_, key) = self.queue.pop_first()?;
         self.places.remove(&key);
-        self.wake_ups += 1;
-        let turn = self.wake_ups;
+        self.count += 1;
+        let turn = self.count;
         self.open.insert(key.clone(), WakeUp { turn, ends });
         self.turns.insert(key.namespace.clone(), turn);
         Some(key)
