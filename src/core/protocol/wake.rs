@@ -359,19 +359,16 @@ mod tests {
     }
 
     #[test]
-    fn a_context_leaves_a_long_queue_at_once() {
+    fn a_context_leaves_a_long_queue_and_the_order_stays() {
         let all = keys(50_000);
         let mut wake = Wake::default();
-        wake.restart(all.clone(), 1);
-        let begun = std::time::Instant::now();
-        for key in all.iter().rev() {
+        wake.restart(all.clone(), all.len());
+        let (gone, left): (Vec<_>, Vec<_>) = all.into_iter().enumerate().partition(|(n, _)| n % 5 != 0);
+        for (_, key) in gone.iter().rev() {
             wake.remove(key);
         }
+        let left: Vec<ObjectKey> = left.into_iter().map(|(_, key)| key).collect();
+        assert_eq!(all_next(&mut wake, Moment::default()), left);
         assert!(wake.queue.is_empty() && wake.places.is_empty());
-        let took = begun.elapsed();
-        assert!(
-            took < Duration::from_secs(5),
-            "not a look at the queue for each: {took:?}"
-        );
     }
 }
