@@ -251,6 +251,7 @@ impl<D: Driver> Controller<D> {
         }
         loop {
             let deadline = world.next_deadline().map(|moment| start + moment.since_start());
+            answers.clone(),
             let event = tokio::select! {
                 () = shutdown.cancelled() => break,
                 Some(event) = watches.next() => Some(event),

@@ -1,26 +1,165 @@
 //! Reports become Events on the objects that they are about.
 
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::api::{Api, PostParams};
-use tokio::sync::mpsc;
-use tokio::task::JoinHandle;
+use tokio::sync::{Notify, mpsc};
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::api::resource::{GROUP, VERSION};
-use crate::core::protocol::{Regarding, Report};
+use crate::core::protocol::{Event as Answered, Regarding, Report};
 
-/// Reports that wait to be written, at most. Beyond that they are logged only: decisions never wait for them.
-const QUEUE: usize = 256;
+/// Reports that wait to be written, at most, by object and reason. With the longest notes and names they take some 7 MB.
+const QUEUE: usize = 4096;
 /// Bytes of a note, at most (`events.k8s.io/v1`: 1,024).
 const NOTE_MAX: usize = 1024;
+/// The pause after a report that the server could not take, doubled with each failure in a row up to [`LONGEST_PAUSE`].
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// The longest pause: a fault that has gone delays the next report no longer.
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 /// Writes Events, one after the other, beside everything else.
+///
+/// A report waits until the server has taken it; of two about one object with one reason the newer replaces the older. A report that finds
+/// no room, or that the server refuses, goes back to the [`World`](crate::core::protocol::World), which then knows that nobody was told.
 pub(super) struct Reports {
-    queue: mpsc::Sender<Report>,
-    task: JoinHandle<()>,
+    queue: Arc<Queue>,
+    answers: mpsc::UnboundedSender<Answered>,
+    task: AbortOnDropHandle<()>,
+}
+
+/// The reports that wait.
+#[derive(Debug, Default)]
+struct Queue {
+    state: Mutex<Waiting>,
+    changed: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Waiting {
+    reports: BTreeMap<About, Said>,
+    order: VecDeque<About>,
+    ended: bool,
+    /// When the last report came: two never have the same time, from which their names are made.
+    last: Timestamp,
+}
+
+/// Object and reason.
+type About = (Regarding, String);
+
+/// A text, and since when it waits.
+#[derive(Debug)]
+struct Said {
+    message: String,
+    at: Timestamp,
+}
+
+impl Queue {
+    fn state(&self) -> MutexGuard<'_, Waiting> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a report, or returns it if there is no room.
+    fn add(&self, report: Report) -> Result<(), Report> {
+        let mut state = self.state();
+        let next = state
+            .last
+            .saturating_add(SignedDuration::from_nanos(1))
+            .unwrap_or(state.last);
+        let at = Timestamp::now().max(next);
+        let about = (report.regarding, report.reason);
+        let room = state.reports.len() < QUEUE;
+        match state.reports.entry(about) {
+            Entry::Occupied(mut waiting) => {
+                waiting.insert(Said {
+                    message: report.message,
+                    at,
+                });
+            }
+            Entry::Vacant(free) if room => {
+                let about = free.key().clone();
+                free.insert(Said {
+                    message: report.message,
+                    at,
+                });
+                state.order.push_back(about);
+            }
+            Entry::Vacant(free) => {
+                let (regarding, reason) = free.into_key();
+                return Err(Report {
+                    regarding,
+                    reason,
+                    message: report.message,
+                });
+            }
+        }
+        state.last = at;
+        self.changed.notify_one();
+        Ok(())
+    }
+
+    /// The next report; `None` if no more will come.
+    async fn next(&self) -> Option<(About, Said)> {
+        loop {
+            {
+                let mut state = self.state();
+                if let Some(about) = state.order.pop_front() {
+                    return state.reports.remove_entry(&about);
+                }
+                if state.ended {
+                    return None;
+                }
+            }
+            self.changed.notified().await;
+        }
+    }
+
+    /// Puts a report back behind the others, unless a newer one has come.
+    fn put_back(&self, about: About, said: Said) {
+        let mut state = self.state();
+        if let Entry::Vacant(free) = state.reports.entry(about) {
+            let about = free.key().clone();
+            free.insert(said);
+            state.order.push_back(about);
+        }
+    }
+
+    fn end(&self) {
+        self.state().ended = true;
+        self.changed.notify_one();
+    }
+}
+
+/// What came of an attempt to write an Event.
+enum Attempt {
+    /// It is stored.
+    Told,
+    /// The server could not take it now.
+    Failed(String),
+    /// The server will not take it.
+    Refused(String),
+}
+
+impl Attempt {
+    fn of(result: Result<Event, kube::Error>) -> Self {
+        match result {
+            Ok(_) => Self::Told,
+            Err(kube::Error::Api(status)) => match status.code {
+                // An earlier attempt, whose answer was lost.
+                409 => Self::Told,
+                400..=499 if !matches!(status.code, 401 | 408 | 429) => Self::Refused(status.message),
+                _ => Self::Failed(status.message),
+            },
+            Err(error) => Self::Failed(error.to_string()),
+        }
+    }
 }
 
 impl Reports {
@@ -30,42 +169,71 @@ impl Reports {
         driver_name: &str,
         instance: Option<String>,
         limit: Duration,
+        answers: mpsc::UnboundedSender<Answered>,
     ) -> Self {
-        let (queue, mut reports) = mpsc::channel::<Report>(QUEUE);
+        let queue = Arc::new(Queue::default());
         let reporter = Reporter {
             controller: driver_name.to_owned(),
             instance: instance.unwrap_or_else(|| driver_name.to_owned()),
         };
+        let (reports, back) = (queue.clone(), answers.clone());
         let task = tokio::spawn(async move {
-            while let Some(report) = reports.recv().await {
-                let event = reporter.event(&report);
+            let mut pause = FIRST_PAUSE;
+            while let Some((about, said)) = reports.next().await {
+                let event = reporter.event(&about, &said);
                 let namespace = event.metadata.namespace.as_deref().unwrap_or("default");
                 let api = Api::<Event>::namespaced(client.clone(), namespace);
                 let parameters = PostParams::default();
-                match tokio::time::timeout(limit, api.create(&parameters, &event)).await {
-                    Ok(Ok(_)) => {}
-                    Ok(Err(error)) => {
-                        tracing::warn!(%error, reason = report.reason, "event could not be written");
+                let attempt = match tokio::time::timeout(limit, api.create(&parameters, &event)).await {
+                    Ok(result) => Attempt::of(result),
+                    Err(_) => Attempt::Failed(format!("no answer within {limit:?}")),
+                };
+                match attempt {
+                    Attempt::Told => pause = FIRST_PAUSE,
+                    Attempt::Failed(error) => {
+                        tracing::warn!(
+                            error,
+                            reason = about.1,
+                            "event could not be written, and is tried again"
+                        );
+                        reports.put_back(about, said);
+                        tokio::time::sleep(pause).await;
+                        pause = pause.saturating_mul(2).min(LONGEST_PAUSE);
                     }
-                    Err(_) => {
-                        tracing::warn!(reason = report.reason, "no answer to an event within {limit:?}");
+                    Attempt::Refused(error) => {
+                        tracing::warn!(error, reason = about.1, "event refused");
+                        let (regarding, reason) = about;
+                        let report = Report {
+                            regarding,
+                            reason,
+                            message: said.message,
+                        };
+                        let _ = back.send(Answered::Untold(report));
                     }
                 }
             }
         });
-        Self { queue, task }
+        Self {
+            queue,
+            answers,
+            task: AbortOnDropHandle::new(task),
+        }
     }
 
     pub(super) fn send(&self, report: Report) {
         tracing::info!(regarding = ?report.regarding, reason = report.reason, note = report.message, "report");
-        if self.queue.try_send(report).is_err() {
-            tracing::warn!("too many events at once, this one is only logged");
+        if let Err(report) = self.queue.add(report) {
+            tracing::warn!(
+                reason = report.reason,
+                "{QUEUE} events wait to be written: this one is tried again later"
+            );
+            let _ = self.answers.send(Answered::Untold(report));
         }
     }
 
     /// Writes what waits, for at most `limit`.
     pub(super) async fn finish(self, limit: Duration) {
-        drop(self.queue);
+        self.queue.end();
         if tokio::time::timeout(limit, self.task).await.is_err() {
             tracing::warn!("events were left unwritten at the end");
         }
@@ -81,9 +249,8 @@ struct Reporter {
 impl Reporter {
     /// An Event with a text of its own. kube's recorder would fold it into an earlier one of the same reason and keep that one's
     /// text, but here the counts in the text are the message; and the core never says the same twice in a row.
-    fn event(&self, report: &Report) -> Event {
-        let regarding = reference(&report.regarding);
-        let now = jiff::Timestamp::now();
+    fn event(&self, (regarding, reason): &About, said: &Said) -> Event {
+        let regarding = reference(regarding);
         let name = regarding.name.clone().unwrap_or_default();
         Event {
             metadata: ObjectMeta {
@@ -98,14 +265,14 @@ impl Reporter {
                 name: Some(format!(
                     "{}.{:x}",
                     name.get(..236).unwrap_or(&name),
-                    now.as_nanosecond()
+                    said.at.as_nanosecond()
                 )),
                 ..ObjectMeta::default()
             },
             action: Some("Allocate".to_owned()),
-            event_time: Some(MicroTime(now)),
-            note: Some(shortened(&report.message)),
-            reason: Some(report.reason.clone()),
+            event_time: Some(MicroTime(said.at)),
+            note: Some(shortened(&said.message)),
+            reason: Some(reason.clone()),
             regarding: Some(regarding),
             reporting_controller: Some(self.controller.clone()),
             reporting_instance: Some(self.instance.clone()),
@@ -153,7 +320,6 @@ fn shortened(message: &str) -> String {
 #[cfg(test)]
 mod tests {
     use std::convert::Infallible;
-    use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use kube::client::Body;
@@ -161,35 +327,113 @@ mod tests {
     use super::*;
     use crate::core::protocol::ObjectKey;
 
-    #[tokio::test(start_paused = true)]
-    async fn an_event_that_is_not_answered_holds_up_none_of_the_others() {
+    const LIMIT: Duration = Duration::from_secs(5);
+
+    fn report(pod: usize, message: &str) -> Report {
+        Report {
+            regarding: Regarding::Pod {
+                key: ObjectKey::new("ns", format!("pod-{pod}")),
+                uid: "1".to_owned(),
+            },
+            reason: "Test".to_owned(),
+            message: message.to_owned(),
+        }
+    }
+
+    /// A server that does with the n-th request what `answers` says: this status, or silence. It notes the notes.
+    fn server(answers: fn(usize) -> Option<u16>) -> (kube::Client, Arc<Mutex<Vec<String>>>) {
+        let notes = Arc::new(Mutex::new(Vec::new()));
+        let seen = Arc::clone(&notes);
         let asked = Arc::new(AtomicUsize::new(0));
-        let seen = Arc::clone(&asked);
-        let server = tower::service_fn(move |_: http::Request<Body>| {
-            let hangs = seen.fetch_add(1, Ordering::Relaxed) == 0;
+        let server = tower::service_fn(move |request: http::Request<Body>| {
+            let code = answers(asked.fetch_add(1, Ordering::Relaxed));
+            let seen = Arc::clone(&seen);
             async move {
-                if hangs {
-                    std::future::pending::<()>().await;
+                let Some(code) = code else {
+                    return std::future::pending().await;
+                };
+                let body = request.into_body().collect_bytes().await.unwrap();
+                let event: Event = serde_json::from_slice(&body).unwrap();
+                if code < 300 {
+                    seen.lock().unwrap().push(event.note.unwrap());
                 }
-                let event = br#"{"metadata":{"name":"e","namespace":"ns"},"eventTime":null}"#;
-                Ok::<_, Infallible>(http::Response::new(Body::from(event.to_vec())))
+                let answer = match code {
+                    201 => body.to_vec(),
+                    _ => format!(r#"{{"kind":"Status","status":"Failure","reason":"Test","code":{code}}}"#)
+                        .into(),
+                };
+                let answer = http::Response::builder().status(code).body(Body::from(answer));
+                Ok::<_, Infallible>(answer.unwrap())
             }
         });
-        let client = kube::Client::new(server, "default");
-        let limit = Duration::from_secs(5);
-        let reports = Reports::start(client, "d.example", None, limit);
-        for number in 0..3 {
-            reports.send(Report {
-                regarding: Regarding::Pod {
-                    key: ObjectKey::new("ns", "pod"),
-                    uid: "1".to_owned(),
-                },
-                reason: "Test".to_owned(),
-                message: format!("{number}"),
-            });
+        (kube::Client::new(server, "default"), notes)
+    }
+
+    fn started(
+        answers: fn(usize) -> Option<u16>,
+    ) -> (
+        Reports,
+        Arc<Mutex<Vec<String>>>,
+        mpsc::UnboundedReceiver<Answered>,
+    ) {
+        let (client, notes) = server(answers);
+        let (sender, untold) = mpsc::unbounded_channel();
+        (
+            Reports::start(client, "d.example", None, LIMIT, sender),
+            notes,
+            untold,
+        )
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_event_that_is_not_answered_holds_up_no_other() {
+        let (reports, notes, _untold) = started(|asked| (asked > 0).then_some(201));
+        for pod in 0..3 {
+            reports.send(report(pod, &pod.to_string()));
         }
-        reports.finish(2 * limit).await;
-        assert_eq!(asked.load(Ordering::Relaxed), 3);
+        reports.finish(2 * LIMIT).await;
+        assert_eq!(*notes.lock().unwrap(), ["1", "2", "0"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_thousand_waiting_pods_are_all_told() {
+        let (reports, notes, mut untold) = started(|asked| Some(if asked < 5 { 503 } else { 201 }));
+        for pod in 0..1000 {
+            reports.send(report(pod, &format!("{pod:04}")));
+        }
+        reports.finish(Duration::from_secs(60)).await;
+        let mut notes = std::mem::take(&mut *notes.lock().unwrap());
+        notes.sort_unstable();
+        assert_eq!(
+            notes,
+            (0..1000).map(|pod| format!("{pod:04}")).collect::<Vec<_>>()
+        );
+        assert!(untold.try_recv().is_err());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn of_two_texts_about_one_object_the_newer_is_written() {
+        let (reports, notes, _untold) = started(|_| Some(201));
+        for message in ["3 of 3 held", "2 of 3 held"] {
+            reports.send(report(0, message));
+        }
+        reports.finish(LIMIT).await;
+        assert_eq!(*notes.lock().unwrap(), ["2 of 3 held"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_event_without_room_or_refused_counts_as_not_told() {
+        let (reports, notes, mut untold) = started(|asked| Some(if asked == 0 { 403 } else { 201 }));
+        for pod in 0..=QUEUE {
+            reports.send(report(pod, &pod.to_string()));
+        }
+        assert_eq!(
+            untold.try_recv(),
+            Ok(Answered::Untold(report(QUEUE, &QUEUE.to_string())))
+        );
+        reports.finish(Duration::from_secs(60)).await;
+        assert_eq!(untold.try_recv(), Ok(Answered::Untold(report(0, "0"))));
+        assert_eq!(notes.lock().unwrap().len(), QUEUE - 1);
     }
 
     #[test]

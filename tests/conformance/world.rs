@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
 use drayman::core::protocol::{
-    Answer, CallId, Command, DriverRequest, Event, Moment, ObjectKey, Outcome, Settings, World,
+    Answer, CallId, Command, DriverRequest, Event, Moment, ObjectKey, Outcome, Report, Settings, World,
 };
 use drayman::driver::{CapacityCause, CapacityChange, Observation, Verdict};
 use serde::de::DeserializeOwned;
@@ -407,4 +407,56 @@ fn another_driver_is_named_once_when_it_has_said_nothing_for_a_minute() {
         reports(world.decide(now.after(Duration::from_secs(300)))),
         Vec::<String>::new()
     );
+}
+
+#[test]
+fn a_report_that_was_not_written_is_made_again() {
+    let start = Moment::default();
+    let minute = start.after(Duration::from_secs(60));
+    let reports = |commands: Vec<Command>| -> Vec<Report> {
+        let reports = commands.into_iter().filter_map(|command| match command {
+            Command::Report(report) => Some(report),
+            _ => None,
+        });
+        reports.collect()
+    };
+    let immediate = object::<ResourceClaim>(json!({
+        "metadata": { "namespace": "default", "name": "immediate", "uid": "immediate", "resourceVersion": "2" },
+        "spec": { "resourceClassName": "missing", "allocationMode": "Immediate" },
+    }));
+    let claims = vec![claim(&[]), immediate];
+    let (mut world, commands) = world(claims, vec![context("3", &json!({}))], start);
+    let of_claim = commands.iter().find_map(|command| match command {
+        Command::Report(report) => Some(report.clone()),
+        _ => None,
+    });
+    let of_claim = of_claim.expect("its class does not exist");
+    let read = commands.iter().find_map(|command| match command {
+        Command::ReadPod { id, .. } => Some(*id),
+        _ => None,
+    });
+    world.apply(Event::ClassGone("class".to_owned()), start);
+    let pod = Answer::PodRead(Ok(Some(pod(&json!({ "resourceClaimName": "claim" })))));
+    let told = reports(answer(&mut world, read.expect("the pod is read"), pod, start));
+    let [of_pod] = told.as_slice() else {
+        panic!("{told:?}")
+    };
+    assert_eq!(reports(world.decide(minute)), [], "what was told is not repeated");
+
+    let mut unwritten = vec![of_claim, of_pod.clone()];
+    for report in &unwritten {
+        world.apply(Event::Untold(report.clone()), minute);
+    }
+    assert_eq!(reports(world.decide(minute)), [], "there is no room yet");
+    let mut again = reports(world.decide(minute.after(Duration::from_secs(60))));
+    for all in [&mut unwritten, &mut again] {
+        all.sort_by(|left, right| left.regarding.cmp(&right.regarding));
+    }
+    assert_eq!(again, unwritten);
+    // A text that was replaced meanwhile, or is about another object of that name, changes nothing.
+    let mut old = of_pod.clone();
+    old.message = "older".to_owned();
+    world.apply(Event::Untold(old), minute);
+    let far = minute.after(Duration::from_secs(180));
+    assert_eq!(reports(world.decide(far)), []);
 }

@@ -86,6 +86,7 @@ pub(crate) fn describe_event(event: &Event) -> String {
         Event::DriverReady => "driver ready".to_owned(),
         Event::Capacity(change) => format!("{change:?}"),
         Event::Found(findings) => format!("{findings:?}"),
+        Event::Untold(report) => format!("{report:?} was not written"),
         Event::Answer { id, answer } => format!("answer {}: {}", id.0, describe_answer(answer)),
     }
 }

@@ -14,12 +14,14 @@ use crate::api::resource::{Pod, PodSchedulingContext, controller_of};
 use crate::driver::Verdict;
 
 use super::batch::BatchId;
-use super::event::{ClaimToAllocate, Moment, ObjectKey, Regarding, Subject};
+use super::event::{ClaimToAllocate, Moment, ObjectKey, Regarding, Report, Subject};
 use super::retry::Retry;
 use super::wake::Waiting;
 use super::world::{Work, World, newer, spread};
 
 pub(super) use pod::EarlyPod;
+
+use others::OTHER_DRIVER_SILENT;
 
 /// The slow recheck of a waiting pod: a net under the wake-ups, which count as lost if it ever catches one.
 const RECHECK: Duration = Duration::from_secs(300);
@@ -189,6 +191,23 @@ impl ContextState {
             self.refused.clear();
             self.verdict = None;
         }
+    }
+
+    /// Forgets that the pod was told something. The answer is whether that was the last thing that it was told.
+    pub(super) fn forget_report(&mut self, pod_uid: &str, report: &Report) -> bool {
+        if self.owner_uid() != Some(pod_uid) {
+            return false;
+        }
+        if report.reason == OTHER_DRIVER_SILENT {
+            self.silent.clear();
+            return true;
+        }
+        let was_last = self.reported.as_ref() == Some(&report.message);
+        if was_last {
+            self.reported = None;
+            self.told_no_place = None;
+        }
+        was_last
     }
 
     fn owner_uid(&self) -> Option<&str> {

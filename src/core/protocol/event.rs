@@ -114,6 +114,8 @@ pub enum Event {
     Capacity(CapacityChange),
     /// The driver finds something wrong with what claims hold.
     Found(Vec<Finding>),
+    /// A report was not written, and nobody keeps it.
+    Untold(Report),
     /// A command has been carried out, or not.
     Answer {
         /// The command's id.

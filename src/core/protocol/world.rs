@@ -17,6 +17,10 @@ use super::event::{Answer, CallId, Command, Event, Moment, ObjectKey, Outcome, R
 use super::statistics::{Queue, Statistics};
 use super::wake::Wake;
 
+/// When an object is looked at again whose report was not written. The queue of reports was full then; at some ten milliseconds for
+/// each, thousands of them are written by this time. If the server refuses each of a thousand, it is asked 17 times a second.
+const TELL_AGAIN: Duration = Duration::from_secs(60);
+
 /// What an operator chooses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
@@ -213,6 +217,7 @@ impl World {
             Event::DriverReady => self.driver_ready(),
             Event::Capacity(change) => self.capacity_changed(&change, now),
             Event::Found(findings) => self.found(findings),
+            Event::Untold(report) => self.untold(&report, now),
             Event::Answer { id, answer } => self.answered(id, answer, now),
         }
     }
@@ -279,6 +284,30 @@ impl World {
             reason: reason.to_owned(),
             message,
         }));
+    }
+
+    /// A report was not written: its object counts as not told, and is looked at again after [`TELL_AGAIN`].
+    fn untold(&mut self, report: &Report, now: Moment) {
+        let next = now.after(TELL_AGAIN);
+        match &report.regarding {
+            Regarding::Pod { key, uid } => {
+                if let Some(context) = self.contexts.get_mut(key)
+                    && context.forget_report(uid, report)
+                {
+                    self.wake_at(next, Work::Context(key.clone()));
+                }
+            }
+            Regarding::Claim { key, uid } => {
+                if let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid)
+                    && claim.reported.as_ref() == Some(&report.message)
+                {
+                    claim.reported = None;
+                    self.wake_at(next, Work::Claim(key.clone()));
+                }
+            }
+            // A class is told about with each pod and claim that it concerns.
+            Regarding::Class { .. } => {}
+        }
     }
 
     fn answered(&mut self, id: CallId, answer: Answer, now: Moment) {

@@ -4,6 +4,9 @@ use crate::api::resource::PodSchedulingContext;
 use crate::core::protocol::event::{Moment, ObjectKey, Regarding};
 use crate::core::protocol::world::{Work, World};
 
+/// The reason of the report on a driver that says nothing.
+pub(super) const OTHER_DRIVER_SILENT: &str = "OtherDriverSilent";
+
 /// A claim of the pod that is for another driver to allocate.
 pub(super) struct Other {
     /// The entry of `pod.spec.resourceClaims`.
@@ -65,7 +68,7 @@ impl World {
                 key: key.clone(),
                 uid: uid.clone(),
             };
-            self.report(regarding, "OtherDriverSilent", message);
+            self.report(regarding, OTHER_DRIVER_SILENT, message);
         }
         any_told
     }
