@@ -1,5 +1,6 @@
 //! `drayman controller`: flags -> a controller of the built-in driver.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +10,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::observe::{self, Observer};
 use super::{Error, client, group, logging, shutdown, value};
-use crate::controller::{Controller, ControllerError, Figures, LeaderElection};
+use crate::controller::{
+    Controller, ControllerError, Figures, LeaderElection, LeaseConnection, PredecessorsError,
+};
 use crate::host::HostDriver;
 
 /// Run the controller, which allocates ResourceClaims
@@ -107,18 +110,51 @@ struct Leader {
         value_parser = value::namespace
     )]
     leader_elect_resource_namespace: String,
+
+    /// Directory in which a controller leaves its identity for the next one, which then takes its lease over at once and waits
+    /// for 5s only. It must outlive the process, as an emptyDir outlives a container, be on a local disk, and belong to one
+    /// controller at a time: a lock ensures that. Without it a lease of an earlier process has to run out.
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        env = "DRAYMAN_LEADER_ELECT_STATE_DIR",
+        hide_env_values = true
+    )]
+    leader_elect_state_dir: Option<PathBuf>,
 }
 
 impl Leader {
     /// The lease, if there is one. It has the driver's name.
-    fn election(&self, driver_name: &str, instance: Option<&str>) -> Option<LeaderElection> {
+    fn election(
+        &self,
+        driver_name: &str,
+        instance: Option<&str>,
+        connection: LeaseConnection,
+    ) -> Result<Option<LeaderElection>, Error> {
+        if !self.leader_elect {
+            return Ok(None);
+        }
         let instance = instance.unwrap_or("drayman");
-        self.leader_elect.then(|| LeaderElection {
+        let election = LeaderElection {
             lease_duration: self.leader_elect_lease_duration,
             renew_deadline: self.leader_elect_renew_deadline,
             retry_period: self.leader_elect_retry_period,
+            connection: Some(connection),
             ..LeaderElection::new(&self.leader_elect_resource_namespace, driver_name, instance)
-        })
+        };
+        let Some(directory) = &self.leader_elect_state_dir else {
+            return Ok(Some(election));
+        };
+        let election = election.following(directory).map_err(|error| match error {
+            // It may end.
+            PredecessorsError::Locked(_) => {
+                Error::Runtime(anyhow::anyhow!("--leader-elect-state-dir: {error}"))
+            }
+            PredecessorsError::Io { .. } => {
+                Error::Configuration(format!("--leader-elect-state-dir: {error}"))
+            }
+        })?;
+        Ok(Some(election))
     }
 }
 
@@ -149,6 +185,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
             leader_elect_renew_deadline = ?leader.leader_elect_renew_deadline,
             leader_elect_retry_period = ?leader.leader_elect_retry_period,
             leader_elect_resource_namespace = leader.leader_elect_resource_namespace,
+            leader_elect_state_dir = leader.leader_elect_state_dir.as_ref().map(tracing::field::debug),
             metrics_bind_address = %observe.metrics_bind_address,
             health_probe_bind_address = %observe.health_probe_bind_address,
             logging_format = ?logging.logging_format,
@@ -159,7 +196,11 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         let (figures, counted) = watch::channel(Figures::default());
         let observer = Observer::of_controller(cluster.driver.name.clone(), counted, leads);
         let requests = observer.requests();
-        let client = client::build_counted(configuration, "controller", &requests)?;
+        let client = client::build_counted(configuration.clone(), "controller", &requests)?;
+        let of_lease = requests.clone();
+        let connection = LeaseConnection::new(move || {
+            client::build_counted(configuration.clone(), "controller", &of_lease)
+        });
         let ready = Arc::new(move || {
             requests
                 .granted()
@@ -171,7 +212,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
             client,
             cluster.driver.name.clone(),
             driver.driver_call_timeout,
-            leader,
+            (leader, connection),
             (leading, figures),
             shutdown,
         )
@@ -186,16 +227,17 @@ async fn serve(
     client: Client,
     driver_name: String,
     call_timeout: Duration,
-    leader: &Leader,
+    (leader, connection): (&Leader, LeaseConnection),
     (leading, figures): (watch::Sender<bool>, watch::Sender<Figures>),
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
     let driver = HostDriver::start(client.clone(), driver_name.clone(), shutdown.clone());
     // In a pod, the name of the pod; it tells replicas apart in the events that they write.
     let instance = std::env::var("HOSTNAME").ok().filter(|name| !name.is_empty());
+    let election = leader.election(&driver_name, instance.as_deref(), connection)?;
     let controller = Controller::builder(driver)
         .call_timeout(call_timeout)
-        .leader_election(leader.election(&driver_name, instance.as_deref()))
+        .leader_election(election)
         .instance(instance)
         .leading(leading)
         .figures(figures)
@@ -214,6 +256,8 @@ fn refused(error: ControllerError) -> Error {
         ControllerError::NotServed
         | ControllerError::Unreachable(_)
         | ControllerError::Silent(_)
+        | ControllerError::LeaseThread(_)
+        | ControllerError::LeaseConnection(_)
         | ControllerError::LeaseLost => Error::Runtime(error.into()),
     }
 }

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
+use super::leader::Fence;
+
 /// Calls that are younger than [`PATIENCE`], at most.
 const CALLS: usize = 64;
 /// After which time a call counts no longer. So those that hang leave room for all others: with the usual time limit of a call
@@ -23,18 +25,18 @@ impl Default for Calls {
 }
 
 impl Calls {
-    /// Makes a call as soon as there is room.
-    pub(super) async fn make<T>(&self, call: impl Future<Output = T>) -> T {
+    /// Makes a call as soon as there is room, unless the fence is closed first.
+    pub(super) async fn make<T>(&self, fence: &Fence, call: impl Future<Output = T>) -> Option<T> {
         // Refused only by a semaphore that is closed, and nobody closes it.
-        let permit = self.0.acquire().await;
+        let permit = fence.unless_closed(self.0.acquire()).await?;
         let mut call = pin!(call);
         tokio::select! {
             biased;
-            answer = &mut call => return answer,
+            answer = &mut call => return Some(answer),
             () = tokio::time::sleep(PATIENCE) => {}
         }
         drop(permit);
-        call.await
+        Some(call.await)
     }
 }
 
@@ -54,7 +56,7 @@ mod tests {
                     begun.fetch_add(1, Ordering::Relaxed);
                     tokio::time::sleep(time).await;
                 };
-                calls.make(call).await;
+                calls.make(&Fence::open(), call).await;
             });
         }
     }

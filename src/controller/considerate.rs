@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use http::header::RETRY_AFTER;
-use http::{Request, Response, StatusCode};
+use http::{Method, Request, Response, StatusCode, Uri};
 use kube::client::Body;
 use tokio::time::Instant;
 
@@ -57,14 +57,32 @@ fn asked<B>(response: &Response<B>) -> Option<Duration> {
     Some(Duration::from_secs(seconds).min(LONGEST))
 }
 
-/// The same client, with pauses that are kept, and the pauses. Must be called within a runtime.
-pub(super) fn considerate(client: &kube::Client) -> (kube::Client, Pause) {
+/// Asks the server to give a write up by itself (`timeout` of apiserver's `request_deadline.go`) before we do.
+///
+/// Without it the server's own limit, a minute, would be the time in which a write can still be stored after its sender has ended.
+fn limit(request: &mut Request<Body>, timeout: Duration) -> Result<(), http::Error> {
+    if request.method() != Method::PATCH {
+        return Ok(());
+    }
+    let millis = (timeout * 9 / 10).as_millis();
+    let mut parts = std::mem::take(request.uri_mut()).into_parts();
+    let path = parts.path_and_query.as_ref().map_or("/", |path| path.as_str());
+    let separator = if path.contains('?') { '&' } else { '?' };
+    parts.path_and_query = Some(format!("{path}{separator}timeout={millis}ms").parse()?);
+    *request.uri_mut() = Uri::from_parts(parts)?;
+    Ok(())
+}
+
+/// The same client, with pauses that are kept and writes that the server gives up after `timeout`, and the pauses. Must be called within a
+/// runtime.
+pub(super) fn considerate(client: &kube::Client, timeout: Duration) -> (kube::Client, Pause) {
     let namespace = client.default_namespace().to_owned();
     let (client, pauses) = (client.clone(), Pause::default());
     let pause = pauses.clone();
-    let service = tower::service_fn(move |request: Request<Body>| {
+    let service = tower::service_fn(move |mut request: Request<Body>| {
         let (client, pause) = (client.clone(), pause.clone());
         async move {
+            limit(&mut request, timeout).map_err(kube::Error::HttpError)?;
             pause.over().await;
             let response = client.send(request).await?;
             pause.note(&response);
@@ -99,6 +117,21 @@ mod tests {
         ] {
             assert_eq!(asked(&answer(code, header)), None, "{code} {header:?}");
         }
+    }
+
+    #[test]
+    fn the_server_gives_a_write_up_before_we_do() {
+        let limited = |method: Method, uri: &str| {
+            let request = Request::builder().method(method).uri(uri);
+            let mut request = request.body(Body::empty()).unwrap();
+            limit(&mut request, Duration::from_secs(5)).unwrap();
+            request.uri().to_string()
+        };
+        let claim = "/apis/resource.k8s.io/v1alpha2/namespaces/a/resourceclaims/b/status";
+        assert_eq!(limited(Method::PATCH, claim), format!("{claim}?timeout=4500ms"));
+        let apply = format!("{claim}?fieldManager=c");
+        assert_eq!(limited(Method::PATCH, &apply), format!("{apply}&timeout=4500ms"));
+        assert_eq!(limited(Method::GET, claim), claim);
     }
 
     #[tokio::test(start_paused = true)]

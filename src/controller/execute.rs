@@ -24,6 +24,9 @@ use super::{Controller, write};
 /// Requests to the API server under way at once, at most.
 const REQUESTS: usize = 64;
 
+/// Why something was not begun.
+const ENDS: &str = "the controller ends";
+
 /// Carries commands out.
 pub(super) struct Executor<D> {
     shared: Arc<Shared<D>>,
@@ -112,9 +115,9 @@ impl<D: Driver> Executor<D> {
                     write::context(&shared.client, &key, &uid, &shared.settings.driver_name, &entries);
                 Answer::ContextWritten(shared.write(write).await)
             }),
-            Command::CallDriver { id, request } => self.answer(id, async move {
+            Command::CallDriver { id, request } => self.answer_unless_closed(id, async move {
                 let made = call(shared.clone(), request);
-                shared.calls.make(made).await
+                shared.calls.make(&shared.fence, made).await
             }),
             // Reports go to their own queue.
             Command::Report(_) => {}
@@ -122,20 +125,28 @@ impl<D: Driver> Executor<D> {
     }
 
     fn answer(&self, id: CallId, work: impl Future<Output = Answer> + Send + 'static) {
+        self.answer_unless_closed(id, async move { Some(work.await) });
+    }
+
+    fn answer_unless_closed(&self, id: CallId, work: impl Future<Output = Option<Answer>> + Send + 'static) {
         let answers = self.answers.clone();
         self.tasks.spawn(async move {
-            let answer = work.await;
-            tracing::trace!(?id, ?answer, "answered");
-            let _ = answers.send(Event::Answer { id, answer });
+            if let Some(answer) = work.await {
+                tracing::trace!(?id, ?answer, "answered");
+                let _ = answers.send(Event::Answer { id, answer });
+            }
         });
     }
 
-    /// Waits for what is under way, for at most `limit`.
-    pub(super) async fn finish(self, limit: Duration) {
+    /// Begins nothing any more, and waits for what is under way, for at most `limit`. The answer is whether everything has ended.
+    pub(super) async fn finish(self, limit: Duration) -> bool {
+        self.shared.fence.close();
         self.tasks.close();
-        if tokio::time::timeout(limit, self.tasks.wait()).await.is_err() {
+        let ended = tokio::time::timeout(limit, self.tasks.wait()).await.is_ok();
+        if !ended {
             tracing::warn!(left = self.tasks.len(), "calls were left unanswered at the end");
         }
+        ended
     }
 }
 
@@ -154,7 +165,9 @@ impl<D: Driver> Shared<D> {
         &self,
         request: impl Future<Output = Result<Option<T>, kube::Error>>,
     ) -> Result<Option<Arc<T>>, String> {
-        let _permit = self.requests.acquire().await;
+        let Some(_permit) = self.fence.unless_closed(self.requests.acquire()).await else {
+            return Err(ENDS.to_owned());
+        };
         let timeout = self.request_timeout;
         match tokio::time::timeout(timeout, request).await {
             Ok(Ok(object)) => Ok(object.map(trimmed)),
@@ -235,8 +248,14 @@ async fn fenced<T>(
     timeout: Duration,
     request: impl Future<Output = Outcome<T>>,
 ) -> Outcome<T> {
-    let _permit = requests.acquire().await;
-    pause.over().await;
+    let turn = async {
+        let permit = requests.acquire().await;
+        pause.over().await;
+        permit
+    };
+    let Some(_permit) = fence.unless_closed(turn).await else {
+        return Outcome::Unknown(ENDS.to_owned());
+    };
     if !fence.holds() {
         return Outcome::Unknown("the lease is lost".to_owned());
     }
@@ -374,5 +393,34 @@ mod tests {
         let request = async { panic!("sent") };
         let outcome: Outcome<()> = fenced(&requests, &pause, &fence, lease * 2, request).await;
         assert_eq!(outcome, Outcome::Unknown("the lease is lost".to_owned()));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_waits_when_the_controller_ends_is_never_sent() {
+        let minute = Duration::from_secs(60);
+        let (requests, fence, pause) = (Semaphore::new(1), Fence::held_for(minute), Pause::default());
+        let under_way = async {
+            tokio::time::sleep(minute / 60).await;
+            Outcome::Done(())
+        };
+        // One has its turn, one waits for its turn, and one for the end of a pause.
+        let first = fenced(&requests, &pause, &fence, minute, under_way);
+        let second = fenced(&requests, &pause, &fence, minute, async { panic!("sent") });
+        let (free, busy) = (Semaphore::new(1), Pause::default());
+        busy.begin(minute / 2);
+        let third = fenced(&free, &busy, &fence, minute, async { panic!("sent") });
+        let start = tokio::time::Instant::now();
+        let (first, second, third, ()) = tokio::join!(first, second, third, async { fence.close() });
+        assert_eq!(first, Outcome::Done(()));
+        let unknown: Outcome<()> = Outcome::Unknown(ENDS.to_owned());
+        assert_eq!((second, third), (unknown.clone(), unknown));
+        assert_eq!(
+            start.elapsed(),
+            minute / 60,
+            "nothing waits for its turn any more"
+        );
+        let calm = Pause::default();
+        let late: Outcome<()> = fenced(&free, &calm, &fence, minute, async { panic!("sent") }).await;
+        assert_eq!(late, Outcome::Unknown(ENDS.to_owned()));
     }
 }

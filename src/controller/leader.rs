@@ -1,16 +1,23 @@
 //! The lease in the API: a shell around [`crate::core::protocol::Lease`].
 
+use std::path::Path;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use std::{fmt, io};
 
 use jiff::Timestamp;
 use k8s_openapi::api::coordination::v1::{Lease as LeaseObject, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::api::{Api, PostParams};
+use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::core::protocol::{Lease, LeaseAnswer, LeaseRecord, LeaseSettings, LeaseStep, Moment};
+
+use super::ControllerError;
+use super::predecessors::{Predecessors, PredecessorsError};
 
 /// Where the lease is, and its times. Lease, deadline and retry are those of the components of Kubernetes.
 #[derive(Clone, Debug)]
@@ -27,6 +34,11 @@ pub struct LeaderElection {
     pub retry_period: Duration,
     /// Tells this process from every other one.
     pub identity: String,
+    /// Makes a client for the lease alone. Without it the controller's renews the lease, and a driver that blocks the controller's
+    /// thread for longer than the renew deadline loses it.
+    pub connection: Option<LeaseConnection>,
+    /// Processes that are known to have ended: see [`LeaderElection::following`].
+    pub predecessors: Option<Arc<Predecessors>>,
 }
 
 impl LeaderElection {
@@ -43,7 +55,52 @@ impl LeaderElection {
             renew_deadline: Duration::from_secs(10),
             retry_period: Duration::from_secs(2),
             identity: format!("{instance}_{}_{started:x}", std::process::id()),
+            connection: None,
+            predecessors: None,
         }
+    }
+
+    /// Takes over at once from the processes that have used this directory before: it waits for their requests, and not for the end of
+    /// their lease. The directory must outlive the process, as an `emptyDir` does, be on a local disk, and be used by one process at a
+    /// time, which is ensured by a lock.
+    pub fn following(mut self, directory: &Path) -> Result<Self, PredecessorsError> {
+        let predecessors = Predecessors::follow(directory, &self.identity)?;
+        self.predecessors = Some(Arc::new(predecessors));
+        Ok(self)
+    }
+
+    pub(super) fn settings(&self, request_timeout: Duration) -> LeaseSettings {
+        let predecessors = self.predecessors.as_deref();
+        LeaseSettings {
+            identity: self.identity.clone(),
+            ended: predecessors
+                .map(|known| known.ended().clone())
+                .unwrap_or_default(),
+            duration: self.lease_duration,
+            renew_deadline: self.renew_deadline,
+            retry_period: self.retry_period,
+            request_timeout,
+        }
+    }
+}
+
+/// Makes a client for the lease alone, in the thread that renews it.
+///
+/// A [`kube::Client`] is served by the runtime in which it was made: with the one of the controller, a driver that blocks the controller's
+/// thread would hold up the renewals too.
+#[derive(Clone)]
+pub struct LeaseConnection(Arc<dyn Fn() -> Result<kube::Client, String> + Send + Sync>);
+
+impl LeaseConnection {
+    /// `make` is called once, within a runtime.
+    pub fn new<E: ToString>(make: impl Fn() -> Result<kube::Client, E> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(move || make().map_err(|error| error.to_string())))
+    }
+}
+
+impl fmt::Debug for LeaseConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LeaseConnection").finish_non_exhaustive()
     }
 }
 
@@ -53,6 +110,10 @@ pub(super) struct Fence {
     /// Without leader election there is no lease, and nothing to lose.
     lease: Option<Arc<Mutex<Lease>>>,
     start: Instant,
+    /// Cancelled when nothing is begun any more.
+    closed: CancellationToken,
+    /// As long as anything of this process can write, it does not count as ended.
+    _predecessors: Option<Arc<Predecessors>>,
 }
 
 impl Fence {
@@ -61,13 +122,29 @@ impl Fence {
         Self {
             lease: None,
             start: Instant::now(),
+            closed: CancellationToken::new(),
+            _predecessors: None,
         }
     }
 
     /// Whether this process may write now.
     pub(super) fn holds(&self) -> bool {
         let now = self.now();
-        self.lease.as_ref().is_none_or(|lease| lock(lease).holds(now))
+        !self.closed.is_cancelled() && self.lease.as_ref().is_none_or(|lease| lock(lease).holds(now))
+    }
+
+    /// From now on nothing is begun any more, and what waits for its turn is given up.
+    pub(super) fn close(&self) {
+        self.closed.cancel();
+    }
+
+    /// Waits for a turn; `None` if the fence is closed first.
+    pub(super) async fn unless_closed<T>(&self, turn: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            biased;
+            () = self.closed.cancelled() => None,
+            turn = turn => Some(turn),
+        }
     }
 
     fn now(&self) -> Moment {
@@ -79,8 +156,139 @@ fn lock(lease: &Mutex<Lease>) -> MutexGuard<'_, Lease> {
     lease.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// How far an election is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Another one leads, or nobody yet.
+    Waiting,
+    /// This process leads.
+    Leading,
+    /// It did, and does no longer.
+    Lost,
+    /// The lease is given up.
+    Released,
+    /// There is no client.
+    Failed(String),
+}
+
+/// A lease that is taken and kept in a thread of its own, so that nothing that blocks the controller's thread holds up a renewal. It ends
+/// when this is dropped.
+pub(super) struct Election {
+    fence: Fence,
+    phase: watch::Receiver<Phase>,
+    release: oneshot::Sender<()>,
+}
+
+impl Election {
+    /// Begins to wait for the lease.
+    pub(super) fn start(
+        client: kube::Client,
+        election: LeaderElection,
+        settings: LeaseSettings,
+    ) -> io::Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        let lease = Arc::new(Mutex::new(Lease::new(settings)));
+        let fence = Fence {
+            lease: Some(lease),
+            _predecessors: election.predecessors.clone(),
+            ..Fence::open()
+        };
+        let (says, phase) = watch::channel(Phase::Waiting);
+        let (release, released) = oneshot::channel();
+        let held = fence.clone();
+        let thread = std::thread::Builder::new().name("lease".to_owned());
+        thread.spawn(move || runtime.block_on(hold(client, election, held, says, released)))?;
+        Ok(Self {
+            fence,
+            phase,
+            release,
+        })
+    }
+
+    pub(super) fn fence(&self) -> Fence {
+        self.fence.clone()
+    }
+
+    /// Returns when this process leads, and may write.
+    pub(super) async fn leads(&mut self) -> Result<(), ControllerError> {
+        match self.reach(|phase| *phase != Phase::Waiting).await {
+            Phase::Leading => Ok(()),
+            Phase::Failed(error) => Err(ControllerError::LeaseConnection(error)),
+            Phase::Waiting | Phase::Lost | Phase::Released => Err(ControllerError::LeaseLost),
+        }
+    }
+
+    /// Returns when the lease is lost.
+    pub(super) async fn lost(&mut self) {
+        self.reach(|phase| *phase != Phase::Leading).await;
+    }
+
+    /// Gives the lease up, so that another need not wait for its end. Only what has closed its fence and has ended everything does so.
+    pub(super) async fn release(mut self) {
+        // Refused if the thread has ended, and then there is nothing to give up.
+        let (unused, _) = oneshot::channel();
+        if std::mem::replace(&mut self.release, unused).send(()).is_ok() {
+            self.reach(|phase| *phase != Phase::Leading).await;
+        }
+    }
+
+    /// A thread that ends without a word has lost the lease.
+    async fn reach(&mut self, is_reached: impl FnMut(&Phase) -> bool) -> Phase {
+        let reached = self.phase.wait_for(is_reached).await;
+        reached.map_or(Phase::Lost, |phase| phase.clone())
+    }
+}
+
+/// What the thread does.
+async fn hold(
+    client: kube::Client,
+    election: LeaderElection,
+    fence: Fence,
+    says: watch::Sender<Phase>,
+    released: oneshot::Receiver<()>,
+) {
+    let Some(lease) = fence.lease.clone() else { return };
+    let client = match election.connection.as_ref().map(|connection| (connection.0)()) {
+        None => client,
+        Some(Ok(client)) => client,
+        Some(Err(error)) => {
+            says.send_replace(Phase::Failed(error));
+            return;
+        }
+    };
+    let request_timeout = lock(&lease).settings().request_timeout;
+    let mut leader = Leader {
+        api: Api::namespaced(client, &election.namespace),
+        request_timeout,
+        lease,
+        start: fence.start,
+        acquired: None,
+        election,
+    };
+    let mut released = pin!(released);
+    tokio::select! {
+        _ = &mut released => return,
+        () = leader.lead() => {}
+    }
+    says.send_replace(Phase::Leading);
+    tokio::select! {
+        asked = &mut released => {
+            if asked.is_ok() {
+                leader.release().await;
+            }
+            says.send_replace(Phase::Released);
+        }
+        () = leader.keep() => {
+            fence.close();
+            says.send_replace(Phase::Lost);
+        }
+    }
+}
+
 /// Takes and keeps the lease.
-pub(super) struct Leader {
+struct Leader {
     api: Api<LeaseObject>,
     election: LeaderElection,
     request_timeout: Duration,
@@ -90,53 +298,32 @@ pub(super) struct Leader {
 }
 
 impl Leader {
-    pub(super) fn new(client: kube::Client, election: LeaderElection, settings: LeaseSettings) -> Self {
-        Self {
-            api: Api::namespaced(client, &election.namespace),
-            request_timeout: settings.request_timeout,
-            lease: Arc::new(Mutex::new(Lease::new(settings))),
-            start: Instant::now(),
-            acquired: None,
-            election,
-        }
-    }
-
-    pub(super) fn fence(&self) -> Fence {
-        Fence {
-            lease: Some(self.lease.clone()),
-            start: self.start,
-        }
-    }
-
-    /// Returns when this process leads, and may write; `false` if `shutdown` came first.
-    pub(super) async fn lead(&mut self, shutdown: &CancellationToken) -> bool {
+    /// Returns when this process leads, and may write.
+    async fn lead(&mut self) {
         tracing::info!(lease = %self.shown(), identity = self.election.identity, "waiting to lead");
         loop {
             let now = self.now();
             let usable = lock(&self.lease).usable_from();
             if usable.is_some_and(|usable| usable <= now) {
                 tracing::info!(lease = %self.shown(), "leading");
-                return true;
+                return;
             }
-            tokio::select! {
-                () = shutdown.cancelled() => return false,
-                // A lease that is lost before it was used is nothing lost.
-                kept = self.turn(usable) => if !kept {
-                    let settings = lock(&self.lease).settings().clone();
-                    *lock(&self.lease) = Lease::new(settings);
-                },
+            // A lease that is lost before it was used is nothing lost.
+            if !self.turn(usable).await {
+                let settings = lock(&self.lease).settings().clone();
+                *lock(&self.lease) = Lease::new(settings);
             }
         }
     }
 
     /// Keeps the lease; returns only when it is lost.
-    pub(super) async fn keep(&mut self) {
+    async fn keep(&mut self) {
         while self.turn(None).await {}
         tracing::error!(lease = %self.shown(), "the lease is lost");
     }
 
     /// Gives the lease up, so that another need not wait for its end.
-    pub(super) async fn release(&mut self) {
+    async fn release(&mut self) {
         let Some(version) = lock(&self.lease).own_version() else {
             return;
         };
@@ -264,6 +451,7 @@ impl Fence {
     pub(super) fn held_for(time: Duration) -> Self {
         let settings = LeaseSettings {
             identity: "this".to_owned(),
+            ended: std::collections::BTreeSet::new(),
             duration: time * 2,
             renew_deadline: time,
             retry_period: time / 4,
@@ -284,6 +472,99 @@ impl Fence {
         Self {
             lease: Some(Arc::new(Mutex::new(lease))),
             start,
+            ..Self::open()
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::sync::mpsc;
+
+    use http::{Method, Request, Response};
+    use kube::client::Body;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// A generous limit for what takes milliseconds.
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    /// An API server with one lease. It says whom it has stored as the holder.
+    fn server(stored: mpsc::Sender<String>) -> kube::Client {
+        let lease: Arc<Mutex<Option<Value>>> = Arc::default();
+        let version = Arc::new(Mutex::new(0));
+        let service = tower::service_fn(move |request: Request<Body>| {
+            let (lease, version, stored) = (lease.clone(), version.clone(), stored.clone());
+            async move {
+                let write = request.method() != Method::GET;
+                let body = request.into_body().collect_bytes().await.unwrap();
+                let mut lease = lease.lock().unwrap();
+                if write {
+                    let mut object: Value = serde_json::from_slice(&body).unwrap();
+                    *version.lock().unwrap() += 1;
+                    object["metadata"]["resourceVersion"] = json!(version.lock().unwrap().to_string());
+                    let _ = stored.send(object["spec"]["holderIdentity"].as_str().unwrap().to_owned());
+                    *lease = Some(object);
+                }
+                let missing =
+                    json!({ "kind": "Status", "status": "Failure", "reason": "NotFound", "code": 404 });
+                let (code, answer) = lease.clone().map_or((404, missing), |lease| (200, lease));
+                let answer = Response::builder()
+                    .status(code)
+                    .body(Body::from(answer.to_string().into_bytes()));
+                Ok::<_, Infallible>(answer.unwrap())
+            }
+        });
+        kube::Client::new(service, "default")
+    }
+
+    fn election() -> (Election, mpsc::Receiver<String>) {
+        let (stored, holders) = mpsc::channel();
+        let election = LeaderElection {
+            lease_duration: Duration::from_secs(2),
+            renew_deadline: Duration::from_secs(1),
+            retry_period: Duration::from_millis(20),
+            connection: Some(LeaseConnection::new(move || {
+                Ok::<_, String>(server(stored.clone()))
+            })),
+            ..LeaderElection::new("default", "d.example", "test")
+        };
+        let unused = kube::Client::new(
+            tower::service_fn(|_: Request<Body>| async { Ok::<_, Infallible>(Response::new(Body::empty())) }),
+            "default",
+        );
+        let settings = election.settings(Duration::from_secs(1));
+        (Election::start(unused, election, settings).unwrap(), holders)
+    }
+
+    #[tokio::test]
+    async fn a_blocked_runtime_keeps_its_lease() {
+        let (mut election, holders) = election();
+        election.leads().await.unwrap();
+        let fence = election.fence();
+        // This thread is the whole runtime, and does nothing else for longer than the renew deadline.
+        let start = std::time::Instant::now();
+        while start.elapsed() < Duration::from_secs(2) {
+            holders.recv_timeout(PATIENCE).unwrap();
+        }
+        assert!(fence.holds());
+        election.release().await;
+        assert_eq!(holders.try_iter().last().as_deref(), Some(""));
+        assert!(
+            holders.recv_timeout(PATIENCE).is_err(),
+            "nothing renews it any more"
+        );
+    }
+
+    #[tokio::test]
+    async fn an_election_that_is_dropped_releases_nothing() {
+        let (mut election, holders) = election();
+        election.leads().await.unwrap();
+        drop(election);
+        // Ends when the thread has ended, which has the server.
+        let all: Vec<String> = holders.iter().collect();
+        assert!(!all.is_empty() && !all.contains(&String::new()), "{all:?}");
     }
 }

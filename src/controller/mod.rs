@@ -51,6 +51,7 @@ mod calls;
 mod considerate;
 mod execute;
 mod leader;
+mod predecessors;
 mod report;
 mod trim;
 mod watch;
@@ -67,16 +68,15 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::api::resource::{GROUP, VERSION};
-use crate::core::protocol::{
-    Command, Event, LeaseSettings, LeaseSettingsError, Moment, Settings, Statistics, World,
-};
+use crate::core::protocol::{Command, Event, LeaseSettingsError, Moment, Settings, Statistics, World};
 use crate::driver::Driver;
 
-pub use leader::LeaderElection;
+pub use leader::{LeaderElection, LeaseConnection};
+pub use predecessors::{Predecessors, PredecessorsError};
 
 use considerate::{Pause, considerate};
 use execute::Executor;
-use leader::{Fence, Leader};
+use leader::{Election, Fence};
 use report::Reports;
 use watch::Standby;
 
@@ -96,6 +96,12 @@ pub enum ControllerError {
     /// Two controllers could write at once, or one lost request would end the lease.
     #[error("leader election: {0}")]
     LeaderElection(#[from] LeaseSettingsError),
+    /// The thread that renews the lease cannot be started.
+    #[error("leader election: no thread for the lease: {0}")]
+    LeaseThread(#[source] std::io::Error),
+    /// The lease has no client of its own.
+    #[error("leader election: no client for the lease: {0}")]
+    LeaseConnection(String),
     /// Another controller may lead by now.
     #[error("the lease could not be renewed in time, so another controller may lead by now: start again")]
     LeaseLost,
@@ -181,15 +187,15 @@ impl<D: Driver> Controller<D> {
         }
     }
 
-    /// Runs until `shutdown` is cancelled. Writes that are under way then are awaited, up to the request timeout, and the lease
-    /// is given up.
+    /// Runs until `shutdown` is cancelled. Nothing is begun then any more. Calls and writes that are under way are awaited, up to the
+    /// request timeout, and the lease is given up if all of them have ended.
     ///
     /// With leader election it returns [`ControllerError::LeaseLost`] when it can lead no longer; the process should end then and
     /// be started again, because only a start passes the start barrier.
     pub async fn run(mut self, shutdown: CancellationToken) -> Result<(), ControllerError> {
         // But not for the lease: another one would lead soon, and ask for everything anew.
         let of_lease = self.client.clone();
-        let (client, pause) = considerate(&self.client);
+        let (client, pause) = considerate(&self.client, self.request_timeout);
         self.client = client;
         tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
@@ -201,36 +207,40 @@ impl<D: Driver> Controller<D> {
             self.serve(standby, &Fence::open(), pause, &shutdown).await;
             return Ok(());
         };
-        let settings = LeaseSettings {
-            identity: election.identity.clone(),
-            duration: election.lease_duration,
-            renew_deadline: election.renew_deadline,
-            retry_period: election.retry_period,
-            request_timeout: self.request_timeout,
-        };
+        let settings = election.settings(self.request_timeout);
         settings.check()?;
-        let mut leader = Leader::new(of_lease, election, settings);
-        let leads = tokio::select! {
-            leads = leader.lead(&shutdown) => leads,
-            // Watches do not end.
-            () = standby.keep() => false,
-        };
-        if !leads {
-            return Ok(());
-        }
-        let fence = leader.fence();
-        self.leading.send_replace(true);
+        let election = Election::start(of_lease, election, settings);
+        let mut election = election.map_err(ControllerError::LeaseThread)?;
         tokio::select! {
-            () = self.serve(standby, &fence, pause, &shutdown) => {}
-            () = leader.keep() => return Err(ControllerError::LeaseLost),
+            () = shutdown.cancelled() => return Ok(()),
+            leads = election.leads() => leads?,
+            // Watches do not end.
+            () = standby.keep() => return Ok(()),
         }
+        let fence = election.fence();
+        self.leading.send_replace(true);
+        let ended = tokio::select! {
+            ended = self.serve(standby, &fence, pause, &shutdown) => ended,
+            () = election.lost() => return Err(ControllerError::LeaseLost),
+        };
         self.leading.send_replace(false);
-        leader.release().await;
+        if ended {
+            election.release().await;
+        } else {
+            tracing::warn!("the lease is not released, since a call or a write may still be under way");
+        }
         Ok(())
     }
 
-    /// Serves until `shutdown` is cancelled, from a list of all claims on: of them nothing that was seen before is trusted.
-    async fn serve(&self, standby: Standby, fence: &Fence, pause: Pause, shutdown: &CancellationToken) {
+    /// Serves until `shutdown` is cancelled, from a list of all claims on: of them nothing that was seen before is trusted. The answer is
+    /// whether every call and every write has ended.
+    async fn serve(
+        &self,
+        standby: Standby,
+        fence: &Fence,
+        pause: Pause,
+        shutdown: &CancellationToken,
+    ) -> bool {
         let (mut watches, seen) = standby.begin();
         watches.push(watch::claims(&self.client));
         let mut capacity_changes = pin!(self.driver.capacity_changes());
@@ -241,6 +251,7 @@ impl<D: Driver> Controller<D> {
             &self.settings.driver_name,
             self.instance.clone(),
             self.request_timeout,
+            answers.clone(),
         );
         let executor = Executor::new(self, fence.clone(), pause, answers);
         let mut world = World::new(self.settings.clone());
@@ -251,7 +262,6 @@ impl<D: Driver> Controller<D> {
         }
         loop {
             let deadline = world.next_deadline().map(|moment| start + moment.since_start());
-            answers.clone(),
             let event = tokio::select! {
                 () = shutdown.cancelled() => break,
                 Some(event) = watches.next() => Some(event),
@@ -286,8 +296,9 @@ impl<D: Driver> Controller<D> {
                 });
             }
         }
-        executor.finish(self.request_timeout).await;
+        let ended = executor.finish(self.request_timeout).await;
         reports.finish(self.request_timeout).await;
+        ended
     }
 
     async fn check_served(&self) -> Result<(), ControllerError> {

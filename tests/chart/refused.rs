@@ -370,6 +370,7 @@ fn the_chart_and_the_program_take_the_same_durations() {
         };
         let together = LeaseSettings {
             identity: "x".into(),
+            ended: std::collections::BTreeSet::new(),
             duration: duration(lease),
             renew_deadline: duration(renew),
             retry_period: duration(retry),

@@ -2,7 +2,12 @@
 
 use std::time::Duration;
 
+use drayman::controller::LeaderElection;
+use k8s_openapi::api::coordination::v1::Lease;
+use kube::api::Api;
+
 use crate::call::{What, count};
+use crate::harness::rule;
 use crate::objects::From;
 use crate::script::Act;
 use crate::stage::{is_allocated, names, on_stage, rules};
@@ -144,5 +149,47 @@ fn a_driver_that_panics_harms_only_its_own_claim() -> anyhow::Result<()> {
         stage.driver.behave();
         stage.until_claim("bad", "allocated", is_allocated).await?;
         controller.end().await
+    })
+}
+
+#[test]
+fn a_lease_is_released_only_when_every_call_has_ended() -> anyhow::Result<()> {
+    on_stage("hands-over", async |stage| {
+        let leases = Api::<Lease>::namespaced(stage.cluster.client(), &stage.name);
+        let mut rights = rules();
+        rights.push(rule(
+            &["coordination.k8s.io"],
+            &["leases"],
+            &["get", "create", "update"],
+        ));
+        for (name, act, released) in [("hangs", false, false), ("ends", true, true)] {
+            stage.driver.rule(move |what| match what {
+                What::Allocate { .. } if !act => Act::Hang,
+                _ => Act::Go,
+            });
+            let election = LeaderElection::new(&stage.name, name, "test");
+            let identity = election.identity.clone();
+            let controller = stage
+                .start_as("", &stage.driver, &rights, |builder| {
+                    builder
+                        .request_timeout(Duration::from_secs(2))
+                        .leader_election(Some(election))
+                })
+                .await?;
+            let calls = count(&stage.driver.calls(), What::is_allocate);
+            stage.immediate(name).await?;
+            stage
+                .driver
+                .until("allocate", |all| count(all, What::is_allocate) > calls)
+                .await?;
+            if released {
+                stage.until_claim(name, "allocated", is_allocated).await?;
+            }
+            controller.end().await?;
+            let spec = leases.get(name).await?.spec.unwrap_or_default();
+            let holder = if released { String::new() } else { identity };
+            assert_eq!(spec.holder_identity, Some(holder), "{name}");
+        }
+        Ok(())
     })
 }

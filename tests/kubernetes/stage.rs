@@ -306,21 +306,22 @@ impl Stage {
 
     /// Starts one of several controllers, as a user of its own, so that the audit log tells them apart.
     pub(crate) async fn replica(&self, name: &str) -> anyhow::Result<Program> {
+        let flags = [
+            "--leader-elect-lease-duration=7s",
+            "--leader-elect-renew-deadline=2s",
+            "--leader-elect-retry-period=500ms",
+        ];
+        self.replica_with(name, &flags).await
+    }
+
+    /// The same with other flags of the lease.
+    pub(crate) async fn replica_with(&self, name: &str, flags: &[&str]) -> anyhow::Result<Program> {
         let mut rules = controller_rules()?;
         rules.extend(rules_of("Role", "drayman-controller")?);
         let kubeconfig = self.cluster.user(name, &rules).await?;
         let mut command = self.cluster.command(env!("CARGO_BIN_EXE_drayman"));
-        command.args([
-            "controller",
-            "--v=4",
-            "--leader-elect",
-            "--leader-elect-lease-duration=7s",
-        ]);
-        command.args([
-            "--leader-elect-renew-deadline=2s",
-            "--leader-elect-retry-period=500ms",
-        ]);
-        command.arg("--kubeconfig").arg(kubeconfig);
+        command.args(["controller", "--v=4", "--leader-elect"]);
+        command.args(flags).arg("--kubeconfig").arg(kubeconfig);
         self.program(name, command)
     }
 

@@ -1,13 +1,14 @@
-//! A standby has seen everything but the claims when it takes over.
+//! A standby has seen everything but the claims when it takes over, and a container that is started again takes its own lease over.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context as _, ensure};
+use drayman::api::resource::ResourceClaim;
 use tokio::time::{Duration, Instant, sleep};
 
 use crate::controller::assert_distinct;
 use crate::harness::PATIENCE;
-use crate::stage::{Stage, is_bound};
+use crate::stage::{Stage, is_allocated, is_bound};
 
 const STANDBY: &str = "controller-b";
 
@@ -70,5 +71,64 @@ async fn a_takeover_lists_the_claims_anew_and_nothing_else_and_knows_who_waits()
     assert_eq!(after.remove("resourceclaims"), Some(1));
     assert_eq!(after, warm, "nothing else is listed a second time");
     second.end().await?;
+    stage.cluster.stop().await
+}
+
+/// What one takeover with the chart's lease may take: a container that is started again waits for 5 s, and a standby for the lease of 15 s,
+/// a tenth of it and one look every 2 s. The rest is for a loaded machine.
+const CONTAINER: Duration = Duration::from_secs(10);
+const REPLICA: Duration = Duration::from_secs(25);
+
+#[tokio::test]
+async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 3).await?;
+    let directory = stage.cluster.directory().join("state");
+    std::fs::create_dir(&directory)?;
+    let flag = format!("--leader-elect-state-dir={}", directory.display());
+    let flags = [flag.as_str()];
+    let immediate = async |name: &str| {
+        stage.make_claim(name, "Immediate", false).await?;
+        let start = Instant::now();
+        let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+        stage.wait(stage.claims(), name, "allocated", met).await?;
+        anyhow::Ok(start.elapsed())
+    };
+
+    let mut first = stage.replica_with("controller-a", &flags).await?;
+    immediate("before").await?;
+    let locked = stage.replica_with("controller-b", &flags).await?;
+    assert_eq!(
+        locked.ended().await?.code(),
+        Some(1),
+        "the directory is the first one's"
+    );
+    first.kill().await?;
+    let mut again = stage.replica_with("controller-a", &flags).await?;
+    let container = immediate("same-pod").await?;
+    println!(
+        "killed and started again in the same pod: allocates after {:.1} s",
+        container.as_secs_f64()
+    );
+    assert!(container < CONTAINER, "{container:?}");
+    assert!(
+        container > Duration::from_secs(4),
+        "{container:?}: a request of the dead one could still arrive"
+    );
+
+    let standby = stage.replica_with("controller-b", &[]).await?;
+    standby.logged("waiting to lead").await?;
+    again.kill().await?;
+    let replica = immediate("other-pod").await?;
+    println!(
+        "killed beside a standby: allocates after {:.1} s",
+        replica.as_secs_f64()
+    );
+    assert!(replica < REPLICA, "{replica:?}");
+    assert!(
+        replica > CONTAINER,
+        "{replica:?}: another pod's process may still live"
+    );
+    standby.end().await?;
     stage.cluster.stop().await
 }

@@ -5,26 +5,36 @@
 //! the same). A holder stops before its lease can be taken: nothing is sent after `renew_deadline` without a renewal, and a
 //! request that is under way by then is over, one way or the other, before the duration ends.
 //!
+//! The lease of a process that has ended need not run out: all that it has sent was sent before this process's clock began, and is over
+//! one request's time later.
+//!
 //! A process that is paused between its last look at the clock and the write cannot be fenced by this; the node companion is
 //! the guard against what it may still send.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use super::event::Moment;
+
+/// By which part of a lease's duration it is used later than it has run out: clocks that differ by less do no harm. The clocks of machines
+/// differ by less than a thousandth, and by a twelfth while one is corrected.
+const CLOCK_MARGIN: u32 = 10;
 
 /// What an operator chooses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeaseSettings {
     /// Tells this process from every other one, also from an earlier one in the same pod.
     pub identity: String,
+    /// The identities of processes that had ended before this one's clock began.
+    pub ended: BTreeSet<String>,
     /// How long others must leave a lease alone that is not renewed.
     pub duration: Duration,
     /// How long the holder goes on without a renewal. Shorter than `duration` by at least `request_timeout`.
     pub renew_deadline: Duration,
     /// How long between two attempts.
     pub retry_period: Duration,
-    /// How long a request may be under way: a lease that has run out is used only so much later, when nothing that its
-    /// holder had sent can still arrive.
+    /// How long a request may be under way: when a process has ended, its lease is used only so much later, when nothing that it had
+    /// sent can still arrive.
     pub request_timeout: Duration,
 }
 
@@ -223,7 +233,7 @@ impl Lease {
             );
         }
         let expiry = since.after(record.duration);
-        if record.holder.is_empty() || expiry <= now {
+        if record.holder.is_empty() || self.has_ended(&record.holder) || expiry <= now {
             return LeaseStep::Write {
                 version,
                 transitions: record.transitions.saturating_add(1),
@@ -237,11 +247,25 @@ impl Lease {
     pub fn sent(&mut self, step: &LeaseStep, now: Moment) {
         self.last_request = Some(now);
         if let LeaseStep::Write { take: true, .. } = step {
-            // What its last holder has sent must have arrived or failed before we begin. One that released it has stopped.
-            let was_held = matches!(&self.seen, Some((Some(record), _)) if !record.holder.is_empty());
-            let usable = was_held.then(|| now.after(self.settings.request_timeout));
-            self.attempt = Some((now, usable));
+            self.attempt = Some((now, self.free_from()));
         }
+    }
+
+    /// From when nothing that the lease's last holder has sent can arrive. One that released it had stopped before.
+    fn free_from(&self) -> Option<Moment> {
+        let (record, since) = self.seen.as_ref()?;
+        let record = record.as_ref().filter(|record| !record.holder.is_empty())?;
+        if self.has_ended(&record.holder) {
+            return Some(Moment::default().after(self.settings.request_timeout));
+        }
+        // Its last request was over when the lease ran out, by its clock.
+        let margin = record.duration / CLOCK_MARGIN;
+        Some(since.after(record.duration).after(margin))
+    }
+
+    /// Whether a holder had ended before this process's clock began.
+    fn has_ended(&self, holder: &str) -> bool {
+        self.settings.ended.contains(holder)
     }
 
     /// Takes note of an answer. `sent` is when its request was sent: a renewal counts from then.
@@ -250,8 +274,8 @@ impl Lease {
             LeaseAnswer::Unclear => self.must_read = true,
             LeaseAnswer::Written(record) => {
                 if self.held.is_none() {
-                    let usable = self.attempt.take().and_then(|(_, usable)| usable);
-                    self.usable = Some(usable.unwrap_or(now));
+                    let free = self.attempt.take().and_then(|(_, free)| free);
+                    self.usable = Some(free.unwrap_or(now));
                 }
                 self.held = Some(sent);
                 self.see(Some(record), now);
@@ -262,9 +286,9 @@ impl Lease {
                     .is_some_and(|record| record.holder == self.settings.identity);
                 match (self.held, self.attempt) {
                     // Our attempt had arrived after all.
-                    (None, Some((attempted, usable))) if is_ours => {
+                    (None, Some((attempted, free))) if is_ours => {
                         self.held = Some(attempted);
-                        self.usable = Some(usable.unwrap_or(attempted));
+                        self.usable = Some(free.unwrap_or(attempted));
                     }
                     _ => {}
                 }
@@ -289,6 +313,7 @@ mod tests {
     fn settings(identity: &str) -> LeaseSettings {
         LeaseSettings {
             identity: identity.to_owned(),
+            ended: BTreeSet::from(["ended".to_owned()]),
             duration: Duration::from_secs(15),
             renew_deadline: Duration::from_secs(10),
             retry_period: Duration::from_secs(2),
@@ -367,8 +392,44 @@ mod tests {
         lease.sent(&step, at(15));
         lease.answered(LeaseAnswer::Written(record("me", "2")), at(15), at(16));
         assert!(!lease.holds(at(16)));
-        assert_eq!(lease.usable_from(), Some(at(20)));
-        assert!(lease.holds(at(20)));
+        let usable = at(16).after(Duration::from_millis(500));
+        assert_eq!(lease.usable_from(), Some(usable), "a tenth later");
+        assert!(lease.holds(usable));
+    }
+
+    #[test]
+    fn the_lease_of_an_ended_process_is_taken_at_once() {
+        let mut lease = Lease::new(settings("me"));
+        lease.answered(LeaseAnswer::Read(Some(record("ended", "1"))), at(1), at(1));
+        let step = lease.step(at(1));
+        assert_eq!(
+            step,
+            LeaseStep::Write {
+                version: Some("1".to_owned()),
+                transitions: 4,
+                take: true
+            }
+        );
+        lease.sent(&step, at(1));
+        lease.answered(LeaseAnswer::Written(record("me", "2")), at(1), at(2));
+        assert!(!lease.holds(at(2)), "a request of it may still arrive");
+        assert_eq!(lease.usable_from(), Some(at(5)), "counted from its end");
+    }
+
+    #[test]
+    fn a_late_renewal_of_an_ended_process_keeps_nobody_from_its_lease() {
+        let mut lease = Lease::new(settings("me"));
+        lease.answered(LeaseAnswer::Read(Some(record("ended", "1"))), at(1), at(1));
+        let step = lease.step(at(1));
+        lease.sent(&step, at(1));
+        lease.answered(LeaseAnswer::Unclear, at(1), at(1));
+        assert_eq!(lease.step(at(3)), LeaseStep::Read);
+        lease.answered(LeaseAnswer::Read(Some(record("ended", "2"))), at(3), at(3));
+        let step = lease.step(at(3));
+        assert!(matches!(step, LeaseStep::Write { take: true, .. }), "{step:?}");
+        lease.sent(&step, at(3));
+        lease.answered(LeaseAnswer::Written(record("me", "3")), at(3), at(3));
+        assert_eq!(lease.usable_from(), Some(at(5)));
     }
 
     #[test]
