@@ -13,7 +13,8 @@ const SECOND: u64 = 1_000_000;
 /// Real time until which things go wrong, and then until the end.
 const TROUBLE: u64 = 600 * SECOND;
 const END: u64 = 700 * SECOND;
-const KINDS: [&str; 9] = [
+const KINDS: [&str; 10] = [
+    "lease out of reach",
     "write of an ended process while its lease is taken over",
     "own lease taken over",
     "write of an ended process",
@@ -47,6 +48,8 @@ struct Candidate {
     /// Whether a life knows the identities of the earlier ones, as a container does whose pod has a state directory.
     remembers: bool,
     paused_until: u64,
+    /// Its requests about the lease are lost until then.
+    cut_until: u64,
     /// When it was first seen to lead, in real time.
     leads_since: Option<u64>,
 }
@@ -84,6 +87,7 @@ impl Candidate {
             life,
             remembers,
             paused_until: 0,
+            cut_until: 0,
             leads_since: None,
         }
     }
@@ -99,6 +103,8 @@ struct Cluster {
     queue: BTreeMap<(u64, u64), (usize, u64, Happening)>,
     number: u64,
     record: Option<LeaseRecord>,
+    /// When that was stored.
+    stored: u64,
     versions: u64,
     all: Vec<Candidate>,
     hits: BTreeMap<&'static str, u64>,
@@ -117,6 +123,7 @@ impl Cluster {
             queue: BTreeMap::new(),
             number: 0,
             record: None,
+            stored: 0,
             versions: 0,
             all: Vec::new(),
             hits: BTreeMap::new(),
@@ -229,7 +236,10 @@ impl Cluster {
             self.rng.between(100, 20_000)
         };
         let back = self.rng.between(100, 20_000);
-        let lost = self.strikes("request lost", 50);
+        if self.strikes("lease out of reach", 10) {
+            self.all[who].cut_until = self.now + self.rng.between(10 * SECOND, 20 * SECOND);
+        }
+        let lost = start < self.all[who].cut_until || self.strikes("request lost", 50);
         let unheard = lost || way + back >= timeout || self.strikes("answer lost", 50);
         if unheard {
             let answer = LeaseAnswer::Unclear;
@@ -263,6 +273,14 @@ impl Cluster {
         if life > 0 && earlier.is_some_and(|holder| (0..life).any(|life| identity(who, life) == holder)) {
             *self.hits.entry("own lease taken over").or_default() += 1;
         }
+        let by_itself = earlier.is_some_and(|holder| (0..=life).any(|life| identity(who, life) == holder));
+        // As early as by the fastest clock.
+        let ran_out = self.stored + 15 * SECOND * 1000 / 1040;
+        if earlier.is_some() && !by_itself && self.now < ran_out {
+            let now = self.now;
+            self.violation = Some(format!("at {now}: {who} takes a lease stored at {}", self.stored));
+        }
+        self.stored = self.now;
         self.versions += 1;
         let record = LeaseRecord {
             holder: identity(who, life),
@@ -298,7 +316,11 @@ impl Cluster {
                 self.all[who].paused_until = self.now + pause;
             }
             let limit = self.real(who, 5 * SECOND);
-            let way = if self.rng.chance(100) {
+            // A server that does not answer about the lease is slow with claims too.
+            let is_cut = self.now < self.all[who].cut_until;
+            let way = if is_cut && self.rng.chance(500) {
+                self.rng.between(limit * 9 / 10, limit)
+            } else if self.rng.chance(100) {
                 self.rng.between(0, limit)
             } else {
                 self.rng.between(100, 20_000)
@@ -306,7 +328,8 @@ impl Cluster {
             let start = self.now.max(self.all[who].paused_until);
             self.at(start + way, who, Happening::Written { led_since, paused });
         }
-        let when = self.now + self.rng.between(10_000, SECOND);
+        let pace = if self.now < self.all[who].cut_until { 5 } else { 1 };
+        let when = self.now + self.rng.between(10_000, SECOND / pace);
         self.at(when, who, Happening::Work);
     }
 
