@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep};
 use crate::Options;
 use crate::figures::resident_kib_of;
 use crate::harness::{Cluster, IMAGE};
-use crate::stage::{DRIVER, FINALIZER, Stage, controller_rules, pod_from};
+use crate::stage::{DRIVER, FINALIZER, Stage, pod_from, replica_rules};
 
 /// The user that the controller under test is.
 pub(crate) const USER: &str = "drayman-load";
@@ -34,9 +34,15 @@ pub(crate) struct Controller {
 }
 
 impl Controller {
-    /// Starts `drayman controller`.
+    /// Starts `drayman controller` with a lease, as the chart does.
     pub(crate) async fn start(stage: &Stage, options: &Options) -> anyhow::Result<Self> {
-        Self::spawn(stage, &options.program, USER, &["controller", "--kubeconfig"]).await
+        let arguments = [
+            "controller",
+            "--leader-elect",
+            "--leader-elect-resource-namespace=default",
+            "--kubeconfig",
+        ];
+        Self::spawn(stage, &options.program, USER, &arguments).await
     }
 
     /// Starts a controller whose last argument is its kubeconfig, as a user of its own.
@@ -46,7 +52,7 @@ impl Controller {
         user: &str,
         arguments: &[&str],
     ) -> anyhow::Result<Self> {
-        let kubeconfig = stage.cluster.user(user, &controller_rules()?).await?;
+        let kubeconfig = stage.cluster.user(user, &replica_rules()?).await?;
         let log = stage.cluster.directory().join(format!("{user}.log"));
         let mut command = stage.cluster.command(program);
         // As the image has it.

@@ -9,11 +9,9 @@ use crate::figures::Times;
 use crate::harness::Entry;
 use crate::stage::Stage;
 
-/// The requests of one user, without those that open a watch.
+/// All requests of one user: also lists, the end of each watch, and renewals of the lease.
 pub(crate) async fn of(stage: &Stage, user: &str) -> anyhow::Result<Vec<Entry>> {
-    let mut entries = stage.cluster.audit().of_user(user).await?;
-    entries.retain(|entry| !matches!(entry.verb.as_str(), "list" | "watch") && !entry.resource.is_empty());
-    Ok(entries)
+    stage.cluster.audit().of_user(user).await
 }
 
 /// Requests, sorted by what they are.
@@ -25,6 +23,10 @@ pub(crate) struct Count {
     pub(crate) failures: usize,
     /// Events that the controller wrote for users.
     pub(crate) events: usize,
+    /// Lists, watches that ended, and questions for what the API server serves. A watch is logged when it ends.
+    pub(crate) watching: usize,
+    /// Reads and writes of the lease by which one controller leads.
+    pub(crate) lease: usize,
     kinds: BTreeMap<String, usize>,
 }
 
@@ -32,7 +34,11 @@ impl Count {
     pub(crate) fn new<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Self {
         let mut count = Self::default();
         for entry in entries {
-            if entry.resource == "events" {
+            if entry.resource == "leases" {
+                count.lease += 1;
+            } else if matches!(entry.verb.as_str(), "list" | "watch") || entry.resource.is_empty() {
+                count.watching += 1;
+            } else if entry.resource == "events" {
                 count.events += 1;
             } else if entry.is_write() {
                 count.writes += 1;
@@ -48,8 +54,9 @@ impl Count {
         count
     }
 
+    /// All but those of the lease, which come by time.
     pub(crate) fn all(&self) -> usize {
-        self.writes + self.reads + self.events
+        self.writes + self.reads + self.events + self.watching
     }
 
     /// How many there were per pod.
@@ -62,9 +69,11 @@ impl Count {
             .map(|(kind, number)| format!("{kind} {:.2}", per(*number)))
             .collect();
         format!(
-            "{:.2} writes, {:.2} reads, {} 409s, {} failures, {} events ({})",
+            "{:.2} writes, {:.2} reads, {} lists and watches, {} of the lease, {} 409s, {} failures, {} events ({})",
             per(self.writes),
             per(self.reads),
+            self.watching,
+            self.lease,
             self.conflicts,
             self.failures,
             self.events,

@@ -76,7 +76,12 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         &format!(
             "requests in {REST:?} at rest, {CLAIMS} claims allocated by {DRIVER}, {CONTEXTS} contexts of another driver"
         ),
-        &format!("{} (and {} at the start)", count.all(), start.len()),
+        &format!(
+            "{}, lists and ended watches included, and {} of the lease (and {} at the start)",
+            count.all(),
+            count.lease,
+            start.len()
+        ),
         Goal::is(count.all() == 0),
     );
     let (resident, most) = controller.resident_kib();

@@ -113,9 +113,9 @@ async fn settle(stage: &Stage) -> anyhow::Result<()> {
     })
     .await?;
     ground::until("the controller is at rest", PATIENCE, || async {
-        let before = requests::of(stage, USER).await?.len();
+        let before = Count::new(&requests::of(stage, USER).await?).all();
         sleep(Duration::from_secs(5)).await;
-        Ok(requests::of(stage, USER).await?.len() == before)
+        Ok(Count::new(&requests::of(stage, USER).await?).all() == before)
     })
     .await
 }
@@ -128,7 +128,7 @@ async fn waiting(stage: &Stage) -> anyhow::Result<()> {
     let count = Count::new(entries.iter().skip(start.len()));
     figure(
         &format!("requests while {PODS} pods wait for {WAIT:?}"),
-        &format!("{} ({})", count.all(), count.per(1)),
+        &format!("{}, beside those of the lease ({})", count.all(), count.per(1)),
         Goal::is(count.all() == 0),
     );
     figure(

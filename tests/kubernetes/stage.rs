@@ -63,6 +63,13 @@ pub(crate) fn controller_rules() -> anyhow::Result<Vec<PolicyRule>> {
     rules_of("ClusterRole", "drayman-controller")
 }
 
+/// What one of several controllers may do: the same, and hold the lease.
+pub(crate) fn replica_rules() -> anyhow::Result<Vec<PolicyRule>> {
+    let mut rules = controller_rules()?;
+    rules.extend(rules_of("Role", "drayman-controller")?);
+    Ok(rules)
+}
+
 /// What the companion may do. The rights of its Role, which is in the namespace `default`, are given in all namespaces here; the tests of
 /// the chart show the namespace.
 pub(crate) fn node_rules() -> anyhow::Result<Vec<PolicyRule>> {
@@ -319,9 +326,7 @@ impl Stage {
 
     /// The same with other flags of the lease.
     pub(crate) async fn replica_with(&self, name: &str, flags: &[&str]) -> anyhow::Result<Program> {
-        let mut rules = controller_rules()?;
-        rules.extend(rules_of("Role", "drayman-controller")?);
-        let kubeconfig = self.cluster.user(name, &rules).await?;
+        let kubeconfig = self.cluster.user(name, &replica_rules()?).await?;
         let mut command = self.cluster.command(env!("CARGO_BIN_EXE_drayman"));
         command.args(["controller", "--v=4", "--leader-elect"]);
         command.args(flags).arg("--kubeconfig").arg(kubeconfig);
