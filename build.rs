@@ -5,13 +5,14 @@ use std::error::Error;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PROTOCOLS: [&str; 6] = [
+const PROTOCOLS: [&str; 7] = [
     "plugin_registration",
     "dra_v1alpha2",
     "dra_v1alpha3",
     "device_plugin_v1beta1",
     "pod_resources_v1",
     "node_records",
+    "cri_v1",
 ];
 
 /// Requests with lists are decoded by a type of our own that stops keeping elements at a limit (`api::proto::bounded`).

@@ -17,6 +17,7 @@ mod rounds;
 pub mod run;
 pub mod store;
 pub mod transport;
+pub mod witness;
 
 pub use crate::core::node::request;
 pub use run::{Node, NodeBuilder, NodeError};

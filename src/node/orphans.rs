@@ -77,10 +77,11 @@ impl Caretaker {
                 answers.insert(question.uid, answer);
             }
             // Also without an answer: what was in quarantine may be in order again.
-            let Some(now) = self.records.judge(begin.elapsed(), answers).await else {
+            let Some(judged) = self.records.judge(begin.elapsed(), answers).await else {
                 return;
             };
-            if !self.show(now, &mut told).await {
+            next = judged.again.map_or(next, |again| next.min(again));
+            if !self.show(judged.quarantine, &mut told).await {
                 next = next.min(RETRY);
             }
             // A claim that comes meanwhile has time: it is suspected after the grace period at the earliest.

@@ -10,6 +10,7 @@ mod records;
 mod recovery;
 mod resources;
 mod told;
+mod witness;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,6 +26,7 @@ use super::door::pod_resources::Grants;
 use super::driver::{NodeDriver, PreparedClaim};
 use super::figures::Figures;
 use super::store::{Opened, Places, Store};
+use super::witness::Witness;
 use crate::core::node::announced::Announced;
 use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::claim_uid::ClaimUid;
@@ -78,6 +80,8 @@ pub struct OwnerOptions<D> {
     pub driver: Arc<D>,
     /// What was found on the node.
     pub opened: Opened,
+    /// The container runtime, if it can be asked which containers have devices.
+    pub witness: Option<Arc<dyn Witness>>,
     /// What the API server tells.
     pub cluster: watch::Receiver<ClusterFacts>,
     /// Told when the Node object may be another one than we know.
@@ -102,6 +106,11 @@ pub struct Owner<D> {
     held: watch::Sender<usize>,
     /// Told when a claim is to be looked into.
     look_due: Arc<Notify>,
+    witness: Option<Arc<dyn Witness>>,
+    /// Counts how often it was decided whether the claims that somebody wants the devices of still hold them.
+    decided: watch::Sender<u64>,
+    /// Since when claims have had no CDI file because the API server no longer knows them as holders.
+    withdrawn: BTreeMap<ClaimUid, Instant>,
     driver: Arc<D>,
     store: Arc<Store>,
     /// Shared with the thread that works on files, and never changed while it does.
@@ -172,10 +181,19 @@ impl<D: NodeDriver> Owner<D> {
         let announced = Noted::new(options.announcements.borrow().as_ref().clone());
         let (held, holds) = watch::channel(0);
         let look_due = Arc::new(Notify::new());
+        let (decided, decisions) = watch::channel(0);
+        let mut orphans = Orphans::new(options.orphan_grace);
+        if options.witness.is_some() {
+            orphans = orphans.with_witness();
+        }
+        let has_witness = options.witness.is_some();
         let mut owner = Self {
             driver_name: options.places.driver.clone(),
             places: options.places,
-            orphans: Noted::new(Orphans::new(options.orphan_grace)),
+            orphans: Noted::new(orphans),
+            witness: options.witness,
+            decided,
+            withdrawn: BTreeMap::new(),
             held,
             look_due: look_due.clone(),
             found: listen_to(&*options.driver).await,
@@ -227,6 +245,8 @@ impl<D: NodeDriver> Owner<D> {
                 resources: seen,
                 held: holds,
                 look_due,
+                decisions,
+                has_witness,
                 figures: options.figures,
             },
             published,
@@ -338,17 +358,19 @@ impl<D: NodeDriver> Owner<D> {
             // One of the two is out of date, and it may be we.
             Err(Refusal::EarlierNode { .. }) => self.node_in_doubt.notify_one(),
             // Either the holder is about to end, or kubelet has lost it.
-            Err(Refusal::Held { device, .. }) => {
-                let device = self.inventory.get(device);
-                let holder = device.and_then(|device| self.ledger.holders_of(device).next());
-                let holder = holder.map(|(uid, _)| uid.clone());
-                if holder.is_some_and(|uid| self.orphans.change().contest(&uid)) {
-                    self.look_due.notify_one();
-                }
+            Err(Refusal::Held { device, .. } | Refusal::AllShares { device, .. }) => {
+                let device = device.clone();
+                self.contest_holders(&device);
             }
             _ => {}
         }
-        let (uid, steps) = planned?;
+        let (uid, steps) = match planned {
+            Err(Refusal::Held { device, holder }) => {
+                let holder = self.with_container(&device, holder).await;
+                return Err(Refusal::Held { device, holder }.into());
+            }
+            planned => planned?,
+        };
         self.orphans.change().forget(&uid);
         for device in taken(&steps) {
             self.check_unused(device).await?;

@@ -44,6 +44,8 @@ pub struct NodeOptions {
     pub cdi_dir: PathBuf,
     /// How long a claim may be missing from kubelet's own list before it is looked into.
     pub orphan_grace: Duration,
+    /// The CRI socket of the container runtime, if it is not at a usual place.
+    pub runtime_socket: Option<PathBuf>,
     /// Where this process sees the host's `/dev`, `/sys` and mounts.
     pub host: HostPaths,
     /// A client of the API server.
@@ -69,6 +71,7 @@ impl NodeOptions {
             plugin_registration: PluginRegistration::default(),
             cdi_dir: "/var/run/cdi".into(),
             orphan_grace: orphans::GRACE,
+            runtime_socket: None,
             host: HostPaths::default(),
             client,
             standing: watch::Sender::new(Standing::starting()),
@@ -169,6 +172,8 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
         .plugin_registration(options.plugin_registration)
         .cdi_dir(options.cdi_dir)
         .orphan_grace(options.orphan_grace)
+        .container_runtime_socket(options.runtime_socket)
+        .dev_root(options.host.dev)
         .changing(changing)
         .notices(told)
         .standing(options.standing)

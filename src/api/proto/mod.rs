@@ -56,6 +56,11 @@ generated!(
     "v1alpha3"
 );
 generated!(
+    /// The container runtime interface, as much of it as tells which containers have which devices.
+    cri_v1,
+    "runtime.v1"
+);
+generated!(
     /// Our own: what a person on the node asks a running companion.
     node_records,
     "drayman.node.v1alpha1"

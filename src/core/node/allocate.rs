@@ -1,7 +1,9 @@
 //! The device plugin's side of the plan: what an Allocate may hand out.
 
 use super::check::{check_health, distinct, offered};
+use super::claim_uid::ClaimUid;
 use super::inventory::{Devices, HandedOut};
+use super::ledger::Ledger;
 use super::naming::device_of_plugin_id;
 use super::refusal::Refusal;
 use crate::api::crd::Mode;
@@ -30,7 +32,7 @@ pub fn check_allocate(
                 resource: resource.to_owned(),
             });
         }
-        if let Some((uid, entry)) = handed_out.ledger.holders_of(device).next() {
+        if let Some((uid, entry)) = handed_out.ledger.keepers_of(device).next() {
             return Err(Refusal::Held {
                 device: device.name.clone(),
                 holder: entry.describe(uid),
@@ -56,15 +58,25 @@ pub fn check_allocate(
     Ok(())
 }
 
+/// The claims of an earlier boot that give way to an Allocate: nothing of them runs, and without their CDI files nothing starts.
+pub fn evicted(ledger: &Ledger, inventory: &Devices, containers: &[Vec<String>]) -> Vec<ClaimUid> {
+    let names = containers.iter().flatten().map(|id| device_of_plugin_id(id));
+    let devices = names.filter_map(|name| inventory.get(name));
+    let devices = devices.filter(|device| device.shares.is_none_or(|shares| shares <= 1));
+    devices
+        .flat_map(|device| ledger.holders_of(device))
+        .map(|(uid, _)| uid.clone())
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
 
     use super::super::announced::Announced;
-    use super::super::claim_uid::ClaimUid;
     use super::super::containers::Containers;
     use super::super::injection::Injection;
-    use super::super::ledger::{Entry, HeldDevice, Ledger, Progress};
+    use super::super::ledger::{Entry, HeldDevice, Progress};
     use super::*;
     use crate::api::crd::Device;
 

@@ -64,6 +64,11 @@ impl Announced {
         self.claims.remove(uid);
     }
 
+    /// Whether a claim was allocated devices of this node.
+    pub fn has(&self, uid: &str) -> bool {
+        self.claims.contains_key(uid)
+    }
+
     /// The claim that was allocated a device, as a person reads it.
     pub fn holder(&self, device: &str) -> Option<&str> {
         self.claims

@@ -140,7 +140,7 @@ pub fn plugin_devices(inventory: &Devices, handed_out: HandedOut<'_>, kind: &str
 
 impl HandedOut<'_> {
     fn may_be_granted(self, device: &Device) -> bool {
-        if self.ledger.holders_of(device).next().is_some() {
+        if self.ledger.keepers_of(device).next().is_some() {
             return false;
         }
         if self.containers.holder_by_another_name(device).is_some() {

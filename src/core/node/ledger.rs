@@ -145,6 +145,13 @@ impl Ledger {
         })
     }
 
+    /// The claims that keep a device from containers that ask for it as an extended resource: not those of an earlier boot, of which nothing
+    /// runs. Kubelet asks again for claims whose pods still exist, and the API server shows these.
+    pub fn keepers_of(&self, device: &Device) -> impl Iterator<Item = (&ClaimUid, &Entry)> {
+        self.holders_of(device)
+            .filter(|(_, entry)| self.may_be_in_use(entry) || !entry.is_done())
+    }
+
     /// Whether a container may be running that has what the entry holds.
     ///
     /// Not so before success was answered, and not so for what was last asked for before the node was booted: kubelet

@@ -28,6 +28,7 @@ pub mod rendering;
 pub mod request;
 pub mod retries;
 pub mod step;
+pub mod witness;
 
 #[cfg(test)]
 pub(crate) mod model;

@@ -6,9 +6,12 @@
 //! ask for it either. In every other case it is put into quarantine: the devices stay with the claim, are shown as
 //! unhealthy so that they are not allocated to others, and a person is told.
 //!
-//! A claim that kubelet does list is not looked into, with one exception: another claim was given its device and was refused.
+//! A claim that kubelet does list is not looked into, with one exception: its device is asked for by somebody else.
 //! A kubelet that was away while a pod was deleted by force can keep the pod's claim in its list for ever. The claim itself may be
 //! there still, if a person made it, but is allocated no more.
+//!
+//! Such a claim is freed at once if the container runtime shows that no container has its devices, whatever kubelet lists: its CDI file
+//! is removed first, so that no later container starts with them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -28,8 +31,14 @@ const EVERY: f64 = 2.5;
 pub struct Orphans {
     grace: Duration,
     suspects: BTreeMap<ClaimUid, Suspect>,
-    /// Claims whose device another claim was given.
+    /// Claims whose device somebody else wants.
     contested: BTreeSet<ClaimUid>,
+    /// Whether the container runtime shows what containers have.
+    has_witness: bool,
+    /// The claims whose devices no container has, as the runtime shows it now.
+    unused: BTreeSet<ClaimUid>,
+    /// Those of which a container has the devices, or may have.
+    undecided: BTreeSet<ClaimUid>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,6 +62,15 @@ pub enum ApiView {
 }
 
 impl ApiView {
+    /// Whether the claim has nothing of ours any more: it is gone, or its allocation is.
+    fn holds_nothing(&self) -> bool {
+        match self {
+            Self::Gone => true,
+            Self::Present { devices } => devices.as_ref().is_none_or(Vec::is_empty),
+            Self::Unknown(_) => false,
+        }
+    }
+
     /// Whether the claim has devices of ours, as far as its handle can be read.
     fn has_devices(&self) -> bool {
         matches!(self, Self::Present { devices: Some(devices) } if !devices.is_empty())
@@ -80,9 +98,19 @@ pub enum Verdict {
 }
 
 impl Orphans {
+    /// The container runtime shows what containers have.
+    #[must_use]
+    pub fn with_witness(mut self) -> Self {
+        self.has_witness = true;
+        self
+    }
+
     /// Nothing is suspected yet. `grace` is how long a claim may be missing.
     pub fn new(grace: Duration) -> Self {
         Self {
+            has_witness: false,
+            unused: BTreeSet::new(),
+            undecided: BTreeSet::new(),
             grace,
             suspects: BTreeMap::new(),
             contested: BTreeSet::new(),
@@ -95,7 +123,7 @@ impl Orphans {
         self.contested.remove(uid);
     }
 
-    /// Another claim was refused because of this one. True if that is news, so that a look is due.
+    /// Somebody wants what this claim holds. True if that is news, so that a look is due.
     pub fn contest(&mut self, uid: &ClaimUid) -> bool {
         self.contested.insert(uid.clone())
     }
@@ -121,7 +149,8 @@ impl Orphans {
                 since: now,
                 quarantine: None,
             });
-            if now.saturating_sub(suspect.since) < self.grace && !entry.is_unaccounted() {
+            let at_once = entry.is_unaccounted() || (self.has_witness && contested.contains(uid));
+            if now.saturating_sub(suspect.since) < self.grace && !at_once {
                 continue;
             }
             let listed = kubelet.claim(uid);
@@ -138,6 +167,25 @@ impl Orphans {
         questions
     }
 
+    /// The claims that somebody wants the devices of and that hold nothing any more for the API server: those for which the container
+    /// runtime is asked.
+    pub fn to_witness(&self, ledger: &Ledger, answers: &BTreeMap<ClaimUid, ApiView>) -> Vec<ClaimUid> {
+        let gone = answers.iter().filter(|(uid, answer)| {
+            self.has_witness
+                && self.contested.contains(*uid)
+                && answer.holds_nothing()
+                && ledger.entry(uid).is_some_and(Entry::is_done)
+        });
+        gone.map(|(uid, _)| uid.clone()).collect()
+    }
+
+    /// What the container runtime shows of the claims of [`Self::to_witness`]: of which no container has the devices, and of which one has,
+    /// or it is too early to tell. Counts for the next [`Self::judge`].
+    pub fn witnessed(&mut self, unused: BTreeSet<ClaimUid>, undecided: BTreeSet<ClaimUid>) {
+        self.unused = unused;
+        self.undecided = undecided;
+    }
+
     /// Concludes from the answers. Claims that kubelet has asked for since they were asked for are left alone.
     pub fn judge(
         &mut self,
@@ -147,6 +195,10 @@ impl Orphans {
         now: Duration,
     ) -> Vec<Verdict> {
         let mut verdicts = Vec::new();
+        let (unused, undecided) = (
+            std::mem::take(&mut self.unused),
+            std::mem::take(&mut self.undecided),
+        );
         for (uid, answer) in answers {
             if answer.has_devices() {
                 // Two claims were given one device, and both are there: the one that has it keeps it.
@@ -170,12 +222,16 @@ impl Orphans {
                 (KubeletView::Lists(listed), ApiView::Gone) if due && !listed.contains_key(uid) => {
                     verdicts.push(Verdict::Free(uid.clone()));
                 }
+                _ if unused.contains(uid) && answer.holds_nothing() => {
+                    verdicts.push(Verdict::Free(uid.clone()));
+                }
+                // Whoever wants the device is told who has it, and nobody has to do anything.
+                _ if undecided.contains(uid) => suspect.quarantine = None,
                 _ => {
                     let no_news = matches!(answer, ApiView::Unknown(_));
                     let before = suspect.quarantine.take().filter(|_| no_news);
                     // What was prepared before a boot is in nobody's way.
-                    let doubt = ledger
-                        .may_be_in_use(entry)
+                    let doubt = (ledger.may_be_in_use(entry) && (due || entry.is_unaccounted()))
                         .then(|| doubt(entry, kubelet, uid, answer));
                     suspect.quarantine = doubt.flatten().or(before);
                 }
@@ -184,6 +240,7 @@ impl Orphans {
         for verdict in &verdicts {
             if let Verdict::Free(uid) = verdict {
                 self.suspects.remove(uid);
+                self.contested.remove(uid);
             }
         }
         verdicts

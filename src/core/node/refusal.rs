@@ -107,6 +107,14 @@ pub enum Refusal {
         /// One who has it.
         holder: String,
     },
+    /// A container has the device, and another is about to start with it.
+    #[error("device {device:?} is still in use by {holder}; this container starts when that one has ended")]
+    StillUsed {
+        /// The device.
+        device: String,
+        /// Who has it.
+        holder: String,
+    },
     /// A container has the device as an extended resource.
     #[error(
         "device {device:?} is in use by {holder}, which got it as an extended resource; it is the claim's when that container has ended"
@@ -201,6 +209,7 @@ impl Refusal {
             Self::Unhealthy { .. } => "DeviceUnhealthy",
             Self::Held { .. }
             | Self::AllShares { .. }
+            | Self::StillUsed { .. }
             | Self::InContainer { .. }
             | Self::Allocated { .. } => "DeviceHeld",
             Self::ContainersUnknown { .. } => "PodResourcesUnavailable",
@@ -230,6 +239,7 @@ impl Refusal {
             | Self::Unhealthy { .. }
             | Self::Held { .. }
             | Self::AllShares { .. }
+            | Self::StillUsed { .. }
             | Self::InContainer { .. }
             | Self::ContainersUnknown { .. }
             | Self::Allocated { .. }

@@ -10,9 +10,13 @@ use rustix::fs::{major, minor};
 
 use crate::api::crd::{DeviceNodeKind, DeviceNumber};
 
-/// The device number of the node at a path; `None` if there is no device node.
-pub(in crate::node) fn device_number(path: &Path) -> Option<DeviceNumber> {
-    Numbers::of(&path.symlink_metadata().ok()?).map(DeviceNumber::from)
+/// The device number of the node at a path of the host, whose `/dev` is seen at `dev`; `None` if there is no device node.
+pub(in crate::node) fn device_number(dev: &Path, host_path: &str) -> Option<DeviceNumber> {
+    let node = DevRoot::new(dev)
+        .ok()?
+        .look(host_path.strip_prefix("/dev/")?)
+        .ok()?;
+    Some(node.numbers.into())
 }
 
 /// The directory in which the host's `/dev` is seen.

@@ -2,8 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::time::timeout;
 
 use super::DRIVER_TIMEOUT;
 use super::records::{RecordsHandle, RecordsRequest};
@@ -17,6 +19,12 @@ use crate::node::driver::NodeDriverError;
 use crate::node::figures::Figures;
 use crate::node::store::StoreError;
 use crate::node::transport::GrpcCalls;
+
+/// The reason of a refusal because somebody else has the device.
+const HELD: &str = "DeviceHeld";
+/// How long a Prepare waits until it is decided whether the holder of a device still has it: the API server and the container runtime are
+/// asked, and kubelet waits 45 s.
+const DECISION_LIMIT: Duration = Duration::from_secs(8);
 
 /// Why a request failed.
 #[derive(Debug, thiserror::Error)]
@@ -88,6 +96,8 @@ pub struct OwnerHandle {
     pub(super) resources: watch::Receiver<Arc<BTreeMap<String, Offered>>>,
     pub(super) held: watch::Receiver<usize>,
     pub(super) look_due: Arc<Notify>,
+    pub(super) decisions: watch::Receiver<u64>,
+    pub(super) has_witness: bool,
     pub(super) figures: Arc<Figures>,
 }
 
@@ -99,6 +109,12 @@ impl OwnerHandle {
             held: self.held.clone(),
             look_due: self.look_due.clone(),
         }
+    }
+
+    async fn prepare_once(&self, claims: Vec<ClaimToPrepare>) -> Vec<Result<Vec<String>, CompanionError>> {
+        let count = claims.len();
+        let answer = self.ask(|sender| Request::Prepare(claims, sender)).await;
+        answer.unwrap_or_else(|error| vec![Err(error); count])
     }
 
     async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, CompanionError> {
@@ -118,9 +134,32 @@ impl Companion for OwnerHandle {
     }
 
     async fn prepare(&self, claims: Vec<ClaimToPrepare>) -> Vec<Result<Vec<String>, CompanionError>> {
-        let count = claims.len();
-        let answer = self.ask(|sender| Request::Prepare(claims, sender)).await;
-        answer.unwrap_or_else(|error| vec![Err(error); count])
+        let mut decisions = self.decisions.clone();
+        decisions.mark_unchanged();
+        let mut answers = self.prepare_once(claims.clone()).await;
+        let is_held = |answer: &Result<Vec<String>, CompanionError>| {
+            answer.as_ref().is_err_and(|error| error.reason == HELD)
+        };
+        if !self.has_witness || !answers.iter().any(is_held) {
+            return answers;
+        }
+        // Kubelet would ask again only after up to a minute and a half.
+        if !matches!(timeout(DECISION_LIMIT, decisions.changed()).await, Ok(Ok(()))) {
+            return answers;
+        }
+        let held: Vec<usize> = (0..answers.len())
+            .filter(|index| answers.get(*index).is_some_and(is_held))
+            .collect();
+        let again = held
+            .iter()
+            .filter_map(|index| claims.get(*index).cloned())
+            .collect();
+        for (index, answer) in held.into_iter().zip(self.prepare_once(again).await) {
+            if let Some(first) = answers.get_mut(index) {
+                *first = answer;
+            }
+        }
+        answers
     }
 
     async fn unprepare(&self, claims: Vec<ClaimToUnprepare>) -> Vec<Result<(), CompanionError>> {
@@ -140,7 +179,7 @@ impl Companion for OwnerHandle {
         self.resources
             .borrow()
             .get(resource_name)
-            .is_some_and(|offered| offered.resource.pre_start_check)
+            .is_some_and(|offered| self.has_witness || offered.resource.pre_start_check)
     }
 
     fn choose(&self, resource_name: &str, wishes: Vec<Preference>) -> Vec<Vec<String>> {

@@ -40,10 +40,19 @@ pub(in crate::node) struct Look {
     pub(in crate::node) next: Duration,
 }
 
+/// What was concluded.
+#[derive(Debug, Default)]
+pub(in crate::node) struct Judged {
+    /// What is in quarantine.
+    pub(in crate::node) quarantine: Quarantine,
+    /// How soon the next look is due, if something is not decided yet.
+    pub(in crate::node) again: Option<Duration>,
+}
+
 #[derive(Debug)]
 pub(in crate::node) enum RecordsRequest {
     Look(Duration, oneshot::Sender<Look>),
-    Judge(Duration, BTreeMap<ClaimUid, ApiView>, oneshot::Sender<Quarantine>),
+    Judge(Duration, BTreeMap<ClaimUid, ApiView>, oneshot::Sender<Judged>),
     Holdings(oneshot::Sender<Vec<Holding>>),
     InContainers(oneshot::Sender<BTreeMap<String, String>>),
     Release(String, bool, oneshot::Sender<Result<Holding, ReleaseError>>),
@@ -141,7 +150,7 @@ impl RecordsHandle {
         &self,
         now: Duration,
         answers: BTreeMap<ClaimUid, ApiView>,
-    ) -> Option<Quarantine> {
+    ) -> Option<Judged> {
         self.ask(|sender| RecordsRequest::Judge(now, answers, sender))
             .await
     }
@@ -175,8 +184,13 @@ impl<D: NodeDriver> Owner<D> {
                 let _ = answer.send(Look { questions, next });
             }
             RecordsRequest::Judge(now, answers, answer) => {
+                let again = self.ask_witness(&answers).await;
                 self.judge(now, &answers).await;
-                let _ = answer.send(self.quarantine());
+                if again.is_none() {
+                    self.decided.send_modify(|count| *count = count.wrapping_add(1));
+                }
+                let quarantine = self.quarantine();
+                let _ = answer.send(Judged { quarantine, again });
             }
             RecordsRequest::Holdings(answer) => {
                 let _ = answer.send(holdings(&self.ledger, &self.orphans.quarantine()));
@@ -200,7 +214,7 @@ impl<D: NodeDriver> Owner<D> {
         for verdict in self.orphans.change().judge(&self.ledger, &kubelet, answers, now) {
             let (uid, steps) = match verdict {
                 Verdict::Free(uid) => {
-                    info!(claim_uid = %uid, reason = "OrphanFreed", "neither kubelet nor the API server knows the claim any more: what it held is free");
+                    info!(claim_uid = %uid, reason = "OrphanFreed", "the API server no longer knows the claim as a holder, and kubelet or the container runtime shows that no container has its devices: they are free");
                     let steps = plan_free(&uid);
                     (uid, steps)
                 }

@@ -10,8 +10,8 @@ use tracing::{debug, info, warn};
 
 use super::handle::{Failure, Offered};
 use super::{Owner, Resource};
-use crate::api::crd::DeviceNumber;
-use crate::core::node::allocate::check_allocate;
+use crate::api::crd::{DeviceNumber, Mode};
+use crate::core::node::allocate::{check_allocate, evicted};
 use crate::core::node::claim_uid::ClaimUid;
 use crate::core::node::device_manager::numbers_value;
 use crate::core::node::injection::Injection;
@@ -19,6 +19,7 @@ use crate::core::node::inventory::{Devices, HandedOut};
 use crate::core::node::naming::device_of_plugin_id;
 use crate::core::node::prepare::{plan_prepare, takes_from_both};
 use crate::core::node::refusal::Refusal;
+use crate::core::node::release::plan_free;
 use crate::core::node::request::ClaimToPrepare;
 use crate::core::node::retries::Missing;
 use crate::core::node::step::Step;
@@ -61,6 +62,10 @@ impl<D: NodeDriver> Owner<D> {
             &offered.kind,
             containers,
         )?;
+        for uid in evicted(&self.ledger, &self.inventory, containers) {
+            self.carry_out(&plan_free(&uid)).await?;
+            self.orphans.change().forget(&uid);
+        }
         let mut injections = Vec::with_capacity(containers.len());
         for container in containers {
             let devices: BTreeSet<&str> = container.iter().map(|id| device_of_plugin_id(id)).collect();
@@ -105,10 +110,15 @@ impl<D: NodeDriver> Owner<D> {
 
     /// Whether containers with these devices may start: each is there, is what it was, and is well.
     pub(super) async fn check_start(&mut self, resource: &str, devices: &[String]) -> Result<(), Failure> {
-        if !self.resources.contains_key(resource) {
+        let Some(Resource { offered, .. }) = self.resources.get(resource) else {
             return Err(Refusal::NoResource(resource.to_owned()).into());
-        }
+        };
+        let is_health_checked = offered.pre_start_check;
         let names: BTreeSet<&str> = devices.iter().map(|id| device_of_plugin_id(id)).collect();
+        self.check_unwitnessed(&names).await?;
+        if !is_health_checked {
+            return Ok(());
+        }
         for name in names {
             // What the resource has lost is withheld from others, not from the container that has it, and may have another name now.
             let is_former = self.former.has(resource, name);
@@ -344,6 +354,7 @@ impl<D: NodeDriver> Owner<D> {
     /// A claim was allocated devices, or is no longer.
     pub(super) async fn hear_of_claims(&mut self) {
         *self.announced.change() = self.announcements.borrow_and_update().as_ref().clone();
+        self.contest_unannounced();
         let held = |owner: &Self| {
             owner
                 .announced
@@ -359,6 +370,27 @@ impl<D: NodeDriver> Owner<D> {
         self.look_and_tell().await;
         for device in held(self) {
             self.contest(&device);
+        }
+    }
+
+    /// Of a device with both APIs, kubelet asks for no container as long as a claim holds it. So a holder that the API server no longer shows
+    /// is looked into as if somebody had asked.
+    fn contest_unannounced(&mut self) {
+        if self.witness.is_none() || !self.announced.known() {
+            return;
+        }
+        let is_both = |device: &str| {
+            let device = self.inventory.get(device);
+            device.is_some_and(|device| device.mode == Mode::Both)
+        };
+        let lost = self.ledger.entries().iter().filter(|(uid, entry)| {
+            !self.announced.has(uid.as_str()) && entry.devices.iter().any(|held| is_both(&held.device))
+        });
+        let lost: Vec<ClaimUid> = lost.map(|(uid, _)| uid.clone()).collect();
+        for uid in lost {
+            if self.orphans.change().contest(&uid) {
+                self.look_due.notify_one();
+            }
         }
     }
 

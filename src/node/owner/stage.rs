@@ -15,8 +15,10 @@ use crate::api::crd::{Device, DeviceNodeKind, DeviceNumber, Mode};
 use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use crate::core::node::containers::Shown;
 use crate::core::node::injection::DeviceNode;
+use crate::core::node::witness::Witnessed;
 use crate::node::companion::Companion;
 use crate::node::driver::NodeDriverError;
+use crate::node::witness::Witness;
 
 pub(super) const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 pub(super) const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
@@ -230,6 +232,27 @@ pub(super) async fn begin(
     driver: &Arc<Said>,
     kubelet: Option<Arc<Kubelet>>,
 ) -> (Owner<Said>, Life) {
+    begin_with(root, boot_id, driver, kubelet, None).await
+}
+
+/// What the container runtime shows is what the test says.
+#[derive(Debug, Default)]
+pub(super) struct Runtime(pub(super) Mutex<Witnessed>);
+
+impl Witness for Runtime {
+    fn look(&self) -> BoxFuture<'_, Result<Witnessed, String>> {
+        let seen = self.0.lock().unwrap().clone();
+        Box::pin(async { Ok(seen) })
+    }
+}
+
+pub(super) async fn begin_with(
+    root: &Path,
+    boot_id: &str,
+    driver: &Arc<Said>,
+    kubelet: Option<Arc<Kubelet>>,
+    witness: Option<Arc<Runtime>>,
+) -> (Owner<Said>, Life) {
     let places = places(root);
     let opened = Store::open(&places, boot_id).unwrap();
     let (cluster, receiver) = watch::channel(ClusterFacts::default());
@@ -257,6 +280,7 @@ pub(super) async fn begin(
         opened,
         cluster: receiver,
         node_in_doubt: doubt.clone(),
+        witness: witness.map(|witness| witness as Arc<dyn Witness>),
         grants: kubelet.map(|kubelet| kubelet as Arc<dyn Grants>),
         announcements,
         former: Some(Former::default()),

@@ -1,7 +1,7 @@
 //! A companion put together in code: the devices of any [`NodeDriver`], and all of kubelet's doors.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,12 +15,13 @@ use super::doors::Doors;
 use super::{NodeError, boot_id};
 use crate::core::node::discovery::events::DeviceEvent;
 use crate::core::node::driver_name::DriverName;
+use crate::core::node::former::Former;
 use crate::core::node::orphans;
 use crate::core::node::recovery::running_claims;
 use crate::core::node::request::ExtendedResource;
 use crate::node::announce::Announcements;
 use crate::node::door::device_plugin::PluginRegistration;
-use crate::node::door::pod_resources::{Grants, KubeletGrants, PodResourcesClient, former};
+use crate::node::door::pod_resources::{Grants, HostNodes, KubeletGrants, PodResourcesClient, former};
 use crate::node::door::{DoorError, KubeletPaths};
 use crate::node::driver::NodeDriver;
 use crate::node::figures::Figures;
@@ -31,6 +32,7 @@ use crate::node::records;
 use crate::node::reload::Resources;
 use crate::node::store::disk::Disk;
 use crate::node::store::{Opened, Places, Store, StoreError};
+use crate::node::witness::{RuntimeWitness, Witness};
 
 /// How long a companion waits for another one on the same node to end, as at an update.
 const LOCK_PATIENCE: Duration = Duration::from_secs(30);
@@ -81,6 +83,8 @@ pub struct NodeBuilder<D> {
     plugin_registration: PluginRegistration,
     cdi_dir: PathBuf,
     orphan_grace: Duration,
+    runtime_socket: Option<PathBuf>,
+    dev_root: PathBuf,
     resources: BTreeMap<String, ExtendedResource>,
     /// Resources that change, in place of those.
     changing: Option<watch::Receiver<Arc<Resources>>>,
@@ -107,6 +111,8 @@ impl Node {
             plugin_registration: PluginRegistration::default(),
             cdi_dir: "/var/run/cdi".into(),
             orphan_grace: orphans::GRACE,
+            runtime_socket: None,
+            dev_root: "/dev".into(),
             resources: BTreeMap::new(),
             changing: None,
             notices: None,
@@ -151,6 +157,21 @@ impl<D: NodeDriver> NodeBuilder<D> {
     #[must_use]
     pub fn orphan_grace(mut self, grace: Duration) -> Self {
         self.orphan_grace = grace;
+        self
+    }
+
+    /// The CRI socket of the container runtime, which shows which containers still have a device; without it the usual places of
+    /// containerd, CRI-O and k3s.
+    #[must_use]
+    pub fn container_runtime_socket(mut self, socket: Option<PathBuf>) -> Self {
+        self.runtime_socket = socket;
+        self
+    }
+
+    /// Where this process sees the host's `/dev`; `/dev` unless it is set.
+    #[must_use]
+    pub fn dev_root(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.dev_root = directory.into();
         self
     }
 
@@ -214,12 +235,13 @@ impl<D: NodeDriver> NodeBuilder<D> {
             .changing
             .unwrap_or_else(|| watch::channel(Arc::new(self.resources)).1);
         let (announcer, announcements) = watch::channel(Arc::default());
-        let grants =
-            Arc::new(KubeletGrants::new(&self.kubelet, &driver_name, &self.cdi_dir)) as Arc<dyn Grants>;
-        let (kubelet, driver, cdi_dir) = (self.kubelet.clone(), driver_name.clone(), self.cdi_dir.clone());
-        let former = spawn_blocking(move || former(&kubelet, &driver, &cdi_dir));
-        let former = former.await.map_err(NodeError::Broken)?;
+        let nodes = HostNodes {
+            dev: self.dev_root.clone(),
+            cdi_dir: self.cdi_dir.clone(),
+        };
+        let (grants, former) = kubelet_shows(&self.kubelet, &driver_name, nodes).await?;
         let starting = Owner::start(OwnerOptions {
+            witness: witness(self.runtime_socket.as_deref(), &self.kubelet, &self.dev_root),
             places: places.clone(),
             orphan_grace: self.orphan_grace,
             node_name: self.node_name.clone(),
@@ -303,6 +325,30 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let publisher = publisher.await.map_err(NodeError::Broken);
         served.and(caretaker).and(owner).and(publisher)
     }
+}
+
+/// What kubelet shows of its containers, now and of the extended resources of earlier processes.
+async fn kubelet_shows(
+    kubelet: &KubeletPaths,
+    driver: &DriverName,
+    nodes: HostNodes,
+) -> Result<(Arc<dyn Grants>, Option<Former>), NodeError> {
+    let grants = Arc::new(KubeletGrants::new(kubelet, driver, nodes.clone()));
+    let (kubelet, driver) = (kubelet.clone(), driver.clone());
+    let former = spawn_blocking(move || former(&kubelet, &driver, &nodes));
+    Ok((grants, former.await.map_err(NodeError::Broken)?))
+}
+
+/// The container runtime, if it can be asked.
+fn witness(socket: Option<&Path>, kubelet: &KubeletPaths, dev: &Path) -> Option<Arc<dyn Witness>> {
+    let Some(witness) = RuntimeWitness::find(socket, kubelet, dev) else {
+        info!(
+            reason = "ContainerRuntimeUnavailable",
+            "no socket of a container runtime is here, so devices of pods that were deleted by force are free only when kubelet or a person says so"
+        );
+        return None;
+    };
+    Some(Arc::new(witness))
 }
 
 /// Watches the claims of this node, from the first time that a kind leaves through both doors.

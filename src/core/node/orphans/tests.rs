@@ -227,3 +227,54 @@ fn a_claim_that_kubelet_lists_is_looked_into_only_if_another_was_given_its_devic
     assert_eq!(judge(&mut orphans, has_it), None);
     assert_eq!(orphans.look(&ledger, &kubelet, GRACE * 3), [], "it is in order");
 }
+
+#[test]
+fn a_contested_claim_is_freed_at_once_if_no_container_has_its_devices() {
+    let ledger = ledger(&["x"]);
+    let answers = BTreeMap::from([(uid(), ApiView::Gone)]);
+    let mut orphans = Orphans::new(GRACE).with_witness();
+    assert_eq!(orphans.look(&ledger, &lists(&[uid()]), Duration::ZERO), []);
+    assert_eq!(
+        orphans.to_witness(&ledger, &answers),
+        [],
+        "nobody wants its device"
+    );
+    orphans.contest(&uid());
+    assert_eq!(orphans.look(&ledger, &lists(&[uid()]), Duration::ZERO).len(), 1);
+    assert_eq!(orphans.to_witness(&ledger, &answers), [uid()]);
+    // A container has its devices: it keeps them, and nobody has to do anything.
+    orphans.witnessed(BTreeSet::new(), [uid()].into());
+    assert_eq!(orphans.judge(&ledger, &lists(&[uid()]), &answers, GRACE), []);
+    assert!(orphans.quarantine().is_empty());
+    // The runtime does not answer: a person is told, as without it.
+    orphans.witnessed(BTreeSet::new(), BTreeSet::new());
+    assert_eq!(
+        orphans.judge(&ledger, &lists(&[uid()]), &answers, Duration::ZERO),
+        []
+    );
+    assert!(orphans.quarantine().is_empty(), "not before the grace period");
+    assert_eq!(orphans.judge(&ledger, &lists(&[uid()]), &answers, GRACE), []);
+    assert_eq!(orphans.quarantine().len(), 1);
+    orphans.witnessed([uid()].into(), BTreeSet::new());
+    let verdicts = orphans.judge(&ledger, &lists(&[uid()]), &answers, Duration::ZERO);
+    assert_eq!(verdicts, [Verdict::Free(uid())], "though kubelet still lists it");
+}
+
+#[test]
+fn a_claim_that_the_api_server_shows_is_never_freed_by_the_runtime() {
+    let ledger = ledger(&["x"]);
+    for answer in [
+        ApiView::Present {
+            devices: Some(vec!["x".to_owned()]),
+        },
+        ApiView::Unknown("away".into()),
+    ] {
+        let answers = BTreeMap::from([(uid(), answer)]);
+        let mut orphans = Orphans::new(GRACE).with_witness();
+        orphans.contest(&uid());
+        orphans.look(&ledger, &lists(&[uid()]), Duration::ZERO);
+        assert_eq!(orphans.to_witness(&ledger, &answers), []);
+        orphans.witnessed([uid()].into(), BTreeSet::new());
+        assert_eq!(orphans.judge(&ledger, &lists(&[uid()]), &answers, GRACE), []);
+    }
+}

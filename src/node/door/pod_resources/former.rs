@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::Read as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use tracing::warn;
 
@@ -20,7 +20,11 @@ use crate::node::discover::device_number;
 /// What containers may have of the extended resources of earlier processes: the configuration may have changed since. `None` where the
 /// directory of kubelet's PodResources API is not there (kubelet makes it, but it may not be mounted): then nobody would ever hear
 /// that the containers have ended.
-pub(in crate::node) fn former(paths: &KubeletPaths, driver: &DriverName, cdi_dir: &Path) -> Option<Former> {
+pub(in crate::node) fn former(
+    paths: &KubeletPaths,
+    driver: &DriverName,
+    nodes: &HostNodes,
+) -> Option<Former> {
     if !paths.pod_resources_socket().parent().is_some_and(Path::is_dir) {
         return None;
     }
@@ -36,7 +40,7 @@ pub(in crate::node) fn former(paths: &KubeletPaths, driver: &DriverName, cdi_dir
     let mut former = Former::default();
     for (resource, devices) in granted_by(driver, &grants, |_| true) {
         let numbers = |(device, given): (String, Given)| {
-            let numbers = numbers_of(driver, cdi_dir, &device, &given);
+            let numbers = nodes.numbers_of(driver, &device, &given);
             (device, numbers)
         };
         let devices = devices.into_iter().map(numbers).collect();
@@ -45,25 +49,32 @@ pub(in crate::node) fn former(paths: &KubeletPaths, driver: &DriverName, cdi_dir
     Some(former)
 }
 
-/// The device numbers that a device was granted with. An earlier release did not tell them in its answers: then they are those that its
-/// own nodes have now, by the answer or by the CDI file that the answer names.
-pub(super) fn numbers_of(
-    driver: &DriverName,
-    cdi_dir: &Path,
-    device: &str,
-    given: &Given,
-) -> Vec<DeviceNumber> {
-    if !given.numbers.is_empty() {
-        return given.numbers.clone();
+/// Where the device nodes are found that answers of earlier releases name by their paths.
+#[derive(Clone, Debug)]
+pub struct HostNodes {
+    /// The host's `/dev`, as this process sees it.
+    pub dev: PathBuf,
+    /// The directory of CDI files.
+    pub cdi_dir: PathBuf,
+}
+
+impl HostNodes {
+    /// The device numbers that a device was granted with. An earlier release did not tell them in its answers: then they are those that
+    /// its own nodes have now, by the answer or by the CDI file that the answer names.
+    pub(super) fn numbers_of(&self, driver: &DriverName, device: &str, given: &Given) -> Vec<DeviceNumber> {
+        if !given.numbers.is_empty() {
+            return given.numbers.clone();
+        }
+        let mut paths = given.host_paths.clone();
+        if paths.is_empty() {
+            paths.extend(own_paths(
+                &self.cdi_dir.join(driver.cdi_device_file(device)),
+                device,
+            ));
+        }
+        let numbers = paths.iter().filter_map(|path| device_number(&self.dev, path));
+        numbers.collect()
     }
-    let mut paths = given.host_paths.clone();
-    if paths.is_empty() {
-        paths.extend(own_paths(&cdi_dir.join(driver.cdi_device_file(device)), device));
-    }
-    paths
-        .iter()
-        .filter_map(|path| device_number(Path::new(path)))
-        .collect()
 }
 
 /// The paths on the host of the nodes that belong to a device alone, as its CDI file tells; none without a file that can be read.

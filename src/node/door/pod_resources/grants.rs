@@ -10,7 +10,7 @@ use tokio::task::spawn_blocking;
 
 use super::super::KubeletPaths;
 use super::PodResourcesClient;
-use super::former::numbers_of;
+use super::former::HostNodes;
 use crate::api::proto::pod_resources_v1::PodResources;
 use crate::core::node::containers::{Container, Shown};
 use crate::core::node::device_manager::{self, Grant, granted_by};
@@ -37,16 +37,16 @@ pub struct KubeletGrants {
     pods: PathBuf,
     /// By whose answers our grants are known.
     driver: DriverName,
-    /// Where devices are described that are given by name.
-    cdi_dir: PathBuf,
+    /// Where the nodes of devices are that were granted by an earlier release.
+    nodes: HostNodes,
 }
 
 impl KubeletGrants {
     /// What the kubelet shows that is found there.
-    pub fn new(paths: &KubeletPaths, driver: &DriverName, cdi_dir: &Path) -> Self {
+    pub fn new(paths: &KubeletPaths, driver: &DriverName, nodes: HostNodes) -> Self {
         Self {
             driver: driver.clone(),
-            cdi_dir: cdi_dir.to_owned(),
+            nodes,
             client: PodResourcesClient::new(paths),
             file: paths.device_plugin_dir.join(device_manager::FILE),
             pods: paths.root_dir.join("pods"),
@@ -60,7 +60,7 @@ impl Grants for KubeletGrants {
             // The list first: it makes kubelet forget what has ended. What is granted after it is in the file.
             let list = self.client.list().await.map_err(|error| error.to_string())?;
             let (file, pods) = (self.file.clone(), self.pods.clone());
-            let (driver, cdi_dir) = (self.driver.clone(), self.cdi_dir.clone());
+            let (driver, nodes) = (self.driver.clone(), self.nodes.clone());
             spawn_blocking(move || {
                 let entries =
                     read(&file).map_err(|error| format!("{} cannot be read: {error}", file.display()))?;
@@ -71,7 +71,7 @@ impl Grants for KubeletGrants {
                     .iter()
                     .filter(|(resource, _)| resources.contains(*resource));
                 for (device, given) in ours.flat_map(|(_, devices)| devices) {
-                    let numbers = numbers_of(&driver, &cdi_dir, device, given);
+                    let numbers = nodes.numbers_of(&driver, device, given);
                     shown.numbers.insert(device.clone(), numbers);
                 }
                 Ok(shown)

@@ -17,6 +17,7 @@ use tonic::{Code, Status};
 use super::KubeletPaths;
 use crate::api::proto::pod_resources_v1 as v1;
 use crate::api::proto::pod_resources_v1::pod_resources_lister_client::PodResourcesListerClient;
+pub use former::HostNodes;
 pub(in crate::node) use former::former;
 pub use grants::{Grants, KubeletGrants};
 

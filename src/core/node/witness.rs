@@ -1,0 +1,288 @@
+//! What the container runtime shows of its containers: who still has a device, whatever kubelet remembers.
+//!
+//! Kubelet's own lists are proof in neither direction. It keeps claims of pods that were deleted by force while it was down, and it
+//! forgets the devices of such pods while their containers still end. The runtime knows which containers there are, and what it gave
+//! each of them never changes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use super::kubelet_state::shortened;
+use crate::api::crd::{DeviceNodeKind, DeviceNumber};
+
+/// For how long a container that was created and not started may still be started: kubelet waits two minutes for each call to the
+/// runtime. A created container of a kubelet that was killed meanwhile is never started, and is removed with its pod.
+const START_LIMIT: Duration = Duration::from_secs(240);
+
+/// What a container of the runtime was given.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Given {
+    /// The device numbers of the device nodes that it was given. A privileged container sees every device node of the host; these are the
+    /// ones that kubelet asked for.
+    pub numbers: BTreeSet<DeviceNumber>,
+    /// The paths on the host of the device nodes that kubelet asked for, where the runtime does not tell their numbers.
+    pub host_paths: BTreeSet<String>,
+    /// The CDI devices that kubelet asked for.
+    pub cdi_devices: BTreeSet<String>,
+}
+
+/// How far a container has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// It was created, and may be started.
+    Created,
+    /// It runs, or the runtime does not know.
+    Running,
+    /// It has ended.
+    Exited,
+}
+
+/// A container as the runtime shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RuntimeContainer {
+    /// Namespace of the pod.
+    pub namespace: String,
+    /// Name of the pod.
+    pub pod: String,
+    /// Name of the container.
+    pub container: String,
+    /// How far it has come.
+    pub state: State,
+    /// How long ago it was created.
+    pub age: Duration,
+    /// What it was given.
+    pub given: Given,
+}
+
+/// All containers of the runtime at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Witnessed(pub Vec<RuntimeContainer>);
+
+impl Witnessed {
+    /// A container that has one of these device nodes, or was given this CDI device, and may still use it.
+    pub fn user(&self, numbers: &[DeviceNumber], cdi_device: Option<&str>) -> Option<&RuntimeContainer> {
+        self.0.iter().find(|container| {
+            container.may_run()
+                && (numbers
+                    .iter()
+                    .any(|number| container.given.numbers.contains(number))
+                    || cdi_device.is_some_and(|id| container.given.cdi_devices.contains(id)))
+        })
+    }
+}
+
+impl RuntimeContainer {
+    /// Whether it runs or may still be started.
+    pub fn may_run(&self) -> bool {
+        match self.state {
+            State::Created => self.age < START_LIMIT,
+            State::Running => true,
+            State::Exited => false,
+        }
+    }
+}
+
+impl fmt::Display for RuntimeContainer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "container {} of pod {}/{}",
+            self.container, self.namespace, self.pod
+        )
+    }
+}
+
+/// Why what the runtime tells of a container is of no use.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the container runtime does not tell what it gave a container: {0}")]
+pub struct WitnessError(String);
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Info {
+    runtime_spec: Spec,
+    #[serde(default)]
+    config: Config,
+    // CRI-O has it here.
+    #[serde(default)]
+    privileged: bool,
+}
+
+#[derive(Deserialize)]
+struct Spec {
+    #[serde(default)]
+    linux: Option<Linux>,
+}
+
+#[derive(Default, Deserialize)]
+struct Linux {
+    #[serde(default)]
+    devices: Option<Vec<SpecDevice>>,
+}
+
+#[derive(Deserialize)]
+struct SpecDevice {
+    #[serde(rename = "type", default)]
+    kind: String,
+    #[serde(default)]
+    major: i64,
+    #[serde(default)]
+    minor: i64,
+}
+
+/// The CRI's `ContainerConfig` as Go writes it.
+#[derive(Default, Deserialize)]
+struct Config {
+    #[serde(default)]
+    devices: Option<Vec<ConfigDevice>>,
+    #[serde(rename = "CDI_devices", default)]
+    cdi_devices: Option<Vec<CdiDevice>>,
+    #[serde(default)]
+    linux: Option<ConfigLinux>,
+}
+
+#[derive(Deserialize)]
+struct ConfigDevice {
+    #[serde(default)]
+    host_path: String,
+}
+
+#[derive(Deserialize)]
+struct CdiDevice {
+    #[serde(default)]
+    name: String,
+}
+
+#[derive(Deserialize)]
+struct ConfigLinux {
+    #[serde(default)]
+    security_context: Option<SecurityContext>,
+}
+
+#[derive(Deserialize)]
+struct SecurityContext {
+    #[serde(default)]
+    privileged: bool,
+}
+
+/// Reads what the runtime tells in the verbose status of a container: its `info`, as containerd and CRI-O write it.
+pub fn parse_info(info: &BTreeMap<String, String>) -> Result<Given, WitnessError> {
+    let text = info
+        .get("info")
+        .ok_or_else(|| WitnessError("its verbose status has no \"info\"".to_owned()))?;
+    let info: Info = serde_json::from_str(text).map_err(|error| WitnessError(shortened(&error)))?;
+    let security = info.config.linux.and_then(|linux| linux.security_context);
+    let is_privileged = info.privileged || security.is_some_and(|security| security.privileged);
+    let devices = info.runtime_spec.linux.and_then(|linux| linux.devices);
+    let numbers = devices.into_iter().flatten().filter_map(|device| device.number());
+    let names = info.config.cdi_devices.into_iter().flatten();
+    let paths = info.config.devices.into_iter().flatten();
+    Ok(Given {
+        numbers: if is_privileged {
+            BTreeSet::new()
+        } else {
+            numbers.collect()
+        },
+        host_paths: if is_privileged {
+            paths.map(|device| device.host_path).collect()
+        } else {
+            BTreeSet::new()
+        },
+        cdi_devices: names.map(|device| device.name).collect(),
+    })
+}
+
+impl SpecDevice {
+    fn number(&self) -> Option<DeviceNumber> {
+        let kind = match self.kind.as_str() {
+            "c" | "u" => DeviceNodeKind::Character,
+            "b" => DeviceNodeKind::Block,
+            _ => return None,
+        };
+        Some(DeviceNumber {
+            kind,
+            major: u32::try_from(self.major).ok()?,
+            minor: u32::try_from(self.minor).ok()?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn info(text: &str) -> Result<Given, WitnessError> {
+        parse_info(&BTreeMap::from([("info".to_owned(), text.to_owned())]))
+    }
+
+    fn number(text: &str) -> DeviceNumber {
+        text.parse().unwrap()
+    }
+
+    /// As containerd 1.7 tells it, shortened.
+    const CONTAINERD: &str = r#"{"sandboxID":"s","pid":7,"removing":false,"config":{"metadata":{"name":"main"},
+        "devices":[{"container_path":"/dev/a","host_path":"/dev/a","permissions":"rw"}],
+        "CDI_devices":[{"name":"drayman.dev/claim=u-1"}],"linux":{"security_context":{"privileged":PRIVILEGED}}},
+        "runtimeSpec":{"linux":{"devices":[{"path":"/dev/a","type":"c","major":120,"minor":6,"fileMode":8630},
+        {"path":"/dev/b","type":"b","major":8,"minor":0},{"path":"/dev/p","type":"p"}]}}}"#;
+
+    #[test]
+    fn device_numbers_are_those_of_the_oci_spec() {
+        let given = info(&CONTAINERD.replace("PRIVILEGED", "false")).unwrap();
+        assert!(given.numbers.iter().eq(&[number("c120:6"), number("b8:0")]));
+        assert!(given.cdi_devices.contains("drayman.dev/claim=u-1") && given.host_paths.is_empty());
+    }
+
+    #[test]
+    fn a_privileged_container_has_what_kubelet_asked_for() {
+        let given = info(&CONTAINERD.replace("PRIVILEGED", "true")).unwrap();
+        assert!(given.numbers.is_empty());
+        assert!(given.host_paths.iter().eq(["/dev/a"]));
+        let given = info(
+            r#"{"privileged":true,"runtimeSpec":{"linux":{"devices":[{"type":"c","major":1,"minor":3}]}}}"#,
+        );
+        assert_eq!(given, Ok(Given::default()), "as CRI-O tells it");
+    }
+
+    #[test]
+    fn a_status_without_the_spec_is_an_error() {
+        for text in ["", "{}", "[]", r#"{"runtimeSpec":7}"#] {
+            assert!(info(text).is_err(), "{text}");
+        }
+        assert!(parse_info(&BTreeMap::new()).is_err());
+    }
+
+    #[test]
+    fn a_container_has_a_device_until_it_has_ended() {
+        let container = |state, seconds| RuntimeContainer {
+            namespace: "default".into(),
+            pod: "p".into(),
+            container: "main".into(),
+            state,
+            age: Duration::from_secs(seconds),
+            given: Given {
+                numbers: [number("c120:6")].into(),
+                cdi_devices: ["drayman.dev/claim=u-1".to_owned()].into(),
+                ..Given::default()
+            },
+        };
+        let has = |container| {
+            Witnessed(vec![container])
+                .user(&[number("c120:6")], None)
+                .is_some()
+        };
+        assert!(has(container(State::Running, 9_999)));
+        assert!(has(container(State::Created, 1)));
+        assert!(
+            !has(container(State::Created, 9_999)),
+            "nobody starts it any more"
+        );
+        assert!(!has(container(State::Exited, 1)));
+        let all = Witnessed(vec![container(State::Running, 1)]);
+        assert!(all.user(&[number("c120:7")], None).is_none());
+        assert!(all.user(&[], Some("drayman.dev/claim=u-1")).is_some());
+    }
+}
