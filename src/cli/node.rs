@@ -238,8 +238,10 @@ fn refused(error: NodeError) -> Error {
         | NodeError::Door(DoorError::Socket(
             SocketError::PathTooLong { .. } | SocketError::NotAbsolute { .. },
         )) => Error::Configuration(error.to_string()),
-        NodeError::Store(_) | NodeError::Door(_) | NodeError::BootId(_) | NodeError::Broken(_) => {
-            Error::Runtime(error.into())
-        }
+        NodeError::Store(_)
+        | NodeError::Door(_)
+        | NodeError::BootId(_)
+        | NodeError::CutOff(_)
+        | NodeError::Broken(_) => Error::Runtime(error.into()),
     }
 }

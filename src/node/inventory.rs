@@ -26,9 +26,11 @@ use super::figures::Figures;
 use super::owner::Quarantine;
 use crate::api::resource;
 use crate::core::node::checkpoint::ClusterFacts;
+use crate::core::node::claims_api::ClaimsApi;
 use crate::core::node::discovery::events::{DeviceEvent, device_events};
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::inventory::Devices;
+use crate::core::node::kubelet_apis::ApisDown;
 use object::{inventory, object_name, status};
 use stored::{Counted, Stored, Told};
 
@@ -43,15 +45,19 @@ const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs
 /// The pause between two questions for the Node object, at least: whoever causes them must not flood the API server.
 const DOUBT_PAUSE: Duration = Duration::from_secs(10);
 
-/// How the companion stands with kubelet, for the condition `Ready`.
+/// How the companion stands with kubelet, for its readiness and for the condition `Ready` of the inventory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Standing {
     /// Whether every door is open.
     pub ready: bool,
+    /// Whether claims are served, or not wanted in this cluster: then devices may be allocated to claims, whatever else is down.
+    pub claims_ready: bool,
     /// CamelCase.
     pub reason: String,
     /// For a person.
     pub message: String,
+    /// The APIs of kubelet that are down, for events.
+    pub down: ApisDown,
 }
 
 impl Standing {
@@ -126,6 +132,18 @@ struct Seen {
     told: Option<Arc<Devices>>,
 }
 
+/// What is known of the cluster's API for claims, and what people were told of the node's APIs.
+#[derive(Debug)]
+struct Apis {
+    claims: ClaimsApi,
+    /// When the API server is asked again.
+    due: Instant,
+    /// What people are to be told.
+    untold: Vec<DeviceEvent>,
+    /// What they were told last.
+    down: ApisDown,
+}
+
 impl Publisher {
     /// Writes until the token is cancelled, and then that the companion is no longer ready.
     pub async fn run(mut self, shutdown: CancellationToken) {
@@ -136,13 +154,19 @@ impl Publisher {
         let mut pause = RETRY.0;
         let mut deleted = deletions(api.clone(), &name);
         let mut asked = Instant::now();
+        let mut apis = Apis {
+            claims: ClaimsApi::new(self.cluster.borrow().serves_claims),
+            due: asked,
+            untold: Vec::new(),
+            down: ApisDown::default(),
+        };
         loop {
             if node.is_none() {
                 asked = Instant::now();
             }
             let written = tokio::select! {
                 () = shutdown.cancelled() => break,
-                written = self.write(&api, &name, &mut node, &mut seen) => written,
+                written = self.write(&api, &name, &mut node, &mut seen, &mut apis) => written,
             };
             let retry = match written {
                 Ok(()) => {
@@ -172,6 +196,11 @@ impl Publisher {
                 }
                 Ok(()) = self.quarantine.changed(), if retry.is_none() => {}
                 () = in_doubt(&self.node_in_doubt, asked) => node = None,
+                () = sleep_until(apis.due), if node.is_some() && retry.is_none() => {
+                    if let Err(error) = self.ask_for_claims(&mut apis).await {
+                        debug!("whether the cluster serves claims is not known anew: {error}");
+                    }
+                }
                 () = deleted.next_deletion() => {
                     info!(inventory = name, "the inventory was deleted; it is written again");
                     // With its Node, perhaps: a new one of the same name has another uid.
@@ -189,9 +218,10 @@ impl Publisher {
         name: &str,
         node: &mut Option<Node>,
         seen: &mut Seen,
+        apis: &mut Apis,
     ) -> Result<(), PublishError> {
         if node.is_none() {
-            *node = Some(self.ask_cluster().await?);
+            *node = Some(self.ask_cluster(apis).await?);
         }
         let Some(node) = node else { return Ok(()) };
         let devices = self.devices.borrow_and_update().clone();
@@ -218,7 +248,10 @@ impl Publisher {
         let standing = self.standing.borrow_and_update().clone();
         self.quarantine.mark_unchanged();
         self.write_status(api, name, &standing, seen).await?;
-        let events = device_events(seen.told.as_ref().unwrap_or(&devices), &devices);
+        let mut events = std::mem::take(&mut apis.untold);
+        events.extend(standing.down.events_since(&apis.down));
+        events.extend(device_events(seen.told.as_ref().unwrap_or(&devices), &devices));
+        apis.down = standing.down;
         self.tell(node, &events).await;
         seen.told = Some(devices);
         Ok(())
@@ -268,7 +301,7 @@ impl Publisher {
     }
 
     /// Asks which Node this is and whether the cluster has claims of the kind that we serve.
-    async fn ask_cluster(&self) -> Result<Node, PublishError> {
+    async fn ask_cluster(&self, apis: &mut Apis) -> Result<Node, PublishError> {
         let nodes: Api<Node> = Api::all(self.client.0.clone());
         let node = call(nodes.get_opt(&self.node_name))
             .await?
@@ -278,17 +311,36 @@ impl Publisher {
             .uid
             .clone()
             .ok_or_else(|| PublishError::NoUid(self.node_name.clone()))?;
-        let serves_claims = self.serves_claims().await?;
-        let facts = ClusterFacts {
-            node_uid: Some(uid),
-            serves_claims: Some(serves_claims),
-        };
-        self.cluster.send_if_modified(|known| {
-            let changed = *known != facts;
-            *known = facts;
-            changed
+        let serves_claims = self.answer_for_claims(apis).await?;
+        self.learn(|facts| {
+            facts.node_uid = Some(uid);
+            facts.serves_claims = serves_claims;
         });
         Ok(node)
+    }
+
+    /// Asks again whether the cluster serves claims: it may have been switched on or off, and one API server need not speak for all.
+    async fn ask_for_claims(&self, apis: &mut Apis) -> Result<(), PublishError> {
+        let serves_claims = self.answer_for_claims(apis).await?;
+        self.learn(|facts| facts.serves_claims = serves_claims);
+        Ok(())
+    }
+
+    async fn answer_for_claims(&self, apis: &mut Apis) -> Result<Option<bool>, PublishError> {
+        let answer = self.serves_claims().await;
+        if let Ok(served) = answer {
+            apis.untold.extend(apis.claims.answered(served));
+        }
+        apis.due = Instant::now() + spread(apis.claims.pause(), &self.node_name);
+        answer.map(|_| apis.claims.served())
+    }
+
+    fn learn(&self, change: impl FnOnce(&mut ClusterFacts)) {
+        self.cluster.send_if_modified(|known| {
+            let before = known.clone();
+            change(known);
+            *known != before
+        });
     }
 
     async fn serves_claims(&self) -> Result<bool, PublishError> {
@@ -309,9 +361,9 @@ impl Publisher {
             ..Seen::default()
         };
         let standing = Standing {
-            ready: false,
             reason: "Stopped".to_owned(),
             message: "the companion was stopped; running containers keep their devices".to_owned(),
+            ..Standing::default()
         };
         match timeout(STOP_TIMEOUT, self.write_status(api, name, &standing, &mut seen)).await {
             Ok(Ok(())) => debug!(
@@ -391,3 +443,6 @@ async fn call<T>(call: impl Future<Output = Result<T, kube::Error>>) -> Result<T
 fn spread(pause: Duration, node_name: &str) -> Duration {
     pause + pause.mul_f64(f64::from(crc32fast::hash(node_name.as_bytes())) / f64::from(u32::MAX) / 2.0)
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,13 +6,14 @@
 mod former;
 mod handle;
 mod listening;
+mod looking;
 mod records;
 mod recovery;
 mod resources;
 mod told;
 mod witness;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -48,6 +49,7 @@ use crate::core::node::step::Step;
 pub use handle::OwnerHandle;
 use handle::{Failure, Offered, Request};
 use listening::{in_time, listen_to};
+use looking::{Looking, Waiting};
 pub(in crate::node) use records::Quarantine;
 pub use records::{RecordsHandle, ReleaseError};
 use told::{Noted, Told};
@@ -142,6 +144,8 @@ pub struct Owner<D> {
     withholds_former: bool,
     /// When kubelet is asked for that again.
     former_due: Instant,
+    /// The look at its containers that is under way.
+    looking: Looking,
     /// What was granted of each resource by this process, as far as kubelet may not show it yet.
     granted: BTreeMap<String, Containers>,
     /// The CDI files that could not be written.
@@ -221,6 +225,7 @@ impl<D: NodeDriver> Owner<D> {
             withholds_former: options.former.is_some(),
             former: Noted::new(options.former.unwrap_or_default()),
             former_due: Instant::now(),
+            looking: Looking::default(),
             granted: BTreeMap::new(),
             retries: Retries::default(),
             told: Told::default(),
@@ -231,12 +236,10 @@ impl<D: NodeDriver> Owner<D> {
         owner.change_resources();
         owner.recover(&files).await;
         owner.devices = owner.found.borrow_and_update().clone();
-        owner.look_at_former().await;
+        // Nobody is served yet, so nobody waits for this.
+        owner.ask_kubelet_and_wait(None).await;
         owner.take_stock();
         owner.refresh_named_devices().await;
-        if owner.has_both() {
-            owner.look_and_tell().await;
-        }
         owner.publish();
         (
             owner,
@@ -263,22 +266,20 @@ impl<D: NodeDriver> Owner<D> {
                 Ok(()) = self.cluster.changed() => self.learn().await,
                 Ok(()) = self.wanted.changed() => {
                     self.change_resources();
-                    self.look_at_former().await;
+                    self.ask_kubelet_for_a_change().await;
                     self.take_stock();
                     self.refresh_named_devices().await;
-                    if self.has_both() {
-                        self.look_and_tell().await;
-                    }
                 }
                 Ok(()) = self.found.changed() => self.refresh().await,
-                Ok(()) = self.announcements.changed(), if self.has_both() => self.hear_of_claims().await,
+                Ok(()) = self.announcements.changed(), if self.has_both() => self.hear_of_claims(),
+                looked = self.looking.done(), if self.looking.is_under_way() => self.take_up(looked).await,
                 request = self.requests.recv() => match request {
                     Some(request) => self.serve(request).await,
                     None => return,
                 },
                 () = sleep_until(retry.unwrap_or(self.since)), if retry.is_some() => self.try_again().await,
-                () = sleep_until(self.former_due), if !self.former.is_empty() => self.look_at_former().await,
-                () = sleep(resources::LOOK_AGAIN), if self.looks_again() => self.look_and_tell().await,
+                () = sleep_until(self.former_due), if !self.former.is_empty() && !self.looking.is_under_way() => self.ask_kubelet(),
+                () = sleep(resources::LOOK_AGAIN), if self.looks_again() => self.ask_kubelet(),
             }
             self.take_stock();
             self.publish();
@@ -289,22 +290,21 @@ impl<D: NodeDriver> Owner<D> {
         // A caller that is gone is no reason not to do the work; there is only nobody to tell.
         match request {
             Request::Prepare(claims, answer) => {
-                let mut answers = Vec::with_capacity(claims.len());
-                for claim in claims {
-                    let result = self.prepare(&claim).await;
-                    self.count("prepare", result.as_ref().err());
-                    report(
-                        "prepare",
-                        &claim.namespace,
-                        &claim.name,
-                        &claim.uid,
-                        result.as_ref().err(),
-                    );
-                    answers.push(result.map_err(CompanionError::from));
+                let withdrawn = BTreeSet::new();
+                if claims.iter().any(|claim| self.waits_for_look(claim)) {
+                    self.wait_for_look(Waiting::Prepare {
+                        claims,
+                        withdrawn,
+                        answer,
+                    });
+                } else {
+                    self.prepare_all(&claims, &withdrawn, None, answer).await;
                 }
-                let _ = answer.send(answers);
             }
             Request::Unprepare(claims, answer) => {
+                for claim in &claims {
+                    self.looking.withdraw(&claim.uid);
+                }
                 let mut answers = Vec::with_capacity(claims.len());
                 for claim in claims {
                     let result = self.unprepare(&claim).await;
@@ -352,8 +352,12 @@ impl<D: NodeDriver> Owner<D> {
         self.figures.handled(operation, failure.map(Failure::reason));
     }
 
-    async fn prepare(&mut self, claim: &ClaimToPrepare) -> Result<Vec<String>, Failure> {
-        let planned = self.plan(claim).await;
+    async fn prepare(
+        &mut self,
+        claim: &ClaimToPrepare,
+        looked: Option<&Result<(), String>>,
+    ) -> Result<Vec<String>, Failure> {
+        let planned = self.plan(claim, looked);
         match &planned {
             // One of the two is out of date, and it may be we.
             Err(Refusal::EarlierNode { .. }) => self.node_in_doubt.notify_one(),
@@ -491,3 +495,5 @@ mod stage;
 mod tests;
 #[cfg(test)]
 mod undoing;
+#[cfg(test)]
+mod waiting;

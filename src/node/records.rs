@@ -209,15 +209,15 @@ pub struct Held {
     pub by_containers: Option<BTreeMap<String, String>>,
 }
 
-/// The records without a companion, under its lock, so that none starts meanwhile.
+/// The records without a companion. Its lock is taken for each look and each change, so that none starts meanwhile.
 #[derive(Debug)]
 pub struct Offline {
     places: Places,
-    opened: super::store::Opened,
+    boot_id: String,
 }
 
 impl Access {
-    /// Finds the companion, or takes its place.
+    /// Finds the companion, or its records. Nothing is changed.
     pub async fn find(places: Places, kubelet_root: &Path) -> Result<Self, RecordsError> {
         if !places.state.is_dir() {
             return Err(RecordsError::Nothing {
@@ -230,8 +230,7 @@ impl Access {
             return Ok(Self::Running(companion));
         }
         let boot_id = super::run::boot_id().map_err(RecordsError::BootId)?;
-        let opened = Store::open(&places, &boot_id)?;
-        Ok(Self::Offline(Box::new(Offline { places, opened })))
+        Ok(Self::Offline(Box::new(Offline { places, boot_id })))
     }
 
     /// Who holds what: claims, and containers without a claim.
@@ -249,7 +248,7 @@ impl Access {
                 })
             }
             Self::Offline(offline) => Ok(Held {
-                by_claims: holdings(&offline.opened.ledger, &BTreeMap::new()),
+                by_claims: holdings(&Store::look(&offline.places, &offline.boot_id)?, &BTreeMap::new()),
                 by_containers: None,
             }),
         }
@@ -275,14 +274,15 @@ impl Access {
 }
 
 impl Offline {
-    fn release(&mut self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
-        let ledger = &self.opened.ledger;
+    fn release(&self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
+        let mut opened = Store::open_usable(&self.places, &self.boot_id)?;
+        let ledger = &opened.ledger;
         let before = holdings(ledger, &BTreeMap::new());
         let (uid, steps) = plan_release_without_driver(ledger, &self.places.kubelet(), uid, force)
             .map_err(ReleaseError::from)?;
         for step in steps {
-            if let Some(changed) = step.perform(&self.opened.ledger, &self.opened.store)? {
-                self.opened.ledger = changed;
+            if let Some(changed) = step.perform(&opened.ledger, &opened.store)? {
+                opened.ledger = changed;
             }
         }
         Ok(before

@@ -2,7 +2,9 @@
 
 mod builder;
 mod doors;
+mod mounted;
 mod resource_doors;
+mod retried;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -115,6 +117,12 @@ pub enum NodeError {
     /// The kernel does not say which boot this is.
     #[error("cannot read {BOOT_ID}, which tells whether the node was booted: {0}")]
     BootId(std::io::Error),
+    /// A directory that is mounted into the pod is not the host's any more.
+    #[error(
+        "the host has removed {0:?}, and perhaps made it again: what is mounted here is no longer what kubelet and the container runtime \
+         see, so the companion ends, and its container gets the host's directory when it is started again"
+    )]
+    CutOff(PathBuf),
     /// A part of the companion has ended by itself.
     #[error("a part of the companion has broken down: {0}")]
     Broken(JoinError),
@@ -129,6 +137,7 @@ impl NodeError {
             Self::Store(error) => error.reason(),
             Self::Door(error) => error.reason(),
             Self::BootId(_) => "BootIdUnknown",
+            Self::CutOff(_) => "DirectoryRemoved",
             Self::Broken(_) => "Broken",
         }
     }

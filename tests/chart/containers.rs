@@ -60,6 +60,9 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
         [
             "read /dev at /host/dev",
             "read /proc/1/mountinfo at /host/mountinfo",
+            // Whatever the kinds are: the first extended resource may come without an upgrade, and the last may have left devices.
+            "read /var/lib/kubelet/pod-resources at /var/lib/kubelet/pod-resources",
+            "write /var/lib/kubelet/device-plugins at /var/lib/kubelet/device-plugins",
             "write /var/lib/kubelet/plugins/drayman.dev at /var/lib/kubelet/plugins/drayman.dev",
             "write /var/lib/kubelet/plugins_registry/drayman.dev at /var/lib/kubelet/plugins_registry/drayman.dev",
             "write /var/run/cdi at /var/run/cdi",
@@ -82,10 +85,11 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
         [
             "read /dev at /host/dev",
             "read /proc/1/mountinfo at /host/mountinfo",
+            "read /var/lib/k0s/kubelet/pod-resources at /var/lib/k0s/kubelet/pod-resources",
             "write /etc/cdi at /etc/cdi",
             "write /var/lib/k0s/kubelet/plugins/other.example.com at /var/lib/k0s/kubelet/plugins/other.example.com",
             "write /var/lib/k0s/kubelet/plugins_registry/other.example.com at /var/lib/k0s/kubelet/plugins_registry/other.example.com",
-            // It does not move with the root, and is mounted only where there are extended resources.
+            // It does not move with the root.
             "write /var/lib/kubelet/device-plugins at /var/lib/kubelet/device-plugins",
         ]
         .map(str::to_owned)
@@ -105,22 +109,14 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
     ];
     assert_eq!(
         more(&both),
-        [
-            "read /var/lib/kubelet/pod-resources at /var/lib/kubelet/pod-resources",
-            "read /var/lib/kubelet/pods at /var/lib/kubelet/pods",
-            "write /var/lib/kubelet/device-plugins at /var/lib/kubelet/device-plugins",
-        ]
+        ["read /var/lib/kubelet/pods at /var/lib/kubelet/pods"]
     );
     let trusted = "--set=node.readKubeletState=true";
     assert_eq!(more(&[trusted]), ["read /var/lib/kubelet at /var/lib/kubelet"]);
     // Which has the directory of the pods in it.
     assert_eq!(
         more(&[&both[..], &[trusted]].concat()),
-        [
-            "read /var/lib/kubelet at /var/lib/kubelet",
-            "read /var/lib/kubelet/pod-resources at /var/lib/kubelet/pod-resources",
-            "write /var/lib/kubelet/device-plugins at /var/lib/kubelet/device-plugins",
-        ]
+        ["read /var/lib/kubelet at /var/lib/kubelet"]
     );
     // As variables, so that whatever else runs in the container has them too.
     let variables = environment(pod_spec(moved).expect("pods"));

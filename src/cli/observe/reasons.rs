@@ -42,7 +42,7 @@ const fn companion(word: &'static str, means: &'static str) -> Reason {
 }
 
 /// Every reason of an event, in the order of its word.
-pub(super) const EVENTS: [Reason; 33] = [
+pub(super) const EVENTS: [Reason; 37] = [
     controller(
         "AllocationMadeForAnother",
         "claim",
@@ -66,6 +66,14 @@ pub(super) const EVENTS: [Reason; 33] = [
     companion(
         "ClaimQuarantined",
         "the devices of a claim are withheld, because it is not certain that no container uses them; a person releases them",
+    ),
+    companion(
+        "ClaimsNotServed",
+        "the API server no longer serves resource.k8s.io/v1alpha2: claims are not offered on the node",
+    ),
+    companion(
+        "ClaimsServed",
+        "the API server serves resource.k8s.io/v1alpha2 now: claims are offered on the node",
     ),
     companion("ConfigurationChanged", "the file of device kinds was taken up"),
     companion(
@@ -129,6 +137,11 @@ pub(super) const EVENTS: [Reason; 33] = [
         "claim, pod",
         "what the claim records cannot be read, by a newer release perhaps; nothing else is given on its node meanwhile",
     ),
+    companion(
+        "KubeletApiDown",
+        "claims or extended resources cannot be offered to kubelet, and why; each is tried again alone, the others go on",
+    ),
+    companion("KubeletApiUp", "what was down is offered to kubelet again"),
     controller(
         "NoSuitableDevice",
         "pod",

@@ -20,6 +20,10 @@ const ADMISSION: Duration = Duration::from_secs(30);
 /// deleted by force, whose containers go on for their grace period. Twice the default one.
 const NAMESAKE: Duration = Duration::from_secs(60);
 
+/// How long a device that is recorded but never listed counts as held where nobody can see which pods still run: longer than the init
+/// containers of most pods, and than the grace period of a pod that was deleted by force.
+const UNLISTED: Duration = Duration::from_secs(300);
+
 /// A container, as PodResources names it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Container {
@@ -42,6 +46,29 @@ pub struct Shown {
     pub recorded: BTreeSet<String>,
     /// The device numbers that devices were granted with, as far as that is known.
     pub numbers: BTreeMap<String, Vec<DeviceNumber>>,
+    /// Why nobody can see which pods still have a directory: then every device in the file is recorded, those of pods that have ended
+    /// too.
+    pub pods_unseen: Option<String>,
+}
+
+impl Shown {
+    /// Adds what is shown at the same moment of another resource.
+    pub fn add(&mut self, other: &Self) {
+        self.pods.extend(other.pods.iter().cloned());
+        self.listed.extend(
+            other
+                .listed
+                .iter()
+                .map(|(device, holder)| (device.clone(), holder.clone())),
+        );
+        self.recorded.extend(other.recorded.iter().cloned());
+        let numbers = other.numbers.iter();
+        self.numbers
+            .extend(numbers.map(|(device, numbers)| (device.clone(), numbers.clone())));
+        if self.pods_unseen.is_none() {
+            self.pods_unseen.clone_from(&other.pods_unseen);
+        }
+    }
 }
 
 /// Which devices containers hold.
@@ -167,19 +194,24 @@ impl Hold {
     }
 
     /// Whether the pod has been listed without the device for long enough: then its containers have ended. A pod that is gone from
-    /// the list altogether may have been deleted by force, with its containers still ending, until its directory is gone too.
+    /// the list altogether may have been deleted by force, with its containers still ending, until its directory is gone too. Where
+    /// directories cannot be seen, time has to tell.
     fn has_ended(&mut self, shown: &Shown, now: Duration) -> bool {
         let is_listed = self.container.as_ref().is_some_and(|container| {
             shown
                 .pods
                 .contains(&(container.namespace.clone(), container.pod.clone()))
         });
-        if !is_listed {
-            self.without_it_since = None;
-            return false;
-        }
+        let enough = match (is_listed, &shown.pods_unseen) {
+            (true, _) => NAMESAKE,
+            (false, Some(_)) => UNLISTED,
+            (false, None) => {
+                self.without_it_since = None;
+                return false;
+            }
+        };
         let since = *self.without_it_since.get_or_insert(now);
-        now.saturating_sub(since) >= NAMESAKE
+        now.saturating_sub(since) >= enough
     }
 }
 
@@ -262,6 +294,24 @@ mod tests {
         assert!(!containers.known() && containers.hold("x"));
         containers.seen(&shown(&[], &[], &[]), START);
         assert!(containers.known());
+    }
+
+    #[test]
+    fn a_record_that_nobody_can_check_counts_for_five_minutes() {
+        let unseen = |pods: &[&str], listed: &[(&str, &str)]| Shown {
+            pods_unseen: Some("not mounted".into()),
+            ..shown(pods, listed, &["x"])
+        };
+        let mut containers = Containers::default();
+        containers.seen(&unseen(&["p"], &[("x", "p")]), START);
+        // The pod has ended, and kubelet writes its file anew only at the next grant.
+        containers.seen(&unseen(&[], &[]), later(10));
+        containers.seen(&unseen(&[], &[]), later(309));
+        assert!(containers.hold("x"));
+        containers.seen(&unseen(&[], &[]), later(310));
+        assert!(!containers.hold("x"));
+        containers.seen(&unseen(&["p"], &[("x", "p")]), later(311));
+        assert!(containers.hold("x"), "it is listed");
     }
 
     #[test]

@@ -39,7 +39,9 @@ async fn report(reporter: &HealthReporter, services: &[&str], status: ServingSta
 fn status(state: &DoorState) -> ServingStatus {
     match state {
         DoorState::Waiting | DoorState::Registered => ServingStatus::Serving,
-        DoorState::Starting | DoorState::Rejected { .. } | DoorState::Closed => ServingStatus::NotServing,
+        DoorState::Starting | DoorState::Rejected { .. } | DoorState::Failed { .. } | DoorState::Closed => {
+            ServingStatus::NotServing
+        }
     }
 }
 

@@ -16,6 +16,7 @@ mod registration;
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
+use tokio::sync::watch;
 use tonic::Status;
 
 use super::companion::CompanionError;
@@ -123,8 +124,24 @@ pub enum DoorState {
         /// What kubelet said.
         message: String,
     },
+    /// It cannot be served. It is tried again, ever more slowly.
+    Failed {
+        /// Why not.
+        message: String,
+    },
     /// The door has ended.
     Closed,
+}
+
+/// All sockets of a door are served. What kubelet has said of it by now stands.
+fn is_served(state: &watch::Sender<DoorState>) {
+    state.send_if_modified(|state| {
+        let is_first = *state == DoorState::Starting;
+        if is_first {
+            *state = DoorState::Waiting;
+        }
+        is_first
+    });
 }
 
 /// Why a door cannot open.

@@ -12,6 +12,8 @@ use crate::api::crd::{NodeInventory, NodeInventorySpec, NodeInventoryStatus, REA
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::inventory::Devices;
 
+/// The reason of the condition `Ready` while claims are served, or are not wanted. What else is down is in the message.
+const SERVING: &str = "Serving";
 /// The condition that says which claims are in quarantine; absent while there are none.
 const QUARANTINED: &str = "Quarantined";
 
@@ -77,8 +79,12 @@ pub(super) fn status(
     };
     let mut conditions = vec![condition(
         READY,
-        standing.ready,
-        &standing.reason,
+        standing.claims_ready,
+        if standing.claims_ready {
+            SERVING
+        } else {
+            &standing.reason
+        },
         standing.message.clone(),
     )];
     // Only while there is something to say: in ordinary times there is one condition.
@@ -142,8 +148,10 @@ mod tests {
     fn standing(ready: bool) -> Standing {
         Standing {
             ready,
+            claims_ready: ready,
             reason: "Serving".into(),
             message: "all is well".into(),
+            ..Standing::default()
         }
     }
 

@@ -1,19 +1,14 @@
 //! Extended resources that the configuration has taken devices from: what containers still have of them is withheld from everybody.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
+use std::collections::BTreeMap;
 
-use tokio::time::Instant;
-use tracing::{info, warn};
+use tracing::warn;
 
 use super::{Owner, Resource};
 use crate::api::crd::{Device, DeviceNumber};
 use crate::core::node::identity::{are_among, share_a_node};
 use crate::core::node::inventory::Devices;
 use crate::node::driver::NodeDriver;
-
-/// How often kubelet is asked whether containers still have such devices: while it does not answer, and while they do.
-const PAUSES: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(5)];
 
 /// Devices that a resource has lost, with the device numbers that they had.
 type Lost = BTreeMap<String, Vec<DeviceNumber>>;
@@ -87,39 +82,8 @@ impl<D: NodeDriver> Owner<D> {
         self.former.change().left(name, devices, granted);
     }
 
-    /// Asks kubelet what containers still have of such resources.
-    pub(super) async fn look_at_former(&mut self) {
-        let Some(grants) = self.grants.clone().filter(|_| !self.former.is_empty()) else {
-            return;
-        };
-        self.settle_former();
-        let was_known = self.former.is_known();
-        let mut looked = Ok(());
-        for name in self.former.names() {
-            match grants.look(BTreeSet::from([name.clone()])).await {
-                Ok(shown) => {
-                    let now = self.since.elapsed();
-                    self.former.change().seen(&name, &shown, now);
-                }
-                Err(problem) => looked = Err(problem),
-            }
-        }
-        self.settle_former();
-        let effect = "what left by names of extended resources that are no more is given to nobody";
-        self.tell_of_look(looked, effect);
-        let former = &self.former;
-        if former.is_known() && !was_known && !former.is_empty() {
-            info!(
-                resource = ?former.names(),
-                "containers have devices under names that the configuration no longer gives them; these are withheld until the containers have ended"
-            );
-        }
-        let [unknown, known] = PAUSES;
-        let pause = if former.is_known() { known } else { unknown };
-        self.former_due = Instant::now() + pause;
-    }
-
-    fn settle_former(&mut self) {
+    /// Forgets what kubelet need not be asked for.
+    pub(super) fn settle_former(&mut self) {
         let (resources, devices) = (&self.resources, &self.devices);
         self.former.change().settle(|name, device, numbers| {
             let resource = resources.get(name);

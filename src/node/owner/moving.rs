@@ -172,13 +172,13 @@ async fn that_kubelet_does_not_answer_for_a_name_that_is_no_more_is_said_at_the_
         .former
         .change()
         .left("example.com/old", devices, Containers::default());
-    owner.look_at_former().await;
+    owner.ask_kubelet_and_wait(None).await;
     assert!(
         owner.complained,
         "at the first time, though nothing was known before"
     );
     *kubelet.shown.lock().unwrap() = Some(Shown::default());
-    owner.look_at_former().await;
+    owner.ask_kubelet_and_wait(None).await;
     assert!(!owner.complained && owner.former.is_empty());
     drop(life);
 }

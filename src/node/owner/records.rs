@@ -10,6 +10,7 @@ use tokio::task::spawn_blocking;
 use tracing::{info, warn};
 
 use super::handle::{Failure, Request};
+use super::looking::Waiting;
 use super::{DRIVER_TIMEOUT, Owner};
 use crate::core::node::claim_uid::ClaimUid;
 use crate::core::node::kubelet_state::KubeletView;
@@ -197,10 +198,10 @@ impl<D: NodeDriver> Owner<D> {
             }
             RecordsRequest::InContainers(answer) => {
                 if self.has_both() {
-                    self.look_and_tell().await;
+                    self.wait_for_look(Waiting::InContainers(answer));
+                } else {
+                    let _ = answer.send(BTreeMap::new());
                 }
-                let holder = |device: &String| Some((device.clone(), self.containers.holder(device)?));
-                let _ = answer.send(self.inventory.keys().filter_map(holder).collect());
             }
             RecordsRequest::Release(uid, force, answer) => {
                 let _ = answer.send(self.release(&uid, force).await);

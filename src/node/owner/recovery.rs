@@ -53,7 +53,7 @@ impl<D: NodeDriver> Owner<D> {
         let found = self.found.borrow_and_update().clone();
         self.leave_resources(&found);
         self.devices = found;
-        self.look_at_former().await;
+        self.ask_kubelet_for_a_change().await;
         self.take_stock();
         let plans = plan_refresh(&self.ledger, &before, &self.inventory);
         self.carry_out_each(plans).await;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::task::spawn_blocking;
-use tracing::{debug, info, warn};
+use tracing::warn;
 
 use super::handle::{Failure, Offered};
 use super::{Owner, Resource};
@@ -272,24 +272,47 @@ impl<D: NodeDriver> Owner<D> {
         self.offered.send_replace(Arc::new(offered));
     }
 
-    /// Plans a Prepare. If the claim takes a device that containers could have, kubelet is asked first, so that what is known of
-    /// them is never older than the decision that is made from it.
-    pub(super) async fn plan(&mut self, claim: &ClaimToPrepare) -> Result<(ClaimUid, Vec<Step>), Refusal> {
-        let planned = self.plan_from_what_is_known(claim);
-        let device = match &planned {
+    /// Whether kubelet is asked before this claim is prepared: if it takes a device that containers could have, so that what is known
+    /// of them is never older than the decision that is made from it.
+    pub(super) fn waits_for_look(&self, claim: &ClaimToPrepare) -> bool {
+        self.grants.is_some()
+            && self
+                .device_of_both(&self.plan_from_what_is_known(claim))
+                .is_some()
+    }
+
+    fn device_of_both(&self, planned: &Result<(ClaimUid, Vec<Step>), Refusal>) -> Option<String> {
+        match planned {
             Ok((_, steps)) => takes_from_both(steps, &self.inventory),
             Err(Refusal::InContainer { device, .. } | Refusal::ContainersUnknown { device, .. }) => {
                 Some(device.clone())
             }
             Err(_) => None,
-        };
-        let Some(device) = device else {
+        }
+    }
+
+    /// Plans a Prepare. `looked` is what came of the look that the claim has waited for.
+    pub(super) fn plan(
+        &mut self,
+        claim: &ClaimToPrepare,
+        looked: Option<&Result<(), String>>,
+    ) -> Result<(ClaimUid, Vec<Step>), Refusal> {
+        let planned = self.plan_from_what_is_known(claim);
+        if self.grants.is_none() {
+            return planned;
+        }
+        let Some(device) = self.device_of_both(&planned) else {
             return planned;
         };
-        if let Err(problem) = self.look().await {
+        let problem = match looked {
+            Some(Ok(())) => None,
+            Some(Err(problem)) => Some(problem.clone()),
+            // Something else of the same call has changed what this claim takes.
+            None => Some("it is asked when the claim is prepared again".to_owned()),
+        };
+        if let Some(problem) = problem {
             return Err(Refusal::ContainersUnknown { device, problem });
         }
-        let planned = self.plan_from_what_is_known(claim);
         if let Err(Refusal::InContainer { device, .. }) = &planned {
             self.contest(device);
         }
@@ -302,73 +325,34 @@ impl<D: NodeDriver> Owner<D> {
 
     /// Whether kubelet is to be asked again although no claim asks for anything.
     pub(super) fn looks_again(&self) -> bool {
-        self.has_both() && (!self.containers.known() || !self.contested.devices().is_empty())
-    }
-
-    /// Takes up what kubelet shows of its containers.
-    pub(super) async fn look(&mut self) -> Result<(), String> {
-        let Some(grants) = self.grants.clone() else {
-            return Ok(());
-        };
-        let resources = self
-            .resources
-            .iter()
-            .filter(|(_, resource)| resource.offered.also_by_claims)
-            .map(|(name, _)| name.clone())
-            .collect();
-        let shown = grants.look(resources).await?;
-        if !self.containers.known() {
-            info!(
-                devices = ?shown.listed.keys().chain(&shown.recorded).collect::<BTreeSet<_>>(),
-                "kubelet has shown which devices its containers hold"
-            );
-        }
-        self.containers.change().seen(&shown, self.since.elapsed());
-        self.contested.change().settle(&self.containers);
-        Ok(())
-    }
-
-    /// Asks kubelet again, and says once what is wrong.
-    pub(super) async fn look_and_tell(&mut self) {
-        let looked = self.look().await;
-        self.tell_of_look(looked, "devices of mode both are given to nobody new");
-    }
-
-    /// Says once that kubelet does not show its containers, why, and what follows.
-    pub(super) fn tell_of_look(&mut self, looked: Result<(), String>, effect: &str) {
-        match looked {
-            Ok(()) => self.complained = false,
-            Err(problem) if self.complained => {
-                debug!("kubelet still does not show its containers: {problem}");
-            }
-            Err(problem) => {
-                self.complained = true;
-                warn!(
-                    reason = "PodResourcesUnavailable",
-                    "kubelet does not show which devices its containers hold, so that {effect}: {problem}"
-                );
-            }
-        }
+        self.has_both()
+            && !self.looking.is_under_way()
+            && (!self.containers.known() || !self.contested.devices().is_empty())
     }
 
     /// A claim was allocated devices, or is no longer.
-    pub(super) async fn hear_of_claims(&mut self) {
+    pub(super) fn hear_of_claims(&mut self) {
         *self.announced.change() = self.announcements.borrow_and_update().as_ref().clone();
         self.contest_unannounced();
-        let held = |owner: &Self| {
-            owner
-                .announced
-                .devices()
-                .filter(|device| owner.containers.hold(device))
-                .map(str::to_owned)
-                .collect::<Vec<String>>()
-        };
-        if held(self).is_empty() {
-            return;
+        if self.announced_in_containers().next().is_some() {
+            // What we know of containers may be old: their end is not told to us.
+            self.ask_kubelet();
         }
-        // What we know of containers may be old: their end is not told to us.
-        self.look_and_tell().await;
-        for device in held(self) {
+    }
+
+    fn announced_in_containers(&self) -> impl Iterator<Item = &str> {
+        self.announced
+            .devices()
+            .filter(|device| self.containers.hold(device))
+    }
+
+    /// Notes what claims were allocated and containers have.
+    pub(super) fn contest_announced(&mut self) {
+        let news = self
+            .announced_in_containers()
+            .filter(|device| !self.contested.devices().contains(*device));
+        let news: Vec<String> = news.map(str::to_owned).collect();
+        for device in news {
             self.contest(&device);
         }
     }

@@ -183,20 +183,33 @@ pub(super) struct Kubelet {
     /// The extended resource under which it shows devices, if not under any.
     pub(super) under: Mutex<Option<String>>,
     pub(super) looks: AtomicUsize,
+    /// It does not answer.
+    pub(super) hangs: AtomicBool,
 }
 
 impl Grants for Kubelet {
-    fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<Shown, String>> {
+    fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<BTreeMap<String, Shown>, String>> {
         self.looks.fetch_add(1, Ordering::SeqCst);
-        let mut shown = self.shown.lock().unwrap().clone();
+        let shown = self.shown.lock().unwrap().clone();
         let under = self.under.lock().unwrap().clone();
-        if let (Some(shown), Some(under)) = (&mut shown, under)
-            && !resources.contains(&under)
-        {
-            shown.listed.clear();
-            shown.recorded.clear();
-        }
-        Box::pin(async { shown.ok_or_else(|| "kubelet is down".to_owned()) })
+        let of_resource = |shown: &Shown, resource: String| {
+            let mut shown = shown.clone();
+            if under.as_ref().is_some_and(|under| *under != resource) {
+                shown.listed.clear();
+                shown.recorded.clear();
+            }
+            (resource, shown)
+        };
+        let shown = shown.map(|shown| {
+            let resources = resources.into_iter();
+            resources.map(|resource| of_resource(&shown, resource)).collect()
+        });
+        Box::pin(async move {
+            while self.hangs.load(Ordering::SeqCst) {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            shown.ok_or_else(|| "kubelet is down".to_owned())
+        })
     }
 }
 

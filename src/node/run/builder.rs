@@ -12,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::doors::Doors;
+use super::mounted::mounted;
 use super::{NodeError, boot_id};
 use crate::core::node::discovery::events::DeviceEvent;
 use crate::core::node::driver_name::DriverName;
@@ -34,7 +35,7 @@ use crate::node::store::disk::Disk;
 use crate::node::store::{Opened, Places, Store, StoreError};
 use crate::node::witness::{RuntimeWitness, Witness};
 
-/// How long a companion waits for another one on the same node to end, as at an update.
+/// How long a companion waits for another one on the same node to end, as at an update, and for files that the system does not give.
 const LOCK_PATIENCE: Duration = Duration::from_secs(30);
 /// How often it looks whether that has happened.
 const LOCK_PAUSE: Duration = Duration::from_millis(500);
@@ -309,6 +310,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let publisher = tokio::spawn(publisher.run(stop_publishing.clone()));
 
         let doors = Doors {
+            mounted: mounted(&places, &self.kubelet),
             paths: self.kubelet,
             plugin_registration: self.plugin_registration,
             driver_name,
@@ -370,7 +372,7 @@ async fn announce(
     }
 }
 
-/// Opens the records, and waits a while for another companion to let go of them. `None` if the shutdown comes first.
+/// Opens the records, and waits a while for another companion to let go of them, and for a disk that does not give them. `None` if the shutdown comes first.
 async fn open(
     disk: &Disk,
     places: &Places,
@@ -387,6 +389,15 @@ async fn open(
                 if !told {
                     told = true;
                     info!(lock = %lock.display(), "another companion runs on this node; waiting for its end");
+                }
+            }
+            Err(error) if error.is_of_a_read() && Instant::now() < until => {
+                if !told {
+                    told = true;
+                    warn!(
+                        reason = error.reason(),
+                        "the records of this node are tried again: {error}"
+                    );
                 }
             }
             opened => return Ok(Some(opened?)),

@@ -1,22 +1,29 @@
 //! The doors of a companion: which are open, and how it stands with kubelet.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use futures::FutureExt as _;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
-use tracing::warn;
+use tracing::{error, warn};
 
 use super::NodeError;
+use super::mounted::cut_off;
 use super::resource_doors::{DoorStates, ResourceDoors};
+use super::retried::serve_again;
 use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::driver_name::DriverName;
+use crate::core::node::kubelet_apis::{ApiState, ApisDown, problems};
 use crate::node::companion::Companion;
 use crate::node::door::device_plugin::PluginRegistration;
-use crate::node::door::{self, DoorError, DoorState, KubeletPaths};
+use crate::node::door::{self, DoorState, KubeletPaths};
 use crate::node::inventory::Standing;
 use crate::node::reload::Resources;
+
+/// What the API for claims is called beside the names of extended resources, which have a slash.
+const CLAIMS: &str = "claims";
 
 /// The doors of kubelet that this companion opens.
 pub(super) struct Doors {
@@ -25,10 +32,12 @@ pub(super) struct Doors {
     pub(super) driver_name: DriverName,
     pub(super) resources: watch::Receiver<Arc<Resources>>,
     pub(super) cluster: watch::Receiver<ClusterFacts>,
+    /// The directories without which nobody outside of the pod sees what is served.
+    pub(super) mounted: Vec<PathBuf>,
 }
 
 impl Doors {
-    /// Keeps the doors open until the shutdown, or until one cannot be opened.
+    /// Keeps the doors open until the shutdown. One that cannot be opened is tried again while the others serve.
     pub(super) async fn serve<C: Companion>(
         self,
         companion: Arc<C>,
@@ -57,21 +66,26 @@ impl Doors {
             state,
             ours.clone(),
         ));
-        tokio::pin!(follow);
+        let lost = cut_off(self.mounted);
+        tokio::pin!(follow, lost);
         let mut result = Ok(());
         let mut followed = false;
         loop {
             tokio::select! {
                 () = &mut follow, if !followed => followed = true,
+                lost = &mut lost, if result.is_ok() => {
+                    let lost = NodeError::CutOff(lost);
+                    error!(reason = lost.reason(), "{lost}");
+                    ours.cancel();
+                    result = Err(lost);
+                }
                 ended = doors.join_next() => match ended {
                     None => return result,
-                    Some(ended) => {
-                        let ended = ended.map_err(NodeError::Broken).and_then(|ended| ended.map_err(NodeError::from));
-                        if ended.is_err() && result.is_ok() {
-                            // The others are closed with the calls that they have, and then all of it ends.
-                            ours.cancel();
-                            result = ended;
-                        }
+                    Some(Ok(())) => {}
+                    Some(Err(broken)) => {
+                        // The others are closed with the calls that they have, and then all of it ends.
+                        ours.cancel();
+                        result = result.and(Err(NodeError::Broken(broken)));
                     }
                 },
             }
@@ -87,20 +101,22 @@ async fn serve_claims<C: Companion>(
     mut cluster: watch::Receiver<ClusterFacts>,
     state: watch::Sender<DoorState>,
     shutdown: CancellationToken,
-) -> Result<(), DoorError> {
+) {
     loop {
         tokio::select! {
-            () = shutdown.cancelled() => return Ok(()),
-            wanted = cluster.wait_for(|facts| facts.serves_claims == Some(true)) => if wanted.is_err() { return Ok(()) },
+            () = shutdown.cancelled() => return,
+            wanted = cluster.wait_for(|facts| facts.serves_claims == Some(true)) => if wanted.is_err() { return },
         }
         let open = shutdown.child_token();
-        let door = door::dra::serve(
-            companion.clone(),
-            paths.clone(),
-            driver_name.to_string(),
-            state.clone(),
-            open.clone(),
-        );
+        let door = serve_again(CLAIMS, &state, &open, |state| {
+            door::dra::serve(
+                companion.clone(),
+                paths.clone(),
+                driver_name.to_string(),
+                state,
+                open.clone(),
+            )
+        });
         tokio::pin!(door);
         let given_up = async {
             cluster
@@ -109,13 +125,13 @@ async fn serve_claims<C: Companion>(
                 .is_ok()
         };
         let given_up = tokio::select! {
-            ended = &mut door => return ended,
+            () = &mut door => return,
             given_up = given_up => given_up,
         };
         if given_up {
             open.cancel();
         }
-        door.await?;
+        door.await;
     }
 }
 
@@ -127,24 +143,23 @@ async fn follow(
     standing: watch::Sender<Standing>,
 ) {
     let mut warned = false;
+    let mut down = ApisDown::default();
     loop {
         let serves_claims = cluster.borrow_and_update().serves_claims;
         if serves_claims == Some(false) && !warned {
-            warned = true;
             warn!(
-                "this cluster does not serve resource.k8s.io/v1alpha2: claims are not offered, extended resources are"
+                "this cluster does not serve resource.k8s.io/v1alpha2: claims are not offered until it does, extended resources are"
             );
         }
+        warned = serves_claims == Some(false);
         let mut states = resources.borrow_and_update().clone();
-        let mut doors: Vec<(String, DoorState)> = states
+        let of_resources: Vec<(String, ApiState)> = states
             .iter_mut()
-            .map(|(name, state)| (name.clone(), state.borrow_and_update().clone()))
+            .map(|(name, state)| (name.clone(), api_state(&state.borrow_and_update())))
             .collect();
-        let claims_now = claims.borrow_and_update().clone();
-        if serves_claims != Some(false) {
-            doors.push(("claims".to_owned(), claims_now));
-        }
-        let now = judge(&doors, serves_claims);
+        let claims_now = api_state(&claims.borrow_and_update());
+        let of_claims = (serves_claims != Some(false)).then(|| (CLAIMS.to_owned(), claims_now));
+        let now = judge(of_claims, of_resources, serves_claims, &mut down);
         standing.send_if_modified(|published| {
             let changed = *published != now;
             *published = now;
@@ -169,68 +184,90 @@ async fn follow(
     }
 }
 
-fn judge(doors: &[(String, DoorState)], serves_claims: Option<bool>) -> Standing {
-    let standing = |ready, reason: &str, message: String| Standing {
-        ready,
-        reason: reason.to_owned(),
-        message,
-    };
-    for (door, state) in doors {
-        match state {
-            DoorState::Rejected { message } => {
-                return standing(
-                    false,
-                    "Rejected",
-                    format!("kubelet refuses the door for {door}: {message}"),
-                );
-            }
-            DoorState::Starting | DoorState::Closed => {
-                return standing(false, "Starting", format!("the door for {door} is not open"));
-            }
-            DoorState::Waiting | DoorState::Registered => {}
-        }
+fn api_state(state: &DoorState) -> ApiState {
+    match state {
+        DoorState::Starting | DoorState::Closed => ApiState::Starting,
+        DoorState::Waiting => ApiState::Waiting,
+        DoorState::Registered => ApiState::Registered,
+        DoorState::Rejected { message } => ApiState::Rejected(message.clone()),
+        DoorState::Failed { message } => ApiState::Failed(message.clone()),
     }
-    let message = match serves_claims {
+}
+
+fn judge(
+    claims: Option<(String, ApiState)>,
+    resources: Vec<(String, ApiState)>,
+    serves_claims: Option<bool>,
+    down: &mut ApisDown,
+) -> Standing {
+    let claims: Vec<_> = claims.into_iter().collect();
+    let claims_ready = problems(&claims).is_none();
+    let all: Vec<_> = claims.into_iter().chain(resources).collect();
+    down.update(&all);
+    let problem = problems(&all);
+    let served = || match serves_claims {
         Some(false) => {
             "kubelet is served; this cluster does not serve resource.k8s.io/v1alpha2, so claims are not offered"
         }
         _ => "kubelet is served",
     };
-    standing(true, "Serving", message.to_owned())
+    let ready = problem.is_none();
+    let (reason, message) = problem.unwrap_or_else(|| ("Serving", served().to_owned()));
+    Standing {
+        ready,
+        claims_ready,
+        reason: reason.to_owned(),
+        message,
+        down: down.clone(),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn judged(claims: Option<ApiState>, resource: Option<ApiState>) -> Standing {
+        let serves_claims = Some(claims.is_some());
+        let claims = claims.map(|state| (CLAIMS.to_owned(), state));
+        let resources = resource.map(|state| ("example.com/camera".to_owned(), state));
+        let mut down = ApisDown::default();
+        judge(claims, resources.into_iter().collect(), serves_claims, &mut down)
+    }
+
     #[test]
     fn a_companion_is_ready_when_every_door_is_open_and_none_is_refused() {
-        let rejected = DoorState::Rejected {
-            message: "no such plugin type".into(),
-        };
+        let rejected = ApiState::Rejected("no such plugin type".into());
+        let failed = ApiState::Failed("read-only file system".into());
         for (state, ready, reason) in [
-            (DoorState::Starting, false, "Starting"),
-            (DoorState::Closed, false, "Starting"),
-            (DoorState::Waiting, true, "Serving"),
-            (DoorState::Registered, true, "Serving"),
+            (ApiState::Starting, false, "Starting"),
+            (ApiState::Waiting, true, "Serving"),
+            (ApiState::Registered, true, "Serving"),
             (rejected, false, "Rejected"),
+            (failed, false, "Failed"),
         ] {
-            let doors = [
-                ("example.com/camera".to_owned(), DoorState::Registered),
-                ("claims".to_owned(), state),
-            ];
-            let standing = judge(&doors, Some(true));
+            let standing = judged(Some(state), Some(ApiState::Registered));
             assert_eq!(
-                (standing.ready, standing.reason.as_str()),
-                (ready, reason),
+                (standing.ready, standing.claims_ready, standing.reason.as_str()),
+                (ready, ready, reason),
                 "{standing:?}"
             );
         }
     }
 
     #[test]
+    fn claims_go_on_when_an_extended_resource_is_down() {
+        let failed = ApiState::Failed("read-only file system".into());
+        let standing = judged(Some(ApiState::Registered), Some(failed));
+        assert!(!standing.ready && standing.claims_ready, "{standing:?}");
+        assert!(
+            standing.message.contains("example.com/camera") && standing.message.contains("read-only"),
+            "{standing:?}"
+        );
+    }
+
+    #[test]
     fn a_cluster_without_claims_is_named_in_the_message() {
-        let standing = judge(&[], Some(false));
+        let standing = judged(None, None);
         assert!(
             standing.ready && standing.message.contains("resource.k8s.io/v1alpha2"),
             "{standing:?}"

@@ -10,10 +10,11 @@ use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 
+use super::retried::serve_again;
 use crate::core::node::request::ExtendedResource;
 use crate::node::companion::Companion;
 use crate::node::door::device_plugin::PluginRegistration;
-use crate::node::door::{self, DoorError, DoorState, KubeletPaths};
+use crate::node::door::{self, DoorState, KubeletPaths};
 use crate::node::reload::Resources;
 
 /// How long a door stays open after its devices were withdrawn, so that kubelet hears of it: what kubelet last heard of a
@@ -43,15 +44,14 @@ struct Open {
 }
 
 impl<C: Companion> ResourceDoors<C> {
-    /// Keeps a door open for each resource that there is, until the shutdown or until one cannot be opened.
+    /// Keeps a door open for each resource that there is, until the shutdown. One that cannot be opened is tried again, alone.
     pub(super) async fn serve(
         self,
         mut wanted: watch::Receiver<Arc<Resources>>,
         shutdown: CancellationToken,
-    ) -> Result<(), DoorError> {
+    ) {
         let ours = shutdown.child_token();
-        let mut doors: JoinSet<(String, Result<(), DoorError>)> = JoinSet::new();
-        let mut result = Ok(());
+        let mut doors: JoinSet<String> = JoinSet::new();
         let mut open: BTreeMap<String, Open> = BTreeMap::new();
         let mut follows = true;
         loop {
@@ -77,27 +77,19 @@ impl<C: Companion> ResourceDoors<C> {
             tokio::select! {
                 () = shutdown.cancelled() => break,
                 changed = wanted.changed(), if follows => follows = changed.is_ok(),
-                Some(ended) = doors.join_next() => if let Ok((name, ended)) = ended {
+                Some(ended) = doors.join_next() => if let Ok(name) = ended {
                     open.remove(&name);
-                    if ended.is_err() {
-                        result = ended;
-                        break;
-                    }
                 },
             }
         }
         // The others are closed with the calls that they have.
         ours.cancel();
-        while let Some(ended) = doors.join_next().await {
-            let ended = ended.map_or(Ok(()), |(_, ended)| ended);
-            result = result.and(ended);
-        }
-        result
+        while doors.join_next().await.is_some() {}
     }
 
     fn open(
         &self,
-        doors: &mut JoinSet<(String, Result<(), DoorError>)>,
+        doors: &mut JoinSet<String>,
         name: &str,
         resource: &ExtendedResource,
         shutdown: &CancellationToken,
@@ -116,17 +108,19 @@ impl<C: Companion> ResourceDoors<C> {
                 sleep(PAUSE).await;
             }
             if asked.is_cancelled() || end.is_cancelled() {
-                return (name, Ok(()));
+                return name;
             }
-            let door = door::device_plugin::serve(
-                companion,
-                paths,
-                registration,
-                driver_name,
-                name.clone(),
-                sender,
-                end.clone(),
-            );
+            let door = serve_again(&name, &sender, &end, |state| {
+                door::device_plugin::serve(
+                    companion.clone(),
+                    paths.clone(),
+                    registration,
+                    driver_name.clone(),
+                    name.clone(),
+                    state,
+                    end.clone(),
+                )
+            });
             let withdraw = async {
                 asked.cancelled().await;
                 sleep(WITHDRAWAL).await;
@@ -134,9 +128,10 @@ impl<C: Companion> ResourceDoors<C> {
                 std::future::pending::<()>().await;
             };
             tokio::select! {
-                result = door => (name, result),
-                () = withdraw => (name, Ok(())),
+                () = door => {}
+                () = withdraw => {}
             }
+            name
         });
         Open {
             resource: resource.clone(),

@@ -40,21 +40,38 @@ impl CdiDirectory {
         self
     }
 
-    /// The claims that have a file. What an earlier process left half written is removed on the way, if that can be done.
+    /// The claims that have a file; none if there is no directory.
     pub fn claims(&self) -> Result<BTreeSet<ClaimUid>, StoreError> {
+        self.list().map(|(claims, _)| claims)
+    }
+
+    /// Removes what an earlier process left half written, as far as the disk lets us.
+    pub fn remove_half_written(&self) -> Result<(), StoreError> {
+        for name in self.list()?.1 {
+            if let Err(error) = files::remove(&self.disk, &self.directory.join(&name)) {
+                tracing::warn!(reason = error.reason(), "{error}");
+            }
+        }
+        Ok(())
+    }
+
+    /// The claims that have a file, and the names of half written files.
+    fn list(&self) -> Result<(BTreeSet<ClaimUid>, Vec<String>), StoreError> {
         let list = StoreError::io("list", &self.directory);
-        let names: Vec<String> = std::fs::read_dir(&self.directory)
-            .and_then(|entries| {
-                entries
-                    .map(|entry| entry.map(|entry| entry.file_name()))
-                    .collect::<io::Result<Vec<_>>>()
-            })
+        let entries = match std::fs::read_dir(&self.directory) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Default::default()),
+            Err(error) => return Err(list(error)),
+        };
+        let names: Vec<String> = entries
+            .map(|entry| entry.map(|entry| entry.file_name()))
+            .collect::<io::Result<Vec<_>>>()
             .map_err(list)?
             .into_iter()
             .filter_map(|name| name.into_string().ok())
             .collect();
         let prefix = self.driver.cdi_file_prefix();
-        let mut claims = BTreeSet::new();
+        let (mut claims, mut half_written) = (BTreeSet::new(), Vec::new());
         for name in names {
             let Some(rest) = name.strip_prefix(&prefix) else {
                 continue;
@@ -67,14 +84,12 @@ impl CdiDirectory {
                 continue;
             };
             if temporary {
-                if let Err(error) = files::remove(&self.disk, &self.directory.join(&name)) {
-                    tracing::warn!(reason = error.reason(), "{error}");
-                }
+                half_written.push(name);
             } else {
                 claims.insert(uid);
             }
         }
-        Ok(claims)
+        Ok((claims, half_written))
     }
 
     /// Makes the file of a claim say what its containers get; nothing is written if it does so already.
@@ -93,10 +108,14 @@ impl CdiDirectory {
         files::replace(&self.disk, path, &text, 0o644)
     }
 
-    /// Reads the file of a claim; `None` if it is not a CDI file as we write them.
+    /// Reads the file of a claim; `None` if it is not a CDI file as we write them. An error is the system's: the next attempt may
+    /// read the file.
     pub fn read(&self, uid: &ClaimUid) -> Result<Option<Spec>, StoreError> {
         let path = self.path(uid);
-        let text = files::read(&path, SIZE_MAX).map_err(StoreError::io("read", &path))?;
+        let text = match files::read(&path, SIZE_MAX) {
+            Err(error) if files::is_no_file_of_ours(&error) => None,
+            read => read.map_err(StoreError::io("read", &path))?,
+        };
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
@@ -197,6 +216,8 @@ mod tests {
             std::fs::write(directory.path().join(name), "").unwrap();
         }
         assert_eq!(files.claims().unwrap(), BTreeSet::from([uid('1')]));
+        assert!(directory.path().join(&half).exists());
+        files.remove_half_written().unwrap();
         assert!(!directory.path().join(half).exists());
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 5);
     }

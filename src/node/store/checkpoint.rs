@@ -27,13 +27,17 @@ pub enum Loaded {
     Nothing,
     /// A checkpoint, and its text.
     Read(Checkpoint, String),
-    /// Something that this release cannot use. It was put aside, if the disk let us.
-    Unusable {
-        /// What is wrong with it.
-        error: String,
-        /// Its new name; `None` if it could not be renamed. Then the next save replaces it.
-        kept_as: Option<PathBuf>,
-    },
+    /// Something that this release cannot use. It is still in its place.
+    Unusable(Unusable),
+}
+
+/// A checkpoint that is damaged, or that a newer release has written.
+#[derive(Debug)]
+pub struct Unusable {
+    /// What is wrong with it.
+    pub error: String,
+    /// The part of the name under which it is kept.
+    label: &'static str,
 }
 
 impl CheckpointFile {
@@ -53,21 +57,31 @@ impl CheckpointFile {
         self
     }
 
-    /// Reads the checkpoint. One that is damaged, that a newer release has written or that the disk does not give is put aside
-    /// under another name: the companion must come up with what it has, for kubelet's sake.
-    pub fn load(&self) -> Loaded {
-        let (error, label) = match files::read(&self.path, SIZE_MAX) {
-            Ok(None) => return Loaded::Nothing,
+    /// Reads the checkpoint and changes nothing.
+    ///
+    /// Only its content can make it unusable. If the system does not give it, too many files are open or the disk fails for instance,
+    /// that is an error: the next attempt may read it.
+    pub fn load(&self) -> Result<Loaded, StoreError> {
+        let unusable = |error: String, label| Ok(Loaded::Unusable(Unusable { error, label }));
+        match files::read(&self.path, SIZE_MAX) {
+            Ok(None) => Ok(Loaded::Nothing),
             Ok(Some(text)) => match Checkpoint::decode(&text) {
-                Ok(checkpoint) => {
-                    return Loaded::Read(checkpoint, String::from_utf8_lossy(&text).into_owned());
-                }
-                Err(error @ CheckpointError::Newer(_)) => (error.to_string(), "newer"),
-                Err(error) => (error.to_string(), "damaged"),
+                Ok(checkpoint) => Ok(Loaded::Read(
+                    checkpoint,
+                    String::from_utf8_lossy(&text).into_owned(),
+                )),
+                Err(error @ CheckpointError::Newer(_)) => unusable(error.to_string(), "newer"),
+                Err(error) => unusable(error.to_string(), "damaged"),
             },
-            Err(error) => (error.to_string(), "damaged"),
-        };
-        let kept_as = self.free_name(label);
+            Err(error) if files::is_no_file_of_ours(&error) => unusable(error.to_string(), "damaged"),
+            Err(error) => Err(StoreError::io("read", &self.path)(error)),
+        }
+    }
+
+    /// Renames an unusable checkpoint, so that a person can look at it, and returns its new name. `None` if the disk refuses; the next
+    /// save then replaces it.
+    pub fn put_aside(&self, unusable: &Unusable) -> Option<PathBuf> {
+        let kept_as = self.free_name(unusable.label);
         let rename = || std::fs::rename(&self.path, &kept_as);
         let kept_as = match self.disk.step(DiskStep::Rename, &kept_as, rename) {
             Ok(()) => Some(kept_as),
@@ -79,7 +93,7 @@ impl CheckpointFile {
         if let Err(error) = files::sync_directory(&self.disk, &self.directory) {
             tracing::warn!(reason = error.reason(), "{error}");
         }
-        Loaded::Unusable { error, kept_as }
+        kept_as
     }
 
     /// Puts a checkpoint in the place of the last one. If this fails, the last one is still there, and it is durable if it was;
@@ -111,14 +125,25 @@ impl CheckpointFile {
 mod tests {
     use super::*;
 
+    /// Loads the checkpoint and puts it aside, as a companion does at its start.
+    fn put_aside(file: &CheckpointFile) -> (String, Option<PathBuf>) {
+        let Loaded::Unusable(unusable) = file.load().unwrap() else {
+            panic!("it was taken")
+        };
+        let kept_as = file.put_aside(&unusable);
+        (unusable.error, kept_as)
+    }
+
     #[test]
     fn a_checkpoint_is_read_back() {
         let directory = tempfile::tempdir().unwrap();
         let file = CheckpointFile::new(directory.path());
-        assert!(matches!(file.load(), Loaded::Nothing));
+        assert!(matches!(file.load().unwrap(), Loaded::Nothing));
         file.replace(&Checkpoint::default().encode().unwrap()).unwrap();
         file.make_durable().unwrap();
-        assert!(matches!(file.load(), Loaded::Read(checkpoint, _) if checkpoint == Checkpoint::default()));
+        assert!(
+            matches!(file.load().unwrap(), Loaded::Read(checkpoint, _) if checkpoint == Checkpoint::default())
+        );
     }
 
     #[test]
@@ -127,15 +152,9 @@ mod tests {
         let file = CheckpointFile::new(directory.path());
         for content in ["", "{}", "\0\0\0", "{\"version\":1"] {
             std::fs::write(&file.path, content).unwrap();
-            let Loaded::Unusable {
-                kept_as: Some(kept_as),
-                ..
-            } = file.load()
-            else {
-                panic!("{content:?} was taken")
-            };
+            let kept_as = put_aside(&file).1.unwrap();
             assert_eq!(std::fs::read_to_string(kept_as).unwrap(), content);
-            assert!(matches!(file.load(), Loaded::Nothing));
+            assert!(matches!(file.load().unwrap(), Loaded::Nothing));
         }
     }
 
@@ -145,7 +164,7 @@ mod tests {
         let file = CheckpointFile::new(directory.path());
         for _ in 0..40 {
             std::fs::write(&file.path, "x").unwrap();
-            assert!(matches!(file.load(), Loaded::Unusable { .. }));
+            put_aside(&file);
         }
         assert_eq!(
             std::fs::read_dir(directory.path()).unwrap().count(),
@@ -163,9 +182,7 @@ mod tests {
         hasher.update(b"{}");
         let text = format!(r#"{{"version":2,"checksum":{},"data":{{}}}}"#, hasher.finalize());
         std::fs::write(&file.path, &text).unwrap();
-        let Loaded::Unusable { error, kept_as } = file.load() else {
-            panic!("it was taken")
-        };
+        let (error, kept_as) = put_aside(&file);
         let kept_as = kept_as.unwrap();
         assert!(error.contains("version 2"), "{error}");
         assert!(kept_as.ends_with("checkpoint.json.newer-1"), "{kept_as:?}");
@@ -173,13 +190,35 @@ mod tests {
     }
 
     #[test]
+    fn loading_a_checkpoint_changes_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = CheckpointFile::new(directory.path());
+        std::fs::write(&file.path, "damaged").unwrap();
+        for _ in 0..2 {
+            assert!(matches!(file.load().unwrap(), Loaded::Unusable(_)));
+        }
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
+        assert_eq!(std::fs::read_to_string(&file.path).unwrap(), "damaged");
+    }
+
+    #[test]
+    fn a_read_that_fails_is_no_damage() {
+        // A name that is too long for the file system stands for EMFILE and EIO: the content was never seen.
+        let directory = tempfile::tempdir().unwrap();
+        let file = CheckpointFile::new(&directory.path().join("n".repeat(300)));
+        let error = file.load().unwrap_err();
+        assert!(matches!(error, StoreError::Io { action: "read", .. }), "{error}");
+        assert!(error.to_string().contains("checkpoint.json"), "{error}");
+    }
+
+    #[test]
     fn a_checkpoint_that_cannot_be_read_does_not_stop_the_companion() {
         let directory = tempfile::tempdir().unwrap();
         let file = CheckpointFile::new(directory.path());
         std::os::unix::fs::symlink("/etc/passwd", &file.path).unwrap();
-        assert!(matches!(file.load(), Loaded::Unusable { .. }));
+        put_aside(&file);
         std::fs::create_dir(&file.path).unwrap();
-        assert!(matches!(file.load(), Loaded::Unusable { .. }));
+        put_aside(&file);
         file.replace(&Checkpoint::default().encode().unwrap()).unwrap();
     }
 }

@@ -52,6 +52,19 @@ pub(super) fn lock(path: &Path) -> Result<Lock, StoreError> {
         .custom_flags(no_follow() | make())
         .open(path)
         .map_err(StoreError::io("open", path))?;
+    take(file, path)
+}
+
+/// Takes the lock if its file is there, and makes none: for those who only read.
+pub(super) fn lock_if_there(path: &Path) -> Result<Option<Lock>, StoreError> {
+    match OpenOptions::new().read(true).custom_flags(no_follow()).open(path) {
+        Ok(file) => take(file, path).map(Some),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(StoreError::io("open", path)(error)),
+    }
+}
+
+fn take(file: File, path: &Path) -> Result<Lock, StoreError> {
     match file.try_lock() {
         Ok(()) => Ok(Lock {
             file,
@@ -85,6 +98,15 @@ pub(super) fn read(path: &Path, max: u64) -> io::Result<Option<Vec<u8>>> {
         ));
     }
     Ok(Some(content))
+}
+
+/// Whether [`read`] failed because of what has the name, which is no file as we write them: a symbolic link, a directory or a file
+/// that is too large. Other errors are the system's, and say nothing about the content.
+pub(super) fn is_no_file_of_ours(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::InvalidInput | io::ErrorKind::FileTooLarge
+    ) || error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error())
 }
 
 /// Puts a file in the place of whatever has its name: another file, or a symbolic link, which is not followed.

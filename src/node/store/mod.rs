@@ -24,7 +24,7 @@ use crate::core::node::recovery::{Start, with_running};
 use crate::core::node::step::Records;
 use crate::node::transport::Identity;
 use cdi::CdiDirectory;
-use checkpoint::{CheckpointFile, Loaded};
+use checkpoint::{CheckpointFile, Loaded, Unusable};
 use disk::Disk;
 use files::Lock;
 
@@ -49,6 +49,17 @@ pub enum StoreError {
     /// Another companion of the same driver works on this node.
     #[error("another companion of this driver runs on this node and holds {0:?}: stop it first")]
     Locked(PathBuf),
+    /// The checkpoint is damaged, or a newer release has written it.
+    #[error(
+        "the checkpoint in {directory:?} cannot be used, and is left as it is: {error}; use the release that has written it, or start \
+         the companion, which puts it aside and goes on with what the CDI files and kubelet tell"
+    )]
+    Unusable {
+        /// Where it is.
+        directory: PathBuf,
+        /// What is wrong with it.
+        error: String,
+    },
     /// The ledger could not be written as text.
     #[error("cannot write the ledger as a checkpoint: {0}")]
     Encode(CheckpointError),
@@ -60,8 +71,20 @@ impl StoreError {
         match self {
             Self::Io { .. } => "StorageFailed",
             Self::Locked(_) => "AlreadyRunning",
+            Self::Unusable { .. } => "CheckpointUnusable",
             Self::Encode(_) => "CheckpointFailed",
         }
+    }
+
+    /// Whether a file could not be read, as with too many open files or a disk that fails. Its content may be as good as ever.
+    pub fn is_of_a_read(&self) -> bool {
+        matches!(
+            self,
+            Self::Io {
+                action: "read" | "list",
+                ..
+            }
+        )
     }
 
     fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
@@ -155,76 +178,128 @@ impl Opened {
     }
 }
 
+/// What is on the disk, read without a change to it.
+struct OnDisk {
+    file: CheckpointFile,
+    cdi: CdiDirectory,
+    start: Start,
+    cluster: ClusterFacts,
+    /// The text of the checkpoint, if it can be used.
+    text: Option<String>,
+    unusable: Option<Unusable>,
+    files: BTreeSet<ClaimUid>,
+    traces: BTreeMap<ClaimUid, Option<Spec>>,
+}
+
+impl OnDisk {
+    fn read(disk: &Disk, places: &Places) -> Result<Self, StoreError> {
+        let file = CheckpointFile::new(&places.state).on(disk.clone());
+        let cdi = CdiDirectory::new(places.driver.clone(), &places.cdi).on(disk.clone());
+        let files = cdi.claims()?;
+        let (start, cluster, text, unusable) = match file.load()? {
+            Loaded::Read(checkpoint, text) => {
+                let start = Start::Checkpoint(checkpoint.entries);
+                (start, checkpoint.cluster, Some(text), None)
+            }
+            Loaded::Nothing => (Start::Nothing, ClusterFacts::default(), None, None),
+            Loaded::Unusable(unusable) => (Start::Nothing, ClusterFacts::default(), None, Some(unusable)),
+        };
+        let traces = read_all(&cdi, start.unexplained(&files))?;
+        Ok(Self {
+            file,
+            cdi,
+            start,
+            cluster,
+            text,
+            unusable,
+            files,
+            traces,
+        })
+    }
+}
+
 impl Store {
     /// Opens the records of a driver, for this process alone.
     ///
     /// A checkpoint that cannot be used is put aside, and one that is not there although claims have left traces was lost: then
-    /// the ledger is put together from the CDI files and from kubelet's own list. Only a directory or a lock that cannot be had
-    /// is an error.
+    /// the ledger is put together from the CDI files and from kubelet's own list. A directory or a lock that cannot be had is an
+    /// error, and so is a file that the system does not give, whose content may be as good as ever.
     pub fn open(places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
         Self::open_on(&Disk::default(), places, boot_id)
     }
 
     /// The same on a disk at which somebody may look on.
     pub fn open_on(disk: &Disk, places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
+        Self::open_with(disk, places, boot_id, |file, unusable| {
+            let kept_as = file.put_aside(unusable);
+            let kept_as = kept_as.map(|path| format!("; it was kept as {}", path.display()));
+            Ok(format!("{}{}", unusable.error, kept_as.unwrap_or_default()))
+        })
+    }
+
+    /// Opens the records for a person who changes them while no companion runs. A checkpoint that this release cannot use is an
+    /// error, and stays as it is.
+    pub fn open_usable(places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
+        Self::open_with(&Disk::default(), places, boot_id, |_, unusable| {
+            Err(StoreError::Unusable {
+                directory: places.state.clone(),
+                error: unusable.error.clone(),
+            })
+        })
+    }
+
+    fn open_with(
+        disk: &Disk,
+        places: &Places,
+        boot_id: &str,
+        put_aside: impl FnOnce(&CheckpointFile, &Unusable) -> Result<String, StoreError>,
+    ) -> Result<Opened, StoreError> {
         files::make_directory(&places.state, 0o750)?;
         files::make_directory(&places.cdi, 0o755)?;
         let lock = files::lock(&places.state.join(LOCK))?;
-        let file = CheckpointFile::new(&places.state).on(disk.clone());
-        let cdi = CdiDirectory::new(places.driver.clone(), &places.cdi).on(disk.clone());
-        let files = cdi.claims()?;
+        // Everything is read before anything is changed: what fails here finds the same next time.
+        let found = OnDisk::read(disk, places)?;
         let mut text = None;
-        let mut cluster = ClusterFacts::default();
-        let mut unusable = None;
-        let start = match file.load() {
-            Loaded::Read(checkpoint, found) => {
-                // The process before may have been killed between its rename and its flush.
-                match file.make_durable() {
-                    Ok(()) => text = Some((found, file.identity())),
-                    Err(error) => warn!(reason = error.reason(), "{error}"),
-                }
-                cluster = checkpoint.cluster;
-                Start::Checkpoint(checkpoint.entries)
+        if let Some(read) = found.text {
+            // The process before may have been killed between its rename and its flush.
+            match found.file.make_durable() {
+                Ok(()) => text = Some((read, found.file.identity())),
+                Err(error) => warn!(reason = error.reason(), "{error}"),
             }
-            Loaded::Nothing => Start::Nothing,
-            Loaded::Unusable { error, kept_as } => {
-                let kept_as = kept_as.map(|path| format!("; it was kept as {}", path.display()));
-                unusable = Some(format!("{error}{}", kept_as.unwrap_or_default()));
-                Start::Nothing
-            }
+        }
+        let unusable = match &found.unusable {
+            Some(unusable) => Some(put_aside(&found.file, unusable)?),
+            None => None,
         };
-        let read = matches!(start, Start::Checkpoint(_));
-        let unexplained = start.unexplained(&files);
-        let is_older = read && !unexplained.is_empty();
-        let traces = read_all(&cdi, unexplained);
-        let entries = start.entries(&places.driver, boot_id, &traces, || places.kubelet());
-        let rebuilt = match unusable {
-            None if is_older => Some("it does not have claims that have a CDI file".to_owned()),
-            None if !read && !entries.is_empty() => Some("it is gone".to_owned()),
-            unusable => unusable,
-        };
+        found.cdi.remove_half_written()?;
+        let (cluster, start) = (found.cluster, found.start);
+        let (ledger, rebuilt, complete) = rebuild(start, unusable, &found.traces, places, boot_id);
         let written = Mutex::new(Written {
             cluster: cluster.clone(),
             text,
             lock: Some(lock),
         });
-        let ledger = Ledger::new(boot_id, entries);
-        if let Some(why) = &rebuilt {
-            report(&ledger, why);
-        }
         Ok(Opened {
             store: Self {
-                checkpoint: file,
-                cdi,
+                checkpoint: found.file,
+                cdi: found.cdi,
                 written,
                 state: places.state.clone(),
             },
             ledger,
             cluster,
-            files,
-            complete: read && rebuilt.is_none(),
+            files: found.files,
+            complete,
             rebuilt,
         })
+    }
+
+    /// What claims held when the last process ended. Nothing on the disk is changed or made; a companion that runs is an error.
+    pub fn look(places: &Places, boot_id: &str) -> Result<Ledger, StoreError> {
+        let _lock = files::lock_if_there(&places.state.join(LOCK))?;
+        let found = OnDisk::read(&Disk::default(), places)?;
+        let unusable = found.unusable.map(|unusable| unusable.error);
+        Ok(rebuild(found.start, unusable, &found.traces, places, boot_id).0)
     }
 
     /// Makes sure that the directory and the lock in it are still those that were opened. Whoever cleans up below kubelet's root
@@ -258,16 +333,38 @@ impl Store {
     }
 }
 
-/// The CDI files of these claims; `None` for one that cannot be read or is damaged.
-fn read_all(cdi: &CdiDirectory, uids: BTreeSet<ClaimUid>) -> BTreeMap<ClaimUid, Option<Spec>> {
-    let read = |uid: ClaimUid| {
-        let spec = cdi.read(&uid).unwrap_or_else(|error| {
-            error!(claim_uid = %uid, reason = error.reason(), "{error}");
-            None
-        });
-        (uid, spec)
+/// Puts the ledger together: what claims held, why it is not that of a checkpoint, and whether nothing shows that it lacks something.
+fn rebuild(
+    start: Start,
+    unusable: Option<String>,
+    traces: &BTreeMap<ClaimUid, Option<Spec>>,
+    places: &Places,
+    boot_id: &str,
+) -> (Ledger, Option<String>, bool) {
+    let read = matches!(start, Start::Checkpoint(_));
+    let is_older = read && !traces.is_empty();
+    let entries = start.entries(&places.driver, boot_id, traces, || places.kubelet());
+    let rebuilt = match unusable {
+        None if is_older => Some("it does not have claims that have a CDI file".to_owned()),
+        None if !read && !entries.is_empty() => Some("it is gone".to_owned()),
+        unusable => unusable,
     };
-    uids.into_iter().map(read).collect()
+    let ledger = Ledger::new(boot_id, entries);
+    if let Some(why) = &rebuilt {
+        report(&ledger, why);
+    }
+    let complete = read && rebuilt.is_none();
+    (ledger, rebuilt, complete)
+}
+
+/// The CDI files of these claims; `None` for one that is damaged.
+fn read_all(
+    cdi: &CdiDirectory,
+    uids: BTreeSet<ClaimUid>,
+) -> Result<BTreeMap<ClaimUid, Option<Spec>>, StoreError> {
+    uids.into_iter()
+        .map(|uid| cdi.read(&uid).map(|spec| (uid, spec)))
+        .collect()
 }
 
 fn report(ledger: &Ledger, why: &str) {

@@ -136,6 +136,74 @@ fn a_damaged_checkpoint_and_a_damaged_cdi_file_leave_the_claim_with_devices_unkn
     );
 }
 
+/// The names and contents of all files below a directory.
+fn everything(root: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    let mut directories = vec![root.to_owned()];
+    while let Some(directory) = directories.pop() {
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                directories.push(path);
+            } else {
+                found.insert(path.clone(), std::fs::read(&path).unwrap());
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn a_look_changes_nothing_on_the_disk() {
+    let root = directory();
+    let places = places(root.path());
+    prepared(root.path());
+    let path = root.path().join("plugins/drayman.dev/checkpoint.json");
+    let good = std::fs::read(&path).unwrap();
+    let half = format!("cdi/drayman.dev-claim_{}.json.tmp", uid());
+    std::fs::write(root.path().join(half), "half").unwrap();
+    // Of version 2, with its checksum: as a newer release writes it.
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&2_u32.to_le_bytes());
+    hasher.update(b"{}");
+    let newer = format!(r#"{{"version":2,"checksum":{},"data":{{}}}}"#, hasher.finalize());
+    for content in [good, b"damaged".to_vec(), newer.into_bytes()] {
+        std::fs::write(&path, &content).unwrap();
+        let before = everything(root.path());
+        let ledger = Store::look(&places, "boot").unwrap();
+        assert_eq!(ledger.holder("kvm").map(|(holder, _)| holder), Some(&uid()));
+        assert_eq!(everything(root.path()), before);
+    }
+    // A person's change does not cost a newer release its checkpoint either.
+    let before = everything(root.path());
+    let error = Store::open_usable(&places, "boot").unwrap_err();
+    assert!(error.to_string().contains("version 2"), "{error}");
+    assert_eq!(everything(root.path()), before);
+}
+
+#[test]
+fn a_look_beside_a_running_companion_is_refused() {
+    let root = directory();
+    let _companion = open(root.path(), "boot").unwrap();
+    let error = Store::look(&places(root.path()), "boot").unwrap_err();
+    assert!(matches!(error, StoreError::Locked(_)), "{error}");
+}
+
+#[test]
+fn a_file_that_the_system_does_not_give_is_not_damaged() {
+    let root = directory();
+    prepared(root.path());
+    let before = everything(root.path());
+    // A directory of files that is a file stands for a disk that fails.
+    let places = Places {
+        cdi: root.path().join("plugins/drayman.dev/checkpoint.json/cdi"),
+        ..places(root.path())
+    };
+    let error = Store::look(&places, "boot").unwrap_err();
+    assert!(matches!(error, StoreError::Io { .. }), "{error}");
+    assert_eq!(everything(root.path()), before);
+}
+
 #[test]
 fn a_checkpoint_that_is_gone_is_rebuilt_and_a_node_without_traces_is_new() {
     let root = directory();

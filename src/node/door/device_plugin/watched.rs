@@ -13,7 +13,7 @@ use super::service::Streams;
 use crate::api::proto::plugin_registration::PluginInfo;
 use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
 use crate::node::door::registration::RegistrationService;
-use crate::node::door::{DoorError, DoorState};
+use crate::node::door::{DoorError, DoorState, is_served};
 use crate::node::transport::{GrpcCalls, MAX_MESSAGE, SocketPlace, listen};
 
 /// How long kubelet may be without a ListAndWatch before the registration is made anew, at first and at last. Its plugin watcher
@@ -38,8 +38,6 @@ pub(super) struct Plugin {
 /// Kubelet finds the socket by itself, also after a restart. But it does not notice if its ListAndWatch ends for another reason, nor
 /// does it try again after a failure: then the socket is made anew.
 pub(super) async fn register(mut plugin: Plugin) -> Result<(), DoorError> {
-    // Set before kubelet can see the registration, so that its verdict is not overwritten.
-    plugin.state.send_replace(DoorState::Waiting);
     let service = RegistrationService {
         info: PluginInfo {
             r#type: "DevicePlugin".into(),
@@ -51,6 +49,7 @@ pub(super) async fn register(mut plugin: Plugin) -> Result<(), DoorError> {
     };
     let routes = Routes::new(RegistrationServer::new(service).max_decoding_message_size(MAX_MESSAGE));
     let registration = listen(plugin.place, routes, plugin.calls, plugin.shutdown.clone()).await?;
+    is_served(&plugin.state);
     let mut grace = GRACE.0;
     let mut alone_since = Instant::now();
     loop {

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
 use super::registration::RegistrationService;
-use super::{DoorError, DoorState, KubeletPaths, health};
+use super::{DoorError, DoorState, KubeletPaths, health, is_served};
 use crate::api::proto::plugin_registration::PluginInfo;
 use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
 use crate::core::node::name::check_driver;
@@ -52,8 +52,6 @@ pub async fn serve<C: Companion>(
         ours.clone(),
     )
     .await?;
-    // Set before kubelet can see the registration, so that its verdict is not overwritten.
-    state.send_replace(DoorState::Waiting);
     let mut verdicts = state.subscribe();
     let info = PluginInfo {
         r#type: "DRAPlugin".into(),
@@ -83,6 +81,7 @@ pub async fn serve<C: Companion>(
             return Err(error.into());
         }
     };
+    is_served(&state);
     tracing::info!(driver = driver_name, "the door for claims is open");
 
     let mut published = registration.published.clone();

@@ -18,15 +18,25 @@ use crate::core::node::naming::environment_name;
 use crate::node::discover::device_number;
 
 /// What containers may have of the extended resources of earlier processes: the configuration may have changed since. `None` where the
-/// directory of kubelet's PodResources API is not there (kubelet makes it, but it may not be mounted): then nobody would ever hear
-/// that the containers have ended.
+/// directory of kubelet's PodResources API or that of its device manager is not there: kubelet makes both, so they are not mounted, and
+/// nobody would ever hear what was granted and that the containers have ended.
 pub(in crate::node) fn former(
     paths: &KubeletPaths,
     driver: &DriverName,
     nodes: &HostNodes,
 ) -> Option<Former> {
-    if !paths.pod_resources_socket().parent().is_some_and(Path::is_dir) {
-        return None;
+    let socket = paths.pod_resources_socket();
+    let needed = [socket.parent(), Some(paths.device_plugin_dir.as_path())];
+    for directory in needed.into_iter().flatten() {
+        if !directory.is_dir() {
+            warn!(
+                reason = "PodResourcesUnavailable",
+                "{} is not there, so what containers have under names that extended resources no longer have is not known: a companion in a \
+                 pod must have this directory of kubelet's mounted",
+                directory.display()
+            );
+            return None;
+        }
     }
     let file = paths.device_plugin_dir.join(device_manager::FILE);
     let grants = read(&file).unwrap_or_else(|error| {
@@ -97,4 +107,27 @@ fn own_paths(file: &Path, device: &str) -> Vec<String> {
         nodes.map(|node| node.host_path).collect::<Vec<String>>()
     };
     edits.flat_map(own_paths).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_that_is_not_mounted_is_not_an_empty_one() {
+        let directory = tempfile::tempdir().unwrap();
+        let paths = KubeletPaths {
+            root_dir: directory.path().into(),
+            device_plugin_dir: directory.path().join("device-plugins"),
+        };
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        std::fs::create_dir(directory.path().join("pod-resources")).unwrap();
+        let nodes = HostNodes {
+            dev: directory.path().join("dev"),
+            cdi_dir: directory.path().join("cdi"),
+        };
+        assert!(former(&paths, &driver, &nodes).is_none());
+        std::fs::create_dir(&paths.device_plugin_dir).unwrap();
+        assert!(former(&paths, &driver, &nodes).is_some_and(|former| former.is_empty()));
+    }
 }

@@ -1,6 +1,6 @@
 //! What kubelet shows of the devices that its containers hold, put together.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
@@ -22,8 +22,8 @@ pub(super) const SIZE_MAX: u64 = 64 * 1024 * 1024;
 
 /// Shows which devices containers hold. Kubelet does, and in tests somebody else.
 pub trait Grants: std::fmt::Debug + Send + Sync + 'static {
-    /// What is shown now of the devices of these extended resources; an error is a sentence for a person.
-    fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<Shown, String>>;
+    /// What is shown now of the devices of these extended resources, by resource, all at one moment; an error is a sentence for a person.
+    fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<BTreeMap<String, Shown>, String>>;
 }
 
 /// What kubelet shows: its PodResources API, and the file of its device manager (`kubelet_internal_checkpoint`), which has the init
@@ -55,7 +55,7 @@ impl KubeletGrants {
 }
 
 impl Grants for KubeletGrants {
-    fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<Shown, String>> {
+    fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<BTreeMap<String, Shown>, String>> {
         Box::pin(async move {
             // The list first: it makes kubelet forget what has ended. What is granted after it is in the file.
             let list = self.client.list().await.map_err(|error| error.to_string())?;
@@ -65,16 +65,19 @@ impl Grants for KubeletGrants {
                 let entries =
                     read(&file).map_err(|error| format!("{} cannot be read: {error}", file.display()))?;
                 let remain = remain(&pods, &entries, &resources)?;
-                let mut shown = shown(&list, &entries, &resources, |uid| remain.contains(uid));
-                let granted = granted_by(&driver, &entries, |uid| remain.contains(uid));
-                let ours = granted
-                    .iter()
-                    .filter(|(resource, _)| resources.contains(*resource));
-                for (device, given) in ours.flat_map(|(_, devices)| devices) {
-                    let numbers = nodes.numbers_of(&driver, device, given);
-                    shown.numbers.insert(device.clone(), numbers);
-                }
-                Ok(shown)
+                let may_run = |uid: &str| remain.as_ref().map_or(true, |uids| uids.contains(uid));
+                let granted = granted_by(&driver, &entries, may_run);
+                let shown = |resource: String| {
+                    let only = BTreeSet::from([resource.clone()]);
+                    let mut shown = shown(&list, &entries, &only, may_run);
+                    shown.pods_unseen = remain.as_ref().err().cloned();
+                    for (device, given) in granted.get(&resource).into_iter().flatten() {
+                        let numbers = nodes.numbers_of(&driver, device, given);
+                        shown.numbers.insert(device.clone(), numbers);
+                    }
+                    (resource, shown)
+                };
+                Ok(resources.into_iter().map(shown).collect())
             })
             .await
             .map_err(|error| error.to_string())?
@@ -96,19 +99,19 @@ pub(super) fn read(path: &Path) -> io::Result<Vec<Grant>> {
 
 /// The pods with one of these extended resources of which something may still run: those that kubelet still has a directory of.
 ///
-/// Without the directory of all pods nothing can be told: whoever cannot see it must not take it for empty, or devices of init
-/// containers and of pods that were deleted by force would count as free.
+/// Without the directory of all pods nothing can be told, which is the inner error: whoever cannot see it must not take it for empty, or
+/// devices of init containers and of pods that were deleted by force would count as free.
 fn remain<'a>(
     pods: &Path,
     entries: &'a [Grant],
     resources: &BTreeSet<String>,
-) -> Result<BTreeSet<&'a str>, String> {
+) -> Result<Result<BTreeSet<&'a str>, String>, String> {
     if !is_directory(pods)? {
-        return Err(format!(
+        return Ok(Err(format!(
             "{} is not there, so that nobody can tell which pods still run: a companion in a pod must have this directory of kubelet's \
              mounted, read-only",
             pods.display()
-        ));
+        )));
     }
     let mut remain = BTreeSet::new();
     for entry in entries
@@ -121,7 +124,7 @@ fn remain<'a>(
             remain.insert(uid);
         }
     }
-    Ok(remain)
+    Ok(Ok(remain))
 }
 
 /// Whether there is a directory of this name. What cannot be looked at is an error.
@@ -202,7 +205,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let pods = directory.path().join("pods");
         for entries in [&entries[..], &[]] {
-            let problem = remain(&pods, entries, &resources()).unwrap_err();
+            let problem = remain(&pods, entries, &resources()).unwrap().unwrap_err();
             assert!(
                 problem.contains("pods is not there") && problem.contains("mounted"),
                 "{problem}"
@@ -214,13 +217,14 @@ mod tests {
         assert!(
             remain(&pods, &entries, &resources())
                 .unwrap()
+                .unwrap()
                 .iter()
                 .eq(&["runs"])
         );
         // A file where the directory should be, and what cannot be looked at.
         let file = directory.path().join("file");
         std::fs::write(&file, "").unwrap();
-        remain(&file, &entries, &resources()).unwrap_err();
+        remain(&file, &entries, &resources()).unwrap().unwrap_err();
         let problem = remain(&file.join("pods"), &entries, &resources()).unwrap_err();
         assert!(problem.contains("cannot be looked at"), "{problem}");
     }

@@ -39,7 +39,7 @@ async fn of_a_thousand_devices_none_is_copied_for_an_allocate_or_a_prepare() {
     });
     owner.learn().await;
     let before = owner.inventory.clone();
-    owner.prepare(&claim(A, &["port-7"])).await.unwrap();
+    owner.prepare(&claim(A, &["port-7"]), None).await.unwrap();
     assert!(owner.take_stock() && owner.publish(), "the ledger is another");
     assert!(Arc::ptr_eq(&before, &owner.inventory), "the devices are the same");
     assert!(Arc::ptr_eq(&before, &life.inventory.borrow()));

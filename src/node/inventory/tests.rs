@@ -1,0 +1,149 @@
+use std::convert::Infallible;
+use std::sync::Mutex;
+
+use kube::client::Body;
+use serde_json::{Value, json};
+
+use super::*;
+
+/// An API server that says what the test wants of the API for claims.
+#[derive(Clone, Default)]
+struct Server {
+    /// The answers, the next one last; then the last one again and again.
+    answers: Arc<Mutex<Vec<bool>>>,
+    asked: Arc<Mutex<Vec<Instant>>>,
+    events: Arc<Mutex<Vec<String>>>,
+}
+
+impl Server {
+    fn client(&self) -> kube::Client {
+        let server = self.clone();
+        let service = tower::service_fn(move |request: http::Request<Body>| {
+            let server = server.clone();
+            async move {
+                let (head, body) = request.into_parts();
+                // Nobody deletes the inventory.
+                if head.method == http::Method::GET && head.uri.path().ends_with("/nodeinventories") {
+                    std::future::pending::<()>().await;
+                }
+                let body = body.collect_bytes().await.unwrap_or_default();
+                let body = serde_json::from_slice(&body).unwrap_or_default();
+                Ok::<_, Infallible>(server.answer(head.method.as_str(), head.uri.path(), body))
+            }
+        });
+        kube::Client::new(service, "default")
+    }
+
+    fn answer(&self, method: &str, path: &str, mut body: Value) -> http::Response<Body> {
+        let mut code = 200;
+        let answer = match (method, path) {
+            ("GET", "/api/v1/nodes/node-a") => {
+                json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-a", "uid": "n-1"}})
+            }
+            ("GET", "/apis/resource.k8s.io/v1alpha2") if self.serves_claims() => {
+                let claims = json!({"name": "resourceclaims", "kind": "ResourceClaim", "namespaced": true, "verbs": [], "singularName": ""});
+                json!({"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "resource.k8s.io/v1alpha2", "resources": [claims]})
+            }
+            ("PATCH", _) => {
+                body["metadata"] = json!({"name": "node-a.drayman.dev", "generation": 1});
+                body["spec"] = json!({"driverName": "drayman.dev", "nodeName": "node-a", "nodeUid": "n-1", "devices": []});
+                body
+            }
+            ("POST", _) => {
+                let reason = body["reason"].as_str().unwrap_or_default().to_owned();
+                self.events.lock().unwrap().push(reason);
+                body
+            }
+            _ => {
+                code = 404;
+                json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 404, "reason": "NotFound", "message": "none"})
+            }
+        };
+        http::Response::builder()
+            .status(code)
+            .body(Body::from(answer.to_string().into_bytes()))
+            .unwrap()
+    }
+
+    fn serves_claims(&self) -> bool {
+        self.asked.lock().unwrap().push(Instant::now());
+        let mut answers = self.answers.lock().unwrap();
+        if answers.len() > 1 {
+            answers.pop().unwrap()
+        } else {
+            answers[0]
+        }
+    }
+}
+
+/// A publisher that runs, and what it tells of the cluster.
+fn publish(server: &Server, cluster: ClusterFacts) -> (watch::Receiver<ClusterFacts>, CancellationToken) {
+    let (cluster, known) = watch::channel(cluster);
+    let (devices, _) = watch::channel(Arc::default());
+    let (standing, _) = watch::channel(Standing::starting());
+    let (quarantine, _) = watch::channel(Quarantine::new());
+    let publisher = Publisher {
+        client: PublisherClient(server.client()),
+        driver_name: DriverName::parse("drayman.dev").unwrap(),
+        node_name: "node-a".into(),
+        devices: devices.subscribe(),
+        cluster,
+        standing: standing.subscribe(),
+        quarantine: quarantine.subscribe(),
+        node_in_doubt: Arc::default(),
+        notices: None,
+        figures: Arc::default(),
+    };
+    let end = CancellationToken::new();
+    tokio::spawn(publisher.run(end.clone()));
+    (known, end)
+}
+
+#[tokio::test(start_paused = true)]
+async fn claims_that_are_switched_on_later_are_noticed() {
+    let server = Server::default();
+    *server.answers.lock().unwrap() = vec![true, false, false, false];
+    let (mut cluster, end) = publish(&server, ClusterFacts::default());
+    cluster
+        .wait_for(|facts| facts.serves_claims == Some(false))
+        .await
+        .unwrap();
+    cluster
+        .wait_for(|facts| facts.serves_claims == Some(true))
+        .await
+        .unwrap();
+    while server.events.lock().unwrap().is_empty() {
+        sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(*server.events.lock().unwrap(), ["ClaimsServed"]);
+    let asked = server.asked.lock().unwrap().clone();
+    assert_eq!(asked.len(), 4);
+    for pair in asked.windows(2) {
+        let pause = pair[1] - pair[0];
+        assert!(
+            pause >= Duration::from_secs(60) && pause <= Duration::from_secs(90),
+            "{pause:?}"
+        );
+    }
+    end.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_of_several_api_servers_closes_no_door() {
+    let server = Server::default();
+    *server.answers.lock().unwrap() = vec![false, true, false, false];
+    let before = ClusterFacts {
+        node_uid: Some("n-1".into()),
+        serves_claims: Some(true),
+    };
+    let (mut cluster, end) = publish(&server, before);
+    let not_served = cluster.wait_for(|facts| facts.serves_claims == Some(false));
+    not_served.await.unwrap();
+    // Two denials, an answer that there are claims, and three denials in a row.
+    assert_eq!(server.asked.lock().unwrap().len(), 6);
+    while server.events.lock().unwrap().is_empty() {
+        sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(*server.events.lock().unwrap(), ["ClaimsNotServed"]);
+    end.cancel();
+}

@@ -1,0 +1,169 @@
+//! Directories of the host that are mounted into the companion's pod: whether they are still those of the host.
+//!
+//! A bind mount is of a directory, not of a path. When somebody on the host removes a directory and makes it again, the pod's mount stays
+//! on the removed one: nobody outside sees what is written there, and nothing new can be made in it. Only a new mount helps, and a
+//! container gets one when it is started.
+
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{Mode, OFlags, StatVfsMountFlags, fstatvfs, open, statvfs};
+use tokio::time::sleep;
+
+use crate::node::door::KubeletPaths;
+use crate::node::store::Places;
+
+/// How often the directories are looked at. A look costs a few calls of the kernel and none of a disk.
+const EVERY: Duration = Duration::from_secs(5);
+
+/// A directory, held open so that its removal is noticed although another has its path.
+#[derive(Debug)]
+struct Held {
+    path: PathBuf,
+    directory: Option<Directory>,
+}
+
+#[derive(Debug)]
+struct Directory {
+    file: File,
+    writable: bool,
+}
+
+/// The directories that a pod mounts, each for itself.
+pub(super) fn mounted(places: &Places, kubelet: &KubeletPaths) -> Vec<PathBuf> {
+    let sockets = [
+        kubelet.registration_socket(places.driver.as_str()).path,
+        kubelet.pod_resources_socket(),
+        kubelet.kubelet_socket(),
+    ];
+    let directories = sockets.iter().filter_map(|socket| socket.parent());
+    [places.state.as_path(), places.cdi.as_path()]
+        .into_iter()
+        .chain(directories)
+        .map(Path::to_path_buf)
+        .collect()
+}
+
+/// Waits until the host has removed one of the directories in such a way that its path does not lead to what the host has there now, and
+/// returns that path. A directory that is not there yet, or that can be reached and made again by its path, is none of these.
+pub(super) async fn cut_off(directories: Vec<PathBuf>) -> PathBuf {
+    let mut held: Vec<Held> = directories
+        .into_iter()
+        .map(|path| Held {
+            directory: Directory::open(&path),
+            path,
+        })
+        .collect();
+    loop {
+        if let Some(lost) = held
+            .iter_mut()
+            .find_map(|held| held.is_cut_off().then(|| held.path.clone()))
+        {
+            return lost;
+        }
+        sleep(EVERY).await;
+    }
+}
+
+impl Held {
+    fn is_cut_off(&mut self) -> bool {
+        if let Some(directory) = &self.directory {
+            if !directory.is_removed() {
+                return false;
+            }
+            if leads_to_removed(&self.path) || (directory.writable && !may_be_written(&self.path)) {
+                return true;
+            }
+        }
+        self.directory = Directory::open(&self.path);
+        false
+    }
+}
+
+impl Directory {
+    fn open(path: &Path) -> Option<Self> {
+        let file = open(
+            path,
+            OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )
+        .ok()?;
+        let writable = fstatvfs(&file).is_ok_and(|found| !found.f_flag.contains(StatVfsMountFlags::RDONLY));
+        let directory = Self {
+            file: file.into(),
+            writable,
+        };
+        // One that is removed already is held as it is.
+        Some(directory)
+    }
+
+    fn is_removed(&self) -> bool {
+        self.file.metadata().is_ok_and(|found| found.nlink() == 0)
+    }
+}
+
+/// Whether the path still leads to a directory that is removed, as a mount of it does.
+fn leads_to_removed(path: &Path) -> bool {
+    path.metadata().is_ok_and(|found| found.nlink() == 0)
+}
+
+/// Whether what has the path, or would have it, can be written. When a directory is removed that itself is the place of a mount, the
+/// kernel takes the mount away, and what is below it shows: in a pod a mount to read, or the file system of the container.
+fn may_be_written(path: &Path) -> bool {
+    path.ancestors()
+        .find_map(|path| statvfs(path).ok())
+        .is_some_and(|found| !found.f_flag.contains(StatVfsMountFlags::RDONLY))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd as _;
+
+    use tokio::time::{Instant, timeout};
+
+    use super::*;
+
+    /// Whether it is noticed within two looks.
+    async fn is_noticed(path: &Path, change: impl FnOnce()) -> bool {
+        let directories = vec![path.to_owned()];
+        let watch = tokio::spawn(cut_off(directories));
+        tokio::task::yield_now().await;
+        change();
+        timeout(EVERY * 2 + EVERY / 2, watch).await.is_ok()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_mount_of_a_removed_directory_is_noticed() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("d");
+        std::fs::create_dir(&path).unwrap();
+        let mounted = File::open(&path).unwrap();
+        // A link of the kernel leads to the directory itself, as a mount does.
+        let at = PathBuf::from(format!("/proc/self/fd/{}", mounted.as_raw_fd()));
+        let start = Instant::now();
+        assert!(
+            is_noticed(&at, || {
+                std::fs::remove_dir(&path).unwrap();
+                std::fs::create_dir(&path).unwrap();
+            })
+            .await
+        );
+        assert!(start.elapsed() <= EVERY * 2);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_directory_that_can_be_made_again_is_no_reason_to_end() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("d");
+        assert!(!is_noticed(&path, || std::fs::create_dir(&path).unwrap()).await);
+        assert!(!is_noticed(&path, || std::fs::remove_dir(&path).unwrap()).await);
+        let again = || {
+            std::fs::create_dir(&path).unwrap();
+            std::fs::remove_dir(&path).unwrap();
+            std::fs::create_dir(&path).unwrap();
+        };
+        assert!(!is_noticed(&path, again).await);
+    }
+}

@@ -1,0 +1,116 @@
+//! One API of kubelet, served for as long as the companion runs: what keeps it from being served concerns no other.
+
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
+use tracing::error;
+
+use crate::node::door::{DoorError, DoorState};
+
+/// The pause before an API is tried again, at first and at last. A directory that is mounted or made again counts within a minute.
+const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+
+/// Serves an API until `end`, and tries again with a growing pause when it fails. `state` follows it; what is wrong is logged once.
+pub(super) async fn serve_again<F>(
+    api: &str,
+    state: &watch::Sender<DoorState>,
+    end: &CancellationToken,
+    mut serve: impl FnMut(watch::Sender<DoorState>) -> F,
+) where
+    F: Future<Output = Result<(), DoorError>>,
+{
+    let mut pause = RETRY.0;
+    let mut told = None;
+    loop {
+        // Of its own, so that nothing that follows the state of one attempt outlives it.
+        let (sender, mut seen) = watch::channel(DoorState::Starting);
+        let served = serve(sender);
+        tokio::pin!(served);
+        let ended = loop {
+            tokio::select! {
+                ended = &mut served => break ended,
+                Ok(()) = seen.changed() => {
+                    let now = seen.borrow_and_update().clone();
+                    if !matches!(now, DoorState::Starting | DoorState::Closed) {
+                        (pause, told) = (RETRY.0, None);
+                        state.send_replace(now);
+                    }
+                }
+            }
+        };
+        let Err(failure) = ended else { break };
+        let message = failure.to_string();
+        if told.as_ref() != Some(&message) {
+            error!(
+                api,
+                reason = failure.reason(),
+                "this API of kubelet is down and tried again, the others go on: {message}"
+            );
+        }
+        told = Some(message.clone());
+        state.send_replace(DoorState::Failed { message });
+        tokio::select! {
+            () = end.cancelled() => break,
+            () = sleep(pause) => pause = RETRY.1.min(pause * 2),
+        }
+    }
+    state.send_replace(DoorState::Closed);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use tokio::time::Instant;
+
+    use super::*;
+
+    fn failure() -> DoorError {
+        DoorError::NoSuchResource {
+            resource_name: "a.dev/x".into(),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_api_that_fails_is_tried_again_with_growing_pauses() {
+        let state = watch::Sender::new(DoorState::Starting);
+        let end = CancellationToken::new();
+        let attempts = Cell::new(0_u32);
+        let start = Instant::now();
+        let served = serve_again("x", &state, &end, |sender| {
+            attempts.set(attempts.get() + 1);
+            let (attempt, end) = (attempts.get(), end.clone());
+            async move {
+                if attempt < 9 {
+                    return Err(failure());
+                }
+                sender.send_replace(DoorState::Waiting);
+                end.cancelled().await;
+                Ok(())
+            }
+        });
+        let mut seen = state.subscribe();
+        let watched = async {
+            let failed = |state: &DoorState| matches!(state, DoorState::Failed { message } if message.contains("a.dev/x"));
+            seen.wait_for(failed).await.unwrap();
+            seen.wait_for(|state| *state == DoorState::Waiting).await.unwrap();
+            // 1, 2, 4, 8, 16, 32 and twice 60 s.
+            assert_eq!(start.elapsed().as_secs(), 183);
+            end.cancel();
+        };
+        tokio::join!(served, watched);
+        assert_eq!(*state.borrow(), DoorState::Closed);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_end_does_not_wait_for_the_next_attempt() {
+        let state = watch::Sender::new(DoorState::Starting);
+        let end = CancellationToken::new();
+        end.cancel();
+        let start = Instant::now();
+        serve_again("x", &state, &end, |_| async { Err(failure()) }).await;
+        assert_eq!(start.elapsed(), Duration::ZERO);
+    }
+}
