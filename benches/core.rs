@@ -328,6 +328,7 @@ impl Shell {
                     ClaimWrite::Allocate {
                         allocation,
                         reserved_for,
+                        ..
                     } => {
                         claim.status.allocation = Some(allocation);
                         claim.status.driver_name = Some(DRIVER.to_owned());

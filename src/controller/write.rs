@@ -18,8 +18,6 @@ use crate::core::protocol::{ClaimWrite, ObjectKey, Outcome};
 enum ClaimPatch {
     /// A strategic merge patch of the object itself.
     Main(Value),
-    /// A merge patch of its status.
-    Status(Value),
     /// A JSON patch of its status.
     StatusJson(Value),
 }
@@ -40,17 +38,28 @@ fn claim_patch(uid: &str, finalizer: &str, driver_name: &str, write: &ClaimWrite
             }
             ClaimPatch::Main(json!({ "metadata": metadata }))
         }
-        // The allocation is immutable once set, so the uid is all that has to be checked: a second writer costs nothing. An
-        // unallocated claim is reserved for nobody, so the list that is replaced is empty.
+        // An unallocated claim is reserved for nobody, so the list that is replaced is empty. A second writer of anything else costs
+        // nothing. The server counts what is missing as null.
         ClaimWrite::Allocate {
             allocation,
             reserved_for,
+            version,
         } => {
-            let mut status = json!({ "allocation": allocation, "driverName": driver_name });
-            if let Some(consumer) = reserved_for {
-                status["reservedFor"] = json!([consumer]);
+            let mut operations = vec![
+                json!({ "op": "test", "path": "/metadata/uid", "value": uid }),
+                json!({ "op": "test", "path": "/metadata/deletionTimestamp", "value": null }),
+                json!({ "op": "test", "path": "/status/allocation", "value": null }),
+            ];
+            if let Some(version) = version {
+                operations
+                    .push(json!({ "op": "test", "path": "/metadata/resourceVersion", "value": version }));
             }
-            ClaimPatch::Status(json!({ "metadata": { "uid": uid }, "status": status }))
+            operations.push(json!({ "op": "add", "path": "/status/allocation", "value": allocation }));
+            operations.push(json!({ "op": "add", "path": "/status/driverName", "value": driver_name }));
+            if let Some(consumer) = reserved_for {
+                operations.push(json!({ "op": "add", "path": "/status/reservedFor", "value": [consumer] }));
+            }
+            ClaimPatch::StatusJson(Value::Array(operations))
         }
         ClaimWrite::ClearAllocation {
             deallocation_requested,
@@ -97,10 +106,6 @@ pub(super) async fn claim(
     let parameters = PatchParams::default();
     let result = match claim_patch(uid, finalizer, driver_name, write) {
         ClaimPatch::Main(patch) => api.patch(&key.name, &parameters, &Patch::Strategic(patch)).await,
-        ClaimPatch::Status(patch) => {
-            api.patch_status(&key.name, &parameters, &Patch::Merge(patch))
-                .await
-        }
         ClaimPatch::StatusJson(operations) => match serde_json::from_value(operations) {
             Ok(patch) => {
                 api.patch_status(&key.name, &parameters, &Patch::Json::<()>(patch))
@@ -111,7 +116,7 @@ pub(super) async fn claim(
     };
     let is_conditional = matches!(
         write,
-        ClaimWrite::ClearAllocation { .. } | ClaimWrite::UndoAllocation { .. }
+        ClaimWrite::Allocate { .. } | ClaimWrite::ClearAllocation { .. } | ClaimWrite::UndoAllocation { .. }
     );
     match result {
         Err(kube::Error::Api(status)) if is_conditional && is_failed_test(&status) => {
@@ -265,22 +270,28 @@ mod tests {
     }
 
     #[test]
-    fn an_allocation_names_driver_and_pod_in_the_same_write() {
-        let write = ClaimWrite::Allocate {
-            allocation: AllocationResult::default(),
-            reserved_for: Some(ResourceClaimConsumerReference::pod("pod", "11")),
-        };
-        assert_eq!(
-            patch(&write),
-            ClaimPatch::Status(json!({
-                "metadata": { "uid": UID },
-                "status": {
-                    "allocation": {},
-                    "driverName": "drayman.dev",
-                    "reservedFor": [{ "resource": "pods", "name": "pod", "uid": "11" }],
-                },
-            }))
-        );
+    fn an_allocation_goes_only_into_an_unallocated_claim() {
+        for version in [None, Some("7")] {
+            let write = ClaimWrite::Allocate {
+                allocation: AllocationResult::default(),
+                reserved_for: Some(ResourceClaimConsumerReference::pod("pod", "11")),
+                version: version.map(str::to_owned),
+            };
+            let consumer = json!({ "resource": "pods", "name": "pod", "uid": "11" });
+            let mut operations = vec![
+                json!({ "op": "test", "path": "/metadata/uid", "value": UID }),
+                json!({ "op": "test", "path": "/metadata/deletionTimestamp", "value": null }),
+                json!({ "op": "test", "path": "/status/allocation", "value": null }),
+                json!({ "op": "add", "path": "/status/allocation", "value": {} }),
+                json!({ "op": "add", "path": "/status/driverName", "value": "drayman.dev" }),
+                json!({ "op": "add", "path": "/status/reservedFor", "value": [consumer] }),
+            ];
+            if let Some(version) = version {
+                let test = json!({ "op": "test", "path": "/metadata/resourceVersion", "value": version });
+                operations.insert(3, test);
+            }
+            assert_eq!(patch(&write), ClaimPatch::StatusJson(Value::Array(operations)));
+        }
     }
 
     #[test]

@@ -9,6 +9,9 @@ use crate::describe::describe_command;
 use crate::faults::Fault;
 use crate::stage::{Action, MILLISECOND, SECOND, Stage};
 
+/// How long the API server works on a request at the longest, also when nobody waits for its answer any more.
+const SERVER_LIMIT: u64 = 60 * SECOND;
+
 /// A request on its way.
 #[derive(Clone, Debug)]
 pub(crate) struct Request {
@@ -73,7 +76,7 @@ impl Stage {
             }
             Some(Fault::Late) => {
                 self.answer_later(generation, timeout, id, unknown(&command, "no answer in time"));
-                way = timeout + self.rng.between(0, 2 * SECOND);
+                way = self.rng.between(timeout, SERVER_LIMIT);
             }
             Some(Fault::Slow) => way = self.rng.between(SECOND, 8 * SECOND),
             _ => {}

@@ -123,6 +123,7 @@ pub(crate) fn describe_command(command: &Command) -> String {
             ClaimWrite::Allocate {
                 allocation,
                 reserved_for,
+                ..
             } => {
                 let hold = hold_of(allocation);
                 let consumer = reserved_for

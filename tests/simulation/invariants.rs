@@ -26,14 +26,18 @@ impl Stage {
                 Command::WriteClaim {
                     key,
                     uid,
-                    write: ClaimWrite::Allocate { allocation, .. },
+                    write:
+                        ClaimWrite::Allocate {
+                            allocation, version, ..
+                        },
                     ..
                 } => {
                     let claim = self.store.claims.get(key)?;
                     // What is being deleted or is allocated already takes no new allocation.
                     let open = uid_of(claim) == *uid
                         && claim.status.allocation.is_none()
-                        && claim.metadata.deletion_timestamp.is_none();
+                        && claim.metadata.deletion_timestamp.is_none()
+                        && (version.is_none() || *version == claim.metadata.resource_version);
                     open.then(|| (uid.clone(), hold_of(allocation)))
                 }
                 _ => None,

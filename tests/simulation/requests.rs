@@ -73,11 +73,16 @@ impl Stage {
                     Ok(())
                 })
             }
-            // A merge patch: a list in it replaces the stored one.
             ClaimWrite::Allocate {
                 allocation,
                 reserved_for,
+                version,
             } => store.update_claim(key, Some(uid), Endpoint::Status, |claim| {
+                let is_seen = version.is_none() || *version == claim.metadata.resource_version;
+                let is_deleted = claim.metadata.deletion_timestamp.is_some();
+                if !is_seen || is_deleted || claim.status.allocation.is_some() {
+                    return Err(ApiError::Conflict("testing value failed".to_owned()));
+                }
                 claim.status.allocation = Some(allocation.clone());
                 claim.status.driver_name = Some(DRIVER.to_owned());
                 if let Some(consumer) = reserved_for {

@@ -81,6 +81,8 @@ struct Item {
     unclear: u32,
     /// One of them was to record the allocation, and whether it has done so was not read since it can no longer come late.
     may_be_recorded: bool,
+    /// The version that the last write of the allocation needs.
+    needed_version: Option<String>,
     /// Its allocation was refused before: the others are not recorded before it is.
     goes_first: bool,
     retry: Retry,
@@ -151,6 +153,7 @@ impl World {
                 refusal: None,
                 unclear: 0,
                 may_be_recorded: false,
+                needed_version: None,
                 goes_first: claim.allocation_refused,
                 retry: Retry::default(),
             });
@@ -303,9 +306,13 @@ impl World {
             }
             match item.allocation.clone() {
                 Some(allocation) if !hopeless => {
+                    // Once one may come late, no further one can: it is stored now, or the claim is at another version.
+                    let seen = item.claim.metadata.resource_version.clone();
+                    item.needed_version = seen.filter(|_| item.may_be_recorded);
                     let write = ClaimWrite::Allocate {
                         allocation,
                         reserved_for: reserved_for.clone(),
+                        version: item.needed_version.clone(),
                     };
                     self.write_item(id, item, write, now);
                 }

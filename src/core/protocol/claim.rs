@@ -18,8 +18,15 @@ use super::world::{Work, World};
 /// the pod has ended. The removal of the finalizer is then the only write.
 const DELETION_GRACE: Duration = Duration::from_millis(250);
 
-/// For how long after its sender has given it up a write may still be stored. Whatever undoes it waits as long.
+/// For how long after its sender has given it up a write usually may still be stored. Whatever undoes it waits as long. A write that is
+/// stored still later does no harm, unless it is an allocation: it adds our finalizer or a label to a claim, or it is refused because
+/// the claim is not the one that was seen.
 const SETTLING: Duration = Duration::from_secs(3);
+
+/// For how long after its sender has given it up an allocation may still be stored. The API server gives up a request after a minute
+/// (`--request-timeout`) whether its sender waits or not. The sender gives it up a request timeout (5 s) after it was sent, and that
+/// much remains for its way.
+const ALLOCATION_SETTLING: Duration = Duration::from_secs(60);
 
 /// What is under way for a claim. At most one thing at a time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -41,6 +48,29 @@ pub(super) enum ClaimStage {
     ToRead,
     /// It is being read.
     Reading,
+}
+
+/// Allocations that may still be stored although nobody waits for them any more.
+#[derive(Clone, Debug, Default)]
+struct LateAllocations {
+    /// Until when one may be that was sent without a version.
+    unversioned: Moment,
+    /// The version that the last one needs, and until when it may be stored. Earlier ones need an earlier version.
+    versioned: Option<(String, Moment)>,
+}
+
+impl LateAllocations {
+    /// Until when one of them may be stored in the claim as it is now. The server stores none in a claim that is being deleted or
+    /// has another version.
+    fn until(&self, claim: &ResourceClaim) -> Moment {
+        if claim.metadata.deletion_timestamp.is_some() {
+            return Moment::default();
+        }
+        let current = claim.metadata.resource_version.as_ref();
+        let versioned = self.versioned.as_ref();
+        let possible = versioned.filter(|(version, _)| current == Some(version));
+        possible.map_or(self.unversioned, |(_, until)| self.unversioned.max(*until))
+    }
 }
 
 /// A claim.
@@ -79,6 +109,8 @@ pub(super) struct ClaimState {
     gone: bool,
     /// Until when a write without a clear answer may still be stored.
     settled_at: Moment,
+    /// The allocations without a clear answer, if there are any.
+    late: Option<Box<LateAllocations>>,
     /// Why the server refused the release, until it is known that the claim still exists.
     refusal: Option<String>,
     has_finalizer: bool,
@@ -103,6 +135,7 @@ impl ClaimState {
             uncertain: false,
             gone: false,
             settled_at: Moment::default(),
+            late: None,
             refusal: None,
             has_finalizer: false,
             is_ours: false,
@@ -173,6 +206,16 @@ impl ClaimState {
         self.settled_at = now.after(SETTLING);
     }
 
+    /// The write of an allocation, which needs this version, had no clear answer.
+    pub(super) fn unsettle_allocation(&mut self, version: Option<String>, now: Moment) {
+        let until = now.after(ALLOCATION_SETTLING);
+        let late = self.late.get_or_insert_default();
+        match version {
+            Some(version) => late.versioned = Some((version, until)),
+            None => late.unversioned = until,
+        }
+    }
+
     /// It is about to be allocated: whatever was wrong with what it held is over.
     pub(super) fn forget_problems(&mut self) {
         self.misallocated = None;
@@ -196,11 +239,14 @@ impl ClaimState {
     /// What a write without a clear answer was to do is done.
     pub(super) fn settle(&mut self) {
         self.settled_at = Moment::default();
+        self.late = None;
     }
 
     /// When no write can come late any more, if that is not now.
     pub(super) fn unsettled_until(&self, now: Moment) -> Option<Moment> {
-        (self.settled_at > now).then_some(self.settled_at)
+        let late = self.late.as_ref().map(|late| late.until(&self.object));
+        let until = late.map_or(self.settled_at, |late| self.settled_at.max(late));
+        (until > now).then_some(until)
     }
 
     /// Whether the server has told us that it no longer exists.

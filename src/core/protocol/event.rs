@@ -263,12 +263,16 @@ pub enum ClaimWrite {
         /// The value of the label `<driver>/node`.
         node: String,
     },
-    /// Set allocation and driver name, and reserve the claim for the pod that it was allocated for.
+    /// Set allocation and driver name, and reserve the claim for the pod that it was allocated for, if the claim is not allocated and
+    /// not being deleted: a late duplicate must not replace the reservations that were added since.
     Allocate {
         /// What was allocated.
         allocation: AllocationResult,
         /// The pod.
         reserved_for: Option<ResourceClaimConsumerReference>,
+        /// The resource version that was seen, and that the claim must still have, if an earlier try had no clear answer. None for the
+        /// first try, which no second writer can fail.
+        version: Option<String>,
     },
     /// Clear allocation, driver name and the request to deallocate, if they are what was seen.
     ClearAllocation {

@@ -104,6 +104,16 @@ impl Patch {
                             return Err(Refusal::unprocessable());
                         }
                     }
+                    // What is missing is equal to null.
+                    if let PatchOperation::Test(test) = operation
+                        && test.value.is_null()
+                        && patched.pointer(test.path.as_str()).is_none()
+                    {
+                        let parent = test.path.parent();
+                        if parent.is_some_and(|parent| patched.pointer(parent.as_str()).is_some()) {
+                            continue;
+                        }
+                    }
                     // Of what fails half way nothing is kept: this is a copy.
                     json_patch::patch_unsafe(&mut patched, std::slice::from_ref(operation))
                         .map_err(|_| Refusal::unprocessable())?;
@@ -155,6 +165,15 @@ mod tests {
         assert_eq!(patched(doubled.into()).unwrap_err().code, 422);
         let few = json!([{ "op": "copy", "from": "/data/a", "path": "/data/b" }]);
         assert_eq!(patched(few).unwrap()["data"]["b"], "x".repeat(1000));
+    }
+
+    #[test]
+    fn a_missing_field_is_equal_to_null() {
+        let test = |path: &str| patched(json!([{ "op": "test", "path": path, "value": null }]));
+        assert!(test("/data/b").is_ok());
+        for path in ["/data/a", "/absent/b"] {
+            assert_eq!(test(path).unwrap_err().code, 422, "{path}");
+        }
     }
 
     #[test]

@@ -11,8 +11,8 @@ use serde_json::json;
 
 use super::{DRIVER, answer, object, world};
 
-/// For how long a write may be on its way when nobody waits for its answer any more.
-const SETTLING: Duration = Duration::from_secs(3);
+/// For how long an allocation may be on its way when nobody waits for its answer any more.
+const SETTLING: Duration = Duration::from_secs(60);
 
 fn claim(version: &str, allocation: Option<&AllocationResult>) -> Arc<ResourceClaim> {
     object(json!({

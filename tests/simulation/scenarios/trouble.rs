@@ -264,3 +264,48 @@ fn who_waits_for_a_claim_is_served_when_a_read_only_confirms_what_the_watch_has_
     assert_eq!(stage.faults.hits.get(&Fault::ReplyLost), Some(&1));
     expect_well(stage);
 }
+
+#[test]
+fn a_late_allocation_takes_no_reservation_from_another_pod() {
+    use drayman::api::resource::AllocationMode;
+    for variant in 0..20 {
+        let mut stage = calm(&[("node-a", 1)]);
+        stage.rng = crate::rng::Rng::new(variant);
+        stage.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
+        // Read, judge, finalizer, allocate, record.
+        stage.faults.plan.insert(stage.commands + 5, Fault::Late);
+        stage.create_pod(&key("p"), &[Use::Named("named")], None);
+        until_bound(&mut stage, "p");
+        bound_pod_of(&mut stage, "q");
+        stage.run_until("nothing is on its way", |stage| stage.network.is_empty());
+        let users = stage.claim("named").unwrap().status.reserved_for.clone();
+        let names: Vec<&str> = users.iter().map(|user| user.name.as_str()).collect();
+        assert_eq!(names, ["p", "q"], "variant {variant}");
+        expect_well(stage);
+    }
+}
+
+/// Makes a pod that shares the claim and waits until it is bound.
+fn bound_pod_of(stage: &mut Stage, name: &str) {
+    stage.create_pod(&key(name), &[Use::Named("named")], None);
+    until_bound(stage, name);
+}
+
+#[test]
+fn a_claim_is_given_back_when_no_allocation_can_come_late() {
+    use drayman::api::resource::AllocationMode;
+    for variant in 0..20 {
+        let mut stage = calm(&[("node-a", 1)]);
+        stage.rng = crate::rng::Rng::new(variant);
+        stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+        stage.faults.plan.insert(stage.commands + 5, Fault::Late);
+        stage.create_pod(&key("p"), &[Use::Named("named")], None);
+        until_bound(&mut stage, "p");
+        // The device is wanted by another claim as soon as this one is given back.
+        stage.create_pod(&key("q"), &[Use::Template("gpu")], None);
+        stage.store.remove_pod(&key("p"));
+        until_bound(&mut stage, "q");
+        stage.run_for(90 * SECOND);
+        expect_well(stage);
+    }
+}

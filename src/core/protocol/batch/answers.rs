@@ -100,9 +100,14 @@ impl World {
                 Answer::ClaimWritten(Outcome::Unknown(_)) => {
                     item.step = Step::ToRead;
                     item.unclear += 1;
-                    item.may_be_recorded |= stage == Stage::Recording;
+                    let is_allocation = stage == Stage::Recording;
+                    item.may_be_recorded |= is_allocation;
                     if let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid) {
-                        claim.unsettle(now);
+                        if is_allocation {
+                            claim.unsettle_allocation(item.needed_version.take(), now);
+                        } else {
+                            claim.unsettle(now);
+                        }
                     }
                 }
                 Answer::ClaimRead(Err(_)) => {
@@ -175,6 +180,8 @@ impl World {
                     && Some(allocation) == item.allocation.as_ref();
                 if ours { Step::Done } else { Step::Failed }
             }
+            // The server stores no allocation in it any more.
+            (Stage::Recording, None) if object.metadata.deletion_timestamp.is_some() => Step::Failed,
             _ => Step::Waiting,
         }
     }
