@@ -265,7 +265,6 @@ impl<D: NodeDriver> NodeBuilder<D> {
         // These have handles of the owner, and end before it.
         let stop_care = CancellationToken::new();
         let _end_of_care = stop_care.clone().drop_guard();
-        let end_of_watch = stop_care.clone();
         let announcements = Announcements {
             client: self.client.clone(),
             driver_name: driver_name.clone(),
@@ -273,7 +272,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             cluster: cluster.subscribe(),
             sender: announcer,
         };
-        tokio::spawn(announce(announcements, resources.clone(), end_of_watch));
+        tokio::spawn(announce(announcements, resources.clone(), stop_care.clone()));
 
         let (quarantine, in_quarantine) = watch::channel(BTreeMap::new());
         let caretaker = Caretaker {
