@@ -90,12 +90,11 @@ impl KubeletPaths {
         self.below_root(format!("plugins/{driver_name}/dp-{checksum:08x}.sock"))
     }
 
-    /// Where kubelet's plugin watcher looks for the registration of a device plugin.
+    /// Where kubelet's plugin watcher looks for the registration of a device plugin. The checksum alone, since the longest driver name leaves
+    /// eight bytes for it; kubelet asks for no suffix.
     pub fn device_plugin_registration_socket(&self, driver_name: &str, resource_name: &str) -> SocketPlace {
         let checksum = crc32fast::hash(resource_name.as_bytes());
-        self.below_root(format!(
-            "plugins_registry/{driver_name}/dp-{checksum:08x}-reg.sock"
-        ))
+        self.below_root(format!("plugins_registry/{driver_name}/{checksum:08x}"))
     }
 
     /// Where kubelet serves the PodResources API.
