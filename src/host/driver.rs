@@ -139,9 +139,7 @@ impl HostDriver {
                 let all = matches!(change, Change::All(_));
                 let number = {
                     let mut state = shared.state();
-                    let number = state.classes.apply(change);
-                    state.forget_selectors();
-                    number
+                    state.apply_classes(change)
                 };
                 shared.parameters(number, |synced| synced.classes |= all);
             },
@@ -161,9 +159,7 @@ impl HostDriver {
                 let all = matches!(change, Change::All(_));
                 let number = {
                     let mut state = shared.state();
-                    let number = state.claims.apply(change);
-                    state.forget_selectors();
-                    number
+                    state.apply_claims(change)
                 };
                 shared.parameters(number, |synced| synced.claims |= all);
             },
@@ -246,6 +242,7 @@ impl Shared {
     /// Sees to it that all devices of a kind are judged by these selectors.
     async fn judge_all(self: &Arc<Self>, kind: &str, selectors: &[Selector]) -> Result<(), DriverError> {
         for selector in selectors {
+            self.state().select(selector)?;
             let judged = self.judge_kind(kind, selector.expression()).await;
             judged.map_err(|refusal| match refusal {
                 Refusal::Wrong(error) => selector.refusal(error).into(),

@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec};
+use crate::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, REQUESTS_MAX, SELECTORS_MAX};
 use crate::api::resource::{ResourceClaim, ResourceClass};
 use crate::core::devices::books::Books;
 use crate::core::devices::facts::{Facts, Match};
 use crate::core::devices::inventory::Node;
-use crate::core::devices::parameters::{ClassParameters, Demand, ParametersError};
+use crate::core::devices::parameters::{ClassParameters, Demand, ParametersError, Selector};
 use crate::core::devices::reference::{
     CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND, ReferenceError, claim_reference, class_reference,
 };
@@ -18,6 +18,11 @@ use crate::host::selectors::{CHUNK, Judged, Refusal};
 
 /// Changed inventories after which what was said of devices that are gone is forgotten.
 const CHANGES_MAX: usize = 1024;
+/// Different expressions of the objects of one namespace that are in use, at most: one object full of them.
+pub(crate) const NAMESPACE_EXPRESSIONS_MAX: usize = REQUESTS_MAX * SELECTORS_MAX;
+/// The same for all namespaces together. With the errors that are kept, each takes up to seven bits for each different device: this is
+/// below 10 MB with 5,000 of them.
+pub(crate) const EXPRESSIONS_MAX: usize = 8 * NAMESPACE_EXPRESSIONS_MAX;
 
 /// What a watch tells about objects of one kind.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,32 +53,51 @@ impl<K, V> Default for Copy<K, V> {
 
 impl<K: Ord, V: PartialEq> Copy<K, V> {
     /// Takes over a change. Answers with how many objects are new or different; one that is gone helps nobody.
+    #[cfg(test)]
     pub(crate) fn apply(&mut self, change: Change<K, Result<V, String>>) -> usize {
+        self.apply_with(change, |_, _, _| ())
+    }
+
+    /// The same, and tells of each object that has changed: its key, what it was and what it is.
+    fn apply_with(
+        &mut self,
+        change: Change<K, Result<V, String>>,
+        mut tell: impl FnMut(&K, Option<&V>, Option<&V>),
+    ) -> usize {
         match change {
             Change::All(objects) => {
                 let before = std::mem::take(&mut self.objects);
                 self.objects = objects.into_iter().collect();
                 self.synced = true;
-                self.objects
-                    .iter()
-                    .filter(|(key, value)| before.get(*key) != Some(*value))
-                    .count()
+                let mut number = 0;
+                for (key, value) in &self.objects {
+                    let old = before.get(key);
+                    if old != Some(value) {
+                        number += 1;
+                        tell(key, old.and_then(|old| old.as_ref().ok()), value.as_ref().ok());
+                    }
+                }
+                for (key, old) in before.iter().filter(|(key, _)| !self.objects.contains_key(*key)) {
+                    tell(key, old.as_ref().ok(), None);
+                }
+                number
             }
             Change::Set(key, value) => {
-                let same = self.objects.get(&key) == Some(&value);
+                let old = self.objects.get(&key);
+                let same = old == Some(&value);
+                if !same {
+                    tell(&key, old.and_then(|old| old.as_ref().ok()), value.as_ref().ok());
+                }
                 self.objects.insert(key, value);
                 usize::from(!same)
             }
             Change::Gone(key) => {
-                self.objects.remove(&key);
+                if let Some(Ok(old)) = self.objects.remove(&key) {
+                    tell(&key, Some(&old), None);
+                }
                 0
             }
         }
-    }
-
-    /// The objects that can be read.
-    fn values(&self) -> impl Iterator<Item = &V> {
-        self.objects.values().flatten()
     }
 
     /// The object, or why it is not to be had. `name` is its kind, namespace and name.
@@ -140,8 +164,62 @@ enum Known {
 #[derive(Debug, Default)]
 pub(crate) struct Selectors {
     known: BTreeMap<Arc<str>, Known>,
+    /// By expression and namespace: the objects that it is written in.
+    written: BTreeMap<Arc<str>, BTreeMap<Arc<str>, Written>>,
+    /// How many expressions of each namespace are in use.
+    used: BTreeMap<Arc<str>, usize>,
     /// Inventories that have changed since what is of no use any more was forgotten.
     changes: usize,
+}
+
+/// An expression in the objects of one namespace.
+#[derive(Debug, Default)]
+struct Written {
+    /// The objects that have it.
+    objects: usize,
+    /// Whether somebody asked for it.
+    used: bool,
+}
+
+impl Selectors {
+    fn written(&mut self, namespace: &str, expressions: &BTreeSet<&str>) {
+        for expression in expressions {
+            let by_namespace = self.written.entry((*expression).into()).or_default();
+            by_namespace.entry(namespace.into()).or_default().objects += 1;
+        }
+    }
+
+    /// Answers with the expressions that are in no object any more.
+    fn erased<'a>(&mut self, namespace: &str, expressions: &BTreeSet<&'a str>) -> Vec<&'a str> {
+        let mut gone = Vec::new();
+        for expression in expressions {
+            let Some(by_namespace) = self.written.get_mut(*expression) else {
+                continue;
+            };
+            let Some(written) = by_namespace.get_mut(namespace) else {
+                continue;
+            };
+            written.objects = written.objects.saturating_sub(1);
+            if written.objects > 0 {
+                continue;
+            }
+            if written.used
+                && let Some(used) = self.used.get_mut(namespace)
+            {
+                *used = used.saturating_sub(1);
+                if *used == 0 {
+                    self.used.remove(namespace);
+                }
+            }
+            by_namespace.remove(namespace);
+            if by_namespace.is_empty() {
+                self.written.remove(*expression);
+                self.known.remove(*expression);
+                gone.push(*expression);
+            }
+        }
+        gone
+    }
 }
 
 /// Devices that have to be judged by an expression.
@@ -163,6 +241,93 @@ impl State {
         }
     }
 
+    /// Begins to use a selector, unless too many are in use.
+    pub(crate) fn select(&mut self, selector: &Selector) -> Result<(), DriverError> {
+        let (namespace, expression) = (selector.namespace(), selector.expression());
+        let selectors = &mut self.selectors;
+        let in_namespace = selectors.used.get(namespace).copied().unwrap_or(0);
+        // Classes are written by operators, and are not refused because of what others write.
+        let in_all: usize = selectors
+            .used
+            .iter()
+            .filter(|(namespace, _)| !namespace.is_empty())
+            .map(|(_, used)| used)
+            .sum();
+        let by_namespace = selectors.written.get_mut(expression);
+        let Some(written) = by_namespace.and_then(|by_namespace| by_namespace.get_mut(namespace)) else {
+            return Err(DriverError::retry(
+                "NotSynced",
+                format!("{} has changed meanwhile", selector.object()),
+            ));
+        };
+        if written.used {
+            return Ok(());
+        }
+        let is_full = in_namespace >= NAMESPACE_EXPRESSIONS_MAX;
+        if !namespace.is_empty() && (is_full || in_all >= EXPRESSIONS_MAX) {
+            let limit = if is_full {
+                format!(
+                    "the limit of {NAMESPACE_EXPRESSIONS_MAX} different expressions in use in namespace {namespace}"
+                )
+            } else {
+                format!("the limit of {EXPRESSIONS_MAX} different expressions in use in all namespaces")
+            };
+            return Err(DriverError::retry(
+                "TooManySelectors",
+                format!(
+                    "{}: {} is beyond {limit}; write the same expression in several objects, or delete DeviceClaimParameters that no claim uses",
+                    selector.object(),
+                    selector.label()
+                ),
+            ));
+        }
+        written.used = true;
+        *selectors.used.entry(Arc::clone(namespace)).or_default() += 1;
+        Ok(())
+    }
+
+    /// Takes over a change of DeviceClassParameters. Answers with how many objects are new or different.
+    pub(crate) fn apply_classes(
+        &mut self,
+        change: Change<String, Result<DeviceClassParametersSpec, String>>,
+    ) -> usize {
+        fn expressions(spec: Option<&DeviceClassParametersSpec>) -> BTreeSet<&str> {
+            let selectors = spec.into_iter().flat_map(|spec| &spec.selectors);
+            selectors
+                .map(|selector| selector.cel.expression.as_str())
+                .collect()
+        }
+        let (selectors, books) = (&mut self.selectors, &mut self.books);
+        self.classes.apply_with(change, |_, old, new| {
+            // First what is new, so that what stays is not forgotten in between.
+            selectors.written("", &expressions(new));
+            for expression in selectors.erased("", &expressions(old)) {
+                books.forget_selector(expression);
+            }
+        })
+    }
+
+    /// Takes over a change of DeviceClaimParameters. Answers with how many objects are new or different.
+    pub(crate) fn apply_claims(
+        &mut self,
+        change: Change<(String, String), Result<DeviceClaimParametersSpec, String>>,
+    ) -> usize {
+        fn expressions(spec: Option<&DeviceClaimParametersSpec>) -> BTreeSet<&str> {
+            let requests = spec.into_iter().flat_map(|spec| &spec.requests);
+            let selectors = requests.flat_map(|request| &request.selectors);
+            selectors
+                .map(|selector| selector.cel.expression.as_str())
+                .collect()
+        }
+        let (selectors, books) = (&mut self.selectors, &mut self.books);
+        self.claims.apply_with(change, |(namespace, _), old, new| {
+            selectors.written(namespace, &expressions(new));
+            for expression in selectors.erased(namespace, &expressions(old)) {
+                books.forget_selector(expression);
+            }
+        })
+    }
+
     /// What has to be judged before the devices of `kind` can be chosen by an expression; `None` if everything is.
     pub(crate) fn unjudged(
         &mut self,
@@ -170,6 +335,9 @@ impl State {
         expression: &Arc<str>,
         now: Instant,
     ) -> Result<Option<Unjudged>, Refusal> {
+        if !self.selectors.written.contains_key(expression) {
+            return Err(Refusal::Unfinished("it is in no object any more".to_owned()));
+        }
         let known = match self.selectors.known.get(expression) {
             Some(Known::Wrong(error)) => return Err(Refusal::Wrong(error.clone())),
             Some(Known::Unfinished { error, again, .. }) if *again > now => {
@@ -218,6 +386,9 @@ impl State {
         judged: Result<Judged, Refusal>,
         now: Instant,
     ) -> usize {
+        if !self.selectors.written.contains_key(expression) {
+            return 0;
+        }
         let (said, known) = match judged {
             Ok(said) => (said, Known::Fine),
             Err(Refusal::Wrong(error)) => (Vec::new(), Known::Wrong(error)),
@@ -242,31 +413,12 @@ impl State {
         wanted
     }
 
-    /// Forgets the selectors that are in no object any more.
-    pub(crate) fn forget_selectors(&mut self) {
-        if self.selectors.known.is_empty() {
-            return;
-        }
-        let classes = self.classes.values().flat_map(|spec| &spec.selectors);
-        let requests = self.claims.values().flat_map(|spec| &spec.requests);
-        let all = classes.chain(requests.flat_map(|request| &request.selectors));
-        let written: BTreeSet<&str> = all.map(|selector| selector.cel.expression.as_str()).collect();
-        let before = self.selectors.known.len();
-        self.selectors
-            .known
-            .retain(|expression, _| written.contains(&**expression));
-        if self.selectors.known.len() < before {
-            self.books
-                .retain_selectors(|expression| written.contains(expression));
-        }
-    }
-
     /// Takes over a change of NodeInventory objects of this driver. Answers with how many devices have become available.
     pub(crate) fn apply_inventories(&mut self, change: Change<String, Node>) -> usize {
         self.selectors.changes += 1;
         if self.selectors.changes >= CHANGES_MAX {
             self.selectors.changes = 0;
-            self.books.retain_selectors(|_| true);
+            self.books.forget_devices();
         }
         match change {
             Change::All(nodes) => self.books.replace_inventories(nodes.into_iter().collect()),

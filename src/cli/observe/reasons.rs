@@ -42,7 +42,7 @@ const fn companion(word: &'static str, means: &'static str) -> Reason {
 }
 
 /// Every reason of an event, in the order of its word.
-pub(super) const EVENTS: [Reason; 37] = [
+pub(super) const EVENTS: [Reason; 38] = [
     controller(
         "AllocationMadeForAnother",
         "claim",
@@ -206,6 +206,11 @@ pub(super) const EVENTS: [Reason; 37] = [
         "SuitableNodesUnsupported",
         "pod, claim",
         "an immediate claim of a class whose suitableNodes select by label, which the controller does not see",
+    ),
+    controller(
+        "TooManySelectors",
+        "pod, claim",
+        "more different expressions of selectors are in use than a namespace, or all namespaces together, may have",
     ),
 ];
 

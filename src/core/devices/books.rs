@@ -96,13 +96,18 @@ impl Books {
         self.matches.put(expression, said);
     }
 
-    /// Forgets the selectors that are not `used`, and what is said of devices that are gone.
-    pub fn retain_selectors(&mut self, used: impl Fn(&str) -> bool) {
+    /// Forgets an expression, at a cost that does not depend on the devices.
+    pub fn forget_selector(&mut self, expression: &str) {
+        self.wanted.forget(expression);
+        self.matches.forget(expression);
+    }
+
+    /// Forgets what is said of devices that are gone.
+    pub fn forget_devices(&mut self) {
         let devices = self.inventory.nodes().flat_map(Node::devices);
         let facts = devices.map(|device| &device.attributes).collect();
-        self.wanted.retain(used);
         self.wanted.retain_devices(&facts);
-        self.matches.retain(&self.wanted.expressions(), &facts);
+        self.matches.retain(&facts);
     }
 
     /// Puts what a NodeInventory object says in place of what it said before; `None` if it is gone. Answers with how many

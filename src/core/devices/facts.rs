@@ -94,44 +94,163 @@ pub enum Match {
     Failed(Arc<str>),
 }
 
-/// What selectors say, by expression and facts.
+/// Different errors of one expression that are kept, at most. A device with another one gets [`OTHER_ERROR`], so that an expression
+/// whose errors cite the device's attributes needs no text per device.
+const ERRORS_MAX: usize = 4;
+/// What is said of a device whose error is not kept.
+const OTHER_ERROR: &str =
+    "it fails in another way than on other devices; evaluate it with the attributes of this one";
+
+/// A set of small numbers: one bit for each number up to the largest.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Bits(Vec<u64>);
+
+impl Bits {
+    fn contains(&self, number: usize) -> bool {
+        let word = self.0.get(number / 64);
+        word.is_some_and(|word| word & (1 << (number % 64)) != 0)
+    }
+
+    fn set(&mut self, number: usize, value: bool) {
+        let (place, bit) = (number / 64, 1 << (number % 64));
+        if value && self.0.len() <= place {
+            self.0.resize(place + 1, 0);
+        }
+        if let Some(word) = self.0.get_mut(place) {
+            *word = if value { *word | bit } else { *word & !bit };
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.0
+            .iter()
+            .map(|word| usize::try_from(word.count_ones()).unwrap_or_default())
+            .sum()
+    }
+}
+
+/// What one expression says, by the number of the facts.
 #[derive(Clone, Debug, Default)]
-pub struct Matches(BTreeMap<Arc<str>, Arc<BTreeMap<Facts, Match>>>);
+struct Said {
+    judged: Bits,
+    wanted: Bits,
+    errors: Vec<(Arc<str>, Bits)>,
+}
+
+impl Said {
+    fn get(&self, number: usize) -> Option<Match> {
+        if !self.judged.contains(number) {
+            return None;
+        }
+        if self.wanted.contains(number) {
+            return Some(Match::Yes);
+        }
+        let error = self.errors.iter().find(|(_, failed)| failed.contains(number));
+        Some(error.map_or(Match::No, |(error, _)| Match::Failed(Arc::clone(error))))
+    }
+
+    fn put(&mut self, number: usize, said: Match) {
+        self.forget(number);
+        self.judged.set(number, true);
+        match said {
+            Match::Yes => self.wanted.set(number, true),
+            Match::No => {}
+            Match::Failed(error) => {
+                let known = self.errors.iter().position(|(other, _)| *other == error);
+                let place = known.unwrap_or_else(|| {
+                    if self.errors.len() < ERRORS_MAX {
+                        self.errors.push((error, Bits::default()));
+                    } else if self.errors.len() == ERRORS_MAX {
+                        self.errors.push((OTHER_ERROR.into(), Bits::default()));
+                    }
+                    self.errors.len() - 1
+                });
+                if let Some((_, failed)) = self.errors.get_mut(place) {
+                    failed.set(number, true);
+                }
+            }
+        }
+    }
+
+    fn forget(&mut self, number: usize) {
+        self.judged.set(number, false);
+        self.wanted.set(number, false);
+        for (_, failed) in &mut self.errors {
+            failed.set(number, false);
+        }
+    }
+}
+
+/// What selectors say, by expression and facts: some bits for each pair of them.
+#[derive(Clone, Debug, Default)]
+pub struct Matches {
+    /// The number of all facts of which something was said.
+    numbers: Arc<BTreeMap<Facts, usize>>,
+    /// Numbers below the largest that are in use no longer.
+    unused: Vec<usize>,
+    said: BTreeMap<Arc<str>, Arc<Said>>,
+}
 
 impl Matches {
     /// What an expression says; `None` if it was not asked yet.
-    pub fn get(&self, expression: &str, facts: &Facts) -> Option<&Match> {
-        self.0.get(expression)?.get(facts)
+    pub fn get(&self, expression: &str, facts: &Facts) -> Option<Match> {
+        self.said.get(expression)?.get(*self.numbers.get(facts)?)
     }
 
     /// Takes note of what an expression says.
     pub fn put(&mut self, expression: &Arc<str>, said: impl IntoIterator<Item = (Facts, Match)>) {
-        let known = self.0.entry(Arc::clone(expression)).or_default();
-        Arc::make_mut(known).extend(said);
+        let known = Arc::make_mut(self.said.entry(Arc::clone(expression)).or_default());
+        for (facts, said) in said {
+            let number = if let Some(&number) = self.numbers.get(&facts) {
+                number
+            } else {
+                let numbers = Arc::make_mut(&mut self.numbers);
+                let number = self.unused.pop().unwrap_or(numbers.len());
+                numbers.insert(facts, number);
+                number
+            };
+            known.put(number, said);
+        }
     }
 
     /// What these expressions say, at the cost of a reference each.
     #[must_use]
     pub fn some<'a>(&self, expressions: impl Iterator<Item = &'a Arc<str>>) -> Self {
-        let known = expressions.filter_map(|expression| self.0.get_key_value(expression));
-        Self(
-            known
+        let known = expressions.filter_map(|expression| self.said.get_key_value(expression));
+        Self {
+            numbers: Arc::clone(&self.numbers),
+            unused: Vec::new(),
+            said: known
                 .map(|(expression, said)| (Arc::clone(expression), Arc::clone(said)))
                 .collect(),
-        )
+        }
     }
 
-    /// Forgets what no other expression and no other device needs.
-    pub fn retain(&mut self, expressions: &BTreeSet<Arc<str>>, facts: &BTreeSet<&Facts>) {
-        self.0.retain(|expression, said| {
-            Arc::make_mut(said).retain(|known, _| facts.contains(known));
-            expressions.contains(expression)
-        });
+    /// Forgets an expression.
+    pub fn forget(&mut self, expression: &str) {
+        self.said.remove(expression);
+    }
+
+    /// Forgets what no other device needs.
+    pub fn retain(&mut self, facts: &BTreeSet<&Facts>) {
+        let gone = self.numbers.iter().filter(|(known, _)| !facts.contains(known));
+        let gone: Vec<usize> = gone.map(|(_, number)| *number).collect();
+        if gone.is_empty() {
+            return;
+        }
+        Arc::make_mut(&mut self.numbers).retain(|known, _| facts.contains(known));
+        for said in self.said.values_mut() {
+            let said = Arc::make_mut(said);
+            for &number in &gone {
+                said.forget(number);
+            }
+        }
+        self.unused.extend(gone);
     }
 
     /// How many judgements are kept.
     pub fn len(&self) -> usize {
-        self.0.values().map(|said| said.len()).sum()
+        self.said.values().map(|said| said.judged.len()).sum()
     }
 
     /// Whether none is kept.
@@ -154,14 +273,35 @@ mod tests {
         let (first, second): (Arc<str>, Arc<str>) = ("first".into(), "second".into());
         matches.put(&first, [(facts(1), Match::Yes), (facts(2), Match::No)]);
         matches.put(&second, [(facts(1), Match::No)]);
-        assert_eq!(matches.get("first", &facts(1)), Some(&Match::Yes));
+        assert_eq!(matches.get("first", &facts(1)), Some(Match::Yes));
         assert_eq!(matches.get("first", &facts(3)), None);
-        matches.retain(
-            &BTreeSet::from([Arc::clone(&first)]),
-            &BTreeSet::from([&facts(1)]),
-        );
+        matches.forget("second");
+        matches.retain(&BTreeSet::from([&facts(1)]));
+        assert_eq!(matches.get("first", &facts(2)), None);
         assert_eq!((matches.len(), matches.is_empty()), (1, false));
-        assert_eq!(matches.get("first", &facts(1)), Some(&Match::Yes));
+        assert_eq!(matches.get("first", &facts(1)), Some(Match::Yes));
+    }
+
+    #[test]
+    fn errors_that_differ_per_device_share_a_text() {
+        let mut matches = Matches::default();
+        let expression: Arc<str> = "x".into();
+        let failed = |number: i64| (facts(number), Match::Failed(format!("no {number}").into()));
+        matches.put(&expression, (0..100).map(failed));
+        let mut texts = BTreeSet::new();
+        for number in 0..100 {
+            match matches.get("x", &facts(number)) {
+                Some(Match::Failed(error)) => texts.insert(error),
+                other => panic!("{other:?}"),
+            };
+        }
+        assert_eq!(texts.len(), ERRORS_MAX + 1);
+        assert_eq!(matches.get("x", &facts(0)), Some(Match::Failed("no 0".into())));
+        // A number is used again, and says nothing of what it stood for before.
+        matches.retain(&BTreeSet::new());
+        matches.put(&expression, [(facts(7), Match::Yes)]);
+        assert_eq!(matches.get("x", &facts(7)), Some(Match::Yes));
+        assert_eq!(matches.len(), 1);
     }
 
     #[test]

@@ -31,14 +31,21 @@ pub struct ClassParameters {
 /// A condition on devices, and where it is written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selector {
+    namespace: Arc<str>,
     object: Arc<str>,
     label: Arc<str>,
     expression: Arc<str>,
 }
 
 impl Selector {
-    fn check(object: &str, place: &str, selectors: &[DeviceSelector]) -> Result<Vec<Self>, ParametersError> {
+    fn check(
+        namespace: &str,
+        object: &str,
+        place: &str,
+        selectors: &[DeviceSelector],
+    ) -> Result<Vec<Self>, ParametersError> {
         let (number, object) = (selectors.len(), Arc::<str>::from(object));
+        let namespace: Arc<str> = namespace.into();
         if number > SELECTORS_MAX {
             let (object, place) = (object.to_string(), place.to_owned());
             return Err(ParametersError::Selectors {
@@ -59,12 +66,23 @@ impl Selector {
                 });
             }
             Ok(Self {
+                namespace: Arc::clone(&namespace),
                 object: Arc::clone(&object),
                 label: label.into(),
                 expression: expression.as_str().into(),
             })
         };
         selectors.iter().enumerate().map(check).collect()
+    }
+
+    /// The namespace of the object that it is written in; empty for a class.
+    pub fn namespace(&self) -> &Arc<str> {
+        &self.namespace
+    }
+
+    /// The object that it is written in, with its kind.
+    pub fn object(&self) -> &Arc<str> {
+        &self.object
     }
 
     /// What people call it: `selector 1 of request gpu`.
@@ -94,7 +112,7 @@ impl ClassParameters {
         if is_label(&spec.kind) {
             Ok(Self {
                 kind: spec.kind.clone(),
-                selectors: Selector::check(&object, "the class", &spec.selectors)?,
+                selectors: Selector::check("", &object, "the class", &spec.selectors)?,
                 policy: spec.policy.unwrap_or_default(),
             })
         } else {
@@ -277,7 +295,7 @@ impl Demand {
         let mut names = BTreeSet::new();
         let mut requests = Vec::with_capacity(number);
         for request in &spec.requests {
-            requests.push(Self::check_request(class, &object, request)?);
+            requests.push(Self::check_request(class, namespace, &object, request)?);
             if !names.insert(request.name.as_str()) {
                 let request = request.name.clone();
                 return Err(ParametersError::Twice { object, request });
@@ -306,6 +324,7 @@ impl Demand {
 
     fn check_request(
         class: &ClassParameters,
+        namespace: &str,
         object: &str,
         request: &DeviceRequest,
     ) -> Result<Request, ParametersError> {
@@ -339,7 +358,7 @@ impl Demand {
         };
         let mut selectors = class.selectors.clone();
         let place = format!("request {}", request.name);
-        selectors.extend(Selector::check(object, &place, &request.selectors)?);
+        selectors.extend(Selector::check(namespace, object, &place, &request.selectors)?);
         Ok(Request {
             name: request.name.clone(),
             amount,

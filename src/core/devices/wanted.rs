@@ -82,10 +82,10 @@ impl Wanted {
         }
     }
 
-    /// Forgets the selectors that are not `used`.
-    pub(super) fn retain(&mut self, used: impl Fn(&str) -> bool) {
+    /// Forgets an expression.
+    pub(super) fn forget(&mut self, expression: &str) {
         self.0.retain(|_, selectors| {
-            selectors.retain(|expression, _| used(expression));
+            selectors.remove(expression);
             !selectors.is_empty()
         });
     }
@@ -95,12 +95,6 @@ impl Wanted {
         for unjudged in self.0.values_mut().flat_map(BTreeMap::values_mut) {
             unjudged.retain(|known| facts.contains(known));
         }
-    }
-
-    /// The expressions in use.
-    pub(super) fn expressions(&self) -> BTreeSet<Arc<str>> {
-        let selectors = self.0.values().flat_map(BTreeMap::keys);
-        selectors.cloned().collect()
     }
 }
 
@@ -170,7 +164,8 @@ mod tests {
                         let said = some.map(|facts| (facts, Match::Yes)).collect();
                         books.judged(&expression.into(), said);
                     }
-                    _ => books.retain_selectors(|used| *used != *expression || values.is_empty()),
+                    _ if values.is_empty() => books.forget_devices(),
+                    _ => books.forget_selector(expression),
                 }
                 check(&books)?;
             }
@@ -202,10 +197,10 @@ mod tests {
         assert_eq!(due(&books), ["even"]);
         // It is gone again before it was judged, and is not kept for ever.
         books.set_inventory("b", None);
-        books.retain_selectors(|_| true);
+        books.forget_devices();
         assert!(due(&books).is_empty());
         assert_eq!(books.wanted().kinds("first").collect::<Vec<_>>(), ["even"]);
-        books.retain_selectors(|_| false);
+        books.forget_selector("first");
         assert!(books.wanted().is_empty());
     }
 }

@@ -37,6 +37,19 @@ fn class(kind: &str, expression: &str) -> ClassParameters {
     ClassParameters::check("class", &spec).unwrap()
 }
 
+/// An object of the class, so that its selector may be used.
+fn write(driver: &HostDriver, name: &str, kind: &str, expression: &str) {
+    let spec = DeviceClassParametersSpec {
+        kind: kind.to_owned(),
+        selectors: vec![DeviceSelector::cel(expression)],
+        ..DeviceClassParametersSpec::default()
+    };
+    driver
+        .shared
+        .state()
+        .apply_classes(Change::Set(name.to_owned(), Ok(spec)));
+}
+
 async fn judge(driver: HostDriver, class: ClassParameters) -> Result<(), DriverError> {
     driver.shared.judge_all(class.kind(), class.selectors()).await
 }
@@ -60,12 +73,14 @@ async fn a_dear_expression_over_many_devices_does_not_hold_up_the_claims_of_othe
     driver.shared.inventories(Change::All(nodes));
     // Some milliseconds for each device: nearly all that an expression may cost.
     let dear = format!("[{}].all(a, a + a + a > 0)", vec!["1"; 400].join(","));
+    write(&driver, "dear", "large", &dear);
     let dear = class("large", &dear);
     let claims: Vec<_> = (0..8)
         .map(|_| tokio::spawn(judge(driver.clone(), dear.clone())))
         .collect();
     until(|| said(&driver) > 0).await;
 
+    write(&driver, "cheap", "small", "device.attributes['d'].number == 0");
     let cheap = class("small", "device.attributes['d'].number == 0");
     judge(driver.clone(), cheap.clone()).await.unwrap();
     let state = driver.shared.state();
@@ -78,7 +93,7 @@ async fn a_dear_expression_over_many_devices_does_not_hold_up_the_claims_of_othe
     let facts = [("d/number".into(), crate::core::devices::facts::Attribute::Int(0))];
     let facts = facts.into_iter().collect();
     let expression = cheap.selectors()[0].expression();
-    assert_eq!(state.books.matches().get(expression, &facts), Some(&Match::Yes));
+    assert_eq!(state.books.matches().get(expression, &facts), Some(Match::Yes));
     drop(state);
     for claim in claims {
         claim.abort();
@@ -91,6 +106,7 @@ async fn what_is_new_in_an_inventory_is_judged_before_anybody_asks_and_nothing_e
     let mut changes = std::pin::pin!(driver.capacity_changes());
     let nodes = vec![node("a", "test", 3)];
     driver.shared.inventories(Change::All(nodes));
+    write(&driver, "class", "test", "device.attributes['d'].number > 1");
     let class = class("test", "device.attributes['d'].number > 1");
     judge(driver.clone(), class.clone()).await.unwrap();
     assert_eq!(said(&driver), 3);

@@ -4,7 +4,7 @@
 mod guard;
 mod program;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -23,8 +23,8 @@ pub(crate) const CHUNK: usize = 256;
 const TURN: Duration = Duration::from_millis(100);
 /// How long a turn may take with an evaluation that does not end.
 const DEADLINE: Duration = Duration::from_secs(5);
-/// Expressions that are kept compiled.
-const PROGRAMS_MAX: usize = 1024;
+/// Expressions that are kept compiled: a few for each claim that waits for its turn. One more takes the place of the oldest.
+const PROGRAMS_MAX: usize = 64;
 
 /// Judges devices by expressions.
 #[derive(Debug)]
@@ -124,9 +124,15 @@ impl Evaluator {
 fn run(driver: &str, jobs: &Receiver<Job>) {
     let ground = Ground::new(driver);
     let mut programs: BTreeMap<Arc<str>, Result<Compiled, String>> = BTreeMap::new();
+    let mut ages: VecDeque<Arc<str>> = VecDeque::new();
     while let Ok(job) = jobs.recv() {
-        if programs.len() >= PROGRAMS_MAX && !programs.contains_key(&job.expression) {
-            programs.clear();
+        if !programs.contains_key(&job.expression) {
+            ages.push_back(Arc::clone(&job.expression));
+            if ages.len() > PROGRAMS_MAX
+                && let Some(oldest) = ages.pop_front()
+            {
+                programs.remove(&oldest);
+            }
         }
         let compile = || Compiled::new(&job.expression);
         let compiled = programs

@@ -4,6 +4,7 @@ use super::*;
 use crate::api::crd::{DeviceRequest, GROUP};
 use crate::api::resource::{ResourceClaimParametersReference, ResourceClassParametersReference};
 use crate::core::devices::fixture;
+use crate::core::devices::parameters::Request;
 use crate::driver::DriverErrorKind;
 
 fn class() -> ResourceClass {
@@ -34,6 +35,66 @@ fn spec(kind: &str) -> DeviceClassParametersSpec {
         kind: kind.into(),
         ..DeviceClassParametersSpec::default()
     }
+}
+
+/// Writes a class with these selectors.
+fn write(state: &mut State, name: &str, expressions: &[&str]) {
+    let mut with = spec("test");
+    let selector = |expression: &&str| crate::api::crd::DeviceSelector::cel(*expression);
+    with.selectors = expressions.iter().map(selector).collect();
+    state.apply_classes(Change::Set(name.into(), Ok(with)));
+}
+
+#[test]
+fn expressions_in_use_are_bounded_per_namespace_and_in_total() {
+    let mut state = State::new(fixture::DRIVER);
+    // An object of a namespace: 16 requests with 16 selectors each.
+    let object = |from: usize| {
+        let selector = |number: usize| crate::api::crd::DeviceSelector::cel(format!("{number} > 0"));
+        let request = |place: usize| DeviceRequest {
+            name: format!("r{place}"),
+            selectors: (0..SELECTORS_MAX)
+                .map(|number| selector(from + place * SELECTORS_MAX + number))
+                .collect(),
+            ..DeviceRequest::default()
+        };
+        DeviceClaimParametersSpec {
+            requests: (0..REQUESTS_MAX).map(request).collect(),
+            constraints: Vec::new(),
+        }
+    };
+    let use_all = |state: &mut State, namespace: &str, name: &str, from: usize| {
+        let key = (namespace.to_owned(), name.to_owned());
+        state.apply_claims(Change::Set(key, Ok(object(from))));
+        let demand = Demand::check(&fixture::class("test"), namespace, name, &object(from)).unwrap();
+        let selectors = demand.requests().iter().flat_map(Request::selectors);
+        selectors
+            .map(|selector| state.select(selector))
+            .collect::<Result<Vec<()>, _>>()
+    };
+    assert!(use_all(&mut state, "n0", "p", 0).is_ok());
+    let error = use_all(&mut state, "n0", "q", 1).unwrap_err();
+    assert_eq!(error.reason, "TooManySelectors");
+    assert_eq!(
+        error.message,
+        "DeviceClaimParameters n0/q: selector 16 of request r15 is beyond the limit of 256 different expressions in \
+         use in namespace n0; write the same expression in several objects, or delete DeviceClaimParameters that no \
+         claim uses"
+    );
+    for number in 1..8 {
+        assert!(use_all(&mut state, &format!("n{number}"), "p", number * 1000).is_ok());
+    }
+    let error = use_all(&mut state, "n8", "p", 9000).unwrap_err();
+    assert!(error.message.contains("the limit of 2048"), "{}", error.message);
+    // Each that is deleted makes room, and a class is not refused.
+    write(&mut state, "class", &["true"]);
+    let class = ClassParameters::check(
+        "class",
+        state.classes.get(&"class".to_owned(), String::new).unwrap(),
+    );
+    assert!(state.select(&class.unwrap().selectors()[0]).is_ok());
+    state.apply_claims(Change::Gone(("n1".into(), "p".into())));
+    assert!(use_all(&mut state, "n8", "p", 9000).is_ok());
 }
 
 #[test]
@@ -134,6 +195,7 @@ fn a_selector_is_judged_once_and_forgotten_with_the_object_that_has_it() {
     let now = Instant::now();
     let mut state = State::new(fixture::DRIVER);
     let expression: Arc<str> = "true".into();
+    write(&mut state, "p", &["true"]);
     state.apply_inventories(Change::Set("a".into(), fixture::node("a", "1", &["d"])));
     let unjudged = state.unjudged("test", &expression, now).unwrap().unwrap();
     assert_eq!(unjudged.devices.len(), 1);
@@ -149,13 +211,12 @@ fn a_selector_is_judged_once_and_forgotten_with_the_object_that_has_it() {
     state.apply_inventories(Change::Set("b".into(), fixture::node("b", "2", &["e"])));
     assert!(state.due().is_none());
 
-    let mut with = spec("test");
-    with.selectors = vec![crate::api::crd::DeviceSelector::cel("true")];
-    state.classes.apply(Change::Set("p".into(), Ok(with)));
-    state.forget_selectors();
+    write(&mut state, "q", &["true", "false"]);
+    state.apply_classes(Change::Gone("p".into()));
     assert_eq!(state.books.matches().len(), 1);
-    state.classes.apply(Change::Gone("p".into()));
-    state.forget_selectors();
+    write(&mut state, "q", &["true"]);
+    assert_eq!(state.books.matches().len(), 1);
+    state.apply_classes(Change::All(vec![]));
     assert!(state.books.matches().is_empty());
     assert!(state.selectors.known.is_empty() && state.books.wanted().is_empty());
 }
@@ -165,6 +226,7 @@ fn a_selector_that_is_refused_is_not_tried_again_until_it_is_written_anew() {
     let now = Instant::now();
     let mut state = State::new(fixture::DRIVER);
     let expression: Arc<str> = "no".into();
+    write(&mut state, "p", &["no"]);
     assert!(
         state.unjudged("test", &expression, now).unwrap().is_some(),
         "unknown, even without devices"
@@ -174,7 +236,10 @@ fn a_selector_that_is_refused_is_not_tried_again_until_it_is_written_anew() {
         state.unjudged("test", &expression, now).unwrap_err(),
         Refusal::Wrong("nonsense".into())
     );
-    state.forget_selectors();
+    write(&mut state, "p", &["yes"]);
+    let gone = state.unjudged("test", &expression, now).unwrap_err();
+    assert_eq!(gone, Refusal::Unfinished("it is in no object any more".into()));
+    write(&mut state, "p", &["no"]);
     assert!(state.unjudged("test", &expression, now).unwrap().is_some());
 }
 
@@ -183,6 +248,7 @@ fn a_selector_that_was_not_done_in_time_is_tried_again_later_and_later() {
     let start = Instant::now();
     let mut state = State::new(fixture::DRIVER);
     let expression: Arc<str> = "slow".into();
+    write(&mut state, "p", &["slow"]);
     state.apply_inventories(Change::Set("a".into(), fixture::node("a", "1", &["d"])));
     assert!(state.unjudged("test", &expression, start).unwrap().is_some());
     let slow = || Err(Refusal::Unfinished("slow".into()));
