@@ -14,7 +14,7 @@ const OTHERS: [&str; 20] = [
 ];
 
 /// Flags of other programs that sentences name.
-const FOREIGN_FLAGS: [&str; 20] = [
+const FOREIGN_FLAGS: [&str; 21] = [
     "--dry-run",
     "--feature-gates",
     "--force",
@@ -27,6 +27,7 @@ const FOREIGN_FLAGS: [&str; 20] = [
     "--platform",
     "--preserve-digests",
     "--program",
+    "--request-timeout",
     "--root-dir",
     "--runtime-config",
     "--set",

@@ -212,7 +212,9 @@ pub(crate) fn event_reasons() -> Found {
         "core/protocol/",
         "controller/",
         "host/",
+        "core/node/claims_api.rs",
         "core/node/discovery/",
+        "core/node/kubelet_apis.rs",
         "node/reload.rs",
         "node/orphans.rs",
     ];
@@ -240,7 +242,7 @@ pub(crate) fn event_reasons() -> Found {
                 match ident(Some(token)).as_deref() {
                     // A field of a structure.
                     Some("reason") if is_punct(list.get(index + 1), ':') => note(text(list.get(index + 2))),
-                    Some("REASON") => note(
+                    Some(name) if name.ends_with("REASON") => note(
                         list.iter()
                             .skip(index)
                             .take(8)

@@ -215,7 +215,7 @@ pub(super) const EVENTS: [Reason; 38] = [
 ];
 
 /// Why a companion refuses what kubelet asks for: the text is in the pod's own events, which kubelet writes.
-pub(super) const REFUSALS: [(&str, &str); 22] = [
+pub(super) const REFUSALS: [(&str, &str); 23] = [
     (
         "AllocationChanged",
         "the claim was prepared with other devices than it has now",
@@ -224,6 +224,10 @@ pub(super) const REFUSALS: [(&str, &str); 22] = [
     (
         "CheckpointFailed",
         "the records cannot be put into a form that can be stored",
+    ),
+    (
+        "CheckpointUnusable",
+        "the checkpoint is damaged or of a newer release, so nothing can be released without the companion",
     ),
     (
         "ContainerPathTaken",

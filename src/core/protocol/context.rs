@@ -21,7 +21,7 @@ use super::world::{Work, World, newer, spread};
 
 pub(super) use pod::EarlyPod;
 
-use others::OTHER_DRIVER_SILENT;
+use others::SILENT_DRIVER_REASON;
 
 /// The slow recheck of a waiting pod: a net under the wake-ups, which count as lost if it ever catches one.
 const RECHECK: Duration = Duration::from_secs(300);
@@ -198,7 +198,7 @@ impl ContextState {
         if self.owner_uid() != Some(pod_uid) {
             return false;
         }
-        if report.reason == OTHER_DRIVER_SILENT {
+        if report.reason == SILENT_DRIVER_REASON {
             self.silent.clear();
             return true;
         }

@@ -103,7 +103,7 @@ impl<D: NodeDriver> Owner<D> {
         let numbers: Vec<DeviceNumber> = held.flat_map(|held| held.numbers.iter().copied()).collect();
         match seen.user(&numbers, Some(&self.driver_name.cdi_id(uid))) {
             Some(user) => {
-                debug!(claim_uid = %uid, %user, "a container has what the claim holds");
+                debug!(claim_uid = %uid, holder = %user, "a container has what the claim holds");
                 true
             }
             None => false,

@@ -18,9 +18,10 @@ use crate::core::node::driver_name::DriverName;
 use crate::core::node::kubelet_apis::{ApiState, ApisDown, problems};
 use crate::node::companion::Companion;
 use crate::node::door::device_plugin::PluginRegistration;
-use crate::node::door::{self, DoorState, KubeletPaths};
+use crate::node::door::{self, DoorError, DoorState, KubeletPaths};
 use crate::node::inventory::Standing;
 use crate::node::reload::Resources;
+use crate::node::transport::check_path;
 
 /// What the API for claims is called beside the names of extended resources, which have a slash.
 const CLAIMS: &str = "claims";
@@ -44,6 +45,7 @@ impl Doors {
         standing: watch::Sender<Standing>,
         shutdown: CancellationToken,
     ) -> Result<(), NodeError> {
+        self.check_paths()?;
         let ours = shutdown.child_token();
         let _end_with_this = ours.clone().drop_guard();
         let mut doors = JoinSet::new();
@@ -90,6 +92,27 @@ impl Doors {
                 },
             }
         }
+    }
+
+    /// Refuses flags with which a socket could never be made. To try again would not help.
+    fn check_paths(&self) -> Result<(), DoorError> {
+        let (paths, driver_name) = (&self.paths, self.driver_name.as_str());
+        let mut places = vec![
+            paths.service_socket(driver_name),
+            paths.registration_socket(driver_name),
+        ];
+        for name in self.resources.borrow().keys() {
+            places.extend(match self.plugin_registration {
+                PluginRegistration::KubeletSocket => vec![paths.device_plugin_socket(name)],
+                PluginRegistration::PluginWatcher => vec![
+                    paths.watched_device_plugin_socket(driver_name, name),
+                    paths.device_plugin_registration_socket(driver_name, name),
+                ],
+            });
+        }
+        places
+            .iter()
+            .try_for_each(|place| Ok(check_path(place).map(drop)?))
     }
 }
 

@@ -18,7 +18,7 @@ mod socket;
 
 pub use count::{GrpcCalls, GrpcMethod, MethodFigures};
 pub use listen::{Listening, MAX_CONNECTIONS, MAX_STREAMS, listen};
-pub(crate) use socket::Identity;
+pub(crate) use socket::{Identity, check_path};
 pub use socket::{MAX_PATH, SocketError, SocketPlace};
 
 /// Bytes of a message, sent or received: gRPC's own default, which kubelet's client keeps.

@@ -196,7 +196,7 @@ impl Socket {
 }
 
 /// Checks that the path can be a socket's, and answers its hidden name.
-pub(super) fn check_path(place: &SocketPlace) -> Result<PathBuf, SocketError> {
+pub(crate) fn check_path(place: &SocketPlace) -> Result<PathBuf, SocketError> {
     let (path, option) = (place.path.clone(), place.option);
     let name = path.file_name().filter(|_| path.is_absolute());
     let Some(name) = name else {

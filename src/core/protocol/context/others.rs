@@ -5,7 +5,7 @@ use crate::core::protocol::event::{Moment, ObjectKey, Regarding};
 use crate::core::protocol::world::{Work, World};
 
 /// The reason of the report on a driver that says nothing.
-pub(super) const OTHER_DRIVER_SILENT: &str = "OtherDriverSilent";
+pub(super) const SILENT_DRIVER_REASON: &str = "OtherDriverSilent";
 
 /// A claim of the pod that is for another driver to allocate.
 pub(super) struct Other {
@@ -68,7 +68,7 @@ impl World {
                 key: key.clone(),
                 uid: uid.clone(),
             };
-            self.report(regarding, OTHER_DRIVER_SILENT, message);
+            self.report(regarding, SILENT_DRIVER_REASON, message);
         }
         any_told
     }

@@ -8,7 +8,7 @@ use crate::core::protocol::event::{ClaimToAllocate, Moment, ObjectKey};
 use crate::core::protocol::resolve::Resolved;
 use crate::core::protocol::world::{Work, World};
 
-use super::others::{OTHER_DRIVER_SILENT, Other};
+use super::others::{Other, SILENT_DRIVER_REASON};
 use super::{Pending, Standing};
 
 impl World {
@@ -102,7 +102,7 @@ impl World {
         if !problems.is_empty() {
             self.report_problems(key, &problems);
         } else if rest {
-            self.set_trouble(key, silent.then_some(OTHER_DRIVER_SILENT));
+            self.set_trouble(key, silent.then_some(SILENT_DRIVER_REASON));
         }
         if rest {
             Standing::Rest
