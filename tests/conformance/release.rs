@@ -1,7 +1,7 @@
 //! Claims that are to hold nothing any more.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use drayman::driver::DriverError;
 use kube::api::{DeleteParams, Patch, PatchParams};
@@ -307,13 +307,14 @@ fn a_refused_write_of_the_release_is_tried_again_until_the_finalizer_is_gone() -
 fn a_claim_that_somebody_clears_at_the_same_moment_is_released_without_a_word() -> anyhow::Result<()> {
     on_stage("cleared-meanwhile", async |stage| {
         let claims = stage.claims();
-        let met = Arc::new(AtomicBool::new(false));
-        let once = met.clone();
+        // The first allocates, the second clears.
+        let status_patches = Arc::new(AtomicUsize::new(0));
+        let sent = status_patches.clone();
         let controller = stage
             .start_behind(&rules(), move |request| {
                 let claims = claims.clone();
-                let is_clearing = request.contains("/status") && request.contains("json-patch");
-                let now = is_clearing && !once.fetch_or(is_clearing, Ordering::Relaxed);
+                let is_patch = request.contains("/status") && request.contains("json-patch");
+                let now = is_patch && sent.fetch_add(1, Ordering::Relaxed) == 1;
                 async move {
                     if now {
                         let nothing =
@@ -340,7 +341,7 @@ fn a_claim_that_somebody_clears_at_the_same_moment_is_released_without_a_word() 
                 finalizers(claim).is_empty() && !is_allocated(claim)
             })
             .await?;
-        assert!(met.load(Ordering::Relaxed));
+        assert!(status_patches.load(Ordering::Relaxed) >= 2);
         let requests = stage.requests(&controller).await?;
         assert!(
             requests.contains(&"patch resourceclaims/status 422".to_owned()),
