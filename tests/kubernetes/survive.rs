@@ -166,7 +166,12 @@ async fn kubelet_forgets(stage: &Stage, companion: &Program, pod: &str) -> anyho
         return Ok(false);
     }
     companion.logged("OrphanFreed").await?;
-    anyhow::ensure!(companion.log()?.contains(&format!("neither kubelet nor the API server knows the claim any more: what it held is free claim_uid={uid}")), "{uid}");
+    anyhow::ensure!(
+        companion
+            .log()?
+            .contains(&format!("claim_uid={uid} reason=\"OrphanFreed\"")),
+        "{uid}"
+    );
     // It is said when it is decided, and then carried out.
     until_traces(node, &uid, 0).await?;
     Ok(true)

@@ -58,7 +58,9 @@ async fn kubectl(stage: &Stage, kubeconfig: &Path, arguments: &[&str]) -> anyhow
 /// A user who has a RoleBinding of `edit` in one namespace, once the API server knows that.
 async fn editor(stage: &Stage) -> anyhow::Result<PathBuf> {
     roles_of_the_chart(stage).await?;
-    let kubeconfig = stage.cluster.user(USER, &[]).await?;
+    // As with the chart's value rbac.readInventoriesByAuthenticated.
+    let inventories = crate::harness::rule(&["drayman.dev"], &["nodeinventories"], &["get", "list", "watch"]);
+    let kubeconfig = stage.cluster.user(USER, &[inventories]).await?;
     stage.cluster.kubectl(&["create", "namespace", NAMESPACE]).await?;
     let (user, namespace) = (format!("--user={USER}"), format!("--namespace={NAMESPACE}"));
     let binding = [
