@@ -51,7 +51,8 @@ docs:
 ##@ Everything
 
 .PHONY: test
-test: format lint $(CARGO_NEXTEST) ## Everything: check, then the tests on real Kubernetes (root and Go are needed)
+test: format lint $(CARGO_NEXTEST) $(CLUSTER) ## Everything: check, then the tests on real Kubernetes (root and Go are needed)
+	$(CLUSTER) build --target "$(TARGET)" --nodes 1
 	CARGO_NEXTEST="$(CARGO_NEXTEST)" hack/test all
 
 .PHONY: test-all
