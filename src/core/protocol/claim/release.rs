@@ -128,12 +128,17 @@ impl World {
             Answer::Deallocated(Err(error)) => {
                 claim.stage = ClaimStage::Resting;
                 claim.retry.failed(now);
+                let is_allocated = claim.is_allocated();
                 self.report_claim(
                     key,
                     error.reason,
                     format!("cannot be deallocated yet: {}", error.message),
                 );
                 self.dirty.insert(Work::Claim(key.clone()));
+                // A former leader has recorded it meanwhile: its pod may be unable to get the rest.
+                if is_allocated {
+                    self.touch_users(key);
+                }
             }
             Answer::ClaimWritten(Outcome::Done(_))
                 if claim.stage == ClaimStage::Clearing && claim.has_finalizer =>
