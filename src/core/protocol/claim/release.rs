@@ -1,7 +1,9 @@
 //! What a claim goes through when it is to hold nothing any more.
 
 use crate::api::resource::pod_owner_of;
-use crate::core::protocol::event::{Answer, ClaimWrite, Command, DriverRequest, Moment, ObjectKey, Outcome};
+use crate::core::protocol::event::{
+    Answer, CallError, ClaimWrite, Command, DriverRequest, Moment, ObjectKey, Outcome,
+};
 use crate::core::protocol::world::{Flight, Work, World};
 use crate::driver::Observation;
 
@@ -125,21 +127,7 @@ impl World {
                     self.write_release(key, ClaimStage::Clearing, write);
                 }
             }
-            Answer::Deallocated(Err(error)) => {
-                claim.stage = ClaimStage::Resting;
-                claim.retry.failed(now);
-                let is_allocated = claim.is_allocated();
-                self.report_claim(
-                    key,
-                    error.reason,
-                    format!("cannot be deallocated yet: {}", error.message),
-                );
-                self.dirty.insert(Work::Claim(key.clone()));
-                // A former leader has recorded it meanwhile: its pod may be unable to get the rest.
-                if is_allocated {
-                    self.touch_users(key);
-                }
-            }
+            Answer::Deallocated(Err(error)) => self.deallocation_failed(key, &error, now),
             Answer::ClaimWritten(Outcome::Done(_))
                 if claim.stage == ClaimStage::Clearing && claim.has_finalizer =>
             {
@@ -196,6 +184,25 @@ impl World {
                 self.dirty.insert(Work::Claim(key.clone()));
             }
             Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Judged(_) | Answer::Allocated(_) => {}
+        }
+    }
+
+    fn deallocation_failed(&mut self, key: &ObjectKey, error: &CallError, now: Moment) {
+        let Some(claim) = self.claims.get_mut(key) else {
+            return;
+        };
+        claim.stage = ClaimStage::Resting;
+        claim.retry.failed(now);
+        let is_allocated = claim.is_allocated();
+        self.report_claim(
+            key,
+            error.reason,
+            format!("cannot be deallocated yet: {}", error.message),
+        );
+        self.dirty.insert(Work::Claim(key.clone()));
+        // A former leader has recorded it meanwhile: its pod may be unable to get the rest.
+        if is_allocated {
+            self.touch_users(key);
         }
     }
 
