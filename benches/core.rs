@@ -37,8 +37,9 @@ const DRIVER: &str = "drayman.dev";
 
 fn main() {
     // Memory first, so that nothing has been given back that could be used again.
-    let scenarios: [(&str, fn()); 7] = [
+    let scenarios: [(&str, fn()); 8] = [
         ("memory", memory),
+        ("expressions", selectors::memory),
         ("verdicts", verdicts),
         ("selectors", selectors::run),
         ("hostile", hostile::run),

@@ -12,13 +12,20 @@ use kube::client::Body;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
-use super::figures::{Goal, Times, figure};
+use super::figures::{Goal, Times, figure, resident_kib};
 use super::{DRIVER, node_name};
 
 const NODES: usize = 15_000;
 const DEVICES: usize = 8;
 /// So many nodes differ from each other in their devices, and those on one node differ too: expressions judge all that differ.
 const DIFFERENT: usize = 2_000;
+
+/// Objects of users who want to fill the controller's memory: each has all the expressions that an object can have.
+const HOSTILE: usize = 100;
+/// Devices, each with a text of its own, in inventories of 100.
+const HOSTILE_DEVICES: usize = 5000;
+/// 32 MB, MB taken as 10^6 bytes.
+const HOSTILE_KIB: u64 = 31_250;
 
 /// Asks the driver as the controller does for one claim: the parameters, and then the nodes.
 async fn ask(
@@ -93,6 +100,100 @@ pub(super) fn run() {
             Goal::at_most(times.median(), Duration::from_millis(1)),
         );
     });
+}
+
+/// What the expressions of users take of the controller's memory.
+pub(super) fn memory() {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    runtime.block_on(async {
+        let driver = HostDriver::start(hostile_client(), DRIVER, CancellationToken::new());
+        driver.ready().await;
+        let class: ResourceClass = serde_json::from_value(json!({
+            "metadata": { "name": "test" }, "driverName": DRIVER,
+            "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClassParameters", "name": "test" },
+        }))
+        .unwrap();
+        let class = Arc::new(class);
+        let class_parameters = driver.class_parameters(&class).await.unwrap();
+        let rest = resident_kib();
+        let mut refusals = BTreeMap::<String, usize>::new();
+        for object in 0..HOSTILE {
+            let claim: ResourceClaim = serde_json::from_value(json!({
+                "metadata": { "namespace": namespace(object), "name": "asked", "uid": format!("asked-{object}") },
+                "spec": { "resourceClassName": "test",
+                    "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": "test" } },
+            }))
+            .unwrap();
+            let answer = driver
+                .claim_parameters(&Arc::new(claim), &class, &class_parameters)
+                .await;
+            let reason = answer.err().map_or_else(String::new, |error| error.reason.to_owned());
+            *refusals.entry(reason).or_default() += 1;
+        }
+        let more = resident_kib().saturating_sub(rest);
+        let served = refusals.remove("").unwrap_or_default();
+        figure(
+            &format!(
+                "memory for {HOSTILE} objects of {HOSTILE} namespaces with 256 expressions each, {HOSTILE_DEVICES} different devices \
+                 ({served} are judged, refused are {refusals:?})"
+            ),
+            &format!("{more} KiB above {rest} KiB"),
+            Goal::below(more, HOSTILE_KIB),
+        );
+    });
+}
+
+fn namespace(number: usize) -> String {
+    format!("namespace-{number:03}")
+}
+
+/// A server with parameters whose expressions are all different; half of them fail on each device with a text of its own.
+fn hostile_client() -> kube::Client {
+    let object = |kind: &str, namespace: &str, spec: &Value| {
+        json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": kind,
+            "metadata": { "name": "test", "namespace": namespace, "resourceVersion": "1" }, "spec": spec })
+    };
+    let expression = |number: usize| {
+        let text = r#"device.attributes["drayman.dev"].text"#;
+        let expression = if number.is_multiple_of(2) {
+            format!("int({text}) == {number}")
+        } else {
+            format!("{text}.endsWith(\"{number}\")")
+        };
+        json!({ "cel": { "expression": expression } })
+    };
+    let request = |object: usize, request: usize| {
+        let first = 16 * (16 * object + request);
+        let selectors: Vec<Value> = (first..first + 16).map(expression).collect();
+        json!({ "name": format!("r{request}"), "count": 1, "selectors": selectors })
+    };
+    let claim = |number: usize| {
+        let requests: Vec<Value> = (0..16).map(|part| request(number, part)).collect();
+        object(
+            "DeviceClaimParameters",
+            &namespace(number),
+            &json!({ "requests": requests }),
+        )
+    };
+    let device = |number: usize| {
+        json!({ "name": format!("device-{number:04}"), "kind": "test", "mode": "claims",
+            "attributes": { "drayman.dev/text": { "string": format!("a text of its own, number {number}") } } })
+    };
+    let inventory = |node: usize| {
+        let devices: Vec<Value> = (100 * node..100 * (node + 1)).map(device).collect();
+        inventory_of(&node_name(node), &devices)
+    };
+    let inventories: Vec<Value> = (0..HOSTILE_DEVICES / 100).map(inventory).collect();
+    let class = object("DeviceClassParameters", "default", &json!({ "kind": "test" }));
+    let claims: Vec<Value> = (0..HOSTILE).map(claim).collect();
+    server(BTreeMap::from([
+        ("nodeinventories", list(&inventories)),
+        ("deviceclassparameters", list(&[class])),
+        ("deviceclaimparameters", list(&claims)),
+    ]))
 }
 
 /// A server that has these inventories and parameters, and nothing to tell of them afterwards.

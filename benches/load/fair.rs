@@ -159,7 +159,7 @@ async fn disperse(stage: &Stage, namespace: &str) -> anyhow::Result<()> {
 }
 
 /// Lives of claims in the namespace `default`, in which this program is the scheduler: its choice of a node is all that counts.
-async fn samples(stage: &Stage, phase: &str, number: usize) -> anyhow::Result<Times> {
+pub(crate) async fn samples(stage: &Stage, phase: &str, number: usize) -> anyhow::Result<Times> {
     let lanes = (0..AT_ONCE).map(|lane| async move {
         for sample in (lane..number).step_by(AT_ONCE) {
             one(stage, &format!("{phase}-{sample:03}"), sample % NODES).await?;

@@ -36,12 +36,13 @@ pub(crate) struct Controller {
 impl Controller {
     /// Starts `drayman controller` with a lease, as the chart does.
     pub(crate) async fn start(stage: &Stage, options: &Options) -> anyhow::Result<Self> {
-        let arguments = [
-            "controller",
-            "--leader-elect",
-            "--leader-elect-resource-namespace=default",
-            "--kubeconfig",
-        ];
+        Self::start_with(stage, options, &[]).await
+    }
+
+    /// The same with more flags.
+    pub(crate) async fn start_with(stage: &Stage, options: &Options, flags: &[&str]) -> anyhow::Result<Self> {
+        let lease = ["--leader-elect", "--leader-elect-resource-namespace=default"];
+        let arguments = [&["controller"][..], &lease, flags, &["--kubeconfig"]].concat();
         Self::spawn(stage, &options.program, USER, &arguments).await
     }
 

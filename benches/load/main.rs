@@ -21,6 +21,7 @@ mod stage;
 mod burst;
 mod fair;
 mod ground;
+mod hostile;
 mod life;
 mod memory_driver;
 mod requests;
@@ -32,7 +33,7 @@ use std::path::PathBuf;
 
 use anyhow::bail;
 
-const USAGE: &str = "usage: cargo bench --bench load -- [life|rest|wake|burst|restart|fair]...
+const USAGE: &str = "usage: cargo bench --bench load -- [life|rest|wake|burst|restart|fair|hostile]...
   --program PATH   measure this build of drayman instead of the one that cargo has just made
 All scenarios are run if none is named.";
 
@@ -43,7 +44,7 @@ struct Options {
     program: PathBuf,
 }
 
-const SCENARIOS: [&str; 6] = ["life", "rest", "wake", "burst", "restart", "fair"];
+const SCENARIOS: [&str; 7] = ["life", "rest", "wake", "burst", "restart", "fair", "hostile"];
 
 fn main() -> anyhow::Result<()> {
     let mut options = Options {
@@ -84,7 +85,8 @@ fn main() -> anyhow::Result<()> {
                 "wake" => wake::run(&options).await,
                 "burst" => burst::run(&options).await,
                 "restart" => restart::run(&options).await,
-                _ => fair::run(&options).await,
+                "fair" => fair::run(&options).await,
+                _ => hostile::run(&options).await,
             }
         })?;
     }

@@ -1,0 +1,266 @@
+//! What claims that are made to be hard cost everybody else: answers of `/livez`, and the allocations of another namespace.
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use drayman::api::crd::NodeInventory;
+use drayman::api::resource::{PodSchedulingContext, ResourceClaim};
+use k8s_openapi::api::core::v1::Namespace;
+use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
+
+use crate::Options;
+use crate::fair;
+use crate::figures::{Goal, Times, figure};
+use crate::ground::{self, Controller, PATIENCE};
+use crate::stage::{DRIVER, Stage};
+
+/// Parameters of the pods that stand beside the honest ones: what they ask for, as the object is named, and as a figure names it.
+const CROWDS: [(&str, &str); 3] = [
+    ("refused", "pods that ask for more devices than a node has"),
+    (
+        "impossible",
+        "pods that ask for 9 of 8 devices, each in a group of its own",
+    ),
+    (
+        "search",
+        "pods whose claims ask for 4 devices of one of 10 groups of 6 each",
+    ),
+];
+/// The scheduler names at most so many nodes in a context.
+const POTENTIAL_NODES: usize = 128;
+/// Nodes of the honest pods; `fair` chooses among them.
+const HONEST_NODES: usize = 16;
+const SAMPLES: usize = 100;
+/// Between two pods of the crowd.
+const PAUSE: Duration = Duration::from_millis(100);
+/// Between two questions to `/livez`.
+const PROBE_PERIOD: Duration = Duration::from_millis(5);
+const NAMESPACE: &str = "hostile";
+
+pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
+    for nodes in [64, 1000] {
+        let flags = [
+            ("controller-manager", "--kube-api-qps=2000"),
+            ("controller-manager", "--kube-api-burst=4000"),
+        ];
+        let stage = Arc::new(ground::stage(&flags, true).await?);
+        // This program is the scheduler: its choice of a node is all that counts.
+        stage.cluster.stop_component("scheduler", 15).await?;
+        ground::make_nodes(&stage, (0..HONEST_NODES).map(|node| (node, 8))).await?;
+        make_hostile_nodes(&stage, nodes).await?;
+        make_parameters(&stage).await?;
+        measure(&stage, options, nodes).await?;
+        Arc::into_inner(stage)
+            .context("nothing uses the cluster")?
+            .cluster
+            .stop()
+            .await?;
+    }
+    Ok(())
+}
+
+async fn measure(stage: &Arc<Stage>, options: &Options, nodes: usize) -> anyhow::Result<()> {
+    let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+    let probes = format!("--health-probe-bind-address={address}");
+    let controller = Controller::start_with(stage, options, &[&probes]).await?;
+    fair::samples(stage, &format!("warm-{nodes}"), 40).await?;
+    let alone = fair::samples(stage, &format!("alone-{nodes}"), SAMPLES).await?;
+    let allocation = "context written -> allocation stored";
+    figure(
+        &format!("{allocation}, alone, {nodes} nodes"),
+        &alone.to_string(),
+        Goal::none(),
+    );
+    for claims in [1, 16] {
+        for (parameters, what) in CROWDS {
+            let stop = CancellationToken::new();
+            let crowd = tokio::spawn(crowd(Arc::clone(stage), parameters, nodes, claims, stop.clone()));
+            let answers = probe(address, stop.clone());
+            // The first pods of the crowd are under way.
+            sleep(Duration::from_secs(1)).await;
+            let beside = fair::samples(stage, &format!("{parameters}-{nodes}-{claims}"), SAMPLES).await?;
+            stop.cancel();
+            let (answers, pods) = (answers.await??, crowd.await??);
+            ensure!(pods > 0, "no pod of the crowd was answered");
+            let about = format!("{nodes} nodes, beside {pods} {what}, with 2 x {claims} claims each");
+            let longest = answers.quantile(100);
+            figure(
+                &format!("longest answer of /livez, {about}"),
+                &format!("{longest:.1?}, n={}", answers.len()),
+                Goal::at_most(longest, Duration::from_millis(100)),
+            );
+            figure(
+                &format!("{allocation}, {about}"),
+                &beside.to_string(),
+                Goal::at_most(beside.quantile(99), 2 * alone.quantile(99)),
+            );
+        }
+    }
+    controller.end().await
+}
+
+/// Asks `/livez` over and over, each time on a new connection, until `stop`.
+fn probe(address: SocketAddr, stop: CancellationToken) -> JoinHandle<anyhow::Result<Times>> {
+    tokio::spawn(async move {
+        let mut times = Times::default();
+        while !stop.is_cancelled() {
+            let start = Instant::now();
+            let mut connection = TcpStream::connect(address).await?;
+            connection
+                .write_all(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                .await?;
+            let mut answer = String::new();
+            connection.read_to_string(&mut answer).await?;
+            ensure!(answer.starts_with("HTTP/1.1 200 "), "/livez answered {answer}");
+            times.push(start.elapsed());
+            sleep(PROBE_PERIOD).await;
+        }
+        Ok(times)
+    })
+}
+
+/// Makes one pod after the other until `stop`, and says how many were answered.
+async fn crowd(
+    stage: Arc<Stage>,
+    parameters: &'static str,
+    nodes: usize,
+    claims: usize,
+    stop: CancellationToken,
+) -> anyhow::Result<usize> {
+    let mut answered = 0;
+    while !stop.is_cancelled() {
+        let name = format!("{parameters}-{nodes}-{claims}-{answered}");
+        one(&stage, &name, parameters, nodes, claims).await?;
+        answered += 1;
+        sleep(PAUSE).await;
+    }
+    Ok(answered)
+}
+
+/// One pod with so many claims, from its context to the controller's answer, and as many claims that are allocated at once.
+async fn one(stage: &Stage, name: &str, parameters: &str, nodes: usize, claims: usize) -> anyhow::Result<()> {
+    let client = stage.cluster.client();
+    let claim_api = Api::<ResourceClaim>::namespaced(client.clone(), NAMESPACE);
+    let names: Vec<String> = (0..claims).map(|claim| format!("{name}-{claim}")).collect();
+    for claim in &names {
+        for (suffix, mode) in [("", "WaitForFirstConsumer"), ("-now", "Immediate")] {
+            let claim = serde_json::from_value(json!({
+                "metadata": { "name": format!("{claim}{suffix}") },
+                "spec": { "resourceClassName": format!("hostile-{}", kind_of(parameters)), "allocationMode": mode,
+                    "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": parameters } },
+            }))?;
+            claim_api.create(&PostParams::default(), &claim).await?;
+        }
+    }
+    let mut pod = serde_json::to_value(ground::held_pod(name, name)?)?;
+    let source = |claim: &String| json!({ "name": claim, "source": { "resourceClaimName": claim } });
+    pod["spec"]["resourceClaims"] = names.iter().map(source).collect();
+    let claims_of_container: Vec<Value> = names.iter().map(|claim| json!({ "name": claim })).collect();
+    pod["spec"]["containers"][0]["resources"]["claims"] = json!(claims_of_container);
+    let pods = Api::namespaced(client.clone(), NAMESPACE);
+    let pod = pods
+        .create(&PostParams::default(), &serde_json::from_value(pod)?)
+        .await?;
+    let potential: Vec<String> = (0..nodes.min(POTENTIAL_NODES)).map(hostile_node).collect();
+    let contexts = Api::<PodSchedulingContext>::namespaced(client, NAMESPACE);
+    let context = ground::context_of(&pod, None, &potential)?;
+    contexts.create(&PostParams::default(), &context).await?;
+    ground::until("the controller has answered the pod", PATIENCE, || async {
+        let context = contexts.get_opt(name).await?;
+        Ok(context.is_some_and(|context| context.status.resource_claims.len() == claims))
+    })
+    .await?;
+    ground::remove_pod(&pods, name).await?;
+    for claim in &names {
+        for suffix in ["", "-now"] {
+            claim_api
+                .delete(&format!("{claim}{suffix}"), &DeleteParams::default())
+                .await?;
+        }
+    }
+    Ok(())
+}
+
+/// The devices that these parameters are written for.
+fn kind_of(parameters: &str) -> &'static str {
+    if parameters == "search" { "60" } else { "8" }
+}
+
+fn hostile_node(number: usize) -> String {
+    format!("hostile-{number:04}")
+}
+
+/// Nodes with 8 devices, each in a group of its own, and 60 of another kind in groups of 6.
+async fn make_hostile_nodes(stage: &Stage, nodes: usize) -> anyhow::Result<()> {
+    let device = |kind: usize, group: usize, number: usize| {
+        json!({ "name": format!("hostile-{kind}-{number}"), "kind": format!("hostile-{kind}"), "mode": "claims",
+            "attributes": { "drayman.dev/group": { "int": number / group } } })
+    };
+    let mut devices: Vec<Value> = (0..8).map(|number| device(8, 1, number)).collect();
+    devices.extend((0..60).map(|number| device(60, 6, number)));
+    let api = Api::<NodeInventory>::all(stage.cluster.client());
+    ground::each(0..nodes, |number| {
+        let (api, devices) = (api.clone(), devices.clone());
+        async move {
+            let node = hostile_node(number);
+            stage.pretend_devices(&node, 0).await?;
+            let name = format!("{node}.{DRIVER}");
+            let patch = Patch::Merge(json!({ "spec": { "devices": devices } }));
+            api.patch(&name, &PatchParams::default(), &patch).await?;
+            Ok(())
+        }
+    })
+    .await
+}
+
+/// A class for each sort of devices, and the parameters of [`CROWDS`].
+async fn make_parameters(stage: &Stage) -> anyhow::Result<()> {
+    let namespace: Namespace = serde_json::from_value(json!({ "metadata": { "name": NAMESPACE } }))?;
+    Api::all(stage.cluster.client())
+        .create(&PostParams::default(), &namespace)
+        .await?;
+    for kind in ["hostile-8", "hostile-60"] {
+        stage
+            .apply(
+                &json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters",
+                "metadata": { "name": kind }, "spec": { "kind": kind } }),
+            )
+            .await?;
+        stage
+            .apply(
+                &json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass",
+                "metadata": { "name": kind }, "driverName": DRIVER,
+                "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClassParameters", "name": kind } }),
+            )
+            .await?;
+    }
+    let requests: Vec<Value> = (1..=8)
+        .map(|number| json!({ "name": format!("r{number}"), "count": if number == 8 { 2 } else { 1 } }))
+        .collect();
+    let constraints: Vec<Value> = (1..=7)
+        .map(|number| json!({ "matchAttribute": "drayman.dev/group", "requests": [format!("r{number}")] }))
+        .collect();
+    let group = json!([{ "matchAttribute": "drayman.dev/group" }]);
+    let specs = [
+        json!({ "requests": [{ "name": "r", "count": 9 }] }),
+        json!({ "requests": requests, "constraints": constraints }),
+        json!({ "requests": [{ "name": "r", "count": 4 }], "constraints": group }),
+    ];
+    for ((name, _), spec) in CROWDS.into_iter().zip(specs) {
+        stage
+            .apply(
+                &json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters",
+                "metadata": { "name": name, "namespace": NAMESPACE }, "spec": spec }),
+            )
+            .await?;
+    }
+    Ok(())
+}
