@@ -87,6 +87,22 @@ pub(super) struct CdiRoot {
     pub(super) root: PathBuf,
 }
 
+/// Where the container runtime answers.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct RuntimeSocket {
+    /// The CRI socket of the container runtime, which shows which containers still have a device; by default looked for
+    /// where containerd, CRI-O and k3s have it
+    #[arg(
+        id = "container_runtime_socket",
+        long = "container-runtime-socket",
+        value_name = "PATH",
+        env = "DRAYMAN_CONTAINER_RUNTIME_SOCKET",
+        hide_env_values = true,
+        value_parser = value::absolute_path
+    )]
+    pub(super) path: Option<PathBuf>,
+}
+
 /// What is logged, and in which form. Logs go to stderr.
 #[derive(Clone, Copy, Debug, clap::Args)]
 #[command(next_help_heading = "Logging")]

@@ -111,16 +111,8 @@ struct Directories {
     #[command(flatten)]
     cdi: group::CdiRoot,
 
-    /// The CRI socket of the container runtime, which shows which containers still have a device; by default looked for
-    /// where containerd, CRI-O and k3s have it
-    #[arg(
-        long,
-        value_name = "PATH",
-        env = "DRAYMAN_CONTAINER_RUNTIME_SOCKET",
-        hide_env_values = true,
-        value_parser = value::absolute_path
-    )]
-    container_runtime_socket: Option<PathBuf>,
+    #[command(flatten)]
+    container_runtime: group::RuntimeSocket,
 }
 
 /// [`PluginRegistration`] as a flag says it.
@@ -186,7 +178,7 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             device_plugin_dir = %directories.device_plugins.directory.display(),
             device_plugin_registration = ?directories.device_plugin_registration,
             cdi_root = %directories.cdi.root.display(),
-            container_runtime_socket = directories.container_runtime_socket.as_ref().map(tracing::field::debug),
+            container_runtime_socket = directories.container_runtime.path.as_ref().map(tracing::field::debug),
             dev_root = %host.dev_root.display(),
             sysfs_root = %host.sysfs_root.display(),
             orphan_grace_period = ?node.orphan_grace_period,
@@ -211,7 +203,7 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             cdi_dir: directories.cdi.root,
             host: host.paths(),
             orphan_grace: node.orphan_grace_period,
-            runtime_socket: directories.container_runtime_socket,
+            runtime_socket: directories.container_runtime.path,
             standing: standing.clone(),
             figures,
             ..NodeOptions::new(node_name, config, client)

@@ -369,13 +369,11 @@ impl<D: NodeDriver> Owner<D> {
             _ => {}
         }
         let (uid, steps) = match planned {
-            Err(Refusal::Held { device, holder }) => {
-                let holder = self.with_container(&device, holder).await;
-                return Err(Refusal::Held { device, holder }.into());
-            }
-            planned => planned?,
+            Ok(planned) => planned,
+            Err(refusal) => return Err(self.with_container(refusal).await.into()),
         };
         self.orphans.change().forget(&uid);
+        self.check_unwitnessed(&taken(&steps).collect()).await?;
         for device in taken(&steps) {
             self.check_unused(device).await?;
         }

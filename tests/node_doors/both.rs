@@ -12,7 +12,7 @@ use crate::look::{
     Running, devices_inside, in_containers, pod_with_limit, until_granted, wait_for_allocatable,
     wait_for_inventory,
 };
-use crate::stage::{DRIVER, Stage, is_allocated, is_gone, is_running, pod_with_claim};
+use crate::stage::{DRIVER, Program, Stage, is_allocated, is_gone, is_running, pod_from, pod_with_claim};
 
 const RESOURCE: &str = "drayman.dev/both";
 const CONFIGURATION: &str = "\
@@ -26,6 +26,8 @@ kinds:
 ";
 const PREFIX: &str = "drayman-test-";
 const MINORS: [u32; 3] = [5, 7, 8];
+/// How often one of the programs is killed.
+const KILLS_EVERY: Duration = Duration::from_secs(7);
 
 /// Numbers that are the same for the same seed (splitmix64).
 struct Numbers(u64);
@@ -50,35 +52,85 @@ fn environment(name: &str, default: u64) -> u64 {
 /// What was seen of devices in containers.
 #[derive(Default)]
 struct Watched {
-    /// Whether a pod with an extended resource has been deleted by force.
-    forced: bool,
     looks: usize,
     busy: usize,
-    /// How often two containers that both have an extended resource were seen with one device.
-    granted_twice: usize,
     last: BTreeMap<String, BTreeSet<Running>>,
 }
 
 impl Watched {
-    /// Looks into the runtime. Kubelet takes a pod that was deleted by force for gone and grants its devices to the next at once,
-    /// while its container is still ending; it does so with every device plugin, and says nothing. Through different doors, or to
-    /// two claims, it must never happen.
+    /// Looks which containers have which devices. Kubelet forgets a pod that was deleted by force while its container still ends; the
+    /// companion asks the container runtime.
     fn look(&mut self, node: Node<'_>) {
         let now = in_containers(node, PREFIX);
-        for (device, containers) in now.iter().filter(|(_, containers)| containers.len() > 1) {
-            let by_kubelet = containers
-                .iter()
-                .all(|container| container.pod.starts_with("plugged-"));
+        for (device, containers) in &now {
             assert!(
-                by_kubelet && self.forced,
+                containers.len() < 2,
                 "{device} is in two containers: {containers:?}"
             );
-            self.granted_twice += 1;
         }
         self.looks += 1;
         self.busy += now.len();
         self.last = now;
     }
+}
+
+/// The programs that are killed.
+struct Programs {
+    controller: Program,
+    companion: Program,
+    /// How often each was killed.
+    killed: BTreeMap<&'static str, usize>,
+}
+
+impl Programs {
+    fn start(stage: &Stage) -> anyhow::Result<Self> {
+        Ok(Self {
+            controller: stage.controller()?,
+            companion: stage.companion(0, CONFIGURATION)?,
+            killed: BTreeMap::new(),
+        })
+    }
+
+    /// Kills one of them where it stands and starts the next; kubelet one of nine times, since it takes longest.
+    async fn kill(&mut self, stage: &Stage, number: u64) -> anyhow::Result<()> {
+        let name = match number {
+            0..=3 => {
+                self.controller.kill().await?;
+                self.controller = stage.controller()?;
+                "controller"
+            }
+            4..=7 => {
+                self.companion.kill().await?;
+                self.companion = stage.companion(0, CONFIGURATION)?;
+                "companion"
+            }
+            _ => {
+                let node = stage.cluster.node(0);
+                node.stop("kubelet", 9).await?;
+                node.start("kubelet").await?;
+                "kubelet"
+            }
+        };
+        *self.killed.entry(name).or_default() += 1;
+        Ok(())
+    }
+}
+
+/// A pod of either sort, whose container goes on for up to three seconds after SIGTERM if `is_slow`.
+fn pod_of(name: &str, is_slow: bool) -> anyhow::Result<Pod> {
+    let mut pod = if name.starts_with("plugged-") {
+        pod_with_limit(name, RESOURCE)?
+    } else {
+        pod_with_claim(name)?
+    };
+    if is_slow {
+        let mut value = serde_json::to_value(&pod)?;
+        value["spec"]["containers"][0]["command"] =
+            serde_json::json!(["sh", "-c", "trap '' TERM; while :; do sleep 1; done"]);
+        value["spec"]["terminationGracePeriodSeconds"] = serde_json::json!(3);
+        pod = pod_from(value)?;
+    }
+    Ok(pod)
 }
 
 #[tokio::test]
@@ -93,50 +145,41 @@ async fn pods_of_both_sorts_that_come_and_go_never_share_a_device_and_leave_all_
         node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
     }
     stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let mut companion = stage.companion(0, CONFIGURATION)?;
+    let mut programs = Programs::start(&stage)?;
     wait_for_inventory(&stage, DRIVER, 3, 0).await?;
     wait_for_allocatable(&stage, RESOURCE, "3").await?;
 
     let (mut numbers, mut watched) = (Numbers(seed), Watched::default());
     let mut pods: Vec<String> = Vec::new();
     let mut outcomes: BTreeMap<String, usize> = BTreeMap::new();
-    let (start, mut made, mut killed) = (Instant::now(), 0, false);
+    let (start, mut made) = (Instant::now(), 0);
+    let mut next_kill = KILLS_EVERY;
     while start.elapsed() < Duration::from_secs(seconds) {
         watched.look(node);
         match numbers.below(10) {
-            0..=2 if pods.len() < 6 => {
+            sort @ 0..=4 if pods.len() < 6 => {
                 made += 1;
-                let name = format!("claims-{made}");
-                stage
-                    .pods()
-                    .create(&PostParams::default(), &pod_with_claim(&name)?)
-                    .await?;
+                let sort = if sort % 2 == 0 { "claims" } else { "plugged" };
+                let name = format!("{sort}-{made}");
+                let pod = pod_of(&name, numbers.below(2) == 0)?;
+                stage.pods().create(&PostParams::default(), &pod).await?;
                 pods.push(name);
             }
-            3..=5 if pods.len() < 6 => {
-                made += 1;
-                let name = format!("plugged-{made}");
-                stage
-                    .pods()
-                    .create(&PostParams::default(), &pod_with_limit(&name, RESOURCE)?)
-                    .await?;
-                pods.push(name);
-            }
-            6 if !pods.is_empty() => {
+            5 if !pods.is_empty() => {
                 let name = &pods[usize::try_from(numbers.below(pods.len() as u64))?];
-                let is_plugged = name.starts_with("plugged-");
                 // Kubelet 1.27 never asks for the end of a claim whose pod was deleted by force, and dies of a nil pointer if a claim of
                 // its name is there that is not allocated (`UnprepareResources` in its `dra/manager.go`).
-                if !is_plugged && stage.cluster.minor() < 28 {
+                if !name.starts_with("plugged-") && stage.cluster.minor() < 28 {
                     continue;
                 }
-                watched.forced |= is_plugged;
                 let outcome = format!("{}, deleted by force", outcome(&stage, name).await?);
                 *outcomes.entry(outcome).or_default() += 1;
-                replace_by_force(&stage, name).await?;
+                // Another has its name, as a StatefulSet makes it.
+                stage.remove_pod(name).await?;
+                let pod = pod_of(name, numbers.below(2) == 0)?;
+                stage.pods().create(&PostParams::default(), &pod).await?;
             }
-            7..=9 if !pods.is_empty() => {
+            6..=9 if !pods.is_empty() => {
                 let index = usize::try_from(numbers.below(pods.len() as u64))?;
                 let name = pods.swap_remove(index);
                 *outcomes.entry(outcome(&stage, &name).await?).or_default() += 1;
@@ -144,11 +187,9 @@ async fn pods_of_both_sorts_that_come_and_go_never_share_a_device_and_leave_all_
             }
             _ => {}
         }
-        // Once, in the middle: what was only in memory is lost.
-        if !killed && start.elapsed() > Duration::from_secs(seconds / 2) {
-            killed = true;
-            companion.kill().await?;
-            companion = stage.companion(0, CONFIGURATION)?;
+        if start.elapsed() > next_kill {
+            next_kill += KILLS_EVERY;
+            programs.kill(&stage, numbers.below(9)).await?;
         }
         tokio::time::sleep(Duration::from_millis(150 + numbers.below(500))).await;
     }
@@ -157,15 +198,19 @@ async fn pods_of_both_sorts_that_come_and_go_never_share_a_device_and_leave_all_
         stage.pods().delete(name, &DeleteParams::default()).await?;
     }
     println!(
-        "{made} pods in {seconds} s (seed {seed}): {outcomes:?}; {} looks, {} of them at devices in use; \
-         kubelet gave a device of a pod deleted by force to the next {} times",
-        watched.looks, watched.busy, watched.granted_twice
+        "{made} pods in {seconds} s (seed {seed}): {outcomes:?}; killed: {:?}; {} looks, {} times a device in use",
+        programs.killed, watched.looks, watched.busy
     );
     assert!(watched.busy > 0 && made > 5, "something has happened");
 
+    let ended = Instant::now();
     all_is_free(&stage, &mut watched).await?;
-    companion.end().await?;
-    controller.end().await?;
+    println!(
+        "all devices are free and can be had again after {:?}",
+        ended.elapsed()
+    );
+    programs.companion.end().await?;
+    programs.controller.end().await?;
     stage.cluster.stop().await
 }
 
@@ -188,11 +233,11 @@ async fn all_is_free(stage: &Stage, watched: &mut Watched) -> anyhow::Result<()>
         watched.look(node);
         tokio::time::sleep(Duration::from_millis(300)).await;
     }
+    wait_for_inventory(stage, DRIVER, 3, 0).await?;
+    wait_for_allocatable(stage, RESOURCE, "3").await?;
     let checkpoint: Value =
         serde_json::from_str(&node.read("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json")?)?;
     assert_eq!(checkpoint["data"]["entries"], serde_json::json!({}));
-    wait_for_inventory(stage, DRIVER, 3, 0).await?;
-    wait_for_allocatable(stage, RESOURCE, "3").await?;
     for number in 0..3 {
         stage.make_pod(&format!("last-{number}")).await?;
     }
@@ -203,18 +248,6 @@ async fn all_is_free(stage: &Stage, watched: &mut Watched) -> anyhow::Result<()>
     wait_for_allocatable(stage, RESOURCE, "0").await?;
     watched.look(node);
     assert_eq!(watched.last.len(), 3);
-    Ok(())
-}
-
-/// Deletes a pod by force and makes another under its name, as a StatefulSet does.
-async fn replace_by_force(stage: &Stage, name: &str) -> anyhow::Result<()> {
-    let pod = if name.starts_with("plugged-") {
-        pod_with_limit(name, RESOURCE)?
-    } else {
-        pod_with_claim(name)?
-    };
-    stage.remove_pod(name).await?;
-    stage.pods().create(&PostParams::default(), &pod).await?;
     Ok(())
 }
 

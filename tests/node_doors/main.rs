@@ -1,6 +1,7 @@
 //! Both doors on a real node: one device never leaves by two of them, and a vendor's own devices go through them like the built-in.
 
 mod both;
+mod forced;
 #[path = "../harness/mod.rs"]
 mod harness;
 mod health;

@@ -22,7 +22,7 @@ use crate::cli::{Error, block_on, choose_tls_provider, group, value};
 use crate::core::inspect::devices::devices;
 use crate::core::inspect::doctor::{Finding, Level, classes, definitions, lease, server};
 use crate::core::inspect::gates;
-use crate::core::inspect::nodes::{NodeFacts, extended_resources, inventories};
+use crate::core::inspect::nodes::{NodeFacts, extended_resources, inventories, runtime_sockets};
 use crate::core::inspect::overlap::{self, Sharers};
 use crate::core::inspect::rights::Component;
 
@@ -47,6 +47,9 @@ pub(in crate::cli) struct Arguments {
 
     #[command(flatten)]
     cdi: group::CdiRoot,
+
+    #[command(flatten)]
+    container_runtime: group::RuntimeSocket,
 
     /// Configuration file of kubelet, for --this-node
     #[arg(
@@ -93,6 +96,7 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
             cdi_root: &arguments.cdi.root,
             kubelet_config: &arguments.kubelet_config,
             containerd_config: &arguments.containerd_config,
+            runtime_socket: arguments.container_runtime.path.as_deref(),
         })
     } else {
         choose_tls_provider();
@@ -229,7 +233,8 @@ async fn look_at_rights(
     let mode_both = of_driver
         .flat_map(|inventory| &inventory.spec.devices)
         .any(|device| device.mode == Mode::Both);
-    let mut accounts = rights::accounts(client, driver).await?;
+    let pods = rights::pods(client).await?;
+    let mut accounts = rights::accounts(&pods, driver);
     for (component, user) in [
         (Component::Controller, &arguments.controller_user),
         (Component::Node, &arguments.node_user),
@@ -240,7 +245,8 @@ async fn look_at_rights(
             lease: None,
         }));
     }
-    let mut findings = Vec::new();
+    let companions: Vec<bool> = rights::companions_with_socket(&pods, driver);
+    let mut findings: Vec<Finding> = runtime_sockets(&companions).into_iter().collect();
     for account in &accounts {
         findings.extend(rights::look(client, account, mode_both).await?);
     }

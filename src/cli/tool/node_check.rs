@@ -7,11 +7,14 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use crate::core::inspect::doctor::Finding;
 use crate::core::inspect::gates;
+use crate::core::inspect::nodes::{RUNTIME, without_runtime};
 use crate::core::node::discovery::mounts;
+use crate::node::witness::SOCKETS;
 
 /// The mounts that this process sees.
 const MOUNTS: &str = "/proc/self/mountinfo";
@@ -32,9 +35,12 @@ pub(super) struct Machine<'a> {
     pub(super) kubelet_config: &'a Path,
     /// Containerd's configuration file.
     pub(super) containerd_config: &'a Path,
+    /// The container runtime's socket, if it is named.
+    pub(super) runtime_socket: Option<&'a Path>,
 }
 
-/// Looks at the directories of kubelet and its feature gate, the lengths of our sockets' paths, and at CDI in containerd.
+/// Looks at the directories of kubelet and its feature gate, the lengths of our sockets' paths, CDI in containerd, and the socket of the
+/// container runtime.
 pub(super) fn look(machine: &Machine<'_>) -> Vec<Finding> {
     let mut findings = directories(machine.kubelet_root, machine.device_plugins);
     // As this process sees it, as it does the directories.
@@ -46,7 +52,20 @@ pub(super) fn look(machine: &Machine<'_>) -> Vec<Finding> {
         machine.cdi_root,
         containerd::installed,
     ));
+    let usual = SOCKETS.map(Path::new);
+    let named = machine.runtime_socket.as_ref().map(std::slice::from_ref);
+    findings.push(runtime(named.unwrap_or(&usual)));
     findings
+}
+
+/// Whether a container runtime answers at one of these sockets.
+fn runtime(sockets: &[&Path]) -> Finding {
+    let connected = |socket: &&&Path| UnixStream::connect(socket).is_ok();
+    if let Some(socket) = sockets.iter().find(connected) {
+        return Finding::fine(RUNTIME, format!("listens at {}", socket.display()));
+    }
+    let paths: Vec<String> = sockets.iter().map(|path| path.display().to_string()).collect();
+    without_runtime(&format!("nobody listens at {}", paths.join(", ")))
 }
 
 fn directories(kubelet_root: &Path, device_plugins: &Path) -> Vec<Finding> {
@@ -235,6 +254,21 @@ mod tests {
             let told = propagation(directory.path(), mountinfo).map(|finding| finding.level);
             assert_eq!(told, Some(Level::Note));
         }
+    }
+
+    #[test]
+    fn a_machine_without_a_runtime_socket_is_told_its_cost() {
+        let directory = tempfile::tempdir().unwrap();
+        let (there, gone) = (
+            directory.path().join("cri.sock"),
+            directory.path().join("gone.sock"),
+        );
+        let _listener = std::os::unix::net::UnixListener::bind(&there).unwrap();
+        assert_eq!(runtime(&[&gone, &there]).level, Level::Fine);
+        let told = runtime(&[&gone]);
+        assert_eq!(told.level, Level::Note);
+        assert!(told.message.contains("gone.sock") && told.message.contains("deleted by force"));
+        assert!(told.fix.unwrap().contains("node.containerRuntimeSocket"));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use anyhow::Context as _;
 use futures::{StreamExt as _, TryStreamExt as _};
 use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{EnvVar, Pod};
 use kube::Client;
 use kube::api::{Api, ListParams, PostParams};
 
@@ -33,11 +33,61 @@ pub(super) struct Account {
     pub(super) lease: Option<LeaseName>,
 }
 
-/// The accounts as which the chart's pods of this driver run.
-pub(super) async fn accounts(client: &Client, driver: &str) -> Result<BTreeSet<Account>, Error> {
+/// The pods of the chart.
+pub(super) async fn pods(client: &Client) -> Result<Vec<Pod>, Error> {
     let pods = Api::<Pod>::all(client.clone());
-    let pods = read::list(&pods, ListParams::default().labels(PODS)).await?;
-    Ok(pods.iter().filter_map(|pod| account(pod, driver)).collect())
+    read::list(&pods, ListParams::default().labels(PODS)).await
+}
+
+/// The accounts as which the chart's pods of this driver run.
+pub(super) fn accounts(pods: &[Pod], driver: &str) -> BTreeSet<Account> {
+    pods.iter().filter_map(|pod| account(pod, driver)).collect()
+}
+
+/// For each companion of this driver, whether it was given the socket of the container runtime.
+pub(super) fn companions_with_socket(pods: &[Pod], driver: &str) -> Vec<bool> {
+    let companions = pods
+        .iter()
+        .filter(|pod| account(pod, driver).is_some_and(|account| account.component == Component::Node));
+    companions
+        .map(|pod| Flags::of(pod).value("--container-runtime-socket").is_some())
+        .collect()
+}
+
+/// The flags and variables of a pod's containers.
+struct Flags<'a> {
+    flags: Vec<&'a str>,
+    variables: Vec<&'a EnvVar>,
+}
+
+impl<'a> Flags<'a> {
+    fn of(pod: &'a Pod) -> Self {
+        let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
+        let flags = containers
+            .clone()
+            .flat_map(|container| container.args.iter().flatten());
+        Self {
+            flags: flags.map(String::as_str).collect(),
+            variables: containers
+                .flat_map(|container| container.env.iter().flatten())
+                .collect(),
+        }
+    }
+
+    /// The value of a flag, which wins over its variable.
+    fn value(&self, name: &str) -> Option<&'a str> {
+        let variable = || {
+            let name = format!(
+                "DRAYMAN_{}",
+                name.trim_start_matches('-').to_uppercase().replace('-', "_")
+            );
+            let variable = self.variables.iter().find(|variable| variable.name == name)?;
+            variable.value.as_deref()
+        };
+        let mut flags = self.flags.iter();
+        let flag = flags.find_map(|flag| flag.strip_prefix(name)?.strip_prefix('='));
+        flag.or_else(variable)
+    }
 }
 
 fn account(pod: &Pod, driver: &str) -> Option<Account> {
@@ -48,37 +98,15 @@ fn account(pod: &Pod, driver: &str) -> Option<Account> {
         _ => return None,
     };
     let spec = pod.spec.as_ref()?;
-    let containers = spec.containers.iter();
-    let flags: Vec<&str> = containers
-        .clone()
-        .flat_map(|container| container.args.iter().flatten())
-        .map(String::as_str)
-        .collect();
-    let variables: Vec<_> = containers
-        .flat_map(|container| container.env.iter().flatten())
-        .collect();
-    // A flag wins over its variable.
-    let value = |name: &str| {
-        let variable = || {
-            let name = format!(
-                "DRAYMAN_{}",
-                name.trim_start_matches('-').to_uppercase().replace('-', "_")
-            );
-            let variable = variables.iter().find(|variable| variable.name == name)?;
-            variable.value.as_deref()
-        };
-        let flag = flags
-            .iter()
-            .find_map(|flag| flag.strip_prefix(name)?.strip_prefix('='));
-        flag.or_else(variable)
-    };
-    if value("--driver-name") != Some(driver) {
+    let flags = Flags::of(pod);
+    if flags.value("--driver-name") != Some(driver) {
         return None;
     }
     let namespace = pod.metadata.namespace.as_deref()?;
     let name = spec.service_account_name.as_deref().unwrap_or("default");
-    let lease = flags.contains(&"--leader-elect").then(|| LeaseName {
-        namespace: value("--leader-elect-resource-namespace")
+    let lease = flags.flags.contains(&"--leader-elect").then(|| LeaseName {
+        namespace: flags
+            .value("--leader-elect-resource-namespace")
             .unwrap_or("kube-system")
             .to_owned(),
         name: driver.to_owned(),
@@ -184,5 +212,18 @@ mod tests {
         by_variable.spec.as_mut().unwrap().containers[0].env = serde_json::from_value(variable).unwrap();
         assert!(account(&by_variable, "a").is_some());
         assert_eq!(account(&by_variable, "b"), None);
+    }
+    #[test]
+    fn a_companion_has_the_socket_that_its_pod_names() {
+        let pods = |flags: &[&str]| {
+            [
+                pod("node", &[&["node", "--driver-name=a"], flags].concat()),
+                pod("controller", &["--driver-name=a"]),
+                pod("node", &["node", "--driver-name=b"]),
+            ]
+        };
+        assert_eq!(companions_with_socket(&pods(&[]), "a"), [false]);
+        let named = ["--container-runtime-socket=/run/cri.sock"];
+        assert_eq!(companions_with_socket(&pods(&named), "a"), [true]);
     }
 }

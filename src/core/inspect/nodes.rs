@@ -10,6 +10,9 @@ use crate::core::devices::inventory::unready;
 /// Names that are told, at most.
 const NAMES_MAX: usize = 5;
 
+/// The heading of the container runtime's socket.
+pub const RUNTIME: &str = "container runtime";
+
 /// A node, as far as it matters here.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeFacts {
@@ -128,6 +131,38 @@ fn without(inventories: &[NodeInventory], driver: &str, nodes: &[NodeFacts]) -> 
             nodes.len()
         ),
     ))
+}
+
+/// Judges whether companions can ask the container runtime which containers have devices: for each companion, whether it has the socket.
+pub fn runtime_sockets(companions: &[bool]) -> Option<Finding> {
+    let without = companions.iter().filter(|has_socket| !**has_socket).count();
+    match (without, companions.len()) {
+        (_, 0) => None,
+        (0, all) => Some(Finding::fine(
+            RUNTIME,
+            format!("{all} companions have its socket"),
+        )),
+        (without, all) => Some(without_runtime(&format!(
+            "{without} of {all} companions have no socket of it"
+        ))),
+    }
+}
+
+/// Says what it costs that a companion cannot ask the container runtime. The socket is root on its node, so an operator may mean it so.
+pub fn without_runtime(what: &str) -> Finding {
+    let message = format!(
+        "{what}: if a pod is deleted by force, its devices can stay withheld until `drayman node release --force`, and kubelet can \
+         give its extended resources to the next pod while its containers still have them"
+    );
+    Finding {
+        fix: Some(
+            "if pods are deleted by force here: set node.containerRuntimeSocket of the chart (containerd: \
+             /run/containerd/containerd.sock, CRI-O: /var/run/crio/crio.sock), and outside of a pod --container-runtime-socket; \
+             whoever reaches this socket is root on the node"
+                .to_owned(),
+        ),
+        ..Finding::note(RUNTIME, message)
+    }
 }
 
 /// Judges the extended resources under the driver's name that nodes announce and no inventory explains.

@@ -107,8 +107,8 @@ pub enum Refusal {
         /// One who has it.
         holder: String,
     },
-    /// A container has the device, and another is about to start with it.
-    #[error("device {device:?} is still in use by {holder}; this container starts when that one has ended")]
+    /// A container has the device, and another is about to get it.
+    #[error("device {device:?} is still in use by {holder}; it is free when that container has ended")]
     StillUsed {
         /// The device.
         device: String,
