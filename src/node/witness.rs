@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use futures::future::BoxFuture;
 use tokio::sync::Mutex;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 use tracing::info;
@@ -57,9 +57,11 @@ pub struct RuntimeWitness {
 #[derive(Debug, Default)]
 struct Connection {
     channel: Option<(PathBuf, Channel)>,
-    /// What each container was given, which never changes.
-    given: BTreeMap<String, Given>,
+    given: Known,
 }
+
+/// What each container was given, which never changes, and when this process saw it first.
+type Known = BTreeMap<String, (Given, Instant)>;
 
 impl RuntimeWitness {
     /// The runtime at this socket or, without one, the one at a usual place. `None` if nothing is there.
@@ -103,11 +105,7 @@ impl RuntimeWitness {
         Err(problems.join("; "))
     }
 
-    async fn connect(
-        &self,
-        given: &mut BTreeMap<String, Given>,
-        socket: &Path,
-    ) -> Result<(Channel, Witnessed), String> {
+    async fn connect(&self, given: &mut Known, socket: &Path) -> Result<(Channel, Witnessed), String> {
         let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display()))
             .map_err(|error| error.to_string())?;
         let channel = endpoint.connect().await.map_err(|error| error.to_string())?;
@@ -127,42 +125,36 @@ impl RuntimeWitness {
         Ok((channel, seen))
     }
 
-    async fn containers(
-        &self,
-        given: &mut BTreeMap<String, Given>,
-        channel: Channel,
-    ) -> Result<Witnessed, String> {
+    async fn containers(&self, given: &mut Known, channel: Channel) -> Result<Witnessed, String> {
         let listed = list(channel.clone()).await?;
         given.retain(|id, _| listed.iter().any(|container| container.id == *id));
-        let now = SystemTime::now()
-            .duration_since(SystemTime::UNIX_EPOCH)
-            .unwrap_or_default();
         let mut all = Vec::new();
         for container in listed {
             let state = state_of(&container);
             if state == State::Exited {
                 continue;
             }
-            let known = match given.get(&container.id) {
+            let (told, since) = match given.get(&container.id) {
                 Some(known) => known.clone(),
                 None => match status(channel.clone(), &container.id, &self.dev).await? {
                     // It has gone since it was listed.
                     None => continue,
                     Some(told) => {
-                        given.insert(container.id.clone(), told.clone());
-                        told
+                        let known = (told, Instant::now());
+                        given.insert(container.id.clone(), known.clone());
+                        known
                     }
                 },
             };
-            let created = Duration::from_nanos(u64::try_from(container.created_at).unwrap_or_default());
             let label = |name: &str| container.labels.get(name).cloned().unwrap_or_default();
             all.push(RuntimeContainer {
                 namespace: label(POD_NAMESPACE),
                 pod: label(POD_NAME),
                 container: label(CONTAINER_NAME),
                 state,
-                age: now.saturating_sub(created),
-                given: known,
+                // The runtime tells when it created the container, by a clock that somebody may set meanwhile.
+                age: since.elapsed(),
+                given: told,
             });
         }
         Ok(Witnessed(all))
@@ -236,7 +228,7 @@ mod tests {
     use crate::api::proto::cri_v1::runtime_service_server::{RuntimeService, RuntimeServiceServer};
     use crate::api::proto::cri_v1::{ContainerStatusResponse, ListContainersResponse};
 
-    /// A runtime with a container that runs, one that has ended and one that is gone when it is asked for.
+    /// A runtime with a container that runs, one that has ended, one that is gone when it is asked for, and one that is not started yet.
     #[derive(Default)]
     struct Runtime(Arc<AtomicUsize>);
 
@@ -263,6 +255,7 @@ mod tests {
                 container("runs", ContainerState::ContainerRunning),
                 container("ended", ContainerState::ContainerExited),
                 container("gone", ContainerState::ContainerRunning),
+                container("created", ContainerState::ContainerCreated),
             ];
             Ok(Response::new(ListContainersResponse { containers }))
         }
@@ -273,11 +266,14 @@ mod tests {
         ) -> Result<Response<ContainerStatusResponse>, Status> {
             self.0.fetch_add(1, Ordering::SeqCst);
             let request = request.into_inner();
-            if request.container_id != "runs" || !request.verbose {
-                return Err(Status::not_found("no such container"));
-            }
-            let text = r#"{"runtimeSpec":{"linux":{"devices":[{"type":"c","major":120,"minor":6}]}}}"#;
-            let info = [("info".to_owned(), text.to_owned())].into();
+            let minor = match request.container_id.as_str() {
+                "runs" if request.verbose => 6,
+                "created" if request.verbose => 7,
+                _ => return Err(Status::not_found("no such container")),
+            };
+            let devices = format!(r#"[{{"type":"c","major":120,"minor":{minor}}}]"#);
+            let text = format!(r#"{{"runtimeSpec":{{"linux":{{"devices":{devices}}}}}}}"#);
+            let info = [("info".to_owned(), text)].into();
             Ok(Response::new(ContainerStatusResponse { info }))
         }
     }
@@ -299,11 +295,13 @@ mod tests {
             let seen = witness.look().await.unwrap();
             let user = seen.user(&["c120:6".parse().unwrap()], None).unwrap();
             assert_eq!(user.to_string(), "container main of pod default/p");
-            assert_eq!(seen.0.len(), 1);
+            assert_eq!(seen.0.len(), 2);
+            // It may be started any moment, however long ago the runtime's clock says that it was created.
+            assert!(seen.user(&["c120:7".parse().unwrap()], None).is_some());
         }
         assert_eq!(
             asked.load(Ordering::SeqCst),
-            3,
+            4,
             "what a container was given is kept"
         );
 

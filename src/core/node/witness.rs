@@ -13,7 +13,7 @@ use serde::Deserialize;
 use super::kubelet_state::shortened;
 use crate::api::crd::{DeviceNodeKind, DeviceNumber};
 
-/// For how long a container that was created and not started may still be started: kubelet waits two minutes for each call to the
+/// For how long a container that was seen created and not started may still be started: kubelet waits two minutes for each call to the
 /// runtime. A created container of a kubelet that was killed meanwhile is never started, and is removed with its pod.
 const START_LIMIT: Duration = Duration::from_secs(240);
 
@@ -51,7 +51,7 @@ pub struct RuntimeContainer {
     pub container: String,
     /// How far it has come.
     pub state: State,
-    /// How long ago it was created.
+    /// For how long it has been seen, by a clock that nobody sets.
     pub age: Duration,
     /// What it was given.
     pub given: Given,
