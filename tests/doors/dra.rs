@@ -50,7 +50,7 @@ async fn kubelet_registers_and_prepares_with_a_path_as_authority() {
             b"\x1a",
             &[u8::try_from(endpoint.len()).unwrap()],
             endpoint.as_bytes(),
-            b"\x22\x051.0.0",
+            b"\x22\x051.0.1",
         ];
         assert_eq!((info.status.as_str(), info.body), ("0", golden.concat()));
         let notify = "/pluginregistration.Registration/NotifyRegistrationStatus";

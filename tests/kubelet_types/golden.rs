@@ -84,7 +84,7 @@ async fn every_answer_about_claims_has_the_bytes_that_kubelets_own_types_read() 
         b"\x0a\x09DRAPlugin".to_vec(),
         field(2, DRIVER),
         field(3, &endpoint),
-        b"\x22\x051.0.0".to_vec(),
+        b"\x22\x051.0.1".to_vec(),
     ];
     let notify = "/pluginregistration.Registration/NotifyRegistrationStatus";
     let registration = [
@@ -94,7 +94,7 @@ async fn every_answer_about_claims_has_the_bytes_that_kubelets_own_types_read() 
             info.concat(),
             "PluginInfo",
             format!(
-                r#"{{"type":"DRAPlugin","name":"{DRIVER}","endpoint":"{endpoint}","supported_versions":["1.0.0"]}}"#
+                r#"{{"type":"DRAPlugin","name":"{DRIVER}","endpoint":"{endpoint}","supported_versions":["1.0.1"]}}"#
             ),
         ),
         golden(

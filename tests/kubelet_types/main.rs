@@ -47,7 +47,7 @@ async fn kubelet_reads_every_answer_of_the_registration_and_of_both_versions_for
     let door = DraDoor::open().await;
     let endpoint = door.service().display().to_string();
     let info = format!(
-        r#"GetInfo {{"type":"DRAPlugin","name":"{DRIVER}","endpoint":"{endpoint}","supported_versions":["1.0.0"]}}"#
+        r#"GetInfo {{"type":"DRAPlugin","name":"{DRIVER}","endpoint":"{endpoint}","supported_versions":["1.0.1"]}}"#
     );
     assert_eq!(
         call("registration", &door.registration()).await,

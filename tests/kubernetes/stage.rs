@@ -5,7 +5,7 @@ mod objects;
 #[path = "stage/program.rs"]
 mod program;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
 use drayman::api::crd::{
@@ -37,6 +37,8 @@ use crate::harness::{Cluster, PATIENCE};
 pub(crate) const DRIVER: &str = "drayman.dev";
 /// The finalizer that the controller puts on claims.
 pub(crate) const FINALIZER: &str = "drayman.dev/deletion-protection";
+/// The program of this build.
+pub(crate) const OURS: &str = env!("CARGO_BIN_EXE_drayman");
 
 /// A cluster with drayman's kinds and one class, `test`, in it.
 #[allow(missing_debug_implementations, reason = "a kube::Client has none")]
@@ -306,7 +308,7 @@ impl Stage {
 
     /// The same with more flags.
     pub(crate) fn controller_with(&self, flags: &[&str]) -> anyhow::Result<Program> {
-        let mut command = self.cluster.command(env!("CARGO_BIN_EXE_drayman"));
+        let mut command = self.cluster.command(OURS);
         command
             .args(["controller", "--v=4", "--kubeconfig"])
             .arg(&self.controller)
@@ -316,18 +318,27 @@ impl Stage {
 
     /// Starts one of several controllers, as a user of its own, so that the audit log tells them apart.
     pub(crate) async fn replica(&self, name: &str) -> anyhow::Result<Program> {
+        self.replica_of(OURS.as_ref(), name).await
+    }
+
+    /// The same of another build.
+    pub(crate) async fn replica_of(&self, program: &Path, name: &str) -> anyhow::Result<Program> {
         let flags = [
             "--leader-elect-lease-duration=7s",
             "--leader-elect-renew-deadline=2s",
             "--leader-elect-retry-period=500ms",
         ];
-        self.replica_with(name, &flags).await
+        self.start_replica(program, name, &flags).await
     }
 
     /// The same with other flags of the lease.
     pub(crate) async fn replica_with(&self, name: &str, flags: &[&str]) -> anyhow::Result<Program> {
+        self.start_replica(OURS.as_ref(), name, flags).await
+    }
+
+    async fn start_replica(&self, program: &Path, name: &str, flags: &[&str]) -> anyhow::Result<Program> {
         let kubeconfig = self.cluster.user(name, &replica_rules()?).await?;
-        let mut command = self.cluster.command(env!("CARGO_BIN_EXE_drayman"));
+        let mut command = self.cluster.command(program);
         command.args(["controller", "--v=4", "--leader-elect"]);
         command.args(flags).arg("--kubeconfig").arg(kubeconfig);
         self.program(name, command)
@@ -345,10 +356,21 @@ impl Stage {
         configuration: &str,
         flags: &[&str],
     ) -> anyhow::Result<Program> {
+        self.companion_of(OURS.as_ref(), number, configuration, flags)
+    }
+
+    /// The same of another build.
+    pub(crate) fn companion_of(
+        &self,
+        program: &Path,
+        number: usize,
+        configuration: &str,
+        flags: &[&str],
+    ) -> anyhow::Result<Program> {
         let node = self.cluster.node(number);
         let file = self.cluster.directory().join(format!("node-{number}.yaml"));
         std::fs::write(&file, configuration)?;
-        let mut command = node.command(env!("CARGO_BIN_EXE_drayman"));
+        let mut command = node.command(program);
         command
             .args(["node", "--v=4", "--node-name", node.name(), "--kubeconfig"])
             .arg(&self.node);

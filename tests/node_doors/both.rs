@@ -14,8 +14,8 @@ use crate::look::{
 };
 use crate::stage::{DRIVER, Program, Stage, is_allocated, is_gone, is_running, pod_from, pod_with_claim};
 
-const RESOURCE: &str = "drayman.dev/both";
-const CONFIGURATION: &str = "\
+pub(crate) const RESOURCE: &str = "drayman.dev/both";
+pub(crate) const CONFIGURATION: &str = "\
 apiVersion: drayman.dev/v1alpha1
 kind: NodeConfiguration
 kinds:
@@ -24,16 +24,16 @@ kinds:
   resourceName: drayman.dev/both
   paths: [\"/dev/drayman-test-*\"]
 ";
-const PREFIX: &str = "drayman-test-";
+pub(crate) const PREFIX: &str = "drayman-test-";
 const MINORS: [u32; 3] = [5, 7, 8];
 /// How often one of the programs is killed.
 const KILLS_EVERY: Duration = Duration::from_secs(7);
 
 /// Numbers that are the same for the same seed (splitmix64).
-struct Numbers(u64);
+pub(crate) struct Numbers(pub(crate) u64);
 
 impl Numbers {
-    fn below(&mut self, limit: u64) -> u64 {
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -42,7 +42,7 @@ impl Numbers {
     }
 }
 
-fn environment(name: &str, default: u64) -> u64 {
+pub(crate) fn environment(name: &str, default: u64) -> u64 {
     std::env::var(name)
         .ok()
         .and_then(|text| text.parse().ok())
@@ -51,7 +51,7 @@ fn environment(name: &str, default: u64) -> u64 {
 
 /// What was seen of devices in containers.
 #[derive(Default)]
-struct Watched {
+pub(crate) struct Watched {
     looks: usize,
     busy: usize,
     last: BTreeMap<String, BTreeSet<Running>>,
@@ -60,7 +60,7 @@ struct Watched {
 impl Watched {
     /// Looks which containers have which devices. Kubelet forgets a pod that was deleted by force while its container still ends; the
     /// companion asks the container runtime.
-    fn look(&mut self, node: Node<'_>) {
+    pub(crate) fn look(&mut self, node: Node<'_>) {
         let now = in_containers(node, PREFIX);
         for (device, containers) in &now {
             assert!(
@@ -204,7 +204,7 @@ async fn pods_of_both_sorts_that_come_and_go_never_share_a_device_and_leave_all_
     assert!(watched.busy > 0 && made > 5, "something has happened");
 
     let ended = Instant::now();
-    all_is_free(&stage, &mut watched).await?;
+    all_is_free(&stage, &mut watched, MINORS.len()).await?;
     println!(
         "all devices are free and can be had again after {:?}",
         ended.elapsed()
@@ -216,7 +216,7 @@ async fn pods_of_both_sorts_that_come_and_go_never_share_a_device_and_leave_all_
 
 /// Everything is free in the end: no pod, no claim, no trace on the node, and all devices can be had again, through one door, and
 /// then none through the other.
-async fn all_is_free(stage: &Stage, watched: &mut Watched) -> anyhow::Result<()> {
+pub(crate) async fn all_is_free(stage: &Stage, watched: &mut Watched, devices: usize) -> anyhow::Result<()> {
     let node = stage.cluster.node(0);
     let left = || async {
         let pods = stage.pods().list(&ListParams::default()).await?.items.len();
@@ -233,21 +233,21 @@ async fn all_is_free(stage: &Stage, watched: &mut Watched) -> anyhow::Result<()>
         watched.look(node);
         tokio::time::sleep(Duration::from_millis(300)).await;
     }
-    wait_for_inventory(stage, DRIVER, 3, 0).await?;
-    wait_for_allocatable(stage, RESOURCE, "3").await?;
+    wait_for_inventory(stage, DRIVER, u32::try_from(devices)?, 0).await?;
+    wait_for_allocatable(stage, RESOURCE, &devices.to_string()).await?;
     let checkpoint: Value =
         serde_json::from_str(&node.read("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json")?)?;
     assert_eq!(checkpoint["data"]["entries"], serde_json::json!({}));
-    for number in 0..3 {
+    for number in 0..devices {
         stage.make_pod(&format!("last-{number}")).await?;
     }
-    for number in 0..3 {
+    for number in 0..devices {
         let name = format!("last-{number}");
         stage.wait(stage.pods(), &name, "running", is_running()).await?;
     }
     wait_for_allocatable(stage, RESOURCE, "0").await?;
     watched.look(node);
-    assert_eq!(watched.last.len(), 3);
+    assert_eq!(watched.last.len(), devices);
     Ok(())
 }
 

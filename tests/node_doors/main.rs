@@ -7,6 +7,7 @@ mod harness;
 mod health;
 mod look;
 mod plugin;
+mod releases;
 #[path = "../../examples/sensors.rs"]
 #[allow(dead_code, reason = "its main is called by one test")]
 mod sensors;

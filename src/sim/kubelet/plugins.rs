@@ -1,6 +1,6 @@
 //! The plugins of a node: the plugin watcher for DRA, and the registration of device plugins.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -193,8 +193,8 @@ async fn register(socket: &Path, calls: &Calls) -> Option<(String, PathBuf)> {
         .call(socket, &format!("{SERVICE}/GetInfo"), &InfoRequest {}, INFO)
         .await
         .ok()?;
-    let versions: BTreeSet<&str> = info.supported_versions.iter().map(String::as_str).collect();
-    let accepted = info.r#type == "DRAPlugin" && versions.contains("1.0.0");
+    let mut versions = info.supported_versions.iter();
+    let accepted = info.r#type == "DRAPlugin" && versions.any(|version| version.starts_with("1."));
     let status = RegistrationStatus {
         plugin_registered: accepted,
         error: if accepted {

@@ -18,8 +18,10 @@ use crate::core::node::name::check_driver;
 use crate::node::companion::Companion;
 use crate::node::transport::{MAX_MESSAGE, listen};
 
-/// What kubelet up to 1.31 takes as the version of a DRA plugin: any 1.x.
-const SUPPORTED_VERSION: &str = "1.0.0";
+/// What kubelet up to 1.31 takes as the version of a DRA plugin: any 1.x. While it has a plugin of this name registered at another socket, it
+/// takes a higher version only. Releases that said 1.0.0 had their registration beside the driver's folder. If such a companion is
+/// killed, its socket stays, and the next companion cannot reach it.
+const SUPPORTED_VERSION: &str = "1.0.1";
 /// How soon a rejected registration is offered again, at first and at last.
 const RETRY: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(600));
 
