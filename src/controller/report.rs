@@ -261,10 +261,10 @@ impl Reporter {
                         .clone()
                         .unwrap_or_else(|| "default".to_owned()),
                 ),
-                // As client-go names them; 17 characters are left for the time.
+                // As client-go names them; 17 characters are left for the time. No label may end with a hyphen or be empty.
                 name: Some(format!(
                     "{}.{:x}",
-                    name.get(..236).unwrap_or(&name),
+                    name.get(..236).unwrap_or(&name).trim_end_matches(['-', '.']),
                     said.at.as_nanosecond()
                 )),
                 ..ObjectMeta::default()

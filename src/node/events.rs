@@ -40,10 +40,10 @@ impl NodeEvent<'_> {
         Event {
             metadata: ObjectMeta {
                 namespace: Some(NAMESPACE.to_owned()),
-                // As client-go names them.
+                // As client-go names them. No label may end with a hyphen or be empty.
                 name: Some(format!(
                     "{}.{:x}",
-                    beginning(self.node_name, NAME_MAX),
+                    beginning(self.node_name, NAME_MAX).trim_end_matches(['-', '.']),
                     now.as_nanosecond()
                 )),
                 ..ObjectMeta::default()
@@ -108,6 +108,9 @@ mod tests {
         let event = told(&long).at(Timestamp::MAX);
         assert!(event.metadata.name.unwrap().len() <= 253);
         assert_eq!(event.reporting_instance.unwrap().len(), 128);
-        assert_eq!(event.regarding.unwrap().name, Some(long));
+        assert_eq!(event.regarding.unwrap().name.as_deref(), Some(&*long));
+        let hyphen = format!("{}-.{}", "n".repeat(NAME_MAX - 2), "n".repeat(18));
+        let name = told(&hyphen).at(Timestamp::MAX).metadata.name.unwrap();
+        assert!(!name.contains("-.") && !name.contains(".."), "{name}");
     }
 }

@@ -226,3 +226,32 @@ fn a_driver_whose_name_the_server_would_refuse_in_a_finalizer_is_refused_at_the_
             .map(drop)
     })
 }
+
+#[test]
+fn names_of_253_characters_are_served_and_told() -> anyhow::Result<()> {
+    on_stage("long-names", async |stage| {
+        // The hyphen is where the name of an Event takes no more of the name of its object.
+        let name = |start: &str| format!("{start}{}-{}", "x".repeat(235 - start.len()), "x".repeat(17));
+        let (served, waits, class) = (name("served-"), name("waits-"), name("class-"));
+        let node = format!("{}.example", "n".repeat(245));
+        stage.driver.nodes([(&node, 1)]);
+        let controller = stage.start().await?;
+        stage.make_class(&class, json!({})).await?;
+        for pod_name in [&served, &waits] {
+            stage
+                .claim_of(pod_name, json!({ "resourceClassName": class }))
+                .await?;
+            let pod = stage.pod(pod_name, &[("device", From::Claim(pod_name))]).await?;
+            stage.context(&pod, &node, std::slice::from_ref(&node)).await?;
+            if pod_name == &served {
+                stage.until_claim(&served, "allocated", is_allocated).await?;
+            }
+        }
+        stage.event(&waits, "NoSuitableDevice", "").await?;
+        stage.remove_pod(&served).await?;
+        stage.delete_claim(&served).await?;
+        stage.until_gone(&served).await?;
+        stage.until_claim(&waits, "allocated", is_allocated).await?;
+        controller.end().await
+    })
+}
