@@ -39,17 +39,16 @@ pub const VERSION: &str = "v1alpha1";
 // A rule of the schema (CEL) that adds up over a list would be refused by API servers up to 1.29, which cannot estimate its cost.
 
 /// Devices in one [`NodeInventory`], at most. With two attributes for each and the lengths below, an inventory stays under the
-/// 1.5 MiB that etcd takes, as long as its texts are ASCII.
+/// 1.5 MiB that etcd takes, as long as its texts are ASCII. The companion leaves out attributes where more do not fit.
 pub const DEVICES_MAX: usize = 1024;
 /// Attributes of one device, at most.
 pub const ATTRIBUTES_MAX: usize = 32;
-/// Attributes of all devices of an inventory together, at most, so that the object stays below what the API server stores. Kept by
-/// the companion: a rule of the schema that adds up over a list is refused by API servers before 1.30.
-pub const INVENTORY_ATTRIBUTES_MAX: usize = 2048;
 /// Characters in the name of an attribute, at most: a domain of 63, a slash and 32.
 pub const ATTRIBUTE_NAME_MAX: usize = 96;
 /// Characters in a text attribute and in the reason why a device is unhealthy, at most.
 pub const TEXT_MAX: usize = 256;
+/// Characters in an attribute that is a version, at most.
+pub const VERSION_MAX: usize = 64;
 /// Devices in one claim, at most: with the longest names they still fit into a resource handle.
 pub const CLAIM_DEVICES_MAX: usize = 64;
 /// Requests in one claim, at most.

@@ -10,7 +10,7 @@ use std::future::Future;
 use futures::Stream;
 use tracing::warn;
 
-use crate::api::crd::{ATTRIBUTE_NAME_MAX, ATTRIBUTES_MAX, DEVICES_MAX, TEXT_MAX};
+use crate::api::crd::{ATTRIBUTE_NAME_MAX, ATTRIBUTES_MAX, DEVICES_MAX, TEXT_MAX, VERSION_MAX};
 pub use crate::api::crd::{AttributeValue, Device, Mode};
 pub use crate::core::node::injection::{DeviceNode, Injection, Mount};
 use crate::core::node::inventory::Devices;
@@ -169,6 +169,8 @@ pub(crate) fn served(list: Vec<Device>) -> (Devices, BTreeSet<String>) {
                 .any(|name| name.len() > ATTRIBUTE_NAME_MAX)
         {
             "it has too many attributes, or one with too long a name"
+        } else if device.attributes.values().any(is_too_long) {
+            "an attribute is too long: texts have at most 256 characters, versions 64"
         } else if device
             .unhealthy
             .as_ref()
@@ -183,6 +185,12 @@ pub(crate) fn served(list: Vec<Device>) -> (Devices, BTreeSet<String>) {
     }
     // A tree that has been filled in order is half empty.
     (devices.into_iter().collect(), problems)
+}
+
+/// Whether the API server would refuse an attribute, and with it the whole inventory.
+fn is_too_long(value: &AttributeValue) -> bool {
+    let exceeds = |text: &Option<String>, most| text.as_ref().is_some_and(|text| text.chars().count() > most);
+    exceeds(&value.string, TEXT_MAX) || exceeds(&value.version, VERSION_MAX)
 }
 
 /// Logs what is new among the problems.
@@ -207,10 +215,13 @@ mod tests {
 
     #[test]
     fn what_a_driver_lists_is_checked_before_it_becomes_part_of_anything() {
-        let attribute = |name: String| (name, AttributeValue::int(1));
+        let attribute = |name: &str, value: AttributeValue| Device {
+            attributes: [("a/0".to_owned(), value)].into_iter().collect(),
+            ..device(name)
+        };
         let crowded = Device {
             attributes: (0..=ATTRIBUTES_MAX)
-                .map(|n| attribute(format!("a/{n}")))
+                .map(|n| (format!("a/{n}"), AttributeValue::int(1)))
                 .collect(),
             ..device("crowded")
         };
@@ -229,12 +240,21 @@ mod tests {
             device(""),
             crowded,
             talkative,
+            attribute("long", AttributeValue::string("x".repeat(TEXT_MAX + 1))),
+            attribute(
+                "new",
+                AttributeValue {
+                    version: Some("1".repeat(VERSION_MAX + 1)),
+                    ..AttributeValue::default()
+                },
+            ),
+            attribute("c", AttributeValue::string("\u{1f600}".repeat(TEXT_MAX))),
             unkind,
             device("b"),
         ];
         let (devices, problems) = served(list);
-        assert!(devices.keys().eq(["a", "b"]));
-        assert_eq!(problems.len(), 6, "{problems:?}");
+        assert!(devices.keys().eq(["a", "b", "c"]));
+        assert_eq!(problems.len(), 8, "{problems:?}");
     }
 
     #[test]

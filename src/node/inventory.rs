@@ -24,6 +24,7 @@ use tracing::{debug, info, warn};
 use super::events::{self, NodeEvent};
 use super::figures::Figures;
 use super::owner::Quarantine;
+use crate::api::crd::NodeInventory;
 use crate::api::resource;
 use crate::core::node::checkpoint::ClusterFacts;
 use crate::core::node::claims_api::ClaimsApi;
@@ -79,8 +80,31 @@ enum PublishError {
     NoUid(String),
     #[error("the API server does not answer within {} s", CALL_TIMEOUT.as_secs())]
     Timeout,
+    #[error(
+        "the API server takes no inventory of {bytes} bytes ({said}): let the configuration describe fewer devices of this node, or raise \
+         --max-request-bytes of etcd, which is 1.5 MiB by default"
+    )]
+    TooLarge { bytes: usize, said: String },
     #[error(transparent)]
     Api(#[from] kube::Error),
+}
+
+impl PublishError {
+    /// The error of a write of this object: says how large it is if that is the reason.
+    fn of_write(self, inventory: &NodeInventory) -> Self {
+        match self {
+            // Etcd's refusal comes as an internal error.
+            Self::Api(kube::Error::Api(status))
+                if status.code == 413 || status.message.contains("request is too large") =>
+            {
+                Self::TooLarge {
+                    bytes: serde_json::to_vec(inventory).map_or(0, |json| json.len()),
+                    said: status.message.clone(),
+                }
+            }
+            other => other,
+        }
+    }
 }
 
 /// The task that writes the inventory.
@@ -128,6 +152,8 @@ struct Seen {
     applied: Option<(Option<String>, Arc<Devices>)>,
     /// What the server answered last.
     stored: Option<Stored<Counted>>,
+    /// The attributes that were left out last.
+    dropped: Vec<String>,
     /// The devices that people were told of last.
     told: Option<Arc<Devices>>,
 }
@@ -235,8 +261,13 @@ impl Publisher {
         let wanted = (node.metadata.uid.clone(), devices.clone());
         if seen.applied.as_ref() != Some(&wanted) {
             let parameters = PatchParams::apply(FIELD_MANAGER).force();
-            let inventory = inventory(name, &self.driver_name, node, &devices);
-            let stored = call(api.patch(name, &parameters, &Patch::Apply(&inventory))).await?;
+            let (inventory, dropped) = inventory(name, &self.driver_name, node, &devices);
+            if !dropped.is_empty() && dropped != seen.dropped {
+                warn!(attributes = ?dropped, "an inventory has no room for all attributes of so many devices; these are left out");
+            }
+            seen.dropped = dropped;
+            let applied = call(api.patch(name, &parameters, &Patch::Apply(&inventory))).await;
+            let stored = applied.map_err(|error| error.of_write(&inventory))?;
             seen.stored = Some(stored);
             info!(
                 inventory = name,

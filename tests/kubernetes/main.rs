@@ -23,6 +23,7 @@ mod ends;
 mod example;
 mod faults;
 mod hostile;
+mod largest;
 mod leader;
 mod loss;
 mod moved;

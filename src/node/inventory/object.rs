@@ -8,7 +8,8 @@ use kube::api::ObjectMeta;
 
 use super::stored::{Counted, Stored};
 use super::{Quarantine, Standing};
-use crate::api::crd::{NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
+use crate::api::crd::{Device, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
+use crate::core::node::discovery::attributes::fit;
 use crate::core::node::driver_name::DriverName;
 use crate::core::node::inventory::Devices;
 
@@ -22,15 +23,17 @@ pub(super) fn object_name(node_name: &str, driver_name: &DriverName) -> String {
     format!("{node_name}.{driver_name}")
 }
 
-/// The part of the inventory that we apply. It goes with its Node.
+/// The part of the inventory that we apply, and the attributes that it has no room for. It goes with its Node.
 pub(super) fn inventory(
     name: &str,
     driver_name: &DriverName,
     node: &Node,
     devices: &Devices,
-) -> NodeInventory {
+) -> (NodeInventory, Vec<String>) {
+    let mut devices: Vec<Device> = devices.values().cloned().collect();
+    let dropped = fit(&mut devices);
     let uid = node.uid().unwrap_or_default();
-    NodeInventory {
+    let inventory = NodeInventory {
         metadata: ObjectMeta {
             name: Some(name.to_owned()),
             owner_references: Some(vec![OwnerReference {
@@ -46,10 +49,11 @@ pub(super) fn inventory(
             driver_name: driver_name.to_string(),
             node_name: node.name_any(),
             node_uid: uid,
-            devices: devices.values().cloned().collect(),
+            devices,
         },
         status: None,
-    }
+    };
+    (inventory, dropped)
 }
 
 /// The status that belongs to a stored inventory. The same as the stored one, if nothing in it has to change.
@@ -121,7 +125,6 @@ fn describe(quarantine: &Quarantine) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::crd::Device;
 
     fn stored() -> NodeInventory {
         let node: Node =
@@ -140,7 +143,7 @@ mod tests {
         };
         let devices = Devices::from([device("a", None), device("b", Some("gone"))]);
         let driver = DriverName::parse("drayman.dev").unwrap();
-        let mut inventory = inventory(&object_name("node-a", &driver), &driver, &node, &devices);
+        let (mut inventory, _) = inventory(&object_name("node-a", &driver), &driver, &node, &devices);
         inventory.metadata.generation = Some(3);
         inventory
     }

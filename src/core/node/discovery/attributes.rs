@@ -4,6 +4,7 @@
 //! (`k8s.io/dynamic-resource-allocation/deviceattribute`).
 
 use litemap::LiteMap;
+use serde::Serialize;
 
 use super::pci::PciFacts;
 use super::usb::UsbFacts;
@@ -36,11 +37,13 @@ const IMPORTANCE: [&str; 17] = [
     "minor",
 ];
 
-/// Bytes of all attributes of all devices of one inventory, at most: with everything else the object stays under the 1.5 MiB that
-/// etcd takes.
-const BYTES_MAX: usize = 900_000;
-/// Bytes of one attribute besides its name and its value, in JSON.
-const OVERHEAD: usize = 24;
+/// Bytes that the devices of one inventory take in etcd, at most. Etcd takes requests of 1.5 MiB; the rest is for the metadata and the
+/// status.
+const BYTES_MAX: usize = 1_500_000;
+/// Bytes of the managed fields of one device besides its name: which of its fields belong to the companion.
+const MANAGED: usize = 128;
+/// Bytes of the reason why a device is unhealthy, where longer ones do not fit.
+const SHORT_REASON: usize = 128;
 
 /// Attributes that grow one by one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -129,37 +132,53 @@ pub fn numa_nodes(device: &Device) -> Vec<i64> {
     node.into_iter().filter(|node| *node >= 0).collect()
 }
 
-/// Leaves out attributes, of all devices the same, until an inventory can hold the rest; answers with the names.
+/// Leaves out attributes, of all devices the same, until an inventory can hold the rest; answers with the names. If no attribute is left,
+/// the reasons why devices are unhealthy are shortened.
 pub fn fit(devices: &mut [Device]) -> Vec<String> {
     let mut dropped = Vec::new();
-    loop {
-        let total: usize = devices
-            .iter()
-            .flat_map(|device| &device.attributes)
-            .map(bytes)
-            .sum();
-        if total <= BYTES_MAX {
-            return dropped;
-        }
+    let mut total: usize = devices.iter().map(stored_bytes).sum();
+    while total > BYTES_MAX {
         let names = devices.iter().flat_map(|device| device.attributes.keys());
         let Some(last) = names
             .max_by_key(|name| (importance(name), (*name).clone()))
             .cloned()
         else {
+            for reason in devices.iter_mut().filter_map(|device| device.unhealthy.as_mut()) {
+                let ends = reason
+                    .char_indices()
+                    .map(|(start, character)| start + character.len_utf8());
+                reason.truncate(
+                    ends.take_while(|end| *end <= SHORT_REASON)
+                        .last()
+                        .unwrap_or_default(),
+                );
+            }
             return dropped;
         };
-        for device in devices.iter_mut() {
-            device.attributes.remove(&last);
+        for value in devices
+            .iter_mut()
+            .filter_map(|device| device.attributes.remove(&last))
+        {
+            total -= last.len() + json_bytes(&value);
         }
         dropped.push(last);
     }
+    dropped
 }
 
-/// The length of an attribute in JSON, at most: texts have no control characters, so that nothing grows by more than a backslash.
-fn bytes((name, value): (&String, &AttributeValue)) -> usize {
-    let text = value.string.as_deref().unwrap_or_default();
-    let escaped = text.bytes().filter(|byte| matches!(byte, b'"' | b'\\')).count();
-    name.len() + text.len() + escaped + OVERHEAD
+/// The bytes of a device in the object that the API server stores.
+fn stored_bytes(device: &Device) -> usize {
+    json_bytes(device) + device.name.len() + MANAGED
+}
+
+/// The bytes of a value in the JSON of the API server. This can stand in HTML: three characters take six bytes each.
+fn json_bytes(value: &impl Serialize) -> usize {
+    let json = serde_json::to_vec(value).unwrap_or_default();
+    let escaped = json
+        .iter()
+        .filter(|byte| matches!(byte, b'<' | b'>' | b'&'))
+        .count();
+    json.len() + 5 * escaped
 }
 
 fn importance(name: &str) -> usize {
@@ -255,12 +274,36 @@ mod tests {
         let mut few: Vec<Device> = (0..10).map(device).collect();
         assert_eq!(fit(&mut few), Vec::<String>::new());
         let mut many: Vec<Device> = (0..DEVICES_MAX).map(device).collect();
-        assert_eq!(
-            fit(&mut many),
-            ["drayman.dev/strange", "drayman.dev/minor", "drayman.dev/vendor"]
+        assert_eq!(fit(&mut many), ["drayman.dev/strange", "drayman.dev/minor"]);
+        assert!(many.iter().all(|device| device.attributes == attributes(2)));
+    }
+
+    #[test]
+    fn devices_of_the_longest_texts_fit_into_an_inventory() {
+        let text = |character: &str| character.repeat(TEXT_MAX);
+        let device = |index: usize| Device {
+            name: format!("{index:a>63}"),
+            kind: "k".repeat(63),
+            unhealthy: Some(text("\u{1f600}")),
+            attributes: (0..ATTRIBUTES_MAX)
+                .map(|index| (format!("{index:a>96}"), AttributeValue::string(text("<"))))
+                .collect(),
+            ..Device::default()
+        };
+        let mut largest: Vec<Device> = (0..DEVICES_MAX).map(device).collect();
+        assert_eq!(fit(&mut largest).len(), ATTRIBUTES_MAX);
+        assert!(largest.iter().map(stored_bytes).sum::<usize>() <= BYTES_MAX);
+        // Without attributes, reasons are all that is left to shorten.
+        for device in &mut largest {
+            device.unhealthy = Some(text("<"));
+        }
+        assert_eq!(fit(&mut largest), Vec::<String>::new());
+        assert!(largest.iter().map(stored_bytes).sum::<usize>() <= BYTES_MAX);
+        let reasons = largest.iter().filter_map(|device| device.unhealthy.as_deref());
+        assert!(
+            reasons.clone().count() == DEVICES_MAX
+                && reasons.max().is_some_and(|longest| longest.len() == SHORT_REASON)
         );
-        assert!(many.iter().all(|device| device.attributes == attributes(1)));
-        assert!(serde_json::to_vec(&many).unwrap().len() < 1_200_000);
     }
 
     #[test]
