@@ -27,7 +27,26 @@ pub(crate) struct Running {
 /// The devices below `/dev` whose names begin with `prefix`, each with the containers that have it and in which something runs: from
 /// the bundle of every container that exists in the runtime, and the control groups of every process of the machine.
 pub(crate) fn in_containers(node: Node<'_>, prefix: &str) -> BTreeMap<String, BTreeSet<Running>> {
-    let mut found = in_bundles(node, prefix);
+    running(in_bundles(node, |device| {
+        let name = device["path"].as_str()?.strip_prefix("/dev/")?;
+        name.starts_with(prefix).then(|| name.to_owned())
+    }))
+}
+
+/// The same by type and number of the device nodes that containers were given, whatever they are called.
+pub(crate) fn in_containers_by_number(node: Node<'_>) -> BTreeMap<String, BTreeSet<Running>> {
+    running(in_bundles(node, |device| {
+        Some(format!(
+            "{}{}:{}",
+            device["type"].as_str()?,
+            device["major"],
+            device["minor"]
+        ))
+    }))
+}
+
+/// Of these containers those in which something runs.
+fn running(mut found: BTreeMap<String, BTreeSet<Running>>) -> BTreeMap<String, BTreeSet<Running>> {
     if found.is_empty() {
         return found;
     }
@@ -57,7 +76,7 @@ fn control_groups() -> String {
     groups
 }
 
-fn in_bundles(node: Node<'_>, prefix: &str) -> BTreeMap<String, BTreeSet<Running>> {
+fn in_bundles(node: Node<'_>, key: impl Fn(&Value) -> Option<String>) -> BTreeMap<String, BTreeSet<Running>> {
     const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task/k8s.io";
     let mut found: BTreeMap<String, BTreeSet<Running>> = BTreeMap::new();
     for container in node.list(BUNDLES).unwrap_or_default() {
@@ -69,12 +88,8 @@ fn in_bundles(node: Node<'_>, prefix: &str) -> BTreeMap<String, BTreeSet<Running
         };
         let pod = bundle["annotations"]["io.kubernetes.cri.sandbox-name"].as_str();
         for device in bundle["linux"]["devices"].as_array().into_iter().flatten() {
-            if let Some(name) = device["path"]
-                .as_str()
-                .and_then(|path| path.strip_prefix("/dev/"))
-                && name.starts_with(prefix)
-            {
-                found.entry(name.to_owned()).or_default().insert(Running {
+            if let Some(name) = key(device) {
+                found.entry(name).or_default().insert(Running {
                     id: container.clone(),
                     pod: pod.unwrap_or_default().to_owned(),
                 });

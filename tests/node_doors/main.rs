@@ -6,6 +6,7 @@ mod forced;
 mod harness;
 mod health;
 mod look;
+mod paths;
 mod plugin;
 mod releases;
 #[path = "../../examples/sensors.rs"]
