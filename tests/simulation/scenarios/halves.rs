@@ -128,3 +128,31 @@ fn a_claim_is_not_taken_back_again_from_a_pod_that_can_run_by_now() {
     assert!(is_bound(&stage, "p"));
     expect_well(stage);
 }
+
+#[test]
+fn a_pod_is_looked_at_again_when_a_late_record_outlives_a_failure() {
+    let mut stage = calm(&[("node-a", 2)]);
+    stage.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("gpu")], None);
+    stage.run_until("the driver is asked", |stage| {
+        let last = stage.command_log.last();
+        last.is_some_and(|line| line.starts_with("allocate"))
+    });
+    stage.faults.plan.insert(stage.commands + 1, Fault::PausedLeader);
+    stage.run_until("the leader is paused", |stage| stage.process.is_none());
+    // The rest of the pod can be had nowhere any more.
+    stage.set_devices("node-a", 1);
+    // What the next leader gives back first is recorded by the old one while the driver hangs.
+    stage
+        .faults
+        .plan
+        .insert(stage.commands + 1, Fault::DriverHungBefore);
+    stage.run_until("the old leader has written", |stage| !stage.ghosts.is_empty());
+    stage.run_for(120 * SECOND);
+    assert_eq!(
+        (recorded(&stage), taken_back(&stage)),
+        (0, 1),
+        "{:?}",
+        stage.command_log
+    );
+    expect_well(stage);
+}
