@@ -1,5 +1,6 @@
 //! What claims that are made to be hard cost everybody else: answers of `/livez`, and the allocations of another namespace.
 
+use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,8 +8,8 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use drayman::api::crd::NodeInventory;
 use drayman::api::resource::{PodSchedulingContext, ResourceClaim};
-use k8s_openapi::api::core::v1::Namespace;
-use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
+use k8s_openapi::api::core::v1::{Event, Namespace};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -44,6 +45,12 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// Between two questions to `/livez`.
 const PROBE_PERIOD: Duration = Duration::from_millis(5);
 const NAMESPACE: &str = "hostile";
+/// Parameters of as many namespaces, each with all the expressions that an object can have.
+const EXPRESSION_OBJECTS: usize = 100;
+/// Devices with a text of their own, 100 on each node.
+const EXPRESSION_DEVICES: usize = 5000;
+/// 32 MB, MB taken as 10^6 bytes.
+const EXPRESSIONS_KIB: u64 = 31_250;
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     for nodes in [64, 1000] {
@@ -194,6 +201,94 @@ fn kind_of(parameters: &str) -> &'static str {
     if parameters == "search" { "60" } else { "8" }
 }
 
+/// What the expressions of users take of the controller's memory.
+pub(crate) async fn expressions(options: &Options) -> anyhow::Result<()> {
+    let stage = &ground::stage(&[], true).await?;
+    stage.cluster.stop_component("scheduler", 15).await?;
+    ground::make_nodes(stage, (0..HONEST_NODES).map(|node| (node, 8))).await?;
+    make_parameters(stage).await?;
+    let device = |number: usize| {
+        json!({ "name": format!("text-{number}"), "kind": "hostile-8", "mode": "claims",
+            "attributes": { "drayman.dev/text": { "string": format!("a text of its own, number {number}") } } })
+    };
+    ground::each(0..EXPRESSION_DEVICES / 100, |node| async move {
+        let devices: Vec<Value> = (100 * node..100 * (node + 1)).map(device).collect();
+        make_node(stage, &format!("text-{node:03}"), &devices).await
+    })
+    .await?;
+    let controller = Controller::start(stage, options).await?;
+    fair::samples(stage, "before-expressions", 8).await?;
+    let (rest, _) = controller.resident_kib();
+    ground::each(0..EXPRESSION_OBJECTS, |object| async move {
+        let namespace = format!("expressions-{object:03}");
+        make_namespace(stage, &namespace).await?;
+        stage
+            .apply(&json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters",
+                "metadata": { "name": namespace, "namespace": namespace }, "spec": { "requests": requests_with_expressions(object) } }))
+            .await?;
+        let claim = serde_json::from_value(json!({
+            "metadata": { "name": "expressions" },
+            "spec": { "resourceClassName": "hostile-8", "allocationMode": "Immediate",
+                "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": namespace } },
+        }))?;
+        let claims = Api::<ResourceClaim>::namespaced(stage.cluster.client(), &namespace);
+        claims.create(&PostParams::default(), &claim).await?;
+        Ok(())
+    })
+    .await?;
+    let events = Api::<Event>::all(stage.cluster.client());
+    let of_claims = ListParams::default().fields("involvedObject.name=expressions");
+    let reasons = async || {
+        let mut reasons = BTreeMap::<String, usize>::new();
+        for event in events.list(&of_claims).await? {
+            *reasons.entry(event.reason.unwrap_or_default()).or_default() += 1;
+        }
+        anyhow::Ok(reasons)
+    };
+    ground::until("every claim has its answer", PATIENCE, || async {
+        Ok(reasons().await?.values().sum::<usize>() >= EXPRESSION_OBJECTS)
+    })
+    .await?;
+    ground::until("the controller is at rest", 3 * PATIENCE, || async {
+        let before = controller.processor_time();
+        sleep(Duration::from_secs(5)).await;
+        Ok(controller.processor_time() <= before + Duration::from_millis(50))
+    })
+    .await?;
+    let (now, most) = controller.resident_kib();
+    figure(
+        &format!(
+            "memory for {EXPRESSION_OBJECTS} objects with 256 expressions each in as many namespaces, {EXPRESSION_DEVICES} different devices"
+        ),
+        &format!(
+            "{} KiB above {rest} KiB, {most} KiB at most; events: {:?}",
+            now.saturating_sub(rest),
+            reasons().await?
+        ),
+        Goal::below(now.saturating_sub(rest), EXPRESSIONS_KIB),
+    );
+    controller.end().await
+}
+
+/// Expressions that are all different; half of them fail on each device with a text of its own.
+fn requests_with_expressions(object: usize) -> Vec<Value> {
+    let expression = |number: usize| {
+        let text = r#"device.attributes["drayman.dev"].text"#;
+        let expression = if number.is_multiple_of(2) {
+            format!("int({text}) == {number}")
+        } else {
+            format!("{text}.endsWith(\"{number}\")")
+        };
+        json!({ "cel": { "expression": expression } })
+    };
+    let request = |request: usize| {
+        let first = 16 * (16 * object + request);
+        let selectors: Vec<Value> = (first..first + 16).map(expression).collect();
+        json!({ "name": format!("r{request}"), "count": 1, "selectors": selectors })
+    };
+    (0..16).map(request).collect()
+}
+
 fn hostile_node(number: usize) -> String {
     format!("hostile-{number:04}")
 }
@@ -206,27 +301,33 @@ async fn make_hostile_nodes(stage: &Stage, nodes: usize) -> anyhow::Result<()> {
     };
     let mut devices: Vec<Value> = (0..8).map(|number| device(8, 1, number)).collect();
     devices.extend((0..60).map(|number| device(60, 6, number)));
-    let api = Api::<NodeInventory>::all(stage.cluster.client());
     ground::each(0..nodes, |number| {
-        let (api, devices) = (api.clone(), devices.clone());
-        async move {
-            let node = hostile_node(number);
-            stage.pretend_devices(&node, 0).await?;
-            let name = format!("{node}.{DRIVER}");
-            let patch = Patch::Merge(json!({ "spec": { "devices": devices } }));
-            api.patch(&name, &PatchParams::default(), &patch).await?;
-            Ok(())
-        }
+        let devices = devices.clone();
+        async move { make_node(stage, &hostile_node(number), &devices).await }
     })
     .await
 }
 
-/// A class for each sort of devices, and the parameters of [`CROWDS`].
-async fn make_parameters(stage: &Stage) -> anyhow::Result<()> {
-    let namespace: Namespace = serde_json::from_value(json!({ "metadata": { "name": NAMESPACE } }))?;
+async fn make_node(stage: &Stage, node: &str, devices: &[Value]) -> anyhow::Result<()> {
+    stage.pretend_devices(node, 0).await?;
+    let api = Api::<NodeInventory>::all(stage.cluster.client());
+    let patch = Patch::Merge(json!({ "spec": { "devices": devices } }));
+    api.patch(&format!("{node}.{DRIVER}"), &PatchParams::default(), &patch)
+        .await?;
+    Ok(())
+}
+
+async fn make_namespace(stage: &Stage, name: &str) -> anyhow::Result<()> {
+    let namespace: Namespace = serde_json::from_value(json!({ "metadata": { "name": name } }))?;
     Api::all(stage.cluster.client())
         .create(&PostParams::default(), &namespace)
         .await?;
+    Ok(())
+}
+
+/// A class for each sort of devices, and the parameters of [`CROWDS`].
+async fn make_parameters(stage: &Stage) -> anyhow::Result<()> {
+    make_namespace(stage, NAMESPACE).await?;
     for kind in ["hostile-8", "hostile-60"] {
         stage
             .apply(

@@ -33,7 +33,8 @@ use std::path::PathBuf;
 
 use anyhow::bail;
 
-const USAGE: &str = "usage: cargo bench --bench load -- [life|rest|wake|burst|restart|fair|hostile]...
+const USAGE: &str =
+    "usage: cargo bench --bench load -- [life|rest|wake|burst|restart|fair|hostile|expressions]...
   --program PATH   measure this build of drayman instead of the one that cargo has just made
 All scenarios are run if none is named.";
 
@@ -44,7 +45,16 @@ struct Options {
     program: PathBuf,
 }
 
-const SCENARIOS: [&str; 7] = ["life", "rest", "wake", "burst", "restart", "fair", "hostile"];
+const SCENARIOS: [&str; 8] = [
+    "life",
+    "rest",
+    "wake",
+    "burst",
+    "restart",
+    "fair",
+    "hostile",
+    "expressions",
+];
 
 fn main() -> anyhow::Result<()> {
     let mut options = Options {
@@ -86,7 +96,8 @@ fn main() -> anyhow::Result<()> {
                 "burst" => burst::run(&options).await,
                 "restart" => restart::run(&options).await,
                 "fair" => fair::run(&options).await,
-                _ => hostile::run(&options).await,
+                "hostile" => hostile::run(&options).await,
+                _ => hostile::expressions(&options).await,
             }
         })?;
     }
