@@ -141,7 +141,7 @@ fn large() -> Books {
     books.set_inventory("large", Some(large_node()));
     let selector = SELECTOR.into();
     books.want("gpu", &selector);
-    let unjudged = books.wanted().unjudged("gpu", &selector).cloned();
+    let unjudged = books.unjudged("gpu", &selector).cloned();
     let said = unjudged.map(|facts| (facts, Match::Yes)).collect();
     books.judged(&selector, said);
     books

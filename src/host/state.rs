@@ -164,8 +164,8 @@ enum Known {
 #[derive(Debug, Default)]
 pub(crate) struct Selectors {
     known: BTreeMap<Arc<str>, Known>,
-    /// By expression and namespace: the objects that it is written in.
-    written: BTreeMap<Arc<str>, BTreeMap<Arc<str>, Written>>,
+    /// By expression and namespace: the objects that it is written in. One map, because most expressions are in one namespace only.
+    written: BTreeMap<(Arc<str>, Arc<str>), Written>,
     /// How many expressions of each namespace are in use.
     used: BTreeMap<Arc<str>, usize>,
     /// Inventories that have changed since what is of no use any more was forgotten.
@@ -183,20 +183,41 @@ struct Written {
 
 impl Selectors {
     fn written(&mut self, namespace: &str, expressions: &BTreeSet<&str>) {
+        let namespace: Arc<str> = namespace.into();
         for expression in expressions {
-            let by_namespace = self.written.entry((*expression).into()).or_default();
-            by_namespace.entry(namespace.into()).or_default().objects += 1;
+            let key = (self.shared(expression), Arc::clone(&namespace));
+            self.written.entry(key).or_default().objects += 1;
         }
+    }
+
+    /// The text of an expression: the one that is kept already, if any.
+    fn shared(&self, expression: &str) -> Arc<str> {
+        let text: Arc<str> = expression.into();
+        let known = self
+            .namespaces(&text)
+            .next()
+            .map(|((known, _), _)| Arc::clone(known));
+        known.unwrap_or(text)
+    }
+
+    /// Where an expression is written.
+    fn namespaces(&self, expression: &Arc<str>) -> impl Iterator<Item = (&(Arc<str>, Arc<str>), &Written)> {
+        let first = (Arc::clone(expression), Arc::from(""));
+        let all = self.written.range(first..);
+        all.take_while(move |((other, _), _)| other == expression)
+    }
+
+    fn is_written(&self, expression: &Arc<str>) -> bool {
+        self.namespaces(expression).next().is_some()
     }
 
     /// Answers with the expressions that are in no object any more.
     fn erased<'a>(&mut self, namespace: &str, expressions: &BTreeSet<&'a str>) -> Vec<&'a str> {
         let mut gone = Vec::new();
+        let namespace: Arc<str> = namespace.into();
         for expression in expressions {
-            let Some(by_namespace) = self.written.get_mut(*expression) else {
-                continue;
-            };
-            let Some(written) = by_namespace.get_mut(namespace) else {
+            let key = (Arc::from(*expression), Arc::clone(&namespace));
+            let Some(written) = self.written.get_mut(&key) else {
                 continue;
             };
             written.objects = written.objects.saturating_sub(1);
@@ -204,16 +225,15 @@ impl Selectors {
                 continue;
             }
             if written.used
-                && let Some(used) = self.used.get_mut(namespace)
+                && let Some(used) = self.used.get_mut(&namespace)
             {
                 *used = used.saturating_sub(1);
                 if *used == 0 {
-                    self.used.remove(namespace);
+                    self.used.remove(&namespace);
                 }
             }
-            by_namespace.remove(namespace);
-            if by_namespace.is_empty() {
-                self.written.remove(*expression);
+            self.written.remove(&key);
+            if !self.is_written(&key.0) {
                 self.known.remove(*expression);
                 gone.push(*expression);
             }
@@ -253,8 +273,8 @@ impl State {
             .filter(|(namespace, _)| !namespace.is_empty())
             .map(|(_, used)| used)
             .sum();
-        let by_namespace = selectors.written.get_mut(expression);
-        let Some(written) = by_namespace.and_then(|by_namespace| by_namespace.get_mut(namespace)) else {
+        let key = (Arc::clone(expression), Arc::clone(namespace));
+        let Some(written) = selectors.written.get_mut(&key) else {
             return Err(DriverError::retry(
                 "NotSynced",
                 format!("{} has changed meanwhile", selector.object()),
@@ -335,7 +355,7 @@ impl State {
         expression: &Arc<str>,
         now: Instant,
     ) -> Result<Option<Unjudged>, Refusal> {
-        if !self.selectors.written.contains_key(expression) {
+        if !self.selectors.is_written(expression) {
             return Err(Refusal::Unfinished("it is in no object any more".to_owned()));
         }
         let known = match self.selectors.known.get(expression) {
@@ -347,7 +367,7 @@ impl State {
             Some(Known::Fine) => true,
         };
         self.books.want(kind, expression);
-        let unjudged = self.books.wanted().unjudged(kind, expression);
+        let unjudged = self.books.unjudged(kind, expression);
         let devices: Vec<Facts> = unjudged.take(CHUNK).cloned().collect();
         Ok((!known || !devices.is_empty()).then(|| Unjudged {
             expression: Arc::clone(expression),
@@ -386,7 +406,7 @@ impl State {
         judged: Result<Judged, Refusal>,
         now: Instant,
     ) -> usize {
-        if !self.selectors.written.contains_key(expression) {
+        if !self.selectors.is_written(expression) {
             return 0;
         }
         let (said, known) = match judged {

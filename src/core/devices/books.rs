@@ -82,17 +82,26 @@ impl Books {
         let devices = nodes
             .flat_map(|node| node.devices())
             .filter(|device| *device.kind == *kind);
-        let facts = devices.map(|device| &device.attributes);
-        let unjudged: BTreeSet<&Facts> = facts
-            .filter(|facts| self.matches.get(expression, facts).is_none())
-            .collect();
-        let unjudged = unjudged.into_iter().cloned().collect();
-        self.wanted.begin(kind, expression, unjudged);
+        let mut numbers = Vec::new();
+        for device in devices {
+            let number = self.matches.number(&device.attributes);
+            if !self.matches.is_judged(expression, number) {
+                numbers.push(number);
+            }
+        }
+        self.wanted.begin(kind, expression, numbers.into_iter());
+    }
+
+    /// What is not judged yet of the devices of a kind, by an expression.
+    pub fn unjudged(&self, kind: &str, expression: &str) -> impl Iterator<Item = &Facts> {
+        let numbers = self.wanted.unjudged(kind, expression);
+        numbers.filter_map(|number| self.matches.facts(number))
     }
 
     /// Takes note of what an expression says.
     pub fn judged(&mut self, expression: &Arc<str>, said: Vec<(Facts, Match)>) {
-        self.wanted.judged(expression, &said);
+        let numbers: Vec<usize> = said.iter().map(|(facts, _)| self.matches.number(facts)).collect();
+        self.wanted.judged(expression, &numbers);
         self.matches.put(expression, said);
     }
 
@@ -106,8 +115,8 @@ impl Books {
     pub fn forget_devices(&mut self) {
         let devices = self.inventory.nodes().flat_map(Node::devices);
         let facts = devices.map(|device| &device.attributes).collect();
-        self.wanted.retain_devices(&facts);
-        self.matches.retain(&facts);
+        let gone = self.matches.retain(&facts);
+        self.wanted.forget_devices(&gone);
     }
 
     /// Puts what a NodeInventory object says in place of what it said before; `None` if it is gone. Answers with how many
@@ -116,7 +125,7 @@ impl Books {
         let replaced = self.inventory.set(object, node);
         for replaced in &replaced {
             if let Some(node) = self.inventory.node(&replaced.name) {
-                self.wanted.see(node, &self.matches);
+                self.wanted.see(node, &mut self.matches);
             }
         }
         replaced

@@ -103,29 +103,41 @@ const OTHER_ERROR: &str =
 
 /// A set of small numbers: one bit for each number up to the largest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Bits(Vec<u64>);
+pub(super) struct Bits {
+    words: Vec<u64>,
+    len: usize,
+}
 
 impl Bits {
     fn contains(&self, number: usize) -> bool {
-        let word = self.0.get(number / 64);
+        let word = self.words.get(number / 64);
         word.is_some_and(|word| word & (1 << (number % 64)) != 0)
     }
 
-    fn set(&mut self, number: usize, value: bool) {
+    pub(super) fn set(&mut self, number: usize, value: bool) {
+        if self.contains(number) == value {
+            return;
+        }
         let (place, bit) = (number / 64, 1 << (number % 64));
-        if value && self.0.len() <= place {
-            self.0.resize(place + 1, 0);
+        if self.words.len() <= place {
+            self.words.resize(place + 1, 0);
         }
-        if let Some(word) = self.0.get_mut(place) {
-            *word = if value { *word | bit } else { *word & !bit };
+        if let Some(word) = self.words.get_mut(place) {
+            *word ^= bit;
         }
+        self.len = if value { self.len + 1 } else { self.len - 1 };
     }
 
-    fn len(&self) -> usize {
-        self.0
-            .iter()
-            .map(|word| usize::try_from(word.count_ones()).unwrap_or_default())
-            .sum()
+    /// The numbers in it, from the smallest on.
+    pub(super) fn iter(&self) -> impl Iterator<Item = usize> {
+        self.words.iter().enumerate().flat_map(|(place, word)| {
+            let bits = (0..64).filter(move |bit| word & (1 << bit) != 0);
+            bits.map(move |bit| 64 * place + bit)
+        })
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
     }
 }
 
@@ -184,8 +196,10 @@ impl Said {
 /// What selectors say, by expression and facts: some bits for each pair of them.
 #[derive(Clone, Debug, Default)]
 pub struct Matches {
-    /// The number of all facts of which something was said.
+    /// The number of all facts of which something was said, or has to be said.
     numbers: Arc<BTreeMap<Facts, usize>>,
+    /// The same by number, `None` for one that is in use no longer.
+    facts: Vec<Option<Facts>>,
     /// Numbers below the largest that are in use no longer.
     unused: Vec<usize>,
     said: BTreeMap<Arc<str>, Arc<Said>>,
@@ -197,18 +211,41 @@ impl Matches {
         self.said.get(expression)?.get(*self.numbers.get(facts)?)
     }
 
+    /// Whether an expression has said something of the facts with this number.
+    pub(super) fn is_judged(&self, expression: &str, number: usize) -> bool {
+        let said = self.said.get(expression);
+        said.is_some_and(|said| said.judged.contains(number))
+    }
+
+    /// The number of these facts, from now on.
+    pub(super) fn number(&mut self, facts: &Facts) -> usize {
+        if let Some(&number) = self.numbers.get(facts) {
+            return number;
+        }
+        let number = self.unused.pop().unwrap_or(self.facts.len());
+        if self.facts.len() <= number {
+            self.facts.resize(number + 1, None);
+        }
+        if let Some(place) = self.facts.get_mut(number) {
+            *place = Some(facts.clone());
+        }
+        Arc::make_mut(&mut self.numbers).insert(facts.clone(), number);
+        number
+    }
+
+    /// The facts with this number.
+    pub(super) fn facts(&self, number: usize) -> Option<&Facts> {
+        self.facts.get(number)?.as_ref()
+    }
+
     /// Takes note of what an expression says.
     pub fn put(&mut self, expression: &Arc<str>, said: impl IntoIterator<Item = (Facts, Match)>) {
+        let said: Vec<_> = said
+            .into_iter()
+            .map(|(facts, said)| (self.number(&facts), said))
+            .collect();
         let known = Arc::make_mut(self.said.entry(Arc::clone(expression)).or_default());
-        for (facts, said) in said {
-            let number = if let Some(&number) = self.numbers.get(&facts) {
-                number
-            } else {
-                let numbers = Arc::make_mut(&mut self.numbers);
-                let number = self.unused.pop().unwrap_or(numbers.len());
-                numbers.insert(facts, number);
-                number
-            };
+        for (number, said) in said {
             known.put(number, said);
         }
     }
@@ -219,6 +256,7 @@ impl Matches {
         let known = expressions.filter_map(|expression| self.said.get_key_value(expression));
         Self {
             numbers: Arc::clone(&self.numbers),
+            facts: Vec::new(),
             unused: Vec::new(),
             said: known
                 .map(|(expression, said)| (Arc::clone(expression), Arc::clone(said)))
@@ -231,12 +269,12 @@ impl Matches {
         self.said.remove(expression);
     }
 
-    /// Forgets what no other device needs.
-    pub fn retain(&mut self, facts: &BTreeSet<&Facts>) {
+    /// Forgets what no other device needs. Answers with the numbers that are in use no longer.
+    pub fn retain(&mut self, facts: &BTreeSet<&Facts>) -> Vec<usize> {
         let gone = self.numbers.iter().filter(|(known, _)| !facts.contains(known));
         let gone: Vec<usize> = gone.map(|(_, number)| *number).collect();
         if gone.is_empty() {
-            return;
+            return gone;
         }
         Arc::make_mut(&mut self.numbers).retain(|known, _| facts.contains(known));
         for said in self.said.values_mut() {
@@ -245,7 +283,13 @@ impl Matches {
                 said.forget(number);
             }
         }
-        self.unused.extend(gone);
+        for &number in &gone {
+            if let Some(place) = self.facts.get_mut(number) {
+                *place = None;
+            }
+        }
+        self.unused.extend(&gone);
+        gone
     }
 
     /// How many judgements are kept.

@@ -1,14 +1,15 @@
 //! Which devices have to be judged by which selectors, kept with every change: to ask costs nothing, however many nodes there are.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::core::devices::facts::{Facts, Match, Matches};
+use crate::core::devices::facts::{Bits, Matches};
 use crate::core::devices::inventory::Node;
 
-/// The selectors that are in use, by the kind of the devices that they choose among, and for each what is not judged yet.
+/// The selectors that are in use, by the kind of the devices that they choose among, and for each the numbers of the facts that are not
+/// judged yet: bits, because all devices can change at once, under every selector.
 #[derive(Clone, Debug, Default)]
-pub struct Wanted(BTreeMap<Box<str>, BTreeMap<Arc<str>, BTreeSet<Facts>>>);
+pub struct Wanted(BTreeMap<Box<str>, BTreeMap<Arc<str>, Bits>>);
 
 impl Wanted {
     /// Whether the devices of a kind are already judged by an expression.
@@ -24,18 +25,18 @@ impl Wanted {
     }
 
     /// What is not judged yet of the devices of a kind, by an expression.
-    pub fn unjudged(&self, kind: &str, expression: &str) -> impl Iterator<Item = &Facts> {
+    pub(super) fn unjudged(&self, kind: &str, expression: &str) -> impl Iterator<Item = usize> {
         let selectors = self.0.get(kind);
         selectors
             .and_then(|selectors| selectors.get(expression))
             .into_iter()
-            .flatten()
+            .flat_map(Bits::iter)
     }
 
     /// The kinds and expressions for which something is not judged yet.
     pub fn due(&self) -> impl Iterator<Item = (&str, &Arc<str>)> {
         self.all()
-            .filter(|(_, _, unjudged)| !unjudged.is_empty())
+            .filter(|(_, _, unjudged)| unjudged.len() > 0)
             .map(|(kind, expression, _)| (kind, expression))
     }
 
@@ -46,7 +47,7 @@ impl Wanted {
             .map(|(kind, _, _)| kind)
     }
 
-    fn all(&self) -> impl Iterator<Item = (&str, &Arc<str>, &BTreeSet<Facts>)> {
+    fn all(&self) -> impl Iterator<Item = (&str, &Arc<str>, &Bits)> {
         self.0.iter().flat_map(|(kind, selectors)| {
             selectors
                 .iter()
@@ -55,28 +56,36 @@ impl Wanted {
     }
 
     /// From now on the devices of a kind are judged by an expression; `unjudged` are those that are not yet.
-    pub(super) fn begin(&mut self, kind: &str, expression: &Arc<str>, unjudged: BTreeSet<Facts>) {
+    pub(super) fn begin(&mut self, kind: &str, expression: &Arc<str>, unjudged: impl Iterator<Item = usize>) {
+        let mut bits = Bits::default();
+        for number in unjudged {
+            bits.set(number, true);
+        }
         let selectors = self.0.entry(kind.into()).or_default();
-        selectors.insert(Arc::clone(expression), unjudged);
+        selectors.insert(Arc::clone(expression), bits);
     }
 
     /// Takes note of what a node has now.
-    pub(super) fn see(&mut self, node: &Node, matches: &Matches) {
+    pub(super) fn see(&mut self, node: &Node, matches: &mut Matches) {
         for device in node.devices() {
-            for (expression, unjudged) in self.0.get_mut(&device.kind).into_iter().flatten() {
-                if matches.get(expression, &device.attributes).is_none() {
-                    unjudged.insert(device.attributes.clone());
+            let Some(selectors) = self.0.get_mut(&device.kind) else {
+                continue;
+            };
+            let number = matches.number(&device.attributes);
+            for (expression, unjudged) in selectors {
+                if !matches.is_judged(expression, number) {
+                    unjudged.set(number, true);
                 }
             }
         }
     }
 
     /// Takes note of what an expression has said something of.
-    pub(super) fn judged(&mut self, expression: &str, said: &[(Facts, Match)]) {
+    pub(super) fn judged(&mut self, expression: &str, numbers: &[usize]) {
         for selectors in self.0.values_mut() {
             if let Some(unjudged) = selectors.get_mut(expression) {
-                for (facts, _) in said {
-                    unjudged.remove(facts);
+                for &number in numbers {
+                    unjudged.set(number, false);
                 }
             }
         }
@@ -90,21 +99,26 @@ impl Wanted {
         });
     }
 
-    /// Forgets devices other than these.
-    pub(super) fn retain_devices(&mut self, facts: &BTreeSet<&Facts>) {
+    /// Forgets devices that are gone.
+    pub(super) fn forget_devices(&mut self, gone: &[usize]) {
         for unjudged in self.0.values_mut().flat_map(BTreeMap::values_mut) {
-            unjudged.retain(|known| facts.contains(known));
+            for &number in gone {
+                unjudged.set(number, false);
+            }
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use proptest::prelude::*;
 
     use super::*;
     use crate::api::crd::AttributeValue;
     use crate::core::devices::books::Books;
+    use crate::core::devices::facts::{Facts, Match};
     use crate::core::devices::fixture::{DRIVER, inventory};
 
     const KINDS: [&str; 2] = ["even", "odd"];
@@ -133,7 +147,7 @@ mod tests {
             if !books.wanted().contains(kind, expression) {
                 continue;
             }
-            let unjudged: BTreeSet<&Facts> = books.wanted().unjudged(kind, expression).collect();
+            let unjudged: BTreeSet<&Facts> = books.unjudged(kind, expression).collect();
             for device in books.inventory().nodes().flat_map(Node::devices) {
                 let known = books.matches().get(expression, &device.attributes).is_some();
                 let left = unjudged.contains(&device.attributes);
@@ -160,7 +174,7 @@ mod tests {
                     1 => drop(books.set_inventory(&name, None)),
                     2 => books.want(kind, &expression.into()),
                     3 => {
-                        let some = books.wanted().unjudged(kind, expression).take(values.len()).cloned();
+                        let some = books.unjudged(kind, expression).take(values.len()).cloned();
                         let said = some.map(|facts| (facts, Match::Yes)).collect();
                         books.judged(&expression.into(), said);
                     }
@@ -186,7 +200,7 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         assert_eq!(due(&books), ["even"]);
-        let said: Vec<_> = books.wanted().unjudged("even", "first").cloned().collect();
+        let said: Vec<_> = books.unjudged("even", "first").cloned().collect();
         assert_eq!(said.len(), 2);
         books.judged(&first, said.into_iter().map(|facts| (facts, Match::No)).collect());
         assert!(due(&books).is_empty());

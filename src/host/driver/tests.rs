@@ -85,7 +85,7 @@ async fn a_dear_expression_over_many_devices_does_not_hold_up_the_claims_of_othe
     judge(driver.clone(), cheap.clone()).await.unwrap();
     let state = driver.shared.state();
     let expression = dear.selectors()[0].expression();
-    let left = state.books.wanted().unjudged("large", expression).count();
+    let left = state.books.unjudged("large", expression).count();
     assert!(
         left > DEVICES / 2,
         "the dear one is far from done: {left} are left"
