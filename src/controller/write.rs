@@ -127,10 +127,14 @@ pub(super) async fn claim(
 }
 
 /// Whether a JSON patch was not applied because a `test` in it failed, or what it removes is gone. The server says 422 then as it
-/// does for an object that breaks a rule, but names no object and no cause (`applyJSPatch` in apiserver's `patch.go`).
+/// does for an object that breaks a rule, but names no object and no cause (`applyJSPatch` in apiserver's `patch.go`). A webhook that
+/// denies a request chooses the code, and names neither; the server says in front of its text that a webhook did (`ToStatusErr` in
+/// apiserver's `statuserror.go`).
 fn is_failed_test(status: &Status) -> bool {
     let names_nothing = |details: &StatusDetails| details.kind.is_empty() && details.causes.is_empty();
-    status.code == 422 && status.details.as_ref().is_none_or(names_nothing)
+    status.code == 422
+        && !status.message.starts_with("admission webhook ")
+        && status.details.as_ref().is_none_or(names_nothing)
 }
 
 /// Makes `entries` our entries in a context's status.
@@ -355,6 +359,12 @@ mod tests {
         let causes = json!([{ "reason": "FieldValueInvalid", "field": "status.allocation" }]);
         let details = json!({ "name": "c", "group": GROUP, "kind": "ResourceClaim", "causes": causes });
         assert!(!is_failed_test(&status(details)));
+        // A webhook may deny with any code.
+        let denied = Status {
+            message: "admission webhook \"policy.example.com\" denied the request: not today".to_owned(),
+            ..status(Value::Null)
+        };
+        assert!(!is_failed_test(&denied));
     }
 
     #[test]

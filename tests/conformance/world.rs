@@ -4,6 +4,7 @@
 mod early;
 mod late;
 mod owners;
+mod refused;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

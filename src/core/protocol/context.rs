@@ -432,7 +432,7 @@ impl World {
     }
 
     /// Reports something about a context's pod, unless it was the last thing reported. The answer is whether it was new.
-    fn report_pod(&mut self, key: &ObjectKey, reason: &'static str, message: String) -> bool {
+    pub(super) fn report_pod(&mut self, key: &ObjectKey, reason: &'static str, message: String) -> bool {
         self.set_trouble(key, Some(reason));
         let Some(context) = self.contexts.get_mut(key) else {
             return false;

@@ -9,6 +9,10 @@ const FIRST: Duration = Duration::from_millis(100);
 /// The longest delay: a pod never waits longer for a fault that has gone.
 const LONGEST: Duration = Duration::from_secs(30);
 
+/// How many writes in a row may fail without a clear answer before a person is told. One lost answer is nobody's business, and a webhook
+/// that is down makes every write fail.
+pub(in crate::core::protocol) const WRITES_BEFORE_REPORT: u32 = 3;
+
 /// How often something has failed in a row, and when it may be tried again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Retry {

@@ -2,7 +2,8 @@
 
 use crate::api::resource::{AllocationResult, ResourceClaim};
 use crate::core::protocol::claim::ClaimStage;
-use crate::core::protocol::event::{Answer, CallError, CallErrorKind, Moment, Outcome, Subject};
+use crate::core::protocol::event::{Answer, CallError, CallErrorKind, Moment, ObjectKey, Outcome, Subject};
+use crate::core::protocol::retry::WRITES_BEFORE_REPORT;
 use crate::core::protocol::world::{Work, World};
 
 use super::{Batch, BatchId, Failure, Item, Stage, Step, misbehaved};
@@ -80,7 +81,7 @@ impl World {
             return;
         };
         let stage = batch.stage;
-        let mut refused = None;
+        let (mut refused, mut unclear) = (None, None);
         let item = batch.items.iter_mut().find(|item| item.uid == uid);
         if let Some(item) = item {
             match answer {
@@ -97,9 +98,12 @@ impl World {
                     item.refusal = Some(message);
                 }
                 Answer::ClaimWritten(Outcome::Conflict(_)) => item.step = Step::ToRead,
-                Answer::ClaimWritten(Outcome::Unknown(_)) => {
+                Answer::ClaimWritten(Outcome::Unknown(message)) => {
                     item.step = Step::ToRead;
                     item.unclear += 1;
+                    if item.unclear > WRITES_BEFORE_REPORT {
+                        unclear = Some((item.key.clone(), message));
+                    }
                     let is_allocation = stage == Stage::Recording;
                     item.may_be_recorded |= is_allocation;
                     if let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid) {
@@ -165,8 +169,23 @@ impl World {
         if let Some(message) = refused {
             batch.failure.get_or_insert(Failure::Refused(message));
         }
+        if let Some((key, message)) = unclear {
+            self.report_unclear(&batch, &key, &message);
+        }
         self.batches.insert(id, batch);
         self.dirty.insert(Work::Batch(id));
+    }
+
+    /// Tells of a write that fails again and again without being refused.
+    fn report_unclear(&mut self, batch: &Batch, key: &ObjectKey, message: &str) {
+        if !self.is_wanted(batch) {
+            return;
+        }
+        let message = format!("the allocation could not be recorded yet: {message}");
+        match &batch.consumer {
+            Some(consumer) => self.report_pod(&consumer.context, "AllocationNotRecorded", message),
+            None => self.report_claim(key, "AllocationNotRecorded", message),
+        };
     }
 
     pub(super) fn step_after_read(&self, stage: Stage, item: &Item, object: Option<&ResourceClaim>) -> Step {

@@ -4,6 +4,7 @@ use crate::api::resource::pod_owner_of;
 use crate::core::protocol::event::{
     Answer, CallError, ClaimWrite, Command, DriverRequest, Moment, ObjectKey, Outcome,
 };
+use crate::core::protocol::retry::WRITES_BEFORE_REPORT;
 use crate::core::protocol::world::{Flight, Work, World};
 use crate::driver::Observation;
 
@@ -103,16 +104,18 @@ impl World {
         }
         match answer {
             Answer::Deallocated(Ok(())) => {
-                claim.retry.succeeded();
                 claim.uncertain = false;
                 claim.given_up = None;
                 if !claim.is_asked_back() {
                     claim.stage = ClaimStage::Resting;
+                    claim.retry.succeeded();
                     self.dirty.insert(Work::Claim(key.clone()));
                     self.touch_users(key);
                     return;
                 }
-                self.statistics.deallocations += u64::from(claim.is_ours);
+                // Each further write that fails is followed by a call of the driver that succeeds: only the last write ends the delays, and
+                // only the first call counts.
+                self.statistics.deallocations += u64::from(claim.is_ours && !claim.finalizer_to_go);
                 let foreign = claim.is_allocated() && !claim.is_ours;
                 claim.finalizer_to_go = true;
                 // With the last finalizer the claim goes, allocation and all, in one write.
@@ -150,9 +153,12 @@ impl World {
                 claim.stage = ClaimStage::ToRead;
                 self.dirty.insert(Work::Claim(key.clone()));
             }
-            Answer::ClaimWritten(Outcome::Unknown(_)) => {
+            Answer::ClaimWritten(Outcome::Unknown(message)) => {
                 claim.stage = ClaimStage::ToRead;
                 claim.unsettle(now);
+                if claim.retry.failures() >= WRITES_BEFORE_REPORT {
+                    claim.refusal = Some(message);
+                }
                 self.dirty.insert(Work::Claim(key.clone()));
             }
             Answer::ClaimRead(Ok(object)) => {
@@ -169,7 +175,7 @@ impl World {
                             claim.settle();
                         }
                         if let Some(message) = refusal {
-                            let message = format!("the server refuses the release: {message}");
+                            let message = format!("the server does not store the release: {message}");
                             self.report_claim(key, "ReleaseRefused", message);
                         }
                         // Its pod may have waited for this answer alone, which was no news.

@@ -9,6 +9,7 @@ use crate::core::protocol::batch::{Consumer, Failure};
 use crate::core::protocol::event::{
     Answer, CallErrorKind, Command, DriverRequest, Moment, ObjectKey, Outcome, summary,
 };
+use crate::core::protocol::retry::WRITES_BEFORE_REPORT;
 use crate::core::protocol::statistics::Statistics;
 use crate::core::protocol::world::{Flight, Work, World, newer};
 use crate::driver::Verdict;
@@ -19,9 +20,6 @@ use super::{Basis, ContextStage, Pending};
 /// How long a pod without a place is not reported again, though the counts change with each device that others get or give back:
 /// as rarely as client-go's recorder does.
 const NO_PLACE_AGAIN: Duration = Duration::from_secs(300);
-
-/// Failed attempts to write an answer before the pod's user is told.
-const WRITES_BEFORE_REPORT: u32 = 3;
 
 impl World {
     /// Tells a pod's user that the pod fits nowhere and why, but not with every change of the counts.

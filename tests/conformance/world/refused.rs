@@ -1,0 +1,125 @@
+//! Writes that the server refuses or fails to store for as long as a policy or a webhook is in the way.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use drayman::api::resource::ResourceClaim;
+use drayman::core::protocol::{Answer, ClaimWrite, Command, DriverRequest, Event, Moment, Outcome};
+use serde_json::{Value, json};
+
+use super::{DRIVER, object, world};
+
+const TEN_MINUTES: Duration = Duration::from_secs(600);
+
+fn claim(metadata: &Value, status: &Value) -> Arc<ResourceClaim> {
+    let mut metadata = metadata.clone();
+    for (key, value) in [
+        ("namespace", "default"),
+        ("name", "claim"),
+        ("uid", "claim"),
+        ("resourceVersion", "2"),
+    ] {
+        metadata[key] = json!(value);
+    }
+    object(json!({
+        "metadata": metadata,
+        "spec": { "resourceClassName": "class", "allocationMode": "Immediate" },
+        "status": status,
+    }))
+}
+
+fn waiting() -> Arc<ResourceClaim> {
+    claim(&json!({}), &json!({}))
+}
+
+fn going() -> Arc<ResourceClaim> {
+    let finalizer = format!("{DRIVER}/deletion-protection");
+    claim(
+        &json!({ "finalizers": [finalizer], "deletionTimestamp": "2026-01-01T00:00:00Z" }),
+        &json!({ "driverName": DRIVER, "allocation": {} }),
+    )
+}
+
+/// Answers each write with this outcome, each read with the claim, and each call of the driver with success, for ten minutes. The writes,
+/// and the reports as reason and text.
+fn ten_minutes(
+    claim: &Arc<ResourceClaim>,
+    outcome: &Outcome<Arc<ResourceClaim>>,
+) -> (usize, Vec<(String, String)>) {
+    let mut now = Moment::default();
+    let (mut world, commands) = world(Vec::new(), Vec::new(), now);
+    assert_eq!(commands, []);
+    world.apply(Event::Claim(claim.clone()), now);
+    let (mut writes, mut reports) = (0, Vec::new());
+    while now.since_start() < TEN_MINUTES {
+        let commands = world.decide(now);
+        if commands.is_empty() {
+            let Some(next) = world.next_deadline() else { break };
+            now = next;
+        }
+        for command in commands {
+            let (id, answer) = match command {
+                Command::WriteClaim { id, write, .. } => {
+                    let expected = matches!(
+                        write,
+                        ClaimWrite::AddFinalizer { .. } | ClaimWrite::RemoveFinalizer { .. }
+                    );
+                    assert!(expected, "{write:?}");
+                    writes += 1;
+                    (id, Answer::ClaimWritten(outcome.clone()))
+                }
+                Command::ReadClaim { id, .. } => (id, Answer::ClaimRead(Ok(Some(claim.clone())))),
+                Command::CallDriver { id, request } => {
+                    assert!(matches!(request, DriverRequest::Deallocate { .. }), "{request:?}");
+                    (id, Answer::Deallocated(Ok(())))
+                }
+                Command::Report(report) => {
+                    reports.push((report.reason, report.message));
+                    continue;
+                }
+                Command::Observe(_) => continue,
+                other => {
+                    reports.push(("an unexpected command".to_owned(), format!("{other:?}")));
+                    continue;
+                }
+            };
+            world.apply(Event::Answer { id, answer }, now);
+        }
+    }
+    (writes, reports)
+}
+
+#[test]
+fn a_write_that_is_always_refused_is_tried_rarely_and_told_once() {
+    let refused = Outcome::Refused("by a policy".to_owned());
+    for (claim, reason) in [(waiting(), "AllocationNotRecorded"), (going(), "ReleaseRefused")] {
+        let (writes, reports) = ten_minutes(&claim, &refused);
+        assert!(
+            (5..40).contains(&writes),
+            "{reason}: {writes} writes in ten minutes"
+        );
+        assert_eq!(reports.len(), 1, "{reports:?}");
+        assert!(
+            reports[0].0 == reason && reports[0].1.ends_with("by a policy"),
+            "{reports:?}"
+        );
+    }
+}
+
+#[test]
+fn a_write_that_always_fails_is_tried_rarely_and_told_once() {
+    let failed = Outcome::Unknown("failed calling webhook".to_owned());
+    for (claim, reason) in [(waiting(), "AllocationNotRecorded"), (going(), "ReleaseRefused")] {
+        let (writes, reports) = ten_minutes(&claim, &failed);
+        assert!(
+            (5..40).contains(&writes),
+            "{reason}: {writes} writes in ten minutes"
+        );
+        assert_eq!(reports.len(), 1, "{reports:?}");
+        let (told, text) = &reports[0];
+        assert!(
+            told == reason && text.ends_with("failed calling webhook"),
+            "{reports:?}"
+        );
+    }
+}
