@@ -6,7 +6,12 @@ use std::path::Path;
 use std::process::Stdio;
 
 use anyhow::{Context, bail};
+use k8s_openapi::api::core::v1::Namespace;
+use kube::api::{Api, ListParams};
 use kube::config::{Config, KubeConfigOptions, Kubeconfig};
+use serde_json::json;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 use tokio::process::Command;
 
 use super::supervisor::{Description, Request, Supervisor};
@@ -250,6 +255,39 @@ impl Cluster {
             ..Request::default()
         };
         self.supervisor.ask(request).await.map(drop)
+    }
+
+    /// The process of a component of the control plane.
+    pub async fn component_pid(&self, component: &str) -> anyhow::Result<u32> {
+        let request = Request {
+            r#do: "pid",
+            process: Some(component.into()),
+            ..Request::default()
+        };
+        let pid = self.supervisor.ask(request).await?.pid;
+        anyhow::ensure!(pid != 0, "{component} does not run");
+        Ok(pid)
+    }
+
+    /// Has etcd forget all earlier states, as the API server does every few minutes.
+    pub async fn compact(&self) -> anyhow::Result<()> {
+        let namespaces = Api::<Namespace>::all(self.client());
+        let list = namespaces.list(&ListParams::default()).await?;
+        let revision = list.metadata.resource_version;
+        let body = json!({ "revision": revision, "physical": true }).to_string();
+        // The ports of a cluster are next to each other (`tests/cluster/supervisor/slot.go`).
+        let server: http::Uri = self.server().parse()?;
+        let etcd = ("127.0.0.1", server.port_u16().context("a port")? + 1);
+        let mut connection = TcpStream::connect(etcd).await?;
+        let request = format!(
+            "POST /v3/kv/compaction HTTP/1.1\r\nhost: etcd\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        connection.write_all(request.as_bytes()).await?;
+        let mut answer = String::new();
+        connection.read_to_string(&mut answer).await?;
+        anyhow::ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        Ok(())
     }
 
     /// The whole log of a component: `apiserver`, `scheduler`, …, `node-0-kubelet`, `node-0-containerd`, ….

@@ -1,16 +1,20 @@
 //! Nodes, inventories, definitions and claims that go: while the controller watches, and while it is away.
 
 use drayman::api::crd::{NodeInventory, definitions};
-use drayman::api::resource::ResourceClaim;
-use k8s_openapi::api::core::v1::Node;
+use drayman::api::resource::{Pod, ResourceClaim};
+use k8s_openapi::api::core::v1::{Namespace, Node};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use kube::runtime::conditions::is_crd_established;
-use serde_json::json;
+use serde_json::{Value, json};
 
+use crate::boot::REGISTERED;
 use crate::controller::assert_distinct;
+use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, wait_for_inventory};
 use crate::records::{CONTROLLER, devices};
-use crate::stage::{DRIVER, Stage, has_finalizer, is_allocated, is_bound, is_gone};
+use crate::stage::{
+    DRIVER, Stage, has_finalizer, is_allocated, is_bound, is_gone, is_running, pod_with_claim,
+};
 
 fn inventories(stage: &Stage) -> Api<NodeInventory> {
     Api::all(stage.cluster.client())
@@ -287,6 +291,89 @@ async fn a_claim_that_was_secured_and_never_allocated_by_a_controller_that_died_
     stage.remove_pod("pod").await?;
     let _ = stage.claims().delete("used", &DeleteParams::default()).await?;
     stage.wait(stage.pods(), "next", "bound", is_bound()).await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_namespace_deleted_with_claims_in_use_goes_and_frees_all() -> anyhow::Result<()> {
+    const TENANT: &str = "tenant";
+    let stage = Stage::start(1).await?;
+    make_devices(stage.cluster.node(0), "drayman-test", &MINORS)?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, 0, 4).await?;
+    companion.logged(REGISTERED).await?;
+    let client = stage.cluster.client();
+    let namespaces = Api::<Namespace>::all(client.clone());
+    stage.cluster.kubectl(&["create", "namespace", TENANT]).await?;
+    let object = |kind: &str, name: &str, spec: Value| {
+        let group = if kind == "DeviceClaimParameters" {
+            "drayman.dev/v1alpha1"
+        } else {
+            "resource.k8s.io/v1alpha2"
+        };
+        json!({ "apiVersion": group, "kind": kind, "metadata": { "name": name, "namespace": TENANT }, "spec": spec })
+    };
+    let parameters = json!({ "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": "one" });
+    let delayed = json!({ "resourceClassName": "test", "parametersRef": parameters });
+    let mut immediate = delayed.clone();
+    immediate["allocationMode"] = json!("Immediate");
+    for object in [
+        object(
+            "DeviceClaimParameters",
+            "one",
+            json!({ "requests": [{ "name": "device" }] }),
+        ),
+        object(
+            "ResourceClaimTemplate",
+            "test",
+            json!({ "spec": delayed.clone() }),
+        ),
+        object("ResourceClaim", "shared", delayed),
+        object("ResourceClaim", "unused", immediate),
+    ] {
+        stage.apply(&object).await?;
+    }
+    // A claim of its own, one claim of two pods, and a pod that waits.
+    let pods = Api::<Pod>::namespaced(client.clone(), TENANT);
+    for (name, claims) in [("own", 1), ("shares", 0), ("shares-too", 0), ("waits", 3)] {
+        let mut pod = pod_with_claim(name)?;
+        if claims == 0 {
+            pod.spec.resource_claims[0].source =
+                serde_json::from_value(json!({ "resourceClaimName": "shared" }))?;
+        }
+        for number in 1..claims {
+            let mut entry = pod.spec.resource_claims[0].clone();
+            entry.name = format!("device-{number}");
+            pod.spec.resource_claims.push(entry);
+        }
+        pods.create(&PostParams::default(), &pod).await?;
+        if name != "waits" {
+            stage.wait(pods.clone(), name, "running", is_running()).await?;
+        }
+    }
+    let claims = Api::<ResourceClaim>::namespaced(client, TENANT);
+    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+    stage.wait(claims.clone(), "unused", "allocated", met).await?;
+
+    let _ = namespaces.delete(TENANT, &DeleteParams::default()).await?;
+    let begun = std::time::Instant::now();
+    stage.wait(namespaces, TENANT, "gone", is_gone()).await?;
+    println!("the namespace is gone after {:?}", begun.elapsed());
+    let traces = stage.cluster.node(0).list("/run/cdi")?;
+    assert!(traces.iter().all(|name| !name.contains("claim_")), "{traces:?}");
+    for number in 0..MINORS.len() {
+        stage.make_pod(&format!("next-{number}")).await?;
+    }
+    for number in 0..MINORS.len() {
+        look_inside(&stage, &format!("next-{number}"))
+            .await?
+            .only_device();
+    }
+    assert_distinct(&stage).await?;
+    companion.end().await?;
     controller.end().await?;
     stage.cluster.stop().await
 }

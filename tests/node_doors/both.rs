@@ -54,7 +54,7 @@ pub(crate) fn environment(name: &str, default: u64) -> u64 {
 pub(crate) struct Watched {
     looks: usize,
     busy: usize,
-    last: BTreeMap<String, BTreeSet<Running>>,
+    pub(crate) last: BTreeMap<String, BTreeSet<Running>>,
 }
 
 impl Watched {

@@ -1,5 +1,6 @@
 //! Both doors on a real node: one device never leaves by two of them, and a vendor's own devices go through them like the built-in.
 
+mod away;
 mod both;
 mod forced;
 #[path = "../harness/mod.rs"]

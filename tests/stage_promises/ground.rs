@@ -4,7 +4,6 @@ use std::future::Future;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use anyhow::Context as _;
 use drayman::sim::api::ApiServer;
 use drayman::sim::source::Source;
 use futures::{AsyncBufReadExt as _, TryStreamExt as _};
@@ -12,7 +11,6 @@ use http::{Method, Request};
 use kube::client::Body;
 use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use serde_json::{Value, json};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::runtime::Runtime;
 use tokio::sync::{OnceCell, RwLock, RwLockReadGuard};
 
@@ -241,21 +239,7 @@ impl Ground {
             return Ok(());
         }
         let _alone = HISTORY.write().await;
-        let (_, list) = self.send("GET", CLAIMS, JSON, Vec::new()).await?;
-        let body = json!({ "revision": version(&list), "physical": true }).to_string();
-        // The ports of a test cluster are next to each other (`tests/cluster/supervisor/slot.go`).
-        let server: http::Uri = real().await.server().parse()?;
-        let etcd = ("127.0.0.1", server.port_u16().context("a port")? + 1);
-        let mut connection = tokio::net::TcpStream::connect(etcd).await?;
-        let request = format!(
-            "POST /v3/kv/compaction HTTP/1.1\r\nhost: etcd\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
-            body.len()
-        );
-        connection.write_all(request.as_bytes()).await?;
-        let mut answer = String::new();
-        connection.read_to_string(&mut answer).await?;
-        anyhow::ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-        Ok(())
+        real().await.compact().await
     }
 
     /// As many clients as are needed for so many watches at once, one for each of them.
