@@ -233,6 +233,48 @@ async fn a_companion_that_cannot_run_says_why_and_ends() {
     assert_eq!(error.reason(), "InvalidDriverName");
 }
 
+/// A real kubelet has 110 pods; a claim per container and more are allowed.
+#[tokio::test]
+async fn a_prepare_with_500_claims_held_loses_none() {
+    const HELD: usize = 500;
+    let Some(node) = Node::new() else { return };
+    let configuration = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
+        - {name: test, shares: 1000, paths: [\"/dev/test-*\"]}\n";
+    std::fs::write(node.path("node.yaml"), configuration).unwrap();
+    let uid = |number: usize| format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f{number:04x}");
+    let held = || {
+        let checkpoint: serde_json::Value = serde_json::from_str(&node.checkpoint()).unwrap();
+        checkpoint["data"]["entries"].as_object().unwrap().len()
+    };
+    let process = node.start();
+    let mut kubelet = node.kubelet().await;
+    let mut times = Vec::new();
+    for number in 0..=HELD {
+        let start = Instant::now();
+        kubelet.prepare(&uid(number), &["test-0"]).await.unwrap();
+        times.push(start.elapsed());
+    }
+    let median = |times: &[Duration]| {
+        let mut times = times.to_vec();
+        times.sort();
+        times[times.len() / 2]
+    };
+    println!(
+        "prepare, median of 20: {:?} with none held, {:?} with {HELD} held",
+        median(&times[..20]),
+        median(&times[times.len() - 20..])
+    );
+    assert_eq!((held(), node.cdi_files().len()), (HELD + 1, HELD + 1));
+    process.kill();
+    let process = node.start();
+    let mut kubelet = node.kubelet().await;
+    for number in 0..=HELD {
+        kubelet.unprepare(&uid(number)).await.unwrap();
+    }
+    assert_eq!((held(), node.cdi_files().len()), (0, 0));
+    process.stop().await.unwrap();
+}
+
 #[tokio::test]
 #[ignore = "a measurement: run it with --ignored --nocapture in a release build"]
 async fn how_long_a_prepare_takes_with_all_that_makes_it_durable() {
