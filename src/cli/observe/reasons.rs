@@ -51,7 +51,7 @@ pub(super) const EVENTS: [Reason; 38] = [
     controller(
         "AllocationNotRecorded",
         "pod, claim",
-        "the API server refuses to record the allocation, and says why; it is tried again",
+        "the API server refuses to record the allocation, or fails again and again, and says why; it is tried again",
     ),
     controller(
         "AnswerRefused",
@@ -180,7 +180,7 @@ pub(super) const EVENTS: [Reason; 38] = [
     controller(
         "ReleaseRefused",
         "claim",
-        "the API server refuses to let the claim go; it is tried again",
+        "the API server refuses to let the claim go, or fails again and again; it is tried again",
     ),
     controller(
         "ResourceClassMissing",
