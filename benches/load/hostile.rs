@@ -226,6 +226,19 @@ pub(crate) async fn expressions(options: &Options) -> anyhow::Result<()> {
             .apply(&json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters",
                 "metadata": { "name": namespace, "namespace": namespace }, "spec": { "requests": requests_with_expressions(object) } }))
             .await?;
+        Ok(())
+    })
+    .await?;
+    // The watch has shown them all when a later object has come through.
+    fair::samples(stage, "after-expressions", 8).await?;
+    let (stored, _) = controller.resident_kib();
+    figure(
+        &format!("memory for {EXPRESSION_OBJECTS} objects with 256 expressions each that no claim names"),
+        &format!("{} KiB above {rest} KiB", stored.saturating_sub(rest)),
+        Goal::none(),
+    );
+    ground::each(0..EXPRESSION_OBJECTS, |object| async move {
+        let namespace = format!("expressions-{object:03}");
         let claim = serde_json::from_value(json!({
             "metadata": { "name": "expressions" },
             "spec": { "resourceClassName": "hostile-8", "allocationMode": "Immediate",
