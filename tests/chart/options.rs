@@ -83,9 +83,48 @@ async fn a_companion_with_more_rights_opens_devices_and_frees_what_kubelet_has_f
         .await?;
     assert_eq!(stage.run_of("drayman", COMPANION).await?, companion);
 
+    make_directories_anew(&stage).await?;
     keep_the_driver_s_name(&stage, &values).await?;
     bring_definitions_up_to_date(&stage, &values).await?;
     stage.cluster.stop().await
+}
+
+/// A pod's mounts stay on directories that the host has removed, so the companion ends and its container is made anew. What a running pod
+/// has stays its own.
+async fn make_directories_anew(stage: &Stage) -> anyhow::Result<()> {
+    let node = stage.cluster.node(0);
+    stage.apply(&pod("holder", &["test"])).await?;
+    stage.running("holder").await?;
+    let held = stage.devices("holder").await?;
+    for directory in ["/var/lib/kubelet/plugins/drayman.dev", "/run/cdi"] {
+        let before = stage.run_of("drayman", COMPANION).await?;
+        // The companion may put a file back meanwhile.
+        while std::fs::remove_dir_all(node.path(directory)).is_err() {
+            tokio::task::yield_now().await;
+        }
+        std::fs::create_dir(node.path(directory))?;
+        stage
+            .until("the companion is started again", async || {
+                let now = stage.run_of("drayman", COMPANION).await;
+                Ok(now.is_ok_and(|now| now.uid == before.uid && now.restarts > before.restarts))
+            })
+            .await?;
+        stage.ready(INVENTORY).await?;
+    }
+    // Of three devices that can be opened one is held.
+    for name in ["next-a", "next-b"] {
+        stage.apply(&pod(name, &["test"])).await?;
+        stage.running(name).await?;
+        ensure!(stage.devices(name).await? != held, "{name} has {held:?} as well");
+    }
+    for name in ["holder", "next-a", "next-b"] {
+        stage.cluster.kubectl(&["delete", "pod", name]).await?;
+    }
+    stage
+        .until("all claims are gone", async || {
+            Ok(claims(stage).await?.is_empty())
+        })
+        .await
 }
 
 /// Another driver name would leave what the old one has handed out to nobody.

@@ -2,6 +2,7 @@
 
 mod away;
 mod both;
+mod changes;
 mod forced;
 #[path = "../harness/mod.rs"]
 mod harness;
