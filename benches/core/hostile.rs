@@ -28,7 +28,7 @@ struct Hostile {
     parameters: Value,
 }
 
-fn hostile() -> [Hostile; 2] {
+fn hostile() -> [Hostile; 3] {
     let requests: Vec<Value> = (1..=8)
         .map(|number| json!({ "name": format!("r{number}"), "count": if number == 8 { 2 } else { 1 } }))
         .collect();
@@ -36,6 +36,12 @@ fn hostile() -> [Hostile; 2] {
         .map(|number| json!({ "matchAttribute": "drayman.dev/group", "requests": [format!("r{number}")] }))
         .collect();
     [
+        Hostile {
+            what: "9 of 8 devices",
+            devices: 8,
+            group: 1,
+            parameters: json!({ "requests": [{ "name": "r", "count": 9 }] }),
+        },
         Hostile {
             what: "9 of 8 devices, each in a group of its own",
             devices: 8,
@@ -91,9 +97,28 @@ async fn measure(hostile: &Hostile, nodes: usize, claims: usize) {
             }
         }
     });
+    // Claims that are allocated at once come one by one, all at the same time.
+    let at_once = requests(&driver, "hostile", claims)
+        .await
+        .into_iter()
+        .map(|request| {
+            let driver = driver.clone();
+            tokio::spawn(async move {
+                for _ in 0..4 {
+                    let answers = driver
+                        .allocate(std::slice::from_ref(&request), None)
+                        .await
+                        .unwrap();
+                    if answers.iter().all(Result::is_ok) {
+                        give_back(&driver, &request).await;
+                    }
+                }
+            })
+        });
+    let at_once: Vec<_> = at_once.collect();
     let (mut beside, mut silence, mut last) = (Times::default(), Duration::ZERO, Instant::now());
     let mut number = 0;
-    while !pod.is_finished() || number < BESIDE {
+    while !pod.is_finished() || at_once.iter().any(|claim| !claim.is_finished()) || number < BESIDE {
         allocate(&driver, &honest, &mut beside).await;
         tokio::task::yield_now().await;
         silence = silence.max(last.elapsed());
@@ -101,6 +126,9 @@ async fn measure(hostile: &Hostile, nodes: usize, claims: usize) {
         number += 1;
     }
     pod.await.unwrap();
+    for claim in at_once {
+        claim.await.unwrap();
+    }
     let about = format!("{nodes} nodes, {claims} claims of {}", hostile.what);
     figure(
         &format!("longest silence of the controller's thread, {about}"),

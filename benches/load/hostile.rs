@@ -75,10 +75,11 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
 }
 
 async fn measure(stage: &Arc<Stage>, options: &Options, nodes: usize) -> anyhow::Result<()> {
-    let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
-    let probes = format!("--health-probe-bind-address={address}");
-    let controller = Controller::start_with(stage, options, &[&probes]).await?;
+    let (controller, address) = start(stage, options).await?;
     fair::samples(stage, &format!("warm-{nodes}"), 40).await?;
+    // It decides nothing: the longest answer of its `/livez` is what the machine does to a process in that time.
+    let (standby, standby_address) = start(stage, options).await?;
+    sleep(Duration::from_secs(1)).await;
     let alone = fair::samples(stage, &format!("alone-{nodes}"), SAMPLES).await?;
     let allocation = "context written -> allocation stored";
     figure(
@@ -91,17 +92,29 @@ async fn measure(stage: &Arc<Stage>, options: &Options, nodes: usize) -> anyhow:
             let stop = CancellationToken::new();
             let crowd = tokio::spawn(crowd(Arc::clone(stage), parameters, nodes, claims, stop.clone()));
             let answers = probe(address, stop.clone());
+            let answers_of_standby = probe(standby_address, stop.clone());
+            let used = controller.processor_time();
+            let start = Instant::now();
             // The first pods of the crowd are under way.
             sleep(Duration::from_secs(1)).await;
             let beside = fair::samples(stage, &format!("{parameters}-{nodes}-{claims}"), SAMPLES).await?;
             stop.cancel();
+            let used = controller
+                .processor_time()
+                .saturating_sub(used)
+                .div_duration_f64(start.elapsed());
             let (answers, pods) = (answers.await??, crowd.await??);
+            let machine = answers_of_standby.await??.quantile(100);
             ensure!(pods > 0, "no pod of the crowd was answered");
             let about = format!("{nodes} nodes, beside {pods} {what}, with 2 x {claims} claims each");
             let longest = answers.quantile(100);
             figure(
                 &format!("longest answer of /livez, {about}"),
-                &format!("{longest:.1?}, n={}", answers.len()),
+                &format!(
+                    "{longest:.1?}, n={}; of a standby meanwhile {machine:.1?}; the controller used {:.0} % of a processor",
+                    answers.len(),
+                    100.0 * used
+                ),
                 Goal::at_most(longest, Duration::from_millis(100)),
             );
             figure(
@@ -111,7 +124,15 @@ async fn measure(stage: &Arc<Stage>, options: &Options, nodes: usize) -> anyhow:
             );
         }
     }
+    standby.end().await?;
     controller.end().await
+}
+
+/// Starts a controller and says where it answers probes.
+async fn start(stage: &Stage, options: &Options) -> anyhow::Result<(Controller, SocketAddr)> {
+    let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+    let probes = format!("--health-probe-bind-address={address}");
+    Ok((Controller::start_with(stage, options, &[&probes]).await?, address))
 }
 
 /// Asks `/livez` over and over, each time on a new connection, until `stop`.

@@ -1,12 +1,13 @@
 //! [`HostDriver`]: the books behind one lock, kept by three watches and by what the controller observes.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use futures::{Stream, StreamExt as _};
 use kube::{Api, Client};
 use tokio::sync::{Mutex as AsyncMutex, mpsc, watch as cell};
-use tokio::task::{JoinError, spawn_blocking};
+use tokio::task::{JoinError, spawn_blocking, yield_now};
 use tokio_util::sync::CancellationToken;
 
 use crate::api::crd::{DeviceClaimParameters, DeviceClassParameters, NodeInventory};
@@ -18,7 +19,7 @@ use crate::core::devices::facts::Matches;
 use crate::core::devices::inventory::Node;
 use crate::core::devices::judge::{Scene, Wish};
 use crate::core::devices::parameters::{ClassParameters, Demand, Selector};
-use crate::core::devices::work::{CALL_WORK_MAX, QUICK_WORK_MAX, Work};
+use crate::core::devices::work::{CALL_WORK_MAX, INSTANT_WORK_MAX, QUICK_WORK_MAX, Work};
 use crate::driver::{
     CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, DriverErrorKind, Finding,
     Observation, Verdict,
@@ -59,6 +60,8 @@ struct Shared {
     synced: cell::Sender<Synced>,
     evaluator: Evaluator,
     turns: Turns,
+    /// Held for one [piece](HostDriver::piece) of work on the controller's thread.
+    pieces: AsyncMutex<()>,
     /// Held by the one search that is under way on another thread. Who asks first has it first.
     searches: Arc<AsyncMutex<()>>,
 }
@@ -184,6 +187,7 @@ impl HostDriver {
                 synced,
                 evaluator,
                 turns: Turns::default(),
+                pieces: AsyncMutex::default(),
                 searches: Arc::default(),
             }),
         }
@@ -343,8 +347,18 @@ impl Wishes {
     }
 }
 
-/// What is too much work for the controller's thread. It is done on another one, on copies, one call after the other.
+/// Work that would keep the controller's thread too long. Up to [`QUICK_WORK_MAX`] steps are a piece of their own; more is done on
+/// another thread, on copies, one call after the other.
 impl HostDriver {
+    /// Does some milliseconds of work under the lock. Many calls may have such work at the same time: between two pieces the
+    /// runtime looks for I/O and timers, so that probes and the lease wait for one piece only.
+    async fn piece<T>(&self, work: impl FnOnce(&mut State) -> T) -> T {
+        let _turn = self.shared.pieces.lock().await;
+        // Not after the work: a call that is given up there would lose what it was granted.
+        yield_now().await;
+        work(&mut self.shared.state())
+    }
+
     async fn search<T: Send + 'static>(&self, search: impl FnOnce() -> T + Send + 'static) -> T {
         let turn = Arc::clone(&self.shared.searches).lock_owned().await;
         let searched = spawn_blocking(move || {
@@ -361,11 +375,14 @@ impl HostDriver {
     }
 
     /// Copies what concerns the claims on some nodes.
-    fn scenes(&self, wishes: &Wishes, nodes: &[String]) -> (Vec<Scene>, Matches) {
+    async fn scenes(&self, wishes: &Wishes, nodes: &[String]) -> (Vec<Scene>, Matches) {
         let wishes = wishes.get();
-        let books = &self.shared.state().books;
-        let scenes = nodes.iter().map(|name| books.scene(&wishes, name)).collect();
-        (scenes, books.matches_of(&wishes))
+        let copy = |state: &mut State| {
+            let books = &state.books;
+            let scenes = nodes.iter().map(|name| books.scene(&wishes, name)).collect();
+            (scenes, books.matches_of(&wishes))
+        };
+        self.piece(copy).await
     }
 
     async fn search_verdicts(
@@ -377,7 +394,7 @@ impl HostDriver {
         let wishes = Wishes::of(claims);
         let mut work = Work::new(CALL_WORK_MAX);
         for some in nodes.chunks(SCENES) {
-            let (scenes, matches) = self.scenes(&wishes, some);
+            let (scenes, matches) = self.scenes(&wishes, some).await;
             let wishes = Arc::clone(&wishes);
             let (judged, done) = self
                 .search(move || {
@@ -398,7 +415,7 @@ impl HostDriver {
     async fn search_allocation(&self, claims: &[ClaimRequest<Self>], target: Target<'_>) -> Allocated {
         let owned = Wishes::of(claims);
         let refuse = |errors| self.shared.state().books.refuse(&owned.get(), errors);
-        let route = self.shared.state().books.route(&owned.get(), target);
+        let route = self.piece(|state| state.books.route(&owned.get(), target)).await;
         let route = match route {
             Ok(route) => route,
             Err(errors) => return refuse(errors),
@@ -408,7 +425,7 @@ impl HostDriver {
         for some in nodes.chunks(SCENES) {
             let mut tries = 0;
             loop {
-                let (scenes, matches) = self.scenes(&owned, some);
+                let (scenes, matches) = self.scenes(&owned, some).await;
                 let wishes = Arc::clone(&owned);
                 let (found, done) = self
                     .search(move || (first_fit(scenes, &matches, &wishes.get(), &mut work), work))
@@ -442,7 +459,7 @@ impl HostDriver {
             if work.is_spent() {
                 break;
             }
-            let (scenes, matches) = self.scenes(&owned, some);
+            let (scenes, matches) = self.scenes(&owned, some).await;
             let (wishes, route) = (Arc::clone(&owned), route.clone());
             (shortage, work) = self
                 .search(move || {
@@ -500,9 +517,19 @@ impl Driver for HostDriver {
         nodes: &[String],
     ) -> Result<Vec<Verdict>, DriverError> {
         let wishes: Vec<Wish<'_>> = claims.iter().map(wish).collect();
-        let mut quick = Work::new(QUICK_WORK_MAX);
-        let (mut verdicts, done) = self.shared.state().books.verdicts(&wishes, nodes, &mut quick);
-        let left = nodes.get(done..).unwrap_or_default();
+        let mut verdicts: Verdicts = vec![BTreeMap::new(); claims.len()];
+        let mut instant = Work::new(INSTANT_WORK_MAX);
+        let mut left = self
+            .shared
+            .state()
+            .books
+            .verdicts(&wishes, nodes, &mut verdicts, &mut instant);
+        if !left.is_empty() {
+            let mut quick = Work::new(QUICK_WORK_MAX);
+            left = self
+                .piece(|state| state.books.verdicts(&wishes, left, &mut verdicts, &mut quick))
+                .await;
+        }
         if !left.is_empty() {
             self.search_verdicts(claims, left, &mut verdicts).await;
         }
@@ -519,12 +546,19 @@ impl Driver for HostDriver {
     ) -> Result<Vec<Result<AllocationResult, DriverError>>, DriverError> {
         let wishes: Vec<Wish<'_>> = claims.iter().map(wish).collect();
         let target = node.map_or(Target::Anywhere, Target::Node);
-        let mut quick = Work::new(QUICK_WORK_MAX);
-        let allocated = self
-            .shared
-            .state()
-            .books
-            .allocate_within(&wishes, target, &mut quick);
+        let mut allocated = None;
+        // To put all nodes in order is more than an instant.
+        if node.is_some() {
+            let mut instant = Work::new(INSTANT_WORK_MAX);
+            let books = &mut self.shared.state().books;
+            allocated = books.allocate_within(&wishes, target, &mut instant);
+        }
+        if allocated.is_none() {
+            let mut quick = Work::new(QUICK_WORK_MAX);
+            allocated = self
+                .piece(|state| state.books.allocate_within(&wishes, target, &mut quick))
+                .await;
+        }
         let allocated = match allocated {
             Some(allocated) => allocated,
             None => self.search_allocation(claims, target).await,

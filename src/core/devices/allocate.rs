@@ -46,18 +46,25 @@ impl Books {
         verdicts
     }
 
-    /// The same for the first of these nodes, up to the one for which the work is too much. Answers also with their number.
-    pub fn verdicts(&self, wishes: &[Wish<'_>], nodes: &[String], work: &mut Work) -> (Verdicts, usize) {
+    /// Adds the same for the first of these nodes. Answers with those that are left, from the one for which the work is too much.
+    pub fn verdicts<'a>(
+        &self,
+        wishes: &[Wish<'_>],
+        nodes: &'a [String],
+        verdicts: &mut Verdicts,
+        work: &mut Work,
+    ) -> &'a [String] {
         let matches = self.matches_of(wishes);
-        let mut verdicts = vec![BTreeMap::new(); wishes.len()];
-        for (number, name) in nodes.iter().enumerate() {
+        let mut left = nodes;
+        while let Some((name, after)) = left.split_first() {
             let judged = try_on(&self.scene(wishes, name), &matches, wishes, work);
             if work.is_spent() {
-                return (verdicts, number);
+                break;
             }
-            add_verdict(&mut verdicts, name, &judged);
+            add_verdict(verdicts, name, &judged);
+            left = after;
         }
-        (verdicts, nodes.len())
+        left
     }
 
     /// Allocates claims together and holds what they get. A claim that holds something on that node already gets the same,

@@ -8,8 +8,11 @@ pub const NODE_WORK_MAX: usize = 1_000_000;
 /// Steps for all nodes and claims of one call of the driver, at most: eight nodes of the hardest kind, or 128 nodes with some
 /// hundred devices each. It is less than half a second of work, during which other pods' searches wait.
 pub const CALL_WORK_MAX: usize = 8_000_000;
-/// Steps of one call that are taken at once and under the lock, at most: enough for 128 nodes with 64 devices each, and a few
-/// milliseconds of work.
+/// Steps of one call that are taken at once, at most: enough for 128 nodes with 8 devices each, and half a millisecond of work, since
+/// many calls may be made before the thread looks for anything else.
+pub const INSTANT_WORK_MAX: usize = 10_000;
+/// Steps of one call that are taken on the controller's thread in one piece, at most: enough for 128 nodes with 64 devices each,
+/// and a few milliseconds of work.
 pub const QUICK_WORK_MAX: usize = 100_000;
 
 /// The steps that are left.

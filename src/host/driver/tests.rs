@@ -203,6 +203,26 @@ async fn a_hard_search_leaves_the_thread_to_other_pods() {
 }
 
 #[tokio::test]
+async fn many_calls_at_once_are_answered_one_at_a_time() {
+    let driver = HostDriver::unwatched(DRIVER);
+    let nodes = (0..64).map(|number| node(&format!("n{number}"), "test", 8));
+    driver.shared.inventories(Change::All(nodes.collect()));
+    let calls: Vec<_> = (0..8)
+        .map(|call| {
+            let driver = driver.clone();
+            let claims = claims(&format!("p{call}"), 1, &[9], None);
+            tokio::spawn(async move { driver.allocate(&claims, None).await.unwrap() })
+        })
+        .collect();
+    let answered = || calls.iter().filter(|call| call.is_finished()).count();
+    while answered() < calls.len() {
+        let before = answered();
+        tokio::task::yield_now().await;
+        assert!(answered() <= before + 1, "I/O and timers had no turn in between");
+    }
+}
+
+#[tokio::test]
 async fn two_searches_at_once_get_different_devices() {
     let driver = HostDriver::unwatched(DRIVER);
     driver
