@@ -37,7 +37,7 @@ format:
 	cargo fmt --check
 
 .PHONY: lint
-lint: clippy docs
+lint: clippy docs defects
 
 .PHONY: clippy
 clippy:
@@ -47,6 +47,11 @@ clippy:
 .PHONY: docs
 docs:
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --document-private-items
+
+# Each seeded defect must still have its place in the sources; hack/defects without an argument runs them all.
+.PHONY: defects
+defects:
+	hack/defects --check
 
 ##@ Everything
 

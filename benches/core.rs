@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 
 use drayman::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, NodeInventory};
 use drayman::api::resource::{AllocationResult, Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
-use drayman::core::devices::allocate::Target;
-use drayman::core::devices::books::Books;
-use drayman::core::devices::inventory::Node;
-use drayman::core::devices::judge::Wish;
-use drayman::core::devices::parameters::{ClassParameters, Demand};
-use drayman::core::protocol::{
+use drayman::core::allocation::allocate::Target;
+use drayman::core::allocation::books::Books;
+use drayman::core::allocation::inventory::Node;
+use drayman::core::allocation::judge::Wish;
+use drayman::core::allocation::parameters::{ClassParameters, Demand};
+use drayman::core::claims::{
     Answer, ClaimWrite, Command, DriverRequest, Event, Moment, ObjectKey, Outcome, Settings, World,
 };
 use drayman::driver::{CapacityCause, CapacityChange, Verdict};

@@ -11,14 +11,14 @@ use drayman::api::crd::{
     DeviceRequest, DeviceSelector, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY,
 };
 use drayman::api::resource::{AllocationResult, ResourceClaim};
-use drayman::core::devices::allocate::Target;
-use drayman::core::devices::books::Books;
-use drayman::core::devices::facts::Match;
-use drayman::core::devices::fit::Fit;
-use drayman::core::devices::inventory::Node;
-use drayman::core::devices::judge::Wish;
-use drayman::core::devices::parameters::{ClassParameters, Demand};
-use drayman::core::devices::work::{NODE_WORK_MAX, Work};
+use drayman::core::allocation::allocate::Target;
+use drayman::core::allocation::books::Books;
+use drayman::core::allocation::facts::Match;
+use drayman::core::allocation::fit::Fit;
+use drayman::core::allocation::inventory::Node;
+use drayman::core::allocation::judge::Wish;
+use drayman::core::allocation::parameters::{ClassParameters, Demand};
+use drayman::core::allocation::work::{NODE_WORK_MAX, Work};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 const DRIVER: &str = "drayman.dev";

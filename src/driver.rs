@@ -64,7 +64,7 @@
 //! # A whole driver
 //!
 //! Licences of a server that each node reaches. `examples/network_attached.rs` is larger, and serves a real cluster.
-//! Whether a driver keeps to all of this, the conformance kit tells in one line of its test: `drayman::testing`, with feature `sim`.
+//! Whether a driver keeps to all of this, the conformance kit tells in one line of its test: `drayman::testkit`, with feature `testcluster`.
 //!
 //! ```
 //! use std::collections::BTreeMap;

@@ -1,7 +1,7 @@
 //! drayman hands a Kubernetes node's devices to pods.
 //!
 //! ```text
-//! api <- core <- {controller, host, node} <- sim <- {testing, cli}
+//! api <- core <- {controller, host, node} <- testcluster <- {testkit, cli}
 //!
 //! watch / gRPC / file / driver answer -> Event -> World::apply -> decide -> Command -> shell executes -> outcome is an Event again
 //! ```
@@ -12,8 +12,8 @@
 //! * [`controller`]: the shell that talks to the API server for any [`driver::Driver`].
 //! * [`host`]: the built-in driver, which makes any host device claimable.
 //! * [`node`]: the companion that runs on every node and hands devices into containers.
-//! * `sim`: an embedded cluster for demonstrations and tests (feature `sim`, which the released image leaves out).
-//! * `testing`: the conformance kit for vendors' drivers, on that cluster (the same feature).
+//! * `testcluster`: an embedded cluster for demonstrations and tests (feature `testcluster`, which the released image leaves out).
+//! * `testkit`: the conformance kit for vendors' drivers, on that cluster (the same feature).
 //! * [`cli`]: the program.
 
 pub mod api;
@@ -23,7 +23,7 @@ pub mod core;
 pub mod driver;
 pub mod host;
 pub mod node;
-#[cfg(feature = "sim")]
-pub mod sim;
-#[cfg(feature = "sim")]
-pub mod testing;
+#[cfg(feature = "testcluster")]
+pub mod testcluster;
+#[cfg(feature = "testcluster")]
+pub mod testkit;

@@ -1,5 +1,5 @@
 //! `drayman demo` as a new user runs it: everything that it expects comes true.
-#![cfg(feature = "sim")]
+#![cfg(feature = "testcluster")]
 
 use std::process::{Command, Output};
 use std::sync::{Mutex, PoisonError};

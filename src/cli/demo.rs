@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::{Error, group, logging, shutdown};
-use crate::sim::demo::{Demo, REAL, SCENARIOS, Scenario, Shown, Summary};
+use crate::testcluster::demo::{Demo, REAL, SCENARIOS, Scenario, Shown, Summary};
 
 /// Show what drayman does, on a cluster within this process
 ///
@@ -99,7 +99,7 @@ async fn play(
     shown: mpsc::UnboundedSender<Shown>,
     shutdown: &CancellationToken,
 ) -> Result<Summary, Error> {
-    let failed = |error: crate::sim::stage::StageError| Error::Runtime(error.into());
+    let failed = |error: crate::testcluster::stage::StageError| Error::Runtime(error.into());
     let start = Instant::now();
     let remarks = shown.clone();
     let remark = |text: String| {

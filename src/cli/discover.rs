@@ -10,9 +10,9 @@ use serde::Serialize;
 
 use super::{Error, value};
 use crate::api::crd::Device;
-use crate::core::node::injection::Injection;
+use crate::core::prepare::injection::Injection;
 use crate::node::config::{NodeConfiguration, PRESETS, Preset};
-use crate::node::discover::{Candidate, HostPaths, Survey, survey};
+use crate::node::discovery::{Candidate, HostPaths, Survey, survey};
 
 /// Print which devices of this machine a configuration finds, and why others are not taken
 ///

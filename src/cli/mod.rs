@@ -11,8 +11,9 @@ mod client;
 mod config;
 mod controller;
 mod crds;
-#[cfg(feature = "sim")]
+#[cfg(feature = "testcluster")]
 mod demo;
+pub mod diagnose;
 mod discover;
 mod error;
 mod group;
@@ -51,7 +52,7 @@ enum Command {
     Drain(tool::drain::Arguments),
     Config(config::Arguments),
     Crds(crds::Arguments),
-    #[cfg(feature = "sim")]
+    #[cfg(feature = "testcluster")]
     Demo(demo::Arguments),
     Completion(tool::completion::Arguments),
     Version(version::Arguments),
@@ -90,7 +91,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Drain(arguments) => tool::drain::run(&arguments),
         Command::Config(arguments) => config::run(&arguments).map(succeeded),
         Command::Crds(arguments) => crds::run(&arguments).map(succeeded),
-        #[cfg(feature = "sim")]
+        #[cfg(feature = "testcluster")]
         Command::Demo(arguments) => demo::run(&arguments).map(succeeded),
         Command::Completion(arguments) => tool::completion::run(arguments, self::command()).map(succeeded),
         Command::Version(arguments) => version::run(arguments).map(succeeded),

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::node::config::NodeConfiguration;
-use crate::node::door::DoorError;
-use crate::node::door::device_plugin::PluginRegistration;
-use crate::node::inventory::Standing;
+use crate::node::kubelet::DoorError;
+use crate::node::kubelet::device_plugin::PluginRegistration;
+use crate::node::kubelet::transport::SocketError;
+use crate::node::publish::inventory::Standing;
 use crate::node::run::{NodeError, NodeOptions};
-use crate::node::transport::SocketError;
 
 use super::observe::{self, Observer};
 use super::{Error, client, discover, group, logging, shutdown, value};

@@ -4,8 +4,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::core::node::driver_name::DriverName;
-use crate::core::node::naming::is_dns_subdomain;
+use crate::core::prepare::driver_name::DriverName;
+use crate::core::prepare::naming::is_dns_subdomain;
 
 /// A node's name, at most, as for every DNS subdomain.
 const NODE_NAME_MAX: usize = 253;

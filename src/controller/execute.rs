@@ -9,7 +9,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio_util::task::TaskTracker;
 
 use crate::api::resource::{Pod, ResourceClaim};
-use crate::core::protocol::{
+use crate::core::claims::{
     Answer, CallError, CallErrorKind, CallId, ClaimToAllocate, Command, DriverRequest, Event, ObjectKey,
     Outcome, Settings, Subject,
 };

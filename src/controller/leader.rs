@@ -1,4 +1,4 @@
-//! The lease in the API: a shell around [`crate::core::protocol::Lease`].
+//! The lease in the API: a shell around [`crate::core::lease::Lease`].
 
 use std::path::Path;
 use std::pin::pin;
@@ -14,7 +14,8 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::core::protocol::{Lease, LeaseAnswer, LeaseRecord, LeaseSettings, LeaseStep, Moment};
+use crate::core::claims::Moment;
+use crate::core::lease::{Lease, LeaseAnswer, LeaseRecord, LeaseSettings, LeaseStep};
 
 use super::ControllerError;
 use super::predecessors::{Predecessors, PredecessorsError};

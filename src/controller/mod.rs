@@ -1,4 +1,4 @@
-//! The controller: the shell around [`crate::core::protocol`] that serves any [`Driver`].
+//! The controller: the shell around [`crate::core::claims`] that serves any [`Driver`].
 //!
 //! One task owns the [`World`]. It turns watch events and answers into [`Event`]s, asks for [`Command`]s and has them carried
 //! out; it decides nothing itself.
@@ -70,7 +70,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::api::resource::{GROUP, VERSION};
-use crate::core::protocol::{Command, Event, LeaseSettingsError, Moment, Settings, Statistics, World};
+use crate::core::claims::{Command, Event, Moment, Settings, Statistics, World};
+use crate::core::lease::LeaseSettingsError;
 use crate::driver::Driver;
 
 pub use leader::{LeaderElection, LeaseConnection};

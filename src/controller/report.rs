@@ -14,7 +14,7 @@ use tokio::sync::{Notify, mpsc};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::api::resource::{GROUP, VERSION};
-use crate::core::protocol::{Event as Answered, Regarding, Report};
+use crate::core::claims::{Event as Answered, Regarding, Report};
 
 /// Reports that wait to be written, at most, by object and reason. With the longest notes and names they take some 7 MB.
 const QUEUE: usize = 4096;
@@ -28,7 +28,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 /// Writes Events, one after the other, beside everything else.
 ///
 /// A report waits until the server has taken it; of two about one object with one reason the newer replaces the older. A report that finds
-/// no room, or that the server refuses, goes back to the [`World`](crate::core::protocol::World), which then knows that nobody was told.
+/// no room, or that the server refuses, goes back to the [`World`](crate::core::claims::World), which then knows that nobody was told.
 pub(super) struct Reports {
     queue: Arc<Queue>,
     answers: mpsc::UnboundedSender<Answered>,
@@ -325,7 +325,7 @@ mod tests {
     use kube::client::Body;
 
     use super::*;
-    use crate::core::protocol::ObjectKey;
+    use crate::core::claims::ObjectKey;
 
     const LIMIT: Duration = Duration::from_secs(5);
 

@@ -265,7 +265,7 @@ impl Trim for Pod {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::protocol::resolve::is_made_for;
+    use crate::core::claims::resolve::is_made_for;
 
     #[test]
     fn a_claim_is_kept_without_managed_fields_and_with_everything_else() {

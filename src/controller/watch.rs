@@ -10,7 +10,7 @@ use kube::api::Api;
 use kube::runtime::{WatchStreamExt as _, watcher};
 
 use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClass};
-use crate::core::protocol::{Event, ObjectKey};
+use crate::core::claims::{Event, ObjectKey};
 
 use super::trim::{Kept, Watched};
 

@@ -11,7 +11,7 @@ use crate::api::resource::label::NODE_LABEL;
 use crate::api::resource::{
     GROUP, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, VERSION,
 };
-use crate::core::protocol::{ClaimWrite, ObjectKey, Outcome};
+use crate::core::claims::{ClaimWrite, ObjectKey, Outcome};
 
 /// What a claim write is on the wire.
 #[derive(Debug, PartialEq)]

@@ -3,8 +3,9 @@
 //! Everything here is a function of its arguments, so that a run can be logged, replayed, crashed between any two steps and
 //! searched by a property test. `tests/purity` keeps it so.
 
-pub mod devices;
+pub mod allocation;
+pub mod claims;
+pub mod discovery;
 pub mod distribution;
-pub mod inspect;
-pub mod node;
-pub mod protocol;
+pub mod lease;
+pub mod prepare;

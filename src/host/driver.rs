@@ -12,14 +12,16 @@ use tokio_util::sync::CancellationToken;
 
 use crate::api::crd::{DeviceClaimParameters, DeviceClassParameters, NodeInventory};
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
-use crate::core::devices::allocate::{Allocated, Target, Verdicts, add_verdict, first_fit, granted, try_on};
-use crate::core::devices::books::Observed;
-use crate::core::devices::errors::{AllocateError, Problem};
-use crate::core::devices::facts::Matches;
-use crate::core::devices::inventory::Node;
-use crate::core::devices::judge::{Scene, Wish};
-use crate::core::devices::parameters::{ClassParameters, Demand, Selector};
-use crate::core::devices::work::{CALL_WORK_MAX, INSTANT_WORK_MAX, QUICK_WORK_MAX, Work};
+use crate::core::allocation::allocate::{
+    Allocated, Target, Verdicts, add_verdict, first_fit, granted, try_on,
+};
+use crate::core::allocation::books::Observed;
+use crate::core::allocation::errors::{AllocateError, Problem};
+use crate::core::allocation::facts::Matches;
+use crate::core::allocation::inventory::Node;
+use crate::core::allocation::judge::{Scene, Wish};
+use crate::core::allocation::parameters::{ClassParameters, Demand, Selector};
+use crate::core::allocation::work::{CALL_WORK_MAX, INSTANT_WORK_MAX, QUICK_WORK_MAX, Work};
 use crate::driver::{
     CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, DriverErrorKind, Finding,
     Observation, Verdict,

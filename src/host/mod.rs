@@ -1,5 +1,5 @@
 //! The built-in driver: any host device that the nodes' companions publish as a claimable device. A shell over
-//! [`crate::core::devices`]: it watches, locks and translates, and decides nothing itself.
+//! [`crate::core::allocation`]: it watches, locks and translates, and decides nothing itself.
 
 mod changes;
 mod driver;

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use crate::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, REQUESTS_MAX, SELECTORS_MAX};
 use crate::api::resource::{ResourceClaim, ResourceClass};
-use crate::core::devices::books::Books;
-use crate::core::devices::facts::{Facts, Match};
-use crate::core::devices::inventory::Node;
-use crate::core::devices::parameters::{ClassParameters, Demand, ParametersError, Selector};
-use crate::core::devices::reference::{
+use crate::core::allocation::books::Books;
+use crate::core::allocation::facts::{Facts, Match};
+use crate::core::allocation::inventory::Node;
+use crate::core::allocation::parameters::{ClassParameters, Demand, ParametersError, Selector};
+use crate::core::allocation::reference::{
     CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND, ReferenceError, claim_reference, class_reference,
 };
 use crate::driver::DriverError;

@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 
-use super::transport::GrpcCalls;
-use crate::core::node::injection::Injection;
-pub use crate::core::node::preferred::Preference;
-pub use crate::core::node::request::{ClaimToPrepare, ClaimToUnprepare, PluginDevice};
+use crate::core::prepare::injection::Injection;
+pub use crate::core::prepare::preferred::Preference;
+pub use crate::core::prepare::request::{ClaimToPrepare, ClaimToUnprepare, PluginDevice};
+use crate::node::kubelet::transport::GrpcCalls;
 
 /// What kubelet may ask of this node, whatever the door and the version.
 pub trait Companion: Send + Sync + 'static {

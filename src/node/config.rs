@@ -23,7 +23,7 @@ use serde::Deserialize;
 use serde_saphyr::{MergeKeyPolicy, Spanned};
 
 use crate::api::crd::{GROUP, VERSION};
-use crate::core::node::injection::Mount;
+use crate::core::prepare::injection::Mount;
 pub use door::{KindDoors, KindMode};
 pub use error::{ConfigError, Place};
 pub use extras::{Probe, ProbeOpen, ProbeSysfs};

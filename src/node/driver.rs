@@ -2,7 +2,7 @@
 //!
 //! A vendor implements this trait and runs it with [`Node`](crate::node::Node); the devices are then served through every door of
 //! kubelet, recorded, published, and guarded against being in two containers at once. The built-in discovery of device nodes
-//! ([`HostDevices`](crate::node::discover::HostDevices)) is nothing but such an implementation.
+//! ([`HostDevices`](crate::node::discovery::HostDevices)) is nothing but such an implementation.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -12,9 +12,9 @@ use tracing::warn;
 
 use crate::api::crd::{ATTRIBUTE_NAME_MAX, ATTRIBUTES_MAX, DEVICES_MAX, TEXT_MAX, VERSION_MAX};
 pub use crate::api::crd::{AttributeValue, Device, Mode};
-pub use crate::core::node::injection::{DeviceNode, Injection, Mount};
-use crate::core::node::inventory::Devices;
-use crate::core::node::naming::is_dns_label;
+pub use crate::core::prepare::injection::{DeviceNode, Injection, Mount};
+use crate::core::prepare::inventory::Devices;
+use crate::core::prepare::naming::is_dns_label;
 
 /// The devices of a node, whatever they are.
 ///

@@ -1,23 +1,19 @@
-//! The companion that runs on every node: a shell around [`crate::core::node`].
+//! The companion that runs on every node: a shell around [`crate::core::prepare`].
 
-mod announce;
+pub mod admin;
 pub mod companion;
 pub mod config;
-pub mod discover;
-pub mod door;
+pub mod container_runtime;
+pub mod discovery;
 pub mod driver;
-mod events;
-pub mod figures;
-pub mod inventory;
+pub mod kubelet;
+pub mod metrics;
 mod orphans;
-pub mod owner;
-pub mod records;
+pub mod publish;
 mod reload;
-mod rounds;
+mod resync;
 pub mod run;
-pub mod store;
-pub mod transport;
-pub mod witness;
+pub mod state;
 
-pub use crate::core::node::request;
+pub use crate::core::prepare::request;
 pub use run::{Node, NodeBuilder, NodeError};

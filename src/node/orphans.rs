@@ -1,4 +1,4 @@
-//! Looks after claims that kubelet has forgotten: a shell around [`crate::core::node::orphans`].
+//! Looks after claims that kubelet has forgotten: a shell around [`crate::core::prepare::orphans`].
 //!
 //! Nothing runs while no claim holds anything. The API server is asked only for claims that kubelet's own list misses.
 
@@ -14,15 +14,15 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
-use super::events::{self, NodeEvent};
-use super::figures::Figures;
-use super::owner::{Quarantine, RecordsHandle};
 use crate::api::handle::DeviceHandle;
 use crate::api::resource::ResourceClaim;
-use crate::core::node::checkpoint::ClusterFacts;
-use crate::core::node::claim_uid::ClaimUid;
-use crate::core::node::driver_name::DriverName;
-use crate::core::node::orphans::{ApiView, Question};
+use crate::core::prepare::checkpoint::ClusterFacts;
+use crate::core::prepare::claim_uid::ClaimUid;
+use crate::core::prepare::driver_name::DriverName;
+use crate::core::prepare::orphans::{ApiView, Question};
+use crate::node::metrics::Figures;
+use crate::node::publish::events::{self, NodeEvent};
+use crate::node::state::{Quarantine, RecordsHandle};
 
 /// How long one call of the API server may take.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);

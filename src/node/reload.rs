@@ -18,9 +18,9 @@ use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::config::NodeConfiguration;
-use crate::core::node::discovery::events::DeviceEvent;
-use crate::core::node::request::ExtendedResource;
+use crate::core::discovery::events::DeviceEvent;
+use crate::core::prepare::request::ExtendedResource;
+use crate::node::config::NodeConfiguration;
 
 /// How long changes are gathered before the file is read: writers make several.
 const GATHER: Duration = Duration::from_millis(200);

@@ -15,17 +15,17 @@ use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
 
 pub use self::builder::{Node, NodeBuilder};
-use super::config::{ConfigError, NodeConfiguration};
-use super::discover::{HostDevices, HostPaths};
-use super::door::device_plugin::PluginRegistration;
-use super::door::{DoorError, KubeletPaths};
-use super::figures::Figures;
-use super::inventory::Standing;
 use super::reload;
-use super::store::StoreError;
-use super::store::disk::Disk;
-use crate::core::node::driver_name::{DriverName, DriverNameError};
-use crate::core::node::orphans;
+use crate::core::prepare::driver_name::{DriverName, DriverNameError};
+use crate::core::prepare::orphans;
+use crate::node::config::{ConfigError, NodeConfiguration};
+use crate::node::discovery::{HostDevices, HostPaths};
+use crate::node::kubelet::device_plugin::PluginRegistration;
+use crate::node::kubelet::{DoorError, KubeletPaths};
+use crate::node::metrics::Figures;
+use crate::node::publish::inventory::Standing;
+use crate::node::state::storage::StoreError;
+use crate::node::state::storage::disk::Disk;
 
 /// What a companion is told.
 #[derive(Clone)]

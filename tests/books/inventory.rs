@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use drayman::api::crd::{Device, Mode, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
-use drayman::core::devices::inventory::Node;
+use drayman::core::allocation::inventory::Node;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 use crate::DRIVER;

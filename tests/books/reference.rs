@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use drayman::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceRequest};
 use drayman::api::handle::DeviceHandle;
 use drayman::api::resource::{AllocationResult, ResourceClaim};
-use drayman::core::devices::allocate::Target;
-use drayman::core::devices::books::Books;
-use drayman::core::devices::judge::Wish;
-use drayman::core::devices::parameters::{ClassParameters, Demand};
+use drayman::core::allocation::allocate::Target;
+use drayman::core::allocation::books::Books;
+use drayman::core::allocation::judge::Wish;
+use drayman::core::allocation::parameters::{ClassParameters, Demand};
 
 use crate::inventory::{Known, name, read};
 use crate::{CLAIMS, DRIVER, KINDS, NODES, Step};

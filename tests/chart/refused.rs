@@ -321,7 +321,7 @@ fn what_the_server_cannot_do_is_refused_if_it_is_demanded() {
 /// What the chart takes of durations the program takes, and the other way round.
 #[test]
 fn the_chart_and_the_program_take_the_same_durations() {
-    use drayman::core::protocol::LeaseSettings;
+    use drayman::core::lease::LeaseSettings;
     use std::process::Command;
     use std::time::Duration;
 

@@ -87,7 +87,7 @@ fn the_companion_writes_events_in_the_namespace_of_nodes_only() {
 /// `drayman doctor` asks for these rights.
 #[test]
 fn the_doctor_knows_what_the_roles_allow() {
-    use drayman::core::inspect::rights::{Component, LeaseName, needed};
+    use drayman::cli::diagnose::rights::{Component, LeaseName, needed};
     let installed = of_mode_both();
     let lease = LeaseName {
         namespace: "drayman".to_owned(),

@@ -11,8 +11,8 @@ use drayman::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePlug
 use drayman::api::proto::device_plugin_v1beta1::{Empty, ListAndWatchResponse};
 use drayman::api::proto::dra_v1alpha3::Claim;
 use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
-use drayman::node::discover::HostPaths;
-use drayman::node::door::KubeletPaths;
+use drayman::node::discovery::HostPaths;
+use drayman::node::kubelet::KubeletPaths;
 use drayman::node::run::{NodeError, NodeOptions, run};
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
 use tokio::runtime::Runtime;

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
-use drayman::core::protocol::{
+use drayman::core::claims::{
     Answer, CallId, Command, DriverRequest, Event, Moment, ObjectKey, Outcome, Report, Settings, World,
 };
 use drayman::driver::{CapacityCause, CapacityChange, Observation, Verdict};

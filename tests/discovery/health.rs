@@ -2,7 +2,7 @@
 
 use crate::host::{Host, Searching};
 
-fn cause(devices: &drayman::core::node::inventory::Devices, name: &str) -> Option<String> {
+fn cause(devices: &drayman::core::prepare::inventory::Devices, name: &str) -> Option<String> {
     devices.get(name).and_then(|device| device.unhealthy.clone())
 }
 

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drayman::api::crd::Device;
-use drayman::core::node::injection::Injection;
-use drayman::core::node::inventory::Devices;
+use drayman::core::prepare::injection::Injection;
+use drayman::core::prepare::inventory::Devices;
 use drayman::node::config::NodeConfiguration;
-use drayman::node::discover::{HostDevices, HostPaths, Survey, survey};
+use drayman::node::discovery::{HostDevices, HostPaths, Survey, survey};
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
 use tokio::sync::watch;
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use drayman::node::discover::{Cause, HostPaths};
+use drayman::node::discovery::{Cause, HostPaths};
 use drayman::node::driver::NodeDriver;
 
 use crate::host::{Host, Searching};
@@ -144,7 +144,7 @@ async fn a_device_that_this_kernel_makes_is_found_and_lost_in_the_real_dev() {
         return not_run("this kernel makes no zram devices");
     };
     let node = zram.node();
-    let has = move |devices: &drayman::core::node::inventory::Devices| {
+    let has = move |devices: &drayman::core::prepare::inventory::Devices| {
         devices
             .values()
             .any(|device| crate::host::text(device, "drayman.dev/path") == node.to_str().unwrap())

@@ -143,7 +143,8 @@ async fn the_disk_that_the_machine_runs_on_is_refused_by_whatever_it_was_found()
 async fn the_functions_of_this_machine_are_read() {
     let Some(host) = Host::new() else { return };
     let kinds = host.configuration("- {name: all, pci: {match: [{driver: no-such-driver}]}}");
-    let survey = drayman::node::discover::survey(kinds, drayman::node::discover::HostPaths::default()).await;
+    let survey =
+        drayman::node::discovery::survey(kinds, drayman::node::discovery::HostPaths::default()).await;
     let functions = std::fs::read_dir("/sys/bus/pci/devices").map_or(0, Iterator::count);
     let told = survey
         .candidates

@@ -89,13 +89,13 @@ fn scripts_that_need_no_cluster_succeed() {
 }
 
 /// The embedded cluster, which goes on until this is dropped.
-#[cfg(feature = "sim")]
+#[cfg(feature = "testcluster")]
 struct Stage {
     child: Child,
     kubeconfig: String,
 }
 
-#[cfg(feature = "sim")]
+#[cfg(feature = "testcluster")]
 impl Stage {
     fn start() -> Self {
         let mut child = Command::new(PROGRAM)
@@ -118,7 +118,7 @@ impl Stage {
     }
 }
 
-#[cfg(feature = "sim")]
+#[cfg(feature = "testcluster")]
 impl Drop for Stage {
     fn drop(&mut self) {
         let pid = i32::try_from(self.child.id())
@@ -132,7 +132,7 @@ impl Drop for Stage {
     }
 }
 
-#[cfg(feature = "sim")]
+#[cfg(feature = "testcluster")]
 #[test]
 fn scripts_for_the_embedded_cluster_succeed_on_it() {
     let stage = Stage::start();

@@ -225,7 +225,7 @@ fn steps(file: &str) -> Vec<String> {
 #[test]
 fn every_step_that_explain_may_name_is_on_its_page() {
     let page = crate::page::page("docs/tool.md");
-    for file in ["src/core/inspect/explain.rs", "src/core/inspect/limits.rs"] {
+    for file in ["src/cli/diagnose/explain.rs", "src/cli/diagnose/limits.rs"] {
         let steps = steps(file);
         assert!(steps.len() > 5, "{file}: {steps:?}");
         for step in steps {

@@ -13,8 +13,8 @@ use drayman::api::proto::device_plugin_v1beta1::{
 };
 use drayman::api::proto::plugin_registration::PluginInfo;
 use drayman::api::proto::{ContainerList, DeviceIdList, PreferenceList};
-use drayman::node::door::device_plugin::PluginRegistration;
-use drayman::node::door::{DoorError, DoorState, device_plugin};
+use drayman::node::kubelet::device_plugin::PluginRegistration;
+use drayman::node::kubelet::{DoorError, DoorState, device_plugin};
 use prost::Message as _;
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch};

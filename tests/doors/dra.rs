@@ -6,7 +6,7 @@ use drayman::api::proto::dra_v1alpha3::{Claim, StructuredResourceHandle};
 use drayman::api::proto::plugin_registration::registration_client::RegistrationClient;
 use drayman::api::proto::plugin_registration::{InfoRequest, RegistrationStatus};
 use drayman::api::proto::{ClaimList, dra_v1alpha2};
-use drayman::node::door::DoorState;
+use drayman::node::kubelet::DoorState;
 use prost::Message;
 use tonic::Code;
 

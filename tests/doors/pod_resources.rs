@@ -12,7 +12,7 @@ use drayman::api::proto::pod_resources_v1::{
     GetPodResourcesRequest, GetPodResourcesResponse, ListPodResourcesRequest, ListPodResourcesResponse,
     PodResources,
 };
-use drayman::node::door::pod_resources::{PodResourcesClient, PodResourcesError};
+use drayman::node::kubelet::pod_resources::{PodResourcesClient, PodResourcesError};
 use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
 use tokio_stream::wrappers::UnixListenerStream;

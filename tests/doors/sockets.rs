@@ -6,7 +6,7 @@ use drayman::api::proto::dra_v1alpha3::Claim;
 use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
 use drayman::api::proto::plugin_registration::registration_client::RegistrationClient;
 use drayman::api::proto::plugin_registration::{InfoRequest, RegistrationStatus};
-use drayman::node::door::{DoorError, DoorState, KubeletPaths, dra};
+use drayman::node::kubelet::{DoorError, DoorState, KubeletPaths, dra};
 use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;

@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use drayman::core::node::injection::{DeviceNode, Injection, Mount};
+use drayman::core::prepare::injection::{DeviceNode, Injection, Mount};
 use drayman::node::companion::{
     ClaimToPrepare, ClaimToUnprepare, Companion, CompanionError, PluginDevice, Preference,
 };
-use drayman::node::door::{DoorError, DoorState, KubeletPaths, dra};
-use drayman::node::transport::GrpcCalls;
+use drayman::node::kubelet::transport::GrpcCalls;
+use drayman::node::kubelet::{DoorError, DoorState, KubeletPaths, dra};
 use loona_hpack::{Decoder, Encoder};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;

@@ -9,25 +9,25 @@ use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use drayman::api::proto::{
     ClaimList, ContainerList, device_plugin_v1beta1, dra_v1alpha2, node_records, plugin_registration,
 };
-use drayman::core::devices::facts::{Attribute, Facts, Match};
-use drayman::core::node::checkpoint::Checkpoint;
-use drayman::core::node::claim_uid::ClaimUid;
-use drayman::core::node::containers::Containers;
-use drayman::core::node::device_manager;
-use drayman::core::node::discovery::attributes::{Attributes, fit};
-use drayman::core::node::discovery::mounts::{Mounts, mounts as read_mounts, swap_areas};
-use drayman::core::node::discovery::pci::PciFacts;
-use drayman::core::node::discovery::usb::{UsbFacts, UsbIdentity, identities};
-use drayman::core::node::driver_name::DriverName;
-use drayman::core::node::inventory::Devices;
-use drayman::core::node::kubelet_state;
-use drayman::core::node::ledger::Ledger;
-use drayman::core::node::prepare::plan_prepare;
-use drayman::core::node::rendering::{cdi_spec, entry_of_cdi_spec};
-use drayman::core::node::request::{ClaimToPrepare, NodeIdentity};
+use drayman::core::allocation::facts::{Attribute, Facts, Match};
+use drayman::core::discovery::attributes::{Attributes, fit};
+use drayman::core::discovery::mounts::{Mounts, mounts as read_mounts, swap_areas};
+use drayman::core::discovery::pci::PciFacts;
+use drayman::core::discovery::usb::{UsbFacts, UsbIdentity, identities};
+use drayman::core::prepare::checkpoint::Checkpoint;
+use drayman::core::prepare::claim_uid::ClaimUid;
+use drayman::core::prepare::containers::Containers;
+use drayman::core::prepare::device_manager;
+use drayman::core::prepare::driver_name::DriverName;
+use drayman::core::prepare::inventory::Devices;
+use drayman::core::prepare::kubelet_state;
+use drayman::core::prepare::ledger::Ledger;
+use drayman::core::prepare::plan::plan_prepare;
+use drayman::core::prepare::rendering::{cdi_spec, entry_of_cdi_spec};
+use drayman::core::prepare::request::{ClaimToPrepare, NodeIdentity};
 use drayman::host::selectors::{Compiled, Ground, STACK};
 use drayman::node::config::NodeConfiguration;
-use drayman::node::transport::authority::Rewriter;
+use drayman::node::kubelet::transport::authority::Rewriter;
 use prost::Message as _;
 
 const UID: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10";
@@ -222,7 +222,7 @@ pub(crate) fn prepare(bytes: &[u8]) {
 
 /// A message of the kernel.
 pub(crate) fn uevent(bytes: &[u8]) {
-    if let Some(event) = drayman::core::node::discovery::uevent::parse(bytes) {
+    if let Some(event) = drayman::core::discovery::uevent::parse(bytes) {
         let _ = event.concerns_devices();
         assert!(event.devpath.len() <= bytes.len());
     }

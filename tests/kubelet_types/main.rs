@@ -14,8 +14,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use drayman::node::door::device_plugin::{self, PluginRegistration};
-use drayman::node::door::{DoorError, DoorState};
+use drayman::node::kubelet::device_plugin::{self, PluginRegistration};
+use drayman::node::kubelet::{DoorError, DoorState};
 use tokio::process::Command;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;

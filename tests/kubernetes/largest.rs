@@ -6,8 +6,8 @@ use drayman::api::crd::{
     ATTRIBUTE_NAME_MAX, ATTRIBUTES_MAX, AttributeValue, DEVICES_MAX, NodeInventory, TEXT_MAX,
 };
 use drayman::node::Node;
-use drayman::node::door::KubeletPaths;
 use drayman::node::driver::{Device, Injection, NodeDriver, NodeDriverError};
+use drayman::node::kubelet::KubeletPaths;
 use futures::Stream;
 use kube::api::Api;
 use tokio::sync::mpsc;

@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use drayman::api::crd::NodeInventory;
 use drayman::api::resource::Pod;
-use drayman::node::door::KubeletPaths;
-use drayman::node::door::pod_resources::PodResourcesClient;
+use drayman::node::kubelet::KubeletPaths;
+use drayman::node::kubelet::pod_resources::PodResourcesClient;
 use k8s_openapi::api::core::v1::Node as NodeObject;
 use kube::api::Api;
 use serde_json::{Value, json};

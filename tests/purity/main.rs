@@ -61,8 +61,8 @@ fn the_check_sees_every_layer() {
         "controller",
         "host",
         "node",
-        "sim",
-        "testing",
+        "testcluster",
+        "testkit",
         "cli",
     ] {
         assert!(

@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     fn named(source: &str) -> Vec<String> {
-        let module = ["core".to_owned(), "node".to_owned()];
+        let module = ["core".to_owned(), "prepare".to_owned()];
         let tokens = source.parse().expect("Rust");
         mentions(tokens, &module)
             .into_iter()
@@ -172,7 +172,7 @@ mod tests {
         assert_eq!(named("use super::super::host;"), ["crate::host"]);
         assert_eq!(
             named("use self::ledger::Ledger;"),
-            ["crate::core::node::ledger::Ledger"]
+            ["crate::core::prepare::ledger::Ledger"]
         );
         assert_eq!(
             named("mod tests { use super::super::devices; }"),

@@ -16,14 +16,33 @@ const LAYERS: [(&str, &[&str]); 9] = [
     ("controller", &["api", "core", "driver"]),
     ("host", &["api", "core", "driver"]),
     ("node", &["api", "core"]),
-    ("sim", &["api", "core", "driver", "controller", "host", "node"]),
     (
-        "testing",
-        &["api", "core", "driver", "controller", "host", "node", "sim"],
+        "testcluster",
+        &["api", "core", "driver", "controller", "host", "node"],
+    ),
+    (
+        "testkit",
+        &[
+            "api",
+            "core",
+            "driver",
+            "controller",
+            "host",
+            "node",
+            "testcluster",
+        ],
     ),
     (
         "cli",
-        &["api", "core", "driver", "controller", "host", "node", "sim"],
+        &[
+            "api",
+            "core",
+            "driver",
+            "controller",
+            "host",
+            "node",
+            "testcluster",
+        ],
     ),
 ];
 
@@ -50,15 +69,16 @@ const ANY_DRIVER: [(&[&str], &[&[&str]]); 3] = [
             &["controller"],
             &["driver"],
             &["api", "resource"],
-            &["core", "protocol"],
+            &["core", "claims"],
+            &["core", "lease"],
         ],
     ),
     (
-        &["core", "protocol"],
+        &["core", "claims"],
         &[
             &["driver"],
             &["api", "resource"],
-            &["core", "protocol"],
+            &["core", "claims"],
             &["core", "distribution"],
         ],
     ),
@@ -118,7 +138,7 @@ const IMPURE_NAMES: [&str; 16] = [
 ];
 
 /// The one place of the stage that may ask for the time or for randomness.
-const SOURCE: [&str; 2] = ["sim", "source"];
+const SOURCE: [&str; 2] = ["testcluster", "source"];
 
 /// Names that mean either, and maps whose order does. Waiting by tokio's clock, which a test can own, is no look at the time.
 const CHANCE: [&str; 8] = [
@@ -172,7 +192,7 @@ pub(crate) fn check(file: &Path, source: &str) -> Vec<Violation> {
         .collect()
 }
 
-/// `core/node/ledger.rs` and `core/node/mod.rs` -> their modules. The crate's roots have none and are not checked.
+/// `core/prepare/ledger.rs` and `core/prepare/mod.rs` -> their modules. The crate's roots have none and are not checked.
 fn module_of(file: &Path) -> Vec<String> {
     let stem = file.with_extension("");
     let mut module: Vec<_> = stem
@@ -199,7 +219,7 @@ fn fault(layer: &str, mention: &Mention) -> Option<String> {
 
 /// Time or randomness that the stage's source does not know of.
 fn chance(module: &[String], mention: &Mention) -> Option<String> {
-    if module.first().is_none_or(|layer| layer != "sim") || module.iter().take(2).eq(SOURCE) {
+    if module.first().is_none_or(|layer| layer != "testcluster") || module.iter().take(2).eq(SOURCE) {
         return None;
     }
     let segments: Vec<&str> = mention.segments.iter().map(String::as_str).collect();
@@ -215,7 +235,7 @@ fn chance(module: &[String], mention: &Mention) -> Option<String> {
         };
     asks.then(|| {
         format!(
-            "the stage names {}: time and randomness are those of sim::source",
+            "the stage names {}: time and randomness are those of testcluster::source",
             segments.join("::")
         )
     })
@@ -331,7 +351,7 @@ mod tests {
             "#[cfg(test)] mod tests { use std::collections::HashMap; }",
         ] {
             assert_eq!(
-                faults("core/devices/fit.rs", seed).len().min(1),
+                faults("core/allocation/fit.rs", seed).len().min(1),
                 1,
                 "not found: {seed}"
             );
@@ -347,9 +367,9 @@ mod tests {
             "fn f(now: jiff::Timestamp, world: &World) { world.now; let glob = now; g(glob, rand); }",
             "use std::collections::{BTreeMap, BTreeSet}; use std::time::Duration;",
             "use kube::ResourceExt; use crate::api::resource::Pod; use crate::driver::{Verdict, Holding};",
-            "use super::inventory; use crate::core::node::injection::Injection;",
+            "use super::inventory; use crate::core::prepare::injection::Injection;",
         ] {
-            assert_eq!(faults("core/devices/view.rs", source), [""; 0], "{source}");
+            assert_eq!(faults("core/allocation/view.rs", source), [""; 0], "{source}");
         }
     }
 
@@ -358,22 +378,22 @@ mod tests {
         for (file, seed) in [
             ("core/mod.rs", "use crate::controller::run;"),
             (
-                "core/protocol/decide.rs",
+                "core/claims/decide.rs",
                 "use super::super::super::host::HostDriver;",
             ),
             (
-                "core/node/ledger.rs",
+                "core/prepare/ledger.rs",
                 "use crate::{api, node::companion::Companion};",
             ),
-            ("core/protocol/world.rs", "use crate::driver::Driver;"),
+            ("core/claims/world.rs", "use crate::driver::Driver;"),
             (
-                "core/protocol/world.rs",
+                "core/claims/world.rs",
                 "use crate::driver::{Verdict, ClaimRequest};",
             ),
-            ("core/protocol/world.rs", "use crate::driver;"),
-            ("core/protocol/world.rs", "use crate::*;"),
-            ("core/protocol/world.rs", "use crate as other;"),
-            ("api/handle.rs", "use crate::core::devices;"),
+            ("core/claims/world.rs", "use crate::driver;"),
+            ("core/claims/world.rs", "use crate::*;"),
+            ("core/claims/world.rs", "use crate as other;"),
+            ("api/handle.rs", "use crate::core::allocation;"),
             ("driver.rs", "use crate::controller::Controller;"),
             ("controller/execute.rs", "fn f() { crate::host::start() }"),
             ("host/driver.rs", "use crate::controller::report;"),
@@ -394,17 +414,20 @@ mod tests {
             ("driver.rs", "use crate::api::crd::Device;"),
             ("driver.rs", "fn f(handle: crate::api::handle::DeviceHandle) {}"),
             ("driver.rs", "use crate::api;"),
-            ("controller/execute.rs", "use crate::core::devices::books::Books;"),
-            ("controller/mod.rs", "use super::core::node::ledger::Ledger;"),
+            (
+                "controller/execute.rs",
+                "use crate::core::allocation::books::Books;",
+            ),
+            ("controller/mod.rs", "use super::core::prepare::ledger::Ledger;"),
             (
                 "controller/write.rs",
                 "use crate::api::{crd::GROUP, resource::VERSION};",
             ),
             (
-                "core/protocol/world.rs",
-                "use crate::core::devices::inventory::Node;",
+                "core/claims/world.rs",
+                "use crate::core::allocation::inventory::Node;",
             ),
-            ("core/protocol/claim.rs", "use super::super::devices::fit;"),
+            ("core/claims/claim.rs", "use super::super::devices::fit;"),
         ] {
             assert_eq!(faults(file, seed).len(), 1, "{file}: {seed}");
         }
@@ -412,15 +435,15 @@ mod tests {
             ("driver.rs", "use crate::api::resource::{AllocationResult, Pod};"),
             (
                 "controller/execute.rs",
-                "use crate::core::protocol::Command; use crate::driver::Driver;",
+                "use crate::core::claims::Command; use crate::driver::Driver;",
             ),
             (
-                "core/protocol/claim.rs",
+                "core/claims/claim.rs",
                 "use super::world::World; use crate::api::resource::Pod;",
             ),
             (
                 "host/driver.rs",
-                "use crate::core::devices::books::Books; use crate::api::crd::Device;",
+                "use crate::core::allocation::books::Books; use crate::api::crd::Device;",
             ),
         ] {
             assert_eq!(faults(file, source), [""; 0], "{file}: {source}");
@@ -443,9 +466,13 @@ mod tests {
             "fn f() { uuid::Uuid::new_v4(); }",
             "fn f() { rand::random::<u8>(); }",
         ] {
-            assert_ne!(faults("sim/api/watch.rs", seed), [""; 0], "not found: {seed}");
+            assert_ne!(
+                faults("testcluster/api/watch.rs", seed),
+                [""; 0],
+                "not found: {seed}"
+            );
             assert_eq!(
-                faults("sim/source.rs", seed),
+                faults("testcluster/source.rs", seed),
                 [""; 0],
                 "found in the source: {seed}"
             );
@@ -455,22 +482,22 @@ mod tests {
             "use tokio::time::{Instant, sleep_until}; fn f() { Instant::now(); }",
             "use std::time::Duration; fn f(source: &Source) { source.now(); }",
         ] {
-            assert_eq!(faults("sim/api/watch.rs", source), [""; 0], "{source}");
+            assert_eq!(faults("testcluster/api/watch.rs", source), [""; 0], "{source}");
         }
     }
 
     #[test]
     fn a_fault_is_told_with_file_line_and_reason() {
-        let faults = faults("core/devices/fit.rs", "//! Fit.\n\nuse std::fs::File;\n");
+        let faults = faults("core/allocation/fit.rs", "//! Fit.\n\nuse std::fs::File;\n");
 
         assert_eq!(
             faults,
-            ["src/core/devices/fit.rs:3: core names std::fs::File: effects belong into the shells"]
+            ["src/core/allocation/fit.rs:3: core names std::fs::File: effects belong into the shells"]
         );
     }
 
     #[test]
     fn a_file_that_is_not_rust_is_no_free_pass() {
-        assert_eq!(faults("core/devices/fit.rs", "fn f( {").len(), 1);
+        assert_eq!(faults("core/allocation/fit.rs", "fn f( {").len(), 1);
     }
 }

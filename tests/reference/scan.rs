@@ -30,11 +30,11 @@ fn sources() -> Vec<(String, TokenStream)> {
     let product = files.into_iter().filter_map(|path| {
         let name = path.strip_prefix(&root).expect("under src").display().to_string();
         let is_rust = path.extension().is_some_and(|extension| extension == "rs");
-        let is_test = name.ends_with("tests.rs") || name.starts_with("sim") || !is_rust;
+        let is_test = name.ends_with("tests.rs") || name.starts_with("testcluster") || !is_rust;
         let of_tests = [
-            "node/owner/stage.rs",
-            "core/devices/fixture.rs",
-            "core/node/model",
+            "node/state/stage.rs",
+            "core/allocation/fixture.rs",
+            "core/prepare/model",
         ];
         if is_test || of_tests.iter().any(|test| name.starts_with(test)) {
             return None;
@@ -202,19 +202,19 @@ fn answered(files: &[&str]) -> Found {
 pub(crate) fn event_reasons() -> Found {
     // Errors that become events by their `reason()`.
     let mut found = answered(&[
-        "core/devices/errors.rs",
-        "core/devices/parameters/error.rs",
-        "core/devices/reference.rs",
+        "core/allocation/errors.rs",
+        "core/allocation/parameters/error.rs",
+        "core/allocation/reference.rs",
         "node/config/error.rs",
     ]);
     // Everything else is named where it is said.
     let places = [
-        "core/protocol/",
+        "core/claims/",
         "controller/",
         "host/",
-        "core/node/claims_api.rs",
-        "core/node/discovery/",
-        "core/node/kubelet_apis.rs",
+        "core/prepare/claims_api.rs",
+        "core/discovery/",
+        "core/prepare/kubelet_apis.rs",
         "node/reload.rs",
         "node/orphans.rs",
     ];
@@ -271,9 +271,9 @@ pub(crate) fn event_reasons() -> Found {
 /// Why a companion refuses what kubelet asks for.
 pub(crate) fn refusal_reasons() -> Found {
     answered(&[
-        "core/node/refusal.rs",
+        "core/prepare/refusal.rs",
         "node/driver.rs",
-        "node/owner/handle.rs",
-        "node/store/mod.rs",
+        "node/state/handle.rs",
+        "node/state/storage/mod.rs",
     ])
 }

@@ -1,6 +1,6 @@
 //! What the controller asks for on its way there and back: requests to the server, calls of the driver, and their faults.
 
-use drayman::core::protocol::{
+use drayman::core::claims::{
     Answer, CallError, CallErrorKind, CallId, Command, DriverRequest, Event, Outcome, Subject,
 };
 use drayman::driver::{CapacityCause, CapacityChange};

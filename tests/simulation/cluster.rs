@@ -6,7 +6,7 @@ use drayman::api::resource::{
     PodSchedulingContext, ResourceClaim, ResourceClaimConsumerReference, ResourceClaimSchedulingStatus,
     ResourceClaimStatus, ResourceHandle, controller_of,
 };
-use drayman::core::protocol::ObjectKey;
+use drayman::core::claims::ObjectKey;
 
 use crate::driver::{OTHER_DRIVER, OTHER_FINALIZER};
 use crate::pods::uid_of_pod;

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use drayman::api::resource::{PodSchedulingContext, ResourceClaim};
-use drayman::core::protocol::{Answer, ClaimWrite, Command, DriverRequest, Event, Outcome, Regarding};
+use drayman::core::claims::{Answer, ClaimWrite, Command, DriverRequest, Event, Outcome, Regarding};
 use drayman::driver::Observation;
 
 use crate::driver::hold_of;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::{AllocationResult, ResourceClaim, ResourceHandle};
-use drayman::core::protocol::{CallError, CallErrorKind, ClaimToAllocate, ObjectKey, Subject};
+use drayman::core::claims::{CallError, CallErrorKind, ClaimToAllocate, ObjectKey, Subject};
 use drayman::driver::{Holding, Observation, Verdict};
 
 /// The name of the driver under test.

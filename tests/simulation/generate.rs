@@ -4,7 +4,7 @@ use drayman::api::resource::{
     AllocationMode, POD_CLAIM_NAME_ANNOTATION, PodSchedulingContext, PodSchedulingContextSpec, ResourceClaim,
     ResourceClaimParametersReference, ResourceClaimSpec,
 };
-use drayman::core::protocol::ObjectKey;
+use drayman::core::claims::ObjectKey;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::pods::owned_by;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::{AllocationMode, NODE_LIST_MAX, Pod, controller_of};
-use drayman::core::protocol::{ClaimToAllocate, ClaimWrite, Command, DriverRequest, ObjectKey};
+use drayman::core::claims::{ClaimToAllocate, ClaimWrite, Command, DriverRequest, ObjectKey};
 
 use crate::driver::{DRIVER, FINALIZER, hold_of, recorded_hold, uid_of};
 use crate::pods::uid_of_pod;

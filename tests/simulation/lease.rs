@@ -5,7 +5,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use drayman::core::protocol::{Lease, LeaseAnswer, LeaseRecord, LeaseSettings, LeaseStep, Moment};
+use drayman::core::claims::Moment;
+use drayman::core::lease::{Lease, LeaseAnswer, LeaseRecord, LeaseSettings, LeaseStep};
 
 use crate::rng::Rng;
 

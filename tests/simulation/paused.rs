@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::core::protocol::{Answer, ClaimWrite, Command, Event, ObjectKey};
+use drayman::core::claims::{Answer, ClaimWrite, Command, Event, ObjectKey};
 use drayman::driver::Finding;
 
 use crate::describe::describe_command;

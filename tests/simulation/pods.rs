@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use drayman::api::resource::{Pod, ResourceClaim};
-use drayman::core::protocol::ObjectKey;
+use drayman::core::claims::ObjectKey;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 
 use crate::driver::hold_of;

@@ -1,7 +1,7 @@
 //! What each write of the controller means to the server, and which promises it must keep when it lands.
 
 use drayman::api::resource::{ResourceClaim, controller_of};
-use drayman::core::protocol::{Answer, ClaimWrite, Command, ObjectKey, Outcome};
+use drayman::core::claims::{Answer, ClaimWrite, Command, ObjectKey, Outcome};
 
 use crate::driver::{DRIVER, FINALIZER, recorded_hold, uid_of};
 use crate::stage::Stage;

@@ -6,7 +6,7 @@ use drayman::api::resource::{
     NODE_LIST_MAX, Pod, PodSchedulingContext, PodSchedulingContextSpec, ResourceClaim,
     ResourceClaimConsumerReference, controller_of,
 };
-use drayman::core::protocol::ObjectKey;
+use drayman::core::claims::ObjectKey;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::driver::uid_of;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use drayman::api::resource::PodSchedulingContext;
-use drayman::core::protocol::{
+use drayman::core::claims::{
     Answer, CallId, ClaimWrite, Command, Event, Moment, ObjectKey, Outcome, Settings, World,
 };
 use drayman::driver::{Holding, Observation};

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use drayman::core::protocol::{Answer, Command, Event, ObjectKey, Report, Statistics};
+use drayman::core::claims::{Answer, Command, Event, ObjectKey, Report, Statistics};
 
 use crate::calls::{Call, Request};
 use crate::driver::{Facts, MemoryDriver};
@@ -356,7 +356,7 @@ impl Stage {
         &mut self,
         generation: u32,
         delay: u64,
-        id: drayman::core::protocol::CallId,
+        id: drayman::core::claims::CallId,
         answer: Answer,
     ) {
         let event = Event::Answer { id, answer };

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use drayman::api::resource::{
     Pod, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, ResourceClass, controller_of,
 };
-use drayman::core::protocol::{Event, ObjectKey};
+use drayman::core::claims::{Event, ObjectKey};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 
 use crate::rules;

@@ -3,7 +3,7 @@
 use drayman::api::resource::{
     AllocationMode, ClaimSource, Pod, PodResourceClaim, PodSpec, ResourceClaim, ResourceClass,
 };
-use drayman::core::protocol::ObjectKey;
+use drayman::core::claims::ObjectKey;
 use drayman::driver::CapacityCause;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 

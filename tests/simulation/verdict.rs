@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::label::LABEL_OF_ANY_NODE;
 use drayman::api::resource::{AllocationMode, Pod, ResourceClaim, ResourceClaimConsumerReference};
-use drayman::core::protocol::ObjectKey;
+use drayman::core::claims::ObjectKey;
 
 use crate::driver::{DRIVER, FINALIZER, Hold, OTHER_FINALIZER, recorded_hold, uid_of};
 use crate::pods::uid_of_pod;

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use drayman::sim::api::ApiServer;
-use drayman::sim::source::Source;
+use drayman::testcluster::api::ApiServer;
+use drayman::testcluster::source::Source;
 use futures::future::try_join_all;
 use http::Request;
 use kube::client::Body;

@@ -4,8 +4,8 @@ use std::future::Future;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use drayman::sim::api::ApiServer;
-use drayman::sim::source::Source;
+use drayman::testcluster::api::ApiServer;
+use drayman::testcluster::source::Source;
 use futures::{AsyncBufReadExt as _, TryStreamExt as _};
 use http::{Method, Request};
 use kube::client::Body;

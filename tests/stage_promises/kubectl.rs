@@ -9,8 +9,8 @@ use std::process::Stdio;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use drayman::sim::api::{ApiServer, kubeconfig};
-use drayman::sim::source::Source;
+use drayman::testcluster::api::{ApiServer, kubeconfig};
+use drayman::testcluster::source::Source;
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 use tokio_util::sync::CancellationToken;

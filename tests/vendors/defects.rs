@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use drayman::testing::{Finding, Rule, conformance};
+use drayman::testkit::{Finding, Rule, conformance};
 
 use crate::found_out;
 use crate::shelf::Shelf;

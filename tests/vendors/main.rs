@@ -1,5 +1,5 @@
 //! The conformance kit for vendors: our own drivers and those of the examples conform, and a driver that breaks a rule is found out.
-#![cfg(feature = "sim")]
+#![cfg(feature = "testcluster")]
 #![expect(
     clippy::panic,
     clippy::case_sensitive_file_extension_comparisons,
@@ -19,7 +19,7 @@ mod ours;
 mod rack;
 mod shelf;
 
-use drayman::testing::{Broken, Finding, Report, Rule};
+use drayman::testkit::{Broken, Finding, Report, Rule};
 
 /// The findings of the kit on a driver that breaks a rule: the rule is among them, and what is said of it is complete.
 fn found_out(rule: Rule, outcome: Result<Report, Broken>) -> Vec<Finding> {

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use drayman::testing::{Rule, node_conformance};
+use drayman::testkit::{Rule, node_conformance};
 
 use crate::found_out;
 use crate::rack::{Rack, left_over};

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use drayman::api::crd::definitions;
 use drayman::host::HostDriver;
 use drayman::node::config::NodeConfiguration;
-use drayman::node::discover::{HostDevices, HostPaths};
-use drayman::testing::{Place, Report, Rule, conformance, node_conformance};
+use drayman::node::discovery::{HostDevices, HostPaths};
+use drayman::testkit::{Place, Report, Rule, conformance, node_conformance};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use drayman::node::driver::{Device, DeviceNode, Injection, NodeDriver, NodeDriverError, PreparedClaim};
-use drayman::testing::{Place, Rule};
+use drayman::testkit::{Place, Rule};
 use futures::Stream;
 use futures::stream::{self, StreamExt as _};
 

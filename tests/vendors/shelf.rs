@@ -9,7 +9,7 @@ use drayman::driver::{
     CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation,
     Verdict,
 };
-use drayman::testing::{Place, Rule};
+use drayman::testkit::{Place, Rule};
 use futures::{Stream, StreamExt as _};
 use tokio::sync::watch;
 use tokio_stream::wrappers::WatchStream;

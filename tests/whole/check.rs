@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use drayman::api::handle::DeviceHandle;
-use drayman::sim::api::{ApiServer, Changed};
-use drayman::sim::kubelet::Kubelet;
+use drayman::testcluster::api::{ApiServer, Changed};
+use drayman::testcluster::kubelet::Kubelet;
 use serde_json::Value;
 
 pub(crate) const DRIVER: &str = "drayman.dev";

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use drayman::sim::faults::{Place, Planned, Trouble};
+use drayman::testcluster::faults::{Place, Planned, Trouble};
 use tokio::runtime::Runtime;
 
 use crate::life::{COMPANION, CONTROLLER, Lived, live};

@@ -10,8 +10,8 @@ use std::time::Duration;
 use drayman::api::resource::ResourceClaim;
 use drayman::controller::{Controller, LeaderElection};
 use drayman::host::HostDriver;
-use drayman::sim::api::ApiServer;
-use drayman::sim::faults::{Faults, Life, Place, Planned, Trouble};
+use drayman::testcluster::api::ApiServer;
+use drayman::testcluster::faults::{Faults, Life, Place, Planned, Trouble};
 use kube::api::{Api, DeleteParams};
 use tokio_util::sync::CancellationToken;
 

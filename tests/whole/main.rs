@@ -3,7 +3,7 @@
 //! trouble, for every n and every kind of trouble. What the cluster and the node show is checked at every change.
 //!
 //! A failure prints its trouble, the command that plays it again, and all that happened.
-#![cfg(feature = "sim")]
+#![cfg(feature = "testcluster")]
 #![allow(
     clippy::unwrap_used,
     clippy::panic,

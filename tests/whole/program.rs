@@ -6,7 +6,7 @@ use std::sync::{Mutex, Once, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use drayman::sim::faults::{Faults, Life};
+use drayman::testcluster::faults::{Faults, Life};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::io::Write as _;
 
 use crate::cli::{Error, group};
-use crate::core::node::driver_name::DriverName;
-use crate::core::node::release::Holding;
-use crate::node::records::Access;
-use crate::node::store::Places;
+use crate::core::prepare::driver_name::DriverName;
+use crate::core::prepare::release::Holding;
+use crate::node::admin::Access;
+use crate::node::state::storage::Places;
 
 /// List which claim, or container, holds which device of this node
 ///
@@ -167,7 +167,7 @@ fn print(text: &str) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::node::release::HoldingState;
+    use crate::core::prepare::release::HoldingState;
 
     #[test]
     fn what_containers_have_is_shown_beside_claims_or_said_to_be_unknown() {

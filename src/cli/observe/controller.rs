@@ -12,7 +12,7 @@ use super::reasons::By;
 use super::write::{count_each, number, series, with_all};
 use super::{table, write};
 use crate::controller::Figures;
-use crate::core::protocol::{Moment, QueueStatistics, Statistics};
+use crate::core::claims::{Moment, QueueStatistics, Statistics};
 
 /// Reads the figures when somebody asks.
 #[derive(Debug)]

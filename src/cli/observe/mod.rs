@@ -34,7 +34,7 @@ use tokio_util::sync::CancellationToken;
 pub(super) use requests::Requests;
 
 use super::Error;
-use crate::node::inventory::Standing;
+use crate::node::publish::inventory::Standing;
 
 /// Where metrics and probes are served.
 #[derive(Clone, Copy, Debug, clap::Args)]
@@ -141,7 +141,7 @@ impl Observer {
 
     /// For the companion. What it has counted is looked up when somebody asks.
     pub(super) fn of_node(
-        figures: Arc<crate::node::figures::Figures>,
+        figures: Arc<crate::node::metrics::Figures>,
         standing: watch::Receiver<Standing>,
     ) -> Self {
         let mut observer = Self::new("node");

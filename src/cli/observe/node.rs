@@ -11,9 +11,9 @@ use super::reasons::{By, REFUSALS};
 use super::table::{CLAIMS, HEALTH, RESULTS};
 use super::write::{count_each, number, series};
 use super::{table, write};
-use crate::node::figures::{Counted, Figures};
-use crate::node::inventory::Standing;
-use crate::node::transport::{GrpcCalls, GrpcMethod};
+use crate::node::kubelet::transport::{GrpcCalls, GrpcMethod};
+use crate::node::metrics::{Counted, Figures};
+use crate::node::publish::inventory::Standing;
 
 /// Reads the figures when somebody asks.
 #[derive(Debug)]

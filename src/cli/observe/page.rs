@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use super::reasons::{By, EVENTS, REFUSALS};
 use super::table::{self, ALL, Kind, Of, Series, Values};
 use super::{Observer, write};
-use crate::node::inventory::Standing;
+use crate::node::publish::inventory::Standing;
 
 const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md");
 
@@ -59,7 +59,7 @@ fn label_list() -> String {
             {
                 format!(
                     "the reasons of the controller's [events](#events) on pods, and `{}`: some of the nodes in question will not do, and the scheduler chooses among the others",
-                    crate::core::protocol::Statistics::SOME_NODES
+                    crate::core::claims::Statistics::SOME_NODES
                 )
             }
             Values::These(_) if label.name == "reason" => {

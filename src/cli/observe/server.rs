@@ -145,7 +145,7 @@ mod tests {
 
     use super::super::Observer;
     use super::*;
-    use crate::node::inventory::Standing;
+    use crate::node::publish::inventory::Standing;
 
     async fn ask(address: SocketAddr, path: &str) -> String {
         ask_for(address, path, "*/*").await

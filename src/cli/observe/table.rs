@@ -1,9 +1,9 @@
 //! Every series that this program has: name, labels and meaning. The collectors take them from here, and so does docs/metrics.md.
 
 use super::reasons::{By, EVENTS, REFUSALS};
-use crate::core::protocol::Statistics;
-use crate::node::figures::Figures;
-use crate::node::transport::GrpcCalls;
+use crate::core::claims::Statistics;
+use crate::node::kubelet::transport::GrpcCalls;
+use crate::node::metrics::Figures;
 
 /// How a series behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,12 +124,12 @@ pub(super) fn waiting() -> Vec<&'static str> {
 }
 
 fn owners() -> Vec<&'static str> {
-    crate::core::node::census::Owner::ALL
-        .map(crate::core::node::census::Owner::name)
+    crate::core::prepare::census::Owner::ALL
+        .map(crate::core::prepare::census::Owner::name)
         .to_vec()
 }
 
-fn grpc(part: fn(&crate::node::transport::GrpcMethod) -> &'static str) -> Vec<&'static str> {
+fn grpc(part: fn(&crate::node::kubelet::transport::GrpcMethod) -> &'static str) -> Vec<&'static str> {
     let mut all: Vec<_> = GrpcCalls::METHODS.iter().map(part).collect();
     all.sort_unstable();
     all.dedup();

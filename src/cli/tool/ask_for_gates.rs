@@ -12,9 +12,9 @@ use tokio::time::{Instant, timeout_at};
 use super::read;
 use crate::api::crd::NodeInventory;
 use crate::cli::Error;
-use crate::core::inspect::doctor::Finding;
-use crate::core::inspect::gates::{Answer, api_server, by_symptoms, kubelets};
-use crate::core::node::naming::is_dns_subdomain;
+use crate::cli::diagnose::doctor::Finding;
+use crate::cli::diagnose::gates::{Answer, api_server, by_symptoms, kubelets};
+use crate::core::prepare::naming::is_dns_subdomain;
 
 /// For all of them together to answer: a node that is cut off would be waited for long.
 const LIMIT: Duration = Duration::from_secs(20);

@@ -8,8 +8,8 @@ use clap::builder::PossibleValue;
 use super::output::{Colour, Output, coloured, one_line, row, table};
 use super::{Cluster, read};
 use crate::api::crd::{Mode, NodeInventory};
+use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable, devices};
 use crate::cli::{Error, block_on, choose_tls_provider};
-use crate::core::inspect::devices::{DeviceRow, DeviceState, DeviceTable, devices};
 
 /// List the devices of the cluster, their state, and who holds them
 #[derive(Clone, Debug, clap::Args)]

@@ -18,13 +18,13 @@ use super::rights::{self, Account};
 use super::{Cluster, ask_for_gates, node_check, read};
 use crate::api::crd::{self, DeviceClassParameters, Mode, NodeInventory};
 use crate::api::resource::{GROUP, ResourceClaim, ResourceClass, VERSION};
+use crate::cli::diagnose::devices::devices;
+use crate::cli::diagnose::doctor::{Finding, Level, classes, definitions, lease, server};
+use crate::cli::diagnose::gates;
+use crate::cli::diagnose::nodes::{NodeFacts, extended_resources, inventories, runtime_sockets};
+use crate::cli::diagnose::overlap::{self, Sharers};
+use crate::cli::diagnose::rights::Component;
 use crate::cli::{Error, block_on, choose_tls_provider, group, value};
-use crate::core::inspect::devices::devices;
-use crate::core::inspect::doctor::{Finding, Level, classes, definitions, lease, server};
-use crate::core::inspect::gates;
-use crate::core::inspect::nodes::{NodeFacts, extended_resources, inventories, runtime_sockets};
-use crate::core::inspect::overlap::{self, Sharers};
-use crate::core::inspect::rights::Component;
 
 /// The label of what the chart makes for a controller.
 const CONTROLLER: &str = "app.kubernetes.io/component=controller";

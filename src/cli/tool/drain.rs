@@ -6,8 +6,8 @@ use kube::Client;
 
 use super::output::{Output, row, table};
 use super::{Cluster, read};
+use crate::cli::diagnose::usage::{Dependent, Objects, dependents, held_by};
 use crate::cli::{Error, block_on, choose_tls_provider};
-use crate::core::inspect::usage::{Dependent, Objects, dependents, held_by};
 
 /// List what still uses classic Dynamic Resource Allocation
 ///

@@ -20,11 +20,11 @@ use super::output::Output;
 use super::{Cluster, read};
 use crate::api::crd::{DeviceClassParameters, NodeInventory};
 use crate::api::resource::{Pod, PodResourceClaim, PodSchedulingContext, ResourceClaim, ResourceClass};
+use crate::cli::diagnose::explain::{Explanation, Facts, Found, explain, find};
+use crate::cli::diagnose::limits::Explanation as ByLimit;
+use crate::cli::diagnose::qualified_name;
 use crate::cli::{Error, block_on, choose_tls_provider};
-use crate::core::devices::parameters::{Amount, Demand};
-use crate::core::inspect::explain::{Explanation, Facts, Found, explain, find};
-use crate::core::inspect::limits::Explanation as ByLimit;
-use crate::core::inspect::qualified_name;
+use crate::core::allocation::parameters::{Amount, Demand};
 use crate::driver::{ClaimRequest, Driver as _, Holding, Observation};
 use crate::host::HostDriver;
 

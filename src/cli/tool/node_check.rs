@@ -10,11 +10,11 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use crate::core::inspect::doctor::Finding;
-use crate::core::inspect::gates;
-use crate::core::inspect::nodes::{RUNTIME, without_runtime};
-use crate::core::node::discovery::mounts;
-use crate::node::witness::SOCKETS;
+use crate::cli::diagnose::doctor::Finding;
+use crate::cli::diagnose::gates;
+use crate::cli::diagnose::nodes::{RUNTIME, without_runtime};
+use crate::core::discovery::mounts;
+use crate::node::container_runtime::SOCKETS;
 
 /// The mounts that this process sees.
 const MOUNTS: &str = "/proc/self/mountinfo";
@@ -188,7 +188,7 @@ fn socket_lengths(driver: &str, kubelet_root: &Path) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::inspect::doctor::Level;
+    use crate::cli::diagnose::doctor::Level;
 
     #[test]
     fn kubelet_s_file_is_read_for_the_gate() {

@@ -11,8 +11,8 @@ use kube::api::{Api, ListParams, PostParams};
 
 use super::read;
 use crate::cli::Error;
-use crate::core::inspect::doctor::Finding;
-use crate::core::inspect::rights::{Component, LeaseName, Right, judge, needed};
+use crate::cli::diagnose::doctor::Finding;
+use crate::cli::diagnose::rights::{Component, LeaseName, Right, judge, needed};
 
 /// What the chart labels its pods with.
 const PODS: &str = "app.kubernetes.io/part-of=drayman";

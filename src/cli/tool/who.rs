@@ -7,7 +7,7 @@ use super::Cluster;
 use super::devices::{Namespace, door, read_all, state};
 use super::output::{Output, one_line};
 use crate::cli::Error;
-use crate::core::inspect::devices::{DeviceRow, DeviceState};
+use crate::cli::diagnose::devices::{DeviceRow, DeviceState};
 
 /// Say who holds a device
 #[derive(Clone, Debug, clap::Args)]
@@ -149,8 +149,8 @@ fn text(row: &DeviceRow) -> String {
 mod tests {
     use super::*;
     use crate::api::crd::Mode;
-    use crate::core::devices::fixture::{DRIVER, inventory};
-    use crate::core::inspect::devices::devices;
+    use crate::cli::diagnose::devices::devices;
+    use crate::core::allocation::fixture::{DRIVER, inventory};
 
     #[test]
     fn of_a_name_that_is_not_there_the_likely_ones_are_offered() {

@@ -9,9 +9,9 @@ use super::*;
 use crate::api::crd::{
     AttributeValue, DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceConstraint, DeviceSelector,
 };
-use crate::core::devices::allocation;
-use crate::core::devices::facts::Match;
-use crate::core::devices::fixture::{self, DRIVER};
+use crate::core::allocation::allocation_result;
+use crate::core::allocation::facts::Match;
+use crate::core::allocation::fixture::{self, DRIVER};
 
 /// A node with so many devices of a kind, no two of them alike.
 fn node(name: &str, kind: &str, devices: usize) -> (String, Node) {
@@ -90,7 +90,10 @@ async fn a_dear_expression_over_many_devices_does_not_hold_up_the_claims_of_othe
         left > DEVICES / 2,
         "the dear one is far from done: {left} are left"
     );
-    let facts = [("d/number".into(), crate::core::devices::facts::Attribute::Int(0))];
+    let facts = [(
+        "d/number".into(),
+        crate::core::allocation::facts::Attribute::Int(0),
+    )];
     let facts = facts.into_iter().collect();
     let expression = cheap.selectors()[0].expression();
     assert_eq!(state.books.matches().get(expression, &facts), Some(Match::Yes));
@@ -241,7 +244,7 @@ async fn two_searches_at_once_get_different_devices() {
     let answers = first.unwrap().into_iter().chain(second.unwrap());
     let mut devices = BTreeSet::new();
     for answer in answers {
-        let record = allocation::read(DRIVER, "", &answer.unwrap());
+        let record = allocation_result::read(DRIVER, "", &answer.unwrap());
         for device in &record.state.grant().unwrap().devices {
             assert!(devices.insert(device.device.clone()), "{} twice", device.device);
         }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-use crate::core::devices::facts::{Facts, Match};
+use crate::core::allocation::facts::{Facts, Match};
 pub use program::{Compiled, Ground};
 
 /// Stack of the thread on which expressions are read and evaluated, in bytes. The limits of what is read keep an expression well

@@ -7,7 +7,7 @@ use kube_cel::KubeCelExt;
 use kube_cel::cel::objects::{Key, Map};
 use kube_cel::cel::{Context, ExecutionError, Program, Value};
 
-use crate::core::devices::facts::{Attribute, Facts, Match};
+use crate::core::allocation::facts::{Attribute, Facts, Match};
 use crate::host::selectors::guard::{self, Needs};
 
 /// Characters of the text of an error, at most.

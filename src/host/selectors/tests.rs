@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::core::devices::facts::Attribute;
+use crate::core::allocation::facts::Attribute;
 
 fn facts(value: i64) -> Facts {
     [("drayman.dev/x".into(), Attribute::Int(value))]

@@ -3,8 +3,8 @@
 use super::*;
 use crate::api::crd::{DeviceRequest, GROUP};
 use crate::api::resource::{ResourceClaimParametersReference, ResourceClassParametersReference};
-use crate::core::devices::fixture;
-use crate::core::devices::parameters::Request;
+use crate::core::allocation::fixture;
+use crate::core::allocation::parameters::Request;
 use crate::driver::DriverErrorKind;
 
 fn class() -> ResourceClass {

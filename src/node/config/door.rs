@@ -4,9 +4,9 @@ use serde_saphyr::Spanned;
 
 use super::{Refused, at, shown};
 use crate::api::crd::{GROUP, Mode};
-use crate::core::node::name::check_extended_resource;
-use crate::core::node::naming::is_dns_label;
-use crate::core::node::request::ExtendedResource;
+use crate::core::prepare::name::check_extended_resource;
+use crate::core::prepare::naming::is_dns_label;
+use crate::core::prepare::request::ExtendedResource;
 
 /// Names in the list that splits a kind, at most.
 const NAMES_MAX: usize = 1024;

@@ -9,8 +9,8 @@ use serde_saphyr::Spanned;
 use super::pattern::PathPattern;
 use super::source::Source;
 use super::{Refused, at, shown};
-use crate::core::node::injection::Mount;
-use crate::core::node::naming::ENVIRONMENT_PREFIX;
+use crate::core::prepare::injection::Mount;
+use crate::core::prepare::naming::ENVIRONMENT_PREFIX;
 
 /// Entries of one list or map, at most.
 const ENTRIES_MAX: usize = 32;

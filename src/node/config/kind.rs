@@ -11,7 +11,7 @@ use super::places::Places;
 use super::preset::{PRESETS, Preset};
 use super::source::{self, Source};
 use super::{DeviceKind, Place, Refused, at, shown};
-use crate::core::node::naming::is_dns_label;
+use crate::core::prepare::naming::is_dns_label;
 
 /// How many may hold a device at once, at most.
 const SHARES_MAX: u32 = 1024;

@@ -2,7 +2,7 @@
 
 use glob::Pattern;
 
-use crate::core::node::discovery::group::KEY;
+use crate::core::discovery::group::KEY;
 
 /// The length of a pattern, at most, in bytes.
 const LENGTH_MAX: usize = 1024;

@@ -8,7 +8,7 @@ use super::extras::RawMount;
 use super::pattern::PathPattern;
 use super::source::Source;
 use super::{Place, Refused, at};
-use crate::core::node::injection::Mount;
+use crate::core::prepare::injection::Mount;
 
 /// What is in the file about it.
 pub(super) struct Places<'a> {

@@ -5,8 +5,8 @@ use serde_saphyr::Spanned;
 
 use super::pattern::{PathPattern, PatternError};
 use super::{Refused, at, shown};
-use crate::core::node::discovery::pci::PciMatch;
-use crate::core::node::discovery::usb::{UsbIdentity, UsbMatch};
+use crate::core::discovery::pci::PciMatch;
+use crate::core::discovery::usb::{UsbIdentity, UsbMatch};
 
 /// Paths, groups or descriptions in one list, at most.
 const ENTRIES_MAX: usize = 64;

@@ -14,26 +14,26 @@ use tracing::{info, warn};
 use super::doors::Doors;
 use super::mounted::mounted;
 use super::{NodeError, boot_id};
-use crate::core::node::discovery::events::DeviceEvent;
-use crate::core::node::driver_name::DriverName;
-use crate::core::node::former::Former;
-use crate::core::node::orphans;
-use crate::core::node::recovery::running_claims;
-use crate::core::node::request::ExtendedResource;
-use crate::node::announce::Announcements;
-use crate::node::door::device_plugin::PluginRegistration;
-use crate::node::door::pod_resources::{Grants, HostNodes, KubeletGrants, PodResourcesClient, former};
-use crate::node::door::{DoorError, KubeletPaths};
+use crate::core::discovery::events::DeviceEvent;
+use crate::core::prepare::driver_name::DriverName;
+use crate::core::prepare::former::Former;
+use crate::core::prepare::orphans;
+use crate::core::prepare::recovery::running_claims;
+use crate::core::prepare::request::ExtendedResource;
+use crate::node::admin;
+use crate::node::container_runtime::{RuntimeWitness, Witness};
 use crate::node::driver::NodeDriver;
-use crate::node::figures::Figures;
-use crate::node::inventory::{Publisher, PublisherClient, Standing};
+use crate::node::kubelet::device_plugin::PluginRegistration;
+use crate::node::kubelet::dra::allocated_claims::Announcements;
+use crate::node::kubelet::pod_resources::{Grants, HostNodes, KubeletGrants, PodResourcesClient, former};
+use crate::node::kubelet::{DoorError, KubeletPaths};
+use crate::node::metrics::Figures;
 use crate::node::orphans::Caretaker;
-use crate::node::owner::{Owner, OwnerOptions};
-use crate::node::records;
+use crate::node::publish::inventory::{Publisher, PublisherClient, Standing};
 use crate::node::reload::Resources;
-use crate::node::store::disk::Disk;
-use crate::node::store::{Opened, Places, Store, StoreError};
-use crate::node::witness::{RuntimeWitness, Witness};
+use crate::node::state::storage::disk::Disk;
+use crate::node::state::storage::{Opened, Places, Store, StoreError};
+use crate::node::state::{Owner, OwnerOptions};
 
 /// How long a companion waits for another one on the same node to end, as at an update, and for files that the system does not give.
 const LOCK_PATIENCE: Duration = Duration::from_secs(30);
@@ -285,8 +285,8 @@ impl<D: NodeDriver> NodeBuilder<D> {
             figures: self.figures.clone(),
         };
         let caretaker = tokio::spawn(caretaker.run(stop_care.clone()));
-        let records = records::serve(
-            records::socket(&places.state, &self.kubelet.root_dir),
+        let records = admin::serve(
+            admin::socket(&places.state, &self.kubelet.root_dir),
             companion.records(),
             self.figures.calls.clone(),
             stop_care.clone(),

@@ -13,15 +13,15 @@ use super::NodeError;
 use super::mounted::cut_off;
 use super::resource_doors::{DoorStates, ResourceDoors};
 use super::retried::serve_again;
-use crate::core::node::checkpoint::ClusterFacts;
-use crate::core::node::driver_name::DriverName;
-use crate::core::node::kubelet_apis::{ApiState, ApisDown, problems};
+use crate::core::prepare::checkpoint::ClusterFacts;
+use crate::core::prepare::driver_name::DriverName;
+use crate::core::prepare::kubelet_apis::{ApiState, ApisDown, problems};
 use crate::node::companion::Companion;
-use crate::node::door::device_plugin::PluginRegistration;
-use crate::node::door::{self, DoorError, DoorState, KubeletPaths};
-use crate::node::inventory::Standing;
+use crate::node::kubelet::device_plugin::PluginRegistration;
+use crate::node::kubelet::transport::check_path;
+use crate::node::kubelet::{self, DoorError, DoorState, KubeletPaths};
+use crate::node::publish::inventory::Standing;
 use crate::node::reload::Resources;
-use crate::node::transport::check_path;
 
 /// What the API for claims is called beside the names of extended resources, which have a slash.
 const CLAIMS: &str = "claims";
@@ -132,7 +132,7 @@ async fn serve_claims<C: Companion>(
         }
         let open = shutdown.child_token();
         let door = serve_again(CLAIMS, &state, &open, |state| {
-            door::dra::serve(
+            kubelet::dra::serve(
                 companion.clone(),
                 paths.clone(),
                 driver_name.to_string(),

@@ -12,8 +12,8 @@ use std::time::Duration;
 use rustix::fs::{Mode, OFlags, StatVfsMountFlags, fstatvfs, open, statvfs};
 use tokio::time::sleep;
 
-use crate::node::door::KubeletPaths;
-use crate::node::store::Places;
+use crate::node::kubelet::KubeletPaths;
+use crate::node::state::storage::Places;
 
 /// How often the directories are looked at. A look costs a few calls of the kernel and none of a disk.
 const EVERY: Duration = Duration::from_secs(5);

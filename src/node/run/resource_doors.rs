@@ -11,10 +11,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use super::retried::serve_again;
-use crate::core::node::request::ExtendedResource;
+use crate::core::prepare::request::ExtendedResource;
 use crate::node::companion::Companion;
-use crate::node::door::device_plugin::PluginRegistration;
-use crate::node::door::{self, DoorState, KubeletPaths};
+use crate::node::kubelet::device_plugin::PluginRegistration;
+use crate::node::kubelet::{self, DoorState, KubeletPaths};
 use crate::node::reload::Resources;
 
 /// How long a door stays open after its devices were withdrawn, so that kubelet hears of it: what kubelet last heard of a
@@ -111,7 +111,7 @@ impl<C: Companion> ResourceDoors<C> {
                 return name;
             }
             let door = serve_again(&name, &sender, &end, |state| {
-                door::device_plugin::serve(
+                kubelet::device_plugin::serve(
                     companion.clone(),
                     paths.clone(),
                     registration,

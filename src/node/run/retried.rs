@@ -7,7 +7,7 @@ use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::error;
 
-use crate::node::door::{DoorError, DoorState};
+use crate::node::kubelet::{DoorError, DoorState};
 
 /// The pause before an API is tried again, at first and at last. A directory that is mounted or made again counts within a minute.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));

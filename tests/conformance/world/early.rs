@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drayman::api::resource::{Pod, ResourceClaim};
-use drayman::core::protocol::{Answer, CallId, Command, Event, Moment, World};
+use drayman::core::claims::{Answer, CallId, Command, Event, Moment, World};
 use serde_json::{Value, json};
 
 use super::{DRIVER, answer, context, object, world};
@@ -174,7 +174,7 @@ fn what_was_read_for_a_claim_that_is_gone_is_forgotten() {
     let read = Answer::PodRead(Ok(Some(pod("pod", &["device"]))));
     answer(&mut world, only_read(&commands), read, now);
     let gone = Event::ClaimGone {
-        key: drayman::core::protocol::ObjectKey::new("default", "pod-device-x7k2p"),
+        key: drayman::core::claims::ObjectKey::new("default", "pod-device-x7k2p"),
         uid: "claim".to_owned(),
     };
     assert_eq!(see(&mut world, gone, now), []);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drayman::api::resource::{AllocationResult, ResourceClaim};
-use drayman::core::protocol::{
+use drayman::core::claims::{
     Answer, CallId, ClaimWrite, Command, DriverRequest, Event, Moment, Outcome, World,
 };
 use serde_json::json;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drayman::api::resource::{PodSchedulingContext, ResourceClaim};
-use drayman::core::protocol::{Answer, Command, Event, Moment, World};
+use drayman::core::claims::{Answer, Command, Event, Moment, World};
 use serde_json::{Value, json};
 
 use super::{answer, object, world};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drayman::api::resource::ResourceClaim;
-use drayman::core::protocol::{Answer, ClaimWrite, Command, DriverRequest, Event, Moment, Outcome};
+use drayman::core::claims::{Answer, ClaimWrite, Command, DriverRequest, Event, Moment, Outcome};
 use serde_json::{Value, json};
 
 use super::{DRIVER, object, world};

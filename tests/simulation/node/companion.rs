@@ -1,26 +1,26 @@
-//! The companion of a node: the plans of `core::node`, carried out one after the other as `src/node/owner.rs` does it.
+//! The companion of a node: the plans of `core::prepare`, carried out one after the other as `src/node/state.rs` does it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use drayman::api::crd::{Device, Mode};
-use drayman::core::node::announced::Announced;
-use drayman::core::node::claim_uid::ClaimUid;
-use drayman::core::node::containers::{Containers, Contested};
-use drayman::core::node::injection::{DeviceNode, Injection};
-use drayman::core::node::inventory::{Devices, inventory};
-use drayman::core::node::kubelet_state::KubeletView;
-use drayman::core::node::ledger::{Entry, Ledger};
-use drayman::core::node::orphans::{ApiView, GRACE, Orphans, Question, Verdict};
-use drayman::core::node::prepare::plan_unprepare;
-use drayman::core::node::recovery::{
+use drayman::core::prepare::announced::Announced;
+use drayman::core::prepare::claim_uid::ClaimUid;
+use drayman::core::prepare::containers::{Containers, Contested};
+use drayman::core::prepare::injection::{DeviceNode, Injection};
+use drayman::core::prepare::inventory::{Devices, inventory};
+use drayman::core::prepare::kubelet_state::KubeletView;
+use drayman::core::prepare::ledger::{Entry, Ledger};
+use drayman::core::prepare::orphans::{ApiView, GRACE, Orphans, Question, Verdict};
+use drayman::core::prepare::plan::plan_unprepare;
+use drayman::core::prepare::recovery::{
     Start, plan_clearing, plan_explained, plan_refresh, plan_restoring, plan_restoring_one, plan_undo,
 };
-use drayman::core::node::refusal::Refusal;
-use drayman::core::node::release::{plan_free, plan_release};
-use drayman::core::node::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity};
-use drayman::core::node::retries::{Missing, Retries};
-use drayman::core::node::step::Step;
+use drayman::core::prepare::refusal::Refusal;
+use drayman::core::prepare::release::{plan_free, plan_release};
+use drayman::core::prepare::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity};
+use drayman::core::prepare::retries::{Missing, Retries};
+use drayman::core::prepare::step::Step;
 
 use super::disk::{Disk, Stop, driver_name};
 use super::doors::Look;

@@ -7,13 +7,13 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::cdi::Spec;
-use drayman::core::node::checkpoint::{Checkpoint, ClusterFacts};
-use drayman::core::node::claim_uid::ClaimUid;
-use drayman::core::node::driver_name::DriverName;
-use drayman::core::node::injection::Injection;
-use drayman::core::node::ledger::{Entry, Ledger};
-use drayman::core::node::rendering::cdi_spec;
-use drayman::core::node::step::Records;
+use drayman::core::prepare::checkpoint::{Checkpoint, ClusterFacts};
+use drayman::core::prepare::claim_uid::ClaimUid;
+use drayman::core::prepare::driver_name::DriverName;
+use drayman::core::prepare::injection::Injection;
+use drayman::core::prepare::ledger::{Entry, Ledger};
+use drayman::core::prepare::rendering::cdi_spec;
+use drayman::core::prepare::step::Records;
 
 use crate::driver::DRIVER;
 use crate::rng::Rng;
@@ -109,7 +109,7 @@ impl State {
         self.changes.clear();
     }
 
-    /// Create, write, flush, rename: as `src/node/store/files.rs` does it.
+    /// Create, write, flush, rename: as `src/node/state/storage/files.rs` does it.
     fn replace(&mut self, text: &str) -> Result<(), Stop> {
         let written = self.write_temporary(text);
         let result = written.and_then(|file| {

@@ -1,18 +1,18 @@
-//! The companion's other door: devices of a kind in mode `both`, as `src/node/owner/resources.rs` hands them out.
+//! The companion's other door: devices of a kind in mode `both`, as `src/node/state/resources.rs` hands them out.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 use drayman::api::resource::ResourceClaim;
-use drayman::core::node::allocate::check_allocate;
-use drayman::core::node::claim_uid::ClaimUid;
-use drayman::core::node::containers::Shown;
-use drayman::core::node::inventory::{HandedOut, plugin_devices};
-use drayman::core::node::naming::device_of_plugin_id;
-use drayman::core::node::prepare::{plan_prepare, takes_from_both};
-use drayman::core::node::refusal::Refusal;
-use drayman::core::node::request::{ClaimToPrepare, PluginDevice};
-use drayman::core::node::step::Step;
+use drayman::core::prepare::allocate::check_allocate;
+use drayman::core::prepare::claim_uid::ClaimUid;
+use drayman::core::prepare::containers::Shown;
+use drayman::core::prepare::inventory::{HandedOut, plugin_devices};
+use drayman::core::prepare::naming::device_of_plugin_id;
+use drayman::core::prepare::plan::{plan_prepare, takes_from_both};
+use drayman::core::prepare::refusal::Refusal;
+use drayman::core::prepare::request::{ClaimToPrepare, PluginDevice};
+use drayman::core::prepare::step::Step;
 
 use super::companion::{Companion, Failure, KIND};
 use crate::driver::DRIVER;

@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::{Pod, ResourceClaim};
-use drayman::core::node::claim_uid::ClaimUid;
-use drayman::core::node::kubelet_state::{KubeletClaim, KubeletView};
-use drayman::core::node::refusal::Refusal;
-use drayman::core::protocol::ObjectKey;
+use drayman::core::claims::ObjectKey;
+use drayman::core::prepare::claim_uid::ClaimUid;
+use drayman::core::prepare::kubelet_state::{KubeletClaim, KubeletView};
+use drayman::core::prepare::refusal::Refusal;
 
 use super::companion::Failure;
 use super::{Doing, claim_uid, request};

@@ -1,6 +1,6 @@
 //! The node's half: a kubelet and a companion on each node, on a disk that forgets, with everything that can be killed killed.
 //!
-//! The companion is the real one's plans (`core::node`), carried out by a few lines as the shell does it; the kubelet does what
+//! The companion is the real one's plans (`core::prepare`), carried out by a few lines as the shell does it; the kubelet does what
 //! `pkg/kubelet/cm/dra/manager.go` of 1.30 does. Chance on nodes has a stream of its own.
 
 mod companion;
@@ -17,9 +17,9 @@ use std::time::Duration;
 
 use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use drayman::api::resource::ResourceClaim;
-use drayman::core::node::claim_uid::ClaimUid;
-use drayman::core::node::request::ClaimToPrepare;
-use drayman::core::protocol::ObjectKey;
+use drayman::core::claims::ObjectKey;
+use drayman::core::prepare::claim_uid::ClaimUid;
+use drayman::core::prepare::request::ClaimToPrepare;
 
 use crate::driver::{Hold, uid_of};
 use crate::pods::uid_of_pod;

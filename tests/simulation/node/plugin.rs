@@ -5,10 +5,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::{AllocationResult, ResourceClaim, ResourceHandle};
-use drayman::core::node::containers::{Container, Shown};
-use drayman::core::node::preferred::{End, Preference, preferred};
-use drayman::core::node::refusal::Refusal;
-use drayman::core::protocol::ObjectKey;
+use drayman::core::claims::ObjectKey;
+use drayman::core::prepare::containers::{Container, Shown};
+use drayman::core::prepare::preferred::{End, Preference, preferred};
+use drayman::core::prepare::refusal::Refusal;
 
 use super::companion::{Companion, Failure};
 use super::doors::Look;
@@ -20,7 +20,7 @@ use crate::stage::{MILLISECOND, SECOND, Stage};
 
 /// How long after its start kubelet may not know its pods yet.
 const EARLY: u64 = 5 * SECOND;
-/// How often the companion asks kubelet again (`src/node/owner/resources.rs`).
+/// How often the companion asks kubelet again (`src/node/state/resources.rs`).
 const LOOK_AGAIN: u64 = 2 * SECOND;
 
 /// How long a container may take to end when it is told to. Kubelet gives it 30 s, unless the pod says otherwise.

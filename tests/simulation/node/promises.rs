@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::core::node::ledger::Entry;
+use drayman::core::prepare::ledger::Entry;
 
 use super::companion::Companion;
 use super::{Doing, Node, claim_uid};

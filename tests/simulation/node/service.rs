@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::crd::Mode;
-use drayman::core::node::claim_uid::ClaimUid;
-use drayman::core::node::kubelet_state::KubeletView;
-use drayman::core::node::orphans::ApiView;
+use drayman::core::prepare::claim_uid::ClaimUid;
+use drayman::core::prepare::kubelet_state::KubeletView;
+use drayman::core::prepare::orphans::ApiView;
 
 use super::companion::{Companion, Failure, Place};
 use super::disk::{Stop, Trouble};

@@ -1,7 +1,7 @@
 //! Somebody does something at every step of a life.
 
 use drayman::api::resource::AllocationMode;
-use drayman::core::protocol::ObjectKey;
+use drayman::core::claims::ObjectKey;
 
 use super::{calm, end_pod, expect_well, key};
 use crate::driver::{DRIVER, OTHER_DRIVER};

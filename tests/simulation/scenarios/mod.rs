@@ -13,7 +13,7 @@ mod several;
 mod trouble;
 mod waking;
 
-use drayman::core::protocol::ObjectKey;
+use drayman::core::claims::ObjectKey;
 
 use crate::driver::{DRIVER, OTHER_DRIVER};
 use crate::stage::{Action, Stage};

@@ -7,7 +7,7 @@ use drayman::api::resource::{
     ClaimSource, Pod, PodResourceClaim, PodSchedulingContext, PodSchedulingContextSpec, PodSpec,
     ResourceClaim, ResourceClass,
 };
-use drayman::core::protocol::{
+use drayman::core::claims::{
     Answer, ClaimWrite, Command, DriverRequest, Event, Moment, Outcome, Settings, World,
 };
 use drayman::driver::{CapacityCause, CapacityChange, Verdict};

@@ -1,7 +1,7 @@
 //! Pods that wait are woken by what they wait for, each once and in turn.
 
 use drayman::api::resource::AllocationMode;
-use drayman::core::protocol::ObjectKey;
+use drayman::core::claims::ObjectKey;
 use drayman::driver::CapacityCause;
 
 use super::{bound_pod, calm, expect_well, is_bound, key, plain, until_bound};

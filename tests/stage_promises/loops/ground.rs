@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use drayman::sim::source::Source;
-use drayman::sim::stage::Stage;
+use drayman::testcluster::source::Source;
+use drayman::testcluster::stage::Stage;
 use http::Request;
 use serde_json::{Value, json};
 use tokio::sync::OnceCell;

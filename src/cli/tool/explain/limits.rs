@@ -5,7 +5,7 @@ use kube::Client;
 
 use super::super::read;
 use crate::cli::Error;
-use crate::core::inspect::limits::{Explanation, explain, wanted};
+use crate::cli::diagnose::limits::{Explanation, explain, wanted};
 
 /// Explains each extended resource of a pod. Nodes and the pods on them are read only as long as the pod waits for one; who may not read
 /// these is told what is not known then.

@@ -5,8 +5,8 @@ use std::fmt::Write as _;
 
 use super::super::output::{Colour, coloured, one_line, row, table};
 use super::Answer;
-use crate::core::inspect::explain::{Explanation, NodeVerdict, Step};
-use crate::core::inspect::limits::{self, Explanation as ByLimit};
+use crate::cli::diagnose::explain::{Explanation, NodeVerdict, Step};
+use crate::cli::diagnose::limits::{self, Explanation as ByLimit};
 
 /// The whole of it; `wide` gives each node a line of its own.
 pub(super) fn whole(answer: &Answer, wide: bool) -> String {

@@ -13,7 +13,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::files::{self, Broken, File, Section, VERSION_1, VERSION_2, VERSION_3};
-use crate::core::inspect::doctor::Finding;
+use crate::cli::diagnose::doctor::Finding;
 
 const CHECK: &str = "cdi";
 /// Where containerd reads CDI files unless it is told otherwise.
@@ -269,7 +269,7 @@ fn spec_dirs(listed: Option<&[String]>, cdi_root: &Path) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::inspect::doctor::Level;
+    use crate::cli::diagnose::doctor::Level;
 
     const OLD: &str = "[plugins.\"io.containerd.grpc.v1.cri\"]\n";
     const NEW: &str = "[plugins.\"io.containerd.cri.v1.runtime\"]\n";

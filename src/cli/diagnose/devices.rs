@@ -1,0 +1,404 @@
+//! Every device of a driver, its state, and who holds it: inventories and claims side by side.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::Serialize;
+
+use super::qualified_name;
+use crate::api::crd::{Mode, NodeInventory};
+use crate::api::resource::ResourceClaim;
+use crate::core::allocation::allocation_result;
+use crate::core::allocation::holdings::State as Recorded;
+use crate::core::allocation::inventory::unready;
+
+/// How a device stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub enum DeviceState {
+    /// A claim can have it, or one of its shares.
+    Free,
+    /// Held by as many claims as it can have.
+    Held,
+    /// No claim holds it. It leaves the node as an extended resource too, and whether a container has it, only the node knows: a
+    /// claim gets it when none has.
+    NotClaimed,
+    /// The companion says that it must not be given to anybody.
+    Unhealthy,
+    /// Its node's companion does not run, or does not serve kubelet.
+    NotReady,
+    /// Leaves the node by a way that claims do not take; which pod has it, only the node knows.
+    NotForClaims,
+    /// A claim holds it, but no inventory lists it.
+    Gone,
+    /// Free, or held by claims that the person who asks may not read.
+    Unknown,
+}
+
+impl DeviceState {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::Free,
+        Self::Held,
+        Self::NotClaimed,
+        Self::Unhealthy,
+        Self::NotReady,
+        Self::NotForClaims,
+        Self::Gone,
+        Self::Unknown,
+    ];
+
+    /// Its name.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Free => "Free",
+            Self::Held => "Held",
+            Self::NotClaimed => "NotClaimed",
+            Self::Unhealthy => "Unhealthy",
+            Self::NotReady => "NotReady",
+            Self::NotForClaims => "NotForClaims",
+            Self::Gone => "Gone",
+            Self::Unknown => "Unknown",
+        }
+    }
+}
+
+impl fmt::Display for DeviceState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl DeviceRow {
+    /// Whether a container may have the device without any claim, which nobody but its node can tell.
+    pub fn may_be_in_a_container(&self) -> bool {
+        matches!(
+            self.mode,
+            Some(Mode::ExtendedResource | Mode::Both | Mode::Unknown)
+        )
+    }
+}
+
+/// A claim that holds a device.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Holder {
+    /// `namespace/name` of the claim.
+    pub claim: String,
+    /// The request of the claim that the device answers.
+    pub request: String,
+    /// The pods that may use the claim now, in the claim's namespace.
+    pub pods: Vec<String>,
+}
+
+/// A device and who holds it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DeviceRow {
+    /// The node's name.
+    pub node: String,
+    /// The uid of the Node object, which tells the node from a later one of its name.
+    pub node_uid: String,
+    /// The device's name.
+    pub device: String,
+    /// The kind that found it; empty if no inventory lists the device.
+    pub kind: String,
+    /// The driver that serves it.
+    pub driver: String,
+    /// Through which door it leaves the node; absent if no inventory lists the device.
+    pub mode: Option<Mode>,
+    /// How it stands.
+    pub state: DeviceState,
+    /// Why it stands so, if that is not plain.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cause: Option<String>,
+    /// How many claims can hold it at once.
+    pub shares: usize,
+    /// Who holds it.
+    pub holders: Vec<Holder>,
+    /// Facts about it, by qualified name.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub attributes: BTreeMap<String, String>,
+}
+
+/// All devices of a driver.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DeviceTable {
+    /// The devices, by node and name.
+    pub devices: Vec<DeviceRow>,
+    /// Claims of the driver whose allocation cannot be read, with the reason. No device on their nodes is given to others.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub unreadable: BTreeMap<String, String>,
+}
+
+impl DeviceTable {
+    /// What the table says when only the claims of `namespace` were read: a device that none of them holds may be held by others.
+    #[must_use]
+    pub fn of_namespace(mut self, namespace: &str) -> Self {
+        for device in &mut self.devices {
+            if matches!(device.state, DeviceState::Free | DeviceState::NotClaimed) {
+                device.state = DeviceState::Unknown;
+                device.cause = Some(format!(
+                    "claims of other namespaces than {namespace} were not read"
+                ));
+            }
+        }
+        self
+    }
+}
+
+/// Puts the inventories of `driver` and what its claims hold side by side.
+pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceClaim]) -> DeviceTable {
+    let mut table = DeviceTable::default();
+    // By node uid and device.
+    let mut held: BTreeMap<(String, String), (String, Vec<Holder>)> = BTreeMap::new();
+    for claim in claims {
+        let status = &claim.status;
+        let Some(allocation) = status.allocation_of(driver) else {
+            continue;
+        };
+        let uid = claim.metadata.uid.as_deref().unwrap_or_default();
+        match allocation_result::read(driver, uid, allocation).state {
+            Recorded::Recorded(grant) | Recorded::Held(grant) => {
+                let pods = status.reserved_for.iter();
+                let pods: Vec<_> = pods.map(|consumer| consumer.name.clone()).collect();
+                for device in grant.devices {
+                    let place = (grant.node_uid.to_string(), device.device);
+                    let (_, holders) = held
+                        .entry(place)
+                        .or_insert_with(|| (grant.node_name.to_string(), Vec::new()));
+                    holders.push(Holder {
+                        claim: qualified_name(claim),
+                        request: device.request,
+                        pods: pods.clone(),
+                    });
+                }
+            }
+            Recorded::Unreadable { error, .. } => {
+                table.unreadable.insert(qualified_name(claim), error.into());
+            }
+        }
+    }
+    for inventory in inventories
+        .iter()
+        .filter(|object| object.spec.driver_name == driver)
+    {
+        let spec = &inventory.spec;
+        let unready = unready(inventory);
+        for device in &spec.devices {
+            let shares = device.shares.map_or(1, |shares| shares as usize);
+            let place = (spec.node_uid.clone(), device.name.clone());
+            let mut holders = held
+                .remove(&place)
+                .map(|(_, holders)| holders)
+                .unwrap_or_default();
+            holders.sort();
+            let (state, cause) = match (&device.unhealthy, &unready) {
+                (Some(cause), _) => (DeviceState::Unhealthy, Some(cause.clone())),
+                (None, _) if holders.len() >= shares => (DeviceState::Held, None),
+                (None, Some(cause)) => (DeviceState::NotReady, Some(cause.to_string())),
+                (None, None) if matches!(device.mode, Mode::ExtendedResource | Mode::Unknown) => {
+                    (DeviceState::NotForClaims, None)
+                }
+                (None, None) if device.mode == Mode::Both => (DeviceState::NotClaimed, None),
+                (None, None) => (DeviceState::Free, None),
+            };
+            table.devices.push(DeviceRow {
+                node: spec.node_name.clone(),
+                node_uid: spec.node_uid.clone(),
+                device: device.name.clone(),
+                kind: device.kind.clone(),
+                driver: driver.to_owned(),
+                mode: Some(device.mode),
+                state,
+                cause,
+                shares,
+                holders,
+                attributes: device
+                    .attributes
+                    .iter()
+                    .map(|(name, value)| (name.clone(), attribute(value)))
+                    .collect(),
+            });
+        }
+    }
+    for ((node_uid, device), (node, mut holders)) in held {
+        holders.sort();
+        table.devices.push(DeviceRow {
+            node,
+            node_uid,
+            device,
+            kind: String::new(),
+            driver: driver.to_owned(),
+            mode: None,
+            state: DeviceState::Gone,
+            cause: Some("a claim holds it, but no inventory of this node lists it".to_owned()),
+            shares: 1,
+            holders,
+            attributes: BTreeMap::new(),
+        });
+    }
+    table
+        .devices
+        .sort_by(|a, b| (&a.node, &a.device, &a.node_uid).cmp(&(&b.node, &b.device, &b.node_uid)));
+    table
+}
+
+/// An attribute as a person reads it.
+fn attribute(value: &crate::api::crd::AttributeValue) -> String {
+    value
+        .string
+        .clone()
+        .or_else(|| value.version.clone())
+        .or_else(|| value.int.map(|number| number.to_string()))
+        .or_else(|| value.bool.map(|truth| truth.to_string()))
+        .unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::handle::HandleDevice;
+    use crate::api::resource::ResourceClaimConsumerReference;
+    use crate::core::allocation::fixture::{DRIVER, inventory};
+    use crate::core::allocation::holdings::Grant;
+
+    fn claim(name: &str, node_uid: &str, device: &str) -> ResourceClaim {
+        let mut claim = ResourceClaim::default();
+        claim.metadata.namespace = Some("shop".into());
+        claim.metadata.name = Some(name.into());
+        claim.metadata.uid = Some(format!("uid-{name}"));
+        let grant = Grant {
+            node_name: "node-a".into(),
+            node_uid: node_uid.into(),
+            devices: vec![HandleDevice {
+                request: "device".into(),
+                device: device.into(),
+            }],
+        };
+        claim.status.driver_name = Some(DRIVER.into());
+        claim.status.allocation =
+            Some(allocation_result::write(DRIVER, &format!("uid-{name}"), &grant).unwrap());
+        claim.status.reserved_for = vec![ResourceClaimConsumerReference::pod("till", "1")];
+        claim
+    }
+
+    fn states(table: &DeviceTable) -> Vec<(&str, DeviceState)> {
+        table
+            .devices
+            .iter()
+            .map(|row| (row.device.as_str(), row.state))
+            .collect()
+    }
+
+    #[test]
+    fn a_held_device_names_its_claim_and_its_pods() {
+        let table = devices(
+            DRIVER,
+            &[inventory("node-a", "1", &["a", "b"])],
+            &[claim("one", "1", "b")],
+        );
+        assert_eq!(
+            states(&table),
+            [("a", DeviceState::Free), ("b", DeviceState::Held)]
+        );
+        let holder = Holder {
+            claim: "shop/one".into(),
+            request: "device".into(),
+            pods: vec!["till".into()],
+        };
+        assert_eq!(table.devices[1].holders, [holder]);
+    }
+
+    #[test]
+    fn a_shared_device_is_free_until_its_last_share_is_held() {
+        let mut inventory = inventory("node-a", "1", &["a"]);
+        inventory.spec.devices[0].shares = Some(2);
+        let one = [claim("one", "1", "a")];
+        assert_eq!(
+            devices(DRIVER, std::slice::from_ref(&inventory), &one).devices[0].state,
+            DeviceState::Free
+        );
+        let both = [claim("one", "1", "a"), claim("two", "1", "a")];
+        assert_eq!(
+            devices(DRIVER, &[inventory], &both).devices[0].state,
+            DeviceState::Held
+        );
+    }
+
+    #[test]
+    fn a_device_that_a_container_may_have_is_never_called_free() {
+        let mut inventory = inventory("node-a", "1", &["a", "b", "c", "d"]);
+        for (device, mode) in inventory.spec.devices.iter_mut().zip([
+            Mode::Claims,
+            Mode::ExtendedResource,
+            Mode::Both,
+            Mode::Both,
+        ]) {
+            device.mode = mode;
+        }
+        let inventory = [inventory];
+        let table = devices(DRIVER, &inventory, &[claim("one", "1", "d")]);
+        assert_eq!(
+            states(&table),
+            [
+                ("a", DeviceState::Free),
+                ("b", DeviceState::NotForClaims),
+                ("c", DeviceState::NotClaimed),
+                ("d", DeviceState::Held),
+            ]
+        );
+        let may: Vec<bool> = table
+            .devices
+            .iter()
+            .map(DeviceRow::may_be_in_a_container)
+            .collect();
+        assert_eq!(may, [false, true, true, true]);
+        let json = serde_json::to_value(&table).unwrap();
+        assert_eq!(json["devices"][2]["state"], "NotClaimed");
+        // And of whoever may not read all claims not even that is known.
+        let table = devices(DRIVER, &inventory, &[]).of_namespace("shop");
+        assert_eq!(table.devices[2].state, DeviceState::Unknown);
+    }
+
+    #[test]
+    fn what_is_held_on_a_node_that_was_made_again_is_shown_as_gone_and_blocks_nothing() {
+        let table = devices(
+            DRIVER,
+            &[inventory("node-a", "2", &["a"])],
+            &[claim("one", "1", "a")],
+        );
+        assert_eq!(
+            states(&table),
+            [("a", DeviceState::Gone), ("a", DeviceState::Free)]
+        );
+    }
+
+    #[test]
+    fn an_unhealthy_device_says_why_and_still_names_its_holder() {
+        let mut inventory = inventory("node-a", "1", &["a"]);
+        inventory.spec.devices[0].unhealthy = Some("unplugged".into());
+        let table = devices(DRIVER, &[inventory], &[claim("one", "1", "a")]);
+        assert_eq!(table.devices[0].state, DeviceState::Unhealthy);
+        assert_eq!(table.devices[0].cause.as_deref(), Some("unplugged"));
+        assert_eq!(table.devices[0].holders.len(), 1);
+    }
+
+    #[test]
+    fn a_claim_that_cannot_be_read_is_named_with_the_reason() {
+        let mut broken = claim("one", "1", "a");
+        broken.status.allocation.as_mut().unwrap().resource_handles[0].data = Some("nonsense".into());
+        let table = devices(DRIVER, &[inventory("node-a", "1", &["a"])], &[broken]);
+        assert!(table.unreadable["shop/one"].contains("cannot be read"));
+    }
+
+    #[test]
+    fn devices_and_claims_of_other_drivers_are_left_out() {
+        let table = devices(
+            "other.example",
+            &[inventory("node-a", "1", &["a"])],
+            &[claim("one", "1", "a")],
+        );
+        assert_eq!(table, DeviceTable::default());
+    }
+}

@@ -1,0 +1,366 @@
+//! What is wrong with an installation, each finding with its fix.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use jiff::{SignedDuration, Timestamp};
+use serde::Serialize;
+
+use crate::api::resource::ResourceClass;
+use crate::core::allocation::reference::class_reference;
+
+/// Minor versions of Kubernetes 1 that have classic Dynamic Resource Allocation in the form that drayman speaks.
+pub const MINORS: std::ops::RangeInclusive<u32> = 27..=30;
+
+/// How bad a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub enum Level {
+    /// As it should be.
+    Fine,
+    /// Could not be looked at, or may be meant so; nothing speaks against it.
+    Note,
+    /// Works, but somebody should look at it.
+    Warning,
+    /// Keeps pods from their devices.
+    Problem,
+}
+
+/// What was looked at and what came of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Finding {
+    /// How bad it is.
+    pub level: Level,
+    /// What was looked at.
+    pub check: &'static str,
+    /// What was found.
+    pub message: String,
+    /// What to do; absent if nothing is to be done.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fix: Option<String>,
+}
+
+impl Finding {
+    /// All is well.
+    pub fn fine(check: &'static str, message: impl Into<String>) -> Self {
+        Self {
+            level: Level::Fine,
+            check,
+            message: message.into(),
+            fix: None,
+        }
+    }
+
+    /// Nobody knows, for the reason that is told, or a person knows better.
+    pub fn note(check: &'static str, message: impl Into<String>) -> Self {
+        Self {
+            level: Level::Note,
+            ..Self::fine(check, message)
+        }
+    }
+
+    /// Somebody should look at it.
+    pub fn warning(check: &'static str, message: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self {
+            level: Level::Warning,
+            check,
+            message: message.into(),
+            fix: Some(fix.into()),
+        }
+    }
+
+    /// Pods do not get their devices.
+    pub fn problem(check: &'static str, message: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self {
+            level: Level::Problem,
+            ..Self::warning(check, message, fix)
+        }
+    }
+}
+
+/// Judges the version of the API server, and whether it serves classic Dynamic Resource Allocation, if there is need of it. The error of
+/// `serves_resource` says why that is not known.
+pub fn server(
+    major: &str,
+    minor: &str,
+    serves_resource: Result<bool, &str>,
+    needs_claims: bool,
+) -> Vec<Finding> {
+    let number: String = minor.chars().take_while(char::is_ascii_digit).collect();
+    let version = format!("Kubernetes {major}.{minor}");
+    let classic = major == "1" && number.parse::<u32>().is_ok_and(|minor| MINORS.contains(&minor));
+    let newest = MINORS.end();
+    let check = "version";
+    let can_claim = classic && serves_resource != Ok(false);
+    if !needs_claims && !can_claim {
+        let what = "does not serve classic Dynamic Resource Allocation, which no device here needs: all are extended resources";
+        return vec![Finding::fine(check, format!("{version} {what}"))];
+    }
+    let mut findings = vec![if classic {
+        Finding::fine(
+            check,
+            format!("{version} has classic Dynamic Resource Allocation"),
+        )
+    } else {
+        Finding::problem(
+            check,
+            format!("{version} does not have resource.k8s.io/v1alpha2 in the form of 1.27 to 1.{newest}"),
+            "claims cannot be served here; devices of mode extended-resource still can, through the device plugin API",
+        )
+    }];
+    let check = "api";
+    findings.push(match serves_resource {
+        Ok(true) => Finding::fine(check, "resource.k8s.io/v1alpha2 is served"),
+        Ok(false) => Finding::problem(
+            check,
+            "resource.k8s.io/v1alpha2 is not served",
+            "start kube-apiserver with --feature-gates=DynamicResourceAllocation=true and \
+             --runtime-config=resource.k8s.io/v1alpha2=true, and set the gate in kube-controller-manager, kube-scheduler \
+             and every kubelet too",
+        ),
+        Err(error) => Finding::warning(
+            check,
+            format!("it is not known whether resource.k8s.io/v1alpha2 is served: {error}"),
+            "if you may not read the path /apis, ask for the ClusterRole system:discovery; otherwise see the API server's log",
+        ),
+    });
+    findings
+}
+
+/// Judges the definitions of our kinds: `found` has the versions that each serves, by name.
+pub fn definitions<'a>(
+    wanted: impl IntoIterator<Item = &'a str>,
+    version: &str,
+    found: &BTreeMap<String, Vec<String>>,
+) -> Vec<Finding> {
+    let check = "definitions";
+    let fix = "drayman crds | kubectl apply --server-side --force-conflicts -f -";
+    let wrong: Vec<Finding> = wanted
+        .into_iter()
+        .filter_map(|name| match found.get(name) {
+            None => Some(Finding::problem(
+                check,
+                format!("CustomResourceDefinition {name} is missing"),
+                fix,
+            )),
+            Some(versions) if !versions.iter().any(|served| served == version) => Some(Finding::problem(
+                check,
+                format!("CustomResourceDefinition {name} does not serve {version}"),
+                fix,
+            )),
+            Some(_) => None,
+        })
+        .collect();
+    if wrong.is_empty() {
+        vec![Finding::fine(
+            check,
+            format!("all kinds of drayman.dev/{version} are defined"),
+        )]
+    } else {
+        wrong
+    }
+}
+
+/// Judges the lease of the controller: when it was renewed, for how long that holds and who holds it, if there is one of the driver's
+/// name.
+pub fn lease(
+    lease: Option<(Timestamp, SignedDuration, &str)>,
+    now: Timestamp,
+    needs_claims: bool,
+) -> Finding {
+    let check = "controller";
+    match lease {
+        None if !needs_claims => {
+            Finding::fine(check, "none leads, and none is needed for extended resources")
+        }
+        None => Finding::warning(
+            check,
+            "there is no Lease of the driver's name, so that nothing tells whether a controller runs",
+            "see that its Deployment is ready; with --leader-elect it holds a Lease",
+        ),
+        Some((renewed, duration, holder)) => {
+            let age = now.duration_since(renewed);
+            let seconds = age.as_secs();
+            if holder.is_empty() {
+                Finding::problem(
+                    check,
+                    "no controller leads",
+                    "start one: kubectl get deployments -A",
+                )
+            } else if age > duration {
+                Finding::problem(
+                    check,
+                    format!("{holder} led until {seconds} s ago, and nobody has taken over"),
+                    "see the controller's pods and logs",
+                )
+            } else {
+                Finding::fine(check, format!("{holder} leads"))
+            }
+        }
+    }
+}
+
+/// Judges the classes of `driver`; `parameters` are the names of all DeviceClassParameters with their kind, `kinds` those that any
+/// inventory has.
+pub fn classes(
+    driver: &str,
+    classes: &[ResourceClass],
+    parameters: &BTreeMap<String, String>,
+    kinds: &BTreeSet<String>,
+) -> Vec<Finding> {
+    let check = "classes";
+    let mut findings = Vec::new();
+    let mut ours = 0;
+    for class in classes {
+        let name = class.metadata.name.as_deref().unwrap_or_default();
+        if class.driver_name != driver {
+            if class.driver_name.eq_ignore_ascii_case(driver) {
+                findings.push(Finding::problem(
+                    check,
+                    format!(
+                        "ResourceClass {name} has driverName {}, which is not {driver}",
+                        class.driver_name
+                    ),
+                    format!("make the class anew with driverName {driver}"),
+                ));
+            }
+            continue;
+        }
+        ours += 1;
+        if class.structured_parameters == Some(true) {
+            findings.push(Finding::problem(
+                check,
+                format!("ResourceClass {name} has structuredParameters, which drayman leaves alone"),
+                "make the class anew without structuredParameters",
+            ));
+            continue;
+        }
+        match class_reference(class) {
+            Err(error) => findings.push(Finding::problem(
+                check,
+                error.to_string(),
+                "make the class anew so",
+            )),
+            Ok(reference) => match parameters.get(reference) {
+                None => findings.push(Finding::problem(
+                    check,
+                    format!("ResourceClass {name}: there is no DeviceClassParameters {reference}"),
+                    "create it",
+                )),
+                Some(kind) if !kinds.contains(kind) => findings.push(Finding::warning(
+                    check,
+                    format!("ResourceClass {name}: no node has a device of kind {kind}"),
+                    "see the kinds of the nodes' configuration, and `drayman node discover` on a node",
+                )),
+                Some(_) => {}
+            },
+        }
+    }
+    if ours == 0 {
+        findings.push(Finding::warning(
+            check,
+            format!("no ResourceClass has driverName {driver}"),
+            "create one; until then no claim can ask for a device",
+        ));
+    } else if findings.is_empty() {
+        findings.push(Finding::fine(
+            check,
+            format!("{ours} of driver {driver}, all usable"),
+        ));
+    }
+    findings
+}
+
+/// The worst of the findings, for tests of what makes them.
+#[cfg(test)]
+pub(super) fn worst(findings: &[Finding]) -> Level {
+    let levels = findings.iter().map(|finding| finding.level);
+    levels.max().unwrap_or(Level::Fine)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::allocation::fixture::DRIVER;
+
+    #[test]
+    fn a_server_is_fine_only_if_it_has_and_serves_the_api() {
+        assert_eq!(worst(&server("1", "30", Ok(true), true)), Level::Fine);
+        assert_eq!(worst(&server("1", "27+", Ok(true), true)), Level::Fine);
+        assert_eq!(worst(&server("1", "30", Ok(false), true)), Level::Problem);
+        assert_eq!(worst(&server("1", "32", Ok(true), true)), Level::Problem);
+        for (minor, serves) in [("32", false), ("30", false), ("32", true)] {
+            assert_eq!(worst(&server("1", minor, Ok(serves), false)), Level::Fine);
+        }
+    }
+
+    #[test]
+    fn an_unknown_answer_is_no_missing_api() {
+        let findings = server("1", "30", Err("forbidden: nobody"), true);
+        assert_eq!(worst(&findings), Level::Warning);
+        let unknown = findings.iter().find(|finding| finding.check == "api").unwrap();
+        assert!(
+            unknown.message.contains("forbidden: nobody"),
+            "{}",
+            unknown.message
+        );
+    }
+
+    #[test]
+    fn a_definition_that_is_missing_or_of_another_version_is_named() {
+        let found = |versions: &[&str]| {
+            BTreeMap::from([(
+                "a.drayman.dev".to_owned(),
+                versions.iter().map(|&v| v.to_owned()).collect(),
+            )])
+        };
+        let judge = |found| definitions(["a.drayman.dev"], "v1alpha1", &found);
+        assert_eq!(worst(&judge(found(&["v1alpha1"]))), Level::Fine);
+        assert_eq!(worst(&judge(found(&["v2"]))), Level::Problem);
+        assert_eq!(worst(&judge(BTreeMap::new())), Level::Problem);
+    }
+
+    #[test]
+    fn a_lease_tells_whether_somebody_leads() {
+        let now = Timestamp::from_second(1000).unwrap();
+        let renewed = |ago: i64| Timestamp::from_second(1000 - ago).unwrap();
+        let judge = |ago, holder| {
+            lease(
+                Some((renewed(ago), SignedDuration::from_secs(15), holder)),
+                now,
+                true,
+            )
+            .level
+        };
+        assert_eq!(judge(3, "pod-a"), Level::Fine);
+        assert_eq!(judge(60, "pod-a"), Level::Problem);
+        assert_eq!(judge(3, ""), Level::Problem);
+        assert_eq!(lease(None, now, true).level, Level::Warning);
+        assert_eq!(lease(None, now, false).level, Level::Fine);
+    }
+
+    #[test]
+    fn a_class_must_name_parameters_that_exist_and_a_kind_that_some_node_has() {
+        let class: ResourceClass = serde_json::from_value(serde_json::json!({
+            "metadata": { "name": "radio" }, "driverName": DRIVER,
+            "parametersRef": { "apiGroup": "drayman.dev", "kind": "DeviceClassParameters", "name": "radio" },
+        }))
+        .unwrap();
+        let parameters = BTreeMap::from([("radio".to_owned(), "test".to_owned())]);
+        let kinds = BTreeSet::from(["test".to_owned()]);
+        let all = std::slice::from_ref(&class);
+        assert_eq!(worst(&classes(DRIVER, all, &parameters, &kinds)), Level::Fine);
+        assert_eq!(
+            worst(&classes(DRIVER, all, &parameters, &BTreeSet::new())),
+            Level::Warning
+        );
+        assert_eq!(
+            worst(&classes(DRIVER, all, &BTreeMap::new(), &kinds)),
+            Level::Problem
+        );
+        assert_eq!(worst(&classes("other", all, &parameters, &kinds)), Level::Warning);
+        assert_eq!(
+            worst(&classes(&DRIVER.to_uppercase(), all, &parameters, &kinds)),
+            Level::Problem
+        );
+    }
+}

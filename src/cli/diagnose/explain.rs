@@ -1,0 +1,437 @@
+//! At which step the claims of a pod are, why they are not further, and what to do about it.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use super::qualified_name;
+use crate::api::resource::{
+    AllocationMode, Pod, PodResourceClaim, PodSchedulingContext, RESERVED_FOR_MAX, ResourceClaim,
+    ResourceClass, controller_of,
+};
+use crate::core::claims::resolve::{Resolved, is_made_for, resolve};
+
+/// At which step a claim is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub enum Step {
+    /// The pod's entry needs no claim.
+    NotNeeded,
+    /// The claim is not there.
+    ClaimMissing,
+    /// A claim of that name belongs to somebody else.
+    ClaimNotOwned,
+    /// The claim is of an API that this release does not serve.
+    NotServed,
+    /// The claim is being deleted.
+    Deleting,
+    /// Its class is not there.
+    ClassMissing,
+    /// It is served by another driver, or by the scheduler itself.
+    NotOurs,
+    /// What class or claim ask for is wrong.
+    ParametersInvalid,
+    /// Nobody has asked for it to be allocated yet.
+    WaitsForScheduler,
+    /// No node can serve it now.
+    WaitsForDevice,
+    /// Nodes can serve it, and the allocation is a matter of moments.
+    Allocating,
+    /// Allocated, but the pod has no right to use it yet.
+    WaitsForReservation,
+    /// To be given back, since the scheduler could not use the node that it is allocated on.
+    DeallocationRequested,
+    /// Allocated; the pod is not on a node yet.
+    WaitsForBinding,
+    /// The pod is on its node, and kubelet has still to start it.
+    Preparing,
+    /// In use.
+    InUse,
+    /// Allocated, and no pod is asked about.
+    Allocated,
+}
+
+/// Which claim an entry of a pod stands for.
+#[derive(Clone, Copy, Debug)]
+pub enum Found<'a> {
+    /// None is needed.
+    NotNeeded,
+    /// None is there.
+    Missing,
+    /// The claim of that name belongs to somebody else.
+    NotOwned(&'a ResourceClaim),
+    /// The claim.
+    Claim(&'a ResourceClaim),
+}
+
+/// What is known about one claim.
+#[derive(Clone, Copy, Debug)]
+pub struct Facts<'a> {
+    /// Our driver.
+    pub driver: &'a str,
+    /// The pod that the question is about, if it is about one.
+    pub pod: Option<&'a Pod>,
+    /// The pod's entry.
+    pub entry: Option<&'a PodResourceClaim>,
+    /// The claim.
+    pub found: Found<'a>,
+    /// The claim's class, if it is there.
+    pub class: Option<&'a ResourceClass>,
+    /// What the claim wants, in words, or what is wrong with the parameters of class or claim; absent if nobody asked.
+    pub wants: Option<Result<&'a str, &'a str>>,
+    /// The pod's context, if it is there.
+    pub context: Option<&'a PodSchedulingContext>,
+    /// For each node whether it can serve the claim together with the pod's others, and if not, why not.
+    pub nodes: &'a BTreeMap<String, Option<String>>,
+}
+
+/// One node's verdict.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NodeVerdict {
+    /// The node.
+    pub node: String,
+    /// Why it cannot serve the claim; absent if it can.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
+
+/// A claim, explained.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Explanation {
+    /// The pod's entry, if the question is about a pod.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub entry: Option<String>,
+    /// `namespace/name` of the claim, if it is there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub claim: Option<String>,
+    /// The claim's class.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub class: Option<String>,
+    /// The driver that serves it, as far as that is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub driver: Option<String>,
+    /// What it wants, in words.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub wants: Option<String>,
+    /// At which step it is.
+    pub step: Step,
+    /// Why it is there.
+    pub because: String,
+    /// What to do; absent if nothing is to be done.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub advice: Option<String>,
+    /// What each node says, as long as that matters.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub nodes: Vec<NodeVerdict>,
+}
+
+/// Which claim of `claims` an entry of `pod` stands for, found as the controller finds it.
+pub fn find<'a>(pod: &Pod, entry: &PodResourceClaim, claims: &'a [ResourceClaim]) -> Found<'a> {
+    let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+    let own = |claim: &&ResourceClaim| controller_of(&claim.metadata).is_some_and(|owner| owner.uid == uid);
+    let by_name = |name: &str| {
+        claims.iter().find(|claim| {
+            claim.metadata.namespace == pod.metadata.namespace && claim.metadata.name.as_deref() == Some(name)
+        })
+    };
+    let annotated = || {
+        let made_for = claims
+            .iter()
+            .filter(|claim| own(claim) && is_made_for(claim, &entry.name));
+        made_for.min_by_key(|claim| (claim.metadata.deletion_timestamp.is_some(), &claim.metadata.name))
+    };
+    match resolve(pod, entry, by_name, own, annotated) {
+        Resolved::NotNeeded => Found::NotNeeded,
+        Resolved::Awaited => Found::Missing,
+        Resolved::Claim(claim) => Found::Claim(claim),
+        Resolved::NotOwned(claim) => Found::NotOwned(claim),
+    }
+}
+
+/// Explains one claim.
+pub fn explain(facts: &Facts<'_>) -> Explanation {
+    let claim = match facts.found {
+        Found::Claim(claim) => Some(claim),
+        Found::NotNeeded | Found::Missing | Found::NotOwned(_) => None,
+    };
+    let class = claim.map(|claim| claim.spec.resource_class_name.clone());
+    let driver = claim
+        .and_then(|claim| claim.status.driver_name.clone())
+        .or_else(|| facts.class.map(|class| class.driver_name.clone()));
+    let (step, because, advice) = standing(facts);
+    let tell_nodes = matches!(
+        step,
+        Step::WaitsForDevice | Step::Allocating | Step::WaitsForScheduler
+    );
+    let verdict = |(node, reason): (&String, &Option<String>)| NodeVerdict {
+        node: node.clone(),
+        reason: reason.clone(),
+    };
+    Explanation {
+        entry: facts.entry.map(|entry| entry.name.clone()),
+        claim: claim.map(qualified_name),
+        class,
+        driver,
+        wants: facts.wants.and_then(Result::ok).map(str::to_owned),
+        step,
+        because,
+        advice: Some(advice).filter(|advice| !advice.is_empty()),
+        nodes: if tell_nodes {
+            facts.nodes.iter().map(verdict).collect()
+        } else {
+            Vec::new()
+        },
+    }
+}
+
+/// The step, why, and what to do.
+fn standing(facts: &Facts<'_>) -> (Step, String, String) {
+    let claim = match facts.found {
+        Found::NotNeeded => {
+            return (
+                Step::NotNeeded,
+                "the pod needs no claim here".into(),
+                String::new(),
+            );
+        }
+        Found::Missing => return missing(facts.entry),
+        Found::NotOwned(claim) => {
+            return (
+                Step::ClaimNotOwned,
+                format!(
+                    "ResourceClaim {} exists and was not made for this pod",
+                    qualified_name(claim)
+                ),
+                "delete that claim, or rename the pod or its claim".into(),
+            );
+        }
+        Found::Claim(claim) => claim,
+    };
+    if claim.metadata.deletion_timestamp.is_some() {
+        return deleting(claim);
+    }
+    if claim.status.allocation.is_some() {
+        return allocated(claim, facts.pod);
+    }
+    let class_name = &claim.spec.resource_class_name;
+    let Some(class) = facts.class else {
+        return (
+            Step::ClassMissing,
+            format!("there is no ResourceClass {class_name}"),
+            "create it, or make the claim anew with a class that exists: kubectl get resourceclasses".into(),
+        );
+    };
+    if class.structured_parameters == Some(true) {
+        return (
+            Step::NotOurs,
+            format!("ResourceClass {class_name} has structured parameters: the scheduler itself allocates"),
+            String::new(),
+        );
+    }
+    if class.driver_name != facts.driver {
+        return (
+            Step::NotOurs,
+            format!(
+                "ResourceClass {class_name} is served by driver {}",
+                class.driver_name
+            ),
+            format!(
+                "ask {}, or give --driver-name if that is drayman under another name",
+                class.driver_name
+            ),
+        );
+    }
+    if let Some(Err(error)) = facts.wants {
+        return (
+            Step::ParametersInvalid,
+            error.to_owned(),
+            "put the object that is named right; the claim is looked at again at once".into(),
+        );
+    }
+    waiting(claim, facts)
+}
+
+/// Whether the entry refers to a claim of `resource.k8s.io/v1`: from Kubernetes 1.31 on the reference has no `source`, and the API server
+/// removes that field.
+fn is_structured(entry: &PodResourceClaim) -> bool {
+    entry.other.contains_key("resourceClaimName") || entry.other.contains_key("resourceClaimTemplateName")
+}
+
+fn missing(entry: Option<&PodResourceClaim>) -> (Step, String, String) {
+    if entry.is_some_and(is_structured) {
+        return (
+            Step::NotServed,
+            "the pod's claim is of structured Dynamic Resource Allocation (resource.k8s.io/v1), and this release serves claims of \
+             resource.k8s.io/v1alpha2 only, which Kubernetes has from 1.27 to 1.30"
+                .to_owned(),
+            "on this Kubernetes, ask for the device as an extended resource: give its kind mode extended-resource, and name the \
+             resource in the container's resources.limits"
+                .to_owned(),
+        );
+    }
+    let source = entry.map(|entry| &entry.source);
+    let (because, advice) = match (
+        source.and_then(|source| source.resource_claim_name.as_ref()),
+        source.and_then(|source| source.resource_claim_template_name.as_ref()),
+    ) {
+        (Some(name), _) => (
+            format!("there is no ResourceClaim {name} in the pod's namespace"),
+            "create it".to_owned(),
+        ),
+        (None, Some(template)) => (
+            format!("the claim of ResourceClaimTemplate {template} has not been made yet"),
+            format!("see that the template exists: kubectl get resourceclaimtemplate {template}"),
+        ),
+        (None, None) => (
+            "the pod names neither a claim nor a template".to_owned(),
+            "name one".to_owned(),
+        ),
+    };
+    (Step::ClaimMissing, because, advice)
+}
+
+fn deleting(claim: &ResourceClaim) -> (Step, String, String) {
+    let users = claim.status.reserved_for.len();
+    let finalizers = claim.metadata.finalizers.clone().unwrap_or_default().join(", ");
+    if users > 0 {
+        let pods: Vec<_> = claim
+            .status
+            .reserved_for
+            .iter()
+            .map(|user| user.name.as_str())
+            .collect();
+        return (
+            Step::Deleting,
+            format!("it is to be deleted, and still used by {}", pods.join(", ")),
+            "it goes when these pods have ended".into(),
+        );
+    }
+    (
+        Step::Deleting,
+        format!("it is to be deleted, and waits for {finalizers}"),
+        "the driver of each finalizer must run to remove it".into(),
+    )
+}
+
+fn allocated(claim: &ResourceClaim, pod: Option<&Pod>) -> (Step, String, String) {
+    let nothing = String::new();
+    if claim.status.deallocation_requested {
+        return (
+            Step::DeallocationRequested,
+            "it is allocated where the pod cannot run, and is given back".into(),
+            nothing,
+        );
+    }
+    let users = &claim.status.reserved_for;
+    let Some(pod) = pod else {
+        return match users.len() {
+            0 => (
+                Step::Allocated,
+                "it is allocated and used by no pod".into(),
+                nothing,
+            ),
+            number => (
+                Step::InUse,
+                format!("it is allocated and reserved for {number} pod(s)"),
+                nothing,
+            ),
+        };
+    };
+    let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+    if !users.iter().any(|user| user.uid == uid) {
+        let shareable = claim
+            .status
+            .allocation
+            .as_ref()
+            .is_some_and(|allocation| allocation.shareable);
+        let advice = if users.is_empty() {
+            nothing
+        } else if !shareable {
+            "the claim is for one pod at a time: use a template, which makes a claim for each pod".into()
+        } else if users.len() >= RESERVED_FOR_MAX {
+            format!("a claim serves at most {RESERVED_FOR_MAX} pods: make another one")
+        } else {
+            nothing
+        };
+        return (
+            Step::WaitsForReservation,
+            format!("it is allocated, and reserved for {} other pod(s)", users.len()),
+            advice,
+        );
+    }
+    match (pod.spec.node_name.as_deref(), pod.status.phase.as_deref()) {
+        (Some(node), Some("Running")) => (Step::InUse, format!("the pod runs with it on {node}"), nothing),
+        (Some(_), Some(phase @ ("Succeeded" | "Failed"))) => (
+            Step::InUse,
+            format!("the pod has {}", phase.to_lowercase()),
+            "it is given back soon".into(),
+        ),
+        (Some(node), _) => (
+            Step::Preparing,
+            format!("kubelet on {node} is to prepare it and to start the pod"),
+            format!("if it lasts: the pod's events, and the log of the companion on {node}"),
+        ),
+        (None, _) => (
+            Step::WaitsForBinding,
+            "it is allocated for the pod, which the scheduler has still to bind".into(),
+            "the pod's other claims, or its other needs, hold it up: kubectl describe pod".into(),
+        ),
+    }
+}
+
+fn waiting(claim: &ResourceClaim, facts: &Facts<'_>) -> (Step, String, String) {
+    let total = facts.nodes.len();
+    let able = facts.nodes.values().filter(|reason| reason.is_none()).count();
+    let immediate = claim.spec.allocation_mode == Some(AllocationMode::Immediate);
+    if total == 0 && facts.wants.is_none() {
+        return (
+            Step::WaitsForScheduler,
+            "it is not allocated yet, and which nodes can serve it is not known".into(),
+            "the right to list nodeinventories lets this command judge the nodes; the pod's events say more: kubectl describe pod".into(),
+        );
+    }
+    if able == 0 {
+        return (
+            Step::WaitsForDevice,
+            format!("none of {total} nodes can serve it now"),
+            "it is looked at again as soon as a device is given back, appears or is put right; to help it on: \
+             end a pod that holds one (drayman devices), add a node, or ask for less"
+                .into(),
+        );
+    }
+    if immediate {
+        return (
+            Step::Allocating,
+            format!("{able} of {total} nodes can serve it: it is allocated at once"),
+            "if it lasts: does the controller run? (drayman doctor)".into(),
+        );
+    }
+    let Some(context) = facts.context.filter(|_| facts.pod.is_some()) else {
+        return (
+            Step::WaitsForScheduler,
+            "it is allocated when a pod needs it, and the scheduler has not asked yet".into(),
+            if facts.pod.is_some() {
+                "what holds the pod up otherwise: kubectl describe pod".into()
+            } else {
+                "nothing is wrong: create a pod that names it".into()
+            },
+        );
+    };
+    let selected = context.spec.selected_node.as_str();
+    if facts.nodes.get(selected).is_some_and(Option::is_none) {
+        return (
+            Step::Allocating,
+            format!("the scheduler has chosen {selected}, which can serve it"),
+            "if it lasts: does the controller run? (drayman doctor)".into(),
+        );
+    }
+    (
+        Step::WaitsForScheduler,
+        format!("{able} of {total} nodes can serve it; the scheduler has not chosen one of them yet"),
+        "it tries again within seconds; if it lasts, the pod's other needs do not fit there: kubectl describe pod".into(),
+    )
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,363 @@
+//! Whether the feature gate of classic Dynamic Resource Allocation is on: what components say of it, and what shows it where
+//! nobody can be asked.
+
+use std::collections::BTreeMap;
+
+use jiff::{SignedDuration, Timestamp};
+
+use super::doctor::Finding;
+use super::explain::{Found, find};
+use super::qualified_name;
+use crate::api::crd::{Mode, NodeInventory};
+use crate::api::resource::{Pod, PodSchedulingContext, ResourceClaim};
+
+/// The gate of API server, controller manager, scheduler and kubelet.
+pub const GATE: &str = "DynamicResourceAllocation";
+
+const CHECK: &str = "gates";
+/// How long the claim of a pod with a template may take. It is made at once; this is for a cluster that is busy.
+const CLAIM_LATE: SignedDuration = SignedDuration::from_secs(60);
+/// Names that are told, at most.
+const NAMES_MAX: usize = 3;
+
+/// What came of asking a component.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// The gate is on.
+    On,
+    /// The gate is off.
+    Off,
+    /// It says nothing of the gate.
+    Silent,
+    /// It could not be asked, for this reason.
+    NotAsked(String),
+}
+
+impl Answer {
+    /// What the metrics of a component say: `kubernetes_feature_enabled` of `k8s.io/component-base`, which every component of
+    /// Kubernetes 1.27 and later serves.
+    pub fn of_metrics(text: &str) -> Self {
+        let name = format!("name=\"{GATE}\"");
+        let mut lines = text
+            .lines()
+            .filter(|line| line.starts_with("kubernetes_feature_enabled{") && line.contains(&name));
+        match lines.find_map(|line| line.rsplit_once(' ')) {
+            Some((_, "1")) => Self::On,
+            Some(_) => Self::Off,
+            None => Self::Silent,
+        }
+    }
+}
+
+/// Whether the devices that a driver's companions list need claims: not if all of them leave as extended resources. Where nothing is
+/// listed nobody knows, and claims are taken for needed.
+pub fn needs_claims(driver: &str, inventories: &[NodeInventory]) -> bool {
+    let ours = inventories
+        .iter()
+        .filter(|object| object.spec.driver_name == driver);
+    let mut devices = ours.flat_map(|object| &object.spec.devices).peekable();
+    devices.peek().is_none() || devices.any(|device| device.mode != Mode::ExtendedResource)
+}
+
+/// Judges what the API server says of itself.
+pub fn api_server(answer: &Answer) -> Finding {
+    match answer {
+        Answer::On => Finding::fine(CHECK, format!("kube-apiserver has {GATE} on")),
+        Answer::Off => Finding::problem(
+            CHECK,
+            format!("kube-apiserver has {GATE} off, so that it drops the claims that pods name"),
+            format!("start kube-apiserver with --feature-gates={GATE}=true"),
+        ),
+        Answer::Silent => Finding::note(CHECK, format!("kube-apiserver does not say whether {GATE} is on")),
+        Answer::NotAsked(why) => Finding::note(
+            CHECK,
+            format!(
+                "kube-apiserver could not be asked for {GATE} (the verb get on the path /metrics): {why}"
+            ),
+        ),
+    }
+}
+
+/// Judges what the kubelets of the driver's nodes say, by node.
+pub fn kubelets(answers: &BTreeMap<String, Answer>) -> Vec<Finding> {
+    let nodes = |wanted: fn(&Answer) -> bool| -> Vec<&str> {
+        let found = answers.iter().filter(|(_, answer)| wanted(answer));
+        found.map(|(node, _)| node.as_str()).collect()
+    };
+    let mut findings = Vec::new();
+    let off = nodes(|answer| *answer == Answer::Off);
+    if !off.is_empty() {
+        findings.push(Finding::problem(
+            CHECK,
+            format!(
+                "kubelet has {GATE} off on {}, so that pods with claims get no device there",
+                some(&off)
+            ),
+            format!(
+                "set featureGates: {{{GATE}: true}} in kubelet's configuration there, and restart kubelet"
+            ),
+        ));
+    }
+    let on = nodes(|answer| *answer == Answer::On);
+    if !on.is_empty() {
+        findings.push(Finding::fine(
+            CHECK,
+            format!("kubelet has {GATE} on on {}", some(&on)),
+        ));
+    }
+    let silent = nodes(|answer| *answer == Answer::Silent);
+    if !silent.is_empty() {
+        findings.push(Finding::note(
+            CHECK,
+            format!("kubelet does not say whether {GATE} is on, on {}", some(&silent)),
+        ));
+    }
+    let not_asked = nodes(|answer| matches!(answer, Answer::NotAsked(_)));
+    let why = answers.values().find_map(|answer| match answer {
+        Answer::NotAsked(why) => Some(why),
+        _ => None,
+    });
+    if let Some(why) = why {
+        findings.push(Finding::note(
+            CHECK,
+            format!(
+                "kubelet could not be asked for {GATE} (the verb get on nodes/proxy) on {}: {why}; \
+                 `drayman doctor --this-node` there reads its configuration",
+                some(&not_asked)
+            ),
+        ));
+    }
+    findings
+}
+
+/// Judges scheduler and controller manager, which cannot be asked through the API server, by what has become of pods with claims.
+pub fn by_symptoms(
+    pods: &[Pod],
+    claims: &[ResourceClaim],
+    contexts: &[PodSchedulingContext],
+    now: Timestamp,
+) -> Vec<Finding> {
+    let (mut unreserved, mut unmade) = (Vec::new(), Vec::new());
+    let (mut reserved, mut made) = (false, false);
+    for pod in pods.iter().filter(|pod| lives(pod)) {
+        let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+        for entry in &pod.spec.resource_claims {
+            match find(pod, entry, claims) {
+                Found::Claim(claim) => {
+                    made |= entry.source.resource_claim_template_name.is_some();
+                    let is_reserved = claim.status.reserved_for.iter().any(|user| user.uid == uid);
+                    reserved |= is_reserved;
+                    if pod.spec.node_name.is_some() && !is_reserved {
+                        unreserved.push(qualified_name(pod));
+                    }
+                }
+                Found::Missing
+                    if entry.source.resource_claim_template_name.is_some() && is_late(pod, now) =>
+                {
+                    unmade.push(qualified_name(pod));
+                }
+                Found::Missing | Found::NotNeeded | Found::NotOwned(_) => {}
+            }
+        }
+    }
+    let texts = |names: &[String]| some(&names.iter().map(String::as_str).collect::<Vec<_>>());
+    let scheduler = if !unreserved.is_empty() {
+        Finding::warning(
+            CHECK,
+            format!(
+                "{} bound to a node although a claim is not reserved, as kube-scheduler does with {GATE} off",
+                texts(&unreserved)
+            ),
+            format!(
+                "start kube-scheduler with --feature-gates={GATE}=true; or is spec.nodeName written into the pod by hand?"
+            ),
+        )
+    } else if reserved || !contexts.is_empty() {
+        Finding::fine(
+            CHECK,
+            format!("kube-scheduler allocates for pods, so it has {GATE} on"),
+        )
+    } else {
+        Finding::note(
+            CHECK,
+            format!(
+                "kube-scheduler cannot be asked for {GATE}, and no pod shows it: with it off, a pod with a claim is bound at once \
+                 and does not start"
+            ),
+        )
+    };
+    let manager = if !unmade.is_empty() {
+        Finding::warning(
+            CHECK,
+            format!(
+                "{} without a claim that was to be made from a template, as with kube-controller-manager's {GATE} off",
+                texts(&unmade)
+            ),
+            format!(
+                "see that the template exists; else start kube-controller-manager with --feature-gates={GATE}=true"
+            ),
+        )
+    } else if made {
+        Finding::fine(
+            CHECK,
+            format!("kube-controller-manager makes claims from templates, so it has {GATE} on"),
+        )
+    } else {
+        Finding::note(
+            CHECK,
+            format!(
+                "kube-controller-manager cannot be asked for {GATE}, and no pod shows it: with it off, a pod with a template has \
+                 no claim"
+            ),
+        )
+    };
+    vec![scheduler, manager]
+}
+
+/// Judges the gates of kubelet's configuration file: what it says of this one and of all alpha features.
+pub fn configuration(file: &str, gate: Option<bool>, all_alpha: Option<bool>) -> Finding {
+    let fix = format!("set featureGates: {{{GATE}: true}} there and restart kubelet");
+    match gate.or(all_alpha) {
+        Some(true) => Finding::fine(CHECK, format!("kubelet has {GATE} on, by {file}")),
+        Some(false) => Finding::problem(
+            CHECK,
+            format!("kubelet has {GATE} off, by {file}: pods with claims get no device here"),
+            fix,
+        ),
+        None => Finding::warning(
+            CHECK,
+            format!("{file} does not switch {GATE} on, without which pods with claims get no device here"),
+            format!("{fix}, unless its flag --feature-gates says it; extended resources do not need it"),
+        ),
+    }
+}
+
+fn lives(pod: &Pod) -> bool {
+    let ended = matches!(pod.status.phase.as_deref(), Some("Succeeded" | "Failed"));
+    !ended && pod.metadata.deletion_timestamp.is_none()
+}
+
+fn is_late(pod: &Pod, now: Timestamp) -> bool {
+    let created = pod.metadata.creation_timestamp.as_ref();
+    created.is_some_and(|created| now.duration_since(created.0) > CLAIM_LATE)
+}
+
+/// The first of the names, and how many more there are.
+fn some(names: &[&str]) -> String {
+    let mut names: Vec<&str> = names.to_vec();
+    names.dedup();
+    let shown = names
+        .iter()
+        .take(NAMES_MAX)
+        .copied()
+        .collect::<Vec<_>>()
+        .join(", ");
+    match names.len().saturating_sub(NAMES_MAX) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::cli::diagnose::doctor::{Level, worst};
+    use crate::core::allocation::fixture::{DRIVER, inventory};
+
+    #[test]
+    fn metrics_tell_whether_the_gate_is_on() {
+        let line = |value: &str| {
+            format!(
+                "# TYPE kubernetes_feature_enabled gauge\nkubernetes_feature_enabled{{name=\"DynamicResourceAllocationX\",stage=\"ALPHA\"}} 0\n\
+                 kubernetes_feature_enabled{{name=\"DynamicResourceAllocation\",stage=\"ALPHA\"}} {value}\nother 1\n"
+            )
+        };
+        assert_eq!(Answer::of_metrics(&line("1")), Answer::On);
+        assert_eq!(Answer::of_metrics(&line("0")), Answer::Off);
+        assert_eq!(Answer::of_metrics("up 1\n"), Answer::Silent);
+    }
+
+    #[test]
+    fn a_gate_that_is_off_is_a_problem_and_one_that_nobody_tells_is_none() {
+        let kubelet = |answer: Answer| worst(&kubelets(&BTreeMap::from([("a".to_owned(), answer)])));
+        let refused = Answer::NotAsked("no right".into());
+        for (answer, level) in [
+            (Answer::On, Level::Fine),
+            (Answer::Off, Level::Problem),
+            (Answer::Silent, Level::Note),
+            (refused.clone(), Level::Note),
+        ] {
+            assert_eq!(api_server(&answer).level, level, "{answer:?}");
+            assert_eq!(kubelet(answer), level);
+        }
+        assert!(api_server(&refused).message.contains("no right"));
+        assert!(kubelets(&BTreeMap::new()).is_empty());
+        let many: BTreeMap<String, Answer> = (0..5).map(|node| (format!("n{node}"), Answer::Off)).collect();
+        assert!(kubelets(&many)[0].message.contains("n0, n1, n2 and 2 more"));
+    }
+
+    #[test]
+    fn devices_that_all_leave_as_extended_resources_need_no_claims() {
+        let mut object = inventory("node-a", "1", &["a", "b"]);
+        assert!(needs_claims(DRIVER, std::slice::from_ref(&object)));
+        for device in &mut object.spec.devices {
+            device.mode = Mode::ExtendedResource;
+        }
+        let all = [object];
+        assert!(!needs_claims(DRIVER, &all));
+        assert!(needs_claims("other", &all), "nothing is known of it");
+    }
+
+    fn pod(node: Option<&str>, created: i64) -> Pod {
+        let created = Timestamp::from_second(created).unwrap().to_string();
+        serde_json::from_value(json!({
+            "metadata": { "name": "p", "namespace": "d", "uid": "u", "creationTimestamp": created },
+            "spec": { "nodeName": node, "resourceClaims": [{ "name": "c", "source": { "resourceClaimTemplateName": "t" } }] },
+            "status": { "resourceClaimStatuses": [{ "name": "c", "resourceClaimName": "p-c" }] },
+        }))
+        .unwrap()
+    }
+
+    fn claim(users: &Value) -> ResourceClaim {
+        serde_json::from_value(json!({
+            "metadata": { "name": "p-c", "namespace": "d", "ownerReferences": [
+                { "apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "u", "controller": true }] },
+            "spec": { "resourceClassName": "x" },
+            "status": { "reservedFor": users },
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn what_becomes_of_pods_shows_the_gates_of_those_that_cannot_be_asked() {
+        let now = Timestamp::from_second(1000).unwrap();
+        let levels = |pods: &[Pod], claims: &[ResourceClaim]| {
+            let findings = by_symptoms(pods, claims, &[], now);
+            findings.iter().map(|finding| finding.level).collect::<Vec<_>>()
+        };
+        let nobody = claim(&json!([]));
+        let us = claim(&json!([{ "resource": "pods", "name": "p", "uid": "u" }]));
+        assert_eq!(levels(&[], &[]), [Level::Note, Level::Note]);
+        let bound = pod(Some("n"), 990);
+        assert_eq!(
+            levels(std::slice::from_ref(&bound), std::slice::from_ref(&nobody)),
+            [Level::Warning, Level::Fine]
+        );
+        assert_eq!(levels(&[bound], &[us]), [Level::Fine, Level::Fine]);
+        let waits = pod(None, 990);
+        assert_eq!(levels(&[waits], &[nobody]), [Level::Note, Level::Fine]);
+        assert_eq!(levels(&[pod(None, 990)], &[]), [Level::Note, Level::Note]);
+        assert_eq!(levels(&[pod(None, 900)], &[]), [Level::Note, Level::Warning]);
+    }
+
+    #[test]
+    fn kubelet_s_file_switches_the_gate_on_or_leaves_it_open() {
+        let level = |gate, all| configuration("f", gate, all).level;
+        assert_eq!(level(Some(true), None), Level::Fine);
+        assert_eq!(level(None, Some(true)), Level::Fine);
+        assert_eq!(level(Some(false), Some(true)), Level::Problem);
+        assert_eq!(level(None, None), Level::Warning);
+    }
+}

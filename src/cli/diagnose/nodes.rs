@@ -1,0 +1,270 @@
+//! Whether the nodes of a cluster offer what their companions list.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+
+use super::doctor::Finding;
+use crate::api::crd::{Mode, NodeInventory};
+use crate::core::allocation::inventory::unready;
+
+/// Names that are told, at most.
+const NAMES_MAX: usize = 5;
+
+/// The heading of the container runtime's socket.
+pub const RUNTIME: &str = "container runtime";
+
+/// A node, as far as it matters here.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeFacts {
+    /// Its name.
+    pub name: String,
+    /// Its uid.
+    pub uid: String,
+    /// The extended resources of its status: how many can be allocated.
+    pub allocatable: BTreeMap<String, String>,
+}
+
+/// Judges the inventories of `driver` beside the nodes of the cluster.
+pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFacts]) -> Vec<Finding> {
+    let check = "nodes";
+    let mut findings = Vec::new();
+    let by_name: BTreeMap<&str, &NodeFacts> = nodes.iter().map(|node| (node.name.as_str(), node)).collect();
+    let mut ready = 0;
+    let mut devices = 0;
+    for inventory in inventories
+        .iter()
+        .filter(|object| object.spec.driver_name == driver)
+    {
+        let spec = &inventory.spec;
+        let name = spec.node_name.as_str();
+        match by_name.get(name) {
+            None => {
+                findings.push(Finding::warning(
+                    check,
+                    format!("there is an inventory of node {name}, and no such node"),
+                    format!(
+                        "if the node is gone for good: kubectl delete nodeinventory {}",
+                        inventory.metadata.name.as_deref().unwrap_or_default()
+                    ),
+                ));
+                continue;
+            }
+            Some(node) if node.uid != spec.node_uid => findings.push(Finding::problem(
+                check,
+                format!("the inventory of node {name} is of an earlier node of that name"),
+                "restart the companion there: it has not noticed that the node was made again",
+            )),
+            Some(_) => {}
+        }
+        if let Some(cause) = unready(inventory) {
+            findings.push(Finding::problem(
+                check,
+                format!("the companion of node {name} does not serve: {cause}"),
+                "see its pod and log there",
+            ));
+            continue;
+        }
+        ready += 1;
+        devices += spec.devices.len();
+        for device in spec.devices.iter().filter(|device| device.unhealthy.is_some()) {
+            findings.push(Finding::warning(
+                check,
+                format!(
+                    "device {} of node {name} is unhealthy: {}",
+                    device.name,
+                    device.unhealthy.as_deref().unwrap_or_default()
+                ),
+                "look after the device; it is given out again when it is well",
+            ));
+        }
+        if spec.devices.is_empty() {
+            findings.push(Finding::warning(
+                check,
+                format!("node {name} has no device of any kind"),
+                "`drayman node discover` there says why each candidate was not taken",
+            ));
+        }
+    }
+    if ready == 0 {
+        findings.push(Finding::problem(
+            check,
+            format!("no node offers devices of driver {driver}"),
+            "see that the companion's DaemonSet has pods, and their logs",
+        ));
+    } else {
+        findings.push(Finding::fine(
+            check,
+            format!("{ready} of {} nodes offer {devices} devices", nodes.len()),
+        ));
+    }
+    findings.extend(without(inventories, driver, nodes));
+    findings
+}
+
+/// The nodes that have no inventory of `driver`, if others have.
+fn without(inventories: &[NodeInventory], driver: &str, nodes: &[NodeFacts]) -> Option<Finding> {
+    let ours = inventories
+        .iter()
+        .filter(|object| object.spec.driver_name == driver);
+    let with: BTreeSet<&str> = ours.map(|object| object.spec.node_name.as_str()).collect();
+    let (have, lack): (Vec<&str>, Vec<&str>) = nodes
+        .iter()
+        .map(|node| node.name.as_str())
+        .partition(|name| with.contains(name));
+    if have.is_empty() || lack.is_empty() {
+        return None;
+    }
+    let mut names = lack
+        .iter()
+        .take(NAMES_MAX)
+        .copied()
+        .collect::<Vec<_>>()
+        .join(", ");
+    if lack.len() > NAMES_MAX {
+        let _ = write!(names, " and {} more", lack.len() - NAMES_MAX);
+    }
+    Some(Finding::note(
+        "nodes",
+        format!(
+            "{} of {} nodes have no companion: {names}; the chart's node.nodeSelector says where it runs, and this may be meant so",
+            lack.len(),
+            nodes.len()
+        ),
+    ))
+}
+
+/// Judges whether companions can ask the container runtime which containers have devices: for each companion, whether it has the socket.
+pub fn runtime_sockets(companions: &[bool]) -> Option<Finding> {
+    let without = companions.iter().filter(|has_socket| !**has_socket).count();
+    match (without, companions.len()) {
+        (_, 0) => None,
+        (0, all) => Some(Finding::fine(
+            RUNTIME,
+            format!("{all} companions have its socket"),
+        )),
+        (without, all) => Some(without_runtime(&format!(
+            "{without} of {all} companions have no socket of it"
+        ))),
+    }
+}
+
+/// Says what it costs that a companion cannot ask the container runtime. The socket is root on its node, so an operator may mean it so.
+pub fn without_runtime(what: &str) -> Finding {
+    let message = format!(
+        "{what}: if a pod is deleted by force, its devices can stay withheld until `drayman node release --force`, and kubelet can \
+         give its extended resources to the next pod while its containers still have them"
+    );
+    Finding {
+        fix: Some(
+            "if pods are deleted by force here: set node.containerRuntimeSocket of the chart (containerd: \
+             /run/containerd/containerd.sock, CRI-O: /var/run/crio/crio.sock), and outside of a pod --container-runtime-socket; \
+             whoever reaches this socket is root on the node"
+                .to_owned(),
+        ),
+        ..Finding::note(RUNTIME, message)
+    }
+}
+
+/// Judges the extended resources under the driver's name that nodes announce and no inventory explains.
+pub fn extended_resources(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFacts]) -> Vec<Finding> {
+    let prefix = format!("{driver}/");
+    let mut findings = Vec::new();
+    for node in nodes {
+        let inventory = inventories
+            .iter()
+            .find(|object| object.spec.driver_name == driver && object.spec.node_name == node.name);
+        // A resource has any name that the configuration gives it, which the inventory does not tell.
+        let mut devices = inventory.iter().flat_map(|object| &object.spec.devices);
+        let announces = devices.any(|device| device.mode != Mode::Claims);
+        for (resource, number) in &node.allocatable {
+            if resource.starts_with(&prefix) && number != "0" && !announces {
+                findings.push(Finding::warning(
+                    "extended resources",
+                    format!("node {} announces {number} of {resource}, and its companion has no device for that", node.name),
+                    "another device plugin uses this name, or kubelet remembers what is gone: restart kubelet there",
+                ));
+            }
+        }
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::diagnose::doctor::{Level, worst};
+    use crate::core::allocation::fixture::{DRIVER, inventory};
+
+    fn node(name: &str, uid: &str) -> NodeFacts {
+        NodeFacts {
+            name: name.into(),
+            uid: uid.into(),
+            allocatable: BTreeMap::new(),
+        }
+    }
+
+    #[test]
+    fn an_inventory_must_be_ready_and_of_the_node_that_has_the_name_now() {
+        let good = inventory("node-a", "1", &["a"]);
+        let judge = |object: &NodeInventory, nodes: &[NodeFacts]| {
+            worst(&inventories(DRIVER, std::slice::from_ref(object), nodes))
+        };
+        assert_eq!(judge(&good, &[node("node-a", "1")]), Level::Fine);
+        assert_eq!(judge(&good, &[node("node-a", "2")]), Level::Problem);
+        assert_eq!(judge(&good, &[]), Level::Problem);
+        let mut silent = good.clone();
+        silent.status = None;
+        assert_eq!(judge(&silent, &[node("node-a", "1")]), Level::Problem);
+    }
+
+    #[test]
+    fn a_resource_under_our_name_that_no_inventory_explains_is_reported() {
+        let mut node = node("node-a", "1");
+        node.allocatable = BTreeMap::from([(format!("{DRIVER}/whatever"), "1".to_owned())]);
+        let claimed = inventory("node-a", "1", &["a"]);
+        let mut announced = claimed.clone();
+        announced.spec.devices[0].mode = Mode::ExtendedResource;
+        let nodes = std::slice::from_ref(&node);
+        assert!(extended_resources(DRIVER, &[announced], nodes).is_empty());
+        assert_eq!(
+            worst(&extended_resources(DRIVER, &[claimed], nodes)),
+            Level::Warning
+        );
+        assert_eq!(worst(&extended_resources(DRIVER, &[], nodes)), Level::Warning);
+    }
+
+    #[test]
+    fn nodes_without_a_companion_are_counted_and_named_where_others_have_one() {
+        let objects = [inventory("node-0", "0", &["a"])];
+        let nodes = |count: usize| -> Vec<NodeFacts> {
+            (0..count)
+                .map(|number| node(&format!("node-{number}"), &number.to_string()))
+                .collect()
+        };
+        let note = |nodes: &[NodeFacts]| {
+            let mut findings = inventories(DRIVER, &objects, nodes).into_iter();
+            findings
+                .find(|finding| finding.level == Level::Note)
+                .map(|finding| finding.message)
+        };
+        assert_eq!(note(&nodes(1)), None);
+        let three = note(&nodes(3)).unwrap();
+        assert!(
+            three.starts_with("2 of 3 nodes have no companion: node-1, node-2; "),
+            "{three}"
+        );
+        let nine = note(&nodes(9)).unwrap();
+        assert!(
+            nine.contains("8 of 9") && nine.contains("node-5 and 3 more;"),
+            "{nine}"
+        );
+        assert_eq!(worst(&inventories(DRIVER, &objects, &nodes(3))), Level::Note);
+        // Where none has a companion that is told anyhow, and an inventory of a node that is gone is none of these.
+        assert_eq!(note(&nodes(3)[1..]), None);
+        assert!(
+            inventories(DRIVER, &[], &nodes(2))
+                .iter()
+                .all(|finding| finding.level != Level::Note)
+        );
+    }
+}

@@ -1,0 +1,274 @@
+//! What the two components may do, and must be able to do.
+
+use std::fmt;
+
+use super::doctor::Finding;
+
+/// Who needs a right.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Component {
+    /// The controller.
+    Controller,
+    /// The companion of a node.
+    Node,
+}
+
+impl fmt::Display for Component {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Controller => "controller",
+            Self::Node => "companion",
+        })
+    }
+}
+
+/// Verbs on resources of one API group, as in a rule of a role.
+#[derive(Clone, Copy, Debug)]
+pub struct Rule {
+    /// The API group; empty for the core group.
+    pub group: &'static str,
+    /// Resources, with their subresource behind a slash.
+    pub resources: &'static [&'static str],
+    /// Verbs.
+    pub verbs: &'static [&'static str],
+}
+
+const fn rule(
+    group: &'static str,
+    resources: &'static [&'static str],
+    verbs: &'static [&'static str],
+) -> Rule {
+    Rule {
+        group,
+        resources,
+        verbs,
+    }
+}
+
+/// What the controller needs in the whole cluster.
+const CONTROLLER: [Rule; 7] = [
+    rule("resource.k8s.io", &["resourceclasses"], &["get", "list", "watch"]),
+    rule(
+        "resource.k8s.io",
+        &["resourceclaims"],
+        &["get", "list", "watch", "patch"],
+    ),
+    rule(
+        "resource.k8s.io",
+        &["podschedulingcontexts"],
+        &["get", "list", "watch"],
+    ),
+    rule(
+        "resource.k8s.io",
+        &["resourceclaims/status", "podschedulingcontexts/status"],
+        &["patch"],
+    ),
+    rule("", &["pods"], &["get"]),
+    rule("events.k8s.io", &["events"], &["create"]),
+    rule(
+        "drayman.dev",
+        &[
+            "nodeinventories",
+            "deviceclassparameters",
+            "deviceclaimparameters",
+        ],
+        &["list", "watch"],
+    ),
+];
+
+/// What a companion needs in the whole cluster.
+const NODE: [Rule; 4] = [
+    rule("", &["nodes"], &["get"]),
+    rule("resource.k8s.io", &["resourceclaims"], &["get", "list"]),
+    rule(
+        "drayman.dev",
+        &["nodeinventories"],
+        &["get", "list", "watch", "create", "patch"],
+    ),
+    rule("drayman.dev", &["nodeinventories/status"], &["patch"]),
+];
+
+/// What a companion needs besides for devices of mode `both`.
+const NODE_OF_BOTH: [Rule; 1] = [rule("resource.k8s.io", &["resourceclaims"], &["watch"])];
+/// What a companion needs in the namespace of the events of Nodes.
+const NODE_EVENTS: [Rule; 1] = [rule("events.k8s.io", &["events"], &["create"])];
+/// The namespace of events about objects that belong to no namespace.
+const EVENTS_NAMESPACE: &str = "default";
+
+/// What a controller that elects a leader needs in the namespace of the Lease.
+const LEASES: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["create"])];
+/// And what of the Lease itself.
+const LEASE: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["get", "update"])];
+
+/// What of the Leases of the same name in other namespaces: another release may serve the same driver name.
+const LEASES_ELSEWHERE: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["list"])];
+
+/// The Lease of a controller that elects a leader.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct LeaseName {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name, which is that of the driver.
+    pub name: String,
+}
+
+/// One verb on one resource.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Right {
+    /// The verb.
+    pub verb: &'static str,
+    /// The resource, with its subresource behind a slash.
+    pub resource: &'static str,
+    /// The API group; empty for the core group.
+    pub group: &'static str,
+    /// In which namespace; in all of them if empty.
+    pub namespace: String,
+    /// On the object of this name alone; on all of them if empty.
+    pub name: String,
+}
+
+impl fmt::Display for Right {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.verb, self.resource)?;
+        if !self.group.is_empty() {
+            write!(f, ".{}", self.group)?;
+        }
+        if !self.name.is_empty() {
+            write!(f, " {}", self.name)?;
+        }
+        if !self.namespace.is_empty() {
+            write!(f, " in namespace {}", self.namespace)?;
+        }
+        Ok(())
+    }
+}
+
+/// What a component must be able to do; `lease` is the controller's Lease, if it elects a leader, and `mode_both` says whether there are
+/// devices of that mode.
+pub fn needed(component: Component, lease: Option<&LeaseName>, mode_both: bool) -> Vec<Right> {
+    let (rules, of_both, events): (&[Rule], &[Rule], &[Rule]) = match component {
+        Component::Controller => (&CONTROLLER, &[], &[]),
+        Component::Node => (&NODE, &NODE_OF_BOTH, &NODE_EVENTS),
+    };
+    let of_both = of_both.iter().filter(|_| mode_both);
+    let everywhere = rules.iter().chain(of_both).flat_map(|rule| each(rule, "", ""));
+    let events = events.iter().flat_map(|rule| each(rule, EVENTS_NAMESPACE, ""));
+    let of_lease = lease.into_iter().flat_map(|lease| {
+        let in_namespace = LEASES.iter().flat_map(|rule| each(rule, &lease.namespace, ""));
+        let itself = LEASE
+            .iter()
+            .flat_map(|rule| each(rule, &lease.namespace, &lease.name));
+        let elsewhere = LEASES_ELSEWHERE
+            .iter()
+            .flat_map(|rule| each(rule, "", &lease.name));
+        in_namespace.chain(itself).chain(elsewhere)
+    });
+    everywhere.chain(events).chain(of_lease).collect()
+}
+
+fn each(rule: &Rule, namespace: &str, name: &str) -> Vec<Right> {
+    let (group, verbs) = (rule.group, rule.verbs);
+    let of = |resource: &'static str| {
+        verbs.iter().map(move |verb| Right {
+            verb,
+            resource,
+            group,
+            namespace: namespace.to_owned(),
+            name: name.to_owned(),
+        })
+    };
+    rule.resources.iter().copied().flat_map(of).collect()
+}
+
+/// Judges what an account that a component runs as may not do, of what it needs.
+pub fn judge(component: Component, account: &str, missing: &[Right]) -> Vec<Finding> {
+    let check = "rights";
+    if missing.is_empty() {
+        return vec![Finding::fine(
+            check,
+            format!("{account} may do what the {component} needs"),
+        )];
+    }
+    missing
+        .iter()
+        .map(|right| {
+            Finding::problem(
+                check,
+                format!("{account} may not {right}, which the {component} needs"),
+                format!(
+                    "add the verb {} on {} of the API group {:?} to a role of this account; the chart's have it (rbac.create)",
+                    right.verb, right.resource, right.group
+                ),
+            )
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::diagnose::doctor::Level;
+
+    fn lease(namespace: &str) -> LeaseName {
+        LeaseName {
+            namespace: namespace.to_owned(),
+            name: "drayman.dev".to_owned(),
+        }
+    }
+
+    #[test]
+    fn a_right_that_is_missing_is_named_by_verb_and_resource() {
+        let all = needed(Component::Controller, Some(&lease("drayman")), false);
+        let missing: Vec<Right> = all
+            .into_iter()
+            .filter(|right| right.resource == "resourceclaims/status" || right.verb == "update")
+            .collect();
+        let findings = judge(Component::Controller, "system:serviceaccount:a:b", &missing);
+        let messages: Vec<&str> = findings.iter().map(|finding| finding.message.as_str()).collect();
+        assert_eq!(
+            messages,
+            [
+                "system:serviceaccount:a:b may not patch resourceclaims/status.resource.k8s.io, which the controller needs",
+                "system:serviceaccount:a:b may not update leases.coordination.k8s.io drayman.dev in namespace drayman, which the controller needs",
+            ]
+        );
+        assert!(findings.iter().all(|finding| finding.level == Level::Problem));
+    }
+
+    #[test]
+    fn only_who_elects_a_leader_needs_leases_and_only_there() {
+        let leases = |rights: &[Right]| {
+            rights
+                .iter()
+                .filter(|right| right.resource == "leases")
+                .map(|right| format!("{} {} in {}", right.verb, right.name, right.namespace))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(
+            leases(&needed(Component::Controller, None, false)),
+            Vec::<String>::new()
+        );
+        assert_eq!(
+            leases(&needed(Component::Controller, Some(&lease("a")), false)),
+            [
+                "create  in a",
+                "get drayman.dev in a",
+                "update drayman.dev in a",
+                "list drayman.dev in "
+            ]
+        );
+        assert_eq!(judge(Component::Node, "x", &[])[0].level, Level::Fine);
+    }
+
+    #[test]
+    fn companions_watch_claims_for_mode_both_only() {
+        let rights = |mode_both| -> Vec<String> {
+            let all = needed(Component::Node, None, mode_both);
+            all.iter().map(ToString::to_string).collect()
+        };
+        let watch = "watch resourceclaims.resource.k8s.io".to_owned();
+        assert!(rights(true).contains(&watch));
+        assert!(!rights(false).contains(&watch));
+        assert!(rights(false).contains(&"create events.events.k8s.io in namespace default".to_owned()));
+    }
+}

@@ -1,0 +1,86 @@
+//! Small inventories and claims for the tests of this module and of the shell around it.
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+
+use crate::api::crd::{Device, Mode, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
+use crate::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceRequest};
+use crate::api::resource::{AllocationResult, ResourceClaim};
+use crate::core::allocation::inventory::Node;
+use crate::core::allocation::parameters::{ClassParameters, Demand};
+
+/// The driver of the tests.
+pub(crate) const DRIVER: &str = "devices.example";
+
+/// A ready node with healthy devices of kind `test`.
+pub(crate) fn inventory(node: &str, uid: &str, devices: &[&str]) -> NodeInventory {
+    let device = |name: &&str| Device {
+        name: (*name).into(),
+        kind: "test".into(),
+        mode: Mode::Claims,
+        ..Device::default()
+    };
+    let mut inventory = NodeInventory::new(
+        node,
+        NodeInventorySpec {
+            driver_name: DRIVER.into(),
+            node_name: node.into(),
+            node_uid: uid.into(),
+            devices: devices.iter().map(device).collect(),
+        },
+    );
+    let ready = Condition {
+        type_: READY.into(),
+        status: "True".into(),
+        reason: "Serving".into(),
+        message: String::new(),
+        last_transition_time: Time(jiff::Timestamp::UNIX_EPOCH),
+        observed_generation: None,
+    };
+    inventory.status = Some(NodeInventoryStatus {
+        conditions: vec![ready],
+        ..NodeInventoryStatus::default()
+    });
+    inventory
+}
+
+/// [`inventory`], read.
+pub(crate) fn node(node: &str, uid: &str, devices: &[&str]) -> Node {
+    Node::read(&inventory(node, uid, devices))
+}
+
+/// The class of kind `test`.
+pub(crate) fn class(kind: &str) -> ClassParameters {
+    ClassParameters::check(
+        "class",
+        &DeviceClassParametersSpec {
+            kind: kind.into(),
+            ..DeviceClassParametersSpec::default()
+        },
+    )
+    .unwrap()
+}
+
+/// What a claim of kind `kind` wants: one request for each count.
+pub(crate) fn demand(kind: &str, counts: &[u32]) -> Demand {
+    let request = |(index, &count)| DeviceRequest {
+        name: format!("r{index}"),
+        count: Some(count),
+        ..DeviceRequest::default()
+    };
+    let spec = DeviceClaimParametersSpec {
+        requests: counts.iter().enumerate().map(request).collect(),
+        constraints: Vec::new(),
+    };
+    Demand::check(&class(kind), "ns", "p", &spec).unwrap()
+}
+
+/// A claim, whose uid is also its name, with an allocation of ours or with none.
+pub(crate) fn claim(uid: &str, allocation: Option<&AllocationResult>) -> ResourceClaim {
+    let mut claim = ResourceClaim::default();
+    claim.metadata.name = Some(uid.into());
+    claim.metadata.namespace = Some("ns".into());
+    claim.metadata.uid = Some(uid.into());
+    claim.status.allocation = allocation.cloned();
+    claim.status.driver_name = allocation.map(|_| DRIVER.to_owned());
+    claim
+}

@@ -1,0 +1,274 @@
+//! Whether the claims of a pod fit on a node together, and with which devices. Changes nothing; the same function answers
+//! "where not?" and "what exactly?", so that a verdict and an allocation never disagree.
+//!
+//! It works on a copy of all that it needs, a [`Scene`], so that a long search needs neither the lock nor the controller's thread.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::NodeSelector;
+
+use crate::api::handle::HandleDevice;
+use crate::api::resource::ResourceClaim;
+use crate::core::allocation::books::Books;
+use crate::core::allocation::facts::Matches;
+use crate::core::allocation::fit::Unfit;
+use crate::core::allocation::holdings::{Grant, Holdings, State};
+use crate::core::allocation::inventory::{Device, Node};
+use crate::core::allocation::parameters::{Demand, Request, Selector};
+use crate::core::allocation::search::{Ask, search};
+use crate::core::allocation::unsuitable::{Shortage, Unsuitable};
+use crate::core::allocation::view::{Standing, View};
+use crate::core::allocation::work::Work;
+
+/// A claim and what it wants.
+#[derive(Clone, Copy, Debug)]
+pub struct Wish<'a> {
+    /// The claim.
+    pub claim: &'a ResourceClaim,
+    /// What it wants.
+    pub demand: &'a Demand,
+    /// The nodes that its class allows; asked only if no node was chosen, since the scheduler asks it otherwise.
+    pub suitable_nodes: Option<&'a NodeSelector>,
+}
+
+impl<'a> Wish<'a> {
+    /// The claim's uid.
+    pub fn uid(&self) -> &'a str {
+        self.claim.metadata.uid.as_deref().unwrap_or_default()
+    }
+}
+
+/// The outcome for each claim: what it gets beside those before it, or why it gets nothing.
+pub type Judged = Vec<Result<Grant, Unsuitable>>;
+
+/// A node at one moment, as the claims of one pod see it.
+#[derive(Clone, Debug)]
+pub struct Scene {
+    name: Box<str>,
+    node: Result<Arc<Node>, Unsuitable>,
+    standings: Vec<Standing>,
+    /// What each of the claims holds.
+    states: Vec<Option<State>>,
+}
+
+impl Books {
+    /// Copies what concerns these claims on a node.
+    pub fn scene(&self, wishes: &[Wish<'_>], name: &str) -> Scene {
+        let node = match self.inventory.node(name) {
+            None => Err(Unsuitable::NoInventory),
+            Some(node) => match node.unready() {
+                Some(why) => Err(Unsuitable::NotReady(why.to_owned())),
+                None if self.holdings.unreadable_on(name) => Err(Unsuitable::Unreadable),
+                None => Ok(Arc::clone(node)),
+            },
+        };
+        let standings = node
+            .as_ref()
+            .map_or_else(|_| Vec::new(), |node| standings(&self.holdings, node, wishes));
+        let state = |wish: &Wish<'_>| self.holdings.get(wish.uid()).map(|holder| holder.state.clone());
+        Scene {
+            name: name.into(),
+            node,
+            standings,
+            states: wishes.iter().map(state).collect(),
+        }
+    }
+
+    /// Copies what the selectors of these claims say.
+    pub fn matches_of(&self, wishes: &[Wish<'_>]) -> Matches {
+        let requests = wishes.iter().flat_map(|wish| wish.demand.requests());
+        let selectors = requests.flat_map(Request::selectors);
+        self.matches.some(selectors.map(Selector::expression))
+    }
+
+    /// Whether what was judged of a scene can still be granted, although the books may have changed meanwhile.
+    pub(super) fn still_grants(&self, wishes: &[Wish<'_>], scene: &Scene, judged: &Judged) -> bool {
+        let now = self.scene(wishes, &scene.name);
+        let (Ok(before), Ok(node)) = (&scene.node, &now.node) else {
+            return false;
+        };
+        if before.uid() != node.uid() || scene.states != now.states {
+            return false;
+        }
+        let mut room: BTreeMap<&str, usize> = node
+            .devices()
+            .iter()
+            .zip(&now.standings)
+            .filter(|(device, _)| before.device(&device.name) == Some(device))
+            .map(|(device, standing)| (&*device.name, standing.room()))
+            .collect();
+        // What is recorded is granted again as it is, and is not among what others find room for.
+        let new = judged.iter().zip(&now.states);
+        new.filter(|(_, state)| !matches!(state, Some(State::Recorded(_))))
+            .all(|(judged, _)| {
+                judged.as_ref().is_ok_and(|grant| {
+                    grant
+                        .devices
+                        .iter()
+                        .all(|device| match room.get_mut(&*device.device) {
+                            Some(room) if *room > 0 => {
+                                *room -= 1;
+                                true
+                            }
+                            _ => false,
+                        })
+                })
+            })
+    }
+}
+
+impl Scene {
+    /// The node's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Judges the claims together. If the work was too much, that is what is said of the claims for which it was.
+    pub fn judge(&self, matches: &Matches, wishes: &[Wish<'_>], work: &mut Work) -> Judged {
+        let node = match &self.node {
+            Ok(node) => node,
+            Err(reason) => return wishes.iter().map(|_| Err(reason.clone())).collect(),
+        };
+        let room: Vec<usize> = self.standings.iter().map(Standing::room).collect();
+        // What is met by the search so far, and its answers.
+        let mut asks: Vec<Ask> = Vec::with_capacity(wishes.len());
+        let mut answers = Vec::new();
+        // Of each wish that is met by the search: the number of its first request there.
+        let mut met: Vec<Result<Met, Unsuitable>> = Vec::with_capacity(wishes.len());
+        let mut wanted_before: BTreeMap<&str, usize> = BTreeMap::new();
+        for (wish, state) in wishes.iter().zip(&self.states) {
+            met.push(match state {
+                Some(State::Recorded(grant)) if *grant.node_uid == *node.uid() => {
+                    Ok(Met::Before(grant.clone()))
+                }
+                Some(State::Recorded(grant)) => {
+                    Err(Unsuitable::AllocatedElsewhere(grant.node_name.to_string()))
+                }
+                Some(State::Unreadable { .. }) => Err(Unsuitable::Unreadable),
+                held => {
+                    let held = held
+                        .as_ref()
+                        .and_then(State::grant)
+                        .filter(|grant| *grant.node_uid == *node.uid());
+                    let view = View {
+                        node,
+                        standings: &self.standings,
+                        matches,
+                        demand: wish.demand,
+                    };
+                    let first = asks.iter().map(|ask| ask.requests.len()).sum();
+                    match find(&view, held, &room, &mut asks, work) {
+                        Ok(found) => {
+                            answers = found;
+                            *wanted_before.entry(wish.demand.kind()).or_default() += wish.demand.total();
+                            Ok(Met::From(first))
+                        }
+                        Err(Unsuitable::Short(mut shortage)) => {
+                            shortage.wanted_besides =
+                                wanted_before.get(wish.demand.kind()).copied().unwrap_or(0);
+                            Err(Unsuitable::Short(shortage))
+                        }
+                        Err(error) => Err(error),
+                    }
+                }
+            });
+        }
+        let grant = |wish: &Wish<'_>, first: usize| Grant {
+            node_name: node.name().into(),
+            node_uid: node.uid().into(),
+            devices: wish
+                .demand
+                .requests()
+                .iter()
+                .zip(answers.iter().skip(first))
+                .flat_map(|(request, devices)| {
+                    let named = devices.iter().filter_map(|&index| node.devices().get(index));
+                    named.map(|device| HandleDevice {
+                        request: request.name().into(),
+                        device: device.name.to_string(),
+                    })
+                })
+                .collect(),
+        };
+        wishes
+            .iter()
+            .zip(met)
+            .map(|(wish, met)| {
+                met.map(|met| match met {
+                    Met::Before(grant) => grant,
+                    Met::From(first) => grant(wish, first),
+                })
+            })
+            .collect()
+    }
+}
+
+/// Searches for one claim more. What was asked for it is kept only if there is an answer.
+fn find(
+    view: &View<'_>,
+    held: Option<&Grant>,
+    room: &[usize],
+    asks: &mut Vec<Ask>,
+    work: &mut Work,
+) -> Result<Vec<Vec<usize>>, Unsuitable> {
+    asks.push(view.ask(held, work)?);
+    search(room, asks, work).or_else(|unfit| match (unfit, asks.pop()) {
+        (Unfit::Impossible, Some(ask)) => Err(Unsuitable::Short(Box::new(view.explain(room, &ask, work)?))),
+        _ => Err(Unsuitable::TooMuchWork),
+    })
+}
+
+/// How a wish is met.
+enum Met {
+    /// The claim is allocated already.
+    Before(Grant),
+    /// By the answers to the requests from this number on.
+    From(usize),
+}
+
+impl Scene {
+    /// How the devices of one kind stand, for claims that hold nothing yet.
+    pub fn census(&self, matches: &Matches, demand: &Demand, work: &mut Work) -> Result<Shortage, Unfit> {
+        let request = demand.requests().first();
+        work.spend(self.standings.len() * (1 + request.map_or(0, |request| request.selectors().len())))?;
+        let Ok(node) = &self.node else {
+            return Ok(Shortage::default());
+        };
+        let view = View {
+            node,
+            standings: &self.standings,
+            matches,
+            demand,
+        };
+        Ok(view.shortage(request))
+    }
+}
+
+fn standings(holdings: &Holdings, node: &Node, wishes: &[Wish<'_>]) -> Vec<Standing> {
+    // Granted before to one of these claims and not recorded yet: may be given anew.
+    let own = |holder: &&Arc<str>| {
+        wishes.iter().any(|wish| *wish.uid() == ***holder)
+            && matches!(
+                holdings.get(holder).map(|holder| &holder.state),
+                Some(State::Held(_))
+            )
+    };
+    // Both are in the order of names.
+    let mut held = holdings.on_node(node.uid()).into_iter().flatten().peekable();
+    let standing = |device: &Device| {
+        while held.next_if(|(name, _)| **name < device.name).is_some() {}
+        let holders = held
+            .next_if(|(name, _)| **name == device.name)
+            .map_or(&[][..], |(_, holders)| holders);
+        let ours = holders.iter().filter(own).count();
+        let room = device.shares.saturating_sub(holders.len() - ours);
+        match room {
+            _ if !device.mode.serves_claims() => Standing::OtherMode,
+            0 => Standing::Held,
+            _ if device.unhealthy.is_some() => Standing::Unhealthy,
+            room => Standing::Open { room, own: ours > 0 },
+        }
+    };
+    node.devices().iter().map(standing).collect()
+}

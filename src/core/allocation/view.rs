@@ -1,0 +1,278 @@
+//! One demand before the devices of one node: what the search is asked, and what is said if it finds nothing.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::api::crd::{CLAIM_DEVICES_MAX, PlacementPolicy};
+use crate::core::allocation::facts::{Attribute, Match, Matches};
+use crate::core::allocation::fit::Unfit;
+use crate::core::allocation::holdings::Grant;
+use crate::core::allocation::inventory::{Device, Node};
+use crate::core::allocation::parameters::{Amount, Constraint, Demand, Request, Selector};
+use crate::core::allocation::search::{Ask, Equal, search};
+use crate::core::allocation::unsuitable::{Misfit, Requirement, Shortage, Unsuitable};
+use crate::core::allocation::work::Work;
+
+/// How a device stands towards the claims that are judged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// It can be given.
+    Open {
+        /// To so many claims.
+        room: usize,
+        /// One of these claims was granted it before, and that is not recorded yet.
+        own: bool,
+    },
+    /// Held by as many others as may hold it.
+    Held,
+    /// Not held, and must not be given.
+    Unhealthy,
+    /// Leaves the node in another way, or in one that only a newer release knows.
+    OtherMode,
+}
+
+impl Standing {
+    /// To how many claims the device can be given.
+    pub(super) fn room(&self) -> usize {
+        match *self {
+            Self::Open { room, .. } => room,
+            Self::Held | Self::Unhealthy | Self::OtherMode => 0,
+        }
+    }
+}
+
+/// What is looked at.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct View<'a> {
+    pub(super) node: &'a Node,
+    pub(super) standings: &'a [Standing],
+    pub(super) matches: &'a Matches,
+    pub(super) demand: &'a Demand,
+}
+
+impl<'a> View<'a> {
+    /// What the search is asked. What the claim was granted before is preferred, then what nobody has, so that the same
+    /// question gets the same answer.
+    pub(super) fn ask(&self, held: Option<&Grant>, work: &mut Work) -> Result<Ask, Unsuitable> {
+        let mut ask = Ask::default();
+        for request in self.demand.requests() {
+            self.look(request, work)?;
+            let candidates = self.candidates(request, held);
+            let count = match request.amount() {
+                Amount::Exactly(count) => count,
+                Amount::All => {
+                    self.look(request, work)?;
+                    self.all(request, candidates.len())?
+                }
+            };
+            ask.requests.push((candidates, count));
+        }
+        let wanted = ask.requests.iter().map(|(_, count)| count).sum();
+        if wanted > CLAIM_DEVICES_MAX {
+            return Err(Unsuitable::Short(Box::new(Shortage {
+                requirement: Some(Requirement::TooMany { wanted }),
+                ..self.shortage(None)
+            })));
+        }
+        for constraint in self.demand.constraints() {
+            work.spend(constraint.requests().len() * self.node.devices().len())?;
+            let equal = self.equal(constraint, &ask, held);
+            ask.constraints.push(equal);
+        }
+        Ok(ask)
+    }
+
+    /// Counts a look at each device by the selectors of a request.
+    fn look(&self, request: &Request, work: &mut Work) -> Result<(), Unfit> {
+        work.spend(self.node.devices().len() * (1 + request.selectors().len()))
+    }
+
+    /// How the devices of the kind stand, and how the selectors of a request judge those that could be given.
+    pub(super) fn shortage(&self, request: Option<&Request>) -> Shortage {
+        let mut shortage = Shortage {
+            kind: self.demand.kind().into(),
+            wanted: self.demand.total(),
+            ..Shortage::default()
+        };
+        for (_, device, standing) in self.devices() {
+            shortage.total += usize::from(standing != Standing::OtherMode);
+            match standing {
+                Standing::Held => shortage.held += 1,
+                Standing::Unhealthy => shortage.unhealthy += 1,
+                Standing::OtherMode => shortage.other_mode += 1,
+                Standing::Open { .. } => {
+                    if let Some(misfit) = request.and_then(|request| self.misfit(request, device)) {
+                        *shortage.misfits.entry(misfit).or_default() += 1;
+                    }
+                }
+            }
+        }
+        shortage
+    }
+
+    /// Why the search found nothing, as far as this claim alone can tell.
+    pub(super) fn explain(&self, room: &[usize], ask: &Ask, work: &mut Work) -> Result<Shortage, Unfit> {
+        let possible = |ask: &Ask, work: &mut Work| match search(room, std::slice::from_ref(ask), work) {
+            Ok(_) => Ok(true),
+            Err(Unfit::Impossible) => Ok(false),
+            Err(Unfit::TooMuchWork) => Err(Unfit::TooMuchWork),
+        };
+        if let Some(request) = self.demand.requests().first() {
+            self.look(request, work)?;
+        }
+        for (request, (candidates, count)) in self.demand.requests().iter().zip(&ask.requests) {
+            if candidates.len() < *count {
+                self.look(request, work)?;
+                return Ok(Shortage {
+                    wanted: *count,
+                    ..self.shortage(Some(request))
+                });
+            }
+        }
+        let shortage = self.shortage(self.demand.requests().first());
+        let mut alone = Ask {
+            constraints: Vec::new(),
+            ..ask.clone()
+        };
+        if ask.constraints.is_empty() || !possible(&alone, work)? || possible(ask, work)? {
+            return Ok(shortage);
+        }
+        let mut requirement = Requirement::Together;
+        for (constraint, equal) in self.demand.constraints().iter().zip(&ask.constraints) {
+            alone.constraints = vec![equal.clone()];
+            if !possible(&alone, work)? {
+                let wanted = constraint
+                    .requests()
+                    .iter()
+                    .filter_map(|&place| ask.requests.get(place));
+                requirement = Requirement::Equal {
+                    attribute: constraint.attribute().to_owned(),
+                    wanted: wanted.map(|(_, count)| count).sum(),
+                };
+                break;
+            }
+        }
+        Ok(Shortage {
+            requirement: Some(requirement),
+            ..shortage
+        })
+    }
+
+    /// The devices of the kind.
+    fn devices(&self) -> impl Iterator<Item = (usize, &'a Device, Standing)> {
+        let kind = self.demand.kind();
+        let all = self.node.devices().iter().zip(self.standings).enumerate();
+        all.map(|(index, (device, standing))| (index, device, *standing))
+            .filter(move |(_, device, _)| *device.kind == *kind)
+    }
+
+    fn candidates(&self, request: &Request, held: Option<&Grant>) -> Vec<usize> {
+        let granted = held.map_or(&[][..], |grant| &grant.devices);
+        let (mut before, mut free, mut others) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, device, standing) in self.devices() {
+            let Standing::Open { own, .. } = standing else {
+                continue;
+            };
+            if self.misfit(request, device).is_some() {
+                continue;
+            }
+            let this = |held: &crate::api::handle::HandleDevice| {
+                held.request == request.name() && *held.device == *device.name
+            };
+            match own {
+                true if granted.iter().any(this) => before.push(index),
+                true => others.push(index),
+                false => free.push(index),
+            }
+        }
+        // Among shared devices; one that is held by one claim only is either free or not there at all.
+        let room = |&index: &usize| self.standings.get(index).map_or(0, Standing::room);
+        match self.demand.policy() {
+            PlacementPolicy::Packing => free.sort_by_key(room),
+            PlacementPolicy::Spreading => free.sort_by_key(|index| std::cmp::Reverse(room(index))),
+        }
+        before.append(&mut free);
+        before.append(&mut others);
+        before
+    }
+
+    /// How many devices a request for all wants: they must all be to be had.
+    fn all(&self, request: &Request, candidates: usize) -> Result<usize, Unsuitable> {
+        let matching = self
+            .devices()
+            .filter(|(_, device, standing)| {
+                *standing != Standing::OtherMode && self.misfit(request, device).is_none()
+            })
+            .count();
+        // One that is not judged yet may be one of them.
+        let unjudged = |device: &Device| matches!(self.misfit(request, device), Some(Misfit::Unjudged(_)));
+        let judged = !self
+            .devices()
+            .any(|(_, device, standing)| standing != Standing::OtherMode && unjudged(device));
+        if judged && matching == candidates {
+            return Ok(matching.max(1));
+        }
+        Err(Unsuitable::Short(Box::new(Shortage {
+            requirement: judged.then(|| Requirement::All {
+                request: request.name().to_owned(),
+                matching,
+                unavailable: matching.saturating_sub(candidates),
+            }),
+            ..self.shortage(Some(request))
+        })))
+    }
+
+    /// The first selector that does not want the device.
+    fn misfit(&self, request: &Request, device: &Device) -> Option<Misfit> {
+        let judge = |selector: &Selector| {
+            let label = || selector.label().to_string();
+            match self.matches.get(selector.expression(), &device.attributes) {
+                Some(Match::Yes) => None,
+                Some(Match::No) => Some(Misfit::No(label())),
+                Some(Match::Failed(error)) => Some(Misfit::Failed(label(), error.to_string())),
+                None => Some(Misfit::Unjudged(label())),
+            }
+        };
+        request.selectors().iter().find_map(judge)
+    }
+
+    /// The groups of the devices that could be taken. Groups with what the claim was granted before come first, then
+    /// those that the policy prefers, then the lower value.
+    fn equal(&self, constraint: &Constraint, ask: &Ask, held: Option<&Grant>) -> Equal {
+        let requests = constraint
+            .requests()
+            .iter()
+            .filter_map(|&place| ask.requests.get(place));
+        let candidates: BTreeSet<usize> = requests.flat_map(|(candidates, _)| candidates).copied().collect();
+        let mut groups: BTreeMap<&Attribute, Vec<usize>> = BTreeMap::new();
+        for index in candidates {
+            let device = self.node.devices().get(index);
+            if let Some(value) = device.and_then(|device| device.attributes.value(constraint.attribute())) {
+                groups.entry(value).or_default().push(index);
+            }
+        }
+        let mut groups: Vec<Vec<usize>> = groups.into_values().collect();
+        let before = |group: &Vec<usize>| {
+            let devices = group.iter().filter_map(|&index| self.node.devices().get(index));
+            let granted = held.map_or(&[][..], |grant| &grant.devices);
+            devices
+                .filter(|device| granted.iter().any(|held| *held.device == *device.name))
+                .count()
+        };
+        groups.sort_by_cached_key(|group| {
+            let size = i64::try_from(group.len()).unwrap_or(i64::MAX);
+            let preferred = match self.demand.policy() {
+                PlacementPolicy::Packing => size,
+                PlacementPolicy::Spreading => -size,
+            };
+            (Reverse(before(group)), preferred)
+        });
+        Equal {
+            requests: constraint.requests().to_vec(),
+            groups,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

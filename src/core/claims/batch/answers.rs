@@ -1,0 +1,281 @@
+//! What came of a batch's calls and writes, and how it ends.
+
+use crate::api::resource::{AllocationResult, ResourceClaim};
+use crate::core::claims::claim::ClaimStage;
+use crate::core::claims::event::{Answer, CallError, CallErrorKind, Moment, ObjectKey, Outcome, Subject};
+use crate::core::claims::retry::WRITES_BEFORE_REPORT;
+use crate::core::claims::world::{Work, World};
+
+use super::{Batch, BatchId, Failure, Item, Stage, Step, misbehaved};
+
+impl World {
+    /// The driver's answer for the whole batch.
+    pub(in crate::core::claims) fn batch_answered(&mut self, id: BatchId, answer: Answer) {
+        let Some(mut batch) = self.batches.remove(&id) else {
+            return;
+        };
+        if let Answer::Allocated(result) = answer
+            && batch.stage == Stage::Allocating
+        {
+            self.allocated(id, &mut batch, result);
+        }
+        self.batches.insert(id, batch);
+        self.dirty.insert(Work::Batch(id));
+    }
+
+    pub(super) fn allocated(
+        &mut self,
+        id: BatchId,
+        batch: &mut Batch,
+        result: Result<Vec<Result<AllocationResult, CallError>>, CallError>,
+    ) {
+        let count = batch.items.len();
+        let results = match result {
+            Ok(results) if results.len() == count => results,
+            Ok(results) => {
+                let message = format!("the driver answered for {} of {count} claims", results.len());
+                batch.failure = Some(misbehaved(message));
+                self.begin_to_give_back(id, batch, |_| true);
+                return;
+            }
+            Err(error) => {
+                batch.failure = Some(Failure::Driver(error));
+                self.begin_to_give_back(id, batch, |_| true);
+                return;
+            }
+        };
+        for (item, result) in batch.items.iter_mut().zip(results) {
+            match result {
+                Ok(allocation) => {
+                    // Before anything is written: a claim that the server refuses would leave the others allocated in vain.
+                    if let Err(message) = allocation.check() {
+                        let message = format!("the driver's allocation for claim {}: {message}", item.key);
+                        batch.failure.get_or_insert_with(|| misbehaved(message));
+                    }
+                    item.allocation = Some(allocation);
+                }
+                Err(error) => {
+                    batch.failure.get_or_insert(Failure::Driver(error));
+                }
+            }
+        }
+        if batch.failure.is_none() && !self.is_wanted(batch) {
+            batch.failure = Some(Failure::Withdrawn);
+        }
+        if batch.failure.is_some() {
+            self.begin_to_give_back(id, batch, |item| item.allocation.is_some());
+        } else {
+            batch.restart_items(Stage::Recording);
+        }
+    }
+
+    /// An answer for one claim of a batch.
+    pub(in crate::core::claims) fn item_answered(
+        &mut self,
+        id: BatchId,
+        uid: &str,
+        answer: Answer,
+        now: Moment,
+    ) {
+        let Some(mut batch) = self.batches.remove(&id) else {
+            return;
+        };
+        let stage = batch.stage;
+        let (mut refused, mut unclear) = (None, None);
+        let item = batch.items.iter_mut().find(|item| item.uid == uid);
+        if let Some(item) = item {
+            match answer {
+                answer if stage == Stage::Undoing => self.undo_answered(item, answer, now),
+                Answer::ClaimWritten(Outcome::Done(_)) => item.step = Step::Done,
+                Answer::Deallocated(Ok(())) => {
+                    item.step = Step::Done;
+                    if let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid) {
+                        claim.trust();
+                    }
+                }
+                Answer::ClaimWritten(Outcome::Refused(message)) => {
+                    item.step = Step::ToRead;
+                    item.refusal = Some(message);
+                }
+                Answer::ClaimWritten(Outcome::Conflict(_)) => item.step = Step::ToRead,
+                Answer::ClaimWritten(Outcome::Unknown(message)) => {
+                    item.step = Step::ToRead;
+                    item.unclear += 1;
+                    if item.unclear > WRITES_BEFORE_REPORT {
+                        unclear = Some((item.key.clone(), message));
+                    }
+                    let is_allocation = stage == Stage::Recording;
+                    item.may_be_recorded |= is_allocation;
+                    if let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid) {
+                        if is_allocation {
+                            claim.unsettle_allocation(item.needed_version.take(), now);
+                        } else {
+                            claim.unsettle(now);
+                        }
+                    }
+                }
+                Answer::ClaimRead(Err(_)) => {
+                    item.step = Step::ToRead;
+                    item.retry.failed(now);
+                }
+                Answer::ClaimRead(Ok(object)) => {
+                    let object = object.filter(|object| object.metadata.uid.as_deref() == Some(uid));
+                    match &object {
+                        Some(object) => self.see_written_claim(object.clone(), now),
+                        None => self.claim_vanished(&item.key, uid),
+                    }
+                    item.step = self.step_after_read(stage, item, object.as_deref());
+                    item.retry.failed(now);
+                    // Of two that had no clear answer one may still be on its way.
+                    if item.step == Step::Done
+                        && item.unclear < 2
+                        && let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid)
+                    {
+                        claim.settle();
+                    }
+                    let refusal = item.refusal.take();
+                    if item.step == Step::Waiting && refusal.is_some() {
+                        item.step = Step::Failed;
+                    }
+                    if item.step == Step::Failed {
+                        if let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid)
+                            && stage == Stage::Recording
+                        {
+                            claim.allocation_refused = true;
+                        }
+                        let by_others = || "it has been deleted or allocated by somebody else".to_owned();
+                        refused = Some(refusal.unwrap_or_else(by_others));
+                    }
+                }
+                Answer::Deallocated(Err(_)) => {
+                    item.step = Step::Waiting;
+                    item.retry.failed(now);
+                }
+                Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Judged(_) | Answer::Allocated(_) => {
+                }
+            }
+            if stage == Stage::Recording && item.step == Step::Done {
+                let known = self.claims.get_mut(&item.key);
+                if let Some(known) = known.filter(|known| known.uid() == uid && !known.is_gone()) {
+                    known.allocation_refused = false;
+                    self.statistics.allocations += 1;
+                } else {
+                    // The driver was told that the claim is gone before it could be told what the claim records.
+                    item.step = Step::Failed;
+                    refused = Some("it is gone".to_owned());
+                }
+            }
+        }
+        if let Some(message) = refused {
+            batch.failure.get_or_insert(Failure::Refused(message));
+        }
+        if let Some((key, message)) = unclear {
+            self.report_unclear(&batch, &key, &message);
+        }
+        self.batches.insert(id, batch);
+        self.dirty.insert(Work::Batch(id));
+    }
+
+    /// Tells of a write that fails again and again without being refused.
+    fn report_unclear(&mut self, batch: &Batch, key: &ObjectKey, message: &str) {
+        if !self.is_wanted(batch) {
+            return;
+        }
+        let message = format!("the allocation could not be recorded yet: {message}");
+        match &batch.consumer {
+            Some(consumer) => self.report_pod(&consumer.context, "AllocationNotRecorded", message),
+            None => self.report_claim(key, "AllocationNotRecorded", message),
+        };
+    }
+
+    pub(super) fn step_after_read(&self, stage: Stage, item: &Item, object: Option<&ResourceClaim>) -> Step {
+        if stage == Stage::GivingBack {
+            return Step::Waiting;
+        }
+        let Some(object) = object else { return Step::Failed };
+        match (stage, &object.status.allocation) {
+            (Stage::Recording, Some(allocation)) => {
+                let ours = object.status.driver_name.as_deref() == Some(&self.settings.driver_name)
+                    && Some(allocation) == item.allocation.as_ref();
+                if ours { Step::Done } else { Step::Failed }
+            }
+            // The server stores no allocation in it any more.
+            (Stage::Recording, None) if object.metadata.deletion_timestamp.is_some() => Step::Failed,
+            _ => Step::Waiting,
+        }
+    }
+
+    pub(super) fn end_batch(&mut self, batch: &Batch, now: Moment) {
+        // What is refused for a claim that is deleted needs no report: it is no longer wanted.
+        let deleted = batch.items.iter().any(|item| {
+            let claim = self.claims.get(&item.key);
+            claim.is_none_or(|claim| claim.uid() != item.uid || claim.is_deleting())
+        });
+        let failure = match &batch.failure {
+            Some(Failure::Refused(_)) if deleted => Some(&Failure::Withdrawn),
+            other => other.as_ref(),
+        };
+        self.statistics.attempted(failure);
+        for item in &batch.items {
+            if let Some(claim) = self
+                .claims
+                .get_mut(&item.key)
+                .filter(|claim| claim.uid() == item.uid)
+            {
+                claim.stage = ClaimStage::Resting;
+                self.dirty.insert(Work::Claim(item.key.clone()));
+                self.touch_users(&item.key);
+            }
+        }
+        match &batch.consumer {
+            Some(consumer) => self.context_batch_ended(consumer, batch.node.as_deref(), failure, now),
+            None => {
+                for item in &batch.items {
+                    self.immediate_ended(item, batch.asked, failure, now);
+                }
+            }
+        }
+    }
+
+    pub(super) fn immediate_ended(
+        &mut self,
+        item: &Item,
+        asked: u64,
+        failure: Option<&Failure>,
+        now: Moment,
+    ) {
+        let epoch = self.epoch;
+        let (key, class_name) = (&item.key, &item.claim.spec.resource_class_name);
+        // What has changed while the driver was asked may have put it right.
+        let changed = asked < epoch || self.classes.get(class_name) != Some(&item.class);
+        let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == item.uid) else {
+            return;
+        };
+        match failure {
+            None => {
+                claim.retry.succeeded();
+                claim.reported = None;
+            }
+            Some(Failure::Withdrawn) => {}
+            Some(Failure::Refused(message)) => {
+                claim.retry.failed(now);
+                let message = format!("the allocation could not be recorded: {message}");
+                self.report_claim(key, "AllocationNotRecorded", message);
+            }
+            Some(Failure::Driver(error)) => {
+                if error.kind == CallErrorKind::Invalid && !changed {
+                    claim.refused_at = Some(epoch);
+                } else {
+                    claim.retry.failed(now);
+                }
+                let (reason, message) = (error.reason, error.message.clone());
+                let is_new = self.report_claim(key, reason, message.clone());
+                if let Subject::Class(name) = &error.subject
+                    && is_new
+                {
+                    self.report_class(name, reason, message);
+                }
+            }
+        }
+    }
+}

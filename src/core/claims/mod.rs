@@ -1,0 +1,31 @@
+//! The protocol between the scheduler, the claims and a driver: events in, commands out.
+//!
+//! The controller's one task owns a [`World`]. It applies each [`Event`] and then asks [`World::decide`] what to do; the shell
+//! carries the [`Command`]s out and brings each answer back as an event. The protocol knows claims, contexts and calls under way,
+//! never a device.
+//!
+//! ```text
+//! context ──read pod──▶ judge (driver) ──suitable──▶ batch: finalizers ─▶ allocate (driver) ─▶ status
+//!    ▲                     │ unsuitable                │ refused: give back (driver)
+//!    └── publish entries ◀─┘◀──────────────────────────┘
+//! claim, unused and deleted or to be deallocated ─▶ deallocate (driver) ─▶ clear status ─▶ remove finalizer
+//! ```
+//!
+//! Upstream: KEP-3063, and `controller.go` of `k8s.io/dynamic-resource-allocation` at release-1.30.
+
+mod batch;
+mod claim;
+mod context;
+mod event;
+pub(crate) mod resolve;
+mod retry;
+mod statistics;
+mod wake;
+mod world;
+
+pub use event::{
+    Answer, CallError, CallErrorKind, CallId, ClaimToAllocate, ClaimWrite, Command, DriverRequest, Event,
+    Moment, ObjectKey, Outcome, Regarding, Report, Subject,
+};
+pub use statistics::{QueueStatistics, Statistics};
+pub use world::{Settings, World};

@@ -1,0 +1,511 @@
+//! Who may decide: a lease, taken and kept by one controller at a time.
+//!
+//! A step is a function of what was seen and of a clock that only this process knows: another's lease has run out when it has
+//! stood unchanged for its duration *here*, so clocks that differ between machines do no harm (client-go's leader election does
+//! the same). A holder stops before its lease can be taken: nothing is sent after `renew_deadline` without a renewal, and a
+//! request that is under way by then is over, one way or the other, before the duration ends.
+//!
+//! The lease of a process that has ended need not run out: all that it has sent was sent before this process's clock began, and is over
+//! one request's time later.
+//!
+//! A process that is paused between its last look at the clock and the write cannot be fenced by this; the node companion is
+//! the guard against what it may still send.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use super::claims::Moment;
+
+/// By which part of a lease's duration it is used later than it has run out: clocks that differ by less do no harm. The clocks of machines
+/// differ by less than a thousandth, and by a twelfth while one is corrected.
+const CLOCK_MARGIN: u32 = 10;
+
+/// What an operator chooses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeaseSettings {
+    /// Tells this process from every other one, also from an earlier one in the same pod.
+    pub identity: String,
+    /// The identities of processes that had ended before this one's clock began.
+    pub ended: BTreeSet<String>,
+    /// How long others must leave a lease alone that is not renewed.
+    pub duration: Duration,
+    /// How long the holder goes on without a renewal. Shorter than `duration` by at least `request_timeout`.
+    pub renew_deadline: Duration,
+    /// How long between two attempts.
+    pub retry_period: Duration,
+    /// How long a request may be under way: when a process has ended, its lease is used only so much later, when nothing that it had
+    /// sent can still arrive.
+    pub request_timeout: Duration,
+}
+
+/// Why settings make no sense.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LeaseSettingsError {
+    /// The old holder's last write could arrive after the new holder's first.
+    #[error(
+        "the lease duration ({duration:?}) must be at least the renew deadline ({renew_deadline:?}) and the request timeout ({request_timeout:?}) together, or two controllers could write at once"
+    )]
+    TooShort {
+        /// The duration.
+        duration: Duration,
+        /// The renew deadline.
+        renew_deadline: Duration,
+        /// The request timeout.
+        request_timeout: Duration,
+    },
+    /// There would be no second attempt.
+    #[error(
+        "the renew deadline ({renew_deadline:?}) must be longer than the retry period ({retry_period:?})"
+    )]
+    NoRetry {
+        /// The renew deadline.
+        renew_deadline: Duration,
+        /// The retry period.
+        retry_period: Duration,
+    },
+}
+
+impl LeaseSettings {
+    /// Refuses settings under which two controllers could write at once, or a single lost request would end the lease.
+    pub fn check(&self) -> Result<(), LeaseSettingsError> {
+        let Self {
+            duration,
+            renew_deadline,
+            retry_period,
+            request_timeout,
+            ..
+        } = *self;
+        if renew_deadline.saturating_add(request_timeout) > duration {
+            return Err(LeaseSettingsError::TooShort {
+                duration,
+                renew_deadline,
+                request_timeout,
+            });
+        }
+        if renew_deadline <= retry_period || retry_period.is_zero() {
+            return Err(LeaseSettingsError::NoRetry {
+                renew_deadline,
+                retry_period,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// The lease as it is stored.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LeaseRecord {
+    /// Who holds it; empty if it was released.
+    pub holder: String,
+    /// How long it must be left alone.
+    pub duration: Duration,
+    /// How often it has changed hands.
+    pub transitions: i32,
+    /// The object's resource version: a write is refused if it is not the stored one.
+    pub version: String,
+}
+
+/// What came of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LeaseAnswer {
+    /// As it is stored; `None` if it does not exist.
+    Read(Option<LeaseRecord>),
+    /// Our write is stored.
+    Written(LeaseRecord),
+    /// Somebody else has written, or nobody knows what came of it: it has to be read again.
+    Unclear,
+}
+
+/// What to do about the lease.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LeaseStep {
+    /// Read it.
+    Read,
+    /// Write it with ourselves as its holder: a new object, or over this version.
+    Write {
+        /// The version to write over; `None` to create.
+        version: Option<String>,
+        /// How often it has then changed hands.
+        transitions: i32,
+        /// Whether we take it over; a renewal leaves the time of acquisition.
+        take: bool,
+    },
+    /// Nothing until then.
+    Wait(Moment),
+    /// It was ours and cannot be any more: stop.
+    Lost,
+}
+
+/// What is known of the lease.
+#[derive(Clone, Debug)]
+pub struct Lease {
+    settings: LeaseSettings,
+    /// The record and when it was first seen as it is.
+    seen: Option<(Option<LeaseRecord>, Moment)>,
+    must_read: bool,
+    /// When the request that made or kept it ours was sent.
+    held: Option<Moment>,
+    /// From when it may be used.
+    usable: Option<Moment>,
+    last_request: Option<Moment>,
+    /// A request to take it has run into silence; should it have arrived, it is ours from when it was sent.
+    attempt: Option<(Moment, Option<Moment>)>,
+}
+
+impl Lease {
+    /// Nothing is known yet.
+    pub fn new(settings: LeaseSettings) -> Self {
+        Self {
+            settings,
+            seen: None,
+            must_read: true,
+            held: None,
+            usable: None,
+            last_request: None,
+            attempt: None,
+        }
+    }
+
+    /// What the operator has chosen.
+    pub fn settings(&self) -> &LeaseSettings {
+        &self.settings
+    }
+
+    /// The version to release it by, if it is ours.
+    pub fn own_version(&self) -> Option<String> {
+        let (record, _) = self.seen.as_ref()?;
+        self.held
+            .and(record.as_ref())
+            .map(|record| record.version.clone())
+    }
+
+    /// Whether we may write at `now`.
+    pub fn holds(&self, now: Moment) -> bool {
+        self.usable.is_some_and(|usable| usable <= now) && self.valid_until().is_some_and(|end| now < end)
+    }
+
+    /// Until when we may write if nothing is renewed any more.
+    pub fn valid_until(&self) -> Option<Moment> {
+        self.held.map(|held| held.after(self.settings.renew_deadline))
+    }
+
+    /// From when we may write.
+    pub fn usable_from(&self) -> Option<Moment> {
+        self.held.and(self.usable)
+    }
+
+    /// What to do at `now`.
+    pub fn step(&self, now: Moment) -> LeaseStep {
+        if let Some(end) = self.valid_until()
+            && now >= end
+        {
+            return LeaseStep::Lost;
+        }
+        let next = self
+            .last_request
+            .map(|last| last.after(self.settings.retry_period))
+            .filter(|next| *next > now);
+        let Some((record, since)) = self.seen.as_ref().filter(|_| !self.must_read) else {
+            // The first look is taken at once, a repeated one after a while.
+            return next
+                .filter(|_| self.seen.is_some())
+                .map_or(LeaseStep::Read, LeaseStep::Wait);
+        };
+        let Some(record) = record else {
+            return LeaseStep::Write {
+                version: None,
+                transitions: 0,
+                take: true,
+            };
+        };
+        let version = Some(record.version.clone());
+        if self.held.is_some() {
+            if record.holder != self.settings.identity {
+                return LeaseStep::Lost;
+            }
+            return next.map_or(
+                LeaseStep::Write {
+                    version,
+                    transitions: record.transitions,
+                    take: false,
+                },
+                LeaseStep::Wait,
+            );
+        }
+        let expiry = since.after(record.duration);
+        if record.holder.is_empty() || self.has_ended(&record.holder) || expiry <= now {
+            return LeaseStep::Write {
+                version,
+                transitions: record.transitions.saturating_add(1),
+                take: true,
+            };
+        }
+        next.map_or(LeaseStep::Read, |next| LeaseStep::Wait(next.min(expiry)))
+    }
+
+    /// Takes note that a step's request is being sent.
+    pub fn sent(&mut self, step: &LeaseStep, now: Moment) {
+        self.last_request = Some(now);
+        if let LeaseStep::Write { take: true, .. } = step {
+            self.attempt = Some((now, self.free_from()));
+        }
+    }
+
+    /// From when nothing that the lease's last holder has sent can arrive. One that released it had stopped before.
+    fn free_from(&self) -> Option<Moment> {
+        let (record, since) = self.seen.as_ref()?;
+        let record = record.as_ref().filter(|record| !record.holder.is_empty())?;
+        if self.has_ended(&record.holder) {
+            return Some(Moment::default().after(self.settings.request_timeout));
+        }
+        // Its last request was over when the lease ran out, by its clock.
+        let margin = record.duration / CLOCK_MARGIN;
+        Some(since.after(record.duration).after(margin))
+    }
+
+    /// Whether a holder had ended before this process's clock began.
+    fn has_ended(&self, holder: &str) -> bool {
+        self.settings.ended.contains(holder)
+    }
+
+    /// Takes note of an answer. `sent` is when its request was sent: a renewal counts from then.
+    pub fn answered(&mut self, answer: LeaseAnswer, sent: Moment, now: Moment) {
+        match answer {
+            LeaseAnswer::Unclear => self.must_read = true,
+            LeaseAnswer::Written(record) => {
+                if self.held.is_none() {
+                    let free = self.attempt.take().and_then(|(_, free)| free);
+                    self.usable = Some(free.unwrap_or(now));
+                }
+                self.held = Some(sent);
+                self.see(Some(record), now);
+            }
+            LeaseAnswer::Read(record) => {
+                let is_ours = record
+                    .as_ref()
+                    .is_some_and(|record| record.holder == self.settings.identity);
+                match (self.held, self.attempt) {
+                    // Our attempt had arrived after all.
+                    (None, Some((attempted, free))) if is_ours => {
+                        self.held = Some(attempted);
+                        self.usable = Some(free.unwrap_or(attempted));
+                    }
+                    _ => {}
+                }
+                self.see(record, now);
+            }
+        }
+    }
+
+    fn see(&mut self, record: Option<LeaseRecord>, now: Moment) {
+        self.must_read = false;
+        let unchanged = self.seen.as_ref().is_some_and(|(known, _)| *known == record);
+        if !unchanged {
+            self.seen = Some((record, now));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(identity: &str) -> LeaseSettings {
+        LeaseSettings {
+            identity: identity.to_owned(),
+            ended: BTreeSet::from(["ended".to_owned()]),
+            duration: Duration::from_secs(15),
+            renew_deadline: Duration::from_secs(10),
+            retry_period: Duration::from_secs(2),
+            request_timeout: Duration::from_secs(5),
+        }
+    }
+
+    fn at(seconds: u64) -> Moment {
+        Moment::new(Duration::from_secs(seconds))
+    }
+
+    fn record(holder: &str, version: &str) -> LeaseRecord {
+        LeaseRecord {
+            holder: holder.to_owned(),
+            duration: Duration::from_secs(15),
+            transitions: 3,
+            version: version.to_owned(),
+        }
+    }
+
+    /// A lease that `me` has created at second 0.
+    fn held() -> Lease {
+        let mut lease = Lease::new(settings("me"));
+        lease.answered(LeaseAnswer::Read(None), at(0), at(0));
+        let step = lease.step(at(0));
+        assert_eq!(
+            step,
+            LeaseStep::Write {
+                version: None,
+                transitions: 0,
+                take: true
+            }
+        );
+        lease.sent(&step, at(0));
+        lease.answered(LeaseAnswer::Written(record("me", "1")), at(0), at(0));
+        lease
+    }
+
+    #[test]
+    fn a_lease_that_nobody_has_is_usable_at_once() {
+        assert!(held().holds(at(0)));
+    }
+
+    #[test]
+    fn another_s_lease_is_left_alone_until_it_has_stood_unchanged_for_its_duration() {
+        let mut lease = Lease::new(settings("me"));
+        assert_eq!(lease.step(at(0)), LeaseStep::Read);
+        for second in (0..20).step_by(2) {
+            let step = lease.step(at(second));
+            assert_eq!(step, LeaseStep::Read, "at {second}");
+            lease.sent(&step, at(second));
+            // Renewed once, at second 8.
+            let version = if second < 8 { "1" } else { "2" };
+            lease.answered(
+                LeaseAnswer::Read(Some(record("other", version))),
+                at(second),
+                at(second),
+            );
+            assert_eq!(lease.step(at(second)), LeaseStep::Wait(at(second + 2)));
+        }
+        assert_eq!(
+            lease.step(at(8 + 15)),
+            LeaseStep::Write {
+                version: Some("2".to_owned()),
+                transitions: 4,
+                take: true
+            }
+        );
+    }
+
+    #[test]
+    fn a_lease_that_ran_out_is_used_only_when_nothing_of_its_holder_can_still_arrive() {
+        let mut lease = Lease::new(settings("me"));
+        lease.answered(LeaseAnswer::Read(Some(record("other", "1"))), at(0), at(0));
+        let step = lease.step(at(15));
+        lease.sent(&step, at(15));
+        lease.answered(LeaseAnswer::Written(record("me", "2")), at(15), at(16));
+        assert!(!lease.holds(at(16)));
+        let usable = at(16).after(Duration::from_millis(500));
+        assert_eq!(lease.usable_from(), Some(usable), "a tenth later");
+        assert!(lease.holds(usable));
+    }
+
+    #[test]
+    fn the_lease_of_an_ended_process_is_taken_at_once() {
+        let mut lease = Lease::new(settings("me"));
+        lease.answered(LeaseAnswer::Read(Some(record("ended", "1"))), at(1), at(1));
+        let step = lease.step(at(1));
+        assert_eq!(
+            step,
+            LeaseStep::Write {
+                version: Some("1".to_owned()),
+                transitions: 4,
+                take: true
+            }
+        );
+        lease.sent(&step, at(1));
+        lease.answered(LeaseAnswer::Written(record("me", "2")), at(1), at(2));
+        assert!(!lease.holds(at(2)), "a request of it may still arrive");
+        assert_eq!(lease.usable_from(), Some(at(5)), "counted from its end");
+    }
+
+    #[test]
+    fn a_late_renewal_of_an_ended_process_keeps_nobody_from_its_lease() {
+        let mut lease = Lease::new(settings("me"));
+        lease.answered(LeaseAnswer::Read(Some(record("ended", "1"))), at(1), at(1));
+        let step = lease.step(at(1));
+        lease.sent(&step, at(1));
+        lease.answered(LeaseAnswer::Unclear, at(1), at(1));
+        assert_eq!(lease.step(at(3)), LeaseStep::Read);
+        lease.answered(LeaseAnswer::Read(Some(record("ended", "2"))), at(3), at(3));
+        let step = lease.step(at(3));
+        assert!(matches!(step, LeaseStep::Write { take: true, .. }), "{step:?}");
+        lease.sent(&step, at(3));
+        lease.answered(LeaseAnswer::Written(record("me", "3")), at(3), at(3));
+        assert_eq!(lease.usable_from(), Some(at(5)));
+    }
+
+    #[test]
+    fn a_released_lease_is_taken_and_used_at_once() {
+        let mut lease = Lease::new(settings("me"));
+        lease.answered(LeaseAnswer::Read(Some(record("", "7"))), at(0), at(0));
+        let step = lease.step(at(0));
+        assert_eq!(
+            step,
+            LeaseStep::Write {
+                version: Some("7".to_owned()),
+                transitions: 4,
+                take: true
+            }
+        );
+        lease.sent(&step, at(0));
+        lease.answered(LeaseAnswer::Written(record("me", "8")), at(0), at(1));
+        assert!(lease.holds(at(1)));
+    }
+
+    #[test]
+    fn a_holder_that_cannot_renew_stops_before_anybody_else_can_take_the_lease() {
+        let mut lease = held();
+        for second in (2..10).step_by(2) {
+            let step = lease.step(at(second));
+            assert!(
+                matches!(step, LeaseStep::Write { take: false, .. } | LeaseStep::Read),
+                "{step:?} at {second}"
+            );
+            lease.sent(&step, at(second));
+            lease.answered(LeaseAnswer::Unclear, at(second), at(second));
+        }
+        assert!(lease.holds(at(9)));
+        assert!(!lease.holds(at(10)));
+        assert_eq!(lease.step(at(10)), LeaseStep::Lost);
+    }
+
+    #[test]
+    fn a_renewal_counts_from_when_it_was_sent() {
+        let mut lease = held();
+        lease.answered(LeaseAnswer::Written(record("me", "2")), at(4), at(9));
+        assert_eq!(lease.valid_until(), Some(at(14)));
+    }
+
+    #[test]
+    fn a_holder_that_finds_another_s_name_in_its_lease_stops_at_once() {
+        let mut lease = held();
+        lease.answered(LeaseAnswer::Read(Some(record("other", "5"))), at(1), at(1));
+        assert_eq!(lease.step(at(1)), LeaseStep::Lost);
+    }
+
+    #[test]
+    fn an_attempt_whose_answer_was_lost_counts_from_when_it_was_sent() {
+        let mut lease = Lease::new(settings("me"));
+        lease.answered(LeaseAnswer::Read(None), at(0), at(0));
+        let step = lease.step(at(0));
+        lease.sent(&step, at(0));
+        lease.answered(LeaseAnswer::Unclear, at(0), at(5));
+        assert_eq!(lease.step(at(5)), LeaseStep::Read);
+        lease.answered(LeaseAnswer::Read(Some(record("me", "1"))), at(5), at(5));
+        assert!(lease.holds(at(5)));
+        assert_eq!(lease.valid_until(), Some(at(10)));
+    }
+
+    #[test]
+    fn settings_under_which_two_could_write_at_once_are_refused() {
+        assert_eq!(settings("me").check(), Ok(()));
+        let wrong = LeaseSettings {
+            renew_deadline: Duration::from_secs(11),
+            ..settings("me")
+        };
+        assert!(matches!(wrong.check(), Err(LeaseSettingsError::TooShort { .. })));
+        let wrong = LeaseSettings {
+            retry_period: Duration::from_secs(10),
+            ..settings("me")
+        };
+        assert!(matches!(wrong.check(), Err(LeaseSettingsError::NoRetry { .. })));
+    }
+}

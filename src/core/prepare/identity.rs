@@ -1,0 +1,61 @@
+//! When two names stand for the same device: by the numbers of its device nodes, and where these are not known, by their paths.
+//!
+//! Names come from the configuration, and a reload can give a device another name or kind while containers have it.
+
+use std::collections::BTreeSet;
+
+use super::injection::Injection;
+use super::ledger::HeldDevice;
+use super::naming::environment_name;
+use crate::api::crd::{Device, DeviceNumber};
+use crate::core::discovery::attributes::NODES;
+
+/// Whether two devices have a device node in common.
+pub fn share_a_node(one: &[DeviceNumber], other: &[DeviceNumber]) -> bool {
+    one.iter().any(|number| other.contains(number))
+}
+
+/// Whether all of these device nodes are among the others.
+pub fn are_among(these: &[DeviceNumber], others: &[DeviceNumber]) -> bool {
+    these.iter().all(|number| others.contains(number))
+}
+
+/// Adds device numbers that are not there yet.
+pub(super) fn add_numbers(numbers: &mut Vec<DeviceNumber>, more: &[DeviceNumber]) {
+    for number in more {
+        if !numbers.contains(number) {
+            numbers.push(*number);
+        }
+    }
+}
+
+/// Whether what a claim holds under another name is this device. A checkpoint of a release that did not store numbers has only the
+/// paths of the nodes, in what containers get.
+pub(super) fn is_same_node(held: &HeldDevice, injection: Option<&Injection>, device: &Device) -> bool {
+    if held.numbers.is_empty() {
+        injection.is_some_and(|injection| has_one_of(device, &own_nodes(injection, &held.device)))
+    } else {
+        share_a_node(&held.numbers, &device.device_numbers)
+    }
+}
+
+/// The nodes on the host that belong to a device alone, as its injection tells: those whose paths its variable has.
+pub fn own_nodes<'a>(injection: &'a Injection, device: &str) -> BTreeSet<&'a str> {
+    let variable = injection.environment.get(&environment_name(device));
+    let paths: BTreeSet<&str> = variable
+        .map(|paths| paths.split(',').collect())
+        .unwrap_or_default();
+    let nodes = injection.device_nodes.iter();
+    nodes
+        .filter(|node| paths.contains(node.container_path.as_str()))
+        .map(|node| node.host_path.as_str())
+        .collect()
+}
+
+fn has_one_of(device: &Device, nodes: &BTreeSet<&str>) -> bool {
+    let own = device
+        .attributes
+        .get(NODES)
+        .and_then(|value| value.string.as_deref());
+    own.is_some_and(|own| own.split(',').any(|node| nodes.contains(node)))
+}

@@ -1,0 +1,401 @@
+//! What the node has, as it is told to the API server and to kubelet.
+
+use std::collections::BTreeMap;
+
+use super::announced::Announced;
+use super::claim_uid::ClaimUid;
+use super::containers::{Containers, Contested};
+use super::identity::{are_among, is_same_node};
+use super::ledger::Ledger;
+use super::naming::plugin_ids;
+use super::request::PluginDevice;
+use crate::api::crd::{Device, Mode, TEXT_MAX};
+use crate::core::discovery::attributes::numa_nodes;
+
+/// The devices of the node, by name.
+pub type Devices = BTreeMap<String, Device>;
+
+/// Whether claims hold nothing but devices that were found: then the inventory is what was found, and need not be made.
+pub fn is_as_found(found: &Devices, ledger: &Ledger) -> bool {
+    ledger.entries().values().all(|entry| entry.is_as_found(found))
+}
+
+/// Joins what was found with what claims hold.
+///
+/// A device that has vanished leaves the inventory, unless a claim holds it: then it stays, unhealthy, so that what is
+/// allocated never looks as if it had never been. `previous` is what was published last; a device that this process has
+/// never seen is shown with what the ledger knows of it. The same goes for one that the configuration no longer describes. If a claim
+/// that may be in use holds the device node of a device under another name, the device is unhealthy until the claim gives it back.
+pub fn inventory(found: &Devices, previous: &Devices, ledger: &Ledger) -> Devices {
+    let mut all = found.clone();
+    for (uid, entry) in ledger.entries() {
+        for held in &entry.devices {
+            if found
+                .get(&held.device)
+                .is_some_and(|device| are_among(&held.numbers, &device.device_numbers))
+            {
+                continue;
+            }
+            // A kind that is not known is that of an entry which was rebuilt from a CDI file.
+            if !all.contains_key(&held.device) && !held.kind.is_empty() {
+                let mut device = previous.get(&held.device).cloned().unwrap_or_else(|| Device {
+                    name: held.device.clone(),
+                    kind: held.kind.clone(),
+                    ..Device::default()
+                });
+                device.unhealthy = Some(shortened(format!(
+                    "the device is gone, or no longer described by the configuration, while {} holds it",
+                    entry.describe(uid)
+                )));
+                all.insert(held.device.clone(), device);
+            }
+            if !ledger.may_be_in_use(entry) {
+                continue;
+            }
+            let others = all
+                .values_mut()
+                .filter(|other| found.contains_key(&other.name) && other.name != held.device);
+            for other in others {
+                if other.unhealthy.is_none() && is_same_node(held, entry.injection(), other) {
+                    let cause = format!(
+                        "it has the name {} in the hands of {}",
+                        held.device,
+                        entry.describe(uid)
+                    );
+                    other.unhealthy = Some(shortened(cause));
+                }
+            }
+        }
+    }
+    all
+}
+
+/// As much of a text as an inventory can hold: the names of claims may be long.
+pub(super) fn shortened(text: String) -> String {
+    match text.char_indices().nth(TEXT_MAX) {
+        Some((end, _)) => text.get(..end).unwrap_or_default().to_owned(),
+        None => text,
+    }
+}
+
+/// Shows the devices of claims in quarantine as unhealthy, so that nobody is allocated what this node would refuse to prepare.
+pub fn withhold(devices: &mut Devices, ledger: &Ledger, quarantine: &BTreeMap<ClaimUid, String>) {
+    for (uid, why) in quarantine {
+        let Some(entry) = ledger.entry(uid) else { continue };
+        for held in &entry.devices {
+            if let Some(device) = devices.get_mut(&held.device)
+                && device.unhealthy.is_none()
+            {
+                let reason = format!("withheld for {}: {why}", entry.describe(uid));
+                device.unhealthy = Some(shortened(reason));
+            }
+        }
+    }
+}
+
+/// The inventory as it is published: of a device that a container and a claim were both given it says so.
+pub fn published(inventory: &Devices, contested: &Contested) -> Devices {
+    let mut published = inventory.clone();
+    for device in contested.devices() {
+        if let Some(device) = published.get_mut(device)
+            && device.unhealthy.is_none()
+        {
+            device.unhealthy = Some(Contested::UNHEALTHY.to_owned());
+        }
+    }
+    published
+}
+
+/// What the doors of this node have handed out, or are about to.
+#[derive(Clone, Copy, Debug)]
+pub struct HandedOut<'a> {
+    /// To claims, here.
+    pub ledger: &'a Ledger,
+    /// To claims, in the cluster.
+    pub announced: &'a Announced,
+    /// To containers, as extended resources.
+    pub containers: &'a Containers,
+}
+
+/// The devices of a kind as ListAndWatch shows them. One that a claim holds, is about to, or may hold, is shown as unhealthy, so that kubelet
+/// does not grant it, also when the container that has it now has ended. Any other that a container holds is healthy: it is
+/// kubelet's own, and kubelet asks for it again when it admits the pod anew.
+pub fn plugin_devices(inventory: &Devices, handed_out: HandedOut<'_>, kind: &str) -> Vec<PluginDevice> {
+    inventory
+        .values()
+        .filter(|device| device.mode.serves_extended_resource() && device.kind == kind)
+        .flat_map(|device| {
+            let healthy = device.unhealthy.is_none() && handed_out.may_be_granted(device);
+            let numa_nodes = numa_nodes(device);
+            plugin_ids(&device.name, device.shares.unwrap_or(1))
+                .into_iter()
+                .map(move |id| PluginDevice {
+                    id,
+                    healthy,
+                    numa_nodes: numa_nodes.clone(),
+                })
+        })
+        .collect()
+}
+
+impl HandedOut<'_> {
+    fn may_be_granted(self, device: &Device) -> bool {
+        if self.ledger.keepers_of(device).next().is_some() {
+            return false;
+        }
+        if self.containers.holder_by_another_name(device).is_some() {
+            return false;
+        }
+        if device.mode != Mode::Both {
+            return true;
+        }
+        self.announced.holder(&device.name).is_none()
+            && self.ledger.unaccounted(None).is_none()
+            && (self.containers.hold(&device.name) || (self.containers.known() && self.announced.known()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::containers::Shown;
+    use super::super::injection::{DeviceNode, Injection};
+    use super::super::ledger::{Entry, HeldDevice, Progress};
+    use super::*;
+    use crate::api::crd::AttributeValue;
+    use crate::core::discovery::attributes::NODES;
+
+    fn device(name: &str, mode: Mode) -> (String, Device) {
+        (
+            name.to_owned(),
+            Device {
+                name: name.into(),
+                kind: "test".into(),
+                mode,
+                ..Device::default()
+            },
+        )
+    }
+
+    fn ledger_holding(device: &str) -> Ledger {
+        let entry = Entry {
+            namespace: "default".into(),
+            name: "camera".into(),
+            boot_id: "boot".into(),
+            devices: vec![HeldDevice {
+                device: device.into(),
+                kind: "test".into(),
+                ..HeldDevice::default()
+            }],
+            progress: Progress::Done {
+                injection: Injection::default(),
+            },
+        };
+        let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap();
+        Ledger::new("boot", BTreeMap::from([(uid, entry)]))
+    }
+
+    #[test]
+    fn an_inventory_that_need_not_be_made_is_what_was_found() {
+        let found = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
+        let (holds_b, holds_c) = (ledger_holding("b"), ledger_holding("c"));
+        for ledger in [Ledger::default(), holds_b, holds_c] {
+            let made = inventory(&found, &Devices::new(), &ledger);
+            assert_eq!(is_as_found(&found, &ledger), made == found);
+        }
+    }
+
+    #[test]
+    fn a_device_that_vanished_leaves_unless_a_claim_holds_it() {
+        let before = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
+        let after = inventory(&Devices::new(), &before, &ledger_holding("b"));
+        assert_eq!(after.keys().collect::<Vec<_>>(), ["b"]);
+        let reason = after["b"].unhealthy.as_deref().unwrap();
+        assert!(reason.contains("default/camera"), "{reason}");
+        assert!(reason.len() <= 256);
+    }
+
+    #[test]
+    fn what_a_claim_holds_under_an_earlier_name_is_not_given_away_under_another() {
+        let named = |name: &str, nodes: &str| {
+            let (name, mut device) = device(name, Mode::Claims);
+            device
+                .attributes
+                .insert(NODES.to_owned(), AttributeValue::string(nodes));
+            (name, device)
+        };
+        let node = |path: &str| DeviceNode {
+            host_path: path.into(),
+            container_path: path.into(),
+            permissions: "rw".into(),
+        };
+        let mut injection = Injection::of_device_node("port", node("/dev/ttyUSB0"));
+        // Everybody's, and so in nobody's way.
+        injection.device_nodes.push(node("/dev/control"));
+        let mut ledger = ledger_holding("port");
+        let uid = ledger.entries().keys().next().unwrap().clone();
+        ledger.set_injection(&uid, injection, &Devices::new());
+        let found = Devices::from([
+            named("renamed", "/dev/ttyUSB7,/dev/ttyUSB0"),
+            named("other", "/dev/ttyUSB1"),
+            named("control", "/dev/control"),
+        ]);
+        let all = inventory(&found, &Devices::new(), &ledger);
+        assert!(
+            all["renamed"]
+                .unhealthy
+                .as_ref()
+                .unwrap()
+                .contains("name port in the hands of claim default/camera")
+        );
+        assert_eq!(
+            (&all["other"].unhealthy, &all["control"].unhealthy),
+            (&None, &None)
+        );
+        assert!(all["port"].unhealthy.is_some());
+        let all = inventory(&found, &Devices::new(), &Ledger::default());
+        assert_eq!(all, found, "and when the claim has given it back, it is free");
+    }
+
+    #[test]
+    fn a_reason_is_never_longer_than_an_inventory_takes() {
+        let mut ledger = ledger_holding("b");
+        let (uid, entry) = ledger.entries().iter().next().unwrap();
+        let long = Entry {
+            name: "n".repeat(253),
+            ..entry.clone()
+        };
+        ledger = Ledger::new("boot", BTreeMap::from([(uid.clone(), long)]));
+        let all = inventory(&Devices::new(), &Devices::new(), &ledger);
+        assert_eq!(all["b"].unhealthy.as_ref().unwrap().chars().count(), TEXT_MAX);
+    }
+
+    #[test]
+    fn a_device_that_came_back_is_well_again() {
+        let before = Devices::from([device("b", Mode::Claims)]);
+        let gone = inventory(&Devices::new(), &before, &ledger_holding("b"));
+        let back = inventory(&before, &gone, &ledger_holding("b"));
+        assert_eq!(back, before);
+    }
+
+    #[test]
+    fn a_device_in_quarantine_is_shown_with_the_reason_and_others_are_not() {
+        let mut all = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
+        let ledger = ledger_holding("b");
+        let uid = ledger.entries().keys().next().unwrap().clone();
+        withhold(
+            &mut all,
+            &ledger,
+            &BTreeMap::from([(uid, "forgotten ".repeat(50))]),
+        );
+        let reason = all["b"].unhealthy.as_deref().unwrap();
+        assert!(
+            reason.contains("default/camera") && reason.contains("forgotten"),
+            "{reason}"
+        );
+        assert!(reason.len() <= 256 && all["a"].unhealthy.is_none());
+    }
+
+    #[test]
+    fn a_device_that_a_claim_holds_is_not_offered_through_the_other_door() {
+        let all = Devices::from([
+            device("a", Mode::ExtendedResource),
+            device("b", Mode::ExtendedResource),
+        ]);
+        assert_eq!(
+            offered(&all, &ledger_holding("b"), &Containers::default()),
+            ["a", "b?"]
+        );
+        let (announced, containers) = (Announced::default(), Containers::default());
+        let handed_out = HandedOut {
+            ledger: &ledger_holding("b"),
+            announced: &announced,
+            containers: &containers,
+        };
+        assert_eq!(plugin_devices(&all, handed_out, "other"), []);
+    }
+
+    /// The ids of the kind `test`, those that are unhealthy with a question mark; no claim is announced.
+    fn offered(all: &Devices, ledger: &Ledger, containers: &Containers) -> Vec<String> {
+        let mut announced = Announced::default();
+        announced.replace([], "drayman.dev", "node-a");
+        let handed_out = HandedOut {
+            ledger,
+            announced: &announced,
+            containers,
+        };
+        plugin_devices(all, handed_out, "test")
+            .into_iter()
+            .map(|device| format!("{}{}", device.id, if device.healthy { "" } else { "?" }))
+            .collect()
+    }
+
+    #[test]
+    fn with_both_doors_nothing_is_offered_before_kubelet_has_shown_what_it_granted() {
+        let all = Devices::from([device("a", Mode::Both), device("b", Mode::Both)]);
+        let mut containers = Containers::default();
+        assert_eq!(offered(&all, &Ledger::default(), &containers), ["a?", "b?"]);
+        containers.seen(&Shown::default(), Duration::ZERO);
+        assert_eq!(offered(&all, &Ledger::default(), &containers), ["a", "b"]);
+        assert_eq!(offered(&all, &ledger_holding("b"), &containers), ["a", "b?"]);
+    }
+
+    #[test]
+    fn with_both_doors_nothing_is_offered_while_nobody_knows_what_a_claim_holds() {
+        let all = Devices::from([device("a", Mode::Both), device("b", Mode::ExtendedResource)]);
+        let mut containers = Containers::default();
+        containers.seen(&Shown::default(), Duration::ZERO);
+        let known = ledger_holding("elsewhere");
+        let (uid, entry) = known.entries().iter().next().unwrap();
+        let unknown = Entry {
+            devices: Vec::new(),
+            ..entry.clone()
+        };
+        let lost = |boot: &str| Ledger::new(boot, BTreeMap::from([(uid.clone(), unknown.clone())]));
+        assert_eq!(offered(&all, &lost("boot"), &containers), ["a?", "b"]);
+        assert_eq!(offered(&all, &lost("the next boot"), &containers), ["a", "b"]);
+        assert_eq!(offered(&all, &known, &containers), ["a", "b"]);
+    }
+
+    #[test]
+    fn what_a_container_holds_is_healthy_from_the_start_unless_a_claim_waits_for_it() {
+        let all = Devices::from([device("b", Mode::Both)]);
+        let mut containers = Containers::default();
+        containers.allocated([("b", &[][..])], Duration::ZERO);
+        assert_eq!(offered(&all, &Ledger::default(), &containers), ["b"]);
+        assert_eq!(offered(&all, &ledger_holding("b"), &containers), ["b?"]);
+    }
+
+    #[test]
+    fn a_shared_device_is_as_many_as_it_has_shares_and_all_of_them_are_near_its_node() {
+        let (name, mut shared) = device("s", Mode::ExtendedResource);
+        shared.shares = Some(2);
+        shared
+            .attributes
+            .insert("drayman.dev/numaNode".into(), AttributeValue::int(1));
+        let (announced, containers) = (Announced::default(), Containers::default());
+        let handed_out = HandedOut {
+            ledger: &Ledger::default(),
+            announced: &announced,
+            containers: &containers,
+        };
+        let devices = plugin_devices(&Devices::from([(name, shared)]), handed_out, "test");
+        let shown: Vec<_> = devices
+            .iter()
+            .map(|device| (device.id.as_str(), device.numa_nodes.as_slice()))
+            .collect();
+        assert_eq!(shown, [("s.0", &[1_i64][..]), ("s.1", &[1])]);
+    }
+
+    #[test]
+    fn a_contested_device_is_published_as_unhealthy_and_nothing_else_changes() {
+        let all = Devices::from([device("a", Mode::Both), device("b", Mode::Both)]);
+        let (mut containers, mut contested) = (Containers::default(), Contested::default());
+        containers.allocated([("b", &[][..])], Duration::ZERO);
+        contested.claimed("b", &containers);
+        let shown = published(&all, &contested);
+        assert_eq!(shown["a"], all["a"]);
+        assert_eq!(shown["b"].unhealthy.as_deref(), Some(Contested::UNHEALTHY));
+    }
+}

@@ -1,0 +1,426 @@
+//! A model of kubelet and of a node that crashes, for the tests of the plans: whatever is kept in, and wherever the process
+//! is killed, the promises hold.
+
+mod exhaustive;
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+
+use super::claim_uid::ClaimUid;
+use super::containers::Containers;
+use super::injection::{DeviceNode, Injection};
+use super::inventory::Devices;
+use super::ledger::{Entry, Ledger};
+use super::plan::{plan_prepare, plan_unprepare};
+use super::recovery::{plan_clearing, plan_restoring, plan_undo};
+use super::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity};
+use super::step::{Records, Step};
+use crate::api::crd::Device;
+use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
+
+/// Records that can be read again by the next process.
+pub(crate) trait Disk: Records {
+    /// What the next process finds: the ledger's entries, and the claims that have a CDI file.
+    fn found(&self) -> (BTreeMap<ClaimUid, Entry>, BTreeSet<ClaimUid>);
+    /// The node is booted: `/var/run` is empty.
+    fn booted(&self);
+}
+
+/// What happens to an operation on its way.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Fault {
+    None,
+    /// The process is killed before the n-th step; a new one starts, after a boot or not.
+    Killed {
+        step: usize,
+        boot: bool,
+    },
+    /// The n-th step fails: the disk is full, the device does not answer.
+    Failed {
+        step: usize,
+    },
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Operation {
+    Prepare { claim: usize },
+    Unprepare { claim: usize },
+}
+
+pub(crate) fn operations() -> impl Strategy<Value = Vec<(Operation, Fault)>> {
+    let operation = prop_oneof![
+        3 => (0..CLAIMS.len()).prop_map(|claim| Operation::Prepare { claim }),
+        2 => (0..CLAIMS.len()).prop_map(|claim| Operation::Unprepare { claim }),
+    ];
+    let fault = prop_oneof![
+        3 => Just(Fault::None),
+        2 => (0..8_usize, any::<bool>()).prop_map(|(step, boot)| Fault::Killed { step, boot }),
+        1 => (0..8_usize).prop_map(|step| Fault::Failed { step }),
+    ];
+    proptest::collection::vec((operation, fault), 1..24)
+}
+
+/// The devices of each claim: every claim overlaps with others.
+const CLAIMS: [&[&str]; 7] = [
+    &["a"],
+    &["a", "b"],
+    &["b", "c"],
+    &["c"],
+    &["d", "a"],
+    &["d"],
+    &["d", "c"],
+];
+
+/// How many claims may hold a device at once.
+fn shares(device: &str) -> usize {
+    if device == "d" { 2 } else { 1 }
+}
+
+fn uid(claim: usize) -> ClaimUid {
+    ClaimUid::parse(&format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0{claim}")).unwrap()
+}
+
+fn inventory() -> Devices {
+    let device = |name: &str| {
+        (
+            name.to_owned(),
+            Device {
+                name: name.into(),
+                kind: "test".into(),
+                shares: u32::try_from(shares(name)).ok(),
+                ..Device::default()
+            },
+        )
+    };
+    ["a", "b", "c", "d"].into_iter().map(device).collect()
+}
+
+fn request(claim: usize) -> ClaimToPrepare {
+    let device = |name: &&str| HandleDevice {
+        request: "device".into(),
+        device: (*name).into(),
+    };
+    let handle = DeviceHandle {
+        version: VERSION,
+        claim_uid: uid(claim).to_string(),
+        node_name: "node-a".into(),
+        node_uid: "n-1".into(),
+        devices: CLAIMS[claim].iter().map(device).collect(),
+    };
+    ClaimToPrepare {
+        namespace: "default".into(),
+        name: format!("claim-{claim}"),
+        uid: uid(claim).to_string(),
+        resource_handle: handle.to_data().unwrap(),
+    }
+}
+
+fn inject(entry: &Entry) -> Injection {
+    let mut injection = Injection::default();
+    for held in &entry.devices {
+        let path = format!("/dev/{}", held.device);
+        let node = DeviceNode {
+            host_path: path.clone(),
+            container_path: path,
+            permissions: "rw".into(),
+        };
+        injection.extend(Injection::of_device_node(&held.device, node));
+    }
+    injection
+}
+
+enum Outcome {
+    Done,
+    Failed,
+    Killed,
+}
+
+/// A node with its kubelet.
+pub(crate) struct Node<D: Disk> {
+    disk: D,
+    ledger: Ledger,
+    boots: usize,
+    /// Claims that kubelet was told are prepared, and whose containers may be running.
+    running: BTreeSet<usize>,
+    /// Claims for which the driver has done something that it has not undone.
+    driven: BTreeSet<ClaimUid>,
+    /// Claims in use whose file a failed step has taken; the next request or start brings it back.
+    without_file: BTreeSet<ClaimUid>,
+}
+
+impl<D: Disk> Node<D>
+where
+    D::Error: std::fmt::Debug,
+{
+    pub(crate) fn new(disk: D) -> Self {
+        let mut node = Self {
+            disk,
+            ledger: Ledger::default(),
+            boots: 0,
+            running: BTreeSet::new(),
+            driven: BTreeSet::new(),
+            without_file: BTreeSet::new(),
+        };
+        node.start(false);
+        node
+    }
+
+    /// Runs operations, then takes every claim back, and checks the promises all along.
+    pub(crate) fn live(&mut self, operations: &[(Operation, Fault)]) {
+        for (operation, fault) in operations {
+            self.operate(*operation, *fault);
+            self.check();
+        }
+        for claim in 0..CLAIMS.len() {
+            self.operate(Operation::Unprepare { claim }, Fault::None);
+            self.check();
+        }
+        assert_eq!(self.ledger.entries().len(), 0, "nothing is held in the end");
+        assert_eq!(
+            self.disk.found(),
+            (BTreeMap::new(), BTreeSet::new()),
+            "nothing is left in the end"
+        );
+        for claim in [0, 2] {
+            self.operate(Operation::Prepare { claim }, Fault::None);
+            assert!(self.running.contains(&claim), "every device can be had again");
+        }
+    }
+
+    fn operate(&mut self, operation: Operation, fault: Fault) {
+        match operation {
+            Operation::Prepare { claim } => {
+                let identity = NodeIdentity {
+                    name: "node-a".into(),
+                    uid: Some("n-1".into()),
+                };
+                let containers = Containers::default();
+                let planned = plan_prepare(
+                    &self.ledger,
+                    &containers,
+                    &inventory(),
+                    &identity,
+                    &request(claim),
+                );
+                if let Ok((uid, steps)) = planned {
+                    match self.run(&steps, fault) {
+                        Outcome::Done => {
+                            self.running.insert(claim);
+                            self.without_file.remove(&uid);
+                        }
+                        Outcome::Failed => {
+                            // Claims of an earlier boot that were to give way have lost their file already.
+                            let evicted = steps.iter().filter_map(|step| match step {
+                                Step::RemoveCdi(evicted) => Some(evicted.clone()),
+                                _ => None,
+                            });
+                            let removed = if let Fault::Failed { step } = fault {
+                                step
+                            } else {
+                                0
+                            };
+                            self.without_file.extend(evicted.take(removed));
+                            self.undo(&uid);
+                        }
+                        Outcome::Killed => {}
+                    }
+                }
+            }
+            Operation::Unprepare { claim } => {
+                // Kubelet calls this when the containers have ended, and again until it is told that it is done.
+                self.running.remove(&claim);
+                let request = ClaimToUnprepare {
+                    uid: uid(claim).to_string(),
+                    ..ClaimToUnprepare::default()
+                };
+                let steps = plan_unprepare(&self.ledger, &request).unwrap();
+                match (self.run(&steps, fault), fault) {
+                    (Outcome::Failed, Fault::Failed { step: 1.. }) => {
+                        self.without_file.insert(uid(claim));
+                    }
+                    (Outcome::Done, _) => {
+                        self.without_file.remove(&uid(claim));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        if let Fault::Killed { boot, .. } = fault {
+            self.start(boot);
+        }
+    }
+
+    fn run(&mut self, steps: &[Step], fault: Fault) -> Outcome {
+        for (number, step) in steps.iter().enumerate() {
+            match fault {
+                Fault::Killed { step, .. } if step == number => return Outcome::Killed,
+                Fault::Failed { step } if step == number => return Outcome::Failed,
+                _ => self.perform(step),
+            }
+        }
+        Outcome::Done
+    }
+
+    fn perform(&mut self, step: &Step) {
+        if let Step::Inject(uid) = step
+            && let Some(injection) = self.ledger.entry(uid).map(inject)
+        {
+            self.ledger.set_injection(uid, injection, &inventory());
+            self.driven.insert(uid.clone());
+        }
+        if let Step::Release(uid) = step {
+            self.driven.remove(uid);
+        }
+        if let Some(changed) = step.perform(&self.ledger, &self.disk).unwrap() {
+            self.ledger = changed;
+        }
+    }
+
+    fn undo(&mut self, uid: &ClaimUid) {
+        for step in plan_undo(&self.ledger, uid) {
+            self.perform(&step);
+        }
+        if self.ledger.entry(uid).is_some() {
+            self.without_file.insert(uid.clone());
+        }
+    }
+
+    /// The process is killed and its checkpoint is lost; the next one has only the other traces.
+    fn start_from_traces(&mut self, entries: BTreeMap<ClaimUid, Entry>) {
+        self.ledger = Ledger::new(self.ledger.boot_id(), entries);
+        let files = self.disk.found().1;
+        for step in plan_clearing(&self.ledger, &files).concat() {
+            self.perform(&step);
+        }
+        for (_, steps) in plan_restoring(&self.ledger) {
+            for step in steps {
+                self.perform(&step);
+            }
+        }
+        self.perform(&Step::Save(Vec::new()));
+        self.without_file.clear();
+    }
+
+    fn start(&mut self, boot: bool) {
+        if boot {
+            self.boots += 1;
+            self.disk.booted();
+            self.running.clear();
+            self.driven.clear();
+        }
+        let (entries, files) = self.disk.found();
+        self.ledger = Ledger::new(format!("boot-{}", self.boots), entries);
+        for step in plan_clearing(&self.ledger, &files).concat() {
+            self.perform(&step);
+        }
+        for (_, steps) in plan_restoring(&self.ledger) {
+            for step in steps {
+                self.perform(&step);
+            }
+        }
+        self.perform(&Step::Save(Vec::new()));
+        self.without_file.clear();
+    }
+
+    fn check(&self) {
+        let mut used: BTreeMap<&str, usize> = BTreeMap::new();
+        for claim in &self.running {
+            for device in CLAIMS[*claim] {
+                let users = used.entry(device).or_default();
+                *users += 1;
+                assert!(
+                    *users <= shares(device),
+                    "device {device} is in {users} running containers"
+                );
+            }
+            assert!(
+                self.ledger.entry(&uid(*claim)).is_some_and(Entry::is_done),
+                "a running claim is not in the ledger"
+            );
+        }
+        let (entries, files) = self.disk.found();
+        assert!(
+            self.driven.iter().all(|uid| entries.contains_key(uid)),
+            "the driver has not undone what it did for a claim that is forgotten"
+        );
+        assert_eq!(
+            &entries,
+            self.ledger.entries(),
+            "the checkpoint is not what the process believes"
+        );
+        let done: BTreeSet<ClaimUid> = entries
+            .iter()
+            .filter(|(_, entry)| entry.is_done())
+            .map(|(uid, _)| uid.clone())
+            .collect();
+        assert_eq!(
+            done.len(),
+            entries.len(),
+            "an attempt that failed still holds something"
+        );
+        let expected: BTreeSet<ClaimUid> = done.difference(&self.without_file).cloned().collect();
+        assert_eq!(files, expected, "a CDI file exists exactly for what is prepared");
+    }
+}
+
+/// A disk that is only thought of.
+#[derive(Default)]
+struct Thought {
+    entries: RefCell<BTreeMap<ClaimUid, Entry>>,
+    files: RefCell<BTreeMap<ClaimUid, Injection>>,
+    writes: Cell<usize>,
+}
+
+impl Records for Thought {
+    type Error = std::convert::Infallible;
+
+    fn save(&self, ledger: &Ledger) -> Result<(), Self::Error> {
+        self.writes
+            .set(self.writes.get() + usize::from(*self.entries.borrow() != *ledger.entries()));
+        *self.entries.borrow_mut() = ledger.entries().clone();
+        Ok(())
+    }
+
+    fn write_cdi(&self, uid: &ClaimUid, injection: &Injection) -> Result<(), Self::Error> {
+        self.files.borrow_mut().insert(uid.clone(), injection.clone());
+        Ok(())
+    }
+
+    fn remove_cdi(&self, uid: &ClaimUid) -> Result<(), Self::Error> {
+        self.files.borrow_mut().remove(uid);
+        Ok(())
+    }
+}
+
+impl Disk for Thought {
+    fn found(&self) -> (BTreeMap<ClaimUid, Entry>, BTreeSet<ClaimUid>) {
+        let files = self.files.borrow().keys().cloned().collect();
+        (self.entries.borrow().clone(), files)
+    }
+
+    fn booted(&self) {
+        self.files.borrow_mut().clear();
+    }
+}
+
+#[test]
+fn a_claim_costs_two_checkpoints_to_prepare_and_one_to_unprepare() {
+    let mut node = Node::new(Thought::default());
+    node.operate(Operation::Prepare { claim: 0 }, Fault::None);
+    assert_eq!(node.disk.writes.get(), 2);
+    node.operate(Operation::Prepare { claim: 0 }, Fault::None);
+    assert_eq!(node.disk.writes.get(), 2);
+    node.operate(Operation::Unprepare { claim: 0 }, Fault::None);
+    assert_eq!(node.disk.writes.get(), 3);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1_000))]
+
+    #[test]
+    fn a_node_that_is_killed_anywhere_keeps_its_promises(operations in operations()) {
+        Node::new(Thought::default()).live(&operations);
+    }
+}

@@ -1,0 +1,322 @@
+//! The companion's own socket, for a person on the node: who holds what, and release by hand.
+//!
+//! `records.sock` beside the checkpoint, for root alone like every socket of ours. A companion that does not run is not asked:
+//! then [`Offline`] takes its lock and works on the same records.
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+use tonic::transport::Endpoint;
+use tonic::{Request, Response, Status};
+
+use crate::api::proto::node_records::records_client::RecordsClient;
+use crate::api::proto::node_records::records_server::{Records, RecordsServer};
+use crate::api::proto::node_records::{
+    Holding as HoldingMessage, HoldingsRequest, HoldingsResponse, InContainer, ReleaseRequest,
+    ReleaseResponse,
+};
+use crate::core::prepare::release::{Holding, HoldingState, holdings, plan_release_without_driver};
+use crate::node::kubelet::transport::{GrpcCalls, Listening, MAX_MESSAGE, SocketError, SocketPlace, listen};
+use crate::node::state::storage::{Places, Store, StoreError};
+use crate::node::state::{RecordsHandle, ReleaseError};
+
+/// How long the companion may take for an answer. It asks kubelet for at most a few seconds; a person waits for it.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Where the socket is.
+pub fn socket(state: &Path, kubelet_root: &Path) -> SocketPlace {
+    SocketPlace {
+        path: state.join("records.sock"),
+        root: kubelet_root.to_owned(),
+        option: crate::node::kubelet::ROOT_DIR_OPTION,
+    }
+}
+
+/// Serves until the shutdown.
+pub(super) async fn serve(
+    place: SocketPlace,
+    records: RecordsHandle,
+    calls: Arc<GrpcCalls>,
+    shutdown: CancellationToken,
+) -> Result<Listening, SocketError> {
+    let server = RecordsServer::new(Service(records)).max_decoding_message_size(MAX_MESSAGE);
+    listen(place, Routes::new(server), calls, shutdown).await
+}
+
+struct Service(RecordsHandle);
+
+#[tonic::async_trait]
+impl Records for Service {
+    async fn holdings(&self, _: Request<HoldingsRequest>) -> Result<Response<HoldingsResponse>, Status> {
+        let holdings = self
+            .0
+            .holdings()
+            .await
+            .ok_or_else(|| Status::unavailable("the companion is stopping"))?;
+        let in_containers = self
+            .0
+            .in_containers()
+            .await
+            .ok_or_else(|| Status::unavailable("the companion is stopping"))?;
+        let holdings = holdings.into_iter().map(message).collect();
+        let in_containers = in_containers
+            .into_iter()
+            .map(|(device, holder)| InContainer { device, holder })
+            .collect();
+        Ok(Response::new(HoldingsResponse {
+            holdings,
+            in_containers,
+        }))
+    }
+
+    async fn release(&self, request: Request<ReleaseRequest>) -> Result<Response<ReleaseResponse>, Status> {
+        let ReleaseRequest { claim_uid, force } = request.into_inner();
+        match self.0.release(claim_uid, force).await {
+            Ok(holding) => Ok(Response::new(ReleaseResponse {
+                released: Some(message(holding)),
+            })),
+            Err(error @ ReleaseError::Refused(_)) => Err(Status::failed_precondition(error.to_string())),
+            Err(error) => Err(Status::unavailable(error.to_string())),
+        }
+    }
+}
+
+fn message(holding: Holding) -> HoldingMessage {
+    HoldingMessage {
+        claim_uid: holding.uid,
+        claim_namespace: holding.namespace,
+        claim_name: holding.name,
+        devices: holding.devices,
+        state: holding.state.as_str().to_owned(),
+        quarantine: holding.quarantine,
+    }
+}
+
+fn holding(message: HoldingMessage) -> Holding {
+    let states = [
+        HoldingState::Preparing,
+        HoldingState::Prepared,
+        HoldingState::EarlierBoot,
+    ];
+    Holding {
+        uid: message.claim_uid,
+        namespace: message.claim_namespace,
+        name: message.claim_name,
+        devices: message.devices,
+        state: states
+            .into_iter()
+            .find(|state| state.as_str() == message.state)
+            .unwrap_or_default(),
+        quarantine: message.quarantine,
+    }
+}
+
+/// Why the records cannot be seen or changed.
+#[derive(Debug, thiserror::Error)]
+pub enum RecordsError {
+    /// No companion answers, and its records cannot be had either.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// There is nothing.
+    #[error(
+        "there are no records of driver {driver} in {directory}: are the driver's name and kubelet's root directory right?"
+    )]
+    Nothing {
+        /// The driver.
+        driver: String,
+        /// Where they were looked for.
+        directory: PathBuf,
+    },
+    /// The companion runs and refuses or fails.
+    #[error("{0}")]
+    Companion(String),
+    /// The companion takes the connection and says nothing. What it was asked for may still happen.
+    #[error(
+        "the companion at {socket} does not answer within {} s: see its log, and ask again with `drayman node holdings` before you repeat a release, which may still take effect",
+        ANSWER_TIMEOUT.as_secs()
+    )]
+    Silent {
+        /// Its socket.
+        socket: PathBuf,
+    },
+    /// Refused.
+    #[error(transparent)]
+    Release(#[from] ReleaseError),
+    /// The kernel does not say which boot this is.
+    #[error("cannot read which boot this is: {0}")]
+    BootId(std::io::Error),
+}
+
+/// The records of a node, as a person gets at them: through the companion if it runs, else by themselves.
+#[derive(Debug)]
+pub enum Access {
+    /// The companion runs.
+    Running(Companion),
+    /// It does not.
+    Offline(Box<Offline>),
+}
+
+/// A companion that runs.
+#[derive(Debug)]
+pub struct Companion {
+    client: RecordsClient<tonic::transport::Channel>,
+    socket: PathBuf,
+}
+
+impl Companion {
+    /// The connection to the companion; `None` if nobody listens at the socket.
+    async fn connect(socket: PathBuf) -> Result<Option<Self>, RecordsError> {
+        let Ok(endpoint) = Endpoint::from_shared(format!("unix://{}", socket.display())) else {
+            return Ok(None);
+        };
+        match tokio::time::timeout(ANSWER_TIMEOUT, endpoint.connect()).await {
+            Ok(Ok(channel)) => Ok(Some(Self {
+                client: RecordsClient::new(channel),
+                socket,
+            })),
+            Ok(Err(_)) => Ok(None),
+            Err(_) => Err(RecordsError::Silent { socket }),
+        }
+    }
+
+    /// Waits for an answer, but not for ever.
+    async fn answer<T>(
+        socket: &Path,
+        call: impl Future<Output = Result<Response<T>, Status>>,
+    ) -> Result<T, RecordsError> {
+        match tokio::time::timeout(ANSWER_TIMEOUT, call).await {
+            Ok(Ok(answer)) => Ok(answer.into_inner()),
+            Ok(Err(status)) => Err(RecordsError::Companion(status.message().to_owned())),
+            Err(_) => Err(RecordsError::Silent {
+                socket: socket.to_owned(),
+            }),
+        }
+    }
+}
+
+/// What is held of a node's devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// What claims hold.
+    pub by_claims: Vec<Holding>,
+    /// The devices of mode `both` that containers got as extended resources, each with its container as a person reads it. `None` if no
+    /// companion runs, which alone could ask kubelet.
+    pub by_containers: Option<BTreeMap<String, String>>,
+}
+
+/// The records without a companion. Its lock is taken for each look and each change, so that none starts meanwhile.
+#[derive(Debug)]
+pub struct Offline {
+    places: Places,
+    boot_id: String,
+}
+
+impl Access {
+    /// Finds the companion, or its records. Nothing is changed.
+    pub async fn find(places: Places, kubelet_root: &Path) -> Result<Self, RecordsError> {
+        if !places.state.is_dir() {
+            return Err(RecordsError::Nothing {
+                driver: places.driver.to_string(),
+                directory: places.state,
+            });
+        }
+        let socket = socket(&places.state, kubelet_root).path;
+        if let Some(companion) = Companion::connect(socket).await? {
+            return Ok(Self::Running(companion));
+        }
+        let boot_id = crate::node::run::boot_id().map_err(RecordsError::BootId)?;
+        Ok(Self::Offline(Box::new(Offline { places, boot_id })))
+    }
+
+    /// Who holds what: claims, and containers without a claim.
+    pub async fn holdings(&mut self) -> Result<Held, RecordsError> {
+        match self {
+            Self::Running(Companion { client, socket }) => {
+                let HoldingsResponse {
+                    holdings,
+                    in_containers,
+                } = Companion::answer(socket, client.holdings(HoldingsRequest {})).await?;
+                let in_containers = in_containers.into_iter().map(|one| (one.device, one.holder));
+                Ok(Held {
+                    by_claims: holdings.into_iter().map(holding).collect(),
+                    by_containers: Some(in_containers.collect()),
+                })
+            }
+            Self::Offline(offline) => Ok(Held {
+                by_claims: holdings(&Store::look(&offline.places, &offline.boot_id)?, &BTreeMap::new()),
+                by_containers: None,
+            }),
+        }
+    }
+
+    /// Whether the rest of a release is left to the next start of the companion: only then is the driver there to undo what it did.
+    pub fn leaves_the_driver_out(&self) -> bool {
+        matches!(self, Self::Offline(_))
+    }
+
+    /// Takes from a claim what it holds, and answers what that was.
+    pub async fn release(&mut self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
+        match self {
+            Self::Running(Companion { client, socket }) => {
+                let claim_uid = uid.to_owned();
+                let call = client.release(ReleaseRequest { claim_uid, force });
+                let answer = Companion::answer(socket, call).await?;
+                Ok(answer.released.map(holding).unwrap_or_default())
+            }
+            Self::Offline(offline) => offline.release(uid, force),
+        }
+    }
+}
+
+impl Offline {
+    fn release(&self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
+        let mut opened = Store::open_usable(&self.places, &self.boot_id)?;
+        let ledger = &opened.ledger;
+        let before = holdings(ledger, &BTreeMap::new());
+        let (uid, steps) = plan_release_without_driver(ledger, &self.places.kubelet(), uid, force)
+            .map_err(ReleaseError::from)?;
+        for step in steps {
+            if let Some(changed) = step.perform(&opened.ledger, &opened.store)? {
+                opened.ledger = changed;
+            }
+        }
+        Ok(before
+            .into_iter()
+            .find(|holding| holding.uid == uid.as_str())
+            .unwrap_or_default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::prepare::driver_name::DriverName;
+
+    #[tokio::test]
+    async fn a_silent_companion_is_given_up() {
+        let directory = tempfile::tempdir().unwrap();
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        let places = Places::new(driver, directory.path(), &directory.path().join("cdi"));
+        std::fs::create_dir_all(&places.state).unwrap();
+        let path = socket(&places.state, directory.path()).path;
+        // Connections are taken by the kernel, and nobody reads them.
+        let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let mut access = Access::find(places, directory.path()).await.unwrap();
+        tokio::time::pause();
+        let error = access.holdings().await.unwrap_err();
+        let error = error.to_string();
+        assert!(
+            error.contains(path.to_str().unwrap()) && error.contains("30 s"),
+            "{error}"
+        );
+        let error = access
+            .release("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10", false)
+            .await;
+        assert!(matches!(error, Err(RecordsError::Silent { .. })), "{error:?}");
+    }
+}

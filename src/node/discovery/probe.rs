@@ -1,0 +1,159 @@
+//! Looks whether devices are well, as the operator asks for. A command is never run.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use rustix::fs::{Mode, OFlags, open};
+use rustix::io::Errno;
+use tokio::task::{JoinSet, spawn_blocking};
+use tokio::time::timeout;
+
+use super::HostPaths;
+use super::found::Found;
+use super::node::{DevRoot, NodeKind};
+use super::sysfs::read_below;
+use crate::core::discovery::health::{Look, Observation};
+use crate::node::config::{ProbeOpen, ProbeSysfs};
+
+/// How long a device may take to be looked at.
+const LIMIT: Duration = Duration::from_secs(2);
+/// The misc device whose node starts a clock that ends in a reboot of the machine (`/dev/watchdog`), and the major number of
+/// misc devices.
+const WATCHDOG: (u32, u32) = (10, 130);
+
+/// Looks at devices, each in a thread of its own, so that one that hangs delays no other.
+#[derive(Debug, Default)]
+pub(super) struct Prober {
+    /// Devices that have not answered yet: they are not asked again, or threads would pile up.
+    waiting: Arc<Mutex<BTreeSet<String>>>,
+}
+
+impl Prober {
+    /// Looks at all of them.
+    pub(super) async fn look(
+        &self,
+        found: &BTreeMap<String, Found>,
+        paths: &HostPaths,
+    ) -> BTreeMap<String, Look> {
+        let mut looks = BTreeMap::new();
+        let mut probes = JoinSet::new();
+        for (name, device) in found {
+            let recover_after = device.kind.probe.recover_after;
+            let look = |observation| Look {
+                observation,
+                recover_after,
+            };
+            let has_disk = device
+                .nodes
+                .iter()
+                .any(|node| node.node.numbers.kind == NodeKind::Block);
+            if !device.kind.probe.is_asked_for() && !has_disk {
+                looks.insert(name.clone(), look(Observation::Good));
+                continue;
+            }
+            // Until it answers.
+            looks.insert(
+                name.clone(),
+                look(Observation::Bad(format!(
+                    "it has not answered within {} s",
+                    LIMIT.as_secs()
+                ))),
+            );
+            if !self.lock().insert(name.clone()) {
+                continue;
+            }
+            let (device, paths, waiting, name) =
+                (device.clone(), paths.clone(), self.waiting.clone(), name.clone());
+            probes.spawn(async move {
+                let asked = name.clone();
+                let probe = spawn_blocking(move || {
+                    let result = probe(&device, &paths);
+                    waiting
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .remove(&asked);
+                    result
+                });
+                (name, timeout(LIMIT, probe).await)
+            });
+        }
+        while let Some(probed) = probes.join_next().await {
+            let Ok((name, Ok(Ok(result)))) = probed else {
+                continue;
+            };
+            if let Some(look) = looks.get_mut(&name) {
+                look.observation = match result {
+                    Ok(()) => Observation::Good,
+                    Err(problem) => Observation::Bad(problem),
+                };
+            }
+        }
+        looks
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeSet<String>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether a device is well and not in use by the node itself, or what is wrong. What is mounted is no device in the first place.
+fn probe(device: &Found, paths: &HostPaths) -> Result<(), String> {
+    if let Some(problem) = device.used_by(paths, false) {
+        return Err(problem);
+    }
+    for file in &device.kind.probe.sysfs {
+        probe_sysfs(file, device.sysfs.as_deref(), paths)?;
+    }
+    let Some(how) = device.kind.probe.open else {
+        return Ok(());
+    };
+    let root = DevRoot::new(&paths.dev).map_err(|error| error.to_string())?;
+    for node in device.nodes.iter().filter(|node| node.own) {
+        let path = &node.path;
+        let now = root.look(path).map_err(|error| format!("/dev/{path} {error}"))?;
+        if now != node.node {
+            return Err(format!("/dev/{path} has become {now}"));
+        }
+        let numbers = now.numbers;
+        if numbers.kind == NodeKind::Character && (numbers.major, numbers.minor) == WATCHDOG {
+            return Err(format!(
+                "/dev/{path} is a watchdog, which reboots the machine when it is opened; take open out of the kind's health"
+            ));
+        }
+        let flags = match how {
+            ProbeOpen::Read => OFlags::RDONLY,
+            ProbeOpen::Write => OFlags::WRONLY,
+            ProbeOpen::ReadWrite => OFlags::RDWR,
+        };
+        // No waiting for a carrier, no controlling terminal, and no link in between.
+        let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        match open(
+            root.path().join(now.host_path.trim_start_matches("/dev/")),
+            flags,
+            Mode::empty(),
+        ) {
+            // Somebody has it, who is served.
+            Ok(_) | Err(Errno::BUSY) => {}
+            Err(error) => return Err(format!("/dev/{path} cannot be opened: {error}")),
+        }
+    }
+    Ok(())
+}
+
+fn probe_sysfs(wanted: &ProbeSysfs, directory: Option<&Path>, paths: &HostPaths) -> Result<(), String> {
+    let directory = directory.ok_or("it has no directory in sysfs")?;
+    let value = read_below(&paths.sys, directory, &wanted.file)?;
+    let value = value.trim();
+    if wanted.values.contains(value) {
+        return Ok(());
+    }
+    let shown: String = value.chars().filter(|c| !c.is_control()).take(64).collect();
+    let good: Vec<&str> = wanted.values.iter().map(String::as_str).collect();
+    Err(format!(
+        "{} is {shown:?}, and should be {}",
+        wanted.file,
+        good.join(" or ")
+    ))
+}

@@ -1,0 +1,316 @@
+//! The task that searches: when, by which configuration, and what is told of the result.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::watch as value;
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, sleep, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::found::Found;
+use super::probe::Prober;
+use super::report::Candidate;
+use super::scan::{Scan, scan};
+use super::uevent::Uevents;
+use super::watch::DirectoryWatches;
+use super::{HostPaths, Shared, Survey};
+use crate::api::crd::{Device, TEXT_MAX};
+use crate::core::discovery::attributes::fit;
+use crate::core::discovery::health::{HealthBook, Look, Observation};
+use crate::core::prepare::inventory::Devices;
+use crate::node::config::NodeConfiguration;
+use crate::node::resync;
+
+/// How soon a device that is there and unhealthy is probed again.
+const RECHECK: Duration = Duration::from_secs(5);
+/// How long changes are gathered before a search: a device that is plugged in makes several.
+const GATHER: Duration = Duration::from_millis(100);
+
+/// Why a search is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// The kernel told of a device.
+    Kernel,
+    /// A directory has changed.
+    Directory,
+    /// It was time.
+    Rescan,
+    /// A device is unhealthy and may be better.
+    Recheck,
+    /// Something was not as it was found when a device was to be handed out.
+    Request,
+    /// The configuration is another.
+    Configuration,
+}
+
+impl Cause {
+    /// Every cause, in the order in which the counters stand.
+    pub const ALL: [Self; 6] = [
+        Self::Kernel,
+        Self::Directory,
+        Self::Rescan,
+        Self::Recheck,
+        Self::Request,
+        Self::Configuration,
+    ];
+
+    /// The cause as logs and metrics have it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Kernel => "kernel",
+            Self::Directory => "directory",
+            Self::Rescan => "rescan",
+            Self::Recheck => "recheck",
+            Self::Request => "request",
+            Self::Configuration => "configuration",
+        }
+    }
+}
+
+/// How many changes of the devices were noticed in which way: a way that never catches anything on a machine where devices come
+/// and go is broken.
+#[derive(Debug, Default)]
+pub struct Caught([AtomicU64; Cause::ALL.len()]);
+
+impl Caught {
+    /// The changes that a cause has brought to light.
+    pub fn count(&self, cause: Cause) -> u64 {
+        self.0
+            .get(cause as usize)
+            .map_or(0, |count| count.load(Ordering::Relaxed))
+    }
+
+    fn add(&self, cause: Cause) {
+        if let Some(count) = self.0.get(cause as usize) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// The task that searches.
+pub(super) struct Search {
+    shared: Arc<Shared>,
+    configuration: value::Receiver<Arc<NodeConfiguration>>,
+    sender: value::Sender<Arc<Devices>>,
+    prober: Prober,
+    health: HealthBook,
+    began: Instant,
+    /// What was logged already: a problem is told when it comes and when it goes, not at each search.
+    reported: BTreeSet<Candidate>,
+    /// The configuration of the last search.
+    searched_by: Option<Arc<NodeConfiguration>>,
+    /// Attributes that an inventory has no room for, which was logged.
+    dropped: Vec<String>,
+}
+
+impl Search {
+    pub(super) async fn start(
+        shared: Arc<Shared>,
+        configuration: value::Receiver<Arc<NodeConfiguration>>,
+        sender: value::Sender<Arc<Devices>>,
+        shutdown: CancellationToken,
+    ) {
+        let mut search = Self {
+            shared,
+            configuration,
+            sender,
+            prober: Prober::default(),
+            health: HealthBook::default(),
+            began: Instant::now(),
+            reported: BTreeSet::new(),
+            searched_by: None,
+            dropped: Vec::new(),
+        };
+        // Whoever listens does so before the first search, so that nothing falls between.
+        let (watches, uevents) = (DirectoryWatches::new(), Uevents::new());
+        let directories = search.once(None).await;
+        tokio::spawn(search.go_on(watches, uevents, directories, shutdown));
+    }
+
+    /// Searches, publishes what has changed, and returns the directories that the result depends on.
+    async fn once(&mut self, cause: Option<Cause>) -> BTreeSet<PathBuf> {
+        let shared = self.shared.clone();
+        let configuration = self.configuration.borrow_and_update().clone();
+        let is_another = self
+            .searched_by
+            .as_ref()
+            .is_some_and(|before| !Arc::ptr_eq(before, &configuration));
+        self.searched_by = Some(configuration.clone());
+        let cause = if is_another {
+            Some(Cause::Configuration)
+        } else {
+            cause
+        };
+        let Ok(Scan {
+            mut found,
+            candidates,
+            directories,
+            ..
+        }) = spawn_blocking(move || scan(&configuration, &shared.paths)).await
+        else {
+            warn!("a search for devices was broken off; the next one comes by itself");
+            return BTreeSet::new();
+        };
+        self.recognise(&mut found);
+        self.report(
+            candidates
+                .into_iter()
+                .filter(|candidate| candidate.problem)
+                .collect(),
+        );
+        let looks = self.prober.look(&found, &self.shared.paths).await;
+        self.health.observe(self.began.elapsed(), &looks);
+        let (devices, dropped) = published(&found, &self.health);
+        if dropped != self.dropped {
+            if !dropped.is_empty() {
+                warn!(attributes = ?dropped, "an inventory has no room for all attributes of so many devices; these are left out");
+            }
+            self.dropped = dropped;
+        }
+        // First what is looked up, then what is announced.
+        self.remember(found, is_another);
+        if **self.sender.borrow() != devices {
+            let unhealthy = devices
+                .values()
+                .filter(|device| device.unhealthy.is_some())
+                .count();
+            let noticed_by = cause.map_or("start", Cause::as_str);
+            info!(
+                devices = devices.len(),
+                unhealthy, noticed_by, "the devices of this node have changed"
+            );
+            if let Some(cause) = cause {
+                self.shared.caught.add(cause);
+            }
+            self.sender.send_replace(Arc::new(devices));
+        }
+        directories
+    }
+
+    /// What is as it was before has its attributes with what is known and told of it already, and not once more.
+    fn recognise(&self, found: &mut BTreeMap<String, Found>) {
+        let before = self.shared.found.lock().unwrap_or_else(PoisonError::into_inner);
+        for (name, found) in found {
+            if let Some(before) = before.get(name)
+                && before.attributes == found.attributes
+            {
+                found.attributes = before.attributes.clone();
+            }
+        }
+    }
+
+    /// Takes up what was found. What the configuration no longer describes is kept aside, because claims may hold it.
+    fn remember(&self, found: BTreeMap<String, Found>, is_another: bool) {
+        let mut retired = self.shared.retired.lock().unwrap_or_else(PoisonError::into_inner);
+        retired.retain(|name, _| !found.contains_key(name));
+        let mut current = self.shared.found.lock().unwrap_or_else(PoisonError::into_inner);
+        if is_another {
+            let gone = current.iter().filter(|(name, _)| !found.contains_key(*name));
+            retired.extend(gone.map(|(name, found)| (name.clone(), found.clone())));
+        }
+        *current = found;
+    }
+
+    fn report(&mut self, problems: BTreeSet<Candidate>) {
+        for problem in problems.difference(&self.reported) {
+            warn!(candidate = %problem.candidate, kind = %problem.kind, "not handed out: {}", problem.why);
+        }
+        for problem in self.reported.difference(&problems) {
+            info!(candidate = %problem.candidate, kind = %problem.kind, "no longer so: {}", problem.why);
+        }
+        self.reported = problems;
+    }
+
+    async fn go_on(
+        mut self,
+        mut watches: DirectoryWatches,
+        mut uevents: Uevents,
+        mut directories: BTreeSet<PathBuf>,
+        shutdown: CancellationToken,
+    ) {
+        let mut reloads = true;
+        loop {
+            let mut cause = Cause::Directory;
+            // A directory that was not watched yet may have changed since it was searched.
+            if !watches.watch(&directories) {
+                // Healthy devices are probed in the rounds as well.
+                let (next, due) = if self.health.is_restless() {
+                    (Instant::now() + RECHECK, Cause::Recheck)
+                } else {
+                    (resync::next(), Cause::Rescan)
+                };
+                cause = tokio::select! {
+                    () = shutdown.cancelled() => return,
+                    _ = uevents.changed() => Cause::Kernel,
+                    () = watches.changed() => Cause::Directory,
+                    () = self.shared.look_again.notified() => Cause::Request,
+                    changed = self.configuration.changed(), if reloads => {
+                        reloads = changed.is_ok();
+                        Cause::Configuration
+                    }
+                    () = sleep_until(next) => due,
+                };
+                if matches!(cause, Cause::Kernel | Cause::Directory) {
+                    sleep(GATHER).await;
+                    uevents.drain();
+                    watches.drain();
+                }
+            }
+            directories = self.once(Some(cause)).await;
+        }
+    }
+}
+
+/// The devices as they are told to others: with their health, and no more of their attributes than an inventory takes;
+/// with the names of those that are left out.
+fn published(found: &BTreeMap<String, Found>, health: &HealthBook) -> (Devices, Vec<String>) {
+    let mut devices: Vec<Device> = found
+        .iter()
+        .map(|(name, found)| Device {
+            unhealthy: health
+                .cause(name)
+                .map(|cause| cause.chars().take(TEXT_MAX).collect()),
+            ..found.device(name)
+        })
+        .collect();
+    let dropped = fit(&mut devices);
+    let devices = devices
+        .into_iter()
+        .map(|device| (device.name.clone(), device))
+        .collect();
+    (devices, dropped)
+}
+
+/// Searches once and probes what is found.
+pub(super) async fn survey(configuration: NodeConfiguration, paths: HostPaths) -> Survey {
+    let there = paths.clone();
+    let Ok(scan) = spawn_blocking(move || scan(&configuration, &there)).await else {
+        return Survey::default();
+    };
+    let looks = Prober::default().look(&scan.found, &paths).await;
+    let unhealthy = |name: &str| match looks.get(name) {
+        Some(Look {
+            observation: Observation::Bad(cause),
+            ..
+        }) => Some(cause.clone()),
+        _ => None,
+    };
+    let device = |(name, found): (&String, &Found)| Device {
+        unhealthy: unhealthy(name),
+        ..found.device(name)
+    };
+    Survey {
+        devices: scan.found.iter().map(device).collect(),
+        injections: scan
+            .found
+            .iter()
+            .map(|(name, found)| (name.clone(), found.injection(name)))
+            .collect(),
+        candidates: scan.candidates,
+    }
+}

@@ -1,0 +1,316 @@
+//! What each source of a kind brings: drafts of devices, before anybody has looked at their nodes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+
+use super::node::NodeError;
+use super::scan::{Draft, Member, Refused, Searching};
+use super::sysfs::{NodeOf, OnBus, SysRoot, nodes_of};
+use super::walk::{Walked, walk};
+use crate::core::discovery::attributes::Attributes;
+use crate::core::discovery::group::{Group, Matched, Matches, assemble};
+use crate::core::discovery::pci::{self, PciFacts, Vfio};
+use crate::core::discovery::usb::{self, UsbFacts};
+use crate::node::config::{
+    DeviceKind, NODE_BUS, NODE_VFIO, NodeGroup, PathPattern, PciSource, UsbSource, VFIO_CONTAINER,
+};
+
+impl Searching<'_> {
+    /// Each node that a pattern matches.
+    pub(super) fn paths(&mut self, kind: &Arc<DeviceKind>, patterns: &[PathPattern]) {
+        for pattern in patterns {
+            for path in self.matches(kind, pattern) {
+                let draft = Draft {
+                    identity: path.clone(),
+                    shown: format!("/dev/{path}"),
+                    members: vec![Member {
+                        entry: pattern.text().to_owned(),
+                        path,
+                        own: true,
+                        expected: None,
+                    }],
+                    key: None,
+                    attributes: Attributes::default(),
+                    sysfs: None,
+                    literal: pattern.is_literal(),
+                };
+                self.take(kind, draft);
+            }
+        }
+    }
+
+    /// Nodes that belong together.
+    pub(super) fn groups(&mut self, kind: &Arc<DeviceKind>, groups: &[NodeGroup]) {
+        for group in groups {
+            let mut all = |patterns: &[PathPattern]| {
+                let matched = patterns.iter().flat_map(|pattern| self.matched(kind, pattern));
+                matched.collect::<Vec<_>>()
+            };
+            let matches = Matches {
+                required: group
+                    .required
+                    .iter()
+                    .map(|pattern| (pattern.text().to_owned(), all(std::slice::from_ref(pattern))))
+                    .collect(),
+                optional: all(&group.optional),
+                shared: all(&group.shared),
+            };
+            for assembled in assemble(&matches) {
+                match assembled {
+                    Ok(assembled) => {
+                        let identity = group_identity(kind, groups, group, &assembled);
+                        self.take(kind, group_draft(identity, assembled));
+                    }
+                    Err((Some(key), why)) => {
+                        self.refuse(kind, format!("the group of {key:?}"), Refused::problem(why));
+                    }
+                    Err((None, why)) => self.refuse(kind, "the group".to_owned(), Refused::quiet(why)),
+                }
+            }
+        }
+    }
+
+    /// USB devices with the nodes that belong to them.
+    pub(super) fn usb(&mut self, kind: &Arc<DeviceKind>, source: &UsbSource) {
+        let Some(devices) = self.sys.as_ref().map(SysRoot::usb_devices) else {
+            return self.refuse(kind, "/sys".to_owned(), Refused::problem("cannot be seen"));
+        };
+        let facts: Vec<UsbFacts> = devices.iter().map(|device| device.facts.clone()).collect();
+        let identities = usb::identities(&facts, source.identity);
+        for (OnBus { directory, facts }, identity) in devices.into_iter().zip(identities) {
+            let shown = facts.to_string();
+            if let Some(why) = usb::refuse(&facts, &source.matching, source.hubs) {
+                self.refuse(kind, shown, Refused::quiet(why));
+                continue;
+            }
+            let identity = match identity {
+                Ok(identity) => identity,
+                Err(why) => {
+                    self.refuse(kind, shown, Refused::problem(why));
+                    continue;
+                }
+            };
+            let nodes = nodes_of(&directory);
+            let entry = |node: &NodeOf| {
+                let own = if node.subsystem == "usb" {
+                    NODE_BUS
+                } else {
+                    &node.subsystem
+                };
+                own.to_owned()
+            };
+            match choose(&nodes, entry, &source.nodes, &source.optional_nodes) {
+                Err(why) => self.refuse(kind, shown, Refused::problem(why)),
+                Ok(members) => {
+                    let mut attributes = Attributes::default();
+                    self.describe(&directory, &mut attributes);
+                    let draft = Draft {
+                        identity,
+                        shown,
+                        members,
+                        key: None,
+                        attributes,
+                        sysfs: Some(directory),
+                        literal: true,
+                    };
+                    self.take(kind, draft);
+                }
+            }
+        }
+    }
+
+    /// PCI devices with the nodes that belong to them.
+    pub(super) fn pci(&mut self, kind: &Arc<DeviceKind>, source: &PciSource) {
+        let Some(devices) = self.sys.as_ref().map(SysRoot::pci_devices) else {
+            return self.refuse(kind, "/sys".to_owned(), Refused::problem("cannot be seen"));
+        };
+        let facts: Vec<PciFacts> = devices.iter().map(|device| device.facts.clone()).collect();
+        let matching: Vec<&PciFacts> = facts
+            .iter()
+            .filter(|facts| pci::refuse(facts, &source.matching).is_none())
+            .collect();
+        let wants_vfio = [&source.nodes, &source.optional_nodes]
+            .iter()
+            .any(|nodes| nodes.iter().any(|node| node == NODE_VFIO));
+        let vfio = if wants_vfio {
+            pci::vfio(&matching, &facts)
+        } else {
+            BTreeMap::new()
+        };
+        for OnBus { directory, facts } in devices {
+            let shown = facts.to_string();
+            if let Some(why) = pci::refuse(&facts, &source.matching) {
+                self.refuse(kind, shown, Refused::quiet(why));
+                continue;
+            }
+            let mut nodes = nodes_of(&directory);
+            // The group's own node belongs to no function in sysfs.
+            nodes.retain(|node| node.subsystem != NODE_VFIO);
+            let mut members = Vec::new();
+            match vfio.get(&facts.address) {
+                None => {}
+                Some(Vfio::Unit { group }) => {
+                    let member = |path: String, own| Member {
+                        entry: NODE_VFIO.to_owned(),
+                        path,
+                        own,
+                        expected: None,
+                    };
+                    members = vec![
+                        member(format!("vfio/{group}"), true),
+                        member(VFIO_CONTAINER.to_owned(), false),
+                    ];
+                }
+                Some(Vfio::PartOf { address }) => {
+                    let why = format!("it is part of the IOMMU group that {address} stands for");
+                    self.refuse(kind, shown, Refused::quiet(why));
+                    continue;
+                }
+                Some(Vfio::Unusable(why)) => {
+                    self.refuse(kind, shown, Refused::problem(why.clone()));
+                    continue;
+                }
+            }
+            let others = |nodes: &[String]| {
+                nodes
+                    .iter()
+                    .filter(|node| *node != NODE_VFIO)
+                    .cloned()
+                    .collect::<Vec<_>>()
+            };
+            let entry = |node: &NodeOf| node.subsystem.clone();
+            match choose(
+                &nodes,
+                entry,
+                &others(&source.nodes),
+                &others(&source.optional_nodes),
+            ) {
+                Err(why) => self.refuse(kind, shown, Refused::problem(why)),
+                Ok(more) => {
+                    members.extend(more);
+                    let mut attributes = Attributes::default();
+                    self.describe(&directory, &mut attributes);
+                    let draft = Draft {
+                        identity: facts.identity(),
+                        shown,
+                        members,
+                        key: None,
+                        attributes,
+                        sysfs: Some(directory),
+                        literal: true,
+                    };
+                    self.take(kind, draft);
+                }
+            }
+        }
+    }
+
+    fn describe(&self, directory: &Path, attributes: &mut Attributes) {
+        if let Some(sys) = &self.sys {
+            sys.describe(directory, attributes);
+        }
+    }
+
+    fn matched(&mut self, kind: &DeviceKind, pattern: &PathPattern) -> Vec<Matched> {
+        let paths = self.matches(kind, pattern);
+        let matched = paths.into_iter().map(|path| Matched {
+            pattern: pattern.text().to_owned(),
+            key: pattern.key_of(&path),
+            path,
+        });
+        // A directory among nodes (`/dev/snd/by-path`) does not belong to the group and does not spoil it.
+        let is_node = |path: &str| !matches!(self.root.look(path), Err(NodeError::NoDevice));
+        matched
+            .filter(|matched| matched.key.is_some() == pattern.has_key() && is_node(&matched.path))
+            .collect()
+    }
+
+    /// The paths that match, and a word for the pattern that has none.
+    fn matches(&mut self, kind: &DeviceKind, pattern: &PathPattern) -> Vec<String> {
+        let Walked { paths, outside } = walk(&self.root, pattern, &mut self.scan.directories);
+        for (path, why) in outside {
+            self.refuse(kind, format!("/dev/{path}"), Refused::problem(why));
+        }
+        if paths.is_empty() {
+            let why = if pattern.is_literal() {
+                "is not there"
+            } else {
+                "matches nothing"
+            };
+            self.refuse(kind, pattern.text().to_owned(), Refused::quiet(why));
+        }
+        paths
+    }
+}
+
+/// A group is known by its first node if that is named by the operator or by its key, and by its kind otherwise: which node a
+/// wildcard finds first may be another tomorrow.
+fn group_identity(kind: &DeviceKind, groups: &[NodeGroup], group: &NodeGroup, assembled: &Group) -> String {
+    let named = assembled.key.is_some() || group.required.first().is_some_and(PathPattern::is_literal);
+    match (named, assembled.own.first(), group.required.first()) {
+        (true, Some(first), _) => first.path.clone(),
+        (_, _, Some(pattern)) if groups.len() > 1 => format!("{}/{}", kind.name, pattern.text()),
+        _ => kind.name.clone(),
+    }
+}
+
+fn group_draft(identity: String, group: Group) -> Draft {
+    let shown = group.own.iter().map(|matched| format!("/dev/{}", matched.path));
+    let shown = shown.collect::<Vec<_>>().join(" + ");
+    let member = |matched: Matched, own| Member {
+        entry: matched.pattern,
+        path: matched.path,
+        own,
+        expected: None,
+    };
+    let own = group.own.into_iter().map(|matched| member(matched, true));
+    let shared = group.shared.into_iter().map(|matched| member(matched, false));
+    Draft {
+        identity,
+        shown,
+        members: own.chain(shared).collect(),
+        key: group.key,
+        attributes: Attributes::default(),
+        sysfs: None,
+        literal: false,
+    }
+}
+
+/// The nodes that the operator asks for, in the order of the configuration.
+fn choose(
+    nodes: &[NodeOf],
+    entry: impl Fn(&NodeOf) -> String,
+    required: &[String],
+    optional: &[String],
+) -> Result<Vec<Member>, String> {
+    let mut members = Vec::new();
+    for (wanted, must) in required
+        .iter()
+        .map(|wanted| (wanted, true))
+        .chain(optional.iter().map(|wanted| (wanted, false)))
+    {
+        let before = members.len();
+        members.extend(
+            nodes
+                .iter()
+                .filter(|node| entry(node) == *wanted)
+                .map(|node| Member {
+                    entry: wanted.clone(),
+                    path: node.path.clone(),
+                    own: true,
+                    expected: Some(node.numbers),
+                }),
+        );
+        if must && members.len() == before {
+            let has: BTreeSet<String> = nodes.iter().map(&entry).collect();
+            let has = if has.is_empty() {
+                "none at all; is a driver bound to it?".to_owned()
+            } else {
+                format!("only {}", has.into_iter().collect::<Vec<_>>().join(", "))
+            };
+            return Err(format!("it has no device node of {wanted}, {has}"));
+        }
+    }
+    Ok(members)
+}

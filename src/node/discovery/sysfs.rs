@@ -1,0 +1,319 @@
+//! Reads from `/sys` what the kernel knows of devices. Nothing is written there, and nothing outside is read.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Component, Path, PathBuf};
+
+use super::node::{NodeKind, Numbers};
+use crate::core::discovery::attributes::Attributes;
+use crate::core::discovery::pci::PciFacts;
+use crate::core::discovery::usb::UsbFacts;
+
+/// How much of a file is read: an attribute of sysfs is a page at most.
+const TEXT_MAX: u64 = 4096;
+/// How deep the directories of one device are looked through, and how many of them.
+const DEPTH_MAX: usize = 10;
+const DIRECTORIES_MAX: usize = 4096;
+
+/// The directory in which the host's `/sys` is seen.
+#[derive(Debug)]
+pub(super) struct SysRoot {
+    /// Without symbolic links.
+    root: PathBuf,
+}
+
+/// A device node that belongs to a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct NodeOf {
+    /// `tty`, `video4linux`, `usb`.
+    pub(super) subsystem: String,
+    /// The path below `/dev`.
+    pub(super) path: String,
+    pub(super) numbers: Numbers,
+}
+
+/// A device on a bus, with its directory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct OnBus<T> {
+    pub(super) directory: PathBuf,
+    pub(super) facts: T,
+}
+
+impl SysRoot {
+    /// Absent if the directory is not there.
+    pub(super) fn new(root: &Path) -> Option<Self> {
+        Some(Self {
+            root: root.canonicalize().ok()?,
+        })
+    }
+
+    /// Where a link leads, unless that is out of `/sys`.
+    fn resolve(&self, path: &Path) -> Option<PathBuf> {
+        path.canonicalize()
+            .ok()
+            .filter(|real| real.starts_with(&self.root))
+    }
+
+    /// The USB devices, in the order of their names: without interfaces, with hubs.
+    pub(super) fn usb_devices(&self) -> Vec<OnBus<UsbFacts>> {
+        let mut devices = Vec::new();
+        for name in names(&self.root.join("bus/usb/devices")) {
+            if name.contains(':') {
+                continue;
+            }
+            let found = self
+                .resolve(&self.root.join("bus/usb/devices").join(&name))
+                .and_then(|directory| {
+                    let facts = usb_facts(&directory)?;
+                    Some(OnBus { directory, facts })
+                });
+            devices.extend(found);
+        }
+        devices
+    }
+
+    /// The PCI functions, in the order of their addresses.
+    pub(super) fn pci_devices(&self) -> Vec<OnBus<PciFacts>> {
+        let mut devices = Vec::new();
+        for name in names(&self.root.join("bus/pci/devices")) {
+            let found = self
+                .resolve(&self.root.join("bus/pci/devices").join(&name))
+                .and_then(|directory| {
+                    let facts = pci_facts(&directory)?;
+                    Some(OnBus { directory, facts })
+                });
+            devices.extend(found);
+        }
+        devices
+    }
+
+    /// The directory of the device that a node stands for.
+    pub(super) fn directory_of(&self, numbers: Numbers) -> Option<PathBuf> {
+        let kind = match numbers.kind {
+            NodeKind::Character => "char",
+            NodeKind::Block => "block",
+        };
+        self.resolve(
+            &self
+                .root
+                .join(format!("dev/{kind}/{}:{}", numbers.major, numbers.minor)),
+        )
+    }
+
+    /// What is told of a device that is known by a node: what the nearest device on a bus above it tells, the NUMA node and the
+    /// driver.
+    pub(super) fn describe(&self, directory: &Path, attributes: &mut Attributes) {
+        let above: Vec<&Path> = directory
+            .ancestors()
+            .take_while(|path| path.starts_with(&self.root) && **path != self.root)
+            .collect();
+        for path in &above {
+            if let Some(facts) = usb_facts(path) {
+                attributes.usb(&facts);
+                break;
+            }
+            if let Some(facts) = pci_facts(path) {
+                attributes.pci(&facts);
+                break;
+            }
+        }
+        let numa_node = above.iter().find_map(|path| integer(&path.join("numa_node")));
+        let driver = above.iter().find_map(|path| link_name(&path.join("driver")));
+        attributes
+            .int("numaNode", numa_node.filter(|node| *node >= 0))
+            .text("driver", driver.as_deref());
+    }
+}
+
+/// The nodes of a device on a bus, in the order of their directories. What hangs below another device (what is plugged into
+/// a hub, what lies behind a bridge) is not among them.
+pub(super) fn nodes_of(device: &Path) -> Vec<NodeOf> {
+    let mut nodes = Vec::new();
+    let mut looked = 0;
+    let mut level = vec![device.to_owned()];
+    for _ in 0..DEPTH_MAX {
+        let mut next = Vec::new();
+        for directory in level {
+            looked += 1;
+            if looked > DIRECTORIES_MAX {
+                return nodes;
+            }
+            if directory != device && is_on_bus(&directory) {
+                continue;
+            }
+            nodes.extend(node_at(&directory));
+            for name in names(&directory) {
+                let path = directory.join(name);
+                if path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) {
+                    next.push(path);
+                }
+            }
+        }
+        level = next;
+    }
+    nodes
+}
+
+/// Reads a file of a device. `file` has been checked to have no way out; links that lead out are not followed.
+pub(super) fn read_below(sys: &Path, directory: &Path, file: &str) -> Result<String, String> {
+    let path = directory
+        .join(file)
+        .canonicalize()
+        .map_err(|error| format!("{file} cannot be read: {error}"))?;
+    let root = sys.canonicalize().map_err(|error| error.to_string())?;
+    if !path.starts_with(&root) {
+        return Err(format!("{file} leads out of /sys"));
+    }
+    read(&path).map_err(|error| format!("{file} cannot be read: {error}"))
+}
+
+fn read(path: &Path) -> std::io::Result<String> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(TEXT_MAX).read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes)
+        .trim_end_matches(['\n', '\0'])
+        .to_owned())
+}
+
+/// What an attribute says, if it is there and says anything.
+fn text(path: &Path) -> Option<String> {
+    read(path)
+        .ok()
+        .map(|text| text.trim().to_owned())
+        .filter(|text| !text.is_empty())
+}
+
+fn integer(path: &Path) -> Option<i64> {
+    text(path)?.parse().ok()
+}
+
+/// A number in hexadecimal digits, with or without `0x`.
+fn hexadecimal(path: &Path) -> Option<u32> {
+    let text = text(path)?;
+    u32::from_str_radix(text.strip_prefix("0x").unwrap_or(&text), 16).ok()
+}
+
+fn short(path: &Path) -> Option<u16> {
+    hexadecimal(path)?.try_into().ok()
+}
+
+fn link_name(path: &Path) -> Option<String> {
+    path.read_link().ok()?.file_name()?.to_str().map(str::to_owned)
+}
+
+/// The names in a directory, sorted.
+fn names(directory: &Path) -> Vec<String> {
+    let mut names: Vec<String> = std::fs::read_dir(directory)
+        .map(|entries| {
+            entries
+                .flatten()
+                .filter_map(|entry| entry.file_name().into_string().ok())
+                .collect()
+        })
+        .unwrap_or_default();
+    names.sort_unstable();
+    names
+}
+
+fn is_on_bus(directory: &Path) -> bool {
+    matches!(
+        link_name(&directory.join("subsystem")).as_deref(),
+        Some("usb" | "pci")
+    ) && (directory.join("idVendor").exists() || directory.join("vendor").exists())
+}
+
+fn usb_facts(directory: &Path) -> Option<UsbFacts> {
+    let vendor = short(&directory.join("idVendor"))?;
+    let sysfs_name = directory.file_name()?.to_str()?.to_owned();
+    // The root hub is `usb<N>`, and the controller is what it hangs on.
+    let is_root = |path: &&Path| {
+        let name = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or_default();
+        name.strip_prefix("usb")
+            .is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+    };
+    let root = directory.ancestors().find(is_root);
+    let controller = root
+        .and_then(Path::parent)
+        .and_then(|path| path.file_name()?.to_str())
+        .map(|name| {
+            let bus = if is_pci_address(name) { "pci" } else { "platform" };
+            format!("{bus}-{name}")
+        });
+    let version = root.and_then(|root| text(&root.join("version")));
+    Some(UsbFacts {
+        sysfs_name,
+        controller,
+        bus_version: version
+            .and_then(|version| version.split('.').next()?.parse().ok())
+            .unwrap_or_default(),
+        vendor,
+        product: short(&directory.join("idProduct"))?,
+        class: hexadecimal(&directory.join("bDeviceClass"))
+            .and_then(|class| class.try_into().ok())
+            .unwrap_or_default(),
+        serial: text(&directory.join("serial")),
+        manufacturer: text(&directory.join("manufacturer")),
+        model: text(&directory.join("product")),
+        speed: integer(&directory.join("speed")),
+    })
+}
+
+fn is_pci_address(name: &str) -> bool {
+    name.split(':').count() == 3 && name.contains('.')
+}
+
+fn pci_facts(directory: &Path) -> Option<PciFacts> {
+    let address = directory.file_name()?.to_str()?.to_owned();
+    if !is_pci_address(&address) {
+        return None;
+    }
+    let root = directory.components().find_map(|component| match component {
+        Component::Normal(name) => name
+            .to_str()
+            .filter(|name| name.starts_with("pci") && name.contains(':')),
+        _ => None,
+    });
+    Some(PciFacts {
+        vendor: short(&directory.join("vendor"))?,
+        device: short(&directory.join("device"))?,
+        class: hexadecimal(&directory.join("class"))?,
+        driver: link_name(&directory.join("driver")),
+        iommu_group: link_name(&directory.join("iommu_group")),
+        numa_node: integer(&directory.join("numa_node")).filter(|node| *node >= 0),
+        link_speed: text(&directory.join("current_link_speed")),
+        link_width: integer(&directory.join("current_link_width")).filter(|width| *width > 0),
+        root: root.map(str::to_owned),
+        address,
+    })
+}
+
+/// The node that a directory of sysfs stands for.
+fn node_at(directory: &Path) -> Option<NodeOf> {
+    if !directory.join("dev").exists() {
+        return None;
+    }
+    let uevent = read(&directory.join("uevent")).ok()?;
+    let values: BTreeMap<&str, &str> = uevent.lines().filter_map(|line| line.split_once('=')).collect();
+    let path = *values.get("DEVNAME")?;
+    let inside = !path.split('/').any(|part| matches!(part, "" | "." | ".."));
+    let subsystem = link_name(&directory.join("subsystem"))?;
+    let kind = if subsystem == "block" {
+        NodeKind::Block
+    } else {
+        NodeKind::Character
+    };
+    inside.then_some(())?;
+    Some(NodeOf {
+        path: path.to_owned(),
+        numbers: Numbers {
+            kind,
+            major: values.get("MAJOR")?.parse().ok()?,
+            minor: values.get("MINOR")?.parse().ok()?,
+        },
+        subsystem,
+    })
+}

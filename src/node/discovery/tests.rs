@@ -1,0 +1,386 @@
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::fs::{CWD, FileType, Mode as FileMode, makedev, mknodat};
+
+use super::scan::{Scan, scan};
+use super::*;
+use crate::api::crd::Mode;
+use crate::core::prepare::injection::DeviceNode;
+use crate::core::prepare::naming::device_name;
+
+#[path = "../../../tests/not_run/mod.rs"]
+mod not_run;
+
+/// A host with a `/dev` of its own. Making device nodes needs root.
+struct Host {
+    directory: tempfile::TempDir,
+}
+
+impl Host {
+    fn new() -> Option<Self> {
+        if !not_run::is_root() {
+            return None;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::create_dir(directory.path().join("dev")).unwrap();
+        std::fs::write(
+            directory.path().join("mountinfo"),
+            "1 1 259:1 / / rw - ext4 /dev/root rw\n",
+        )
+        .unwrap();
+        Some(Self { directory })
+    }
+
+    fn paths(&self) -> HostPaths {
+        let path = |name: &str| self.directory.path().join(name);
+        HostPaths {
+            dev: path("dev"),
+            sys: path("sys"),
+            mountinfo: path("mountinfo"),
+            swaps: path("swaps"),
+        }
+    }
+
+    fn dev(&self, path: &str) -> PathBuf {
+        let path = self.directory.path().join("dev").join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        path
+    }
+
+    fn node(&self, path: &str, file_type: FileType, major: u32, minor: u32) {
+        mknodat(
+            CWD,
+            self.dev(path),
+            file_type,
+            FileMode::RUSR,
+            makedev(major, minor),
+        )
+        .unwrap();
+    }
+
+    fn character(&self, path: &str, minor: u32) {
+        self.node(path, FileType::CharacterDevice, 240, minor);
+    }
+
+    fn scan(&self, kinds: &str) -> Scan {
+        scan(&configuration(kinds), &self.paths())
+    }
+}
+
+fn configuration(kinds: &str) -> NodeConfiguration {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("node.yaml");
+    let text = format!("apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n{kinds}");
+    std::fs::write(&path, text).unwrap();
+    NodeConfiguration::read(&path).unwrap()
+}
+
+fn names(scan: &Scan) -> Vec<&str> {
+    scan.found.keys().map(String::as_str).collect()
+}
+
+fn problems(scan: &Scan) -> Vec<&Candidate> {
+    scan.candidates
+        .iter()
+        .filter(|candidate| candidate.problem)
+        .collect()
+}
+
+fn problem<'a>(scan: &'a Scan, path: &str) -> &'a str {
+    problems(scan)
+        .into_iter()
+        .find(|problem| problem.candidate == path)
+        .map_or("", |problem| &problem.why)
+}
+
+#[test]
+fn device_nodes_are_found_and_nothing_else() {
+    let Some(host) = Host::new() else { return };
+    host.character("test-b", 2);
+    host.character("test-a", 1);
+    host.character("other", 3);
+    host.character(".test-hidden", 4);
+    std::fs::write(host.dev("test-file"), "").unwrap();
+    std::fs::create_dir(host.dev("test-directory")).unwrap();
+    let scan = host.scan("- {name: test, paths: [\"/dev/test-*\"], permissions: r}");
+    assert_eq!(names(&scan), ["test-a", "test-b"]);
+    assert!(problems(&scan).is_empty(), "{scan:?}");
+    let device = scan.found["test-a"].device("test-a");
+    assert_eq!((device.kind.as_str(), device.mode), ("test", Mode::Claims));
+    assert_eq!(
+        device
+            .attributes
+            .get("drayman.dev/path")
+            .unwrap()
+            .string
+            .as_deref(),
+        Some("/dev/test-a")
+    );
+    assert_eq!(device.attributes.get("drayman.dev/major").unwrap().int, Some(240));
+    assert_eq!(device.attributes.get("drayman.dev/minor").unwrap().int, Some(1));
+}
+
+#[test]
+fn a_link_is_known_by_its_own_path_and_leads_to_the_node() {
+    let Some(host) = Host::new() else { return };
+    host.character("ttyUSB0", 1);
+    host.character("ttyUSB1", 2);
+    symlink("../../ttyUSB0", host.dev("serial/by-id/usb-A")).unwrap();
+    symlink("/dev/ttyUSB1", host.dev("serial/by-id/usb-B")).unwrap();
+    let scan = host.scan("- {name: serial, paths: [\"/dev/serial/by-*/usb-?\"]}");
+    let nodes: Vec<(&str, &str)> = scan
+        .found
+        .values()
+        .map(|found| (&*found.nodes[0].path, &*found.nodes[0].node.host_path))
+        .collect();
+    assert_eq!(
+        nodes,
+        [
+            ("serial/by-id/usb-A", "/dev/ttyUSB0"),
+            ("serial/by-id/usb-B", "/dev/ttyUSB1")
+        ]
+    );
+    for directory in ["", "serial", "serial/by-id"] {
+        let directory = host.dev(directory).canonicalize().unwrap();
+        assert!(
+            scan.directories
+                .iter()
+                .any(|path| path.canonicalize().unwrap() == directory),
+            "{directory:?}"
+        );
+    }
+}
+
+#[test]
+fn links_out_of_dev_are_refused_wherever_they_stand_in_the_path() {
+    let Some(host) = Host::new() else { return };
+    let outside = host.directory.path().join("outside");
+    std::fs::create_dir(&outside).unwrap();
+    mknodat(
+        CWD,
+        outside.join("secret"),
+        FileType::CharacterDevice,
+        FileMode::RUSR,
+        makedev(240, 9),
+    )
+    .unwrap();
+    symlink(outside.join("secret"), host.dev("test-link")).unwrap();
+    symlink("../outside", host.dev("test-directory")).unwrap();
+    let scan = host.scan(
+        "- {name: test, paths: [\"/dev/test-*\", \"/dev/test-directory/*\", /dev/test-directory/secret]}",
+    );
+    assert_eq!(names(&scan), Vec::<&str>::new());
+    assert!(
+        problem(&scan, "/dev/test-link").contains("leads out of /dev"),
+        "{scan:?}"
+    );
+    assert!(
+        problem(&scan, "/dev/test-directory").contains("leads out of /dev"),
+        "{scan:?}"
+    );
+    assert!(scan.directories.iter().all(|path| !path.ends_with("outside")));
+}
+
+#[test]
+fn a_device_of_two_kinds_is_the_firsts_and_the_second_is_told() {
+    let Some(host) = Host::new() else { return };
+    host.character("test-a", 1);
+    symlink("test-a", host.dev("alias")).unwrap();
+    let scan = host.scan(
+        "- {name: first, paths: [\"/dev/test-*\"]}\n- {name: second, paths: [/dev/test-a]}\n- {name: third, paths: [/dev/alias]}",
+    );
+    assert_eq!(names(&scan), ["test-a"]);
+    assert_eq!(scan.found["test-a"].kind.name, "first");
+    assert!(problem(&scan, "/dev/test-a").contains("\"first\""), "{scan:?}");
+    assert!(
+        problem(&scan, "/dev/alias").contains("same device as /dev/test-a"),
+        "{scan:?}"
+    );
+}
+
+#[test]
+fn the_machines_memory_and_its_own_disk_are_handed_out_only_if_that_is_said_of_each() {
+    let Some(host) = Host::new() else { return };
+    for (name, minor) in [("mem", 1), ("kmem", 2), ("port", 4), ("null", 3)] {
+        host.node(name, FileType::CharacterDevice, 1, minor);
+    }
+    host.node("root", FileType::BlockDevice, 259, 1);
+    host.node("spare", FileType::BlockDevice, 259, 2);
+    let scan = host.scan("- {name: all, paths: [\"/dev/*\"]}");
+    assert_eq!(names(&scan), ["null", "spare"]);
+    assert!(problem(&scan, "/dev/mem").contains("dangerousPaths"), "{scan:?}");
+    assert!(problem(&scan, "/dev/root").contains("is mounted"), "{scan:?}");
+    let named = "- {name: named, paths: [/dev/mem, /dev/root]";
+    assert_eq!(names(&host.scan(&format!("{named}}}"))), Vec::<&str>::new());
+    let scan = host.scan(&format!("{named}, dangerousPaths: [/dev/root, /dev/port]}}"));
+    assert_eq!(names(&scan), ["root"], "each is allowed by its own name");
+}
+
+#[test]
+fn without_a_view_of_the_mounts_no_block_device_is_taken_for_free() {
+    let Some(host) = Host::new() else { return };
+    host.node("spare", FileType::BlockDevice, 259, 2);
+    std::fs::remove_file(host.paths().mountinfo).unwrap();
+    let scan = host.scan("- {name: all, paths: [\"/dev/*\"]}");
+    assert_eq!(names(&scan), Vec::<&str>::new());
+    assert!(
+        problem(&scan, "/dev/spare").contains("cannot be seen"),
+        "{scan:?}"
+    );
+}
+
+#[test]
+fn a_literal_path_that_is_no_device_is_told_and_one_that_is_missing_is_not() {
+    let Some(host) = Host::new() else { return };
+    std::fs::write(host.dev("file"), "").unwrap();
+    symlink("nowhere", host.dev("broken")).unwrap();
+    let scan = host.scan("- {name: test, paths: [/dev/file, /dev/missing, /dev/broken]}");
+    assert!(
+        problem(&scan, "/dev/file").contains("not a character or block device"),
+        "{scan:?}"
+    );
+    assert!(problem(&scan, "/dev/broken").contains("No such file"), "{scan:?}");
+    assert_eq!(problems(&scan).len(), 2);
+}
+
+#[test]
+fn a_dev_that_is_missing_is_told() {
+    let paths = HostPaths {
+        dev: "/nonexistent".into(),
+        ..HostPaths::default()
+    };
+    let scan = scan(&configuration("- {name: test, paths: [/dev/x]}"), &paths);
+    assert!(
+        problems(&scan)
+            .iter()
+            .any(|problem| problem.candidate == "/nonexistent")
+    );
+}
+
+async fn start(host: &Host, shutdown: &CancellationToken) -> HostDevices {
+    let kinds = "- {name: test, paths: [\"/dev/test-*\", \"/dev/by-id/*\"], permissions: rw}";
+    HostDevices::start(
+        value::channel(Arc::new(configuration(kinds))).1,
+        host.paths(),
+        shutdown.clone(),
+    )
+    .await
+}
+
+async fn until(devices: &mut value::Receiver<Arc<Devices>>, names: &[&str]) {
+    let here = devices.wait_for(|devices| devices.keys().eq(names));
+    // Far below the time after which a search is made anyway.
+    tokio::time::timeout(Duration::from_secs(10), here)
+        .await
+        .expect("the change was not noticed")
+        .unwrap();
+}
+
+#[tokio::test]
+async fn devices_that_come_and_go_are_noticed_at_once_also_in_new_directories() {
+    let Some(host) = Host::new() else { return };
+    let shutdown = CancellationToken::new();
+    host.character("test-a", 1);
+    let driver = start(&host, &shutdown).await;
+    let mut devices = driver.devices.clone();
+    until(&mut devices, &["test-a"]).await;
+    host.character("test-b", 2);
+    until(&mut devices, &["test-a", "test-b"]).await;
+    std::fs::remove_file(host.dev("test-a")).unwrap();
+    until(&mut devices, &["test-b"]).await;
+    host.character("tty", 3);
+    symlink("../tty", host.dev("by-id/x")).unwrap();
+    until(&mut devices, &[&device_name("by-id/x"), "test-b"]).await;
+    std::fs::remove_dir_all(host.dev("by-id")).unwrap();
+    until(&mut devices, &["test-b"]).await;
+    symlink("../tty", host.dev("by-id/x")).unwrap();
+    until(&mut devices, &[&device_name("by-id/x"), "test-b"]).await;
+    shutdown.cancel();
+}
+
+#[tokio::test]
+async fn a_container_gets_the_node_at_the_path_that_was_configured() {
+    let Some(host) = Host::new() else { return };
+    let shutdown = CancellationToken::new();
+    host.character("tty", 3);
+    symlink("../tty", host.dev("by-id/x")).unwrap();
+    let driver = start(&host, &shutdown).await;
+    let injection = driver.injection(&device_name("by-id/x")).await.unwrap();
+    let node = DeviceNode {
+        host_path: "/dev/tty".into(),
+        container_path: "/dev/by-id/x".into(),
+        permissions: "rw".into(),
+    };
+    assert_eq!(injection.device_nodes, [node]);
+    assert_eq!(injection.environment.len(), 1);
+    shutdown.cancel();
+}
+
+#[tokio::test]
+async fn a_device_that_has_gone_or_become_another_is_refused_at_once() {
+    let Some(host) = Host::new() else { return };
+    let shutdown = CancellationToken::new();
+    host.character("test-a", 1);
+    host.character("test-b", 2);
+    let driver = start(&host, &shutdown).await;
+    assert_eq!(
+        driver.injection("nowhere").await.unwrap_err().reason(),
+        "DeviceGone"
+    );
+    // In one go with the question, so that the search cannot come in between.
+    std::fs::remove_file(host.dev("test-a")).unwrap();
+    assert_eq!(
+        driver.shared.injection("test-a").unwrap_err().reason(),
+        "DeviceGone"
+    );
+    std::fs::remove_file(host.dev("test-b")).unwrap();
+    host.character("test-b", 7);
+    assert_eq!(
+        driver.shared.injection("test-b").unwrap_err().reason(),
+        "DeviceChanged"
+    );
+    let mut devices = driver.devices.clone();
+    until(&mut devices, &["test-b"]).await;
+    // One look may see that the one is gone, and only the next the number of the other.
+    while driver.injection("test-b").await.is_err() {
+        devices.changed().await.unwrap();
+    }
+    std::fs::remove_file(host.dev("test-b")).unwrap();
+    symlink(Path::new("/etc/passwd"), host.dev("test-b")).unwrap();
+    assert_eq!(
+        driver.shared.injection("test-b").unwrap_err().reason(),
+        "DeviceGone"
+    );
+    shutdown.cancel();
+}
+
+#[tokio::test]
+async fn a_disk_is_looked_at_again_when_it_is_handed_out() {
+    let Some(host) = Host::new() else { return };
+    host.node("spare", FileType::BlockDevice, 259, 2);
+    host.node("meant", FileType::BlockDevice, 259, 3);
+    let configuration = configuration("- {name: all, paths: [\"/dev/*\"], dangerousPaths: [/dev/meant]}");
+    let (_sender, configuration) = value::channel(Arc::new(configuration));
+    let end = CancellationToken::new();
+    let devices = HostDevices::start(configuration, host.paths(), end.clone()).await;
+    for device in ["spare", "meant"] {
+        devices.check_unused(device).await.unwrap();
+    }
+    let mounts = "1 1 259:1 / / rw - ext4 /dev/root rw\n\
+                  2 1 259:2 / /mnt rw - ext4 /dev/spare rw\n\
+                  3 1 259:3 / /opt rw - ext4 /dev/meant rw\n";
+    std::fs::write(host.paths().mountinfo, mounts).unwrap();
+    let refused = devices.check_unused("spare").await.unwrap_err();
+    assert_eq!(refused.reason(), "DeviceInUse");
+    assert!(refused.to_string().contains("/dev/spare is mounted"), "{refused}");
+    devices.check_unused("meant").await.unwrap();
+    let holders = host.paths().sys.join("dev/block/259:2/holders");
+    std::fs::create_dir_all(&holders).unwrap();
+    std::fs::write(holders.join("dm-3"), "").unwrap();
+    std::fs::write(host.paths().mountinfo, "1 1 259:1 / / rw - ext4 /dev/root rw\n").unwrap();
+    let refused = devices.check_unused("spare").await.unwrap_err();
+    assert!(refused.to_string().contains("dm-3"), "{refused}");
+    end.cancel();
+}

@@ -1,0 +1,139 @@
+//! Extended resources: the device plugin API, v1beta1.
+
+mod register;
+mod service;
+mod watched;
+
+use std::sync::Arc;
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+
+use super::{DoorError, DoorState, KubeletPaths, health};
+use crate::api::proto::device_plugin_v1beta1::DevicePluginOptions;
+use crate::api::proto::device_plugin_v1beta1::device_plugin_server::{DevicePluginServer, SERVICE_NAME};
+use crate::core::prepare::name::check_extended_resource;
+use crate::node::companion::Companion;
+use crate::node::kubelet::transport::{MAX_MESSAGE, listen};
+use register::Registrar;
+use service::{DevicePluginService, Streams};
+
+/// The only version of the API.
+const VERSION: &str = "v1beta1";
+
+/// How kubelet learns of a device plugin.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PluginRegistration {
+    /// The plugin calls kubelet, at `kubelet.sock` in the directory of device plugins. Every kubelet has it.
+    #[default]
+    KubeletSocket,
+    /// Kubelet finds the plugin, by its plugin watcher in `plugins_registry` below its root directory: for nodes whose directory of
+    /// device plugins cannot be reached. It finds it again by itself after a restart. If it loses the plugin otherwise, it does not
+    /// notice; the companion then makes the registration anew.
+    PluginWatcher,
+}
+
+/// Opens the door for one extended resource and keeps it open until the shutdown.
+///
+/// The socket is served first and registered then: at once, again when kubelet has restarted, and again when it drops ListAndWatch and
+/// does not come back. While there is no kubelet this waits for it.
+///
+/// `state` follows the registration. Dropping the future closes the door as the shutdown does, without waiting for calls in
+/// flight. An error comes only before the door is open.
+pub async fn serve<C: Companion>(
+    companion: Arc<C>,
+    paths: KubeletPaths,
+    registration: PluginRegistration,
+    driver_name: String,
+    resource_name: String,
+    state: watch::Sender<DoorState>,
+    shutdown: CancellationToken,
+) -> Result<(), DoorError> {
+    check_extended_resource(&resource_name)?;
+    let Some(devices) = companion.plugin_devices(&resource_name) else {
+        return Err(DoorError::NoSuchResource { resource_name });
+    };
+    let ours = shutdown.child_token();
+    let _end_with_this = ours.clone().drop_guard();
+
+    let place = match registration {
+        PluginRegistration::KubeletSocket => paths.device_plugin_socket(&resource_name),
+        PluginRegistration::PluginWatcher => paths.watched_device_plugin_socket(&driver_name, &resource_name),
+    };
+    let path = place.path.clone();
+    let streams = watch::Sender::new(Streams::default());
+    let calls = companion.grpc_calls();
+    let health = health::service(&[SERVICE_NAME], state.subscribe()).await;
+    let options = options(companion.checks_start(&resource_name));
+    let service = DevicePluginService {
+        companion,
+        resource_name: resource_name.clone(),
+        options,
+        devices,
+        streams: streams.clone(),
+        shutdown: ours.clone(),
+    };
+    let service = DevicePluginServer::new(service)
+        .max_decoding_message_size(MAX_MESSAGE)
+        .max_encoding_message_size(MAX_MESSAGE);
+    let listening = listen(
+        place,
+        Routes::new(service).add_service(health),
+        calls.clone(),
+        ours.clone(),
+    )
+    .await?;
+    tracing::info!(
+        resource = resource_name,
+        "the door for an extended resource is open"
+    );
+
+    let registered = match registration {
+        PluginRegistration::KubeletSocket => {
+            let registrar = Registrar {
+                kubelet: paths.kubelet_socket(),
+                endpoint: path
+                    .file_name()
+                    .unwrap_or_default()
+                    .to_string_lossy()
+                    .into_owned(),
+                resource_name,
+                options,
+                state: state.clone(),
+                published: listening.published.clone(),
+                directory: listening.directory.clone(),
+                streams: streams.subscribe(),
+            };
+            tokio::select! {
+                () = ours.cancelled() => {}
+                () = registrar.run() => {}
+            }
+            Ok(())
+        }
+        PluginRegistration::PluginWatcher => {
+            watched::register(watched::Plugin {
+                place: paths.device_plugin_registration_socket(&driver_name, &resource_name),
+                endpoint: path.display().to_string(),
+                resource_name,
+                state: state.clone(),
+                streams: streams.subscribe(),
+                calls,
+                shutdown: ours.clone(),
+            })
+            .await
+        }
+    };
+    ours.cancel();
+    listening.closed().await;
+    state.send_replace(DoorState::Closed);
+    registered
+}
+
+/// What we offer beyond ListAndWatch and Allocate.
+fn options(checks_start: bool) -> DevicePluginOptions {
+    DevicePluginOptions {
+        pre_start_required: checks_start,
+        get_preferred_allocation_available: true,
+    }
+}

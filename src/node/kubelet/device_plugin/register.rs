@@ -1,0 +1,199 @@
+//! Registers a device plugin at kubelet, and again whenever kubelet has lost it.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tonic::transport::Endpoint;
+use tonic::{Code, Status};
+
+use super::VERSION;
+use super::service::Streams;
+use crate::api::proto::device_plugin_v1beta1::registration_client::RegistrationClient;
+use crate::api::proto::device_plugin_v1beta1::{DevicePluginOptions, RegisterRequest};
+use crate::node::kubelet::DoorState;
+use crate::node::kubelet::transport::Identity;
+
+/// How long a registration may take: kubelet dials us for up to 10 s within it.
+const CALL_LIMIT: Duration = Duration::from_secs(20);
+/// How long after a registration kubelet may be without a ListAndWatch before it is registered again.
+const GRACE: Duration = Duration::from_secs(2);
+/// How soon a failed or lost registration is tried again, at first and at last.
+const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(30));
+
+/// Keeps one resource registered.
+///
+/// Streams of earlier registrations are left to kubelet: up to 1.35, when one ends, it disconnects whatever plugin now has the
+/// resource's name (kubernetes#121994), so ending them would undo the registration that follows.
+pub(super) struct Registrar {
+    pub(super) kubelet: PathBuf,
+    pub(super) endpoint: String,
+    pub(super) resource_name: String,
+    pub(super) options: DevicePluginOptions,
+    pub(super) state: watch::Sender<DoorState>,
+    pub(super) published: watch::Receiver<u64>,
+    pub(super) directory: watch::Receiver<u64>,
+    pub(super) streams: watch::Receiver<Streams>,
+}
+
+/// Why a registration failed.
+enum Failure {
+    /// There is no kubelet that answers.
+    Absent(String),
+    /// Kubelet refused.
+    Refused(Status),
+}
+
+impl Registrar {
+    /// Never ends.
+    pub(super) async fn run(mut self) {
+        let mut pause = RETRY.0;
+        loop {
+            self.published.mark_unchanged();
+            let kubelet = Identity::of(&self.kubelet);
+            let streams_before = self.streams.borrow().opened;
+            if !matches!(*self.state.borrow(), DoorState::Rejected { .. }) {
+                self.state.send_replace(DoorState::Waiting);
+            }
+            let resource = &self.resource_name;
+            match self.register().await {
+                Ok(()) => {
+                    tracing::info!(resource, "kubelet has registered the extended resource");
+                    self.state.send_replace(DoorState::Registered);
+                    let held = self.until_lost(kubelet, streams_before).await;
+                    // A stream that ends at once again and again must not make a busy loop.
+                    pause = if held { RETRY.0 } else { RETRY.1.min(pause * 2) };
+                }
+                Err(Failure::Absent(error)) => {
+                    tracing::debug!(resource, error, "kubelet is not there yet");
+                    self.state.send_replace(DoorState::Waiting);
+                    pause = RETRY.1.min(pause * 2);
+                }
+                Err(Failure::Refused(status)) => {
+                    let message = status.message().to_owned();
+                    tracing::error!(
+                        resource,
+                        reason = "RegistrationRejected",
+                        "kubelet rejects the extended resource: {message:?}"
+                    );
+                    self.state.send_replace(DoorState::Rejected { message });
+                    pause = RETRY.1.min(pause * 2);
+                }
+            }
+            if self.wait(pause, kubelet).await {
+                pause = RETRY.0;
+            }
+        }
+    }
+
+    /// Waits for the pause, or, and then it is true, until there is a new kubelet or our socket was made again.
+    async fn wait(&mut self, pause: Duration, kubelet: Option<Identity>) -> bool {
+        let pause = sleep(pause);
+        tokio::pin!(pause);
+        loop {
+            tokio::select! {
+                () = &mut pause => return false,
+                Ok(()) = self.published.changed() => return true,
+                Ok(()) = self.directory.changed() => if is_another(kubelet, Identity::of(&self.kubelet)) {
+                    return true;
+                },
+            }
+        }
+    }
+
+    /// Waits until the registration is void. True if kubelet had opened a ListAndWatch for it.
+    async fn until_lost(&mut self, kubelet: Option<Identity>, streams_before: u64) -> bool {
+        let mut held = false;
+        let mut watched_last = Instant::now();
+        loop {
+            let watched = self
+                .streams
+                .borrow_and_update()
+                .open
+                .range(streams_before + 1..)
+                .next()
+                .is_some();
+            held |= watched;
+            if watched {
+                watched_last = Instant::now();
+            }
+            tokio::select! {
+                Ok(()) = self.published.changed() => return true,
+                Ok(()) = self.directory.changed() => if is_another(kubelet, Identity::of(&self.kubelet)) {
+                    return true;
+                },
+                Ok(()) = self.streams.changed() => {
+                    if watched {
+                        watched_last = Instant::now();
+                    }
+                }
+                () = sleep_until(watched_last + GRACE), if !watched => {
+                    tracing::warn!(
+                        resource = self.resource_name,
+                        "kubelet does not watch the devices; they are registered again"
+                    );
+                    return held;
+                }
+            }
+        }
+    }
+
+    async fn register(&self) -> Result<(), Failure> {
+        let absent = |error: &dyn std::error::Error| {
+            let mut text = error.to_string();
+            if let Some(source) = error.source() {
+                text = format!("{text}: {source}");
+            }
+            Failure::Absent(text)
+        };
+        let request = RegisterRequest {
+            version: VERSION.into(),
+            endpoint: self.endpoint.clone(),
+            resource_name: self.resource_name.clone(),
+            options: Some(self.options),
+        };
+        let call = async {
+            let endpoint = Endpoint::from_shared(format!("unix://{}", self.kubelet.display()))
+                .map_err(|error| absent(&error))?;
+            let channel = endpoint.connect().await.map_err(|error| absent(&error))?;
+            RegistrationClient::new(channel)
+                .register(request)
+                .await
+                .map(drop)
+                .map_err(|status| match status.code() {
+                    Code::Unavailable | Code::Cancelled => absent(&status),
+                    _ => Failure::Refused(status),
+                })
+        };
+        timeout(CALL_LIMIT, call)
+            .await
+            .unwrap_or_else(|_| Err(Failure::Absent(format!("no answer within {CALL_LIMIT:?}"))))
+    }
+}
+
+/// Whether there is a kubelet now that is not the one from before.
+fn is_another(before: Option<Identity>, now: Option<Identity>) -> bool {
+    now.is_some() && now != before
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message;
+
+    use super::*;
+
+    #[test]
+    fn the_registration_has_the_bytes_that_kubelet_reads() {
+        let request = RegisterRequest {
+            version: VERSION.into(),
+            endpoint: "x.sock".into(),
+            resource_name: "a.dev/b".into(),
+            options: Some(super::super::options(false)),
+        };
+        assert_eq!(
+            request.encode_to_vec(),
+            b"\x0a\x07v1beta1\x12\x06x.sock\x1a\x07a.dev/b\x22\x02\x10\x01"
+        );
+    }
+}

@@ -1,0 +1,83 @@
+//! Registers a device plugin through kubelet's plugin watcher.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+
+use super::VERSION;
+use super::service::Streams;
+use crate::api::proto::plugin_registration::PluginInfo;
+use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
+use crate::node::kubelet::registration::RegistrationService;
+use crate::node::kubelet::transport::{GrpcCalls, MAX_MESSAGE, SocketPlace, listen};
+use crate::node::kubelet::{DoorError, DoorState, is_served};
+
+/// How long kubelet may be without a ListAndWatch before the registration is made anew, at first and at last. Its plugin watcher
+/// takes a second or two; a kubelet that is stopped takes as long as it likes, and finds the socket when it starts.
+const GRACE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(300));
+
+/// A device plugin that is served.
+pub(super) struct Plugin {
+    /// Where the watcher looks.
+    pub(super) place: SocketPlace,
+    /// Where the plugin is served.
+    pub(super) endpoint: String,
+    pub(super) resource_name: String,
+    pub(super) state: watch::Sender<DoorState>,
+    pub(super) streams: watch::Receiver<Streams>,
+    pub(super) calls: Arc<GrpcCalls>,
+    pub(super) shutdown: CancellationToken,
+}
+
+/// Keeps the plugin registered until the shutdown.
+///
+/// Kubelet finds the socket by itself, also after a restart. But it does not notice if its ListAndWatch ends for another reason, nor
+/// does it try again after a failure: then the socket is made anew.
+pub(super) async fn register(mut plugin: Plugin) -> Result<(), DoorError> {
+    let service = RegistrationService {
+        info: PluginInfo {
+            r#type: "DevicePlugin".into(),
+            name: plugin.resource_name.clone(),
+            endpoint: plugin.endpoint,
+            supported_versions: vec![VERSION.into()],
+        },
+        state: plugin.state.clone(),
+    };
+    let routes = Routes::new(RegistrationServer::new(service).max_decoding_message_size(MAX_MESSAGE));
+    let registration = listen(plugin.place, routes, plugin.calls, plugin.shutdown.clone()).await?;
+    is_served(&plugin.state);
+    let mut grace = GRACE.0;
+    let mut alone_since = Instant::now();
+    loop {
+        let watched = !plugin.streams.borrow_and_update().open.is_empty();
+        if watched {
+            grace = GRACE.0;
+        }
+        tokio::select! {
+            () = plugin.shutdown.cancelled() => break,
+            Ok(()) = plugin.streams.changed() => {
+                if watched {
+                    alone_since = Instant::now();
+                }
+            }
+            () = sleep_until(alone_since + grace), if !watched => {
+                tracing::debug!(
+                    resource = plugin.resource_name,
+                    "kubelet does not watch the devices; the registration is made anew"
+                );
+                if !matches!(*plugin.state.borrow(), DoorState::Rejected { .. }) {
+                    plugin.state.send_replace(DoorState::Waiting);
+                }
+                registration.renew();
+                alone_since = Instant::now();
+                grace = GRACE.1.min(grace * 2);
+            }
+        }
+    }
+    registration.closed().await;
+    Ok(())
+}

@@ -1,0 +1,110 @@
+//! Follows the claims that are allocated on this node, for kinds that leave through both doors.
+//!
+//! The controller puts a label with the node's name on each claim, together with its finalizer and so before it allocates. The watch
+//! is limited to this label: a node hears of its own claims and not of the cluster's.
+
+use std::sync::Arc;
+
+use futures::TryStreamExt as _;
+use kube::Api;
+use kube::runtime::WatchStreamExt as _;
+use kube::runtime::watcher::{self, Event};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::api::resource::ResourceClaim;
+use crate::api::resource::label::{LABEL_OF_ANY_NODE, NODE_LABEL, label_of_node};
+use crate::core::prepare::announced::Announced;
+use crate::core::prepare::checkpoint::ClusterFacts;
+use crate::core::prepare::driver_name::DriverName;
+
+/// What the watch needs.
+pub(in crate::node) struct Announcements {
+    pub(in crate::node) client: kube::Client,
+    pub(in crate::node) driver_name: DriverName,
+    pub(in crate::node) node_name: String,
+    pub(in crate::node) cluster: watch::Receiver<ClusterFacts>,
+    pub(in crate::node) sender: watch::Sender<Arc<Announced>>,
+}
+
+impl Announcements {
+    /// Follows the claims until the shutdown.
+    pub(in crate::node) async fn run(mut self, shutdown: CancellationToken) {
+        loop {
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                known = self.cluster.wait_for(|facts| facts.serves_claims.is_some()) => if known.is_err() { return },
+            }
+            let serves = self.cluster.borrow_and_update().serves_claims == Some(true);
+            if !serves {
+                // There can be no claims.
+                let mut none = Announced::default();
+                none.replace([], self.driver_name.as_str(), &self.node_name);
+                self.sender.send_replace(Arc::new(none));
+            }
+            let mut cluster = self.cluster.clone();
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                changed = cluster.wait_for(|facts| facts.serves_claims != Some(serves)) => if changed.is_err() { return },
+                () = self.follow(), if serves => {}
+            }
+        }
+    }
+
+    async fn follow(&self) {
+        let api = Api::<ResourceClaim>::all(self.client.clone());
+        let key = format!("{}/{NODE_LABEL}", self.driver_name);
+        let here = label_of_node(&self.node_name);
+        let selector = format!("{key} in ({here},{LABEL_OF_ANY_NODE})");
+        let mut events =
+            Box::pin(watcher::watcher(api, watcher::Config::default().labels(&selector)).default_backoff());
+        let mut announced = self.sender.borrow().as_ref().clone();
+        let mut listed = Vec::new();
+        let mut complained = false;
+        loop {
+            let event = match events.try_next().await {
+                Ok(Some(event)) => event,
+                Ok(None) => return,
+                Err(error) => {
+                    if !complained {
+                        complained = true;
+                        warn!(
+                            reason = "ClaimsUnwatched",
+                            "the claims of this node cannot be watched, so that an allocation is noticed only at prepare: {error}"
+                        );
+                    }
+                    continue;
+                }
+            };
+            complained = false;
+            match event {
+                Event::Init => {
+                    listed.clear();
+                    continue;
+                }
+                Event::InitApply(claim) => {
+                    listed.push(claim);
+                    continue;
+                }
+                Event::InitDone => {
+                    info!(claims = listed.len(), "the claims of this node are known");
+                    announced.replace(
+                        &std::mem::take(&mut listed),
+                        self.driver_name.as_str(),
+                        &self.node_name,
+                    );
+                }
+                Event::Apply(claim) => announced.set(&claim, self.driver_name.as_str(), &self.node_name),
+                Event::Delete(claim) => announced.remove(claim.metadata.uid.as_deref().unwrap_or_default()),
+            }
+            self.sender.send_if_modified(|sent| {
+                let changed = **sent != announced;
+                if changed {
+                    *sent = Arc::new(announced.clone());
+                }
+                changed
+            });
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! `grpc.health.v1` on the sockets of the doors.
+//!
+//! A check there takes kubelet's own way: the same socket, the same limits, the same rewriting of its headers. It needs no port, and
+//! only root is let in. Kubelet's `grpc` probes take ports alone, so the pod's probes are those over HTTP.
+
+use tokio::sync::watch;
+use tonic_health::ServingStatus;
+use tonic_health::pb::health_server::{Health, HealthServer};
+use tonic_health::server::{HealthReporter, health_reporter};
+
+use super::DoorState;
+use crate::node::kubelet::transport::MAX_MESSAGE;
+
+/// The health of these services, and of the whole socket, which follows the state of the door.
+pub(super) async fn service(
+    services: &'static [&'static str],
+    mut state: watch::Receiver<DoorState>,
+) -> HealthServer<impl Health> {
+    let (reporter, server) = health_reporter();
+    // Not within the call: what is borrowed must be let go of before anything is awaited.
+    let now = status(&state.borrow_and_update());
+    report(&reporter, services, now).await;
+    tokio::spawn(async move {
+        while state.changed().await.is_ok() {
+            let now = status(&state.borrow_and_update());
+            report(&reporter, services, now).await;
+        }
+    });
+    server.max_decoding_message_size(MAX_MESSAGE)
+}
+
+async fn report(reporter: &HealthReporter, services: &[&str], status: ServingStatus) {
+    for service in [""].iter().chain(services) {
+        reporter.set_service_status(service, status).await;
+    }
+}
+
+/// A door that kubelet has not registered yet serves all the same.
+fn status(state: &DoorState) -> ServingStatus {
+    match state {
+        DoorState::Waiting | DoorState::Registered => ServingStatus::Serving,
+        DoorState::Starting | DoorState::Rejected { .. } | DoorState::Failed { .. } | DoorState::Closed => {
+            ServingStatus::NotServing
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_door_is_well_while_it_serves_and_is_not_refused() {
+        let rejected = DoorState::Rejected {
+            message: String::new(),
+        };
+        for (now, expected) in [
+            (DoorState::Starting, ServingStatus::NotServing),
+            (DoorState::Waiting, ServingStatus::Serving),
+            (DoorState::Registered, ServingStatus::Serving),
+            (rejected, ServingStatus::NotServing),
+            (DoorState::Closed, ServingStatus::NotServing),
+        ] {
+            assert_eq!(status(&now), expected, "{now:?}");
+        }
+    }
+}

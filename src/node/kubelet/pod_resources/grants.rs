@@ -1,0 +1,261 @@
+//! What kubelet shows of the devices that its containers hold, put together.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
+
+use futures::future::BoxFuture;
+use tokio::task::spawn_blocking;
+
+use super::super::KubeletPaths;
+use super::PodResourcesClient;
+use super::former::HostNodes;
+use crate::api::proto::pod_resources_v1::PodResources;
+use crate::core::prepare::containers::{Container, Shown};
+use crate::core::prepare::device_manager::{self, Grant, granted_by};
+use crate::core::prepare::driver_name::DriverName;
+use crate::core::prepare::naming::device_of_plugin_id;
+
+/// The size of kubelet's file that is read, at most.
+pub(super) const SIZE_MAX: u64 = 64 * 1024 * 1024;
+
+/// Shows which devices containers hold. Kubelet does, and in tests somebody else.
+pub trait Grants: std::fmt::Debug + Send + Sync + 'static {
+    /// What is shown now of the devices of these extended resources, by resource, all at one moment; an error is a sentence for a person.
+    fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<BTreeMap<String, Shown>, String>>;
+}
+
+/// What kubelet shows: its PodResources API, and the file of its device manager (`kubelet_internal_checkpoint`), which has the init
+/// containers and the pods deleted by force that the API leaves out.
+#[derive(Debug)]
+pub struct KubeletGrants {
+    client: PodResourcesClient,
+    /// The file of kubelet's device manager.
+    file: PathBuf,
+    /// A directory for each pod whose containers may still run.
+    pods: PathBuf,
+    /// By whose answers our grants are known.
+    driver: DriverName,
+    /// Where the nodes of devices are that were granted by an earlier release.
+    nodes: HostNodes,
+}
+
+impl KubeletGrants {
+    /// What the kubelet shows that is found there.
+    pub fn new(paths: &KubeletPaths, driver: &DriverName, nodes: HostNodes) -> Self {
+        Self {
+            driver: driver.clone(),
+            nodes,
+            client: PodResourcesClient::new(paths),
+            file: paths.device_plugin_dir.join(device_manager::FILE),
+            pods: paths.root_dir.join("pods"),
+        }
+    }
+}
+
+impl Grants for KubeletGrants {
+    fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<BTreeMap<String, Shown>, String>> {
+        Box::pin(async move {
+            // The list first: it makes kubelet forget what has ended. What is granted after it is in the file.
+            let list = self.client.list().await.map_err(|error| error.to_string())?;
+            let (file, pods) = (self.file.clone(), self.pods.clone());
+            let (driver, nodes) = (self.driver.clone(), self.nodes.clone());
+            spawn_blocking(move || {
+                let entries =
+                    read(&file).map_err(|error| format!("{} cannot be read: {error}", file.display()))?;
+                let remain = remain(&pods, &entries, &resources)?;
+                let may_run = |uid: &str| remain.as_ref().map_or(true, |uids| uids.contains(uid));
+                let granted = granted_by(&driver, &entries, may_run);
+                let shown = |resource: String| {
+                    let only = BTreeSet::from([resource.clone()]);
+                    let mut shown = shown(&list, &entries, &only, may_run);
+                    shown.pods_unseen = remain.as_ref().err().cloned();
+                    for (device, given) in granted.get(&resource).into_iter().flatten() {
+                        let numbers = nodes.numbers_of(&driver, device, given);
+                        shown.numbers.insert(device.clone(), numbers);
+                    }
+                    (resource, shown)
+                };
+                Ok(resources.into_iter().map(shown).collect())
+            })
+            .await
+            .map_err(|error| error.to_string())?
+        })
+    }
+}
+
+/// The entries of kubelet's file; none if there is no file yet. Kubelet replaces it as a whole.
+pub(super) fn read(path: &Path) -> io::Result<Vec<Grant>> {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error),
+    };
+    let mut text = Vec::new();
+    file.take(SIZE_MAX).read_to_end(&mut text)?;
+    device_manager::parse(&text).map_err(io::Error::other)
+}
+
+/// The pods with one of these extended resources of which something may still run: those that kubelet still has a directory of.
+///
+/// Without the directory of all pods nothing can be told, which is the inner error: whoever cannot see it must not take it for empty, or
+/// devices of init containers and of pods that were deleted by force would count as free.
+fn remain<'a>(
+    pods: &Path,
+    entries: &'a [Grant],
+    resources: &BTreeSet<String>,
+) -> Result<Result<BTreeSet<&'a str>, String>, String> {
+    if !is_directory(pods)? {
+        return Ok(Err(format!(
+            "{} is not there, so that nobody can tell which pods still run: a companion in a pod must have this directory of kubelet's \
+             mounted, read-only",
+            pods.display()
+        )));
+    }
+    let mut remain = BTreeSet::new();
+    for entry in entries
+        .iter()
+        .filter(|entry| resources.contains(&entry.resource_name))
+    {
+        let uid = entry.pod_uid.as_str();
+        // It is the name of a directory, and comes from a file that only root can write.
+        if !uid.contains('/') && is_directory(&pods.join(uid))? {
+            remain.insert(uid);
+        }
+    }
+    Ok(Ok(remain))
+}
+
+/// Whether there is a directory of this name. What cannot be looked at is an error.
+fn is_directory(path: &Path) -> Result<bool, String> {
+    match path.metadata() {
+        Ok(metadata) => Ok(metadata.is_dir()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(format!("{} cannot be looked at: {error}", path.display())),
+    }
+}
+
+fn shown(
+    list: &[PodResources],
+    entries: &[Grant],
+    resources: &BTreeSet<String>,
+    has_directory: impl Fn(&str) -> bool,
+) -> Shown {
+    let mut shown = Shown::default();
+    for pod in list {
+        shown.pods.insert((pod.namespace.clone(), pod.name.clone()));
+        for container in &pod.containers {
+            let ours = container
+                .devices
+                .iter()
+                .filter(|devices| resources.contains(&devices.resource_name));
+            for id in ours.flat_map(|devices| &devices.device_ids) {
+                let holder = Container {
+                    namespace: pod.namespace.clone(),
+                    pod: pod.name.clone(),
+                    container: container.name.clone(),
+                };
+                shown.listed.insert(device_of_plugin_id(id).to_owned(), holder);
+            }
+        }
+    }
+    shown.recorded = device_manager::recorded(entries, resources, has_directory);
+    shown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::proto::pod_resources_v1::{ContainerDevices, ContainerResources};
+
+    fn resources() -> BTreeSet<String> {
+        BTreeSet::from(["x.dev/a".to_owned()])
+    }
+
+    #[test]
+    fn kubelets_file_may_not_be_there_yet_and_is_never_taken_for_empty_when_it_cannot_be_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(device_manager::FILE);
+        assert_eq!(read(&path).unwrap().len(), 0, "no file yet");
+        let text = r#"{"Data":{"PodDeviceEntries":[{"PodUID":"u-1","ResourceName":"x.dev/a","DeviceIDs":{"-1":["a0.1"]}}]}}"#;
+        std::fs::write(&path, text).unwrap();
+        let shown = |running: bool| shown(&[], &read(&path).unwrap(), &resources(), |_| running);
+        assert!(shown(true).recorded.iter().eq(["a0"]));
+        assert!(shown(false).recorded.is_empty());
+        std::fs::write(&path, &text[..40]).unwrap();
+        read(&path).unwrap_err();
+    }
+
+    #[test]
+    fn without_kubelets_directory_of_pods_no_device_is_taken_for_free() {
+        let entry =
+            |(uid, resource): (&str, &str)| format!(r#"{{"PodUID":"{uid}","ResourceName":"{resource}"}}"#);
+        let entries = [
+            ("runs", "x.dev/a"),
+            ("ended", "x.dev/a"),
+            ("runs-too", "x.dev/other"),
+            ("../pods", "x.dev/a"),
+        ];
+        let text = format!(
+            r#"{{"Data":{{"PodDeviceEntries":[{}]}}}}"#,
+            entries.map(entry).join(",")
+        );
+        let entries = device_manager::parse(text.as_bytes()).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let pods = directory.path().join("pods");
+        for entries in [&entries[..], &[]] {
+            let problem = remain(&pods, entries, &resources()).unwrap().unwrap_err();
+            assert!(
+                problem.contains("pods is not there") && problem.contains("mounted"),
+                "{problem}"
+            );
+        }
+        for uid in ["runs", "runs-too"] {
+            std::fs::create_dir_all(pods.join(uid)).unwrap();
+        }
+        assert!(
+            remain(&pods, &entries, &resources())
+                .unwrap()
+                .unwrap()
+                .iter()
+                .eq(&["runs"])
+        );
+        // A file where the directory should be, and what cannot be looked at.
+        let file = directory.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        remain(&file, &entries, &resources()).unwrap().unwrap_err();
+        let problem = remain(&file.join("pods"), &entries, &resources()).unwrap_err();
+        assert!(problem.contains("cannot be looked at"), "{problem}");
+    }
+
+    #[test]
+    fn pods_are_shown_with_our_devices_and_also_without() {
+        let devices = |resource: &str, ids: &[&str]| ContainerDevices {
+            resource_name: resource.into(),
+            device_ids: ids.iter().map(|id| (*id).to_owned()).collect(),
+            topology: None,
+        };
+        let pod = |name: &str, devices: Vec<ContainerDevices>| PodResources {
+            name: name.into(),
+            namespace: "default".into(),
+            containers: vec![ContainerResources {
+                name: "main".into(),
+                devices,
+                dynamic_resources: vec![],
+            }],
+        };
+        let list = [
+            // The same device for each of its NUMA nodes.
+            pod(
+                "p",
+                vec![devices("x.dev/a", &["a0"]), devices("x.dev/a", &["a0"])],
+            ),
+            pod("q", vec![devices("x.dev/other", &["a7"])]),
+        ];
+        let shown = shown(&list, &[], &resources(), |_| true);
+        assert_eq!(shown.pods.len(), 2);
+        assert!(shown.listed.keys().eq(["a0"]));
+        assert_eq!(shown.listed["a0"].to_string(), "container main of pod default/p");
+    }
+}

@@ -1,0 +1,116 @@
+//! Events about the Node: that is where the person looks who can do something.
+
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::api::events::v1::Event;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use k8s_openapi::jiff::Timestamp;
+use kube::api::ObjectMeta;
+
+use crate::core::prepare::driver_name::DriverName;
+
+/// Bytes of a note, at most, before the sign that more would follow (`events.k8s.io/v1` takes 1,024 in all).
+const NOTE_MAX: usize = 1000;
+/// Bytes of a node's name in the name of an event, at most: an object's name has 253, of which the time takes 18.
+const NAME_MAX: usize = 235;
+/// Characters of a reporting instance, at most (`events.k8s.io/v1`).
+const INSTANCE_MAX: usize = 128;
+
+/// The namespace of events about objects that have none: where `kubectl describe node` looks.
+pub(in crate::node) const NAMESPACE: &str = "default";
+
+/// What is to be told of a node.
+pub(in crate::node) struct NodeEvent<'a> {
+    pub(in crate::node) driver_name: &'a DriverName,
+    pub(in crate::node) node_name: &'a str,
+    /// The uid of the Node object, if it is known.
+    pub(in crate::node) node_uid: Option<String>,
+    /// What the companion did, in CamelCase.
+    pub(in crate::node) action: &'static str,
+    /// Why, in CamelCase.
+    pub(in crate::node) reason: &'static str,
+    /// Whether somebody should look.
+    pub(in crate::node) warning: bool,
+    /// The sentence for that person; shortened to what an event takes.
+    pub(in crate::node) note: &'a str,
+}
+
+impl NodeEvent<'_> {
+    /// The object, as it is written at this time.
+    pub(in crate::node) fn at(self, now: Timestamp) -> Event {
+        Event {
+            metadata: ObjectMeta {
+                namespace: Some(NAMESPACE.to_owned()),
+                // As client-go names them. No label may end with a hyphen or be empty.
+                name: Some(format!(
+                    "{}.{:x}",
+                    beginning(self.node_name, NAME_MAX).trim_end_matches(['-', '.']),
+                    now.as_nanosecond()
+                )),
+                ..ObjectMeta::default()
+            },
+            action: Some(self.action.to_owned()),
+            event_time: Some(MicroTime(now)),
+            note: Some(if self.note.len() > NOTE_MAX {
+                format!("{}…", beginning(self.note, NOTE_MAX))
+            } else {
+                self.note.to_owned()
+            }),
+            reason: Some(self.reason.to_owned()),
+            regarding: Some(ObjectReference {
+                api_version: Some("v1".to_owned()),
+                kind: Some("Node".to_owned()),
+                name: Some(self.node_name.to_owned()),
+                uid: self.node_uid,
+                ..ObjectReference::default()
+            }),
+            reporting_controller: Some(self.driver_name.to_string()),
+            reporting_instance: Some(self.node_name.chars().take(INSTANCE_MAX).collect()),
+            type_: Some(if self.warning { "Warning" } else { "Normal" }.to_owned()),
+            ..Event::default()
+        }
+    }
+}
+
+/// As many whole characters of a text as so many bytes hold.
+fn beginning(text: &str, bytes: usize) -> &str {
+    let mut ends = (0..=bytes.min(text.len())).rev();
+    let end = ends.find(|end| text.is_char_boundary(*end));
+    text.get(..end.unwrap_or_default()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_is_about_the_node_and_fits_what_the_server_takes() {
+        let (driver_name, note) = (DriverName::parse("drayman.dev").unwrap(), "ü".repeat(800));
+        let told = |node_name| NodeEvent {
+            driver_name: &driver_name,
+            node_name,
+            node_uid: Some("n-1".into()),
+            action: "CheckDevices",
+            reason: "DeviceUnhealthy",
+            warning: true,
+            note: &note,
+        };
+        let event = told("node-a").at(Timestamp::UNIX_EPOCH);
+        let note = event.note.unwrap();
+        assert!(note.len() <= 1024 && note.ends_with("ü…"), "{}", note.len());
+        assert_eq!(event.type_.as_deref(), Some("Warning"));
+        let regarding = event.regarding.unwrap();
+        assert_eq!(
+            (regarding.kind.as_deref(), regarding.uid.as_deref()),
+            (Some("Node"), Some("n-1"))
+        );
+        assert_eq!(event.metadata.namespace.as_deref(), Some("default"));
+        let long = "n".repeat(253);
+        let event = told(&long).at(Timestamp::MAX);
+        assert!(event.metadata.name.unwrap().len() <= 253);
+        assert_eq!(event.reporting_instance.unwrap().len(), 128);
+        assert_eq!(event.regarding.unwrap().name.as_deref(), Some(&*long));
+        let hyphen = format!("{}-.{}", "n".repeat(NAME_MAX - 2), "n".repeat(18));
+        let name = told(&hyphen).at(Timestamp::MAX).metadata.name.unwrap();
+        assert!(!name.contains("-.") && !name.contains(".."), "{name}");
+    }
+}

@@ -1,0 +1,201 @@
+//! The NodeInventory as it should be.
+
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, OwnerReference, Time};
+use k8s_openapi::jiff::Timestamp;
+use kube::ResourceExt;
+use kube::api::ObjectMeta;
+
+use super::stored::{Counted, Stored};
+use super::{Quarantine, Standing};
+use crate::api::crd::{Device, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
+use crate::core::discovery::attributes::fit;
+use crate::core::prepare::driver_name::DriverName;
+use crate::core::prepare::inventory::Devices;
+
+/// The reason of the condition `Ready` while claims are served, or are not wanted. What else is down is in the message.
+const SERVING: &str = "Serving";
+/// The condition that says which claims are in quarantine; absent while there are none.
+const QUARANTINED: &str = "Quarantined";
+
+/// The name of the inventory of a node and driver.
+pub(super) fn object_name(node_name: &str, driver_name: &DriverName) -> String {
+    format!("{node_name}.{driver_name}")
+}
+
+/// The part of the inventory that we apply, and the attributes that it has no room for. It goes with its Node.
+pub(super) fn inventory(
+    name: &str,
+    driver_name: &DriverName,
+    node: &Node,
+    devices: &Devices,
+) -> (NodeInventory, Vec<String>) {
+    let mut devices: Vec<Device> = devices.values().cloned().collect();
+    let dropped = fit(&mut devices);
+    let uid = node.uid().unwrap_or_default();
+    let inventory = NodeInventory {
+        metadata: ObjectMeta {
+            name: Some(name.to_owned()),
+            owner_references: Some(vec![OwnerReference {
+                api_version: "v1".to_owned(),
+                kind: "Node".to_owned(),
+                name: node.name_any(),
+                uid: uid.clone(),
+                ..OwnerReference::default()
+            }]),
+            ..ObjectMeta::default()
+        },
+        spec: NodeInventorySpec {
+            driver_name: driver_name.to_string(),
+            node_name: node.name_any(),
+            node_uid: uid,
+            devices,
+        },
+        status: None,
+    };
+    (inventory, dropped)
+}
+
+/// The status that belongs to a stored inventory. The same as the stored one, if nothing in it has to change.
+pub(super) fn status(
+    stored: &Stored<Counted>,
+    standing: &Standing,
+    quarantine: &Quarantine,
+    now: Timestamp,
+) -> NodeInventoryStatus {
+    let condition = |type_: &str, holds: bool, reason: &str, message: String| {
+        let status = if holds { "True" } else { "False" };
+        let before = stored
+            .status
+            .iter()
+            .flat_map(|status| &status.conditions)
+            .find(|condition| condition.type_ == type_);
+        Condition {
+            type_: type_.to_owned(),
+            status: status.to_owned(),
+            reason: reason.to_owned(),
+            message,
+            observed_generation: stored.metadata.generation,
+            last_transition_time: before
+                .filter(|before| before.status == status)
+                .map_or(Time(now), |before| before.last_transition_time.clone()),
+        }
+    };
+    let mut conditions = vec![condition(
+        READY,
+        standing.claims_ready,
+        if standing.claims_ready {
+            SERVING
+        } else {
+            &standing.reason
+        },
+        standing.message.clone(),
+    )];
+    // Only while there is something to say: in ordinary times there is one condition.
+    if !quarantine.is_empty() {
+        conditions.push(condition(
+            QUARANTINED,
+            true,
+            "ClaimsForgotten",
+            describe(quarantine),
+        ));
+    }
+    NodeInventoryStatus {
+        devices: stored.devices.devices,
+        unhealthy: stored.devices.unhealthy,
+        observed_generation: stored.metadata.generation,
+        conditions,
+    }
+}
+
+/// The claims in quarantine in one text, of at most so many characters (the API takes 32,768).
+fn describe(quarantine: &Quarantine) -> String {
+    const MOST: usize = 4096;
+    let all: Vec<String> = quarantine
+        .values()
+        .map(|one| format!("{}: {}", one.claim, one.why))
+        .collect();
+    let text = format!(
+        "`drayman node release UID` on the node gives devices back. {}",
+        all.join("; ")
+    );
+    text.chars().take(MOST).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stored() -> NodeInventory {
+        let node: Node =
+            serde_json::from_value(serde_json::json!({"metadata": {"name": "node-a", "uid": "n-1"}}))
+                .unwrap();
+        let device = |name: &str, unhealthy: Option<&str>| {
+            let unhealthy = unhealthy.map(str::to_owned);
+            (
+                name.to_owned(),
+                Device {
+                    name: name.into(),
+                    unhealthy,
+                    ..Device::default()
+                },
+            )
+        };
+        let devices = Devices::from([device("a", None), device("b", Some("gone"))]);
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        let (mut inventory, _) = inventory(&object_name("node-a", &driver), &driver, &node, &devices);
+        inventory.metadata.generation = Some(3);
+        inventory
+    }
+
+    fn standing(ready: bool) -> Standing {
+        Standing {
+            ready,
+            claims_ready: ready,
+            reason: "Serving".into(),
+            message: "all is well".into(),
+            ..Standing::default()
+        }
+    }
+
+    #[test]
+    fn the_inventory_names_its_node_and_goes_with_it() {
+        let inventory = serde_json::to_value(stored()).unwrap();
+        assert_eq!(inventory["metadata"]["name"], "node-a.drayman.dev");
+        assert_eq!(inventory["metadata"]["ownerReferences"][0]["uid"], "n-1");
+        assert_eq!(inventory["spec"]["nodeUid"], "n-1");
+        assert_eq!(
+            inventory.get("status"),
+            None,
+            "what we apply must not claim the status"
+        );
+    }
+
+    /// The status that belongs to what the server answers with.
+    fn status_of(stored: &NodeInventory, ready: bool, now: Timestamp) -> NodeInventoryStatus {
+        let answer = serde_json::to_value(stored).unwrap();
+        let stored = serde_json::from_value(answer).unwrap();
+        status(&stored, &standing(ready), &Quarantine::new(), now)
+    }
+
+    #[test]
+    fn the_status_counts_and_says_which_generation_it_is_of() {
+        let status = status_of(&stored(), true, Timestamp::UNIX_EPOCH);
+        assert_eq!(
+            (status.devices, status.unhealthy, status.observed_generation),
+            (2, 1, Some(3))
+        );
+        assert_eq!(status.conditions[0].status, "True");
+    }
+
+    #[test]
+    fn a_status_that_has_not_changed_is_the_same_at_any_later_time() {
+        let mut stored = stored();
+        let first = status_of(&stored, true, Timestamp::UNIX_EPOCH);
+        stored.status = Some(first.clone());
+        let later = Timestamp::from_second(1_000).unwrap();
+        assert_eq!(status_of(&stored, true, later), first);
+        let changed = status_of(&stored, false, later);
+        assert_eq!(changed.conditions[0].last_transition_time, Time(later));
+    }
+}

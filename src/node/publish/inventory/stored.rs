@@ -1,0 +1,205 @@
+//! What the API server answers with, as far as somebody reads it.
+//!
+//! Each write and each event of the watch brings the whole object back: the attributes of all devices, and `managedFields` with an
+//! entry for each. That is a megabyte in thousands of pieces on a large node, which would be taken apart at once, and leave its
+//! gaps behind. So it is not decoded in the first place.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use kube::Resource;
+use kube::api::ObjectMeta;
+use serde::de::{IgnoredAny, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+use crate::api::crd::{Device, NodeInventory, NodeInventoryStatus};
+use crate::core::prepare::inventory::Devices;
+
+/// A NodeInventory, of whose devices only a `D` is known.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Stored<D> {
+    /// Without what nobody here reads.
+    pub(super) metadata: ObjectMeta,
+    pub(super) devices: D,
+    pub(super) status: Option<NodeInventoryStatus>,
+}
+
+/// How many devices a stored inventory has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Counted {
+    pub(super) devices: u32,
+    pub(super) unhealthy: u32,
+}
+
+/// The devices of a stored inventory with their kind and their health alone: what people were told.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Told(pub(super) Devices);
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Metadata {
+    name: Option<String>,
+    uid: Option<String>,
+    resource_version: Option<String>,
+    generation: Option<i64>,
+}
+
+#[derive(Deserialize)]
+struct Spec<D> {
+    #[serde(default)]
+    devices: D,
+}
+
+#[derive(Deserialize)]
+struct Whole<D: Default> {
+    metadata: Metadata,
+    #[serde(bound(deserialize = "D: Deserialize<'de> + Default"))]
+    spec: Spec<D>,
+    status: Option<NodeInventoryStatus>,
+}
+
+impl<'de, D: Deserialize<'de> + Default> Deserialize<'de> for Stored<D> {
+    fn deserialize<S: Deserializer<'de>>(deserializer: S) -> Result<Self, S::Error> {
+        let Whole {
+            metadata,
+            spec,
+            status,
+        } = Whole::deserialize(deserializer)?;
+        let metadata = ObjectMeta {
+            name: metadata.name,
+            uid: metadata.uid,
+            resource_version: metadata.resource_version,
+            generation: metadata.generation,
+            ..ObjectMeta::default()
+        };
+        Ok(Self {
+            metadata,
+            devices: spec.devices,
+            status,
+        })
+    }
+}
+
+impl<D> Resource for Stored<D> {
+    type DynamicType = ();
+    type Scope = <NodeInventory as Resource>::Scope;
+
+    fn kind((): &()) -> Cow<'_, str> {
+        NodeInventory::kind(&())
+    }
+
+    fn group((): &()) -> Cow<'_, str> {
+        NodeInventory::group(&())
+    }
+
+    fn version((): &()) -> Cow<'_, str> {
+        NodeInventory::version(&())
+    }
+
+    fn plural((): &()) -> Cow<'_, str> {
+        NodeInventory::plural(&())
+    }
+
+    fn meta(&self) -> &ObjectMeta {
+        &self.metadata
+    }
+
+    fn meta_mut(&mut self) -> &mut ObjectMeta {
+        &mut self.metadata
+    }
+}
+
+impl<'de> Deserialize<'de> for Counted {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        struct Health {
+            unhealthy: Option<IgnoredAny>,
+        }
+        struct Count;
+        impl<'de> Visitor<'de> for Count {
+            type Value = Counted;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a list of devices")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut devices: A) -> Result<Counted, A::Error> {
+                let mut counted = Counted::default();
+                while let Some(device) = devices.next_element::<Health>()? {
+                    counted.devices = counted.devices.saturating_add(1);
+                    if device.unhealthy.is_some() {
+                        counted.unhealthy = counted.unhealthy.saturating_add(1);
+                    }
+                }
+                Ok(counted)
+            }
+        }
+        deserializer.deserialize_seq(Count)
+    }
+}
+
+impl<'de> Deserialize<'de> for Told {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        struct Known {
+            name: String,
+            kind: String,
+            unhealthy: Option<String>,
+        }
+        let told = |known: Known| {
+            let device = Device {
+                name: known.name.clone(),
+                kind: known.kind,
+                unhealthy: known.unhealthy,
+                ..Device::default()
+            };
+            (known.name, device)
+        };
+        let all = Vec::<Known>::deserialize(deserializer)?;
+        Ok(Self(all.into_iter().map(told).collect()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = r#"{
+        "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory",
+        "metadata": { "name": "a.drayman.dev", "uid": "1", "resourceVersion": "7", "generation": 3, "labels": { "a": "b" },
+            "managedFields": [{ "manager": "drayman-node", "fieldsV1": { "f:spec": { "f:devices": {} } } }] },
+        "spec": { "driverName": "drayman.dev", "nodeName": "a", "nodeUid": "n", "devices": [
+            { "name": "x", "kind": "k", "mode": "claims", "attributes": { "drayman.dev/path": { "string": "/dev/x" } } },
+            { "name": "y", "kind": "k", "mode": "claims", "unhealthy": "gone" }] },
+        "status": { "devices": 2, "unhealthy": 1, "observedGeneration": 3 }
+    }"#;
+
+    #[test]
+    fn the_devices_of_an_answer_are_counted_and_not_kept() {
+        let stored: Stored<Counted> = serde_json::from_str(TEXT).unwrap();
+        let whole: NodeInventory = serde_json::from_str(TEXT).unwrap();
+        assert_eq!((stored.devices.devices, stored.devices.unhealthy), (2, 1));
+        assert_eq!(stored.status, whole.status);
+        let expected = ObjectMeta {
+            labels: None,
+            managed_fields: None,
+            ..whole.metadata
+        };
+        assert_eq!(stored.metadata, expected);
+    }
+
+    #[test]
+    fn of_what_people_were_told_kind_and_health_are_known() {
+        let Told(devices) = serde_json::from_str::<Stored<Told>>(TEXT).unwrap().devices;
+        let shown = |name: &str| (devices[name].kind.as_str(), devices[name].unhealthy.as_deref());
+        assert_eq!((shown("x"), shown("y")), (("k", None), ("k", Some("gone"))));
+        assert!(devices.values().all(|device| device.attributes.is_empty()));
+    }
+
+    #[test]
+    fn an_inventory_without_devices_or_status_is_one() {
+        let text = r#"{ "metadata": {}, "spec": {} }"#;
+        let stored: Stored<Counted> = serde_json::from_str(text).unwrap();
+        assert_eq!(stored, Stored::default());
+    }
+}

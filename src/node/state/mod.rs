@@ -1,0 +1,488 @@
+//! The one task that owns the node's ledger, and the handle by which doors ask it.
+//!
+//! Requests are served one after the other. A caller that goes away leaves its request in the queue; when kubelet asks
+//! again, the second request finds the work of the first done. File work runs on a thread of its own.
+
+mod former;
+mod handle;
+mod listening;
+mod looking;
+mod records;
+mod recovery;
+mod resources;
+pub mod storage;
+mod told;
+mod witness;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, sleep, sleep_until};
+use tracing::{info, warn};
+
+use crate::core::prepare::announced::Announced;
+use crate::core::prepare::checkpoint::ClusterFacts;
+use crate::core::prepare::claim_uid::ClaimUid;
+use crate::core::prepare::containers::{Containers, Contested};
+use crate::core::prepare::driver_name::DriverName;
+use crate::core::prepare::former::Former;
+use crate::core::prepare::injection::Injection;
+use crate::core::prepare::inventory::Devices;
+use crate::core::prepare::ledger::Ledger;
+use crate::core::prepare::orphans::Orphans;
+use crate::core::prepare::plan::{plan_unprepare, taken};
+use crate::core::prepare::refusal::Refusal;
+use crate::core::prepare::request::{
+    ClaimToPrepare, ClaimToUnprepare, ExtendedResource, NodeIdentity, PluginDevice,
+};
+use crate::core::prepare::retries::{Missing, Retries};
+use crate::core::prepare::step::Step;
+use crate::node::companion::CompanionError;
+use crate::node::container_runtime::Witness;
+use crate::node::driver::{NodeDriver, PreparedClaim};
+use crate::node::kubelet::pod_resources::Grants;
+use crate::node::metrics::Figures;
+use crate::node::state::storage::{Opened, Places, Store};
+
+pub use handle::OwnerHandle;
+use handle::{Failure, Offered, Request};
+use listening::{in_time, listen_to};
+use looking::{Looking, Waiting};
+pub(in crate::node) use records::Quarantine;
+pub use records::{RecordsHandle, ReleaseError};
+use told::{Noted, Told};
+
+/// Requests that wait, at most; further callers wait to get in.
+const QUEUE: usize = 64;
+/// How much of a name is logged, in characters: Kubernetes' own are no longer.
+const SHOWN_MAX: usize = 253;
+/// How long the driver may take for one call. Kubelet gives up after 45 s and asks again.
+const DRIVER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// An extended resource, and what is told of its devices.
+struct Resource {
+    offered: ExtendedResource,
+    devices: watch::Sender<Vec<PluginDevice>>,
+}
+
+/// What the owner needs to begin.
+#[derive(Debug)]
+pub struct OwnerOptions<D> {
+    /// The driver, from whose name CDI ids are made, and where its records and kubelet's are.
+    pub places: Places,
+    /// How long a claim may be missing from kubelet's list before it is looked into.
+    pub orphan_grace: Duration,
+    /// The name of the Node object.
+    pub node_name: String,
+    /// The extended resources, by name, now and after each change.
+    pub resources: watch::Receiver<Arc<BTreeMap<String, ExtendedResource>>>,
+    /// What finds the devices.
+    pub driver: Arc<D>,
+    /// What was found on the node.
+    pub opened: Opened,
+    /// The container runtime, if it can be asked which containers have devices.
+    pub witness: Option<Arc<dyn Witness>>,
+    /// What the API server tells.
+    pub cluster: watch::Receiver<ClusterFacts>,
+    /// Told when the Node object may be another one than we know.
+    pub node_in_doubt: Arc<Notify>,
+    /// What kubelet shows of its containers: for kinds that leave through both doors.
+    pub grants: Option<Arc<dyn Grants>>,
+    /// The devices of this node that claims were allocated, as the API server shows it: for the same.
+    pub announcements: watch::Receiver<Arc<Announced>>,
+    /// What containers have of extended resources of earlier processes, as far as kubelet has recorded it. `None` if kubelet cannot be
+    /// asked here what its containers have: then nothing is withheld for what they got under a name that is no more.
+    pub former: Option<Former>,
+    /// Where everything is counted.
+    pub figures: Arc<Figures>,
+}
+
+/// The owner, before it runs.
+pub struct Owner<D> {
+    driver_name: DriverName,
+    places: Places,
+    orphans: Noted<Orphans>,
+    /// How many claims hold something.
+    held: watch::Sender<usize>,
+    /// Told when a claim is to be looked into.
+    look_due: Arc<Notify>,
+    witness: Option<Arc<dyn Witness>>,
+    /// Counts how often it was decided whether the claims that somebody wants the devices of still hold them.
+    decided: watch::Sender<u64>,
+    /// Since when claims have had no CDI file because the API server no longer knows them as holders.
+    withdrawn: BTreeMap<ClaimUid, Instant>,
+    driver: Arc<D>,
+    store: Arc<Store>,
+    /// Shared with the thread that works on files, and never changed while it does.
+    ledger: Noted<Arc<Ledger>>,
+    node: NodeIdentity,
+    cluster: watch::Receiver<ClusterFacts>,
+    node_in_doubt: Arc<Notify>,
+    found: watch::Receiver<Arc<Devices>>,
+    /// What was found, as far as everything that follows from it was done.
+    devices: Arc<Devices>,
+    /// What was found, and what is gone but held.
+    inventory: Arc<Devices>,
+    /// The same as the API server is told.
+    published: watch::Sender<Arc<Devices>>,
+    /// The extended resources that there should be.
+    wanted: watch::Receiver<Arc<BTreeMap<String, ExtendedResource>>>,
+    resources: Noted<BTreeMap<String, Resource>>,
+    /// The same as doors see them.
+    offered: watch::Sender<Arc<BTreeMap<String, Offered>>>,
+    requests: mpsc::Receiver<Request>,
+    grants: Option<Arc<dyn Grants>>,
+    announcements: watch::Receiver<Arc<Announced>>,
+    announced: Noted<Announced>,
+    containers: Noted<Containers>,
+    contested: Noted<Contested>,
+    /// What containers still have of resources that are no more, or that have lost devices.
+    former: Noted<Former>,
+    /// Whether kubelet can be asked for that.
+    withholds_former: bool,
+    /// When kubelet is asked for that again.
+    former_due: Instant,
+    /// The look at its containers that is under way.
+    looking: Looking,
+    /// What was granted of each resource by this process, as far as kubelet may not show it yet.
+    granted: BTreeMap<String, Containers>,
+    /// The CDI files that could not be written.
+    retries: Retries,
+    /// What the inventory and the lists were made from.
+    told: Told,
+    /// Whether it was said that kubelet does not show its containers.
+    complained: bool,
+    /// When this process began.
+    since: Instant,
+    figures: Arc<Figures>,
+}
+
+impl<D> std::fmt::Debug for Owner<D> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Owner")
+            .field("ledger", &self.ledger)
+            .field("node", &self.node)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<D: NodeDriver> Owner<D> {
+    /// Puts the node right from what the last process left, and returns the owner, the handle for doors and the inventory.
+    pub async fn start(options: OwnerOptions<D>) -> (Self, OwnerHandle, watch::Receiver<Arc<Devices>>) {
+        let Opened {
+            store,
+            ledger,
+            cluster,
+            files,
+            rebuilt: _,
+            complete: _,
+        } = options.opened;
+        let (sender, requests) = mpsc::channel(QUEUE);
+        let (publish, published) = watch::channel(Arc::default());
+        let (offered, seen) = watch::channel(Arc::default());
+        let announced = Noted::new(options.announcements.borrow().as_ref().clone());
+        let (held, holds) = watch::channel(0);
+        let look_due = Arc::new(Notify::new());
+        let (decided, decisions) = watch::channel(0);
+        let mut orphans = Orphans::new(options.orphan_grace);
+        if options.witness.is_some() {
+            orphans = orphans.with_witness();
+        }
+        let has_witness = options.witness.is_some();
+        let mut owner = Self {
+            driver_name: options.places.driver.clone(),
+            places: options.places,
+            orphans: Noted::new(orphans),
+            witness: options.witness,
+            decided,
+            withdrawn: BTreeMap::new(),
+            held,
+            look_due: look_due.clone(),
+            found: listen_to(&*options.driver).await,
+            driver: options.driver,
+            store: Arc::new(store),
+            ledger: Noted::new(Arc::new(ledger)),
+            node: NodeIdentity {
+                name: options.node_name,
+                uid: cluster.node_uid,
+            },
+            cluster: options.cluster,
+            node_in_doubt: options.node_in_doubt,
+            devices: Arc::default(),
+            inventory: Arc::default(),
+            published: publish,
+            wanted: options.resources,
+            resources: Noted::default(),
+            offered,
+            requests,
+            grants: options.grants,
+            announcements: options.announcements,
+            announced,
+            containers: Noted::default(),
+            contested: Noted::default(),
+            withholds_former: options.former.is_some(),
+            former: Noted::new(options.former.unwrap_or_default()),
+            former_due: Instant::now(),
+            looking: Looking::default(),
+            granted: BTreeMap::new(),
+            retries: Retries::default(),
+            told: Told::default(),
+            complained: false,
+            since: Instant::now(),
+            figures: options.figures.clone(),
+        };
+        owner.change_resources();
+        owner.recover(&files).await;
+        owner.devices = owner.found.borrow_and_update().clone();
+        // Nobody is served yet, so nobody waits for this.
+        owner.ask_kubelet_and_wait(None).await;
+        owner.take_stock();
+        owner.refresh_named_devices().await;
+        owner.publish();
+        (
+            owner,
+            OwnerHandle {
+                requests: sender,
+                resources: seen,
+                held: holds,
+                look_due,
+                decisions,
+                has_witness,
+                figures: options.figures,
+            },
+            published,
+        )
+    }
+
+    /// Serves until the last handle is dropped.
+    pub async fn run(mut self) {
+        loop {
+            let retry = self.retries.next().map(|due| self.since + due);
+            tokio::select! {
+                // What is known is taken up before anybody is answered from it. Both are rare.
+                biased;
+                Ok(()) = self.cluster.changed() => self.learn().await,
+                Ok(()) = self.wanted.changed() => {
+                    self.change_resources();
+                    self.ask_kubelet_for_a_change().await;
+                    self.take_stock();
+                    self.refresh_named_devices().await;
+                }
+                Ok(()) = self.found.changed() => self.refresh().await,
+                Ok(()) = self.announcements.changed(), if self.has_both() => self.hear_of_claims(),
+                looked = self.looking.done(), if self.looking.is_under_way() => self.take_up(looked).await,
+                request = self.requests.recv() => match request {
+                    Some(request) => self.serve(request).await,
+                    None => return,
+                },
+                () = sleep_until(retry.unwrap_or(self.since)), if retry.is_some() => self.try_again().await,
+                () = sleep_until(self.former_due), if !self.former.is_empty() && !self.looking.is_under_way() => self.ask_kubelet(),
+                () = sleep(resources::LOOK_AGAIN), if self.looks_again() => self.ask_kubelet(),
+            }
+            self.take_stock();
+            self.publish();
+        }
+    }
+
+    async fn serve(&mut self, request: Request) {
+        // A caller that is gone is no reason not to do the work; there is only nobody to tell.
+        match request {
+            Request::Prepare(claims, answer) => {
+                let withdrawn = BTreeSet::new();
+                if claims.iter().any(|claim| self.waits_for_look(claim)) {
+                    self.wait_for_look(Waiting::Prepare {
+                        claims,
+                        withdrawn,
+                        answer,
+                    });
+                } else {
+                    self.prepare_all(&claims, &withdrawn, None, answer).await;
+                }
+            }
+            Request::Unprepare(claims, answer) => {
+                for claim in &claims {
+                    self.looking.withdraw(&claim.uid);
+                }
+                let mut answers = Vec::with_capacity(claims.len());
+                for claim in claims {
+                    let result = self.unprepare(&claim).await;
+                    self.count("unprepare", result.as_ref().err());
+                    report(
+                        "unprepare",
+                        &claim.namespace,
+                        &claim.name,
+                        &claim.uid,
+                        result.as_ref().err(),
+                    );
+                    answers.push(result.map_err(CompanionError::from));
+                }
+                let _ = answer.send(answers);
+            }
+            Request::Allocate(resource, containers, answer) => {
+                let result = self.allocate(&resource, &containers).await;
+                self.count("allocate", result.as_ref().err());
+                match &result {
+                    Ok(_) => info!(resource, devices = ?containers, "allocate done"),
+                    Err(failure) => {
+                        warn!(resource, devices = ?containers, reason = failure.reason(), "allocate refused: {failure}");
+                    }
+                }
+                let _ = answer.send(result.map_err(CompanionError::from));
+            }
+            Request::CheckStart(resource, devices, answer) => {
+                let result = self.check_start(&resource, &devices).await;
+                self.count("start", result.as_ref().err());
+                if let Err(failure) = &result {
+                    warn!(
+                        resource,
+                        ?devices,
+                        reason = failure.reason(),
+                        "start refused: {failure}"
+                    );
+                }
+                let _ = answer.send(result.map_err(CompanionError::from));
+            }
+            Request::Records(request) => self.records(request).await,
+        }
+    }
+
+    fn count(&self, operation: &'static str, failure: Option<&Failure>) {
+        self.figures.handled(operation, failure.map(Failure::reason));
+    }
+
+    async fn prepare(
+        &mut self,
+        claim: &ClaimToPrepare,
+        looked: Option<&Result<(), String>>,
+    ) -> Result<Vec<String>, Failure> {
+        let planned = self.plan(claim, looked);
+        match &planned {
+            // One of the two is out of date, and it may be we.
+            Err(Refusal::EarlierNode { .. }) => self.node_in_doubt.notify_one(),
+            // Either the holder is about to end, or kubelet has lost it.
+            Err(Refusal::Held { device, .. } | Refusal::AllShares { device, .. }) => {
+                let device = device.clone();
+                self.contest_holders(&device);
+            }
+            _ => {}
+        }
+        let (uid, steps) = match planned {
+            Ok(planned) => planned,
+            Err(refusal) => return Err(self.with_container(refusal).await.into()),
+        };
+        self.orphans.change().forget(&uid);
+        self.check_unwitnessed(&taken(&steps).collect()).await?;
+        for device in taken(&steps) {
+            self.check_unused(device).await?;
+        }
+        if let Err(failure) = self.carry_out(&steps).await {
+            self.undo(&uid).await;
+            return Err(failure);
+        }
+        self.retries.done(&Missing::OfClaim(uid.clone()));
+        Ok(vec![self.driver_name.cdi_id(&uid)])
+    }
+
+    async fn unprepare(&mut self, claim: &ClaimToUnprepare) -> Result<(), Failure> {
+        let steps = plan_unprepare(&self.ledger, claim)?;
+        self.carry_out(&steps).await
+    }
+
+    async fn carry_out(&mut self, steps: &[Step]) -> Result<(), Failure> {
+        for step in steps {
+            match step {
+                Step::Inject(uid) => {
+                    let injection = self.inject(uid).await?;
+                    let found = self.found.borrow().clone();
+                    Arc::make_mut(self.ledger.change()).set_injection(uid, injection, &found);
+                    continue;
+                }
+                Step::Release(uid) => {
+                    let what = format!("claim {uid}");
+                    let claim = self.prepared_claim(uid);
+                    in_time(what, self.driver.unprepare(&claim)).await?;
+                    continue;
+                }
+                Step::Save(_) | Step::WriteCdi(_) | Step::RemoveCdi(_) => {}
+            }
+            let (step, ledger, store) = (step.clone(), self.ledger.clone(), self.store.clone());
+            let performed = spawn_blocking(move || step.perform(&ledger, &*store)).await;
+            if let Some(changed) = performed.map_err(|_| Failure::Stopping)?? {
+                *self.ledger.change() = Arc::new(changed);
+            }
+        }
+        Ok(())
+    }
+
+    /// What the driver makes for a claim. Each device is named in it.
+    async fn inject(&self, uid: &ClaimUid) -> Result<Injection, Failure> {
+        let claim = self.prepared_claim(uid);
+        let made = in_time(format!("claim {uid}"), self.driver.prepare(&claim)).await?;
+        // A driver with a prepare of its own may bring one node twice.
+        let mut injection = Injection::default();
+        injection.extend(made);
+        injection.name_devices(claim.devices.iter().map(String::as_str));
+        injection.check_paths()?;
+        Ok(injection)
+    }
+
+    async fn check_unused(&self, device: &str) -> Result<(), Failure> {
+        in_time(format!("device {device:?}"), self.driver.check_unused(device)).await
+    }
+
+    /// What the driver makes for a device.
+    async fn injection_of(&self, device: &str) -> Result<Injection, Failure> {
+        let what = format!("device {device:?}");
+        let mut injection = in_time(what, self.driver.injection(device)).await?;
+        injection.name_devices([device]);
+        Ok(injection)
+    }
+
+    fn prepared_claim(&self, uid: &ClaimUid) -> PreparedClaim {
+        let entry = self.ledger.entry(uid);
+        PreparedClaim {
+            uid: uid.to_string(),
+            namespace: entry.map(|entry| entry.namespace.clone()).unwrap_or_default(),
+            name: entry.map(|entry| entry.name.clone()).unwrap_or_default(),
+            devices: entry
+                .iter()
+                .flat_map(|entry| &entry.devices)
+                .map(|held| held.device.clone())
+                .collect(),
+        }
+    }
+
+    async fn learn(&mut self) {
+        let facts = self.cluster.borrow_and_update().clone();
+        self.node.uid.clone_from(&facts.node_uid);
+        self.store.set_cluster(facts);
+        if let Err(failure) = self.carry_out(&[Step::Save(Vec::new())]).await {
+            warn!(
+                reason = failure.reason(),
+                "what the API server told is not stored yet: {failure}"
+            );
+        }
+    }
+}
+
+fn report(what: &str, namespace: &str, name: &str, uid: &str, failure: Option<&Failure>) {
+    // Not checked yet if it was refused, and as long as the caller likes.
+    let [namespace, name, uid] =
+        [namespace, name, uid].map(|text| text.chars().take(SHOWN_MAX).collect::<String>());
+    match failure {
+        None => info!(namespace, name, claim_uid = uid, "{what} done"),
+        Some(failure) => warn!(
+            namespace,
+            name,
+            claim_uid = uid,
+            reason = failure.reason(),
+            "{what} refused: {failure}"
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests;

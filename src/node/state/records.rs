@@ -1,0 +1,270 @@
+//! What is asked of the owner beside what kubelet asks: looking for claims that kubelet has forgotten, and what a person wants
+//! to see or to release.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::task::spawn_blocking;
+use tracing::{info, warn};
+
+use super::handle::{Failure, Request};
+use super::looking::Waiting;
+use super::{DRIVER_TIMEOUT, Owner};
+use crate::core::prepare::claim_uid::ClaimUid;
+use crate::core::prepare::kubelet_state::KubeletView;
+use crate::core::prepare::orphans::{ApiView, Question, Verdict};
+use crate::core::prepare::recovery::plan_explained;
+use crate::core::prepare::release::{Holding, ReleaseRefusal, holdings, plan_free, plan_release};
+use crate::node::driver::NodeDriver;
+use crate::node::state::storage::StoreError;
+
+/// A claim in quarantine, for the event and the inventory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::node) struct Quarantined {
+    /// The claim as a person reads it.
+    pub(in crate::node) claim: String,
+    /// Why.
+    pub(in crate::node) why: String,
+}
+
+/// The claims in quarantine.
+pub(in crate::node) type Quarantine = BTreeMap<ClaimUid, Quarantined>;
+
+/// A look at the claims.
+#[derive(Debug, Default)]
+pub(in crate::node) struct Look {
+    /// What the API server is to be asked.
+    pub(in crate::node) questions: Vec<Question>,
+    /// How soon the next look is due.
+    pub(in crate::node) next: Duration,
+}
+
+/// What was concluded.
+#[derive(Debug, Default)]
+pub(in crate::node) struct Judged {
+    /// What is in quarantine.
+    pub(in crate::node) quarantine: Quarantine,
+    /// How soon the next look is due, if something is not decided yet.
+    pub(in crate::node) again: Option<Duration>,
+}
+
+#[derive(Debug)]
+pub(in crate::node) enum RecordsRequest {
+    Look(Duration, oneshot::Sender<Look>),
+    Judge(Duration, BTreeMap<ClaimUid, ApiView>, oneshot::Sender<Judged>),
+    Holdings(oneshot::Sender<Vec<Holding>>),
+    InContainers(oneshot::Sender<BTreeMap<String, String>>),
+    Release(String, bool, oneshot::Sender<Result<Holding, ReleaseError>>),
+}
+
+/// Why a claim was not released.
+#[derive(Debug, thiserror::Error)]
+pub enum ReleaseError {
+    /// It is not to be.
+    #[error(transparent)]
+    Refused(#[from] ReleaseRefusal),
+    /// It cannot be noted.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The driver has not undone what it did for the claim.
+    #[error(
+        "nothing was released, because the driver has not undone what it did for the claim: {problem}. See to the device or the driver, and ask again"
+    )]
+    NotUndone {
+        /// CamelCase, from a small fixed set.
+        reason: &'static str,
+        /// What the driver said.
+        problem: String,
+    },
+    /// The companion is about to end.
+    #[error("the companion is stopping: ask again")]
+    Stopping,
+}
+
+impl ReleaseError {
+    /// CamelCase, from a small fixed set.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Refused(refusal) => refusal.reason(),
+            Self::Store(error) => error.reason(),
+            Self::NotUndone { reason, .. } => reason,
+            Self::Stopping => "Stopping",
+        }
+    }
+}
+
+impl From<Failure> for ReleaseError {
+    fn from(failure: Failure) -> Self {
+        let reason = failure.reason();
+        match failure {
+            Failure::Store(error) => Self::Store(error),
+            Failure::Stopping => Self::Stopping,
+            Failure::Slow { .. } => Self::NotUndone {
+                reason,
+                problem: format!("it took more than {} s", DRIVER_TIMEOUT.as_secs()),
+            },
+            Failure::Driver(_) | Failure::Refused(_) => Self::NotUndone {
+                reason,
+                problem: failure.to_string(),
+            },
+        }
+    }
+}
+
+/// The owner as those see it who look after its records.
+#[derive(Clone, Debug)]
+pub struct RecordsHandle {
+    pub(super) requests: mpsc::Sender<Request>,
+    pub(super) held: watch::Receiver<usize>,
+    pub(super) look_due: Arc<Notify>,
+}
+
+impl RecordsHandle {
+    /// What every claim holds. `None` if the owner has ended.
+    pub async fn holdings(&self) -> Option<Vec<Holding>> {
+        self.ask(RecordsRequest::Holdings).await
+    }
+
+    /// The devices of mode `both` that containers got as extended resources, each with its container as a person reads it, after
+    /// kubelet was asked. `None` if the owner has ended.
+    pub async fn in_containers(&self) -> Option<BTreeMap<String, String>> {
+        self.ask(RecordsRequest::InContainers).await
+    }
+
+    /// Takes a claim from the ledger by hand, and answers what it held.
+    pub async fn release(&self, uid: String, force: bool) -> Result<Holding, ReleaseError> {
+        let answer = self
+            .ask(|sender| RecordsRequest::Release(uid, force, sender))
+            .await;
+        answer.unwrap_or(Err(ReleaseError::Stopping))
+    }
+
+    /// Compares the ledger with kubelet's list. `now` is the time since any fixed moment.
+    pub(in crate::node) async fn look(&self, now: Duration) -> Option<Look> {
+        self.ask(|sender| RecordsRequest::Look(now, sender)).await
+    }
+
+    /// Concludes from what the API server said, and answers what is in quarantine then.
+    pub(in crate::node) async fn judge(
+        &self,
+        now: Duration,
+        answers: BTreeMap<ClaimUid, ApiView>,
+    ) -> Option<Judged> {
+        self.ask(|sender| RecordsRequest::Judge(now, answers, sender))
+            .await
+    }
+
+    /// How many claims hold something, now and after each change.
+    pub(in crate::node) fn held(&self) -> watch::Receiver<usize> {
+        self.held.clone()
+    }
+
+    /// Waits until a claim is to be looked into.
+    pub(in crate::node) async fn look_due(&self) {
+        self.look_due.notified().await;
+    }
+
+    async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> RecordsRequest) -> Option<T> {
+        let (sender, answer) = oneshot::channel();
+        self.requests.send(Request::Records(request(sender))).await.ok()?;
+        answer.await.ok()
+    }
+}
+
+impl<D: NodeDriver> Owner<D> {
+    pub(super) async fn records(&mut self, request: RecordsRequest) {
+        match request {
+            RecordsRequest::Look(now, answer) => {
+                // No attempt is under way, so what was not finished has failed, and could not be undone when it did.
+                self.clear(&BTreeSet::new()).await;
+                let kubelet = self.kubelet().await;
+                let questions = self.orphans.change().look(&self.ledger, &kubelet, now);
+                let next = self.orphans.next_look(now);
+                let _ = answer.send(Look { questions, next });
+            }
+            RecordsRequest::Judge(now, answers, answer) => {
+                let again = self.ask_witness(&answers).await;
+                self.judge(now, &answers).await;
+                if again.is_none() {
+                    self.decided.send_modify(|count| *count = count.wrapping_add(1));
+                }
+                let quarantine = self.quarantine();
+                let _ = answer.send(Judged { quarantine, again });
+            }
+            RecordsRequest::Holdings(answer) => {
+                let _ = answer.send(holdings(&self.ledger, &self.orphans.quarantine()));
+            }
+            RecordsRequest::InContainers(answer) => {
+                if self.has_both() {
+                    self.wait_for_look(Waiting::InContainers(answer));
+                } else {
+                    let _ = answer.send(BTreeMap::new());
+                }
+            }
+            RecordsRequest::Release(uid, force, answer) => {
+                let _ = answer.send(self.release(&uid, force).await);
+            }
+        }
+    }
+
+    async fn judge(&mut self, now: Duration, answers: &BTreeMap<ClaimUid, ApiView>) {
+        // Read again, after the API server has answered: what is freed must be missing at the end of the wait too.
+        let kubelet = self.kubelet().await;
+        for verdict in self.orphans.change().judge(&self.ledger, &kubelet, answers, now) {
+            let (uid, steps) = match verdict {
+                Verdict::Free(uid) => {
+                    info!(claim_uid = %uid, reason = "OrphanFreed", "the API server no longer knows the claim as a holder, and kubelet or the container runtime shows that no container has its devices: they are free");
+                    let steps = plan_free(&uid);
+                    (uid, steps)
+                }
+                Verdict::Explain(uid, devices) => {
+                    info!(claim_uid = %uid, ?devices, reason = "HoldingExplained", "the API server tells which devices the claim has");
+                    let steps = plan_explained(&self.ledger, &self.inventory, &uid, &devices);
+                    (uid, steps)
+                }
+            };
+            if let Err(failure) = self.carry_out(&steps).await {
+                warn!(claim_uid = %uid, reason = failure.reason(), "not done yet, it is tried again: {failure}");
+                self.try_later(&uid);
+            }
+        }
+    }
+
+    async fn release(&mut self, uid: &str, force: bool) -> Result<Holding, ReleaseError> {
+        let kubelet = self.kubelet().await;
+        let before = holdings(&self.ledger, &self.orphans.quarantine());
+        let (uid, steps) = plan_release(&self.ledger, &kubelet, uid, force)?;
+        if let Err(failure) = self.carry_out(&steps).await {
+            warn!(claim_uid = %uid, reason = failure.reason(), force, "not released, though a person asks: {failure}");
+            // What is still held can still be used.
+            self.try_later(&uid);
+            return Err(failure.into());
+        }
+        self.orphans.change().forget(&uid);
+        let held = before.into_iter().find(|holding| holding.uid == uid.as_str());
+        let held = held.unwrap_or_default();
+        warn!(claim_uid = %uid, devices = ?held.devices, force, reason = "Released", "a person has released what the claim held");
+        Ok(held)
+    }
+
+    fn quarantine(&self) -> Quarantine {
+        let describe = |(uid, why): (ClaimUid, String)| {
+            let claim = self.ledger.entry(&uid)?.describe(&uid);
+            Some((uid, Quarantined { claim, why }))
+        };
+        self.orphans
+            .quarantine()
+            .into_iter()
+            .filter_map(describe)
+            .collect()
+    }
+
+    async fn kubelet(&self) -> KubeletView {
+        let places = self.places.clone();
+        spawn_blocking(move || places.kubelet())
+            .await
+            .unwrap_or_else(|error| KubeletView::Unknown(error.to_string()))
+    }
+}

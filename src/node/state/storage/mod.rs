@@ -1,0 +1,416 @@
+//! What the companion keeps on the node: the checkpoint and the CDI files.
+
+pub mod cdi;
+mod cdi_devices;
+pub mod checkpoint;
+pub mod disk;
+mod files;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use tracing::{error, warn};
+
+use crate::api::cdi::Spec;
+use crate::core::prepare::checkpoint::{Checkpoint, CheckpointError, ClusterFacts};
+use crate::core::prepare::claim_uid::ClaimUid;
+use crate::core::prepare::driver_name::DriverName;
+use crate::core::prepare::injection::Injection;
+use crate::core::prepare::kubelet_state::{self, KubeletView};
+use crate::core::prepare::ledger::Ledger;
+use crate::core::prepare::recovery::{Start, with_running};
+use crate::core::prepare::step::Records;
+use crate::node::kubelet::transport::Identity;
+use cdi::CdiDirectory;
+use checkpoint::{CheckpointFile, Loaded, Unusable};
+use disk::Disk;
+use files::Lock;
+
+/// The name of the lock.
+const LOCK: &str = "lock";
+/// The size of kubelet's list of claims that is read, at most, in bytes.
+const KUBELET_STATE_MAX: u64 = 16 * 1024 * 1024;
+
+/// Why something could not be kept or found again.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// The operating system refused.
+    #[error("cannot {action} {path:?}: {source}")]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// With which file or directory.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// Another companion of the same driver works on this node.
+    #[error("another companion of this driver runs on this node and holds {0:?}: stop it first")]
+    Locked(PathBuf),
+    /// The checkpoint is damaged, or a newer release has written it.
+    #[error(
+        "the checkpoint in {directory:?} cannot be used, and is left as it is: {error}; use the release that has written it, or start \
+         the companion, which puts it aside and goes on with what the CDI files and kubelet tell"
+    )]
+    Unusable {
+        /// Where it is.
+        directory: PathBuf,
+        /// What is wrong with it.
+        error: String,
+    },
+    /// The ledger could not be written as text.
+    #[error("cannot write the ledger as a checkpoint: {0}")]
+    Encode(CheckpointError),
+}
+
+impl StoreError {
+    /// CamelCase, from a small fixed set: the reason of the event, and a metric's label.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Io { .. } => "StorageFailed",
+            Self::Locked(_) => "AlreadyRunning",
+            Self::Unusable { .. } => "CheckpointUnusable",
+            Self::Encode(_) => "CheckpointFailed",
+        }
+    }
+
+    /// Whether a file could not be read, as with too many open files or a disk that fails. Its content may be as good as ever.
+    pub fn is_of_a_read(&self) -> bool {
+        matches!(
+            self,
+            Self::Io {
+                action: "read" | "list",
+                ..
+            }
+        )
+    }
+
+    fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self::Io { action, path, source }
+    }
+}
+
+/// The checkpoint and the CDI files of one driver on this node. Only one process has them at a time.
+#[derive(Debug)]
+pub struct Store {
+    checkpoint: CheckpointFile,
+    cdi: CdiDirectory,
+    written: Mutex<Written>,
+    state: PathBuf,
+}
+
+/// What is known to be in the checkpoint.
+#[derive(Debug, Default)]
+struct Written {
+    cluster: ClusterFacts,
+    /// The text that is durable, and the file that has it; `None` while that is not certain.
+    text: Option<(String, Option<Identity>)>,
+    /// Keeps other processes away; `None` for a moment at most.
+    lock: Option<Lock>,
+}
+
+/// Where the records of a driver are, and those of kubelet.
+#[derive(Clone, Debug)]
+pub struct Places {
+    /// The driver.
+    pub driver: DriverName,
+    /// The directory of the checkpoint.
+    pub state: PathBuf,
+    /// The directory of the CDI files.
+    pub cdi: PathBuf,
+    /// kubelet's own list of claims.
+    pub kubelet_state: PathBuf,
+}
+
+impl Places {
+    /// The places below kubelet's root directory and a CDI directory.
+    pub fn new(driver: DriverName, kubelet_root: &Path, cdi: &Path) -> Self {
+        Self {
+            state: kubelet_root.join("plugins").join(driver.as_str()),
+            cdi: cdi.to_owned(),
+            kubelet_state: kubelet_root.join(kubelet_state::FILE),
+            driver,
+        }
+    }
+
+    /// Reads kubelet's list of claims.
+    pub fn kubelet(&self) -> KubeletView {
+        let path = self.kubelet_state.display();
+        match files::read(&self.kubelet_state, KUBELET_STATE_MAX) {
+            Ok(Some(text)) => match kubelet_state::parse(&text, &self.driver) {
+                Ok(claims) => KubeletView::Lists(claims),
+                Err(error) => KubeletView::Unknown(error.to_string()),
+            },
+            Ok(None) => KubeletView::Unknown(format!("there is no {path}")),
+            Err(error) => KubeletView::Unknown(format!("cannot read {path}: {error}")),
+        }
+    }
+}
+
+/// What was found on the node.
+#[derive(Debug)]
+pub struct Opened {
+    /// Where changes go.
+    pub store: Store,
+    /// What claims held when the last process ended.
+    pub ledger: Ledger,
+    /// What the API server had told the last process.
+    pub cluster: ClusterFacts,
+    /// The claims that have a CDI file.
+    pub files: BTreeSet<ClaimUid>,
+    /// Why the ledger is not that of a checkpoint but was put together from other traces; `None` in ordinary times.
+    pub rebuilt: Option<String>,
+    /// Whether there was a checkpoint, and nothing has shown that it does not have everything.
+    pub complete: bool,
+}
+
+impl Opened {
+    /// Adds what containers have, as kubelet shows it, to a ledger that may lack it.
+    pub fn add_running(&mut self, running: &BTreeMap<ClaimUid, (String, String)>) {
+        if let Some(ledger) = with_running(&self.ledger, running) {
+            self.ledger = ledger;
+            let why = "containers have claims that it did not have".to_owned();
+            report(&self.ledger, self.rebuilt.get_or_insert(why));
+        }
+    }
+}
+
+/// What is on the disk, read without a change to it.
+struct OnDisk {
+    file: CheckpointFile,
+    cdi: CdiDirectory,
+    start: Start,
+    cluster: ClusterFacts,
+    /// The text of the checkpoint, if it can be used.
+    text: Option<String>,
+    unusable: Option<Unusable>,
+    files: BTreeSet<ClaimUid>,
+    traces: BTreeMap<ClaimUid, Option<Spec>>,
+}
+
+impl OnDisk {
+    fn read(disk: &Disk, places: &Places) -> Result<Self, StoreError> {
+        let file = CheckpointFile::new(&places.state).on(disk.clone());
+        let cdi = CdiDirectory::new(places.driver.clone(), &places.cdi).on(disk.clone());
+        let files = cdi.claims()?;
+        let (start, cluster, text, unusable) = match file.load()? {
+            Loaded::Read(checkpoint, text) => {
+                let start = Start::Checkpoint(checkpoint.entries);
+                (start, checkpoint.cluster, Some(text), None)
+            }
+            Loaded::Nothing => (Start::Nothing, ClusterFacts::default(), None, None),
+            Loaded::Unusable(unusable) => (Start::Nothing, ClusterFacts::default(), None, Some(unusable)),
+        };
+        let traces = read_all(&cdi, start.unexplained(&files))?;
+        Ok(Self {
+            file,
+            cdi,
+            start,
+            cluster,
+            text,
+            unusable,
+            files,
+            traces,
+        })
+    }
+}
+
+impl Store {
+    /// Opens the records of a driver, for this process alone.
+    ///
+    /// A checkpoint that cannot be used is put aside, and one that is not there although claims have left traces was lost: then
+    /// the ledger is put together from the CDI files and from kubelet's own list. A directory or a lock that cannot be had is an
+    /// error, and so is a file that the system does not give, whose content may be as good as ever.
+    pub fn open(places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
+        Self::open_on(&Disk::default(), places, boot_id)
+    }
+
+    /// The same on a disk at which somebody may look on.
+    pub fn open_on(disk: &Disk, places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
+        Self::open_with(disk, places, boot_id, |file, unusable| {
+            let kept_as = file.put_aside(unusable);
+            let kept_as = kept_as.map(|path| format!("; it was kept as {}", path.display()));
+            Ok(format!("{}{}", unusable.error, kept_as.unwrap_or_default()))
+        })
+    }
+
+    /// Opens the records for a person who changes them while no companion runs. A checkpoint that this release cannot use is an
+    /// error, and stays as it is.
+    pub fn open_usable(places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
+        Self::open_with(&Disk::default(), places, boot_id, |_, unusable| {
+            Err(StoreError::Unusable {
+                directory: places.state.clone(),
+                error: unusable.error.clone(),
+            })
+        })
+    }
+
+    fn open_with(
+        disk: &Disk,
+        places: &Places,
+        boot_id: &str,
+        put_aside: impl FnOnce(&CheckpointFile, &Unusable) -> Result<String, StoreError>,
+    ) -> Result<Opened, StoreError> {
+        files::make_directory(&places.state, 0o750)?;
+        files::make_directory(&places.cdi, 0o755)?;
+        let lock = files::lock(&places.state.join(LOCK))?;
+        // Everything is read before anything is changed: what fails here finds the same next time.
+        let found = OnDisk::read(disk, places)?;
+        let mut text = None;
+        if let Some(read) = found.text {
+            // The process before may have been killed between its rename and its flush.
+            match found.file.make_durable() {
+                Ok(()) => text = Some((read, found.file.identity())),
+                Err(error) => warn!(reason = error.reason(), "{error}"),
+            }
+        }
+        let unusable = match &found.unusable {
+            Some(unusable) => Some(put_aside(&found.file, unusable)?),
+            None => None,
+        };
+        found.cdi.remove_half_written()?;
+        let (cluster, start) = (found.cluster, found.start);
+        let (ledger, rebuilt, complete) = rebuild(start, unusable, &found.traces, places, boot_id);
+        let written = Mutex::new(Written {
+            cluster: cluster.clone(),
+            text,
+            lock: Some(lock),
+        });
+        Ok(Opened {
+            store: Self {
+                checkpoint: found.file,
+                cdi: found.cdi,
+                written,
+                state: places.state.clone(),
+            },
+            ledger,
+            cluster,
+            files: found.files,
+            complete,
+            rebuilt,
+        })
+    }
+
+    /// What claims held when the last process ended. Nothing on the disk is changed or made; a companion that runs is an error.
+    pub fn look(places: &Places, boot_id: &str) -> Result<Ledger, StoreError> {
+        let _lock = files::lock_if_there(&places.state.join(LOCK))?;
+        let found = OnDisk::read(&Disk::default(), places)?;
+        let unusable = found.unusable.map(|unusable| unusable.error);
+        Ok(rebuild(found.start, unusable, &found.traces, places, boot_id).0)
+    }
+
+    /// Makes sure that the directory and the lock in it are still those that were opened. Whoever cleans up below kubelet's root
+    /// directory removes both, and then a second companion could come up beside this one.
+    fn keep_place(&self, written: &mut Written) -> Result<(), StoreError> {
+        if written.lock.as_ref().is_some_and(Lock::is_in_place) {
+            return Ok(());
+        }
+        files::make_directory(&self.state, 0o750)?;
+        written.lock = Some(files::lock(&self.state.join(LOCK))?);
+        warn!(directory = %self.state.display(), "somebody has removed the lock of this companion; it is made again");
+        Ok(())
+    }
+
+    /// Takes note of what the API server told; the next [`Records::save`] stores it.
+    pub fn set_cluster(&self, cluster: ClusterFacts) {
+        self.written
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .cluster = cluster;
+    }
+
+    /// Makes the CDI file of a device that leaves by name say what containers get.
+    pub fn write_cdi_of_device(&self, device: &str, injection: &Injection) -> Result<(), StoreError> {
+        self.cdi.write_device(device, injection)
+    }
+
+    /// Removes the CDI files of all other devices.
+    pub fn keep_cdi_of_devices(&self, devices: &BTreeSet<String>) -> Result<(), StoreError> {
+        self.cdi.keep_devices(devices)
+    }
+}
+
+/// Puts the ledger together: what claims held, why it is not that of a checkpoint, and whether nothing shows that it lacks something.
+fn rebuild(
+    start: Start,
+    unusable: Option<String>,
+    traces: &BTreeMap<ClaimUid, Option<Spec>>,
+    places: &Places,
+    boot_id: &str,
+) -> (Ledger, Option<String>, bool) {
+    let read = matches!(start, Start::Checkpoint(_));
+    let is_older = read && !traces.is_empty();
+    let entries = start.entries(&places.driver, boot_id, traces, || places.kubelet());
+    let rebuilt = match unusable {
+        None if is_older => Some("it does not have claims that have a CDI file".to_owned()),
+        None if !read && !entries.is_empty() => Some("it is gone".to_owned()),
+        unusable => unusable,
+    };
+    let ledger = Ledger::new(boot_id, entries);
+    if let Some(why) = &rebuilt {
+        report(&ledger, why);
+    }
+    let complete = read && rebuilt.is_none();
+    (ledger, rebuilt, complete)
+}
+
+/// The CDI files of these claims; `None` for one that is damaged.
+fn read_all(
+    cdi: &CdiDirectory,
+    uids: BTreeSet<ClaimUid>,
+) -> Result<BTreeMap<ClaimUid, Option<Spec>>, StoreError> {
+    uids.into_iter()
+        .map(|uid| cdi.read(&uid).map(|spec| (uid, spec)))
+        .collect()
+}
+
+fn report(ledger: &Ledger, why: &str) {
+    error!(
+        reason = "CheckpointLost",
+        claims = ledger.entries().len(),
+        "the checkpoint cannot be relied on, and what claims hold was put together from the CDI files, kubelet's list and what it shows of its containers: {why}"
+    );
+    for (uid, entry) in ledger.entries() {
+        if entry.is_unaccounted() {
+            error!(claim_uid = %uid, "which devices {} holds is not known; nothing is prepared until that is", entry.describe(uid));
+        } else {
+            warn!(claim_uid = %uid, devices = ?entry.devices, "{} holds these devices", entry.describe(uid));
+        }
+    }
+}
+
+impl Records for Store {
+    type Error = StoreError;
+
+    fn save(&self, ledger: &Ledger) -> Result<(), StoreError> {
+        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        let text = Checkpoint::of(ledger, &written.cluster)
+            .encode()
+            .map_err(StoreError::Encode)?;
+        self.keep_place(&mut written)?;
+        let in_place = (text, self.checkpoint.identity());
+        if written.text.as_ref() != Some(&in_place) {
+            let (text, _) = in_place;
+            // A write that fails here has changed nothing: what was durable still is, and needs no room to be so.
+            self.checkpoint.replace(&text)?;
+            written.text = None;
+            self.checkpoint.make_durable()?;
+            written.text = Some((text, self.checkpoint.identity()));
+        }
+        Ok(())
+    }
+
+    fn write_cdi(&self, uid: &ClaimUid, injection: &Injection) -> Result<(), StoreError> {
+        self.cdi.write(uid, injection)
+    }
+
+    fn remove_cdi(&self, uid: &ClaimUid) -> Result<(), StoreError> {
+        self.cdi.remove(uid)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,359 @@
+use super::*;
+use crate::core::prepare::injection::DeviceNode;
+use crate::core::prepare::ledger::{Change, Entry, HeldDevice, Progress};
+use crate::core::prepare::model::{Disk, Node, operations};
+use proptest::prelude::*;
+
+/// Directories in memory where there are such: the model flushes thousands of files.
+fn directory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm")
+        .or_else(|_| tempfile::tempdir())
+        .unwrap()
+}
+
+fn driver() -> DriverName {
+    DriverName::parse("drayman.dev").unwrap()
+}
+
+fn places(root: &Path) -> Places {
+    Places::new(driver(), root, &root.join("cdi"))
+}
+
+fn open(root: &Path, boot_id: &str) -> Result<Opened, StoreError> {
+    Store::open(&places(root), boot_id)
+}
+
+fn uid() -> ClaimUid {
+    ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap()
+}
+
+fn injection() -> Injection {
+    let node = DeviceNode {
+        host_path: "/dev/kvm".into(),
+        container_path: "/dev/kvm".into(),
+        permissions: "rw".into(),
+    };
+    Injection::of_device_node("kvm", node)
+}
+
+fn prepared(root: &Path) -> Ledger {
+    let Opened {
+        store, mut ledger, ..
+    } = open(root, "boot").unwrap();
+    let entry = Entry {
+        namespace: "default".into(),
+        name: "camera".into(),
+        boot_id: "boot".into(),
+        devices: vec![HeldDevice {
+            device: "kvm".into(),
+            kind: "test".into(),
+            ..HeldDevice::default()
+        }],
+        progress: Progress::Started {
+            injection: Some(injection()),
+        },
+    };
+    ledger.apply(&Change::Start(uid(), entry));
+    ledger.apply(&Change::Finish(uid()));
+    store.set_cluster(ClusterFacts {
+        node_uid: Some("n-1".into()),
+        serves_claims: Some(true),
+    });
+    store.write_cdi(&uid(), &injection()).unwrap();
+    store.save(&ledger).unwrap();
+    ledger
+}
+
+#[test]
+fn the_next_process_finds_what_the_last_one_stored() {
+    let root = directory();
+    let ledger = prepared(root.path());
+    let opened = open(root.path(), "boot").unwrap();
+    assert_eq!(opened.ledger, ledger);
+    assert_eq!(opened.files, BTreeSet::from([uid()]));
+    assert_eq!(opened.cluster.node_uid.as_deref(), Some("n-1"));
+}
+
+#[test]
+fn a_second_process_is_refused_by_name() {
+    let root = directory();
+    let _first = open(root.path(), "boot").unwrap();
+    let error = open(root.path(), "boot").unwrap_err();
+    assert_eq!(error.reason(), "AlreadyRunning");
+    assert!(error.to_string().contains("lock"), "{error}");
+}
+
+#[test]
+fn a_damaged_checkpoint_is_rebuilt_from_the_cdi_files() {
+    let root = directory();
+    prepared(root.path());
+    let path = root.path().join("plugins/drayman.dev/checkpoint.json");
+    let good = std::fs::read(&path).unwrap();
+    for damaged in [
+        Vec::new(),
+        good[..good.len() / 2].to_vec(),
+        vec![0; 4096],
+        b"{\"version\":1}".to_vec(),
+    ] {
+        std::fs::write(&path, &damaged).unwrap();
+        let opened = open(root.path(), "boot").unwrap();
+        let entry = opened.ledger.entry(&uid()).unwrap();
+        assert!(opened.ledger.may_be_in_use(entry));
+        assert_eq!(
+            opened.ledger.holder("kvm").map(|(holder, _)| holder),
+            Some(&uid())
+        );
+        assert_eq!(entry.injection(), Some(&injection()));
+        opened.store.save(&opened.ledger).unwrap();
+    }
+}
+
+#[test]
+fn a_damaged_checkpoint_and_a_damaged_cdi_file_leave_the_claim_with_devices_unknown() {
+    let root = directory();
+    prepared(root.path());
+    std::fs::write(root.path().join("plugins/drayman.dev/checkpoint.json"), "x").unwrap();
+    let file = root.path().join(format!("cdi/drayman.dev-claim_{}.json", uid()));
+    std::fs::write(&file, "y").unwrap();
+    let opened = open(root.path(), "boot").unwrap();
+    assert!(opened.ledger.entry(&uid()).unwrap().is_unaccounted());
+    assert!(opened.rebuilt.unwrap().contains("kept as"));
+    drop(opened.store);
+    // Kubelet's list tells which they are, and the name of the claim.
+    let handle = format!(
+        r#"{{\"version\":1,\"claimUid\":\"{}\",\"nodeName\":\"a\",\"nodeUid\":\"b\",\"devices\":[{{\"request\":\"r\",\"device\":\"kvm\"}}]}}"#,
+        uid()
+    );
+    let list = format!(
+        r#"{{"version":"v1","entries":[{{"DriverName":"drayman.dev","ClaimUID":"{}","ClaimName":"camera","Namespace":"default","ResourceHandles":[{{"data":"{handle}"}}]}}],"checksum":1}}"#,
+        uid()
+    );
+    std::fs::write(root.path().join("dra_manager_state"), list).unwrap();
+    let opened = open(root.path(), "boot").unwrap();
+    assert_eq!(
+        opened.ledger.holder("kvm").map(|(_, entry)| entry.name.as_str()),
+        Some("camera")
+    );
+}
+
+/// The names and contents of all files below a directory.
+fn everything(root: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    let mut directories = vec![root.to_owned()];
+    while let Some(directory) = directories.pop() {
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                directories.push(path);
+            } else {
+                found.insert(path.clone(), std::fs::read(&path).unwrap());
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn a_look_changes_nothing_on_the_disk() {
+    let root = directory();
+    let places = places(root.path());
+    prepared(root.path());
+    let path = root.path().join("plugins/drayman.dev/checkpoint.json");
+    let good = std::fs::read(&path).unwrap();
+    let half = format!("cdi/drayman.dev-claim_{}.json.tmp", uid());
+    std::fs::write(root.path().join(half), "half").unwrap();
+    // Of version 2, with its checksum: as a newer release writes it.
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&2_u32.to_le_bytes());
+    hasher.update(b"{}");
+    let newer = format!(r#"{{"version":2,"checksum":{},"data":{{}}}}"#, hasher.finalize());
+    for content in [good, b"damaged".to_vec(), newer.into_bytes()] {
+        std::fs::write(&path, &content).unwrap();
+        let before = everything(root.path());
+        let ledger = Store::look(&places, "boot").unwrap();
+        assert_eq!(ledger.holder("kvm").map(|(holder, _)| holder), Some(&uid()));
+        assert_eq!(everything(root.path()), before);
+    }
+    // A person's change does not cost a newer release its checkpoint either.
+    let before = everything(root.path());
+    let error = Store::open_usable(&places, "boot").unwrap_err();
+    assert!(error.to_string().contains("version 2"), "{error}");
+    assert_eq!(everything(root.path()), before);
+}
+
+#[test]
+fn a_look_beside_a_running_companion_is_refused() {
+    let root = directory();
+    let _companion = open(root.path(), "boot").unwrap();
+    let error = Store::look(&places(root.path()), "boot").unwrap_err();
+    assert!(matches!(error, StoreError::Locked(_)), "{error}");
+}
+
+#[test]
+fn a_file_that_the_system_does_not_give_is_not_damaged() {
+    let root = directory();
+    prepared(root.path());
+    let before = everything(root.path());
+    // A directory of files that is a file stands for a disk that fails.
+    let places = Places {
+        cdi: root.path().join("plugins/drayman.dev/checkpoint.json/cdi"),
+        ..places(root.path())
+    };
+    let error = Store::look(&places, "boot").unwrap_err();
+    assert!(matches!(error, StoreError::Io { .. }), "{error}");
+    assert_eq!(everything(root.path()), before);
+}
+
+#[test]
+fn a_checkpoint_that_is_gone_is_rebuilt_and_a_node_without_traces_is_new() {
+    let root = directory();
+    assert_eq!(open(root.path(), "boot").unwrap().rebuilt, None);
+    prepared(root.path());
+    std::fs::remove_dir_all(root.path().join("plugins")).unwrap();
+    let opened = open(root.path(), "boot").unwrap();
+    assert_eq!(
+        opened.ledger.holder("kvm").map(|(holder, _)| holder),
+        Some(&uid())
+    );
+    assert_eq!(opened.rebuilt.as_deref(), Some("it is gone"));
+}
+
+#[test]
+fn a_checkpoint_older_than_the_cdi_files_does_not_cost_a_claim_its_device() {
+    let root = directory();
+    let path = root.path().join("plugins/drayman.dev/checkpoint.json");
+    let Opened { store, ledger, .. } = open(root.path(), "boot").unwrap();
+    store.save(&ledger).unwrap();
+    drop(store);
+    let old = std::fs::read(&path).unwrap();
+    prepared(root.path());
+    std::fs::write(&path, old).unwrap();
+    let opened = open(root.path(), "boot").unwrap();
+    assert_eq!(
+        opened.ledger.holder("kvm").map(|(holder, _)| holder),
+        Some(&uid())
+    );
+    assert!(opened.rebuilt.is_some());
+}
+
+#[test]
+fn a_list_of_kubelets_that_cannot_be_read_is_said_to_be_unknown() {
+    let root = directory();
+    let path = root.path().join("dra_manager_state");
+    let reason = || match places(root.path()).kubelet() {
+        KubeletView::Unknown(why) => why,
+        KubeletView::Lists(claims) => panic!("{claims:?}"),
+    };
+    assert!(reason().contains("there is no"));
+    std::fs::write(&path, "{").unwrap();
+    assert!(reason().contains("not as kubelet"));
+    std::fs::remove_file(&path).unwrap();
+    std::fs::create_dir(&path).unwrap();
+    assert!(reason().contains("cannot read"));
+}
+
+#[test]
+fn a_store_that_cannot_write_says_so_and_takes_up_again_afterwards() {
+    let root = directory();
+    let ledger = prepared(root.path());
+    let Opened { store, .. } = open(root.path(), "boot").unwrap();
+    // A directory in the place of the temporary file stops root as well, which permissions do not.
+    let obstacle = root.path().join("plugins/drayman.dev/checkpoint.json.tmp");
+    std::fs::create_dir(&obstacle).unwrap();
+    store
+        .save(&ledger)
+        .expect("what is durable already needs no write");
+    store.set_cluster(ClusterFacts::default());
+    let error = store.save(&ledger).unwrap_err();
+    assert_eq!(error.reason(), "StorageFailed");
+    assert!(error.to_string().contains("checkpoint.json.tmp"), "{error}");
+    std::fs::remove_dir(&obstacle).unwrap();
+    store.save(&ledger).unwrap();
+}
+
+#[test]
+fn a_state_directory_that_somebody_removes_comes_back_with_checkpoint_and_lock() {
+    let root = directory();
+    let ledger = prepared(root.path());
+    let Opened { store, .. } = open(root.path(), "boot").unwrap();
+    store.save(&ledger).unwrap();
+    std::fs::remove_dir_all(root.path().join("plugins")).unwrap();
+    store.save(&ledger).unwrap();
+    assert_eq!(open(root.path(), "boot").unwrap_err().reason(), "AlreadyRunning");
+    drop(store);
+    let opened = open(root.path(), "boot").unwrap();
+    assert_eq!((opened.ledger, opened.rebuilt), (ledger, None));
+}
+
+/// The real records as the model sees them. Opened anew for each look, as a new process would.
+struct Real {
+    root: tempfile::TempDir,
+    store: std::cell::RefCell<Option<Store>>,
+}
+
+impl Real {
+    fn new() -> Self {
+        Self {
+            root: directory(),
+            store: std::cell::RefCell::default(),
+        }
+    }
+
+    fn with<T>(&self, use_it: impl FnOnce(&Store) -> T) -> T {
+        let mut store = self.store.borrow_mut();
+        use_it(store.get_or_insert_with(|| open(self.root.path(), "unused").unwrap().store))
+    }
+}
+
+impl Records for Real {
+    type Error = StoreError;
+
+    fn save(&self, ledger: &Ledger) -> Result<(), StoreError> {
+        self.with(|store| store.save(ledger))
+    }
+
+    fn write_cdi(&self, uid: &ClaimUid, injection: &Injection) -> Result<(), StoreError> {
+        self.with(|store| store.write_cdi(uid, injection))
+    }
+
+    fn remove_cdi(&self, uid: &ClaimUid) -> Result<(), StoreError> {
+        self.with(|store| store.remove_cdi(uid))
+    }
+}
+
+impl Disk for Real {
+    fn found(&self) -> (BTreeMap<ClaimUid, Entry>, BTreeSet<ClaimUid>) {
+        *self.store.borrow_mut() = None;
+        // What a process leaves that is killed within a write.
+        std::fs::write(
+            self.root.path().join("plugins/drayman.dev/checkpoint.json.tmp"),
+            "half",
+        )
+        .unwrap_or_default();
+        std::fs::write(
+            self.root
+                .path()
+                .join(format!("cdi/drayman.dev-claim_{}.json.tmp", uid())),
+            "half",
+        )
+        .unwrap_or_default();
+        let opened = open(self.root.path(), "unused").unwrap();
+        let found = (opened.ledger.entries().clone(), opened.files);
+        *self.store.borrow_mut() = Some(opened.store);
+        found
+    }
+
+    fn booted(&self) {
+        *self.store.borrow_mut() = None;
+        std::fs::remove_dir_all(self.root.path().join("cdi")).unwrap();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    #[test]
+    fn a_node_that_is_killed_anywhere_keeps_its_promises_on_a_real_disk(operations in operations()) {
+        Node::new(Real::new()).live(&operations);
+    }
+}

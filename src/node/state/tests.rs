@@ -1,0 +1,506 @@
+use std::path::Path;
+use std::sync::atomic::Ordering;
+
+pub(in crate::node::state) mod fixture;
+mod moving;
+mod restoring;
+mod undoing;
+mod waiting;
+
+use super::*;
+use crate::api::crd::Mode;
+use crate::api::resource::ResourceClaim;
+use crate::core::prepare::containers::{Container, Shown};
+use crate::node::companion::{Companion, Preference};
+use fixture::*;
+
+#[tokio::test]
+async fn a_claim_is_prepared_again_and_again_with_the_same_id_until_it_is_unprepared() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    for _ in 0..3 {
+        assert_eq!(
+            life.prepare(A, &["x"]).await.unwrap(),
+            [format!("drayman.dev/claim={A}")]
+        );
+    }
+    assert_eq!(files(root.path()), [file(A)]);
+    life.unprepare(A).await.unwrap();
+    life.unprepare(A).await.unwrap();
+    assert_eq!(files(root.path()), Vec::<String>::new());
+    life.end().await;
+}
+
+#[tokio::test]
+async fn the_answers_come_in_the_order_of_the_requests_and_one_refusal_stops_nobody() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    let hostile = ClaimToPrepare {
+        uid: "../../../etc/cron.d/x".into(),
+        ..claim(A, &["x"])
+    };
+    let answers = life
+        .handle
+        .prepare(vec![
+            claim(A, &["x"]),
+            hostile,
+            claim(B, &["x"]),
+            claim(B, &["y"]),
+        ])
+        .await;
+    assert!(answers[0].is_ok() && answers[3].is_ok(), "{answers:?}");
+    let refused = answers[1].as_ref().unwrap_err();
+    assert_eq!((refused.reason, refused.invalid_request), ("InvalidClaim", true));
+    let held = answers[2].as_ref().unwrap_err();
+    assert_eq!((held.reason, held.invalid_request), ("DeviceHeld", false));
+    assert!(held.message.contains("default/claim"), "{held}");
+    assert_eq!(files(root.path()), [file(A), file(B)]);
+    life.end().await;
+}
+
+#[tokio::test]
+async fn the_work_goes_on_when_the_caller_goes_away_and_unprepare_comes_after_it() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    let closed = driver.gate.acquire().await.unwrap();
+    let asked = driver.asked.load(Ordering::SeqCst);
+    let caller = {
+        let handle = life.handle.clone();
+        tokio::spawn(async move { handle.prepare(vec![claim(A, &["x"])]).await })
+    };
+    while driver.asked.load(Ordering::SeqCst) == asked {
+        tokio::task::yield_now().await;
+    }
+    caller.abort();
+    assert!(caller.await.unwrap_err().is_cancelled());
+    // A repeat joins what is under way, and an Unprepare waits for both.
+    let (repeat, undone) = tokio::join!(life.handle.prepare(vec![claim(A, &["x"])]), async {
+        tokio::task::yield_now().await;
+        let undone = life.unprepare(A);
+        tokio::pin!(undone);
+        assert!(futures::poll!(&mut undone).is_pending());
+        drop(closed);
+        undone.await
+    });
+    repeat[0].as_ref().unwrap();
+    undone.unwrap();
+    assert_eq!(files(root.path()), Vec::<String>::new());
+    life.prepare(B, &["x"]).await.unwrap();
+    life.end().await;
+}
+
+#[tokio::test]
+async fn the_next_process_keeps_what_is_held_and_brings_files_back() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.end().await;
+    std::fs::remove_dir_all(root.path().join("cdi")).unwrap();
+
+    // The API server is away: what it told is known from the checkpoint.
+    let life = live(root.path(), "boot", &driver).await;
+    assert_eq!(files(root.path()), [file(A)]);
+    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason, "DeviceHeld");
+    life.prepare(A, &["x"]).await.unwrap();
+    life.unprepare(A).await.unwrap();
+    life.prepare(B, &["x"]).await.unwrap();
+    life.end().await;
+}
+
+#[tokio::test]
+async fn after_a_boot_files_are_back_and_what_no_longer_runs_gives_way() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let life = live_and_know(root.path(), "boot-1", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.prepare(B, &["y"]).await.unwrap();
+    life.end().await;
+    std::fs::remove_dir_all(root.path().join("cdi")).unwrap();
+
+    let life = live_and_know(root.path(), "boot-2", &driver).await;
+    assert_eq!(
+        files(root.path()),
+        [file(A), file(B)],
+        "also for a kubelet that does not ask again"
+    );
+    life.prepare(A, &["x"]).await.unwrap();
+    let c = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0c";
+    assert_eq!(life.prepare(c, &["x"]).await.unwrap_err().reason, "DeviceHeld");
+    life.prepare(c, &["y"]).await.unwrap();
+    assert_eq!(files(root.path()), [file(A), file(c)]);
+    life.end().await;
+}
+
+#[tokio::test]
+async fn nothing_is_prepared_before_the_nodes_uid_is_known() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live(root.path(), "boot", &driver).await;
+    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason, "NodeUnknown");
+    life.cluster.send_replace(ClusterFacts {
+        node_uid: Some("n-0".into()),
+        serves_claims: None,
+    });
+    while life.prepare(A, &["x"]).await.unwrap_err().reason != "WrongNode" {
+        tokio::task::yield_now().await;
+    }
+    tokio::time::timeout(Duration::from_secs(5), life.doubt.notified())
+        .await
+        .expect("the uid is in doubt");
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_device_that_vanishes_takes_the_file_and_brings_it_back() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let mut life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    driver.gone.lock().unwrap().insert("x".into());
+    driver.say(&[], "test", Mode::Claims);
+    let shown = life
+        .inventory
+        .wait_for(|devices| devices.keys().eq(["x"]))
+        .await
+        .unwrap()
+        .clone();
+    assert!(shown["x"].unhealthy.as_deref().unwrap().contains("default/claim"));
+    assert_eq!(
+        files(root.path()),
+        Vec::<String>::new(),
+        "no container is started with what is now another's node"
+    );
+    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason, "DeviceGone");
+    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason, "DeviceHeld");
+    driver.gone.lock().unwrap().clear();
+    driver.say(&["x"], "test", Mode::Claims);
+    life.inventory
+        .wait_for(|devices| devices.get("x").is_some_and(|x| x.unhealthy.is_none()))
+        .await
+        .unwrap();
+    assert_eq!(files(root.path()), [file(A)]);
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_full_disk_is_told_and_leaves_nothing_half_done() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.unprepare(A).await.unwrap();
+    let obstacles = [
+        root.path().join("state/checkpoint.json.tmp"),
+        root.path().join(format!("cdi/{}.tmp", file(A))),
+    ];
+    for obstacle in obstacles {
+        std::fs::create_dir(&obstacle).unwrap();
+        let error = life.prepare(A, &["x"]).await.unwrap_err();
+        assert_eq!((error.reason, error.invalid_request), ("StorageFailed", false));
+        std::fs::remove_dir(&obstacle).unwrap();
+        assert_eq!(files(root.path()), Vec::<String>::new());
+        life.prepare(B, &["x"]).await.expect("the device is free again");
+        life.unprepare(B).await.unwrap();
+    }
+    life.end().await;
+}
+
+#[tokio::test]
+async fn an_extended_resource_is_listed_and_handed_out() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    driver.say(&["x", "y"], "serial", Mode::ExtendedResource);
+    let life = live(root.path(), "boot", &driver).await;
+    assert!(life.handle.plugin_devices("example.com/other").is_none());
+    let devices = life.handle.plugin_devices("example.com/serial").unwrap();
+    assert_eq!(
+        devices
+            .borrow()
+            .iter()
+            .map(|device| device.id.as_str())
+            .collect::<Vec<_>>(),
+        ["x", "y"]
+    );
+    let injections = life
+        .handle
+        .allocate("example.com/serial", vec![vec!["y".into(), "x".into()]])
+        .await
+        .unwrap();
+    assert_eq!(injections[0].device_nodes.len(), 2);
+    assert_eq!(injections[0].environment["DRAYMAN_DEVICE_X"], "/dev/x");
+    let error = life
+        .handle
+        .allocate("example.com/other", vec![vec!["x".into()]])
+        .await
+        .unwrap_err();
+    assert_eq!((error.reason, error.invalid_request), ("InvalidResource", true));
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_list_of_devices_is_sent_again_only_when_it_has_changed() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    let mut devices = life.handle.plugin_devices("example.com/camera").unwrap();
+    let mut inventory = life.inventory.clone();
+    devices.mark_unchanged();
+    inventory.mark_unchanged();
+    life.prepare(A, &["x"]).await.unwrap();
+    life.unprepare(A).await.unwrap();
+    assert!(!devices.has_changed().unwrap() && !inventory.has_changed().unwrap());
+    life.end().await;
+}
+
+#[tokio::test]
+async fn who_asks_a_companion_that_has_ended_is_told_so() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.task.abort();
+    let _ = life.task.await;
+    let answers = life
+        .handle
+        .prepare(vec![claim(A, &["x"]), claim(B, &["x"])])
+        .await;
+    assert_eq!(
+        answers
+            .iter()
+            .map(|answer| answer.as_ref().unwrap_err().reason)
+            .collect::<Vec<_>>(),
+        ["Stopping"; 2]
+    );
+}
+
+/// Two cameras that leave through both doors, and what kubelet shows of its containers.
+async fn live_with_both(root: &Path) -> (Life, Arc<Said>, Arc<Kubelet>) {
+    let (driver, kubelet) = (Said::new(&[]), Arc::new(Kubelet::default()));
+    driver.say(&["x", "y"], "camera", Mode::Both);
+    let life = live_beside(root, "boot", &driver, Some(kubelet.clone())).await;
+    life.cluster.send_replace(ClusterFacts {
+        node_uid: Some("n-1".into()),
+        serves_claims: Some(true),
+    });
+    (life, driver, kubelet)
+}
+
+/// Waits until the extended resource is offered so: those that are unhealthy with a question mark.
+async fn until_offered(life: &Life, wanted: &str) {
+    let mut devices = life.handle.plugin_devices("example.com/camera").unwrap();
+    let shown = |devices: &Vec<PluginDevice>| {
+        devices
+            .iter()
+            .map(|device| format!("{}{}", device.id, if device.healthy { "" } else { "?" }))
+            .collect::<Vec<_>>()
+            .join(" ")
+    };
+    let result = tokio::time::timeout(
+        Duration::from_secs(20),
+        devices.wait_for(|devices| shown(devices) == wanted),
+    )
+    .await;
+    assert!(result.is_ok(), "not {wanted:?}");
+}
+
+fn nothing_announced() -> Announced {
+    let mut announced = Announced::default();
+    announced.replace([], "drayman.dev", "node-a");
+    announced
+}
+
+fn announced(uid: &str, device: &str) -> Announced {
+    let handle = claim(uid, &[device]).resource_handle;
+    let claim: ResourceClaim = serde_json::from_value(serde_json::json!({
+        "metadata": { "namespace": "default", "name": "camera", "uid": uid },
+        "spec": { "resourceClassName": "camera" },
+        "status": { "driverName": "drayman.dev",
+            "allocation": { "resourceHandles": [{ "driverName": "drayman.dev", "data": handle }] } },
+    }))
+    .unwrap();
+    let mut announced = Announced::default();
+    announced.replace([&claim], "drayman.dev", "node-a");
+    announced
+}
+
+fn granted(device: &str) -> Shown {
+    let container = Container {
+        namespace: "default".into(),
+        pod: "plugged".into(),
+        container: "main".into(),
+    };
+    Shown {
+        pods: [("default".to_owned(), "plugged".to_owned())].into(),
+        listed: [(device.to_owned(), container)].into(),
+        ..Shown::default()
+    }
+}
+
+#[tokio::test]
+async fn with_both_doors_nothing_is_given_before_kubelet_and_the_claims_are_known() {
+    let root = tempfile::tempdir().unwrap();
+    let (life, _driver, kubelet) = live_with_both(root.path()).await;
+    until_offered(&life, "x? y?").await;
+    let refused = loop {
+        let refused = life.prepare(A, &["x"]).await.unwrap_err();
+        if refused.reason != "NodeUnknown" {
+            break refused;
+        }
+    };
+    assert_eq!(refused.reason, "PodResourcesUnavailable");
+    assert!(refused.message.contains("kubelet is down"), "{refused}");
+    *kubelet.shown.lock().unwrap() = Some(granted("y"));
+    // What a container has is kubelet's own; the rest waits for the claims.
+    until_offered(&life, "x? y").await;
+    life.announcer.send_replace(Arc::new(nothing_announced()));
+    until_offered(&life, "x y").await;
+    let looks = kubelet.looks.load(Ordering::SeqCst);
+    life.prepare(A, &["x"]).await.unwrap();
+    assert_eq!(
+        kubelet.looks.load(Ordering::SeqCst),
+        looks + 1,
+        "asked at the moment of the decision"
+    );
+    until_offered(&life, "x? y").await;
+    life.unprepare(A).await.unwrap();
+    until_offered(&life, "x y").await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_prepare() {
+    let root = tempfile::tempdir().unwrap();
+    let (life, _driver, kubelet) = live_with_both(root.path()).await;
+    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    life.announcer.send_replace(Arc::new(announced(A, "x")));
+    until_offered(&life, "x? y").await;
+    let allocate = async |device: &str| {
+        let containers = vec![vec![device.to_owned()]];
+        life.handle.allocate("example.com/camera", containers).await
+    };
+    let refused = allocate("x").await.unwrap_err();
+    assert_eq!(refused.reason, "DeviceHeld");
+    assert!(refused.message.contains("default/camera"), "{refused}");
+    allocate("y").await.unwrap();
+    life.announcer.send_replace(Arc::new(nothing_announced()));
+    until_offered(&life, "x y").await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn what_a_container_has_is_refused_to_a_claim_and_told_to_the_controller_until_it_has_ended() {
+    let root = tempfile::tempdir().unwrap();
+    let (mut life, _driver, kubelet) = live_with_both(root.path()).await;
+    *kubelet.shown.lock().unwrap() = Some(granted("x"));
+    life.announcer.send_replace(Arc::new(nothing_announced()));
+    until_offered(&life, "x y").await;
+    assert!(
+        life.inventory
+            .borrow()
+            .values()
+            .all(|device| device.unhealthy.is_none()),
+        "nothing is published for a pod that is in nobody's way"
+    );
+    life.announcer.send_replace(Arc::new(announced(A, "x")));
+    let contested =
+        |devices: &Arc<Devices>| devices["x"].unhealthy.is_some() && devices["y"].unhealthy.is_none();
+    soon(life.inventory.wait_for(contested)).await.unwrap();
+    let refused = life.prepare(A, &["x"]).await.unwrap_err();
+    assert_eq!(refused.reason, "DeviceHeld");
+    assert!(refused.message.contains("default/plugged"), "{refused}");
+    // The container keeps its device, and no other is to get it when it has ended.
+    until_offered(&life, "x? y").await;
+    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    soon(
+        life.inventory
+            .wait_for(|devices| devices["x"].unhealthy.is_none()),
+    )
+    .await
+    .unwrap();
+    life.prepare(A, &["x"]).await.unwrap();
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_device_by_name_has_a_file_from_the_start_until_it_is_gone() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    driver.say(&["x", "y"], "camera", Mode::ExtendedResource);
+    let life = live(root.path(), "boot", &driver).await;
+    let of = |device: &str| format!("drayman.dev-device_{device}.json");
+    assert_eq!(files(root.path()), [of("x"), of("y")]);
+    let containers = vec![vec!["x".to_owned()]];
+    let injections = life
+        .handle
+        .allocate("example.com/camera", containers)
+        .await
+        .unwrap();
+    assert_eq!(injections[0].cdi_devices, ["drayman.dev/device=x"]);
+    assert!(injections[0].device_nodes.is_empty() && injections[0].environment.is_empty());
+    driver.say(&["y"], "camera", Mode::ExtendedResource);
+    soon(async {
+        while files(root.path()) != [of("y")] {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_container_does_not_start_with_a_device_that_has_gone_or_is_not_well() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    driver.say(&["x"], "serial", Mode::ExtendedResource);
+    let life = live(root.path(), "boot", &driver).await;
+    assert!(life.handle.checks_start("example.com/serial"));
+    assert!(!life.handle.checks_start("example.com/camera"));
+    let check = async |device: &str| {
+        let devices = vec![device.to_owned()];
+        life.handle
+            .check_start("example.com/serial", devices)
+            .await
+            .map_err(|error| error.reason)
+    };
+    assert_eq!(check("x").await, Ok(()));
+    assert_eq!(check("nowhere").await, Err("DeviceGone"));
+    driver.gone.lock().unwrap().insert("x".into());
+    assert_eq!(check("x").await, Err("DeviceGone"));
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_choice_is_made_from_the_other_end_where_claims_take_too() {
+    let root = tempfile::tempdir().unwrap();
+    let (life, _driver, _kubelet) = live_with_both(root.path()).await;
+    let wish = Preference {
+        available: vec!["x".into(), "y".into()],
+        must_include: vec![],
+        size: 1,
+    };
+    assert_eq!(
+        life.handle.choose("example.com/camera", vec![wish.clone()]),
+        [["y"]]
+    );
+    assert_eq!(life.handle.choose("example.com/serial", vec![wish]), [["x"]]);
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_device_that_the_node_uses_is_handed_out_to_nobody_new() {
+    let root = tempfile::tempdir().unwrap();
+    let driver = Said::new(&[]);
+    driver.say(&["x", "y"], "test", Mode::Claims);
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    driver
+        .used
+        .lock()
+        .unwrap()
+        .extend(["x".to_owned(), "y".to_owned()]);
+    assert_eq!(life.prepare(B, &["y"]).await.unwrap_err().reason, "DeviceInUse");
+    life.prepare(A, &["x"]).await.unwrap();
+    assert_eq!(files(root.path()), [file(A)], "who has the device may use it");
+    driver.say(&["z"], "serial", Mode::ExtendedResource);
+    driver.used.lock().unwrap().insert("z".to_owned());
+    let mut inventory = life.inventory.clone();
+    soon(inventory.wait_for(|all| all.contains_key("z")))
+        .await
+        .unwrap();
+    let refused = life
+        .handle
+        .allocate("example.com/serial", vec![vec!["z".to_owned()]])
+        .await;
+    assert_eq!(refused.map(drop).unwrap_err().reason, "DeviceInUse");
+    life.end().await;
+}

@@ -1,0 +1,396 @@
+//! A companion whose devices are there because the test says so.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use futures::future::BoxFuture;
+use futures::{Stream, StreamExt as _};
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::WatchStream;
+
+use super::super::*;
+use crate::api::crd::{Device, DeviceNodeKind, DeviceNumber, Mode};
+use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
+use crate::core::prepare::containers::Shown;
+use crate::core::prepare::injection::DeviceNode;
+use crate::core::prepare::witness::Witnessed;
+use crate::node::companion::Companion;
+use crate::node::container_runtime::Witness;
+use crate::node::driver::NodeDriverError;
+
+pub(in crate::node::state) const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
+pub(in crate::node::state) const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
+
+/// The node that devices may have in common.
+pub(in crate::node::state) const CONTROL: &str = "/dev/control";
+
+/// Devices that are there because the test says so.
+pub(in crate::node::state) struct Said {
+    pub(in crate::node::state) devices: watch::Sender<Arc<Devices>>,
+    pub(in crate::node::state) gone: Mutex<BTreeSet<String>>,
+    /// The devices that the node itself uses.
+    pub(in crate::node::state) used: Mutex<BTreeSet<String>>,
+    /// Where containers see a device, if not at its own path.
+    pub(in crate::node::state) renamed: Mutex<BTreeMap<String, String>>,
+    /// What a device permits with the node that it has in common with others, if it has it.
+    pub(in crate::node::state) control: Mutex<BTreeMap<String, &'static str>>,
+    pub(in crate::node::state) asked: AtomicUsize,
+    /// Holds answers back while the test has the permit.
+    pub(in crate::node::state) gate: tokio::sync::Semaphore,
+    /// Nothing can be undone.
+    pub(in crate::node::state) stuck: AtomicBool,
+    /// The claims for which something was undone.
+    pub(in crate::node::state) undone: Mutex<BTreeSet<String>>,
+}
+
+impl Said {
+    pub(in crate::node::state) fn new(names: &[&str]) -> Arc<Self> {
+        let said = Self {
+            devices: watch::channel(Arc::default()).0,
+            gone: Mutex::default(),
+            used: Mutex::default(),
+            renamed: Mutex::default(),
+            control: Mutex::default(),
+            asked: AtomicUsize::new(0),
+            gate: tokio::sync::Semaphore::new(1),
+            stuck: AtomicBool::new(false),
+            undone: Mutex::default(),
+        };
+        said.say(names, "test", Mode::Claims);
+        Arc::new(said)
+    }
+
+    pub(in crate::node::state) fn say(&self, names: &[&str], kind: &str, mode: Mode) {
+        let device = |name: &&str| {
+            let device = Device {
+                name: (*name).into(),
+                kind: kind.into(),
+                mode,
+                ..Device::default()
+            };
+            ((*name).to_owned(), device)
+        };
+        self.devices
+            .send_replace(Arc::new(names.iter().map(device).collect()));
+    }
+
+    /// The same with the minor number of each device's node.
+    pub(in crate::node::state) fn say_numbered(&self, names: &[(&str, u32)], kind: &str, mode: Mode) {
+        let device = |(name, minor): &(&str, u32)| {
+            let number = DeviceNumber {
+                kind: DeviceNodeKind::Character,
+                major: 120,
+                minor: *minor,
+            };
+            let device = Device {
+                name: (*name).into(),
+                kind: kind.into(),
+                mode,
+                device_numbers: [number].into(),
+                ..Device::default()
+            };
+            ((*name).to_owned(), device)
+        };
+        self.devices
+            .send_replace(Arc::new(names.iter().map(device).collect()));
+    }
+}
+
+impl NodeDriver for Said {
+    fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
+        WatchStream::new(self.devices.subscribe()).map(|devices| devices.values().cloned().collect())
+    }
+
+    async fn check_unused(&self, device: &str) -> Result<(), NodeDriverError> {
+        if self.used.lock().unwrap().contains(device) {
+            return Err(NodeDriverError::InUse {
+                device: device.into(),
+                problem: "it is mounted".into(),
+            });
+        }
+        Ok(())
+    }
+
+    async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
+        self.asked.fetch_add(1, Ordering::SeqCst);
+        let _open = self.gate.acquire().await.unwrap();
+        if self.gone.lock().unwrap().contains(device) {
+            return Err(NodeDriverError::Gone {
+                device: device.into(),
+                problem: "unplugged".into(),
+            });
+        }
+        let path = format!("/dev/{device}");
+        let renamed = self.renamed.lock().unwrap().get(device).cloned();
+        let node = DeviceNode {
+            container_path: renamed.unwrap_or_else(|| path.clone()),
+            host_path: path,
+            permissions: "rw".into(),
+        };
+        let mut injection = Injection::of_device_node(device, node);
+        if let Some(permissions) = self.control.lock().unwrap().get(device) {
+            injection.device_nodes.push(DeviceNode {
+                host_path: CONTROL.to_owned(),
+                container_path: CONTROL.to_owned(),
+                permissions: (*permissions).to_owned(),
+            });
+        }
+        Ok(injection)
+    }
+
+    /// As a driver may that knows nothing of what its devices have in common: everything, one after the other.
+    async fn prepare(&self, claim: &PreparedClaim) -> Result<Injection, NodeDriverError> {
+        let mut all = Injection::default();
+        for device in &claim.devices {
+            let mut one = self.injection(device).await?;
+            all.device_nodes.append(&mut one.device_nodes);
+            all.extend(one);
+        }
+        Ok(all)
+    }
+
+    async fn unprepare(&self, claim: &PreparedClaim) -> Result<(), NodeDriverError> {
+        if self.stuck.load(Ordering::SeqCst) {
+            return Err(NodeDriverError::Failed {
+                device: claim.devices.concat(),
+                problem: "it does not answer".into(),
+            });
+        }
+        self.undone.lock().unwrap().insert(claim.uid.clone());
+        Ok(())
+    }
+}
+
+/// One life of a companion on a node.
+pub(in crate::node::state) struct Life {
+    pub(in crate::node::state) handle: Arc<OwnerHandle>,
+    pub(in crate::node::state) inventory: watch::Receiver<Arc<Devices>>,
+    pub(in crate::node::state) cluster: watch::Sender<ClusterFacts>,
+    pub(in crate::node::state) doubt: Arc<Notify>,
+    /// What the API server shows of the claims of this node.
+    pub(in crate::node::state) announcer: watch::Sender<Arc<Announced>>,
+    /// The extended resources that there should be.
+    pub(in crate::node::state) wanted: watch::Sender<Arc<BTreeMap<String, ExtendedResource>>>,
+    pub(in crate::node::state) task: JoinHandle<()>,
+}
+
+/// What kubelet shows is what the test says.
+#[derive(Debug, Default)]
+pub(in crate::node::state) struct Kubelet {
+    pub(in crate::node::state) shown: Mutex<Option<Shown>>,
+    /// The extended resource under which it shows devices, if not under any.
+    pub(in crate::node::state) under: Mutex<Option<String>>,
+    pub(in crate::node::state) looks: AtomicUsize,
+    /// It does not answer.
+    pub(in crate::node::state) hangs: AtomicBool,
+}
+
+impl Grants for Kubelet {
+    fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<BTreeMap<String, Shown>, String>> {
+        self.looks.fetch_add(1, Ordering::SeqCst);
+        let shown = self.shown.lock().unwrap().clone();
+        let under = self.under.lock().unwrap().clone();
+        let of_resource = |shown: &Shown, resource: String| {
+            let mut shown = shown.clone();
+            if under.as_ref().is_some_and(|under| *under != resource) {
+                shown.listed.clear();
+                shown.recorded.clear();
+            }
+            (resource, shown)
+        };
+        let shown = shown.map(|shown| {
+            let resources = resources.into_iter();
+            resources.map(|resource| of_resource(&shown, resource)).collect()
+        });
+        Box::pin(async move {
+            while self.hangs.load(Ordering::SeqCst) {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            shown.ok_or_else(|| "kubelet is down".to_owned())
+        })
+    }
+}
+
+pub(in crate::node::state) fn places(root: &Path) -> Places {
+    Places {
+        driver: DriverName::parse("drayman.dev").unwrap(),
+        state: root.join("state"),
+        cdi: root.join("cdi"),
+        kubelet_state: root.join("dra_manager_state"),
+    }
+}
+
+pub(in crate::node::state) async fn live(root: &Path, boot_id: &str, driver: &Arc<Said>) -> Life {
+    live_beside(root, boot_id, driver, None).await
+}
+
+/// With a kubelet, the devices of the kind `camera` leave through both doors.
+pub(in crate::node::state) async fn live_beside(
+    root: &Path,
+    boot_id: &str,
+    driver: &Arc<Said>,
+    kubelet: Option<Arc<Kubelet>>,
+) -> Life {
+    let (owner, life) = begin(root, boot_id, driver, kubelet).await;
+    let task = tokio::spawn(owner.run());
+    Life { task, ..life }
+}
+
+/// The same before it serves anybody: the task is one that has nothing to do.
+pub(in crate::node::state) async fn begin(
+    root: &Path,
+    boot_id: &str,
+    driver: &Arc<Said>,
+    kubelet: Option<Arc<Kubelet>>,
+) -> (Owner<Said>, Life) {
+    begin_with(root, boot_id, driver, kubelet, None).await
+}
+
+/// What the container runtime shows is what the test says.
+#[derive(Debug, Default)]
+pub(in crate::node::state) struct Runtime(pub(in crate::node::state) Mutex<Witnessed>);
+
+impl Witness for Runtime {
+    fn look(&self) -> BoxFuture<'_, Result<Witnessed, String>> {
+        let seen = self.0.lock().unwrap().clone();
+        Box::pin(async { Ok(seen) })
+    }
+}
+
+pub(in crate::node::state) async fn begin_with(
+    root: &Path,
+    boot_id: &str,
+    driver: &Arc<Said>,
+    kubelet: Option<Arc<Kubelet>>,
+    witness: Option<Arc<Runtime>>,
+) -> (Owner<Said>, Life) {
+    let places = places(root);
+    let opened = Store::open(&places, boot_id).unwrap();
+    let (cluster, receiver) = watch::channel(ClusterFacts::default());
+    let doubt = Arc::new(Notify::new());
+    let (announcer, announcements) = watch::channel(Arc::default());
+    let camera = ExtendedResource {
+        also_by_claims: kubelet.is_some(),
+        cdi_devices: true,
+        ..ExtendedResource::of_kind("camera")
+    };
+    let serial = ExtendedResource {
+        pre_start_check: true,
+        ..ExtendedResource::of_kind("serial")
+    };
+    let (wanted, resources) = watch::channel(Arc::new(BTreeMap::from([
+        ("example.com/camera".to_owned(), camera),
+        ("example.com/serial".to_owned(), serial),
+    ])));
+    let (owner, handle, inventory) = Owner::start(OwnerOptions {
+        places,
+        orphan_grace: Duration::ZERO,
+        node_name: "node-a".into(),
+        resources,
+        driver: driver.clone(),
+        opened,
+        cluster: receiver,
+        node_in_doubt: doubt.clone(),
+        witness: witness.map(|witness| witness as Arc<dyn Witness>),
+        grants: kubelet.map(|kubelet| kubelet as Arc<dyn Grants>),
+        announcements,
+        former: Some(Former::default()),
+        figures: Arc::default(),
+    })
+    .await;
+    let life = Life {
+        handle: Arc::new(handle),
+        inventory,
+        cluster,
+        doubt,
+        announcer,
+        wanted,
+        task: tokio::spawn(async {}),
+    };
+    (owner, life)
+}
+
+pub(in crate::node::state) async fn live_and_know(root: &Path, boot_id: &str, driver: &Arc<Said>) -> Life {
+    let life = live(root, boot_id, driver).await;
+    life.cluster.send_replace(ClusterFacts {
+        node_uid: Some("n-1".into()),
+        serves_claims: Some(true),
+    });
+    life
+}
+
+impl Life {
+    pub(in crate::node::state) async fn end(self) {
+        drop(self.handle);
+        self.task.await.unwrap();
+    }
+
+    pub(in crate::node::state) async fn prepare(
+        &self,
+        uid: &str,
+        devices: &[&str],
+    ) -> Result<Vec<String>, CompanionError> {
+        let mut answers = self.handle.prepare(vec![claim(uid, devices)]).await;
+        assert_eq!(answers.len(), 1);
+        answers.remove(0)
+    }
+
+    pub(in crate::node::state) async fn unprepare(&self, uid: &str) -> Result<(), CompanionError> {
+        let claim = ClaimToUnprepare {
+            uid: uid.into(),
+            ..ClaimToUnprepare::default()
+        };
+        self.handle.unprepare(vec![claim]).await.remove(0)
+    }
+}
+
+pub(in crate::node::state) fn claim(uid: &str, devices: &[&str]) -> ClaimToPrepare {
+    let device = |name: &&str| HandleDevice {
+        request: "device".into(),
+        device: (*name).into(),
+    };
+    let handle = DeviceHandle {
+        version: VERSION,
+        claim_uid: uid.into(),
+        node_name: "node-a".into(),
+        node_uid: "n-1".into(),
+        devices: devices.iter().map(device).collect(),
+    };
+    ClaimToPrepare {
+        namespace: "default".into(),
+        name: "claim".into(),
+        uid: uid.into(),
+        resource_handle: handle.to_data().unwrap(),
+    }
+}
+
+pub(in crate::node::state) fn files(root: &Path) -> Vec<String> {
+    let mut names: Vec<String> = std::fs::read_dir(root.join("cdi"))
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+pub(in crate::node::state) fn file(uid: &str) -> String {
+    format!("drayman.dev-claim_{uid}.json")
+}
+
+pub(in crate::node::state) async fn soon<T>(wait: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(20), wait)
+        .await
+        .expect("in time")
+}
+
+/// Waits until the CDI files are these.
+pub(in crate::node::state) async fn until_files(root: &Path, wanted: &[String]) {
+    soon(async {
+        while files(root) != wanted {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await;
+}

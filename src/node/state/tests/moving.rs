@@ -1,0 +1,305 @@
+use super::super::*;
+use super::fixture::*;
+use crate::api::crd::Mode;
+use crate::core::prepare::containers::{Container, Shown};
+use crate::node::companion::Companion;
+
+const OLD: &str = "example.com/camera";
+const NEW: &str = "example.com/eye";
+
+/// A pod has camera `x`, under the name that the resource has at the start.
+fn granted() -> Shown {
+    let container = Container {
+        namespace: "default".into(),
+        pod: "plugged".into(),
+        container: "main".into(),
+    };
+    Shown {
+        pods: [("default".to_owned(), "plugged".to_owned())].into(),
+        listed: [("x".to_owned(), container)].into(),
+        ..Shown::default()
+    }
+}
+
+async fn live_with(mode: Mode, shown: Option<Shown>) -> (tempfile::TempDir, Life, Arc<Said>, Arc<Kubelet>) {
+    let root = tempfile::tempdir().unwrap();
+    let (driver, kubelet) = (Said::new(&[]), Arc::new(Kubelet::default()));
+    driver.say(&["x", "y"], "camera", mode);
+    *kubelet.under.lock().unwrap() = Some(OLD.to_owned());
+    *kubelet.shown.lock().unwrap() = shown;
+    let life = live_beside(root.path(), "boot", &driver, Some(kubelet.clone())).await;
+    life.cluster.send_replace(ClusterFacts {
+        node_uid: Some("n-1".into()),
+        serves_claims: Some(true),
+    });
+    let mut announced = Announced::default();
+    announced.replace([], "drayman.dev", "node-a");
+    life.announcer.send_replace(Arc::new(announced));
+    (root, life, driver, kubelet)
+}
+
+fn resources(name: Option<&str>, also_by_claims: bool) -> Arc<BTreeMap<String, ExtendedResource>> {
+    let resource = ExtendedResource {
+        also_by_claims,
+        ..ExtendedResource::of_kind("camera")
+    };
+    Arc::new(name.map(|name| (name.to_owned(), resource)).into_iter().collect())
+}
+
+async fn until_offered(life: &Life, resource: &str, wanted: &str) {
+    let mut shown = String::new();
+    let offered = async {
+        while shown != wanted {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            let Some(devices) = life.handle.plugin_devices(resource) else {
+                continue;
+            };
+            let mark =
+                |device: &PluginDevice| format!("{}{}", device.id, if device.healthy { "" } else { "?" });
+            shown = devices.borrow().iter().map(mark).collect::<Vec<_>>().join(" ");
+        }
+    };
+    let in_time = tokio::time::timeout(Duration::from_secs(20), offered)
+        .await
+        .is_ok();
+    assert!(in_time, "{shown:?} is not {wanted:?}");
+}
+
+async fn allocate(life: &Life, resource: &str, device: &str) -> Result<(), CompanionError> {
+    let containers = vec![vec![device.to_owned()]];
+    life.handle.allocate(resource, containers).await.map(drop)
+}
+
+async fn until_published(life: &mut Life, such: impl Fn(Option<&str>) -> bool) {
+    let seen = life
+        .inventory
+        .wait_for(|devices| devices.get("x").is_some_and(|x| such(x.unhealthy.as_deref())));
+    soon(seen).await.unwrap();
+}
+
+/// The pod has ended, and then everything is free.
+async fn ends(life: &mut Life, kubelet: &Kubelet) {
+    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    until_published(life, |unhealthy| unhealthy.is_none()).await;
+}
+
+#[tokio::test]
+async fn a_resource_that_is_renamed_gives_nobody_what_a_container_has_under_the_old_name() {
+    let (_root, mut life, _driver, kubelet) = live_with(Mode::Both, Some(granted())).await;
+    until_offered(&life, OLD, "x y").await;
+    life.wanted.send_replace(resources(Some(NEW), true));
+    until_offered(&life, NEW, "x? y").await;
+    until_published(&mut life, |unhealthy| {
+        unhealthy.is_some_and(|why| why.contains("default/plugged") && why.contains(OLD))
+    })
+    .await;
+    let refused = life.prepare(A, &["x"]).await.unwrap_err();
+    assert!(refused.message.contains("pod default/plugged"), "{refused}");
+    let refused = allocate(&life, NEW, "x").await.unwrap_err();
+    assert!(refused.message.contains("pod default/plugged"), "{refused}");
+    allocate(&life, NEW, "y").await.unwrap();
+    ends(&mut life, &kubelet).await;
+    until_offered(&life, NEW, "x y").await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_kind_that_becomes_one_for_claims_waits_for_the_containers_that_have_its_devices() {
+    for before in [Mode::Both, Mode::ExtendedResource] {
+        let (_root, mut life, driver, kubelet) = live_with(before, Some(granted())).await;
+        if before == Mode::ExtendedResource {
+            life.wanted.send_replace(resources(Some(OLD), false));
+        }
+        until_offered(&life, OLD, "x y").await;
+        life.wanted.send_replace(resources(None, false));
+        driver.say(&["x", "y"], "camera", Mode::Claims);
+        // The new devices may be heard of before the new resources or after.
+        until_published(&mut life, |unhealthy| {
+            unhealthy.is_some_and(|why| why.contains("default/plugged"))
+        })
+        .await;
+        let refused = life.prepare(A, &["x"]).await.unwrap_err();
+        assert!(refused.message.contains("pod default/plugged"), "{refused}");
+        life.prepare(B, &["y"]).await.unwrap();
+        ends(&mut life, &kubelet).await;
+        life.prepare(A, &["x"]).await.unwrap();
+        life.end().await;
+    }
+}
+
+#[tokio::test]
+async fn a_device_that_leaves_its_resource_while_the_resource_stays_is_waited_for_too() {
+    let (_root, mut life, driver, kubelet) = live_with(Mode::ExtendedResource, Some(granted())).await;
+    life.wanted.send_replace(resources(Some(OLD), false));
+    until_offered(&life, OLD, "x y").await;
+    driver.say(&["x", "y"], "camera", Mode::Claims);
+    until_published(&mut life, |unhealthy| {
+        unhealthy.is_some_and(|why| why.contains("default/plugged"))
+    })
+    .await;
+    let refused = life.prepare(A, &["x"]).await.unwrap_err();
+    assert!(refused.message.contains("pod default/plugged"), "{refused}");
+    ends(&mut life, &kubelet).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.end().await;
+}
+
+#[tokio::test]
+async fn as_long_as_kubelet_does_not_show_its_containers_nothing_of_a_renamed_resource_is_given_away() {
+    let (_root, mut life, _driver, kubelet) = live_with(Mode::Both, Some(granted())).await;
+    until_offered(&life, OLD, "x y").await;
+    *kubelet.shown.lock().unwrap() = None;
+    life.wanted.send_replace(resources(Some(NEW), true));
+    until_offered(&life, NEW, "x? y?").await;
+    let refused = allocate(&life, NEW, "y").await.unwrap_err();
+    assert!(refused.message.contains(OLD), "{refused}");
+    *kubelet.shown.lock().unwrap() = Some(granted());
+    until_offered(&life, NEW, "x? y").await;
+    ends(&mut life, &kubelet).await;
+    until_offered(&life, NEW, "x y").await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn that_kubelet_does_not_answer_for_a_name_that_is_no_more_is_said_at_the_first_time_and_not_again() {
+    let root = tempfile::tempdir().unwrap();
+    let kubelet = Arc::new(Kubelet::default());
+    let (mut owner, life) = begin(root.path(), "boot", &Said::new(&[]), Some(kubelet.clone())).await;
+    owner.complained = false;
+    let devices = [("x".to_owned(), Vec::new())].into();
+    owner
+        .former
+        .change()
+        .left("example.com/old", devices, Containers::default());
+    owner.ask_kubelet_and_wait(None).await;
+    assert!(
+        owner.complained,
+        "at the first time, though nothing was known before"
+    );
+    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    owner.ask_kubelet_and_wait(None).await;
+    assert!(!owner.complained && owner.former.is_empty());
+    drop(life);
+}
+
+#[tokio::test]
+async fn a_grant_that_kubelet_does_not_show_yet_counts_though_the_resource_is_renamed() {
+    let (_root, mut life, _driver, _kubelet) = live_with(Mode::Both, Some(Shown::default())).await;
+    until_offered(&life, OLD, "x y").await;
+    allocate(&life, OLD, "x").await.unwrap();
+    life.wanted.send_replace(resources(Some(NEW), true));
+    until_offered(&life, NEW, "x? y").await;
+    until_published(&mut life, |unhealthy| {
+        unhealthy.is_some_and(|why| why.contains(OLD))
+    })
+    .await;
+    assert!(life.prepare(A, &["x"]).await.is_err());
+    life.end().await;
+}
+
+/// The devices of `live_with` under other names that lead to the same device nodes, or to those of `numbers`.
+fn rename(driver: &Said, kind: &str, mode: Mode, numbers: [u32; 2]) {
+    let [x, y] = numbers;
+    driver.say_numbered(&[("by-id-x", x), ("by-id-y", y)], kind, mode);
+}
+
+#[tokio::test]
+async fn a_reload_that_renames_devices_gives_no_node_twice() {
+    for (before, after) in [
+        (Mode::ExtendedResource, Mode::ExtendedResource),
+        (Mode::ExtendedResource, Mode::Claims),
+        (Mode::Both, Mode::Both),
+    ] {
+        let (_root, life, driver, kubelet) = live_with(before, Some(granted())).await;
+        life.wanted
+            .send_replace(resources(Some(OLD), before == Mode::Both));
+        driver.say_numbered(&[("x", 6), ("y", 7)], "camera", before);
+        until_offered(&life, OLD, "x y").await;
+        allocate(&life, OLD, "x").await.unwrap();
+        rename(&driver, "camera", after, [6, 7]);
+        if after == Mode::Claims {
+            life.wanted.send_replace(resources(None, false));
+        } else {
+            until_offered(&life, OLD, "by-id-x? by-id-y").await;
+            let refused = allocate(&life, OLD, "by-id-x").await.unwrap_err();
+            assert!(refused.message.contains("as x"), "{refused}");
+            allocate(&life, OLD, "by-id-y").await.unwrap();
+        }
+        if after != Mode::ExtendedResource {
+            let mut inventory = life.inventory.clone();
+            let withheld =
+                inventory.wait_for(|all| all.get("by-id-x").is_some_and(|x| x.unhealthy.is_some()));
+            soon(withheld).await.unwrap();
+            let refused = life.prepare(A, &["by-id-x"]).await.unwrap_err();
+            assert!(refused.message.contains("pod default/plugged"), "{refused}");
+        }
+        *kubelet.shown.lock().unwrap() = Some(Shown::default());
+        let mut inventory = life.inventory.clone();
+        let free = inventory.wait_for(|all| all.get("by-id-x").is_some_and(|x| x.unhealthy.is_none()));
+        soon(free).await.unwrap();
+        life.end().await;
+    }
+}
+
+#[tokio::test]
+async fn a_device_with_the_number_of_an_unplugged_one_waits() {
+    let (_root, life, driver, kubelet) = live_with(Mode::ExtendedResource, Some(granted())).await;
+    life.wanted.send_replace(resources(Some(OLD), false));
+    driver.say_numbered(&[("x", 6), ("y", 7)], "camera", Mode::ExtendedResource);
+    until_offered(&life, OLD, "x y").await;
+    allocate(&life, OLD, "x").await.unwrap();
+    driver.say_numbered(&[("y", 7)], "camera", Mode::ExtendedResource);
+    until_offered(&life, OLD, "y").await;
+    driver.say_numbered(&[("y", 7), ("z", 6)], "camera", Mode::ExtendedResource);
+    until_offered(&life, OLD, "y z?").await;
+    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    until_offered(&life, OLD, "y z").await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_claim_keeps_its_node_from_every_other_name_and_api() {
+    for numbers in [[6, 7], [7, 6]] {
+        let (_root, life, driver, _kubelet) = live_with(Mode::Both, Some(Shown::default())).await;
+        driver.say_numbered(&[("by-id-x", 6), ("by-id-y", 7)], "camera", Mode::Both);
+        until_offered(&life, OLD, "by-id-x by-id-y").await;
+        life.prepare(A, &["by-id-x"]).await.unwrap();
+        rename(&driver, "camera", Mode::Both, numbers);
+        // The claim keeps its device under the first name. If that leads elsewhere, the other name leads to its device node.
+        let (offered, held) = if numbers == [6, 7] {
+            ("by-id-x? by-id-y", "by-id-x")
+        } else {
+            ("by-id-x? by-id-y?", "by-id-y")
+        };
+        until_offered(&life, OLD, offered).await;
+        for refused in [
+            life.prepare(B, &[held]).await.map(drop).unwrap_err(),
+            allocate(&life, OLD, held).await.unwrap_err(),
+        ] {
+            assert_eq!(refused.reason, "DeviceHeld");
+            assert!(refused.message.contains("default/claim"), "{refused}");
+        }
+        life.unprepare(A).await.unwrap();
+        life.prepare(B, &[held]).await.unwrap();
+        life.end().await;
+    }
+}
+
+#[tokio::test]
+async fn a_renamed_device_stays_with_its_claim_over_a_restart() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.end().await;
+    driver.say_numbered(&[("by-id-x", 6)], "other", Mode::Claims);
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    let refused = life.prepare(B, &["by-id-x"]).await.unwrap_err();
+    assert_eq!(refused.reason, "DeviceHeld");
+    life.end().await;
+    // Nothing of an earlier boot runs, and its device numbers say nothing.
+    let life = live_and_know(root.path(), "the next boot", &driver).await;
+    life.prepare(B, &["by-id-x"]).await.unwrap();
+    life.end().await;
+}

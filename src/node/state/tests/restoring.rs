@@ -1,0 +1,54 @@
+use super::fixture::*;
+use crate::api::crd::Mode;
+
+#[tokio::test]
+async fn a_file_that_could_not_be_restored_at_a_start_is_there_as_soon_as_it_can() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.prepare(B, &["y"]).await.unwrap();
+    life.end().await;
+    std::fs::remove_dir_all(root.path().join("cdi")).unwrap();
+    let obstacle = root.path().join(format!("cdi/{}.tmp", file(A)));
+    std::fs::create_dir_all(&obstacle).unwrap();
+
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    let left = format!("{}.tmp", file(A));
+    assert_eq!(files(root.path()), [left, file(B)]);
+    std::fs::remove_dir(&obstacle).unwrap();
+    until_files(root.path(), &[file(A), file(B)]).await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_file_whose_device_the_driver_could_not_look_at_comes_back_though_nothing_changes() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    driver.gone.lock().unwrap().insert("x".into());
+    driver.say(&["x"], "other", Mode::Claims);
+    until_files(root.path(), &[]).await;
+    driver.gone.lock().unwrap().clear();
+    until_files(root.path(), &[file(A)]).await;
+
+    // A call that fails takes the file of a claim in use, too.
+    driver.gone.lock().unwrap().insert("x".into());
+    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason, "DeviceGone");
+    assert_eq!(files(root.path()), Vec::<String>::new());
+    driver.gone.lock().unwrap().clear();
+    until_files(root.path(), &[file(A)]).await;
+    life.unprepare(A).await.unwrap();
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_device_by_name_whose_file_could_not_be_written_has_it_as_soon_as_it_can() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    driver.say(&["x"], "camera", Mode::ExtendedResource);
+    driver.gone.lock().unwrap().insert("x".into());
+    let life = live(root.path(), "boot", &driver).await;
+    assert_eq!(files(root.path()), Vec::<String>::new());
+    driver.gone.lock().unwrap().clear();
+    until_files(root.path(), &["drayman.dev-device_x.json".to_owned()]).await;
+    life.end().await;
+}

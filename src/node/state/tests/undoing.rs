@@ -1,0 +1,115 @@
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::fixture::*;
+use crate::node::admin::Access;
+
+/// A claim whose prepare has failed, at a driver that cannot undo what it did for it.
+async fn half_done(life: &Life, driver: &Said) {
+    driver.stuck.store(true, Ordering::SeqCst);
+    driver.gone.lock().unwrap().insert("x".into());
+    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason, "DeviceGone");
+    driver.gone.lock().unwrap().clear();
+}
+
+async fn held(life: &Life) -> Vec<String> {
+    let holdings = life.handle.records().holdings().await.unwrap();
+    holdings.into_iter().map(|holding| holding.uid).collect()
+}
+
+#[tokio::test]
+async fn what_a_driver_cannot_undo_is_kept_from_everybody_until_it_can() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    half_done(&life, &driver).await;
+    assert_eq!(held(&life).await, [A]);
+    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason, "DeviceFailed");
+    driver.stuck.store(false, Ordering::SeqCst);
+    life.prepare(B, &["x"]).await.unwrap();
+    assert_eq!(held(&life).await, [B]);
+    assert!(driver.undone.lock().unwrap().contains(A));
+    life.end().await;
+}
+
+#[tokio::test]
+async fn what_a_driver_cannot_undo_is_undone_at_a_later_look_if_nobody_asks() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    half_done(&life, &driver).await;
+    let records = life.handle.records();
+    records.look(Duration::from_secs(1)).await.unwrap();
+    assert_eq!(held(&life).await, [A]);
+    driver.stuck.store(false, Ordering::SeqCst);
+    records.look(Duration::from_secs(2)).await.unwrap();
+    assert!(held(&life).await.is_empty());
+    drop(records);
+    life.end().await;
+}
+
+#[tokio::test]
+async fn what_a_driver_cannot_undo_at_a_start_is_undone_at_the_next() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    half_done(&life, &driver).await;
+    life.end().await;
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    assert_eq!(held(&life).await, [A], "it is not forgotten");
+    life.end().await;
+    driver.stuck.store(false, Ordering::SeqCst);
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    assert!(held(&life).await.is_empty());
+    assert!(driver.undone.lock().unwrap().contains(A));
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_person_who_releases_is_told_what_the_driver_cannot_undo_and_nothing_is_given_away() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    driver.stuck.store(true, Ordering::SeqCst);
+    let records = life.handle.records();
+    for _ in 0..2 {
+        let refused = records.release(A.into(), true).await.unwrap_err();
+        assert_eq!(refused.reason(), "DeviceFailed");
+        let said = refused.to_string();
+        assert!(
+            said.contains("does not answer") && !said.contains("stopping"),
+            "{said}"
+        );
+        assert_eq!(held(&life).await, [A]);
+    }
+    until_files(root.path(), &[file(A)]).await;
+    driver.stuck.store(false, Ordering::SeqCst);
+    records.release(A.into(), true).await.unwrap();
+    assert!(held(&life).await.is_empty() && driver.undone.lock().unwrap().contains(A));
+    drop(records);
+    life.end().await;
+}
+
+#[tokio::test]
+async fn what_a_person_releases_while_the_companion_does_not_run_is_undone_by_the_driver_at_the_next_start() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.end().await;
+
+    let mut access = Access::find(places(root.path()), root.path()).await.unwrap();
+    let released = access.release(A, true).await.unwrap();
+    assert_eq!(released.devices, ["x"]);
+    drop(access);
+    assert_eq!(files(root.path()), Vec::<String>::new());
+    assert!(driver.undone.lock().unwrap().is_empty());
+
+    // Whatever the driver cannot undo stays withheld.
+    driver.stuck.store(true, Ordering::SeqCst);
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason, "DeviceFailed");
+    life.end().await;
+    driver.stuck.store(false, Ordering::SeqCst);
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    assert!(driver.undone.lock().unwrap().contains(A));
+    assert!(held(&life).await.is_empty());
+    life.prepare(B, &["x"]).await.unwrap();
+    life.end().await;
+}

@@ -1,0 +1,97 @@
+use std::sync::atomic::Ordering;
+
+use tokio::task::JoinHandle;
+
+use super::super::*;
+use super::fixture::*;
+use crate::api::crd::Mode;
+use crate::core::prepare::containers::Shown;
+use crate::node::companion::Companion;
+
+/// A node whose cameras leave by both ways, and a kubelet that shows no container.
+async fn live_with_cameras() -> (tempfile::TempDir, Life, Arc<Kubelet>) {
+    let root = tempfile::tempdir().unwrap();
+    let (driver, kubelet) = (Said::new(&[]), Arc::new(Kubelet::default()));
+    driver.say(&["x", "y"], "camera", Mode::Both);
+    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    let life = live_beside(root.path(), "boot", &driver, Some(kubelet.clone())).await;
+    life.cluster.send_replace(ClusterFacts {
+        node_uid: Some("n-1".into()),
+        serves_claims: Some(true),
+    });
+    let mut announced = Announced::default();
+    announced.replace([], "drayman.dev", "node-a");
+    life.announcer.send_replace(Arc::new(announced));
+    (root, life, kubelet)
+}
+
+/// Kubelet hangs from now on, and a claim that wants a camera waits for it.
+async fn waits(life: &Life, kubelet: &Kubelet) -> JoinHandle<Result<Vec<String>, CompanionError>> {
+    kubelet.hangs.store(true, Ordering::SeqCst);
+    let looks = kubelet.looks.load(Ordering::SeqCst);
+    let handle = life.handle.clone();
+    let prepared = tokio::spawn(async move { handle.prepare(vec![claim(A, &["x"])]).await.remove(0) });
+    soon(async {
+        while kubelet.looks.load(Ordering::SeqCst) == looks {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    prepared
+}
+
+#[tokio::test]
+async fn a_kubelet_that_hangs_delays_only_who_asks_for_it() {
+    let (_root, life, kubelet) = live_with_cameras().await;
+    let waiting = waits(&life, &kubelet).await;
+    let containers = vec![vec!["y".to_owned()]];
+    soon(life.handle.allocate("example.com/camera", containers))
+        .await
+        .unwrap();
+    soon(life.unprepare(B)).await.unwrap();
+    assert!(!waiting.is_finished());
+    kubelet.hangs.store(false, Ordering::SeqCst);
+    soon(waiting).await.unwrap().unwrap();
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_claim_unprepared_while_it_waits_is_not_prepared() {
+    let (_root, life, kubelet) = live_with_cameras().await;
+    let waiting = waits(&life, &kubelet).await;
+    soon(life.unprepare(A)).await.unwrap();
+    kubelet.hangs.store(false, Ordering::SeqCst);
+    let refused = soon(waiting).await.unwrap().unwrap_err();
+    assert!(refused.message.contains("unprepared"), "{refused}");
+    life.prepare(B, &["x"]).await.unwrap();
+    life.end().await;
+}
+
+#[tokio::test]
+async fn kubelet_is_asked_once_for_all_former_names() {
+    let (_root, life, kubelet) = live_with_cameras().await;
+    let resources = |names: &[&str]| {
+        let resource = |name: &&str| ((*name).to_owned(), ExtendedResource::of_kind("camera"));
+        Arc::new(names.iter().map(resource).collect::<BTreeMap<_, _>>())
+    };
+    let before = ["example.com/a", "example.com/b", "example.com/c"];
+    life.wanted.send_replace(resources(&before));
+    soon(async {
+        while life.handle.plugin_devices("example.com/c").is_none() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    let looks = kubelet.looks.load(Ordering::SeqCst);
+    life.wanted.send_replace(resources(&["example.com/d"]));
+    soon(async {
+        while life.handle.plugin_devices("example.com/d").is_none() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    // Whatever was asked for by then was answered, since a request is served after the change.
+    soon(life.unprepare(B)).await.unwrap();
+    assert_eq!(kubelet.looks.load(Ordering::SeqCst), looks + 1);
+    life.end().await;
+}

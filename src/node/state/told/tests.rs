@@ -1,0 +1,156 @@
+use std::sync::Arc;
+
+use super::super::tests::fixture::*;
+use crate::api::cdi::Spec;
+use crate::api::crd::Mode;
+use crate::core::prepare::checkpoint::ClusterFacts;
+use crate::node::companion::Companion as _;
+
+const SERIAL: &str = "example.com/serial";
+
+#[tokio::test]
+async fn of_a_thousand_devices_none_is_copied_for_an_allocate_or_a_prepare() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    let names: Vec<String> = (0..1_000).map(|number| format!("port-{number}")).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    driver.say(&names, "serial", Mode::ExtendedResource);
+    let (mut owner, life) = begin(root.path(), "boot", &driver, None).await;
+    assert_eq!(life.inventory.borrow().len(), 1_000);
+    assert!(
+        !owner.take_stock() && !owner.publish(),
+        "nothing has happened since"
+    );
+    for name in ["port-7", "port-9"] {
+        let allocated = owner.allocate(SERIAL, &[vec![name.to_owned()]]).await;
+        assert_eq!(allocated.unwrap().len(), 1);
+        assert!(
+            !owner.take_stock() && !owner.publish(),
+            "nothing is looked through for an Allocate"
+        );
+    }
+
+    driver.say(&names, "test", Mode::Claims);
+    owner.found.changed().await.unwrap();
+    owner.refresh().await;
+    owner.publish();
+    life.cluster.send_replace(ClusterFacts {
+        node_uid: Some("n-1".into()),
+        serves_claims: Some(true),
+    });
+    owner.learn().await;
+    let before = owner.inventory.clone();
+    owner.prepare(&claim(A, &["port-7"]), None).await.unwrap();
+    assert!(owner.take_stock() && owner.publish(), "the ledger is another");
+    assert!(Arc::ptr_eq(&before, &owner.inventory), "the devices are the same");
+    assert!(Arc::ptr_eq(&before, &life.inventory.borrow()));
+}
+
+#[tokio::test]
+async fn a_device_that_vanishes_while_another_is_prepared_takes_its_file_too() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    let closed = driver.gate.acquire().await.unwrap();
+    let (prepared, ()) = tokio::join!(life.prepare(B, &["y"]), async {
+        // Until the owner waits for its driver, and the next list has reached it.
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+        driver.gone.lock().unwrap().insert("x".into());
+        driver.say(&["y"], "test", Mode::Claims);
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+        drop(closed);
+    });
+    prepared.unwrap();
+    let gone = tokio::time::timeout(std::time::Duration::from_secs(20), async {
+        while files(root.path()) != [file(B)] {
+            tokio::task::yield_now().await;
+        }
+    });
+    assert!(gone.await.is_ok(), "{:?}", files(root.path()));
+    life.end().await;
+}
+
+#[tokio::test]
+async fn two_devices_at_one_path_of_a_container_are_refused_and_hold_nothing() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    for device in ["x", "y"] {
+        let path = "/dev/port".to_owned();
+        driver.renamed.lock().unwrap().insert(device.into(), path);
+    }
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    let refused = life.prepare(A, &["x", "y"]).await.unwrap_err();
+    assert_eq!(
+        (refused.reason, refused.invalid_request),
+        ("ContainerPathTaken", false)
+    );
+    for word in ["/dev/x", "/dev/y", "/dev/port", "containerPaths"] {
+        assert!(refused.message.contains(word), "{word} in {refused}");
+    }
+    assert_eq!(files(root.path()), Vec::<String>::new());
+    life.prepare(A, &["x"]).await.unwrap();
+    life.prepare(B, &["y"])
+        .await
+        .expect("another claim, another container");
+    life.unprepare(A).await.unwrap();
+    life.unprepare(B).await.unwrap();
+
+    for resource in [SERIAL, "example.com/camera"] {
+        let kind = resource.trim_start_matches("example.com/");
+        driver.say(&["x", "y"], kind, Mode::ExtendedResource);
+        let mut devices = life.handle.plugin_devices(resource).unwrap();
+        devices.wait_for(|devices| devices.len() == 2).await.unwrap();
+        let allocate = async |containers: &[&[&str]]| {
+            let ids = |ids: &&[&str]| ids.iter().map(|id| (*id).to_owned()).collect();
+            let containers = containers.iter().map(ids).collect();
+            life.handle.allocate(resource, containers).await
+        };
+        let refused = allocate(&[&["x", "y"]]).await.unwrap_err();
+        assert_eq!(refused.reason, "ContainerPathTaken", "{resource}");
+        assert_eq!(allocate(&[&["x"], &["y"]]).await.unwrap().len(), 2);
+    }
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_node_that_two_devices_bring_with_different_permissions_is_there_once_with_all_of_them() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    for (device, permissions) in [("x", "r"), ("y", "rw")] {
+        driver.control.lock().unwrap().insert(device.into(), permissions);
+    }
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x", "y"]).await.unwrap();
+    life.prepare(B, &["x"]).await.unwrap_err();
+    let control = |uid: &str| {
+        let spec: Spec =
+            serde_json::from_slice(&std::fs::read(root.path().join("cdi").join(file(uid))).unwrap()).unwrap();
+        let nodes = spec
+            .devices
+            .into_iter()
+            .flat_map(|device| device.container_edits.device_nodes);
+        let control = nodes.filter(|node| node.path == CONTROL);
+        control.map(|node| node.permissions).collect::<Vec<_>>()
+    };
+    assert_eq!(control(A), ["rw"]);
+    life.unprepare(A).await.unwrap();
+    life.prepare(B, &["x"]).await.unwrap();
+    assert_eq!(control(B), ["r"], "no more than its own device brings");
+    life.unprepare(B).await.unwrap();
+
+    driver.say(&["x", "y"], "serial", Mode::ExtendedResource);
+    let mut devices = life.handle.plugin_devices(SERIAL).unwrap();
+    devices.wait_for(|devices| devices.len() == 2).await.unwrap();
+    let containers = vec![vec!["x".to_owned(), "y".to_owned()]];
+    let granted = life.handle.allocate(SERIAL, containers).await.unwrap();
+    let control = granted[0]
+        .device_nodes
+        .iter()
+        .filter(|node| node.host_path == CONTROL);
+    assert_eq!(
+        control.map(|node| node.permissions.as_str()).collect::<Vec<_>>(),
+        ["rw"]
+    );
+    life.end().await;
+}

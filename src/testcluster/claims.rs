@@ -1,0 +1,204 @@
+//! The claim controller of kube-controller-manager at 1.30 (`pkg/controller/resourceclaim`): claims from templates, reservations
+//! of pods that are done, and the deletion of claims that were made for them.
+
+use serde_json::{Value, json};
+
+use crate::api::resource::{POD_CLAIM_NAME_ANNOTATION, RESERVED_FOR_MAX};
+use crate::testcluster::api::{Patch, object};
+use crate::testcluster::hand::{Hand, claims_of, is_done, is_reserved_for, owned_by, owner_uid};
+
+/// Does what is to be done now.
+pub(crate) fn pass(hand: &Hand) {
+    for pod in hand.list("pods") {
+        if object::is_deleting(&pod) {
+            continue;
+        }
+        if !is_done(&pod) {
+            make_claims(hand, &pod);
+        }
+        serve_bound(hand, &pod);
+    }
+    for claim in hand.list("resourceclaims") {
+        trim(hand, &claim);
+    }
+}
+
+/// Makes the claims of a pod's templates, and writes into the pod what they are called.
+fn make_claims(hand: &Hand, pod: &Value) {
+    let namespace = object::namespace(pod);
+    let mut statuses = Vec::new();
+    for entry in object::list(pod, "/spec/resourceClaims") {
+        let template = object::text(entry, "/source/resourceClaimTemplateName");
+        if template.is_empty() {
+            continue;
+        }
+        let entry_name = object::text(entry, "/name");
+        let known = hand.list("resourceclaims").into_iter().find(|claim| {
+            let annotation = claim
+                .pointer("/metadata/annotations")
+                .and_then(|annotations| annotations.get(POD_CLAIM_NAME_ANNOTATION));
+            owner_uid(claim) == object::uid(pod) && annotation.is_some_and(|name| name == entry_name)
+        });
+        let claim = known.map_or_else(|| make_claim(hand, pod, entry_name, template), Ok);
+        match claim {
+            Ok(claim) => {
+                statuses.push(json!({ "name": entry_name, "resourceClaimName": claim["metadata"]["name"] }));
+            }
+            Err(message) => {
+                let known = object::list(pod, "/status/conditions")
+                    .iter()
+                    .any(|each| each["message"] == message.as_str());
+                if !known {
+                    hand.event(
+                        pod,
+                        "Warning",
+                        "FailedResourceClaimCreation",
+                        &format!("PodResourceClaim {entry_name}: {message}"),
+                    );
+                }
+                return;
+            }
+        }
+    }
+    let written: Vec<&Value> = object::list(pod, "/status/resourceClaimStatuses")
+        .iter()
+        .collect();
+    if !statuses.is_empty() && statuses.iter().any(|status| !written.contains(&status)) {
+        let apply = json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": { "name": pod["metadata"]["name"], "namespace": namespace, "uid": pod["metadata"]["uid"] },
+            "status": { "resourceClaimStatuses": statuses },
+        });
+        // A pod that is gone meanwhile needs none.
+        let _ = hand.patch("pods", pod, "status", &Patch::Apply(apply));
+    }
+}
+
+fn make_claim(hand: &Hand, pod: &Value, entry: &str, template: &str) -> Result<Value, String> {
+    let namespace = object::namespace(pod);
+    let template = hand
+        .get("resourceclaimtemplates", namespace, template)
+        .ok_or_else(|| {
+            format!("failed to create ResourceClaim: resource claim template {template:?} not found")
+        })?;
+    let mut annotations = template
+        .pointer("/spec/metadata/annotations")
+        .cloned()
+        .unwrap_or_else(|| json!({}));
+    annotations[POD_CLAIM_NAME_ANNOTATION] = entry.into();
+    let claim = json!({
+        "metadata": {
+            "generateName": format!("{}-{entry}-", object::name(pod)),
+            "annotations": annotations,
+            "labels": template.pointer("/spec/metadata/labels"),
+            "ownerReferences": owned_by(pod),
+        },
+        "spec": template["spec"]["spec"],
+    });
+    hand.create("resourceclaims", namespace, claim)
+        .map_err(|refusal| refusal.message)
+}
+
+/// A pod that was put on a node by hand: its claims are allocated there, and reserved for it. The real one asks for an allocation
+/// also when the pod has ended by then.
+fn serve_bound(hand: &Hand, pod: &Value) {
+    let node = object::text(pod, "/spec/nodeName");
+    if node.is_empty() {
+        return;
+    }
+    for (_, claim) in claims_of(hand, pod) {
+        let Some(claim) = claim else { continue };
+        match claim.pointer("/status/allocation") {
+            None if claim["spec"]["allocationMode"] == "WaitForFirstConsumer" => {
+                let namespace = object::namespace(pod);
+                if hand
+                    .get("podschedulingcontexts", namespace, object::name(pod))
+                    .is_none()
+                {
+                    let context = json!({
+                        "metadata": { "name": pod["metadata"]["name"], "ownerReferences": owned_by(pod) },
+                        "spec": { "selectedNode": node },
+                    });
+                    let _ = hand.create("podschedulingcontexts", namespace, context);
+                }
+            }
+            Some(_) if !is_done(pod) && !is_reserved_for(&claim, pod) && may_reserve(&claim) => {
+                let mut consumers = object::list(&claim, "/status/reservedFor").to_vec();
+                consumers.push(consumer(pod));
+                let _ = write_reservations(hand, &claim, &consumers, false);
+            }
+            _ => {}
+        }
+    }
+}
+
+fn may_reserve(claim: &Value) -> bool {
+    let reserved = object::list(claim, "/status/reservedFor").len();
+    let shareable = claim.pointer("/status/allocation/shareable") == Some(&Value::Bool(true));
+    claim.pointer("/status/deallocationRequested") != Some(&Value::Bool(true))
+        && !object::is_deleting(claim)
+        && (reserved == 0 || shareable && reserved < RESERVED_FOR_MAX)
+}
+
+/// A pod, as a reservation names it.
+pub(crate) fn consumer(pod: &Value) -> Value {
+    json!({ "resource": "pods", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"] })
+}
+
+/// Writes who a claim is reserved for, if nobody has changed the claim meanwhile.
+pub(crate) fn write_reservations(
+    hand: &Hand,
+    claim: &Value,
+    consumers: &[Value],
+    deallocate: bool,
+) -> Result<Value, crate::testcluster::api::Refusal> {
+    let reserved = if consumers.is_empty() {
+        Value::Null
+    } else {
+        json!(consumers)
+    };
+    let mut patch = json!({
+        "metadata": { "uid": claim["metadata"]["uid"], "resourceVersion": claim["metadata"]["resourceVersion"] },
+        "status": { "reservedFor": reserved },
+    });
+    if deallocate {
+        patch["status"]["deallocationRequested"] = true.into();
+    }
+    hand.merge("resourceclaims", claim, "status", patch)
+}
+
+/// Takes pods that are done out of the reservations; the last one asks for the deallocation, and for the deletion of a claim that
+/// was made for it.
+fn trim(hand: &Hand, claim: &Value) {
+    let namespace = object::namespace(claim);
+    let lives = |name: &str, uid: &str| {
+        hand.get("pods", namespace, name)
+            .is_some_and(|pod| object::uid(&pod) == uid && !is_done(&pod))
+    };
+    let reserved = object::list(claim, "/status/reservedFor");
+    let kept: Vec<Value> = reserved
+        .iter()
+        .filter(|consumer| {
+            object::text(consumer, "/resource") != "pods"
+                || lives(object::text(consumer, "/name"), object::text(consumer, "/uid"))
+        })
+        .cloned()
+        .collect();
+    if kept.len() < reserved.len() {
+        let delayed = claim["spec"]["allocationMode"] == "WaitForFirstConsumer";
+        // A conflict is another change, which brings another pass.
+        let _ = write_reservations(hand, claim, &kept, kept.is_empty() && delayed);
+    }
+    if kept.is_empty() && !object::is_deleting(claim) {
+        let owner = object::list(claim, "/metadata/ownerReferences")
+            .iter()
+            .find(|owner| owner["controller"] == true && owner["kind"] == "Pod");
+        let pod = owner.and_then(|owner| {
+            hand.get("pods", namespace, object::text(owner, "/name"))
+                .filter(|pod| object::uid(pod) == object::text(owner, "/uid"))
+        });
+        if pod.is_some_and(|pod| is_done(&pod)) {
+            let _ = hand.delete("resourceclaims", claim, None);
+        }
+    }
+}

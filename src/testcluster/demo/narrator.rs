@@ -1,0 +1,293 @@
+//! Tells what happens in the cluster: from changes of objects to lines.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+
+use crate::api::handle::DeviceHandle;
+use crate::testcluster::api::Change;
+use crate::testcluster::api::object::{self, is_deleting, list, text};
+
+/// One thing that has happened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Line {
+    /// Who did it.
+    pub(super) who: String,
+    /// What.
+    pub(super) what: String,
+}
+
+fn line(who: impl Into<String>, what: impl Into<String>) -> Line {
+    Line {
+        who: who.into(),
+        what: what.into(),
+    }
+}
+
+/// What a change means.
+pub(super) fn tell(change: &Change) -> Vec<Line> {
+    let nothing = Value::Null;
+    let before = change.before.as_deref().unwrap_or(&nothing);
+    let after = change.after.as_deref().unwrap_or(&nothing);
+    let storage = change.key.storage.as_str();
+    match storage.split('.').next().unwrap_or_default() {
+        "pods" => pod(&change.key.name, before, after),
+        "resourceclaims" => claim(&change.key.name, before, after),
+        "podschedulingcontexts" => context(&change.key.name, before, after),
+        "nodeinventories" => inventory(before, after),
+        "events" if before.is_null() => event(after),
+        _ => Vec::new(),
+    }
+}
+
+fn pod(name: &str, before: &Value, after: &Value) -> Vec<Line> {
+    if after.is_null() {
+        return vec![line("cluster", format!("pod {name} is gone"))];
+    }
+    let mut lines = Vec::new();
+    if before.is_null() {
+        lines.push(line("user", format!("creates pod {name}")));
+    }
+    let node = text(after, "/spec/nodeName");
+    if text(before, "/spec/nodeName") != node {
+        lines.push(line("scheduler", format!("binds pod {name} to {node}")));
+    }
+    if text(before, "/status/phase") != "Running" && text(after, "/status/phase") == "Running" {
+        lines.push(line(
+            format!("kubelet {node}"),
+            format!("starts the containers of pod {name}"),
+        ));
+    }
+    lines
+}
+
+/// The devices that an allocation names, and their node.
+pub(super) fn devices_of(claim: &Value) -> (Vec<String>, String) {
+    let handles = list(claim, "/status/allocation/resourceHandles");
+    let mut handles = handles
+        .iter()
+        .filter_map(|handle| DeviceHandle::parse(text(handle, "/data")).ok());
+    handles.next().map_or_else(Default::default, |handle| {
+        (
+            handle.devices.into_iter().map(|device| device.device).collect(),
+            handle.node_name,
+        )
+    })
+}
+
+fn claim(name: &str, before: &Value, after: &Value) -> Vec<Line> {
+    if after.is_null() {
+        let held = devices_of(before).0.join(" and ");
+        let free = if held.is_empty() {
+            String::new()
+        } else {
+            format!("; {held} is free")
+        };
+        return vec![line(
+            "controller",
+            format!("removes the finalizer; claim {name} is gone{free}"),
+        )];
+    }
+    let mut lines = Vec::new();
+    if before.is_null() {
+        let owner = list(after, "/metadata/ownerReferences")
+            .first()
+            .map(|owner| text(owner, "/name"))
+            .unwrap_or_default();
+        lines.push(match owner {
+            "" => line("user", format!("creates claim {name}")),
+            owner => line(
+                "claim controller",
+                format!("makes claim {name} for pod {owner}, from its template"),
+            ),
+        });
+    }
+    let finalizers = |claim: &Value| list(claim, "/metadata/finalizers").len();
+    if finalizers(after) > finalizers(before) {
+        lines.push(line(
+            "controller",
+            format!("puts its finalizer on claim {name}, before it does anything for it"),
+        ));
+    }
+    let allocated = |claim: &Value| claim.pointer("/status/allocation").is_some();
+    if allocated(after) && !allocated(before) {
+        let consumer = list(after, "/status/reservedFor")
+            .first()
+            .map(|consumer| text(consumer, "/name"))
+            .unwrap_or_default();
+        let (devices, node) = devices_of(after);
+        let devices = devices.join(" and ");
+        let what = format!("allocates {devices} on {node} to claim {name}, reserved for pod {consumer}");
+        lines.push(line("controller", what));
+    }
+    if allocated(before) && !allocated(after) {
+        lines.push(line(
+            "controller",
+            format!("takes the allocation of claim {name} back"),
+        ));
+    }
+    let reserved = |claim: &Value| list(claim, "/status/reservedFor").len();
+    if reserved(after) < reserved(before) {
+        lines.push(line(
+            "claim controller",
+            format!("takes the pod that is done out of claim {name}"),
+        ));
+    }
+    if !is_deleting(before) && is_deleting(after) {
+        lines.push(line(
+            "claim controller",
+            format!("deletes claim {name}, which was made for that pod"),
+        ));
+    }
+    lines
+}
+
+fn context(name: &str, before: &Value, after: &Value) -> Vec<Line> {
+    let mut lines = Vec::new();
+    if after.is_null() {
+        return lines;
+    }
+    let potential = object::texts(after, "/spec/potentialNodes");
+    if object::texts(before, "/spec/potentialNodes") != potential {
+        lines.push(line(
+            "scheduler",
+            format!("asks whether pod {name} could run on {}", potential.join(", ")),
+        ));
+    }
+    let selected = text(after, "/spec/selectedNode");
+    if text(before, "/spec/selectedNode") != selected && !selected.is_empty() {
+        lines.push(line("scheduler", format!("would like {selected} for pod {name}")));
+    }
+    if list(before, "/status/resourceClaims") != list(after, "/status/resourceClaims") {
+        for entry in list(after, "/status/resourceClaims") {
+            let unsuitable = object::texts(entry, "/unsuitableNodes");
+            let what = match unsuitable.as_slice() {
+                [] => "every node would do".to_owned(),
+                nodes => format!("not on {}", nodes.join(", ")),
+            };
+            lines.push(line(
+                "controller",
+                format!("answers for {} of pod {name}: {what}", text(entry, "/name")),
+            ));
+        }
+    }
+    lines
+}
+
+fn inventory(before: &Value, after: &Value) -> Vec<Line> {
+    let names = |inventory: &Value, unhealthy: Option<bool>| -> BTreeSet<String> {
+        list(inventory, "/spec/devices")
+            .iter()
+            .filter(|device| unhealthy.is_none_or(|wanted| text(device, "/unhealthy").is_empty() != wanted))
+            .map(|device| text(device, "/name").to_owned())
+            .collect()
+    };
+    let node = if after.is_null() {
+        text(before, "/spec/nodeName")
+    } else {
+        text(after, "/spec/nodeName")
+    };
+    let who = format!("companion {node}");
+    let told = |word: &str, names: Vec<&String>| {
+        let names: Vec<&str> = names.into_iter().map(String::as_str).collect();
+        (!names.is_empty()).then(|| line(who.clone(), format!("{word} {}", names.join(", "))))
+    };
+    let (old, new) = (names(before, None), names(after, None));
+    let (sick, was_sick) = (names(after, Some(true)), names(before, Some(true)));
+    [
+        told("has found", new.difference(&old).collect()),
+        told("no longer has", old.difference(&new).collect()),
+        told("says unhealthy:", sick.difference(&was_sick).collect()).map(|told| {
+            let devices = list(after, "/spec/devices");
+            let new = devices.iter().find(|device| {
+                let name = text(device, "/name");
+                sick.contains(name) && !was_sick.contains(name)
+            });
+            let reason = new.map(|device| text(device, "/unhealthy")).unwrap_or_default();
+            line(told.who, format!("{}, because {reason}", told.what))
+        }),
+        told(
+            "says healthy again:",
+            was_sick
+                .intersection(&new)
+                .filter(|name| !sick.contains(*name))
+                .collect(),
+        ),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
+fn event(event: &Value) -> Vec<Line> {
+    if text(event, "/type") != "Warning" {
+        return Vec::new();
+    }
+    let who = match text(event, "/reportingComponent") {
+        "kube-scheduler" => "scheduler",
+        "kubelet" => "kubelet",
+        "ResourceClaimController" => "claim controller",
+        // Only the companion says something of its node.
+        _ if text(event, "/involvedObject/kind") == "Node" => "companion",
+        _ => "controller",
+    };
+    let about = format!(
+        "{} {}",
+        text(event, "/involvedObject/kind").to_lowercase(),
+        text(event, "/involvedObject/name")
+    );
+    vec![line(who, format!("tells {about}: {}", text(event, "/message")))]
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::testcluster::api::Key;
+
+    fn told(storage: &str, before: Option<Value>, after: Option<Value>) -> Vec<String> {
+        let key = Key {
+            storage: storage.to_owned(),
+            namespace: "default".to_owned(),
+            name: "x".to_owned(),
+        };
+        let change = Change {
+            version: 1,
+            key,
+            before: before.map(Arc::new),
+            after: after.map(Arc::new),
+        };
+        tell(&change)
+            .into_iter()
+            .map(|line| format!("{}: {}", line.who, line.what))
+            .collect()
+    }
+
+    #[test]
+    fn an_allocation_is_told_with_devices_node_and_pod() {
+        let handle = json!({
+            "version": 1, "claimUid": "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a", "nodeName": "node-a", "nodeUid": "n-1",
+            "devices": [{ "request": "r", "device": "a" }, { "request": "r", "device": "b" }],
+        });
+        let allocated = json!({ "status": {
+            "allocation": {
+                "resourceHandles": [{ "data": handle.to_string() }],
+            },
+            "reservedFor": [{ "name": "p" }],
+        } });
+        assert_eq!(
+            told("resourceclaims.resource.k8s.io", Some(json!({})), Some(allocated)),
+            ["controller: allocates a and b on node-a to claim x, reserved for pod p"]
+        );
+    }
+
+    #[test]
+    fn what_nobody_needs_to_know_is_not_told() {
+        assert_eq!(told("leases.coordination.k8s.io", None, Some(json!({}))), [""; 0]);
+        let pod = json!({ "spec": { "nodeName": "n" } });
+        assert_eq!(told("pods", Some(pod.clone()), Some(pod)), [""; 0]);
+    }
+}

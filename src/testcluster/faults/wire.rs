@@ -1,0 +1,228 @@
+//! The way between a program and the API server: requests, answers, and the events of watches.
+
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes, to_bytes};
+use axum::http::header::RETRY_AFTER;
+use axum::http::request::Parts;
+use axum::http::{Request, Response, StatusCode};
+use futures::StreamExt as _;
+use futures::stream::BoxStream;
+use serde_json::json;
+use tokio::time::sleep;
+use tower::ServiceExt as _;
+
+use super::{Life, Place, Trouble};
+use crate::testcluster::api::ApiServer;
+
+/// After this a connection of which nothing is heard counts as broken. Longer than any limit that a program sets itself here.
+const SILENCE: Duration = Duration::from_secs(3);
+/// How late is late.
+const LATE: Duration = Duration::from_millis(1200);
+/// Bytes of a request's body, at most; more than the server takes.
+const BODY_MAX: usize = 8 * 1024 * 1024;
+
+impl Life {
+    /// A client of the API server, as this life of the program has it.
+    pub fn client(&self, server: &ApiServer) -> kube::Client {
+        let wire = Wire {
+            life: self.clone(),
+            router: server.router(),
+        };
+        kube::Client::new(wire, "default")
+    }
+}
+
+#[derive(Clone)]
+struct Wire {
+    life: Life,
+    router: Router,
+}
+
+type Answering = Pin<Box<dyn Future<Output = io::Result<Response<Body>>> + Send>>;
+
+impl tower::Service<Request<kube::client::Body>> for Wire {
+    type Response = Response<Body>;
+    type Error = io::Error;
+    type Future = Answering;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<kube::client::Body>) -> Answering {
+        Box::pin(self.clone().send(request))
+    }
+}
+
+impl Wire {
+    async fn send(self, request: Request<kube::client::Body>) -> io::Result<Response<Body>> {
+        let (parts, body) = request.into_parts();
+        let body = to_bytes(Body::new(body), BODY_MAX)
+            .await
+            .map_err(io::Error::other)?;
+        let what = format!("{} {}", parts.method, parts.uri);
+        let is_lease = parts.uri.path().contains("/leases");
+        let place = if is_lease { Place::Lease } else { Place::Request };
+        let Ok(trouble) = self.life.meet(place, &what) else {
+            return std::future::pending().await;
+        };
+        let silent = || io::Error::from(io::ErrorKind::TimedOut);
+        match trouble {
+            Some(Trouble::Lost) => {
+                sleep(SILENCE).await;
+                return Err(silent());
+            }
+            Some(Trouble::Refused) => return Ok(refusal(StatusCode::INTERNAL_SERVER_ERROR, "InternalError")),
+            Some(Trouble::Forgotten) => return Ok(refusal(StatusCode::GONE, "Expired")),
+            Some(Trouble::Busy) => return Ok(refusal(StatusCode::TOO_MANY_REQUESTS, "TooManyRequests")),
+            Some(Trouble::Late) => sleep(LATE).await,
+            _ => {}
+        }
+        if self.life.is_killed() {
+            return std::future::pending().await;
+        }
+        self.life.show(place, &what);
+        let answer = self.deliver(&parts, body.clone()).await;
+        match trouble {
+            Some(Trouble::KilledAfter) => {
+                self.life.kill();
+                std::future::pending().await
+            }
+            Some(Trouble::ReplyLost) => {
+                sleep(SILENCE).await;
+                Err(silent())
+            }
+            Some(Trouble::Broken) => Err(io::ErrorKind::ConnectionReset.into()),
+            Some(Trouble::Twice) => {
+                // A proxy on the way has sent it again; the program gets one answer.
+                drop(self.deliver(&parts, body).await);
+                Ok(answer)
+            }
+            _ => Ok(answer),
+        }
+    }
+
+    async fn deliver(&self, parts: &Parts, body: Bytes) -> Response<Body> {
+        let request = Request::from_parts(parts.clone(), Body::from(body));
+        let answer = match self.router.clone().oneshot(request).await {
+            Ok(answer) => answer,
+            Err(never) => match never {},
+        };
+        let watches = parts
+            .uri
+            .query()
+            .is_some_and(|query| query.contains("watch=true"));
+        if !watches || !answer.status().is_success() {
+            return answer;
+        }
+        let (head, body) = answer.into_parts();
+        let path = parts.uri.path().to_owned();
+        Response::from_parts(head, Body::from_stream(shown(self.life.clone(), path, body)))
+    }
+}
+
+fn refusal(code: StatusCode, reason: &str) -> Response<Body> {
+    let status = json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "code": code.as_u16(), "reason": reason, "message": "a fault of the stage",
+    });
+    let mut response = Response::new(Body::from(status.to_string()));
+    *response.status_mut() = code;
+    if code == StatusCode::TOO_MANY_REQUESTS {
+        response.headers_mut().insert(RETRY_AFTER, 1.into());
+    }
+    response
+}
+
+/// A watch as it reaches the program. The server sends one event at a time.
+struct Shown {
+    life: Life,
+    path: String,
+    events: BoxStream<'static, io::Result<Bytes>>,
+    /// What is shown next, before anything new.
+    again: Option<Bytes>,
+    ended: bool,
+}
+
+fn shown(life: Life, path: String, body: Body) -> BoxStream<'static, io::Result<Bytes>> {
+    let shown = Shown {
+        life,
+        path,
+        events: body
+            .into_data_stream()
+            .map(|event| event.map_err(io::Error::other))
+            .boxed(),
+        again: None,
+        ended: false,
+    };
+    futures::stream::unfold(shown, |mut shown| async move {
+        let event = shown.next().await?;
+        Some((event, shown))
+    })
+    .boxed()
+}
+
+impl Shown {
+    async fn next(&mut self) -> Option<io::Result<Bytes>> {
+        if let Some(event) = self.again.take() {
+            return Some(Ok(event));
+        }
+        if self.ended {
+            return None;
+        }
+        let event = match self.events.next().await? {
+            Ok(event) => event,
+            failed => return Some(failed),
+        };
+        let Ok(trouble) = self.life.meet(Place::Event, &self.describe(&event)) else {
+            return std::future::pending().await;
+        };
+        match trouble {
+            Some(Trouble::Broken) => None,
+            // Neither this nor anything after it comes, and the connection stays.
+            Some(Trouble::Lost) => std::future::pending().await,
+            Some(Trouble::Forgotten) => {
+                self.ended = true;
+                let status = json!({
+                    "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+                    "code": 410, "reason": "Expired", "message": "too old resource version",
+                });
+                let error = json!({ "type": "ERROR", "object": status });
+                Some(Ok(Bytes::from(format!("{error}\n"))))
+            }
+            Some(Trouble::Late) => {
+                sleep(LATE).await;
+                Some(Ok(event))
+            }
+            Some(Trouble::Twice) => {
+                self.again = Some(event.clone());
+                Some(Ok(event))
+            }
+            Some(Trouble::KilledAfter) => {
+                // The program has it, and comes no further than one turn.
+                let life = self.life.clone();
+                tokio::spawn(async move { life.kill() });
+                Some(Ok(event))
+            }
+            _ => Some(Ok(event)),
+        }
+    }
+
+    fn describe(&self, event: &[u8]) -> String {
+        let event: serde_json::Value = serde_json::from_slice(event).unwrap_or_default();
+        let text = |pointer| {
+            event
+                .pointer(pointer)
+                .and_then(serde_json::Value::as_str)
+                .unwrap_or_default()
+        };
+        let (sort, name) = (text("/type"), text("/object/metadata/name"));
+        format!("{sort} {name} of {}", self.path)
+    }
+}

@@ -1,0 +1,257 @@
+//! Pods of one node: claims are prepared, devices allocated, containers fitted out; and all of it undone at the end.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::PoisonError;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tonic::Request;
+
+use super::Kubelet;
+use super::claims::Held;
+use super::wire::CallError;
+use crate::api::proto::{ContainerList, DeviceIdList};
+use crate::testcluster::api::object::{self, list, text};
+use crate::testcluster::runtime::Outfit;
+
+/// The deadline of Allocate, of which kubelet itself has none.
+const ALLOCATE: Duration = Duration::from_secs(45);
+
+/// A pod that was started: what it holds.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Running {
+    /// Claims that were prepared.
+    pub(super) claims: Vec<Held>,
+    /// Devices of device plugins, by resource.
+    pub(super) devices: BTreeMap<String, BTreeSet<String>>,
+}
+
+/// Why a pod does not start.
+pub(super) enum Trouble {
+    /// Time may help.
+    Later(&'static str, String),
+    /// Never: admission has failed.
+    Never(String),
+}
+
+impl Kubelet {
+    /// Starts a pod, or says why not.
+    pub(super) async fn start(&self, pod: &Value) {
+        match self.fit_out(pod).await {
+            Ok(outfits) => {
+                let key = (object::namespace(pod).to_owned(), object::name(pod).to_owned());
+                self.outfits
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .insert(key, outfits);
+                let now = self.hand.server.now();
+                let statuses: Vec<Value> = list(pod, "/spec/containers")
+                    .iter()
+                    .map(|container| {
+                        json!({
+                            "name": container["name"], "image": container["image"], "imageID": "", "ready": true,
+                            "restartCount": 0, "state": { "running": { "startedAt": now } },
+                        })
+                    })
+                    .collect();
+                let ready = json!({ "type": "Ready", "status": "True", "lastTransitionTime": now });
+                let mut conditions: Vec<Value> = list(pod, "/status/conditions")
+                    .iter()
+                    .filter(|each| each["type"] != "Ready")
+                    .cloned()
+                    .collect();
+                conditions.push(ready);
+                let status = json!({ "phase": "Running", "startTime": now, "containerStatuses": statuses, "conditions": conditions });
+                self.write(pod, status);
+                self.hand
+                    .event(pod, "Normal", "Started", "Started all containers");
+            }
+            Err(Trouble::Later(reason, message)) => {
+                if !self.is_told(pod, &message) {
+                    self.hand.event(pod, "Warning", reason, &message);
+                }
+            }
+            Err(Trouble::Never(message)) => {
+                let status =
+                    json!({ "phase": "Failed", "reason": "UnexpectedAdmissionError", "message": message });
+                self.write(pod, status);
+                self.hand
+                    .event(pod, "Warning", "UnexpectedAdmissionError", &message);
+            }
+        }
+    }
+
+    /// A pod that tries again says the same only once.
+    fn is_told(&self, pod: &Value, message: &str) -> bool {
+        self.hand.list("events").iter().any(|event| {
+            event["involvedObject"]["uid"] == pod["metadata"]["uid"] && event["message"] == message
+        })
+    }
+
+    fn write(&self, pod: &Value, status: Value) {
+        // A pod that was deleted meanwhile is met in the next pass.
+        let _ = self
+            .hand
+            .merge("pods", pod, "status", json!({ "status": status }));
+    }
+
+    async fn fit_out(&self, pod: &Value) -> Result<BTreeMap<String, Outfit>, Trouble> {
+        let devices = self.allocate_devices(pod).await?;
+        let prepared = self.prepare_claims(pod).await?;
+        let mut outfits = BTreeMap::new();
+        for container in list(pod, "/spec/containers") {
+            let mut outfit = Outfit::default();
+            let failed = |error: crate::testcluster::runtime::RuntimeError| {
+                Trouble::Later("Failed", error.to_string())
+            };
+            for claim in list(container, "/resources/claims") {
+                for id in prepared.get(text(claim, "/name")).into_iter().flatten() {
+                    outfit.add_cdi(&self.place, id).map_err(failed)?;
+                }
+            }
+            for (path, host, permissions) in devices
+                .get(text(container, "/name"))
+                .into_iter()
+                .flat_map(|got| &got.devices)
+            {
+                outfit
+                    .add_device(&self.place.dev, path, host, permissions)
+                    .map_err(failed)?;
+            }
+            if let Some(got) = devices.get(text(container, "/name")) {
+                outfit.environment.extend(got.environment.clone());
+                outfit.mounts.extend(got.mounts.clone());
+            }
+            outfits.insert(text(container, "/name").to_owned(), outfit);
+        }
+        Ok(outfits)
+    }
+
+    /// Allocates the extended resources of each container; by container, what it gets for them.
+    async fn allocate_devices(&self, pod: &Value) -> Result<BTreeMap<String, Outfit>, Trouble> {
+        let mut outfits: BTreeMap<String, Outfit> = BTreeMap::new();
+        for container in list(pod, "/spec/containers") {
+            let limits = container.pointer("/resources/limits").and_then(Value::as_object);
+            for (resource, amount) in limits
+                .into_iter()
+                .flatten()
+                .filter(|(name, _)| name.contains('/'))
+            {
+                let amount = amount
+                    .as_str()
+                    .map_or_else(|| amount.as_u64(), |text| text.parse().ok())
+                    .unwrap_or(0);
+                let ids = self.choose(pod, resource, usize::try_from(amount).unwrap_or(usize::MAX))?;
+                let client = self
+                    .registry
+                    .with(|plugins| plugins.resources.get(resource).map(|(client, _)| client.clone()));
+                let Some(client) = client else { continue };
+                let request = ContainerList::new(vec![DeviceIdList::new(ids.into_iter().collect())]);
+                let allocate = || {
+                    let (mut client, request) = (client.clone(), Request::new(request.clone()));
+                    async move {
+                        let answer = client
+                            .allocate(request)
+                            .await
+                            .map_err(|status| CallError::Status {
+                                code: format!("{:?}", status.code()),
+                                message: status.message().to_owned(),
+                            })?;
+                        Ok(answer.into_inner())
+                    }
+                };
+                let answer = self.calls.pass("Allocate", ALLOCATE, allocate).await;
+                let answer = answer.map_err(|error| {
+                    Trouble::Never(format!("Allocate failed due to {error}, which is unexpected"))
+                })?;
+                let outfit = outfits.entry(text(container, "/name").to_owned()).or_default();
+                for response in answer.container_responses {
+                    outfit.environment.extend(response.envs);
+                    outfit.mounts.extend(response.mounts.into_iter().map(|mount| {
+                        let options = if mount.read_only {
+                            vec!["ro".to_owned()]
+                        } else {
+                            Vec::new()
+                        };
+                        (mount.container_path, mount.host_path, options)
+                    }));
+                    outfit.devices.extend(
+                        response
+                            .devices
+                            .into_iter()
+                            .map(|device| (device.container_path, device.host_path, device.permissions)),
+                    );
+                }
+            }
+        }
+        Ok(outfits)
+    }
+
+    /// Takes free and healthy devices of a resource for a pod. A pod that tries again keeps those that it has.
+    fn choose(&self, pod: &Value, resource: &str, amount: usize) -> Result<BTreeSet<String>, Trouble> {
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let uid = object::uid(pod);
+        if let Some(held) = running.get(uid).and_then(|running| running.devices.get(resource)) {
+            return Ok(held.clone());
+        }
+        let held: BTreeSet<String> = running
+            .values()
+            .filter_map(|running| running.devices.get(resource))
+            .flatten()
+            .cloned()
+            .collect();
+        let free: BTreeSet<String> = self.registry.with(|plugins| {
+            let devices = plugins
+                .resources
+                .get(resource)
+                .map(|(_, devices)| devices.clone())
+                .unwrap_or_default();
+            devices
+                .into_iter()
+                .filter(|(id, healthy)| *healthy && !held.contains(id))
+                .map(|(id, _)| id)
+                .take(amount)
+                .collect()
+        });
+        if free.len() < amount {
+            return Err(Trouble::Never(format!(
+                "Allocate failed due to requested number of devices unavailable for {resource}. Requested: {amount}, Available: {}, which is unexpected",
+                free.len()
+            )));
+        }
+        running
+            .entry(uid.to_owned())
+            .or_default()
+            .devices
+            .insert(resource.to_owned(), free.clone());
+        Ok(free)
+    }
+
+    /// Stops a pod that is to go, and lets it go when its claims are unprepared.
+    pub(super) async fn stop(&self, pod: &Value) {
+        if self.release(object::uid(pod)).await {
+            let key = (object::namespace(pod).to_owned(), object::name(pod).to_owned());
+            self.outfits
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .remove(&key);
+            // Somebody else may have been quicker.
+            let _ = self.hand.delete("pods", pod, Some(0));
+        }
+    }
+
+    /// Lets go of what pods held that are not there any more.
+    pub(super) async fn stop_missing(&self, pods: &[Value]) {
+        let missing: Vec<String> = {
+            let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+            running
+                .keys()
+                .filter(|uid| !pods.iter().any(|pod| object::uid(pod) == *uid))
+                .cloned()
+                .collect()
+        };
+        for uid in missing {
+            self.release(&uid).await;
+        }
+    }
+}

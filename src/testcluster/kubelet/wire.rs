@@ -1,0 +1,227 @@
+//! A gRPC client for unary calls, with any `:authority`.
+//!
+//! kubelet puts the path of the socket there, which is no authority, so that no client built on h2 can send it. This one writes
+//! its frames itself, one connection for one call, as kubelet's plugin watcher does.
+
+use std::future::Future;
+use std::path::Path;
+use std::time::Duration;
+
+use loona_hpack::{Decoder, Encoder};
+use prost::Message;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::UnixStream;
+use tokio::time::{sleep, timeout};
+
+use crate::testcluster::faults::{Faults, Place, Trouble};
+
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const RESET: u8 = 3;
+const SETTINGS: u8 = 4;
+const PING: u8 = 6;
+const GO_AWAY: u8 = 7;
+const END_STREAM: u8 = 1;
+const END_HEADERS: u8 = 4;
+/// The longest payload of a frame that may be sent without having asked.
+const FRAME_MAX: usize = 16_384;
+/// What may be sent to a stream before its reader says more. Calls of kubelet are shorter.
+const WINDOW: usize = 65_535;
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CallError {
+    #[error("{0}")]
+    Io(#[from] std::io::Error),
+    #[error("no answer within {} s", .0.as_secs())]
+    Late(Duration),
+    #[error("rpc error: code = {code} desc = {message}")]
+    Status { code: String, message: String },
+    #[error("the answer cannot be read: {0}")]
+    Unreadable(String),
+}
+
+/// How late is late.
+const LATE: Duration = Duration::from_millis(1200);
+
+/// The way from kubelet to the program behind its plugins' sockets.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Calls(Option<(Faults, &'static str)>);
+
+impl Calls {
+    /// A way on which something can go wrong.
+    pub(crate) fn new(faults: Faults, program: &'static str) -> Self {
+        Self(Some((faults, program)))
+    }
+
+    /// Calls a method of the service behind a socket, with the socket's path as authority.
+    pub(crate) async fn call<Q: Message, A: Message + Default>(
+        &self,
+        socket: &Path,
+        method: &str,
+        request: &Q,
+        limit: Duration,
+    ) -> Result<A, CallError> {
+        self.pass(method, limit, || call(socket, method, request, limit))
+            .await
+    }
+
+    /// Makes a call in whatever way.
+    pub(crate) async fn pass<A, F: Future<Output = Result<A, CallError>>>(
+        &self,
+        method: &str,
+        limit: Duration,
+        exchange: impl Fn() -> F,
+    ) -> Result<A, CallError> {
+        let Some(life) = self
+            .0
+            .as_ref()
+            .and_then(|(faults, program)| faults.present(program))
+        else {
+            return exchange().await;
+        };
+        let gone = || CallError::Io(std::io::ErrorKind::ConnectionReset.into());
+        let trouble = life.meet(Place::Call, method).map_err(|_| gone())?;
+        match trouble {
+            Some(Trouble::Lost) => return Err(CallError::Late(limit)),
+            Some(Trouble::Late) => sleep(LATE).await,
+            _ => {}
+        }
+        let answer = if trouble == Some(Trouble::Twice) {
+            // The first answer is that of a call that kubelet has given up.
+            tokio::join!(exchange(), exchange()).1
+        } else {
+            exchange().await
+        };
+        if answer.is_ok() && !life.is_killed() {
+            life.show(Place::Call, method);
+        }
+        match trouble {
+            Some(Trouble::KilledAfter) => life.kill(),
+            Some(Trouble::ReplyLost) => return Err(CallError::Late(limit)),
+            _ => {}
+        }
+        // A dead program answers nothing.
+        if life.is_killed() { Err(gone()) } else { answer }
+    }
+}
+
+/// Calls a method of the service behind a socket, with the socket's path as authority.
+async fn call<Q: Message, A: Message + Default>(
+    socket: &Path,
+    method: &str,
+    request: &Q,
+    limit: Duration,
+) -> Result<A, CallError> {
+    timeout(limit, exchange(socket, method, &request.encode_to_vec()))
+        .await
+        .map_err(|_| CallError::Late(limit))?
+        .and_then(|body| A::decode(body.as_slice()).map_err(|error| CallError::Unreadable(error.to_string())))
+}
+
+async fn exchange(socket: &Path, method: &str, message: &[u8]) -> Result<Vec<u8>, CallError> {
+    let mut stream = UnixStream::connect(socket).await?;
+    let length = u32::try_from(message.len()).unwrap_or(u32::MAX).to_be_bytes();
+    let body = [&[0][..], &length, message].concat();
+    if body.len() > WINDOW {
+        return Err(CallError::Unreadable(format!(
+            "a request of {} bytes is not sent here",
+            body.len()
+        )));
+    }
+    let authority = socket.to_string_lossy();
+    let block = Encoder::new().encode([
+        (&b":method"[..], &b"POST"[..]),
+        (b":scheme", b"http"),
+        (b":path", method.as_bytes()),
+        (b":authority", authority.as_bytes()),
+        (b"content-type", b"application/grpc"),
+        (b"te", b"trailers"),
+    ]);
+    let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    frame(&mut bytes, SETTINGS, 0, 0, &[]);
+    frame(&mut bytes, HEADERS, END_HEADERS, 1, &block);
+    let mut chunks = body.chunks(FRAME_MAX).peekable();
+    while let Some(chunk) = chunks.next() {
+        let flags = if chunks.peek().is_none() { END_STREAM } else { 0 };
+        frame(&mut bytes, DATA, flags, 1, chunk);
+    }
+    stream.write_all(&bytes).await?;
+    answer(&mut stream).await
+}
+
+fn frame(bytes: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
+    let length = u32::try_from(payload.len()).unwrap_or(u32::MAX).to_be_bytes();
+    bytes.extend_from_slice(length.get(1..).unwrap_or_default());
+    bytes.extend_from_slice(&[kind, flags]);
+    bytes.extend_from_slice(&stream.to_be_bytes());
+    bytes.extend_from_slice(payload);
+}
+
+async fn answer(stream: &mut UnixStream) -> Result<Vec<u8>, CallError> {
+    let mut decoder = Decoder::new();
+    let (mut body, mut code, mut message) = (Vec::new(), String::new(), String::new());
+    loop {
+        let mut head = [0; 9];
+        stream.read_exact(&mut head).await?;
+        let [high, middle, low, kind, flags, ..] = head;
+        let mut payload = vec![0; usize::from(high) << 16 | usize::from(middle) << 8 | usize::from(low)];
+        stream.read_exact(&mut payload).await?;
+        let mut reply = Vec::new();
+        match kind {
+            DATA => body.extend_from_slice(&payload),
+            HEADERS => {
+                let headers = decoder
+                    .decode(&payload)
+                    .map_err(|error| CallError::Unreadable(format!("{error:?}")))?;
+                for (name, value) in headers {
+                    let value = String::from_utf8_lossy(&value).into_owned();
+                    match name.as_slice() {
+                        b"grpc-status" => code = value,
+                        b"grpc-message" => message = unescaped(&value),
+                        _ => {}
+                    }
+                }
+            }
+            RESET | GO_AWAY => {
+                let code = format!("{kind}");
+                let message = "the connection was reset".to_owned();
+                return Err(CallError::Status { code, message });
+            }
+            SETTINGS if flags == 0 => frame(&mut reply, SETTINGS, 1, 0, &[]),
+            PING if flags == 0 => frame(&mut reply, PING, 1, 0, &payload),
+            _ => {}
+        }
+        stream.write_all(&reply).await?;
+        if matches!(kind, DATA | HEADERS) && flags & END_STREAM != 0 {
+            break;
+        }
+    }
+    if code == "0" {
+        Ok(body.get(5..).unwrap_or_default().to_vec())
+    } else {
+        Err(CallError::Status { code, message })
+    }
+}
+
+/// The percent-encoding of `grpc-message`.
+fn unescaped(text: &str) -> String {
+    let mut bytes = Vec::new();
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        let code = (byte == b'%').then(|| {
+            let digits: Vec<u8> = rest.clone().take(2).collect();
+            std::str::from_utf8(&digits)
+                .ok()
+                .and_then(|digits| u8::from_str_radix(digits, 16).ok())
+        });
+        match code.flatten() {
+            Some(code) => {
+                bytes.push(code);
+                rest.nth(1);
+            }
+            None => bytes.push(byte),
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}

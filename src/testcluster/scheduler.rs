@@ -1,0 +1,389 @@
+//! The scheduler, as far as claims and extended resources go: the plugin `dynamicresources` of 1.30, and a fit of resources.
+//!
+//! A cycle filters the nodes; if none is left it asks for the deallocation of a claim that is in the way; else it picks the node
+//! with the fewest pods, and talks to the drivers until all claims are allocated. There is no backoff: every change is a cycle.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+
+use crate::api::resource::NODE_LIST_MAX;
+use crate::testcluster::api::object::{self, list, text};
+use crate::testcluster::claims::{consumer, write_reservations};
+use crate::testcluster::hand::{Hand, claims_of, is_done, is_reserved_for, owned_by, owner_uid};
+
+/// The scheduler whose pods these are.
+const NAME: &str = "default-scheduler";
+
+/// One cycle for each pod that waits.
+pub(crate) fn pass(hand: &Hand) {
+    let mut waiting: Vec<Value> = hand
+        .list("pods")
+        .into_iter()
+        .filter(|pod| text(pod, "/spec/nodeName").is_empty() && text(pod, "/spec/schedulerName") == NAME)
+        .filter(|pod| !object::is_deleting(pod) && !is_done(pod))
+        .collect();
+    // The queue: priority first, then age; names tell those of the same second apart.
+    waiting.sort_by_key(|pod| {
+        let priority = pod.pointer("/spec/priority").and_then(Value::as_i64).unwrap_or(0);
+        let version: u64 = text(pod, "/metadata/resourceVersion").parse().unwrap_or(0);
+        (
+            -priority,
+            text(pod, "/metadata/creationTimestamp").to_owned(),
+            version,
+        )
+    });
+    for pod in waiting {
+        cycle(hand, &pod);
+    }
+}
+
+/// Why a pod is not bound in this cycle.
+enum Wait {
+    /// It cannot be: with a word for whom it may concern.
+    Unschedulable(String),
+    /// Drivers are asked.
+    Pending,
+}
+
+fn cycle(hand: &Hand, pod: &Value) {
+    match attempt(hand, pod) {
+        Ok(()) | Err(Wait::Pending) => {}
+        Err(Wait::Unschedulable(message)) => {
+            let known = list(pod, "/status/conditions")
+                .iter()
+                .any(|condition| condition["message"] == message.as_str());
+            if known {
+                return;
+            }
+            let condition = json!({
+                "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message,
+                "lastTransitionTime": hand.server.now(), "lastProbeTime": null,
+            });
+            // A pod that is gone needs no condition.
+            if hand
+                .merge(
+                    "pods",
+                    pod,
+                    "status",
+                    json!({ "status": { "conditions": [condition] } }),
+                )
+                .is_ok()
+            {
+                hand.event(pod, "Warning", "FailedScheduling", &message);
+            }
+        }
+    }
+}
+
+/// A claim of the pod, under the name of the pod's entry.
+type Claims = [(String, Value)];
+
+fn attempt(hand: &Hand, pod: &Value) -> Result<(), Wait> {
+    let unschedulable = |message: &str| Wait::Unschedulable(message.to_owned());
+    let mut claims = Vec::new();
+    for (entry, claim) in claims_of(hand, pod) {
+        // PreEnqueue: the pod is not looked at before all its claims are there.
+        let Some(claim) = claim else {
+            return Err(Wait::Pending);
+        };
+        if object::is_deleting(&claim) {
+            return Err(Wait::Unschedulable(format!(
+                "resourceclaim {:?} is being deleted",
+                object::name(&claim)
+            )));
+        }
+        claims.push((entry, claim));
+    }
+    let context = hand.get("podschedulingcontexts", object::namespace(pod), object::name(pod));
+    if context
+        .as_ref()
+        .is_some_and(|context| owner_uid(context) != object::uid(pod))
+    {
+        return Err(unschedulable("PodSchedulingContext is owned by another pod"));
+    }
+    for (_, claim) in &claims {
+        let allocated = claim.pointer("/status/allocation").is_some();
+        let taken = !list(claim, "/status/reservedFor").is_empty()
+            && !is_reserved_for(claim, pod)
+            && claim.pointer("/status/allocation/shareable") != Some(&Value::Bool(true));
+        if claim.pointer("/status/deallocationRequested") == Some(&Value::Bool(true)) {
+            return Err(unschedulable("resourceclaim must be reallocated"));
+        }
+        if allocated && taken {
+            return Err(unschedulable("resourceclaim in use"));
+        }
+        if !allocated && claim["spec"]["allocationMode"] == "Immediate" {
+            return Err(unschedulable("unallocated immediate resourceclaim"));
+        }
+        let class = text(claim, "/spec/resourceClassName");
+        if !allocated && hand.get("resourceclasses", "", class).is_none() {
+            return Err(Wait::Unschedulable(format!(
+                "resource class {class:?} does not exist"
+            )));
+        }
+    }
+    let passing = filter(hand, pod, &claims, context.as_ref())?;
+    let node = passing.first().cloned().unwrap_or_default();
+    let pending: Vec<&String> = claims
+        .iter()
+        .filter(|(_, claim)| claim.pointer("/status/allocation").is_none())
+        .map(|(entry, _)| entry)
+        .collect();
+    if pending.is_empty() {
+        return bind(hand, pod, &claims, &node);
+    }
+    ask(hand, pod, context.as_ref(), &pending, &passing)
+}
+
+/// The nodes on which the pod could run, best first.
+fn filter(hand: &Hand, pod: &Value, claims: &Claims, context: Option<&Value>) -> Result<Vec<String>, Wait> {
+    let nodes: Vec<Value> = hand.list("nodes");
+    let mut used: BTreeMap<String, Vec<Value>> = BTreeMap::new();
+    for other in hand.list("pods").into_iter().filter(|other| !is_done(other)) {
+        used.entry(text(&other, "/spec/nodeName").to_owned())
+            .or_default()
+            .push(other);
+    }
+    let nobody = Vec::new();
+    let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
+    let mut in_the_way: Vec<&Value> = Vec::new();
+    let mut passing = Vec::new();
+    for node in &nodes {
+        let name = object::name(node);
+        let others = used.get(name).unwrap_or(&nobody);
+        match refusal(hand, pod, node, others, claims, context, &mut in_the_way) {
+            Some(reason) => *reasons.entry(reason).or_default() += 1,
+            None => passing.push((others.len(), name.to_owned())),
+        }
+    }
+    if !passing.is_empty() {
+        let selected = context.map(|context| text(context, "/spec/selectedNode").to_owned());
+        passing.sort_by_key(|(pods, name)| (selected.as_ref() != Some(name), *pods, name.clone()));
+        return Ok(passing.into_iter().map(|(_, name)| name).collect());
+    }
+    // PostFilter: one claim that keeps the pod from everywhere is given up.
+    let given_up = in_the_way.into_iter().find(|claim| {
+        claim["spec"]["allocationMode"] == "WaitForFirstConsumer"
+            && list(claim, "/status/reservedFor")
+                .iter()
+                .all(|consumer| consumer["uid"] == pod["metadata"]["uid"])
+    });
+    if let Some(claim) = given_up {
+        if let Some(context) = context.filter(|context| !text(context, "/spec/selectedNode").is_empty()) {
+            let _ = hand.merge(
+                "podschedulingcontexts",
+                context,
+                "",
+                json!({ "spec": { "selectedNode": null } }),
+            );
+        }
+        let _ = write_reservations(hand, claim, &[], true);
+    }
+    let reasons: Vec<String> = reasons
+        .into_iter()
+        .map(|(reason, count)| format!("{count} {reason}"))
+        .collect();
+    let message = format!("0/{} nodes are available: {}.", nodes.len(), reasons.join(", "));
+    Err(Wait::Unschedulable(message))
+}
+
+/// Why the pod cannot run on a node.
+fn refusal<'a>(
+    hand: &Hand,
+    pod: &Value,
+    node: &Value,
+    others: &[Value],
+    claims: &'a Claims,
+    context: Option<&Value>,
+    in_the_way: &mut Vec<&'a Value>,
+) -> Option<String> {
+    let ready = list(node, "/status/conditions")
+        .iter()
+        .any(|each| each["type"] == "Ready" && each["status"] == "True");
+    if !ready || node.pointer("/spec/unschedulable") == Some(&Value::Bool(true)) {
+        return Some("node(s) were unschedulable".to_owned());
+    }
+    let selector = pod.pointer("/spec/nodeSelector").and_then(Value::as_object);
+    let labels = node.pointer("/metadata/labels");
+    if selector.is_some_and(|wanted| {
+        wanted
+            .iter()
+            .any(|(key, value)| labels.and_then(|labels| labels.get(key)) != Some(value))
+    }) {
+        return Some("node(s) didn't match Pod's node affinity/selector".to_owned());
+    }
+    for (resource, wanted) in extended_resources(pod) {
+        let free = quantity(
+            node.pointer("/status/allocatable")
+                .and_then(|all| all.get(&resource)),
+        ) - others
+            .iter()
+            .filter_map(|other| extended_resources(other).remove(&resource))
+            .sum::<i64>();
+        if wanted > free {
+            return Some(format!("Insufficient {resource}"));
+        }
+    }
+    let name = object::name(node);
+    let mut reason = None;
+    for (entry, claim) in claims {
+        match claim.pointer("/status/allocation") {
+            Some(allocation) if !reaches(allocation, name) => {
+                in_the_way.push(claim);
+                reason = Some("resourceclaim not available on the node".to_owned());
+            }
+            Some(_) => {}
+            None => {
+                let class = hand.get("resourceclasses", "", text(claim, "/spec/resourceClassName"));
+                let suited = class.as_ref().and_then(|class| class.get("suitableNodes"));
+                let judged = context
+                    .map(|context| list(context, "/status/resourceClaims"))
+                    .unwrap_or_default()
+                    .iter()
+                    .find(|judged| judged["name"] == entry.as_str());
+                let unsuitable =
+                    judged.is_some_and(|judged| list(judged, "/unsuitableNodes").contains(&json!(name)));
+                if unsuitable || suited.is_some_and(|selector| !selects(selector, node)) {
+                    return Some("resourceclaim cannot be allocated for the node (unsuitable)".to_owned());
+                }
+            }
+        }
+    }
+    reason
+}
+
+fn quantity(value: Option<&Value>) -> i64 {
+    match value {
+        Some(Value::String(text)) => text.parse().unwrap_or(0),
+        Some(Value::Number(number)) => number.as_i64().unwrap_or(0),
+        _ => 0,
+    }
+}
+
+/// How much of each extended resource a pod wants.
+pub(crate) fn extended_resources(pod: &Value) -> BTreeMap<String, i64> {
+    let mut wanted = BTreeMap::new();
+    for container in list(pod, "/spec/containers") {
+        let limits = container.pointer("/resources/limits").and_then(Value::as_object);
+        for (resource, amount) in limits
+            .into_iter()
+            .flatten()
+            .filter(|(name, _)| name.contains('/'))
+        {
+            *wanted.entry(resource.clone()).or_default() += quantity(Some(amount));
+        }
+    }
+    wanted
+}
+
+/// Whether an allocation can be used on a node.
+pub(crate) fn reaches(allocation: &Value, node: &str) -> bool {
+    let node = json!({ "metadata": { "name": node, "labels": { "kubernetes.io/hostname": node } } });
+    allocation
+        .get("availableOnNodes")
+        .is_none_or(|selector| selects(selector, &node))
+}
+
+/// A NodeSelector: any of the terms, all of a term's requirements.
+fn selects(selector: &Value, node: &Value) -> bool {
+    let meets = |requirement: &Value, value: Option<&str>| {
+        let values = object::texts(requirement, "/values");
+        match (text(requirement, "/operator"), value) {
+            ("In", value) => value.is_some_and(|value| values.contains(&value)),
+            ("NotIn", value) => value.is_none_or(|value| !values.contains(&value)),
+            ("Exists", value) => value.is_some(),
+            ("DoesNotExist", value) => value.is_none(),
+            _ => false,
+        }
+    };
+    list(selector, "/nodeSelectorTerms").iter().any(|term| {
+        let fields = list(term, "/matchFields")
+            .iter()
+            .all(|each| meets(each, Some(object::name(node))));
+        let labels = list(term, "/matchExpressions").iter().all(|each| {
+            let value = node
+                .pointer("/metadata/labels")
+                .and_then(|labels| labels.get(text(each, "/key")));
+            meets(each, value.and_then(Value::as_str))
+        });
+        fields && labels
+    })
+}
+
+/// Tells the drivers which nodes there are, and, when there is nothing more to ask, which one it shall be.
+fn ask(
+    hand: &Hand,
+    pod: &Value,
+    context: Option<&Value>,
+    pending: &[&String],
+    passing: &[String],
+) -> Result<(), Wait> {
+    let known = context
+        .map(|context| object::texts(context, "/spec/potentialNodes"))
+        .unwrap_or_default();
+    let potential: Option<Vec<&String>> =
+        passing
+            .iter()
+            .any(|node| !known.contains(&node.as_str()))
+            .then(|| {
+                let mut nodes: Vec<&String> = passing.iter().take(NODE_LIST_MAX).collect();
+                nodes.sort();
+                nodes
+            });
+    let judged = context
+        .map(|context| list(context, "/status/resourceClaims"))
+        .unwrap_or_default();
+    let informed = pending
+        .iter()
+        .filter(|entry| judged.iter().any(|each| each["name"] == entry.as_str()))
+        .count();
+    let node = passing.first().map(String::as_str).unwrap_or_default();
+    let chosen = context
+        .map(|context| text(context, "/spec/selectedNode"))
+        .unwrap_or_default();
+    let select = (pending.len() == 1 || informed == pending.len()) && chosen != node;
+    let mut spec = json!({});
+    if let Some(potential) = potential {
+        spec["potentialNodes"] = json!(potential);
+    }
+    if select {
+        spec["selectedNode"] = node.into();
+    }
+    if spec.as_object().is_some_and(|spec| !spec.is_empty()) {
+        // A refusal is a change by somebody else, and that brings another cycle.
+        let _ = if let Some(context) = context {
+            hand.merge("podschedulingcontexts", context, "", json!({ "spec": spec }))
+        } else {
+            let context = json!({
+                "metadata": { "name": pod["metadata"]["name"], "ownerReferences": owned_by(pod) },
+                "spec": spec,
+            });
+            hand.create("podschedulingcontexts", object::namespace(pod), context)
+        };
+    }
+    Err(Wait::Pending)
+}
+
+/// Reserves the claims, binds the pod, and ends the talk.
+fn bind(hand: &Hand, pod: &Value, claims: &Claims, node: &str) -> Result<(), Wait> {
+    for (_, claim) in claims {
+        if !is_reserved_for(claim, pod) {
+            let mut consumers = list(claim, "/status/reservedFor").to_vec();
+            consumers.push(consumer(pod));
+            write_reservations(hand, claim, &consumers, false).map_err(|_| Wait::Pending)?;
+        }
+    }
+    hand.bind(pod, node).map_err(|_| Wait::Pending)?;
+    let message = format!(
+        "Successfully assigned {}/{} to {node}",
+        object::namespace(pod),
+        object::name(pod)
+    );
+    hand.event(pod, "Normal", "Scheduled", &message);
+    if let Some(context) = hand.get("podschedulingcontexts", object::namespace(pod), object::name(pod)) {
+        // Its owner takes it along otherwise.
+        let _ = hand.delete("podschedulingcontexts", &context, None);
+    }
+    Ok(())
+}

@@ -1,0 +1,393 @@
+//! A process that can be killed: a runtime of its own, whose tasks end where they await.
+//!
+//! What a killed process has done stays: objects of the API server and files. What it has not done by then, it never does.
+
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::http::{Method, Request, Response, StatusCode};
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::oneshot;
+use tokio::task::JoinError;
+use tokio_util::sync::CancellationToken;
+use tower::ServiceExt as _;
+
+use crate::testcluster::api::ApiServer;
+
+/// How long a killed process may take for what blocks a thread. What takes longer is left behind.
+const END: Duration = Duration::from_secs(5);
+
+/// Something that happens to a process at one of its steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Blow {
+    /// Which step among those of its sort, counted from 0.
+    pub(super) step: usize,
+    pub(super) sort: Sort,
+    pub(super) kind: BlowKind,
+    pub(super) when: When,
+}
+
+/// What a step is. Each sort is counted by itself: the order of the driver's calls is the same however slowly the requests beside them
+/// run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sort {
+    /// A call of the driver: `prepare(claim)`.
+    Call,
+    /// A request to the API server.
+    Request,
+}
+
+impl Sort {
+    fn of(step: &str) -> Self {
+        if step.contains('(') {
+            Self::Call
+        } else {
+            Self::Request
+        }
+    }
+}
+
+/// All steps, each with its number among those of its sort.
+pub(super) fn numbered(steps: &[String]) -> Vec<(Sort, usize, &String)> {
+    let mut numbered: Vec<(Sort, usize, &String)> = Vec::new();
+    for step in steps {
+        let sort = Sort::of(step);
+        let before = numbered.iter().filter(|(known, _, _)| *known == sort).count();
+        numbered.push((sort, before, step));
+    }
+    numbered
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum BlowKind {
+    /// The process is killed.
+    Crash,
+    /// The step takes longer than it may.
+    Slow,
+    /// The step answers with an error.
+    Fail,
+}
+
+/// Whether the blow comes before the step has done anything, or when all is done and only the answer is missing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum When {
+    Before,
+    After,
+}
+
+impl Blow {
+    /// As a person reads it.
+    pub(super) fn describe(self) -> String {
+        let sort = match self.sort {
+            Sort::Call => "call of the driver",
+            Sort::Request => "request",
+        };
+        let step = format!("{sort} {}", self.step + 1);
+        match (self.kind, self.when) {
+            (BlowKind::Crash, When::Before) => format!("killed before {step}"),
+            (BlowKind::Crash, When::After) => format!("killed after {step}"),
+            (BlowKind::Slow, When::Before) => format!("{step} hangs before it does anything"),
+            (BlowKind::Slow, When::After) => format!("{step} is done and its answer hangs"),
+            (BlowKind::Fail, When::Before) => format!("{step} fails before it does anything"),
+            (BlowKind::Fail, When::After) => format!("{step} is done and answers with an error"),
+        }
+    }
+}
+
+/// The steps of a process, and what happens to it. Clones are the same.
+#[derive(Clone, Debug)]
+pub(super) struct Fate {
+    steps: Arc<Mutex<Vec<String>>>,
+    blow: Option<Blow>,
+    dead: CancellationToken,
+}
+
+/// What a step has to do about a blow, if anything.
+pub(super) type Struck = Option<(BlowKind, When)>;
+
+impl Fate {
+    pub(super) fn new(blow: Option<Blow>) -> Self {
+        Self {
+            steps: Arc::default(),
+            blow,
+            dead: CancellationToken::new(),
+        }
+    }
+
+    /// The steps so far.
+    pub(super) fn steps(&self) -> Vec<String> {
+        self.steps.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Kills: from now on no step begins or ends.
+    pub(super) fn kill(&self) {
+        self.dead.cancel();
+    }
+
+    pub(super) fn is_dead(&self) -> bool {
+        self.dead.is_cancelled()
+    }
+
+    /// Returns when the process is dead.
+    pub(super) async fn died(&self) {
+        self.dead.cancelled().await;
+    }
+
+    /// Counts a step that cannot wait; whether it is to be done.
+    pub(super) fn count(&self, what: String) -> bool {
+        if self.is_dead() {
+            return false;
+        }
+        let strikes = self.push(what);
+        match self.blow.filter(|blow| strikes && blow.kind == BlowKind::Crash) {
+            Some(blow) => {
+                self.kill();
+                blow.when == When::After
+            }
+            None => true,
+        }
+    }
+
+    /// Counts a step; the answer is whether it is the one at which something happens.
+    fn push(&self, what: String) -> bool {
+        let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
+        let sort = Sort::of(&what);
+        let before = steps.iter().filter(|step| Sort::of(step) == sort).count();
+        steps.push(what);
+        self.blow
+            .is_some_and(|blow| blow.sort == sort && blow.step == before)
+    }
+
+    /// Carries a step out, unless something happens to it: `fail` is its answer then, as far as there is one.
+    pub(super) async fn step<T>(
+        &self,
+        what: String,
+        work: impl Future<Output = T>,
+        fail: impl FnOnce() -> T,
+    ) -> T {
+        if self.is_dead() {
+            return std::future::pending().await;
+        }
+        let strikes = self.push(what);
+        let struck: Struck = self.blow.filter(|_| strikes).map(|blow| (blow.kind, blow.when));
+        match struck {
+            Some((BlowKind::Crash, When::Before)) => {
+                self.kill();
+                return std::future::pending().await;
+            }
+            Some((BlowKind::Slow, When::Before)) => return std::future::pending().await,
+            Some((BlowKind::Fail, When::Before)) => return fail(),
+            _ => {}
+        }
+        let answer = work.await;
+        match struck {
+            Some((BlowKind::Crash, When::After)) => {
+                self.kill();
+                std::future::pending().await
+            }
+            Some((BlowKind::Slow, When::After)) => std::future::pending().await,
+            Some((BlowKind::Fail, When::After)) => fail(),
+            // Another step has killed the process meanwhile.
+            _ if self.is_dead() => std::future::pending().await,
+            _ => answer,
+        }
+    }
+}
+
+/// A process of the kit.
+#[derive(Debug)]
+pub(super) struct Process {
+    runtime: Option<Runtime>,
+    pub(super) fate: Fate,
+}
+
+impl Process {
+    pub(super) fn start(fate: Fate) -> io::Result<Self> {
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("conformance")
+            .enable_all()
+            .build()?;
+        Ok(Self {
+            runtime: Some(runtime),
+            fate,
+        })
+    }
+
+    /// Runs something within the process. An error is a panic, or the end of the process.
+    pub(super) async fn run<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Result<T, JoinError> {
+        match &self.runtime {
+            Some(runtime) => runtime.spawn(work).await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Starts something within the process that nobody waits for.
+    pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
+        if let Some(runtime) = &self.runtime {
+            runtime.spawn(work);
+        }
+    }
+
+    /// A client of the API server whose writes are steps of this process. Those of events are not: nothing depends on them.
+    pub(super) fn client(&self, server: &ApiServer) -> kube::Client {
+        let (router, fate) = (server.router(), self.fate.clone());
+        let service = tower::service_fn(move |request: Request<kube::client::Body>| {
+            let (router, fate) = (router.clone(), fate.clone());
+            async move {
+                let path = request.uri().path().to_owned();
+                let reads = request.method() == Method::GET || path.ends_with("/events");
+                let what = format!("{} {path}", request.method());
+                // Cannot fail: a router answers everything.
+                let answer = async { router.oneshot(request.map(Body::new)).await };
+                if reads {
+                    return answer.await;
+                }
+                fate.step(what, answer, || {
+                    let mut refused = Response::new(Body::from("the answer is lost"));
+                    *refused.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
+                    Ok(refused)
+                })
+                .await
+            }
+        });
+        let _guard = self.runtime.as_ref().map(Runtime::enter);
+        kube::Client::new(service, "default")
+    }
+
+    /// Ends the process where it stands, and returns when nothing of it runs any more.
+    pub(super) async fn kill(mut self) {
+        self.fate.kill();
+        let Some(runtime) = self.runtime.take() else {
+            return;
+        };
+        let (ended, end) = oneshot::channel();
+        // A runtime cannot be waited for by another one's task.
+        std::thread::spawn(move || {
+            runtime.shutdown_timeout(END);
+            let _ = ended.send(());
+        });
+        let _ = end.await;
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.fate.kill();
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// A call that is dropped when it has waited so often.
+struct Polls<F: ?Sized> {
+    work: Pin<Box<F>>,
+    left: usize,
+}
+
+impl<F: Future + ?Sized> Future for Polls<F> {
+    type Output = Option<F::Output>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Poll::Ready(answer) = self.work.as_mut().poll(context) {
+            return Poll::Ready(Some(answer));
+        }
+        self.left = self.left.saturating_sub(1);
+        if self.left == 0 {
+            Poll::Ready(None)
+        } else {
+            Poll::Pending
+        }
+    }
+}
+
+/// The answer of a call, unless it has to wait so often before: then it is dropped there.
+pub(super) async fn polled<T>(work: impl Future<Output = T> + Send, polls: usize) -> Option<T> {
+    Polls {
+        work: Box::pin(work),
+        left: polls,
+    }
+    .await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn blow(sort: Sort, step: usize, kind: BlowKind, when: When) -> Fate {
+        Fate::new(Some(Blow {
+            step,
+            sort,
+            kind,
+            when,
+        }))
+    }
+
+    #[tokio::test]
+    async fn a_step_that_fails_afterwards_was_done_and_one_that_fails_before_was_not() {
+        for (when, expected) in [(When::Before, 0), (When::After, 1)] {
+            let fate = blow(Sort::Request, 1, BlowKind::Fail, when);
+            let done = Mutex::new(0);
+            fate.step("first".into(), async { Ok(()) }, || Err(()))
+                .await
+                .unwrap();
+            let work = async {
+                *done.lock().unwrap() += 1;
+                Ok(())
+            };
+            assert_eq!(fate.step("second".into(), work, || Err(())).await, Err(()));
+            assert_eq!(*done.lock().unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn calls_and_requests_are_counted_apart() {
+        let steps = ["PATCH /a", "prepare(a)", "PATCH /b", "unprepare(a)"].map(str::to_owned);
+        let numbers: Vec<_> = numbered(&steps)
+            .iter()
+            .map(|(sort, number, _)| (*sort, *number))
+            .collect();
+        let (call, request) = (Sort::Call, Sort::Request);
+        assert_eq!(numbers, [(request, 0), (call, 0), (request, 1), (call, 1)]);
+        // In whichever order they come: it is the same call that is struck.
+        for order in [[0, 1, 2, 3], [1, 3, 0, 2], [0, 2, 1, 3]] {
+            let fate = blow(call, 1, BlowKind::Crash, When::Before);
+            let done = order.map(|index| fate.count(steps[index].clone()));
+            let killed = order.iter().position(|index| *index == 3);
+            assert_eq!(done.iter().position(|done| !done), killed);
+        }
+    }
+
+    #[tokio::test]
+    async fn after_a_crash_no_step_is_done() {
+        let fate = blow(Sort::Request, 0, BlowKind::Crash, When::After);
+        assert!(fate.count("observe".into()), "it was done, and then it died");
+        assert!(fate.is_dead());
+        assert!(!fate.count("observe".into()));
+        let waiting = fate.step("allocate".into(), async {}, || ());
+        let waited = tokio::time::timeout(Duration::from_millis(20), waiting).await;
+        assert!(waited.is_err());
+        assert_eq!(fate.steps(), ["observe"]);
+    }
+
+    #[tokio::test]
+    async fn the_tasks_of_a_killed_process_end() {
+        let process = Process::start(Fate::new(None)).unwrap();
+        let (held, end) = oneshot::channel::<()>();
+        process.spawn(async move {
+            let _held = held;
+            std::future::pending::<()>().await;
+        });
+        process.kill().await;
+        assert!(end.await.is_err());
+    }
+}
