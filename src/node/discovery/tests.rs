@@ -361,11 +361,12 @@ async fn a_disk_is_looked_at_again_when_it_is_handed_out() {
     let Some(host) = Host::new() else { return };
     host.node("spare", FileType::BlockDevice, 259, 2);
     host.node("meant", FileType::BlockDevice, 259, 3);
+    host.node("part", FileType::BlockDevice, 259, 4);
     let configuration = configuration("- {name: all, paths: [\"/dev/*\"], dangerousPaths: [/dev/meant]}");
     let (_sender, configuration) = value::channel(Arc::new(configuration));
     let end = CancellationToken::new();
     let devices = HostDevices::start(configuration, host.paths(), end.clone()).await;
-    for device in ["spare", "meant"] {
+    for device in ["spare", "meant", "part"] {
         devices.check_unused(device).await.unwrap();
     }
     let mounts = "1 1 259:1 / / rw - ext4 /dev/root rw\n\
@@ -376,11 +377,10 @@ async fn a_disk_is_looked_at_again_when_it_is_handed_out() {
     assert_eq!(refused.reason(), "DeviceInUse");
     assert!(refused.to_string().contains("/dev/spare is mounted"), "{refused}");
     devices.check_unused("meant").await.unwrap();
-    let holders = host.paths().sys.join("dev/block/259:2/holders");
+    let holders = host.paths().sys.join("dev/block/259:4/holders");
     std::fs::create_dir_all(&holders).unwrap();
     std::fs::write(holders.join("dm-3"), "").unwrap();
-    std::fs::write(host.paths().mountinfo, "1 1 259:1 / / rw - ext4 /dev/root rw\n").unwrap();
-    let refused = devices.check_unused("spare").await.unwrap_err();
+    let refused = devices.check_unused("part").await.unwrap_err();
     assert!(refused.to_string().contains("dm-3"), "{refused}");
     end.cancel();
 }
