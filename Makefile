@@ -69,7 +69,7 @@ verify: book deny bench requests ## What is slow and not of every day: the book,
 
 .PHONY: faults
 faults: ## The whole programs on the stage, with every trouble at every request, event, step on the disk and call (root is needed)
-	EVERY_TROUBLE=1 cargo test --locked --test whole -- --nocapture
+	EVERY_TROUBLE=1 cargo test --locked --test faults -- --nocapture
 
 .PHONY: reproducible
 reproducible: ## Compile what is committed twice, in different places, and compare the images (two release builds)
@@ -120,7 +120,7 @@ bench: $(CLUSTER) ## Print size and memory of the release build and fail beyond 
 
 .PHONY: requests
 requests: ## Print the requests of one pod's life, counted from the API server's audit log
-	cargo test --locked --test kubernetes the_whole_life_of_a_one_claim_pod -- --nocapture
+	cargo test --locked --test e2e the_whole_life_of_a_one_claim_pod -- --nocapture
 
 ##@ Work
 

@@ -18,7 +18,7 @@ mod harness;
 #[path = "../tests/companion/node.rs"]
 #[allow(dead_code, reason = "written for the tests, which use another part of it")]
 mod node;
-#[path = "../tests/kubernetes/pods.rs"]
+#[path = "../tests/e2e/pods.rs"]
 #[allow(
     dead_code,
     unused_imports,
@@ -28,7 +28,7 @@ mod pods;
 #[path = "../tests/companion/process.rs"]
 #[allow(dead_code, reason = "written for the tests, which use another part of it")]
 mod process;
-#[path = "../tests/kubernetes/stage.rs"]
+#[path = "../tests/e2e/stage.rs"]
 #[allow(
     dead_code,
     clippy::single_match_else,

@@ -9,7 +9,7 @@
 mod figures;
 #[path = "../../tests/harness/mod.rs"]
 mod harness;
-#[path = "../../tests/kubernetes/stage.rs"]
+#[path = "../../tests/e2e/stage.rs"]
 #[allow(
     dead_code,
     unreachable_pub,

@@ -15,7 +15,7 @@ pub(crate) struct Test {
 }
 
 impl Test {
-    /// `contexts::a_sentence` or `tests/kubernetes` ... `contexts::a_sentence`: the last word is the test's name, those before
+    /// `contexts::a_sentence` or `tests/e2e` ... `contexts::a_sentence`: the last word is the test's name, those before
     /// it stand next to each other among its modules.
     pub(crate) fn is(&self, path: &str) -> bool {
         let words: Vec<&str> = path.split("::").collect();

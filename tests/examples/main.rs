@@ -9,6 +9,6 @@ mod run;
 #[path = "../../examples/sensors.rs"]
 #[allow(dead_code, reason = "its main is called by one test")]
 mod sensors;
-#[path = "../kubernetes/stage.rs"]
+#[path = "../e2e/stage.rs"]
 #[allow(dead_code, reason = "shared with another target")]
 mod stage;

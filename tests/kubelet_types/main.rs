@@ -6,7 +6,7 @@
 mod golden;
 #[path = "../harness/mod.rs"]
 mod harness;
-#[path = "../doors/support.rs"]
+#[path = "../grpc/support.rs"]
 #[allow(dead_code, reason = "the other half is for the other doors' tests")]
 mod support;
 

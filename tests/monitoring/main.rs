@@ -9,7 +9,7 @@ mod prometheus;
     dead_code,
     reason = "what the tests of the program stand on; this one needs a part of it"
 )]
-#[path = "../kubernetes/stage.rs"]
+#[path = "../e2e/stage.rs"]
 mod stage;
 
 use std::collections::BTreeSet;

@@ -208,7 +208,7 @@ fn module_of(file: &Path) -> Vec<String> {
 fn fault(layer: &str, mention: &Mention) -> Option<String> {
     let Some((_, allowed)) = LAYERS.iter().find(|(name, _)| *name == layer) else {
         return Some(format!(
-            "layer {layer} is unknown: add it to LAYERS in tests/purity/rules.rs"
+            "layer {layer} is unknown: add it to LAYERS in tests/architecture/rules.rs"
         ));
     };
     if let Some(fault) = wrong_direction(layer, allowed, mention) {

@@ -79,7 +79,7 @@ async fn a_pod_that_ends_while_the_api_server_is_away_gives_its_device_back_on_t
 
 #[tokio::test]
 async fn kvm_answers_a_container_as_it_answers_the_node_by_claim_and_by_limit() -> anyhow::Result<()> {
-    let asks = tokio::task::spawn_blocking(|| build_go("tests/kubernetes/kvm", "kvm")).await??;
+    let asks = tokio::task::spawn_blocking(|| build_go("tests/e2e/kvm", "kvm")).await??;
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     // A node has it if the machine has; where the kernel has none, both are told the same.

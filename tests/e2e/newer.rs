@@ -1,5 +1,5 @@
 //! What the companion needs of every kubelet, whether its cluster has claims of our version or not: registration and the device
-//! plugin. `DRAYMAN_TEST_KUBERNETES=1.36.3 cargo test --test kubernetes newer` runs it on another one.
+//! plugin. `DRAYMAN_TEST_KUBERNETES=1.36.3 cargo test --test e2e newer` runs it on another one.
 
 use drayman::api::crd::NodeInventory;
 use kube::api::{Api, PostParams};

@@ -42,7 +42,7 @@ fn number(name: &str, default: usize) -> usize {
 fn command(planned: &[Planned]) -> String {
     let planned: Vec<String> = planned.iter().map(ToString::to_string).collect();
     format!(
-        "FAULT={} cargo test --test whole replay -- --nocapture",
+        "FAULT={} cargo test --test faults replay -- --nocapture",
         planned.join(",")
     )
 }

@@ -190,7 +190,7 @@ async fn until_refused(stage: &Stage, token: &str) -> anyhow::Result<()> {
 
 #[tokio::test]
 async fn a_companion_goes_on_with_a_token_that_is_replaced() -> anyhow::Result<()> {
-    // The client reads the file again after a minute. `whole` shows the same of the controller by a clock that moves faster.
+    // The client reads the file again after a minute. `faults` shows the same of the controller by a clock that moves faster.
     if std::env::var_os("DRAYMAN_TEST_AWAY_SECONDS").is_none() {
         not_run("it waits for minutes: make test-all runs it");
         return Ok(());

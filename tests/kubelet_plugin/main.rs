@@ -15,7 +15,7 @@ mod releases;
 #[allow(dead_code, reason = "its main is called by one test")]
 mod sensors;
 mod sensors_on_a_node;
-#[path = "../kubernetes/stage.rs"]
+#[path = "../e2e/stage.rs"]
 #[allow(dead_code, reason = "shared with another target")]
 mod stage;
 mod update;

@@ -1,3 +1,0 @@
-module drayman.dev/tests/kubernetes/kvm
-
-go 1.22.0
