@@ -1,24 +1,24 @@
-//! [`Driver`]: what a device vendor implements to have claims of its classes served by the [controller](crate::controller).
+//! [`Driver`]: the trait that a device vendor implements; the [controller](crate::controller) then serves the claims of its classes.
 //!
-//! A driver knows its devices and who holds them. It never talks to Kubernetes about claims: the controller watches claims,
-//! classes and pods, asks the driver, writes what it answers, and repeats what failed. It is the counterpart of
+//! A driver tracks its devices and their holders. It does not talk to Kubernetes about claims: the controller watches claims,
+//! classes and pods, calls the driver, writes the results and retries failures. It is the counterpart of
 //! [`controller.Driver`][go] in Go's `k8s.io/dynamic-resource-allocation`, for classic DRA (`resource.k8s.io/v1alpha2`, Kubernetes
 //! 1.27 to 1.30):
 //!
-//! | here | there | other than there |
+//! | `Driver` | Go | difference |
 //! |---|---|---|
 //! | [`class_parameters`](Driver::class_parameters) | `GetClassParameters` | typed, instead of `interface{}` |
 //! | [`claim_parameters`](Driver::claim_parameters) | `GetClaimParameters` | typed |
-//! | [`unsuitable_nodes`](Driver::unsuitable_nodes) | `UnsuitableNodes` | returned with a reason for each node, instead of written into the input |
+//! | [`unsuitable_nodes`](Driver::unsuitable_nodes) | `UnsuitableNodes` | returned with a reason per node; the input stays unchanged |
 //! | [`allocate`](Driver::allocate) | `Allocate` | all claims of a pod or none |
-//! | [`deallocate`](Driver::deallocate) | `Deallocate` | gets what was allocated, even if that was never recorded |
-//! | [`observe`](Driver::observe) | none | tells what the claims hold, so that a driver needs no store of its own |
-//! | [`capacity_changes`](Driver::capacity_changes) | none | wakes the pods that wait, instead of a poll every 30 s |
-//! | [`ready`](Driver::ready) | none | the driver's own caches are filled before it is asked anything |
+//! | [`deallocate`](Driver::deallocate) | `Deallocate` | gets the allocation, even if it was never recorded |
+//! | [`observe`](Driver::observe) | none | reports the allocations of all claims, so a driver needs no store of its own |
+//! | [`capacity_changes`](Driver::capacity_changes) | none | wakes waiting pods, instead of a poll every 30 s |
+//! | [`ready`](Driver::ready) | none | the driver fills its own caches before its first decision |
 //!
 //! [go]: https://pkg.go.dev/k8s.io/dynamic-resource-allocation@v0.30.14/controller#Driver
 //!
-//! # In which order
+//! # Call order
 //!
 //! ```text
 //! start    observe(All) -> ready -> deallocate for each claim that has our finalizer and no allocation
@@ -29,42 +29,42 @@
 //! its end  deallocate -> allocation and finalizer removed -> observe(Changed or Gone)
 //! ```
 //!
-//! * **One thing at a time for each claim.** While a call or a write is under way for a claim, no other is begun for it. Calls for
-//!   different claims overlap, so a driver needs a lock around its books. Where it checks and holds in one step under that lock, it
-//!   cannot give anything away twice.
-//! * **A time limit** ([`Builder::call_timeout`](crate::controller::Builder::call_timeout), 30 s) for each call, with the two calls
-//!   for parameters that go before it. What takes longer is dropped where it awaits, told as `DriverTimeout`, followed by `deallocate` if
-//!   it was `allocate`, and tried again. A panic in a call that is `async` is treated the same way (`DriverPanicked`), if the program
-//!   unwinds. A call that hangs holds up its own claims only.
-//! * **Nothing is lost in a crash.** The claim is the only record. Before anything is allocated our finalizer is in the claim; so a
-//!   claim that has it and no allocation may hold what a killed process allocated, and is given back before anything else happens to it.
-//!   That is why each method must be idempotent, and a driver that works on devices outside of its own memory must find what it did
-//!   by the claim's uid.
-//! * **One process decides.** [`LeaderElection`](crate::controller::LeaderElection) sees to that; without it there must never be two.
+//! * **One operation at a time per claim.** While a call or a write is pending for a claim, no other is started for it. Calls for
+//!   different claims overlap, so a driver needs a lock around its allocation state. If it checks and holds a device in one step under
+//!   that lock, it cannot allocate the device twice.
+//! * **A time limit** ([`Builder::call_timeout`](crate::controller::Builder::call_timeout), 30 s) covers each call together with the
+//!   two parameter calls before it. A call that takes longer is dropped at its next await point, reported as `DriverTimeout`, followed by
+//!   `deallocate` if it was `allocate`, and retried. A panic in an `async` call is handled the same way (`DriverPanicked`) if the
+//!   program unwinds. A call that hangs blocks its own claims only.
+//! * **A crash loses nothing.** The claim is the only record. Our finalizer is stored in the claim before anything is allocated, so a
+//!   claim with the finalizer and without an allocation may hold devices that a killed process allocated; it is deallocated before
+//!   anything else happens to it. Each method must therefore be idempotent, and a driver that works on devices outside its own memory
+//!   must find its earlier work by the claim's uid.
+//! * **One process decides.** [`LeaderElection`](crate::controller::LeaderElection) ensures that. Without it, never run two controllers.
 //!
 //! # How capacity is held
 //!
-//! [`Driver::unsuitable_nodes`] reserves nothing. [`Driver::allocate`] holds what it returns until one of two things: `observe` shows it
-//! in the claim (from then on the claim holds it, until `observe` shows that the claim does not any more), or `deallocate` gives it back
-//! because it could not be recorded. There is no third, and no timer: the controller always comes to one of them.
+//! [`Driver::unsuitable_nodes`] reserves nothing. [`Driver::allocate`] holds the devices it returns until one of two events: `observe`
+//! shows them in the claim (the claim then holds them until `observe` shows that it no longer does), or `deallocate` releases them
+//! because the allocation could not be recorded. The controller always reaches one of the two; there is no timer.
 //!
 //! # Errors
 //!
-//! [`DriverError::invalid`] is for what only a person can put right: a parameter that makes no sense. It is told once, on the pod and on
-//! the object at fault, and the driver is asked again when the claim, the class, or something that `capacity_changes` reports has changed.
-//! [`DriverError::retry`] is for everything else, and is tried again after 100 ms, doubling up to 30 s. Both become Warning events with
-//! the error's reason and message. What is full is no error in `unsuitable_nodes`: it is a verdict.
+//! [`DriverError::invalid`] is for errors that only a person can fix, such as a parameter that makes no sense. It is reported once, on
+//! the pod and on the object at fault. The driver is called again after the claim, the class, or something that `capacity_changes`
+//! reports has changed. [`DriverError::retry`] is for everything else, and is retried after 100 ms, doubling up to 30 s. Both become
+//! Warning events with the error's reason and message. A full node is no error in `unsuitable_nodes`: report it in the [`Verdict`].
 //!
-//! # What a node gets
+//! # Data for the node
 //!
-//! [`AllocationResult::resource_handles`] carry a text of at most 16 KiB each to the vendor's kubelet plugin, unread by anybody else
-//! (`NodePrepareResources`, Kubernetes 1.27 to 1.30). Put everything into it that the plugin needs, and a version. `available_on_nodes`
-//! says from where the allocation can be used: one node, a set of nodes, or any node (`None`).
+//! [`AllocationResult::resource_handles`] carry a text of at most 16 KiB each to the vendor's kubelet plugin (`NodePrepareResources`,
+//! Kubernetes 1.27 to 1.30); nothing else reads it. Include everything that the plugin needs, and a version. `available_on_nodes`
+//! names the nodes that can use the allocation: one node, a set of nodes, or any node (`None`).
 //!
-//! # A whole driver
+//! # Complete example
 //!
-//! Licences of a server that each node reaches. `examples/network_attached.rs` is larger, and serves a real cluster.
-//! Whether a driver keeps to all of this, the conformance kit tells in one line of its test: `drayman::testkit`, with feature `testcluster`.
+//! Licences of a server that every node can reach. `examples/network_attached.rs` is larger and runs on a real cluster.
+//! The conformance kit (`drayman::testkit`, feature `testcluster`) tests a driver against this contract with one line.
 //!
 //! ```
 //! use std::collections::BTreeMap;
@@ -188,43 +188,42 @@ use futures::Stream;
 
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 
-/// Decides where claims can be allocated and what they get. The [module](self) says in which order it is asked, what holds for all
-/// calls (time limits, idempotence, crashes, errors), and shows a whole driver.
+/// Decides on which nodes claims can be allocated, and allocates them. The [module](self) documents the call order, the rules for all
+/// calls (time limits, idempotence, crashes, errors) and a complete driver.
 pub trait Driver: Send + Sync + 'static {
-    /// What a class's `parametersRef` stands for, read and checked.
+    /// The checked parameters that a class's `parametersRef` refers to.
     type ClassParameters: Send + Sync + 'static;
-    /// What a claim's `parametersRef` stands for, read and checked.
+    /// The checked parameters that a claim's `parametersRef` refers to.
     type ClaimParameters: Send + Sync + 'static;
 
-    /// The driver's name: the `driverName` of its classes, and the prefix of its finalizer (`<name>/deletion-protection`). A
-    /// lower-case DNS subdomain of at most 63 characters; [`Builder::build`](crate::controller::Builder::build) refuses another, because
-    /// the API server refuses its finalizer. Must always be the same: claims are found by it after an upgrade.
+    /// The driver's name: the `driverName` of its classes, and the prefix of its finalizer (`<name>/deletion-protection`). It must be a
+    /// lower-case DNS subdomain of at most 63 characters; [`Builder::build`](crate::controller::Builder::build) rejects other names,
+    /// because the API server would reject the finalizer. It must never change: after an upgrade, claims are found by it.
     fn name(&self) -> &str;
 
-    /// Returns once the driver knows enough to decide, for instance when its own caches are filled.
+    /// Returns once the driver can decide, for instance when its own caches are filled.
     ///
-    /// Called once, after the first [`Driver::observe`]; nothing else is asked and nothing is written before it returns. Has no time
-    /// limit: a driver that never gets ready never serves anything, so it should log what it waits for.
+    /// Called once, after the first [`Driver::observe`]. Until it returns, no other method is called and nothing is written. It has no
+    /// time limit: a driver that never becomes ready never serves a claim, so it should log the reason for its wait.
     fn ready(&self) -> impl Future<Output = ()> + Send {
         async {}
     }
 
-    /// Reads and checks the parameters of a class (Go: `GetClassParameters`). A class without `parametersRef` is passed too, since
-    /// only the driver knows whether it needs one.
+    /// Reads and checks the parameters of a class (Go: `GetClassParameters`). Classes without `parametersRef` are passed too, since
+    /// only the driver knows whether it needs parameters.
     ///
-    /// Called before each [`Driver::unsuitable_nodes`] and each [`Driver::allocate`], once for each claim in question, within the time
-    /// limit of that call: keep what it reads in a watched cache, or every question costs a request. An error is told on the class and
-    /// on the pod, and nothing else is asked for that pod. An allocation is made from what this returns at that time; what changes
-    /// later does not change what a claim has got.
+    /// Called before each [`Driver::unsuitable_nodes`] and each [`Driver::allocate`], once per claim, within the time limit of that
+    /// call. Read from a watched cache, or every call costs a request. An error is reported on the class and on the pod, and ends the
+    /// evaluation of that pod. An allocation uses the parameters returned at that time; later changes do not affect it.
     fn class_parameters(
         &self,
         class: &ResourceClass,
     ) -> impl Future<Output = Result<Self::ClassParameters, DriverError>> + Send;
 
-    /// Reads and checks the parameters of a claim (Go: `GetClaimParameters`). A claim without `parametersRef` is passed too.
+    /// Reads and checks the parameters of a claim (Go: `GetClaimParameters`). Claims without `parametersRef` are passed too.
     ///
-    /// Called right after [`Driver::class_parameters`], as often as that. The object is in the claim's own namespace. An error is told on
-    /// the claim and on the pod.
+    /// Called right after each [`Driver::class_parameters`]. The parameter object is in the claim's own namespace. An error is reported
+    /// on the claim and on the pod.
     fn claim_parameters(
         &self,
         claim: &ResourceClaim,
@@ -232,16 +231,16 @@ pub trait Driver: Send + Sync + 'static {
         class_parameters: &Self::ClassParameters,
     ) -> impl Future<Output = Result<Self::ClaimParameters, DriverError>> + Send;
 
-    /// Says on which of `nodes` each of `claims` cannot be allocated, and why (Go: `UnsuitableNodes`).
+    /// Returns for each of `claims` the nodes among `nodes` that cannot hold it, with reasons (Go: `UnsuitableNodes`).
     ///
-    /// `claims` are all claims of the pod that this driver has still to allocate, in the pod's order; a node that cannot hold all of
-    /// them together is unsuitable for at least one. `nodes` are names, those that the scheduler has in mind and those that were found bad
-    /// before; some may not exist any more. The answer has one verdict per claim, in the order of `claims`; another number is an error
-    /// (`DriverMisbehaved`). Nodes that were not asked about are ignored.
+    /// `claims` are all claims of the pod that this driver has yet to allocate, in the pod's order; a node that cannot hold all of
+    /// them together is unsuitable for at least one. `nodes` are the scheduler's potential nodes and the nodes found unsuitable
+    /// before; some may no longer exist. The answer has one verdict per claim, in the order of `claims`; any other number is an error
+    /// (`DriverMisbehaved`). Nodes outside `nodes` are ignored.
     ///
-    /// Reserves nothing. Called when a pod begins to wait for a node, and again when its nodes, its claims, a class or the capacity
-    /// changes; with a slow recheck after some minutes. One call per pod is under way at a time. What is answered is written to
-    /// the PodSchedulingContext, at most 128 nodes per claim, and summed up in an event if no node is left. After an error nothing is written.
+    /// Reserves nothing. Called when a pod starts to wait for a node, again when its nodes, its claims, a class or the capacity changes,
+    /// and in a resync every few minutes. At most one call per pod is pending. The result is written to the PodSchedulingContext, at most
+    /// 128 nodes per claim, and summarized in an event if no node is left. After an error nothing is written.
     fn unsuitable_nodes(
         &self,
         pod: &Pod,
@@ -249,54 +248,54 @@ pub trait Driver: Send + Sync + 'static {
         nodes: &[String],
     ) -> impl Future<Output = Result<Vec<Verdict>, DriverError>> + Send;
 
-    /// Allocates `claims` together, on `node` (Go: `Allocate`).
+    /// Allocates `claims` together on `node` (Go: `Allocate`).
     ///
-    /// For a pod, `claims` are all that this driver has still to allocate, and `node` is the one that the scheduler has selected and
-    /// that [`Driver::unsuitable_nodes`] did not object to. For a claim with `allocationMode: Immediate` it is that claim alone and
-    /// `None`: anywhere; the driver then heeds the class's `suitableNodes` itself. Every claim has our finalizer by now.
+    /// For a pod, `claims` are all that this driver has yet to allocate, and `node` is the scheduler's selected node, which
+    /// [`Driver::unsuitable_nodes`] has not rejected. A claim with `allocationMode: Immediate` is passed alone with `None`, which means
+    /// any node; the driver must then respect the class's `suitableNodes`. Every claim already has our finalizer.
     ///
-    /// The answer has one result per claim, in the order of `claims`. If one is an error, or the pod is gone or goes elsewhere meanwhile,
-    /// or the write is refused, [`Driver::deallocate`] follows for each claim that was allocated, and nothing is recorded. What is
-    /// returned is held until `observe` or `deallocate` says otherwise (see the [module](self)). Called again for a claim that it holds something
-    /// for, a driver returns the same. An allocation that the API server would refuse (more than 32 handles, a handle over 16 KiB) is
-    /// not written, and told.
+    /// The answer has one result per claim, in the order of `claims`. [`Driver::deallocate`] follows for each allocated claim, and
+    /// nothing is recorded, if any result is an error, the pod is deleted or moves to another node meanwhile, or the write is refused.
+    /// The driver holds the returned devices until `observe` or `deallocate` (see the [module](self)). If called again for a claim that
+    /// it still holds devices for, it returns the same allocation. An allocation that the API server would reject (more than 32 handles,
+    /// a handle over 16 KiB) is not written, and reported.
     fn allocate(
         &self,
         claims: &[ClaimRequest<Self>],
         node: Option<&str>,
     ) -> impl Future<Output = Result<Vec<Result<AllocationResult, DriverError>>, DriverError>> + Send;
 
-    /// Gives back what a claim holds (Go: `Deallocate`).
+    /// Releases the allocation of a claim (Go: `Deallocate`).
     ///
-    /// Called when a claim that no pod uses is deleted or is to be deallocated; when what `allocate` returned could not be recorded, or
-    /// nobody knows what it did; and after a start for each claim that has our finalizer and no allocation. So it is called also for
-    /// claims that hold nothing, and again after an error, a crash or a write that failed: then it does nothing and returns `Ok`.
+    /// Called when an unused claim is deleted or marked for deallocation; when the result of `allocate` could not be recorded or is
+    /// unknown; and after a start for each claim that has our finalizer and no allocation. It is therefore also called for claims that
+    /// hold nothing, and again after an error, a crash or a failed write: then it does nothing and returns `Ok`.
     ///
-    /// What `claim.status.allocation` records stays recorded until the controller's next write; a driver that hands out
-    /// exclusive devices frees them when [`Driver::observe`] shows that the allocation is gone. What was never recorded is
-    /// free when this returns. An error is told on the claim, which keeps finalizer and allocation, and it is tried again with a growing
-    /// delay, whichever [kind](DriverErrorKind) it has: a device must not be lost because somebody has erred.
+    /// An allocation in `claim.status.allocation` stays recorded until the controller's next write; a driver of exclusive devices frees
+    /// them when [`Driver::observe`] shows that the allocation is gone. An allocation that was never recorded is free when this returns.
+    /// An error is reported on the claim, which keeps finalizer and allocation, and is retried with a growing delay, whatever its
+    /// [kind](DriverErrorKind): a mistake must not leak a device.
     fn deallocate(
         &self,
         deallocation: Deallocation<'_>,
     ) -> impl Future<Output = Result<(), DriverError>> + Send;
 
-    /// Tells what the claims hold: [all](Observation::All) of them once, before anything else is asked, then each change, in order, our
-    /// own writes included. This is how a driver rebuilds and keeps its books.
+    /// Reports the allocations of the claims: [all](Observation::All) of them once, before any other call, then each change in order,
+    /// including our own writes. A driver rebuilds and maintains its allocation state from these calls.
     ///
-    /// A claim is told of if it has our finalizer or an allocation that is recorded as ours, whoever wrote that. It must return at once and must
-    /// not panic: it is called by the task that decides. The answer is what is wrong with what was shown (a handle that cannot be
-    /// read, two claims with one device); each becomes an event on its claim. Answer what is new only, or it is told again with every change.
+    /// A claim is reported if it has our finalizer or an allocation recorded as ours, regardless of the writer. The method must return at
+    /// once and must not panic: it runs in the task that decides. It returns the problems found (an unreadable handle, two claims with
+    /// one device); each becomes an event on its claim. Return new problems only, or they are reported again with every change.
     fn observe(&self, observation: &Observation) -> Vec<Finding> {
         let _ = observation;
         Vec::new()
     }
 
-    /// Yields whenever a pod that found no place might find one now: a device was given back, a node appeared, a parameter was
-    /// put right. As many waiting pods as the change can help are judged again, in turn by namespace, then more if those do not take it.
+    /// Yields whenever a pod that did not fit anywhere might fit now: a device was released, a node appeared, a parameter was fixed. As
+    /// many waiting pods as the change can help are evaluated again, in turn by namespace, and then more if those do not use it.
     ///
-    /// Called once, at the start. Without it, waiting pods are judged again only when their own objects change, and after some
-    /// minutes. The stream must not end before the driver does; changes may be summed up.
+    /// Called once, at the start. Without it, waiting pods are evaluated again only when their own objects change, and every few
+    /// minutes. The stream must not end before the driver does; it may merge changes.
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static
     where
         Self: Sized,
@@ -304,7 +303,7 @@ pub trait Driver: Send + Sync + 'static {
         futures::stream::pending()
     }
 
-    /// Yields what turns out to be wrong with what claims hold when nothing is observed, for instance when an inventory shows
+    /// Yields problems with existing allocations that turn up outside of `observe`, for instance when an inventory shows
     /// that a device may not be shared.
     fn findings(&self) -> impl Stream<Item = Finding> + Send + 'static
     where
@@ -314,13 +313,13 @@ pub trait Driver: Send + Sync + 'static {
     }
 }
 
-/// A claim to be judged or allocated, with everything that was read for it.
+/// A claim to evaluate or allocate, with its class and the parameters of both.
 pub struct ClaimRequest<D: Driver + ?Sized> {
-    /// The entry of `pod.spec.resourceClaims`; empty for an immediate claim.
+    /// The name of the entry in `pod.spec.resourceClaims`; empty for an immediate claim.
     pub pod_claim_name: String,
     /// The claim.
     pub claim: Arc<ResourceClaim>,
-    /// Its class.
+    /// The claim's class.
     pub class: Arc<ResourceClass>,
     /// The class's parameters.
     pub class_parameters: Arc<D::ClassParameters>,
@@ -345,20 +344,20 @@ impl<D: Driver + ?Sized> std::fmt::Debug for ClaimRequest<D> {
     }
 }
 
-/// Where a claim cannot be allocated.
+/// The nodes on which a claim cannot be allocated.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verdict {
-    /// The reason for each unsuitable node, as a user shall read it ("3 of 3 held").
+    /// The reason for each unsuitable node, written for users ("3 of 3 held").
     pub unsuitable_nodes: BTreeMap<String, String>,
 }
 
-/// A claim that shall hold nothing any more.
+/// A claim whose allocation must be released.
 #[derive(Clone, Copy, Debug)]
 pub struct Deallocation<'a> {
-    /// The claim as last seen.
+    /// The claim, in its last observed state.
     pub claim: &'a ResourceClaim,
-    /// What was allocated: as recorded in the claim, or as returned by [`Driver::allocate`] in this process although the
-    /// write of it was refused or its answer lost. After a restart a driver finds what it did by the claim's uid.
+    /// The allocation as recorded in the claim, or as returned by [`Driver::allocate`] in this process if its write was refused or the
+    /// write's answer was lost. After a restart, a driver finds its earlier work by the claim's uid.
     pub allocation: Option<&'a AllocationResult>,
 }
 
@@ -369,10 +368,10 @@ impl Deallocation<'_> {
     }
 }
 
-/// What the claims of this driver hold, as the controller knows it.
+/// The allocations of this driver's claims, as far as the controller knows.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Observation {
-    /// Everything: whatever is not in it is gone. Sent once, before the first decision.
+    /// All claims; any claim not listed is gone. Sent once, before the first decision.
     All(Vec<Holding>),
     /// One claim has changed.
     Changed(Holding),
@@ -384,7 +383,7 @@ pub enum Observation {
 }
 
 impl Observation {
-    /// The claims that it shows; none for one that is gone.
+    /// The reported claims; empty for [`Observation::Gone`].
     pub fn holdings(&self) -> &[Holding] {
         match self {
             Self::All(holdings) => holdings,
@@ -394,8 +393,7 @@ impl Observation {
     }
 }
 
-/// Something that is wrong with what a claim holds. Becomes a Warning event on the claim and on the pods that it is reserved
-/// for, once.
+/// A problem with an allocation. Becomes a Warning event, once, on the claim and on the pods that it is reserved for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     /// The claim's namespace.
@@ -406,23 +404,23 @@ pub struct Finding {
     pub uid: String,
     /// CamelCase, from a small fixed set: the reason of the event.
     pub reason: &'static str,
-    /// What is wrong and what to do, as a user shall read it.
+    /// The problem and its fix, written for users.
     pub message: String,
-    /// Whether the claim must not keep what it holds, because another one has the better right to it. The controller takes it
-    /// back if no pod can be using it yet.
+    /// Whether the claim must lose its allocation because another claim has the better right to the device. The controller
+    /// deallocates it if no pod can be using it yet.
     pub take_back: bool,
 }
 
-/// A claim that holds something of this driver's, or may do so.
+/// A claim that holds, or may hold, something of this driver.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Holding {
-    /// The claim. Its `status.allocation` is what it holds; a claim with our finalizer but without an allocation may hold what an
-    /// earlier process allocated that was killed before it could write it down. See [`pod_claim_name`](ResourceClaim::pod_claim_name).
+    /// The claim. Its `status.allocation` is the allocation; a claim with our finalizer but without an allocation may hold devices
+    /// that an earlier process allocated before it was killed. See [`pod_claim_name`](ResourceClaim::pod_claim_name).
     pub claim: Arc<ResourceClaim>,
 }
 
 impl Holding {
-    /// The allocation that is recorded, if `driver` holds something by it: [`ResourceClaimStatus::allocation_of`].
+    /// The recorded allocation, if it contains something of `driver`: [`ResourceClaimStatus::allocation_of`].
     ///
     /// [`ResourceClaimStatus::allocation_of`]: crate::api::resource::ResourceClaimStatus::allocation_of
     pub fn allocation(&self, driver: &str) -> Option<&AllocationResult> {
@@ -435,19 +433,19 @@ impl Holding {
     }
 }
 
-/// Something has become free, has appeared or has been put right.
+/// New capacity: a device was released, a node appeared, or a parameter was fixed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CapacityChange {
-    /// What happened.
+    /// The cause of the change.
     pub cause: CapacityCause,
-    /// How many waiting pods could be helped by it, as far as the driver can tell; `None` for "all of them, perhaps".
+    /// How many waiting pods it may help, as far as the driver can tell; `None` if possibly all of them.
     pub pods: Option<usize>,
 }
 
-/// What may help a waiting pod.
+/// The cause of a [`CapacityChange`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CapacityCause {
-    /// A device was given back.
+    /// A device was released.
     Freed,
     /// A node's inventory changed.
     Inventory,
@@ -455,30 +453,30 @@ pub enum CapacityCause {
     Parameters,
 }
 
-/// Why a driver could not do what it was asked.
+/// Why a call of a driver failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct DriverError {
-    /// Whether trying again can help.
+    /// Whether a retry can help.
     pub kind: DriverErrorKind,
     /// CamelCase, from a small fixed set: the reason of the event, and a metric's label.
     pub reason: &'static str,
-    /// What is wrong and what to do, as a user shall read it.
+    /// The problem and its fix, written for users.
     pub message: String,
 }
 
-/// Whether trying again can help.
+/// Whether a retry can help.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DriverErrorKind {
-    /// Only a change by a person helps. Not tried again until the claim, the class, or something that
+    /// Only a change by a person helps. Not retried until the claim, the class, or something that
     /// [`Driver::capacity_changes`] reports has changed.
     Invalid,
-    /// Tried again with a growing delay.
+    /// Retried with a growing delay.
     Retry,
 }
 
 impl DriverError {
-    /// An error that only a person can put right.
+    /// An error that only a person can fix.
     pub fn invalid(reason: &'static str, message: impl Into<String>) -> Self {
         Self {
             kind: DriverErrorKind::Invalid,
