@@ -1,4 +1,4 @@
-//! How many calls of the driver are under way.
+//! Limits concurrent driver calls.
 
 use std::future::Future;
 use std::pin::pin;
@@ -8,13 +8,13 @@ use tokio::sync::Semaphore;
 
 use super::leader::Fence;
 
-/// Calls that are younger than [`PATIENCE`], at most.
+/// Maximum number of calls younger than [`PATIENCE`].
 const CALLS: usize = 64;
-/// After which time a call counts no longer. So those that hang leave room for all others: with the usual time limit of a call
-/// there are never more than 64 times 31 under way, and the next one waits for a second at most for each 64 that hang.
+/// Age after which a call no longer counts, so that hanging calls leave room for others. With the usual time limit of a call (30 s)
+/// at most 64 times 31 calls are pending, and the next call waits at most one second for each 64 that hang.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The calls of the driver. One after the other is begun, in the order in which they were asked for.
+/// The calls of the driver, started in the order in which they were requested.
 #[derive(Debug)]
 pub(super) struct Calls(Semaphore);
 
@@ -25,9 +25,9 @@ impl Default for Calls {
 }
 
 impl Calls {
-    /// Makes a call as soon as there is room, unless the fence is closed first.
+    /// Makes a call as soon as there is room; returns `None` if the fence is closed first.
     pub(super) async fn make<T>(&self, fence: &Fence, call: impl Future<Output = T>) -> Option<T> {
-        // Refused only by a semaphore that is closed, and nobody closes it.
+        // `acquire` fails only on a closed semaphore, and this one is never closed.
         let permit = fence.unless_closed(self.0.acquire()).await?;
         let mut call = pin!(call);
         tokio::select! {
@@ -47,7 +47,7 @@ mod tests {
 
     use super::*;
 
-    /// Begins so many calls that take so long, and counts those that are begun.
+    /// Starts `number` calls of duration `time`, and counts the started ones.
     fn begin(calls: &Arc<Calls>, number: usize, time: Duration, begun: &Arc<AtomicUsize>) {
         for _ in 0..number {
             let (calls, begun) = (Arc::clone(calls), Arc::clone(begun));

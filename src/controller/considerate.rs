@@ -1,8 +1,8 @@
-//! A client that does what a busy API server asks for: after an answer of 429 with `Retry-After`, nothing is sent before that.
+//! Client layer that honours `Retry-After` on 429.
 //!
-//! The server's priority and fairness says it in the header alone, with a text that is no Status (`tooManyRequests` in apiserver's
-//! `priority-and-fairness.go`), so that it is seen here or nowhere. A write waits before it is asked whether this process may still write, so that its wait is over
-//! when it is sent; whatever else waits here counts its time as if it were under way.
+//! API Priority and Fairness sends the delay only in this header, with a body that is not a Status (`tooManyRequests` in apiserver's
+//! `priority-and-fairness.go`), so it must be read in this layer. A write waits before the fence is checked, so its wait is over
+//! when it is sent; for all other requests the wait here counts towards their time limit.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -12,10 +12,10 @@ use http::{Method, Request, Response, StatusCode, Uri};
 use kube::client::Body;
 use tokio::time::Instant;
 
-/// How long is waited at most, whatever the server says: a fault that has gone costs nobody more.
+/// Upper limit of a pause, even if the server requests a longer one, so that requests soon resume after a fault.
 const LONGEST: Duration = Duration::from_secs(30);
 
-/// Until when nothing is sent. Clones are the same.
+/// The time until which nothing is sent. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Pause(Arc<Mutex<Option<Instant>>>);
 
@@ -24,9 +24,9 @@ impl Pause {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns when something may be sent.
+    /// Returns when requests may be sent.
     pub(super) async fn over(&self) {
-        // While one waits, another may be told to wait longer.
+        // The pause may be extended meanwhile.
         while let Some(until) = self.until().filter(|until| *until > Instant::now()) {
             tokio::time::sleep_until(until).await;
         }
@@ -38,7 +38,7 @@ impl Pause {
         }
     }
 
-    /// Nothing is sent for so long.
+    /// Sends nothing for `pause`.
     pub(super) fn begin(&self, pause: Duration) {
         let until = Instant::now() + pause;
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -47,7 +47,7 @@ impl Pause {
     }
 }
 
-/// For how long the server wants to be left alone.
+/// The delay that the server requests.
 fn asked<B>(response: &Response<B>) -> Option<Duration> {
     if response.status() != StatusCode::TOO_MANY_REQUESTS {
         return None;
@@ -57,9 +57,9 @@ fn asked<B>(response: &Response<B>) -> Option<Duration> {
     Some(Duration::from_secs(seconds).min(LONGEST))
 }
 
-/// Asks the server to give a write up by itself (`timeout` of apiserver's `request_deadline.go`) before we do.
+/// Limits the time in which the server may store a write (`timeout` in apiserver's `request_deadline.go`), to less than our own limit.
 ///
-/// Without it the server's own limit, a minute, would be the time in which a write can still be stored after its sender has ended.
+/// Without it the server's own limit applies: a write could still be stored one minute after its sender has ended.
 fn limit(request: &mut Request<Body>, timeout: Duration) -> Result<(), http::Error> {
     if request.method() != Method::PATCH {
         return Ok(());
@@ -73,8 +73,8 @@ fn limit(request: &mut Request<Body>, timeout: Duration) -> Result<(), http::Err
     Ok(())
 }
 
-/// The same client, with pauses that are kept and writes that the server gives up after `timeout`, and the pauses. Must be called within a
-/// runtime.
+/// Wraps the client so that it keeps pauses and the server abandons writes before `timeout`. Returns the client and its pause. Must be
+/// called within a runtime.
 pub(super) fn considerate(client: &kube::Client, timeout: Duration) -> (kube::Client, Pause) {
     let namespace = client.default_namespace().to_owned();
     let (client, pauses) = (client.clone(), Pause::default());

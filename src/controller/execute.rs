@@ -1,4 +1,4 @@
-//! Commands are carried out, answers come back as events. Nothing is decided here.
+//! Executes commands and returns their results as events. It makes no decisions.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -21,13 +21,12 @@ use super::leader::Fence;
 use super::trim::{Trim, trimmed};
 use super::{Controller, write};
 
-/// Requests to the API server under way at once, at most.
+/// Maximum number of concurrent requests to the API server.
 const REQUESTS: usize = 64;
 
-/// Why something was not begun.
+/// The message of an operation that was not started.
 const ENDS: &str = "the controller ends";
 
-/// Carries commands out.
 pub(super) struct Executor<D> {
     shared: Arc<Shared<D>>,
     answers: mpsc::UnboundedSender<Event>,
@@ -73,7 +72,7 @@ impl<D: Driver> Executor<D> {
         }
     }
 
-    /// Begins to carry out a command. What the driver is told is told at once, in order.
+    /// Starts to execute a command. Observations are passed to the driver at once, in order.
     pub(super) fn execute(&self, command: Command) {
         let shared = self.shared.clone();
         match command {
@@ -85,7 +84,7 @@ impl<D: Driver> Executor<D> {
             }
             Command::AwaitDriver => {
                 let answers = self.answers.clone();
-                // Not tracked: a driver that never gets ready must not hold up the end.
+                // Not tracked: a driver that never becomes ready must not delay the shutdown.
                 tokio::spawn(async move {
                     shared.driver.ready().await;
                     let _ = answers.send(Event::DriverReady);
@@ -119,7 +118,7 @@ impl<D: Driver> Executor<D> {
                 let made = call(shared.clone(), request);
                 shared.calls.make(&shared.fence, made).await
             }),
-            // Reports go to their own queue.
+            // Reports have their own queue.
             Command::Report(_) => {}
         }
     }
@@ -138,7 +137,7 @@ impl<D: Driver> Executor<D> {
         });
     }
 
-    /// Begins nothing any more, and waits for what is under way, for at most `limit`. The answer is whether everything has ended.
+    /// Starts nothing new, and waits at most `limit` for pending operations. Returns whether all of them have finished.
     pub(super) async fn finish(self, limit: Duration) -> bool {
         self.shared.fence.close();
         self.tasks.close();
@@ -205,7 +204,7 @@ impl<D: Driver> Shared<D> {
         }
     }
 
-    /// Reads and checks the parameters of claims, for the driver to be asked about them.
+    /// Reads and checks the parameters of claims, and builds the requests for the driver.
     async fn requests(&self, claims: Vec<ClaimToAllocate>) -> Result<Vec<ClaimRequest<D>>, CallError> {
         let mut requests = Vec::with_capacity(claims.len());
         for ClaimToAllocate {
@@ -239,8 +238,8 @@ impl<D: Driver> Shared<D> {
     }
 }
 
-/// Sends a write when its turn has come, if this process may write then. That is asked as late as possible: a write that has waited, or
-/// a process that was paused, may have outlived the lease.
+/// Sends a write when its turn comes, if this process may then write. The fence is checked as late as possible: a write that has waited,
+/// or a process that was paused, may have outlived the lease.
 async fn fenced<T>(
     requests: &Semaphore,
     pause: &Pause,
@@ -265,7 +264,7 @@ async fn fenced<T>(
     }
 }
 
-/// Asks the driver, with a time limit, in a task of its own: a driver that panics or hangs harms only this call.
+/// Calls the driver with a time limit in a separate task, so that a panic or a hang affects only this call.
 async fn call<D: Driver>(shared: Arc<Shared<D>>, request: DriverRequest) -> Answer {
     let timeout = shared.call_timeout;
     match request {
@@ -375,7 +374,7 @@ mod tests {
             };
             fenced(&requests, &pause, &fence, timeout, request)
         };
-        // The first one takes the only turn and has no answer; the second one is next while the lease is held, the third is not.
+        // The first write takes the only permit and gets no answer; the second gets it while the lease is held, the third does not.
         let (first, second) = (lease / 4, lease);
         let outcomes = tokio::join!(write(first), write(second), write(lease));
         assert_eq!(sent.load(Ordering::Relaxed), 2);
@@ -403,7 +402,7 @@ mod tests {
             tokio::time::sleep(minute / 60).await;
             Outcome::Done(())
         };
-        // One has its turn, one waits for its turn, and one for the end of a pause.
+        // One write has the permit, one waits for it, and one waits for the end of a pause.
         let first = fenced(&requests, &pause, &fence, minute, under_way);
         let second = fenced(&requests, &pause, &fence, minute, async { panic!("sent") });
         let (free, busy) = (Semaphore::new(1), Pause::default());

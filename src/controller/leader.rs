@@ -1,4 +1,4 @@
-//! The lease in the API: a shell around [`crate::core::lease::Lease`].
+//! The lease in the API: the runtime of [`crate::core::lease::Lease`].
 
 use std::path::Path;
 use std::pin::pin;
@@ -20,33 +20,33 @@ use crate::core::lease::{Lease, LeaseAnswer, LeaseRecord, LeaseSettings, LeaseSt
 use super::ControllerError;
 use super::predecessors::{Predecessors, PredecessorsError};
 
-/// Where the lease is, and its times. Lease, deadline and retry are those of the components of Kubernetes.
+/// Name and times of the lease. The defaults are those of the Kubernetes components.
 #[derive(Clone, Debug)]
 pub struct LeaderElection {
     /// The namespace of the Lease object.
     pub namespace: String,
     /// The name of the Lease object.
     pub name: String,
-    /// How long others must leave a lease alone that is not renewed.
+    /// How long other processes wait before they take over a lease that is not renewed.
     pub lease_duration: Duration,
-    /// How long the leader goes on without a renewal.
+    /// How long the leader continues without a renewal.
     pub renew_deadline: Duration,
-    /// How long between two attempts.
+    /// Time between two attempts.
     pub retry_period: Duration,
-    /// Tells this process from every other one.
+    /// Unique identity of this process.
     pub identity: String,
-    /// Makes a client for the lease alone. Without it the controller's renews the lease, and a driver that blocks the controller's
-    /// thread for longer than the renew deadline loses it.
+    /// Creates a client for the lease alone. Without it the lease is renewed with the controller's client, and a driver that blocks the
+    /// controller's thread for longer than the renew deadline loses the lease.
     pub connection: Option<LeaseConnection>,
-    /// Processes that are known to have ended: see [`LeaderElection::following`].
+    /// Processes known to have ended: see [`LeaderElection::following`].
     pub predecessors: Option<Arc<Predecessors>>,
 }
 
 impl LeaderElection {
-    /// A lease with the times of the components of Kubernetes: 15 s, given up after 10 s without a renewal, tried every 2 s.
+    /// Returns settings with the times of the Kubernetes components: duration 15 s, renew deadline 10 s, retry period 2 s.
     ///
-    /// All controllers of one driver must name the same lease. `instance` is for people, a pod's name for instance: what makes
-    /// the identity one of its own is when the process was started.
+    /// All controllers of one driver must name the same lease. `instance` is for people, for instance a pod's name; the start time
+    /// makes the identity unique.
     pub fn new(namespace: impl Into<String>, name: impl Into<String>, instance: &str) -> Self {
         let started = Timestamp::now().as_nanosecond();
         Self {
@@ -61,9 +61,9 @@ impl LeaderElection {
         }
     }
 
-    /// Takes over at once from the processes that have used this directory before: it waits for their requests, and not for the end of
-    /// their lease. The directory must outlive the process, as an `emptyDir` does, be on a local disk, and be used by one process at a
-    /// time, which is ensured by a lock.
+    /// Takes over at once from earlier processes that used this directory: it waits for their requests to end, not for their lease
+    /// to expire. The directory must outlive the process, as an `emptyDir` does, and be on a local disk. A lock ensures that one
+    /// process at a time uses it.
     pub fn following(mut self, directory: &Path) -> Result<Self, PredecessorsError> {
         let predecessors = Predecessors::follow(directory, &self.identity)?;
         self.predecessors = Some(Arc::new(predecessors));
@@ -85,10 +85,10 @@ impl LeaderElection {
     }
 }
 
-/// Makes a client for the lease alone, in the thread that renews it.
+/// Creates a client for the lease alone, in the thread that renews it.
 ///
-/// A [`kube::Client`] is served by the runtime in which it was made: with the one of the controller, a driver that blocks the controller's
-/// thread would hold up the renewals too.
+/// A [`kube::Client`] runs on the runtime in which it was created: with the controller's client, a driver that blocks the controller's
+/// thread would delay the renewals too.
 #[derive(Clone)]
 pub struct LeaseConnection(Arc<dyn Fn() -> Result<kube::Client, String> + Send + Sync>);
 
@@ -105,20 +105,20 @@ impl fmt::Debug for LeaseConnection {
     }
 }
 
-/// Whether this process may write, asked before each write.
+/// Whether this process may write. Checked before each write.
 #[derive(Clone)]
 pub(super) struct Fence {
-    /// Without leader election there is no lease, and nothing to lose.
+    /// `None` without leader election.
     lease: Option<Arc<Mutex<Lease>>>,
     start: Instant,
-    /// Cancelled when nothing is begun any more.
+    /// Cancelled once nothing new may start.
     closed: CancellationToken,
-    /// As long as anything of this process can write, it does not count as ended.
+    /// Keeps the directory locked: this process does not count as ended while any part of it can write.
     _predecessors: Option<Arc<Predecessors>>,
 }
 
 impl Fence {
-    /// The fence of a controller that is known to be alone.
+    /// A fence for a controller without leader election.
     pub(super) fn open() -> Self {
         Self {
             lease: None,
@@ -128,18 +128,17 @@ impl Fence {
         }
     }
 
-    /// Whether this process may write now.
     pub(super) fn holds(&self) -> bool {
         let now = self.now();
         !self.closed.is_cancelled() && self.lease.as_ref().is_none_or(|lease| lock(lease).holds(now))
     }
 
-    /// From now on nothing is begun any more, and what waits for its turn is given up.
+    /// From now on nothing new starts, and operations that wait for their turn are abandoned.
     pub(super) fn close(&self) {
         self.closed.cancel();
     }
 
-    /// Waits for a turn; `None` if the fence is closed first.
+    /// Waits for a turn; returns `None` if the fence is closed first.
     pub(super) async fn unless_closed<T>(&self, turn: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
             biased;
@@ -157,22 +156,22 @@ fn lock(lease: &Mutex<Lease>) -> MutexGuard<'_, Lease> {
     lease.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How far an election is.
+/// Phase of an election.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Another one leads, or nobody yet.
+    /// Another process leads, or none yet.
     Waiting,
     /// This process leads.
     Leading,
-    /// It did, and does no longer.
+    /// This process has led and lost the lease.
     Lost,
-    /// The lease is given up.
+    /// The lease is released.
     Released,
-    /// There is no client.
+    /// No client could be created for the lease.
     Failed(String),
 }
 
-/// A lease that is taken and kept in a thread of its own, so that nothing that blocks the controller's thread holds up a renewal. It ends
+/// A lease that is acquired and renewed in its own thread, so that blocking the controller's thread delays no renewal. The thread ends
 /// when this is dropped.
 pub(super) struct Election {
     fence: Fence,
@@ -181,7 +180,7 @@ pub(super) struct Election {
 }
 
 impl Election {
-    /// Begins to wait for the lease.
+    /// Starts to wait for the lease.
     pub(super) fn start(
         client: kube::Client,
         election: LeaderElection,
@@ -212,7 +211,7 @@ impl Election {
         self.fence.clone()
     }
 
-    /// Returns when this process leads, and may write.
+    /// Returns when this process leads and may write.
     pub(super) async fn leads(&mut self) -> Result<(), ControllerError> {
         match self.reach(|phase| *phase != Phase::Waiting).await {
             Phase::Leading => Ok(()),
@@ -221,28 +220,28 @@ impl Election {
         }
     }
 
-    /// Returns when the lease is lost.
     pub(super) async fn lost(&mut self) {
         self.reach(|phase| *phase != Phase::Leading).await;
     }
 
-    /// Gives the lease up, so that another need not wait for its end. Only what has closed its fence and has ended everything does so.
+    /// Releases the lease, so that the next leader need not wait for it to expire. Call it only with the fence closed and all calls and
+    /// writes finished.
     pub(super) async fn release(mut self) {
-        // Refused if the thread has ended, and then there is nothing to give up.
+        // `send` fails if the thread has ended; then there is nothing to release.
         let (unused, _) = oneshot::channel();
         if std::mem::replace(&mut self.release, unused).send(()).is_ok() {
             self.reach(|phase| *phase != Phase::Leading).await;
         }
     }
 
-    /// A thread that ends without a word has lost the lease.
+    /// A thread that ended without reporting a phase has lost the lease.
     async fn reach(&mut self, is_reached: impl FnMut(&Phase) -> bool) -> Phase {
         let reached = self.phase.wait_for(is_reached).await;
         reached.map_or(Phase::Lost, |phase| phase.clone())
     }
 }
 
-/// What the thread does.
+/// The body of the thread.
 async fn hold(
     client: kube::Client,
     election: LeaderElection,
@@ -288,7 +287,7 @@ async fn hold(
     }
 }
 
-/// Takes and keeps the lease.
+/// Acquires and renews the lease.
 struct Leader {
     api: Api<LeaseObject>,
     election: LeaderElection,
@@ -299,7 +298,7 @@ struct Leader {
 }
 
 impl Leader {
-    /// Returns when this process leads, and may write.
+    /// Returns when this process leads and may write.
     async fn lead(&mut self) {
         tracing::info!(lease = %self.shown(), identity = self.election.identity, "waiting to lead");
         loop {
@@ -309,7 +308,7 @@ impl Leader {
                 tracing::info!(lease = %self.shown(), "leading");
                 return;
             }
-            // A lease that is lost before it was used is nothing lost.
+            // A lease that was lost before its first use costs nothing: start over.
             if !self.turn(usable).await {
                 let settings = lock(&self.lease).settings().clone();
                 *lock(&self.lease) = Lease::new(settings);
@@ -317,13 +316,13 @@ impl Leader {
         }
     }
 
-    /// Keeps the lease; returns only when it is lost.
+    /// Renews the lease; returns only when it is lost.
     async fn keep(&mut self) {
         while self.turn(None).await {}
         tracing::error!(lease = %self.shown(), "the lease is lost");
     }
 
-    /// Gives the lease up, so that another need not wait for its end.
+    /// Releases the lease, so that the next leader need not wait for it to expire.
     async fn release(&mut self) {
         let Some(version) = lock(&self.lease).own_version() else {
             return;
@@ -338,7 +337,7 @@ impl Leader {
         }
     }
 
-    /// One step; the answer is whether the lease is not lost. Waits no longer than until `limit`.
+    /// Performs one step, waiting no longer than until `limit`. Returns `false` if the lease is lost.
     async fn turn(&mut self, limit: Option<Moment>) -> bool {
         let sent = self.now();
         let step = lock(&self.lease).step(sent);
@@ -448,7 +447,7 @@ fn record(object: &LeaseObject) -> LeaseRecord {
 
 #[cfg(test)]
 impl Fence {
-    /// The fence of a leader that has just renewed its lease and does not do so again: it may write for so long.
+    /// The fence of a leader that renewed its lease just now and does not renew it again: it may write for `time`.
     pub(super) fn held_for(time: Duration) -> Self {
         let settings = LeaseSettings {
             identity: "this".to_owned(),
@@ -489,10 +488,10 @@ mod tests {
 
     use super::*;
 
-    /// A generous limit for what takes milliseconds.
+    /// A generous limit for operations that take milliseconds.
     const PATIENCE: Duration = Duration::from_secs(20);
 
-    /// An API server with one lease. It says whom it has stored as the holder.
+    /// An API server with one lease. It reports each holder that it has stored.
     fn server(stored: mpsc::Sender<String>) -> kube::Client {
         let lease: Arc<Mutex<Option<Value>>> = Arc::default();
         let version = Arc::new(Mutex::new(0));
@@ -545,7 +544,7 @@ mod tests {
         let (mut election, holders) = election();
         election.leads().await.unwrap();
         let fence = election.fence();
-        // This thread is the whole runtime, and does nothing else for longer than the renew deadline.
+        // This thread is the whole runtime, and blocks for longer than the renew deadline.
         let start = std::time::Instant::now();
         while start.elapsed() < Duration::from_secs(2) {
             holders.recv_timeout(PATIENCE).unwrap();
@@ -564,7 +563,7 @@ mod tests {
         let (mut election, holders) = election();
         election.leads().await.unwrap();
         drop(election);
-        // Ends when the thread has ended, which has the server.
+        // The iterator ends with the thread, which owns the server.
         let all: Vec<String> = holders.iter().collect();
         assert!(!all.is_empty() && !all.contains(&String::new()), "{all:?}");
     }

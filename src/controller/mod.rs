@@ -1,7 +1,7 @@
-//! The controller: the shell around [`crate::core::claims`] that serves any [`Driver`].
+//! The controller: the runtime of [`crate::core::claims`], which serves any [`Driver`].
 //!
-//! One task owns the [`World`]. It turns watch events and answers into [`Event`]s, asks for [`Command`]s and has them carried
-//! out; it decides nothing itself.
+//! One task owns the [`World`]. It turns watch events and answers into [`Event`]s, asks for [`Command`]s and executes them; it makes no
+//! decisions itself.
 //!
 //! # Running a driver
 //!
@@ -24,13 +24,14 @@
 //! }
 //! ```
 //!
-//! [`Controller::run`] ends when the token is cancelled (on SIGTERM, say), with what is under way awaited and the lease given up; with
-//! [`ControllerError::LeaseLost`] when another may lead; and before it has done anything if the API is not served. In each case the process
-//! should end, and its supervisor start it again. It logs with [`tracing`], and needs no store: after a start it lists everything anew.
+//! [`Controller::run`] returns when the token is cancelled (for example on SIGTERM), after awaiting pending calls and releasing the
+//! lease; with [`ControllerError::LeaseLost`] when another process may lead; and immediately if the API is not served. In each case the
+//! process should exit and be restarted by its supervisor. It logs with [`tracing`] and needs no store: each start lists everything
+//! again.
 //!
 //! The process must choose a TLS provider if several are linked: `rustls::crypto::ring::default_provider().install_default()`.
 //!
-//! # What it needs to be allowed
+//! # Required permissions
 //!
 //! | group | resources | verbs |
 //! |---|---|---|
@@ -41,12 +42,12 @@
 //! | `events.k8s.io` | `events` | create |
 //! | `coordination.k8s.io` | `leases` (with leader election, in their namespace) | get, create, update |
 //!
-//! # What it writes, and when
+//! # Writes
 //!
 //! The finalizer `<driver>/deletion-protection`, before the driver allocates anything; allocation, driver name and the pod in one patch;
-//! its own entries in the status of PodSchedulingContexts, by server-side apply; and at the end the allocation away and the finalizer away. Nothing
-//! at rest. It never writes a whole object, so a newer server's fields and other drivers' entries and finalizers stay. Every problem is an
-//! Event on the pod, claim or class that somebody can put right, once.
+//! its own entries in the status of PodSchedulingContexts, by server-side apply; and finally the removal of allocation and finalizer. An
+//! idle controller writes nothing. It never writes a whole object, so fields of a newer server and other drivers' entries and finalizers
+//! stay. Every problem is reported once, as an Event on the pod, claim or class whose owner can fix it.
 
 mod calls;
 mod considerate;
@@ -86,37 +87,37 @@ use watch::Standby;
 /// Why the controller cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum ControllerError {
-    /// The driver's name would be refused by the API server as soon as it is part of a finalizer.
+    /// The API server would reject the driver's name as part of a finalizer.
     #[error(
         "driver name {0:?} is not a lower-case DNS subdomain of at most 63 characters: the API server refuses its finalizer"
     )]
     DriverName(String),
-    /// The API is alpha, and off by default.
+    /// The API server does not serve the alpha API, which is off by default.
     #[error(
         "the API server does not serve {GROUP}/{VERSION}: start it with --runtime-config={GROUP}/{VERSION}=true and the feature gate DynamicResourceAllocation (Kubernetes 1.27 to 1.30); without it, and on later versions, the companions alone can serve the devices as extended resources (controller.enabled=false in the chart)"
     )]
     NotServed,
-    /// Two controllers could write at once, or one lost request would end the lease.
+    /// With these settings two controllers could write at once, or one lost request would end the lease.
     #[error("leader election: {0}")]
     LeaderElection(#[from] LeaseSettingsError),
     /// The thread that renews the lease cannot be started.
     #[error("leader election: no thread for the lease: {0}")]
     LeaseThread(#[source] std::io::Error),
-    /// The lease has no client of its own.
+    /// The client for the lease cannot be created.
     #[error("leader election: no client for the lease: {0}")]
     LeaseConnection(String),
     /// Another controller may lead by now.
     #[error("the lease could not be renewed in time, so another controller may lead by now: start again")]
     LeaseLost,
-    /// The API server took the connection and said nothing.
+    /// The API server accepted the connection but did not answer in time.
     #[error("the API server has not answered for {} s", .0.as_secs())]
     Silent(Duration),
-    /// The API server could not be asked.
+    /// A request to the API server failed.
     #[error("the API server does not answer: {0}")]
     Unreachable(#[source] Box<kube::Error>),
 }
 
-/// Serves the claims of one driver. Made by [`Controller::builder`].
+/// Serves the claims of one driver. Created by [`Controller::builder`].
 pub struct Controller<D> {
     driver: Arc<D>,
     client: kube::Client,
@@ -129,12 +130,12 @@ pub struct Controller<D> {
     figures: watch_value::Sender<Figures>,
 }
 
-/// What the controller has counted, and the clock by which it did.
+/// The controller's counters, and the start of the clock that they refer to.
 #[derive(Clone, Debug)]
 pub struct Figures {
-    /// When the controller began to serve.
+    /// When the controller started to serve.
     pub since: Instant,
-    /// What has been counted since.
+    /// The counters since then.
     pub statistics: Statistics,
 }
 
@@ -170,12 +171,12 @@ pub struct Builder<D> {
 }
 
 impl<D: Driver> Controller<D> {
-    /// How long a call of the driver may take, unless [`Builder::call_timeout`] says otherwise.
+    /// Default time limit of a driver call; see [`Builder::call_timeout`].
     pub const CALL_TIMEOUT: Duration = Duration::from_secs(30);
-    /// How long a request to the API server may take, unless [`Builder::request_timeout`] says otherwise.
+    /// Default time limit of an API server request; see [`Builder::request_timeout`].
     pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-    /// Begins to build a controller for a driver.
+    /// Returns a builder of a controller for `driver`.
     pub fn builder(driver: D) -> Builder<D> {
         Builder {
             driver,
@@ -190,13 +191,13 @@ impl<D: Driver> Controller<D> {
         }
     }
 
-    /// Runs until `shutdown` is cancelled. Nothing is begun then any more. Calls and writes that are under way are awaited, up to the
-    /// request timeout, and the lease is given up if all of them have ended.
+    /// Runs until `shutdown` is cancelled. It then starts nothing new, awaits pending calls and writes up to the request timeout, and
+    /// releases the lease if all of them have finished.
     ///
-    /// With leader election it returns [`ControllerError::LeaseLost`] when it can lead no longer; the process should end then and
-    /// be started again, because only a start passes the start barrier.
+    /// With leader election it returns [`ControllerError::LeaseLost`] when it may no longer lead. The process should then exit and be
+    /// restarted, because only a start passes the start barrier.
     pub async fn run(mut self, shutdown: CancellationToken) -> Result<(), ControllerError> {
-        // But not for the lease: another one would lead soon, and ask for everything anew.
+        // Lease requests do not honour Retry-After: if the lease expired meanwhile, the next leader would list everything again.
         let of_lease = self.client.clone();
         let (client, pause) = considerate(&self.client, self.request_timeout);
         self.client = client;
@@ -218,7 +219,7 @@ impl<D: Driver> Controller<D> {
         tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
             leads = election.leads() => leads?,
-            // Watches do not end.
+            // `keep` returns only if the watches end, which they never do.
             () = standby.keep() => return Ok(()),
         }
         let fence = election.fence();
@@ -237,8 +238,8 @@ impl<D: Driver> Controller<D> {
         Ok(())
     }
 
-    /// Serves until `shutdown` is cancelled, from a list of all claims on: of them nothing that was seen before is trusted. The answer is
-    /// whether every call and every write has ended.
+    /// Serves until `shutdown` is cancelled, starting from a new list of all claims; claims seen before are not trusted. Returns
+    /// whether every call and every write has finished.
     async fn serve(
         &self,
         standby: Standby,
@@ -278,7 +279,7 @@ impl<D: Driver> Controller<D> {
             if let Some(event) = event {
                 world.apply(event, now());
             }
-            // Everything that is there already is taken in before anything is decided.
+            // Apply all pending events before deciding.
             while let Ok(event) = answered.try_recv() {
                 world.apply(event, now());
             }
@@ -292,7 +293,7 @@ impl<D: Driver> Controller<D> {
                     command => executor.execute(command),
                 }
             }
-            // Nobody looks, most often in a vendor's tests: then nothing is put together.
+            // Without a receiver, as in most vendors' tests, the statistics are not collected.
             if self.figures.receiver_count() > 0 {
                 let statistics = world.statistics();
                 self.figures.send_replace(Figures {
@@ -319,65 +320,65 @@ impl<D: Driver> Controller<D> {
 }
 
 impl<D: Driver> Builder<D> {
-    /// How long a call of the driver may take. One that takes longer is dropped, and holds up only its own claim.
+    /// Sets the time limit of a driver call. A call that takes longer is dropped, and blocks only its own claim.
     #[must_use]
     pub fn call_timeout(mut self, timeout: Duration) -> Self {
         self.call_timeout = timeout;
         self
     }
 
-    /// How long a request to the API server may take.
+    /// Sets the time limit of a request to the API server.
     #[must_use]
     pub fn request_timeout(mut self, timeout: Duration) -> Self {
         self.request_timeout = timeout;
         self
     }
 
-    /// Whether the pod is entered into `reservedFor` together with the allocation (the default). If not, the scheduler does it.
+    /// Sets whether the pod is added to `reservedFor` together with the allocation (the default). Otherwise the scheduler adds it.
     #[must_use]
     pub fn reserve_for_pod(mut self, reserve: bool) -> Self {
         self.reserve_for_pod = reserve;
         self
     }
 
-    /// After which time another driver of a pod that says nothing to the scheduler is named in an Event on the pod, once; by
-    /// default after [`Settings::OTHER_DRIVER_WAIT`].
+    /// Sets how long another driver of the same pod may leave the PodSchedulingContext unanswered before an Event on the pod names it,
+    /// once. Default: [`Settings::OTHER_DRIVER_WAIT`].
     #[must_use]
     pub fn other_driver_wait(mut self, wait: Duration) -> Self {
         self.other_driver_wait = wait;
         self
     }
 
-    /// The name of this process in the events that it writes, for instance its pod's.
+    /// Sets the name of this process in its Events, for instance the name of its pod.
     #[must_use]
     pub fn instance(mut self, instance: Option<String>) -> Self {
         self.instance = instance;
         self
     }
 
-    /// Lets several controllers of one driver run, of which one leads. Without it there must never be two.
+    /// Enables leader election, so that several controllers of one driver may run and one of them leads. Without it, never run two.
     #[must_use]
     pub fn leader_election(mut self, leader_election: Option<LeaderElection>) -> Self {
         self.leader_election = leader_election;
         self
     }
 
-    /// Where the controller says whether it leads. One that is known to be alone leads from the start.
+    /// Sets the channel that reports whether the controller leads. Without leader election it leads from the start.
     #[must_use]
     pub fn leading(mut self, leading: watch_value::Sender<bool>) -> Self {
         self.leading = leading;
         self
     }
 
-    /// Where the controller says what it has counted, after each decision.
+    /// Sets the channel that receives the counters after each decision.
     #[must_use]
     pub fn figures(mut self, figures: watch_value::Sender<Figures>) -> Self {
         self.figures = figures;
         self
     }
 
-    /// The controller. The client should have its own retries off (`Config::default_retry`), so that a write whose answer is
-    /// lost is not sent a second time behind the controller's back.
+    /// Builds the controller. The client should not retry by itself (`Config::default_retry`), so that a write with a lost answer
+    /// is not sent twice without the controller's knowledge.
     pub fn build(self, client: kube::Client) -> Result<Controller<D>, ControllerError> {
         let driver_name = self.driver.name().to_owned();
         if !is_driver_name(&driver_name) {
@@ -400,7 +401,7 @@ impl<D: Driver> Builder<D> {
     }
 }
 
-/// Whether a name can be a driver's: it becomes the prefix of a finalizer, where upper case is refused.
+/// Whether `name` is a valid driver name. It becomes the prefix of a finalizer, so upper case is rejected.
 pub fn is_driver_name(name: &str) -> bool {
     let is_label = |label: &str| {
         let is_inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';

@@ -1,4 +1,4 @@
-//! Which processes are known to have ended: a directory with a lock and the identities of those that held it.
+//! Tracks processes that are known to have ended: a directory with a lock and the identities of its earlier holders.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions, TryLockError};
@@ -7,16 +7,15 @@ use std::path::{Path, PathBuf};
 
 /// The file that a process keeps locked until it ends.
 const LOCK: &str = "lock";
-/// The file with the identities of those that have had the lock, one on each line, the newest last.
+/// The file with the identities of all holders of the lock, one per line, newest last.
 const IDENTITIES: &str = "identities";
-/// Identities that are kept, at most. The lease has the newest of them, unless that many processes in a row have ended before they got
-/// to write it.
+/// Maximum number of identities kept. The lease names one of them, unless that many processes in a row ended before they wrote it.
 const KEPT: usize = 16;
 
 /// Why a directory cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum PredecessorsError {
-    /// Another process has the lock, and may be leading.
+    /// Another process has the lock, and may lead.
     #[error(
         "{0} is locked by another controller that still runs: end that one, or give each controller a directory of its own"
     )]
@@ -26,31 +25,31 @@ pub enum PredecessorsError {
         "{path} cannot be {action}: {source}; give a directory that exists and that this user can write to"
     )]
     Io {
-        /// What was tried.
+        /// The failed action.
         action: &'static str,
         /// The file.
         path: PathBuf,
-        /// What came of it.
+        /// The cause.
         source: io::Error,
     },
 }
 
-/// The processes that have used a directory before this one, all of which have ended.
+/// The processes that used a directory before this one. All of them have ended.
 ///
-/// A process writes its identity into the directory while it has the lock (`flock`), and the kernel takes the lock from it when it ends,
-/// and not before. So whoever has the lock knows that every identity in the directory belongs to a process that sends nothing any more.
-/// The identity is one process's alone: a process elsewhere never has one of these, whatever its flags are.
+/// A process writes its identity into the directory while it holds the lock (`flock`); the kernel releases the lock when the process
+/// ends, and not before. The holder of the lock therefore knows that every identity it read belongs to a process that no longer sends
+/// anything. An identity belongs to one process: no process elsewhere has the same one, whatever its flags are.
 #[derive(Debug)]
 pub struct Predecessors {
     ended: BTreeSet<String>,
-    /// Locked until this is dropped.
+    /// Holds the lock until dropped.
     _lock: File,
 }
 
 impl Predecessors {
-    /// Takes the lock, reads who had it, and adds this process.
+    /// Takes the lock, reads the identities of its earlier holders, and adds this process.
     ///
-    /// A process that could not be added is not known to have ended; the next one then waits for its lease to run out.
+    /// If adding it fails, the next process does not know that this one has ended, and waits for its lease to expire.
     pub fn follow(directory: &Path, identity: &str) -> Result<Self, PredecessorsError> {
         let path = directory.join(LOCK);
         let io = |action, path: &Path| {
@@ -75,17 +74,17 @@ impl Predecessors {
         let first = (known.len() + 1).saturating_sub(KEPT);
         let mut lines = known.get(first..).unwrap_or_default().to_vec();
         lines.push(identity);
-        // Renamed, so that a process that is killed here leaves the old file or the new one.
+        // Renamed, so that a kill at this point leaves either the old file or the new one.
         let new = directory.join(format!("{IDENTITIES}.new"));
         let written = std::fs::write(&new, lines.join("\n")).and_then(|()| std::fs::rename(&new, &path));
-        // A full disk costs the next process the wait for the end of the lease, and not this one its start.
+        // On a full disk the next process waits for the lease to expire, but this one still starts.
         if let Err(error) = written {
             tracing::warn!(path = %path.display(), %error, "the identity could not be written: the next process waits until the lease has run out");
         }
         Ok(Self { ended, _lock: lock })
     }
 
-    /// Their identities.
+    /// The identities of the ended processes.
     pub fn ended(&self) -> &BTreeSet<String> {
         &self.ended
     }

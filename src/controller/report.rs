@@ -1,4 +1,4 @@
-//! Reports become Events on the objects that they are about.
+//! Writes reports as Events on the objects that they concern.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};
@@ -16,26 +16,26 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::api::resource::{GROUP, VERSION};
 use crate::core::claims::{Event as Answered, Regarding, Report};
 
-/// Reports that wait to be written, at most, by object and reason. With the longest notes and names they take some 7 MB.
+/// Maximum number of pending reports, one per object and reason. With the longest notes and names they take some 7 MB.
 const QUEUE: usize = 4096;
-/// Bytes of a note, at most (`events.k8s.io/v1`: 1,024).
+/// Maximum length of a note in bytes (`events.k8s.io/v1`: 1,024).
 const NOTE_MAX: usize = 1024;
-/// The pause after a report that the server could not take, doubled with each failure in a row up to [`LONGEST_PAUSE`].
+/// The pause after a failed write of a report, doubled with each consecutive failure up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-/// The longest pause: a fault that has gone delays the next report no longer.
+/// The longest pause, so that the next report soon follows the end of a fault.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
-/// Writes Events, one after the other, beside everything else.
+/// Writes Events one after the other, independently of the controller's other work.
 ///
-/// A report waits until the server has taken it; of two about one object with one reason the newer replaces the older. A report that finds
-/// no room, or that the server refuses, goes back to the [`World`](crate::core::claims::World), which then knows that nobody was told.
+/// A report is pending until the server has stored it; a newer report with the same object and reason replaces it. A report that finds
+/// the queue full, or that the server refuses, returns to the [`World`](crate::core::claims::World), which then knows that it was not
+/// delivered.
 pub(super) struct Reports {
     queue: Arc<Queue>,
     answers: mpsc::UnboundedSender<Answered>,
     task: AbortOnDropHandle<()>,
 }
 
-/// The reports that wait.
 #[derive(Debug, Default)]
 struct Queue {
     state: Mutex<Waiting>,
@@ -47,14 +47,14 @@ struct Waiting {
     reports: BTreeMap<About, Said>,
     order: VecDeque<About>,
     ended: bool,
-    /// When the last report came: two never have the same time, from which their names are made.
+    /// The time of the last report. Names are made from these times, so each is unique.
     last: Timestamp,
 }
 
 /// Object and reason.
 type About = (Regarding, String);
 
-/// A text, and since when it waits.
+/// A message, and the time from which it is pending.
 #[derive(Debug)]
 struct Said {
     message: String,
@@ -66,7 +66,7 @@ impl Queue {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a report, or returns it if there is no room.
+    /// Adds a report, or returns it if the queue is full.
     fn add(&self, report: Report) -> Result<(), Report> {
         let mut state = self.state();
         let next = state
@@ -105,7 +105,7 @@ impl Queue {
         Ok(())
     }
 
-    /// The next report; `None` if no more will come.
+    /// The next report; `None` at the end.
     async fn next(&self) -> Option<(About, Said)> {
         loop {
             {
@@ -121,7 +121,7 @@ impl Queue {
         }
     }
 
-    /// Puts a report back behind the others, unless a newer one has come.
+    /// Requeues a report behind the others, unless a newer one has arrived.
     fn put_back(&self, about: About, said: Said) {
         let mut state = self.state();
         if let Entry::Vacant(free) = state.reports.entry(about) {
@@ -137,13 +137,13 @@ impl Queue {
     }
 }
 
-/// What came of an attempt to write an Event.
+/// The result of an attempt to write an Event.
 enum Attempt {
-    /// It is stored.
+    /// The Event is stored.
     Told,
-    /// The server could not take it now.
+    /// The server could not store it now.
     Failed(String),
-    /// The server will not take it.
+    /// The server will never store it.
     Refused(String),
 }
 
@@ -152,7 +152,7 @@ impl Attempt {
         match result {
             Ok(_) => Self::Told,
             Err(kube::Error::Api(status)) => match status.code {
-                // An earlier attempt, whose answer was lost.
+                // An earlier attempt succeeded, and its answer was lost.
                 409 => Self::Told,
                 400..=499 if !matches!(status.code, 401 | 408 | 429) => Self::Refused(status.message),
                 _ => Self::Failed(status.message),
@@ -163,7 +163,7 @@ impl Attempt {
 }
 
 impl Reports {
-    /// `limit` is how long one of them may take: the next must not wait for ever for one that is not answered.
+    /// `limit` is the time limit of one request, so that an unanswered request does not block the next.
     pub(super) fn start(
         client: kube::Client,
         driver_name: &str,
@@ -231,7 +231,7 @@ impl Reports {
         }
     }
 
-    /// Writes what waits, for at most `limit`.
+    /// Writes the pending reports, for at most `limit`.
     pub(super) async fn finish(self, limit: Duration) {
         self.queue.end();
         if tokio::time::timeout(limit, self.task).await.is_err() {
@@ -240,28 +240,28 @@ impl Reports {
     }
 }
 
-/// Who says it.
+/// The reporting controller and instance of an Event.
 struct Reporter {
     controller: String,
     instance: String,
 }
 
 impl Reporter {
-    /// An Event with a text of its own. kube's recorder would fold it into an earlier one of the same reason and keep that one's
-    /// text, but here the counts in the text are the message; and the core never says the same twice in a row.
+    /// Builds an Event with its own text. kube's recorder would merge it into an earlier one of the same reason and keep that one's
+    /// text, but here the counts in the text are the message, and the core never reports the same text twice in a row.
     fn event(&self, (regarding, reason): &About, said: &Said) -> Event {
         let regarding = reference(regarding);
         let name = regarding.name.clone().unwrap_or_default();
         Event {
             metadata: ObjectMeta {
-                // Events about cluster-scoped objects are kept where kubectl describe looks for them.
+                // Events on cluster-scoped objects go to the namespace in which kubectl describe looks for them.
                 namespace: Some(
                     regarding
                         .namespace
                         .clone()
                         .unwrap_or_else(|| "default".to_owned()),
                 ),
-                // As client-go names them; 17 characters are left for the time. No label may end with a hyphen or be empty.
+                // Named as by client-go; 17 characters are left for the time. No label may end with a hyphen or be empty.
                 name: Some(format!(
                     "{}.{:x}",
                     name.get(..236).unwrap_or(&name).trim_end_matches(['-', '.']),
@@ -304,7 +304,7 @@ fn reference(regarding: &Regarding) -> ObjectReference {
     }
 }
 
-/// Cuts a note to what the server takes, at the boundary of a character.
+/// Truncates a note to the server's limit, at a character boundary.
 fn shortened(message: &str) -> String {
     const ELLIPSIS: &str = "…";
     if message.len() <= NOTE_MAX {
@@ -340,7 +340,7 @@ mod tests {
         }
     }
 
-    /// A server that does with the n-th request what `answers` says: this status, or silence. It notes the notes.
+    /// A server that answers the n-th request as `answers` says: with this status, or not at all. It records the notes.
     fn server(answers: fn(usize) -> Option<u16>) -> (kube::Client, Arc<Mutex<Vec<String>>>) {
         let notes = Arc::new(Mutex::new(Vec::new()));
         let seen = Arc::clone(&notes);

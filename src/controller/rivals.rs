@@ -1,10 +1,10 @@
-//! Notices a second controller that goes by the same driver name.
+//! Detects a second controller with the same driver name.
 //!
-//! All controllers of a driver keep a Lease of the driver's name. Two releases keep it in different namespaces, so neither prevents the other
-//! from deciding, and both give away the same devices. Helm refuses the second release; tools that only render the chart cannot.
+//! All controllers of a driver hold a Lease with the driver's name. Two releases use different namespaces, so neither prevents the other
+//! from deciding, and both allocate the same devices. Helm rejects the second release; tools that only render the chart cannot.
 //!
-//! A rival is reported and not obeyed: whoever may write a Lease in any namespace could otherwise stop this controller. The controller that
-//! starts later notices the earlier one, so one look after the start is enough.
+//! A rival is reported but not obeyed: otherwise anyone allowed to write Leases in some namespace could stop this controller. The
+//! controller that starts later detects the earlier one, so one check after the start is enough.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -20,33 +20,32 @@ use kube::api::{Api, ListParams, PostParams};
 
 use super::LeaderElection;
 
-/// The reason of log record and event.
+/// The reason in the log record and in the Event.
 const REASON: &str = "DriverNameShared";
-/// The longest pause between the two looks at a foreign Lease. Leases with a longer duration are renewed more often than that.
+/// The longest pause between the two lists of foreign Leases. Leases with a longer duration are renewed more often than that.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
-/// The shortest pause, for Leases that name none.
+/// The shortest pause, for Leases without a duration.
 const PAUSE_MIN: Duration = Duration::from_secs(10);
-/// Leases that are read at most. Users of a namespace may write such Leases.
+/// Maximum number of Leases that are read. Users of a namespace may write such Leases.
 const READ_MAX: u32 = 100;
-/// Rivals that are named at most.
+/// Maximum number of rivals named in a note.
 const NAMED_MAX: usize = 3;
-/// Characters of a holder's name that are shown: with [`NAMED_MAX`] of them a note has less than the 1,024 bytes that
-/// `events.k8s.io/v1` takes.
+/// Maximum number of characters of a holder's name in a note: with [`NAMED_MAX`] of them a note stays below the 1,024 bytes that
+/// `events.k8s.io/v1` allows.
 const HOLDER_MAX: usize = 100;
 
 /// A Lease of our name in another namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Rival {
     holder: String,
-    /// Differs after each renewal.
+    /// The resource version, which changes with each renewal.
     version: String,
     duration: Duration,
 }
 
-/// Rivals by namespace.
 type Rivals = BTreeMap<String, Rival>;
 
-/// Reports rivals once, in the log and as an event on our own Lease. Never returns.
+/// Reports rivals once, in the log and as an Event on our own Lease. Never returns.
 pub(super) async fn notice(client: &kube::Client, election: &LeaderElection, limit: Duration) -> Infallible {
     if let Some(living) = look(client, election, limit).await {
         let message = message(&living, election);
@@ -56,7 +55,7 @@ pub(super) async fn notice(client: &kube::Client, election: &LeaderElection, lim
     std::future::pending().await
 }
 
-/// The rivals that renew their Leases; `None` if there are none, or nobody knows.
+/// Returns the rivals that renew their Leases; `None` if there are none, or if they cannot be listed.
 async fn look(client: &kube::Client, election: &LeaderElection, limit: Duration) -> Option<Rivals> {
     let before = list(client, election, limit).await?;
     let pause = before.values().map(|rival| rival.duration).max()?;
@@ -70,7 +69,7 @@ async fn look(client: &kube::Client, election: &LeaderElection, limit: Duration)
     (!after.is_empty()).then_some(after)
 }
 
-/// The Leases of our name that somebody holds elsewhere.
+/// Lists the Leases of our name that are held in other namespaces.
 async fn list(client: &kube::Client, election: &LeaderElection, limit: Duration) -> Option<Rivals> {
     let of_name = ListParams::default()
         .fields(&format!("metadata.name={}", election.name))
@@ -125,13 +124,13 @@ fn message(living: &Rivals, election: &LeaderElection) -> String {
     )
 }
 
-/// Writes the event. It is logged already.
+/// Writes the Event. The log record is already written.
 async fn tell(client: &kube::Client, election: &LeaderElection, note: String, limit: Duration) {
     let now = Timestamp::now();
     let event = Event {
         metadata: ObjectMeta {
             namespace: Some(election.namespace.clone()),
-            // As client-go names them.
+            // Named as by client-go.
             name: Some(format!("{}.{:x}", election.name, now.as_nanosecond())),
             ..ObjectMeta::default()
         },
@@ -168,7 +167,7 @@ mod tests {
 
     use super::*;
 
-    /// A server of Leases, by namespace, holder and whether they are renewed. Gives the events that it was sent.
+    /// Serves Leases, given by namespace, holder and whether they are renewed, and returns the Events it received.
     async fn noticed(leases: &'static [(&str, &str, bool)]) -> Vec<Value> {
         let events = Arc::new(Mutex::new(Vec::new()));
         let (seen, version) = (events.clone(), Arc::new(Mutex::new(0)));

@@ -1,10 +1,10 @@
-//! Objects are kept for as long as they exist, and there may be ten thousand of them: nothing is kept that nobody reads.
+//! Removes unused parts of cached objects: there may be ten thousand of them, and they are kept for as long as they exist.
 //!
-//! What a watch brings is not even decoded where nobody reads it: `managedFields` is most of an object, a tree of small pieces of
-//! memory, and what is left between them when they are gone is lost to everything larger.
+//! Unused fields of watched objects are not even decoded: `managedFields` is most of an object, a tree of small allocations, and
+//! the gaps they leave in the heap are lost to larger allocations.
 //!
-//! An object comes from a watch, from a read, or as the answer to a write of our own; the last is what stays if nobody changes the
-//! object after us.
+//! An object comes from a watch, from a read, or as the answer to a write of our own; the answer is the copy that stays if nobody changes
+//! the object after us.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -21,28 +21,26 @@ use crate::api::resource::{
     PodSchedulingContextStatus, ResourceClaim, ResourceClaimSpec, ResourceClaimStatus, ResourceClass,
 };
 
-/// A copy of the whole object that `kubectl apply` leaves in it.
+/// The annotation in which `kubectl apply` stores a copy of the whole object.
 const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 
-/// An object that is kept.
+/// A cached object.
 pub(super) trait Trim {
-    /// Leaves out what nobody reads, and gives back memory that decoding has reserved and not used.
+    /// Removes unused fields, and frees memory that decoding reserved and did not use.
     fn trim(&mut self);
 }
 
-/// The object as it is kept.
 pub(super) fn trimmed<T: Trim>(mut object: T) -> Arc<T> {
     object.trim();
     Arc::new(object)
 }
 
-/// An object that is watched.
 pub(super) trait Watched: Trim + Resource<DynamicType = ()> + Clone {
-    /// What is decoded of it.
+    /// The fields that are decoded.
     type Parts: for<'de> Deserialize<'de> + Into<Self>;
 }
 
-/// An object of a watch, as it is kept.
+/// A watched object in its trimmed form.
 #[derive(Clone, Debug)]
 pub(super) struct Kept<K>(pub(super) Arc<K>);
 
@@ -81,7 +79,7 @@ impl<K: Watched> Resource for Kept<K> {
     }
 }
 
-/// The metadata that somebody reads, here or in a driver.
+/// The metadata used by the controller or by a driver.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct MetadataParts {
@@ -117,7 +115,7 @@ impl From<MetadataParts> for ObjectMeta {
     }
 }
 
-/// What is decoded of an object: its metadata in part, and all the rest.
+/// An object as decoded: part of its metadata, and all other fields.
 #[derive(Deserialize)]
 pub(super) struct Parts<S, T: Default> {
     metadata: MetadataParts,
@@ -155,12 +153,12 @@ impl Watched for PodSchedulingContext {
     type Parts = Parts<PodSchedulingContextSpec, PodSchedulingContextStatus>;
 }
 
-/// There are few.
+// Decoded whole: there are few classes.
 impl Watched for ResourceClass {
     type Parts = Self;
 }
 
-/// `managedFields` is most of an object. A list is decoded into room for four, however short it is.
+/// `managedFields` is most of an object. A list is decoded with capacity for four elements, however short it is.
 fn trim_metadata(metadata: &mut ObjectMeta) {
     metadata.managed_fields = None;
     if let Some(annotations) = &mut metadata.annotations {
@@ -177,8 +175,8 @@ fn trim_metadata(metadata: &mut ObjectMeta) {
     }
 }
 
-/// Our label with the node is read only until the claim is allocated, unless the allocation names no node; and a map costs half a
-/// kilobyte. Ours is the label of the driver whose finalizer the claim has.
+/// Our node label is read only until the claim is allocated, unless the allocation names no node; a map costs half a kilobyte. The
+/// label belongs to the driver whose finalizer the claim has.
 fn trim_node_label(metadata: &mut ObjectMeta) {
     let Some(labels) = &mut metadata.labels else {
         return;
@@ -193,8 +191,8 @@ fn trim_node_label(metadata: &mut ObjectMeta) {
     }
 }
 
-/// Nearly every claim was made from a template, and so has this one annotation and no other. It is read for as long as there is the
-/// pod; as a text of its own it takes a tenth of what it takes in a map.
+/// Nearly every claim is made from a template, and so has exactly this annotation. It is needed for as long as the pod exists; stored
+/// as a string of its own it takes a tenth of its size in a map.
 fn trim_pod_claim_name(claim: &mut ResourceClaim) {
     let annotations = &mut claim.metadata.annotations;
     if let Some(only) = annotations.as_mut().filter(|all| all.len() == 1)
@@ -227,9 +225,9 @@ impl Trim for ResourceClass {
 impl Trim for ResourceClaim {
     fn trim(&mut self) {
         trim_metadata(&mut self.metadata);
-        // A driver is asked about a claim that has no allocation, and may read there what it likes.
+        // A driver is called for claims without an allocation, and may read any of their labels and annotations.
         if let Some(allocation) = &self.status.allocation {
-            // What is left over where an allocation names no node says where it was made.
+            // Keep the label if the allocation names no node: only the label then tells where it was made.
             if allocation.available_on_nodes.is_some() {
                 trim_node_label(&mut self.metadata);
             }

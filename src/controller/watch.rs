@@ -1,4 +1,4 @@
-//! Watches become events. Each kind keeps its own order; lists replace what was known.
+//! Turns watches into events. Each kind keeps its own order; a list replaces the known objects.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -14,17 +14,17 @@ use crate::core::claims::{Event, ObjectKey};
 
 use super::trim::{Kept, Watched};
 
-/// How one kind's watch becomes events.
+/// The events of one kind's watch.
 struct Kind<K> {
     all: fn(Vec<Arc<K>>) -> Event,
     one: fn(Arc<K>) -> Event,
     gone: fn(&K) -> Event,
 }
 
-/// Watches. They never end; errors are logged and tried again with a growing delay.
+/// Watches. They never end; errors are logged and retried with a growing delay.
 pub(super) type Watches = stream::SelectAll<BoxStream<'static, Event>>;
 
-/// What a controller watches before it leads already, and keeps after it does.
+/// The watches that a controller starts before it leads, and keeps afterwards.
 pub(super) struct Standby {
     pub(super) watches: Watches,
     known: Known,
@@ -59,21 +59,21 @@ impl Standby {
         }
     }
 
-    /// Keeps what there is, for as long as nobody decides.
+    /// Keeps the caches current while another process leads. Never returns.
     pub(super) async fn keep(&mut self) {
         while let Some(event) = self.watches.next().await {
             self.known.see(event);
         }
     }
 
-    /// The watches, and what they have shown so far.
+    /// Returns the watches, and the known objects as events.
     pub(super) fn begin(self) -> (Watches, Vec<Event>) {
         (self.watches, self.known.into_events())
     }
 }
 
-/// The claims, listed when this is polled first. What they hold is the only record of what is given away, so there is no warm copy of
-/// them: a watch may lag behind, and only a list that is asked for after the last leader can have written shows all that it has.
+/// The claims, listed when the stream is first polled. Allocations are the only record of allocated devices, so a standby keeps no copy
+/// of them: a watch may lag behind, and only a list requested after the previous leader's last write shows all of its allocations.
 pub(super) fn claims(client: &kube::Client) -> BoxStream<'static, Event> {
     events(
         Api::all(client.clone()),
@@ -88,7 +88,7 @@ pub(super) fn claims(client: &kube::Client) -> BoxStream<'static, Event> {
     )
 }
 
-/// What a standby keeps of each object: its last state. Nothing of a kind is known until all of the kind were listed.
+/// The last state of each object that a standby watches. A kind is `None` until its first list is complete.
 #[derive(Debug, Default)]
 struct Known {
     classes: Option<BTreeMap<String, Arc<ResourceClass>>>,
@@ -127,7 +127,7 @@ impl Known {
                     contexts.remove(&key);
                 }
             }
-            // A standby watches nothing else.
+            // A standby watches no other kinds.
             _ => {}
         }
     }
@@ -216,7 +216,7 @@ mod tests {
             Event::Contexts(vec![context("a", "3"), context("c", "4")]),
         ];
         assert_eq!(events, expected);
-        // After a gap everything is listed anew, and what was deleted meanwhile shows only as absence.
+        // After a gap all objects are listed again; a deleted object only shows by its absence.
         let events = after([
             Event::Contexts(vec![context("a", "1"), context("b", "2")]),
             Event::Contexts(vec![context("b", "2")]),

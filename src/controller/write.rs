@@ -1,6 +1,7 @@
-//! Writes as patches: each touches only what is ours, and only the object that was seen.
+//! Writes as patches: each changes only our own fields, and only the object that was observed.
 //!
-//! Never a full update: fields that a newer server adds, other drivers' finalizers and entries, and a second writer are left alone.
+//! There are no full updates: fields that a newer server adds, other drivers' finalizers and entries, and concurrent writers are left
+//! alone.
 
 use kube::api::{Api, Patch, PatchParams};
 use kube::core::Status;
@@ -13,7 +14,7 @@ use crate::api::resource::{
 };
 use crate::core::claims::{ClaimWrite, ObjectKey, Outcome};
 
-/// What a claim write is on the wire.
+/// The wire format of a claim write.
 #[derive(Debug, PartialEq)]
 enum ClaimPatch {
     /// A strategic merge patch of the object itself.
@@ -24,7 +25,7 @@ enum ClaimPatch {
 
 fn claim_patch(uid: &str, finalizer: &str, driver_name: &str, write: &ClaimWrite) -> ClaimPatch {
     match write {
-        // Strategic merge adds to and removes from the set of finalizers by value: nobody else's is touched, and no index can
+        // A strategic merge patch adds to and removes from the set of finalizers by value: other finalizers stay, and no index can
         // have moved.
         ClaimWrite::AddFinalizer { node } => ClaimPatch::Main(json!({ "metadata": {
             "uid": uid,
@@ -38,8 +39,8 @@ fn claim_patch(uid: &str, finalizer: &str, driver_name: &str, write: &ClaimWrite
             }
             ClaimPatch::Main(json!({ "metadata": metadata }))
         }
-        // An unallocated claim is reserved for nobody, so the list that is replaced is empty. A second writer of anything else costs
-        // nothing. The server counts what is missing as null.
+        // An unallocated claim is reserved for nobody, so the replaced list is empty. Concurrent writes of other fields cause no
+        // conflict. The API server compares a missing field as null.
         ClaimWrite::Allocate {
             allocation,
             reserved_for,
@@ -93,7 +94,6 @@ fn claim_patch(uid: &str, finalizer: &str, driver_name: &str, write: &ClaimWrite
     }
 }
 
-/// Changes a claim.
 pub(super) async fn claim(
     client: &kube::Client,
     key: &ObjectKey,
@@ -126,10 +126,10 @@ pub(super) async fn claim(
     }
 }
 
-/// Whether a JSON patch was not applied because a `test` in it failed, or what it removes is gone. The server says 422 then as it
-/// does for an object that breaks a rule, but names no object and no cause (`applyJSPatch` in apiserver's `patch.go`). A webhook that
-/// denies a request chooses the code, and names neither; the server says in front of its text that a webhook did (`ToStatusErr` in
-/// apiserver's `statuserror.go`).
+/// Whether a JSON patch was rejected because one of its `test` operations failed, or because a removed field does not exist. The server
+/// answers 422, as for an invalid object, but without a kind and without causes (`applyJSPatch` in apiserver's `patch.go`). A webhook
+/// that denies a request chooses the code and sets neither; the server prefixes its message (`ToStatusErr` in apiserver's
+/// `statuserror.go`).
 fn is_failed_test(status: &Status) -> bool {
     let names_nothing = |details: &StatusDetails| details.kind.is_empty() && details.causes.is_empty();
     status.code == 422
@@ -137,7 +137,7 @@ fn is_failed_test(status: &Status) -> bool {
         && status.details.as_ref().is_none_or(names_nothing)
 }
 
-/// Makes `entries` our entries in a context's status.
+/// Applies `entries` as our entries in a context's status.
 pub(super) async fn context(
     client: &kube::Client,
     key: &ObjectKey,
@@ -153,7 +153,7 @@ pub(super) async fn context(
         .await;
     let leftovers = match &applied {
         Ok(object) => leftovers(object, entries),
-        // With those of another writer there would be more than an entry takes.
+        // Merged with another writer's nodes, an entry would exceed its limit.
         Err(kube::Error::Api(status)) if is_too_long(status) => {
             let found = api.get_opt(&key.name).await.ok().flatten();
             found
@@ -176,7 +176,7 @@ pub(super) async fn context(
     }
 }
 
-/// Whether the server refuses a list for its length.
+/// Whether the server rejects a list because of its length.
 fn is_too_long(status: &kube::core::Status) -> bool {
     let causes = status.details.iter().flat_map(|details| &details.causes);
     causes
@@ -184,10 +184,10 @@ fn is_too_long(status: &kube::core::Status) -> bool {
         .any(|cause| matches!(&*cause.reason, "FieldValueTooLong" | "FieldValueTooMany"))
 }
 
-/// What takes nodes out of our entries that somebody else has written there.
+/// A patch that removes other writers' nodes from our entries; `None` if there are none.
 ///
-/// Up to 1.28 `unsuitableNodes` is a set to server-side apply, so that nodes of another writer stay, for instance those of the driver
-/// that served these claims before: to apply again would change nothing. From 1.29 on the list is replaced as a whole.
+/// Up to 1.28 `unsuitableNodes` is a set for server-side apply, so the nodes of another writer stay, for instance those of the driver
+/// that served these claims before; applying again would change nothing. From 1.29 on the whole list is replaced.
 fn leftovers(object: &PodSchedulingContext, entries: &[ResourceClaimSchedulingStatus]) -> Option<Value> {
     let wanted = |name: &str| entries.iter().find(|entry| entry.name == name);
     let mut operations = vec![json!({
@@ -207,7 +207,7 @@ fn leftovers(object: &PodSchedulingContext, entries: &[ResourceClaimSchedulingSt
 }
 
 fn context_patch(key: &ObjectKey, uid: &str, entries: &[ResourceClaimSchedulingStatus]) -> Value {
-    // An empty list is written out: the scheduler waits for the entry, not for its contents.
+    // An empty list is written too: the scheduler waits for the entry, not for its contents.
     let entries: Vec<Value> = entries
         .iter()
         .map(|entry| json!({ "name": entry.name, "unsuitableNodes": entry.unsuitable_nodes }))
@@ -220,7 +220,7 @@ fn context_patch(key: &ObjectKey, uid: &str, entries: &[ResourceClaimSchedulingS
     })
 }
 
-/// What an answer of the server, or the lack of one, says about a write.
+/// Maps the server's answer, or its absence, to the outcome of a write.
 fn outcome<T>(result: Result<T, kube::Error>) -> Outcome<T> {
     match result {
         Ok(object) => Outcome::Done(object),
