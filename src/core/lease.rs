@@ -1,44 +1,44 @@
-//! Who may decide: a lease, taken and kept by one controller at a time.
+//! Leader election: a lease that one controller at a time acquires and renews.
 //!
-//! A step is a function of what was seen and of a clock that only this process knows: another's lease has run out when it has
-//! stood unchanged for its duration *here*, so clocks that differ between machines do no harm (client-go's leader election does
-//! the same). A holder stops before its lease can be taken: nothing is sent after `renew_deadline` without a renewal, and a
-//! request that is under way by then is over, one way or the other, before the duration ends.
+//! A step depends only on observed records and on the local clock: another holder's lease has expired when its record has stayed
+//! unchanged for its duration on the local clock, so clock differences between machines do no harm (client-go's leader election
+//! does the same). A holder stops before its lease can be taken: it sends nothing after `renew_deadline` without a renewal, and a
+//! request that is pending by then has succeeded or failed before the duration ends.
 //!
-//! The lease of a process that has ended need not run out: all that it has sent was sent before this process's clock began, and is over
-//! one request's time later.
+//! The lease of a process that has ended need not expire: that process sent all its requests before this process's clock started, so
+//! they are over one request timeout later.
 //!
-//! A process that is paused between its last look at the clock and the write cannot be fenced by this; the node companion is
-//! the guard against what it may still send.
+//! A lease cannot fence a process that is paused between its last check of the clock and the write; the node companion guards against
+//! such a late write.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 use super::claims::Moment;
 
-/// By which part of a lease's duration it is used later than it has run out: clocks that differ by less do no harm. The clocks of machines
-/// differ by less than a thousandth, and by a twelfth while one is corrected.
+/// Fraction of a lease's duration added to its expiry, to allow for clocks that run at different rates. The clocks of machines differ by
+/// less than a thousandth, and by a twelfth while one of them is being corrected.
 const CLOCK_MARGIN: u32 = 10;
 
-/// What an operator chooses.
+/// The operator's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeaseSettings {
-    /// Tells this process from every other one, also from an earlier one in the same pod.
+    /// Unique identity of this process; differs also from that of an earlier process in the same pod.
     pub identity: String,
-    /// The identities of processes that had ended before this one's clock began.
+    /// The identities of processes that had ended before this one's clock started.
     pub ended: BTreeSet<String>,
-    /// How long others must leave a lease alone that is not renewed.
+    /// How long other processes wait before they take over a lease that is not renewed.
     pub duration: Duration,
-    /// How long the holder goes on without a renewal. Shorter than `duration` by at least `request_timeout`.
+    /// How long the holder continues without a renewal. Shorter than `duration` by at least `request_timeout`.
     pub renew_deadline: Duration,
-    /// How long between two attempts.
+    /// Time between two attempts.
     pub retry_period: Duration,
-    /// How long a request may be under way: when a process has ended, its lease is used only so much later, when nothing that it had
-    /// sent can still arrive.
+    /// Maximum duration of a request. After a process has ended, its lease is used only this much later, when none of its requests can
+    /// still arrive.
     pub request_timeout: Duration,
 }
 
-/// Why settings make no sense.
+/// Why settings are rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LeaseSettingsError {
     /// The old holder's last write could arrive after the new holder's first.
@@ -53,7 +53,7 @@ pub enum LeaseSettingsError {
         /// The request timeout.
         request_timeout: Duration,
     },
-    /// There would be no second attempt.
+    /// A second attempt would come too late.
     #[error(
         "the renew deadline ({renew_deadline:?}) must be longer than the retry period ({retry_period:?})"
     )]
@@ -66,7 +66,7 @@ pub enum LeaseSettingsError {
 }
 
 impl LeaseSettings {
-    /// Refuses settings under which two controllers could write at once, or a single lost request would end the lease.
+    /// Rejects settings under which two controllers could write at once, or a single lost request would end the lease.
     pub fn check(&self) -> Result<(), LeaseSettingsError> {
         let Self {
             duration,
@@ -92,68 +92,68 @@ impl LeaseSettings {
     }
 }
 
-/// The lease as it is stored.
+/// A stored lease.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LeaseRecord {
-    /// Who holds it; empty if it was released.
+    /// The holder's identity; empty if it was released.
     pub holder: String,
-    /// How long it must be left alone.
+    /// How long other processes must wait without a renewal.
     pub duration: Duration,
-    /// How often it has changed hands.
+    /// How often the holder has changed.
     pub transitions: i32,
     /// The object's resource version: a write is refused if it is not the stored one.
     pub version: String,
 }
 
-/// What came of a request.
+/// The answer to a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LeaseAnswer {
-    /// As it is stored; `None` if it does not exist.
+    /// The stored lease; `None` if it does not exist.
     Read(Option<LeaseRecord>),
     /// Our write is stored.
     Written(LeaseRecord),
-    /// Somebody else has written, or nobody knows what came of it: it has to be read again.
+    /// Another process has written, or the result is unknown: the lease must be read again.
     Unclear,
 }
 
-/// What to do about the lease.
+/// The next action on the lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LeaseStep {
-    /// Read it.
+    /// Read the lease.
     Read,
-    /// Write it with ourselves as its holder: a new object, or over this version.
+    /// Write the lease with this process as its holder: create it, or replace this version.
     Write {
-        /// The version to write over; `None` to create.
+        /// The version to replace; `None` to create.
         version: Option<String>,
-        /// How often it has then changed hands.
+        /// The new number of transitions.
         transitions: i32,
-        /// Whether we take it over; a renewal leaves the time of acquisition.
+        /// Whether this write takes the lease over; a renewal keeps the acquisition time.
         take: bool,
     },
-    /// Nothing until then.
+    /// Do nothing until then.
     Wait(Moment),
-    /// It was ours and cannot be any more: stop.
+    /// The held lease has expired or has another holder: stop.
     Lost,
 }
 
-/// What is known of the lease.
+/// The observed state of the lease.
 #[derive(Clone, Debug)]
 pub struct Lease {
     settings: LeaseSettings,
-    /// The record and when it was first seen as it is.
+    /// The record, and when it was first seen in this version.
     seen: Option<(Option<LeaseRecord>, Moment)>,
     must_read: bool,
-    /// When the request that made or kept it ours was sent.
+    /// When the request was sent that last acquired or renewed the lease.
     held: Option<Moment>,
-    /// From when it may be used.
+    /// When this process may start to write.
     usable: Option<Moment>,
     last_request: Option<Moment>,
-    /// A request to take it has run into silence; should it have arrived, it is ours from when it was sent.
+    /// An acquisition without an answer yet. If it arrived, the lease is held since it was sent.
     attempt: Option<(Moment, Option<Moment>)>,
 }
 
 impl Lease {
-    /// Nothing is known yet.
+    /// Returns a lease with nothing observed yet.
     pub fn new(settings: LeaseSettings) -> Self {
         Self {
             settings,
@@ -166,12 +166,12 @@ impl Lease {
         }
     }
 
-    /// What the operator has chosen.
+    /// The operator's settings.
     pub fn settings(&self) -> &LeaseSettings {
         &self.settings
     }
 
-    /// The version to release it by, if it is ours.
+    /// The version to release, if this process holds the lease.
     pub fn own_version(&self) -> Option<String> {
         let (record, _) = self.seen.as_ref()?;
         self.held
@@ -179,22 +179,22 @@ impl Lease {
             .map(|record| record.version.clone())
     }
 
-    /// Whether we may write at `now`.
+    /// Whether this process may write at `now`.
     pub fn holds(&self, now: Moment) -> bool {
         self.usable.is_some_and(|usable| usable <= now) && self.valid_until().is_some_and(|end| now < end)
     }
 
-    /// Until when we may write if nothing is renewed any more.
+    /// When the permission to write ends without a further renewal.
     pub fn valid_until(&self) -> Option<Moment> {
         self.held.map(|held| held.after(self.settings.renew_deadline))
     }
 
-    /// From when we may write.
+    /// When the permission to write starts.
     pub fn usable_from(&self) -> Option<Moment> {
         self.held.and(self.usable)
     }
 
-    /// What to do at `now`.
+    /// The next action at `now`.
     pub fn step(&self, now: Moment) -> LeaseStep {
         if let Some(end) = self.valid_until()
             && now >= end
@@ -206,7 +206,7 @@ impl Lease {
             .map(|last| last.after(self.settings.retry_period))
             .filter(|next| *next > now);
         let Some((record, since)) = self.seen.as_ref().filter(|_| !self.must_read) else {
-            // The first look is taken at once, a repeated one after a while.
+            // The first read happens at once, a repeated one after the retry period.
             return next
                 .filter(|_| self.seen.is_some())
                 .map_or(LeaseStep::Read, LeaseStep::Wait);
@@ -243,7 +243,7 @@ impl Lease {
         next.map_or(LeaseStep::Read, |next| LeaseStep::Wait(next.min(expiry)))
     }
 
-    /// Takes note that a step's request is being sent.
+    /// Records that a step's request is being sent.
     pub fn sent(&mut self, step: &LeaseStep, now: Moment) {
         self.last_request = Some(now);
         if let LeaseStep::Write { take: true, .. } = step {
@@ -251,24 +251,24 @@ impl Lease {
         }
     }
 
-    /// From when nothing that the lease's last holder has sent can arrive. One that released it had stopped before.
+    /// When no request of the last holder can still arrive. `None` if the lease was released: its holder had stopped before.
     fn free_from(&self) -> Option<Moment> {
         let (record, since) = self.seen.as_ref()?;
         let record = record.as_ref().filter(|record| !record.holder.is_empty())?;
         if self.has_ended(&record.holder) {
             return Some(Moment::default().after(self.settings.request_timeout));
         }
-        // Its last request was over when the lease ran out, by its clock.
+        // By the holder's clock, its last request was over when the lease expired.
         let margin = record.duration / CLOCK_MARGIN;
         Some(since.after(record.duration).after(margin))
     }
 
-    /// Whether a holder had ended before this process's clock began.
+    /// Whether a holder had ended before this process's clock started.
     fn has_ended(&self, holder: &str) -> bool {
         self.settings.ended.contains(holder)
     }
 
-    /// Takes note of an answer. `sent` is when its request was sent: a renewal counts from then.
+    /// Records an answer. `sent` is when its request was sent: a renewal counts from then.
     pub fn answered(&mut self, answer: LeaseAnswer, sent: Moment, now: Moment) {
         match answer {
             LeaseAnswer::Unclear => self.must_read = true,
@@ -285,7 +285,7 @@ impl Lease {
                     .as_ref()
                     .is_some_and(|record| record.holder == self.settings.identity);
                 match (self.held, self.attempt) {
-                    // Our attempt had arrived after all.
+                    // Our attempt did arrive.
                     (None, Some((attempted, free))) if is_ours => {
                         self.held = Some(attempted);
                         self.usable = Some(free.unwrap_or(attempted));
@@ -334,7 +334,7 @@ mod tests {
         }
     }
 
-    /// A lease that `me` has created at second 0.
+    /// A lease that `me` created at second 0.
     fn held() -> Lease {
         let mut lease = Lease::new(settings("me"));
         lease.answered(LeaseAnswer::Read(None), at(0), at(0));

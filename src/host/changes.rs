@@ -1,6 +1,6 @@
 //! The stream behind [`Driver::capacity_changes`](crate::driver::Driver::capacity_changes).
 //!
-//! Changes are counted, not queued: a reader that is slow finds the sum, and nothing is lost or grows.
+//! Changes are counted, not queued: a slow reader gets the sum, so nothing is lost and memory stays bounded.
 
 use std::collections::VecDeque;
 
@@ -9,7 +9,7 @@ use tokio::sync::watch;
 
 use crate::driver::{CapacityCause, CapacityChange};
 
-/// How much has changed since the start; wraps around.
+/// Numbers of changes since the start; wrap around.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Totals {
     freed: usize,
@@ -17,7 +17,7 @@ struct Totals {
     parameters: usize,
 }
 
-/// Where changes are reported.
+/// The sending side of the changes.
 #[derive(Debug)]
 pub(crate) struct Changes(watch::Sender<Totals>);
 
@@ -26,7 +26,7 @@ impl Changes {
         Self(watch::Sender::new(Totals::default()))
     }
 
-    /// Reports that `number` devices, or for parameters objects, may help somebody.
+    /// Reports that `number` devices, or parameter objects, may help waiting pods.
     pub(crate) fn report(&self, cause: CapacityCause, number: usize) {
         if number == 0 {
             return;
@@ -41,7 +41,7 @@ impl Changes {
         });
     }
 
-    /// What is reported from now on; ends when the reporter is gone.
+    /// Returns all changes reported from now on; the stream ends when the reporter is dropped.
     pub(crate) fn subscribe(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
         let receiver = self.0.subscribe();
         let seen = *receiver.borrow();

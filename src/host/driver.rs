@@ -1,4 +1,4 @@
-//! [`HostDriver`]: the books behind one lock, kept by three watches and by what the controller observes.
+//! [`HostDriver`]: a device allocator behind one lock, updated by three watches and by the controller's observations.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,20 +32,20 @@ use crate::host::state::{Change, State, Unjudged};
 use crate::host::turns::Turns;
 use crate::host::watch::{self, Guarded, events, follow};
 
-/// NodeInventory objects in one page of a list: a page stays below some 10 MiB even if the nodes have hundreds of devices.
+/// NodeInventory objects per page of a list: a page stays below some 10 MiB even if each node has hundreds of devices.
 const INVENTORY_PAGE: u32 = 100;
-/// Nodes that are copied at once for a search: the lock is held for some milliseconds even if each has a thousand devices.
+/// Nodes copied at once for a search: the lock is held for some milliseconds even if each has a thousand devices.
 const SCENES: usize = 64;
-/// Searches after each of which the devices that were found were taken by somebody else, at most.
+/// Maximum number of searches whose devices were then taken by another claim.
 const TRIES: usize = 3;
-/// Parameter objects in one page of a list.
+/// Parameter objects per page of a list.
 const PARAMETERS_PAGE: u32 = 500;
 
-/// The built-in driver: allocates the devices that NodeInventory objects list, by what DeviceClassParameters and
-/// DeviceClaimParameters say. It asks the API server for nothing when it is asked something.
+/// The built-in driver: allocates the devices listed in NodeInventory objects, as requested by DeviceClassParameters and
+/// DeviceClaimParameters. Its calls send no requests to the API server.
 ///
-/// Its service account needs `list` and `watch` on `nodeinventories`, `deviceclassparameters` and `deviceclaimparameters`
-/// of group `drayman.dev`, and nothing else; what the [controller](crate::controller) needs comes on top.
+/// Its service account needs only `list` and `watch` on `nodeinventories`, `deviceclassparameters` and `deviceclaimparameters`
+/// of group `drayman.dev`, in addition to the permissions of the [controller](crate::controller).
 #[derive(Clone, Debug)]
 pub struct HostDriver {
     shared: Arc<Shared>,
@@ -54,28 +54,28 @@ pub struct HostDriver {
 #[derive(Debug)]
 struct Shared {
     name: String,
-    /// Check and hold are one step under this lock. It is never held across an await.
+    /// Checking and holding devices is one step under this lock. It is never held across an await.
     state: Mutex<State>,
     changes: Changes,
-    /// What turned out to be wrong with what claims hold, kept until the controller asks for it.
+    /// Problems with existing allocations, kept until the controller reads them.
     findings: Findings,
     synced: cell::Sender<Synced>,
     evaluator: Evaluator,
     turns: Turns,
     /// Held for one [piece](HostDriver::piece) of work on the controller's thread.
     pieces: AsyncMutex<()>,
-    /// Held by the one search that is under way on another thread. Who asks first has it first.
+    /// Held by the one search that runs on another thread. Waiters get it in the order of their requests.
     searches: Arc<AsyncMutex<()>>,
 }
 
-/// The two ends of what is reported once.
+/// Both ends of the channel of findings.
 #[derive(Debug)]
 struct Findings(
     mpsc::UnboundedSender<Finding>,
     Mutex<Option<mpsc::UnboundedReceiver<Finding>>>,
 );
 
-/// Which of the three copies are complete.
+/// Which of the three caches are complete.
 #[derive(Clone, Copy, Debug, Default)]
 struct Synced {
     inventories: bool,
@@ -90,13 +90,13 @@ impl Synced {
 }
 
 impl HostDriver {
-    /// Starts the watches of the driver called `driver_name`; they end at `shutdown`. Must be called within a tokio runtime.
+    /// Starts the watches of driver `driver_name`; they end at `shutdown`. Must be called within a tokio runtime.
     pub fn start(client: Client, driver_name: impl Into<String>, shutdown: CancellationToken) -> Self {
         let claim_parameters = Api::all(client.clone());
         Self::start_with(client, driver_name, claim_parameters, shutdown)
     }
 
-    /// The same for questions about claims of one namespace: parameters of claims are read there alone, which needs no right
+    /// Like [`start`](Self::start), but for claims of one namespace: claim parameters are read only there, which needs no permission
     /// elsewhere.
     pub fn start_for_namespace(
         client: Client,
@@ -196,7 +196,7 @@ impl HostDriver {
     }
 }
 
-/// The name of an inventory object, and what it says if it is of the driver called `driver` and can be read.
+/// Returns the name of an inventory object, and its node if it belongs to driver `driver` and is readable.
 fn read_inventory(driver: &str, object: Guarded<NodeInventory>) -> (String, Option<Node>) {
     let key = watch::name(&object);
     match object.0 {
@@ -227,7 +227,7 @@ impl Shared {
         self.changes.report(CapacityCause::Inventory, number);
     }
 
-    /// Judges what is new in the inventories, by the selectors that are in use.
+    /// Evaluates the selectors in use against new devices of the inventories.
     fn judge_anew(self: &Arc<Self>) {
         if self.state().due().is_none() {
             return;
@@ -238,14 +238,14 @@ impl Shared {
             loop {
                 let due = shared.state().due();
                 let Some((kind, expression)) = due else { break };
-                // One that is refused is not due any more.
+                // A rejected expression is no longer due.
                 wanted += shared.judge_kind(&kind, &expression).await.unwrap_or(0);
             }
             shared.changes.report(CapacityCause::Inventory, wanted);
         });
     }
 
-    /// Sees to it that all devices of a kind are judged by these selectors.
+    /// Ensures that these selectors are evaluated against all devices of a kind.
     async fn judge_all(self: &Arc<Self>, kind: &str, selectors: &[Selector]) -> Result<(), DriverError> {
         for selector in selectors {
             self.state().select(selector)?;
@@ -262,8 +262,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Sees to it that all devices of a kind are judged by an expression, in turn with other expressions. Answers with how many
-    /// of those that were not judged before it wants.
+    /// Ensures that an expression is evaluated against all devices of a kind, in turn with other expressions. Returns how many of the
+    /// newly evaluated devices match.
     async fn judge_kind(self: &Arc<Self>, kind: &str, expression: &Arc<str>) -> Result<usize, Refusal> {
         let unjudged = || self.state().unjudged(kind, expression, Instant::now());
         let mut wanted = 0;
@@ -278,7 +278,7 @@ impl Shared {
         Ok(wanted)
     }
 
-    /// Answers with how many of the devices the expression wants.
+    /// Returns how many of the devices match the expression.
     async fn judge(self: &Arc<Self>, unjudged: Unjudged) -> usize {
         let Unjudged { expression, devices } = unjudged;
         let judged = self.evaluator.judge(&expression, devices).await;
@@ -293,7 +293,7 @@ impl Shared {
         wanted
     }
 
-    /// Tries an expression again that was not done in time, so that who waits for it hears of it.
+    /// Schedules a retry of an expression that was not evaluated in time, so that waiting claims learn of its success.
     fn judge_later(self: &Arc<Self>, expression: Arc<str>) {
         let Some(again) = self.state().again(&expression) else {
             return;
@@ -310,10 +310,10 @@ impl Shared {
         });
     }
 
-    /// Passes on what is only certain since the inventories are known.
+    /// Reports problems that are certain only since the inventories are known.
     fn tell(&self, problems: &[Problem]) {
         for problem in problems {
-            // Without a controller nobody listens.
+            // Without a controller nothing receives.
             let _ = self.findings.0.send(finding(problem));
         }
     }
@@ -324,7 +324,7 @@ impl Shared {
     }
 }
 
-/// Claims and what they want, for a search that outlives the call.
+/// Claims and their device requests, for a search that outlives the call.
 #[derive(Debug)]
 struct Wishes(Vec<(Arc<ResourceClaim>, Arc<ResourceClass>, Demand)>);
 
@@ -349,14 +349,14 @@ impl Wishes {
     }
 }
 
-/// Work that would keep the controller's thread too long. Up to [`QUICK_WORK_MAX`] steps are a piece of their own; more is done on
-/// another thread, on copies, one call after the other.
+/// Work that would block the controller's thread too long. Up to [`QUICK_WORK_MAX`] steps run as one piece on that thread; more work
+/// runs on another thread, on copies, one call after the other.
 impl HostDriver {
     /// Does some milliseconds of work under the lock. Many calls may have such work at the same time: between two pieces the
-    /// runtime looks for I/O and timers, so that probes and the lease wait for one piece only.
+    /// runtime polls I/O and timers, so that probes and the lease wait for one piece only.
     async fn piece<T>(&self, work: impl FnOnce(&mut State) -> T) -> T {
         let _turn = self.shared.pieces.lock().await;
-        // Not after the work: a call that is given up there would lose what it was granted.
+        // Not after the work: a call that is dropped there would lose its allocation.
         yield_now().await;
         work(&mut self.shared.state())
     }
@@ -364,19 +364,19 @@ impl HostDriver {
     async fn search<T: Send + 'static>(&self, search: impl FnOnce() -> T + Send + 'static) -> T {
         let turn = Arc::clone(&self.shared.searches).lock_owned().await;
         let searched = spawn_blocking(move || {
-            // Kept by the search, which goes on if the call is given up.
+            // Held by the search, which continues if the call is dropped.
             let _turn = turn;
             search()
         });
         match searched.await.map_err(JoinError::try_into_panic) {
             Ok(found) => found,
             Err(Ok(panic)) => std::panic::resume_unwind(panic),
-            // The runtime ends.
+            // The runtime is shutting down.
             Err(Err(_)) => std::future::pending().await,
         }
     }
 
-    /// Copies what concerns the claims on some nodes.
+    /// Copies the state that concerns the claims on some nodes.
     async fn scenes(&self, wishes: &Wishes, nodes: &[String]) -> (Vec<Scene>, Matches) {
         let wishes = wishes.get();
         let copy = |state: &mut State| {
@@ -413,7 +413,7 @@ impl HostDriver {
         }
     }
 
-    /// Allocates what was found on a copy if it is still to be had: that and to hold it are one step.
+    /// Allocates the result of a search on copies if it is still available; checking and holding it is one step.
     async fn search_allocation(&self, claims: &[ClaimRequest<Self>], target: Target<'_>) -> Allocated {
         let owned = Wishes::of(claims);
         let refuse = |errors| self.shared.state().books.refuse(&owned.get(), errors);
@@ -549,7 +549,7 @@ impl Driver for HostDriver {
         let wishes: Vec<Wish<'_>> = claims.iter().map(wish).collect();
         let target = node.map_or(Target::Anywhere, Target::Node);
         let mut allocated = None;
-        // To put all nodes in order is more than an instant.
+        // Sorting all nodes takes longer than the limit of this attempt.
         if node.is_some() {
             let mut instant = Work::new(INSTANT_WORK_MAX);
             let books = &mut self.shared.state().books;
@@ -604,7 +604,7 @@ impl Driver for HostDriver {
         self.shared.changes.subscribe()
     }
 
-    /// Goes to whoever asks first.
+    /// The first caller gets all findings.
     fn findings(&self) -> impl Stream<Item = Finding> + Send + 'static {
         let receiver = &self.shared.findings.1;
         let receiver = receiver.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -616,7 +616,7 @@ impl Driver for HostDriver {
     }
 }
 
-/// What is wrong, for the users of the claim.
+/// A problem as a finding for the users of the claim.
 fn finding(problem: &Problem) -> Finding {
     let (claim, uid) = problem.claim();
     let (namespace, name) = claim.split_once('/').unwrap_or_default();

@@ -1,5 +1,5 @@
-//! The built-in driver: any host device that the nodes' companions publish as a claimable device. A shell over
-//! [`crate::core::allocation`]: it watches, locks and translates, and decides nothing itself.
+//! The built-in driver, for all host devices that the companions publish. It is the runtime of [`crate::core::allocation`]: it watches,
+//! locks and translates, and makes no decisions itself.
 
 mod changes;
 mod driver;

@@ -1,4 +1,4 @@
-//! Everything the built-in driver knows: the books and its copies of the parameter objects.
+//! The state of the built-in driver: the device allocator and caches of the parameter objects.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -16,26 +16,26 @@ use crate::core::allocation::reference::{
 use crate::driver::DriverError;
 use crate::host::selectors::{CHUNK, Judged, Refusal};
 
-/// Changed inventories after which what was said of devices that are gone is forgotten.
+/// Number of inventory changes after which results for deleted devices are dropped.
 const CHANGES_MAX: usize = 1024;
-/// Different expressions of the objects of one namespace that are in use, at most: one object full of them.
+/// Maximum number of different expressions in use by the objects of one namespace: as many as one object can have.
 pub(crate) const NAMESPACE_EXPRESSIONS_MAX: usize = REQUESTS_MAX * SELECTORS_MAX;
-/// The same for all namespaces together. With the errors that are kept, each takes up to seven bits for each different device: this is
-/// below 10 MB with 5,000 of them.
+/// The same limit for all namespaces together. With the stored errors, each expression takes up to seven bits per different device: this
+/// is below 10 MB with 5,000 of them.
 pub(crate) const EXPRESSIONS_MAX: usize = 8 * NAMESPACE_EXPRESSIONS_MAX;
 
-/// What a watch tells about objects of one kind.
+/// A change of the objects of one kind.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Change<K, V> {
-    /// These are all.
+    /// The complete list of objects.
     All(Vec<(K, V)>),
-    /// This one is new or has changed.
+    /// An object is new or has changed.
     Set(K, V),
-    /// This one is gone.
+    /// An object is deleted.
     Gone(K),
 }
 
-/// A copy of all objects of one kind. An object that cannot be read is kept as the reason why.
+/// A cache of all objects of one kind. For an unreadable object it keeps the error.
 #[derive(Debug)]
 pub(crate) struct Copy<K, V> {
     objects: BTreeMap<K, Result<V, String>>,
@@ -52,13 +52,13 @@ impl<K, V> Default for Copy<K, V> {
 }
 
 impl<K: Ord, V: PartialEq> Copy<K, V> {
-    /// Takes over a change. Answers with how many objects are new or different; one that is gone helps nobody.
+    /// Applies a change. Returns how many objects are new or different; deleted objects do not count.
     #[cfg(test)]
     pub(crate) fn apply(&mut self, change: Change<K, Result<V, String>>) -> usize {
         self.apply_with(change, |_, _, _| ())
     }
 
-    /// The same, and tells of each object that has changed: its key, what it was and what it is.
+    /// Like `apply`, and calls `tell` for each changed object with its key, its old value and its new value.
     fn apply_with(
         &mut self,
         change: Change<K, Result<V, String>>,
@@ -100,7 +100,7 @@ impl<K: Ord, V: PartialEq> Copy<K, V> {
         }
     }
 
-    /// The object, or why it is not to be had. `name` is its kind, namespace and name.
+    /// The object, or why it is unavailable. `name` is its kind, namespace and name.
     fn get(&self, key: &K, name: impl FnOnce() -> String) -> Result<&V, DriverError> {
         match self.objects.get(key) {
             Some(Ok(value)) => Ok(value),
@@ -130,25 +130,24 @@ impl From<ReferenceError> for DriverError {
     }
 }
 
-/// Everything the built-in driver knows.
 #[derive(Debug)]
 pub(crate) struct State {
-    /// Inventory and holdings.
+    /// Inventory and allocations.
     pub(crate) books: Books,
     /// DeviceClassParameters by name.
     pub(crate) classes: Copy<String, DeviceClassParametersSpec>,
     /// DeviceClaimParameters by namespace and name.
     pub(crate) claims: Copy<(String, String), DeviceClaimParametersSpec>,
-    /// The selectors that somebody asked for.
+    /// The selectors in use.
     pub(crate) selectors: Selectors,
 }
 
-/// After how long an expression that was not done in time is tried again, at first; each time twice as long.
+/// Delay before the first retry of an expression that was not evaluated in time; doubled with each failure.
 const UNFINISHED_AGAIN: Duration = Duration::from_secs(5);
-/// The longest of these times.
+/// The longest of these delays.
 const UNFINISHED_LONGEST: Duration = Duration::from_secs(300);
 
-/// What is known of an expression.
+/// The evaluation status of an expression.
 #[derive(Debug)]
 enum Known {
     Fine,
@@ -160,24 +159,24 @@ enum Known {
     },
 }
 
-/// Expressions that are in use.
+/// Expressions in use.
 #[derive(Debug, Default)]
 pub(crate) struct Selectors {
     known: BTreeMap<Arc<str>, Known>,
-    /// By expression and namespace: the objects that it is written in. One map, because most expressions are in one namespace only.
+    /// The objects that contain an expression, by expression and namespace. One map, because most expressions are in one namespace only.
     written: BTreeMap<(Arc<str>, Arc<str>), Written>,
     /// How many expressions of each namespace are in use.
     used: BTreeMap<Arc<str>, usize>,
-    /// Inventories that have changed since what is of no use any more was forgotten.
+    /// Inventory changes since unused results were last dropped.
     changes: usize,
 }
 
 /// An expression in the objects of one namespace.
 #[derive(Debug, Default)]
 struct Written {
-    /// The objects that have it.
+    /// The number of objects that contain it.
     objects: usize,
-    /// Whether somebody asked for it.
+    /// Whether it was requested.
     used: bool,
 }
 
@@ -190,7 +189,7 @@ impl Selectors {
         }
     }
 
-    /// The text of an expression: the one that is kept already, if any.
+    /// The text of an expression, shared with the stored one if there is one.
     fn shared(&self, expression: &str) -> Arc<str> {
         let text: Arc<str> = expression.into();
         let known = self
@@ -200,7 +199,7 @@ impl Selectors {
         known.unwrap_or(text)
     }
 
-    /// Where an expression is written.
+    /// The namespaces that contain an expression.
     fn namespaces(&self, expression: &Arc<str>) -> impl Iterator<Item = (&(Arc<str>, Arc<str>), &Written)> {
         let first = (Arc::clone(expression), Arc::from(""));
         let all = self.written.range(first..);
@@ -211,7 +210,7 @@ impl Selectors {
         self.namespaces(expression).next().is_some()
     }
 
-    /// Answers with the expressions that are in no object any more.
+    /// Returns the expressions that no object contains any more.
     fn erased<'a>(&mut self, namespace: &str, expressions: &BTreeSet<&'a str>) -> Vec<&'a str> {
         let mut gone = Vec::new();
         let namespace: Arc<str> = namespace.into();
@@ -242,7 +241,7 @@ impl Selectors {
     }
 }
 
-/// Devices that have to be judged by an expression.
+/// Devices for which an expression is pending.
 #[derive(Debug)]
 pub(crate) struct Unjudged {
     /// The expression.
@@ -261,12 +260,12 @@ impl State {
         }
     }
 
-    /// Begins to use a selector, unless too many are in use.
+    /// Marks a selector as in use, unless too many are.
     pub(crate) fn select(&mut self, selector: &Selector) -> Result<(), DriverError> {
         let (namespace, expression) = (selector.namespace(), selector.expression());
         let selectors = &mut self.selectors;
         let in_namespace = selectors.used.get(namespace).copied().unwrap_or(0);
-        // Classes are written by operators, and are not refused because of what others write.
+        // Operators write the classes, so the number of expressions in user objects must not make a class fail.
         let in_all: usize = selectors
             .used
             .iter()
@@ -306,7 +305,7 @@ impl State {
         Ok(())
     }
 
-    /// Takes over a change of DeviceClassParameters. Answers with how many objects are new or different.
+    /// Applies a change of DeviceClassParameters. Returns how many objects are new or different.
     pub(crate) fn apply_classes(
         &mut self,
         change: Change<String, Result<DeviceClassParametersSpec, String>>,
@@ -319,7 +318,7 @@ impl State {
         }
         let (selectors, books) = (&mut self.selectors, &mut self.books);
         self.classes.apply_with(change, |_, old, new| {
-            // First what is new, so that what stays is not forgotten in between.
+            // Add the new expressions first, so that unchanged ones keep their results.
             selectors.written("", &expressions(new));
             for expression in selectors.erased("", &expressions(old)) {
                 books.forget_selector(expression);
@@ -327,7 +326,7 @@ impl State {
         })
     }
 
-    /// Takes over a change of DeviceClaimParameters. Answers with how many objects are new or different.
+    /// Applies a change of DeviceClaimParameters. Returns how many objects are new or different.
     pub(crate) fn apply_claims(
         &mut self,
         change: Change<(String, String), Result<DeviceClaimParametersSpec, String>>,
@@ -348,7 +347,7 @@ impl State {
         })
     }
 
-    /// What has to be judged before the devices of `kind` can be chosen by an expression; `None` if everything is.
+    /// Devices to evaluate before devices of `kind` can be selected by an expression; `None` if all are.
     pub(crate) fn unjudged(
         &mut self,
         kind: &str,
@@ -375,7 +374,7 @@ impl State {
         }))
     }
 
-    /// When an expression that was not done in time is to be tried again.
+    /// When an expression that was not evaluated in time is due for a retry.
     pub(crate) fn again(&self, expression: &Arc<str>) -> Option<Instant> {
         match self.selectors.known.get(expression) {
             Some(Known::Unfinished { again, .. }) => Some(*again),
@@ -383,13 +382,13 @@ impl State {
         }
     }
 
-    /// The kinds whose devices are judged by an expression.
+    /// The kinds whose devices an expression selects from.
     pub(crate) fn kinds(&self, expression: &str) -> Vec<String> {
         let kinds = self.books.wanted().kinds(expression);
         kinds.map(str::to_owned).collect()
     }
 
-    /// A kind and an expression that its devices still have to be judged by, after inventories have changed.
+    /// A kind and an expression pending for it, after inventories have changed.
     pub(crate) fn due(&self) -> Option<(String, Arc<str>)> {
         let fine = |expression| matches!(self.selectors.known.get(expression), Some(Known::Fine));
         self.books
@@ -399,7 +398,7 @@ impl State {
             .map(|(kind, expression)| (kind.to_owned(), Arc::clone(expression)))
     }
 
-    /// Takes note of what an expression says, or of what is wrong with it. Answers with how many of them it wants.
+    /// Records the result or the error of an evaluation. Returns how many devices match.
     pub(crate) fn judged(
         &mut self,
         expression: &Arc<str>,
@@ -433,7 +432,7 @@ impl State {
         wanted
     }
 
-    /// Takes over a change of NodeInventory objects of this driver. Answers with how many devices have become available.
+    /// Applies a change of NodeInventory objects of this driver. Returns how many devices have become available.
     pub(crate) fn apply_inventories(&mut self, change: Change<String, Node>) -> usize {
         self.selectors.changes += 1;
         if self.selectors.changes >= CHANGES_MAX {

@@ -1,22 +1,22 @@
-//! Whose turn it is to have devices judged: one expression after the other, a turn at a time, so that one for which much has to
-//! be done delays another by no more than its turn.
+//! Fair queue for evaluations: expressions take turns, so an expensive expression delays another one by at most one turn.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use tokio::sync::{Mutex as AsyncMutex, MutexGuard, OwnedMutexGuard};
 
-/// The turns of all expressions.
+/// The fair queue of all expressions.
 #[derive(Debug, Default)]
 pub(crate) struct Turns {
-    /// Held for one turn. Who asks first has it first, and asks anew for the next.
+    /// Held for one turn. Waiters get it in the order of their requests, and request it again for their next turn.
     turn: AsyncMutex<()>,
-    /// Those who wait for the same expression, of whom one asks for turns: a hundred claims with one expression are one in turn.
+    /// Per expression, the lock for which its waiters queue; its holder alone requests turns, so a hundred claims with one expression
+    /// count as one.
     lines: Mutex<BTreeMap<Arc<str>, Weak<AsyncMutex<()>>>>,
 }
 
 impl Turns {
-    /// The right to ask for turns for an expression.
+    /// Waits for the right to request turns for an expression.
     pub(crate) async fn line(&self, expression: &Arc<str>) -> OwnedMutexGuard<()> {
         let line = {
             let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
@@ -28,7 +28,7 @@ impl Turns {
         line.lock_owned().await
     }
 
-    /// A turn.
+    /// Waits for a turn.
     pub(crate) async fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().await
     }

@@ -12,10 +12,10 @@ use tokio_util::sync::CancellationToken;
 
 use crate::host::state::Change;
 
-/// An object, or what is wrong with it. One object that cannot be read must not stop the watch of all others.
+/// An object, or the error of decoding it. An unreadable object must not stop the watch of all others.
 pub(crate) type Guarded<K> = DeserializeGuard<K>;
 
-/// Events of all objects that `api` reaches, for ever; `page` objects per request at the start.
+/// Endless events of all objects that `api` covers, with `page` objects per request in the initial list.
 pub(crate) fn events<K>(
     api: Api<Guarded<K>>,
     page: u32,
@@ -26,9 +26,9 @@ where
     watcher(api, watcher::Config::default().page_size(page)).default_backoff()
 }
 
-/// Passes on what the events say until `shutdown`. `read` makes the compact form of an object; an object for which it has
-/// none does not exist. After a gap the objects are listed anew and passed on all at once, since what was deleted
-/// meanwhile shows only as absence.
+/// Passes the events to `apply` until `shutdown`. `read` makes the compact form of an object; an object without one counts as
+/// deleted. After a gap the objects are listed again and passed on all at once, since a deletion meanwhile shows only as
+/// absence.
 pub(crate) async fn follow<K, T, V>(
     events: impl Stream<Item = watcher::Result<watcher::Event<Guarded<K>>>>,
     shutdown: CancellationToken,
@@ -49,7 +49,7 @@ pub(crate) async fn follow<K, T, V>(
         };
         match event {
             Some(Ok(event)) => {
-                // A list that is only begun may fail as the one before did.
+                // `Init` only starts a list, which may fail like the one before.
                 if !matches!(event, watcher::Event::Init) && trouble.take().is_some() {
                     tracing::info!(kind = %kind, "the watch works again");
                 }
@@ -69,7 +69,7 @@ pub(crate) async fn follow<K, T, V>(
             }
             Some(Err(error)) => {
                 let text = explain::<K>(&error);
-                // The watch tries again for ever, at growing distances; the same trouble is told once.
+                // The watch is retried for ever with a growing delay; a repeated error is logged once.
                 if trouble.as_ref() != Some(&text) {
                     tracing::warn!(kind = %kind, "{text}");
                     trouble = Some(text);
@@ -80,7 +80,7 @@ pub(crate) async fn follow<K, T, V>(
     }
 }
 
-/// The error, with what to do if that is known.
+/// The error, with a fix if one is known.
 fn explain<K: Resource<DynamicType = ()>>(error: &watcher::Error) -> String {
     let (plural, group) = (K::plural(&()), K::group(&()));
     let status = match error {
@@ -89,7 +89,7 @@ fn explain<K: Resource<DynamicType = ()>>(error: &watcher::Error) -> String {
         _ => None,
     };
     match status {
-        // By the code: where there is no such resource, the server answers with a line of text and no Status.
+        // Checked by code: for an unknown resource the server answers with plain text and no Status.
         Some(status) if status.code == 404 => format!(
             "the server does not know {plural}.{group}: install the definitions with `drayman crds | kubectl apply -f -`"
         ),
@@ -100,12 +100,10 @@ fn explain<K: Resource<DynamicType = ()>>(error: &watcher::Error) -> String {
     }
 }
 
-/// Name of an object.
 pub(crate) fn name<K: Resource<DynamicType = ()>>(object: &Guarded<K>) -> String {
     object.name_any()
 }
 
-/// Namespace and name of an object.
 pub(crate) fn namespaced_name<K: Resource<DynamicType = ()>>(object: &Guarded<K>) -> (String, String) {
     (object.namespace().unwrap_or_default(), object.name_any())
 }

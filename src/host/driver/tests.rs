@@ -1,4 +1,4 @@
-//! The selectors of several claims at once.
+//! Selectors of several claims at once.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::core::allocation::allocation_result;
 use crate::core::allocation::facts::Match;
 use crate::core::allocation::fixture::{self, DRIVER};
 
-/// A node with so many devices of a kind, no two of them alike.
+/// A node with this number of devices of a kind, no two of them equal.
 fn node(name: &str, kind: &str, devices: usize) -> (String, Node) {
     let names: Vec<String> = (0..devices).map(|number| format!("d{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
@@ -37,7 +37,7 @@ fn class(kind: &str, expression: &str) -> ClassParameters {
     ClassParameters::check("class", &spec).unwrap()
 }
 
-/// An object of the class, so that its selector may be used.
+/// Adds a class parameters object that contains the selector, so that it may be used.
 fn write(driver: &HostDriver, name: &str, kind: &str, expression: &str) {
     let spec = DeviceClassParametersSpec {
         kind: kind.to_owned(),
@@ -54,7 +54,7 @@ async fn judge(driver: HostDriver, class: ClassParameters) -> Result<(), DriverE
     driver.shared.judge_all(class.kind(), class.selectors()).await
 }
 
-/// What was said of how many devices.
+/// The number of evaluated devices.
 fn said(driver: &HostDriver) -> usize {
     driver.shared.state().books.matches().len()
 }
@@ -71,7 +71,7 @@ async fn a_dear_expression_over_many_devices_does_not_hold_up_the_claims_of_othe
     let driver = HostDriver::unwatched(DRIVER);
     let nodes = vec![node("large", "large", DEVICES), node("small", "small", 1)];
     driver.shared.inventories(Change::All(nodes));
-    // Some milliseconds for each device: nearly all that an expression may cost.
+    // Some milliseconds per device: nearly the maximum cost of an expression.
     let dear = format!("[{}].all(a, a + a + a > 0)", vec!["1"; 400].join(","));
     write(&driver, "dear", "large", &dear);
     let dear = class("large", &dear);
@@ -113,7 +113,7 @@ async fn what_is_new_in_an_inventory_is_judged_before_anybody_asks_and_nothing_e
     let class = class("test", "device.attributes['d'].number > 1");
     judge(driver.clone(), class.clone()).await.unwrap();
     assert_eq!(said(&driver), 3);
-    // Devices that are alike, and those of another kind.
+    // Devices with equal attributes, and devices of another kind.
     let (name, same) = node("b", "test", 2);
     driver.shared.inventories(Change::Set(name, same));
     let (name, other) = node("c", "other", 9);
@@ -136,7 +136,7 @@ async fn what_is_new_in_an_inventory_is_judged_before_anybody_asks_and_nothing_e
     assert_eq!(said(&driver), 5);
 }
 
-/// The claims of one pod, each with these counts, and with the constraint if there is one.
+/// The claims of one pod, each with one request per count, and with the constraint if given.
 fn claims(pod: &str, number: usize, counts: &[u32], equal: Option<&str>) -> Vec<ClaimRequest<HostDriver>> {
     let class_parameters = fixture::class("test");
     let request = |(index, &count): (usize, &u32)| crate::api::crd::DeviceRequest {
@@ -162,7 +162,7 @@ fn claims(pod: &str, number: usize, counts: &[u32], equal: Option<&str>) -> Vec<
     (0..number).map(claim).collect()
 }
 
-/// Ten groups of six devices, of which eleven claims want four of one group each: no count shows that it is impossible.
+/// Ten groups of six devices. If eleven claims each request four devices of one group, no count shows that they do not fit.
 fn grouped(name: &str) -> (String, Node) {
     let names: Vec<String> = (0..60).map(|number| format!("d{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
@@ -250,7 +250,7 @@ async fn two_searches_at_once_get_different_devices() {
         }
     }
     assert_eq!(devices.len(), 512);
-    // The third pod finds too few devices, and holds nothing.
+    // The third pod finds too few devices, and holds none.
     let third = claims("r", 16, &[1; 16], None);
     for target in [Some("a"), None] {
         let answers = driver.allocate(&third, target).await.unwrap();

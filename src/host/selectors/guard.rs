@@ -1,24 +1,24 @@
-//! What an expression may look like, decided before and after it is parsed.
+//! Limits for expressions, checked before and after parsing.
 //!
-//! The parser and the interpreter of CEL recurse on the expression and know no limit of work. An overflow of the stack and
-//! an allocation that fails end the process, so neither may be possible: the text is limited before it is parsed, in a
-//! way that does not depend on how it is read, and what was parsed may only call functions whose results are not larger
-//! than their arguments together, within a number of steps that is known beforehand.
+//! The CEL parser and interpreter recurse on the expression and have no cost limit. A stack overflow and a failed allocation abort
+//! the process, so neither may be possible: the text is limited before it is parsed, independently of its grammar, and a parsed
+//! expression may only call functions whose results are not larger than their arguments together, within a number of steps that is
+//! computed beforehand.
 
 use kube_cel::cel::IdedExpr;
 use kube_cel::cel::common::ast::{EntryExpr, Expr, LiteralValue};
 
 use crate::api::crd::EXPRESSION_MAX;
 
-/// Characters of a name that an error cites, at most.
+/// Maximum number of characters of a name in an error.
 const CITED_MAX: usize = 64;
-/// Steps of one evaluation, at most: some ten milliseconds.
+/// Maximum number of steps of one evaluation: some ten milliseconds.
 pub(super) const STEPS_MAX: usize = 10_000;
-/// Elements of an attribute map, at most; the elements of a list in the expression are counted as steps.
+/// Maximum number of elements of an attribute map; the elements of a list in the expression count as steps.
 const ELEMENTS_MAX: usize = 64;
-/// Steps that a regular expression is counted as.
+/// The cost of a regular expression in steps.
 const PATTERN_STEPS: usize = 500;
-/// The marks of a text that make a parser recurse, and how many of each it may have, in texts and comments too.
+/// Tokens that make a parser recurse, and their limits. Occurrences in strings and comments count too.
 const MARKS: [(&[&str], usize, &str); 6] = [
     (&["(", "[", "{"], 64, "brackets"),
     (&["?"], 16, "question marks"),
@@ -31,7 +31,7 @@ const MARKS: [(&[&str], usize, &str); 6] = [
     (&["in"], 64, "times \"in\""),
     (&[","], 512, "commas"),
 ];
-/// Functions that an expression may call: those of a selector in Kubernetes, without those that make large values of small ones.
+/// Functions that an expression may call: those of a Kubernetes selector, except those that make large values from small ones.
 const FUNCTIONS: [&str; 31] = [
     "add",
     "asApproximateFloat",
@@ -66,7 +66,7 @@ const FUNCTIONS: [&str; 31] = [
     "upperAscii",
 ];
 
-/// Refuses a text that must not be parsed.
+/// Rejects a text that must not be parsed.
 pub(super) fn text(expression: &str) -> Result<(), String> {
     if !(1..=EXPRESSION_MAX).contains(&expression.len()) {
         return Err(format!(
@@ -85,7 +85,7 @@ pub(super) fn text(expression: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// A name in quotes, of which no more is told than a person reads: an event has no room for more.
+/// A name in quotes, truncated because an event has little room.
 fn cited(name: &str) -> String {
     let shown: String = name.chars().take(CITED_MAX).collect();
     if shown == name {
@@ -95,17 +95,17 @@ fn cited(name: &str) -> String {
     }
 }
 
-/// What an expression needs.
+/// The inputs that an expression uses.
 #[derive(Debug, Default)]
 pub(super) struct Needs {
-    /// The texts by which maps are asked: a domain that no device has is an empty map.
+    /// The string keys used on maps: each is added as an empty domain, so that a domain without attributes is an empty map.
     pub(super) keys: Vec<String>,
     variables: Vec<String>,
     comprehension: bool,
 }
 
 impl Needs {
-    /// Refuses what must not be evaluated.
+    /// Rejects an expression that must not be evaluated.
     pub(super) fn of(expression: &IdedExpr) -> Result<Self, String> {
         let mut needs = Self::default();
         let steps = needs.steps(expression)?;

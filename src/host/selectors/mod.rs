@@ -1,5 +1,5 @@
-//! The selectors of devices, compiled and evaluated where they can do no harm: on one thread of its own with a large stack,
-//! within limits that are checked beforehand, and a deadline after which the thread is left to itself.
+//! Compiles and evaluates device selectors without risk for the process: on one separate thread with a large stack, within limits that
+//! are checked beforehand, and with a deadline after which the thread is abandoned.
 
 mod guard;
 mod program;
@@ -14,19 +14,19 @@ use tokio::sync::oneshot;
 use crate::core::allocation::facts::{Facts, Match};
 pub use program::{Compiled, Ground};
 
-/// Stack of the thread on which expressions are read and evaluated, in bytes. The limits of what is read keep an expression well
+/// Stack size in bytes of the thread that parses and evaluates expressions. The limits on expressions keep their stack usage well
 /// below it.
 pub const STACK: usize = 16 << 20;
-/// Devices that are judged in one turn, at most.
+/// Maximum number of devices evaluated in one turn.
 pub(crate) const CHUNK: usize = 256;
-/// After which time no other device is judged in the same turn: others wait for theirs.
+/// Time after which a turn starts no further device, so that others get theirs.
 const TURN: Duration = Duration::from_millis(100);
-/// How long a turn may take with an evaluation that does not end.
+/// Time limit of a turn, in case an evaluation does not end.
 const DEADLINE: Duration = Duration::from_secs(5);
-/// Expressions that are kept compiled: a few for each claim that waits for its turn. One more takes the place of the oldest.
+/// Number of compiled programs in the cache: a few for each claim that waits for its turn. The oldest is evicted.
 const PROGRAMS_MAX: usize = 64;
 
-/// Judges devices by expressions.
+/// Evaluates expressions against devices.
 #[derive(Debug)]
 pub(crate) struct Evaluator {
     driver: String,
@@ -39,20 +39,20 @@ struct Job {
     reply: oneshot::Sender<Result<Judged, String>>,
 }
 
-/// What an expression says of each device.
+/// The result of an expression for each device.
 pub(crate) type Judged = Vec<(Facts, Match)>;
 
-/// Why an expression says nothing.
+/// Why an expression has no result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// Something is wrong with it: only its author can help.
+    /// The expression is invalid: only its author can fix it.
     Wrong(String),
-    /// There was no time or no thread for it, which may be the fault of others: it may work later.
+    /// There was no time or no thread for it, possibly because of other expressions: a retry may succeed.
     Unfinished(String),
 }
 
 impl Evaluator {
-    /// For the devices of `driver`. The thread starts when it is needed.
+    /// Returns an evaluator for the devices of `driver`. The thread starts on first use.
     pub(crate) fn new(driver: &str) -> Self {
         Self {
             driver: driver.to_owned(),
@@ -60,7 +60,7 @@ impl Evaluator {
         }
     }
 
-    /// Judges the first of at most [`CHUNK`] devices by an expression: as many as fit into a turn, and at least one if there is one.
+    /// Evaluates an expression against the first of at most [`CHUNK`] devices: as many as fit into a turn, and at least one if any.
     pub(crate) async fn judge(&self, expression: &Arc<str>, devices: Vec<Facts>) -> Result<Judged, Refusal> {
         self.judge_within(DEADLINE, expression, devices).await
     }
@@ -107,7 +107,7 @@ impl Evaluator {
         let thread = std::thread::Builder::new()
             .name("selectors".to_owned())
             .stack_size(STACK);
-        // The thread ends with its sender, so there is nothing to join.
+        // The thread ends when its sender is dropped, so it need not be joined.
         thread
             .spawn(move || run(&driver, &receiver))
             .map_err(|error| format!("no thread to evaluate it on: {error}"))?;
@@ -142,7 +142,7 @@ fn run(driver: &str, jobs: &Receiver<Job>) {
             let begun = Instant::now();
             let mut judged = Judged::new();
             for facts in job.devices {
-                // If nobody waits any more, what is left would be for nothing.
+                // If the caller is gone, the remaining evaluations are useless.
                 if job.reply.is_closed() || (!judged.is_empty() && begun.elapsed() >= TURN) {
                     break;
                 }

@@ -1,4 +1,4 @@
-//! One expression, ready to judge devices.
+//! Compiled expressions.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -10,10 +10,10 @@ use kube_cel::cel::{Context, ExecutionError, Program, Value};
 use crate::core::allocation::facts::{Attribute, Facts, Match};
 use crate::host::selectors::guard::{self, Needs};
 
-/// Characters of the text of an error, at most.
+/// Maximum number of characters of an error text.
 const ERROR_MAX: usize = 200;
 
-/// What every expression is evaluated with.
+/// The environment of all evaluations.
 #[expect(missing_debug_implementations, reason = "the context of CEL has none")]
 pub struct Ground {
     context: Context<'static>,
@@ -21,7 +21,7 @@ pub struct Ground {
     driver: Arc<String>,
 }
 
-/// An expression that was found to be harmless, and is ready to judge devices.
+/// A compiled expression that passed all limits.
 #[expect(missing_debug_implementations, reason = "the program of CEL has none")]
 pub struct Compiled {
     program: Program,
@@ -29,7 +29,7 @@ pub struct Compiled {
 }
 
 impl Ground {
-    /// For the devices of one driver: an attribute whose name has no domain is of this one's.
+    /// Returns the environment for the devices of one driver: attribute names without a domain belong to `driver`.
     pub fn new(driver: &str) -> Self {
         Self {
             context: Context::default().with_all(),
@@ -58,7 +58,7 @@ impl Ground {
         }
         let empty = domains.clone();
         for (name, value) in facts.iter() {
-            // As in Kubernetes, a name without a domain is of the driver's.
+            // As in Kubernetes, a name without a domain belongs to the driver.
             let (domain, name) = name.split_once('/').unwrap_or((&self.driver, name));
             if let Some(value) = self.value(value) {
                 domains.entry(domain).or_default().insert(name.into(), value);
@@ -95,8 +95,8 @@ fn map(domains: BTreeMap<&str, HashMap<Key, Value>>) -> Value {
 }
 
 impl Compiled {
-    /// Reads an expression, or says what is wrong with it. Needs a stack of some megabytes ([`STACK`](super::STACK)), which the main
-    /// thread and threads of a runtime do not have.
+    /// Compiles an expression, or returns its error. Needs a stack of some megabytes ([`STACK`](super::STACK)), more than the main
+    /// thread and a runtime's threads have.
     pub fn new(expression: &str) -> Result<Self, String> {
         guard::text(expression)?;
         let program = Program::compile(expression).map_err(|errors| shortened(&errors.to_string()))?;
@@ -104,7 +104,7 @@ impl Compiled {
         Ok(Self { program, keys })
     }
 
-    /// Judges a device by its facts alone. Needs the same stack.
+    /// Evaluates the expression against a device's attributes. Needs the same stack.
     pub fn judge(&self, ground: &Ground, facts: &Facts) -> Match {
         let mut context = ground.context.new_inner_scope();
         context.add_variable_from_value("device", ground.device(facts, &self.keys));
@@ -117,8 +117,8 @@ impl Compiled {
     }
 }
 
-/// What an error says, without the maps that it cites: they are as long as a device has attributes, and in another order each time,
-/// so that the same selector would be told of anew.
+/// An error's text without the maps it cites: they are as long as a device's attribute list, and their order changes each time,
+/// so the same error would be reported again and again.
 fn told(error: &ExecutionError) -> String {
     match error {
         ExecutionError::UnsupportedTargetType { target } => {

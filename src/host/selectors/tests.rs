@@ -1,4 +1,4 @@
-//! Selectors that mean harm.
+//! Hostile selectors.
 
 use proptest::prelude::*;
 
@@ -100,7 +100,7 @@ async fn the_most_that_is_let_through_fits_on_the_stack_and_into_the_time() {
         format!("'{}'.matches('{}')", "a".repeat(4000), "(a{1,99}){1,99}"),
         format!("[{}].all(a, a + a + a > 0)", vec!["1"; 400].join(",")),
     ] {
-        // Refused or not: what counts is that there is an answer, and no end of the process.
+        // Rejected or not: there must be an answer, and the process must survive.
         let started = Instant::now();
         let _ = judge(&evaluator, &expression).await;
         assert!(started.elapsed() < DEADLINE, "{expression}");
@@ -143,7 +143,7 @@ async fn a_turn_ends_soon_however_many_devices_there_are() {
         }
         turns += 1;
     }
-    // Each takes a millisecond and more, even in a release build.
+    // Each takes at least a millisecond, even in a release build.
     assert!(turns > 1, "in one turn");
 }
 

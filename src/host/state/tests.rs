@@ -1,4 +1,4 @@
-//! What the copies of the parameter objects answer.
+//! Tests of the parameter caches and the selectors in use.
 
 use super::*;
 use crate::api::crd::{DeviceRequest, GROUP};
@@ -37,7 +37,7 @@ fn spec(kind: &str) -> DeviceClassParametersSpec {
     }
 }
 
-/// Writes a class with these selectors.
+/// Adds a class with these selectors.
 fn write(state: &mut State, name: &str, expressions: &[&str]) {
     let mut with = spec("test");
     let selector = |expression: &&str| crate::api::crd::DeviceSelector::cel(*expression);
@@ -86,7 +86,7 @@ fn expressions_in_use_are_bounded_per_namespace_and_in_total() {
     }
     let error = use_all(&mut state, "n8", "p", 9000).unwrap_err();
     assert!(error.message.contains("the limit of 2048"), "{}", error.message);
-    // Each that is deleted makes room, and a class is not refused.
+    // Each deletion makes room, and a class is not rejected.
     write(&mut state, "class", &["true"]);
     let class = ClassParameters::check(
         "class",
@@ -207,7 +207,7 @@ fn a_selector_is_judged_once_and_forgotten_with_the_object_that_has_it() {
     assert_eq!(state.judged(&expression, Ok(said), now), 1);
     assert!(state.unjudged("test", &expression, now).unwrap().is_none());
     assert!(state.due().is_none());
-    // A device that is alike needs no judgement of its own.
+    // A device with equal attributes needs no evaluation of its own.
     state.apply_inventories(Change::Set("b".into(), fixture::node("b", "2", &["e"])));
     assert!(state.due().is_none());
 
