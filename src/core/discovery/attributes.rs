@@ -1,6 +1,6 @@
-//! What is told of a device, by qualified name, in the shape of `resource.k8s.io/v1`.
+//! Device attributes by qualified name, in the format of `resource.k8s.io/v1`.
 //!
-//! Names of our own are below `drayman.dev`; for the two that Kubernetes has standardised, its own names are used
+//! Our own names are below `drayman.dev`; the two standardised attributes have Kubernetes' names
 //! (`k8s.io/dynamic-resource-allocation/deviceattribute`).
 
 use litemap::LiteMap;
@@ -10,13 +10,13 @@ use super::pci::PciFacts;
 use super::usb::UsbFacts;
 use crate::api::crd::{AttributeValue, Device, DeviceAttributes, GROUP, TEXT_MAX};
 
-/// The NUMA node that a device is near to.
+/// The NUMA node closest to a device.
 pub const NUMA_NODE: &str = "drayman.dev/numaNode";
-/// The nodes on the host that are a device's alone, as a list with commas.
+/// The host device nodes that belong to this device only, separated by commas.
 pub const NODES: &str = "drayman.dev/nodes";
 
-/// Names without their domain, the most important first: what comes last is left out first where a node has more than an
-/// inventory takes. What is not in the list comes after everything that is.
+/// Attribute names without domain, most important first. If the devices of a node exceed the size of an inventory, the least important
+/// attributes are omitted first. Names that are not listed come after all listed ones.
 const IMPORTANCE: [&str; 17] = [
     "path",
     "nodes",
@@ -37,20 +37,20 @@ const IMPORTANCE: [&str; 17] = [
     "minor",
 ];
 
-/// Bytes that the devices of one inventory take in etcd, at most. Etcd takes requests of 1.5 MiB; the rest is for the metadata and the
+/// Maximum size in bytes of the devices of one inventory in etcd. Etcd accepts requests of 1.5 MiB; the remainder is for metadata and
 /// status.
 const BYTES_MAX: usize = 1_500_000;
-/// Bytes of the managed fields of one device besides its name: which of its fields belong to the companion.
+/// Size in bytes of one device's managed fields without its name: they list the fields that the companion owns.
 const MANAGED: usize = 128;
-/// Bytes of the reason why a device is unhealthy, where longer ones do not fit.
+/// Size in bytes to which the reasons of unhealthy devices are truncated if longer ones do not fit.
 const SHORT_REASON: usize = 128;
 
-/// Attributes that grow one by one.
+/// The attributes of one device, added one by one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Attributes(LiteMap<String, AttributeValue>);
 
 impl Attributes {
-    /// Adds a text. What an inventory cannot hold is cut or left out: no device is worth less for a strange name.
+    /// Adds a string. Control characters are dropped and long values truncated: an unusual name must not make a device unusable.
     pub fn text(&mut self, name: &str, value: Option<&str>) -> &mut Self {
         let value: String = value
             .unwrap_or_default()
@@ -65,7 +65,7 @@ impl Attributes {
         self
     }
 
-    /// Adds a number.
+    /// Adds a number, if there is one.
     pub fn int(&mut self, name: &str, value: Option<i64>) -> &mut Self {
         if let Some(value) = value {
             self.0.insert(qualified(name), AttributeValue::int(value));
@@ -73,7 +73,7 @@ impl Attributes {
         self
     }
 
-    /// Adds what a USB device tells.
+    /// Adds the attributes of a USB device.
     pub fn usb(&mut self, facts: &UsbFacts) -> &mut Self {
         self.text("bus", Some("usb"))
             .text("vendor", Some(&format!("{:04x}", facts.vendor)))
@@ -85,7 +85,7 @@ impl Attributes {
             .int("linkSpeed", facts.speed)
     }
 
-    /// Adds what a PCI function tells.
+    /// Adds the attributes of a PCI function.
     pub fn pci(&mut self, facts: &PciFacts) -> &mut Self {
         self.text("bus", Some("pci"))
             .text("vendor", Some(&format!("{:04x}", facts.vendor)))
@@ -99,7 +99,7 @@ impl Attributes {
             .int("linkWidth", facts.link_width)
     }
 
-    /// All of them, by qualified name.
+    /// Returns all attributes by qualified name.
     pub fn finish(self) -> DeviceAttributes {
         self.0.into()
     }
@@ -113,8 +113,8 @@ fn qualified(name: &str) -> String {
     }
 }
 
-/// `8.0 GT/s PCIe` in millions of transfers per second and lane, so that links can be compared; for USB the same attribute
-/// has Mbit/s.
+/// Converts `8.0 GT/s PCIe` to millions of transfers per second and lane, so that links can be compared; for USB the same
+/// attribute is in Mbit/s.
 fn megatransfers(speed: &str) -> Option<i64> {
     let (whole, rest) = speed.split_once(' ')?;
     if !rest.starts_with("GT/s") {
@@ -126,14 +126,14 @@ fn megatransfers(speed: &str) -> Option<i64> {
     whole.checked_mul(1000)?.checked_add(tenths * 100)
 }
 
-/// The NUMA nodes of a device, as kubelet is told them.
+/// The NUMA nodes of a device, as reported to kubelet.
 pub fn numa_nodes(device: &Device) -> Vec<i64> {
     let node = device.attributes.get(NUMA_NODE).and_then(|value| value.int);
     node.into_iter().filter(|node| *node >= 0).collect()
 }
 
-/// Leaves out attributes, of all devices the same, until an inventory can hold the rest; answers with the names. If no attribute is left,
-/// the reasons why devices are unhealthy are shortened.
+/// Omits attributes, the same from all devices, until the devices fit into an inventory; returns their names. If no attribute is left,
+/// the reasons of unhealthy devices are truncated.
 pub fn fit(devices: &mut [Device]) -> Vec<String> {
     let mut dropped = Vec::new();
     let mut total: usize = devices.iter().map(stored_bytes).sum();
@@ -166,12 +166,12 @@ pub fn fit(devices: &mut [Device]) -> Vec<String> {
     dropped
 }
 
-/// The bytes of a device in the object that the API server stores.
+/// The size in bytes of a device in the object that the API server stores.
 fn stored_bytes(device: &Device) -> usize {
     json_bytes(device) + device.name.len() + MANAGED
 }
 
-/// The bytes of a value in the JSON of the API server. This can stand in HTML: three characters take six bytes each.
+/// The size in bytes of a value in the API server's JSON, which is safe within HTML: it escapes three characters with six bytes each.
 fn json_bytes(value: &impl Serialize) -> usize {
     let json = serde_json::to_vec(value).unwrap_or_default();
     let escaped = json
@@ -293,7 +293,7 @@ mod tests {
         let mut largest: Vec<Device> = (0..DEVICES_MAX).map(device).collect();
         assert_eq!(fit(&mut largest).len(), ATTRIBUTES_MAX);
         assert!(largest.iter().map(stored_bytes).sum::<usize>() <= BYTES_MAX);
-        // Without attributes, reasons are all that is left to shorten.
+        // Without attributes, only the reasons can be shortened.
         for device in &mut largest {
             device.unhealthy = Some(text("<"));
         }

@@ -1,24 +1,24 @@
-//! What people are told when the devices of a node change.
+//! Events for changes of a node's devices.
 
 use crate::core::prepare::inventory::Devices;
 
-/// Events for one change, at most: a hub that is unplugged must not flood the API server.
+/// Maximum number of events per change: unplugging a hub must not flood the API server.
 const EVENTS_MAX: usize = 10;
 
-/// An event about the node.
+/// An event on the Node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceEvent {
     /// CamelCase, from a small fixed set: the reason of the event.
     pub reason: &'static str,
-    /// Whether somebody should do something about it.
+    /// Whether a person should act on it.
     pub warning: bool,
-    /// For a person.
+    /// The text, written for users.
     pub note: String,
 }
 
-/// The events for a change: one for each device that became unhealthy, recovered or was withdrawn.
+/// Returns the events for a change: one for each device that became unhealthy, recovered or was withdrawn.
 ///
-/// `before` is what was told last, so that nothing is told twice. A device that appears well is no event.
+/// `before` is the last published state, so that nothing is reported twice. A new healthy device causes no event.
 pub fn device_events(before: &Devices, after: &Devices) -> Vec<DeviceEvent> {
     let mut events = Vec::new();
     for (name, device) in after {

@@ -1,51 +1,51 @@
-//! Device nodes that belong together and are handed out as one device.
+//! Device nodes that belong together and form one device.
 
 use std::collections::BTreeSet;
 
-/// One path that a pattern of a group matched.
+/// A path that matched a pattern of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Matched {
-    /// The pattern, as the operator wrote it.
+    /// The pattern as configured.
     pub pattern: String,
-    /// What `{key}` stood for; absent if the pattern has none.
+    /// The value of `{key}`; `None` if the pattern has no key.
     pub key: Option<String>,
     /// The path, relative to `/dev`.
     pub path: String,
 }
 
-/// What the patterns of a group matched.
+/// All paths that matched the patterns of a group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Matches {
-    /// One list for each pattern, in the order of the configuration: without a match, there is no device.
+    /// One list per pattern, in the order of the configuration: without a match there is no device.
     pub required: Vec<(String, Vec<Matched>)>,
-    /// Goes along if it is there.
+    /// Added to a device if present.
     pub optional: Vec<Matched>,
-    /// Goes along with every device of the group, and belongs to none.
+    /// Added to every device of the group, and owned by none.
     pub shared: Vec<Matched>,
 }
 
-/// Nodes that make one device.
+/// Device nodes that form one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group {
-    /// What `{key}` stands for; absent if the group has no key and is one device.
+    /// The value of `{key}`; `None` if the group has no key and is one device.
     pub key: Option<String>,
-    /// The nodes of this device alone; the first is that by which the device is known. Never empty.
+    /// The nodes of this device only; the first one identifies the device. Never empty.
     pub own: Vec<Matched>,
-    /// The nodes that it has in common with others.
+    /// The nodes shared with other devices.
     pub shared: Vec<Matched>,
 }
 
-/// Puts together what belongs together: one group for each value of the key, in order.
+/// Assembles the groups, one per value of the key, in order.
 ///
-/// A pattern without a key, in a group that has one, belongs to each value of it. What is missing from a group that is not
-/// complete comes as the error, with the key.
+/// A pattern without a key, in a group that has one, belongs to each value of it. For an incomplete group the error has its key and
+/// the missing part.
 pub fn assemble(matches: &Matches) -> Vec<Result<Group, (Option<String>, String)>> {
     let all = || {
         let required = matches.required.iter().flat_map(|(_, matched)| matched);
         required.chain(&matches.optional)
     };
     let keys: BTreeSet<&String> = all().filter_map(|matched| matched.key.as_ref()).collect();
-    // A key that only optional nodes have is no device: they may be another's.
+    // A key that only optional nodes have makes no device: they may belong to another one.
     let keys = keys.into_iter().filter(|key| {
         let mut required = matches.required.iter().flat_map(|(_, matched)| matched);
         required.any(|matched| matched.key.as_ref() == Some(key))
@@ -97,7 +97,7 @@ pub fn assemble(matches: &Matches) -> Vec<Result<Group, (Option<String>, String)
     keys.into_iter().map(group).collect()
 }
 
-/// What stands for the key in a pattern.
+/// The placeholder of the key in a pattern.
 pub const KEY: &str = "{key}";
 
 #[cfg(test)]

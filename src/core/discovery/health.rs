@@ -1,36 +1,36 @@
-//! Whether devices are well: what was observed becomes what is told, with hysteresis.
+//! Device health: turns observations into a published state, with hysteresis.
 //!
-//! One bad result makes a device unhealthy at once. To be healthy again it needs several good results in a row that lie some
-//! time apart, so that a loose contact is not offered each time it happens to touch. What a device was stays known for a
-//! while after it has vanished: to be away is no cure.
+//! One bad result makes a device unhealthy at once. To become healthy again it needs several good results in a row, some time
+//! apart, so that a device with a loose contact is not available each time it happens to connect. The health of a missing device
+//! is remembered for a while: replugging a device does not reset it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How far apart good results must lie to count one by one. A burst of events causes many looks and proves nothing.
+/// Minimum time between good results that count separately. A burst of events causes many checks and proves nothing.
 pub const GOOD_SPACING: Duration = Duration::from_secs(4);
-/// How long it is remembered that a device which has vanished was unhealthy.
+/// How long the health of a missing unhealthy device is remembered.
 pub const MEMORY: Duration = Duration::from_secs(60);
 
-/// The result of one look at a device.
+/// The result of one check of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Observation {
-    /// Nothing is wrong.
+    /// The device is healthy.
     Good,
-    /// It must not be given to anybody; why, for a person.
+    /// The device must not be allocated, for this reason, written for users.
     Bad(String),
 }
 
-/// One look at one device.
+/// One check of one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Look {
     /// The result.
     pub observation: Observation,
-    /// How many good results in a row make it healthy again, at least 1.
+    /// The number of consecutive good results that make it healthy again, at least 1.
     pub recover_after: u32,
 }
 
-/// What is known of the health of the devices of a node.
+/// The health of the devices of a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HealthBook {
     sick: BTreeMap<String, Sick>,
@@ -39,17 +39,17 @@ pub struct HealthBook {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Sick {
     cause: String,
-    /// Good results in a row.
+    /// Number of consecutive good results.
     good: u32,
-    /// When the last of them was counted.
+    /// When the last good result was counted.
     counted: Option<Duration>,
-    /// When the device was there last.
+    /// When the device was last present.
     seen: Duration,
     present: bool,
 }
 
 impl HealthBook {
-    /// Takes up the results of a look at every device that is there. `now` is the time since any fixed moment.
+    /// Applies the results of a check of all present devices. `now` is the time since any fixed moment.
     pub fn observe(&mut self, now: Duration, looks: &BTreeMap<String, Look>) {
         for (name, look) in looks {
             match (&look.observation, self.sick.get_mut(name)) {
@@ -69,7 +69,7 @@ impl HealthBook {
                     }
                 }
                 (Observation::Bad(cause), sick) => {
-                    // The first cause of an illness is told as long as it lasts, unless the device says something else.
+                    // A newer cause replaces the reported one.
                     let cause = cause.clone();
                     let fresh = Sick {
                         cause,
@@ -97,12 +97,12 @@ impl HealthBook {
         });
     }
 
-    /// Why a device must not be given to anybody; nothing if it is well.
+    /// Why a device must not be allocated; `None` if it is healthy.
     pub fn cause(&self, device: &str) -> Option<&str> {
         self.sick.get(device).map(|sick| sick.cause.as_str())
     }
 
-    /// Whether a device that is there is unhealthy, so that it is worth looking again soon.
+    /// Whether a present device is unhealthy, so that the next check should come soon.
     pub fn is_restless(&self) -> bool {
         self.sick.values().any(|sick| sick.present)
     }

@@ -1,7 +1,7 @@
-//! Which of the things that a machine has are devices, what identifies them, and how they are.
+//! Device discovery: which host objects are devices, their identity and their health.
 //!
-//! Everything here is a function of facts that a shell has read from `/dev`, `/sys` and `/proc`: whether something matches what the
-//! operator described, what name it has whatever the kernel numbers it this time, and why it is not taken.
+//! Everything here is a function of facts that the runtime has read from `/dev`, `/sys` and `/proc`: whether an object matches the
+//! operator's configuration, the name that it keeps across kernel renumbering, and why it is rejected.
 
 pub mod attributes;
 pub mod events;

@@ -1,20 +1,20 @@
-//! Which block devices a machine lives on, as the kernel tells it in `/proc`: what is mounted, and what is swapped to.
+//! The block devices that the node itself uses, from `/proc`: mounted file systems and swap areas.
 //!
-//! A line that is not understood tells nothing, and never hides another: mounts are named by whoever mounts, in any bytes. The
-//! kernel writes blanks, line ends and backslashes in names as three octal digits (`mangle` in `fs/proc_namespace.c`).
+//! An unreadable line is ignored and never hides another: mount names may contain any bytes. The kernel writes blanks, line ends and
+//! backslashes in names as three octal digits (`mangle` in `fs/proc_namespace.c`).
 
 use std::collections::BTreeSet;
 
-/// What the lines of `mountinfo` (`proc_pid_mountinfo(5)`) tell.
+/// The mounts listed in `mountinfo` (`proc_pid_mountinfo(5)`).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mounts {
-    /// Major and minor numbers of the file systems that lie on a device.
+    /// Major and minor numbers of the file systems on a device.
     pub numbers: BTreeSet<(u32, u32)>,
-    /// The paths below `/dev` that file systems were mounted from: some (btrfs) have numbers that are no device's.
+    /// Paths below `/dev` from which file systems are mounted: some file systems (btrfs) have numbers that belong to no device.
     pub sources: BTreeSet<Vec<u8>>,
 }
 
-/// Reads `mountinfo`.
+/// Parses `mountinfo`.
 pub fn mounts(mountinfo: &[u8]) -> Mounts {
     let mut mounts = Mounts::default();
     for line in mountinfo.split(|&byte| byte == b'\n') {
@@ -24,49 +24,49 @@ pub fn mounts(mountinfo: &[u8]) -> Mounts {
     mounts
 }
 
-/// The paths below `/dev` that `/proc/swaps` names.
+/// The paths below `/dev` in `/proc/swaps`.
 pub fn swap_areas(swaps: &[u8]) -> BTreeSet<Vec<u8>> {
     let area = |line: &[u8]| {
         let path = unescaped(line.split(u8::is_ascii_whitespace).next()?);
-        // So the kernel calls a node that was removed, and perhaps made anew, since.
+        // The kernel's suffix for a node that was removed, and perhaps recreated, since.
         let path = path.strip_suffix(b" (deleted)").unwrap_or(&path);
         is_below_dev(path).then(|| path.to_owned())
     };
-    // The first line has the names of the columns.
+    // The first line has the column names.
     let lines = swaps.split(|&byte| byte == b'\n').skip(1);
     lines.filter_map(area).collect()
 }
 
-/// Where the mount is mounted that a path lies on, which is absolute and leads over no link, and whether it is shared: what is mounted
-/// below reaches its peers.
+/// The mount point of the mount that contains `path`, and whether the mount is shared, so that mounts below it reach its peers. `path`
+/// must be absolute and without symbolic links.
 pub fn below(mountinfo: &[u8], path: &[u8]) -> Option<(Vec<u8>, bool)> {
     let mount = |line: &[u8]| {
         let mut fields = line.split(|&byte| byte == b' ');
         let point = unescaped(fields.nth(4)?);
         let rest = path.strip_prefix(point.as_slice())?;
         let lies_on = rest.is_empty() || rest.starts_with(b"/") || point == b"/";
-        // Behind the options of the mount, up to the lone hyphen.
+        // The optional fields follow the mount options, up to the lone hyphen.
         let mut optional = fields.skip(1).take_while(|field| field != b"-");
         lies_on.then(|| (point, optional.any(|field| field.starts_with(b"shared:"))))
     };
-    // Of those mounted at one place the last hides the others, and is the last in the list.
+    // Of several mounts at one mount point the last hides the others, and is the last in the list.
     let mounts = mountinfo.split(|&byte| byte == b'\n').filter_map(mount);
     mounts.max_by_key(|(point, _)| point.len())
 }
 
-/// Two numbers as the kernel writes them, `8:1`.
+/// Parses a device number as the kernel writes it, `8:1`.
 pub fn numbers(text: &[u8]) -> Option<(u32, u32)> {
     let (major, minor) = std::str::from_utf8(text).ok()?.split_once(':')?;
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// The third field, unless the file system has no device of its own.
+/// The third field, unless the file system has no device.
 fn mounted(line: &[u8]) -> Option<(u32, u32)> {
     let field = line.split(|&byte| byte == b' ').nth(2)?;
     numbers(field).filter(|(major, _)| *major != 0)
 }
 
-/// The second field behind the lone hyphen that ends those of which there may be any number.
+/// The second field after the lone hyphen, which ends the optional fields.
 fn source(line: &[u8]) -> Option<Vec<u8>> {
     let mut fields = line.split(|&byte| byte == b' ');
     fields.find(|field| field == b"-")?;
@@ -77,7 +77,7 @@ fn is_below_dev(path: &[u8]) -> bool {
     path.starts_with(b"/dev/")
 }
 
-/// Puts back what the kernel has written as a backslash and three octal digits.
+/// Decodes the kernel's escapes of a backslash and three octal digits.
 fn unescaped(field: &[u8]) -> Vec<u8> {
     let mut name = Vec::with_capacity(field.len());
     let mut rest = field;

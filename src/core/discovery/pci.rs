@@ -1,19 +1,19 @@
-//! PCI devices: what is matched, and which of them a container can be given as one VFIO unit.
+//! PCI devices: matching, and the IOMMU groups that a container can get through VFIO.
 //!
 //! Upstream: the kernel's `Documentation/ABI/testing/sysfs-bus-pci` and `Documentation/driver-api/vfio.rst`.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// The driver that gives a device to user space.
+/// The driver that makes a device available to user space.
 pub const VFIO_DRIVER: &str = "vfio-pci";
-/// Base class and subclass of a bridge from PCI to PCI, which is part of the way and given to nobody.
+/// Base class and subclass of a PCI-to-PCI bridge, which is never allocated.
 const CLASS_BRIDGE: u32 = 0x0604;
 
-/// What sysfs tells of a function of a PCI device.
+/// The properties of a PCI function in sysfs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PciFacts {
-    /// `0000:65:00.0`.
+    /// The address, `0000:65:00.0`.
     pub address: String,
     /// The vendor's id.
     pub vendor: u16,
@@ -21,15 +21,15 @@ pub struct PciFacts {
     pub device: u16,
     /// Base class, subclass and programming interface: 24 bits.
     pub class: u32,
-    /// The driver that is bound to it.
+    /// The bound driver.
     pub driver: Option<String>,
-    /// The number of the IOMMU group. The kernel gives it anew at each boot.
+    /// The number of the IOMMU group. The kernel reassigns it at each boot.
     pub iommu_group: Option<String>,
-    /// The NUMA node, where the kernel knows one.
+    /// The NUMA node, if the kernel knows it.
     pub numa_node: Option<i64>,
-    /// The speed of a PCIe link as sysfs has it, `8.0 GT/s PCIe`.
+    /// The speed of the PCIe link as in sysfs, `8.0 GT/s PCIe`.
     pub link_speed: Option<String>,
-    /// The lanes of a PCIe link.
+    /// The number of lanes of the PCIe link.
     pub link_width: Option<i64>,
     /// The root complex, `pci0000:64`.
     pub root: Option<String>,
@@ -40,7 +40,7 @@ impl PciFacts {
         self.class >> 8 == CLASS_BRIDGE
     }
 
-    /// What identifies the function: its address, which does not change as long as the hardware stays where it is.
+    /// The identity of the function: its address, which is stable unless the hardware moves.
     pub fn identity(&self) -> String {
         format!("pci-{}", self.address.replace([':', '.'], "-"))
     }
@@ -60,14 +60,14 @@ impl fmt::Display for PciFacts {
     }
 }
 
-/// What a function must be like. What is absent may be anything.
+/// A function filter. An unset field matches any function.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PciMatch {
     /// The vendor's id.
     pub vendor: Option<u16>,
     /// The device's id.
     pub device: Option<u16>,
-    /// The beginning of the class, in hexadecimal digits: two, four or six of them.
+    /// A prefix of the class: two, four or six hexadecimal digits.
     pub class: Option<String>,
     /// The bound driver.
     pub driver: Option<String>,
@@ -107,7 +107,7 @@ fn mismatch(facts: &PciFacts, wanted: &PciMatch) -> Option<String> {
     None
 }
 
-/// Says why a function is not one of those described: nothing if it is.
+/// Returns why a function matches none of the filters; `None` if it matches one.
 pub fn refuse(facts: &PciFacts, wanted: &[PciMatch]) -> Option<String> {
     let mut problems = Vec::new();
     for problem in wanted.iter().map(|one| mismatch(facts, one)) {
@@ -119,27 +119,27 @@ pub fn refuse(facts: &PciFacts, wanted: &[PciMatch]) -> Option<String> {
     Some(problems.join("; "))
 }
 
-/// What a matching function is for VFIO.
+/// The role of a matching function for VFIO.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Vfio {
-    /// It stands for its whole IOMMU group, which is one device, `/dev/vfio/<group>`.
+    /// It represents its whole IOMMU group, which is one device, `/dev/vfio/<group>`.
     Unit {
         /// The group's number.
         group: String,
     },
-    /// It belongs to the unit of another function.
+    /// It belongs to the group that another function represents.
     PartOf {
-        /// The address that the unit is named after.
+        /// The address of that function.
         address: String,
     },
-    /// It cannot be given; a sentence that follows the function.
+    /// It cannot be allocated; the text continues a sentence about the function.
     Unusable(String),
 }
 
-/// What each of the matching functions is, by address, given all functions of the machine.
+/// Returns the role of each matching function by address, given all functions of the machine.
 ///
-/// The IOMMU cannot tell the functions of a group apart, so a group is handed out as a whole or not at all: every function of
-/// it, bridges apart, must be bound to [`VFIO_DRIVER`], because the kernel refuses to open the group otherwise.
+/// The IOMMU cannot isolate the functions of a group from each other, so a group is allocated as a whole or not at all: all of its
+/// functions except bridges must be bound to [`VFIO_DRIVER`], because the kernel refuses to open the group otherwise.
 pub fn vfio(matching: &[&PciFacts], all: &[PciFacts]) -> BTreeMap<String, Vfio> {
     let mut units: BTreeMap<String, String> = BTreeMap::new();
     let mut sorted = matching.to_vec();
@@ -168,7 +168,7 @@ pub fn vfio(matching: &[&PciFacts], all: &[PciFacts]) -> BTreeMap<String, Vfio> 
         .collect()
 }
 
-/// The functions of a group that keep it from being handed out.
+/// The functions of a group that prevent its allocation.
 fn foreign(group: &str, all: &[PciFacts]) -> Option<String> {
     let others: Vec<String> = all
         .iter()

@@ -1,48 +1,48 @@
-//! The kernel's messages of devices that come, go and change (`NETLINK_KOBJECT_UEVENT`).
+//! Kernel messages about added, removed and changed devices (`NETLINK_KOBJECT_UEVENT`).
 //!
-//! A message is `ACTION@DEVPATH` and then `KEY=VALUE`s, each ended by a zero byte (`lib/kobject_uevent.c` of the kernel).
-//! What udev sends on the same family begins with `libudev` and is not for us.
+//! A message is `ACTION@DEVPATH` followed by `KEY=VALUE` pairs, each ended by a zero byte (`lib/kobject_uevent.c` of the kernel).
+//! Messages of udev on the same family begin with `libudev` and are ignored.
 
 use std::collections::BTreeMap;
 
-/// A message, at most, in bytes: the kernel's own buffer is 2 KiB and has a header before it.
+/// Maximum size of a message in bytes: the kernel's own buffer is 2 KiB, with a header before it.
 pub const MESSAGE_MAX: usize = 8 * 1024;
 
 /// What happened to a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Action {
-    /// It is there.
+    /// The device was added.
     Add,
-    /// It is gone.
+    /// The device was removed.
     Remove,
-    /// Something about it is different.
+    /// A property of the device changed.
     Change,
     /// A driver was bound to it.
     Bind,
     /// A driver was unbound from it.
     Unbind,
-    /// Anything else: moved, online, offline, or what a newer kernel has.
+    /// Any other action: moved, online, offline, or one of a newer kernel.
     Other,
 }
 
-/// One message.
+/// One kernel message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Uevent {
-    /// What happened.
+    /// The action.
     pub action: Action,
-    /// The device, below `/sys`.
+    /// The device's path below `/sys`.
     pub devpath: String,
-    /// The subsystem, `usb`, `tty`.
+    /// The subsystem, for instance `usb` or `tty`.
     pub subsystem: Option<String>,
-    /// The device node, below `/dev`.
+    /// The device node's path below `/dev`.
     pub devname: Option<String>,
-    /// The kernel's number of the message: one more for each.
+    /// The kernel's sequence number, incremented with each message.
     pub sequence: Option<u64>,
 }
 
 impl Uevent {
-    /// Whether the devices of the node can be others because of it. Much of what a busy machine says has nothing to do with
-    /// devices that are handed out: network interfaces, queues and control groups of the kernel itself.
+    /// Whether it may change the devices of the node. Most messages of a busy machine concern objects that are never allocated:
+    /// network interfaces, queues and control groups of the kernel itself.
     pub fn concerns_devices(&self) -> bool {
         const SUBSYSTEMS: [&str; 3] = ["usb", "pci", "vfio"];
         self.devname.is_some()
@@ -53,7 +53,7 @@ impl Uevent {
     }
 }
 
-/// Reads a message; nothing if it is not one of the kernel's.
+/// Parses a message; `None` if it is not a kernel message.
 pub fn parse(message: &[u8]) -> Option<Uevent> {
     if message.len() > MESSAGE_MAX {
         return None;
@@ -63,7 +63,7 @@ pub fn parse(message: &[u8]) -> Option<Uevent> {
     let (header_action, header_path) = header.split_once('@')?;
     let mut values: BTreeMap<&str, &str> = BTreeMap::new();
     for part in parts {
-        // A value that is not UTF-8 is another device's name and no reason to lose the message.
+        // A value that is not UTF-8 is another device's name, and no reason to drop the message.
         if let Some((key, value)) = std::str::from_utf8(part)
             .ok()
             .and_then(|text| text.split_once('='))

@@ -1,7 +1,7 @@
-//! USB devices: what is matched, and what identifies one.
+//! USB devices: matching and identity.
 //!
-//! A device is what has a descriptor of its own (`1-1.4` in sysfs). Its interfaces (`1-1.4:1.0`) are parts of it, so a
-//! composite device is one device; a hub is taken only if the operator asks for hubs. Upstream: the kernel's
+//! A device is an object with its own descriptor (`1-1.4` in sysfs). Its interfaces (`1-1.4:1.0`) are parts of it, so a
+//! composite device is one device; a hub is used only if the configuration includes hubs. Upstream: the kernel's
 //! `Documentation/ABI/testing/sysfs-bus-usb` and USB 2.0, section 9.6.
 
 use std::collections::BTreeMap;
@@ -10,45 +10,45 @@ use std::fmt;
 /// `bDeviceClass` of a hub.
 const CLASS_HUB: u8 = 9;
 
-/// What sysfs tells of a USB device.
+/// The properties of a USB device in sysfs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct UsbFacts {
-    /// The name in sysfs, `1-1.4`: bus, and the ports on the way. The number of the bus may be another after a boot.
+    /// The name in sysfs, `1-1.4`: bus and port chain. The bus number may change at a boot.
     pub sysfs_name: String,
-    /// What the bus hangs on, `pci-0000:00:14.0` or `platform-fe980000.usb`; absent if that cannot be seen.
+    /// The parent of the bus, `pci-0000:00:14.0` or `platform-fe980000.usb`; `None` if it is not visible.
     pub controller: Option<String>,
-    /// The major version of the root hub: a controller has one bus for USB 2 and one for USB 3, with ports of the same numbers.
+    /// The major version of the root hub: a controller has one bus for USB 2 and one for USB 3, with the same port numbers.
     pub bus_version: u8,
     /// `idVendor`.
     pub vendor: u16,
     /// `idProduct`.
     pub product: u16,
-    /// `bDeviceClass`; 0 if each interface says its own.
+    /// `bDeviceClass`; 0 if each interface has its own class.
     pub class: u8,
     /// The serial number, if the device has one.
     pub serial: Option<String>,
-    /// The name of the vendor, as the device tells it.
+    /// The vendor's name, as reported by the device.
     pub manufacturer: Option<String>,
-    /// The name of the product, as the device tells it.
+    /// The product's name, as reported by the device.
     pub model: Option<String>,
     /// The speed of the link in Mbit/s.
     pub speed: Option<i64>,
 }
 
 impl UsbFacts {
-    /// Whether other devices are plugged into it.
+    /// Whether it is a hub.
     pub fn is_hub(&self) -> bool {
         self.class == CLASS_HUB
     }
 
-    /// The port that the device is plugged into, the same after every boot: `pci-0000:00:14.0-usbv2-1.4`.
+    /// The device's port, stable across boots: `pci-0000:00:14.0-usbv2-1.4`.
     pub fn port(&self) -> Option<String> {
         let (_, chain) = self.sysfs_name.split_once('-')?;
         let controller = self.controller.as_deref()?;
         Some(format!("{controller}-usbv{}-{chain}", self.bus_version))
     }
 
-    /// A serial number that can identify the device: some have none, and some only blanks.
+    /// A serial number that can identify the device: some devices have none, and some only blanks.
     fn usable_serial(&self) -> Option<&str> {
         self.serial
             .as_deref()
@@ -71,30 +71,30 @@ impl fmt::Display for UsbFacts {
     }
 }
 
-/// What a device must be like. What is absent may be anything.
+/// A device filter. An unset field matches any device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct UsbMatch {
     /// The vendor's id.
     pub vendor: Option<u16>,
     /// The product's id.
     pub product: Option<u16>,
-    /// The serial number, every character of it.
+    /// The complete serial number.
     pub serial: Option<String>,
-    /// The port, as [`UsbFacts::port`] or as sysfs names the device.
+    /// The port, in the format of [`UsbFacts::port`] or as the device's name in sysfs.
     pub port: Option<String>,
 }
 
-/// What makes the name of a device.
+/// The basis of a device's name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum UsbIdentity {
-    /// Vendor, product and serial number, wherever the device is plugged in; the port if it has no serial number.
+    /// Vendor, product and serial number, regardless of the port; the port if the device has no serial number.
     #[default]
     Serial,
-    /// The port, whatever is plugged into it.
+    /// The port, regardless of the device.
     Port,
 }
 
-/// Why a device does not match one description; follows the device in a sentence.
+/// Why a device does not match one filter; continues a sentence about the device.
 fn mismatch(facts: &UsbFacts, wanted: &UsbMatch) -> Option<String> {
     if let Some(vendor) = wanted.vendor.filter(|vendor| *vendor != facts.vendor) {
         return Some(format!("its vendor is {:04x}, not {vendor:04x}", facts.vendor));
@@ -121,7 +121,7 @@ fn mismatch(facts: &UsbFacts, wanted: &UsbMatch) -> Option<String> {
     None
 }
 
-/// Says why a device is not one of those described: nothing if it is.
+/// Returns why a device matches none of the filters; `None` if it matches one.
 pub fn refuse(facts: &UsbFacts, wanted: &[UsbMatch], hubs: bool) -> Option<String> {
     let mut problems = Vec::new();
     for one in wanted {
@@ -137,10 +137,10 @@ pub fn refuse(facts: &UsbFacts, wanted: &[UsbMatch], hubs: bool) -> Option<Strin
     Some(problems.join("; "))
 }
 
-/// What each device is identified by, in the order of the devices, or why nothing identifies it.
+/// Returns for each device, in order, its identity, or why it has none.
 ///
-/// All devices of the machine are looked at: two with the same serial number (there are vendors who print the same on each)
-/// are none, because which of them has which name would change with the order in which they are plugged in.
+/// `devices` must be all devices of the machine: two with the same serial number (some vendors print the same on each) have no
+/// identity, because their names would depend on the order in which they are plugged in.
 pub fn identities(devices: &[UsbFacts], identity: UsbIdentity) -> Vec<Result<String, String>> {
     let key = |facts: &UsbFacts| {
         let serial = facts.usable_serial()?;
