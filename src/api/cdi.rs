@@ -1,40 +1,40 @@
-//! The Container Device Interface as far as drayman writes it: device nodes, mounts and environment, and never a hook.
+//! The part of the Container Device Interface that drayman writes: device nodes, mounts and environment, but no hooks.
 //!
-//! Upstream: `SPEC.md` of `cncf-tags/container-device-interface`. Version 0.5.0 is the lowest that has `hostPath` and device
-//! names that begin with a digit; a runtime refuses versions that it does not know, so a newer one is not written.
+//! Upstream: `SPEC.md` of `cncf-tags/container-device-interface`. Version 0.5.0 is the lowest with `hostPath` and device
+//! names that begin with a digit; runtimes reject unknown versions, so no newer one is written.
 
 use serde::{Deserialize, Serialize};
 
-/// The version that is written.
+/// The CDI version of written files.
 pub const VERSION: &str = "0.5.0";
 
-/// One file: the devices of one kind.
+/// A CDI file: the devices of one kind.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Spec {
-    /// [`VERSION`].
+    /// The CDI version, [`VERSION`].
     pub cdi_version: String,
-    /// `<vendor>/<class>`.
+    /// The kind, `<vendor>/<class>`.
     pub kind: String,
-    /// The devices: at least one.
+    /// The devices, at least one.
     pub devices: Vec<Device>,
 }
 
-/// A device in the sense of CDI: what a container gets that is given its id, `<kind>=<name>`.
+/// A CDI device: the edits applied to a container that requests the id `<kind>=<name>`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Device {
-    /// Unique among the devices of the kind, in all files.
+    /// The name, unique among the devices of the kind in all files.
     pub name: String,
-    /// What the container gets.
+    /// The edits that the device causes.
     pub container_edits: ContainerEdits,
 }
 
-/// What a container gets: not empty.
+/// Container edits; not empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ContainerEdits {
-    /// Environment, each `NAME=value`.
+    /// Environment variables, each `NAME=value`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub env: Vec<String>,
     /// Device nodes.
@@ -57,7 +57,7 @@ pub struct Mount {
     pub options: Vec<String>,
 }
 
-/// A device node. Type and numbers are left to the runtime, which reads them from the node itself.
+/// A device node. The runtime reads type and numbers from the node itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct DeviceNode {

@@ -1,4 +1,4 @@
-//! The identity of a device on its node: what a device node stands for, whatever its path.
+//! The identity of a device on its node, independent of the path of its device node.
 
 use std::fmt;
 use std::str::FromStr;
@@ -27,7 +27,7 @@ pub enum DeviceNodeKind {
     Block,
 }
 
-/// A text is not a device number.
+/// The string is not a device number.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a device number such as c120:6 or b8:0")]
 pub struct DeviceNumberError(String);

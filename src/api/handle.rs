@@ -1,28 +1,28 @@
-//! The resource handle: what the controller writes into a claim's allocation and a node's companion reads at prepare.
+//! The resource handle: the controller writes it into a claim's allocation, and the companion reads it in Prepare.
 //!
-//! It goes through the API server as an opaque text of at most 16 KiB. The injection is frozen by device name: a device
-//! that is gone when the pod starts is refused, never replaced by another.
+//! The API server stores it as an opaque string of at most 16 KiB. It names the allocated devices: if one is missing when the pod starts,
+//! Prepare fails; no other device replaces it.
 
 use serde::{Deserialize, Serialize};
 
 use crate::api::resource::RESOURCE_HANDLE_MAX;
 
-/// The version of the handle that this release writes. A companion refuses a newer one.
+/// The handle version of this release. Companions reject newer versions.
 pub const VERSION: u32 = 1;
 
-/// What was allocated to a claim, and where.
+/// The devices allocated to a claim, and their node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceHandle {
-    /// [`VERSION`]; raised when the meaning of a field changes, not when a field is added.
+    /// The handle's version, [`VERSION`]; incremented when the meaning of a field changes, not when a field is added.
     pub version: u32,
-    /// The claim that the devices were allocated to.
+    /// The uid of the claim that holds the devices.
     pub claim_uid: String,
-    /// The node that has the devices.
+    /// The node of the devices.
     pub node_name: String,
-    /// The uid of the Node object, which tells the node from a later one of the same name.
+    /// The uid of the Node object, which distinguishes the node from a later one with the same name.
     pub node_uid: String,
-    /// The devices.
+    /// The allocated devices.
     pub devices: Vec<HandleDevice>,
 }
 
@@ -30,22 +30,22 @@ pub struct DeviceHandle {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HandleDevice {
-    /// The request of the claim that it answers.
+    /// The name of the claim's request that the device satisfies.
     pub request: String,
     /// The device's name in the node's inventory.
     pub device: String,
 }
 
-/// Why a text is not a handle of ours.
+/// Why a string is not a valid handle.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HandleError {
-    /// Longer than any handle may be.
+    /// It exceeds the size limit.
     #[error("the resource handle has {0} bytes; at most {RESOURCE_HANDLE_MAX} are allowed")]
     TooLong(usize),
-    /// Not JSON, or not of the handle's shape.
+    /// It is not JSON, or has other fields.
     #[error("the resource handle cannot be read: {0}")]
     Malformed(String),
-    /// Written by a newer release.
+    /// A newer release wrote it.
     #[error(
         "the resource handle has version {0}, this release reads up to {VERSION}: upgrade drayman on this node"
     )]
@@ -53,9 +53,9 @@ pub enum HandleError {
 }
 
 impl DeviceHandle {
-    /// Reads a handle.
+    /// Parses a handle.
     pub fn parse(data: &str) -> Result<Self, HandleError> {
-        /// The one field that every version has.
+        /// The one field that all versions have.
         #[derive(Deserialize)]
         struct Versioned {
             version: u32,
@@ -72,7 +72,7 @@ impl DeviceHandle {
         serde_json::from_str(data).map_err(malformed)
     }
 
-    /// The text that goes into the claim.
+    /// Returns the string for the claim's allocation.
     pub fn to_data(&self) -> Result<String, HandleError> {
         let data = serde_json::to_string(self).map_err(|error| HandleError::Malformed(error.to_string()))?;
         if data.len() > RESOURCE_HANDLE_MAX {

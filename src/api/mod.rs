@@ -1,4 +1,4 @@
-//! Data on the wire, and nothing else: what the API server, kubelet and the container runtime read and write.
+//! Wire types without logic: the data exchanged with the API server, kubelet and the container runtime.
 
 pub mod cdi;
 pub mod crd;

@@ -1,7 +1,7 @@
-//! `resource.k8s.io/v1alpha2` as Kubernetes 1.27 to 1.30 serve it, and the part of a pod that names claims.
+//! `resource.k8s.io/v1alpha2` as served by Kubernetes 1.27 to 1.30, and the part of a pod that refers to claims.
 //!
 //! k8s-openapi no longer has this version, so the types are written by hand and are exact on the wire. They are for
-//! reading: drayman changes these objects with patches only, so a field that a newer server adds is never lost.
+//! reading: drayman changes these objects with patches only, so it never drops a field of a newer server.
 //! Upstream: `staging/src/k8s.io/api/resource/v1alpha2/types.go` at release-1.30.
 
 pub mod label;
@@ -18,25 +18,25 @@ use kube::core::{ClusterResourceScope, NamespaceResourceScope};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The API group of every kind here but the pod.
+/// The API group of all kinds in this module except Pod.
 pub const GROUP: &str = "resource.k8s.io";
-/// The version of the group that this module speaks.
+/// The API version of this module.
 pub const VERSION: &str = "v1alpha2";
 
-/// Nodes in `potentialNodes` and in `unsuitableNodes`, at most (`PodSchedulingNodeListMaxSize`; the KEP says 256, the code 128).
+/// Maximum length of `potentialNodes` and `unsuitableNodes` (`PodSchedulingNodeListMaxSize`; the KEP says 256, the code 128).
 pub const NODE_LIST_MAX: usize = 128;
-/// Consumers in `reservedFor`, at most (`ResourceClaimReservedForMaxSize`).
+/// Maximum length of `reservedFor` (`ResourceClaimReservedForMaxSize`).
 pub const RESERVED_FOR_MAX: usize = 32;
-/// Resource handles in one allocation, at most (`AllocationResultResourceHandlesMaxSize`).
+/// Maximum number of resource handles in one allocation (`AllocationResultResourceHandlesMaxSize`).
 pub const RESOURCE_HANDLES_MAX: usize = 32;
-/// Bytes in one resource handle's `data`, at most (`ResourceHandleDataMaxSize`).
+/// Maximum size in bytes of a resource handle's `data` (`ResourceHandleDataMaxSize`).
 pub const RESOURCE_HANDLE_MAX: usize = 16 * 1024;
-/// The one field of a node that a selector's `matchFields` knows.
+/// The only node field that a selector's `matchFields` supports.
 pub const NODE_NAME_FIELD: &str = "metadata.name";
-/// The annotation that the claim controller puts on a claim made from a template: the entry of the pod it is for (1.28 and later).
+/// The claim controller's annotation on a claim made from a template: the name of the pod's entry (1.28 and later).
 pub const POD_CLAIM_NAME_ANNOTATION: &str = "resource.kubernetes.io/pod-claim-name";
 
-/// Makes a hand-written struct usable with `kube::Api` without suggesting that we publish its schema.
+/// Implements `kube::Resource` for a hand-written struct. Unlike kube's derive, it generates no CRD.
 macro_rules! resource {
     ($kind:ident, $group:expr, $version:expr, $plural:literal, $scope:ty) => {
         impl kube::Resource for $kind {
@@ -100,7 +100,7 @@ resource!(
 );
 resource!(Pod, "", "v1", "pods", NamespaceResourceScope);
 
-/// Says which driver serves the claims that name it, and with which parameters. Made by cluster operators.
+/// Defines the driver, and the parameters, for the claims that name it. Created by cluster operators.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ResourceClass {
@@ -109,18 +109,18 @@ pub struct ResourceClass {
     pub metadata: ObjectMeta,
     /// The driver that allocates and deallocates claims of this class.
     pub driver_name: String,
-    /// Parameters that only an operator may set, read by the driver.
+    /// Parameters that only an operator may set; the driver reads them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parameters_ref: Option<ResourceClassParametersReference>,
-    /// Nodes that may be considered at all for an unallocated claim of this class; absent means all.
+    /// Nodes to consider for an unallocated claim of this class; absent means all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub suitable_nodes: Option<NodeSelector>,
-    /// True if the scheduler itself allocates (1.30 and later): such claims are left alone by a controller.
+    /// True if the scheduler itself allocates (1.30 and later); controllers ignore such claims.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub structured_parameters: Option<bool>,
 }
 
-/// Where the parameters of a class are.
+/// The parameters object of a class.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ResourceClassParametersReference {
@@ -136,24 +136,24 @@ pub struct ResourceClassParametersReference {
     pub namespace: Option<String>,
 }
 
-/// A user's wish for resources, and what came of it.
+/// A user's request for resources, and its status.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ResourceClaim {
     /// Standard object metadata.
     #[serde(default)]
     pub metadata: ObjectMeta,
-    /// The wish; immutable as a whole.
+    /// The request; immutable as a whole.
     pub spec: ResourceClaimSpec,
-    /// What came of it; written through the `status` subresource only.
+    /// The status; written only through the `status` subresource.
     #[serde(default)]
     pub status: ResourceClaimStatus,
-    /// What [`POD_CLAIM_NAME_ANNOTATION`] says, where that annotation has been left out of the metadata: of an allocated claim that
-    /// has no other, the controller keeps this text instead of a map, which takes half a kilobyte. Not on the wire.
+    /// The value of [`POD_CLAIM_NAME_ANNOTATION`] if it was removed from the metadata: for an allocated claim without other annotations,
+    /// the controller keeps this string instead of a map, which takes half a kilobyte. Not on the wire.
     #[serde(skip)]
     pub pod_claim_name: Option<Box<str>>,
 }
 
-/// The wish of a claim.
+/// The spec of a claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ResourceClaimSpec {
@@ -177,7 +177,7 @@ pub enum AllocationMode {
     Immediate,
 }
 
-/// Where the parameters of a claim are: an object in the claim's own namespace.
+/// The parameters object of a claim, in the claim's own namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ResourceClaimParametersReference {
@@ -190,32 +190,32 @@ pub struct ResourceClaimParametersReference {
     pub name: String,
 }
 
-/// What came of a claim.
+/// The status of a claim.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ResourceClaimStatus {
-    /// The driver that allocated it; the class may have been changed or deleted since.
+    /// The driver that allocated the claim; the class may have been changed or deleted since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub driver_name: Option<String>,
-    /// What was allocated. Immutable once set; may be cleared.
+    /// The allocation. Immutable once set; may be cleared.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allocation: Option<AllocationResult>,
-    /// Who may use the claim now: at most [`RESERVED_FOR_MAX`], and more than one only if the allocation is shareable.
+    /// The current users of the claim: at most [`RESERVED_FOR_MAX`], and more than one only if the allocation is shareable.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub reserved_for: Vec<ResourceClaimConsumerReference>,
-    /// Set when the claim shall be deallocated by its driver; cleared together with the allocation.
+    /// Asks the driver to deallocate the claim; cleared together with the allocation.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub deallocation_requested: bool,
 }
 
-/// What was allocated for a claim.
+/// The allocation of a claim.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AllocationResult {
-    /// One opaque record per driver, handed to that driver's kubelet plugin.
+    /// One opaque record per driver, passed to that driver's kubelet plugin.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub resource_handles: Vec<ResourceHandle>,
-    /// Nodes that can reach what was allocated; absent means all.
+    /// Nodes that can use the allocation; absent means all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub available_on_nodes: Option<NodeSelector>,
     /// Whether several consumers may use the claim at the same time.
@@ -224,7 +224,7 @@ pub struct AllocationResult {
 }
 
 impl AllocationResult {
-    /// An allocation with one handle for `driver_name`'s plugin on the node, usable on every node and by one consumer at a time.
+    /// Returns an allocation with one handle for the kubelet plugin of `driver_name`, for any node and one consumer at a time.
     pub fn new(driver_name: impl Into<String>, data: impl Into<String>) -> Self {
         Self {
             resource_handles: vec![ResourceHandle {
@@ -236,10 +236,10 @@ impl AllocationResult {
         }
     }
 
-    /// Usable on the nodes of these names only.
+    /// Restricts the allocation to nodes with these names.
     #[must_use]
     pub fn on_nodes(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
-        // One term for each node: the API server takes one value in a field selector.
+        // One term per node: the API server accepts one value in a field selector.
         let only = |name: String| NodeSelectorTerm {
             match_fields: Some(vec![NodeSelectorRequirement {
                 key: NODE_NAME_FIELD.to_owned(),
@@ -254,14 +254,14 @@ impl AllocationResult {
         self
     }
 
-    /// Usable by several consumers at the same time: all pods that name the claim, up to [`RESERVED_FOR_MAX`].
+    /// Allows several consumers at the same time: all pods that name the claim, up to [`RESERVED_FOR_MAX`].
     #[must_use]
     pub fn shareable(mut self) -> Self {
         self.shareable = true;
         self
     }
 
-    /// What the API server would refuse about it (`validateAllocationResult` at release-1.30), as far as a driver can get it wrong.
+    /// Checks the API server's rules that a driver can violate (`validateAllocationResult` at release-1.30).
     pub fn check(&self) -> Result<(), String> {
         let count = self.resource_handles.len();
         if count > RESOURCE_HANDLES_MAX {
@@ -298,12 +298,12 @@ pub struct ResourceHandle {
     /// The data: at most [`RESOURCE_HANDLE_MAX`] bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<String>,
-    /// Set instead of `data` when the scheduler allocated (1.30); kept as it is, since it is never ours.
+    /// Set instead of `data` if the scheduler allocated the claim (1.30); kept unchanged, since it is never ours.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub structured_data: Option<Value>,
 }
 
-/// Someone who may use a claim: so far always a pod.
+/// A user of a claim: so far always a pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ResourceClaimConsumerReference {
@@ -314,12 +314,12 @@ pub struct ResourceClaimConsumerReference {
     pub resource: String,
     /// Name of the consumer.
     pub name: String,
-    /// Uid of the consumer, which tells it from a later one of the same name.
+    /// Uid of the consumer, which distinguishes it from a later one with the same name.
     pub uid: String,
 }
 
 impl ResourceClaimConsumerReference {
-    /// The pod of this name and uid.
+    /// Returns the reference to a pod.
     pub fn pod(name: &str, uid: &str) -> Self {
         Self {
             api_group: None,
@@ -330,17 +330,17 @@ impl ResourceClaimConsumerReference {
     }
 }
 
-/// From which the claim controller makes a claim for each pod that names it.
+/// The template from which the claim controller makes a claim for each pod that names it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ResourceClaimTemplate {
     /// Standard object metadata.
     #[serde(default)]
     pub metadata: ObjectMeta,
-    /// What the claims shall look like; immutable.
+    /// The claims' contents; immutable.
     pub spec: ResourceClaimTemplateSpec,
 }
 
-/// What the claims made from a template shall look like.
+/// The contents of claims made from a template.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ResourceClaimTemplateSpec {
     /// Labels and annotations for the claims.
@@ -350,16 +350,16 @@ pub struct ResourceClaimTemplateSpec {
     pub spec: ResourceClaimSpec,
 }
 
-/// The talk between the scheduler and the drivers about one pod; has the pod's name and is owned by it.
+/// Negotiation between the scheduler and the drivers about the node of one pod; it has the pod's name and is owned by it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PodSchedulingContext {
     /// Standard object metadata.
     #[serde(default)]
     pub metadata: ObjectMeta,
-    /// What the scheduler says.
+    /// The scheduler's part.
     #[serde(default)]
     pub spec: PodSchedulingContextSpec,
-    /// What the drivers say.
+    /// The drivers' part.
     #[serde(default)]
     pub status: PodSchedulingContextStatus,
 }
@@ -368,10 +368,10 @@ pub struct PodSchedulingContext {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PodSchedulingContextSpec {
-    /// The node that the scheduler wants; empty while it has not chosen.
+    /// The node that the scheduler has selected; empty before that.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub selected_node: String,
-    /// Nodes that the pod could run on otherwise: at most [`NODE_LIST_MAX`].
+    /// Other nodes on which the pod could run: at most [`NODE_LIST_MAX`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub potential_nodes: Vec<String>,
 }
@@ -380,16 +380,16 @@ pub struct PodSchedulingContextSpec {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PodSchedulingContextStatus {
-    /// One entry for each claim of the pod that a driver has judged.
+    /// One entry for each claim of the pod that a driver has evaluated.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub resource_claims: Vec<ResourceClaimSchedulingStatus>,
 }
 
-/// A driver's verdict on one claim of a pod.
+/// The result of a driver's evaluation of one claim of a pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ResourceClaimSchedulingStatus {
-    /// The entry of `pod.spec.resourceClaims`.
+    /// The name of the entry in `pod.spec.resourceClaims`.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub name: String,
     /// Nodes on which the claim cannot be allocated: at most [`NODE_LIST_MAX`].
@@ -397,16 +397,16 @@ pub struct ResourceClaimSchedulingStatus {
     pub unsuitable_nodes: Vec<String>,
 }
 
-/// A pod as far as claims are concerned. What is not named here is kept in `other`, so that a driver can read it.
+/// A pod, limited to the fields that concern claims. The spec keeps all others in `other`, so that a driver can read them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Pod {
     /// Standard object metadata.
     #[serde(default)]
     pub metadata: ObjectMeta,
-    /// What was asked for.
+    /// The part of the spec that concerns claims.
     #[serde(default)]
     pub spec: PodSpec,
-    /// How it stands.
+    /// The part of the status that concerns claims.
     #[serde(default)]
     pub status: PodStatus,
 }
@@ -415,13 +415,13 @@ pub struct Pod {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PodSpec {
-    /// The node the pod is bound to.
+    /// The node to which the pod is bound.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node_name: Option<String>,
-    /// The pod's priority, as resolved by the server from its priority class.
+    /// The pod's priority, resolved by the server from its priority class.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub priority: Option<i32>,
-    /// The claims that the pod names.
+    /// The claims of the pod.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub resource_claims: Vec<PodResourceClaim>,
     /// Every other field, as the server sent it.
@@ -429,12 +429,12 @@ pub struct PodSpec {
     pub other: BTreeMap<String, Value>,
 }
 
-/// One claim that a pod names.
+/// One claim of a pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodResourceClaim {
     /// The name by which the pod's containers refer to it.
     pub name: String,
-    /// Where the claim comes from.
+    /// The source of the claim.
     #[serde(default)]
     pub source: ClaimSource,
     /// Every other field, as the server sent it: API servers of Kubernetes 1.31 and later have the fields of `source` here.
@@ -442,14 +442,14 @@ pub struct PodResourceClaim {
     pub other: BTreeMap<String, Value>,
 }
 
-/// Where a pod's claim comes from: one of the two is set.
+/// The source of a pod's claim: one of the two fields is set.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ClaimSource {
-    /// A claim that exists on its own, by name.
+    /// The name of an existing claim.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resource_claim_name: Option<String>,
-    /// A template from which a claim is made for this pod alone.
+    /// The name of a template from which a claim is made for this pod alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resource_claim_template_name: Option<String>,
 }
@@ -458,7 +458,7 @@ pub struct ClaimSource {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PodStatus {
-    /// Where the pod is in its life: `Succeeded` and `Failed` are final.
+    /// The phase of the pod: `Succeeded` and `Failed` are final.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub phase: Option<String>,
     /// The names of the claims made from templates (1.28 and later).
@@ -466,26 +466,26 @@ pub struct PodStatus {
     pub resource_claim_statuses: Vec<PodResourceClaimStatus>,
 }
 
-/// The name of the claim that was made for one entry of a pod.
+/// The name of the claim made for one entry of a pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PodResourceClaimStatus {
-    /// The entry of `pod.spec.resourceClaims`.
+    /// The name of the entry in `pod.spec.resourceClaims`.
     pub name: String,
     /// The claim's name; absent if no claim is needed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resource_claim_name: Option<String>,
 }
 
-/// The name of a driver's finalizer after the driver's name (`controller.go` of `k8s.io/dynamic-resource-allocation`).
+/// The part of a finalizer after the driver's name (`controller.go` of `k8s.io/dynamic-resource-allocation`).
 pub const FINALIZER_SUFFIX: &str = "/deletion-protection";
 
-/// The finalizer by which a driver keeps a claim until its devices are given back.
+/// Returns the finalizer with which a driver keeps a claim until its devices are released.
 pub fn finalizer_of(driver_name: &str) -> String {
     format!("{driver_name}{FINALIZER_SUFFIX}")
 }
 
-/// The owner reference that says which controller owns an object, if one does.
+/// The owner reference of an object's controller, if it has one.
 pub fn controller_of(metadata: &ObjectMeta) -> Option<&OwnerReference> {
     metadata
         .owner_references

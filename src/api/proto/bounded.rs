@@ -1,7 +1,8 @@
-//! A request that is one repeated field, of which only so many elements are kept.
+//! Requests with one repeated field, decoded with a limit on its elements.
 //!
-//! An element may be two bytes on the wire and a hundred in memory, so that a request within the size limit of a message could
-//! ask for hundreds of MiB before anybody counts. Elements beyond the limit are skipped and counted; the door refuses by the count.
+//! An element may take two bytes on the wire and a hundred in memory, so a request within the message size limit could allocate
+//! hundreds of MiB before its elements are counted. Elements beyond the limit are skipped and counted; the endpoint rejects the request
+//! by that count.
 
 use bytes::{Buf, BufMut};
 use prost::encoding::{self, DecodeContext, WireType};
@@ -10,25 +11,25 @@ use prost::{DecodeError, Message};
 use super::MAX_DEVICES_PER_CONTAINER;
 use super::dra_v1alpha3::Claim;
 
-/// The field of the elements, in every message that this type stands for.
+/// The field number of the elements in all these messages.
 const ELEMENTS: u32 = 1;
 
-/// A message whose only field is `repeated T = 1`, of which at most `MAX` elements are kept.
+/// A message whose only field is `repeated T = 1`. Decoding keeps at most `MAX` elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bounded<T, const MAX: usize> {
     /// The elements, at most `MAX` after decoding.
     pub items: Vec<T>,
-    /// How many more the sender sent. Not encoded.
+    /// The number of further elements received. Not encoded.
     pub beyond: usize,
 }
 
 impl<T, const MAX: usize> Bounded<T, MAX> {
-    /// A list to send; it is not cut.
+    /// Returns a message to send; it is not truncated.
     pub const fn new(items: Vec<T>) -> Self {
         Self { items, beyond: 0 }
     }
 
-    /// The elements if there were no more than `MAX`, else how many there were.
+    /// Returns the elements if at most `MAX` were received, otherwise their number.
     pub fn within_limit(self) -> Result<Vec<T>, usize> {
         if self.beyond == 0 {
             Ok(self.items)
@@ -80,17 +81,17 @@ impl<T: Element, const MAX: usize> Message for Bounded<T, MAX> {
     }
 }
 
-/// `ContainerPreferredAllocationRequest` of the device plugin API, of which at most [`MAX_DEVICES_PER_CONTAINER`] ids of each sort are
-/// kept.
+/// `ContainerPreferredAllocationRequest` of the device plugin API. Decoding keeps at most [`MAX_DEVICES_PER_CONTAINER`] ids of each
+/// list.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PreferenceRequest {
-    /// Field 1: the ids of the devices that are free.
+    /// Field 1: the ids of the available devices.
     pub available: Vec<String>,
-    /// Field 2: the ids of those that must be chosen.
+    /// Field 2: the ids of devices that must be included.
     pub must_include: Vec<String>,
-    /// Field 3: how many are wanted.
+    /// Field 3: the number of devices to choose.
     pub size: i32,
-    /// How many more ids the sender sent. Not encoded.
+    /// The number of further ids received. Not encoded.
     pub beyond: usize,
 }
 
@@ -138,11 +139,11 @@ impl Message for PreferenceRequest {
     }
 }
 
-/// What can be an element of a [`Bounded`].
+/// An element of a [`Bounded`] message.
 pub trait Element: Default + Send + Sync {
-    /// Writes it as field 1.
+    /// Encodes it as field 1.
     fn encode_element(&self, buf: &mut impl BufMut);
-    /// Reads it.
+    /// Decodes it.
     fn merge_element(
         &mut self,
         wire_type: WireType,

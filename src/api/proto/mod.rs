@@ -1,15 +1,15 @@
-//! kubelet's gRPC protocols: trimmed copies of its protocol files, compiled by `build.rs`, each into a module of its own because
+//! kubelet's gRPC protocols: trimmed copies of its protocol files, compiled by `build.rs`. Each has its own module, because
 //! unrelated packages share names.
 
 pub mod bounded;
 
 use bounded::{Bounded, PreferenceRequest};
 
-/// Claims that one call may name: kubelet sends those of one pod, and a pod has a few.
+/// Maximum number of claims per call: kubelet sends those of one pod, and a pod has a few.
 pub const MAX_CLAIMS: usize = 1024;
-/// Containers that one Allocate may name: kubelet sends one.
+/// Maximum number of containers per Allocate: kubelet sends one.
 pub const MAX_CONTAINERS: usize = 64;
-/// Devices that one container of an Allocate may name.
+/// Maximum number of devices per container of an Allocate.
 pub const MAX_DEVICES_PER_CONTAINER: usize = 4096;
 
 /// `NodePrepareResourcesRequest` and `NodeUnprepareResourcesRequest` of [`dra_v1alpha3`]: field 1, repeated.
@@ -56,12 +56,12 @@ generated!(
     "v1alpha3"
 );
 generated!(
-    /// The container runtime interface, as much of it as tells which containers have which devices.
+    /// The container runtime interface, limited to the calls that show the devices of containers.
     cri_v1,
     "runtime.v1"
 );
 generated!(
-    /// Our own: what a person on the node asks a running companion.
+    /// Our own API of a running companion, for users on the node.
     node_records,
     "drayman.node.v1alpha1"
 );

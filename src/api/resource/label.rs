@@ -1,17 +1,17 @@
-//! The label of a claim that says on which node it is to be allocated: `<driver>/node`. Whatever runs on a node can so watch the claims
-//! of this node alone.
+//! The claim label `<driver>/node` with the node on which the claim is to be allocated. It lets programs on a node watch only the claims
+//! of that node.
 
 /// The label's name, after the driver's name and a slash.
 pub const NODE_LABEL: &str = "node";
-/// The value on a claim that is allocated without a node in mind. No node can have this name.
+/// The value on a claim that is allocated without a selected node. It is not a valid node name.
 pub const LABEL_OF_ANY_NODE: &str = "Any";
-/// The length of a label's value, at most.
+/// Maximum length of a label value.
 const VALUE_MAX: usize = 63;
-/// The length of a checksum in hexadecimal digits, and the hyphen before it.
+/// The length of the suffix: a hyphen and a checksum in hexadecimal digits.
 const CHECKSUM_LENGTH: usize = 9;
 
-/// The value by which the label names a node: the node's name or, as a label's value is shorter than a node's name can be, its
-/// beginning and a checksum of the whole.
+/// Returns the label value for a node: the node's name, or a prefix of it with a checksum of the whole name, since a label value
+/// has a lower length limit than a node name.
 pub fn label_of_node(node_name: &str) -> String {
     if node_name.len() <= VALUE_MAX {
         return node_name.to_owned();

@@ -1,18 +1,18 @@
-//! Whose an object is: the pod that it was made for, and the driver that holds something by it.
+//! Ownership of objects: the pod for which a claim was made, and the driver of an allocation.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 
 use super::{AllocationResult, ResourceClaimStatus, controller_of};
 
-/// The pod that owns an object, if its controller is a pod. A claim may belong to a Job or to a custom resource just as well, and then
-/// any pod may name it.
+/// The pod that owns an object, if its controller is a pod. A claim may also belong to a Job or to a custom resource; any pod may then
+/// use it.
 pub fn pod_owner_of(metadata: &ObjectMeta) -> Option<&OwnerReference> {
     controller_of(metadata).filter(|owner| owner.kind == "Pod" && owner.api_version == "v1")
 }
 
 impl AllocationResult {
-    /// Whether a resource handle is for the kubelet plugin of this name. A handle without a name is for that of the driver that the
-    /// claim's status names.
+    /// Whether a resource handle is for this driver's kubelet plugin. A handle without a driver name belongs to the driver in the
+    /// claim's status.
     pub fn has_handle_of(&self, driver: &str) -> bool {
         let mut handles = self.resource_handles.iter();
         handles.any(|handle| handle.driver_name.as_deref() == Some(driver))
@@ -20,8 +20,8 @@ impl AllocationResult {
 }
 
 impl ResourceClaimStatus {
-    /// The allocation, if `driver` holds something by it: it is recorded in the driver's name, or has a resource handle of the driver's.
-    /// The API server lets anybody rename `driverName` while a pod uses the claim, and kubelet goes by the handle.
+    /// The allocation, if it contains something of `driver`: it is recorded with the driver's name, or has a resource handle of the
+    /// driver. The API server permits changes of `driverName` while a pod uses the claim, and kubelet uses the handle's driver.
     pub fn allocation_of(&self, driver: &str) -> Option<&AllocationResult> {
         let is_recorded = self.driver_name.as_deref() == Some(driver);
         let allocation = self.allocation.as_ref();
