@@ -42,7 +42,7 @@ pub enum HandleError {
     /// It exceeds the size limit.
     #[error("the resource handle has {0} bytes; at most {RESOURCE_HANDLE_MAX} are allowed")]
     TooLong(usize),
-    /// It is not JSON, or has other fields.
+    /// It is not JSON, or lacks a field of a handle.
     #[error("the resource handle cannot be read: {0}")]
     Malformed(String),
     /// A newer release wrote it.

@@ -33,7 +33,7 @@ pub const RESOURCE_HANDLES_MAX: usize = 32;
 pub const RESOURCE_HANDLE_MAX: usize = 16 * 1024;
 /// The only node field that a selector's `matchFields` supports.
 pub const NODE_NAME_FIELD: &str = "metadata.name";
-/// The claim controller's annotation on a claim made from a template: the name of the pod's entry (1.28 and later).
+/// The claim controller's annotation on a claim made from a template: the name in `pod.spec.resourceClaims` (1.28 and later).
 pub const POD_CLAIM_NAME_ANNOTATION: &str = "resource.kubernetes.io/pod-claim-name";
 
 /// Implements `kube::Resource` for a hand-written struct. Unlike kube's derive, it generates no CRD.

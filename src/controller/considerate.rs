@@ -57,7 +57,7 @@ fn asked<B>(response: &Response<B>) -> Option<Duration> {
     Some(Duration::from_secs(seconds).min(LONGEST))
 }
 
-/// Limits the time in which the server may store a write (`timeout` in apiserver's `request_deadline.go`), to less than our own limit.
+/// Limits the time in which the server may store a write to less than our own limit (`timeout` in apiserver's `request_deadline.go`).
 ///
 /// Without it the server's own limit applies: a write could still be stored one minute after its sender has ended.
 fn limit(request: &mut Request<Body>, timeout: Duration) -> Result<(), http::Error> {
@@ -73,8 +73,8 @@ fn limit(request: &mut Request<Body>, timeout: Duration) -> Result<(), http::Err
     Ok(())
 }
 
-/// Wraps the client so that it keeps pauses and the server abandons writes before `timeout`. Returns the client and its pause. Must be
-/// called within a runtime.
+/// Wraps the client so that it respects pauses and the server abandons writes before `timeout`. Returns the client and its pause. Must
+/// be called within a runtime.
 pub(super) fn considerate(client: &kube::Client, timeout: Duration) -> (kube::Client, Pause) {
     let namespace = client.default_namespace().to_owned();
     let (client, pauses) = (client.clone(), Pause::default());

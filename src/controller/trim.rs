@@ -227,7 +227,7 @@ impl Trim for ResourceClaim {
         trim_metadata(&mut self.metadata);
         // A driver is called for claims without an allocation, and may read any of their labels and annotations.
         if let Some(allocation) = &self.status.allocation {
-            // Keep the label if the allocation names no node: only the label then tells where it was made.
+            // Keep the label if the allocation names no node: the label is then the only record of the node.
             if allocation.available_on_nodes.is_some() {
                 trim_node_label(&mut self.metadata);
             }

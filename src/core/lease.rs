@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use super::claims::Moment;
 
-/// Fraction of a lease's duration added to its expiry, to allow for clocks that run at different rates. The clocks of machines differ by
-/// less than a thousandth, and by a twelfth while one of them is being corrected.
+/// A lease is used only this part of its duration after its expiry (one tenth), because clocks run at different rates. The clocks of
+/// machines differ by less than a thousandth, and by a twelfth while one of them is being corrected.
 const CLOCK_MARGIN: u32 = 10;
 
 /// The operator's settings.

@@ -293,7 +293,7 @@ impl Shared {
         wanted
     }
 
-    /// Schedules a retry of an expression that was not evaluated in time, so that waiting claims learn of its success.
+    /// Schedules a retry of an expression that was not evaluated in time, and reports a success to waiting pods.
     fn judge_later(self: &Arc<Self>, expression: Arc<str>) {
         let Some(again) = self.state().again(&expression) else {
             return;
@@ -313,7 +313,7 @@ impl Shared {
     /// Reports problems that are certain only since the inventories are known.
     fn tell(&self, problems: &[Problem]) {
         for problem in problems {
-            // Without a controller nothing receives.
+            // Without a controller the channel has no receiver.
             let _ = self.findings.0.send(finding(problem));
         }
     }

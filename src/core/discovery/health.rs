@@ -17,7 +17,7 @@ pub const MEMORY: Duration = Duration::from_secs(60);
 pub enum Observation {
     /// The device is healthy.
     Good,
-    /// The device must not be allocated, for this reason, written for users.
+    /// The device must not be allocated. The reason is written for users.
     Bad(String),
 }
 

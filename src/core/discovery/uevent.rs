@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 /// Maximum size of a message in bytes: the kernel's own buffer is 2 KiB, with a header before it.
 pub const MESSAGE_MAX: usize = 8 * 1024;
 
-/// What happened to a device.
+/// The action of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Action {
     /// The device was added.
