@@ -1,8 +1,8 @@
-//! A batch: claims that are allocated together, all or none.
+//! An allocation transaction: allocates all claims of a batch or none.
 //!
-//! Finalizers first, then the driver, then one status write per claim. A batch outlives its context and its claims: what the
-//! driver holds for it is either recorded or given back, whatever is deleted meanwhile. If a claim cannot be recorded, those
-//! that are recorded already are taken back.
+//! Finalizers are added first, then the driver allocates, then each claim gets one status write. A batch outlives its context and its
+//! claims: each allocation of the driver is either recorded in its claim or deallocated, whatever is deleted meanwhile. If one claim cannot
+//! be recorded, the allocations already recorded are rolled back.
 
 mod answers;
 mod undo;
@@ -20,52 +20,46 @@ use super::event::{
 use super::retry::Retry;
 use super::world::{Flight, Work, World};
 
-/// Names a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct BatchId(u64);
 
-/// For whom a batch is allocated.
+/// The pod that a batch is allocated for, and its PodSchedulingContext.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Consumer {
-    /// The context.
     pub(super) context: ObjectKey,
-    /// The context's uid.
     pub(super) context_uid: String,
-    /// The pod's uid; its name is the context's.
+    /// Uid of the pod. Pod and context have the same name.
     pub(super) pod_uid: String,
 }
 
-/// How far a batch is.
+/// Phases of a batch. The last two follow a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// Each claim gets our finalizer, and the label with the node.
+    /// Adding our finalizer and the node label to each claim.
     Securing,
-    /// The driver has been asked.
+    /// Waiting for the driver's allocations.
     Allocating,
-    /// Each claim gets its allocation.
+    /// Writing each claim's allocation.
     Recording,
-    /// One claim could not be recorded: what the others record is taken back.
+    /// Rolling back recorded allocations because one claim could not be recorded.
     Undoing,
-    /// The driver is asked to take back what was not recorded.
+    /// Waiting for the driver to deallocate the claims that are not recorded.
     GivingBack,
 }
 
-/// How far a claim is within its batch's stage.
+/// Progress of one claim within the stage of its batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
-    /// To be done.
+    /// Not started, or due for a retry.
     Waiting,
-    /// A write or a call is under way.
     InFlight,
-    /// The write had no clear answer, or was refused: the claim is to be read before anything else.
+    /// The last write was refused or had an unknown outcome: read the claim before anything else.
     ToRead,
-    /// Done.
     Done,
-    /// It will not work.
+    /// Cannot succeed in this stage.
     Failed,
 }
 
-/// A claim within a batch.
 #[derive(Clone, Debug)]
 struct Item {
     key: ObjectKey,
@@ -75,31 +69,30 @@ struct Item {
     class: Arc<ResourceClass>,
     allocation: Option<AllocationResult>,
     step: Step,
-    /// Why the last write was refused. An earlier one that had no clear answer may have been stored after all.
+    /// Why the last write was refused. An earlier write with an unknown outcome may still have been stored.
     refusal: Option<String>,
-    /// Writes without a clear answer.
+    /// Number of writes with an unknown outcome.
     unclear: u32,
-    /// One of them was to record the allocation, and whether it has done so was not read since it can no longer come late.
+    /// Set when an allocation write had an unknown outcome. Cleared when that write can no longer be stored and the claim is read again.
     may_be_recorded: bool,
-    /// The version that the last write of the allocation needs.
+    /// The resource version that the last allocation write requires.
     needed_version: Option<String>,
-    /// Its allocation was refused before: the others are not recorded before it is.
+    /// Its allocation was refused in an earlier batch, so it is recorded before the other claims.
     goes_first: bool,
     retry: Retry,
 }
 
-/// Why a batch came to nothing.
+/// Why a batch failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
-    /// The driver cannot.
+    /// The driver returned an error or an unusable answer.
     Driver(CallError),
-    /// The API server will not.
+    /// The API server refused a write, or the claim is gone or was allocated by another writer.
     Refused(String),
-    /// It is no longer wanted: the node, the pod or a claim has changed.
+    /// The batch is no longer wanted: the node, the pod or a claim has changed.
     Withdrawn,
 }
 
-/// Claims that are allocated together.
 #[derive(Clone, Debug)]
 pub(super) struct Batch {
     consumer: Option<Consumer>,
@@ -107,7 +100,7 @@ pub(super) struct Batch {
     stage: Stage,
     items: Vec<Item>,
     failure: Option<Failure>,
-    /// The world's epoch when it was started: what the driver says may be older than what has happened since.
+    /// `World::epoch` at the start: the driver's answer may predate later changes.
     asked: u64,
 }
 
@@ -122,7 +115,7 @@ impl Batch {
 }
 
 impl World {
-    /// Starts to allocate `claims` (entry of the pod, key), which must all be resting, on `node` or anywhere.
+    /// Starts to allocate `claims` (pod claim name, key) on `node`, or on any node if `None`. All claims must be `Resting`.
     pub(super) fn start_batch(
         &mut self,
         consumer: Option<Consumer>,
@@ -173,7 +166,7 @@ impl World {
         Some(id)
     }
 
-    /// Takes the next steps of a batch.
+    /// Advances a batch, and ends it when it is finished.
     pub(super) fn step_batch(&mut self, id: BatchId, now: Moment) {
         let Some(mut batch) = self.batches.remove(&id) else {
             return;
@@ -199,7 +192,7 @@ impl World {
         }
     }
 
-    /// Takes the latest state of each claim.
+    /// Updates each item to the latest known claim.
     fn refresh(&self, batch: &mut Batch) {
         for item in &mut batch.items {
             if let Some(known) = self.claims.get(&item.key).filter(|known| known.uid() == item.uid) {
@@ -208,7 +201,7 @@ impl World {
         }
     }
 
-    /// Reads each claim whose write had no clear answer.
+    /// Reads each claim whose last write was not confirmed.
     fn read_unclear(&mut self, id: BatchId, batch: &mut Batch, now: Moment) {
         for item in batch.items.iter_mut().filter(|item| item.step == Step::ToRead) {
             if let Some(moment) = item.retry.wait_until(now) {
@@ -224,7 +217,7 @@ impl World {
         }
     }
 
-    /// Whether the batch is still wanted: the pod is on its way to this node, and no claim is gone, going or taken.
+    /// Whether the batch is still wanted: the context still selects its node, and no claim is gone, being deleted or allocated.
     fn is_wanted(&self, batch: &Batch) -> bool {
         let context_stands = batch.consumer.as_ref().is_none_or(|consumer| {
             self.contexts.get(&consumer.context).is_some_and(|context| {
@@ -241,7 +234,7 @@ impl World {
             })
     }
 
-    /// The answer is whether the batch is over.
+    /// Returns whether the batch is over.
     fn secure(&mut self, id: BatchId, batch: &mut Batch, now: Moment) -> bool {
         let wanted = self.is_wanted(batch);
         let label = self.settings.node_label();
@@ -298,7 +291,7 @@ impl World {
             .items
             .iter()
             .any(|item| item.goes_first && item.step == Step::Failed);
-        // Where one has failed nothing more is recorded, and nothing waits for those that go first.
+        // If a `goes_first` claim has failed, nothing more is recorded, so no claim waits for the others that go first.
         let first_only = !hopeless && batch.items.iter().any(|item| item.goes_first && is_open(item));
         for item in &mut batch.items {
             if item.step != Step::Waiting || (first_only && !item.goes_first) {
@@ -306,7 +299,8 @@ impl World {
             }
             match item.allocation.clone() {
                 Some(allocation) if !hopeless => {
-                    // Once one may come late, no further one can: it is stored now, or the claim is at another version.
+                    // After an allocation write with an unknown outcome, the retry requires the version last seen: it fails if the claim
+                    // has changed.
                     let seen = item.claim.metadata.resource_version.clone();
                     item.needed_version = seen.filter(|_| item.may_be_recorded);
                     let write = ClaimWrite::Allocate {
@@ -331,7 +325,7 @@ impl World {
         false
     }
 
-    /// Everything that `which` picks is given back; the rest counts as done.
+    /// Deallocates the claims that `which` selects; the others count as done.
     fn begin_to_give_back(&mut self, id: BatchId, batch: &mut Batch, which: impl Fn(&Item) -> bool) {
         let picked: Vec<bool> = batch.items.iter().map(which).collect();
         batch.restart_items(Stage::GivingBack);
@@ -348,13 +342,13 @@ impl World {
             if item.step != Step::Waiting {
                 continue;
             }
-            // An earlier leader's write may have recorded it after all: it is in use then, and not to be given back.
+            // An earlier leader's write may have recorded the allocation after all: it is in use, so keep it.
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
             if known.is_some_and(|known| known.is_ours()) {
                 item.step = Step::Done;
                 continue;
             }
-            // So may one of our own: it is waited for, and then the claim is read once more.
+            // Our own write may still be stored: wait until it no longer can, then read the claim once more.
             if item.may_be_recorded
                 && let Some(known) = known
             {
@@ -404,7 +398,7 @@ impl World {
     }
 }
 
-/// The driver's answer cannot be used. Another answer may.
+/// The failure for an unusable answer of the driver. A retry may succeed.
 fn misbehaved(message: String) -> Failure {
     Failure::Driver(CallError {
         kind: CallErrorKind::Retry,

@@ -1,4 +1,4 @@
-//! One claim: what is known of it, and what is to be done with it by itself.
+//! State of one claim, and the steps that concern this claim alone.
 
 mod release;
 mod repair;
@@ -14,53 +14,51 @@ use super::event::{Moment, ObjectKey, Regarding};
 use super::retry::Retry;
 use super::world::{Work, World};
 
-/// How long a pod's own claim that is to be deallocated waits for its deletion, which the claim controller sends right after when
-/// the pod has ended. The removal of the finalizer is then the only write.
+/// How long a pod's own claim with `deallocationRequested` waits for its deletion, which the claim controller sends right after the pod has
+/// ended. Removing the finalizer is then the only write.
 const DELETION_GRACE: Duration = Duration::from_millis(250);
 
-/// For how long after its sender has given it up a write usually may still be stored. Whatever undoes it waits as long. A write that is
-/// stored still later does no harm, unless it is an allocation: it adds our finalizer or a label to a claim, or it is refused because
-/// the claim is not the one that was seen.
+/// How long a write usually may still be stored after its sender has given it up. A write that undoes it waits as long. A write that is
+/// stored even later does no harm unless it is an allocation: it adds our finalizer or a label, or it is refused because the claim has
+/// changed.
 const SETTLING: Duration = Duration::from_secs(3);
 
-/// For how long after its sender has given it up an allocation may still be stored. The API server gives up a request after a minute
-/// (`--request-timeout`) whether its sender waits or not. The sender gives it up a request timeout (5 s) after it was sent, and that
-/// much remains for its way.
+/// How long an allocation may still be stored after its sender has given it up. The API server ends a request after a minute
+/// (`--request-timeout`), whether or not its sender still waits. The sender gives up one request timeout (5 s) after sending, which leaves
+/// 5 s for the request to arrive.
 const ALLOCATION_SETTLING: Duration = Duration::from_secs(60);
 
-/// What is under way for a claim. At most one thing at a time.
+/// The operation in progress for a claim; at most one at a time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) enum ClaimStage {
-    /// Nothing.
     #[default]
     Resting,
-    /// It is being allocated.
+    /// Being allocated by this batch.
     InBatch(BatchId),
-    /// The driver gives back what it holds.
+    /// Waiting for the driver to deallocate.
     Deallocating,
-    /// Its status is being cleared.
+    /// Clearing the allocation in the claim's status.
     Clearing,
-    /// Our finalizer is being removed.
     RemovingFinalizer,
-    /// It is found out whether what it should not hold can be taken back, or it is being taken back.
+    /// Rolling back a wrong allocation, or checking whether that is possible.
     Repairing,
-    /// A write had no clear answer: the claim is to be read before anything else.
+    /// The last write was refused or had an unknown outcome: read the claim before anything else.
     ToRead,
-    /// It is being read.
     Reading,
 }
 
-/// Allocations that may still be stored although nobody waits for them any more.
+/// Allocation writes that may still be stored although their senders have given them up.
 #[derive(Clone, Debug, Default)]
 struct LateAllocations {
-    /// Until when one may be that was sent without a version.
+    /// Until when a write without a resource version may be stored.
     unversioned: Moment,
-    /// The version that the last one needs, and until when it may be stored. Earlier ones need an earlier version.
+    /// The resource version that the latest versioned write requires, and until when it may be stored. Earlier writes require an earlier
+    /// version.
     versioned: Option<(String, Moment)>,
 }
 
 impl LateAllocations {
-    /// Until when one of them may be stored in the claim as it is now. The server stores none in a claim that is being deleted or
+    /// Until when one of them may be stored in `claim` as it is now. The server stores no allocation in a claim that is being deleted or
     /// has another version.
     fn until(&self, claim: &ResourceClaim) -> Moment {
         if claim.metadata.deletion_timestamp.is_some() {
@@ -73,45 +71,42 @@ impl LateAllocations {
     }
 }
 
-/// A claim.
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about one object")]
 pub(super) struct ClaimState {
-    /// As last seen: by the watch or as the answer of our own write, whichever is later.
+    /// The latest object, from the watch or from the answer to our own write.
     pub(super) object: Arc<ResourceClaim>,
-    /// What is under way.
     pub(super) stage: ClaimStage,
-    /// The driver is being asked for which nodes it is unsuitable. Of two pods that share it one waits for the other.
+    /// The driver is evaluating nodes for this claim. Another pod that shares the claim waits.
     pub(super) judged_now: bool,
-    /// Whether the driver has been told of it.
+    /// Whether the driver knows the claim.
     pub(super) observed: bool,
-    /// Failures in a row.
     pub(super) retry: Retry,
-    /// When it was first seen to be asked back.
+    /// When a request to release it was first seen.
     release_seen: Option<Moment>,
-    /// The driver has given back what the claim held, and the finalizer is to go as soon as the allocation is cleared. Kept
-    /// over failures, since a claim that is merely deallocated no longer asks for anything.
+    /// The driver has deallocated the claim; the finalizer is removed once the allocation is cleared. Kept over failures, because a claim
+    /// whose status is cleared no longer requests a release.
     pub(super) finalizer_to_go: bool,
-    /// The last report, so that it is not repeated.
+    /// The last reported message, which is not repeated.
     pub(super) reported: Option<String>,
-    /// For an immediate claim that only a change can help: the world's epoch when it was refused.
+    /// `World::epoch` when the driver refused an immediate claim as invalid. It is retried when the epoch or its class changes.
     pub(super) refused_at: Option<u64>,
-    /// The server has refused to record its allocation: of a pod's claims it is the first to be recorded next time.
+    /// The server refused to record its allocation: the next batch records this claim first.
     pub(super) allocation_refused: bool,
-    /// It holds what another claim has the better right to.
+    /// Set if its allocation is wrong and should be rolled back.
     misallocated: Option<repair::Misallocated>,
-    /// What was taken from it, until the driver knows.
+    /// The allocation that was rolled back, until the driver has deallocated it.
     given_up: Option<Box<AllocationResult>>,
-    /// An earlier process may have been killed between allocating and writing it down: whatever the driver holds is given back
-    /// before anything else.
+    /// The driver may hold an allocation that the claim does not record, for example after a crash between allocating and recording. The
+    /// driver deallocates it before anything else.
     uncertain: bool,
-    /// The server has told us that it no longer exists; the watch will. Nothing is done with it any more.
+    /// The server has confirmed that the claim no longer exists, before the watch reports it. No further step is taken.
     gone: bool,
-    /// Until when a write without a clear answer may still be stored.
+    /// Until when a write with an unknown outcome may still be stored.
     settled_at: Moment,
-    /// The allocations without a clear answer, if there are any.
+    /// Allocation writes with an unknown outcome, if any.
     late: Option<Box<LateAllocations>>,
-    /// Why the server refused the release, until it is known that the claim still exists.
+    /// Why the server refused the release, until a read shows whether the claim still exists.
     refusal: Option<String>,
     has_finalizer: bool,
     is_ours: bool,
@@ -146,7 +141,7 @@ impl ClaimState {
         self.object.metadata.uid.as_deref().unwrap_or_default()
     }
 
-    /// Takes the newer object; the answer is what the driver is to be told, if it concerns the driver.
+    /// Replaces the object. Returns the observation for the driver if the change concerns the driver.
     pub(super) fn see(
         &mut self,
         object: Arc<ResourceClaim>,
@@ -165,13 +160,13 @@ impl ClaimState {
             .finalizers
             .as_ref()
             .is_some_and(|all| all.iter().any(|name| name == finalizer));
-        // Whoever renames the driver of an allocation does not take it from us.
+        // A changed `driverName` does not take the allocation from us while our finalizer is set.
         let is_held = status.allocation_of(driver).is_some();
         self.is_ours = is_held && (self.has_finalizer || status.driver_name.as_deref() == Some(driver));
         if was_ours && !self.is_ours {
             self.misallocated = None;
         }
-        // What is to be done now is not what has failed.
+        // The claim now needs another operation, so earlier failures do not delay it.
         if asked_back != (self.is_asked_back(), self.is_deleting()) {
             self.retry.succeeded();
         }
@@ -191,7 +186,8 @@ impl ClaimState {
         changed.then(|| Holding::of(&self.object))
     }
 
-    /// What the driver is told of it at the start.
+    /// Returns the driver's first observation of the claim at startup, and marks a claim with our finalizer but without our allocation as
+    /// uncertain.
     pub(super) fn observe_first(&mut self) -> Option<Holding> {
         self.uncertain = self.has_finalizer && !self.is_ours;
         self.observed.then(|| Holding::of(&self.object))
@@ -201,12 +197,12 @@ impl ClaimState {
         self.gone || self.object.metadata.deletion_timestamp.is_some()
     }
 
-    /// A write had no clear answer.
+    /// Records a write with an unknown outcome.
     pub(super) fn unsettle(&mut self, now: Moment) {
         self.settled_at = now.after(SETTLING);
     }
 
-    /// The write of an allocation, which needs this version, had no clear answer.
+    /// Records an allocation write with an unknown outcome. `version` is the resource version that the write requires.
     pub(super) fn unsettle_allocation(&mut self, version: Option<String>, now: Moment) {
         let until = now.after(ALLOCATION_SETTLING);
         let late = self.late.get_or_insert_default();
@@ -216,40 +212,40 @@ impl ClaimState {
         }
     }
 
-    /// It is about to be allocated: whatever was wrong with what it held is over.
+    /// Clears the problems of an earlier allocation before a new one.
     pub(super) fn forget_problems(&mut self) {
         self.misallocated = None;
     }
 
-    /// Its allocation may vanish by a write of ours that nobody waits for any more: then the driver gives back what it holds.
+    /// Marks that a late write of ours may clear the allocation. The driver then deallocates.
     pub(super) fn mistrust(&mut self) {
         self.uncertain = true;
     }
 
-    /// The driver holds nothing for it but what it records.
+    /// Marks that the driver holds nothing for the claim except the recorded allocation.
     pub(super) fn trust(&mut self) {
         self.uncertain = false;
     }
 
-    /// Whether the driver may hold something for it that it does not record: that is given back before it is allocated again.
+    /// Whether the driver may hold an unrecorded allocation, which it deallocates before the claim is allocated again.
     pub(super) fn must_be_given_back(&self) -> bool {
         self.uncertain && !self.is_ours
     }
 
-    /// What a write without a clear answer was to do is done.
+    /// Forgets the writes with an unknown outcome, because their intended result has been read.
     pub(super) fn settle(&mut self) {
         self.settled_at = Moment::default();
         self.late = None;
     }
 
-    /// When no write can come late any more, if that is not now.
+    /// Until when a write may still be stored, if later than `now`.
     pub(super) fn unsettled_until(&self, now: Moment) -> Option<Moment> {
         let late = self.late.as_ref().map(|late| late.until(&self.object));
         let until = late.map_or(self.settled_at, |late| self.settled_at.max(late));
         (until > now).then_some(until)
     }
 
-    /// Whether the server has told us that it no longer exists.
+    /// Whether the server has confirmed that the claim no longer exists.
     pub(super) fn is_gone(&self) -> bool {
         self.gone
     }
@@ -270,13 +266,12 @@ impl ClaimState {
         self.has_finalizer
     }
 
-    /// Whether it records an allocation that is ours to give back: in our name; or with our finalizer and a resource handle of ours,
-    /// under whatever name.
+    /// Whether it records an allocation that we must deallocate: one with our driver name, or one with our finalizer and a resource handle
+    /// of ours under any driver name.
     pub(super) fn is_ours(&self) -> bool {
         self.is_ours
     }
 
-    /// The allocation, if it is ours.
     fn own_allocation(&self) -> Option<AllocationResult> {
         self.object.status.allocation.clone().filter(|_| self.is_ours)
     }
@@ -288,14 +283,14 @@ impl ClaimState {
 }
 
 impl World {
-    /// Whether a claim is of a class of ours that this controller allocates.
+    /// Whether this controller allocates claims of the class: it names our driver and does not use structured parameters.
     pub(super) fn is_own_class(&self, class_name: &str) -> bool {
         self.classes.get(class_name).is_some_and(|class| {
             class.driver_name == self.settings.driver_name && class.structured_parameters != Some(true)
         })
     }
 
-    /// Whether a context might be about this claim.
+    /// Whether a context may need this claim allocated.
     pub(super) fn is_candidate(&self, claim: &ClaimState) -> bool {
         claim.is_delayed()
             && !claim.is_allocated()
@@ -310,7 +305,7 @@ impl World {
         }
     }
 
-    /// Reports something about a claim, unless it was the last thing reported. The answer is whether it was new.
+    /// Reports a problem of a claim unless it repeats the last report. Returns whether it was reported.
     pub(super) fn report_claim(&mut self, key: &ObjectKey, reason: &'static str, message: String) -> bool {
         let Some(claim) = self.claims.get_mut(key) else {
             return false;
@@ -324,7 +319,6 @@ impl World {
         true
     }
 
-    /// Reports something about a class.
     pub(super) fn report_class(&mut self, name: &str, reason: &'static str, message: String) {
         let uid = self
             .classes
@@ -337,7 +331,7 @@ impl World {
         self.report(regarding, reason, message);
     }
 
-    /// Looks at one claim by itself: release it, or allocate it if it is immediate.
+    /// Takes the next step that concerns one claim alone: repair, release, or immediate allocation.
     pub(super) fn step_claim(&mut self, key: &ObjectKey, now: Moment) {
         let Some(claim) = self.claims.get(key) else { return };
         if claim.gone || claim.judged_now || !matches!(claim.stage, ClaimStage::Resting | ClaimStage::ToRead)
@@ -355,7 +349,7 @@ impl World {
         } else if claim.misallocated.is_some() && claim.is_ours && !claim.is_asked_back() {
             self.repair(key);
         } else if !claim.object.status.reserved_for.is_empty() {
-            // In use: nothing is taken from under a pod.
+            // In use: a reserved claim is never deallocated.
         } else if claim.finalizer_to_go && claim.has_finalizer && !claim.is_ours {
             self.remove_finalizer(key);
         } else if claim.is_asked_back() {

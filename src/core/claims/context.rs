@@ -1,4 +1,4 @@
-//! One PodSchedulingContext: is the pod ours to serve, where can it not go, and is it time to allocate?
+//! One PodSchedulingContext: checks whether its pod needs this driver, which nodes are unsuitable, and when to allocate.
 
 mod incomplete;
 mod judgement;
@@ -23,24 +23,22 @@ pub(super) use pod::EarlyPod;
 
 use others::SILENT_DRIVER_REASON;
 
-/// The slow recheck of a waiting pod: a net under the wake-ups, which count as lost if it ever catches one.
+/// Interval of the slow recheck of a waiting pod, a fallback for wake-ups. A recheck that helps counts as a lost wake-up.
 const RECHECK: Duration = Duration::from_secs(300);
 /// Rechecks are spread over this time.
 const RECHECK_SPREAD: Duration = Duration::from_secs(120);
 
-/// What is known of a context's pod. Read once per context.
+/// The pod of a context. It is read once, and again before its claims are allocated a second time.
 #[derive(Clone, Debug, Default, PartialEq)]
 enum PodKnown {
-    /// Nothing.
     #[default]
     Unread,
-    /// As it was read.
     Read(Arc<Pod>),
-    /// It does not exist, or is another pod than the one that owns the context.
+    /// It does not exist, has ended, is being deleted, or is not the owner of the context.
     Gone,
 }
 
-/// What is under way for a context. At most one thing at a time.
+/// The operation in progress for a context; at most one at a time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum ContextStage {
     #[default]
@@ -51,73 +49,72 @@ enum ContextStage {
     Allocating,
 }
 
-/// What a verdict was made from. As long as it stands, the verdict stands.
+/// The inputs of an evaluation. Its verdict is valid while they are unchanged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Basis {
     nodes: Vec<String>,
-    /// Uid of each claim with the version of its class.
+    /// Uid of each claim, with the resource version of its class.
     claims: Vec<(String, Option<String>)>,
     epoch: u64,
     rechecks: u64,
 }
 
-/// A context.
 #[derive(Clone, Debug)]
 pub(super) struct ContextState {
-    /// As last seen: by the watch or as the answer of our own write, whichever is later.
+    /// The latest object, from the watch or from the answer to our own write.
     pub(super) object: Arc<PodSchedulingContext>,
     pod: PodKnown,
-    /// The pod has been served since it was read. If its claims are to be allocated once more, it may have ended meanwhile.
+    /// The pod's claims were allocated since it was read. Before they are allocated again, the pod is read again: it may have ended.
     served: bool,
     stage: ContextStage,
-    /// The batch that allocates for it.
+    /// The batch that allocates for this context.
     batch: Option<BatchId>,
-    /// The claims that its pod names, as far as they are known: where it stands in the world's `users`.
+    /// The known claims that its pod names: the reverse of `World::users`.
     named: BTreeSet<ObjectKey>,
-    /// The last verdict, in the order of the basis' claims.
+    /// The last verdict, in the order of `Basis::claims`.
     verdict: Option<(Basis, Vec<Verdict>)>,
-    /// The driver cannot judge, or cannot allocate, as long as this stands.
+    /// Set if the driver cannot evaluate or allocate these inputs. It is not called again while they are unchanged.
     stuck: Option<Basis>,
-    /// Nodes on which the driver refused to allocate although it had found nothing against them, until something changes or
-    /// `refusals` says that it may be tried again.
+    /// Nodes on which the driver refused to allocate although it had reported them as suitable, each with the reason. Cleared by a change,
+    /// or when `refusals` allows another attempt.
     refused: BTreeMap<String, String>,
     refusals: Retry,
-    /// Set while the pod lacks a node.
+    /// Set while the pod waits for a suitable node.
     pub(super) waiting: Option<Waiting>,
-    /// The world's epoch when it was last offered what had become free.
+    /// `World::epoch` at its last wake-up.
     epoch: u64,
-    /// The world's epoch when the driver was last asked: what it says may be older than what has happened since.
+    /// `World::epoch` when the driver was last called: its answer may predate later changes.
     asked: u64,
-    /// How often the slow recheck has asked for a new verdict.
+    /// Number of evaluations requested by the slow recheck.
     rechecks: u64,
     retry: Retry,
     reported: Option<String>,
-    /// Other drivers that owe the scheduler an answer for this pod, or did and were named for it.
+    /// Other drivers that owe the scheduler an answer for this pod, or did when they were reported.
     silent: BTreeMap<String, others::Silence>,
-    /// When it was last reported that there is no place, unless something else was since.
+    /// When `NoSuitableDevice` was last reported, unless another report followed.
     told_no_place: Option<Moment>,
-    /// The verdict under way was asked for by the slow recheck alone.
+    /// The evaluation in progress was requested by the slow recheck alone.
     by_recheck: bool,
-    /// What keeps the pod from its devices, for those who count.
+    /// The reason that keeps the pod from its devices, for the statistics.
     pub(super) trouble: Option<&'static str>,
     /// Since when it could have what it is being offered.
     pub(super) woken: Option<Moment>,
 }
 
-/// One of the pod's claims that is ours and still to be allocated.
+/// A claim of the pod that this driver has yet to allocate.
 struct Pending {
     pod_claim_name: String,
     key: ObjectKey,
-    /// Where its verdict stands: a pod may name one claim in several entries, and the driver is asked about it once.
+    /// Index of its verdict. Entries of the pod that name the same claim share it, because the driver evaluates each claim once.
     position: usize,
     to_allocate: ClaimToAllocate,
 }
 
-/// What the claims of a pod ask of us.
+/// The state of a pod's claims from this driver's view.
 enum Standing {
-    /// Nothing, now: something that will be seen is awaited, or all is done.
+    /// No action now: all is done, or a later event triggers the next step.
     Rest,
-    /// These are to be allocated; `all` counts those of other drivers too.
+    /// Claims to allocate; `all` also counts those of other drivers.
     Pending { own: Vec<Pending>, all: usize },
 }
 
@@ -164,7 +161,7 @@ impl ContextState {
         }
     }
 
-    /// The pod, if it was read and is there.
+    /// The pod, if it was read and exists.
     fn known_pod(&self) -> Option<Arc<Pod>> {
         match &self.pod {
             PodKnown::Read(pod) => Some(pod.clone()),
@@ -172,7 +169,7 @@ impl ContextState {
         }
     }
 
-    /// Something has become possible, and it is this pod's turn.
+    /// Resets refusals and delays for a wake-up.
     pub(super) fn offered(&mut self, epoch: u64) {
         self.epoch = epoch;
         self.refused.clear();
@@ -180,12 +177,12 @@ impl ContextState {
         self.retry.succeeded();
     }
 
-    /// Something is not what it was when the driver failed: it is asked again without delay.
+    /// Resets the delay: something has changed since the driver failed, so it is called again at once.
     pub(super) fn hurry(&mut self) {
         self.retry.succeeded();
     }
 
-    /// Lets refused nodes be tried again when their time has come.
+    /// Clears the refused nodes once their delay is over.
     fn forgive(&mut self, now: Moment) {
         if !self.refused.is_empty() && self.refusals.wait_until(now).is_none() {
             self.refused.clear();
@@ -193,7 +190,7 @@ impl ContextState {
         }
     }
 
-    /// Forgets that the pod was told something. The answer is whether that was the last thing that it was told.
+    /// Forgets a report, so that it can be repeated. Returns whether it was the last one.
     pub(super) fn forget_report(&mut self, pod_uid: &str, report: &Report) -> bool {
         if self.owner_uid() != Some(pod_uid) {
             return false;
@@ -214,8 +211,8 @@ impl ContextState {
         controller_of(&self.object.metadata).map(|owner| owner.uid.as_str())
     }
 
-    /// The nodes in question, without repetition: the scheduler's, and those that were found unsuitable before, since the
-    /// scheduler lists only nodes that passed.
+    /// The nodes to evaluate, without duplicates: those of the scheduler, and those found unsuitable before, because the scheduler lists
+    /// only nodes that passed its filters.
     fn nodes(&self, own: &[Pending]) -> Vec<String> {
         let spec = &self.object.spec;
         let entries = &self.object.status.resource_claims;
@@ -251,12 +248,12 @@ impl World {
             }
         }
         if let Some(context) = self.contexts.get_mut(&key) {
-            // Another question need not wait for what has failed.
+            // A new spec does not wait for the delay of an earlier failure.
             if context.object.spec != object.spec {
                 context.hurry();
             }
             context.object = object;
-            // A batch ends early if its pod is no longer on the way to its node.
+            // A batch ends early if its node is no longer selected.
             self.dirty.extend(context.batch.map(Work::Batch));
         } else {
             let mut context = ContextState::new(object);
@@ -286,7 +283,7 @@ impl World {
         self.dirty.extend(context.batch.map(Work::Batch));
     }
 
-    /// Notes that a context's pod names a claim.
+    /// Records that a context's pod names a claim.
     fn note_user(&mut self, context: &ObjectKey, claim: ObjectKey) {
         if let Some(state) = self.contexts.get_mut(context)
             && state.named.insert(claim.clone())
@@ -295,7 +292,7 @@ impl World {
         }
     }
 
-    /// Looks again at the contexts of a namespace whose pods have not been read, since one may now be ours.
+    /// Revisits the contexts of a namespace whose pods have not been read: one of them may now need this driver.
     pub(super) fn touch_unread_contexts(&mut self, namespace: &str) {
         let first = ObjectKey::new(namespace, "");
         let keys = self
@@ -307,7 +304,6 @@ impl World {
         self.dirty.extend(keys);
     }
 
-    /// Takes the next step for a context.
     pub(super) fn step_context(&mut self, key: &ObjectKey, now: Moment) {
         let Some(context) = self.contexts.get_mut(key) else {
             return;
@@ -352,7 +348,7 @@ impl World {
         }
     }
 
-    /// The driver is about to be asked.
+    /// Sets the stage of a context for a call to the driver.
     fn ask(&mut self, key: &ObjectKey, stage: ContextStage) {
         let epoch = self.epoch;
         if let Some(context) = self.contexts.get_mut(key) {
@@ -361,7 +357,7 @@ impl World {
         self.set_stage(key, stage);
     }
 
-    /// The context that an answer belongs to, resting again; `None` if it is gone.
+    /// Sets the context of an answer back to `Resting`. `None` if the context is gone.
     fn landed(&mut self, key: &ObjectKey, uid: &str) -> Option<&mut ContextState> {
         let contexts = &mut self.contexts;
         let context = contexts.get_mut(key).filter(|context| context.uid() == uid)?;
@@ -385,8 +381,8 @@ impl World {
                 since: now,
                 recheck,
             });
-            // What has changed since the driver was asked went to those who waited already. A context that takes note of it by itself
-            // is judged again in any case.
+            // A change since the driver was called has woken only the pods that waited then. A context that has taken over the current
+            // `epoch` is evaluated again in any case.
             if context.asked < self.epoch && context.epoch < self.epoch {
                 self.wake.join(key.clone());
             }
@@ -394,13 +390,13 @@ impl World {
         }
     }
 
-    /// Judges a waiting pod again although nothing is known to have changed.
+    /// Evaluates a waiting pod again although no change is known.
     pub(super) fn recheck_context(&mut self, key: &ObjectKey, now: Moment) {
         let Some(context) = self.contexts.get_mut(key) else {
             return;
         };
         let next = now.after(spread(context.uid(), RECHECK, RECHECK_SPREAD));
-        // It may have stopped waiting and begun again since this was set.
+        // The pod may have stopped and resumed waiting since this recheck was scheduled.
         let Some(waiting) = context.waiting.as_mut().filter(|waiting| waiting.recheck <= now) else {
             return;
         };
@@ -412,7 +408,7 @@ impl World {
         self.touch_context(key);
     }
 
-    /// Reports a driver's error to everyone who can act on it: the pod's user, and whoever owns the object at fault.
+    /// Reports a driver's error on the pod and on the class or claim at fault.
     fn report_call(&mut self, key: &ObjectKey, subject: &Subject, reason: &'static str, message: String) {
         match subject {
             Subject::Class(name) => {
@@ -431,7 +427,7 @@ impl World {
         }
     }
 
-    /// Reports something about a context's pod, unless it was the last thing reported. The answer is whether it was new.
+    /// Reports a problem of a context's pod unless it repeats the last report. Returns whether it was reported.
     pub(super) fn report_pod(&mut self, key: &ObjectKey, reason: &'static str, message: String) -> bool {
         self.set_trouble(key, Some(reason));
         let Some(context) = self.contexts.get_mut(key) else {

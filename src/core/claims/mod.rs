@@ -1,8 +1,7 @@
-//! The protocol between the scheduler, the claims and a driver: events in, commands out.
+//! Classic DRA between the scheduler, ResourceClaims and a driver: events in, commands out.
 //!
-//! The controller's one task owns a [`World`]. It applies each [`Event`] and then asks [`World::decide`] what to do; the shell
-//! carries the [`Command`]s out and brings each answer back as an event. The protocol knows claims, contexts and calls under way,
-//! never a device.
+//! The controller task owns a [`World`]. It applies each [`Event`] and then calls [`World::decide`]; the runtime executes the [`Command`]s
+//! and reports each answer as an event. This module knows claims, contexts and pending calls, but no devices.
 //!
 //! ```text
 //! context ──read pod──▶ judge (driver) ──suitable──▶ batch: finalizers ─▶ allocate (driver) ─▶ status

@@ -1,4 +1,4 @@
-//! What came of a batch's calls and writes, and how it ends.
+//! Handles the answers to a batch's calls and writes, and ends the batch.
 
 use crate::api::resource::{AllocationResult, ResourceClaim};
 use crate::core::claims::claim::ClaimStage;
@@ -9,7 +9,7 @@ use crate::core::claims::world::{Work, World};
 use super::{Batch, BatchId, Failure, Item, Stage, Step, misbehaved};
 
 impl World {
-    /// The driver's answer for the whole batch.
+    /// Handles the driver's answer for the whole batch.
     pub(in crate::core::claims) fn batch_answered(&mut self, id: BatchId, answer: Answer) {
         let Some(mut batch) = self.batches.remove(&id) else {
             return;
@@ -47,7 +47,7 @@ impl World {
         for (item, result) in batch.items.iter_mut().zip(results) {
             match result {
                 Ok(allocation) => {
-                    // Before anything is written: a claim that the server refuses would leave the others allocated in vain.
+                    // Check before the first write: a claim that the server refuses would leave the others allocated in vain.
                     if let Err(message) = allocation.check() {
                         let message = format!("the driver's allocation for claim {}: {message}", item.key);
                         batch.failure.get_or_insert_with(|| misbehaved(message));
@@ -69,7 +69,7 @@ impl World {
         }
     }
 
-    /// An answer for one claim of a batch.
+    /// Handles an answer for one claim of a batch.
     pub(in crate::core::claims) fn item_answered(
         &mut self,
         id: BatchId,
@@ -126,7 +126,7 @@ impl World {
                     }
                     item.step = self.step_after_read(stage, item, object.as_deref());
                     item.retry.failed(now);
-                    // Of two that had no clear answer one may still be on its way.
+                    // After two writes with an unknown outcome, the other one may still be stored.
                     if item.step == Step::Done
                         && item.unclear < 2
                         && let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid)
@@ -160,7 +160,7 @@ impl World {
                     known.allocation_refused = false;
                     self.statistics.allocations += 1;
                 } else {
-                    // The driver was told that the claim is gone before it could be told what the claim records.
+                    // The driver learned that the claim is gone before it could learn of the recorded allocation: deallocate.
                     item.step = Step::Failed;
                     refused = Some("it is gone".to_owned());
                 }
@@ -176,7 +176,7 @@ impl World {
         self.dirty.insert(Work::Batch(id));
     }
 
-    /// Tells of a write that fails again and again without being refused.
+    /// Reports a write that keeps failing without being refused.
     fn report_unclear(&mut self, batch: &Batch, key: &ObjectKey, message: &str) {
         if !self.is_wanted(batch) {
             return;
@@ -199,14 +199,14 @@ impl World {
                     && Some(allocation) == item.allocation.as_ref();
                 if ours { Step::Done } else { Step::Failed }
             }
-            // The server stores no allocation in it any more.
+            // The server stores no allocation in a claim that is being deleted.
             (Stage::Recording, None) if object.metadata.deletion_timestamp.is_some() => Step::Failed,
             _ => Step::Waiting,
         }
     }
 
     pub(super) fn end_batch(&mut self, batch: &Batch, now: Moment) {
-        // What is refused for a claim that is deleted needs no report: it is no longer wanted.
+        // A refusal for a deleted claim needs no report: the allocation is no longer wanted.
         let deleted = batch.items.iter().any(|item| {
             let claim = self.claims.get(&item.key);
             claim.is_none_or(|claim| claim.uid() != item.uid || claim.is_deleting())
@@ -246,7 +246,7 @@ impl World {
     ) {
         let epoch = self.epoch;
         let (key, class_name) = (&item.key, &item.claim.spec.resource_class_name);
-        // What has changed while the driver was asked may have put it right.
+        // A change since the driver was called may have removed the cause.
         let changed = asked < epoch || self.classes.get(class_name) != Some(&item.class);
         let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == item.uid) else {
             return;

@@ -1,8 +1,9 @@
-//! Undoing: a claim of the pod can finally not be recorded, so those that are recorded already are taken back.
+//! Rolls back recorded allocations when another claim of the pod cannot be recorded.
 //!
-//! Nobody can be using them. kubelet prepares nothing for a pod before all its claims are allocated and reserved for it (`PrepareResources`
-//! in kubelet's `cm/dra/manager.go`), and the scheduler binds none before; and one of this pod's was just read without an
-//! allocation. Allocation and our own reservation go in one write, which is refused if the claim is not the one that was seen.
+//! No container can be using them. kubelet prepares nothing for a pod before all its claims are allocated and reserved for it
+//! (`PrepareResources` in kubelet's `cm/dra/manager.go`), the scheduler does not bind such a pod, and one of this pod's claims was just
+//! read without an allocation. One write removes the allocation and our own reservation; it is refused if the claim has changed since it
+//! was read.
 
 use std::sync::Arc;
 
@@ -14,14 +15,14 @@ use crate::core::claims::world::{Work, World};
 use super::{Batch, BatchId, Consumer, Item, Stage, Step};
 
 impl World {
-    /// Begins to take back what is recorded, if that is right. In this stage `Failed` is a claim that records nothing, and `Done`
-    /// one that keeps what it records.
+    /// Starts the rollback if it is safe, and returns whether it started. In this stage `Failed` marks a claim without an allocation, and
+    /// `Done` a claim that keeps its allocation.
     pub(super) fn begin_to_undo(&mut self, id: BatchId, batch: &mut Batch) -> bool {
         let Some(consumer) = &batch.consumer else {
             return false;
         };
         let any_recorded = batch.items.iter().any(|item| item.step == Step::Done);
-        // If somebody else has allocated the claim that we could not, the pod may be on its way with all its claims.
+        // If another writer has allocated the claim that we could not record, the pod may be starting with all its claims.
         let pod_cannot_run = batch.items.iter().all(|item| {
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
             item.step == Step::Done || known.is_none_or(|known| !known.is_allocated())
@@ -38,16 +39,16 @@ impl World {
         true
     }
 
-    /// Whether the pod still looks for a node. One that was given its node by its user cannot go elsewhere, and of one that is
-    /// going the claim controller takes everything back.
+    /// Whether the pod still waits for a node. A pod whose user has set its node cannot go elsewhere, and the claim controller releases the
+    /// claims of a pod that is being deleted.
     fn awaits_a_node(&self, consumer: &Consumer) -> bool {
         self.contexts.get(&consumer.context).is_some_and(|context| {
             context.uid() == consumer.context_uid && !context.is_deleting() && !context.pod_has_a_node()
         })
     }
 
-    /// Whether the pod still lacks one of its claims. A write without a clear answer is repeated after seconds, and meanwhile another
-    /// driver may have allocated what we could not, as after a change of its class.
+    /// Whether the pod still lacks one of its claims. A write with an unknown outcome is repeated seconds later; meanwhile another driver
+    /// may have allocated the missing claim, for example after its class changed.
     fn lacks_a_claim(&self, batch: &Batch) -> bool {
         batch.items.iter().any(|item| {
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
@@ -55,7 +56,7 @@ impl World {
         })
     }
 
-    /// The answer is whether the stage is over.
+    /// Returns whether the rollback is finished.
     pub(super) fn undo(&mut self, id: BatchId, batch: &mut Batch, now: Moment) -> bool {
         let consumer = batch.consumer.clone();
         let is_right = self.lacks_a_claim(batch)
@@ -64,7 +65,7 @@ impl World {
                 .is_some_and(|consumer| self.awaits_a_node(consumer));
         for item in batch.items.iter_mut().filter(|item| item.step == Step::Waiting) {
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
-            // An allocation that is stored late must find the one before it.
+            // A late allocation write must find the claim allocated: wait until none can be stored any more.
             if let Some(moment) = known.and_then(|known| known.unsettled_until(now)) {
                 self.wake_at(moment, Work::Batch(id));
                 continue;
@@ -83,7 +84,7 @@ impl World {
             .all(|item| matches!(item.step, Step::Done | Step::Failed))
     }
 
-    /// An answer for a claim that is being taken back.
+    /// Handles an answer for a claim that is being rolled back.
     pub(super) fn undo_answered(&mut self, item: &mut Item, answer: Answer, now: Moment) {
         match answer {
             Answer::ClaimWritten(Outcome::Done(_)) => {
@@ -103,7 +104,7 @@ impl World {
                     .filter(|known| known.uid() == item.uid)
                 {
                     claim.unsettle(now);
-                    // Should the write be stored after all when it no longer counts, the driver is asked to give back.
+                    // If this write is stored later after all, the driver must deallocate.
                     claim.mistrust();
                 }
             }
@@ -128,14 +129,14 @@ impl World {
         self.see_written_claim(object, now);
         item.step = match (is_recorded, refused) {
             (true, false) => Step::Waiting,
-            // What the server refuses stays as it is; the scheduler asks for its return when the pod fits nowhere.
+            // The server refuses the rollback: the allocation stays. The scheduler requests its deallocation if the pod fits nowhere.
             (true, true) => Step::Done,
             (false, _) => Step::Failed,
         };
     }
 }
 
-/// The write that takes a claim back, unless it must stay: it serves another pod as well, or it is going anyway.
+/// The write that rolls back a claim. `None` if the claim must stay as it is: it also serves another pod, or it is being released anyway.
 fn undoing_write(known: &ClaimState, item: &Item, consumer: Option<&Consumer>) -> Option<ClaimWrite> {
     let status = &known.object.status;
     let pod_uid = consumer.map(|consumer| consumer.pod_uid.as_str());

@@ -1,4 +1,4 @@
-//! What a claim goes through when it is to hold nothing any more.
+//! Releases a claim: deallocates it, clears its allocation and removes the finalizer.
 
 use crate::api::resource::pod_owner_of;
 use crate::core::claims::event::{
@@ -15,8 +15,8 @@ impl World {
         let Some(claim) = self.claims.get_mut(key) else {
             return;
         };
-        // Without our finalizer it is not ours, unless it says so: nobody else would give back what an earlier leader's last write
-        // has recorded when the finalizer was gone already.
+        // A claim with neither our finalizer nor our allocation is not ours. An allocation of ours without the finalizer is released too:
+        // an earlier leader may have recorded it after the finalizer was removed, and no other component would deallocate it.
         if !claim.has_finalizer && !claim.is_ours {
             return;
         }
@@ -87,7 +87,7 @@ impl World {
         );
     }
 
-    /// An answer for a claim that is being released.
+    /// Handles an answer for a claim that is being released.
     pub(in crate::core::claims) fn release_answered(
         &mut self,
         key: &ObjectKey,
@@ -113,12 +113,12 @@ impl World {
                     self.touch_users(key);
                     return;
                 }
-                // Each further write that fails is followed by a call of the driver that succeeds: only the last write ends the delays, and
-                // only the first call counts.
+                // Each failed write is followed by another driver call, which succeeds: only the last write resets the delays, and only the
+                // first call is counted.
                 self.statistics.deallocations += u64::from(claim.is_ours && !claim.finalizer_to_go);
                 let foreign = claim.is_allocated() && !claim.is_ours;
                 claim.finalizer_to_go = true;
-                // With the last finalizer the claim goes, allocation and all, in one write.
+                // Removing the last finalizer deletes the claim and its allocation in one write.
                 if foreign || !claim.is_allocated() || (claim.is_deleting() && !claim.has_other_finalizers())
                 {
                     self.remove_finalizer(key);
@@ -136,7 +136,7 @@ impl World {
             {
                 self.remove_finalizer(key);
             }
-            // With its last finalizer it is gone, though the answer has the version that was there before.
+            // Removing the last finalizer deletes the claim, although the answer carries the previous resource version.
             Answer::ClaimWritten(Outcome::Done(object))
                 if object.metadata.deletion_timestamp.is_some()
                     && object.metadata.finalizers.as_ref().is_none_or(Vec::is_empty) =>
@@ -178,7 +178,7 @@ impl World {
                             let message = format!("the server does not store the release: {message}");
                             self.report_claim(key, "ReleaseRefused", message);
                         }
-                        // Its pod may have waited for this answer alone, which was no news.
+                        // Its pod may wait for this answer alone, even if the object is unchanged.
                         self.touch_users(key);
                     }
                     None => self.claim_vanished(key, uid),
@@ -206,13 +206,13 @@ impl World {
             format!("cannot be deallocated yet: {}", error.message),
         );
         self.dirty.insert(Work::Claim(key.clone()));
-        // A former leader has recorded it meanwhile: its pod may be unable to get the rest.
+        // A former leader has recorded an allocation meanwhile: its pod may be unable to get its other claims.
         if is_allocated {
             self.touch_users(key);
         }
     }
 
-    /// Reads a claim whose write had no clear answer, before anything else is done with it.
+    /// Reads a claim whose last write was not confirmed, before any other step.
     pub(super) fn read_released(&mut self, key: &ObjectKey) {
         let Some(claim) = self.claims.get_mut(key) else {
             return;
@@ -228,8 +228,7 @@ impl World {
         );
     }
 
-    /// The server says that a claim no longer exists. It stays known, so that older news of it from the watch is not taken for a
-    /// new claim.
+    /// Marks a claim that the server no longer has. Its state is kept, so that an older watch event is not mistaken for a new claim.
     pub(in crate::core::claims) fn claim_vanished(&mut self, key: &ObjectKey, uid: &str) {
         let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
             return;

@@ -1,8 +1,8 @@
-//! A claim that holds what it should not: what another one has the better right to, as after a leader that was paused past its lease,
-//! or what its pod cannot use because it can have the rest of its claims nowhere.
+//! Repairs a claim with a wrong allocation. Either another claim has the better right to the device, for example after a leader was paused
+//! past its lease; or its pod cannot use the allocation because its other claims fit nowhere.
 //!
-//! It is taken back if no pod can be using it: it is reserved for nobody, or for one pod that has no node yet. Otherwise it stays
-//! until its pod ends; the node does not prepare it.
+//! The allocation is rolled back if no pod can be using it: the claim is reserved for no pod, or for one pod that has no node yet.
+//! Otherwise it stays until its pod ends; the node does not prepare it.
 
 use crate::api::resource::{Pod, ResourceClaimConsumerReference, controller_of};
 use crate::core::claims::event::{Answer, ClaimWrite, Command, Moment, ObjectKey, Outcome, Regarding};
@@ -11,17 +11,17 @@ use crate::driver::Finding;
 
 use super::{ClaimStage, ClaimState};
 
-/// What is known of the pod of a claim that should not hold what it holds.
+/// A wrong allocation, with the facts about the claim's pod.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Misallocated {
-    /// The uid of the pod that was found to have a node, or to be gone: nothing can be done as long as it is reserved for that.
+    /// Uid of a pod that has a node or is gone. Nothing is rolled back while the claim is reserved for this pod.
     kept_for: Option<String>,
-    /// The context, with its uid, whose pod lacks another claim, if that is all that is wrong: it is over when the pod has that.
+    /// The context and its uid, if the only problem is that its pod lacks another claim. The problem ends when the pod has that claim.
     incomplete: Option<(ObjectKey, String)>,
 }
 
 impl ClaimState {
-    /// Whether it holds what it should not, and nothing yet says that it must keep it.
+    /// Whether the allocation is wrong and no known fact forbids its rollback.
     pub(in crate::core::claims) fn may_be_taken_back(&self) -> bool {
         let Some(known) = self.misallocated.as_ref().filter(|_| self.is_ours) else {
             return false;
@@ -33,7 +33,7 @@ impl ClaimState {
         }
     }
 
-    /// Notes that it is to be taken back, if it is allocated for this pod alone. The answer is whether that is news.
+    /// Marks the allocation for rollback if it serves this pod alone. Returns whether the mark is new.
     pub(in crate::core::claims) fn give_up_for(
         &mut self,
         context: &ObjectKey,
@@ -61,14 +61,14 @@ impl ClaimState {
 }
 
 impl World {
-    /// The driver has found something wrong with what claims hold.
+    /// Handles wrong allocations that the driver has found.
     pub(in crate::core::claims) fn found(&mut self, findings: Vec<Finding>) {
         for finding in findings {
             self.found_one(finding);
         }
     }
 
-    /// A claim's users are told, and what must not stay is taken back.
+    /// Reports a finding to the claim's users, and marks the allocation for rollback if it must not stay.
     fn found_one(&mut self, finding: Finding) {
         let key = ObjectKey::new(finding.namespace, finding.name);
         let Some(claim) = self
@@ -94,7 +94,7 @@ impl World {
         self.dirty.insert(Work::Claim(key));
     }
 
-    /// Takes a claim back, or finds out whether that is right.
+    /// Rolls back a claim's allocation, or first reads its pod to check whether that is safe.
     pub(super) fn repair(&mut self, key: &ObjectKey) {
         if self.is_complete_after_all(key) {
             return;
@@ -120,7 +120,7 @@ impl World {
         }
     }
 
-    /// Whether a claim was to be taken back for a pod that no longer lacks another one, or has gone on: then it stays.
+    /// Whether the mark was set for a pod that no longer lacks a claim, or has moved on. Then the mark is cleared.
     fn is_complete_after_all(&mut self, key: &ObjectKey) -> bool {
         let known = self.claims.get(key).and_then(|claim| claim.misallocated.as_ref());
         let Some((context, uid)) = known.and_then(|known| known.incomplete.as_ref()) else {
@@ -145,7 +145,7 @@ impl World {
             return;
         };
         claim.given_up = claim.own_allocation().map(Box::new);
-        // Whatever comes of the write: when the claim records nothing any more, the driver gives back.
+        // Whatever the outcome of the write: once the claim records no allocation, the driver deallocates.
         claim.mistrust();
         self.write_release(
             key,
@@ -160,7 +160,7 @@ impl World {
         }
     }
 
-    /// An answer for a claim that is being repaired.
+    /// Handles an answer for a claim that is being repaired.
     pub(super) fn repair_answered(&mut self, key: &ObjectKey, answer: Answer, now: Moment) {
         self.set_claim_stage(key, ClaimStage::Resting);
         self.dirty.insert(Work::Claim(key.clone()));
@@ -184,7 +184,7 @@ impl World {
                     if let Some(known) = &mut claim.misallocated {
                         known.kept_for = kept_for;
                     }
-                    // Its pod's other claims need not wait for it any more.
+                    // The pod's other claims no longer wait for this one.
                     self.touch_users(key);
                 }
             }
@@ -209,7 +209,7 @@ fn is_pod(user: &ResourceClaimConsumerReference) -> bool {
     user.resource == "pods" && user.api_group.as_deref().is_none_or(str::is_empty)
 }
 
-/// Whether this is the pod that the claim is reserved for, and it cannot have begun to use it.
+/// Whether `pod` is the user of the claim and cannot have started to use it.
 fn may_lose(pod: &Pod, user: &ResourceClaimConsumerReference) -> bool {
     let is_user = pod.metadata.uid.as_deref() == Some(&user.uid);
     let has_begun = !matches!(pod.status.phase.as_deref(), None | Some("Pending"));

@@ -1,10 +1,10 @@
-//! A pod that has some of its claims and can have the rest nowhere.
+//! Releases the claims of a pod that has some of its claims and can get the others on no node.
 //!
-//! All of a pod's claims are allocated together, but not always do they stay together: a controller is killed between two records, a
-//! claim is deleted and made again, the scheduler asks one back while another is being recorded. What the pod has is then taken back, or
-//! it would be kept for nothing, and two such pods could wait for each other for ever. The scheduler does not see to that: it asks back
-//! only what is in its way on a node, and looks no further on a node for which another claim is unsuitable (`Filter` in its
-//! `dynamicresources.go`).
+//! A pod's claims are allocated together, but may not stay together: a controller is killed between two status writes, a claim is deleted
+//! and recreated, or the scheduler requests the deallocation of one claim while another is being recorded. The pod's allocations are then
+//! rolled back. Otherwise they would be held in vain, and two such pods could wait for each other forever. The scheduler does not do this:
+//! it requests the deallocation only of claims that are in its way on a node, and skips a node for which another claim is unsuitable
+//! (`Filter` in its `dynamicresources.go`).
 
 use crate::api::resource::Pod;
 use crate::core::claims::claim::ClaimStage;
@@ -13,7 +13,7 @@ use crate::core::claims::resolve::Resolved;
 use crate::core::claims::world::{Work, World};
 
 impl World {
-    /// Begins to take back what a pod has of its claims, since it can have the rest nowhere. The answer is whether there is anything.
+    /// Marks a pod's allocations for rollback because its other claims fit nowhere. Returns whether any was marked.
     pub(super) fn give_up_the_rest(&mut self, key: &ObjectKey, pod: &Pod) -> bool {
         let uid = self.contexts.get(key).map(|context| context.uid().to_owned());
         let (Some(uid), Some(pod_uid)) = (uid, pod.metadata.uid.as_deref()) else {
@@ -34,13 +34,13 @@ impl World {
             }
         }
         if any {
-            // All its claims rest from now on, until they can be judged together.
+            // The pod takes no step until its claims can be evaluated together.
             self.dirty.insert(Work::Context(key.clone()));
         }
         any
     }
 
-    /// Whether a context's pod has no node and lacks a claim of ours that nobody is about to allocate.
+    /// Whether a context's pod has no node and lacks a claim of ours that no batch is allocating.
     pub(in crate::core::claims) fn pod_lacks_a_claim(&self, key: &ObjectKey, uid: &str) -> bool {
         let Some(context) = self
             .contexts

@@ -1,4 +1,4 @@
-//! Where a pod cannot go, and what follows from it: entries, or an allocation.
+//! Evaluates nodes for a pod, then publishes the unsuitable ones or allocates.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -17,12 +17,12 @@ use crate::driver::Verdict;
 use super::standing::distinct;
 use super::{Basis, ContextStage, Pending};
 
-/// How long a pod without a place is not reported again, though the counts change with each device that others get or give back:
-/// as rarely as client-go's recorder does.
+/// Minimum time between two reports that a pod fits nowhere. The counts in the message change with every allocation for other pods.
+/// client-go's event recorder is as slow.
 const NO_PLACE_AGAIN: Duration = Duration::from_secs(300);
 
 impl World {
-    /// Tells a pod's user that the pod fits nowhere and why, but not with every change of the counts.
+    /// Reports that a pod fits nowhere and why, but not with every change of the counts.
     fn report_no_place(
         &mut self,
         key: &ObjectKey,
@@ -87,7 +87,7 @@ impl World {
                 let verdict = verdict.clone();
                 self.act(key, pod, own, all, &basis, &verdict, now);
             }
-            // Another pod that shares a claim is in the middle of the same question.
+            // The driver is evaluating a shared claim for another pod.
             _ if self.is_any_judged(own) => {}
             _ => {
                 let uid = context.uid().to_owned();
@@ -117,13 +117,13 @@ impl World {
         }
     }
 
-    /// Whether the driver is in the middle of a question about one of these claims, for another pod.
+    /// Whether the driver is evaluating one of these claims for another pod.
     fn is_any_judged(&self, own: &[Pending]) -> bool {
         own.iter()
             .any(|claim| self.claims.get(&claim.key).is_some_and(|claim| claim.judged_now))
     }
 
-    /// The driver has answered about these claims: whoever waited for that goes on.
+    /// Ends the evaluation of these claims. Contexts that waited for it proceed.
     pub(in crate::core::claims) fn end_judging(&mut self, claims: &[ObjectKey], basis: &Basis) {
         for (key, (uid, _)) in claims.iter().zip(&basis.claims) {
             let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
@@ -152,7 +152,7 @@ impl World {
             Ok(verdict) if verdict.len() == basis.claims.len() => {
                 context.retry.succeeded();
                 context.stuck = None;
-                // A basis with other nodes or a new offer lets the refused nodes be tried again.
+                // Other claims or classes: the refused nodes may be tried again.
                 if context
                     .verdict
                     .as_ref()
@@ -262,7 +262,7 @@ impl World {
         if any_unsuitable {
             self.begin_to_wait(key, now);
         }
-        // What it has goes first: it may make the place.
+        // First roll back the pod's own allocations: that may free the devices it needs.
         if without_place && self.give_up_the_rest(key, pod) {
             return;
         }
@@ -297,7 +297,7 @@ impl World {
                 },
             );
         } else {
-            // What it was offered was no news.
+            // The wake-up changed nothing for this pod.
             self.stays_asleep(key);
         }
     }
@@ -324,7 +324,7 @@ impl World {
                 }
                 self.note_awake(key, now);
             }
-            // Gone, most often: the pod has been bound or deleted. What fails on and on is there, and somebody must know.
+            // Most often the context is gone because the pod was bound or deleted. If writes keep failing, it exists: report that.
             Answer::ContextWritten(Outcome::Refused(message) | Outcome::Unknown(message)) => {
                 context.retry.failed(now);
                 if context.retry.failures() > WRITES_BEFORE_REPORT {
@@ -337,7 +337,7 @@ impl World {
         }
     }
 
-    /// A batch for this context is over.
+    /// Handles the end of a context's batch.
     pub(in crate::core::claims) fn context_batch_ended(
         &mut self,
         consumer: &Consumer,
@@ -374,7 +374,7 @@ impl World {
             }
             Some(Failure::Driver(error)) => {
                 let mut again = None;
-                // What has changed while the driver was asked may have put it right.
+                // A change since the driver was called may have removed the cause.
                 let changed = context.asked < epoch && error.kind != CallErrorKind::TimedOut;
                 if changed {
                     context.epoch = epoch;
@@ -384,7 +384,7 @@ impl World {
                     CallErrorKind::Invalid => {
                         context.stuck = context.verdict.as_ref().map(|(basis, _)| basis.clone());
                     }
-                    // The node is told to the scheduler as unsuitable, so that the pod can go elsewhere.
+                    // The node is published as unsuitable, so that the scheduler can select another.
                     CallErrorKind::Retry => {
                         if let Some(node) = node {
                             context.refused.insert(node.to_owned(), error.message.clone());
@@ -411,9 +411,9 @@ fn bad_nodes(verdict: &[Verdict]) -> usize {
     verdict.iter().map(|verdict| verdict.unsuitable_nodes.len()).sum()
 }
 
-/// The nodes for an entry, cut to what the API takes: the selected node first, then the scheduler's, then earlier ones.
+/// The unsuitable nodes for an entry, at most as many as the API accepts: the selected node first, then potential nodes, then earlier ones.
 fn listed(object: &PodSchedulingContext, reasons: &BTreeMap<String, String>) -> Vec<String> {
-    // What is no name of a node, the server does not take: `selectedNode` it takes as it comes.
+    // The server rejects invalid node names in an entry, but accepts any `selectedNode`.
     let names = reasons.keys().filter(|node| is_node_name(node));
     if reasons.len() <= NODE_LIST_MAX {
         return names.cloned().collect();
@@ -435,7 +435,7 @@ fn listed(object: &PodSchedulingContext, reasons: &BTreeMap<String, String>) -> 
     nodes
 }
 
-/// Whether the server takes it for the name of a node: a DNS subdomain.
+/// Whether the server accepts `name` as a node name: a DNS subdomain.
 fn is_node_name(name: &str) -> bool {
     let is_inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
     let is_label = |label: &str| {
@@ -444,7 +444,7 @@ fn is_node_name(name: &str) -> bool {
     name.len() <= 253 && name.split('.').all(is_label)
 }
 
-/// Whether the context says this already, in whatever order.
+/// Whether the context already has this entry, in any order of nodes.
 fn stands(object: &PodSchedulingContext, entry: &ResourceClaimSchedulingStatus) -> bool {
     object.status.resource_claims.iter().any(|known| {
         let (known_nodes, nodes) = (&known.unsuitable_nodes, &entry.unsuitable_nodes);

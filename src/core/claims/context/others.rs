@@ -1,25 +1,22 @@
-//! Other drivers of the pod: one that does not answer is named, since the pod waits for it and nobody else says so.
+//! Reports other drivers of a pod that do not answer: the pod waits for them, and no other component reports that.
 
 use crate::api::resource::PodSchedulingContext;
 use crate::core::claims::event::{Moment, ObjectKey, Regarding};
 use crate::core::claims::world::{Work, World};
 
-/// The reason of the report on a driver that says nothing.
 pub(super) const SILENT_DRIVER_REASON: &str = "OtherDriverSilent";
 
-/// A claim of the pod that is for another driver to allocate.
+/// A claim of the pod that another driver allocates.
 pub(super) struct Other {
-    /// The entry of `pod.spec.resourceClaims`.
+    /// The name in `pod.spec.resourceClaims`.
     pub(super) entry: String,
-    /// The claim's class.
     pub(super) class: String,
-    /// The class's driver.
     pub(super) driver: String,
 }
 
 impl World {
-    /// Takes note of what the scheduler has asked of other drivers, and tells the pod's user once of one that says nothing. The
-    /// answer is whether there is one that the user was told of.
+    /// Tracks the answers that other drivers owe the scheduler, and reports each silent driver once. Returns whether one of the drivers
+    /// still silent has been reported.
     pub(super) fn await_others(&mut self, key: &ObjectKey, others: &[Other], now: Moment) -> bool {
         let wait = self.settings.other_driver_wait;
         let Some(context) = self.contexts.get_mut(key) else {
@@ -74,15 +71,15 @@ impl World {
     }
 }
 
-/// How long another driver has said nothing.
+/// Since when another driver has owed an answer, and whether that was reported.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Silence {
     since: Moment,
     told: bool,
 }
 
-/// Whether nothing more is to be expected from the driver of a claim that is not allocated: it has an entry, and if a node is
-/// selected, that node is in it.
+/// Whether no further answer is due for an unallocated claim of another driver: it has an entry, and if a node is selected, the entry lists
+/// that node.
 fn has_answered(context: &PodSchedulingContext, pod_claim_name: &str) -> bool {
     let selected = &context.spec.selected_node;
     let mut entries = context.status.resource_claims.iter();

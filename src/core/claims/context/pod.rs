@@ -1,4 +1,4 @@
-//! A context's pod is read once: as soon as a claim that was made for it announces it, or else when its context is there.
+//! Reads a context's pod once: when a claim generated for the pod appears, or else when the context appears.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,21 +10,20 @@ use crate::core::claims::world::{Flight, World};
 
 use super::{ContextStage, PodKnown};
 
-/// For how long a pod that was read before its context was there need not be read again. The scheduler writes the context some
-/// milliseconds after the claim; a pod that it does not get to for longer may have changed.
+/// How long a pod that was read before its context existed need not be read again. The scheduler writes the context some milliseconds after
+/// the claim; after a longer time the pod may have changed.
 const FRESH: Duration = Duration::from_secs(10);
 
-/// A pod that is read before its context is there.
+/// A pod that is read before its context exists.
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::core::claims) enum EarlyPod {
-    /// The read is under way.
     Reading(CallId),
-    /// The pod, and when it came.
+    /// The pod, and when it was read.
     Read(Arc<Pod>, Moment),
 }
 
 impl World {
-    /// Reads the pod that a claim was made for, so that the context finds it read.
+    /// Reads the owner pod of a generated claim before the context needs it.
     pub(in crate::core::claims) fn read_pod_early(&mut self, claim: &ObjectKey) {
         let object = self.claims.get(claim).map(|claim| &claim.object);
         let object = object.filter(|object| is_generated(object));
@@ -41,7 +40,7 @@ impl World {
         self.early_pods.insert(uid, EarlyPod::Reading(id));
     }
 
-    /// A pod was read, and no context has asked for it yet.
+    /// Keeps a pod that was read before its context exists.
     pub(in crate::core::claims) fn early_pod_read(&mut self, uid: &str, answer: Answer, now: Moment) {
         let Some(early) = self.early_pods.get_mut(uid) else {
             return;
@@ -50,14 +49,14 @@ impl World {
             Answer::PodRead(Ok(Some(pod))) if pod.metadata.uid.as_deref() == Some(uid) => {
                 *early = EarlyPod::Read(pod, now);
             }
-            // Whatever is wrong, the context is told when it reads the pod itself.
+            // After any error the context reads the pod itself.
             _ => {
                 self.early_pods.remove(uid);
             }
         }
     }
 
-    /// Reads the pod, if it may be ours at all: contexts of other drivers cost nothing.
+    /// Reads the pod if it may need this driver: contexts of other drivers cost no request.
     pub(super) fn read_pod(&mut self, key: &ObjectKey, now: Moment) {
         let Some(context) = self.contexts.get(key) else {
             return;
@@ -102,7 +101,7 @@ impl World {
         self.send(flight, |id| Command::ReadPod { id, key: key.clone() });
     }
 
-    /// The pod of a context was read; `early` if that was sent before the context was there.
+    /// Handles the pod of a context. `early` means that the read was sent before the context existed.
     pub(in crate::core::claims) fn pod_read(
         &mut self,
         key: &ObjectKey,
@@ -112,7 +111,8 @@ impl World {
         now: Moment,
     ) {
         let Answer::PodRead(answer) = answer else { return };
-        // What the pod says of its claims may not have been written when it was read. The scheduler had seen it.
+        // The claim names in the pod's status may have been missing at the time of an early read. The scheduler has seen them, so read
+        // again.
         if early
             && let Ok(Some(pod)) = &answer
             && self

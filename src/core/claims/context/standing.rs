@@ -1,4 +1,4 @@
-//! What the claims of a context's pod ask of us.
+//! Finds the claims of a context's pod that this driver must allocate.
 
 use std::collections::BTreeSet;
 
@@ -12,7 +12,7 @@ use super::others::{Other, SILENT_DRIVER_REASON};
 use super::{Pending, Standing};
 
 impl World {
-    /// Sorts the pod's claims.
+    /// Sorts the pod's claims into pending ones and others, and reports problems.
     pub(super) fn standing(&mut self, key: &ObjectKey, pod: &Pod, now: Moment) -> Standing {
         let resolved = self.resolve_claims(&key.namespace, pod);
         self.note_users(key, pod, &resolved);
@@ -44,7 +44,7 @@ impl World {
                 continue;
             };
             any_own |= self.is_own_class(&claim.object.spec.resource_class_name);
-            // All of a pod's claims are allocated together, and this one may have to be allocated once more.
+            // A pod's claims are allocated together, and this one may have to be allocated again.
             if claim.may_be_taken_back() {
                 rest = true;
                 continue;
@@ -72,7 +72,7 @@ impl World {
                 }
                 continue;
             }
-            // All of a pod's claims are allocated together: one that is under way or going holds up the others.
+            // A pod's claims are allocated together: one that is busy or being released holds up the others.
             let unsettled = claim.unsettled_until(now);
             let is_going = claim.is_asked_back() || claim.must_be_given_back();
             if is_going || claim.stage != ClaimStage::Resting || unsettled.is_some() {
@@ -113,7 +113,7 @@ impl World {
 }
 
 impl World {
-    /// Notes which claims the pod names, whether they are there or not.
+    /// Records the claims that the pod names, whether or not they exist.
     fn note_users(&mut self, key: &ObjectKey, pod: &Pod, resolved: &[(String, Resolved)]) {
         for (_, resolved) in resolved {
             if let Resolved::Claim(claim) | Resolved::NotOwned(claim) = resolved {
@@ -128,7 +128,7 @@ impl World {
         }
     }
 
-    /// In one report, since only the last one is known not to be repeated.
+    /// Sends one report for all problems, because only the last report is remembered.
     fn report_problems(&mut self, key: &ObjectKey, problems: &[(&'static str, String)]) {
         let Some((reason, _)) = problems.first() else {
             return;
@@ -138,7 +138,7 @@ impl World {
     }
 }
 
-/// Each claim once, in the order of their positions.
+/// Each claim once, by position.
 pub(super) fn distinct(own: &[Pending]) -> Vec<&Pending> {
     let mut known = BTreeSet::new();
     own.iter().filter(|claim| known.insert(claim.position)).collect()
