@@ -1,8 +1,8 @@
 //! An allocation transaction: allocates all claims of a batch or none.
 //!
 //! Finalizers are added first, then the driver allocates, then each claim gets one status write. A batch outlives its context and its
-//! claims: each allocation of the driver is either recorded in its claim or deallocated, whatever is deleted meanwhile. If one claim cannot
-//! be recorded, the allocations already recorded are rolled back.
+//! claims: each allocation of the driver is either recorded in its claim or deallocated, even if objects are deleted meanwhile. If one
+//! claim cannot be recorded, the allocations already recorded are rolled back.
 
 mod answers;
 mod undo;

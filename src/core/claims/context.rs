@@ -97,7 +97,7 @@ pub(super) struct ContextState {
     by_recheck: bool,
     /// The reason that keeps the pod from its devices, for the statistics.
     pub(super) trouble: Option<&'static str>,
-    /// Since when it could have what it is being offered.
+    /// Start of the current wake-up: when capacity was freed, or when the pod began to wait if that was later.
     pub(super) woken: Option<Moment>,
 }
 

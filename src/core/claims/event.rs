@@ -1,4 +1,4 @@
-//! What comes in and what goes out: plain data, so that a run can be logged and replayed.
+//! Events and commands: plain data, so that a run can be logged and replayed.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,7 +13,7 @@ use crate::api::resource::{
 };
 use crate::driver::{CapacityChange, DriverErrorKind, Finding, Observation, Verdict};
 
-/// A point in time: how long after the controller's start.
+/// A point in time, as the duration since the controller's start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Moment(Duration);
 
@@ -23,34 +23,34 @@ impl Moment {
         Self(since_start)
     }
 
-    /// How long after the controller's start.
+    /// The duration since the controller's start.
     pub const fn since_start(self) -> Duration {
         self.0
     }
 
-    /// How long after an earlier point.
+    /// The duration since `earlier`; zero if `earlier` is later.
     pub const fn since(self, earlier: Self) -> Duration {
         self.0.saturating_sub(earlier.0)
     }
 
-    /// This point, moved on.
+    /// This point plus `delay`, saturating.
     #[must_use]
     pub const fn after(self, delay: Duration) -> Self {
         Self(self.0.saturating_add(delay))
     }
 }
 
-/// Namespace and name of a claim, a pod or a context.
+/// Namespace and name of a claim, pod or context.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ObjectKey {
-    /// The namespace.
+    /// Namespace of the object.
     pub namespace: String,
-    /// The name.
+    /// Name within the namespace.
     pub name: String,
 }
 
 impl ObjectKey {
-    /// A key from its parts.
+    /// Joins a namespace and a name.
     pub fn new(namespace: impl Into<String>, name: impl Into<String>) -> Self {
         Self {
             namespace: namespace.into(),
@@ -58,7 +58,7 @@ impl ObjectKey {
         }
     }
 
-    /// The key of an object.
+    /// The key of the object with this metadata. A missing part is empty.
     pub fn of(metadata: &ObjectMeta) -> Self {
         Self::new(
             metadata.namespace.clone().unwrap_or_default(),
@@ -73,111 +73,111 @@ impl fmt::Display for ObjectKey {
     }
 }
 
-/// Ties an answer to the command that asked for it.
+/// Matches an answer to its command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CallId(pub u64);
 
-/// Something that has happened.
+/// An input of the control flow, passed to [`World::apply`](super::World::apply).
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// All classes: what is not among them is gone.
+    /// A complete list of classes: known classes that it lacks are gone.
     Classes(Vec<Arc<ResourceClass>>),
-    /// A class was made or changed.
+    /// A class was created or changed.
     Class(Arc<ResourceClass>),
-    /// A class is gone.
+    /// The class with this name was deleted.
     ClassGone(String),
-    /// All claims, read by quorum: what is not among them is gone.
+    /// A complete list of claims from a quorum read: known claims that it lacks are gone.
     Claims(Vec<Arc<ResourceClaim>>),
-    /// A claim was made or changed.
+    /// A claim was created or changed.
     Claim(Arc<ResourceClaim>),
-    /// A claim is gone.
+    /// A claim was deleted.
     ClaimGone {
-        /// Which.
+        /// Namespace and name of the claim.
         key: ObjectKey,
-        /// Its uid.
+        /// Uid of the deleted claim; a new claim may already have its name.
         uid: String,
     },
-    /// All contexts: what is not among them is gone.
+    /// A complete list of contexts: known contexts that it lacks are gone.
     Contexts(Vec<Arc<PodSchedulingContext>>),
-    /// A context was made or changed.
+    /// A context was created or changed.
     Context(Arc<PodSchedulingContext>),
-    /// A context is gone.
+    /// A context was deleted.
     ContextGone {
-        /// Which.
+        /// Namespace and name of the context.
         key: ObjectKey,
-        /// Its uid.
+        /// Uid of the deleted context; a new context may already have its name.
         uid: String,
     },
-    /// The driver knows enough to decide.
+    /// The driver is ready, so decisions can start.
     DriverReady,
-    /// A pod that found no place might find one now.
+    /// A pod without a suitable node may find one now.
     Capacity(CapacityChange),
-    /// The driver finds something wrong with what claims hold.
+    /// The driver found wrong allocations.
     Found(Vec<Finding>),
-    /// A report was not written, and nobody keeps it.
+    /// A report was not written and is no longer queued.
     Untold(Report),
-    /// A command has been carried out, or not.
+    /// A command was executed, successfully or not.
     Answer {
-        /// The command's id.
+        /// Id of the command.
         id: CallId,
-        /// What came of it.
+        /// The result of the command.
         answer: Answer,
     },
 }
 
-/// What came of a command.
+/// The result of a command.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Answer {
-    /// Of [`Command::ReadPod`]; `None` if there is no such pod.
+    /// Answer to [`Command::ReadPod`]; `None` if the pod does not exist.
     PodRead(Result<Option<Arc<Pod>>, String>),
-    /// Of [`Command::ReadClaim`]; `None` if there is no such claim.
+    /// Answer to [`Command::ReadClaim`]; `None` if the claim does not exist.
     ClaimRead(Result<Option<Arc<ResourceClaim>>, String>),
-    /// Of [`Command::WriteClaim`].
+    /// Answer to [`Command::WriteClaim`].
     ClaimWritten(Outcome<Arc<ResourceClaim>>),
-    /// Of [`Command::WriteContext`].
+    /// Answer to [`Command::WriteContext`].
     ContextWritten(Outcome<Arc<PodSchedulingContext>>),
-    /// Of [`DriverRequest::UnsuitableNodes`]: a verdict per claim, in order.
+    /// Answer to [`DriverRequest::UnsuitableNodes`]: one verdict per claim, in order.
     Judged(Result<Vec<Verdict>, CallError>),
-    /// Of [`DriverRequest::Allocate`]: a result per claim, in order.
+    /// Answer to [`DriverRequest::Allocate`]: one result per claim, in order.
     Allocated(Result<Vec<Result<AllocationResult, CallError>>, CallError>),
-    /// Of [`DriverRequest::Deallocate`].
+    /// Answer to [`DriverRequest::Deallocate`].
     Deallocated(Result<(), CallError>),
 }
 
-/// What came of a write.
+/// The result of a write.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome<T> {
-    /// Stored; the object as it is now.
+    /// Stored. Contains the object as returned by the server.
     Done(T),
-    /// The server will not have it, and will not have it again: not found, invalid, forbidden.
+    /// The server refuses the write, and would refuse it again: not found, invalid, forbidden.
     Refused(String),
-    /// The object is not the one that was seen.
+    /// The object has changed since it was read.
     Conflict(String),
-    /// Nobody knows: no answer in time, a dropped connection, a server in trouble. Cleared by reading the object.
+    /// Unknown whether the write was stored: timeout, dropped connection, server error. A read of the object resolves it.
     Unknown(String),
 }
 
-/// Why a call of the driver came to nothing.
+/// Why a driver call failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallError {
-    /// What can be done about it.
+    /// Whether and when a retry can succeed.
     pub kind: CallErrorKind,
-    /// The object at fault.
+    /// The object that caused the error.
     pub subject: Subject,
-    /// CamelCase, from a small fixed set.
+    /// CamelCase reason from a small fixed set.
     pub reason: &'static str,
-    /// What is wrong and what to do.
+    /// The problem and its fix, for the user.
     pub message: String,
 }
 
-/// What can be done about a failed call.
+/// Whether and when a failed call can succeed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallErrorKind {
-    /// Only a change by a person helps.
+    /// Only a change by a user or administrator helps.
     Invalid,
-    /// It may go away by itself.
+    /// A later retry may succeed.
     Retry,
-    /// The driver has not answered in time; what it did is not known.
+    /// The driver did not answer in time. The effect of the call is unknown.
     TimedOut,
 }
 
@@ -190,192 +190,193 @@ impl From<DriverErrorKind> for CallErrorKind {
     }
 }
 
-/// The object at fault.
+/// The object that caused an error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Subject {
-    /// The class of this name.
+    /// The resource class with this name.
     Class(String),
-    /// The claim of this name.
+    /// The claim with this key.
     Claim(ObjectKey),
-    /// None in particular.
+    /// No particular object.
     Call,
 }
 
-/// Something to be done.
+/// An action for the runtime.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Command {
-    /// GET the pod.
+    /// Reads a pod from the API server.
     ReadPod {
-        /// For the answer.
+        /// Returned with the answer.
         id: CallId,
-        /// Which.
+        /// Namespace and name of the pod.
         key: ObjectKey,
     },
-    /// GET the claim.
+    /// Reads a claim from the API server.
     ReadClaim {
-        /// For the answer.
+        /// Returned with the answer.
         id: CallId,
-        /// Which.
+        /// Namespace and name of the claim.
         key: ObjectKey,
     },
-    /// Change a claim, if it still has this uid.
+    /// Changes a claim if it still has this uid.
     WriteClaim {
-        /// For the answer.
+        /// Returned with the answer.
         id: CallId,
-        /// Which.
+        /// Namespace and name of the claim.
         key: ObjectKey,
-        /// Its uid.
+        /// The uid that the claim must have.
         uid: String,
-        /// The change.
+        /// The change to write.
         write: ClaimWrite,
     },
-    /// Make these our entries in a context's status, and leave the others' alone.
+    /// Replaces our entries in a context's status. Entries of other drivers stay.
     WriteContext {
-        /// For the answer.
+        /// Returned with the answer.
         id: CallId,
-        /// Which.
+        /// Namespace and name of the context.
         key: ObjectKey,
-        /// Its uid.
+        /// The uid that the context must have.
         uid: String,
-        /// All our entries.
+        /// All entries of this driver.
         entries: Vec<ResourceClaimSchedulingStatus>,
     },
-    /// Ask the driver.
+    /// Calls the driver.
     CallDriver {
-        /// For the answer.
+        /// Returned with the answer.
         id: CallId,
-        /// What.
+        /// The call and its arguments.
         request: DriverRequest,
     },
-    /// Tell the driver, in order with everything else.
+    /// Notifies the driver, in order with all other commands.
     Observe(Observation),
-    /// Wait until the driver is ready, then [`Event::DriverReady`].
+    /// Waits until the driver is ready, then sends [`Event::DriverReady`].
     AwaitDriver,
-    /// Tell a user.
+    /// Reports a problem to users.
     Report(Report),
 }
 
 /// A change to a claim.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ClaimWrite {
-    /// Add our finalizer, and say on which node the claim is to be allocated: what runs there may follow its own claims only.
+    /// Add our finalizer, and label the claim with the node of its allocation: a companion watches only the claims with the label of
+    /// its node or of any node.
     AddFinalizer {
-        /// The value of the label `<driver>/node`.
+        /// Value of the label `<driver>/node`.
         node: String,
     },
-    /// Set allocation and driver name, and reserve the claim for the pod that it was allocated for, if the claim is not allocated and
-    /// not being deleted: a late duplicate must not replace the reservations that were added since.
+    /// Set the allocation and the driver name, and reserve the claim for its pod, if the claim is neither allocated nor being deleted: a
+    /// late duplicate must not replace reservations that were added since.
     Allocate {
-        /// What was allocated.
+        /// The driver's allocation for the claim.
         allocation: AllocationResult,
-        /// The pod.
+        /// The pod to reserve the claim for.
         reserved_for: Option<ResourceClaimConsumerReference>,
-        /// The resource version that was seen, and that the claim must still have, if an earlier try had no clear answer. None for the
-        /// first try, which no second writer can fail.
+        /// The resource version that the claim must still have, if an earlier attempt had an unknown outcome. `None` for the first attempt,
+        /// which does not fail on concurrent writes of others.
         version: Option<String>,
     },
-    /// Clear allocation, driver name and the request to deallocate, if they are what was seen.
+    /// Clear the allocation, the driver name and `deallocationRequested`, if they are unchanged.
     ClearAllocation {
-        /// Whether the claim was seen to ask for it.
+        /// The last seen value of `deallocationRequested`.
         deallocation_requested: bool,
-        /// The driver name that was seen.
+        /// The last seen driver name.
         driver_name: Option<String>,
     },
-    /// Clear allocation, driver name and the one reservation, if the claim is still at this version: another claim of the pod
-    /// could not be recorded, or another claim holds the same.
+    /// Clear the allocation, the driver name and the only reservation, if the claim still has this version: another claim of the pod could
+    /// not be recorded, or another claim holds the same device.
     UndoAllocation {
-        /// The resource version that was seen.
+        /// The resource version that the claim must still have.
         version: String,
-        /// Whether the claim was seen to be reserved, for our pod alone.
+        /// Whether the claim is reserved, for our pod alone.
         reserved: bool,
     },
     /// Remove our finalizer.
     RemoveFinalizer {
-        /// The resource version that was seen, and that the claim must still have: without that, a leader that was paused could
-        /// take the finalizer from a claim that is in use again. None for a claim that is being deleted, which nobody can use anew.
+        /// The resource version that the claim must still have: otherwise a paused leader could remove the finalizer from a claim that is
+        /// in use again. `None` for a claim that is being deleted, which cannot be allocated again.
         version: Option<String>,
     },
 }
 
-/// A question to the driver.
+/// A call of the driver.
 #[derive(Clone, Debug, PartialEq)]
 pub enum DriverRequest {
-    /// [`crate::driver::Driver::unsuitable_nodes`].
+    /// Calls [`crate::driver::Driver::unsuitable_nodes`].
     UnsuitableNodes {
-        /// The pod.
+        /// The pod to place.
         pod: Arc<Pod>,
-        /// Its claims that are still to be allocated by this driver.
+        /// The pod's claims that this driver has yet to allocate.
         claims: Vec<ClaimToAllocate>,
-        /// The nodes in question.
+        /// The nodes to evaluate.
         nodes: Vec<String>,
     },
-    /// [`crate::driver::Driver::allocate`].
+    /// Calls [`crate::driver::Driver::allocate`].
     Allocate {
-        /// The claims.
+        /// The claims to allocate together.
         claims: Vec<ClaimToAllocate>,
-        /// Where; `None` for anywhere.
+        /// The selected node; `None` for any node.
         node: Option<String>,
     },
-    /// [`crate::driver::Driver::deallocate`].
+    /// Calls [`crate::driver::Driver::deallocate`].
     Deallocate {
-        /// The claim.
+        /// The claim to deallocate.
         claim: Arc<ResourceClaim>,
-        /// What was allocated, recorded or not.
+        /// The allocation, whether or not the claim records it.
         allocation: Option<AllocationResult>,
     },
 }
 
-/// A claim that the driver is asked about.
+/// A claim to evaluate or allocate, with its class.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ClaimToAllocate {
-    /// The entry of `pod.spec.resourceClaims`; empty for an immediate claim.
+    /// The name in `pod.spec.resourceClaims`; empty for an immediate claim.
     pub pod_claim_name: String,
-    /// The claim.
+    /// The claim as last seen.
     pub claim: Arc<ResourceClaim>,
-    /// Its class.
+    /// The class that the claim names.
     pub class: Arc<ResourceClass>,
 }
 
-/// A sentence for a user: becomes an Event on the object.
+/// A message for users, written as an Event on the object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
-    /// The object.
+    /// The object that the Event is attached to.
     pub regarding: Regarding,
-    /// CamelCase, from a small fixed set.
+    /// CamelCase reason from a small fixed set.
     pub reason: String,
-    /// What is wrong and what to do.
+    /// The problem and its fix.
     pub message: String,
 }
 
 /// The object that a report is about.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Regarding {
-    /// A pod.
+    /// A pod that uses claims of this driver.
     Pod {
-        /// Which.
+        /// Namespace and name of the pod.
         key: ObjectKey,
-        /// Its uid.
+        /// Uid of the pod.
         uid: String,
     },
-    /// A claim.
+    /// A claim of this driver.
     Claim {
-        /// Which.
+        /// Namespace and name of the claim.
         key: ObjectKey,
-        /// Its uid.
+        /// Uid of the claim.
         uid: String,
     },
-    /// A class.
+    /// A resource class.
     Class {
-        /// Which.
+        /// Name of the class.
         name: String,
-        /// Its uid.
+        /// Uid of the class.
         uid: String,
     },
 }
 
-/// Puts reasons into one sentence: the same reason on many nodes is named once.
+/// Joins the reasons of all nodes into one sentence. A reason shared by several nodes appears once.
 pub(super) fn summary(reasons: &BTreeMap<String, String>) -> String {
-    /// Names beyond this many are counted, so that the sentence stays readable.
+    /// At most this many names are listed; the others are counted.
     const NAMED: usize = 3;
 
     let mut nodes_by_reason: BTreeMap<&str, Vec<&str>> = BTreeMap::new();

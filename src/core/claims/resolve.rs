@@ -1,4 +1,4 @@
-//! Which claims a pod is about.
+//! Resolves the claims of a pod.
 
 use std::collections::BTreeSet;
 
@@ -10,25 +10,24 @@ use crate::api::resource::{
 use super::event::ObjectKey;
 use super::world::World;
 
-/// One entry of a pod, resolved to the claim that it stands for, which is known by a `C`.
+/// One entry of a pod, resolved to its claim. `C` identifies a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Resolved<C = ObjectKey> {
-    /// The pod needs no claim for it.
+    /// The pod needs no claim for this entry.
     NotNeeded,
-    /// The claim is not there yet: the claim controller will make it, or a user must.
+    /// The claim does not exist yet: the claim controller or a user must create it.
     Awaited,
-    /// The claim.
     Claim(C),
-    /// The claim of that name belongs to somebody else.
+    /// A claim with the expected name exists, but another owner has it.
     NotOwned(C),
 }
 
-/// Finds the claim of an entry: the one that it names; or, if it is made from a template, by the name in the pod's status (1.28
-/// and later), by what its maker wrote on it if that status was not there yet when the pod was read or names a claim that has
-/// been replaced since, or by the name that 1.27 gives it.
+/// Finds the claim of an entry. An entry may name its claim. For an entry with a template, the pod's status (1.28 and later) has the
+/// claim's name. If the status was not yet written when the pod was read, or names a claim that has been replaced since, the annotation on
+/// the claim decides, or else the name that 1.27 generates.
 ///
-/// `by_name` finds a claim of the pod's namespace, `is_own` says whether it was made for this pod, and `annotated` finds the claim
-/// of this pod that says of itself that it was made for the entry.
+/// `by_name` finds a claim in the pod's namespace, `is_own` tells whether it was made for this pod, and `annotated` finds the pod's claim
+/// whose annotation names the entry.
 pub(crate) fn resolve<C>(
     pod: &Pod,
     entry: &PodResourceClaim,
@@ -64,15 +63,15 @@ pub(crate) fn resolve<C>(
     }
 }
 
-/// Whether a claim says of itself that it was made for an entry of its pod.
+/// Whether a claim's annotation (or recorded name) says that it was made for this entry of its pod.
 pub(crate) fn is_made_for(claim: &ResourceClaim, entry: &str) -> bool {
     let annotations = claim.metadata.annotations.as_ref();
     let annotated = annotations.and_then(|all| all.get(POD_CLAIM_NAME_ANNOTATION));
     annotated.map(String::as_str).or(claim.pod_claim_name.as_deref()) == Some(entry)
 }
 
-/// Whether a claim was made from a template, for the pod that owns it: since 1.28 it says so itself, and before that it had the name of
-/// the pod and of an entry. A claim of another sort that a pod owns is there for whoever names it.
+/// Whether a claim was generated from a template for the pod that owns it: since 1.28 it has an annotation, and before that its name starts
+/// with the pod's. Other claims owned by a pod may be used by any pod.
 pub(super) fn is_generated(claim: &ResourceClaim) -> bool {
     let metadata = &claim.metadata;
     let Some(pod) = pod_owner_of(metadata) else {
@@ -87,7 +86,7 @@ pub(super) fn is_generated(claim: &ResourceClaim) -> bool {
 }
 
 impl World {
-    /// Finds the claims that a pod names, by entry.
+    /// Resolves the claims of a pod, by entry.
     pub(super) fn resolve_claims(&self, namespace: &str, pod: &Pod) -> Vec<(String, Resolved)> {
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
         let by_name = |name: &str| {
@@ -109,8 +108,8 @@ impl World {
         pod.spec.resource_claims.iter().map(resolved).collect()
     }
 
-    /// Whether another driver says that the selected node does not suit a claim which it has still to allocate. An allocation there
-    /// would be in vain; and up to 1.27 the scheduler selects the same node again after it has taken that allocation back.
+    /// Whether another driver lists the selected node as unsuitable for a claim that it has yet to allocate. An allocation on this node
+    /// would be in vain; and up to 1.27 the scheduler selects the same node again after deallocating it.
     pub(super) fn is_refused_by_others(
         &self,
         context: &PodSchedulingContext,
@@ -139,7 +138,7 @@ impl World {
         refusals.any(|entry| is_pending(&entry.name))
     }
 
-    /// The claim that says of itself that it was made for an entry of a pod; rather one that stays than one that goes.
+    /// The pod's claim whose annotation names the entry. A claim that is not being deleted takes precedence.
     fn annotated(&self, uid: &str, entry: &str) -> Option<ObjectKey> {
         let made_for = self.claims_by_owner.get(uid).into_iter().flatten();
         let candidates = made_for.filter_map(|key| {

@@ -1,19 +1,18 @@
-//! Growing delays after failures, without randomness.
+//! Exponential backoff without jitter.
 
 use std::time::Duration;
 
 use super::event::Moment;
 
-/// The first delay.
 const FIRST: Duration = Duration::from_millis(100);
-/// The longest delay: a pod never waits longer for a fault that has gone.
+/// The longest delay: a pod waits at most this long after a fault has ended.
 const LONGEST: Duration = Duration::from_secs(30);
 
-/// How many writes in a row may fail without a clear answer before a person is told. One lost answer is nobody's business, and a webhook
-/// that is down makes every write fail.
+/// How many consecutive writes with an unknown outcome are tolerated before an Event reports them. A single lost answer is no problem for a
+/// user, but a failing webhook makes every write fail.
 pub(in crate::core::claims) const WRITES_BEFORE_REPORT: u32 = 3;
 
-/// How often something has failed in a row, and when it may be tried again.
+/// The number of consecutive failures, and the time of the next attempt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Retry {
     failures: u32,
@@ -21,24 +20,22 @@ pub(super) struct Retry {
 }
 
 impl Retry {
-    /// Counts a failure.
     pub(super) fn failed(&mut self, now: Moment) {
         let delay = FIRST.saturating_mul(1 << self.failures.min(16)).min(LONGEST);
         self.failures = self.failures.saturating_add(1);
         self.not_before = now.after(delay);
     }
 
-    /// Counts a success.
     pub(super) fn succeeded(&mut self) {
         *self = Self::default();
     }
 
-    /// How often it has failed since it last succeeded.
+    /// Number of failures since the last success.
     pub(super) fn failures(&self) -> u32 {
         self.failures
     }
 
-    /// When it may be tried again, if not now.
+    /// The time of the next attempt, if it is later than `now`.
     pub(super) fn wait_until(&self, now: Moment) -> Option<Moment> {
         (self.not_before > now).then_some(self.not_before)
     }

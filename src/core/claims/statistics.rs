@@ -1,6 +1,6 @@
-//! What the protocol counts, for those who watch from outside. Nothing is decided by it.
+//! Counters for metrics. No decision depends on them.
 //!
-//! What is counted by a reason or a result is counted by words of small fixed sets; no name of an object is among them.
+//! Labels come from small fixed sets and never contain object names.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,56 +11,56 @@ use super::batch::Failure;
 use super::event::{Answer, CallError, CallErrorKind, CallId, Moment, ObjectKey, Outcome};
 use super::world::{Flight, Work, World};
 
-/// What has been counted since the start.
+/// Counters since the start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
-    /// Claims allocated: the status write is known to be stored.
+    /// Allocated claims, counted when the status write is known to be stored.
     pub allocations: u64,
-    /// Claims whose devices were given back.
+    /// Deallocated claims.
     pub deallocations: u64,
-    /// Waiting pods for which the slow recheck found a place that nothing had announced. Each one is a lost wake-up.
+    /// Waiting pods for which only the slow recheck found a node. Each one is a lost wake-up.
     pub caught_by_recheck: u64,
-    /// How attempts to allocate all claims of a pod, or one immediate claim, have ended: by [`Statistics::ATTEMPTS`].
+    /// Ended attempts to allocate all claims of a pod, or one immediate claim, by [`Statistics::ATTEMPTS`].
     pub attempts: BTreeMap<&'static str, u64>,
-    /// Calls of the driver by [`Statistics::CALLS`] and [`Statistics::CALL_RESULTS`].
+    /// Driver calls by [`Statistics::CALLS`] and [`Statistics::CALL_RESULTS`].
     pub calls: BTreeMap<(&'static str, &'static str), u64>,
     /// Events for users, by reason.
     pub reports: BTreeMap<&'static str, u64>,
-    /// Pods that wait now, by what keeps them from their devices.
+    /// Waiting pods at present, by the reason that keeps them from their devices.
     pub waiting: BTreeMap<&'static str, u64>,
-    /// From the moment that something became free, or that a pod began to wait if that was later, until the pod's devices were
-    /// asked for or the scheduler was told of the place.
+    /// Duration of wake-ups: from the time that capacity was freed, or that the pod began to wait if that was later, until the allocation
+    /// starts or the context's new entries are stored.
     pub wake_ups: Distribution,
-    /// The queues of what is to be looked at, by [`Statistics::QUEUES`].
+    /// Work queues, by [`Statistics::QUEUES`].
     pub queues: BTreeMap<&'static str, QueueStatistics>,
 }
 
-/// One queue: objects of one kind that are to be looked at, and the requests and calls that follow from it.
+/// One work queue: objects of one kind to process, with the resulting requests and calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QueueStatistics {
-    /// How many objects are in the queue now.
+    /// Number of objects in the queue at present.
     pub depth: u64,
-    /// How often an object came into the queue; one that is in it already does not come again.
+    /// Number of additions. Adding an object that is already queued does not count.
     pub adds: u64,
-    /// How often a request or call came to nothing, so that it is tried again or given up.
+    /// Number of failed requests and calls, whether or not they are retried.
     pub retries: u64,
-    /// How long objects were in the queue.
+    /// Time that objects spent in the queue.
     pub waited: Distribution,
-    /// How long requests and calls took, until they were answered.
+    /// Time from sending a request or call until its answer.
     pub worked: Distribution,
-    /// Requests and calls without an answer so far.
+    /// Number of pending requests and calls.
     pub under_way: u64,
-    /// When each of those began, as times since the start, added up.
+    /// Sum of the start times of the pending ones, as durations since the controller's start.
     pub begun: Duration,
-    /// When the oldest of those began.
+    /// Start time of the oldest pending one.
     pub oldest: Option<Moment>,
 }
 
 impl Statistics {
-    /// What is queued: claims by themselves, pods' contexts, and claims that are allocated together.
+    /// The queues: batches of claims, single claims, and contexts of pods.
     pub const QUEUES: [&'static str; 3] = ["batch", "claim", "context"];
-    /// How an attempt to allocate ends: recorded; refused by the driver for good, for now, or by its silence; refused by the API
-    /// server; no longer wanted.
+    /// Results of an attempt to allocate: recorded; driver error of kind `Invalid`; refused by the API server; driver error of kind `Retry`
+    /// or `TimedOut`; no longer wanted.
     pub const ATTEMPTS: [&'static str; 6] = [
         "Allocated",
         "Invalid",
@@ -69,14 +69,14 @@ impl Statistics {
         "TimedOut",
         "Withdrawn",
     ];
-    /// The calls of a driver.
+    /// The driver methods.
     pub const CALLS: [&'static str; 3] = ["Allocate", "Deallocate", "UnsuitableNodes"];
-    /// How they end.
+    /// Results of a driver call.
     pub const CALL_RESULTS: [&'static str; 4] = ["Done", "Invalid", "Retry", "TimedOut"];
-    /// What keeps a pod from its devices although it is nobody's error: some of the nodes in question will not do.
+    /// Trouble of a waiting pod that is not an error: some of its nodes are unsuitable.
     pub const SOME_NODES: &'static str = "SomeNodesUnsuitable";
 
-    /// A pod that waited for one thing now waits for another, or for nothing.
+    /// Moves a waiting pod from one reason to another; `None` means that it does not wait.
     fn trouble_changed(&mut self, before: Option<&'static str>, after: Option<&'static str>) {
         if before == after {
             return;
@@ -89,7 +89,7 @@ impl Statistics {
         }
     }
 
-    /// A batch is over.
+    /// Counts an ended batch.
     pub(super) fn attempted(&mut self, failure: Option<&Failure>) {
         let result = match failure {
             None => "Allocated",
@@ -127,7 +127,7 @@ fn word(kind: CallErrorKind) -> &'static str {
     }
 }
 
-/// Whether what was asked for has not been done.
+/// Whether a request or call failed.
 fn came_to_nothing(answer: &Answer) -> bool {
     match answer {
         Answer::PodRead(answer) => answer.is_err(),
@@ -141,7 +141,6 @@ fn came_to_nothing(answer: &Answer) -> bool {
     }
 }
 
-/// The queue in which a piece of work stands.
 fn queue_of_work(work: &Work) -> &'static str {
     match work {
         Work::Batch(_) => "batch",
@@ -150,7 +149,6 @@ fn queue_of_work(work: &Work) -> &'static str {
     }
 }
 
-/// The queue from which a request or call came.
 fn queue_of_flight(flight: &Flight) -> &'static str {
     match flight {
         Flight::Item { .. } | Flight::Batch { .. } => "batch",
@@ -161,20 +159,20 @@ fn queue_of_flight(flight: &Flight) -> &'static str {
     }
 }
 
-/// What is to be looked at: each piece of work once, in order.
+/// The work queue: each piece of work once, in order.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Queue {
-    /// The work, and since when it is here.
+    /// Each piece of work, with the time of its addition.
     work: BTreeMap<Work, Moment>,
-    /// The time.
+    /// The current time.
     pub(super) now: Moment,
     figures: BTreeMap<&'static str, QueueStatistics>,
-    /// Since when requests and calls are under way, the oldest first.
+    /// Start times of the pending requests and calls, the oldest first.
     under_way: BTreeMap<&'static str, BTreeMap<CallId, Moment>>,
 }
 
 impl Queue {
-    /// Puts a piece of work in, unless it is there.
+    /// Adds a piece of work unless it is queued already.
     pub(super) fn insert(&mut self, work: Work) {
         let figures = self.figures.entry(queue_of_work(&work)).or_default();
         self.work.entry(work).or_insert_with(|| {
@@ -184,14 +182,12 @@ impl Queue {
         });
     }
 
-    /// Puts several in.
     pub(super) fn extend(&mut self, work: impl IntoIterator<Item = Work>) {
         for work in work {
             self.insert(work);
         }
     }
 
-    /// Takes the first one out.
     pub(super) fn pop_first(&mut self) -> Option<Work> {
         let (work, since) = self.work.pop_first()?;
         let figures = self.figures.entry(queue_of_work(&work)).or_default();
@@ -200,7 +196,7 @@ impl Queue {
         Some(work)
     }
 
-    /// A request or call has been sent.
+    /// Counts a request or call that is being sent.
     pub(super) fn sent(&mut self, id: CallId, flight: &Flight) {
         let queue = queue_of_flight(flight);
         let figures = self.figures.entry(queue).or_default();
@@ -209,7 +205,7 @@ impl Queue {
         self.under_way.entry(queue).or_default().insert(id, self.now);
     }
 
-    /// A request or call has been answered.
+    /// Counts the answer to a request or call.
     fn answered(&mut self, id: CallId, flight: &Flight, answer: &Answer) {
         let queue = queue_of_flight(flight);
         let begun = self.under_way.get_mut(queue).and_then(|all| all.remove(&id));
@@ -232,7 +228,7 @@ impl Queue {
 }
 
 impl World {
-    /// What has been counted since the start.
+    /// Returns the counters since the start.
     pub fn statistics(&self) -> Statistics {
         Statistics {
             queues: self.dirty.figures(),
@@ -240,13 +236,13 @@ impl World {
         }
     }
 
-    /// Counts the answer of a command.
+    /// Counts the answer to a command.
     pub(super) fn count_answer(&mut self, id: CallId, flight: &Flight, answer: &Answer) {
         self.statistics.called(answer);
         self.dirty.answered(id, flight, answer);
     }
 
-    /// Notes what keeps a pod from its devices; `None` for nothing.
+    /// Records the reason that keeps a pod from its devices; `None` for no reason.
     pub(super) fn set_trouble(&mut self, key: &ObjectKey, trouble: Option<&'static str>) {
         if let Some(context) = self.contexts.get_mut(key) {
             let before = std::mem::replace(&mut context.trouble, trouble);
@@ -254,19 +250,19 @@ impl World {
         }
     }
 
-    /// A pod no longer waits, because nobody schedules it any more.
+    /// Removes a pod from the count of waiting pods because its context is gone.
     pub(super) fn forget_trouble(&mut self, trouble: Option<&'static str>) {
         self.statistics.trouble_changed(trouble, None);
     }
 
-    /// What was offered to a pod does not help it.
+    /// Ends the measurement of a wake-up that does not help the pod.
     pub(super) fn stays_asleep(&mut self, key: &ObjectKey) {
         if let Some(context) = self.contexts.get_mut(key) {
             context.woken = None;
         }
     }
 
-    /// What was free is asked for, or the scheduler has been told of it: a pod is awake, if it was asleep.
+    /// Ends the measurement of a wake-up that helped: the pod's allocation starts, or the scheduler has its new entries.
     pub(super) fn note_awake(&mut self, key: &ObjectKey, now: Moment) {
         let woken = self
             .contexts

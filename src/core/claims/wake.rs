@@ -1,8 +1,8 @@
-//! Waking pods that wait, a few at a time.
+//! Wake-ups of waiting pods, a few at a time.
 //!
-//! When something becomes free, as many more waiting contexts are judged again as it can help. A wake-up ends when its pod has been
-//! allocated, when it turns out not to be helped, or when it has taken too long; in the last two cases the next context is woken
-//! instead. So a pod that cannot run for other reasons blocks nobody, and nobody is forgotten.
+//! When capacity is freed, as many waiting contexts are evaluated again as the capacity can serve. A wake-up ends when its pod is
+//! allocated, when the pod still fits nowhere, or when it takes too long. In the last two cases the next context is woken. So a pod that
+//! cannot run for other reasons blocks no other pod, and every waiting pod gets its turn.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,49 +15,48 @@ use super::world::{Work, World};
 /// How long a woken pod may take before the next one is woken as well. The scheduler's own backoff is 1 to 10 s.
 const OFFER: Duration = Duration::from_secs(5);
 
-/// The contexts that are to be judged again.
+/// Queue and state of the wake-ups.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Wake {
     /// The contexts that wait for their turn.
     queue: BTreeMap<u64, ObjectKey>,
-    /// The place of each of them in `queue`.
+    /// The key of each context in `queue`.
     places: BTreeMap<ObjectKey, u64>,
-    /// The number of places that were ever given out.
+    /// The last key used in `queue`.
     last_place: u64,
-    /// The open wake-ups.
+    /// The wake-ups in progress.
     open: BTreeMap<ObjectKey, WakeUp>,
-    /// How many wake-ups may be open at once.
+    /// How many wake-ups may be in progress at once.
     width: usize,
-    /// When each namespace with waiting pods had its last turn, counted in wake-ups.
+    /// The last turn of each namespace with waiting pods, as a number of `count`.
     turns: BTreeMap<String, u64>,
     /// The number of wake-ups so far.
     count: u64,
-    /// When something became free last.
+    /// When capacity was last freed.
     freed: Moment,
 }
 
-/// A wake-up that has not ended yet.
+/// A wake-up in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct WakeUp {
-    /// Its number: contexts that are awake at the same time act in this order.
+    /// Its number. Contexts that are awake at the same time act in this order.
     turn: u64,
-    /// When it ends at the latest.
+    /// Its deadline.
     ends: Moment,
 }
 
-/// What decides whose turn it is.
+/// The facts that determine a context's turn.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Waiting {
-    /// The pod's priority: the higher, the earlier.
+    /// The pod's priority. Higher values come first.
     pub(super) priority: i32,
-    /// Since when it waits.
     pub(super) since: Moment,
-    /// When it is judged again although nothing is known to have changed.
+    /// When the next slow recheck is due.
     pub(super) recheck: Moment,
 }
 
 impl Wake {
-    /// Forgets a context, wherever it stands.
+    /// Removes a context from the queue and ends its wake-up.
     pub(super) fn remove(&mut self, key: &ObjectKey) {
         self.open.remove(key);
         if let Some(place) = self.places.remove(key) {
@@ -65,7 +64,7 @@ impl Wake {
         }
     }
 
-    /// Puts a context that came too late for the last change behind those that were in time.
+    /// Queues a context that began to wait too late for the last change, behind the others.
     pub(super) fn join(&mut self, key: ObjectKey) {
         self.width = self.width.max(1);
         if !self.open.contains_key(&key) {
@@ -81,7 +80,7 @@ impl Wake {
         }
     }
 
-    /// Replaces the queue, and lets `credits` more wake-ups be open than are open now.
+    /// Replaces the queue, and allows `credits` more wake-ups than are in progress now.
     fn restart(&mut self, queue: Vec<ObjectKey>, credits: usize) {
         self.queue.clear();
         self.places.clear();
@@ -91,32 +90,32 @@ impl Wake {
         self.width = self.open.len().saturating_add(credits);
     }
 
-    /// Ends a wake-up that has not helped: the next context is woken instead.
+    /// Ends a wake-up that has not helped. The next context is woken instead.
     pub(super) fn end(&mut self, key: &ObjectKey) {
         self.open.remove(key);
     }
 
-    /// Ends the wake-up of a pod that has its devices now. Nobody is woken instead, except that the rest of the queue is always
-    /// woken one by one: the pod may have taken other devices than those that became free.
+    /// Ends the wake-up of a pod that has its devices now. One wake-up less may be in progress, but at least one: the pod may have taken
+    /// other devices than those freed, so the rest of the queue is still woken one by one.
     pub(super) fn succeeded(&mut self, key: &ObjectKey) {
         if self.open.remove(key).is_some() {
             self.width = self.width.saturating_sub(1).max(1);
         }
     }
 
-    /// Ends a wake-up whose time is over. A context that was woken again since keeps its new wake-up.
+    /// Ends a wake-up whose deadline has passed. A context that has been woken again keeps its new wake-up.
     fn expire(&mut self, key: &ObjectKey, now: Moment) {
         if self.open.get(key).is_some_and(|wake_up| wake_up.ends <= now) {
             self.end(key);
         }
     }
 
-    /// The turn of a context that is awake.
+    /// The turn of a woken context.
     pub(super) fn turn(&self, key: &ObjectKey) -> Option<u64> {
         self.open.get(key).map(|wake_up| wake_up.turn)
     }
 
-    /// The contexts that are awake, in the order of their turns.
+    /// The woken contexts, in the order of their turns.
     fn awake(&self) -> Vec<ObjectKey> {
         let mut awake: Vec<_> = self
             .open
@@ -141,8 +140,8 @@ impl Wake {
     }
 }
 
-/// Puts waiting contexts in order: priority first, then the namespaces in turn, beginning with the one whose last turn is longest
-/// ago, then the longest wait.
+/// Sorts waiting contexts by priority, then round-robin over the namespaces, starting with the least recently served one, then by waiting
+/// time.
 fn in_turn(
     waiting: impl Iterator<Item = (ObjectKey, Waiting)>,
     last_turns: &BTreeMap<String, u64>,
@@ -155,7 +154,7 @@ fn in_turn(
             .then(left.since.cmp(&right.since))
             .then(left_key.cmp(right_key))
     });
-    // The n-th of a namespace, within one priority, comes after the n-1st of every other.
+    // Within one priority, the n-th context of a namespace follows the (n-1)-th of every other.
     let mut turns: BTreeMap<(i32, String), usize> = BTreeMap::new();
     let mut ranked: Vec<(i32, usize, u64, Moment, ObjectKey)> = sorted
         .into_iter()
@@ -198,7 +197,7 @@ impl World {
         let credits = change.pods.unwrap_or(queue.len()).max(1);
         self.wake.restart(queue, credits);
         self.wake.freed = now;
-        // What those who are awake were woken for may be gone by now: they are judged again, and have no more time for it.
+        // The capacity for which these contexts were woken may be taken by now: evaluate them again, but do not extend their deadlines.
         for key in awake {
             self.wake_up(&key);
         }
@@ -211,7 +210,7 @@ impl World {
         }
     }
 
-    /// Wakes as many contexts as may be woken. The answer is whether there were any.
+    /// Wakes as many contexts as allowed. Returns whether any was woken.
     pub(super) fn make_offers(&mut self, now: Moment) -> bool {
         let mut any = false;
         let ends = now.after(OFFER);
@@ -226,7 +225,7 @@ impl World {
         any
     }
 
-    /// Lets a context be judged again. The answer is whether it is still there.
+    /// Lets a context be evaluated again. Returns whether it still exists.
     fn wake_up(&mut self, key: &ObjectKey) -> bool {
         let epoch = self.epoch;
         let Some(context) = self.contexts.get_mut(key) else {
@@ -239,7 +238,7 @@ impl World {
         true
     }
 
-    /// Looks at a context again, and at those that are awake in the order in which they were woken.
+    /// Queues the next step of a context. Woken contexts act in the order of their turns.
     pub(super) fn touch_context(&mut self, key: &ObjectKey) {
         let work = match self.wake.turn(key) {
             Some(turn) => Work::Woken(turn, key.clone()),
@@ -248,7 +247,6 @@ impl World {
         self.dirty.insert(work);
     }
 
-    /// The time of a wake-up is over.
     pub(super) fn end_offer(&mut self, key: &ObjectKey, now: Moment) {
         self.wake.expire(key, now);
     }
@@ -311,7 +309,7 @@ mod tests {
         let mut wake = Wake::default();
         let mut waiting = keys(100);
         let ends = Moment::new(OFFER);
-        // One is awake all the time; of the others one is helped by each change.
+        // One context is awake all the time; each change helps one of the others.
         wake.restart(vec![waiting.remove(0)], 1);
         assert_eq!(all_next(&mut wake, ends).len(), 1);
         for _ in 0..50 {

@@ -1,4 +1,4 @@
-//! Everything the protocol knows, and how events change it.
+//! The state of the control flow, and how events change it.
 
 mod seen;
 
@@ -17,26 +17,26 @@ use super::event::{Answer, CallId, Command, Event, Moment, ObjectKey, Outcome, R
 use super::statistics::{Queue, Statistics};
 use super::wake::Wake;
 
-/// When an object is looked at again whose report was not written. The queue of reports was full then; at some ten milliseconds for
-/// each, thousands of them are written by this time. If the server refuses each of a thousand, it is asked 17 times a second.
+/// When an object is revisited whose report was not written. The queue of reports was full at that time; at some ten milliseconds each,
+/// thousands of them are written meanwhile. If the server refuses the reports of a thousand objects, this makes 17 requests per second.
 const TELL_AGAIN: Duration = Duration::from_secs(60);
 
-/// What an operator chooses.
+/// Settings chosen by an operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// The driver's name.
+    /// The driver's name, as in `ResourceClass.driverName`.
     pub driver_name: String,
-    /// Whether the pod is entered into `reservedFor` together with the allocation. If not, the scheduler does it.
+    /// Whether the allocation write also adds the pod to `reservedFor`. If not, the scheduler adds it.
     pub reserve_for_pod: bool,
-    /// After which time of silence another driver of a pod is named in an Event on the pod.
+    /// How long another driver of a pod may be silent before an Event on the pod names it.
     pub other_driver_wait: Duration,
 }
 
 impl Settings {
-    /// The usual [`Settings::other_driver_wait`]. A driver in good health answers within milliseconds.
+    /// Default of [`Settings::other_driver_wait`]. A healthy driver answers within milliseconds.
     pub const OTHER_DRIVER_WAIT: Duration = Duration::from_secs(60);
 
-    /// The defaults for a driver.
+    /// The default settings for this driver name.
     pub fn new(driver_name: impl Into<String>) -> Self {
         Self {
             driver_name: driver_name.into(),
@@ -45,18 +45,18 @@ impl Settings {
         }
     }
 
-    /// The finalizer that keeps a claim until its devices are given back.
+    /// The finalizer that keeps a claim until it is deallocated.
     pub fn finalizer(&self) -> String {
         finalizer_of(&self.driver_name)
     }
 
-    /// The label of a claim that says on which node it is to be allocated.
+    /// The label of a claim with the node of its allocation.
     pub fn node_label(&self) -> String {
         format!("{}/{NODE_LABEL}", self.driver_name)
     }
 }
 
-/// What must have happened before the first decision.
+/// The conditions for the first decision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(
     clippy::struct_excessive_bools,
@@ -75,38 +75,36 @@ impl Barrier {
     }
 }
 
-/// Something that may need a step.
+/// An object or timer to process.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Work {
-    /// A batch under way.
+    /// A batch in progress.
     Batch(BatchId),
-    /// A claim.
     Claim(ObjectKey),
-    /// A claim that the pod that it was made for may have left to others.
+    /// A template claim its owner pod has not used in time; other pods may use it.
     Open(ObjectKey),
-    /// A context that is awake, by its turn.
+    /// A woken context, by its turn.
     Woken(u64, ObjectKey),
-    /// A context.
     Context(ObjectKey),
     /// The slow recheck of a waiting context.
     Recheck(ObjectKey),
-    /// The end of a wake-up.
+    /// The deadline of a wake-up.
     Offer(ObjectKey),
 }
 
-/// To whom the answer of a call belongs.
+/// A pending call: the object that its answer belongs to.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Flight {
-    /// A context that reads its pod.
+    /// Reading the pod of a context.
     Pod {
         context: ObjectKey,
         uid: String,
-        /// It was sent before the context was there.
+        /// The read was sent before the context existed.
         early: bool,
     },
-    /// A pod that has no context yet.
+    /// Reading a pod that has no context yet.
     EarlyPod { uid: String },
-    /// A context that is being judged.
+    /// Evaluating nodes for a context.
     Judge {
         context: ObjectKey,
         uid: String,
@@ -114,35 +112,34 @@ pub(super) enum Flight {
         claims: Vec<ObjectKey>,
         basis: Basis,
     },
-    /// A context whose entries are being written.
+    /// Writing the entries of a context.
     Publish { context: ObjectKey, uid: String },
-    /// A claim that is being released.
+    /// Releasing or repairing a claim.
     Release { claim: ObjectKey, uid: String },
-    /// A claim within a batch.
+    /// A step for one claim of a batch.
     Item { batch: BatchId, uid: String },
-    /// A whole batch.
+    /// The driver's allocation for a batch.
     Batch { batch: BatchId },
 }
 
-/// Everything the protocol knows. Owned by one task; changed by [`World::apply`] and [`World::decide`] only.
+/// The state of the classic DRA control flow. Owned by one task; only [`World::apply`] and [`World::decide`] change it.
 #[derive(Clone, Debug)]
 pub struct World {
     pub(super) settings: Settings,
     pub(super) finalizer: String,
     barrier: Barrier,
     pub(super) classes: BTreeMap<String, Arc<ResourceClass>>,
-    /// A tree that is filled in order, as a list does, is half empty: what is in it is small, and what is large beside it.
+    /// Boxed, because a tree that is filled in ascending order, as by a list, is half empty: its entries should be small.
     pub(super) claims: BTreeMap<ObjectKey, Box<ClaimState>>,
-    /// Claims by the uid of the pod that owns them, in order. Nearly always one, for which a set would take room for eleven.
+    /// Claims by the uid of their owner pod, sorted. Nearly always one per pod, so a set, with room for eleven, would waste memory.
     pub(super) claims_by_owner: BTreeMap<String, Vec<ObjectKey>>,
-    /// Claims that a context might be about: ours, delayed, not allocated.
+    /// Claims that a context may need: ours, delayed, not allocated.
     pub(super) candidates: BTreeSet<ObjectKey>,
-    /// Those of them that any pod of their namespace may name: they were not made for one pod, or that pod has not taken them.
+    /// Candidates that any pod of their namespace may name: not generated for one pod, or not used by that pod in time.
     pub(super) open_candidates: BTreeSet<ObjectKey>,
-    /// Immediate claims that are not allocated.
     pub(super) unallocated_immediate: BTreeSet<ObjectKey>,
     pub(super) contexts: BTreeMap<ObjectKey, ContextState>,
-    /// Pods without a context, by uid, as long as there is a claim that was made for them.
+    /// Pods without a context, by uid, while a claim generated for them exists.
     pub(super) early_pods: BTreeMap<String, EarlyPod>,
     /// The contexts whose pods name a claim.
     pub(super) users: BTreeMap<ObjectKey, BTreeSet<ObjectKey>>,
@@ -151,7 +148,7 @@ pub struct World {
     pub(super) dirty: Queue,
     timers: BTreeSet<(Moment, Work)>,
     pub(super) wake: Wake,
-    /// Raised when something may have become possible.
+    /// Incremented when capacity may have been freed.
     pub(super) epoch: u64,
     pub(super) outbox: Vec<Command>,
     next_id: u64,
@@ -159,7 +156,7 @@ pub struct World {
 }
 
 impl World {
-    /// A world that knows nothing yet and decides nothing until everything is listed and the driver is ready.
+    /// Creates an empty state. It makes no decision until everything is listed and the driver is ready.
     pub fn new(settings: Settings) -> Self {
         Self {
             finalizer: settings.finalizer(),
@@ -191,17 +188,17 @@ impl World {
         self.barrier.driver
     }
 
-    /// Whether a call, a write or a batch is under way.
+    /// Whether a call, a write or a batch is in progress.
     pub fn is_busy(&self) -> bool {
         !self.flights.is_empty() || !self.batches.is_empty()
     }
 
-    /// When [`World::decide`] must be called again even if nothing happens.
+    /// When [`World::decide`] must be called again even without an event.
     pub fn next_deadline(&self) -> Option<Moment> {
         self.timers.first().map(|(moment, _)| *moment)
     }
 
-    /// Takes note of what has happened.
+    /// Updates the state with an event.
     pub fn apply(&mut self, event: Event, now: Moment) {
         self.dirty.now = now;
         match event {
@@ -222,7 +219,7 @@ impl World {
         }
     }
 
-    /// Says what to do now. Pure: the same world and the same moment give the same commands.
+    /// Returns the commands to execute now. Pure: the same state and time give the same commands.
     pub fn decide(&mut self, now: Moment) -> Vec<Command> {
         self.dirty.now = now;
         if self.barrier.driver {
@@ -286,7 +283,7 @@ impl World {
         }));
     }
 
-    /// A report was not written: its object counts as not told, and is looked at again after [`TELL_AGAIN`].
+    /// Handles a report that was not written: it may be repeated, and its object is revisited after [`TELL_AGAIN`].
     fn untold(&mut self, report: &Report, now: Moment) {
         let next = now.after(TELL_AGAIN);
         match &report.regarding {
@@ -305,7 +302,7 @@ impl World {
                     self.wake_at(next, Work::Claim(key.clone()));
                 }
             }
-            // A class is told about with each pod and claim that it concerns.
+            // A class is reported with each pod and claim that it concerns.
             Regarding::Class { .. } => {}
         }
     }
@@ -315,7 +312,7 @@ impl World {
             return;
         };
         self.count_answer(id, &flight, &answer);
-        // What a write returned is seen at once: the watch will show it later.
+        // Apply the result of a write at once; the watch shows it later.
         if let Answer::ClaimWritten(Outcome::Done(claim)) = &answer {
             self.see_written_claim(claim.clone(), now);
         }
@@ -361,7 +358,7 @@ impl World {
     }
 }
 
-/// Whether `new` is a later state of an object than `known`. Resource versions are compared as numbers, as client-go's caches do.
+/// Whether `new` is a later version of an object than `known`. Resource versions are compared as numbers, as in client-go's caches.
 pub(super) fn newer(known: Option<&str>, new: Option<&str>) -> bool {
     let number = |version: Option<&str>| version.and_then(|text| text.parse::<u64>().ok());
     match (number(known), number(new)) {
@@ -370,7 +367,7 @@ pub(super) fn newer(known: Option<&str>, new: Option<&str>) -> bool {
     }
 }
 
-/// A delay between `base` and `base + spread` that depends on the name alone, so that rechecks do not come all at once.
+/// A delay between `base` and `base + spread` derived from the name, so that rechecks are spread over time.
 pub(super) fn spread(name: &str, base: Duration, spread: Duration) -> Duration {
     let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
@@ -380,7 +377,7 @@ pub(super) fn spread(name: &str, base: Duration, spread: Duration) -> Duration {
 }
 
 impl Holding {
-    /// A claim that the driver is told about.
+    /// The observation of a claim for the driver.
     pub(super) fn of(claim: &Arc<ResourceClaim>) -> Self {
         Self { claim: claim.clone() }
     }

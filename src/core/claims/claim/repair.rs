@@ -145,7 +145,7 @@ impl World {
             return;
         };
         claim.given_up = claim.own_allocation().map(Box::new);
-        // Whatever the outcome of the write: once the claim records no allocation, the driver deallocates.
+        // After any outcome of the write: once the claim records no allocation, the driver deallocates.
         claim.mistrust();
         self.write_release(
             key,

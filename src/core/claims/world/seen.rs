@@ -1,4 +1,4 @@
-//! What the watches and our own writes show, and what has to be looked at again for it.
+//! Applies objects from watches and our own writes, and queues the affected work.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -12,8 +12,8 @@ use crate::driver::Observation;
 
 use super::{Work, World, newer};
 
-/// For how long a claim that was made for one pod is left to that pod. After that the other pods of the namespace are read, each
-/// once, for one of them may name it.
+/// How long a generated claim is expected to be used by its owner pod. After that, the other pods of the namespace are read, each once,
+/// because one of them may name it.
 const LEFT_TO_ITS_POD: Duration = Duration::from_secs(10);
 
 impl World {
@@ -115,7 +115,7 @@ impl World {
         }
     }
 
-    /// What our own write returned. It is not taken for a claim that the watch has meanwhile shown to be gone.
+    /// Applies the object returned by our own write, unless the watch has meanwhile reported the claim as deleted.
     pub(in crate::core::claims) fn see_written_claim(&mut self, claim: Arc<ResourceClaim>, now: Moment) {
         let key = ObjectKey::of(&claim.metadata);
         if self
@@ -183,7 +183,7 @@ impl World {
         }
     }
 
-    /// Takes note of which pod owns a claim. What it was waiting for may be another pod's from now on.
+    /// Updates the index of claims by owner pod. If the owner changes, another pod may use the claim from now on.
     fn see_owner(&mut self, key: &ObjectKey, object: &ResourceClaim) {
         let uid = |object: &ResourceClaim| pod_owner_of(&object.metadata).map(|owner| owner.uid.clone());
         let before = self.claims.get(key).and_then(|known| uid(&known.object));
@@ -204,7 +204,7 @@ impl World {
         }
     }
 
-    /// A claim is no longer that of the pod of this uid.
+    /// Removes a claim from the index of its former owner pod.
     fn leave_owner(&mut self, uid: &str, key: &ObjectKey) {
         let Some(keys) = self.claims_by_owner.get_mut(uid) else {
             return;
@@ -216,24 +216,24 @@ impl World {
         }
     }
 
-    /// A claim that waits to be allocated is looked for in all pods of its namespace from now on.
+    /// Lets all pods of the namespace be read for a claim that is still unallocated.
     pub(super) fn open_claim(&mut self, key: &ObjectKey) {
         if self.candidates.contains(key) && self.open_candidates.insert(key.clone()) {
             self.touch_unread_contexts(&key.namespace);
         }
     }
 
-    /// A claim is no longer one that waits to be allocated.
+    /// Removes a claim from the indexes of unallocated claims.
     pub(in crate::core::claims) fn forget_candidate(&mut self, key: &ObjectKey) {
         self.candidates.remove(key);
         self.open_candidates.remove(key);
         self.unallocated_immediate.remove(key);
     }
 
-    /// Brings the indexes up to date after a claim or its class has changed, and looks at everything that it concerns.
+    /// Updates the indexes after a change of a claim or its class, and queues all affected work.
     pub(super) fn reconsider_claim(&mut self, key: &ObjectKey) {
         let Some(claim) = self.claims.get(key) else { return };
-        // Another driver's claim counts too: the pod's claims are allocated when all of them are there.
+        // Claims of other drivers count too: a pod is evaluated only when all its claims exist.
         if let Some(owner) = pod_owner_of(&claim.object.metadata) {
             let context = ObjectKey::new(key.namespace.clone(), owner.name.clone());
             self.dirty.insert(Work::Context(context));
@@ -257,7 +257,7 @@ impl World {
         self.touch_users(key);
     }
 
-    /// Looks again at the contexts whose pods name a claim.
+    /// Queues the contexts whose pods name a claim.
     pub(in crate::core::claims) fn touch_users(&mut self, claim: &ObjectKey) {
         if let Some(contexts) = self.users.get(claim) {
             self.dirty.extend(contexts.iter().cloned().map(Work::Context));
