@@ -1,4 +1,4 @@
-//! What is asked of the [`Books`]: where claims do not fit, and to allocate them.
+//! Evaluation and allocation of claims with the device allocator, [`Books`].
 
 use std::collections::BTreeMap;
 
@@ -13,29 +13,29 @@ use crate::core::allocation::judge::{Judged, Scene, Wish};
 use crate::core::allocation::unsuitable::Unsuitable;
 use crate::core::allocation::work::{CALL_WORK_MAX, NODE_WORK_MAX, Work};
 
-/// Where claims shall be allocated.
+/// Where to allocate claims.
 #[derive(Clone, Copy, Debug)]
 pub enum Target<'a> {
-    /// On this node.
+    /// On the node with this name.
     Node(&'a str),
-    /// Anywhere that the class allows: on the node with the most free devices of the wanted kinds, then the lowest name.
+    /// On any node that the class allows: the one with the most free devices of the wanted kinds, then the lowest name.
     Anywhere,
 }
 
-/// For each claim, the nodes on which it cannot be allocated together with those before it, and why.
+/// For each claim, the nodes on which it cannot be allocated together with the claims before it, with the reason.
 pub type Verdicts = Vec<BTreeMap<String, String>>;
 
-/// The answer to [`Books::allocate`].
+/// The result of [`Books::allocate`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Allocated {
-    /// One result per claim. Either all claims that held nothing get something, or none.
+    /// One result per claim. Either all claims without an allocation get one, or none does.
     pub answers: Vec<Result<AllocationResult, AllocateError>>,
-    /// Devices that have become available, because a claim was moved or lost what it held.
+    /// Number of devices that have become available because a claim was moved or lost its devices.
     pub freed: usize,
 }
 
 impl Books {
-    /// The reason for each node on which a claim cannot be allocated together with those before it.
+    /// Returns the nodes on which each claim cannot be allocated together with the claims before it, with the reason.
     pub fn unsuitable_nodes(&self, wishes: &[Wish<'_>], nodes: &[String]) -> Verdicts {
         let matches = self.matches_of(wishes);
         let (mut verdicts, mut work) = (vec![BTreeMap::new(); wishes.len()], Work::new(CALL_WORK_MAX));
@@ -46,7 +46,8 @@ impl Books {
         verdicts
     }
 
-    /// Adds the same for the first of these nodes. Answers with those that are left, from the one for which the work is too much.
+    /// Like [`Books::unsuitable_nodes`], with a work limit: adds the verdicts for the first of these nodes, and returns the others,
+    /// starting with the one that exceeds the limit.
     pub fn verdicts<'a>(
         &self,
         wishes: &[Wish<'_>],
@@ -67,8 +68,8 @@ impl Books {
         left
     }
 
-    /// Allocates claims together and holds what they get. A claim that holds something on that node already gets the same,
-    /// as long as it is still to be had; what it was granted elsewhere and is not recorded is given back.
+    /// Allocates claims together and holds their devices. A claim that already holds devices on that node gets the same ones, as long as
+    /// they are available; its unrecorded devices on other nodes are released.
     pub fn allocate(&mut self, wishes: &[Wish<'_>], target: Target<'_>) -> Allocated {
         match self.decide(wishes, target, &mut Work::new(CALL_WORK_MAX)) {
             Ok(grants) => self.hold(wishes, grants),
@@ -76,7 +77,7 @@ impl Books {
         }
     }
 
-    /// The same, or nothing if it is more than the given work.
+    /// Like [`Books::allocate`]; `None` if it exceeds the given work.
     pub fn allocate_within(
         &mut self,
         wishes: &[Wish<'_>],
@@ -90,7 +91,7 @@ impl Books {
         }
     }
 
-    /// Holds what was found in a scene, or nothing if it is not to be had any more.
+    /// Holds the devices found in a snapshot; `None` if they are no longer available.
     pub fn hold_in(&mut self, wishes: &[Wish<'_>], scene: &Scene, judged: Judged) -> Option<Allocated> {
         if !self.still_grants(wishes, scene, &judged) {
             return None;
@@ -148,7 +149,7 @@ impl Books {
         Allocated { answers, freed }
     }
 
-    /// Allocates nothing, and gives back what is not recorded.
+    /// Allocates nothing, and releases unrecorded devices.
     pub fn refuse(&mut self, wishes: &[Wish<'_>], errors: Vec<AllocateError>) -> Allocated {
         let freed = wishes.iter().map(|wish| self.deallocate(wish.claim)).sum();
         Allocated {
@@ -158,12 +159,12 @@ impl Books {
     }
 }
 
-/// Judges claims in a scene with no more than what one node may take of the work.
+/// Evaluates claims in a snapshot with at most one node's share of the work.
 pub fn try_on(scene: &Scene, matches: &Matches, wishes: &[Wish<'_>], work: &mut Work) -> Judged {
     work.part(NODE_WORK_MAX, |part| scene.judge(matches, wishes, part))
 }
 
-/// Adds what was judged of a node.
+/// Adds the reasons found for a node.
 pub fn add_verdict(verdicts: &mut Verdicts, node: &str, judged: &Judged) {
     for (verdict, judged) in verdicts.iter_mut().zip(judged) {
         if let Err(reason) = judged {
@@ -172,7 +173,7 @@ pub fn add_verdict(verdicts: &mut Verdicts, node: &str, judged: &Judged) {
     }
 }
 
-/// The first scene in which all claims get what they want, or else the last one.
+/// Returns the first snapshot in which all claims fit, or else the last one.
 pub fn first_fit(
     scenes: Vec<Scene>,
     matches: &Matches,
@@ -191,7 +192,7 @@ pub fn first_fit(
     last
 }
 
-/// What is decided by what was judged of a node; `None` if another node may be tried.
+/// The final result after evaluating a node; `None` if another node may be tried.
 pub fn granted(
     route: &Route,
     node: &str,

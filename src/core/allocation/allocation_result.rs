@@ -1,4 +1,4 @@
-//! Between what a claim holds and the `allocation` that says so in the claim.
+//! Conversion between the devices of a claim and the `allocation` in its status.
 
 use std::collections::BTreeSet;
 
@@ -9,16 +9,16 @@ use crate::api::resource::label::{LABEL_OF_ANY_NODE, NODE_LABEL};
 use crate::api::resource::{AllocationResult, NODE_NAME_FIELD, ResourceClaim, ResourceHandle};
 use crate::core::allocation::holdings::{Grant, State};
 
-/// What a claim's allocation says.
+/// The content of a claim's allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// What the claim holds.
+    /// The devices that the claim holds, or why they cannot be read.
     pub state: State,
-    /// The uid of the claim for which the allocation was made, if it is not this one.
+    /// Uid of the claim for which the allocation was made, if that is another claim.
     pub made_for: Option<String>,
 }
 
-/// What the allocation by `driver` in the claim of `claim_uid` says.
+/// Reads the allocation by `driver` in the claim with uid `claim_uid`.
 pub fn read(driver: &str, claim_uid: &str, allocation: &AllocationResult) -> Record {
     match handle(driver, allocation) {
         Ok(handle) => {
@@ -46,7 +46,7 @@ pub fn read(driver: &str, claim_uid: &str, allocation: &AllocationResult) -> Rec
     }
 }
 
-/// The one handle of `driver`. A handle without a name belongs to the driver that the claim's status names.
+/// The only handle of `driver`. A handle without a name belongs to the driver that the claim's status names.
 fn handle(driver: &str, allocation: &AllocationResult) -> Result<DeviceHandle, String> {
     let ours = |handle: &&ResourceHandle| handle.driver_name.as_deref().is_none_or(|name| name == driver);
     let mut handles = allocation.resource_handles.iter().filter(ours);
@@ -60,7 +60,7 @@ fn handle(driver: &str, allocation: &AllocationResult) -> Result<DeviceHandle, S
     DeviceHandle::parse(data).map_err(|error| error.to_string())
 }
 
-/// The allocation that records `grant` in the claim of `claim_uid`.
+/// The allocation that records `grant` in the claim with uid `claim_uid`.
 pub fn write(driver: &str, claim_uid: &str, grant: &Grant) -> Result<AllocationResult, HandleError> {
     let handle = DeviceHandle {
         version: VERSION,
@@ -69,8 +69,8 @@ pub fn write(driver: &str, claim_uid: &str, grant: &Grant) -> Result<AllocationR
         node_uid: grant.node_uid.to_string(),
         devices: grant.devices.clone(),
     };
-    // The claim is the holder: whoever names it has asked for its devices, as a second container of a pod does. A claim that is
-    // made from a template is named by its own pod alone.
+    // The claim is the holder: every pod that names it may use its devices, as may a second container of one pod. A claim generated from a
+    // template is named only by its own pod.
     let allocation = AllocationResult::new(driver, handle.to_data()?).on_nodes([&*grant.node_name]);
     Ok(allocation.shareable())
 }
@@ -82,14 +82,14 @@ pub fn claim_name(claim: &ResourceClaim) -> String {
     format!("{namespace}/{}", metadata.name.as_deref().unwrap_or_default())
 }
 
-/// The node that a claim's label names, as the value of that label: the one on which the claim was to be allocated.
+/// The value of a claim's node label: the node for which the claim was labelled before its allocation. `None` for any node.
 pub fn labelled_node(driver: &str, claim: &ResourceClaim) -> Option<Box<str>> {
     let labels = claim.metadata.labels.as_ref()?;
     let node = labels.get(&format!("{driver}/{NODE_LABEL}"))?;
     (node != LABEL_OF_ANY_NODE && !node.is_empty()).then(|| node.as_str().into())
 }
 
-/// The nodes that a selector names.
+/// The node names in a selector.
 fn node_names(selector: Option<&NodeSelector>) -> BTreeSet<Box<str>> {
     let terms = selector
         .map(|selector| selector.node_selector_terms.as_slice())
@@ -102,9 +102,9 @@ fn node_names(selector: Option<&NodeSelector>) -> BTreeSet<Box<str>> {
         .collect()
 }
 
-/// Whether a class's `suitableNodes` lets a node of this name be used; `None` if that depends on more than the name.
+/// Whether a class's `suitableNodes` allows a node with this name; `None` if that depends on more than the name.
 ///
-/// Terms are alternatives; within a term everything must hold; a term without anything in it holds for no node
+/// Terms are ORed and the requirements of a term are ANDed; an empty term matches no node
 /// (`k8s.io/component-helpers/scheduling/corev1/nodeaffinity`).
 pub fn suits(selector: &NodeSelector, node: &str) -> Option<bool> {
     let mut unsure = false;

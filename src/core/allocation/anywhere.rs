@@ -1,5 +1,5 @@
-//! A node for claims that are allocated before anybody uses them: the one with the most free devices of the wanted kinds,
-//! then the one with the lowest name.
+//! Selects a node for claims with immediate allocation: the one with the most free devices of the wanted kinds, then the one with the
+//! lowest name.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -14,11 +14,11 @@ use crate::core::allocation::judge::{Scene, Wish};
 use crate::core::allocation::unsuitable::{Shortage, Unsuitable};
 use crate::core::allocation::work::Work;
 
-/// The nodes on which claims are tried, in order.
+/// The nodes to try for claims, in order.
 #[derive(Clone, Debug)]
 pub struct Route {
     nodes: Vec<Box<str>>,
-    /// The nodes whose devices count if nothing is found; `None` if there is no choice.
+    /// The nodes whose devices are counted if no node fits; `None` if the node is fixed.
     candidates: Option<Vec<Box<str>>>,
 }
 
@@ -30,17 +30,17 @@ impl Route {
         }
     }
 
-    /// The nodes.
+    /// The names of the nodes to try, in order.
     pub fn nodes(&self) -> impl Iterator<Item = &str> {
         self.nodes.iter().map(|name| &**name)
     }
 
-    /// Whether there is one node only, so that what is wrong there is the answer.
+    /// Whether only one node is possible, so that its errors are the result.
     pub fn is_fixed(&self) -> bool {
         self.candidates.is_none()
     }
 
-    /// The nodes whose devices count if nothing is found.
+    /// The nodes whose devices are counted if no node fits.
     pub fn candidates(&self) -> impl Iterator<Item = &str> {
         self.candidates.iter().flatten().map(|name| &**name)
     }
@@ -55,7 +55,7 @@ impl Route {
         }
     }
 
-    /// Counts the devices of a candidate, unless that is too much work.
+    /// Counts the devices of a candidate. Returns `false` if that exceeds the work limit.
     pub fn count(
         &self,
         scene: &Scene,
@@ -71,7 +71,7 @@ impl Route {
         census.map(|census| shortage.add(&census)).is_ok()
     }
 
-    /// Why nothing was found on any of the nodes.
+    /// The error of each claim if no node fits.
     pub fn exhausted(&self, wishes: &[Wish<'_>], shortage: Shortage, work: &Work) -> Vec<AllocateError> {
         let nodes = self.candidates.as_ref().map_or(0, Vec::len);
         let error = if work.is_spent() {
@@ -92,13 +92,13 @@ impl Route {
 }
 
 impl Books {
-    /// The nodes on which claims are tried.
+    /// The nodes to try for these claims, or the error of each claim.
     pub fn route(&self, wishes: &[Wish<'_>], target: Target<'_>) -> Result<Route, Vec<AllocateError>> {
         if let Target::Node(node) = target {
             return Ok(Route::fixed(node));
         }
         let for_all = |error: AllocateError| Err(vec![error; wishes.len()]);
-        // What a claim has already decides, first what is recorded, then what was granted.
+        // An existing allocation decides: first a recorded one, then an unrecorded grant.
         let holders = wishes.iter().filter_map(|wish| self.holdings.get(wish.uid()));
         let states: Vec<&State> = holders.map(|holder| &holder.state).collect();
         let recorded = states.iter().find(|state| matches!(state, State::Recorded(_)));
@@ -116,7 +116,7 @@ impl Books {
 
         let kinds: BTreeSet<&str> = wishes.iter().map(|wish| wish.demand.kind()).collect();
         let mut candidates = BTreeSet::new();
-        // A node without the kind of the first claim cannot have all of them.
+        // A node without the first claim's kind cannot serve all claims.
         let first = wishes.iter().take(1).map(|wish| wish.demand.kind());
         for name in first.flat_map(|kind| self.inventory.nodes_with(kind)) {
             let mut allowed = true;
@@ -170,7 +170,7 @@ mod tests {
         books
     }
 
-    /// The device that a claim for one gets.
+    /// The device allocated to a claim for one device.
     fn device(books: &mut Books, uid: &str) -> Result<String, String> {
         let (claim, demand) = (&claim(uid, None), &demand("test", &[1]));
         let wish = Wish {

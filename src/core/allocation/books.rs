@@ -1,7 +1,7 @@
-//! The books: what the nodes have and who holds it, and every question and change that concerns both.
+//! The device allocator: the inventory and the allocation index, with every query and change that concerns both.
 //!
-//! The owner keeps them behind one lock, so that in [`Books::allocate`] check and hold are one step.
-//! What changes the books is here; what is asked of them is in [`super::allocate`].
+//! Its owner keeps it behind one lock, so that [`Books::allocate`] checks and holds devices in one step. Changes are in this module;
+//! evaluation and allocation are in [`super::allocate`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::core::allocation::holdings::{Change, Holder, Holdings, Place, State};
 use crate::core::allocation::inventory::{Device, Inventory, Node, Replaced};
 use crate::core::allocation::wanted::Wanted;
 
-/// The inventory and the holdings of one driver.
+/// The device allocator of one driver.
 #[derive(Clone, Debug)]
 pub struct Books {
     pub(super) driver: String,
@@ -23,23 +23,23 @@ pub struct Books {
     pub(super) holdings: Holdings,
     pub(super) matches: Matches,
     wanted: Wanted,
-    /// Devices that more than one claim was seen to hold, until it is known how many may.
+    /// Devices with several holders, until the number of their shares is known.
     doubts: BTreeSet<Place>,
-    /// Whether all inventories were listed once: what is not among them is not there.
+    /// Whether all inventories were listed once. From then on, an unknown inventory does not exist.
     listed: bool,
 }
 
-/// What an observation has brought to light.
+/// The effects of an observation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Observed {
-    /// Devices that have become available.
+    /// Number of devices that have become available.
     pub freed: usize,
-    /// What is wrong with what claims hold and was not said before.
+    /// New problems with the allocations of claims.
     pub problems: Vec<Problem>,
 }
 
 impl Books {
-    /// Empty books of the driver of this name.
+    /// An empty device allocator of the driver with this name.
     pub fn new(driver: impl Into<String>) -> Self {
         Self {
             driver: driver.into(),
@@ -52,27 +52,27 @@ impl Books {
         }
     }
 
-    /// What the nodes have.
+    /// The devices of all nodes.
     pub fn inventory(&self) -> &Inventory {
         &self.inventory
     }
 
-    /// Who holds what.
+    /// The allocation index.
     pub fn holdings(&self) -> &Holdings {
         &self.holdings
     }
 
-    /// What the selectors say of the devices.
+    /// The selector results.
     pub fn matches(&self) -> &Matches {
         &self.matches
     }
 
-    /// The selectors by which devices are judged, and what each of them has not said anything of yet.
+    /// The active selectors, with their pending evaluations.
     pub fn wanted(&self) -> &Wanted {
         &self.wanted
     }
 
-    /// From now on the devices of a kind are judged by an expression. The first time costs a look at all of them.
+    /// Activates an expression for the devices of a kind. The first time scans all of them.
     pub fn want(&mut self, kind: &str, expression: &Arc<str>) {
         if self.wanted.contains(kind, expression) {
             return;
@@ -92,26 +92,26 @@ impl Books {
         self.wanted.begin(kind, expression, numbers.into_iter());
     }
 
-    /// What is not judged yet of the devices of a kind, by an expression.
+    /// The attribute sets of a kind that an expression has yet to evaluate.
     pub fn unjudged(&self, kind: &str, expression: &str) -> impl Iterator<Item = &Facts> {
         let numbers = self.wanted.unjudged(kind, expression);
         numbers.filter_map(|number| self.matches.facts(number))
     }
 
-    /// Takes note of what an expression says.
+    /// Stores results of an expression.
     pub fn judged(&mut self, expression: &Arc<str>, said: Vec<(Facts, Match)>) {
         let numbers: Vec<usize> = said.iter().map(|(facts, _)| self.matches.number(facts)).collect();
         self.wanted.judged(expression, &numbers);
         self.matches.put(expression, said);
     }
 
-    /// Forgets an expression, at a cost that does not depend on the devices.
+    /// Removes an expression, at a cost that does not depend on the devices.
     pub fn forget_selector(&mut self, expression: &str) {
         self.wanted.forget(expression);
         self.matches.forget(expression);
     }
 
-    /// Forgets what is said of devices that are gone.
+    /// Removes the results for attribute sets that no device has any more.
     pub fn forget_devices(&mut self) {
         let devices = self.inventory.nodes().flat_map(Node::devices);
         let facts = devices.map(|device| &device.attributes).collect();
@@ -119,8 +119,8 @@ impl Books {
         self.wanted.forget_devices(&gone);
     }
 
-    /// Puts what a NodeInventory object says in place of what it said before; `None` if it is gone. Answers with how many
-    /// devices a claim can get now and could not before, or that have changed.
+    /// Replaces the content of a NodeInventory object; `None` if it was deleted. Returns how many of the available devices were not
+    /// available before or have changed.
     pub fn set_inventory(&mut self, object: &str, node: Option<Node>) -> usize {
         let replaced = self.inventory.set(object, node);
         for replaced in &replaced {
@@ -134,7 +134,7 @@ impl Books {
             .sum()
     }
 
-    /// Puts all NodeInventory objects, by name, in place of those before. Answers like [`Books::set_inventory`].
+    /// Replaces all NodeInventory objects, by name. Returns the sum of the results of [`Books::set_inventory`].
     pub fn replace_inventories(&mut self, nodes: BTreeMap<String, Node>) -> usize {
         let gone = self
             .inventory
@@ -149,8 +149,8 @@ impl Books {
         all.map(|(object, node)| self.set_inventory(&object, node)).sum()
     }
 
-    /// What has turned out to be wrong: devices that more claims hold than may. As long as it is not known whether a device may
-    /// be shared, nothing is said of it; one that is in no inventory may not.
+    /// Checks the devices in `doubts` again, and returns the conflicts: devices with more holders than shares. Nothing is reported while the
+    /// number of shares is unknown. A device in no inventory has one share, once all inventories are listed.
     pub fn settle_doubts(&mut self) -> Vec<Problem> {
         let doubts = std::mem::take(&mut self.doubts);
         self.settle(doubts)
@@ -176,7 +176,7 @@ impl Books {
         problems
     }
 
-    /// Takes note of everything that claims hold; whatever is not in it is gone, granted by us or not.
+    /// Applies the complete list of claims. A claim that it lacks is gone, even if its devices were granted and not recorded.
     pub fn observe_all<'a>(
         &mut self,
         claims: impl IntoIterator<Item = (&'a ResourceClaim, Option<&'a AllocationResult>)>,
@@ -204,8 +204,7 @@ impl Books {
         observed
     }
 
-    /// Takes note of what a claim holds. `allocation` is the one that its status records as this driver's, if there is one;
-    /// what was granted and is not recorded yet stays granted.
+    /// Applies an observed claim. `allocation` is the one that its status records as this driver's, if any. An unrecorded grant stays held.
     pub fn observe(&mut self, claim: &ResourceClaim, allocation: Option<&AllocationResult>) -> Observed {
         let Some(uid) = claim.metadata.uid.as_deref() else {
             return Observed::default();
@@ -251,14 +250,14 @@ impl Books {
         Observed { freed, problems }
     }
 
-    /// Takes note that a claim no longer exists. Answers with how many devices have become available.
+    /// Removes a claim that no longer exists. Returns how many devices have become available.
     pub fn gone(&mut self, uid: &str) -> usize {
         let change = self.holdings.remove(uid);
         self.available_again(&change)
     }
 
-    /// Gives back what was granted to a claim and never recorded in it. What is recorded stays held until
-    /// [`Books::observe`] shows that it is gone. Answers with how many devices have become available.
+    /// Releases the devices that were granted to a claim and never recorded in it. Recorded devices stay held until [`Books::observe`]
+    /// shows that they are released. Returns how many devices have become available.
     pub fn deallocate(&mut self, claim: &ResourceClaim) -> usize {
         let uid = claim.metadata.uid.as_deref().unwrap_or_default();
         let recorded = claim.status.allocation_of(&self.driver).is_some();
@@ -268,7 +267,7 @@ impl Books {
         }
     }
 
-    /// Says that a claim of ours holds something; `copied` if by an allocation that was made for another claim.
+    /// Stores the devices of a claim; `copied` if its allocation was made for another claim.
     pub(super) fn put(&mut self, claim: &ResourceClaim, state: State, copied: bool) -> Change {
         let metadata = &claim.metadata;
         let created = metadata.creation_timestamp.as_ref().map(|time| time.0);
@@ -282,7 +281,7 @@ impl Books {
             .put(metadata.uid.as_deref().unwrap_or_default(), holder)
     }
 
-    /// How many of the devices that nobody holds any more a claim can get now.
+    /// How many devices have become available for claims by a change.
     pub(super) fn available_again(&self, change: &Change) -> usize {
         let mut places: BTreeSet<(&str, &str)> = BTreeSet::new();
         for place in &change.freed {
@@ -317,19 +316,19 @@ impl Books {
         self.available(node).filter(|device| !same(device)).count()
     }
 
-    /// The node, if something can be allocated on it at all.
+    /// The node, if devices can be allocated on it.
     fn open_node(&self, name: &str) -> Option<&Node> {
         let node = self.inventory.node(name)?;
         (node.unready().is_none() && !self.holdings.unreadable_on(name)).then_some(node)
     }
 
-    /// The devices of a node that are healthy and of which something is left.
+    /// The devices of a node that are healthy and have a share left.
     pub fn available<'a>(&'a self, node: &'a Node) -> impl Iterator<Item = &'a Device> {
         let devices = node.devices().iter().filter(|device| device.claimable());
         devices.filter(|device| self.has_room(node.uid(), device))
     }
 
-    /// Whether one claim more could hold the device.
+    /// Whether another claim could hold the device.
     fn has_room(&self, node_uid: &str, device: &Device) -> bool {
         self.holders(node_uid, &device.name) < device.shares
     }

@@ -1,10 +1,10 @@
-//! What can be wrong with the books, for the operator, and with an allocation, for the user.
+//! Problems with allocations, for operators, and errors of an allocation, for users.
 
 use crate::api::handle::HandleError;
 use crate::core::allocation::holdings::Conflict;
 use crate::core::allocation::unsuitable::{Shortage, Unsuitable};
 
-/// Something that is wrong with what claims hold, for the operator.
+/// A problem with the allocations of claims, for operators.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
     /// Two claims hold one device.
@@ -14,20 +14,20 @@ pub enum Problem {
         keeper = .0.keeper, other = .0.other, device = .0.place.device, node = .0.place.node_name
     )]
     Conflict(Conflict),
-    /// A claim has an allocation that cannot be read.
+    /// A claim has an unreadable allocation.
     #[error(
         "ResourceClaim {claim} holds something that cannot be read: {error}. Nothing is allocated on {} until \
          it is gone: upgrade the controller or delete the claim",
         if nodes.is_empty() { "the nodes that it names (none)" } else { nodes }
     )]
     Unreadable {
-        /// The claim.
+        /// `namespace/name` of the claim.
         claim: String,
-        /// Its uid.
+        /// Uid of the claim.
         uid: String,
-        /// The nodes that its allocation names.
+        /// The nodes of the allocation, as far as they are known.
         nodes: String,
-        /// What is wrong.
+        /// Why the allocation cannot be read.
         error: String,
     },
     /// A claim has an allocation that was made for another claim. Its devices count as held.
@@ -35,17 +35,17 @@ pub enum Problem {
         "ResourceClaim {claim} has an allocation that was made for the claim with uid {made_for}: delete it"
     )]
     MadeForAnother {
-        /// The claim.
+        /// `namespace/name` of the claim.
         claim: String,
-        /// Its uid.
+        /// Uid of the claim.
         uid: String,
-        /// The uid in its resource handle.
+        /// Uid of the other claim, from the resource handle.
         made_for: String,
     },
 }
 
 impl Problem {
-    /// The claim at fault, as `namespace/name`, and its uid.
+    /// `namespace/name` and uid of the claim at fault.
     pub fn claim(&self) -> (&str, &str) {
         match self {
             Self::Conflict(conflict) => (&conflict.other, &conflict.other_uid),
@@ -63,59 +63,59 @@ impl Problem {
     }
 }
 
-/// Why a claim was not allocated. It holds nothing then, unless that is recorded in it.
+/// Why a claim was not allocated. It then holds only recorded devices.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AllocateError {
-    /// It does not fit on the node.
+    /// The claim does not fit on the node.
     #[error("{} on node {node}: {why}", match why { Unsuitable::Short(_) => "resources exhausted", _ => "cannot allocate" })]
     Unsuitable {
-        /// The node.
+        /// Name of the node.
         node: String,
-        /// Why.
+        /// Why the claim does not fit.
         why: Unsuitable,
     },
-    /// It would fit, but another claim of the pod does not.
+    /// The claim fits, but another claim of its pod does not.
     #[error("not allocated, because claim {claim} of the same pod does not fit on node {node}")]
     Together {
-        /// The node.
+        /// Name of the node.
         node: String,
-        /// The other claim.
+        /// `namespace/name` of the other claim.
         claim: String,
     },
-    /// No node can have it.
+    /// No candidate node has enough devices.
     #[error("resources exhausted on every ready node with devices of kind {} ({nodes}): {shortage}", shortage.kind)]
     Exhausted {
-        /// Nodes that were looked at.
+        /// Number of candidate nodes.
         nodes: usize,
-        /// Their devices together.
+        /// The devices of all candidate nodes.
         shortage: Box<Shortage>,
     },
-    /// No node has such devices at all.
+    /// No ready node has devices of this kind.
     #[error("no ready node has a device of kind {kind}")]
     Nowhere {
-        /// The kind.
+        /// Kind of the devices.
         kind: String,
     },
-    /// The class restricts the nodes by their labels, which this driver does not know.
+    /// The class selects nodes by label, which this driver does not evaluate.
     #[error(
         "class {class} has suitableNodes by label: that works with allocationMode WaitForFirstConsumer only, make the claim again"
     )]
     SuitableNodesByLabel {
-        /// The class.
+        /// Name of the class.
         class: String,
     },
-    /// The claim, or another one of its pod, has an allocation already, and it cannot be read.
+    /// The claim, or another one of its pod, has an unreadable allocation.
     #[error(
         "the claim has an allocation that this release cannot read: upgrade the controller or delete the claim"
     )]
     HoldingUnreadable,
-    /// What was found was not to be had any more when it was.
+    /// The devices that were found are no longer available.
     #[error("the devices of node {node} have changed while they were searched; it is tried again")]
     Changed {
-        /// The node.
+        /// Name of the node.
         node: String,
     },
-    /// The handle cannot be written.
+    /// The resource handle cannot be written.
     #[error(transparent)]
     Handle(#[from] HandleError),
 }

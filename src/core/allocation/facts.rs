@@ -1,17 +1,17 @@
-//! What is known about a device, and how the selectors judge it.
+//! Attribute sets of devices, and selector results for them.
 //!
-//! A selector sees nothing but the facts, so its judgement is kept by the facts: it is never out of date, and devices that
-//! are alike are judged once. The shell judges ([`crate::host`]); here is only what came of it.
+//! A selector depends on attributes only, so its results are stored by attribute set: they are never outdated, and equal devices are
+//! evaluated once. The runtime evaluates selectors ([`crate::host`]); this module stores the results.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::api::crd::AttributeValue;
 
-/// The attributes of a device, in the order of their names. Devices whose facts are equal match the same selectors.
+/// The attributes of a device, sorted by name. Devices with equal sets match the same selectors.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Facts {
-    /// Compared first: it tells nearly all that differ apart, at the cost of one comparison.
+    /// Compared first: nearly all different sets differ in it, at the cost of one comparison.
     fingerprint: u64,
     attributes: Arc<[(Box<str>, Attribute)]>,
 }
@@ -26,7 +26,7 @@ impl FromIterator<(Box<str>, Attribute)> for Facts {
     }
 }
 
-/// FNV-1a over names and values. Two that are equal by accident cost a comparison, nothing else.
+/// FNV-1a over names and values. A collision costs one full comparison.
 fn fingerprint(attributes: &[(Box<str>, Attribute)]) -> u64 {
     let mix = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
     attributes
@@ -50,7 +50,7 @@ impl std::ops::Deref for Facts {
 }
 
 impl Facts {
-    /// The value of the attribute of this qualified name.
+    /// The value of the attribute with this qualified name.
     pub fn value(&self, name: &str) -> Option<&Attribute> {
         let index = self.binary_search_by(|(other, _)| (**other).cmp(name)).ok()?;
         self.get(index).map(|(_, value)| value)
@@ -60,18 +60,18 @@ impl Facts {
 /// The value of an attribute.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Attribute {
-    /// A text.
+    /// A string.
     String(Box<str>),
-    /// A whole number.
+    /// A 64-bit integer.
     Int(i64),
-    /// A truth value.
+    /// A boolean.
     Bool(bool),
     /// A semantic version, as written.
     Version(Box<str>),
 }
 
 impl Attribute {
-    /// The value, if it is exactly one of the four types.
+    /// Reads a value. `None` unless it has exactly one of the four types.
     pub fn read(value: &AttributeValue) -> Option<Self> {
         match (&value.string, value.int, value.bool, &value.version) {
             (Some(string), None, None, None) => Some(Self::String(string.as_str().into())),
@@ -83,25 +83,25 @@ impl Attribute {
     }
 }
 
-/// What a selector says of a device.
+/// The result of a selector for a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Match {
-    /// The device is wanted.
+    /// The device matches.
     Yes,
-    /// It is not.
+    /// The device does not match.
     No,
-    /// The selector cannot be evaluated on it, which counts as no.
+    /// The selector fails on the device, with this error. Counts as no match.
     Failed(Arc<str>),
 }
 
-/// Different errors of one expression that are kept, at most. A device with another one gets [`OTHER_ERROR`], so that an expression
-/// whose errors cite the device's attributes needs no text per device.
+/// Maximum number of errors kept for one expression. A device with a further error gets [`OTHER_ERROR`], so that an expression whose errors
+/// quote attributes needs no text per device.
 const ERRORS_MAX: usize = 4;
-/// What is said of a device whose error is not kept.
+/// The error of a device whose own error is not kept.
 const OTHER_ERROR: &str =
     "it fails in another way than on other devices; evaluate it with the attributes of this one";
 
-/// A set of small numbers: one bit for each number up to the largest.
+/// A set of small numbers, with one bit for each number up to the largest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Bits {
     words: Vec<u64>,
@@ -128,7 +128,7 @@ impl Bits {
         self.len = if value { self.len + 1 } else { self.len - 1 };
     }
 
-    /// The numbers in it, from the smallest on.
+    /// The numbers in ascending order.
     pub(super) fn iter(&self) -> impl Iterator<Item = usize> {
         self.words.iter().enumerate().flat_map(|(place, word)| {
             let bits = (0..64).filter(move |bit| word & (1 << bit) != 0);
@@ -141,7 +141,7 @@ impl Bits {
     }
 }
 
-/// What one expression says, by the number of the facts.
+/// The results of one expression, by the number of the attribute set.
 #[derive(Clone, Debug, Default)]
 struct Said {
     judged: Bits,
@@ -193,31 +193,31 @@ impl Said {
     }
 }
 
-/// What selectors say, by expression and facts: some bits for each pair of them.
+/// Selector results by expression and attribute set; a few bits for each pair.
 #[derive(Clone, Debug, Default)]
 pub struct Matches {
-    /// The number of all facts of which something was said, or has to be said.
+    /// The numbers of all attribute sets with a stored or pending result.
     numbers: Arc<BTreeMap<Facts, usize>>,
-    /// The same by number, `None` for one that is in use no longer.
+    /// The reverse of `numbers`; `None` for an unused number.
     facts: Vec<Option<Facts>>,
-    /// Numbers below the largest that are in use no longer.
+    /// Unused numbers below the largest.
     unused: Vec<usize>,
     said: BTreeMap<Arc<str>, Arc<Said>>,
 }
 
 impl Matches {
-    /// What an expression says; `None` if it was not asked yet.
+    /// The result of an expression; `None` if none is stored.
     pub fn get(&self, expression: &str, facts: &Facts) -> Option<Match> {
         self.said.get(expression)?.get(*self.numbers.get(facts)?)
     }
 
-    /// Whether an expression has said something of the facts with this number.
+    /// Whether the result of an expression for the attribute set with this number is stored.
     pub(super) fn is_judged(&self, expression: &str, number: usize) -> bool {
         let said = self.said.get(expression);
         said.is_some_and(|said| said.judged.contains(number))
     }
 
-    /// The number of these facts, from now on.
+    /// The number of an attribute set. A new set gets an unused number.
     pub(super) fn number(&mut self, facts: &Facts) -> usize {
         if let Some(&number) = self.numbers.get(facts) {
             return number;
@@ -233,12 +233,12 @@ impl Matches {
         number
     }
 
-    /// The facts with this number.
+    /// The attribute set with this number.
     pub(super) fn facts(&self, number: usize) -> Option<&Facts> {
         self.facts.get(number)?.as_ref()
     }
 
-    /// Takes note of what an expression says.
+    /// Stores results of an expression.
     pub fn put(&mut self, expression: &Arc<str>, said: impl IntoIterator<Item = (Facts, Match)>) {
         let said: Vec<_> = said
             .into_iter()
@@ -250,7 +250,7 @@ impl Matches {
         }
     }
 
-    /// What these expressions say, at the cost of a reference each.
+    /// Returns the results of these expressions, sharing their memory.
     #[must_use]
     pub fn some<'a>(&self, expressions: impl Iterator<Item = &'a Arc<str>>) -> Self {
         let known = expressions.filter_map(|expression| self.said.get_key_value(expression));
@@ -264,12 +264,12 @@ impl Matches {
         }
     }
 
-    /// Forgets an expression.
+    /// Removes the results of an expression.
     pub fn forget(&mut self, expression: &str) {
         self.said.remove(expression);
     }
 
-    /// Forgets what no other device needs. Answers with the numbers that are in use no longer.
+    /// Keeps the results for these attribute sets only. Returns the numbers that have become unused.
     pub fn retain(&mut self, facts: &BTreeSet<&Facts>) -> Vec<usize> {
         let gone = self.numbers.iter().filter(|(known, _)| !facts.contains(known));
         let gone: Vec<usize> = gone.map(|(_, number)| *number).collect();
@@ -292,12 +292,12 @@ impl Matches {
         gone
     }
 
-    /// How many judgements are kept.
+    /// Number of stored results.
     pub fn len(&self) -> usize {
         self.said.values().map(|said| said.judged.len()).sum()
     }
 
-    /// Whether none is kept.
+    /// Whether no result is stored.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -341,7 +341,7 @@ mod tests {
         }
         assert_eq!(texts.len(), ERRORS_MAX + 1);
         assert_eq!(matches.get("x", &facts(0)), Some(Match::Failed("no 0".into())));
-        // A number is used again, and says nothing of what it stood for before.
+        // A reused number does not keep the results of its former attribute set.
         matches.retain(&BTreeSet::new());
         matches.put(&expression, [(facts(7), Match::Yes)]);
         assert_eq!(matches.get("x", &facts(7)), Some(Match::Yes));

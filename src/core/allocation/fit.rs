@@ -1,26 +1,25 @@
-//! Which devices answer which requests: a search that finds an answer if there is one.
+//! Assigns devices to requests, and finds an assignment if there is one.
 //!
-//! Requests compete for devices. A device has room for one claim, or for several if it is shared, and a claim has it once.
-//! That is a flow from requests over the pairs of claim and device to devices, found with augmenting paths: a request that
-//! finds no room asks the requests that are in its way to take another of their candidates. It needs no luck and no undo,
-//! and its work is bounded by `devices wanted x requests x candidates`.
+//! Requests compete for devices. A device serves one claim, or several if it is shared, and serves each claim once. This is a flow from
+//! requests through pairs of claim and device to devices, found with augmenting paths: a request without a free device makes the requests
+//! in its way take other candidates. There is no backtracking, and the work is bounded by `devices wanted x requests x candidates`.
 //!
-//! What a candidate is, the caller decides; selectors and equal-attribute constraints narrow the candidates of a request.
+//! The caller provides the candidates. Selectors and equal-attribute constraints narrow the candidates of a request.
 
 use std::collections::VecDeque;
 
 use crate::core::allocation::work::Work;
 
-/// Why a request was not answered.
+/// Why no assignment was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unfit {
-    /// There is no answer.
+    /// No assignment exists.
     Impossible,
-    /// The limit of the [`Work`] was reached before an answer was found.
+    /// The limit of the [`Work`] was reached first.
     TooMuchWork,
 }
 
-/// A growing set of requests, each answered by devices of its own. Devices are numbers below a limit.
+/// A growing set of requests with the devices assigned to each. Devices are numbers below a limit.
 #[derive(Clone, Debug)]
 pub struct Fit {
     requests: Vec<Wanted>,
@@ -31,12 +30,12 @@ pub struct Fit {
 struct Wanted {
     claim: usize,
     candidates: Vec<usize>,
-    /// Before this place no candidate has room for the request. What has none never gets any: a device that is full stays
-    /// full, and what a claim has leaves it only for another claim, from a device that is full then.
+    /// No candidate before this index has room for the request, and none ever will: a full device stays full, and a claim loses a device
+    /// only to another claim, when the device is full.
     next: usize,
 }
 
-/// A device, and the requests that it answers: at most one per claim.
+/// A device with the requests that it serves: at most one per claim.
 #[derive(Clone, Debug)]
 struct Place {
     room: usize,
@@ -44,7 +43,7 @@ struct Place {
 }
 
 impl Fit {
-    /// No request, and for each device the number of claims that there is room for.
+    /// No requests, and for each device the number of claims that it can serve.
     pub fn new(room: impl IntoIterator<Item = usize>) -> Self {
         let place = |room| Place {
             room,
@@ -56,14 +55,14 @@ impl Fit {
         }
     }
 
-    /// What a copy costs, in steps.
+    /// The cost of a copy, in steps.
     pub fn size(&self) -> usize {
         let candidates: usize = self.requests.iter().map(|wanted| wanted.candidates.len()).sum();
         self.devices.len() + candidates
     }
 
-    /// Adds a request of a claim for `count` of `candidates`, the preferred ones first. Earlier requests may have to take
-    /// other candidates of theirs. After an error the fit is good for nothing more; try on a clone.
+    /// Adds a request of a claim for `count` of `candidates`, which are in order of preference. Earlier requests may move to other
+    /// candidates. After an error the fit must not be used any more: try on a clone.
     pub fn add(
         &mut self,
         claim: usize,
@@ -83,7 +82,7 @@ impl Fit {
         (0..count).try_for_each(|_| self.add_one(request, work))
     }
 
-    /// The devices that answer each request, in the order in which the requests were added.
+    /// The devices of each request, in the order in which the requests were added.
     pub fn answers(&self) -> Vec<Vec<usize>> {
         let mut answers = vec![Vec::new(); self.requests.len()];
         for (device, place) in self.devices.iter().enumerate() {
@@ -96,9 +95,9 @@ impl Fit {
         answers
     }
 
-    /// Gives `root` one device more, along the shortest chain of requests that take another device.
+    /// Assigns one more device to `root`, along the shortest chain of requests that move to another device.
     fn add_one(&mut self, root: usize, work: &mut Work) -> Result<(), Unfit> {
-        // For each request on the way: who wants which of its devices.
+        // For each request on the path: the request that wants one of its devices, and that device.
         let mut wanted_by: Vec<Option<(usize, usize)>> = vec![None; self.requests.len()];
         let mut queue = VecDeque::from([root]);
         while let Some(request) = queue.pop_front() {
@@ -113,7 +112,7 @@ impl Fit {
             for &device in &wanted.candidates {
                 let taken = self.devices.get(device).map_or(&[][..], |place| &place.taken);
                 steps += 1 + taken.len();
-                // The one that has it for the same claim is in the way, else all that have it.
+                // If a request of the same claim has the device, only that one is in the way; otherwise all that have it are.
                 let same = taken
                     .iter()
                     .find(|&&other| self.claim(other) == Some(wanted.claim));
@@ -166,7 +165,7 @@ impl Fit {
         Ok(found)
     }
 
-    /// `request` takes `device`, and hands what it was asked for to the one who asked, up to `root`.
+    /// Assigns `device` to `request`, whose former device goes to the request that wants it, and so on up to `root`.
     fn pass_on(&mut self, root: usize, request: usize, device: usize, wanted_by: &[Option<(usize, usize)>]) {
         let (mut request, mut device) = (request, device);
         loop {
@@ -252,7 +251,7 @@ mod tests {
 
     type Asked = (usize, Vec<usize>, usize);
 
-    /// Tries everything.
+    /// Tries all assignments.
     fn possible(room: &[usize], requests: &[Asked], taken: &mut Vec<(usize, usize)>) -> bool {
         let Some(((claim, candidates, count), rest)) = requests.split_first() else {
             return true;

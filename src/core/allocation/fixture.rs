@@ -1,4 +1,4 @@
-//! Small inventories and claims for the tests of this module and of the shell around it.
+//! Small inventories and claims for the tests of this module and of its runtime.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
@@ -8,7 +8,7 @@ use crate::api::resource::{AllocationResult, ResourceClaim};
 use crate::core::allocation::inventory::Node;
 use crate::core::allocation::parameters::{ClassParameters, Demand};
 
-/// The driver of the tests.
+/// The driver name of the tests.
 pub(crate) const DRIVER: &str = "devices.example";
 
 /// A ready node with healthy devices of kind `test`.
@@ -43,12 +43,12 @@ pub(crate) fn inventory(node: &str, uid: &str, devices: &[&str]) -> NodeInventor
     inventory
 }
 
-/// [`inventory`], read.
+/// The [`inventory`] as a [`Node`].
 pub(crate) fn node(node: &str, uid: &str, devices: &[&str]) -> Node {
     Node::read(&inventory(node, uid, devices))
 }
 
-/// The class of kind `test`.
+/// A class of this kind.
 pub(crate) fn class(kind: &str) -> ClassParameters {
     ClassParameters::check(
         "class",
@@ -60,7 +60,7 @@ pub(crate) fn class(kind: &str) -> ClassParameters {
     .unwrap()
 }
 
-/// What a claim of kind `kind` wants: one request for each count.
+/// The device request of a claim, with one request per count.
 pub(crate) fn demand(kind: &str, counts: &[u32]) -> Demand {
     let request = |(index, &count)| DeviceRequest {
         name: format!("r{index}"),
@@ -74,7 +74,7 @@ pub(crate) fn demand(kind: &str, counts: &[u32]) -> Demand {
     Demand::check(&class(kind), "ns", "p", &spec).unwrap()
 }
 
-/// A claim, whose uid is also its name, with an allocation of ours or with none.
+/// A claim whose uid is also its name, with an allocation by [`DRIVER`] or none.
 pub(crate) fn claim(uid: &str, allocation: Option<&AllocationResult>) -> ResourceClaim {
     let mut claim = ResourceClaim::default();
     claim.metadata.name = Some(uid.into());

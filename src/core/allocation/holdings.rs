@@ -1,8 +1,8 @@
-//! Who holds what, derived from the claims. The claim is the only durable record; this is an index of it, with what was
-//! granted and is not yet written down laid over it.
+//! The allocation index: the devices that each claim holds, derived from the claims. The claim is the only durable record; the index adds
+//! grants that are not yet recorded.
 //!
-//! Devices are found by the *uid* of their node: what a claim holds on a node that is gone or was made again does not block
-//! the devices of the node that now has the name.
+//! Devices are indexed by the *uid* of their node: allocations on a deleted or recreated node do not block the devices of the node that now
+//! has the name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,33 +15,33 @@ use crate::api::resource::label::label_of_node;
 /// The devices of one node that one claim holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Grant {
-    /// The node.
+    /// Name of the node.
     pub node_name: Box<str>,
-    /// The uid of the Node object at the time of the allocation.
+    /// Uid of the Node object at the time of the allocation.
     pub node_uid: Box<str>,
-    /// The devices, in the order of requests, then of names.
+    /// The devices, sorted by request, then by name.
     pub devices: Vec<HandleDevice>,
 }
 
-/// How a claim holds something.
+/// How a claim holds its devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum State {
-    /// Granted by us and not yet seen in the claim. Ends when it is seen or given back.
+    /// Granted by this driver and not yet observed in the claim. Ends when it is observed or released.
     Held(Grant),
-    /// Seen in the claim. Ends only when it is seen to be gone.
+    /// Observed in the claim. Ends only when the claim is observed without it.
     Recorded(Grant),
-    /// The claim has an allocation of this driver that cannot be read, for instance one of a newer release. Whatever it
-    /// is, it is on one of these nodes, and nothing on them is given to others meanwhile.
+    /// The claim has an unreadable allocation of this driver, for example one of a newer release. Its devices are on one of these nodes, so
+    /// no device on them is granted to other claims meanwhile.
     Unreadable {
-        /// The nodes by name, as far as the allocation tells.
+        /// Names or label values of the nodes, as far as they are known.
         nodes: BTreeSet<Box<str>>,
-        /// What is wrong with it.
+        /// Why the allocation cannot be read.
         error: Box<str>,
     },
 }
 
 impl State {
-    /// What is held, if that can be told.
+    /// The devices, if they are known.
     pub fn grant(&self) -> Option<&Grant> {
         match self {
             Self::Held(grant) | Self::Recorded(grant) => Some(grant),
@@ -50,107 +50,106 @@ impl State {
     }
 }
 
-/// A claim that holds something.
+/// A claim that holds devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
-    /// `namespace/name`, for people.
+    /// `namespace/name`, for messages.
     pub claim: Box<str>,
-    /// When the claim was made.
+    /// Creation time of the claim.
     pub created: Option<Timestamp>,
-    /// The allocation was made for another claim and has been copied into this one.
+    /// Whether the allocation was made for another claim and copied into this one.
     pub copied: bool,
-    /// What it holds.
+    /// How the claim holds its devices.
     pub state: State,
 }
 
 impl Holder {
-    /// Of two claims that hold one device the lower keeps it: one that it was allocated to before one that says so by a copy of
-    /// another's allocation, then what is recorded before what is not, then the older claim, then the lower uid. The time of the
-    /// allocation itself is not recorded in a claim.
+    /// The order of claims that hold one device: the lowest keeps it. An original allocation comes before a copy, a recorded one before an
+    /// unrecorded one, then the older claim, then the lower uid. The time of the allocation itself is not recorded in a claim.
     fn rank<'a>(&self, uid: &'a str) -> (bool, bool, Option<Timestamp>, &'a str) {
         let is_held = matches!(self.state, State::Held(_));
         (self.copied, is_held, self.created, uid)
     }
 }
 
-/// One device of one node of one uid.
+/// One device of a node, which is identified by name and uid.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    /// The node's name.
+    /// Name of the node.
     pub node_name: Box<str>,
-    /// The node's uid.
+    /// Uid of the node.
     pub node_uid: Box<str>,
-    /// The device's name.
+    /// Name of the device.
     pub device: Box<str>,
 }
 
 /// Two claims that hold one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Conflict {
-    /// The device.
+    /// The device that both claims hold.
     pub place: Place,
-    /// The claim that keeps it.
+    /// `namespace/name` of the claim that keeps the device.
     pub keeper: Box<str>,
-    /// The claim that should not have it.
+    /// `namespace/name` of the claim that must not keep it.
     pub other: Box<str>,
-    /// The uid of that claim.
+    /// Uid of `other`.
     pub other_uid: Arc<str>,
 }
 
-/// What came of a change.
+/// The effects of a change.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Change {
-    /// Devices that the claim holds no longer; others may.
+    /// Devices that the claim no longer holds; other claims may still hold them.
     pub freed: Vec<Place>,
-    /// Devices that the claim holds although another one does.
+    /// Devices that the claim holds although another claim does, too.
     pub shared: Vec<Place>,
-    /// Nodes, by name, on which nothing unreadable is held any more.
+    /// Names of nodes that are no longer blocked by an unreadable allocation.
     pub unblocked: Vec<Box<str>>,
 }
 
-/// The holders of each device of one node: nearly always one.
+/// The holders of each device of one node; nearly always one.
 pub type NodeHoldings = BTreeMap<Box<str>, Vec<Arc<str>>>;
 
-/// Who holds what.
+/// The allocation index.
 #[derive(Clone, Debug, Default)]
 pub struct Holdings {
     claims: BTreeMap<Arc<str>, Holder>,
-    /// By node uid.
+    /// Holders by node uid.
     nodes: BTreeMap<Box<str>, NodeHoldings>,
-    /// Claims with an allocation that cannot be read, by node name.
+    /// Claims with an unreadable allocation, by node name.
     unreadable: BTreeMap<Box<str>, BTreeSet<Arc<str>>>,
 }
 
 impl Holdings {
-    /// What the claim of this uid holds.
+    /// The claim with this uid, if it holds devices.
     pub fn get(&self, uid: &str) -> Option<&Holder> {
         self.claims.get(uid)
     }
 
-    /// The uids of the claims that hold something, in order.
+    /// The uids of the claims that hold devices, sorted.
     pub fn uids(&self) -> impl Iterator<Item = &str> {
         self.claims.keys().map(|uid| &**uid)
     }
 
-    /// What is held on the node of this uid, and by whom.
+    /// The held devices of the node with this uid, with their holders.
     pub fn on_node(&self, node_uid: &str) -> Option<&NodeHoldings> {
         self.nodes.get(node_uid)
     }
 
-    /// Whether a claim holds something on the node of this name that cannot be told. The node may be named by its label's value.
+    /// Whether an unreadable allocation may be on the node with this name. The node may be indexed by its label value.
     pub fn unreadable_on(&self, node_name: &str) -> bool {
         !self.unreadable.is_empty()
             && (self.unreadable.contains_key(node_name)
                 || self.unreadable.contains_key(label_of_node(node_name).as_str()))
     }
 
-    /// Whether anybody but the claim of this uid holds the device.
+    /// Whether a claim other than the one with this uid holds the device.
     pub fn held_by_another(&self, uid: &str, node_uid: &str, device: &str) -> bool {
         let holders = self.nodes.get(node_uid).and_then(|devices| devices.get(device));
         holders.is_some_and(|holders| holders.iter().any(|holder| **holder != *uid))
     }
 
-    /// The claims that hold a device beyond the so many that may, the youngest last.
+    /// The claims that hold a device in excess of its shares, in the order of their rank.
     pub fn conflicts(&self, place: &Place, shares: usize) -> Vec<Conflict> {
         let holders = self.nodes.get(&place.node_uid);
         let holders = holders.and_then(|devices| devices.get(&place.device));
@@ -172,7 +171,7 @@ impl Holdings {
         ranked.iter().skip(shares.max(1)).map(conflict).collect()
     }
 
-    /// Says what a claim holds, in place of what it held before.
+    /// Replaces the allocation of a claim.
     pub fn put(&mut self, uid: &str, holder: Holder) -> Change {
         let uid: Arc<str> = uid.into();
         let mut change = Change::default();
@@ -213,7 +212,7 @@ impl Holdings {
         change
     }
 
-    /// Says that a claim holds nothing.
+    /// Removes the allocation of a claim.
     pub fn remove(&mut self, uid: &str) -> Change {
         let mut change = Change::default();
         if let Some((uid, before)) = self.claims.remove_entry(uid) {
@@ -242,7 +241,7 @@ impl Holdings {
         }
     }
 
-    /// Takes the claim, which holds something else now, from the nodes that it kept from others before.
+    /// Unblocks the nodes that only the claim's former, unreadable allocation blocked.
     fn leave_unreadable(&mut self, uid: &Arc<str>, before: &Holder, change: &mut Change) {
         let State::Unreadable { nodes, .. } = &before.state else {
             return;
@@ -261,7 +260,7 @@ impl Holdings {
     }
 }
 
-/// The devices that are held, each once even if a handle names it twice.
+/// The devices of a claim, without duplicates in its handle.
 fn places(holder: &Holder) -> BTreeSet<Place> {
     let Some(grant) = holder.state.grant() else {
         return BTreeSet::new();

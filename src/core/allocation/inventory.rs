@@ -1,6 +1,6 @@
-//! What the nodes have: the NodeInventory objects of one driver, in the compact form in which decisions need them.
+//! The devices of all nodes: the NodeInventory objects of one driver, in a compact form for decisions.
 //!
-//! An inventory says nothing of who holds a device; that is derived from the claims ([`super::holdings`]).
+//! An inventory does not contain the holders of devices; those are derived from the claims ([`super::holdings`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use crate::api::crd::{Device as ApiDevice, Mode, NodeInventory, READY};
 use crate::core::allocation::facts::{Attribute, Facts};
 
-/// One node as one NodeInventory object describes it.
+/// One node, as described by one NodeInventory object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
     name: Box<str>,
@@ -23,23 +23,23 @@ pub struct Node {
 /// One device of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// Unique on the node, stable over reboots.
+    /// Name, unique on the node and stable over reboots.
     pub name: Box<str>,
-    /// The kind of the node's configuration that found it.
+    /// The kind in the node's configuration that found the device.
     pub kind: Box<str>,
-    /// Through which door of kubelet it may leave the node.
+    /// The kubelet APIs through which containers may get the device.
     pub mode: Mode,
-    /// Why it must not be given to anybody now; `None` if it is healthy.
+    /// Why the device must not be allocated now; `None` if it is healthy.
     pub unhealthy: Option<Box<str>>,
-    /// Facts about it, by qualified name, in the order of the names.
+    /// Its attributes, by qualified name.
     pub attributes: Facts,
-    /// How many claims may hold it at once, at least one.
+    /// How many claims may hold it at once; at least one.
     pub shares: usize,
 }
 
 impl Node {
-    /// Reads an inventory. Of two devices of one name the first counts; a value that is not exactly one of the four types
-    /// is left out. Both are refused by the server's schema, so this is for objects that are older than it.
+    /// Reads an inventory. If two devices have one name, the first counts; an attribute without exactly one of the four types is dropped.
+    /// The CRD's schema refuses both, so this concerns objects that are older than the schema.
     pub fn read(inventory: &NodeInventory) -> Self {
         let spec = &inventory.spec;
         let mut devices: BTreeMap<&str, Device> = BTreeMap::new();
@@ -63,12 +63,12 @@ impl Node {
         }
     }
 
-    /// The node's name.
+    /// Name of the node.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The uid of the Node object, which tells the node from a later one of the same name.
+    /// Uid of the Node object, which distinguishes the node from a later one with the same name.
     pub fn uid(&self) -> &str {
         &self.uid
     }
@@ -78,12 +78,12 @@ impl Node {
         self.unready.as_deref()
     }
 
-    /// The devices, in the order of their names.
+    /// The devices, sorted by name.
     pub fn devices(&self) -> &[Device] {
         &self.devices
     }
 
-    /// The device of this name.
+    /// The device with this name.
     pub fn device(&self, name: &str) -> Option<&Device> {
         let index = self
             .devices
@@ -97,7 +97,7 @@ impl Node {
     }
 }
 
-/// What the object's `Ready` condition says against the node.
+/// Why the node is not ready, from the object's `Ready` condition.
 pub(crate) fn unready(inventory: &NodeInventory) -> Option<Box<str>> {
     let conditions = inventory
         .status
@@ -130,7 +130,7 @@ impl Device {
         }
     }
 
-    /// Whether a claim may get it as far as the device itself is concerned.
+    /// Whether the mode and the health of the device allow claims to get it.
     pub fn claimable(&self) -> bool {
         self.mode.serves_claims() && self.unhealthy.is_none()
     }
@@ -138,33 +138,33 @@ impl Device {
 
 /// The inventories of all nodes.
 ///
-/// A node should have one object. If it has several, the oldest counts (by creation time, then by object name) until it
-/// is gone, so that a second writer cannot replace what a companion says.
+/// A node should have one object. If it has several, the oldest counts (by creation time, then by object name) until it is deleted, so that
+/// a second writer cannot override the companion.
 #[derive(Clone, Debug, Default)]
 pub struct Inventory {
-    /// The name of each object, and the node that it describes.
+    /// The node that each object describes, by object name.
     objects: BTreeMap<Box<str>, Box<str>>,
     /// The objects of each node, oldest first, never empty.
     nodes: BTreeMap<Box<str>, Entries>,
-    /// The nodes that have at least one device of a kind, according to the object that counts.
+    /// The nodes with at least one device of a kind, according to the object that counts.
     kinds: BTreeMap<Box<str>, BTreeSet<Box<str>>>,
 }
 
-/// Objects by name, each with what it says.
+/// Objects with their names.
 type Entries = Vec<(Box<str>, Arc<Node>)>;
 
 impl Inventory {
-    /// The node of this name.
+    /// The node with this name.
     pub fn node(&self, name: &str) -> Option<&Arc<Node>> {
         self.nodes.get(name)?.first().map(|(_, node)| node)
     }
 
-    /// The names of the nodes that have a device of this kind, in order.
+    /// Names of the nodes with a device of this kind, sorted.
     pub fn nodes_with(&self, kind: &str) -> impl Iterator<Item = &str> {
         self.kinds.get(kind).into_iter().flatten().map(|name| &**name)
     }
 
-    /// All nodes, in the order of their names.
+    /// All nodes, sorted by name.
     pub fn nodes(&self) -> impl Iterator<Item = &Node> {
         self.nodes
             .values()
@@ -172,14 +172,14 @@ impl Inventory {
             .map(|(_, node)| &**node)
     }
 
-    /// The names of the objects, in order.
+    /// Names of the objects, sorted.
     pub fn objects(&self) -> impl Iterator<Item = &str> {
         self.objects.keys().map(|name| &**name)
     }
 
-    /// Puts what an object says in place of what it said before; `None` if the object is gone.
+    /// Replaces the content of an object; `None` if the object was deleted.
     ///
-    /// Answers with what counted before for each node that now has something else: two nodes if the object has moved.
+    /// Returns the former state of each node that has changed. These are two nodes if the object now describes another node.
     pub fn set(&mut self, object: &str, node: Option<Node>) -> Vec<Replaced> {
         let mut replaced = Vec::new();
         let moved_from = self
@@ -235,9 +235,9 @@ impl Inventory {
 /// A node whose inventory has changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Replaced {
-    /// The node.
+    /// Name of the node.
     pub name: Box<str>,
-    /// What it had.
+    /// Its former state.
     pub before: Option<Arc<Node>>,
 }
 

@@ -1,7 +1,7 @@
-//! Whether the claims of a pod fit on a node together, and with which devices. Changes nothing; the same function answers
-//! "where not?" and "what exactly?", so that a verdict and an allocation never disagree.
+//! Evaluates whether the claims of a pod fit on a node together, and with which devices. The evaluation changes nothing. Node fit and
+//! allocation use the same function, so they never disagree.
 //!
-//! It works on a copy of all that it needs, a [`Scene`], so that a long search needs neither the lock nor the controller's thread.
+//! It works on a [`Scene`], a snapshot of all required data, so that a long search needs neither the lock nor the controller's thread.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,39 +21,39 @@ use crate::core::allocation::unsuitable::{Shortage, Unsuitable};
 use crate::core::allocation::view::{Standing, View};
 use crate::core::allocation::work::Work;
 
-/// A claim and what it wants.
+/// A claim with its device request.
 #[derive(Clone, Copy, Debug)]
 pub struct Wish<'a> {
-    /// The claim.
+    /// The claim to allocate.
     pub claim: &'a ResourceClaim,
-    /// What it wants.
+    /// The devices that it requests.
     pub demand: &'a Demand,
-    /// The nodes that its class allows; asked only if no node was chosen, since the scheduler asks it otherwise.
+    /// The nodes that its class allows. Evaluated only if no node is selected: otherwise the scheduler has evaluated them.
     pub suitable_nodes: Option<&'a NodeSelector>,
 }
 
 impl<'a> Wish<'a> {
-    /// The claim's uid.
+    /// Uid of the claim.
     pub fn uid(&self) -> &'a str {
         self.claim.metadata.uid.as_deref().unwrap_or_default()
     }
 }
 
-/// The outcome for each claim: what it gets beside those before it, or why it gets nothing.
+/// The result for each claim: its devices, beside those of the claims before it, or why it does not fit.
 pub type Judged = Vec<Result<Grant, Unsuitable>>;
 
-/// A node at one moment, as the claims of one pod see it.
+/// A snapshot of a node for the claims of one pod.
 #[derive(Clone, Debug)]
 pub struct Scene {
     name: Box<str>,
     node: Result<Arc<Node>, Unsuitable>,
     standings: Vec<Standing>,
-    /// What each of the claims holds.
+    /// The current allocation of each claim.
     states: Vec<Option<State>>,
 }
 
 impl Books {
-    /// Copies what concerns these claims on a node.
+    /// Copies the data of a node for these claims.
     pub fn scene(&self, wishes: &[Wish<'_>], name: &str) -> Scene {
         let node = match self.inventory.node(name) {
             None => Err(Unsuitable::NoInventory),
@@ -75,14 +75,14 @@ impl Books {
         }
     }
 
-    /// Copies what the selectors of these claims say.
+    /// Copies the selector results for these claims.
     pub fn matches_of(&self, wishes: &[Wish<'_>]) -> Matches {
         let requests = wishes.iter().flat_map(|wish| wish.demand.requests());
         let selectors = requests.flat_map(Request::selectors);
         self.matches.some(selectors.map(Selector::expression))
     }
 
-    /// Whether what was judged of a scene can still be granted, although the books may have changed meanwhile.
+    /// Whether the result for a snapshot can still be granted, although the device allocator may have changed.
     pub(super) fn still_grants(&self, wishes: &[Wish<'_>], scene: &Scene, judged: &Judged) -> bool {
         let now = self.scene(wishes, &scene.name);
         let (Ok(before), Ok(node)) = (&scene.node, &now.node) else {
@@ -98,7 +98,7 @@ impl Books {
             .filter(|(device, _)| before.device(&device.name) == Some(device))
             .map(|(device, standing)| (&*device.name, standing.room()))
             .collect();
-        // What is recorded is granted again as it is, and is not among what others find room for.
+        // A recorded allocation is granted again as it is, and takes no room from new grants.
         let new = judged.iter().zip(&now.states);
         new.filter(|(_, state)| !matches!(state, Some(State::Recorded(_))))
             .all(|(judged, _)| {
@@ -119,22 +119,22 @@ impl Books {
 }
 
 impl Scene {
-    /// The node's name.
+    /// Name of the node.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Judges the claims together. If the work was too much, that is what is said of the claims for which it was.
+    /// Evaluates the claims together. A claim that exceeds the work limit gets [`Unsuitable::TooMuchWork`].
     pub fn judge(&self, matches: &Matches, wishes: &[Wish<'_>], work: &mut Work) -> Judged {
         let node = match &self.node {
             Ok(node) => node,
             Err(reason) => return wishes.iter().map(|_| Err(reason.clone())).collect(),
         };
         let room: Vec<usize> = self.standings.iter().map(Standing::room).collect();
-        // What is met by the search so far, and its answers.
+        // The requests that the search can serve so far, and its answers.
         let mut asks: Vec<Ask> = Vec::with_capacity(wishes.len());
         let mut answers = Vec::new();
-        // Of each wish that is met by the search: the number of its first request there.
+        // For each claim that the search serves, the index of its first request there.
         let mut met: Vec<Result<Met, Unsuitable>> = Vec::with_capacity(wishes.len());
         let mut wanted_before: BTreeMap<&str, usize> = BTreeMap::new();
         for (wish, state) in wishes.iter().zip(&self.states) {
@@ -204,7 +204,7 @@ impl Scene {
     }
 }
 
-/// Searches for one claim more. What was asked for it is kept only if there is an answer.
+/// Searches for one more claim. Its requests are kept only if they can be served.
 fn find(
     view: &View<'_>,
     held: Option<&Grant>,
@@ -219,16 +219,16 @@ fn find(
     })
 }
 
-/// How a wish is met.
+/// The devices of a claim that fits.
 enum Met {
     /// The claim is allocated already.
     Before(Grant),
-    /// By the answers to the requests from this number on.
+    /// The search's answers from this index on.
     From(usize),
 }
 
 impl Scene {
-    /// How the devices of one kind stand, for claims that hold nothing yet.
+    /// Counts the devices of one kind, for claims that hold no devices yet.
     pub fn census(&self, matches: &Matches, demand: &Demand, work: &mut Work) -> Result<Shortage, Unfit> {
         let request = demand.requests().first();
         work.spend(self.standings.len() * (1 + request.map_or(0, |request| request.selectors().len())))?;
@@ -246,7 +246,7 @@ impl Scene {
 }
 
 fn standings(holdings: &Holdings, node: &Node, wishes: &[Wish<'_>]) -> Vec<Standing> {
-    // Granted before to one of these claims and not recorded yet: may be given anew.
+    // An unrecorded grant of one of these claims may be granted anew.
     let own = |holder: &&Arc<str>| {
         wishes.iter().any(|wish| *wish.uid() == ***holder)
             && matches!(
@@ -254,7 +254,7 @@ fn standings(holdings: &Holdings, node: &Node, wishes: &[Wish<'_>]) -> Vec<Stand
                 Some(State::Held(_))
             )
     };
-    // Both are in the order of names.
+    // Both lists are sorted by name.
     let mut held = holdings.on_node(node.uid()).into_iter().flatten().peekable();
     let standing = |device: &Device| {
         while held.next_if(|(name, _)| **name < device.name).is_some() {}

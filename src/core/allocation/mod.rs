@@ -1,4 +1,4 @@
-//! Devices and who holds them, for the built-in driver: decisions without a Kubernetes write.
+//! Devices and their allocation, for the built-in driver: decisions without any Kubernetes write.
 //!
 //! ```text
 //! NodeInventory ---> inventory --+
@@ -7,12 +7,12 @@
 //! parameters ------> a demand ---+
 //! ```
 //!
-//! * [`parameters`]: what a class and a claim ask for, checked.
-//! * [`inventory`]: what the nodes have.
-//! * [`holdings`]: which claim holds what, derived from the claims.
-//! * [`facts`], [`wanted`]: what is known about a device, what the selectors say of it, and of what they have not said anything yet.
-//! * [`fit`], [`search`], [`judge`]: which devices answer which requests, for all claims of a pod together; [`work`] is the bound.
-//! * [`books`], [`allocate`]: the two indexes behind one owner, and all that changes or asks them.
+//! * [`parameters`]: validated parameters of classes and claims.
+//! * [`inventory`]: the devices of all nodes.
+//! * [`holdings`]: the allocation index: the devices that each claim holds, derived from the claims.
+//! * [`facts`], [`wanted`]: attribute sets of devices, selector results for them, and pending evaluations of the active selectors.
+//! * [`fit`], [`search`], [`judge`]: find devices for the requests of all claims of a pod; [`work`] bounds the search.
+//! * [`books`], [`allocate`]: the device allocator, which owns inventory and allocation index; its changes and its queries.
 
 pub mod allocate;
 pub mod allocation_result;

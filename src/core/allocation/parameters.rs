@@ -1,7 +1,7 @@
-//! What a claim wants: the parameters of its class and its own, checked so far that nothing nonsensical is left.
+//! The device request of a claim: the parameters of its class and its own, validated.
 //!
-//! Everything is checked again although the CRDs have schemas: an object may be older than its schema, or the schema
-//! may have been replaced. What a selector says is not looked at here: the shell compiles it.
+//! Everything is validated although the CRDs have schemas: an object may be older than its schema, or the schema may have been replaced.
+//! Selector expressions are not validated here: the runtime compiles them.
 
 mod error;
 
@@ -17,10 +17,10 @@ use crate::core::allocation::reference::{CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS
 
 pub use error::ParametersError;
 
-/// The name of the one request of a claim that has no parameters.
+/// Name of the only request of a claim without parameters.
 pub const DEFAULT_REQUEST: &str = "device";
 
-/// What a class stands for.
+/// The validated parameters of a class.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClassParameters {
     kind: String,
@@ -28,7 +28,7 @@ pub struct ClassParameters {
     policy: PlacementPolicy,
 }
 
-/// A condition on devices, and where it is written.
+/// A condition on devices, with its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selector {
     namespace: Arc<str>,
@@ -75,17 +75,17 @@ impl Selector {
         selectors.iter().enumerate().map(check).collect()
     }
 
-    /// The namespace of the object that it is written in; empty for a class.
+    /// Namespace of the object that contains it; empty for a class.
     pub fn namespace(&self) -> &Arc<str> {
         &self.namespace
     }
 
-    /// The object that it is written in, with its kind.
+    /// Kind and name of the object that contains it.
     pub fn object(&self) -> &Arc<str> {
         &self.object
     }
 
-    /// What people call it: `selector 1 of request gpu`.
+    /// Its name in messages: `selector 1 of request gpu`.
     pub fn label(&self) -> &Arc<str> {
         &self.label
     }
@@ -95,7 +95,7 @@ impl Selector {
         &self.expression
     }
 
-    /// The refusal of what is written there.
+    /// The error that refuses this selector.
     pub fn refusal(&self, error: impl Into<String>) -> ParametersError {
         ParametersError::Selector {
             object: self.object.to_string(),
@@ -106,7 +106,7 @@ impl Selector {
 }
 
 impl ClassParameters {
-    /// Checks the parameters called `name`.
+    /// Validates the class parameters called `name`.
     pub fn check(name: &str, spec: &DeviceClassParametersSpec) -> Result<Self, ParametersError> {
         let object = format!("{CLASS_PARAMETERS_KIND} {name}");
         if is_label(&spec.kind) {
@@ -124,18 +124,18 @@ impl ClassParameters {
         }
     }
 
-    /// The kind of device, as the nodes' configuration names it.
+    /// The kind of the devices, as in the nodes' configuration.
     pub fn kind(&self) -> &str {
         &self.kind
     }
 
-    /// What each device must match.
+    /// The selectors that each device must match.
     pub fn selectors(&self) -> &[Selector] {
         &self.selectors
     }
 }
 
-/// What a claim wants: at least one device, at most [`CLAIM_DEVICES_MAX`], all of one kind.
+/// The device request of a claim: at least one device, at most [`CLAIM_DEVICES_MAX`], all of one kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Demand {
     kind: String,
@@ -144,7 +144,7 @@ pub struct Demand {
     policy: PlacementPolicy,
 }
 
-/// A number of devices, or all that match.
+/// A request for a number of devices, or for all that match.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
     name: String,
@@ -152,27 +152,27 @@ pub struct Request {
     selectors: Vec<Selector>,
 }
 
-/// How many devices a request wants.
+/// The number of devices that a request wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Amount {
-    /// So many: 1 to [`CLAIM_DEVICES_MAX`].
+    /// This many: 1 to [`CLAIM_DEVICES_MAX`].
     Exactly(usize),
     /// Every device that matches, held or not; at least one.
     All,
 }
 
 impl Request {
-    /// Unique within the claim.
+    /// Name, unique within the claim.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// How many devices.
+    /// The number of devices.
     pub fn amount(&self) -> Amount {
         self.amount
     }
 
-    /// How many devices at least.
+    /// The minimum number of devices.
     pub fn least(&self) -> usize {
         match self.amount {
             Amount::Exactly(count) => count,
@@ -180,13 +180,13 @@ impl Request {
         }
     }
 
-    /// What each device must match: the selectors of the class, then those of the request.
+    /// The selectors that each device must match: those of the class, then those of the request.
     pub fn selectors(&self) -> &[Selector] {
         &self.selectors
     }
 }
 
-/// An attribute that the devices of some requests have with the same value.
+/// An attribute that must have the same value on all devices of some requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Constraint {
     attribute: String,
@@ -194,17 +194,17 @@ pub struct Constraint {
 }
 
 impl Constraint {
-    /// The attribute's qualified name.
+    /// Qualified name of the attribute.
     pub fn attribute(&self) -> &str {
         &self.attribute
     }
 
-    /// The places of the requests in [`Demand::requests`], in order.
+    /// Indexes into [`Demand::requests`], sorted.
     pub fn requests(&self) -> &[usize] {
         &self.requests
     }
 
-    /// Adds the constraint to others. Constraints on one attribute that share a request are one constraint on all of their requests.
+    /// Adds the constraint to others. Constraints on one attribute that share a request are merged.
     fn join(mut self, others: &mut Vec<Self>) {
         let shares = |other: &Self| {
             other.attribute == self.attribute
@@ -266,7 +266,7 @@ impl Constraint {
 }
 
 impl Demand {
-    /// What a claim without parameters wants: one device.
+    /// The device request of a claim without parameters: one device.
     pub fn one(class: &ClassParameters) -> Self {
         Self {
             kind: class.kind.clone(),
@@ -280,7 +280,7 @@ impl Demand {
         }
     }
 
-    /// Checks the parameters called `name` in `namespace`.
+    /// Validates the claim parameters called `name` in `namespace`.
     pub fn check(
         class: &ClassParameters,
         namespace: &str,
@@ -366,33 +366,33 @@ impl Demand {
         })
     }
 
-    /// The kind of device.
+    /// The kind of the devices.
     pub fn kind(&self) -> &str {
         &self.kind
     }
 
-    /// The requests, in the order in which the user wrote them.
+    /// The requests, in the user's order.
     pub fn requests(&self) -> &[Request] {
         &self.requests
     }
 
-    /// What must hold between the devices.
+    /// The constraints between the devices.
     pub fn constraints(&self) -> &[Constraint] {
         &self.constraints
     }
 
-    /// Which of several groups of devices is taken.
+    /// The policy that selects one of several groups of devices.
     pub fn policy(&self) -> PlacementPolicy {
         self.policy
     }
 
-    /// How many devices in all, at least.
+    /// The minimum number of devices of all requests.
     pub fn total(&self) -> usize {
         self.requests.iter().map(Request::least).sum()
     }
 }
 
-/// Whether a text is a DNS label (RFC 1123).
+/// Whether a string is a DNS label (RFC 1123).
 fn is_label(text: &str) -> bool {
     let alphanumeric = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
     let bytes = text.as_bytes();
@@ -401,7 +401,7 @@ fn is_label(text: &str) -> bool {
     ends && bytes.len() <= 63 && bytes.iter().all(|&b| alphanumeric(b) || b == b'-')
 }
 
-/// A hostile value, short enough for an event.
+/// Truncates an untrusted value for an event.
 pub(super) fn shortened(value: &str) -> String {
     value.chars().take(64).collect()
 }

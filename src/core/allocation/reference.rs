@@ -1,15 +1,15 @@
-//! Where the parameters of a class and of a claim are: only objects of ours, and a claim's only in its own namespace.
+//! References to parameters: only to our kinds, and for a claim only within its namespace.
 
 use crate::api::crd::GROUP;
 use crate::api::resource::{ResourceClaim, ResourceClass};
 use crate::core::allocation::parameters::shortened;
 
-/// The kind that a class's `parametersRef` must name.
+/// The kind required in a class's `parametersRef`.
 pub const CLASS_PARAMETERS_KIND: &str = "DeviceClassParameters";
-/// The kind that a claim's `parametersRef` must name.
+/// The kind required in a claim's `parametersRef`.
 pub const CLAIM_PARAMETERS_KIND: &str = "DeviceClaimParameters";
 
-/// The name of the parameters of a class.
+/// Name of the parameters of a class.
 pub fn class_reference(class: &ResourceClass) -> Result<&str, ReferenceError> {
     let name = class.metadata.name.as_deref().unwrap_or_default();
     let Some(reference) = &class.parameters_ref else {
@@ -31,7 +31,7 @@ pub fn class_reference(class: &ResourceClass) -> Result<&str, ReferenceError> {
     Ok(&reference.name)
 }
 
-/// The name of the parameters of a claim, in the claim's own namespace; `None` if the claim has none.
+/// Name of the parameters of a claim, in the claim's own namespace; `None` if the claim has none.
 pub fn claim_reference(claim: &ResourceClaim) -> Result<Option<&str>, ReferenceError> {
     let Some(reference) = &claim.spec.parameters_ref else {
         return Ok(None);
@@ -45,45 +45,45 @@ pub fn claim_reference(claim: &ResourceClaim) -> Result<Option<&str>, ReferenceE
     })
 }
 
-/// Why a reference is refused. Each can be put right only by a person.
+/// Why a reference is refused. Only a user or administrator can fix it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReferenceError {
-    /// The class does not say which devices it stands for.
+    /// The class has no `parametersRef`.
     #[error(
         "ResourceClass {class} has no parametersRef: set it to {{apiGroup: {GROUP}, kind: {CLASS_PARAMETERS_KIND}, name: ...}}"
     )]
     ClassWithoutReference {
-        /// The class.
+        /// Name of the class.
         class: String,
     },
-    /// The class's parameters are of a kind that this driver does not read.
+    /// The class refers to a kind that this driver does not read.
     #[error(
         "ResourceClass {class} has a parametersRef to {found}, which this driver does not read: \
          use {{apiGroup: {GROUP}, kind: {CLASS_PARAMETERS_KIND}, name: ...}}"
     )]
     ClassReference {
-        /// The class.
+        /// Name of the class.
         class: String,
-        /// What it refers to.
+        /// Kind and group of the reference.
         found: String,
     },
-    /// The class's parameters are said to be in a namespace.
+    /// The class refers to a namespace, although class parameters have none.
     #[error(
         "ResourceClass {class} has a parametersRef with a namespace: {CLASS_PARAMETERS_KIND} has none, remove it"
     )]
     ClassReferenceNamespace {
-        /// The class.
+        /// Name of the class.
         class: String,
     },
-    /// The claim's parameters are of a kind that this driver does not read.
+    /// The claim refers to a kind that this driver does not read.
     #[error(
         "ResourceClaim {claim} has a parametersRef to {found}, which this driver does not read: \
          make the claim again with {{apiGroup: {GROUP}, kind: {CLAIM_PARAMETERS_KIND}, name: ...}}"
     )]
     ClaimReference {
-        /// The claim.
+        /// Name of the claim.
         claim: String,
-        /// What it refers to.
+        /// Kind and group of the reference.
         found: String,
     },
 }

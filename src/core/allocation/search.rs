@@ -1,35 +1,34 @@
-//! Which devices answer the requests of several claims so that all constraints hold: a search that finds an answer if there
-//! is one, unless that takes more than the given [`Work`].
+//! Finds devices for the requests of several claims so that all constraints hold. It finds a solution if there is one, unless that takes
+//! more than the given [`Work`].
 //!
-//! A constraint is met by one group of devices with an equal attribute. First the constraints are made as few and as small as
-//! possible, and the requests are fitted without them: what fails then has no answer. Then the groups are tried one after the
-//! other, the preferred ones first; once they are chosen, what is left is a [`Fit`], which decides without a guess.
+//! A constraint is met by one group of devices with an equal attribute. First the constraints are made as few and as small as possible, and
+//! the requests are fitted without them: if that fails, there is no solution. Then the groups are tried in order of preference. Once they
+//! are selected, a [`Fit`] decides the rest without guessing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::core::allocation::fit::{Fit, Unfit};
 use crate::core::allocation::work::Work;
 
-/// What one claim wants.
+/// The requests of one claim.
 #[derive(Clone, Debug, Default)]
 pub struct Ask {
-    /// Of each request: the candidates, the preferred ones first, and how many of them.
+    /// For each request: the candidates, in order of preference, and the number of devices.
     pub requests: Vec<(Vec<usize>, usize)>,
-    /// What must hold between them.
+    /// The constraints between the requests.
     pub constraints: Vec<Equal>,
 }
 
-/// Requests whose devices are all of one group.
+/// Requests whose devices must all be in one group.
 #[derive(Clone, Debug)]
 pub struct Equal {
-    /// The requests, by their place.
+    /// Indexes of the requests.
     pub requests: Vec<usize>,
-    /// The devices of each group, in order of their numbers; the preferred groups first.
+    /// The devices of each group, in ascending order; the groups are in order of preference.
     pub groups: Vec<Vec<usize>>,
 }
 
-/// The devices that answer each request of each claim, one claim after the other. `room` is the number of claims that there
-/// is room for on each device.
+/// Returns the devices of each request of each claim, one claim after the other. `room` is the number of claims that each device can serve.
 pub fn search(room: &[usize], asks: &[Ask], work: &mut Work) -> Result<Vec<Vec<usize>>, Unfit> {
     let fit = Fit::new(room.iter().copied());
     let constrained = asks.iter().any(|ask| !ask.constraints.is_empty());
@@ -53,12 +52,12 @@ pub fn search(room: &[usize], asks: &[Ask], work: &mut Work) -> Result<Vec<Vec<u
     search.claim(0, fit).map(|fit| fit.answers())
 }
 
-/// The ask without the groups that are too small, and without the constraints that are met by any candidates that are left: with one
-/// device, or with one group only. The candidates of these are in the order of the groups.
+/// Removes groups that are too small, and constraints that any remaining candidates meet: those for one device, or with only one group. The
+/// candidates of these constraints are sorted by group.
 fn narrowed(ask: &Ask, devices: usize, work: &mut Work) -> Result<Ask, Unfit> {
     let mut requests = ask.requests.clone();
     let mut constraints = Vec::new();
-    // The order by the first constraint counts most, so it is made last.
+    // The first constraint has the greatest influence on the order, so it sorts last.
     for constraint in ask.constraints.iter().rev() {
         let named: Vec<&(Vec<usize>, usize)> = constraint
             .requests
@@ -132,10 +131,10 @@ fn narrowed(ask: &Ask, devices: usize, work: &mut Work) -> Result<Ask, Unfit> {
     })
 }
 
-/// Keeps one group of those that differ in nothing: each device of the one has a counterpart in the other, with the same room, wanted by
-/// the same requests, and in the same groups of all other constraints. If the one leads to no answer, neither does the other.
+/// Keeps one of several equivalent groups. Groups are equivalent if each device has a counterpart with the same room, wanted by the same
+/// requests, and in the same groups of all other constraints. If one of them leads to no solution, neither does another.
 fn drop_equivalent_groups(room: &[usize], asks: &mut [Ask], work: &mut Work) -> Result<(), Unfit> {
-    // Of each device: its room, the requests that want it, and its groups, each as claim, place and group.
+    // For each device: the requests that want it, as claim and request; and its groups, as claim, constraint and group.
     let mut wanted_by: Vec<Vec<(usize, usize)>> = vec![Vec::new(); room.len()];
     let mut member_of: Vec<Vec<(usize, usize, usize)>> = vec![Vec::new(); room.len()];
     for (claim, ask) in asks.iter().enumerate() {
@@ -160,7 +159,7 @@ fn drop_equivalent_groups(room: &[usize], asks: &mut [Ask], work: &mut Work) -> 
             }
         }
     }
-    // Devices that differ in nothing but the group of this constraint have one number.
+    // Devices that differ only in the group of this constraint get the same number.
     for (claim, ask) in asks.iter_mut().enumerate() {
         for (place, constraint) in ask.constraints.iter_mut().enumerate() {
             let mut alike = BTreeMap::new();
@@ -205,8 +204,7 @@ impl Search<'_> {
         }
     }
 
-    /// Decides on the constraints of a claim from `number` on, and on everything after them. At most 8 constraints of at
-    /// most 16 claims nest.
+    /// Decides the constraints of a claim from `number` on, and everything after them. At most 8 constraints of at most 16 claims nest.
     fn constraint(
         &mut self,
         claim: usize,
@@ -221,7 +219,7 @@ impl Search<'_> {
             return self.claim(claim + 1, fit);
         };
         for group in &constraint.groups {
-            // The copies that are made here and in the next step.
+            // The cost of the copies made here and in the next step.
             let copied: usize = requests.iter().map(|(candidates, _)| candidates.len()).sum();
             self.work.spend(1 + copied + fit.size())?;
             let mut narrowed = requests.to_vec();
@@ -230,7 +228,7 @@ impl Search<'_> {
                     candidates.retain(|device| group.binary_search(device).is_ok());
                 }
             }
-            // Without the constraints that are left, so that what is impossible is left at once.
+            // Fit without the remaining constraints, to give up an impossible group at once.
             let decided = self.fit(claim, &narrowed, fit.clone()).and_then(|relaxed| {
                 let asked = asks.get(claim).map_or(0, |ask| ask.constraints.len());
                 if number + 1 == asked {
@@ -262,9 +260,9 @@ mod tests {
     use super::*;
     use crate::core::allocation::work::NODE_WORK_MAX;
 
-    /// Of each claim: its requests as candidates and counts, and its constraints as attribute and requests.
+    /// A claim's requests as candidates and counts, and its constraints as attribute and requests.
     type Claim = (Vec<(Vec<usize>, usize)>, Vec<(usize, Vec<usize>)>);
-    /// Of each device: the values of two attributes.
+    /// A device's values of two attributes.
     type Values = [Option<u8>; 2];
 
     fn ask(values: &[Values], (requests, constraints): &Claim) -> Ask {
@@ -286,7 +284,7 @@ mod tests {
         }
     }
 
-    /// Whether these devices are an answer.
+    /// Whether these devices are a solution.
     fn holds(room: &[usize], values: &[Values], claims: &[Claim], answers: &[Vec<usize>]) -> bool {
         let mut used = vec![0; room.len()];
         let mut answers = answers.iter();
@@ -365,7 +363,7 @@ mod tests {
         ) {
             let room: Vec<usize> = devices.iter().map(|device| device.0).collect();
             let values: Vec<Values> = devices.iter().map(|device| [device.1, device.2]).collect();
-            // A constraint without any request is not one.
+            // Constraints without requests are dropped.
             let claims: Vec<Claim> = claims.into_iter().map(|(requests, constraints)| {
                 (requests, constraints.into_iter().filter(|(_, named)| !named.is_empty()).collect())
             }).collect();
@@ -387,7 +385,7 @@ mod tests {
         }
     }
 
-    /// The outcome, and the steps that it took.
+    /// The outcome, and the number of steps.
     fn searched(room: &[usize], asks: &[Ask]) -> (Result<Vec<Vec<usize>>, Unfit>, usize) {
         let mut work = Work::new(NODE_WORK_MAX);
         let outcome = search(room, asks, &mut work);
@@ -396,7 +394,7 @@ mod tests {
 
     #[test]
     fn a_claim_that_wants_too_many_devices_is_refused_early() {
-        // Eight devices, each with an attribute of its own; seven requests for one device and one for two.
+        // Eight devices, each with its own attribute value; seven requests for one device, and one for two.
         let groups: Vec<Vec<usize>> = (0..8).map(|device| vec![device]).collect();
         let single = |place| Equal {
             requests: vec![place],
@@ -431,7 +429,7 @@ mod tests {
 
     #[test]
     fn groups_that_differ_in_nothing_are_tried_once() {
-        // Each group fits the first request, and none leaves enough for the second, which wants another attribute too.
+        // Sixteen groups of four devices each, which differ in nothing.
         let groups: Vec<Vec<usize>> = (0..16)
             .map(|group| (4 * group..4 * group + 4).collect())
             .collect();
@@ -444,7 +442,7 @@ mod tests {
         }];
         drop_equivalent_groups(&[1; 64], &mut asks, &mut Work::new(NODE_WORK_MAX)).unwrap();
         assert_eq!(asks[0].constraints[0].groups.len(), 1);
-        // The last device has room for two.
+        // The last device has room for two claims.
         let mut room = [1; 64];
         room[63] = 2;
         let groups = (0..16)
@@ -466,7 +464,7 @@ mod tests {
 
     #[test]
     fn a_search_with_too_many_ways_gives_up() {
-        // Ten groups of six devices, of which each of eleven claims wants four of one group.
+        // Ten groups of six devices; each of eleven claims wants four devices of one group.
         let groups: Vec<Vec<usize>> = (0..10)
             .map(|group| (6 * group..6 * group + 6).collect())
             .collect();

@@ -1,4 +1,4 @@
-//! Why a claim does not fit, as a user shall read it.
+//! Why a claim does not fit, in the words for users.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,24 +10,24 @@ use crate::core::allocation::work::{CALL_WORK_MAX, NODE_WORK_MAX};
 /// Why a claim cannot be allocated on a node.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unsuitable {
-    /// No NodeInventory of the driver describes the node.
+    /// The driver has no NodeInventory for the node.
     #[error("no inventory: drayman node does not run here")]
     NoInventory,
-    /// The node's inventory says that it is not ready.
+    /// The node's inventory is not ready, for this reason.
     #[error("inventory not ready: {0}")]
     NotReady(String),
-    /// A claim holds something here that cannot be read.
+    /// A claim has an unreadable allocation on this node.
     #[error(
         "a claim holds devices here that this release cannot read, and has an event that says so: upgrade or delete the claim"
     )]
     Unreadable,
-    /// The claim is allocated already, and elsewhere.
+    /// The claim is already allocated on this other node.
     #[error("the claim is allocated on node {0}")]
     AllocatedElsewhere(String),
-    /// Not enough devices.
+    /// There are not enough devices.
     #[error("{0}")]
     Short(Box<Shortage>),
-    /// There may be enough devices, but the search for a division of them was given up.
+    /// There may be enough devices, but the search exceeded its work limit.
     #[error(
         "the search for devices was given up: it takes more than {NODE_WORK_MAX} steps on one node, or {CALL_WORK_MAX} on all nodes \
          together; ask for fewer requests, selectors and constraints in one claim, or for fewer claims in one pod"
@@ -55,70 +55,70 @@ impl Unsuitable {
     }
 }
 
-/// How the devices of one kind stand on one node, or on all nodes together.
+/// Counts of the devices of one kind, on one node or on all nodes together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Shortage {
-    /// The kind.
+    /// Kind of the devices.
     pub kind: String,
-    /// Devices of the kind that may leave through claims.
+    /// Devices of the kind that claims may use.
     pub total: usize,
     /// Of these, held by other claims. A device that is both held and unhealthy counts here.
     pub held: usize,
-    /// Of these, unhealthy and held by nobody.
+    /// Of these, unhealthy and not held.
     pub unhealthy: usize,
-    /// Devices of the kind that leave the node in another way.
+    /// Devices of the kind that claims may not use.
     pub other_mode: usize,
-    /// Devices that the claim wants.
+    /// Number of devices that the claim wants.
     pub wanted: usize,
-    /// Devices that the pod's other claims want, as far as they are met before this one.
+    /// Number of devices for the pod's claims before this one.
     pub wanted_besides: usize,
-    /// Devices that could be given and that a selector does not want.
+    /// Available devices that do not match a selector, by reason.
     pub misfits: BTreeMap<Misfit, usize>,
-    /// What else is not met.
+    /// A further condition that is not met.
     pub requirement: Option<Requirement>,
 }
 
-/// Why a device is not wanted; which selector says so, in words for people.
+/// Why a device does not match, with the selector's name in messages.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Misfit {
-    /// It does not match.
+    /// The selector does not match.
     No(String),
-    /// The selector cannot be evaluated on it, and why.
+    /// The selector fails on the device, with this error.
     Failed(String, String),
-    /// The selector was not evaluated on it yet.
+    /// The selector has not been evaluated on the device yet.
     Unjudged(String),
 }
 
-/// What is not met although there are enough devices.
+/// A condition that is not met although there are enough devices.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Requirement {
-    /// An equal attribute.
+    /// Too few devices have an equal attribute.
     #[error("no {wanted} of the rest have an equal {attribute}")]
     Equal {
-        /// The attribute.
+        /// Qualified name of the attribute.
         attribute: String,
-        /// How many devices must have the same.
+        /// Number of devices that must have the same value.
         wanted: usize,
     },
-    /// Every constraint could be met, but not all of them at once.
+    /// Each constraint can be met, but not all of them together.
     #[error("each constraint can be met, but not all of them together")]
     Together,
-    /// All matching devices.
+    /// A request for all matching devices, some of which are not available.
     #[error(
         "request {request} wants all {matching} that match, and {unavailable} of them are held or unhealthy"
     )]
     All {
-        /// The request.
+        /// Name of the request.
         request: String,
-        /// How many match.
+        /// Number of matching devices.
         matching: usize,
-        /// How many of these cannot be had.
+        /// Number of matching devices that are not available.
         unavailable: usize,
     },
     /// More devices than a claim may have.
     #[error("the requests for all devices make {wanted}; a claim gets at most {CLAIM_DEVICES_MAX}")]
     TooMany {
-        /// How many they are.
+        /// Number of devices of all requests.
         wanted: usize,
     },
 }
@@ -134,13 +134,13 @@ impl fmt::Display for Misfit {
 }
 
 impl Shortage {
-    /// Devices that are healthy and wanted, and of which something is left.
+    /// Number of healthy, matching devices with a share left.
     pub fn free(&self) -> usize {
         let misfits: usize = self.misfits.values().sum();
         self.total.saturating_sub(self.held + self.unhealthy + misfits)
     }
 
-    /// Counts another node's devices in.
+    /// Adds the counts of another node.
     pub fn add(&mut self, other: &Self) {
         self.total += other.total;
         self.held += other.held;

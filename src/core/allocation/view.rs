@@ -1,4 +1,4 @@
-//! One demand before the devices of one node: what the search is asked, and what is said if it finds nothing.
+//! One device request against the devices of one node: builds the search, and explains why it finds nothing.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,26 +13,26 @@ use crate::core::allocation::search::{Ask, Equal, search};
 use crate::core::allocation::unsuitable::{Misfit, Requirement, Shortage, Unsuitable};
 use crate::core::allocation::work::Work;
 
-/// How a device stands towards the claims that are judged.
+/// The availability of a device for the claims under evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Standing {
-    /// It can be given.
+    /// The device can be allocated.
     Open {
-        /// To so many claims.
+        /// Number of claims to which it can be allocated.
         room: usize,
-        /// One of these claims was granted it before, and that is not recorded yet.
+        /// One of the claims under evaluation has an unrecorded grant of the device.
         own: bool,
     },
-    /// Held by as many others as may hold it.
+    /// Held by as many other claims as it has shares.
     Held,
-    /// Not held, and must not be given.
+    /// Not held, but unhealthy.
     Unhealthy,
-    /// Leaves the node in another way, or in one that only a newer release knows.
+    /// Not for claims, or in a mode that only a newer release knows.
     OtherMode,
 }
 
 impl Standing {
-    /// To how many claims the device can be given.
+    /// Number of claims to which the device can be allocated.
     pub(super) fn room(&self) -> usize {
         match *self {
             Self::Open { room, .. } => room,
@@ -41,7 +41,6 @@ impl Standing {
     }
 }
 
-/// What is looked at.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct View<'a> {
     pub(super) node: &'a Node,
@@ -51,8 +50,8 @@ pub(super) struct View<'a> {
 }
 
 impl<'a> View<'a> {
-    /// What the search is asked. What the claim was granted before is preferred, then what nobody has, so that the same
-    /// question gets the same answer.
+    /// The input of the search. Devices granted to the claim before are preferred, then free ones, so that a repeated request gets the same
+    /// devices.
     pub(super) fn ask(&self, held: Option<&Grant>, work: &mut Work) -> Result<Ask, Unsuitable> {
         let mut ask = Ask::default();
         for request in self.demand.requests() {
@@ -82,12 +81,12 @@ impl<'a> View<'a> {
         Ok(ask)
     }
 
-    /// Counts a look at each device by the selectors of a request.
+    /// Spends the work for evaluating the selectors of a request on each device.
     fn look(&self, request: &Request, work: &mut Work) -> Result<(), Unfit> {
         work.spend(self.node.devices().len() * (1 + request.selectors().len()))
     }
 
-    /// How the devices of the kind stand, and how the selectors of a request judge those that could be given.
+    /// Counts the devices of the kind by availability, and the available ones by the selector results of a request.
     pub(super) fn shortage(&self, request: Option<&Request>) -> Shortage {
         let mut shortage = Shortage {
             kind: self.demand.kind().into(),
@@ -110,7 +109,7 @@ impl<'a> View<'a> {
         shortage
     }
 
-    /// Why the search found nothing, as far as this claim alone can tell.
+    /// Explains why the search found nothing, as far as this claim alone shows it.
     pub(super) fn explain(&self, room: &[usize], ask: &Ask, work: &mut Work) -> Result<Shortage, Unfit> {
         let possible = |ask: &Ask, work: &mut Work| match search(room, std::slice::from_ref(ask), work) {
             Ok(_) => Ok(true),
@@ -158,7 +157,7 @@ impl<'a> View<'a> {
         })
     }
 
-    /// The devices of the kind.
+    /// The devices of the requested kind.
     fn devices(&self) -> impl Iterator<Item = (usize, &'a Device, Standing)> {
         let kind = self.demand.kind();
         let all = self.node.devices().iter().zip(self.standings).enumerate();
@@ -185,7 +184,7 @@ impl<'a> View<'a> {
                 false => free.push(index),
             }
         }
-        // Among shared devices; one that is held by one claim only is either free or not there at all.
+        // Only shared devices differ here: any other free device has room for one claim.
         let room = |&index: &usize| self.standings.get(index).map_or(0, Standing::room);
         match self.demand.policy() {
             PlacementPolicy::Packing => free.sort_by_key(room),
@@ -196,7 +195,7 @@ impl<'a> View<'a> {
         before
     }
 
-    /// How many devices a request for all wants: they must all be to be had.
+    /// The number of devices of a request for all. Every matching device must be available.
     fn all(&self, request: &Request, candidates: usize) -> Result<usize, Unsuitable> {
         let matching = self
             .devices()
@@ -204,7 +203,7 @@ impl<'a> View<'a> {
                 *standing != Standing::OtherMode && self.misfit(request, device).is_none()
             })
             .count();
-        // One that is not judged yet may be one of them.
+        // A device that has not been evaluated yet may match.
         let unjudged = |device: &Device| matches!(self.misfit(request, device), Some(Misfit::Unjudged(_)));
         let judged = !self
             .devices()
@@ -222,7 +221,7 @@ impl<'a> View<'a> {
         })))
     }
 
-    /// The first selector that does not want the device.
+    /// The first selector that the device does not match.
     fn misfit(&self, request: &Request, device: &Device) -> Option<Misfit> {
         let judge = |selector: &Selector| {
             let label = || selector.label().to_string();
@@ -236,8 +235,8 @@ impl<'a> View<'a> {
         request.selectors().iter().find_map(judge)
     }
 
-    /// The groups of the devices that could be taken. Groups with what the claim was granted before come first, then
-    /// those that the policy prefers, then the lower value.
+    /// Groups the candidates by attribute value. Groups with devices granted to the claim before come first, then the policy decides, then
+    /// the lower value.
     fn equal(&self, constraint: &Constraint, ask: &Ask, held: Option<&Grant>) -> Equal {
         let requests = constraint
             .requests()

@@ -1,4 +1,4 @@
-//! Which devices have to be judged by which selectors, kept with every change: to ask costs nothing, however many nodes there are.
+//! The active selectors and their pending evaluations, updated with every change so that a query does not scan the nodes.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,25 +6,25 @@ use std::sync::Arc;
 use crate::core::allocation::facts::{Bits, Matches};
 use crate::core::allocation::inventory::Node;
 
-/// The selectors that are in use, by the kind of the devices that they choose among, and for each the numbers of the facts that are not
-/// judged yet: bits, because all devices can change at once, under every selector.
+/// The active selectors by device kind, each with the numbers of the attribute sets that it has yet to evaluate. Stored as bits, because
+/// all devices can change at once, under every selector.
 #[derive(Clone, Debug, Default)]
 pub struct Wanted(BTreeMap<Box<str>, BTreeMap<Arc<str>, Bits>>);
 
 impl Wanted {
-    /// Whether the devices of a kind are already judged by an expression.
+    /// Whether an expression is active for a kind.
     pub fn contains(&self, kind: &str, expression: &str) -> bool {
         self.0
             .get(kind)
             .is_some_and(|selectors| selectors.contains_key(expression))
     }
 
-    /// Whether no selector is in use.
+    /// Whether no selector is active.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// What is not judged yet of the devices of a kind, by an expression.
+    /// The attribute sets of a kind that an expression has yet to evaluate, by number.
     pub(super) fn unjudged(&self, kind: &str, expression: &str) -> impl Iterator<Item = usize> {
         let selectors = self.0.get(kind);
         selectors
@@ -33,14 +33,14 @@ impl Wanted {
             .flat_map(Bits::iter)
     }
 
-    /// The kinds and expressions for which something is not judged yet.
+    /// The kinds and expressions with pending evaluations.
     pub fn due(&self) -> impl Iterator<Item = (&str, &Arc<str>)> {
         self.all()
             .filter(|(_, _, unjudged)| unjudged.len() > 0)
             .map(|(kind, expression, _)| (kind, expression))
     }
 
-    /// The kinds whose devices are judged by an expression.
+    /// The kinds for which an expression is active.
     pub fn kinds(&self, expression: &str) -> impl Iterator<Item = &str> {
         self.all()
             .filter(move |(_, wanted, _)| ***wanted == *expression)
@@ -55,7 +55,7 @@ impl Wanted {
         })
     }
 
-    /// From now on the devices of a kind are judged by an expression; `unjudged` are those that are not yet.
+    /// Activates an expression for a kind. `unjudged` are the attribute sets without a result.
     pub(super) fn begin(&mut self, kind: &str, expression: &Arc<str>, unjudged: impl Iterator<Item = usize>) {
         let mut bits = Bits::default();
         for number in unjudged {
@@ -65,7 +65,7 @@ impl Wanted {
         selectors.insert(Arc::clone(expression), bits);
     }
 
-    /// Takes note of what a node has now.
+    /// Adds the pending evaluations for the devices of a node.
     pub(super) fn see(&mut self, node: &Node, matches: &mut Matches) {
         for device in node.devices() {
             let Some(selectors) = self.0.get_mut(&device.kind) else {
@@ -80,7 +80,7 @@ impl Wanted {
         }
     }
 
-    /// Takes note of what an expression has said something of.
+    /// Removes evaluations whose results are stored.
     pub(super) fn judged(&mut self, expression: &str, numbers: &[usize]) {
         for selectors in self.0.values_mut() {
             if let Some(unjudged) = selectors.get_mut(expression) {
@@ -91,7 +91,6 @@ impl Wanted {
         }
     }
 
-    /// Forgets an expression.
     pub(super) fn forget(&mut self, expression: &str) {
         self.0.retain(|_, selectors| {
             selectors.remove(expression);
@@ -99,7 +98,7 @@ impl Wanted {
         });
     }
 
-    /// Forgets devices that are gone.
+    /// Removes attribute sets that no device has any more.
     pub(super) fn forget_devices(&mut self, gone: &[usize]) {
         for unjudged in self.0.values_mut().flat_map(BTreeMap::values_mut) {
             for &number in gone {
@@ -124,7 +123,7 @@ mod tests {
     const KINDS: [&str; 2] = ["even", "odd"];
     const EXPRESSIONS: [&str; 2] = ["first", "second"];
 
-    /// A node with a device for each value, of the kind that the value is of.
+    /// A node with one device per value, of kind `even` or `odd`.
     fn node(name: &str, values: &[i64]) -> Node {
         let names: Vec<String> = (0..values.len()).map(|number| format!("d{number}")).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
@@ -138,7 +137,7 @@ mod tests {
         Node::read(&inventory)
     }
 
-    /// What [`Wanted`] says of the devices that there are is what a look at all of them says.
+    /// [`Wanted`] must agree with a scan of all devices.
     fn check(books: &Books) -> Result<(), TestCaseError> {
         for (kind, expression) in KINDS
             .iter()
@@ -204,12 +203,12 @@ mod tests {
         assert_eq!(said.len(), 2);
         books.judged(&first, said.into_iter().map(|facts| (facts, Match::No)).collect());
         assert!(due(&books).is_empty());
-        // A device that is like another, and one of another kind.
+        // A device with a known attribute set, and one of another kind.
         books.set_inventory("b", Some(node("b", &[2, 3])));
         assert!(due(&books).is_empty());
         books.set_inventory("b", Some(node("b", &[4])));
         assert_eq!(due(&books), ["even"]);
-        // It is gone again before it was judged, and is not kept for ever.
+        // A device that is removed before its evaluation is not kept forever.
         books.set_inventory("b", None);
         books.forget_devices();
         assert!(due(&books).is_empty());

@@ -1,21 +1,20 @@
-//! How much work a decision may take. A step is a device, candidate or holder that is looked at.
+//! Limits on the work of a decision. A step is one device, candidate or holder that is examined.
 
 use crate::core::allocation::fit::Unfit;
 
-/// Steps for one node, at most: enough for 64 devices out of 1024 by 15 requests that all get in each other's way, and some ten
-/// milliseconds of work.
+/// Maximum steps for one node: enough for 64 out of 1024 devices by 15 requests that all compete, and some ten milliseconds of work.
 pub const NODE_WORK_MAX: usize = 1_000_000;
-/// Steps for all nodes and claims of one call of the driver, at most: eight nodes of the hardest kind, or 128 nodes with some
-/// hundred devices each. It is less than half a second of work, during which other pods' searches wait.
+/// Maximum steps for all nodes and claims of one driver call: eight nodes of the hardest kind, or 128 nodes with some hundred devices each.
+/// This is less than half a second of work, during which the searches of other pods wait.
 pub const CALL_WORK_MAX: usize = 8_000_000;
-/// Steps of one call that are taken at once, at most: enough for 128 nodes with 8 devices each, and half a millisecond of work, since
-/// many calls may be made before the thread looks for anything else.
+/// Maximum steps of one call that run immediately: enough for 128 nodes with 8 devices each, and half a millisecond of work, because many
+/// calls may follow each other before the thread does anything else.
 pub const INSTANT_WORK_MAX: usize = 10_000;
-/// Steps of one call that are taken on the controller's thread in one piece, at most: enough for 128 nodes with 64 devices each,
-/// and a few milliseconds of work.
+/// Maximum steps of one call that run on the controller's thread in one piece: enough for 128 nodes with 64 devices each, and a few
+/// milliseconds of work.
 pub const QUICK_WORK_MAX: usize = 100_000;
 
-/// The steps that are left.
+/// A work limit, and the steps taken so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Work {
     limit: usize,
@@ -23,12 +22,12 @@ pub struct Work {
 }
 
 impl Work {
-    /// So many steps.
+    /// A limit of this many steps.
     pub fn new(limit: usize) -> Self {
         Self { limit, done: 0 }
     }
 
-    /// Counts steps, and refuses to go on if they are too many.
+    /// Counts steps. Fails if they exceed the limit.
     pub fn spend(&mut self, steps: usize) -> Result<(), Unfit> {
         self.done = self.done.saturating_add(steps);
         if self.is_spent() {
@@ -37,17 +36,17 @@ impl Work {
         Ok(())
     }
 
-    /// Whether more was asked for than there was.
+    /// Whether the limit was exceeded.
     pub fn is_spent(&self) -> bool {
         self.done > self.limit
     }
 
-    /// How many steps were taken.
+    /// Number of steps taken.
     pub fn done(&self) -> usize {
         self.done
     }
 
-    /// Does a part of the work, which may take at most so many steps of what is left.
+    /// Runs a part of the work with at most `limit` of the remaining steps.
     pub fn part<T>(&mut self, limit: usize, work: impl FnOnce(&mut Self) -> T) -> T {
         let mut part = Self::new(limit.min(self.limit.saturating_sub(self.done)));
         let result = work(&mut part);

@@ -1,4 +1,4 @@
-//! What observations free and what they bring to light.
+//! Devices released and problems found by observations.
 
 use super::*;
 use crate::api::resource::ResourceHandle;
@@ -141,7 +141,7 @@ fn an_allocation_copied_from_another_claim_is_reported_and_both_hold_the_device(
 #[test]
 fn a_copied_allocation_never_takes_the_device_from_the_claim_that_it_was_made_for() {
     for original_first in [true, false] {
-        // The one with the lower uid wins where nothing else tells two claims apart; they are of one age.
+        // Both claims have the same age, so the lower uid decides.
         let mut before = books(&["d"]);
         let allocation = allocate(&mut before, "z").unwrap();
         let mut books = books(&["d"]);
@@ -231,7 +231,7 @@ fn claims_that_share_a_device_are_no_conflict_although_they_are_seen_before_its_
         assert_eq!(told(&books.settle_doubts()), reasons, "{shares} {listed}");
         assert_eq!(books.settle_doubts(), [], "said once");
     }
-    // What is in no inventory may not be shared, once that is certain.
+    // A device in no inventory has one share, once all inventories are listed.
     let mut books = Books::new(DRIVER);
     observe(&mut books, "u", Some(&allocation));
     observe(&mut books, "v", Some(&allocation));

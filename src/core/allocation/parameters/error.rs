@@ -1,22 +1,22 @@
-//! Why parameters are refused.
+//! Validation errors of parameters.
 
 use crate::api::crd::{CLAIM_DEVICES_MAX, CONSTRAINTS_MAX, EXPRESSION_MAX, REQUESTS_MAX, SELECTORS_MAX};
 
-/// Why parameters are refused. Each can be put right only by a person.
+/// Why parameters are refused. Only a user or administrator can fix them.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ParametersError {
-    /// There is no such object.
+    /// The object does not exist.
     #[error("{object} does not exist; create it")]
     NotFound {
         /// Kind, namespace and name.
         object: String,
     },
-    /// The object is not of the kind's shape.
+    /// The object does not have the structure of its kind.
     #[error("{object} cannot be read: {error}; correct it")]
     Malformed {
         /// Kind, namespace and name.
         object: String,
-        /// What the parser says.
+        /// The parser's error.
         error: String,
     },
     /// A name is not a DNS label.
@@ -26,9 +26,9 @@ pub enum ParametersError {
     NotALabel {
         /// Kind, namespace and name.
         object: String,
-        /// The field.
+        /// Path of the field.
         field: String,
-        /// What it holds.
+        /// Its value, truncated.
         value: String,
     },
     /// Too few or too many requests.
@@ -36,25 +36,25 @@ pub enum ParametersError {
     Requests {
         /// Kind, namespace and name.
         object: String,
-        /// How many there are.
+        /// Number of requests.
         number: usize,
     },
-    /// Two requests of one name.
+    /// Two requests with the same name.
     #[error("{object}: request {request} is there twice; give each request a name of its own")]
     Twice {
         /// Kind, namespace and name.
         object: String,
-        /// The name.
+        /// The repeated name.
         request: String,
     },
-    /// A count outside the limits.
+    /// A count outside its limits.
     #[error("{object}: request {request} has count {count}; 1 to {CLAIM_DEVICES_MAX} are allowed")]
     Count {
         /// Kind, namespace and name.
         object: String,
-        /// The request.
+        /// Name of the request.
         request: String,
-        /// Its count.
+        /// Count of the request.
         count: u64,
     },
     /// More devices than a claim may have.
@@ -70,7 +70,7 @@ pub enum ParametersError {
     CountWithAll {
         /// Kind, namespace and name.
         object: String,
-        /// The request.
+        /// Name of the request.
         request: String,
     },
     /// Too many selectors.
@@ -80,17 +80,17 @@ pub enum ParametersError {
         object: String,
         /// The request, or the class.
         place: String,
-        /// How many there are.
+        /// Number of selectors.
         number: usize,
     },
-    /// An expression that is too long, or empty.
+    /// An expression that is empty or too long.
     #[error("{object}: {selector} has {length} bytes; 1 to {EXPRESSION_MAX} are allowed")]
     ExpressionLength {
         /// Kind, namespace and name.
         object: String,
-        /// Which selector.
+        /// The selector in messages: `selector 1 of request gpu`.
         selector: String,
-        /// Its length.
+        /// Length of the expression in bytes.
         length: usize,
     },
     /// An expression that is not a condition on devices, or costs too much.
@@ -98,9 +98,9 @@ pub enum ParametersError {
     Selector {
         /// Kind, namespace and name.
         object: String,
-        /// Which selector.
+        /// The selector in messages: `selector 1 of request gpu`.
         selector: String,
-        /// What is wrong.
+        /// Why the expression is refused.
         error: String,
     },
     /// Too many constraints.
@@ -108,20 +108,20 @@ pub enum ParametersError {
     Constraints {
         /// Kind, namespace and name.
         object: String,
-        /// How many there are.
+        /// Number of constraints.
         number: usize,
     },
-    /// A constraint on a request that is not there.
+    /// A constraint on an unknown request.
     #[error("{object}: constraint {constraint} names request {request:?}, which is not in spec.requests")]
     UnknownRequest {
         /// Kind, namespace and name.
         object: String,
-        /// Which constraint, from 1.
+        /// Number of the constraint, from 1.
         constraint: usize,
-        /// The request.
+        /// Name of the unknown request.
         request: String,
     },
-    /// A constraint on something that is not the name of an attribute.
+    /// A constraint on an invalid attribute name.
     #[error(
         "{object}: constraint {constraint} has matchAttribute {attribute:?}; it must be a domain, a slash and a name, \
          as drayman.dev/numaNode"
@@ -129,9 +129,9 @@ pub enum ParametersError {
     MatchAttribute {
         /// Kind, namespace and name.
         object: String,
-        /// Which constraint, from 1.
+        /// Number of the constraint, from 1.
         constraint: usize,
-        /// What it has.
+        /// The invalid name, truncated.
         attribute: String,
     },
 }

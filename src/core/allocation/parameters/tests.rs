@@ -1,4 +1,4 @@
-//! What is refused and what is understood.
+//! Accepted and refused parameters.
 
 use serde_json::json;
 

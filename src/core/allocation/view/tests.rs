@@ -1,4 +1,4 @@
-//! What is given and what is said, by selectors, constraints, shares and requests for all.
+//! Allocations and errors with selectors, constraints, shares and requests for all.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ fn books(shares: Option<u32>) -> Books {
     books
 }
 
-/// Says for every device whether its vendor is what the expression is, as the shell would.
+/// Evaluates an expression in place of the runtime: a device matches if its vendor equals the expression.
 fn judge(books: &mut Books, expression: &str) {
     let expression: Arc<str> = expression.into();
     books.want("test", &expression);
@@ -65,7 +65,7 @@ fn demand(policy: &str, requests: &Value, constraints: &Value) -> Demand {
     Demand::check(&class, "ns", "p", &spec).unwrap()
 }
 
-/// The devices of each claim, or what is said.
+/// The devices of each claim, or the error.
 fn allocate(books: &mut Books, wanted: &[(&str, &Demand)]) -> Vec<Result<String, String>> {
     let claims: Vec<_> = wanted.iter().map(|(uid, _)| claim(uid, None)).collect();
     let wishes: Vec<_> = claims
@@ -178,7 +178,7 @@ fn a_constraint_of_one_claim_makes_way_for_another_claim_of_the_pod() {
         &json!([{"name": "a", "count": 2}]),
         &json!([{"matchAttribute": "d/numa"}, {"matchAttribute": "d/vendor"}]),
     );
-    // Alone, the first takes the small group; together with three more of one group that must be so too.
+    // The first claim takes the small group and leaves the large one to the others.
     let answers = allocate(&mut books, &[("u", &pair), ("v", &both), ("w", &both)]);
     assert_eq!(
         answers,
@@ -271,7 +271,7 @@ fn a_shared_device_has_as_many_holders_as_shares_and_frees_each_of_them() {
     assert!(one(&mut books, "w", &eight).unwrap_err().contains("8 of 8 held"));
     assert_eq!(books.gone("u"), 8, "each has a share left again");
     assert!(one(&mut books, "w", &eight).is_ok());
-    // What claims record is no conflict as long as there are shares.
+    // Recorded allocations are no conflict while there are shares.
     let record = |books: &mut Books, uid: &str, from: &str| {
         let grant = books
             .holdings()
@@ -310,7 +310,7 @@ fn a_claim_has_at_most_64_devices_even_if_it_wants_all() {
 
 #[test]
 fn an_impossible_claim_costs_few_steps_and_is_counted() {
-    // Eight devices, each with an attribute that tells it from all others.
+    // Eight devices, each with its own attribute value.
     let names: Vec<String> = (0..8).map(|number| format!("d{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let mut inventory = fixture::inventory("a", "1", &names);
