@@ -1,4 +1,4 @@
-//! drayman hands a Kubernetes node's devices to pods.
+//! A Dynamic Resource Allocation (DRA) driver and device plugin for the host devices of Kubernetes nodes.
 //!
 //! ```text
 //! api <- core <- {controller, host, node} <- testcluster <- {testkit, cli}
@@ -6,15 +6,15 @@
 //! watch / gRPC / file / driver answer -> Event -> World::apply -> decide -> Command -> shell executes -> outcome is an Event again
 //! ```
 //!
-//! * [`api`]: data on the wire.
-//! * [`core`]: pure decisions: the protocol of claims, the devices and who holds them, the node's ledger.
+//! * [`api`]: wire types.
+//! * [`core`]: pure decisions: claims, device allocation, and prepared claims on a node.
 //! * [`driver`]: the trait that a device vendor implements.
-//! * [`controller`]: the shell that talks to the API server for any [`driver::Driver`].
-//! * [`host`]: the built-in driver, which makes any host device claimable.
-//! * [`node`]: the companion that runs on every node and hands devices into containers.
-//! * `testcluster`: an embedded cluster for demonstrations and tests (feature `testcluster`, which the released image leaves out).
-//! * `testkit`: the conformance kit for vendors' drivers, on that cluster (the same feature).
-//! * [`cli`]: the program.
+//! * [`controller`]: the runtime between the API server and any [`driver::Driver`].
+//! * [`host`]: the built-in driver, which allocates any host device to claims.
+//! * [`node`]: the companion, which runs on every node and injects devices into containers.
+//! * `testcluster`: an in-process cluster for demonstrations and tests (feature `testcluster`, not in the released image).
+//! * `testkit`: the conformance kit for vendors' drivers, based on the test cluster (same feature).
+//! * [`cli`]: the commands of the program.
 
 pub mod api;
 pub mod cli;

@@ -1,8 +1,8 @@
-//! How long something took, counted in classes: what a histogram is made from.
+//! Duration histograms.
 
 use std::time::Duration;
 
-/// Durations, counted by size.
+/// Durations, counted in buckets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Distribution {
     counts: [u64; Self::BOUNDS.len() + 1],
@@ -10,7 +10,7 @@ pub struct Distribution {
 }
 
 impl Distribution {
-    /// The upper bound of each class, which belongs to it. One more class has what is longer than all of them.
+    /// The inclusive upper bound of each bucket. One more bucket counts all longer durations.
     pub const BOUNDS: [Duration; 10] = [
         Duration::from_millis(1),
         Duration::from_millis(5),
@@ -24,7 +24,7 @@ impl Distribution {
         Duration::from_secs(60),
     ];
 
-    /// Counts one.
+    /// Counts a duration.
     pub fn observe(&mut self, value: Duration) {
         let class = Self::BOUNDS.iter().take_while(|bound| value > **bound).count();
         if let Some(count) = self.counts.get_mut(class) {
@@ -33,17 +33,17 @@ impl Distribution {
         self.sum = self.sum.saturating_add(value);
     }
 
-    /// How many there are of each class: one for each bound, and one beyond.
+    /// The number of durations in each bucket: one for each bound, and one for longer durations.
     pub fn counts(&self) -> &[u64] {
         &self.counts
     }
 
-    /// How many there are.
+    /// The number of all durations.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// How long all of them took together.
+    /// The sum of all durations.
     pub fn sum(&self) -> Duration {
         self.sum
     }
