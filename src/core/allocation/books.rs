@@ -149,8 +149,8 @@ impl Books {
         all.map(|(object, node)| self.set_inventory(&object, node)).sum()
     }
 
-    /// Checks the devices in `doubts` again, and returns the conflicts: devices with more holders than shares. Nothing is reported while the
-    /// number of shares is unknown. A device in no inventory has one share, once all inventories are listed.
+    /// Checks devices with several holders again, and returns the conflicts: devices with more holders than shares. Nothing is reported
+    /// while the number of shares is unknown. A device in no inventory has one share, once all inventories are listed.
     pub fn settle_doubts(&mut self) -> Vec<Problem> {
         let doubts = std::mem::take(&mut self.doubts);
         self.settle(doubts)

@@ -178,7 +178,7 @@ impl World {
                             let message = format!("the server does not store the release: {message}");
                             self.report_claim(key, "ReleaseRefused", message);
                         }
-                        // Its pod may wait for this answer alone, even if the object is unchanged.
+                        // Its pod may have waited for this answer alone, which was no news.
                         self.touch_users(key);
                     }
                     None => self.claim_vanished(key, uid),
