@@ -1,4 +1,4 @@
-//! The device plugin's side of the plan: what an Allocate may hand out.
+//! Checks and evictions for Allocate of the device plugin API.
 
 use super::check::{check_health, distinct, offered};
 use super::claim_uid::ClaimUid;
@@ -8,11 +8,11 @@ use super::naming::device_of_plugin_id;
 use super::refusal::Refusal;
 use crate::api::crd::Mode;
 
-/// Says whether an Allocate of the device plugin API may be granted: one list of device ids per container.
+/// Checks whether an Allocate of the device plugin API may be granted, given one list of device ids per container.
 ///
-/// Nothing is stored: kubelet's own record of what it granted is the only one that lives as long as the pod. What a container has
-/// under the same name is no reason to refuse: that it is free is kubelet's to know, which asks for it again only after its pod has
-/// ended. Under another name, kubelet takes it for another device.
+/// Nothing is stored, because only kubelet's own record of its grants lives as long as the pod. A container that holds the device under the
+/// same name is no reason to refuse: kubelet tracks that holder itself and grants the device again only after its pod has ended. Under
+/// another name, kubelet takes it for another device.
 pub fn check_allocate(
     handed_out: HandedOut<'_>,
     inventory: &Devices,
@@ -58,7 +58,7 @@ pub fn check_allocate(
     Ok(())
 }
 
-/// The claims of an earlier boot that give way to an Allocate: nothing of them runs, and without their CDI files nothing starts.
+/// The claims of an earlier boot that an Allocate evicts: none of their containers runs, and none can start without the CDI files.
 pub fn evicted(ledger: &Ledger, inventory: &Devices, containers: &[Vec<String>]) -> Vec<ClaimUid> {
     let names = containers.iter().flatten().map(|id| device_of_plugin_id(id));
     let devices = names.filter_map(|name| inventory.get(name));

@@ -1,14 +1,14 @@
-//! Which devices of this node claims were allocated, as the API server shows it before kubelet asks: with that, kubelet's other door
-//! stops offering a device at once.
+//! The devices of this node that are allocated to claims, as the API server shows them before kubelet calls Prepare. The device plugin API
+//! withdraws such a device at once.
 //!
-//! Not a record. What a claim holds here is in the ledger; this only looks ahead, and whatever it misses, Prepare refuses.
+//! This is not a record. The checkpoint records the prepared claims; this only looks ahead, and Prepare refuses any conflict it misses.
 
 use std::collections::BTreeMap;
 
 use crate::api::handle::DeviceHandle;
 use crate::api::resource::ResourceClaim;
 
-/// The claims that were allocated devices of this node.
+/// The allocated claims with devices on this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Announced {
     known: bool,
@@ -22,13 +22,13 @@ struct Allocated {
 }
 
 impl Announced {
-    /// Whether all claims have been seen once, or there can be none. Before that no device is offered to containers that no
-    /// container has.
+    /// Whether all claims have been listed once, or the cluster cannot have any. Until then, only devices that a container already holds
+    /// are offered to containers.
     pub fn known(&self) -> bool {
         self.known
     }
 
-    /// These are all.
+    /// Replaces all claims with a complete list.
     pub fn replace<'a>(
         &mut self,
         claims: impl IntoIterator<Item = &'a ResourceClaim>,
@@ -42,7 +42,7 @@ impl Announced {
         self.known = true;
     }
 
-    /// A claim is as it is now.
+    /// Records the current state of one claim.
     pub fn set(&mut self, claim: &ResourceClaim, driver_name: &str, node_name: &str) {
         let metadata = &claim.metadata;
         let uid = metadata.uid.clone().unwrap_or_default();
@@ -59,17 +59,17 @@ impl Announced {
         self.claims.insert(uid, Allocated { claim, devices });
     }
 
-    /// A claim is gone.
+    /// Forgets a deleted claim.
     pub fn remove(&mut self, uid: &str) {
         self.claims.remove(uid);
     }
 
-    /// Whether a claim was allocated devices of this node.
+    /// Whether a claim has devices of this node allocated.
     pub fn has(&self, uid: &str) -> bool {
         self.claims.contains_key(uid)
     }
 
-    /// The claim that was allocated a device, as a person reads it.
+    /// Describes the claim that a device is allocated to.
     pub fn holder(&self, device: &str) -> Option<&str> {
         self.claims
             .values()
@@ -77,7 +77,7 @@ impl Announced {
             .map(|allocated| allocated.claim.as_str())
     }
 
-    /// Every device that was allocated to a claim.
+    /// The devices that are allocated to claims.
     pub fn devices(&self) -> impl Iterator<Item = &str> {
         self.claims
             .values()
@@ -85,7 +85,7 @@ impl Announced {
     }
 }
 
-/// The devices of this node that a claim was allocated by this driver.
+/// The devices of this node that this driver allocated to a claim.
 fn devices(claim: &ResourceClaim, driver_name: &str, node_name: &str) -> Vec<String> {
     let allocation = claim.status.allocation_of(driver_name);
     let handles = allocation

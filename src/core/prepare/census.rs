@@ -1,20 +1,20 @@
-//! How many devices there are of which kind, how they are, and who holds them: for those who count.
+//! Counts devices by kind, health and holder, for the metrics.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::inventory::{Devices, HandedOut};
 use crate::api::crd::Mode;
 
-/// Who holds a device, as far as this node knows.
+/// The holder of a device, as far as this node knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Owner {
-    /// A claim.
+    /// A claim holds it.
     Claim,
-    /// A container that got it as an extended resource.
+    /// A container holds it as an extended resource.
     Container,
-    /// Kubelet alone knows, because the device leaves as an extended resource and never otherwise.
+    /// Known only to kubelet, because the device is offered only as an extended resource.
     Kubelet,
-    /// Nobody.
+    /// No holder.
     Nobody,
 }
 
@@ -22,7 +22,7 @@ impl Owner {
     /// Every owner.
     pub const ALL: [Self; 4] = [Self::Claim, Self::Container, Self::Kubelet, Self::Nobody];
 
-    /// As a label has it.
+    /// The value of the metric label.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Claim => "claim",
@@ -33,18 +33,18 @@ impl Owner {
     }
 }
 
-/// Devices of one kind that have the same owner and are equally well.
+/// Devices of one kind with the same holder and health.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Group {
-    /// The kind of the configuration.
+    /// The kind, as configured.
     pub kind: String,
-    /// Whether they can be given away, as far as they themselves are concerned.
+    /// Whether the devices themselves are fit to be allocated.
     pub healthy: bool,
-    /// Who holds them.
+    /// The holder of the devices.
     pub owner: Owner,
 }
 
-/// Counts the devices of a node. Every group of a kind that there is is among the answers, if only with 0.
+/// Counts the devices of a node. The result contains every group of each present kind, including those that count 0.
 pub fn census(inventory: &Devices, handed_out: HandedOut<'_>) -> BTreeMap<Group, u64> {
     let claimed: BTreeSet<&str> = handed_out
         .ledger

@@ -1,4 +1,4 @@
-//! The checks that plans begin with.
+//! Checks shared by the plans.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,7 @@ use super::request::NodeIdentity;
 use crate::api::crd::{Device, Mode};
 use crate::api::handle::DeviceHandle;
 
-/// How much of a text that somebody else wrote is repeated in an error, in characters.
+/// Maximum length, in characters, of foreign text quoted in an error.
 const SHOWN_MAX: usize = 64;
 
 pub(super) fn check_name(
@@ -74,7 +74,7 @@ pub(super) fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Result<Vec<&
         .collect()
 }
 
-/// A device that exists and may leave through the door (named by the mode that has it alone).
+/// Looks up a device and checks that its mode permits the requested API. `asked_by` is the mode that permits this API alone.
 pub(super) fn offered<'a>(inventory: &'a Devices, name: &str, asked_by: Mode) -> Result<&'a Device, Refusal> {
     let device = inventory.get(name).ok_or_else(|| Refusal::Gone(shown(name)))?;
     let may_leave = match asked_by {
@@ -113,7 +113,7 @@ fn door(mode: Mode) -> &'static str {
     }
 }
 
-/// The beginning of a text that is repeated to the caller: handles are not ours to trust with the length of our messages.
+/// Truncates foreign text for an error message: handles are untrusted input of any length.
 fn shown(text: &str) -> String {
     text.chars().take(SHOWN_MAX).collect()
 }

@@ -1,12 +1,12 @@
-//! The text of the checkpoint: what a companion must know to go on where another left off.
+//! The checkpoint format: the state a companion needs to continue after a restart.
 //!
 //! ```json
 //! {"version":1,"checksum":3735928559,"data":{"nodeUid":"…","entries":{"<claim uid>":{"state":"done", …}}}}
 //! ```
 //!
-//! `version`, `checksum` and `data` are there in every version, and the checksum (CRC-32) covers the version and the bytes
-//! of the data, so that a newer checkpoint can be told from a damaged one. A field that is added to the data without a
-//! new version can be left out and ignored without harm; anything else is a new version.
+//! Every version has `version`, `checksum` and `data`. The checksum (CRC-32) covers the version and the bytes of the data, so that a newer
+//! checkpoint is distinguishable from a damaged one. A field may be added without a new version only if a reader can ignore it and a writer
+//! can omit it without harm; any other change needs a new version.
 
 use std::collections::BTreeMap;
 
@@ -19,18 +19,18 @@ use super::ledger::{Entry, Ledger};
 /// The version that this release writes, and the newest that it reads.
 pub const VERSION: u32 = 1;
 
-/// What is stored.
+/// The content of a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Checkpoint {
-    /// What the API server told last.
+    /// The last known facts about the cluster.
     #[serde(default)]
     pub cluster: ClusterFacts,
-    /// The claims that hold something.
+    /// The prepared claims.
     pub entries: BTreeMap<ClaimUid, Entry>,
 }
 
-/// What the API server told last: kept, so that a node can serve kubelet while the API server is away.
+/// The last known facts about the cluster, stored so that the node can serve kubelet while the API server is unavailable.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ClusterFacts {
@@ -42,27 +42,27 @@ pub struct ClusterFacts {
     pub serves_claims: Option<bool>,
 }
 
-/// Why a text is not a checkpoint that this release can use.
+/// Why this release cannot use a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CheckpointError {
-    /// Nothing in it.
+    /// The file is empty.
     #[error("it is empty")]
     Empty,
-    /// Not of the shape that every version has.
+    /// The envelope cannot be parsed.
     #[error("it is not a checkpoint: {0}")]
     Shape(String),
-    /// The bytes are not those that were written.
+    /// The checksum does not match: the file is damaged.
     #[error("its checksum is {found}, that of its content is {computed}")]
     Checksum {
-        /// The checksum that is written in it.
+        /// The stored checksum.
         found: u32,
-        /// The checksum of what is in it.
+        /// The checksum of the stored content.
         computed: u32,
     },
-    /// Written by a newer release, and undamaged.
+    /// The file is undamaged but written by a newer release.
     #[error("it has version {0}, this release reads up to {VERSION}")]
     Newer(u32),
-    /// Undamaged, but not what this version says.
+    /// The file is undamaged, but its content does not fit its version.
     #[error("its content cannot be read: {0}")]
     Content(String),
 }
@@ -82,7 +82,7 @@ fn checksum(version: u32, data: &str) -> u32 {
 }
 
 impl Checkpoint {
-    /// The checkpoint of a ledger.
+    /// Builds a checkpoint from the prepared claims.
     pub fn of(ledger: &Ledger, cluster: &ClusterFacts) -> Self {
         Self {
             cluster: cluster.clone(),
@@ -90,7 +90,7 @@ impl Checkpoint {
         }
     }
 
-    /// The text to be stored.
+    /// Serializes the checkpoint, with its checksum.
     pub fn encode(&self) -> Result<String, CheckpointError> {
         let content = |error: serde_json::Error| CheckpointError::Content(error.to_string());
         let data = serde_json::value::to_raw_value(self).map_err(content)?;
@@ -102,7 +102,7 @@ impl Checkpoint {
         serde_json::to_string(&envelope).map_err(content)
     }
 
-    /// Reads what was stored.
+    /// Parses and verifies a stored checkpoint.
     pub fn decode(text: &[u8]) -> Result<Self, CheckpointError> {
         if text.iter().all(|byte| byte.is_ascii_whitespace() || *byte == 0) {
             return Err(CheckpointError::Empty);
@@ -196,7 +196,7 @@ mod tests {
                     panic!("bit {position} was taken for version {version}")
                 }
                 Err(_) => {}
-                // The one harmless flip: the case of an exponent or a space does not occur, so nothing may pass.
+                // No flip is harmless: the text has no exponent and no optional space, so every one must be detected.
                 Ok(_) => panic!(
                     "bit {position} went unnoticed: {}",
                     String::from_utf8_lossy(&damaged)

@@ -1,27 +1,27 @@
-//! The uid of a claim, checked: it becomes part of a file name and of a CDI id.
+//! Validation of claim uids, which become part of file names and CDI ids.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-/// The uid of a ResourceClaim: a UUID in the one form that the API server writes, lower case with hyphens.
+/// The uid of a ResourceClaim: a UUID in the form that the API server writes, lower case with hyphens.
 ///
-/// No other spelling is taken, so that one claim never has two names here, and nothing in it can leave a directory.
+/// Other spellings are rejected, so that a claim has one name on this node and a uid cannot escape a directory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ClaimUid(String);
 
-/// A text that is not the uid of a claim.
+/// The text is not a valid claim uid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the claim uid {0:?} is not a UUID as the API server writes it (lower case, with hyphens)")]
 pub struct ClaimUidError(String);
 
-/// How much of a refused text is repeated in an error, in characters.
+/// Maximum length, in characters, of a rejected text quoted in an error.
 const SHOWN_MAX: usize = 64;
 
 impl ClaimUid {
-    /// Checks a uid.
+    /// Parses and validates a uid.
     pub fn parse(text: &str) -> Result<Self, ClaimUidError> {
         match Uuid::try_parse(text) {
             Ok(uuid) if uuid.hyphenated().to_string() == text => Ok(Self(text.to_owned())),
@@ -29,7 +29,7 @@ impl ClaimUid {
         }
     }
 
-    /// The uid as text.
+    /// The uid as a string slice.
     pub fn as_str(&self) -> &str {
         &self.0
     }

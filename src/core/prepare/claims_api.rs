@@ -1,42 +1,42 @@
-//! Whether the cluster serves `resource.k8s.io/v1alpha2`, from answers of API servers that may differ and change.
+//! Decides whether the cluster serves `resource.k8s.io/v1alpha2`, although API servers may disagree and their answers change.
 //!
-//! Several API servers need not agree: one that is upgraded or configured first answers differently from the others. To serve claims
-//! that nobody asks for costs nothing, and to stop serving those that somebody asks for leaves pods without their devices. So one
-//! answer is enough to begin, and several in a row are needed to stop.
+//! During an upgrade or a configuration change, API servers answer differently. Offering the claims API without any claims costs nothing;
+//! withdrawing it too early leaves pods without their devices. So a single positive answer starts it, and several negative answers in a row
+//! stop it.
 
 use std::time::Duration;
 
 use crate::core::discovery::events::DeviceEvent;
 
-/// Answers in a row by which served claims are served no more. Each may come from another API server.
+/// Negative answers in a row before claims are no longer served. Each may come from another API server.
 const DENIALS: u32 = 3;
-/// The pause before the question is put again after a denial that is not believed yet.
+/// Pause before the next check after an unconfirmed negative answer.
 const DOUBT: Duration = Duration::from_secs(10);
-/// The same while claims are not served: that long may it take until claims work that were switched on.
+/// Pause between checks while claims are not served. It bounds the delay after the API has been enabled.
 const NOT_SERVED: Duration = Duration::from_secs(60);
-/// The same while claims are served. Only an upgrade of the cluster ends that.
+/// Pause between checks while claims are served. Only a cluster upgrade disables the API.
 const SERVED: Duration = Duration::from_secs(600);
 
-/// What is known.
+/// The current knowledge about the claims API.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClaimsApi {
     served: Option<bool>,
-    /// Denials in a row, while claims are served.
+    /// Negative answers in a row while claims are served.
     denials: u32,
 }
 
 impl ClaimsApi {
-    /// What an earlier process was told; `None` if nobody was.
+    /// Starts with the stored answer of an earlier process, or `None` if there is none.
     pub fn new(served: Option<bool>) -> Self {
         Self { served, denials: 0 }
     }
 
-    /// Whether claims are served; `None` while no API server has answered.
+    /// Whether claims are served; `None` until an API server has answered.
     pub fn served(&self) -> Option<bool> {
         self.served
     }
 
-    /// Takes an answer. A change of what was known is an event.
+    /// Records an answer. Returns an event if the decision changes.
     pub fn answered(&mut self, served: bool) -> Option<DeviceEvent> {
         if self.served == Some(true) && !served {
             self.denials = self.denials.saturating_add(1);
@@ -63,7 +63,7 @@ impl ClaimsApi {
         }
     }
 
-    /// The pause before the question is put again.
+    /// The pause before the next check.
     pub fn pause(&self) -> Duration {
         match self.served {
             Some(true) if self.denials > 0 => DOUBT,

@@ -1,9 +1,9 @@
-//! What containers got as extended resources: the other half of "who holds what" for kinds that leave through both doors.
+//! Devices that containers hold as extended resources, needed for kinds that are also offered to claims.
 //!
-//! Kubelet has no call that gives a device back, so this is put together from what it lets see: our own Allocate, the list of its
-//! PodResources API, and the file in which its device manager keeps what it granted. None of them is enough alone. The list does
-//! not show a device of an init container, nor a pod that was deleted by force while its containers are still ending; the file
-//! keeps pods that have ended until the next grant.
+//! The device plugin API has no call that returns a device. The holders are therefore derived from three sources: the plugin's own Allocate
+//! calls, the list of the PodResources API, and the checkpoint of kubelet's device manager. No source suffices alone. The list omits
+//! devices of init containers, and pods that were deleted by force while their containers are still ending. The checkpoint keeps ended pods
+//! until the next grant.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -12,16 +12,16 @@ use std::time::Duration;
 use super::identity::{add_numbers, share_a_node};
 use crate::api::crd::{Device, DeviceNumber};
 
-/// How long after Allocate a device counts as held whatever kubelet shows: admission of the pod goes on after our answer.
+/// How long a device counts as held after Allocate even if kubelet does not show it: pod admission continues after the response.
 const ADMISSION: Duration = Duration::from_secs(30);
 
-/// How long a device that is recorded for a pod counts as held after the pod of that name was first listed without it. PodResources
-/// names pods without their uid, so the pod may be another one: that which a StatefulSet makes under the same name when one was
-/// deleted by force, whose containers go on for their grace period. Twice the default one.
+/// How long a recorded device counts as held after a pod of its holder's name was first listed without it. PodResources names pods without
+/// their uid, so the listed pod may be a successor: a StatefulSet recreates a pod under the same name after a forced deletion, while the
+/// old containers run on for their grace period. Twice the default grace period.
 const NAMESAKE: Duration = Duration::from_secs(60);
 
-/// How long a device that is recorded but never listed counts as held where nobody can see which pods still run: longer than the init
-/// containers of most pods, and than the grace period of a pod that was deleted by force.
+/// How long a device that is recorded but not listed counts as held if pod directories cannot be read: longer than most init containers
+/// run, and longer than the grace period of a pod that was deleted by force.
 const UNLISTED: Duration = Duration::from_secs(300);
 
 /// A container, as PodResources names it.
@@ -35,24 +35,23 @@ pub struct Container {
     pub container: String,
 }
 
-/// What kubelet shows at one moment, as far as it is about our devices.
+/// A snapshot of kubelet's view of one resource's devices.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Shown {
-    /// Namespace and name of each pod that kubelet lists, with devices or without.
+    /// Namespace and name of each pod that kubelet lists, with or without devices.
     pub pods: BTreeSet<(String, String)>,
     /// The container that each device is listed with.
     pub listed: BTreeMap<String, Container>,
-    /// The devices in the file of kubelet's device manager, of pods whose directory still exists.
+    /// The devices in the checkpoint of kubelet's device manager, for pods whose directory still exists.
     pub recorded: BTreeSet<String>,
-    /// The device numbers that devices were granted with, as far as that is known.
+    /// The device numbers that devices were granted with, where known.
     pub numbers: BTreeMap<String, Vec<DeviceNumber>>,
-    /// Why nobody can see which pods still have a directory: then every device in the file is recorded, those of pods that have ended
-    /// too.
+    /// Why pod directories cannot be read. If set, `recorded` includes every device in the checkpoint, even those of ended pods.
     pub pods_unseen: Option<String>,
 }
 
 impl Shown {
-    /// Adds what is shown at the same moment of another resource.
+    /// Merges the snapshot of another resource, taken at the same moment.
     pub fn add(&mut self, other: &Self) {
         self.pods.extend(other.pods.iter().cloned());
         self.listed.extend(
@@ -71,7 +70,7 @@ impl Shown {
     }
 }
 
-/// Which devices containers hold.
+/// The devices that containers hold.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Containers {
     known: bool,
@@ -80,23 +79,23 @@ pub struct Containers {
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Hold {
-    /// The device numbers that containers may have been given; empty if they are not known.
+    /// The device numbers that containers may have been given; empty if unknown.
     numbers: Vec<DeviceNumber>,
-    /// Until when it counts as held in any case.
+    /// The device counts as held at least until then.
     at_least_until: Option<Duration>,
-    /// The container that was listed with it last, since it was granted last.
+    /// The container last listed with the device since its last grant.
     container: Option<Container>,
-    /// Since when a pod of that container's name is listed without it.
+    /// Since when a pod of that container's name has been listed without the device.
     without_it_since: Option<Duration>,
 }
 
 impl Containers {
-    /// Whether kubelet has shown what it granted since this process began. Before that nothing may be given to a claim.
+    /// Whether kubelet has shown its grants since this process started. Until then, no device may be given to a claim.
     pub fn known(&self) -> bool {
         self.known
     }
 
-    /// An Allocate was answered with these devices and their device numbers. `now` is the time since the process began.
+    /// Records an answered Allocate, with the numbers of each device. `now` is the time since the process started.
     pub fn allocated<'a>(
         &mut self,
         devices: impl IntoIterator<Item = (&'a str, &'a [DeviceNumber])>,
@@ -112,7 +111,7 @@ impl Containers {
         }
     }
 
-    /// Takes up what kubelet shows.
+    /// Updates the holders from a snapshot of kubelet's view.
     pub fn seen(&mut self, shown: &Shown, now: Duration) {
         self.known = true;
         let mut before = std::mem::take(&mut self.holds);
@@ -134,7 +133,7 @@ impl Containers {
             }
         }
         for (device, hold) in before {
-            // Not listed and not recorded: kubelet may still be on its way to either.
+            // Neither listed nor recorded: kubelet may not have got that far yet.
             if hold.container.is_none() && hold.at_least_until.is_some_and(|until| now < until) {
                 self.holds.insert(device, hold);
             }
@@ -151,30 +150,30 @@ impl Containers {
         self.holds.contains_key(device)
     }
 
-    /// The devices that containers hold, each with the device numbers that it was granted with.
+    /// The devices that containers hold, with the device numbers of their grants.
     pub fn devices(&self) -> impl Iterator<Item = (&str, &[DeviceNumber])> {
         self.holds
             .iter()
             .map(|(device, hold)| (device.as_str(), hold.numbers.as_slice()))
     }
 
-    /// Whether containers hold anything at all.
+    /// Whether containers hold no device.
     pub fn is_empty(&self) -> bool {
         self.holds.is_empty()
     }
 
-    /// The container that holds a device under this name, as a person reads it.
+    /// Describes the container that holds a device under this name.
     pub fn holder(&self, device: &str) -> Option<String> {
         self.holds.get(device).map(Hold::describe)
     }
 
-    /// The container that holds a device, under this name or another.
+    /// Describes the container that holds a device, under any name.
     pub fn holder_of(&self, device: &Device) -> Option<String> {
         self.holder(&device.name)
             .or_else(|| self.holder_by_another_name(device))
     }
 
-    /// The container that holds a device under another name.
+    /// Describes the container that holds a device under another name.
     pub fn holder_by_another_name(&self, device: &Device) -> Option<String> {
         let mut others = self.holds.iter().filter(|(name, hold)| {
             **name != device.name && share_a_node(&hold.numbers, &device.device_numbers)
@@ -193,9 +192,9 @@ impl Hold {
         }
     }
 
-    /// Whether the pod has been listed without the device for long enough: then its containers have ended. A pod that is gone from
-    /// the list altogether may have been deleted by force, with its containers still ending, until its directory is gone too. Where
-    /// directories cannot be seen, time has to tell.
+    /// Whether the containers have ended: the pod has been listed without the device for long enough. A pod that is missing from the list
+    /// may have been deleted by force while its containers are still ending, so its directory decides. If directories cannot be read, only
+    /// a timeout can.
     fn has_ended(&mut self, shown: &Shown, now: Duration) -> bool {
         let is_listed = self.container.as_ref().is_some_and(|container| {
             shown
@@ -225,30 +224,30 @@ impl fmt::Display for Container {
     }
 }
 
-/// The devices that both a container and a claim were given, so that the inventory says it until the container has ended.
+/// Devices that both a container and a claim were given. The inventory shows them as unhealthy until the container has ended.
 ///
-/// The controller does not know what containers hold: that would be a write for each pod. It hears of it when it matters, which is
-/// when it has allocated such a device; the next claim then gets another one.
+/// The controller does not know which devices containers hold, because publishing that would cost a write per pod. It learns of a conflict
+/// only after it has allocated such a device; the next claim then gets another one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Contested(BTreeSet<String>);
 
 impl Contested {
-    /// What the inventory says of such a device.
+    /// The health text of such a device in the inventory.
     pub const UNHEALTHY: &str = "a container has it as an extended resource, so that no claim can be given it before the container has ended";
 
-    /// A claim was allocated a device, or asked for it in vain.
+    /// Records that a device was allocated to a claim, or requested for one, if a container holds it.
     pub fn claimed(&mut self, device: &str, containers: &Containers) {
         if containers.hold(device) {
             self.0.insert(device.to_owned());
         }
     }
 
-    /// What containers hold has changed.
+    /// Drops the devices that containers no longer hold.
     pub fn settle(&mut self, containers: &Containers) {
         self.0.retain(|device| containers.hold(device));
     }
 
-    /// The devices.
+    /// The conflicting devices.
     pub fn devices(&self) -> &BTreeSet<String> {
         &self.0
     }
@@ -304,7 +303,7 @@ mod tests {
         };
         let mut containers = Containers::default();
         containers.seen(&unseen(&["p"], &[("x", "p")]), START);
-        // The pod has ended, and kubelet writes its file anew only at the next grant.
+        // The pod has ended. Kubelet rewrites its checkpoint only at the next grant.
         containers.seen(&unseen(&[], &[]), later(10));
         containers.seen(&unseen(&[], &[]), later(309));
         assert!(containers.hold("x"));
@@ -343,7 +342,7 @@ mod tests {
         let holder = containers.holder_of(&same).unwrap();
         assert_eq!(holder, "container main of pod default/p (as x)");
         assert_eq!(containers.holder_of(&other), None);
-        // The next process knows the device number from kubelet's file.
+        // The next process reads the device number from kubelet's checkpoint.
         let mut next = Containers::default();
         let numbers = [("x".to_owned(), same.device_numbers.to_vec())].into();
         let told = Shown {
@@ -371,7 +370,7 @@ mod tests {
         containers.allocated([("x", &[][..])], START);
         containers.seen(&shown(&["p"], &[], &["x"]), later(600));
         assert!(containers.hold("x"));
-        // The next process knows of it from kubelet's file alone.
+        // The next process knows the device only from kubelet's checkpoint.
         let mut next = Containers::default();
         next.seen(&shown(&["p"], &[], &["x"]), Duration::ZERO);
         assert!(next.hold("x"));
@@ -404,7 +403,7 @@ mod tests {
     fn a_pod_that_was_deleted_by_force_holds_its_device_though_another_has_its_name() {
         let mut containers = Containers::default();
         containers.seen(&shown(&["set-0"], &[("x", "set-0")], &["x"]), START);
-        // The new pod is listed, and has not been granted anything; the directory of the old one is there.
+        // The new pod is listed without a grant; the directory of the old pod still exists.
         containers.seen(&shown(&["set-0"], &[], &["x"]), later(1));
         assert!(
             containers.hold("x"),
@@ -412,7 +411,7 @@ mod tests {
         );
         containers.seen(&shown(&["set-0"], &[], &[]), later(20));
         assert!(!containers.hold("x"), "and free as soon as its directory is gone");
-        // The moments that count are those without a break.
+        // The time without the device must be uninterrupted.
         containers.seen(&shown(&["set-0"], &[("x", "set-0")], &["x"]), later(100));
         containers.seen(&shown(&["set-0"], &[], &["x"]), later(110));
         containers.seen(&shown(&[], &[], &["x"]), later(165));

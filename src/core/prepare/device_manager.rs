@@ -1,8 +1,8 @@
-//! What kubelet's device manager has recorded: `kubelet_internal_checkpoint` in the directory of device plugins.
+//! The checkpoint of kubelet's device manager: `kubelet_internal_checkpoint` in the device plugin directory.
 //!
-//! It is replaced at each grant, keeps pods that have ended until the next one, and has what the PodResources API leaves out: init
-//! containers, and pods that were deleted by force. Upstream: `PodDevicesEntry` in `pkg/kubelet/cm/devicemanager/checkpoint`, the
-//! same from 1.20 to 1.36.
+//! Kubelet replaces it at each grant and keeps ended pods until the next one. It contains init containers and pods that were deleted by
+//! force, which the PodResources API omits. Upstream: `PodDevicesEntry` in `pkg/kubelet/cm/devicemanager/checkpoint`, unchanged from 1.20
+//! to 1.36.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,7 +17,7 @@ use super::naming::{device_of_plugin_id, environment_name};
 use crate::api::crd::DeviceNumber;
 use crate::api::proto::device_plugin_v1beta1::ContainerAllocateResponse;
 
-/// The name of the file in the directory of device plugins.
+/// File name in the device plugin directory.
 pub const FILE: &str = "kubelet_internal_checkpoint";
 
 /// The devices of one extended resource that a container of a pod was granted.
@@ -29,15 +29,15 @@ pub struct Grant {
     pub pod_uid: String,
     /// Name of the extended resource.
     pub resource_name: String,
-    /// Ids of the device plugin API by NUMA node, -1 for devices that have none.
+    /// Device plugin ids by NUMA node; -1 for devices without one.
     #[serde(rename = "DeviceIDs", default)]
     pub device_ids: Option<BTreeMap<String, Vec<String>>>,
-    /// The device plugin's answer, as it was sent. It is there so that the container can be started again.
+    /// The serialized response of the device plugin. Kubelet keeps it to restart the container.
     #[serde(rename = "AllocResp", default)]
     answer: Option<ByteString>,
 }
 
-/// Why a text is not a record of the device manager.
+/// The text is not a checkpoint of the device manager.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("kubelet's {FILE} is not as kubelet 1.20 to 1.36 writes it: {0}")]
 pub struct DeviceManagerError(String);
@@ -55,27 +55,27 @@ struct Data {
     pod_device_entries: Option<Vec<Grant>>,
 }
 
-/// Reads kubelet's record.
+/// Parses the checkpoint.
 pub fn parse(text: &[u8]) -> Result<Vec<Grant>, DeviceManagerError> {
     let document: Document =
         serde_json::from_slice(text).map_err(|error| DeviceManagerError(shortened(&error)))?;
     Ok(document.data.pod_device_entries.unwrap_or_default())
 }
 
-/// What an answer of ours tells of the device nodes of a device that was granted.
+/// The device nodes of a granted device, as far as the response to Allocate shows them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Given {
-    /// The device numbers; empty in the answer of a release that did not tell them.
+    /// The device numbers; empty if an earlier release wrote the response without them.
     pub numbers: Vec<DeviceNumber>,
-    /// The paths on the host of the device's own nodes; empty in an answer that names a CDI device.
+    /// Host paths of the device's own nodes; empty if the response names a CDI device.
     pub host_paths: BTreeSet<String>,
 }
 
-/// The devices that were granted by this driver, by name of the extended resource, whatever that was called.
+/// The devices that this driver granted, by name of the extended resource, including names it no longer uses.
 pub type Granted = BTreeMap<String, BTreeMap<String, Given>>;
 
-/// What was granted by this driver to pods of which something may still run. Names and ids may be anybody's. The answer is ours if it
-/// has the variable or the CDI device that we give with each device.
+/// Finds the grants of this driver to pods that may still have running containers. Resource names and ids are not proof of origin; a
+/// response is ours if it contains the variable or the CDI device that this driver adds for each device.
 pub fn granted_by(driver: &DriverName, grants: &[Grant], may_run: impl Fn(&str) -> bool) -> Granted {
     let mut granted = Granted::new();
     for grant in grants.iter().filter(|grant| may_run(&grant.pod_uid)) {
@@ -106,7 +106,7 @@ pub fn granted_by(driver: &DriverName, grants: &[Grant], may_run: impl Fn(&str) 
     granted
 }
 
-/// The value of the annotation that tells device numbers.
+/// The value of the annotation that carries device numbers.
 pub fn numbers_value(numbers: &[DeviceNumber]) -> String {
     let numbers: Vec<String> = numbers.iter().map(ToString::to_string).collect();
     numbers.join(",")
@@ -116,7 +116,7 @@ fn numbers(text: &str) -> Vec<DeviceNumber> {
     text.split(',').filter_map(|number| number.parse().ok()).collect()
 }
 
-/// The devices of these extended resources that are recorded for pods of which something may still run.
+/// The devices of these extended resources that are recorded for pods that may still have running containers.
 pub fn recorded(
     grants: &[Grant],
     resources: &BTreeSet<String>,

@@ -1,4 +1,4 @@
-//! The name of the driver, checked: it names a directory, a CDI vendor and an object.
+//! Validation of the driver name, which becomes a directory, a CDI vendor and an object name.
 
 use std::fmt;
 
@@ -9,19 +9,19 @@ use super::name::{NameError, check_driver};
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DriverName(String);
 
-/// A text that cannot be the name of a driver.
+/// Why a text is not a valid driver name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DriverNameError {
-    /// Kubernetes does not take it.
+    /// Kubernetes rejects it.
     #[error(transparent)]
     Kubernetes(#[from] NameError),
-    /// The container runtime does not take it.
+    /// The container runtime rejects it as a CDI vendor.
     #[error("{0:?} cannot be the name of a driver: CDI asks for a letter at the beginning")]
     Vendor(String),
 }
 
 impl DriverName {
-    /// Checks a name.
+    /// Parses and validates a name.
     pub fn parse(text: &str) -> Result<Self, DriverNameError> {
         check_driver(text)?;
         if text.starts_with(|first: char| first.is_ascii_lowercase()) {
@@ -31,22 +31,22 @@ impl DriverName {
         }
     }
 
-    /// The name as text.
+    /// The name as a string slice.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// The CDI kind of everything that claims get from this driver.
+    /// The CDI kind of the devices that claims get.
     pub fn cdi_kind(&self) -> String {
         format!("{}/claim", self.0)
     }
 
-    /// The CDI id by which a container is given what its claim got. It carries the claim's uid, so it is never used again.
+    /// The CDI id of a claim's device. It contains the claim's uid, so it is never reused.
     pub fn cdi_id(&self, uid: &ClaimUid) -> String {
         format!("{}/claim={uid}", self.0)
     }
 
-    /// The claim that a CDI id of ours carries: the inverse of [`Self::cdi_id`]. `None` for any other id.
+    /// Extracts the claim from a CDI id: the inverse of [`Self::cdi_id`]. Returns `None` for a foreign id.
     pub fn claim_of_cdi_id(&self, id: &str) -> Option<ClaimUid> {
         let (kind, uid) = id.split_once('=')?;
         (kind == self.cdi_kind())
@@ -54,18 +54,18 @@ impl DriverName {
             .flatten()
     }
 
-    /// The name of the CDI file of a claim.
+    /// The name of a claim's CDI file.
     pub fn cdi_file(&self, uid: &ClaimUid) -> String {
         format!("{}{uid}.json", self.cdi_file_prefix())
     }
 
-    /// What the names of our CDI files begin with. An underscore cannot be part of a driver's name, so no file of another
-    /// driver begins so.
+    /// The prefix of all claim CDI files. It contains an underscore, which a driver name cannot, so it never matches another driver's
+    /// files.
     pub fn cdi_file_prefix(&self) -> String {
         format!("{}-claim_", self.0)
     }
 
-    /// The CDI kind of devices that leave through the device plugin API by name.
+    /// The CDI kind of devices that the device plugin API passes by CDI name.
     pub fn cdi_device_kind(&self) -> String {
         format!("{}/device", self.0)
     }
@@ -75,8 +75,8 @@ impl DriverName {
         format!("{}/device={device}", self.0)
     }
 
-    /// The annotation by which an answer to Allocate tells the device numbers of a device, whose name is a DNS label. Kubelet keeps the
-    /// answer as long as the pod exists.
+    /// The annotation of an Allocate response that carries the device numbers of a device, whose name is a DNS label. Kubelet keeps the
+    /// response as long as the pod exists.
     pub fn numbers_annotation(&self, device: &str) -> String {
         format!("{}/{device}", self.0)
     }
@@ -86,7 +86,7 @@ impl DriverName {
         format!("{}{device}.json", self.cdi_device_file_prefix())
     }
 
-    /// What the names of these files begin with.
+    /// The prefix of all device CDI files.
     pub fn cdi_device_file_prefix(&self) -> String {
         format!("{}-device_", self.0)
     }

@@ -1,9 +1,8 @@
-//! What containers still have of extended resources that are no more, or that have lost devices.
+//! Devices that containers still hold of withdrawn extended resources, or of resources that lost devices.
 //!
-//! When a resource is renamed, or its devices are given to claims or to another resource, or get other names, the containers that got
-//! some go on. Kubelet lists their devices under the names by which it granted them, so it is asked for these names until they have
-//! ended, and until then the devices are given to nobody else: neither under the same name nor under another that leads to the same
-//! device node.
+//! When a resource is renamed, or its devices are renamed or move to claims or another resource, existing containers keep running. Kubelet
+//! lists their devices under the names it granted them by, so it is queried for these names until the containers have ended. Until then,
+//! the devices are withheld under the same name and under any other name of the same device node.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,19 +12,19 @@ use super::identity::share_a_node;
 use super::inventory::{Devices, shortened};
 use crate::api::crd::{Device, DeviceNumber};
 
-/// What is left of such resources, by name.
+/// Withdrawn extended resources, by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Former(BTreeMap<String, Left>);
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Left {
-    /// The devices that it had, with their device numbers. Any of them counts as held until kubelet has shown which are.
+    /// The devices that it had, with their device numbers. All of them count as held until kubelet has shown its holders.
     devices: BTreeMap<String, Vec<DeviceNumber>>,
     containers: Containers,
 }
 
 impl Former {
-    /// A resource has, or may have, lost these devices. `granted` is what was granted of it so recently that kubelet may not show it.
+    /// Records that a resource has, or may have, lost these devices. `granted` are grants that kubelet may not show yet.
     pub fn left(
         &mut self,
         resource: &str,
@@ -37,50 +36,49 @@ impl Former {
         left.containers = granted;
     }
 
-    /// Takes up what kubelet shows of a resource.
+    /// Updates the holders of a resource from a snapshot of kubelet's view.
     pub fn seen(&mut self, resource: &str, shown: &Shown, now: Duration) {
         if let Some(left) = self.0.get_mut(resource) {
             left.containers.seen(shown, now);
         }
     }
 
-    /// Forgets the resources of which containers have nothing but what these still serve, by the same names and device nodes: that is
-    /// kubelet's own.
+    /// Drops each resource whose devices in use it still serves under the same names and device nodes: kubelet tracks those itself.
     pub fn settle(&mut self, serves: impl Fn(&str, &str, &[DeviceNumber]) -> bool) {
         self.0.retain(|resource, left| {
             if left.containers.known() {
                 let mut held = left.containers.devices();
                 held.any(|(device, numbers)| !serves(resource, device, numbers))
             } else {
-                // One that has no device now may have had some that were unplugged.
+                // A resource without devices may have had some that were unplugged since.
                 let mut had = left.devices.iter();
                 had.len() == 0 || had.any(|(device, numbers)| !serves(resource, device, numbers))
             }
         });
     }
 
-    /// Whether there is nothing left.
+    /// Whether no resource is withdrawn.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether kubelet has shown all of it.
+    /// Whether kubelet has shown the holders of every resource.
     pub fn is_known(&self) -> bool {
         self.0.values().all(|left| left.containers.known())
     }
 
-    /// The names that kubelet is to be asked for.
+    /// The resource names to query kubelet for.
     pub fn names(&self) -> Vec<String> {
         self.0.keys().cloned().collect()
     }
 
-    /// Whether a container has, or may have, a device under this name.
+    /// Whether a container holds, or may hold, a device under this name.
     pub fn has(&self, resource: &str, device: &str) -> bool {
         self.0.get(resource).is_some_and(|left| left.has(device))
     }
 
-    /// Shows devices as unhealthy that containers have, or may have, under a name that does not serve them (any more). One that may be
-    /// had several times is not: who has it is in nobody's way.
+    /// Marks devices as unhealthy that containers hold, or may hold, under a name that does not serve them (any more). Devices with several
+    /// shares are exempt: a holder of one share does not block the others.
     pub fn withhold(&self, devices: &mut Devices, serves: impl Fn(&str, &Device) -> bool) {
         for device in devices.values_mut() {
             if device.unhealthy.is_some() || device.shares.is_some_and(|shares| shares > 1) {
@@ -105,7 +103,7 @@ impl Former {
 }
 
 impl Left {
-    /// Whether a container has a device under this name, or may have it.
+    /// Whether a container holds, or may hold, a device under this name.
     fn has(&self, device: &str) -> bool {
         self.containers.hold(device) || (!self.containers.known() && self.devices.contains_key(device))
     }
@@ -120,7 +118,7 @@ impl Left {
         })
     }
 
-    /// The other name under which a container has the device, or may have it.
+    /// Another name under which a container holds, or may hold, the device.
     fn why_by_another_name(&self, device: &Device) -> Option<(&str, String)> {
         let held = self.containers.devices().chain(
             self.devices
@@ -180,7 +178,7 @@ mod tests {
         names.iter().map(device).collect()
     }
 
-    /// The devices that are withheld, of `x`, `y` and `z`.
+    /// The withheld devices among `x`, `y` and `z`.
     fn withheld(former: &Former, serves: bool) -> Vec<String> {
         let mut all = devices(&["x", "y", "z"], None);
         former.withhold(&mut all, |_, _| serves);
@@ -214,7 +212,7 @@ mod tests {
         assert_eq!(former.names(), [OLD], "y has left it");
         former.settle(|_, _, _| true);
         assert!(former.is_empty());
-        // Nor need kubelet be asked at all where nothing has changed.
+        // Without a change, kubelet need not be queried at all.
         let mut same = left(&["x"], Containers::default());
         same.settle(|_, _, _| true);
         assert!(same.is_empty());

@@ -1,6 +1,6 @@
-//! When two names stand for the same device: by the numbers of its device nodes, and where these are not known, by their paths.
+//! Decides when two names stand for the same device: by the numbers of the device nodes, or by their paths where the numbers are unknown.
 //!
-//! Names come from the configuration, and a reload can give a device another name or kind while containers have it.
+//! Names come from the configuration, and a reload can give a device another name or kind while containers hold it.
 
 use std::collections::BTreeSet;
 
@@ -20,7 +20,7 @@ pub fn are_among(these: &[DeviceNumber], others: &[DeviceNumber]) -> bool {
     these.iter().all(|number| others.contains(number))
 }
 
-/// Adds device numbers that are not there yet.
+/// Adds the device numbers that are not present yet.
 pub(super) fn add_numbers(numbers: &mut Vec<DeviceNumber>, more: &[DeviceNumber]) {
     for number in more {
         if !numbers.contains(number) {
@@ -29,8 +29,8 @@ pub(super) fn add_numbers(numbers: &mut Vec<DeviceNumber>, more: &[DeviceNumber]
     }
 }
 
-/// Whether what a claim holds under another name is this device. A checkpoint of a release that did not store numbers has only the
-/// paths of the nodes, in what containers get.
+/// Whether a device that a claim holds under another name is this one. Checkpoints of releases that did not store device numbers have only
+/// the node paths, in the container edits.
 pub(super) fn is_same_node(held: &HeldDevice, injection: Option<&Injection>, device: &Device) -> bool {
     if held.numbers.is_empty() {
         injection.is_some_and(|injection| has_one_of(device, &own_nodes(injection, &held.device)))
@@ -39,7 +39,7 @@ pub(super) fn is_same_node(held: &HeldDevice, injection: Option<&Injection>, dev
     }
 }
 
-/// The nodes on the host that belong to a device alone, as its injection tells: those whose paths its variable has.
+/// The host paths of the nodes that belong to this device alone: those whose container paths its variable lists.
 pub fn own_nodes<'a>(injection: &'a Injection, device: &str) -> BTreeSet<&'a str> {
     let variable = injection.environment.get(&environment_name(device));
     let paths: BTreeSet<&str> = variable

@@ -1,5 +1,5 @@
-//! What a container gets for a device: made once per device from the operator's configuration, rendered twice, as a CDI
-//! spec for claims and as a `ContainerAllocateResponse` for the device plugin API.
+//! Container edits for a device: built once per device from the configuration, rendered as a CDI spec for claims and as a
+//! `ContainerAllocateResponse` for the device plugin API.
 
 use std::collections::BTreeMap;
 
@@ -8,25 +8,25 @@ use serde::{Deserialize, Serialize};
 use super::naming::environment_name;
 use super::refusal::Refusal;
 
-/// What a container gets. Nothing in it comes from an object that a user wrote.
+/// The edits to a container. None of them comes from an object that a user can write.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Injection {
     /// Device nodes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub device_nodes: Vec<DeviceNode>,
-    /// Environment, by name.
+    /// Environment variables, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub environment: BTreeMap<String, String>,
-    /// Files and directories of the node.
+    /// Mounted files and directories of the node.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mounts: Vec<Mount>,
-    /// Annotations for the container runtime, by name. The device plugin API carries them; CDI cannot, so a claim's containers do
+    /// Annotations for the container runtime, by name. Only the device plugin API carries them; CDI cannot, so the containers of a claim do
     /// not get them.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub annotations: BTreeMap<String, String>,
-    /// Names of CDI devices (`vendor/class=name`) that are given besides, in a file that somebody else keeps or, for kinds that are
-    /// set so, that the companion keeps. Only through the device plugin API: kubelet 1.27 ignores them without a word.
+    /// Names of additional CDI devices (`vendor/class=name`), whose CDI files are managed by others or, for kinds configured so, by the
+    /// companion. Device plugin API only; kubelet 1.27 silently ignores them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cdi_devices: Vec<String>,
 }
@@ -39,7 +39,7 @@ pub struct DeviceNode {
     pub host_path: String,
     /// Absolute path in the container.
     pub container_path: String,
-    /// What the container may do with it, a non-empty subset of `rwm` in that order: read, write, make nodes.
+    /// The permitted operations: a non-empty subset of `rwm` (read, write, mknod) in that order.
     pub permissions: String,
 }
 
@@ -47,17 +47,16 @@ pub struct DeviceNode {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Mount {
-    /// Absolute path on the node. It must stay valid as long as the container may be started again.
+    /// Absolute path on the node. It must stay valid for as long as the container may be restarted.
     pub host_path: String,
     /// Absolute path in the container.
     pub container_path: String,
-    /// Whether the container may only read it.
+    /// Whether the mount is read-only.
     pub read_only: bool,
 }
 
 impl Injection {
-    /// What a container gets for a device that is one device node: the node, at the path by which the operator's
-    /// configuration found it, and a variable with that path.
+    /// The edits for a device with a single device node: the node, at its configured path, and a variable with that path.
     pub fn of_device_node(device: &str, node: DeviceNode) -> Self {
         Self {
             environment: BTreeMap::from([(environment_name(device), node.container_path.clone())]),
@@ -66,8 +65,8 @@ impl Injection {
         }
     }
 
-    /// Makes sure that each device is named by a variable, with its name as the value unless the driver has set another: that is what
-    /// a lost checkpoint is rebuilt from.
+    /// Ensures that each device has a variable, with the device name as its value unless the driver set another. A lost checkpoint is
+    /// rebuilt from these variables.
     pub fn name_devices<'a>(&mut self, devices: impl IntoIterator<Item = &'a str>) {
         for device in devices {
             self.environment
@@ -76,9 +75,9 @@ impl Injection {
         }
     }
 
-    /// Adds what another device brings. Variables are named after devices, so two devices never share one; what two devices bring
-    /// to one path alike (a control node, a directory of libraries) is there once, with what either of them allows: the container has
-    /// both, and a runtime that gets them apart (two claims of one container) adds the permissions up too.
+    /// Adds the edits of another device. Variables are named after devices, so two devices never share one. A node or mount that both
+    /// devices need at the same path (a control node, a library directory) is present once, with the permissions of both: the container
+    /// holds both devices, and a runtime that gets the edits separately (two claims of one container) merges the permissions, too.
     pub fn extend(&mut self, other: Self) {
         for node in other.device_nodes {
             self.add_node(node);
@@ -111,8 +110,8 @@ impl Injection {
         }
     }
 
-    /// Refuses two things at one path of a container: it would see one of them only, and nobody would be told which. The same thing
-    /// twice is there once after [`Self::extend`], and is no reason.
+    /// Refuses two different edits at one container path: the container would silently see only one of them. Identical edits are already
+    /// merged by [`Self::extend`].
     pub fn check_paths(&self) -> Result<(), Refusal> {
         let nodes = self.device_nodes.iter().map(|node| {
             let what = format!("device node {}", node.host_path);
@@ -136,7 +135,7 @@ impl Injection {
     }
 }
 
-/// What one or the other permits, in the order of [`DeviceNode::permissions`].
+/// The permissions of either, in the order of [`DeviceNode::permissions`].
 fn either(one: &str, other: &str) -> String {
     let permits = |permission: &char| one.contains(*permission) || other.contains(*permission);
     "rwm".chars().filter(permits).collect()
@@ -230,7 +229,7 @@ mod tests {
         for word in ["/dev/ttyUSB0", "/dev/ttyUSB1", "/dev/port ", "containerPaths"] {
             assert!(text.contains(word), "{word} in {text}");
         }
-        // Also where the path is one: a node and a mount are two things.
+        // The same host path does not help: a node and a mount differ.
         let mut mounted = shared;
         mounted.mounts = vec![mount("/dev/control", "/dev/control", true)];
         let text = mounted.check_paths().unwrap_err().to_string();
@@ -269,7 +268,7 @@ mod tests {
             );
             both.check_paths().unwrap();
         }
-        // At a path of its own it is another thing.
+        // At another container path, it is a separate node.
         let mut two = of("a", "r", true);
         two.extend(Injection::of_device_node(
             "b",

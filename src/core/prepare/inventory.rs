@@ -1,4 +1,4 @@
-//! What the node has, as it is told to the API server and to kubelet.
+//! The devices of the node, as published to the API server and to kubelet.
 
 use std::collections::BTreeMap;
 
@@ -15,17 +15,17 @@ use crate::core::discovery::attributes::numa_nodes;
 /// The devices of the node, by name.
 pub type Devices = BTreeMap<String, Device>;
 
-/// Whether claims hold nothing but devices that were found: then the inventory is what was found, and need not be made.
+/// Whether every held device was found unchanged. The inventory then equals the found devices and need not be built.
 pub fn is_as_found(found: &Devices, ledger: &Ledger) -> bool {
     ledger.entries().values().all(|entry| entry.is_as_found(found))
 }
 
-/// Joins what was found with what claims hold.
+/// Merges the found devices with the devices that claims hold.
 ///
-/// A device that has vanished leaves the inventory, unless a claim holds it: then it stays, unhealthy, so that what is
-/// allocated never looks as if it had never been. `previous` is what was published last; a device that this process has
-/// never seen is shown with what the ledger knows of it. The same goes for one that the configuration no longer describes. If a claim
-/// that may be in use holds the device node of a device under another name, the device is unhealthy until the claim gives it back.
+/// A device that has vanished, or that the configuration no longer describes, leaves the inventory unless a claim holds it. A held device
+/// stays, unhealthy, so that no allocated device disappears. `previous` is the last inventory; a device that this process has never seen is
+/// built from the claim's record. If a claim that may be in use holds the node of a device under another name, the device is unhealthy
+/// until the claim is released.
 pub fn inventory(found: &Devices, previous: &Devices, ledger: &Ledger) -> Devices {
     let mut all = found.clone();
     for (uid, entry) in ledger.entries() {
@@ -36,7 +36,7 @@ pub fn inventory(found: &Devices, previous: &Devices, ledger: &Ledger) -> Device
             {
                 continue;
             }
-            // A kind that is not known is that of an entry which was rebuilt from a CDI file.
+            // An unknown kind means that the entry was rebuilt from a CDI file.
             if !all.contains_key(&held.device) && !held.kind.is_empty() {
                 let mut device = previous.get(&held.device).cloned().unwrap_or_else(|| Device {
                     name: held.device.clone(),
@@ -70,7 +70,7 @@ pub fn inventory(found: &Devices, previous: &Devices, ledger: &Ledger) -> Device
     all
 }
 
-/// As much of a text as an inventory can hold: the names of claims may be long.
+/// Truncates a text to the limit of the inventory: claim names may be long.
 pub(super) fn shortened(text: String) -> String {
     match text.char_indices().nth(TEXT_MAX) {
         Some((end, _)) => text.get(..end).unwrap_or_default().to_owned(),
@@ -78,7 +78,7 @@ pub(super) fn shortened(text: String) -> String {
     }
 }
 
-/// Shows the devices of claims in quarantine as unhealthy, so that nobody is allocated what this node would refuse to prepare.
+/// Marks the devices of quarantined claims as unhealthy, so that none of them is allocated only to be refused at Prepare.
 pub fn withhold(devices: &mut Devices, ledger: &Ledger, quarantine: &BTreeMap<ClaimUid, String>) {
     for (uid, why) in quarantine {
         let Some(entry) = ledger.entry(uid) else { continue };
@@ -93,7 +93,7 @@ pub fn withhold(devices: &mut Devices, ledger: &Ledger, quarantine: &BTreeMap<Cl
     }
 }
 
-/// The inventory as it is published: of a device that a container and a claim were both given it says so.
+/// The inventory as published: conflicting devices, held by a container and allocated to a claim, are marked as unhealthy.
 pub fn published(inventory: &Devices, contested: &Contested) -> Devices {
     let mut published = inventory.clone();
     for device in contested.devices() {
@@ -106,20 +106,20 @@ pub fn published(inventory: &Devices, contested: &Contested) -> Devices {
     published
 }
 
-/// What the doors of this node have handed out, or are about to.
+/// The devices in use or allocated, through either API of this node.
 #[derive(Clone, Copy, Debug)]
 pub struct HandedOut<'a> {
-    /// To claims, here.
+    /// Devices that claims hold on this node.
     pub ledger: &'a Ledger,
-    /// To claims, in the cluster.
+    /// Devices that the cluster has allocated to claims.
     pub announced: &'a Announced,
-    /// To containers, as extended resources.
+    /// Devices that containers hold as extended resources.
     pub containers: &'a Containers,
 }
 
-/// The devices of a kind as ListAndWatch shows them. One that a claim holds, is about to, or may hold, is shown as unhealthy, so that kubelet
-/// does not grant it, also when the container that has it now has ended. Any other that a container holds is healthy: it is
-/// kubelet's own, and kubelet asks for it again when it admits the pod anew.
+/// The devices of a kind for ListAndWatch. A device that a claim holds, may hold or has allocated is unhealthy, so that kubelet does not
+/// grant it, even after its present container has ended. A device that only a container holds stays healthy: kubelet tracks it, and
+/// requests it again when it readmits the pod.
 pub fn plugin_devices(inventory: &Devices, handed_out: HandedOut<'_>, kind: &str) -> Vec<PluginDevice> {
     inventory
         .values()
@@ -231,7 +231,7 @@ mod tests {
             permissions: "rw".into(),
         };
         let mut injection = Injection::of_device_node("port", node("/dev/ttyUSB0"));
-        // Everybody's, and so in nobody's way.
+        // A shared node, which causes no conflict.
         injection.device_nodes.push(node("/dev/control"));
         let mut ledger = ledger_holding("port");
         let uid = ledger.entries().keys().next().unwrap().clone();
@@ -316,7 +316,7 @@ mod tests {
         assert_eq!(plugin_devices(&all, handed_out, "other"), []);
     }
 
-    /// The ids of the kind `test`, those that are unhealthy with a question mark; no claim is announced.
+    /// The device ids of kind `test`, with a question mark if unhealthy; no claim is allocated.
     fn offered(all: &Devices, ledger: &Ledger, containers: &Containers) -> Vec<String> {
         let mut announced = Announced::default();
         announced.replace([], "drayman.dev", "node-a");

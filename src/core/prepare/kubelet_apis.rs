@@ -1,33 +1,33 @@
-//! How the companion stands with the gRPC APIs of kubelet, put together for a person.
+//! The registration state of the kubelet gRPC APIs, summarized for users.
 
 use std::collections::BTreeMap;
 
 use crate::core::discovery::events::DeviceEvent;
 
-/// APIs that one message names, at most; the others are counted.
+/// Maximum number of APIs named in one message; the others are counted.
 const NAMED_MAX: usize = 8;
 
-/// How one API stands.
+/// The registration state of one API.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ApiState {
-    /// It is not served yet, or not at the moment.
+    /// Not served yet, or not at the moment.
     Starting,
-    /// It is served, and kubelet may not know it yet.
+    /// Served; kubelet may not have registered it yet.
     Waiting,
     /// Kubelet has registered it.
     Registered,
-    /// Kubelet refuses it; it is offered again.
+    /// Kubelet rejected it; the companion retries.
     Rejected(String),
-    /// It cannot be served; it is tried again.
+    /// Serving failed; the companion retries.
     Failed(String),
 }
 
-/// The APIs that are not served, and why, until they are again. The first is claims, the others are extended resources.
+/// The APIs that are down, with the reason, until they are served again. The first is for claims, the others for extended resources.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ApisDown(BTreeMap<String, String>);
 
 impl ApisDown {
-    /// Takes up how the APIs stand. One that is only tried again is still down.
+    /// Updates the set from the current states. An API that is only being retried stays down.
     pub fn update(&mut self, states: &[(String, ApiState)]) {
         self.0.retain(|api, _| states.iter().any(|(name, _)| name == api));
         for (api, state) in states {
@@ -46,7 +46,7 @@ impl ApisDown {
         }
     }
 
-    /// The events for a change since what was told last: at most two, whatever the number of APIs.
+    /// The events for changes since the last report: at most two, regardless of the number of APIs.
     pub fn events_since(&self, told: &Self) -> Vec<DeviceEvent> {
         let news = |one: &Self, other: &Self, is_news: fn(Option<&String>, &String) -> bool| {
             let news = one.0.iter().filter(|(api, why)| is_news(other.0.get(*api), why));
@@ -76,7 +76,7 @@ impl ApisDown {
     }
 }
 
-/// Those of the states that say what is wrong, in one text; `None` if all is well. `starting` says what is only on its way.
+/// Summarizes the problems, worst kind first, or returns `None` if there are none. `Starting` means that an API is not served yet.
 pub fn problems(states: &[(String, ApiState)]) -> Option<(&'static str, String)> {
     let of = |reason: &'static str, why: &dyn Fn(&str, &ApiState) -> Option<String>| {
         let texts: Vec<String> = states.iter().filter_map(|(api, state)| why(api, state)).collect();

@@ -1,9 +1,8 @@
-//! What kubelet's own checkpoint says of claims: `dra_manager_state` in its root directory.
+//! Kubelet's checkpoint of claims: `dra_manager_state` in its root directory.
 //!
-//! It is written after each Prepare and Unprepare, by rename, and lists the claims that kubelet believes to be prepared
-//! (`pkg/kubelet/cm/dra/state` of Kubernetes 1.27 to 1.30). 1.28 and later keep the resource handles with them, so that it
-//! also tells which devices a claim has. Later releases write it in another shape, which is refused here: what cannot be
-//! read is never taken for an empty list.
+//! Kubelet replaces it by rename after each Prepare and Unprepare. It lists the claims that kubelet considers prepared
+//! (`pkg/kubelet/cm/dra/state` of Kubernetes 1.27 to 1.30). From 1.28 on it contains the resource handles and so the devices of a claim.
+//! Later releases write another format, which is an error here: an unreadable list must never count as an empty one.
 
 use std::collections::BTreeMap;
 
@@ -13,14 +12,14 @@ use super::claim_uid::{ClaimUid, ClaimUidError};
 use super::driver_name::DriverName;
 use crate::api::handle::DeviceHandle;
 
-/// The name of the file below kubelet's root directory.
+/// File name below kubelet's root directory.
 pub const FILE: &str = "dra_manager_state";
-/// The version of the file that is understood.
+/// The supported version of the file.
 const VERSION: &str = "v1";
-/// How much of what is wrong is told, in characters: a parser may cite as much as was written.
+/// Maximum length of a quoted parser error, in characters: a parser may cite the whole input.
 const SHOWN_MAX: usize = 200;
 
-/// The claims that kubelet lists, of every driver.
+/// The claims that kubelet lists, of all drivers.
 pub type KubeletClaims = BTreeMap<ClaimUid, KubeletClaim>;
 
 /// A claim as kubelet lists it.
@@ -30,23 +29,23 @@ pub struct KubeletClaim {
     pub namespace: String,
     /// Name of the claim.
     pub name: String,
-    /// Whether kubelet has asked our driver for it.
+    /// Whether kubelet has called this driver for it.
     pub ours: bool,
-    /// The devices in our resource handle; `None` if there is no handle (1.27 keeps none) or it cannot be read.
+    /// The devices in this driver's resource handle; `None` if it is missing (1.27 stores none) or unreadable.
     pub devices: Option<Vec<String>>,
 }
 
-/// What is known of kubelet's list.
+/// The available knowledge of kubelet's list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KubeletView {
-    /// The list.
+    /// The parsed list.
     Lists(KubeletClaims),
-    /// There is none that can be read, and why.
+    /// The list cannot be read, for this reason.
     Unknown(String),
 }
 
 impl KubeletView {
-    /// Whether kubelet lists a claim; `None` if that cannot be told.
+    /// Whether kubelet lists a claim; `None` if unknown.
     pub fn lists(&self, uid: &ClaimUid) -> Option<bool> {
         match self {
             Self::Lists(claims) => Some(claims.contains_key(uid)),
@@ -54,7 +53,7 @@ impl KubeletView {
         }
     }
 
-    /// A claim in the list.
+    /// Looks up a claim in the list.
     pub fn claim(&self, uid: &ClaimUid) -> Option<&KubeletClaim> {
         match self {
             Self::Lists(claims) => claims.get(uid),
@@ -63,16 +62,16 @@ impl KubeletView {
     }
 }
 
-/// Why a text is not a list that is understood.
+/// Why the file is not a supported list.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KubeletStateError {
-    /// Not the shape of these releases.
+    /// The format is not that of these releases.
     #[error("kubelet's {FILE} is not as kubelet 1.27 to 1.30 writes it: {0}")]
     Shape(String),
-    /// A later version of it.
+    /// The version is not supported.
     #[error("kubelet's {FILE} has version {0:?}, {VERSION:?} is understood")]
     Version(String),
-    /// A uid that is none.
+    /// A listed claim has an invalid uid.
     #[error("kubelet's {FILE} lists a claim without a proper uid: {0}")]
     ClaimUid(#[from] ClaimUidError),
 }
@@ -82,12 +81,12 @@ struct File {
     version: String,
     #[serde(default)]
     entries: Vec<FileEntry>,
-    // Not checked: kubelet itself does not start with a wrong one. Required, because every version has it.
+    // Not verified: kubelet itself does not start with a wrong checksum. Required, because every version has it.
     #[serde(rename = "checksum")]
     _checksum: u64,
 }
 
-/// Go writes a struct without tags under the names of its fields.
+/// Go serializes a struct without tags under its field names.
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct FileEntry {
@@ -112,12 +111,12 @@ struct Handle {
     data: String,
 }
 
-/// What a parser says of a file of kubelet's, with no more of what was written there than a person reads.
+/// Truncates a parser error about one of kubelet's files.
 pub(super) fn shortened(error: &serde_json::Error) -> String {
     error.to_string().chars().take(SHOWN_MAX).collect()
 }
 
-/// Reads kubelet's list.
+/// Parses kubelet's list.
 pub fn parse(text: &[u8], driver: &DriverName) -> Result<KubeletClaims, KubeletStateError> {
     let file: File =
         serde_json::from_slice(text).map_err(|error| KubeletStateError::Shape(shortened(&error)))?;
@@ -130,7 +129,7 @@ pub fn parse(text: &[u8], driver: &DriverName) -> Result<KubeletClaims, KubeletS
     for entry in file.entries {
         let uid = ClaimUid::parse(&entry.claim_uid)?;
         let handles = entry.resource_handles.unwrap_or_default();
-        // As kubelet does it: a handle without a driver is the claim's driver's.
+        // Like kubelet: a handle without a driver name belongs to the claim's driver.
         let of = |handle: &&Handle| {
             let name = if handle.driver_name.is_empty() {
                 &entry.driver_name
@@ -171,7 +170,7 @@ mod tests {
         DriverName::parse("drayman.dev").unwrap()
     }
 
-    /// As kubelet 1.30.14 wrote it in a test cluster, with other names.
+    /// As kubelet 1.30.14 wrote it, with other names.
     fn written(handles: &str) -> String {
         format!(
             r#"{{"version":"v1","entries":[{{"DriverName":"drayman.dev","ClassName":"test","ClaimUID":"{UID}","ClaimName":"pod-device-x","Namespace":"default","PodUIDs":{{"5b6e":{{}}}}{handles},"CDIDevices":{{"drayman.dev":["drayman.dev/claim={UID}"]}}}}],"checksum":3735928559}}"#

@@ -1,7 +1,7 @@
-//! Who holds which device on this node.
+//! The prepared claims of this node and the devices they hold.
 //!
-//! The ledger is what the checkpoint stores. It changes by [`Change`]s only, and a change counts once the checkpoint that
-//! has it is durable.
+//! They are the content of the checkpoint. They change only by [`Change`]s, and a change takes effect once the checkpoint that contains it
+//! is durable.
 
 use std::collections::BTreeMap;
 
@@ -21,20 +21,20 @@ pub struct Ledger {
     entries: BTreeMap<ClaimUid, Entry>,
 }
 
-/// What one claim holds.
+/// The record of one claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Entry {
-    /// Namespace of the claim; empty if it was rebuilt from a CDI file, which does not have it.
+    /// Namespace of the claim; empty if the entry was rebuilt from a CDI file, which lacks it.
     pub namespace: String,
-    /// Name of the claim; empty if it was rebuilt from a CDI file.
+    /// Name of the claim; empty if the entry was rebuilt from a CDI file.
     pub name: String,
-    /// The boot in which kubelet last asked for it.
+    /// The boot in which kubelet last called Prepare for the claim.
     pub boot_id: String,
-    /// The devices, in the order of the resource handle. Empty if it is not known which they are: the claim was found after
-    /// the checkpoint was lost, and what was found does not tell.
+    /// The devices, in the order of the resource handle. Empty if unknown: the claim was found after the checkpoint was lost, and no source
+    /// names its devices.
     pub devices: Vec<HeldDevice>,
-    /// How far it has come.
+    /// The progress of Prepare.
     #[serde(flatten)]
     pub progress: Progress,
 }
@@ -45,48 +45,48 @@ pub struct Entry {
 pub struct HeldDevice {
     /// The device's name in the inventory.
     pub device: String,
-    /// The kind that the device was of; empty if it was rebuilt from a CDI file.
+    /// The kind of the device; empty if the entry was rebuilt from a CDI file.
     pub kind: String,
-    /// The device numbers of the device's own nodes, all that containers of the claim may have been given since the node was booted.
-    /// Empty if they are not known: the driver does not tell, or an earlier release wrote the checkpoint.
+    /// The numbers of the device's own nodes: all that containers of the claim may have been given since the node booted. Empty if unknown:
+    /// the driver does not report them, or an earlier release wrote the checkpoint.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub numbers: Vec<DeviceNumber>,
 }
 
-/// How far a claim has come.
+/// The progress of Prepare for a claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "state")]
 pub enum Progress {
-    /// Prepare has begun and has not been answered with success: no container has been given anything. An entry that is
-    /// found in this state by a later request or start is the rest of an attempt that failed, and can be cleared away.
+    /// Prepare has begun but has not succeeded: no container has been given anything. A later request or start that finds this state may
+    /// clean up after the failed attempt.
     Started {
-        /// What the driver made, once it has.
+        /// The container edits, once the driver has made them.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         injection: Option<Injection>,
     },
-    /// Kubelet has the CDI id, or may have it. Held until Unprepare.
+    /// Kubelet has, or may have, the CDI id. The devices are held until Unprepare.
     Done {
-        /// What containers get.
+        /// The container edits.
         injection: Injection,
     },
 }
 
-/// One change of the ledger.
+/// One change of the prepared claims.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// A claim takes its devices.
     Start(ClaimUid, Entry),
-    /// The claim's injection is ready and in place; kubelet may have it from now on.
+    /// The container edits are in place; kubelet may get the CDI id from now on.
     Finish(ClaimUid),
-    /// What a claim holds has become known, or more of it; nothing else about it changes.
+    /// Details of a rebuilt claim have become known; nothing else changes.
     Explain(ClaimUid, Explanation),
-    /// No container has what the claim holds any more, but the driver has yet to undo what it did for it: the claim counts as begun.
+    /// No container uses the claim any more, but the driver has not undone its work: the claim goes back to started.
     Abandon(ClaimUid),
-    /// A claim holds nothing any more.
+    /// The claim holds nothing any more.
     Remove(ClaimUid),
 }
 
-/// What was not known of a claim that was found after the checkpoint was lost.
+/// Missing details of a claim that was rebuilt after the checkpoint was lost.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
     /// Namespace of the claim.
@@ -98,7 +98,7 @@ pub struct Explanation {
 }
 
 impl Ledger {
-    /// The ledger as a checkpoint left it, in the boot of this id.
+    /// The prepared claims of a checkpoint, read in the boot with this id.
     pub fn new(boot_id: impl Into<String>, entries: BTreeMap<ClaimUid, Entry>) -> Self {
         Self {
             boot_id: boot_id.into(),
@@ -111,12 +111,12 @@ impl Ledger {
         &self.boot_id
     }
 
-    /// Every claim that holds something.
+    /// All claims that hold devices.
     pub fn entries(&self) -> &BTreeMap<ClaimUid, Entry> {
         &self.entries
     }
 
-    /// What a claim holds.
+    /// The record of a claim.
     pub fn entry(&self, uid: &ClaimUid) -> Option<&Entry> {
         self.entries.get(uid)
     }
@@ -126,15 +126,15 @@ impl Ledger {
         self.holders(device).next()
     }
 
-    /// The claims that hold a device, several if it has shares.
+    /// The claims that hold a device; several if it has shares.
     pub fn holders(&self, device: &str) -> impl Iterator<Item = (&ClaimUid, &Entry)> {
         self.entries
             .iter()
             .filter(move |(_, entry)| entry.devices.iter().any(|held| held.device == device))
     }
 
-    /// The claims that hold a device under this name and, of those that may be in use, the ones that hold it under another. What a
-    /// claim held under another name before the node was booted says nothing: device numbers do not outlive a boot.
+    /// The claims that hold a device under its own name, and those in use that hold it under another. Records by another name from an
+    /// earlier boot do not count: device numbers do not outlive a boot.
     pub fn holders_of(&self, device: &Device) -> impl Iterator<Item = (&ClaimUid, &Entry)> {
         self.entries.iter().filter(|(_, entry)| {
             let (injection, in_use) = (entry.injection(), self.may_be_in_use(entry));
@@ -145,30 +145,30 @@ impl Ledger {
         })
     }
 
-    /// The claims that keep a device from containers that ask for it as an extended resource: not those of an earlier boot, of which nothing
-    /// runs. Kubelet asks again for claims whose pods still exist, and the API server shows these.
+    /// The claims that block a device from use as an extended resource. Claims prepared in an earlier boot do not: none of their containers
+    /// runs. Kubelet prepares the claims of existing pods again, and the API server still shows those as allocated.
     pub fn keepers_of(&self, device: &Device) -> impl Iterator<Item = (&ClaimUid, &Entry)> {
         self.holders_of(device)
             .filter(|(_, entry)| self.may_be_in_use(entry) || !entry.is_done())
     }
 
-    /// Whether a container may be running that has what the entry holds.
+    /// Whether a running container may use the claim.
     ///
-    /// Not so before success was answered, and not so for what was last asked for before the node was booted: kubelet
-    /// asks again for the pods that still exist, and the others no longer run. (Kubelet 1.27 starts a container again without asking.
-    /// Its claim is still allocated then, so that no other one is given the device.)
+    /// False before Prepare succeeded, and false for a claim last prepared before the node booted: kubelet prepares the claims of existing
+    /// pods again, and other pods no longer run. (Kubelet 1.27 restarts a container without another Prepare. Its claim is still allocated
+    /// then, so the device goes to no other claim.)
     pub fn may_be_in_use(&self, entry: &Entry) -> bool {
         matches!(entry.progress, Progress::Done { .. }) && entry.boot_id == self.boot_id
     }
 
-    /// A claim that may be in use and of which nobody knows what it holds, other than `own`.
+    /// A claim other than `own` that may be in use and whose devices are unknown.
     pub fn unaccounted(&self, own: Option<&ClaimUid>) -> Option<(&ClaimUid, &Entry)> {
         self.entries
             .iter()
             .find(|(uid, entry)| Some(*uid) != own && entry.is_unaccounted() && self.may_be_in_use(entry))
     }
 
-    /// Carries out a change.
+    /// Applies a change.
     pub fn apply(&mut self, change: &Change) {
         match change {
             Change::Start(uid, entry) => {
@@ -201,8 +201,8 @@ impl Ledger {
         }
     }
 
-    /// Takes note of what the driver made for a claim, of devices as they are in the inventory. How far the claim has come does not
-    /// change by it.
+    /// Records the container edits that the driver made for a claim, and the numbers of its devices in the inventory. The progress of the
+    /// claim does not change.
     pub fn set_injection(&mut self, uid: &ClaimUid, made: Injection, inventory: &Devices) {
         let Some(entry) = self.entries.get_mut(uid) else {
             return;
@@ -214,7 +214,7 @@ impl Ledger {
             if entry.boot_id != self.boot_id {
                 held.numbers.clear();
             }
-            // A device that was plugged in again may have another number. The container still has the first.
+            // A replugged device may have another number; the container still has the first one.
             add_numbers(&mut held.numbers, &device.device_numbers);
         }
         match &mut entry.progress {
@@ -225,7 +225,7 @@ impl Ledger {
 }
 
 impl Entry {
-    /// What containers get, if the driver has made it.
+    /// The container edits, if the driver has made them.
     pub fn injection(&self) -> Option<&Injection> {
         match &self.progress {
             Progress::Started { injection } => injection.as_ref(),
@@ -233,17 +233,17 @@ impl Entry {
         }
     }
 
-    /// Whether kubelet has the CDI id, or may have it.
+    /// Whether kubelet has, or may have, the CDI id.
     pub fn is_done(&self) -> bool {
         matches!(self.progress, Progress::Done { .. })
     }
 
-    /// Whether kubelet may have it and nobody knows which devices it holds.
+    /// Whether kubelet may have the claim while its devices are unknown.
     pub fn is_unaccounted(&self) -> bool {
         self.is_done() && self.devices.is_empty()
     }
 
-    /// Whether what the entry holds was found under the same names with the same device nodes.
+    /// Whether every held device was found under the same name with the same device nodes.
     pub fn is_as_found(&self, found: &Devices) -> bool {
         self.devices.iter().all(|held| {
             found
@@ -252,7 +252,7 @@ impl Entry {
         })
     }
 
-    /// The claim as a person reads it.
+    /// Describes the claim for messages.
     pub fn describe(&self, uid: &ClaimUid) -> String {
         if self.name.is_empty() {
             format!("the claim of uid {uid}")

@@ -1,4 +1,4 @@
-//! The node's brain: who holds which device on this node, and one plan of what a container gets for both doors.
+//! Decisions of the node: prepared claims, device holders, and container edits for both kubelet APIs.
 
 pub mod allocate;
 pub mod announced;

@@ -1,5 +1,5 @@
-//! A model of kubelet and of a node that crashes, for the tests of the plans: whatever is kept in, and wherever the process
-//! is killed, the promises hold.
+//! A model of kubelet and of a crashing node for the tests of the plans: the guarantees hold with any storage, wherever the process is
+//! killed.
 
 mod exhaustive;
 
@@ -20,24 +20,24 @@ use super::step::{Records, Step};
 use crate::api::crd::Device;
 use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
 
-/// Records that can be read again by the next process.
+/// Storage that the next process can read.
 pub(crate) trait Disk: Records {
-    /// What the next process finds: the ledger's entries, and the claims that have a CDI file.
+    /// The state that the next process finds: the prepared claims, and the claims with a CDI file.
     fn found(&self) -> (BTreeMap<ClaimUid, Entry>, BTreeSet<ClaimUid>);
-    /// The node is booted: `/var/run` is empty.
+    /// Simulates a reboot: `/var/run` is empty.
     fn booted(&self);
 }
 
-/// What happens to an operation on its way.
+/// A fault injected into an operation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Fault {
     None,
-    /// The process is killed before the n-th step; a new one starts, after a boot or not.
+    /// The process is killed before the n-th step; a new one starts, with or without a reboot.
     Killed {
         step: usize,
         boot: bool,
     },
-    /// The n-th step fails: the disk is full, the device does not answer.
+    /// The n-th step fails: the disk is full, or the device does not answer.
     Failed {
         step: usize,
     },
@@ -142,11 +142,11 @@ pub(crate) struct Node<D: Disk> {
     disk: D,
     ledger: Ledger,
     boots: usize,
-    /// Claims that kubelet was told are prepared, and whose containers may be running.
+    /// Claims prepared successfully from kubelet's view; their containers may be running.
     running: BTreeSet<usize>,
-    /// Claims for which the driver has done something that it has not undone.
+    /// Claims for which the driver has work left to undo.
     driven: BTreeSet<ClaimUid>,
-    /// Claims in use whose file a failed step has taken; the next request or start brings it back.
+    /// Claims in use whose CDI file a failed step removed; the next request or start restores it.
     without_file: BTreeSet<ClaimUid>,
 }
 
@@ -167,7 +167,7 @@ where
         node
     }
 
-    /// Runs operations, then takes every claim back, and checks the promises all along.
+    /// Runs the operations, then unprepares every claim, checking the guarantees throughout.
     pub(crate) fn live(&mut self, operations: &[(Operation, Fault)]) {
         for (operation, fault) in operations {
             self.operate(*operation, *fault);
@@ -211,7 +211,7 @@ where
                             self.without_file.remove(&uid);
                         }
                         Outcome::Failed => {
-                            // Claims of an earlier boot that were to give way have lost their file already.
+                            // Claims of an earlier boot that were being evicted have lost their file already.
                             let evicted = steps.iter().filter_map(|step| match step {
                                 Step::RemoveCdi(evicted) => Some(evicted.clone()),
                                 _ => None,
@@ -229,7 +229,7 @@ where
                 }
             }
             Operation::Unprepare { claim } => {
-                // Kubelet calls this when the containers have ended, and again until it is told that it is done.
+                // Kubelet calls Unprepare after the containers have ended, and repeats it until it succeeds.
                 self.running.remove(&claim);
                 let request = ClaimToUnprepare {
                     uid: uid(claim).to_string(),
@@ -287,7 +287,7 @@ where
         }
     }
 
-    /// The process is killed and its checkpoint is lost; the next one has only the other traces.
+    /// The process is killed and its checkpoint is lost; the next process has only the other sources.
     fn start_from_traces(&mut self, entries: BTreeMap<ClaimUid, Entry>) {
         self.ledger = Ledger::new(self.ledger.boot_id(), entries);
         let files = self.disk.found().1;
@@ -365,7 +365,7 @@ where
     }
 }
 
-/// A disk that is only thought of.
+/// An in-memory disk.
 #[derive(Default)]
 struct Thought {
     entries: RefCell<BTreeMap<ClaimUid, Entry>>,

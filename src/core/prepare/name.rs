@@ -1,39 +1,39 @@
-//! The names that kubelet and the API server refuse, refused by us first and with a reason.
+//! Validates names by the rules of kubelet and the API server, so that a bad name is rejected early and with a reason.
 
 use thiserror::Error;
 
-/// Bytes of a DNS subdomain.
+/// Maximum length of a DNS subdomain, in bytes.
 const MAX_SUBDOMAIN: usize = 253;
-/// Bytes of a label, of the name part of a qualified name, and of a driver's name.
+/// Maximum length of a label, of the name part of a qualified name, and of a driver name, in bytes.
 const MAX_LABEL: usize = 63;
-/// What the quota of an extended resource is prefixed with; the result must be a name as well.
+/// Prefix of an extended resource in a quota; the prefixed name must be valid, too.
 const QUOTA_PREFIX: &str = "requests.";
-/// Resources of Kubernetes itself.
+/// The domain of Kubernetes' native resources.
 const NATIVE: &str = "kubernetes.io/";
 
-/// Why a name is refused.
+/// Why a name is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum NameError {
-    /// Not the name of an extended resource.
+    /// Not a valid extended resource name.
     #[error("{name:?} is not the name of an extended resource, such as example.com/serial-port: {problem}")]
     ExtendedResource {
-        /// The name.
+        /// The rejected name.
         name: String,
-        /// What is wrong with it.
+        /// The violated rule.
         problem: &'static str,
     },
-    /// Not the name of a driver.
+    /// Not a valid driver name.
     #[error("{name:?} is not the name of a driver, such as devices.example.com: {problem}")]
     Driver {
-        /// The name.
+        /// The rejected name.
         name: String,
-        /// What is wrong with it.
+        /// The violated rule.
         problem: &'static str,
     },
 }
 
 impl NameError {
-    /// CamelCase name of the reason, for logs, conditions and metrics.
+    /// CamelCase reason for logs, conditions and metrics.
     pub const fn reason(&self) -> &'static str {
         match self {
             Self::ExtendedResource { .. } => "InvalidResourceName",
@@ -42,8 +42,8 @@ impl NameError {
     }
 }
 
-/// Checks the name of an extended resource by the rules of kubelet and the API server (`IsExtendedResourceName` in
-/// pkg/apis/core/v1/helper of Kubernetes 1.30).
+/// Checks the name of an extended resource by the rules of kubelet and the API server (`IsExtendedResourceName` in pkg/apis/core/v1/helper
+/// of Kubernetes 1.30).
 pub fn check_extended_resource(name: &str) -> Result<(), NameError> {
     extended_resource_problem(name).map_or(Ok(()), |problem| {
         Err(NameError::ExtendedResource {
@@ -100,7 +100,7 @@ fn extended_resource_problem(name: &str) -> Option<&'static str> {
     }
 }
 
-/// What is wrong with a DNS subdomain as RFC 1123 and Kubernetes have it.
+/// Returns the violated rule of DNS subdomains (RFC 1123, as Kubernetes applies it), if any.
 fn subdomain_problem(domain: &str) -> Option<&'static str> {
     let edge =
         |byte: Option<&u8>| byte.is_some_and(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());

@@ -1,19 +1,19 @@
-//! Names made from what identifies a device: its name in the inventory, and the variable that tells a container of it.
+//! Names derived from a device's identity: its inventory name and its environment variable.
 
-/// The length of a DNS label, at most.
+/// Maximum length of a DNS label.
 const LABEL_MAX: usize = 63;
-/// The length of the hash at the end of a name that could not keep every character.
+/// Length of the hash suffix of a name that lost characters.
 const HASH_LENGTH: usize = 8;
-/// What every environment variable that drayman sets begins with.
+/// The prefix of every environment variable that drayman sets.
 pub const ENVIRONMENT_PREFIX: &str = "DRAYMAN_DEVICE_";
 
-/// Whether a text is a DNS label (RFC 1123): 1 to 63 of `a-z`, `0-9` and `-`, not at the ends.
+/// Whether a text is a DNS label (RFC 1123): 1 to 63 characters of `a-z`, `0-9` and `-`, with no `-` at either end.
 pub fn is_dns_label(text: &str) -> bool {
     text.len() <= LABEL_MAX && is_label_of_any_length(text)
 }
 
-/// Whether a text is what Kubernetes takes for a DNS subdomain, of at most `max` characters. As in
-/// `IsDNS1123Subdomain` of `k8s.io/apimachinery`, only the whole is limited, not each label.
+/// Whether a text is a DNS subdomain of at most `max` characters. Like `IsDNS1123Subdomain` of `k8s.io/apimachinery`, this limits only the
+/// total length, not each label.
 pub fn is_dns_subdomain(text: &str, max: usize) -> bool {
     text.len() <= max && text.split('.').all(is_label_of_any_length)
 }
@@ -25,10 +25,10 @@ fn is_label_of_any_length(text: &str) -> bool {
         && text.bytes().next_back().is_some_and(inner)
 }
 
-/// The name of a device that is identified by a text, for instance by its path relative to `/dev`.
+/// Derives a device name from its identity, for instance its path relative to `/dev`.
 ///
-/// A DNS label, the same at every start. An identity that is a DNS label itself is its own name; any other loses
-/// characters, so a hash of the whole identity is put at the end and keeps different identities apart.
+/// The result is a DNS label and is stable across restarts. An identity that is a DNS label is its own name. Any other loses characters, so
+/// a hash of the whole identity is appended to keep names distinct.
 pub fn device_name(identity: &str) -> String {
     if is_dns_label(identity) {
         return identity.to_owned();
@@ -47,8 +47,8 @@ pub fn device_name(identity: &str) -> String {
     format!("{slug}-{}", short_hash(identity))
 }
 
-/// FNV-1a of 64 bits, of which 40 are kept: 8 characters of base 32. A fixed function, since names must stay the same
-/// over releases; what the standard library has makes no such promise.
+/// 64-bit FNV-1a, folded to 40 bits: 8 characters of base 32. The function is fixed because names must be stable across releases, which the
+/// standard library's hashers do not promise.
 fn short_hash(text: &str) -> String {
     const ALPHABET: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz234567";
     let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
@@ -61,7 +61,7 @@ fn short_hash(text: &str) -> String {
         .collect()
 }
 
-/// The ids of a device in the device plugin API: its name or, if several containers may have it at once, one for each of them.
+/// The device plugin ids of a device: its name, or one id per share if several containers may hold it at once.
 pub fn plugin_ids(device: &str, shares: u32) -> Vec<String> {
     if shares <= 1 {
         vec![device.to_owned()]
@@ -70,13 +70,13 @@ pub fn plugin_ids(device: &str, shares: u32) -> Vec<String> {
     }
 }
 
-/// The device that an id of the device plugin API stands for: the inverse of [`plugin_ids`]. A device's name has no dot.
+/// The device of a device plugin id: the inverse of [`plugin_ids`]. Device names contain no dot.
 pub fn device_of_plugin_id(id: &str) -> &str {
     id.split_once('.').map_or(id, |(device, _)| device)
 }
 
-/// The environment variable that tells a container where a device is. Each device has its own, so that several claims in
-/// one container never overwrite each other's.
+/// The environment variable with a device's path in the container. Each device has its own, so that several claims in one container never
+/// overwrite each other's variables.
 pub fn environment_name(device: &str) -> String {
     let mut name = ENVIRONMENT_PREFIX.to_owned();
     name.extend(device.chars().map(|character| match character {
@@ -86,7 +86,7 @@ pub fn environment_name(device: &str) -> String {
     name
 }
 
-/// The device that an environment variable of ours tells of: the inverse of [`environment_name`] for every DNS label.
+/// The device of an environment variable: the inverse of [`environment_name`] for every DNS label.
 pub fn device_of_environment_name(name: &str) -> Option<String> {
     let device = name
         .strip_prefix(ENVIRONMENT_PREFIX)?

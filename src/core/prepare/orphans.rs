@@ -1,17 +1,15 @@
-//! Claims that kubelet has forgotten: when their devices are free again, and when a person has to say so.
+//! Orphaned claims, which kubelet has forgotten: decides when their devices become free and when a user must intervene.
 //!
-//! Kubelet notes a claim only after Prepare has been answered. Should it be restarted in between, it never asks for
-//! Unprepare, and the entry would stay for ever. It is freed when nobody can know of it any more: kubelet's own list does
-//! not have the claim, the API server does not have its uid, and both have been so for a while in which kubelet did not
-//! ask for it either. In every other case it is put into quarantine: the devices stay with the claim, are shown as
-//! unhealthy so that they are not allocated to others, and a person is told.
+//! Kubelet records a claim only after Prepare has answered. If it restarts in between, it never calls Unprepare, and the entry would stay
+//! forever. The entry is freed once kubelet's list and the API server have both lacked the claim for a grace period in which kubelet did
+//! not prepare it either. Otherwise the claim is quarantined: it keeps its devices, which are published as unhealthy so that they are not
+//! allocated again, and the user is notified.
 //!
-//! A claim that kubelet does list is not looked into, with one exception: its device is asked for by somebody else.
-//! A kubelet that was away while a pod was deleted by force can keep the pod's claim in its list for ever. The claim itself may be
-//! there still, if a person made it, but is allocated no more.
+//! A claim that kubelet lists is not examined, unless another claim needs its device. A kubelet that was down while a pod was deleted by
+//! force may list the pod's claim forever. A claim that a user created may still exist then, but is no longer allocated.
 //!
-//! Such a claim is freed at once if the container runtime shows that no container has its devices, whatever kubelet lists: its CDI file
-//! is removed first, so that no later container starts with them.
+//! Such a claim is freed immediately if the container runtime shows that no container has its devices, regardless of kubelet's list. Its
+//! CDI file is removed first, so that no later container starts with them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -20,24 +18,24 @@ use super::claim_uid::ClaimUid;
 use super::kubelet_state::KubeletView;
 use super::ledger::{Entry, Ledger};
 
-/// How long a claim may be missing from kubelet's list before anything is concluded from it: more than twice the 45 s that
-/// kubelet waits for Prepare.
+/// How long a claim must be missing from kubelet's list before it counts as an orphan: more than twice the 45 s that kubelet waits for
+/// Prepare.
 pub const GRACE: Duration = Duration::from_secs(120);
-/// How often kubelet's list is looked at while claims hold something, in grace periods: every five minutes if nobody says otherwise.
+/// Interval between checks of kubelet's list while claims hold devices, in grace periods: five minutes by default.
 const EVERY: f64 = 2.5;
 
-/// The claims that are looked into.
+/// The claims under examination.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Orphans {
     grace: Duration,
     suspects: BTreeMap<ClaimUid, Suspect>,
-    /// Claims whose device somebody else wants.
+    /// Claims whose device another claim needs.
     contested: BTreeSet<ClaimUid>,
-    /// Whether the container runtime shows what containers have.
+    /// Whether the container runtime reports the devices of its containers.
     has_witness: bool,
-    /// The claims whose devices no container has, as the runtime shows it now.
+    /// The claims whose devices no container has, according to the runtime.
     unused: BTreeSet<ClaimUid>,
-    /// Those of which a container has the devices, or may have.
+    /// The claims whose devices a container has, or may have.
     undecided: BTreeSet<ClaimUid>,
 }
 
@@ -47,22 +45,22 @@ struct Suspect {
     quarantine: Option<String>,
 }
 
-/// What the API server says of a claim.
+/// The API server's view of a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ApiView {
-    /// There is no claim of this uid.
+    /// The API server has no claim with this uid.
     Gone,
-    /// There is one. With the devices in our resource handle, if it has one that can be read.
+    /// The claim exists.
     Present {
-        /// The names of the devices.
+        /// The devices in this driver's resource handle, if it has one that can be read.
         devices: Option<Vec<String>>,
     },
-    /// It does not say, and why.
+    /// The API server gave no answer, for this reason.
     Unknown(String),
 }
 
 impl ApiView {
-    /// Whether the claim has nothing of ours any more: it is gone, or its allocation is.
+    /// Whether the claim holds nothing of this driver any more: it is gone or deallocated.
     fn holds_nothing(&self) -> bool {
         match self {
             Self::Gone => true,
@@ -71,41 +69,41 @@ impl ApiView {
         }
     }
 
-    /// Whether the claim has devices of ours, as far as its handle can be read.
+    /// Whether the claim has devices of this driver, as far as its handle is readable.
     fn has_devices(&self) -> bool {
         matches!(self, Self::Present { devices: Some(devices) } if !devices.is_empty())
     }
 }
 
-/// A claim that the API server is to be asked for.
+/// A claim to look up at the API server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Question {
-    /// The claim.
+    /// Uid of the claim.
     pub uid: ClaimUid,
-    /// Its namespace; empty if that is not known.
+    /// Namespace of the claim; empty if unknown.
     pub namespace: String,
-    /// Its name; empty if that is not known.
+    /// Name of the claim; empty if unknown.
     pub name: String,
 }
 
-/// What follows for a claim.
+/// The decision about a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Nobody knows it any more: its devices are free.
+    /// The claim is an orphan: its devices are free.
     Free(ClaimUid),
-    /// These are the devices that it has.
+    /// The devices of the claim have become known.
     Explain(ClaimUid, Vec<String>),
 }
 
 impl Orphans {
-    /// The container runtime shows what containers have.
+    /// Enables the check with the container runtime.
     #[must_use]
     pub fn with_witness(mut self) -> Self {
         self.has_witness = true;
         self
     }
 
-    /// Nothing is suspected yet. `grace` is how long a claim may be missing.
+    /// Starts without suspects. `grace` is how long a claim may be missing.
     pub fn new(grace: Duration) -> Self {
         Self {
             has_witness: false,
@@ -117,18 +115,18 @@ impl Orphans {
         }
     }
 
-    /// Kubelet has asked for the claim: it is no orphan.
+    /// Clears a claim that kubelet has just prepared: it is no orphan.
     pub fn forget(&mut self, uid: &ClaimUid) {
         self.suspects.remove(uid);
         self.contested.remove(uid);
     }
 
-    /// Somebody wants what this claim holds. True if that is news, so that a look is due.
+    /// Records that another claim needs a device of this one. Returns true if that is new and a check is due.
     pub fn contest(&mut self, uid: &ClaimUid) -> bool {
         self.contested.insert(uid.clone())
     }
 
-    /// Compares the ledger with kubelet's list, and answers which claims the API server is to be asked for.
+    /// Compares the prepared claims with kubelet's list and returns the claims to look up at the API server.
     ///
     /// `now` is the time since any fixed moment.
     pub fn look(&mut self, ledger: &Ledger, kubelet: &KubeletView, now: Duration) -> Vec<Question> {
@@ -167,8 +165,8 @@ impl Orphans {
         questions
     }
 
-    /// The claims that somebody wants the devices of and that hold nothing any more for the API server: those for which the container
-    /// runtime is asked.
+    /// The claims to check with the container runtime: another claim needs their devices, and they hold nothing according to the API
+    /// server.
     pub fn to_witness(&self, ledger: &Ledger, answers: &BTreeMap<ClaimUid, ApiView>) -> Vec<ClaimUid> {
         let gone = answers.iter().filter(|(uid, answer)| {
             self.has_witness
@@ -179,14 +177,14 @@ impl Orphans {
         gone.map(|(uid, _)| uid.clone()).collect()
     }
 
-    /// What the container runtime shows of the claims of [`Self::to_witness`]: of which no container has the devices, and of which one has,
-    /// or it is too early to tell. Counts for the next [`Self::judge`].
+    /// Records the runtime's answer for the claims of [`Self::to_witness`]: `unused` if no container has their devices, `undecided` if one
+    /// has or it is too early to decide. The next [`Self::judge`] uses it.
     pub fn witnessed(&mut self, unused: BTreeSet<ClaimUid>, undecided: BTreeSet<ClaimUid>) {
         self.unused = unused;
         self.undecided = undecided;
     }
 
-    /// Concludes from the answers. Claims that kubelet has asked for since they were asked for are left alone.
+    /// Decides from the answers. Claims that kubelet has prepared since the lookup are left alone.
     pub fn judge(
         &mut self,
         ledger: &Ledger,
@@ -201,7 +199,7 @@ impl Orphans {
         );
         for (uid, answer) in answers {
             if answer.has_devices() {
-                // Two claims were given one device, and both are there: the one that has it keeps it.
+                // Two existing claims were allocated one device: its holder keeps it.
                 self.contested.remove(uid);
             }
             let (Some(suspect), Some(entry)) = (self.suspects.get_mut(uid), ledger.entry(uid)) else {
@@ -216,7 +214,7 @@ impl Orphans {
                     },
                 ) if entry.is_unaccounted() && !devices.is_empty() => {
                     verdicts.push(Verdict::Explain(uid.clone(), devices.clone()));
-                    // What follows is for the next look.
+                    // The next check decides anything further.
                     suspect.quarantine = None;
                 }
                 (KubeletView::Lists(listed), ApiView::Gone) if due && !listed.contains_key(uid) => {
@@ -225,12 +223,12 @@ impl Orphans {
                 _ if unused.contains(uid) && answer.holds_nothing() => {
                     verdicts.push(Verdict::Free(uid.clone()));
                 }
-                // Whoever wants the device is told who has it, and nobody has to do anything.
+                // The error names the holder to the other claim's pod; no intervention is needed.
                 _ if undecided.contains(uid) => suspect.quarantine = None,
                 _ => {
                     let no_news = matches!(answer, ApiView::Unknown(_));
                     let before = suspect.quarantine.take().filter(|_| no_news);
-                    // What was prepared before a boot is in nobody's way.
+                    // A claim prepared before the boot blocks no device.
                     let doubt = (ledger.may_be_in_use(entry) && (due || entry.is_unaccounted()))
                         .then(|| doubt(entry, kubelet, uid, answer));
                     suspect.quarantine = doubt.flatten().or(before);
@@ -253,7 +251,7 @@ impl Orphans {
         self.suspects.iter().filter_map(with_reason).collect()
     }
 
-    /// How soon the next look is due: at once for nothing, soon for what is suspected, else after a long while.
+    /// Time until the next check: when the next suspect's grace period ends, at most the regular interval.
     pub fn next_look(&self, now: Duration) -> Duration {
         let every = self.grace.mul_f64(EVERY);
         let due = |suspect: &Suspect| (suspect.since + self.grace).saturating_sub(now);
@@ -262,7 +260,7 @@ impl Orphans {
     }
 }
 
-/// Why a claim that is missing is not simply freed; `None` if there is no reason to say anything yet.
+/// The reason to quarantine a missing claim instead of freeing it; `None` if there is none yet.
 fn doubt(entry: &Entry, kubelet: &KubeletView, uid: &ClaimUid, answer: &ApiView) -> Option<String> {
     if entry.is_unaccounted() {
         return Some(

@@ -1,8 +1,8 @@
-//! The plans of the node: what is done, in which order, when kubelet asks for something.
+//! Plans for kubelet's requests: the actions and their order.
 //!
-//! A plan is a list of [`Step`]s that a shell carries out one after the other, one plan at a time. That is what makes a
-//! repeated request join the first (it finds the work done) and an Unprepare come after the Prepare that it follows. The
-//! process may be killed before, within and after every step; [`super::recovery`] puts the node right from what is left.
+//! A plan is a list of [`Step`]s that the runtime performs in order, one plan at a time. A repeated request therefore finds the work done,
+//! and an Unprepare follows its Prepare. The process may be killed before, during and after every step; [`super::recovery`] then restores a
+//! consistent state.
 
 use std::collections::BTreeSet;
 
@@ -18,10 +18,10 @@ use super::step::Step;
 use crate::api::crd::{Device, Mode};
 use crate::api::handle::DeviceHandle;
 
-/// Plans a Prepare: afterwards kubelet may be given the claim's CDI id.
+/// Plans a Prepare, after which kubelet may be given the claim's CDI id.
 ///
-/// The same claim again leads to the same id. Refused without any step, and with nothing changed, if the claim cannot
-/// have what it asks for now. `containers` is what leaves through the other door; it counts for devices that have both.
+/// Repeating it for the same claim yields the same id. A claim whose devices are unavailable is refused without any step or change.
+/// `containers` are the holders through the device plugin API; they matter for devices that both APIs offer.
 pub fn plan_prepare(
     ledger: &Ledger,
     containers: &Containers,
@@ -54,7 +54,7 @@ pub fn plan_prepare(
         check_health(device)?;
     }
 
-    // Files first, as at Unprepare, and then the driver undoes what it did.
+    // As at Unprepare, the files go first; then the driver undoes its work.
     let cleared: Vec<ClaimUid> = evicted.iter().cloned().chain(own.map(|_| uid.clone())).collect();
     let mut steps: Vec<Step> = cleared.iter().cloned().map(Step::RemoveCdi).collect();
     steps.extend(cleared.into_iter().map(Step::Release));
@@ -76,7 +76,7 @@ pub fn plan_prepare(
     Ok((uid, steps))
 }
 
-/// The devices that a plan takes anew.
+/// The devices that a plan newly takes.
 pub fn taken(steps: &[Step]) -> impl Iterator<Item = &str> {
     let changes = steps.iter().flat_map(|step| match step {
         Step::Save(changes) => changes.as_slice(),
@@ -89,7 +89,7 @@ pub fn taken(steps: &[Step]) -> impl Iterator<Item = &str> {
     taken.map(|held| held.device.as_str())
 }
 
-/// The first device with both doors that a plan takes anew.
+/// The first device that a plan newly takes and that both APIs offer.
 pub fn takes_from_both(steps: &[Step], inventory: &Devices) -> Option<String> {
     taken(steps)
         .find(|name| {
@@ -100,7 +100,7 @@ pub fn takes_from_both(steps: &[Step], inventory: &Devices) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// Refuses what a container has, or may have.
+/// Refuses a device that a container has, or may have.
 fn check_containers(containers: &Containers, device: &Device) -> Result<(), Refusal> {
     if device.mode != Mode::Both {
         return Ok(());
@@ -120,8 +120,8 @@ fn check_containers(containers: &Containers, device: &Device) -> Result<(), Refu
     }
 }
 
-/// The claims that have to give way so that one more can have the device: what is left of attempts that failed, or of pods that ran
-/// before the node was booted. Refused if so many hold it as may.
+/// The claims to evict so that one more can have the device: remains of failed attempts, or of pods that ran before the boot. Refused if
+/// all shares are in use.
 fn make_room(ledger: &Ledger, uid: &ClaimUid, device: &Device) -> Result<Vec<ClaimUid>, Refusal> {
     let shares = device.shares.unwrap_or(1).max(1);
     let others = ledger.holders_of(device).filter(|(holder, _)| *holder != uid);
@@ -147,10 +147,10 @@ fn make_room(ledger: &Ledger, uid: &ClaimUid, device: &Device) -> Result<Vec<Cla
     }
 }
 
-/// A claim that containers may have already. What the driver makes is asked for again, so that a device that has gone or has
-/// become another since is noticed now; the claim keeps it in any case.
+/// Plans for a claim that containers may use already. The driver computes the container edits again, so that a vanished or replaced device
+/// is detected now; the claim keeps it in any case.
 ///
-/// What was rebuilt after the checkpoint was lost lacks names or even devices; kubelet has just told them.
+/// An entry that was rebuilt after the checkpoint was lost lacks names or even devices; kubelet's request supplies them.
 fn prepared_before(
     ledger: &Ledger,
     inventory: &Devices,
@@ -169,7 +169,7 @@ fn prepared_before(
     let mut steps = Vec::new();
     if !complete {
         for name in names {
-            // Of a device that is not here any more, the name is all that is known.
+            // Only the name of a missing device is known.
             let unknown = || Device {
                 name: (*name).to_owned(),
                 ..Device::default()
@@ -191,7 +191,7 @@ fn prepared_before(
     Ok(steps)
 }
 
-/// A device as the ledger notes it. Its kind is empty if it is not there any more.
+/// The record of a held device. Its kind is empty if the device is missing.
 pub(super) fn held_device(inventory: &Devices, name: &str) -> HeldDevice {
     let device = inventory.get(name);
     HeldDevice {
@@ -203,10 +203,10 @@ pub(super) fn held_device(inventory: &Devices, name: &str) -> HeldDevice {
     }
 }
 
-/// Plans an Unprepare. A claim that is not known has nothing to be undone, except perhaps a file.
+/// Plans an Unprepare. For an unknown claim, at most a file is removed.
 ///
-/// The file goes first: if the process is killed in between, the ledger still knows that there is something to undo. The driver is
-/// asked only for a claim that the ledger knows, and the ledger forgets it only after the driver has succeeded.
+/// The file goes first: if the process is killed in between, the claim's record shows that work is left. The driver is called only for a
+/// recorded claim, and the record is removed only after the driver has succeeded.
 pub fn plan_unprepare(ledger: &Ledger, claim: &ClaimToUnprepare) -> Result<Vec<Step>, Refusal> {
     let uid = ClaimUid::parse(&claim.uid)?;
     let mut steps = vec![Step::RemoveCdi(uid.clone())];
@@ -217,7 +217,7 @@ pub fn plan_unprepare(ledger: &Ledger, claim: &ClaimToUnprepare) -> Result<Vec<S
     Ok(steps)
 }
 
-/// The steps that bring the CDI file of a claim in line with the device as it is now.
+/// The steps that update a claim's CDI file to the present state of its devices.
 pub(super) fn restore(uid: &ClaimUid) -> Vec<Step> {
     vec![
         Step::Inject(uid.clone()),

@@ -1,36 +1,36 @@
-//! Which of the free devices a container had best get (GetPreferredAllocation of the device plugin API).
+//! Chooses among free devices for GetPreferredAllocation of the device plugin API.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::naming::device_of_plugin_id;
 
-/// What kubelet asks.
+/// Kubelet's request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Preference {
-    /// The ids that are free, those of the next field among them.
+    /// The free ids, including those of `must_include`.
     pub available: Vec<String>,
     /// The ids that must be chosen.
     pub must_include: Vec<String>,
-    /// How many are wanted in all.
+    /// The total number of ids to choose.
     pub size: usize,
 }
 
-/// From which end of the order of names devices are taken.
+/// The end of the name order from which devices are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// The first name is taken first, as the controller does for claims.
+    /// The first name is taken first, like the controller does for claims.
     Front,
-    /// The last name is taken first. For devices that claims may have too: as long as there are enough for all, the two doors then
-    /// never reach for the same one.
+    /// The last name is taken first. Used for devices that are also offered to claims, so that both APIs do not compete for the same device
+    /// while enough are free.
     Back,
 }
 
-/// Chooses `size` of the available ids; fewer only if there are not so many. `numa_nodes` are those of each device, by name.
+/// Chooses `size` of the available ids, or fewer if there are not enough. `numa_nodes` are the NUMA nodes of each device, by name.
 ///
-/// In this order: what must be included is; as few NUMA nodes as possible, and of equal ones that with the fewest free devices, so
-/// that large groups stay whole; different devices rather than several shares of one; the order of names.
+/// Priorities, highest first: the ids of `must_include`; as few NUMA nodes as possible and, among equals, the node with the fewest free
+/// devices, so that large groups stay whole; different devices rather than several shares of one; the order of names.
 ///
-/// A device that is near to several NUMA nodes counts for each of them, one that is near to none for a group of its own kind.
+/// A device near several NUMA nodes counts for each of them; devices without a NUMA node form a group of their own.
 pub fn preferred(wish: &Preference, numa_nodes: &BTreeMap<String, Vec<i64>>, end: End) -> Vec<String> {
     let mut chosen: Vec<String> = Vec::new();
     for id in &wish.must_include {
@@ -48,7 +48,7 @@ pub fn preferred(wish: &Preference, numa_nodes: &BTreeMap<String, Vec<i64>>, end
     for id in &chosen {
         free.remove(id.as_str());
     }
-    // The NUMA nodes that are touched in any case.
+    // The NUMA nodes in use in any case.
     let mut touched: BTreeSet<Option<i64>> = chosen.iter().flat_map(|id| groups(id)).collect();
     while chosen.len() < wish.size && !free.is_empty() {
         let missing = wish.size - chosen.len();
@@ -58,8 +58,8 @@ pub fn preferred(wish: &Preference, numa_nodes: &BTreeMap<String, Vec<i64>>, end
                 members.entry(group).or_default().insert(id);
             }
         }
-        // One that is touched already costs nothing; one that suffices is better than one that does not; of those that suffice the
-        // smallest, of those that do not the largest.
+        // Prefer a node in use already, which costs nothing; then one that suffices; then the smallest of those that suffice, or the
+        // largest of those that do not.
         let Some((group, ids)) = members.into_iter().min_by_key(|(group, ids)| {
             let suffices = ids.len() >= missing;
             let size = if suffices {
@@ -80,7 +80,7 @@ pub fn preferred(wish: &Preference, numa_nodes: &BTreeMap<String, Vec<i64>>, end
     chosen
 }
 
-/// The ids in the order in which they are taken: first one share of each device that has none yet.
+/// The ids in order of preference: first one share of each device without any chosen share.
 fn in_order<'a>(ids: BTreeSet<&'a str>, chosen: &[String], end: End) -> Vec<&'a str> {
     let mut ids: Vec<&str> = ids.into_iter().collect();
     if end == End::Back {
@@ -106,7 +106,7 @@ mod tests {
 
     use super::*;
 
-    /// `a` to `d` on node 0, `e` and `f` on node 1, `w` on both, everything else nowhere.
+    /// `a` to `d` on node 0, `e` and `f` on node 1, `w` on both, all others without a node.
     fn numa_nodes() -> BTreeMap<String, Vec<i64>> {
         let of = |names: &[&str], nodes: &[i64]| -> Vec<(String, Vec<i64>)> {
             names

@@ -1,4 +1,4 @@
-//! How the node is put right: after a start, after a step that failed, and when a device has changed.
+//! Restores a consistent state after a start, a failed step or a device change.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,11 +15,11 @@ use super::step::Step;
 use crate::api::cdi;
 use crate::api::proto::pod_resources_v1::PodResources;
 
-/// The entries of a checkpoint that was lost, from what else there is: our CDI files, and the claims that kubelet lists.
+/// Rebuilds the entries of a lost checkpoint from the other sources: CDI files of this driver, and the claims that kubelet lists.
 ///
-/// A claim that left a trace is never dropped. If no trace tells which devices it has, its entry has none
-/// ([`Entry::is_unaccounted`]), and nothing is prepared until somebody explains it. `files` are the claims that have a CDI
-/// file of ours, with its content if that can be read. Whatever is found counts as of this boot, which is the careful guess.
+/// A claim found in any source is never dropped. If no source names its devices, its entry has none ([`Entry::is_unaccounted`]), and no
+/// claim is prepared until the devices are known. `files` are the claims with a CDI file of this driver, with its content if readable. All
+/// entries count as prepared in this boot, which is the safe assumption.
 pub fn rebuild(
     driver: &DriverName,
     boot_id: &str,
@@ -45,19 +45,19 @@ pub fn rebuild(
         .collect()
 }
 
-/// What a start finds where the checkpoint should be.
+/// The checkpoint that a start finds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Start {
-    /// The entries of a checkpoint.
+    /// The entries of a valid checkpoint.
     Checkpoint(BTreeMap<ClaimUid, Entry>),
-    /// None that can be used.
+    /// No usable checkpoint.
     Nothing,
 }
 
 impl Start {
-    /// The claims whose CDI files are to be read: those of which the checkpoint says nothing. `files` are the claims that have one.
+    /// The claims whose CDI files must be read because the checkpoint lacks them. `files` are the claims that have a CDI file.
     ///
-    /// No order of our own writes leaves a file that the checkpoint does not have: then it is an older one.
+    /// No order of this driver's writes leaves a file without a checkpoint entry, so the checkpoint must be an older one.
     pub fn unexplained(&self, files: &BTreeSet<ClaimUid>) -> BTreeSet<ClaimUid> {
         match self {
             Self::Checkpoint(entries) => files
@@ -69,8 +69,8 @@ impl Start {
         }
     }
 
-    /// The entries to begin with. `files` is what the files of [`Start::unexplained`] say, and `kubelet` is asked for its list only if
-    /// there is no checkpoint.
+    /// The entries to start with. `files` is the content of the files of [`Start::unexplained`]; `kubelet` reads kubelet's list, and is
+    /// called only without a checkpoint.
     pub fn entries(
         self,
         driver: &DriverName,
@@ -89,9 +89,8 @@ impl Start {
     }
 }
 
-/// The claims of this driver that containers have, as kubelet's PodResources API shows them, with namespace and name. Which devices
-/// they have is not shown. Kubelet shows nothing of claims unless its feature gate `KubeletPodResourcesDynamicResources` is on (off by
-/// default up to 1.33).
+/// The claims of this driver that containers use according to kubelet's PodResources API, with namespace and name but without their
+/// devices. Kubelet shows claims only with the feature gate `KubeletPodResourcesDynamicResources` (off by default up to 1.33).
 pub fn running_claims(driver: &DriverName, pods: &[PodResources]) -> BTreeMap<ClaimUid, (String, String)> {
     let resources = pods
         .iter()
@@ -111,8 +110,8 @@ pub fn running_claims(driver: &DriverName, pods: &[PodResources]) -> BTreeMap<Cl
     running
 }
 
-/// What a ledger that was rebuilt lacks of the claims that containers have: names, and claims that left no other trace. Those are in
-/// it then without devices, so that nothing is prepared until somebody explains them. `None` if nothing is lacking.
+/// Completes rebuilt records with the claims that containers use: adds missing names, and adds claims that no other source has. The latter
+/// have no devices, so no claim is prepared until these are known. Returns `None` if nothing is missing.
 pub fn with_running(ledger: &Ledger, running: &BTreeMap<ClaimUid, (String, String)>) -> Option<Ledger> {
     let mut entries = ledger.entries().clone();
     for (uid, (namespace, name)) in running {
@@ -147,7 +146,7 @@ fn of_list(boot_id: &str, listed: Option<&KubeletClaim>) -> Entry {
     }
 }
 
-/// Plans what follows when it has become known which devices a claim has.
+/// Plans the update of a claim whose devices have become known.
 pub fn plan_explained(ledger: &Ledger, inventory: &Devices, uid: &ClaimUid, devices: &[String]) -> Vec<Step> {
     let Some(entry) = ledger.entry(uid).filter(|entry| entry.is_unaccounted()) else {
         return Vec::new();
@@ -162,12 +161,12 @@ pub fn plan_explained(ledger: &Ledger, inventory: &Devices, uid: &ClaimUid, devi
     steps
 }
 
-/// Plans, claim by claim, what is cleared away at a start, and now and then: the rest of attempts that were never answered, and files
-/// that belong to nothing. A plan of which a step fails is left there: what the driver has not undone stays in the ledger, so that it is
-/// tried again. The caller makes the ledger durable afterwards.
+/// Plans, claim by claim, the cleanup at a start and at intervals: unfinished attempts, and files without an entry. A plan stops at a
+/// failed step; if the driver failed to undo its work, the claim's record stays, so that the plan is retried. The caller makes the result
+/// durable afterwards.
 ///
-/// `files` are the claims that have a CDI file of ours. Clearing a "started" entry is safe: no container has been given
-/// anything of it, and kubelet, which got no answer, asks again or has forgotten it.
+/// `files` are the claims with a CDI file of this driver. Cleaning up a started entry is safe: no container has been given any part of it,
+/// and kubelet, which got no answer, calls again or has forgotten it.
 pub fn plan_clearing(ledger: &Ledger, files: &BTreeSet<ClaimUid>) -> Vec<Vec<Step>> {
     let unknown = files.iter().filter(|uid| ledger.entry(uid).is_none());
     let unfinished = ledger.entries().iter().filter(|(_, entry)| !entry.is_done());
@@ -177,11 +176,11 @@ pub fn plan_clearing(ledger: &Ledger, files: &BTreeSet<ClaimUid>) -> Vec<Vec<Ste
         .collect()
 }
 
-/// Plans, claim by claim, how the CDI files come back at a start: `/var/run/cdi` is empty after a boot. What has changed by it is
-/// stored once for all of them, by a [`Step::Save`] that the caller adds.
+/// Plans, claim by claim, the restoration of CDI files at a start: `/var/run/cdi` is empty after a boot. The caller adds a single
+/// [`Step::Save`] that stores the changes for all claims.
 ///
-/// That is done also for what was prepared in an earlier boot, although nothing of it runs: a kubelet of 1.27 does not ask
-/// again for a claim that its own checkpoint has.
+/// Claims prepared in an earlier boot are included although none of their containers runs: kubelet 1.27 does not call Prepare again for a
+/// claim in its own checkpoint.
 pub fn plan_restoring(ledger: &Ledger) -> Vec<(ClaimUid, Vec<Step>)> {
     let done = ledger
         .entries()
@@ -194,15 +193,15 @@ pub fn plan_restoring(ledger: &Ledger) -> Vec<(ClaimUid, Vec<Step>)> {
     .collect()
 }
 
-/// Plans how the CDI file of one claim comes back after that has failed. `None` if there is nothing to bring back: the claim has
-/// gone, or what it has is not known, or no container has it.
+/// Plans a retry of restoring one claim's CDI file. Returns `None` if there is nothing to restore: the claim is gone, its devices are
+/// unknown, or no container uses it.
 pub fn plan_restoring_one(ledger: &Ledger, uid: &ClaimUid) -> Option<Vec<Step>> {
     let entry = ledger.entry(uid)?;
     (ledger.may_be_in_use(entry) && !entry.is_unaccounted()).then(|| restore(uid))
 }
 
-/// Plans, claim by claim, what follows from a change of the inventory: the CDI file of a claim must never lead to a node
-/// that has become another device's.
+/// Plans, claim by claim, the response to a changed inventory: a claim's CDI file must never refer to a node that now belongs to another
+/// device.
 pub fn plan_refresh(ledger: &Ledger, before: &Devices, after: &Devices) -> Vec<(ClaimUid, Vec<Step>)> {
     let changed = |name: &str| before.get(name) != after.get(name);
     let touched = ledger
@@ -212,12 +211,12 @@ pub fn plan_refresh(ledger: &Ledger, before: &Devices, after: &Devices) -> Vec<(
     touched.map(|(uid, _)| (uid.clone(), restore(uid))).collect()
 }
 
-/// Plans what is undone after a step for a claim has failed. The caller reports the failure itself. If a step of this plan fails, the
-/// rest of it is left: the ledger forgets a claim only after the driver has undone what it did for it. It is tried again by the next
-/// request for the claim or the device, by the next look for forgotten claims, or by the next start.
+/// Plans the rollback after a step for a claim has failed. The caller reports the failure itself. If a step of this plan fails, the rest is
+/// skipped: a claim's record is removed only after the driver has undone its work. The next request for the claim or the device, the next
+/// check for orphans or the next start retries it.
 ///
-/// A claim that containers may be using keeps its devices; only its file goes, so that no further container is started
-/// with a device that is no longer what was allocated. Every other claim is as if it had never come.
+/// A claim that containers may be using keeps its devices; only its file is removed, so that no further container starts with a device that
+/// is no longer the allocated one. Every other claim is rolled back completely.
 pub fn plan_undo(ledger: &Ledger, uid: &ClaimUid) -> Vec<Step> {
     let mut steps = vec![Step::RemoveCdi(uid.clone())];
     if ledger
@@ -279,7 +278,7 @@ mod tests {
             (uid('1'), Some(spec('1', "x"))),
             (uid('2'), None),
             (uid('3'), None),
-            // The content is another claim's.
+            // The content belongs to another claim.
             (uid('4'), Some(spec('1', "x"))),
         ]);
         let kubelet = KubeletView::Lists(KubeletClaims::from([

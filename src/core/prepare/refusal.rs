@@ -1,24 +1,24 @@
-//! Why kubelet does not get what it asks for.
+//! The reasons for refusing a request of kubelet.
 
 use super::claim_uid::{ClaimUid, ClaimUidError};
 use super::ledger::Entry;
 use crate::api::handle::HandleError;
 
-/// Why the node refuses. Every message is for the person who reads the events of the pod.
+/// Why the node refuses a request. Each message is for the user who reads the pod's events.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The uid is not one.
+    /// The uid is invalid.
     #[error(transparent)]
     ClaimUid(#[from] ClaimUidError),
-    /// The namespace or the name is not one.
+    /// The namespace or the name is invalid.
     #[error("{field} {value:?} of the claim is not a name that Kubernetes gives")]
     ClaimName {
         /// `namespace` or `name`.
         field: &'static str,
-        /// Its beginning.
+        /// The invalid value, truncated.
         value: String,
     },
-    /// The resource handle is not ours.
+    /// The resource handle was not written by this driver's controller.
     #[error("{0}; it must be as drayman's controller wrote it")]
     Handle(#[from] HandleError),
     /// The handle was written for another claim.
@@ -26,7 +26,7 @@ pub enum Refusal {
         "the resource handle is of claim uid {found:?}, not of {expected}: it was not written for this claim"
     )]
     OtherClaim {
-        /// The claim that was asked for.
+        /// The requested claim.
         expected: String,
         /// The claim in the handle.
         found: String,
@@ -57,15 +57,15 @@ pub enum Refusal {
     /// The handle names no device.
     #[error("no device is named")]
     NoDevice,
-    /// The same device twice.
+    /// The same device is named twice.
     #[error("device {0:?} is named twice")]
     Twice(String),
-    /// No such device here.
+    /// The node has no such device.
     #[error(
         "device {0:?} is not on this node (any more): plug it in again, or delete the pod so that another is allocated"
     )]
     Gone(String),
-    /// The device leaves the node through the other door.
+    /// The device is not offered through this API.
     #[error(
         "device {device:?} is of kind {kind:?}, which this node's configuration gives to {given_to}, not to {asked_by}"
     )]
@@ -74,108 +74,108 @@ pub enum Refusal {
         device: String,
         /// Its kind.
         kind: String,
-        /// Where its kind goes.
+        /// The API that its mode permits.
         given_to: &'static str,
-        /// Where it was asked for.
+        /// The API it was requested through.
         asked_by: &'static str,
     },
-    /// The device is not well.
+    /// The device is unhealthy.
     #[error("device {device:?} is unhealthy: {reason}")]
     Unhealthy {
         /// The device.
         device: String,
-        /// What it has.
+        /// The cause.
         reason: String,
     },
-    /// Somebody else has the device.
+    /// A claim holds the device.
     #[error("device {device:?} is held by {holder} until it is unprepared")]
     Held {
         /// The device.
         device: String,
-        /// Who has it.
+        /// The holding claim.
         holder: String,
     },
-    /// So many others have the device as may have it.
+    /// All shares of the device are held.
     #[error(
         "device {device:?} has {shares} shares, which are all held: by {holder} and others, until one is unprepared"
     )]
     AllShares {
         /// The device.
         device: String,
-        /// How many may have it.
+        /// The number of shares.
         shares: u32,
-        /// One who has it.
+        /// One of the holders.
         holder: String,
     },
-    /// A container has the device, and another is about to get it.
+    /// A container of the runtime still uses the device.
     #[error("device {device:?} is still in use by {holder}; it is free when that container has ended")]
     StillUsed {
         /// The device.
         device: String,
-        /// Who has it.
+        /// The container.
         holder: String,
     },
-    /// A container has the device as an extended resource.
+    /// A container holds the device as an extended resource.
     #[error(
         "device {device:?} is in use by {holder}, which got it as an extended resource; it is the claim's when that container has ended"
     )]
     InContainer {
         /// The device.
         device: String,
-        /// Who has it.
+        /// The container.
         holder: String,
     },
-    /// What containers hold is not known.
+    /// The devices that containers hold are unknown.
     #[error(
         "device {device:?} may be in use as an extended resource: kubelet's pod resources API does not say ({problem})"
     )]
     ContainersUnknown {
         /// The device.
         device: String,
-        /// Why it is not known.
+        /// Why they are unknown.
         problem: String,
     },
-    /// A claim was allocated the device.
+    /// The device is allocated to a claim.
     #[error("device {device:?} is allocated to {holder}, which has not begun to use it")]
     Allocated {
         /// The device.
         device: String,
-        /// Who is going to have it.
+        /// The claim.
         holder: String,
     },
-    /// Somebody may have the device.
+    /// A claim with unknown devices may hold the device.
     #[error(
         "the checkpoint of this node was lost, and it is not known yet which devices {holder} has: the API server is asked; if it cannot tell and no container uses the claim, run `drayman node release {uid}` on the node"
     )]
     Unaccounted {
-        /// Who has devices that nobody knows.
+        /// The claim.
         holder: String,
-        /// Its uid.
+        /// Uid of the claim.
         uid: String,
     },
-    /// The claim has other devices already.
+    /// The claim is prepared with other devices.
     #[error(
         "the claim is prepared with {held}, the resource handle now names {named}: it must be unprepared first"
     )]
     Changed {
-        /// What it holds.
+        /// The devices it holds.
         held: String,
-        /// What the handle names.
+        /// The devices in the handle.
         named: String,
     },
-    /// Two things would be at one path of a container.
+    /// Two container edits use the same path.
     #[error(
         "{first} and {second} would both be {container_path} in a container, which can see only one of them: write {{device}} or {{n}} into containerPaths of the kind, or ask for one device at a time"
     )]
     SamePath {
         /// The path in the container.
         container_path: String,
-        /// What is there: `device node` or `mount of`, and its path on the node.
+        /// The first edit: `device node` or `mount of`, and its path on the node.
         first: String,
-        /// What would be there as well, in the same words.
+        /// The second edit, in the same form.
         second: String,
     },
-    /// There is no such extended resource.
+    /// The extended resource does not exist.
     #[error("this node has no extended resource {0:?}")]
     NoResource(String),
     /// The device does not belong to the extended resource.
@@ -189,7 +189,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Because of a claim of which nobody knows what it holds.
+    /// The error for a claim whose devices are unknown.
     pub(super) fn unaccounted(uid: &ClaimUid, entry: &Entry) -> Self {
         Self::Unaccounted {
             holder: entry.describe(uid),
@@ -197,7 +197,7 @@ impl Refusal {
         }
     }
 
-    /// CamelCase, from a small fixed set: the reason of the event, and a metric's label.
+    /// CamelCase reason from a small fixed set, for the event and the metric label.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::ClaimUid(_) | Self::ClaimName { .. } => "InvalidClaim",
@@ -220,7 +220,7 @@ impl Refusal {
         }
     }
 
-    /// Whether the request itself is at fault, so that the same request can never succeed on this node.
+    /// Whether the request itself is invalid, so that it can never succeed on this node.
     pub fn is_invalid_request(&self) -> bool {
         match self {
             Self::ClaimUid(_)

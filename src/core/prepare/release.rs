@@ -1,41 +1,41 @@
-//! What a person is shown of the ledger, and when a claim may be taken from it by hand.
+//! The user's view of the prepared claims, and their manual release.
 
 use super::claim_uid::{ClaimUid, ClaimUidError};
 use super::kubelet_state::KubeletView;
 use super::ledger::{Change, Entry, Ledger};
 use super::step::Step;
 
-/// What a claim holds, for a person.
+/// A prepared claim, as shown to users.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Holding {
     /// Uid of the claim.
     pub uid: String,
-    /// Namespace of the claim; empty if that was lost with the checkpoint.
+    /// Namespace of the claim; empty if it was lost with the checkpoint.
     pub namespace: String,
-    /// Name of the claim; empty if that was lost with the checkpoint.
+    /// Name of the claim; empty if it was lost with the checkpoint.
     pub name: String,
-    /// The devices; empty if it is not known which they are.
+    /// The devices; empty if unknown.
     pub devices: Vec<String>,
-    /// How far it has come.
+    /// The progress of Prepare.
     pub state: HoldingState,
-    /// Why it is in quarantine; empty if it is not.
+    /// The reason for quarantine; empty if it is not quarantined.
     pub quarantine: String,
 }
 
-/// How far a claim has come, for a person.
+/// The progress of a claim, as shown to users.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HoldingState {
-    /// Prepare has begun and was not answered yet.
+    /// Prepare has begun and has not been answered yet.
     #[default]
     Preparing,
     /// Containers may use it.
     Prepared,
-    /// It was prepared before the node was booted: nothing of it runs, unless kubelet asks again.
+    /// Prepared before the node booted: none of its containers runs, unless kubelet prepares it again.
     EarlierBoot,
 }
 
 impl HoldingState {
-    /// One word.
+    /// The name of the state, as shown to users.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Preparing => "Preparing",
@@ -45,34 +45,34 @@ impl HoldingState {
     }
 }
 
-/// Why a claim is not taken from the ledger by hand.
+/// Why a claim is not released manually.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReleaseRefusal {
-    /// The uid is not one.
+    /// The uid is invalid.
     #[error(transparent)]
     ClaimUid(#[from] ClaimUidError),
-    /// There is nothing to release.
+    /// The claim holds nothing.
     #[error("the claim of uid {0} holds nothing on this node")]
     NotHeld(ClaimUid),
-    /// Kubelet would still use it.
+    /// Kubelet may still use the claim.
     #[error(
         "kubelet lists {0} as prepared: delete its pod, and kubelet will give it back. If kubelet cannot and no container uses the claim, say --force"
     )]
     Listed(String),
-    /// Whether kubelet still uses it cannot be told.
+    /// Whether kubelet still uses the claim is unknown.
     #[error(
         "whether kubelet still uses {claim} cannot be told ({why}). If no container uses it, say --force"
     )]
     KubeletUnknown {
         /// The claim.
         claim: String,
-        /// Why that cannot be told.
+        /// Why it is unknown.
         why: String,
     },
 }
 
 impl ReleaseRefusal {
-    /// CamelCase, from a small fixed set.
+    /// CamelCase reason from a small fixed set.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::ClaimUid(_) => "InvalidClaim",
@@ -83,7 +83,7 @@ impl ReleaseRefusal {
     }
 }
 
-/// Plans a release by hand. Without `force` only what kubelet does not list is released.
+/// Plans a manual release. Without `force`, only a claim that kubelet does not list is released.
 pub fn plan_release(
     ledger: &Ledger,
     kubelet: &KubeletView,
@@ -95,8 +95,8 @@ pub fn plan_release(
     Ok((uid, steps))
 }
 
-/// Plans the same where the node's driver is not there to undo what it did: no container gets the claim's devices any more, and the
-/// next start of the companion clears away the rest, as it does with any claim that was begun and not finished.
+/// Plans a manual release while the node's driver is not running to undo its work. No further container gets the claim's devices; the next
+/// start of the companion cleans up the rest, as for any unfinished claim.
 pub fn plan_release_without_driver(
     ledger: &Ledger,
     kubelet: &KubeletView,
@@ -138,7 +138,7 @@ fn may_release(
     Ok(uid)
 }
 
-/// The steps after which a claim holds nothing. The file goes first: after a kill in between the ledger still knows.
+/// The steps that release a claim. The file goes first: after a kill in between, the claim is still recorded.
 pub fn plan_free(uid: &ClaimUid) -> Vec<Step> {
     vec![
         Step::RemoveCdi(uid.clone()),
@@ -147,7 +147,7 @@ pub fn plan_free(uid: &ClaimUid) -> Vec<Step> {
     ]
 }
 
-/// What every claim holds, in the order of their uids.
+/// All prepared claims, in order of their uids.
 pub fn holdings(ledger: &Ledger, quarantine: &std::collections::BTreeMap<ClaimUid, String>) -> Vec<Holding> {
     let holding = |(uid, entry): (&ClaimUid, &Entry)| Holding {
         uid: uid.to_string(),

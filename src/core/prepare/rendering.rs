@@ -1,4 +1,4 @@
-//! The injection of a claim as a CDI file, and back: a CDI file is also what a lost checkpoint is rebuilt from.
+//! Conversion of a claim's container edits to a CDI file and back: a lost checkpoint is rebuilt from CDI files.
 
 use std::collections::BTreeMap;
 
@@ -9,15 +9,15 @@ use super::ledger::{Entry, HeldDevice, Progress};
 use super::naming::device_of_environment_name;
 use crate::api::cdi;
 
-/// The option of a mount that is only read.
+/// Mount option for read-only mounts.
 const READ_ONLY: &str = "ro";
 
-/// The CDI file of a claim. The kind and the id are made from the driver's name and the claim's uid only.
+/// Builds the CDI file of a claim. Kind and name derive only from the driver name and the claim's uid.
 pub fn cdi_spec(driver: &DriverName, uid: &ClaimUid, injection: &Injection) -> cdi::Spec {
     spec(driver.cdi_kind(), uid.to_string(), injection)
 }
 
-/// The CDI file of a device that leaves through the device plugin API, for kinds whose devices are to be named instead of described.
+/// Builds the CDI file of a device for the device plugin API, for kinds configured to be passed by CDI name.
 pub fn cdi_spec_of_device(driver: &DriverName, device: &str, injection: &Injection) -> cdi::Spec {
     spec(driver.cdi_device_kind(), device.to_owned(), injection)
 }
@@ -28,7 +28,7 @@ fn spec(kind: String, name: String, injection: &Injection) -> cdi::Spec {
         host_path: node.host_path.clone(),
         permissions: node.permissions.clone(),
     };
-    // What is mounted brings neither privileges nor devices of its own.
+    // Mounted files grant no set-uid privileges and no further devices.
     let mount = |mount: &Mount| cdi::Mount {
         host_path: mount.host_path.clone(),
         container_path: mount.container_path.clone(),
@@ -59,10 +59,10 @@ fn spec(kind: String, name: String, injection: &Injection) -> cdi::Spec {
     }
 }
 
-/// What a CDI file of ours tells of a claim: the devices, from the variables that are named after them. The claim's
-/// namespace and name and the kinds are not in it. `None` if the file is not as [`cdi_spec`] makes it.
+/// Reads a claim's entry from a CDI file of this driver. The devices come from the variables named after them; namespace, name and kinds
+/// are not in the file. Returns `None` if the file does not have the form that [`cdi_spec`] produces.
 ///
-/// The entry counts as one of this boot: where `/var/run` is kept in memory it is, and elsewhere that is the careful guess.
+/// The entry counts as prepared in this boot. That is true if `/var/run` is kept in memory, and the safe assumption elsewhere.
 pub fn entry_of_cdi_spec(
     driver: &DriverName,
     uid: &ClaimUid,
@@ -79,7 +79,7 @@ pub fn entry_of_cdi_spec(
     let mut devices = Vec::new();
     for variable in &device.container_edits.env {
         let (name, value) = variable.split_once('=')?;
-        // A driver may set variables of its own besides.
+        // A driver may set other variables, too.
         if let Some(device) = device_of_environment_name(name) {
             devices.push(HeldDevice {
                 device,

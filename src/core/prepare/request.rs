@@ -1,66 +1,66 @@
-//! What kubelet asks for, as it arrives, and what it is told when it cannot have it.
+//! Kubelet's requests, unvalidated, and the types of the answers.
 
-/// A claim as kubelet names it at prepare. Nothing in it has been checked.
+/// A claim in kubelet's Prepare request, unvalidated.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClaimToPrepare {
     /// Namespace of the claim.
     pub namespace: String,
     /// Name of the claim.
     pub name: String,
-    /// Uid of the claim: a UUID if the caller is honest.
+    /// Uid of the claim: a UUID if the request is valid.
     pub uid: String,
     /// The resource handle that the controller wrote.
     pub resource_handle: String,
 }
 
-/// A claim as kubelet names it at unprepare. Nothing in it has been checked, and the claim may be gone from the API.
+/// A claim in kubelet's Unprepare request, unvalidated. The claim may no longer exist in the API.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClaimToUnprepare {
     /// Namespace of the claim.
     pub namespace: String,
     /// Name of the claim.
     pub name: String,
-    /// Uid of the claim: a UUID if the caller is honest.
+    /// Uid of the claim: a UUID if the request is valid.
     pub uid: String,
 }
 
-/// A device of an extended resource, as ListAndWatch shows it.
+/// A device of an extended resource, as sent in ListAndWatch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PluginDevice {
-    /// The device's id: its name in the inventory, with a dot and a number if several containers may have it.
+    /// The device plugin id: the inventory name, followed by a dot and a number if several containers may hold the device.
     pub id: String,
     /// Whether kubelet may grant it.
     pub healthy: bool,
-    /// The NUMA nodes that it is near to; empty if that is not known.
+    /// The nearby NUMA nodes; empty if unknown.
     pub numa_nodes: Vec<i64>,
 }
 
-/// Which node this is: what a resource handle must name.
+/// The identity of this node, which a resource handle must match.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeIdentity {
-    /// The name of the Node object.
+    /// Name of the Node object.
     pub name: String,
-    /// The uid of the Node object; absent until the API server has told it once.
+    /// Uid of the Node object; `None` until the API server has reported it once.
     pub uid: Option<String>,
 }
 
-/// An extended resource, and how its devices are handed out.
+/// An extended resource and how its devices are passed to containers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ExtendedResource {
     /// The kind of its devices.
     pub kind: String,
-    /// Whether devices of the kind have [`Mode::Both`](crate::api::crd::Mode::Both), so that it matters what else holds them.
+    /// Whether devices of the kind have [`Mode::Both`](crate::api::crd::Mode::Both), so that claims may hold them, too.
     pub also_by_claims: bool,
-    /// Whether containers get a device by its CDI name, in a file that the companion keeps, instead of by its device nodes. Kubelet
-    /// 1.27 ignores CDI names without a word, and kubelet 1.28 unless its feature gate `DevicePluginCDIDevices` is on.
+    /// Whether containers get a device by its CDI name, with a CDI file that the companion maintains, instead of by its device nodes.
+    /// Kubelet 1.27 silently ignores CDI names, as does kubelet 1.28 without the feature gate `DevicePluginCDIDevices`.
     pub cdi_devices: bool,
-    /// Whether a device is looked at before each start of a container that has it. A container whose device has gone then waits
-    /// for it instead of starting without.
+    /// Whether PreStartContainer checks each device before a container starts. A container whose device is missing then waits instead of
+    /// starting without it.
     pub pre_start_check: bool,
 }
 
 impl ExtendedResource {
-    /// The devices of a kind, in the simplest way.
+    /// The resource of a kind with default settings.
     pub fn of_kind(kind: impl Into<String>) -> Self {
         Self {
             kind: kind.into(),

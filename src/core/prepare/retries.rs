@@ -1,26 +1,25 @@
-//! CDI files that could not be written, and when each is tried again. A container that is started again while its file is missing
-//! waits for it, so nobody has to ask for it a second time.
+//! Retries of failed CDI file writes. A container that restarts waits for its missing file, so the companion must retry without a request.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::claim_uid::ClaimUid;
 
-/// How soon after the first failure it is tried again; then the pause doubles.
+/// Pause before the first retry; it doubles with each failure.
 const FIRST: Duration = Duration::from_secs(1);
-/// The longest pause.
+/// Maximum pause.
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// What is missing.
+/// The missing files.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Missing {
-    /// The file of a claim.
+    /// The CDI file of a claim.
     OfClaim(ClaimUid),
-    /// Files of devices that leave by name.
+    /// CDI files of devices that the device plugin API passes by name.
     OfDevices,
 }
 
-/// What is missing, and when it is tried again. Times are since any fixed moment.
+/// The missing files, each with the time of its next retry. Times are since any fixed moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Retries(BTreeMap<Missing, Retry>);
 
@@ -31,7 +30,7 @@ struct Retry {
 }
 
 impl Retries {
-    /// It could not be written.
+    /// Schedules a retry after a failed write.
     pub fn failed(&mut self, missing: Missing, now: Duration) {
         let before = self.0.get(&missing);
         let pause = before.map_or(FIRST, |retry| retry.pause.saturating_mul(2).min(LONGEST));
@@ -39,23 +38,23 @@ impl Retries {
         self.0.insert(missing, Retry { pause, due });
     }
 
-    /// It is there, or nobody needs it any more. Says whether it was missing.
+    /// Removes a file that was written or is no longer needed. Returns whether it was missing.
     pub fn done(&mut self, missing: &Missing) -> bool {
         self.0.remove(missing).is_some()
     }
 
-    /// Whether it was tried and is to be tried again.
+    /// Whether a retry is scheduled.
     pub fn has(&self, missing: &Missing) -> bool {
         self.0.contains_key(missing)
     }
 
-    /// What is to be tried now.
+    /// The files whose retry is due.
     pub fn due(&self, now: Duration) -> Vec<Missing> {
         let due = self.0.iter().filter(|(_, retry)| retry.due <= now);
         due.map(|(missing, _)| missing.clone()).collect()
     }
 
-    /// When something is to be tried next.
+    /// The time of the next retry.
     pub fn next(&self) -> Option<Duration> {
         self.0.values().map(|retry| retry.due).min()
     }

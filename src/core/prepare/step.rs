@@ -1,45 +1,43 @@
-//! The steps that plans are made of, and what each of them does to the ledger.
+//! The steps of plans, and their effect on the prepared claims.
 
 use super::claim_uid::ClaimUid;
 use super::injection::Injection;
 use super::ledger::{Change, Ledger};
 
-/// One thing to do. All of them are idempotent.
+/// One idempotent action.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Make these changes to the ledger, all at once, and make the checkpoint that has them durable. Without a change:
-    /// make the ledger durable as it stands. Nothing is written if the checkpoint has it already.
+    /// Applies these changes together and stores the checkpoint durably. Without changes, stores the present state. Writes nothing if the
+    /// checkpoint is up to date.
     Save(Vec<Change>),
-    /// Ask the node's driver what containers get for the claim's devices, which checks that they are there, and note it
-    /// in the ledger.
+    /// Calls the node's driver for the claim's container edits, which also checks that the devices exist, and records them.
     Inject(ClaimUid),
-    /// Make the claim's CDI file say what the ledger says. Nothing is written if it does so already.
+    /// Updates the claim's CDI file from its record. Writes nothing if it is up to date.
     WriteCdi(ClaimUid),
-    /// Make sure that the claim has no CDI file.
+    /// Removes the claim's CDI file, if it exists.
     RemoveCdi(ClaimUid),
-    /// Have the node's driver undo what it did for the claim, whatever that was and also if it was nothing.
+    /// Calls the node's driver to undo its work for the claim, even if it may have done none.
     Release(ClaimUid),
 }
 
-/// What keeps the ledger and the CDI files. Each call is complete when it returns: either all of it is there and outlives
-/// this process, or it failed.
+/// Storage for the checkpoint and the CDI files. Each call either completes durably, so that the result outlives this process, or fails.
 pub trait Records {
-    /// Why something could not be kept.
+    /// Why storing failed.
     type Error;
 
-    /// Stores the ledger.
+    /// Stores the prepared claims in the checkpoint.
     fn save(&self, ledger: &Ledger) -> Result<(), Self::Error>;
 
-    /// Stores what the containers of a claim get.
+    /// Stores the container edits of a claim.
     fn write_cdi(&self, uid: &ClaimUid, injection: &Injection) -> Result<(), Self::Error>;
 
-    /// Removes what [`Records::write_cdi`] stored, if there is anything.
+    /// Removes the file of [`Records::write_cdi`], if it exists.
     fn remove_cdi(&self, uid: &ClaimUid) -> Result<(), Self::Error>;
 }
 
 impl Step {
-    /// Carries out the step, unless it is one for the driver, and returns the ledger as it is afterwards if the step changes
-    /// it. A ledger that could not be stored does not count.
+    /// Performs the step, unless it is one for the driver. Returns the new prepared claims if the step changes them. If storing fails,
+    /// nothing changes.
     pub fn perform<R: Records>(&self, ledger: &Ledger, records: &R) -> Result<Option<Ledger>, R::Error> {
         match self {
             Self::Save(changes) if changes.is_empty() => records.save(ledger)?,

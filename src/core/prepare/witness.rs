@@ -1,8 +1,8 @@
-//! What the container runtime shows of its containers: who still has a device, whatever kubelet remembers.
+//! The container runtime's view of device use, independent of kubelet.
 //!
-//! Kubelet's own lists are proof in neither direction. It keeps claims of pods that were deleted by force while it was down, and it
-//! forgets the devices of such pods while their containers still end. The runtime knows which containers there are, and what it gave
-//! each of them never changes.
+//! Kubelet's lists prove neither use nor disuse. It keeps claims of pods that were deleted by force while it was down, and forgets the
+//! devices of such pods while their containers are still ending. The runtime knows all containers, and the devices of a container never
+//! change.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -13,34 +13,34 @@ use serde::Deserialize;
 use super::kubelet_state::shortened;
 use crate::api::crd::{DeviceNodeKind, DeviceNumber};
 
-/// For how long a container that was seen created and not started may still be started: kubelet waits two minutes for each call to the
-/// runtime. A created container of a kubelet that was killed meanwhile is never started, and is removed with its pod.
+/// How long a created container may still be started: kubelet waits two minutes for each call to the runtime. If kubelet was killed
+/// meanwhile, a created container is never started, and is removed with its pod.
 const START_LIMIT: Duration = Duration::from_secs(240);
 
-/// What a container of the runtime was given.
+/// The devices that a container was given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Given {
-    /// The device numbers of the device nodes that it was given. A privileged container sees every device node of the host; these are the
-    /// ones that kubelet asked for.
+    /// The device numbers of its device nodes. A privileged container sees every device node of the host; for it, these are the nodes that
+    /// kubelet requested.
     pub numbers: BTreeSet<DeviceNumber>,
-    /// The paths on the host of the device nodes that kubelet asked for, where the runtime does not tell their numbers.
+    /// Host paths of the device nodes that kubelet requested, if the runtime does not report their numbers.
     pub host_paths: BTreeSet<String>,
-    /// The CDI devices that kubelet asked for.
+    /// The CDI devices that kubelet requested.
     pub cdi_devices: BTreeSet<String>,
 }
 
-/// How far a container has come.
+/// The state of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// It was created, and may be started.
+    /// Created, and may be started.
     Created,
-    /// It runs, or the runtime does not know.
+    /// Running, or unknown to the runtime.
     Running,
-    /// It has ended.
+    /// Ended.
     Exited,
 }
 
-/// A container as the runtime shows it.
+/// A container, as reported by the runtime.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RuntimeContainer {
     /// Namespace of the pod.
@@ -49,11 +49,11 @@ pub struct RuntimeContainer {
     pub pod: String,
     /// Name of the container.
     pub container: String,
-    /// How far it has come.
+    /// The state of the container.
     pub state: State,
-    /// For how long it has been seen, by a clock that nobody sets.
+    /// How long the container has been observed, by a monotonic clock.
     pub age: Duration,
-    /// What it was given.
+    /// The devices that it was given.
     pub given: Given,
 }
 
@@ -62,7 +62,7 @@ pub struct RuntimeContainer {
 pub struct Witnessed(pub Vec<RuntimeContainer>);
 
 impl Witnessed {
-    /// A container that has one of these device nodes, or was given this CDI device, and may still use it.
+    /// A container that may still use one of these device nodes or this CDI device.
     pub fn user(&self, numbers: &[DeviceNumber], cdi_device: Option<&str>) -> Option<&RuntimeContainer> {
         self.0.iter().find(|container| {
             container.may_run()
@@ -75,7 +75,7 @@ impl Witnessed {
 }
 
 impl RuntimeContainer {
-    /// Whether it runs or may still be started.
+    /// Whether the container runs or may still be started.
     pub fn may_run(&self) -> bool {
         match self.state {
             State::Created => self.age < START_LIMIT,
@@ -95,7 +95,7 @@ impl fmt::Display for RuntimeContainer {
     }
 }
 
-/// Why what the runtime tells of a container is of no use.
+/// Why the runtime's report about a container is unusable.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the container runtime does not tell what it gave a container: {0}")]
 pub struct WitnessError(String);
@@ -106,7 +106,7 @@ struct Info {
     runtime_spec: Spec,
     #[serde(default)]
     config: Config,
-    // CRI-O has it here.
+    // Set by CRI-O.
     #[serde(default)]
     privileged: bool,
 }
@@ -133,7 +133,7 @@ struct SpecDevice {
     minor: i64,
 }
 
-/// The CRI's `ContainerConfig` as Go writes it.
+/// The CRI's `ContainerConfig`, as Go serializes it.
 #[derive(Default, Deserialize)]
 struct Config {
     #[serde(default)]
@@ -168,7 +168,7 @@ struct SecurityContext {
     privileged: bool,
 }
 
-/// Reads what the runtime tells in the verbose status of a container: its `info`, as containerd and CRI-O write it.
+/// Parses the `info` of a container's verbose status, as containerd and CRI-O write it.
 pub fn parse_info(info: &BTreeMap<String, String>) -> Result<Given, WitnessError> {
     let text = info
         .get("info")
@@ -222,7 +222,7 @@ mod tests {
         text.parse().unwrap()
     }
 
-    /// As containerd 1.7 tells it, shortened.
+    /// As containerd 1.7 writes it, shortened.
     const CONTAINERD: &str = r#"{"sandboxID":"s","pid":7,"removing":false,"config":{"metadata":{"name":"main"},
         "devices":[{"container_path":"/dev/a","host_path":"/dev/a","permissions":"rw"}],
         "CDI_devices":[{"name":"drayman.dev/claim=u-1"}],"linux":{"security_context":{"privileged":PRIVILEGED}}},

@@ -1,4 +1,4 @@
-//! Every short story with every fault at every step, and every way of losing the checkpoint.
+//! Every short sequence of operations with every fault at every step, and every way of losing the checkpoint.
 
 use super::*;
 use crate::core::prepare::driver_name::DriverName;
@@ -6,10 +6,10 @@ use crate::core::prepare::kubelet_state::{KubeletClaim, KubeletClaims, KubeletVi
 use crate::core::prepare::recovery::{plan_explained, rebuild};
 use crate::core::prepare::rendering::cdi_spec;
 
-/// More steps than any plan has: a kill before a step that does not exist is one after the answer.
+/// More steps than any plan has: a kill before a step beyond the plan happens after the answer.
 const STEPS: usize = 8;
 
-/// Operations on two claims that want the same device.
+/// Operations on two claims that need the same device.
 const OPERATIONS: [Operation; 4] = [
     Operation::Prepare { claim: 0 },
     Operation::Prepare { claim: 1 },
@@ -63,19 +63,19 @@ fn a_fault_at_every_step_of_the_last_of_three_operations_keeps_the_promises() {
     }
 }
 
-/// What is left when the checkpoint is lost.
+/// The sources that remain when the checkpoint is lost.
 #[derive(Clone, Copy, Debug)]
 struct Traces {
-    /// The CDI files can be read; otherwise only their names are there.
+    /// Whether the CDI files are readable; otherwise only their names are known.
     files: bool,
-    /// There are CDI files at all.
+    /// Whether CDI files exist at all.
     directory: bool,
-    /// Kubelet's list can be read, with resource handles (1.28 and later) or without (1.27).
+    /// Whether kubelet's list is readable, with resource handles (1.28 and later) or without (1.27).
     list: Option<bool>,
 }
 
 impl Traces {
-    /// Whether they tell of every claim that is in use.
+    /// Whether these sources reveal every claim in use.
     fn tell_of_all(self) -> bool {
         self.directory || self.list.is_some()
     }
@@ -128,7 +128,7 @@ impl Node<Thought> {
         self.start_from_traces(entries);
     }
 
-    /// Nobody gets a device of a container that may run.
+    /// Checks that no device of a container that may run is free.
     fn check_that_nothing_in_use_is_free(&mut self) {
         for claim in &self.running {
             let entry = self
@@ -174,7 +174,7 @@ fn a_lost_checkpoint_frees_no_device_in_use_whatever_else_is_damaged() {
                 );
                 node.lose_the_checkpoint(traces);
                 node.check_that_nothing_in_use_is_free();
-                // Kubelet unprepares what it has prepared; the rest is an orphan that somebody else explains or frees.
+                // Kubelet unprepares the claims it prepared. The rest are orphans, resolved elsewhere.
                 for claim in 0..CLAIMS.len() {
                     node.operate(Operation::Unprepare { claim }, Fault::None);
                 }

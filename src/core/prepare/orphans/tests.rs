@@ -40,7 +40,7 @@ fn unreadable() -> KubeletView {
     KubeletView::Unknown("no such file".into())
 }
 
-/// Two looks, the second after the grace period, and the verdict on the answer.
+/// Checks twice, the second time after the grace period, and returns the decision.
 fn after_the_grace(
     ledger: &Ledger,
     kubelet: &KubeletView,
@@ -130,7 +130,7 @@ fn a_claim_that_kubelet_asks_for_meanwhile_is_not_freed() {
     orphans.forget(&uid());
     let answers = BTreeMap::from([(uid(), GONE)]);
     assert_eq!(orphans.judge(&ledger, &lists(&[]), &answers, GRACE), []);
-    // It begins anew.
+    // The grace period starts again.
     assert_eq!(orphans.look(&ledger, &lists(&[]), GRACE), []);
 }
 
@@ -242,11 +242,11 @@ fn a_contested_claim_is_freed_at_once_if_no_container_has_its_devices() {
     orphans.contest(&uid());
     assert_eq!(orphans.look(&ledger, &lists(&[uid()]), Duration::ZERO).len(), 1);
     assert_eq!(orphans.to_witness(&ledger, &answers), [uid()]);
-    // A container has its devices: it keeps them, and nobody has to do anything.
+    // A container has the devices: it keeps them, and no intervention is needed.
     orphans.witnessed(BTreeSet::new(), [uid()].into());
     assert_eq!(orphans.judge(&ledger, &lists(&[uid()]), &answers, GRACE), []);
     assert!(orphans.quarantine().is_empty());
-    // The runtime does not answer: a person is told, as without it.
+    // The runtime does not answer: the user is notified, as without the runtime check.
     orphans.witnessed(BTreeSet::new(), BTreeSet::new());
     assert_eq!(
         orphans.judge(&ledger, &lists(&[uid()]), &answers, Duration::ZERO),

@@ -195,7 +195,7 @@ fn no_other_claim_is_prepared_while_somebody_has_unknown_devices() {
         refusal.to_string().contains(&format!("drayman node release {A}")),
         "{refusal}"
     );
-    // Of an earlier boot nothing runs.
+    // No container of an earlier boot runs.
     plan(&held(A, &[], "before", done()), B, &["x"]).unwrap();
 }
 
@@ -351,7 +351,7 @@ fn a_shared_device_is_given_to_as_many_claims_as_it_has_shares() {
         plan(&both, B, &["shared"]).unwrap(),
         restore(&ClaimUid::parse(B).unwrap())
     );
-    // What no longer runs gives way only where the place is needed.
+    // Stale claims are evicted only if their share is needed.
     entries.extend(held(B, &["shared"], "before", done()).entries().clone());
     let steps = plan(&Ledger::new("boot", entries.clone()), C, &["shared"]).unwrap();
     assert_eq!(steps[0], Step::RemoveCdi(ClaimUid::parse(B).unwrap()));
