@@ -1,4 +1,4 @@
-//! Extended resources that the configuration has taken devices from: what containers still have of them is withheld from everybody.
+//! Withdrawn extended resources: withholds devices that containers still hold of resources the configuration has changed or removed.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::core::prepare::identity::{are_among, share_a_node};
 use crate::core::prepare::inventory::Devices;
 use crate::node::driver::NodeDriver;
 
-/// Devices that a resource has lost, with the device numbers that they had.
+/// Devices that a resource has lost, with their former device numbers.
 type Lost = BTreeMap<String, Vec<DeviceNumber>>;
 
 fn lost(device: &Device) -> (String, Vec<DeviceNumber>) {
@@ -22,7 +22,7 @@ fn serves(resource: &Resource, device: &Device) -> bool {
 }
 
 impl<D: NodeDriver> Owner<D> {
-    /// A resource is withdrawn, or is another from now on.
+    /// Records that a resource is withdrawn or redefined.
     pub(super) fn leave(&mut self, name: &str) {
         let Some(resource) = self.resources.get(name) else {
             return;
@@ -33,9 +33,8 @@ impl<D: NodeDriver> Owner<D> {
         self.leave_with(name, devices, is_told);
     }
 
-    /// The devices will be those that were found: notes which resources lose some of theirs though they themselves stay. A device is
-    /// lost as well if it is gone or has other device nodes: containers still have the nodes that it had, which may be another
-    /// device's now.
+    /// Records, before `found` becomes current, which remaining resources lose devices. A device that is missing or has other device nodes
+    /// is also lost: containers still have the former nodes, which may belong to another device now.
     pub(super) fn leave_resources(&mut self, found: &Devices) {
         let mut left: Vec<(String, Lost, bool)> = Vec::new();
         for (name, resource) in self.resources.iter() {
@@ -82,7 +81,7 @@ impl<D: NodeDriver> Owner<D> {
         self.former.change().left(name, devices, granted);
     }
 
-    /// Forgets what kubelet need not be asked for.
+    /// Drops the resources that kubelet need not be queried for.
     pub(super) fn settle_former(&mut self) {
         let (resources, devices) = (&self.resources, &self.devices);
         self.former.change().settle(|name, device, numbers| {
@@ -94,7 +93,7 @@ impl<D: NodeDriver> Owner<D> {
         });
     }
 
-    /// Shows what such containers have as unhealthy.
+    /// Marks the devices that such containers hold as unhealthy.
     pub(super) fn withhold_former(&self, devices: &mut Devices) {
         self.former.withhold(devices, |name, device| {
             self.resources

@@ -1,4 +1,4 @@
-//! The owner as doors see it: requests, answers, and why something fails.
+//! The handle to the state task: requests, responses and errors.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,10 +20,10 @@ use crate::node::kubelet::transport::GrpcCalls;
 use crate::node::metrics::Figures;
 use crate::node::state::storage::StoreError;
 
-/// The reason of a refusal because somebody else has the device.
+/// The reason of a refusal because the device has a holder.
 const HELD: &str = "DeviceHeld";
-/// How long a Prepare waits until it is decided whether the holder of a device still has it: the API server and the container runtime are
-/// asked, and kubelet waits 45 s.
+/// How long Prepare waits for the check whether a device's holder still uses it. The check queries the API server and the container
+/// runtime; kubelet waits 45 s.
 const DECISION_LIMIT: Duration = Duration::from_secs(8);
 
 /// Why a request failed.
@@ -82,14 +82,14 @@ pub(super) enum Request {
     Records(RecordsRequest),
 }
 
-/// An extended resource as doors see it.
+/// An extended resource, as served by the device plugin API.
 #[derive(Clone, Debug)]
 pub(super) struct Offered {
     pub(super) resource: ExtendedResource,
     pub(super) devices: watch::Receiver<Vec<PluginDevice>>,
 }
 
-/// The owner as doors see it. When the last handle is dropped, the owner ends after the requests that it has.
+/// A handle to the state task. When the last handle is dropped, the task serves the queued requests and ends.
 #[derive(Debug)]
 pub struct OwnerHandle {
     pub(super) requests: mpsc::Sender<Request>,
@@ -102,7 +102,7 @@ pub struct OwnerHandle {
 }
 
 impl OwnerHandle {
-    /// The owner as those see it who look after its records.
+    /// A handle for administrative requests.
     pub fn records(&self) -> RecordsHandle {
         RecordsHandle {
             requests: self.requests.clone(),
@@ -143,7 +143,7 @@ impl Companion for OwnerHandle {
         if !self.has_witness || !answers.iter().any(is_held) {
             return answers;
         }
-        // Kubelet would ask again only after up to a minute and a half.
+        // Without this wait, kubelet retries only after up to 90 s.
         if !matches!(timeout(DECISION_LIMIT, decisions.changed()).await, Ok(Ok(()))) {
             return answers;
         }

@@ -1,4 +1,4 @@
-//! The driver as the owner sees it: lists of devices, and calls that take so long at most.
+//! The node driver's interface to the state task: device lists, and calls with a timeout.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::handle::Failure;
 use crate::core::prepare::inventory::Devices;
 use crate::node::driver::{self, NodeDriver, NodeDriverError};
 
-/// Waits for the driver's first list, and goes on listening to it.
+/// Waits for the driver's first list and keeps receiving updates.
 pub(super) async fn listen_to<D: NodeDriver>(driver: &D) -> watch::Receiver<Arc<Devices>> {
     let mut lists = Box::pin(driver.devices());
     let mut reported = BTreeSet::new();
@@ -34,13 +34,13 @@ pub(super) async fn listen_to<D: NodeDriver>(driver: &D) -> watch::Receiver<Arc<
                 changed
             });
         }
-        // The last list stands: without a sender the owner would take it for a change for ever.
+        // The last list stays valid: if the sender were dropped, the receiver would report a change forever.
         sender.closed().await;
     });
     found
 }
 
-/// Calls the driver, for so long.
+/// Calls the driver with a timeout.
 pub(super) async fn in_time<T>(
     what: String,
     call: impl Future<Output = Result<T, NodeDriverError>>,

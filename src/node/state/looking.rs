@@ -1,7 +1,7 @@
-//! Looks at kubelet's containers, beside the owner's task.
+//! Queries of kubelet's containers, outside the state task.
 //!
-//! Kubelet may take seconds to answer, or not answer at all. So a look is a task of its own, one at a time, for all resources at once.
-//! What waits for one waits apart from the requests that need none.
+//! Kubelet may take seconds to answer, or never answer. Each query is therefore a separate task, one at a time, for all resources together.
+//! Requests that need its result wait apart from those that do not.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -19,39 +19,39 @@ use crate::core::prepare::request::ClaimToPrepare;
 use crate::node::companion::CompanionError;
 use crate::node::driver::NodeDriver;
 
-/// How often kubelet is asked whether containers still have devices of resources that are no more: while it does not answer, and while
-/// they do.
+/// Pauses between queries for containers that hold devices of withdrawn resources: until kubelet has answered, and from then on until these
+/// containers have ended.
 const FORMER_PAUSES: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(5)];
-/// How long a change of the configuration or of the devices waits for kubelet, which answers within milliseconds: so that a device is not
-/// unhealthy for that long only because nobody has looked. A slower answer is taken up when it comes.
+/// How long a change of configuration or devices waits for kubelet, which normally answers within milliseconds. Without the wait, free
+/// devices would be unhealthy until the answer. A slower answer is processed when it arrives.
 const BRIEFLY: Duration = Duration::from_millis(250);
 
-/// What kubelet shows of each resource, or why it does not.
+/// Kubelet's view of each resource, or why it is unavailable.
 pub(super) type Looked = Result<BTreeMap<String, Shown>, String>;
-/// The answer to a Prepare.
+/// The response channel of a Prepare.
 pub(super) type Prepared = oneshot::Sender<Vec<Result<Vec<String>, CompanionError>>>;
 
-/// What waits for a look.
+/// A request that waits for a query.
 #[derive(Debug)]
 pub(super) enum Waiting {
-    /// Claims that want devices which containers could have, and those that kubelet has asked to unprepare since.
+    /// Claims for devices that containers could hold, and those of them that kubelet has unprepared in the meantime.
     Prepare {
         claims: Vec<ClaimToPrepare>,
         withdrawn: BTreeSet<String>,
         answer: Prepared,
     },
-    /// A person who wants to know what containers have.
+    /// An administrative request for the devices that containers hold.
     InContainers(oneshot::Sender<BTreeMap<String, String>>),
 }
 
-/// The look that is under way.
+/// The query in progress.
 #[derive(Debug, Default)]
 pub(super) struct Looking {
     task: Option<JoinHandle<Looked>>,
-    /// Another one is to follow.
+    /// Whether another query must follow.
     again: bool,
     waiting: Vec<Waiting>,
-    /// What came after the look had begun.
+    /// Requests that arrived after the query had begun.
     next: Vec<Waiting>,
 }
 
@@ -60,7 +60,7 @@ impl Looking {
         self.task.is_some()
     }
 
-    /// Waits for the end of the look; for ever if there is none.
+    /// Waits for the query to end; forever if there is none.
     pub(super) async fn done(&mut self) -> Looked {
         let Some(task) = &mut self.task else {
             return std::future::pending().await;
@@ -70,7 +70,7 @@ impl Looking {
         looked
     }
 
-    /// Kubelet does not want a claim any more whose Prepare still waits.
+    /// Marks a waiting claim as withdrawn, because kubelet has called Unprepare for it.
     pub(super) fn withdraw(&mut self, uid: &str) {
         for waiting in self.waiting.iter_mut().chain(&mut self.next) {
             if let Waiting::Prepare {
@@ -85,7 +85,7 @@ impl Looking {
 }
 
 impl<D: NodeDriver> Owner<D> {
-    /// The resources that kubelet is to be asked for: those that also leave by claims, and those that are no more.
+    /// The resources to query: those that are also offered to claims, and the withdrawn ones.
     fn names_to_ask(&self) -> BTreeSet<String> {
         let mut names = self.names_of_both();
         names.extend(self.former.names());
@@ -100,7 +100,7 @@ impl<D: NodeDriver> Owner<D> {
         both.map(|(name, _)| name.clone()).collect()
     }
 
-    /// Begins a look, or another one after that which is under way.
+    /// Starts a query, or schedules another one after the query in progress.
     pub(super) fn ask_kubelet(&mut self) {
         let Some(grants) = self.grants.clone() else {
             return;
@@ -116,7 +116,7 @@ impl<D: NodeDriver> Owner<D> {
         self.looking.task = Some(tokio::spawn(async move { grants.look(names).await }));
     }
 
-    /// The same before the doors open, or for a change, where an answer that comes at once is taken up at once.
+    /// Queries kubelet and waits for the answer, for at most the given time: used before serving, and after a change.
     pub(super) async fn ask_kubelet_and_wait(&mut self, at_most: Option<Duration>) {
         self.settle_former();
         self.ask_kubelet();
@@ -137,7 +137,7 @@ impl<D: NodeDriver> Owner<D> {
         self.ask_kubelet_and_wait(Some(BRIEFLY)).await;
     }
 
-    /// Serves something after the next look that begins.
+    /// Queues a request for the next query to begin.
     pub(super) fn wait_for_look(&mut self, waiting: Waiting) {
         if self.looking.is_under_way() {
             self.looking.next.push(waiting);
@@ -147,7 +147,7 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    /// Takes up what kubelet has shown, and serves what has waited for it.
+    /// Processes the result of a query and serves the requests that waited for it.
     pub(super) async fn take_up(&mut self, looked: Looked) {
         let now = self.since.elapsed();
         let of_both = match &looked {
@@ -197,17 +197,17 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    /// Takes up what kubelet shows of the resources whose devices also leave by claims.
+    /// Updates the holders of devices that are offered through both APIs.
     fn see_both(&mut self, shown: &BTreeMap<String, Shown>) -> Result<(), String> {
         let names = self.names_of_both();
         if names.is_empty() && self.looking.waiting.is_empty() {
-            // Nothing was asked for that could leave by claims: what containers have of such devices is as unknown as before.
+            // The query covered no resource with mode `both`, so there is no news about such devices.
             return Ok(());
         }
         let mut all = Shown::default();
         for name in &names {
             let Some(shown) = shown.get(name) else {
-                // It came while kubelet was asked.
+                // The resource was added during the query.
                 self.looking.again = true;
                 return Err(format!("it was not asked for {name} yet"));
             };
@@ -227,7 +227,7 @@ impl<D: NodeDriver> Owner<D> {
         Ok(())
     }
 
-    /// Prepares claims, or says of each why not. `looked` is what came of the look that they have waited for.
+    /// Prepares claims and answers for each. `looked` is the result of the query that they waited for.
     pub(super) async fn prepare_all(
         &mut self,
         claims: &[ClaimToPrepare],
@@ -255,11 +255,11 @@ impl<D: NodeDriver> Owner<D> {
             );
             answers.push(result.map_err(CompanionError::from));
         }
-        // A caller that is gone is no reason not to do the work; there is only nobody to tell.
+        // If the caller is gone, the work is still done; only the response is dropped.
         let _ = answer.send(answers);
     }
 
-    /// Says once that kubelet does not show its containers, why, and what follows.
+    /// Logs once why kubelet does not show its containers, and the effects.
     fn tell_of_look(&mut self, problem: Option<String>) {
         let Some(problem) = problem else {
             self.complained = false;

@@ -1,7 +1,7 @@
-//! The one task that owns the node's ledger, and the handle by which doors ask it.
+//! The state task: it owns the node's state, and serves requests through a handle.
 //!
-//! Requests are served one after the other. A caller that goes away leaves its request in the queue; when kubelet asks
-//! again, the second request finds the work of the first done. File work runs on a thread of its own.
+//! Requests are served one at a time. If a caller disconnects, its request stays in the queue; when kubelet retries, the second request
+//! finds the work done. File access runs on a separate thread.
 
 mod former;
 mod handle;
@@ -55,83 +55,83 @@ pub(in crate::node) use records::Quarantine;
 pub use records::{RecordsHandle, ReleaseError};
 use told::{Noted, Told};
 
-/// Requests that wait, at most; further callers wait to get in.
+/// Maximum number of queued requests; further callers wait for a slot.
 const QUEUE: usize = 64;
-/// How much of a name is logged, in characters: Kubernetes' own are no longer.
+/// Maximum length of a logged name, in characters: valid Kubernetes names are no longer.
 const SHOWN_MAX: usize = 253;
-/// How long the driver may take for one call. Kubelet gives up after 45 s and asks again.
+/// Timeout for one driver call. Kubelet gives up after 45 s and retries.
 const DRIVER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// An extended resource, and what is told of its devices.
+/// An extended resource, and the published list of its devices.
 struct Resource {
     offered: ExtendedResource,
     devices: watch::Sender<Vec<PluginDevice>>,
 }
 
-/// What the owner needs to begin.
+/// Options to start the state task.
 #[derive(Debug)]
 pub struct OwnerOptions<D> {
-    /// The driver, from whose name CDI ids are made, and where its records and kubelet's are.
+    /// The driver name, from which CDI ids derive, and the paths of the driver's and kubelet's files.
     pub places: Places,
-    /// How long a claim may be missing from kubelet's list before it is looked into.
+    /// How long a claim may be missing from kubelet's list before it is checked.
     pub orphan_grace: Duration,
-    /// The name of the Node object.
+    /// Name of the Node object.
     pub node_name: String,
-    /// The extended resources, by name, now and after each change.
+    /// The extended resources, by name, updated on each change.
     pub resources: watch::Receiver<Arc<BTreeMap<String, ExtendedResource>>>,
-    /// What finds the devices.
+    /// The node driver, which finds and prepares the devices.
     pub driver: Arc<D>,
-    /// What was found on the node.
+    /// The state found on the node.
     pub opened: Opened,
-    /// The container runtime, if it can be asked which containers have devices.
+    /// The container runtime, if it can report the devices of its containers.
     pub witness: Option<Arc<dyn Witness>>,
-    /// What the API server tells.
+    /// Facts from the API server.
     pub cluster: watch::Receiver<ClusterFacts>,
-    /// Told when the Node object may be another one than we know.
+    /// Notified when the known Node object may be outdated.
     pub node_in_doubt: Arc<Notify>,
-    /// What kubelet shows of its containers: for kinds that leave through both doors.
+    /// Kubelet's view of its containers, for kinds with mode `both`.
     pub grants: Option<Arc<dyn Grants>>,
-    /// The devices of this node that claims were allocated, as the API server shows it: for the same.
+    /// The devices of this node that are allocated to claims, from the API server, for kinds with mode `both`.
     pub announcements: watch::Receiver<Arc<Announced>>,
-    /// What containers have of extended resources of earlier processes, as far as kubelet has recorded it. `None` if kubelet cannot be
-    /// asked here what its containers have: then nothing is withheld for what they got under a name that is no more.
+    /// Extended resources of earlier processes whose devices containers hold, from kubelet's checkpoint. `None` if kubelet cannot be
+    /// queried for its containers; then no device is withheld for containers of withdrawn resources.
     pub former: Option<Former>,
-    /// Where everything is counted.
+    /// The metrics.
     pub figures: Arc<Figures>,
 }
 
-/// The owner, before it runs.
+/// The state task, before it runs.
 pub struct Owner<D> {
     driver_name: DriverName,
     places: Places,
     orphans: Noted<Orphans>,
-    /// How many claims hold something.
+    /// The number of prepared claims.
     held: watch::Sender<usize>,
-    /// Told when a claim is to be looked into.
+    /// Notified when a claim must be checked.
     look_due: Arc<Notify>,
     witness: Option<Arc<dyn Witness>>,
-    /// Counts how often it was decided whether the claims that somebody wants the devices of still hold them.
+    /// Counts the completed checks of claims whose devices another claim needs.
     decided: watch::Sender<u64>,
-    /// Since when claims have had no CDI file because the API server no longer knows them as holders.
+    /// When the CDI files of claims that the API server no longer shows as holders were removed.
     withdrawn: BTreeMap<ClaimUid, Instant>,
     driver: Arc<D>,
     store: Arc<Store>,
-    /// Shared with the thread that works on files, and never changed while it does.
+    /// Shared with the thread that accesses files, and never changed during such an access.
     ledger: Noted<Arc<Ledger>>,
     node: NodeIdentity,
     cluster: watch::Receiver<ClusterFacts>,
     node_in_doubt: Arc<Notify>,
     found: watch::Receiver<Arc<Devices>>,
-    /// What was found, as far as everything that follows from it was done.
+    /// The found devices that have been fully processed.
     devices: Arc<Devices>,
-    /// What was found, and what is gone but held.
+    /// The found devices, and held devices that are gone.
     inventory: Arc<Devices>,
-    /// The same as the API server is told.
+    /// The inventory as published to the API server.
     published: watch::Sender<Arc<Devices>>,
-    /// The extended resources that there should be.
+    /// The configured extended resources.
     wanted: watch::Receiver<Arc<BTreeMap<String, ExtendedResource>>>,
     resources: Noted<BTreeMap<String, Resource>>,
-    /// The same as doors see them.
+    /// The extended resources as served by the device plugin API.
     offered: watch::Sender<Arc<BTreeMap<String, Offered>>>,
     requests: mpsc::Receiver<Request>,
     grants: Option<Arc<dyn Grants>>,
@@ -139,23 +139,23 @@ pub struct Owner<D> {
     announced: Noted<Announced>,
     containers: Noted<Containers>,
     contested: Noted<Contested>,
-    /// What containers still have of resources that are no more, or that have lost devices.
+    /// Withdrawn resources, and lost devices, that containers still hold.
     former: Noted<Former>,
-    /// Whether kubelet can be asked for that.
+    /// Whether kubelet can be queried for these.
     withholds_former: bool,
-    /// When kubelet is asked for that again.
+    /// The time of the next such query.
     former_due: Instant,
-    /// The look at its containers that is under way.
+    /// The query in progress.
     looking: Looking,
-    /// What was granted of each resource by this process, as far as kubelet may not show it yet.
+    /// Recent grants of this process that kubelet may not show yet, by resource.
     granted: BTreeMap<String, Containers>,
     /// The CDI files that could not be written.
     retries: Retries,
-    /// What the inventory and the lists were made from.
+    /// The inputs of the current inventory and lists.
     told: Told,
-    /// Whether it was said that kubelet does not show its containers.
+    /// Whether a failed query has been logged.
     complained: bool,
-    /// When this process began.
+    /// When this process started.
     since: Instant,
     figures: Arc<Figures>,
 }
@@ -170,7 +170,7 @@ impl<D> std::fmt::Debug for Owner<D> {
 }
 
 impl<D: NodeDriver> Owner<D> {
-    /// Puts the node right from what the last process left, and returns the owner, the handle for doors and the inventory.
+    /// Recovers from the state of the last process. Returns the task, its handle and the published inventory.
     pub async fn start(options: OwnerOptions<D>) -> (Self, OwnerHandle, watch::Receiver<Arc<Devices>>) {
         let Opened {
             store,
@@ -237,7 +237,7 @@ impl<D: NodeDriver> Owner<D> {
         owner.change_resources();
         owner.recover(&files).await;
         owner.devices = owner.found.borrow_and_update().clone();
-        // Nobody is served yet, so nobody waits for this.
+        // No request is served yet, so no caller waits for this.
         owner.ask_kubelet_and_wait(None).await;
         owner.take_stock();
         owner.refresh_named_devices().await;
@@ -257,12 +257,12 @@ impl<D: NodeDriver> Owner<D> {
         )
     }
 
-    /// Serves until the last handle is dropped.
+    /// Serves requests until the last handle is dropped.
     pub async fn run(mut self) {
         loop {
             let retry = self.retries.next().map(|due| self.since + due);
             tokio::select! {
-                // What is known is taken up before anybody is answered from it. Both are rare.
+                // Updates are processed before any request that depends on them. Both kinds are rare.
                 biased;
                 Ok(()) = self.cluster.changed() => self.learn().await,
                 Ok(()) = self.wanted.changed() => {
@@ -288,7 +288,7 @@ impl<D: NodeDriver> Owner<D> {
     }
 
     async fn serve(&mut self, request: Request) {
-        // A caller that is gone is no reason not to do the work; there is only nobody to tell.
+        // If the caller is gone, the work is still done; only the response is dropped.
         match request {
             Request::Prepare(claims, answer) => {
                 let withdrawn = BTreeSet::new();
@@ -360,7 +360,7 @@ impl<D: NodeDriver> Owner<D> {
     ) -> Result<Vec<String>, Failure> {
         let planned = self.plan(claim, looked);
         match &planned {
-            // One of the two is out of date, and it may be we.
+            // Either the request or the known Node object is outdated.
             Err(Refusal::EarlierNode { .. }) => self.node_in_doubt.notify_one(),
             // Either the holder is about to end, or kubelet has lost it.
             Err(Refusal::Held { device, .. } | Refusal::AllShares { device, .. }) => {
@@ -417,11 +417,11 @@ impl<D: NodeDriver> Owner<D> {
         Ok(())
     }
 
-    /// What the driver makes for a claim. Each device is named in it.
+    /// The container edits that the driver makes for a claim, with a variable for each device.
     async fn inject(&self, uid: &ClaimUid) -> Result<Injection, Failure> {
         let claim = self.prepared_claim(uid);
         let made = in_time(format!("claim {uid}"), self.driver.prepare(&claim)).await?;
-        // A driver with a prepare of its own may bring one node twice.
+        // A driver that implements `prepare` itself may return one node twice.
         let mut injection = Injection::default();
         injection.extend(made);
         injection.name_devices(claim.devices.iter().map(String::as_str));
@@ -433,7 +433,7 @@ impl<D: NodeDriver> Owner<D> {
         in_time(format!("device {device:?}"), self.driver.check_unused(device)).await
     }
 
-    /// What the driver makes for a device.
+    /// The container edits that the driver makes for a device.
     async fn injection_of(&self, device: &str) -> Result<Injection, Failure> {
         let what = format!("device {device:?}");
         let mut injection = in_time(what, self.driver.injection(device)).await?;
@@ -469,7 +469,7 @@ impl<D: NodeDriver> Owner<D> {
 }
 
 fn report(what: &str, namespace: &str, name: &str, uid: &str, failure: Option<&Failure>) {
-    // Not checked yet if it was refused, and as long as the caller likes.
+    // A refused request may be unvalidated, with names of any length.
     let [namespace, name, uid] =
         [namespace, name, uid].map(|text| text.chars().take(SHOWN_MAX).collect::<String>());
     match failure {

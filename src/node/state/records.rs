@@ -1,5 +1,4 @@
-//! What is asked of the owner beside what kubelet asks: looking for claims that kubelet has forgotten, and what a person wants
-//! to see or to release.
+//! Administrative requests to the state task: the check for orphaned claims, and a user's queries and manual releases.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -23,30 +22,30 @@ use crate::node::state::storage::StoreError;
 /// A claim in quarantine, for the event and the inventory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::node) struct Quarantined {
-    /// The claim as a person reads it.
+    /// Description of the claim.
     pub(in crate::node) claim: String,
-    /// Why.
+    /// The reason for the quarantine.
     pub(in crate::node) why: String,
 }
 
 /// The claims in quarantine.
 pub(in crate::node) type Quarantine = BTreeMap<ClaimUid, Quarantined>;
 
-/// A look at the claims.
+/// The result of comparing the claims with kubelet's list.
 #[derive(Debug, Default)]
 pub(in crate::node) struct Look {
-    /// What the API server is to be asked.
+    /// The claims to look up at the API server.
     pub(in crate::node) questions: Vec<Question>,
-    /// How soon the next look is due.
+    /// Time until the next check.
     pub(in crate::node) next: Duration,
 }
 
-/// What was concluded.
+/// The result of a check.
 #[derive(Debug, Default)]
 pub(in crate::node) struct Judged {
-    /// What is in quarantine.
+    /// The claims in quarantine.
     pub(in crate::node) quarantine: Quarantine,
-    /// How soon the next look is due, if something is not decided yet.
+    /// Time until the next check, if a decision is pending.
     pub(in crate::node) again: Option<Duration>,
 }
 
@@ -62,29 +61,29 @@ pub(in crate::node) enum RecordsRequest {
 /// Why a claim was not released.
 #[derive(Debug, thiserror::Error)]
 pub enum ReleaseError {
-    /// It is not to be.
+    /// The release is refused.
     #[error(transparent)]
     Refused(#[from] ReleaseRefusal),
-    /// It cannot be noted.
+    /// The change cannot be stored.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The driver has not undone what it did for the claim.
+    /// The driver has not undone its work for the claim.
     #[error(
         "nothing was released, because the driver has not undone what it did for the claim: {problem}. See to the device or the driver, and ask again"
     )]
     NotUndone {
-        /// CamelCase, from a small fixed set.
+        /// CamelCase reason from a small fixed set.
         reason: &'static str,
-        /// What the driver said.
+        /// The driver's error.
         problem: String,
     },
-    /// The companion is about to end.
+    /// The companion is shutting down.
     #[error("the companion is stopping: ask again")]
     Stopping,
 }
 
 impl ReleaseError {
-    /// CamelCase, from a small fixed set.
+    /// CamelCase reason from a small fixed set.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Refused(refusal) => refusal.reason(),
@@ -113,7 +112,7 @@ impl From<Failure> for ReleaseError {
     }
 }
 
-/// The owner as those see it who look after its records.
+/// A handle to the state task for administrative requests.
 #[derive(Clone, Debug)]
 pub struct RecordsHandle {
     pub(super) requests: mpsc::Sender<Request>,
@@ -122,18 +121,18 @@ pub struct RecordsHandle {
 }
 
 impl RecordsHandle {
-    /// What every claim holds. `None` if the owner has ended.
+    /// Lists the prepared claims. `None` if the state task has ended.
     pub async fn holdings(&self) -> Option<Vec<Holding>> {
         self.ask(RecordsRequest::Holdings).await
     }
 
-    /// The devices of mode `both` that containers got as extended resources, each with its container as a person reads it, after
-    /// kubelet was asked. `None` if the owner has ended.
+    /// Lists the devices of mode `both` that containers hold as extended resources, each with a description of its container, after a query
+    /// of kubelet. `None` if the state task has ended.
     pub async fn in_containers(&self) -> Option<BTreeMap<String, String>> {
         self.ask(RecordsRequest::InContainers).await
     }
 
-    /// Takes a claim from the ledger by hand, and answers what it held.
+    /// Releases a claim manually and returns its record.
     pub async fn release(&self, uid: String, force: bool) -> Result<Holding, ReleaseError> {
         let answer = self
             .ask(|sender| RecordsRequest::Release(uid, force, sender))
@@ -141,12 +140,12 @@ impl RecordsHandle {
         answer.unwrap_or(Err(ReleaseError::Stopping))
     }
 
-    /// Compares the ledger with kubelet's list. `now` is the time since any fixed moment.
+    /// Compares the prepared claims with kubelet's list. `now` is the time since any fixed moment.
     pub(in crate::node) async fn look(&self, now: Duration) -> Option<Look> {
         self.ask(|sender| RecordsRequest::Look(now, sender)).await
     }
 
-    /// Concludes from what the API server said, and answers what is in quarantine then.
+    /// Decides from the API server's answers, and returns the resulting quarantine.
     pub(in crate::node) async fn judge(
         &self,
         now: Duration,
@@ -156,12 +155,12 @@ impl RecordsHandle {
             .await
     }
 
-    /// How many claims hold something, now and after each change.
+    /// The number of prepared claims, updated on each change.
     pub(in crate::node) fn held(&self) -> watch::Receiver<usize> {
         self.held.clone()
     }
 
-    /// Waits until a claim is to be looked into.
+    /// Waits until a claim must be checked.
     pub(in crate::node) async fn look_due(&self) {
         self.look_due.notified().await;
     }
@@ -177,7 +176,7 @@ impl<D: NodeDriver> Owner<D> {
     pub(super) async fn records(&mut self, request: RecordsRequest) {
         match request {
             RecordsRequest::Look(now, answer) => {
-                // No attempt is under way, so what was not finished has failed, and could not be undone when it did.
+                // No Prepare is running, so every unfinished attempt has failed, and its rollback as well.
                 self.clear(&BTreeSet::new()).await;
                 let kubelet = self.kubelet().await;
                 let questions = self.orphans.change().look(&self.ledger, &kubelet, now);
@@ -210,7 +209,7 @@ impl<D: NodeDriver> Owner<D> {
     }
 
     async fn judge(&mut self, now: Duration, answers: &BTreeMap<ClaimUid, ApiView>) {
-        // Read again, after the API server has answered: what is freed must be missing at the end of the wait too.
+        // The list is read again after the API server's answers: a freed claim must still be missing at the end of the wait.
         let kubelet = self.kubelet().await;
         for verdict in self.orphans.change().judge(&self.ledger, &kubelet, answers, now) {
             let (uid, steps) = match verdict {
@@ -238,7 +237,7 @@ impl<D: NodeDriver> Owner<D> {
         let (uid, steps) = plan_release(&self.ledger, &kubelet, uid, force)?;
         if let Err(failure) = self.carry_out(&steps).await {
             warn!(claim_uid = %uid, reason = failure.reason(), force, "not released, though a person asks: {failure}");
-            // What is still held can still be used.
+            // The claim is still held, so containers can still use it.
             self.try_later(&uid);
             return Err(failure.into());
         }

@@ -1,4 +1,4 @@
-//! How the owner puts right what a start, a step that failed or a device that has changed leaves behind.
+//! Recovery after a start, a failed step or a device change.
 
 use std::collections::BTreeSet;
 
@@ -35,7 +35,7 @@ impl<D: NodeDriver> Owner<D> {
         info!(claims = self.ledger.entries().len(), "the ledger is complete");
     }
 
-    /// Clears away what attempts that failed have left, here or in an earlier process.
+    /// Cleans up after failed attempts of this or an earlier process.
     pub(super) async fn clear(&mut self, files: &BTreeSet<ClaimUid>) {
         for steps in plan_clearing(&self.ledger, files) {
             if let Err(failure) = self.carry_out(&steps).await {
@@ -47,7 +47,7 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    /// The devices are not what they were: files must not lead to a node that has become another's.
+    /// Processes a change of the found devices. No CDI file may refer to a node that now belongs to another device.
     pub(super) async fn refresh(&mut self) {
         let before = self.inventory.clone();
         let found = self.found.borrow_and_update().clone();
@@ -72,7 +72,7 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    /// The file of a claim is not what it should be. If containers have the claim, it is tried again: nobody else may ask for it.
+    /// Schedules the CDI file of a claim for a retry, if containers use the claim: kubelet may not call Prepare again.
     pub(super) fn try_later(&mut self, uid: &ClaimUid) {
         if plan_restoring_one(&self.ledger, uid).is_some() {
             self.retries
@@ -80,7 +80,7 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    /// Writes what could not be written before.
+    /// Retries the CDI files whose writing failed.
     pub(super) async fn try_again(&mut self) {
         for missing in self.retries.due(self.since.elapsed()) {
             let uid = match &missing {

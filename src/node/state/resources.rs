@@ -1,4 +1,4 @@
-//! The owner's side of extended resources: Allocate, the check before a start, and what kubelet shows of its containers.
+//! Extended resources in the state task: Allocate, the check before a container starts, and kubelet's view of its containers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -25,8 +25,8 @@ use crate::core::prepare::retries::Missing;
 use crate::core::prepare::step::Step;
 use crate::node::driver::NodeDriver;
 
-/// How often kubelet is asked what its containers hold, while it has not answered yet and while a claim waits for one of them.
-/// Otherwise it is asked only when a claim wants a device.
+/// Interval between queries of kubelet's containers until the first answer, and while a claim waits for a container's device. Otherwise,
+/// kubelet is queried only when a claim needs a device.
 pub(super) const LOOK_AGAIN: Duration = Duration::from_secs(2);
 
 fn numbers_of<'a>(inventory: &'a Devices, device: &str) -> &'a [DeviceNumber] {
@@ -37,7 +37,7 @@ fn numbers_of<'a>(inventory: &'a Devices, device: &str) -> &'a [DeviceNumber] {
 }
 
 impl<D: NodeDriver> Owner<D> {
-    /// What the doors have handed out.
+    /// The devices in use or allocated, through either API.
     pub(super) fn handed_out(&self) -> HandedOut<'_> {
         HandedOut {
             ledger: &self.ledger,
@@ -108,7 +108,7 @@ impl<D: NodeDriver> Owner<D> {
         Ok(injections)
     }
 
-    /// Whether containers with these devices may start: each is there, is what it was, and is well.
+    /// Checks whether containers with these devices may start: each device exists, is unchanged and is healthy.
     pub(super) async fn check_start(&mut self, resource: &str, devices: &[String]) -> Result<(), Failure> {
         let Some(Resource { offered, .. }) = self.resources.get(resource) else {
             return Err(Refusal::NoResource(resource.to_owned()).into());
@@ -120,7 +120,7 @@ impl<D: NodeDriver> Owner<D> {
             return Ok(());
         }
         for name in names {
-            // What the resource has lost is withheld from others, not from the container that has it, and may have another name now.
+            // A device that the resource has lost is withheld from others, not from its own container, and may have another name now.
             let is_former = self.former.has(resource, name);
             let device = if is_former {
                 self.devices.get(name).or_else(|| self.inventory.get(name))
@@ -146,8 +146,8 @@ impl<D: NodeDriver> Owner<D> {
         Ok(())
     }
 
-    /// What a container gets by name: the CDI device, in a file that says what the driver made, and beside it only what CDI cannot
-    /// carry. The file is there before kubelet is answered.
+    /// The edits to pass a device by CDI name: the CDI device, whose file contains the driver's edits, and only those edits that CDI does
+    /// not support. The file is written before kubelet gets the response.
     async fn by_name(&self, device: &str, mut made: Injection) -> Result<Injection, Failure> {
         let id = self.driver_name.cdi_device_id(device);
         let (annotations, mut cdi_devices) = (
@@ -166,8 +166,8 @@ impl<D: NodeDriver> Owner<D> {
         })
     }
 
-    /// Brings the CDI files of devices that leave by name in line with the devices that there are: they must be back after a boot,
-    /// when kubelet starts containers without another Allocate, and must not lead to what has become another device.
+    /// Updates the CDI files of devices that are passed by name. They must be restored after a boot, when kubelet restarts containers
+    /// without another Allocate, and must not refer to another device's node.
     pub(super) async fn refresh_named_devices(&mut self) {
         let kinds: BTreeSet<&str> = self
             .resources
@@ -193,7 +193,7 @@ impl<D: NodeDriver> Owner<D> {
                 }
                 Err(failure) => {
                     complete = false;
-                    // What is tried again has been told.
+                    // The failure of a retry has already been logged.
                     if !self.retries.has(&Missing::OfDevices) {
                         warn!(
                             device,
@@ -226,7 +226,7 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    /// Whether there is a kind that leaves through both doors.
+    /// Whether a kind has mode `both`.
     pub(super) fn has_both(&self) -> bool {
         self.grants.is_some()
             && self
@@ -235,8 +235,8 @@ impl<D: NodeDriver> Owner<D> {
                 .any(|resource| resource.offered.also_by_claims)
     }
 
-    /// Takes up the extended resources that there should be. One that is no more, or is another now, is left without devices
-    /// first, so that kubelet hears it before the door closes.
+    /// Applies a change of the configured extended resources. A removed or redefined resource first publishes an empty device list, so that
+    /// kubelet learns of it before the device plugin endpoint closes.
     pub(super) fn change_resources(&mut self) {
         let wanted = self.wanted.borrow_and_update().clone();
         let gone = self
@@ -272,8 +272,8 @@ impl<D: NodeDriver> Owner<D> {
         self.offered.send_replace(Arc::new(offered));
     }
 
-    /// Whether kubelet is asked before this claim is prepared: if it takes a device that containers could have, so that what is known
-    /// of them is never older than the decision that is made from it.
+    /// Whether kubelet must be queried before this claim is prepared. True if the claim takes a device that containers could hold, so that
+    /// the decision uses current data.
     pub(super) fn waits_for_look(&self, claim: &ClaimToPrepare) -> bool {
         self.grants.is_some()
             && self
@@ -291,7 +291,7 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    /// Plans a Prepare. `looked` is what came of the look that the claim has waited for.
+    /// Plans a Prepare. `looked` is the result of the query that the claim waited for.
     pub(super) fn plan(
         &mut self,
         claim: &ClaimToPrepare,
@@ -307,7 +307,7 @@ impl<D: NodeDriver> Owner<D> {
         let problem = match looked {
             Some(Ok(())) => None,
             Some(Err(problem)) => Some(problem.clone()),
-            // Something else of the same call has changed what this claim takes.
+            // Another claim of the same call has changed which devices this claim takes.
             None => Some("it is asked when the claim is prepared again".to_owned()),
         };
         if let Some(problem) = problem {
@@ -323,19 +323,19 @@ impl<D: NodeDriver> Owner<D> {
         plan_prepare(&self.ledger, &self.containers, &self.inventory, &self.node, claim)
     }
 
-    /// Whether kubelet is to be asked again although no claim asks for anything.
+    /// Whether kubelet must be queried again without a new claim.
     pub(super) fn looks_again(&self) -> bool {
         self.has_both()
             && !self.looking.is_under_way()
             && (!self.containers.known() || !self.contested.devices().is_empty())
     }
 
-    /// A claim was allocated devices, or is no longer.
+    /// Processes a change of the claims' allocations.
     pub(super) fn hear_of_claims(&mut self) {
         *self.announced.change() = self.announcements.borrow_and_update().as_ref().clone();
         self.contest_unannounced();
         if self.announced_in_containers().next().is_some() {
-            // What we know of containers may be old: their end is not told to us.
+            // The known holders may be outdated: kubelet does not report the end of a container.
             self.ask_kubelet();
         }
     }
@@ -346,7 +346,7 @@ impl<D: NodeDriver> Owner<D> {
             .filter(|device| self.containers.hold(device))
     }
 
-    /// Notes what claims were allocated and containers have.
+    /// Records the devices that both a claim has allocated and a container holds.
     pub(super) fn contest_announced(&mut self) {
         let news = self
             .announced_in_containers()
@@ -357,8 +357,8 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    /// Of a device with both APIs, kubelet asks for no container as long as a claim holds it. So a holder that the API server no longer shows
-    /// is looked into as if somebody had asked.
+    /// Checks holders of `both` devices that the API server no longer shows, as if another claim needed their device: while a claim holds
+    /// such a device, kubelet requests it for no container, so nothing else triggers the check.
     fn contest_unannounced(&mut self) {
         if self.witness.is_none() || !self.announced.known() {
             return;
@@ -378,7 +378,7 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    /// A claim got, or wants, what a container has.
+    /// Records that a claim has, or needs, a device that a container holds.
     pub(super) fn contest(&mut self, device: &str) {
         self.contested.change().claimed(device, &self.containers);
         if let Some(holder) = self.containers.holder(device) {

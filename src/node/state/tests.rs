@@ -73,7 +73,7 @@ async fn the_work_goes_on_when_the_caller_goes_away_and_unprepare_comes_after_it
     }
     caller.abort();
     assert!(caller.await.unwrap_err().is_cancelled());
-    // A repeat joins what is under way, and an Unprepare waits for both.
+    // A repeat joins the request in progress, and an Unprepare waits for both.
     let (repeat, undone) = tokio::join!(life.handle.prepare(vec![claim(A, &["x"])]), async {
         tokio::task::yield_now().await;
         let undone = life.unprepare(A);
@@ -97,7 +97,7 @@ async fn the_next_process_keeps_what_is_held_and_brings_files_back() {
     life.end().await;
     std::fs::remove_dir_all(root.path().join("cdi")).unwrap();
 
-    // The API server is away: what it told is known from the checkpoint.
+    // The API server is unavailable: its last facts come from the checkpoint.
     let life = live(root.path(), "boot", &driver).await;
     assert_eq!(files(root.path()), [file(A)]);
     assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason, "DeviceHeld");
@@ -265,7 +265,7 @@ async fn who_asks_a_companion_that_has_ended_is_told_so() {
     );
 }
 
-/// Two cameras that leave through both doors, and what kubelet shows of its containers.
+/// Two cameras with mode `both`, and kubelet's view of its containers.
 async fn live_with_both(root: &Path) -> (Life, Arc<Said>, Arc<Kubelet>) {
     let (driver, kubelet) = (Said::new(&[]), Arc::new(Kubelet::default()));
     driver.say(&["x", "y"], "camera", Mode::Both);
@@ -277,7 +277,7 @@ async fn live_with_both(root: &Path) -> (Life, Arc<Said>, Arc<Kubelet>) {
     (life, driver, kubelet)
 }
 
-/// Waits until the extended resource is offered so: those that are unhealthy with a question mark.
+/// Waits until the extended resource offers these devices, with a question mark for unhealthy ones.
 async fn until_offered(life: &Life, wanted: &str) {
     let mut devices = life.handle.plugin_devices("example.com/camera").unwrap();
     let shown = |devices: &Vec<PluginDevice>| {
@@ -342,7 +342,7 @@ async fn with_both_doors_nothing_is_given_before_kubelet_and_the_claims_are_know
     assert_eq!(refused.reason, "PodResourcesUnavailable");
     assert!(refused.message.contains("kubelet is down"), "{refused}");
     *kubelet.shown.lock().unwrap() = Some(granted("y"));
-    // What a container has is kubelet's own; the rest waits for the claims.
+    // Kubelet tracks the device that a container holds; the others wait for the claims.
     until_offered(&life, "x? y").await;
     life.announcer.send_replace(Arc::new(nothing_announced()));
     until_offered(&life, "x y").await;
@@ -400,7 +400,7 @@ async fn what_a_container_has_is_refused_to_a_claim_and_told_to_the_controller_u
     let refused = life.prepare(A, &["x"]).await.unwrap_err();
     assert_eq!(refused.reason, "DeviceHeld");
     assert!(refused.message.contains("default/plugged"), "{refused}");
-    // The container keeps its device, and no other is to get it when it has ended.
+    // The container keeps its device, and no other container gets it afterwards.
     until_offered(&life, "x? y").await;
     *kubelet.shown.lock().unwrap() = Some(Shown::default());
     soon(

@@ -1,7 +1,7 @@
-//! What the owner tells: the inventory, and the lists of extended resources.
+//! Publishes the inventory and the device lists of extended resources.
 //!
-//! A node may have a thousand devices, and an Allocate a millisecond. So both are made anew only when something of what they are
-//! made from may have changed, and the devices themselves are shared as long as nothing has to be said beside what was found.
+//! A node may have a thousand devices, and an Allocate takes about a millisecond. Both are therefore rebuilt only when one of their inputs
+//! may have changed, and share the found devices for as long as they equal them.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::core::prepare::census::census;
 use crate::core::prepare::inventory::{Devices, inventory, is_as_found, plugin_devices, published, withhold};
 use crate::node::driver::NodeDriver;
 
-/// A value with the number of times that somebody may have changed it.
+/// A value with a count of its possible changes.
 #[derive(Debug, Default)]
 pub(super) struct Noted<T> {
     value: T,
@@ -23,7 +23,7 @@ impl<T> Noted<T> {
         Self { value, changes: 0 }
     }
 
-    /// The value, to be changed.
+    /// Mutable access; counts as a change.
     pub(super) fn change(&mut self) -> &mut T {
         self.changes = self.changes.wrapping_add(1);
         &mut self.value
@@ -38,7 +38,7 @@ impl<T> Deref for Noted<T> {
     }
 }
 
-/// What the present inventory and the present lists were made from: some devices, and how often everything else had changed.
+/// The inputs of the current inventory and lists: the devices, and the change counts of everything else.
 #[derive(Debug, Default)]
 pub(super) struct Told {
     inventory: Option<(Arc<Devices>, [u64; 4])>,
@@ -54,7 +54,7 @@ fn is_made_of<const N: usize>(
 }
 
 impl<D: NodeDriver> Owner<D> {
-    /// Joins what was found with what is held. Says whether there was anything to join anew.
+    /// Rebuilds the inventory from the found and the held devices, if an input may have changed. Returns whether it was rebuilt.
     pub(super) fn take_stock(&mut self) -> bool {
         let changes = [
             self.ledger.changes,
@@ -83,7 +83,7 @@ impl<D: NodeDriver> Owner<D> {
         true
     }
 
-    /// Tells what has changed. Says whether anything could have.
+    /// Publishes changes. Returns whether an input may have changed.
     pub(super) fn publish(&mut self) -> bool {
         let changes = [
             self.ledger.changes,
@@ -91,7 +91,7 @@ impl<D: NodeDriver> Owner<D> {
             self.containers.changes,
             self.contested.changes,
             self.resources.changes,
-            // The figures count what is in quarantine.
+            // The metrics count quarantined claims.
             self.orphans.changes,
         ];
         if is_made_of(self.told.lists.as_ref(), &self.inventory, changes) {
@@ -128,7 +128,7 @@ impl<D: NodeDriver> Owner<D> {
     }
 }
 
-/// Without a look at each device, if it is the very same.
+/// Compares the devices only if the pointers differ.
 fn is_the_same(one: &Arc<Devices>, other: &Arc<Devices>) -> bool {
     Arc::ptr_eq(one, other) || one == other
 }

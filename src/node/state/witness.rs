@@ -1,4 +1,4 @@
-//! The container runtime as a witness: which claims and containers still have what somebody else asks for.
+//! Checks with the container runtime whether claims and containers still have requested devices.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -16,12 +16,12 @@ use crate::core::prepare::step::Step;
 use crate::core::prepare::witness::Witnessed;
 use crate::node::driver::NodeDriver;
 
-/// How long after a CDI file was removed the runtime shows each container that was made with it: it reads the file within the call that
-/// creates the container, a moment before it lists it.
+/// How long after the removal of a CDI file the runtime may not yet list a container created with it: the runtime reads the file during the
+/// create call, shortly before it lists the container.
 const SETTLE: Duration = Duration::from_secs(2);
 
 impl<D: NodeDriver> Owner<D> {
-    /// Somebody wants a device: either its holders are about to end, or kubelet has lost them.
+    /// Schedules a check of a device's holders, because another claim needs it: they are about to end, or kubelet has lost them.
     pub(super) fn contest_holders(&mut self, device: &str) {
         let Some(device) = self.inventory.get(device) else {
             return;
@@ -38,7 +38,7 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    /// A refusal that names the container which has the device, if the runtime shows it.
+    /// Adds the container that has the device to the error, if the runtime shows it.
     pub(super) async fn with_container(&self, refusal: Refusal) -> Refusal {
         let (Refusal::Held { device, .. } | Refusal::InContainer { device, .. }) = &refusal else {
             return refusal;
@@ -63,8 +63,8 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    /// Asks the runtime for claims that hold nothing any more for the API server and whose devices somebody wants. Answers how soon that
-    /// is repeated, if it is too early to tell.
+    /// Queries the runtime for claims that hold nothing according to the API server and whose devices another claim needs. Returns the time
+    /// until a retry if it is too early to decide.
     pub(super) async fn ask_witness(&mut self, answers: &BTreeMap<ClaimUid, ApiView>) -> Option<Duration> {
         let uids = self.orphans.to_witness(&self.ledger, answers);
         self.withdrawn.retain(|uid, _| uids.contains(uid));
@@ -106,7 +106,7 @@ impl<D: NodeDriver> Owner<D> {
         None
     }
 
-    /// Whether a container has what a claim holds. A device whose numbers are not known is known by the CDI device alone.
+    /// Whether a container uses a claim's devices. Without known device numbers, only the CDI device identifies it.
     fn is_used(&self, uid: &ClaimUid, seen: &Witnessed) -> bool {
         let held = self
             .ledger
@@ -123,8 +123,8 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    /// Refuses devices that another container still has, to a container that starts and to a claim: kubelet forgets pods that were deleted
-    /// by force while their containers end. A runtime that does not answer is no reason: kubelet needs it to start the container as well.
+    /// Refuses a starting container or a claim a device that another container still has: kubelet forgets pods deleted by force while their
+    /// containers are ending. A runtime failure does not block: kubelet needs the runtime to start the container, too.
     pub(super) async fn check_unwitnessed(&self, names: &BTreeSet<&str>) -> Result<(), Failure> {
         let seen = match self.witnessed().await {
             None => return Ok(()),
@@ -189,7 +189,7 @@ mod tests {
         }
     }
 
-    /// A companion that is asked for claims that are gone from the API server.
+    /// A companion that is queried for claims the API server no longer has.
     async fn life(
         root: &Path,
         driver: &Arc<Said>,
@@ -245,7 +245,7 @@ mod tests {
             "nothing starts with it any more"
         );
         *runtime.0.lock().unwrap() = Witnessed(vec![container(7)]);
-        // A look that began before the container had ended may decide the first try; kubelet tries again.
+        // A check that began before the container ended may decide the first attempt; kubelet retries.
         if life.prepare(B, &["x"]).await.is_err() {
             life.prepare(B, &["x"]).await.unwrap();
         }

@@ -1,4 +1,4 @@
-//! The CDI files of the claims.
+//! The CDI files of claims.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -12,10 +12,10 @@ use crate::core::prepare::driver_name::DriverName;
 use crate::core::prepare::injection::Injection;
 use crate::core::prepare::rendering::cdi_spec;
 
-/// The size of a CDI file of ours that is read, at most, in bytes.
+/// Maximum size of a CDI file, in bytes.
 const SIZE_MAX: u64 = 1024 * 1024;
 
-/// The CDI files of one driver. Files of others in the same directory are never touched.
+/// The CDI files of one driver. Other files in the directory are never touched.
 #[derive(Debug)]
 pub struct CdiDirectory {
     pub(super) driver: DriverName,
@@ -33,19 +33,19 @@ impl CdiDirectory {
         }
     }
 
-    /// The same on a disk at which somebody may look on.
+    /// Uses this disk, which a test can observe.
     #[must_use]
     pub(super) fn on(mut self, disk: Disk) -> Self {
         self.disk = disk;
         self
     }
 
-    /// The claims that have a file; none if there is no directory.
+    /// The claims with a CDI file; none if the directory is missing.
     pub fn claims(&self) -> Result<BTreeSet<ClaimUid>, StoreError> {
         self.list().map(|(claims, _)| claims)
     }
 
-    /// Removes what an earlier process left half written, as far as the disk lets us.
+    /// Removes incomplete files of an earlier process, as far as possible.
     pub fn remove_half_written(&self) -> Result<(), StoreError> {
         for name in self.list()?.1 {
             if let Err(error) = files::remove(&self.disk, &self.directory.join(&name)) {
@@ -55,7 +55,7 @@ impl CdiDirectory {
         Ok(())
     }
 
-    /// The claims that have a file, and the names of half written files.
+    /// The claims with a file, and the names of incomplete files.
     fn list(&self) -> Result<(BTreeSet<ClaimUid>, Vec<String>), StoreError> {
         let list = StoreError::io("list", &self.directory);
         let entries = match std::fs::read_dir(&self.directory) {
@@ -92,12 +92,12 @@ impl CdiDirectory {
         Ok((claims, half_written))
     }
 
-    /// Makes the file of a claim say what its containers get; nothing is written if it does so already.
+    /// Updates the file of a claim. Writes nothing if it is up to date.
     pub fn write(&self, uid: &ClaimUid, injection: &Injection) -> Result<(), StoreError> {
         self.write_spec(&self.path(uid), &cdi_spec(&self.driver, uid, injection))
     }
 
-    /// Makes a file say something; nothing is written if it does so already.
+    /// Updates a CDI file. Writes nothing if it is up to date.
     pub(super) fn write_spec(&self, path: &Path, spec: &Spec) -> Result<(), StoreError> {
         let text = serde_json::to_vec(spec).map_err(|error| StoreError::io("write", path)(error.into()))?;
         if files::read(path, SIZE_MAX).is_ok_and(|found| found.as_ref() == Some(&text)) {
@@ -108,8 +108,7 @@ impl CdiDirectory {
         files::replace(&self.disk, path, &text, 0o644)
     }
 
-    /// Reads the file of a claim; `None` if it is not a CDI file as we write them. An error is the system's: the next attempt may
-    /// read the file.
+    /// Reads the file of a claim. Returns `None` if it is not a valid CDI file. An error is an I/O error; a retry may succeed.
     pub fn read(&self, uid: &ClaimUid) -> Result<Option<Spec>, StoreError> {
         let path = self.path(uid);
         let text = match files::read(&path, SIZE_MAX) {
@@ -119,8 +118,7 @@ impl CdiDirectory {
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
-    /// Removes the file of a claim, if there is one. It does not come back after a power loss: it would tell of a claim that
-    /// holds nothing any more.
+    /// Removes the file of a claim, if it exists. The removal survives a power loss, because a stale file would indicate a prepared claim.
     pub fn remove(&self, uid: &ClaimUid) -> Result<(), StoreError> {
         let path = self.path(uid);
         if path.symlink_metadata().is_err() {

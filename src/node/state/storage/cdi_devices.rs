@@ -1,6 +1,6 @@
-//! The CDI files of devices that leave through the device plugin API by name: one file per device, as long as the device is there.
+//! The CDI files of devices that the device plugin API passes by name: one file per device, for as long as the device exists.
 //!
-//! Kubelet starts a container again with the names that it was given once, so a file outlives every container.
+//! Kubelet restarts a container with its original CDI names, so a file outlives every container.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -11,13 +11,13 @@ use crate::core::prepare::injection::Injection;
 use crate::core::prepare::rendering::cdi_spec_of_device;
 
 impl CdiDirectory {
-    /// Makes the file of a device, whose name is a DNS label, say what containers get.
+    /// Updates the file of a device, whose name is a DNS label.
     pub(super) fn write_device(&self, device: &str, injection: &Injection) -> Result<(), StoreError> {
         let path = self.directory.join(self.driver.cdi_device_file(device));
         self.write_spec(&path, &cdi_spec_of_device(&self.driver, device, injection))
     }
 
-    /// Removes the files of all other devices, and what an earlier process left half written.
+    /// Removes the files of all other devices, and incomplete files of an earlier process.
     pub(super) fn keep_devices(&self, devices: &BTreeSet<String>) -> Result<(), StoreError> {
         let entries = match std::fs::read_dir(&self.directory) {
             Ok(entries) => entries,

@@ -1,4 +1,4 @@
-//! The file of the checkpoint.
+//! The checkpoint file.
 
 use std::path::{Path, PathBuf};
 
@@ -7,9 +7,9 @@ use super::{StoreError, files};
 use crate::core::prepare::checkpoint::{Checkpoint, CheckpointError};
 use crate::node::kubelet::transport::Identity;
 
-/// The size of a checkpoint that is read, at most, in bytes: far above what the pods of a node can make.
+/// Maximum size of a checkpoint, in bytes: far above the needs of a node's pods.
 const SIZE_MAX: u64 = 16 * 1024 * 1024;
-/// How many damaged checkpoints are kept for a look at them; the last is overwritten from then on.
+/// Number of damaged checkpoints kept for inspection; from then on, the last is overwritten.
 const KEPT_MAX: u32 = 16;
 
 /// The checkpoint in the state directory of a driver, `checkpoint.json`.
@@ -20,28 +20,28 @@ pub struct CheckpointFile {
     disk: Disk,
 }
 
-/// What was found.
+/// The result of loading the checkpoint.
 #[derive(Debug)]
 pub enum Loaded {
     /// No file: this driver has not run on this node before.
     Nothing,
-    /// A checkpoint, and its text.
+    /// A valid checkpoint and its text.
     Read(Checkpoint, String),
-    /// Something that this release cannot use. It is still in its place.
+    /// A checkpoint that this release cannot use, left in place.
     Unusable(Unusable),
 }
 
-/// A checkpoint that is damaged, or that a newer release has written.
+/// A checkpoint that is damaged, or written by a newer release.
 #[derive(Debug)]
 pub struct Unusable {
-    /// What is wrong with it.
+    /// Why it is unusable.
     pub error: String,
-    /// The part of the name under which it is kept.
+    /// The part of the file name under which it is kept.
     label: &'static str,
 }
 
 impl CheckpointFile {
-    /// The checkpoint in a directory, which must be there.
+    /// The checkpoint in an existing directory.
     pub fn new(directory: &Path) -> Self {
         Self {
             directory: directory.to_owned(),
@@ -50,17 +50,17 @@ impl CheckpointFile {
         }
     }
 
-    /// The same on a disk at which somebody may look on.
+    /// Uses this disk, which a test can observe.
     #[must_use]
     pub(super) fn on(mut self, disk: Disk) -> Self {
         self.disk = disk;
         self
     }
 
-    /// Reads the checkpoint and changes nothing.
+    /// Reads the checkpoint without changing anything.
     ///
-    /// Only its content can make it unusable. If the system does not give it, too many files are open or the disk fails for instance,
-    /// that is an error: the next attempt may read it.
+    /// Only its content can make it unusable. An I/O error, for instance too many open files or a failing disk, is returned as an error,
+    /// because a retry may succeed.
     pub fn load(&self) -> Result<Loaded, StoreError> {
         let unusable = |error: String, label| Ok(Loaded::Unusable(Unusable { error, label }));
         match files::read(&self.path, SIZE_MAX) {
@@ -78,8 +78,8 @@ impl CheckpointFile {
         }
     }
 
-    /// Renames an unusable checkpoint, so that a person can look at it, and returns its new name. `None` if the disk refuses; the next
-    /// save then replaces it.
+    /// Renames an unusable checkpoint to keep it for inspection, and returns its new name. Returns `None` if renaming fails; the next save
+    /// then replaces the file.
     pub fn put_aside(&self, unusable: &Unusable) -> Option<PathBuf> {
         let kept_as = self.free_name(unusable.label);
         let rename = || std::fs::rename(&self.path, &kept_as);
@@ -96,18 +96,18 @@ impl CheckpointFile {
         kept_as
     }
 
-    /// Puts a checkpoint in the place of the last one. If this fails, the last one is still there, and it is durable if it was;
-    /// if not, the new one is, and [`CheckpointFile::make_durable`] makes it outlive a power loss.
+    /// Replaces the checkpoint. On failure, the last checkpoint is still in place and as durable as before. On success, the new one is in
+    /// place, and [`CheckpointFile::make_durable`] makes it survive a power loss.
     pub fn replace(&self, text: &str) -> Result<(), StoreError> {
         files::replace(&self.disk, &self.path, text.as_bytes(), 0o600)
     }
 
-    /// Which file has the name of the checkpoint now, and since when it is as it is.
+    /// The identity and modification time of the file in place.
     pub(super) fn identity(&self) -> Option<Identity> {
         Identity::of(&self.path)
     }
 
-    /// Makes the checkpoint that is in place outlive a power loss.
+    /// Makes the checkpoint in place survive a power loss.
     pub fn make_durable(&self) -> Result<(), StoreError> {
         files::sync_directory(&self.disk, &self.directory)
     }
@@ -125,7 +125,7 @@ impl CheckpointFile {
 mod tests {
     use super::*;
 
-    /// Loads the checkpoint and puts it aside, as a companion does at its start.
+    /// Loads the checkpoint and renames it, like a starting companion.
     fn put_aside(file: &CheckpointFile) -> (String, Option<PathBuf>) {
         let Loaded::Unusable(unusable) = file.load().unwrap() else {
             panic!("it was taken")
@@ -203,7 +203,7 @@ mod tests {
 
     #[test]
     fn a_read_that_fails_is_no_damage() {
-        // A name that is too long for the file system stands for EMFILE and EIO: the content was never seen.
+        // A name too long for the file system simulates EMFILE and EIO: the content was never read.
         let directory = tempfile::tempdir().unwrap();
         let file = CheckpointFile::new(&directory.path().join("n".repeat(300)));
         let error = file.load().unwrap_err();

@@ -1,47 +1,47 @@
-//! The steps in which the store changes the disk, and a seam at each of them: a test can let one fail, or end the process there.
+//! The disk operations of the store, with a hook for each: a test can make one fail, or end the process there.
 
 use std::fmt;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A step. Between any two of them the power may go, or the process be killed.
+/// A disk operation. Between any two, the power may fail or the process may be killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum DiskStep {
-    /// An empty file is made under a name that nobody reads.
+    /// An empty file is created under a temporary name.
     Create,
-    /// It gets its content.
+    /// The content is written.
     Write,
-    /// Its content is flushed.
+    /// The content is flushed.
     Flush,
-    /// It gets the name that is read.
+    /// The file gets its final name.
     Rename,
     /// A file is removed.
     Remove,
-    /// What was renamed or removed in a directory is flushed.
+    /// The renames and removals in a directory are flushed.
     FlushDirectory,
 }
 
-/// Looks on while the store works.
+/// Observes the disk operations of the store.
 pub trait DiskWatcher: fmt::Debug + Send + Sync {
-    /// Called before a step. With an error the step is not done, and that is what the store meets in its place.
+    /// Called before an operation. On an error, the operation is skipped and the store gets the error instead.
     fn before(&self, step: DiskStep, path: &Path) -> io::Result<()>;
 
-    /// Called after a step that was done. With an error the store believes that it was not.
+    /// Called after a completed operation. On an error, the store gets the error although the operation was done.
     fn after(&self, step: DiskStep, path: &Path) -> io::Result<()>;
 }
 
-/// The disk; with somebody who looks on only in tests. Clones are the same.
+/// The disk, observed only in tests. Clones share the observer.
 #[derive(Clone, Debug, Default)]
 pub struct Disk(Option<Arc<dyn DiskWatcher>>);
 
 impl Disk {
-    /// A disk at which somebody looks on.
+    /// A disk with an observer.
     pub fn watched(watcher: Arc<dyn DiskWatcher>) -> Self {
         Self(Some(watcher))
     }
 
-    /// Does one step.
+    /// Performs one operation.
     pub(super) fn step<T>(
         &self,
         step: DiskStep,
@@ -65,7 +65,7 @@ mod tests {
     use super::super::files;
     use super::*;
 
-    /// Fails at one step, and remembers all.
+    /// Fails at one operation, and records all.
     #[derive(Debug)]
     struct Failing {
         at: DiskStep,

@@ -1,4 +1,4 @@
-//! Files that are either there whole or not at all.
+//! Atomic file operations.
 
 use std::fs::{DirBuilder, File, OpenOptions, Permissions, TryLockError};
 use std::io::{self, Read, Write};
@@ -10,10 +10,10 @@ use rustix::fs::OFlags;
 use super::StoreError;
 use super::disk::{Disk, DiskStep};
 
-/// What the name of a file has at its end while it is written. Readers of CDI take `.json` and `.yaml` only.
+/// Suffix of incomplete files. Readers of CDI files accept only `.json` and `.yaml`.
 pub(super) const TEMPORARY: &str = ".tmp";
 
-/// Makes a directory and its parents, unless they are there. `mode` is that of what is made.
+/// Creates a directory and its parents, if missing, with `mode`.
 pub(super) fn make_directory(path: &Path, mode: u32) -> Result<(), StoreError> {
     DirBuilder::new()
         .recursive(true)
@@ -22,7 +22,7 @@ pub(super) fn make_directory(path: &Path, mode: u32) -> Result<(), StoreError> {
         .map_err(StoreError::io("make directory", path))
 }
 
-/// The lock that keeps a second process away. It is let go when this is dropped, also by a kill.
+/// The lock that excludes a second process. Dropping it or killing the process releases it.
 #[derive(Debug)]
 pub(super) struct Lock {
     file: File,
@@ -30,7 +30,7 @@ pub(super) struct Lock {
 }
 
 impl Lock {
-    /// Whether the next process would meet this very lock: not if somebody has removed the file or its directory.
+    /// Whether the next process would find this lock. False if the file or its directory was removed.
     pub(super) fn is_in_place(&self) -> bool {
         let same = |ours: std::fs::Metadata, found: std::fs::Metadata| {
             (ours.dev(), ours.ino()) == (found.dev(), found.ino())
@@ -42,9 +42,9 @@ impl Lock {
     }
 }
 
-/// Takes the lock.
+/// Acquires the lock.
 ///
-/// The file is opened for reading, so that a companion also comes up on a disk that has become read-only.
+/// The file is opened for reading, so that a companion can also start on a disk that has become read-only.
 pub(super) fn lock(path: &Path) -> Result<Lock, StoreError> {
     let file = OpenOptions::new()
         .read(true)
@@ -55,7 +55,7 @@ pub(super) fn lock(path: &Path) -> Result<Lock, StoreError> {
     take(file, path)
 }
 
-/// Takes the lock if its file is there, and makes none: for those who only read.
+/// Acquires the lock without creating the file, for read-only access. Returns `None` if the file does not exist.
 pub(super) fn lock_if_there(path: &Path) -> Result<Option<Lock>, StoreError> {
     match OpenOptions::new().read(true).custom_flags(no_follow()).open(path) {
         Ok(file) => take(file, path).map(Some),
@@ -79,7 +79,7 @@ fn take(file: File, path: &Path) -> Result<Lock, StoreError> {
     }
 }
 
-/// Reads a file of at most `max` bytes, or nothing if there is none. A symbolic link is not followed.
+/// Reads a file of at most `max` bytes, or returns `None` if it does not exist. Symbolic links are not followed.
 pub(super) fn read(path: &Path, max: u64) -> io::Result<Option<Vec<u8>>> {
     let file = match OpenOptions::new().read(true).custom_flags(no_follow()).open(path) {
         Ok(file) => file,
@@ -100,8 +100,8 @@ pub(super) fn read(path: &Path, max: u64) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(content))
 }
 
-/// Whether [`read`] failed because of what has the name, which is no file as we write them: a symbolic link, a directory or a file
-/// that is too large. Other errors are the system's, and say nothing about the content.
+/// Whether [`read`] failed because the path is not a valid file of this program: a symbolic link, a directory or an oversized file. Other
+/// errors are I/O errors and reveal nothing about the content.
 pub(super) fn is_no_file_of_ours(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -109,17 +109,17 @@ pub(super) fn is_no_file_of_ours(error: &io::Error) -> bool {
     ) || error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error())
 }
 
-/// Puts a file in the place of whatever has its name: another file, or a symbolic link, which is not followed.
+/// Atomically replaces a file or a symbolic link, which is not followed.
 ///
-/// Written under another name in the same directory, flushed to the disk and then renamed, so that a reader, and whoever
-/// comes after a power loss, sees the old content or the new.
+/// The content is written under another name in the same directory, flushed and then renamed. Readers see either the old or the new
+/// content, even after a power loss.
 pub(super) fn replace(disk: &Disk, path: &Path, content: &[u8], mode: u32) -> Result<(), StoreError> {
     let temporary = temporary_of(path);
     let rename = || disk.step(DiskStep::Rename, path, || std::fs::rename(&temporary, path));
     let result = write_new(disk, &temporary, content, mode)
         .and_then(|()| rename().map_err(StoreError::io("rename to", path)));
     if result.is_err() {
-        // Whatever went wrong, the half of a file must not stay; a disk that is full needs the room.
+        // An incomplete file must not stay; a full disk needs the space.
         let _ = disk.step(DiskStep::Remove, &temporary, || std::fs::remove_file(&temporary));
     }
     result
@@ -139,13 +139,13 @@ fn write_new(disk: &Disk, path: &Path, content: &[u8], mode: u32) -> Result<(), 
         .step(DiskStep::Create, path, || options.open(path))
         .map_err(StoreError::io("create", path))?;
     disk.step(DiskStep::Write, path, || file.write_all(content))
-        // The mode again, because the process's umask may have taken from it.
+        // Set the mode again, because the umask may have reduced it.
         .and_then(|()| file.set_permissions(Permissions::from_mode(mode)))
         .and_then(|()| disk.step(DiskStep::Flush, path, || file.sync_all()))
         .map_err(StoreError::io("write", path))
 }
 
-/// Removes a file or a symbolic link, if it is there.
+/// Removes a file or a symbolic link, if it exists.
 pub(super) fn remove(disk: &Disk, path: &Path) -> Result<(), StoreError> {
     match disk.step(DiskStep::Remove, path, || std::fs::remove_file(path)) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(StoreError::io("remove", path)(error)),
@@ -153,7 +153,7 @@ pub(super) fn remove(disk: &Disk, path: &Path) -> Result<(), StoreError> {
     }
 }
 
-/// Makes what was renamed or removed in a directory outlive a power loss.
+/// Makes renames and removals in a directory survive a power loss.
 pub(super) fn sync_directory(disk: &Disk, path: &Path) -> Result<(), StoreError> {
     let flush = || File::open(path).and_then(|directory| directory.sync_all());
     disk.step(DiskStep::FlushDirectory, path, flush)
@@ -174,7 +174,7 @@ fn no_follow() -> i32 {
     (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32
 }
 
-/// With this, a file that is not there is made although it is opened for reading only, which the standard library has no word for.
+/// Creates a missing file although it is opened only for reading, which the standard library does not support.
 #[expect(
     clippy::cast_possible_wrap,
     reason = "open flags are bits; the standard library takes them as a signed integer"

@@ -1,4 +1,4 @@
-//! What the companion keeps on the node: the checkpoint and the CDI files.
+//! The companion's files on the node: the checkpoint and the CDI files.
 
 pub mod cdi;
 mod cdi_devices;
@@ -28,25 +28,25 @@ use checkpoint::{CheckpointFile, Loaded, Unusable};
 use disk::Disk;
 use files::Lock;
 
-/// The name of the lock.
+/// Name of the lock file.
 const LOCK: &str = "lock";
-/// The size of kubelet's list of claims that is read, at most, in bytes.
+/// Maximum size of kubelet's list of claims, in bytes.
 const KUBELET_STATE_MAX: u64 = 16 * 1024 * 1024;
 
-/// Why something could not be kept or found again.
+/// Why state could not be stored or loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The operating system refused.
+    /// An I/O operation failed.
     #[error("cannot {action} {path:?}: {source}")]
     Io {
-        /// What was tried.
+        /// The operation.
         action: &'static str,
-        /// With which file or directory.
+        /// The file or directory.
         path: PathBuf,
-        /// Why not.
+        /// The error.
         source: io::Error,
     },
-    /// Another companion of the same driver works on this node.
+    /// Another companion of the same driver runs on this node.
     #[error("another companion of this driver runs on this node and holds {0:?}: stop it first")]
     Locked(PathBuf),
     /// The checkpoint is damaged, or a newer release has written it.
@@ -55,18 +55,18 @@ pub enum StoreError {
          the companion, which puts it aside and goes on with what the CDI files and kubelet tell"
     )]
     Unusable {
-        /// Where it is.
+        /// The directory of the checkpoint.
         directory: PathBuf,
-        /// What is wrong with it.
+        /// Why it is unusable.
         error: String,
     },
-    /// The ledger could not be written as text.
+    /// The checkpoint could not be serialized.
     #[error("cannot write the ledger as a checkpoint: {0}")]
     Encode(CheckpointError),
 }
 
 impl StoreError {
-    /// CamelCase, from a small fixed set: the reason of the event, and a metric's label.
+    /// CamelCase reason from a small fixed set, for the event and the metric label.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Io { .. } => "StorageFailed",
@@ -76,7 +76,7 @@ impl StoreError {
         }
     }
 
-    /// Whether a file could not be read, as with too many open files or a disk that fails. Its content may be as good as ever.
+    /// Whether reading failed, for instance due to too many open files or a failing disk. The content may be intact.
     pub fn is_of_a_read(&self) -> bool {
         matches!(
             self,
@@ -93,7 +93,7 @@ impl StoreError {
     }
 }
 
-/// The checkpoint and the CDI files of one driver on this node. Only one process has them at a time.
+/// The checkpoint and the CDI files of one driver on this node, locked by one process at a time.
 #[derive(Debug)]
 pub struct Store {
     checkpoint: CheckpointFile,
@@ -102,31 +102,31 @@ pub struct Store {
     state: PathBuf,
 }
 
-/// What is known to be in the checkpoint.
+/// The known content of the checkpoint.
 #[derive(Debug, Default)]
 struct Written {
     cluster: ClusterFacts,
-    /// The text that is durable, and the file that has it; `None` while that is not certain.
+    /// The durable text and the identity of its file; `None` while uncertain.
     text: Option<(String, Option<Identity>)>,
-    /// Keeps other processes away; `None` for a moment at most.
+    /// Excludes other processes; `None` only briefly, while it is acquired again.
     lock: Option<Lock>,
 }
 
-/// Where the records of a driver are, and those of kubelet.
+/// The paths of a driver's files and of kubelet's.
 #[derive(Clone, Debug)]
 pub struct Places {
-    /// The driver.
+    /// The driver name.
     pub driver: DriverName,
     /// The directory of the checkpoint.
     pub state: PathBuf,
     /// The directory of the CDI files.
     pub cdi: PathBuf,
-    /// kubelet's own list of claims.
+    /// Kubelet's list of claims.
     pub kubelet_state: PathBuf,
 }
 
 impl Places {
-    /// The places below kubelet's root directory and a CDI directory.
+    /// The default paths below kubelet's root directory, and a CDI directory.
     pub fn new(driver: DriverName, kubelet_root: &Path, cdi: &Path) -> Self {
         Self {
             state: kubelet_root.join("plugins").join(driver.as_str()),
@@ -150,25 +150,25 @@ impl Places {
     }
 }
 
-/// What was found on the node.
+/// The state found on the node.
 #[derive(Debug)]
 pub struct Opened {
-    /// Where changes go.
+    /// The storage for changes.
     pub store: Store,
-    /// What claims held when the last process ended.
+    /// The prepared claims when the last process ended.
     pub ledger: Ledger,
-    /// What the API server had told the last process.
+    /// The cluster facts that the last process stored.
     pub cluster: ClusterFacts,
-    /// The claims that have a CDI file.
+    /// The claims with a CDI file.
     pub files: BTreeSet<ClaimUid>,
-    /// Why the ledger is not that of a checkpoint but was put together from other traces; `None` in ordinary times.
+    /// Why the claims were rebuilt from other sources instead of the checkpoint; normally `None`.
     pub rebuilt: Option<String>,
-    /// Whether there was a checkpoint, and nothing has shown that it does not have everything.
+    /// Whether a checkpoint was found and no other source shows that it is incomplete.
     pub complete: bool,
 }
 
 impl Opened {
-    /// Adds what containers have, as kubelet shows it, to a ledger that may lack it.
+    /// Adds claims that kubelet shows in containers, if a rebuilt state lacks them.
     pub fn add_running(&mut self, running: &BTreeMap<ClaimUid, (String, String)>) {
         if let Some(ledger) = with_running(&self.ledger, running) {
             self.ledger = ledger;
@@ -178,13 +178,13 @@ impl Opened {
     }
 }
 
-/// What is on the disk, read without a change to it.
+/// The files on disk, read without changing them.
 struct OnDisk {
     file: CheckpointFile,
     cdi: CdiDirectory,
     start: Start,
     cluster: ClusterFacts,
-    /// The text of the checkpoint, if it can be used.
+    /// The text of the checkpoint, if usable.
     text: Option<String>,
     unusable: Option<Unusable>,
     files: BTreeSet<ClaimUid>,
@@ -219,16 +219,16 @@ impl OnDisk {
 }
 
 impl Store {
-    /// Opens the records of a driver, for this process alone.
+    /// Opens a driver's files for exclusive use by this process.
     ///
-    /// A checkpoint that cannot be used is put aside, and one that is not there although claims have left traces was lost: then
-    /// the ledger is put together from the CDI files and from kubelet's own list. A directory or a lock that cannot be had is an
-    /// error, and so is a file that the system does not give, whose content may be as good as ever.
+    /// An unusable checkpoint is renamed. If the checkpoint is unusable, or missing although claims have left CDI files or are in kubelet's
+    /// list, the claims are rebuilt from these sources. A directory or lock that cannot be acquired is an error, and so is a failed read,
+    /// because the content may be intact.
     pub fn open(places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
         Self::open_on(&Disk::default(), places, boot_id)
     }
 
-    /// The same on a disk at which somebody may look on.
+    /// Same as [`Store::open`], on a disk that a test can observe.
     pub fn open_on(disk: &Disk, places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
         Self::open_with(disk, places, boot_id, |file, unusable| {
             let kept_as = file.put_aside(unusable);
@@ -237,8 +237,8 @@ impl Store {
         })
     }
 
-    /// Opens the records for a person who changes them while no companion runs. A checkpoint that this release cannot use is an
-    /// error, and stays as it is.
+    /// Opens the files for a user's change while no companion runs. A checkpoint that this release cannot use is an error, and stays in
+    /// place.
     pub fn open_usable(places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
         Self::open_with(&Disk::default(), places, boot_id, |_, unusable| {
             Err(StoreError::Unusable {
@@ -257,11 +257,11 @@ impl Store {
         files::make_directory(&places.state, 0o750)?;
         files::make_directory(&places.cdi, 0o755)?;
         let lock = files::lock(&places.state.join(LOCK))?;
-        // Everything is read before anything is changed: what fails here finds the same next time.
+        // Everything is read before any change: after a failure here, the next attempt finds the same state.
         let found = OnDisk::read(disk, places)?;
         let mut text = None;
         if let Some(read) = found.text {
-            // The process before may have been killed between its rename and its flush.
+            // The last process may have been killed between its rename and its flush.
             match found.file.make_durable() {
                 Ok(()) => text = Some((read, found.file.identity())),
                 Err(error) => warn!(reason = error.reason(), "{error}"),
@@ -294,7 +294,7 @@ impl Store {
         })
     }
 
-    /// What claims held when the last process ended. Nothing on the disk is changed or made; a companion that runs is an error.
+    /// Reads the prepared claims without changing the disk. A running companion is an error.
     pub fn look(places: &Places, boot_id: &str) -> Result<Ledger, StoreError> {
         let _lock = files::lock_if_there(&places.state.join(LOCK))?;
         let found = OnDisk::read(&Disk::default(), places)?;
@@ -302,8 +302,8 @@ impl Store {
         Ok(rebuild(found.start, unusable, &found.traces, places, boot_id).0)
     }
 
-    /// Makes sure that the directory and the lock in it are still those that were opened. Whoever cleans up below kubelet's root
-    /// directory removes both, and then a second companion could come up beside this one.
+    /// Ensures that the directory and the lock file are still those that were opened. A cleanup of kubelet's root directory removes both,
+    /// and a second companion could then start beside this one.
     fn keep_place(&self, written: &mut Written) -> Result<(), StoreError> {
         if written.lock.as_ref().is_some_and(Lock::is_in_place) {
             return Ok(());
@@ -314,7 +314,7 @@ impl Store {
         Ok(())
     }
 
-    /// Takes note of what the API server told; the next [`Records::save`] stores it.
+    /// Sets the cluster facts; the next [`Records::save`] stores them.
     pub fn set_cluster(&self, cluster: ClusterFacts) {
         self.written
             .lock()
@@ -322,7 +322,7 @@ impl Store {
             .cluster = cluster;
     }
 
-    /// Makes the CDI file of a device that leaves by name say what containers get.
+    /// Updates the CDI file of a device that is passed by name.
     pub fn write_cdi_of_device(&self, device: &str, injection: &Injection) -> Result<(), StoreError> {
         self.cdi.write_device(device, injection)
     }
@@ -333,7 +333,7 @@ impl Store {
     }
 }
 
-/// Puts the ledger together: what claims held, why it is not that of a checkpoint, and whether nothing shows that it lacks something.
+/// Builds the claims. Returns them, the reason if they do not come from a checkpoint, and whether they are known to be complete.
 fn rebuild(
     start: Start,
     unusable: Option<String>,
@@ -357,7 +357,7 @@ fn rebuild(
     (ledger, rebuilt, complete)
 }
 
-/// The CDI files of these claims; `None` for one that is damaged.
+/// Reads the CDI files of these claims; `None` for a damaged file.
 fn read_all(
     cdi: &CdiDirectory,
     uids: BTreeSet<ClaimUid>,
@@ -394,7 +394,7 @@ impl Records for Store {
         let in_place = (text, self.checkpoint.identity());
         if written.text.as_ref() != Some(&in_place) {
             let (text, _) = in_place;
-            // A write that fails here has changed nothing: what was durable still is, and needs no room to be so.
+            // A failed write changes nothing: the last checkpoint stays durable, and needs no disk space to be so.
             self.checkpoint.replace(&text)?;
             written.text = None;
             self.checkpoint.make_durable()?;

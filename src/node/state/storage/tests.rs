@@ -4,7 +4,7 @@ use crate::core::prepare::ledger::{Change, Entry, HeldDevice, Progress};
 use crate::core::prepare::model::{Disk, Node, operations};
 use proptest::prelude::*;
 
-/// Directories in memory where there are such: the model flushes thousands of files.
+/// Uses an in-memory directory if possible: the model flushes thousands of files.
 fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm")
         .or_else(|_| tempfile::tempdir())
@@ -119,7 +119,7 @@ fn a_damaged_checkpoint_and_a_damaged_cdi_file_leave_the_claim_with_devices_unkn
     assert!(opened.ledger.entry(&uid()).unwrap().is_unaccounted());
     assert!(opened.rebuilt.unwrap().contains("kept as"));
     drop(opened.store);
-    // Kubelet's list tells which they are, and the name of the claim.
+    // Kubelet's list provides the devices and the name of the claim.
     let handle = format!(
         r#"{{\"version\":1,\"claimUid\":\"{}\",\"nodeName\":\"a\",\"nodeUid\":\"b\",\"devices\":[{{\"request\":\"r\",\"device\":\"kvm\"}}]}}"#,
         uid()
@@ -162,7 +162,7 @@ fn a_look_changes_nothing_on_the_disk() {
     let good = std::fs::read(&path).unwrap();
     let half = format!("cdi/drayman.dev-claim_{}.json.tmp", uid());
     std::fs::write(root.path().join(half), "half").unwrap();
-    // Of version 2, with its checksum: as a newer release writes it.
+    // Version 2 with its checksum, as a newer release writes it.
     let mut hasher = crc32fast::Hasher::new();
     hasher.update(&2_u32.to_le_bytes());
     hasher.update(b"{}");
@@ -174,7 +174,7 @@ fn a_look_changes_nothing_on_the_disk() {
         assert_eq!(ledger.holder("kvm").map(|(holder, _)| holder), Some(&uid()));
         assert_eq!(everything(root.path()), before);
     }
-    // A person's change does not cost a newer release its checkpoint either.
+    // A user's change does not overwrite a newer release's checkpoint either.
     let before = everything(root.path());
     let error = Store::open_usable(&places, "boot").unwrap_err();
     assert!(error.to_string().contains("version 2"), "{error}");
@@ -194,7 +194,7 @@ fn a_file_that_the_system_does_not_give_is_not_damaged() {
     let root = directory();
     prepared(root.path());
     let before = everything(root.path());
-    // A directory of files that is a file stands for a disk that fails.
+    // A file in place of the CDI directory simulates a failing disk.
     let places = Places {
         cdi: root.path().join("plugins/drayman.dev/checkpoint.json/cdi"),
         ..places(root.path())
@@ -257,7 +257,7 @@ fn a_store_that_cannot_write_says_so_and_takes_up_again_afterwards() {
     let root = directory();
     let ledger = prepared(root.path());
     let Opened { store, .. } = open(root.path(), "boot").unwrap();
-    // A directory in the place of the temporary file stops root as well, which permissions do not.
+    // A directory in place of the temporary file also blocks root, unlike permissions.
     let obstacle = root.path().join("plugins/drayman.dev/checkpoint.json.tmp");
     std::fs::create_dir(&obstacle).unwrap();
     store
@@ -285,7 +285,7 @@ fn a_state_directory_that_somebody_removes_comes_back_with_checkpoint_and_lock()
     assert_eq!((opened.ledger, opened.rebuilt), (ledger, None));
 }
 
-/// The real records as the model sees them. Opened anew for each look, as a new process would.
+/// The real storage, for the model. It is reopened for each access, like in a new process.
 struct Real {
     root: tempfile::TempDir,
     store: std::cell::RefCell<Option<Store>>,
@@ -324,7 +324,7 @@ impl Records for Real {
 impl Disk for Real {
     fn found(&self) -> (BTreeMap<ClaimUid, Entry>, BTreeSet<ClaimUid>) {
         *self.store.borrow_mut() = None;
-        // What a process leaves that is killed within a write.
+        // The remains of a process that was killed during a write.
         std::fs::write(
             self.root.path().join("plugins/drayman.dev/checkpoint.json.tmp"),
             "half",

@@ -1,4 +1,4 @@
-//! A companion whose devices are there because the test says so.
+//! A companion with devices defined by the test.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -23,25 +23,25 @@ use crate::node::driver::NodeDriverError;
 pub(in crate::node::state) const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 pub(in crate::node::state) const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
 
-/// The node that devices may have in common.
+/// A device node that devices may share.
 pub(in crate::node::state) const CONTROL: &str = "/dev/control";
 
-/// Devices that are there because the test says so.
+/// A driver with devices defined by the test.
 pub(in crate::node::state) struct Said {
     pub(in crate::node::state) devices: watch::Sender<Arc<Devices>>,
     pub(in crate::node::state) gone: Mutex<BTreeSet<String>>,
     /// The devices that the node itself uses.
     pub(in crate::node::state) used: Mutex<BTreeSet<String>>,
-    /// Where containers see a device, if not at its own path.
+    /// The container path of a device, if it differs from its own path.
     pub(in crate::node::state) renamed: Mutex<BTreeMap<String, String>>,
-    /// What a device permits with the node that it has in common with others, if it has it.
+    /// The permissions of a device on the shared node, if it uses it.
     pub(in crate::node::state) control: Mutex<BTreeMap<String, &'static str>>,
     pub(in crate::node::state) asked: AtomicUsize,
-    /// Holds answers back while the test has the permit.
+    /// Delays responses while the test holds the permit.
     pub(in crate::node::state) gate: tokio::sync::Semaphore,
-    /// Nothing can be undone.
+    /// Whether undoing fails.
     pub(in crate::node::state) stuck: AtomicBool,
-    /// The claims for which something was undone.
+    /// The claims for which work was undone.
     pub(in crate::node::state) undone: Mutex<BTreeSet<String>>,
 }
 
@@ -76,7 +76,7 @@ impl Said {
             .send_replace(Arc::new(names.iter().map(device).collect()));
     }
 
-    /// The same with the minor number of each device's node.
+    /// Same as `say`, with the minor number of each device's node.
     pub(in crate::node::state) fn say_numbered(&self, names: &[(&str, u32)], kind: &str, mode: Mode) {
         let device = |(name, minor): &(&str, u32)| {
             let number = DeviceNumber {
@@ -140,7 +140,7 @@ impl NodeDriver for Said {
         Ok(injection)
     }
 
-    /// As a driver may that knows nothing of what its devices have in common: everything, one after the other.
+    /// Like a driver that does not know about shared nodes: concatenates the edits of all devices.
     async fn prepare(&self, claim: &PreparedClaim) -> Result<Injection, NodeDriverError> {
         let mut all = Injection::default();
         for device in &claim.devices {
@@ -163,27 +163,27 @@ impl NodeDriver for Said {
     }
 }
 
-/// One life of a companion on a node.
+/// One run of a companion on a node.
 pub(in crate::node::state) struct Life {
     pub(in crate::node::state) handle: Arc<OwnerHandle>,
     pub(in crate::node::state) inventory: watch::Receiver<Arc<Devices>>,
     pub(in crate::node::state) cluster: watch::Sender<ClusterFacts>,
     pub(in crate::node::state) doubt: Arc<Notify>,
-    /// What the API server shows of the claims of this node.
+    /// The API server's view of the claims of this node.
     pub(in crate::node::state) announcer: watch::Sender<Arc<Announced>>,
-    /// The extended resources that there should be.
+    /// The configured extended resources.
     pub(in crate::node::state) wanted: watch::Sender<Arc<BTreeMap<String, ExtendedResource>>>,
     pub(in crate::node::state) task: JoinHandle<()>,
 }
 
-/// What kubelet shows is what the test says.
+/// A kubelet whose view is defined by the test.
 #[derive(Debug, Default)]
 pub(in crate::node::state) struct Kubelet {
     pub(in crate::node::state) shown: Mutex<Option<Shown>>,
-    /// The extended resource under which it shows devices, if not under any.
+    /// The only extended resource under which it shows devices, if set.
     pub(in crate::node::state) under: Mutex<Option<String>>,
     pub(in crate::node::state) looks: AtomicUsize,
-    /// It does not answer.
+    /// Whether it does not answer.
     pub(in crate::node::state) hangs: AtomicBool,
 }
 
@@ -226,7 +226,7 @@ pub(in crate::node::state) async fn live(root: &Path, boot_id: &str, driver: &Ar
     live_beside(root, boot_id, driver, None).await
 }
 
-/// With a kubelet, the devices of the kind `camera` leave through both doors.
+/// With a kubelet, the devices of kind `camera` have mode `both`.
 pub(in crate::node::state) async fn live_beside(
     root: &Path,
     boot_id: &str,
@@ -238,7 +238,7 @@ pub(in crate::node::state) async fn live_beside(
     Life { task, ..life }
 }
 
-/// The same before it serves anybody: the task is one that has nothing to do.
+/// The same before it serves requests; the task is a dummy.
 pub(in crate::node::state) async fn begin(
     root: &Path,
     boot_id: &str,
@@ -248,7 +248,7 @@ pub(in crate::node::state) async fn begin(
     begin_with(root, boot_id, driver, kubelet, None).await
 }
 
-/// What the container runtime shows is what the test says.
+/// A container runtime whose view is defined by the test.
 #[derive(Debug, Default)]
 pub(in crate::node::state) struct Runtime(pub(in crate::node::state) Mutex<Witnessed>);
 

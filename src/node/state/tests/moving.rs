@@ -7,7 +7,7 @@ use crate::node::companion::Companion;
 const OLD: &str = "example.com/camera";
 const NEW: &str = "example.com/eye";
 
-/// A pod has camera `x`, under the name that the resource has at the start.
+/// A pod holds camera `x` under the original name of the resource.
 fn granted() -> Shown {
     let container = Container {
         namespace: "default".into(),
@@ -77,7 +77,7 @@ async fn until_published(life: &mut Life, such: impl Fn(Option<&str>) -> bool) {
     soon(seen).await.unwrap();
 }
 
-/// The pod has ended, and then everything is free.
+/// The pod ends, and all devices become free.
 async fn ends(life: &mut Life, kubelet: &Kubelet) {
     *kubelet.shown.lock().unwrap() = Some(Shown::default());
     until_published(life, |unhealthy| unhealthy.is_none()).await;
@@ -114,7 +114,7 @@ async fn a_kind_that_becomes_one_for_claims_waits_for_the_containers_that_have_i
         until_offered(&life, OLD, "x y").await;
         life.wanted.send_replace(resources(None, false));
         driver.say(&["x", "y"], "camera", Mode::Claims);
-        // The new devices may be heard of before the new resources or after.
+        // The new devices may arrive before or after the new resources.
         until_published(&mut life, |unhealthy| {
             unhealthy.is_some_and(|why| why.contains("default/plugged"))
         })
@@ -198,7 +198,7 @@ async fn a_grant_that_kubelet_does_not_show_yet_counts_though_the_resource_is_re
     life.end().await;
 }
 
-/// The devices of `live_with` under other names that lead to the same device nodes, or to those of `numbers`.
+/// Gives the devices of `live_with` other names, with the device numbers of `numbers`.
 fn rename(driver: &Said, kind: &str, mode: Mode, numbers: [u32; 2]) {
     let [x, y] = numbers;
     driver.say_numbered(&[("by-id-x", x), ("by-id-y", y)], kind, mode);
@@ -266,7 +266,7 @@ async fn a_claim_keeps_its_node_from_every_other_name_and_api() {
         until_offered(&life, OLD, "by-id-x by-id-y").await;
         life.prepare(A, &["by-id-x"]).await.unwrap();
         rename(&driver, "camera", Mode::Both, numbers);
-        // The claim keeps its device under the first name. If that leads elsewhere, the other name leads to its device node.
+        // The claim keeps its device under the first name. If that name moves to another node, the other name has the claim's device node.
         let (offered, held) = if numbers == [6, 7] {
             ("by-id-x? by-id-y", "by-id-x")
         } else {
@@ -298,7 +298,7 @@ async fn a_renamed_device_stays_with_its_claim_over_a_restart() {
     let refused = life.prepare(B, &["by-id-x"]).await.unwrap_err();
     assert_eq!(refused.reason, "DeviceHeld");
     life.end().await;
-    // Nothing of an earlier boot runs, and its device numbers say nothing.
+    // No container of an earlier boot runs, and its device numbers are meaningless.
     let life = live_and_know(root.path(), "the next boot", &driver).await;
     life.prepare(B, &["by-id-x"]).await.unwrap();
     life.end().await;

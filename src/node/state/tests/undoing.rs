@@ -4,7 +4,7 @@ use std::time::Duration;
 use super::fixture::*;
 use crate::node::admin::Access;
 
-/// A claim whose prepare has failed, at a driver that cannot undo what it did for it.
+/// A claim whose Prepare failed with a driver that cannot undo its work.
 async fn half_done(life: &Life, driver: &Said) {
     driver.stuck.store(true, Ordering::SeqCst);
     driver.gone.lock().unwrap().insert("x".into());
@@ -101,7 +101,7 @@ async fn what_a_person_releases_while_the_companion_does_not_run_is_undone_by_th
     assert_eq!(files(root.path()), Vec::<String>::new());
     assert!(driver.undone.lock().unwrap().is_empty());
 
-    // Whatever the driver cannot undo stays withheld.
+    // Devices that the driver cannot release stay withheld.
     driver.stuck.store(true, Ordering::SeqCst);
     let life = live_and_know(root.path(), "boot", &driver).await;
     assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason, "DeviceFailed");

@@ -8,7 +8,7 @@ use crate::api::crd::Mode;
 use crate::core::prepare::containers::Shown;
 use crate::node::companion::Companion;
 
-/// A node whose cameras leave by both ways, and a kubelet that shows no container.
+/// A node whose cameras have mode `both`, and a kubelet that shows no container.
 async fn live_with_cameras() -> (tempfile::TempDir, Life, Arc<Kubelet>) {
     let root = tempfile::tempdir().unwrap();
     let (driver, kubelet) = (Said::new(&[]), Arc::new(Kubelet::default()));
@@ -25,7 +25,7 @@ async fn live_with_cameras() -> (tempfile::TempDir, Life, Arc<Kubelet>) {
     (root, life, kubelet)
 }
 
-/// Kubelet hangs from now on, and a claim that wants a camera waits for it.
+/// Kubelet stops answering, and a claim for a camera waits for it.
 async fn waits(life: &Life, kubelet: &Kubelet) -> JoinHandle<Result<Vec<String>, CompanionError>> {
     kubelet.hangs.store(true, Ordering::SeqCst);
     let looks = kubelet.looks.load(Ordering::SeqCst);
@@ -90,7 +90,7 @@ async fn kubelet_is_asked_once_for_all_former_names() {
         }
     })
     .await;
-    // Whatever was asked for by then was answered, since a request is served after the change.
+    // All earlier queries are complete, because a request is served after the change.
     soon(life.unprepare(B)).await.unwrap();
     assert_eq!(kubelet.looks.load(Ordering::SeqCst), looks + 1);
     life.end().await;

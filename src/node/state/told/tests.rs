@@ -52,7 +52,7 @@ async fn a_device_that_vanishes_while_another_is_prepared_takes_its_file_too() {
     life.prepare(A, &["x"]).await.unwrap();
     let closed = driver.gate.acquire().await.unwrap();
     let (prepared, ()) = tokio::join!(life.prepare(B, &["y"]), async {
-        // Until the owner waits for its driver, and the next list has reached it.
+        // Yield until the task waits for its driver and has received the next list.
         for _ in 0..100 {
             tokio::task::yield_now().await;
         }
