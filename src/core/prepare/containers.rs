@@ -90,7 +90,7 @@ struct Hold {
 }
 
 impl Containers {
-    /// Whether kubelet has shown its grants since this process started. Until then, no device may be given to a claim.
+    /// Whether kubelet has shown its grants since this process started. Until then, no device of mode `both` may be given to a claim.
     pub fn known(&self) -> bool {
         self.known
     }

@@ -142,7 +142,7 @@ pub(crate) struct Node<D: Disk> {
     disk: D,
     ledger: Ledger,
     boots: usize,
-    /// Claims prepared successfully from kubelet's view; their containers may be running.
+    /// Claims that kubelet considers prepared; their containers may be running.
     running: BTreeSet<usize>,
     /// Claims for which the driver has work left to undo.
     driven: BTreeSet<ClaimUid>,

@@ -18,7 +18,7 @@ pub struct Preference {
 /// The end of the name order from which devices are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// The first name is taken first, like the controller does for claims.
+    /// The first name is taken first, as the controller does for claims.
     Front,
     /// The last name is taken first. Used for devices that are also offered to claims, so that both APIs do not compete for the same device
     /// while enough are free.

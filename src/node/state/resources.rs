@@ -226,7 +226,7 @@ impl<D: NodeDriver> Owner<D> {
         }
     }
 
-    /// Whether a kind has mode `both`.
+    /// Whether a kind has mode `both` and kubelet can be queried for its containers.
     pub(super) fn has_both(&self) -> bool {
         self.grants.is_some()
             && self

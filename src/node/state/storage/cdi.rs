@@ -108,7 +108,7 @@ impl CdiDirectory {
         files::replace(&self.disk, path, &text, 0o644)
     }
 
-    /// Reads the file of a claim. Returns `None` if it is not a valid CDI file. An error is an I/O error; a retry may succeed.
+    /// Reads the file of a claim. Returns `None` if it is missing or not a valid CDI file. An error is an I/O error; a retry may succeed.
     pub fn read(&self, uid: &ClaimUid) -> Result<Option<Spec>, StoreError> {
         let path = self.path(uid);
         let text = match files::read(&path, SIZE_MAX) {

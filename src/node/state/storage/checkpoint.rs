@@ -102,7 +102,7 @@ impl CheckpointFile {
         files::replace(&self.disk, &self.path, text.as_bytes(), 0o600)
     }
 
-    /// The identity and modification time of the file in place.
+    /// The identity of the file in place: device, inode and change time.
     pub(super) fn identity(&self) -> Option<Identity> {
         Identity::of(&self.path)
     }

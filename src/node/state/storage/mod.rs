@@ -108,7 +108,7 @@ struct Written {
     cluster: ClusterFacts,
     /// The durable text and the identity of its file; `None` while uncertain.
     text: Option<(String, Option<Identity>)>,
-    /// Excludes other processes; `None` only briefly, while it is acquired again.
+    /// Excludes other processes. Always set in an opened store.
     lock: Option<Lock>,
 }
 
