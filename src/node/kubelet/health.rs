@@ -1,7 +1,7 @@
-//! `grpc.health.v1` on the sockets of the doors.
+//! `grpc.health.v1` on the endpoints' sockets.
 //!
-//! A check there takes kubelet's own way: the same socket, the same limits, the same rewriting of its headers. It needs no port, and
-//! only root is let in. Kubelet's `grpc` probes take ports alone, so the pod's probes are those over HTTP.
+//! A health check takes the same path as kubelet: the same socket, limits and header rewriting. It needs no port, and only root and
+//! the companion's own user can connect. kubelet's `grpc` probes support only ports, so the pod's probes use HTTP.
 
 use tokio::sync::watch;
 use tonic_health::ServingStatus;
@@ -11,13 +11,13 @@ use tonic_health::server::{HealthReporter, health_reporter};
 use super::DoorState;
 use crate::node::kubelet::transport::MAX_MESSAGE;
 
-/// The health of these services, and of the whole socket, which follows the state of the door.
+/// Health of these services and of the whole socket; both follow the endpoint's state.
 pub(super) async fn service(
     services: &'static [&'static str],
     mut state: watch::Receiver<DoorState>,
 ) -> HealthServer<impl Health> {
     let (reporter, server) = health_reporter();
-    // Not within the call: what is borrowed must be let go of before anything is awaited.
+    // Computed in its own statement: the borrow must end before the `await`.
     let now = status(&state.borrow_and_update());
     report(&reporter, services, now).await;
     tokio::spawn(async move {
@@ -35,7 +35,7 @@ async fn report(reporter: &HealthReporter, services: &[&str], status: ServingSta
     }
 }
 
-/// A door that kubelet has not registered yet serves all the same.
+/// An endpoint that kubelet has not registered yet is already serving.
 fn status(state: &DoorState) -> ServingStatus {
     match state {
         DoorState::Waiting | DoorState::Registered => ServingStatus::Serving,

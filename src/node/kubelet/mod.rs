@@ -1,11 +1,11 @@
-//! The doors: gRPC APIs through which a device leaves the node.
+//! The gRPC APIs that kubelet calls on the node.
 //!
-//! A door checks the shape of a call, calls the [`Companion`](crate::node::companion::Companion) and writes its answer in the words of
-//! its version. It knows no device and holds nothing but sockets.
+//! An endpoint validates the shape of a call, calls the [`Companion`](crate::node::companion::Companion) and encodes the answer for
+//! its API version. Endpoints know no devices and keep no state except their sockets.
 //!
 //! * [`dra`]: claims, through plugin registration and the DRA services of kubelet 1.27 to 1.30.
 //! * [`device_plugin`]: extended resources.
-//! * [`pod_resources`]: no door, but the window beside them, through which kubelet shows what its containers have.
+//! * [`pod_resources`]: a client, not an endpoint: it reads from kubelet which devices containers have.
 
 pub mod device_plugin;
 pub mod dra;
@@ -24,17 +24,17 @@ use crate::core::prepare::name::NameError;
 use crate::node::companion::CompanionError;
 use crate::node::kubelet::transport::{SocketError, SocketPlace};
 
-/// The option that [`KubeletPaths::root_dir`] comes from, as errors name it.
+/// The command-line option that sets [`KubeletPaths::root_dir`], for error messages.
 pub const ROOT_DIR_OPTION: &str = "--kubelet-root-dir";
-/// The option that [`KubeletPaths::device_plugin_dir`] comes from, as errors name it.
+/// The command-line option that sets [`KubeletPaths::device_plugin_dir`], for error messages.
 pub const DEVICE_PLUGIN_DIR_OPTION: &str = "--device-plugin-dir";
 
-/// Where kubelet is found.
+/// kubelet's directories on this node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KubeletPaths {
-    /// kubelet's `--root-dir`. It must exist; `plugins` and `plugins_registry` in it are made if need be.
+    /// kubelet's `--root-dir`. It must exist; `plugins` and `plugins_registry` below it are created if missing.
     pub root_dir: PathBuf,
-    /// The directory of `kubelet.sock`. It does not follow kubelet's `--root-dir`. The directory above it must exist.
+    /// The directory of `kubelet.sock`, which does not follow kubelet's `--root-dir`. Its parent must exist.
     pub device_plugin_dir: PathBuf,
 }
 
@@ -56,19 +56,19 @@ impl KubeletPaths {
         }
     }
 
-    /// Where kubelet's plugin watcher looks for the driver's registration. Kubelet watches folders below its directory too (1.27 to 1.37,
-    /// `pkg/kubelet/pluginmanager/pluginwatcher`), so that a companion in a pod needs access to its own folder only.
+    /// The driver's registration socket. kubelet's plugin watcher also watches subdirectories (1.27 to 1.37,
+    /// `pkg/kubelet/pluginmanager/pluginwatcher`), so a companion in a pod mounts only its own folder.
     pub fn registration_socket(&self, driver_name: &str) -> SocketPlace {
         self.below_root(format!("plugins_registry/{driver_name}/reg.sock"))
     }
 
-    /// Where the driver's DRA service is.
+    /// The socket of the driver's DRA service.
     pub fn service_socket(&self, driver_name: &str) -> SocketPlace {
         self.below_root(format!("plugins/{driver_name}/dra.sock"))
     }
 
-    /// Where the device plugin of a resource is: the end of the resource's name, to be recognised, and a checksum of the whole
-    /// name, to be its own and short enough. The same after a restart, so that a stale socket is replaced.
+    /// The socket of a resource's device plugin: the last part of the resource name for readability, and a checksum of the whole
+    /// name to keep it unique and short. Stable across restarts, so a stale socket is replaced.
     pub fn device_plugin_socket(&self, resource_name: &str) -> SocketPlace {
         let name = resource_name.rsplit('/').next().unwrap_or_default();
         let short = name.chars().take(40).collect::<String>();
@@ -85,31 +85,31 @@ impl KubeletPaths {
         }
     }
 
-    /// Where a device plugin is that registers through the plugin watcher: a directory that kubelet does not empty.
+    /// The socket of a device plugin that registers through the plugin watcher, in a directory that kubelet does not empty.
     pub fn watched_device_plugin_socket(&self, driver_name: &str, resource_name: &str) -> SocketPlace {
         let checksum = crc32fast::hash(resource_name.as_bytes());
         self.below_root(format!("plugins/{driver_name}/dp-{checksum:08x}.sock"))
     }
 
-    /// Where kubelet's plugin watcher looks for the registration of a device plugin. The checksum alone, since the longest driver name leaves
-    /// eight bytes for it; kubelet asks for no suffix.
+    /// The registration socket of a device plugin for kubelet's plugin watcher. The name is only the checksum, because the longest
+    /// driver name leaves eight bytes for it; kubelet requires no suffix.
     pub fn device_plugin_registration_socket(&self, driver_name: &str, resource_name: &str) -> SocketPlace {
         let checksum = crc32fast::hash(resource_name.as_bytes());
         self.below_root(format!("plugins_registry/{driver_name}/{checksum:08x}"))
     }
 
-    /// Where kubelet serves the PodResources API.
+    /// The socket on which kubelet serves the PodResources API.
     pub fn pod_resources_socket(&self) -> PathBuf {
         self.root_dir.join("pod-resources/kubelet.sock")
     }
 
-    /// Where kubelet takes the registration of device plugins.
+    /// The socket on which kubelet accepts device plugin registrations.
     pub fn kubelet_socket(&self) -> PathBuf {
         self.device_plugin_dir.join("kubelet.sock")
     }
 }
 
-/// How a door stands with kubelet, as far as the door has been told. Kubelet does not say when it goes away.
+/// Registration state of an endpoint, as last reported by kubelet. kubelet does not announce that it stops.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum DoorState {
     /// Not serving yet.
@@ -119,21 +119,21 @@ pub enum DoorState {
     Waiting,
     /// Kubelet has registered it.
     Registered,
-    /// Kubelet has refused it. The door tries again, ever more slowly.
+    /// kubelet rejected the registration. It is retried with increasing delay.
     Rejected {
-        /// What kubelet said.
+        /// kubelet's error message.
         message: String,
     },
-    /// It cannot be served. It is tried again, ever more slowly.
+    /// The endpoint cannot be served. It is retried with increasing delay.
     Failed {
-        /// Why not.
+        /// The cause.
         message: String,
     },
-    /// The door has ended.
+    /// The endpoint has shut down.
     Closed,
 }
 
-/// All sockets of a door are served. What kubelet has said of it by now stands.
+/// Marks an endpoint as served, unless kubelet has already reported a registration status.
 fn is_served(state: &watch::Sender<DoorState>) {
     state.send_if_modified(|state| {
         let is_first = *state == DoorState::Starting;
@@ -144,16 +144,16 @@ fn is_served(state: &watch::Sender<DoorState>) {
     });
 }
 
-/// Why a door cannot open.
+/// Why an endpoint cannot be served.
 #[derive(Debug, Error)]
 pub enum DoorError {
-    /// A socket cannot be had.
+    /// A socket cannot be created.
     #[error(transparent)]
     Socket(#[from] SocketError),
-    /// The name of the driver or resource is none.
+    /// The driver or resource name is invalid.
     #[error(transparent)]
     Name(#[from] NameError),
-    /// The companion has no such resource.
+    /// No kind has this extended resource.
     #[error("no kind of device has the extended resource {resource_name}")]
     NoSuchResource {
         /// The resource.
@@ -172,7 +172,7 @@ impl DoorError {
     }
 }
 
-/// A refusal as gRPC says it: the request's fault or the node's state.
+/// Converts an error to a gRPC status: `InvalidArgument` for an invalid request, else `FailedPrecondition`.
 fn status(error: CompanionError) -> Status {
     if error.invalid_request {
         Status::invalid_argument(error.message)
@@ -181,7 +181,7 @@ fn status(error: CompanionError) -> Status {
     }
 }
 
-/// The companion broke its contract.
+/// The companion violated its contract: one answer per request.
 fn wrong_number_of_answers(asked: usize, answers: usize) -> Status {
     tracing::error!(asked, answers, "the companion has not answered once per request");
     Status::internal(format!(
@@ -189,13 +189,13 @@ fn wrong_number_of_answers(asked: usize, answers: usize) -> Status {
     ))
 }
 
-/// What a whole call is refused with.
+/// Rejects a whole call.
 fn refused(message: String) -> Status {
     tracing::warn!(reason = "InvalidRequest", "a call is refused: {message}");
     Status::invalid_argument(message)
 }
 
-/// What a caller sent, as errors and logs may show it: escaped and not too long.
+/// Caller input for errors and logs: escaped, and at most `MOST` characters.
 fn shown(text: &str) -> String {
     const MOST: usize = 64;
     let start = text.chars().take(MOST).collect::<String>();
@@ -247,7 +247,7 @@ mod tests {
             paths.watched_device_plugin_socket(&driver, &resource),
             paths.device_plugin_registration_socket(&driver, &resource),
         ] {
-            // One more for the dot of the hidden name.
+            // One more byte for the dot of the hidden name.
             assert!(
                 place.path.as_os_str().len() < crate::node::kubelet::transport::MAX_PATH,
                 "{}",

@@ -9,10 +9,10 @@ use crate::api::proto::plugin_registration::{
     InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
 };
 
-/// What kubelet may say of a rejection that is kept and logged.
+/// Characters of kubelet's rejection message that are kept and logged.
 const MAX_REASON: usize = 1024;
 
-/// Answers who we are, and takes kubelet's verdict.
+/// Reports the plugin's identity to kubelet and records the registration status.
 #[derive(Debug)]
 pub(super) struct RegistrationService {
     pub(super) info: PluginInfo,
@@ -26,7 +26,7 @@ impl Registration for RegistrationService {
         Ok(Response::new(self.info.clone()))
     }
 
-    /// Never an error: up to 1.35 kubelet would then keep the plugin as known and not registered.
+    /// Never returns an error: up to 1.35, kubelet would then keep the plugin as known but not registered.
     async fn notify_registration_status(
         &self,
         request: Request<RegistrationStatus>,

@@ -1,4 +1,4 @@
-//! Extended resources: the device plugin API, v1beta1.
+//! The device plugin API, v1beta1, for extended resources.
 
 mod register;
 mod service;
@@ -22,25 +22,25 @@ use service::{DevicePluginService, Streams};
 /// The only version of the API.
 const VERSION: &str = "v1beta1";
 
-/// How kubelet learns of a device plugin.
+/// How a device plugin registers with kubelet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PluginRegistration {
-    /// The plugin calls kubelet, at `kubelet.sock` in the directory of device plugins. Every kubelet has it.
+    /// The plugin calls `kubelet.sock` in the device plugin directory. Every kubelet supports it.
     #[default]
     KubeletSocket,
-    /// Kubelet finds the plugin, by its plugin watcher in `plugins_registry` below its root directory: for nodes whose directory of
-    /// device plugins cannot be reached. It finds it again by itself after a restart. If it loses the plugin otherwise, it does not
-    /// notice; the companion then makes the registration anew.
+    /// kubelet's plugin watcher finds the plugin in `plugins_registry` below its root directory: for nodes whose device plugin
+    /// directory is not accessible. kubelet finds it again after a restart. If it loses the plugin otherwise, it does not retry;
+    /// the companion then recreates the registration socket.
     PluginWatcher,
 }
 
-/// Opens the door for one extended resource and keeps it open until the shutdown.
+/// Serves the device plugin API for one extended resource until the shutdown.
 ///
-/// The socket is served first and registered then: at once, again when kubelet has restarted, and again when it drops ListAndWatch and
-/// does not come back. While there is no kubelet this waits for it.
+/// The plugin registers once its socket is served, and again after a restart of kubelet or if kubelet closes ListAndWatch without
+/// reopening it. While kubelet is down, this waits for it.
 ///
-/// `state` follows the registration. Dropping the future closes the door as the shutdown does, without waiting for calls in
-/// flight. An error comes only before the door is open.
+/// `state` follows the registration. Dropping the future stops the endpoint like the shutdown does, without waiting for calls in
+/// flight. Errors are returned only before the endpoint is served.
 pub async fn serve<C: Companion>(
     companion: Arc<C>,
     paths: KubeletPaths,
@@ -130,7 +130,7 @@ pub async fn serve<C: Companion>(
     registered
 }
 
-/// What we offer beyond ListAndWatch and Allocate.
+/// The optional calls that the plugin supports.
 fn options(checks_start: bool) -> DevicePluginOptions {
     DevicePluginOptions {
         pre_start_required: checks_start,

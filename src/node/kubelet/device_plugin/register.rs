@@ -1,4 +1,4 @@
-//! Registers a device plugin at kubelet, and again whenever kubelet has lost it.
+//! Registers a device plugin with kubelet, and again whenever kubelet has lost it.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,17 +15,17 @@ use crate::api::proto::device_plugin_v1beta1::{DevicePluginOptions, RegisterRequ
 use crate::node::kubelet::DoorState;
 use crate::node::kubelet::transport::Identity;
 
-/// How long a registration may take: kubelet dials us for up to 10 s within it.
+/// Deadline of a registration, within which kubelet dials the plugin for up to 10 s.
 const CALL_LIMIT: Duration = Duration::from_secs(20);
-/// How long after a registration kubelet may be without a ListAndWatch before it is registered again.
+/// How long a registered plugin may be without ListAndWatch before it registers again.
 const GRACE: Duration = Duration::from_secs(2);
-/// How soon a failed or lost registration is tried again, at first and at last.
+/// First and longest delay before a failed or lost registration is retried.
 const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(30));
 
 /// Keeps one resource registered.
 ///
-/// Streams of earlier registrations are left to kubelet: up to 1.35, when one ends, it disconnects whatever plugin now has the
-/// resource's name (kubernetes#121994), so ending them would undo the registration that follows.
+/// Streams of earlier registrations are left open: up to 1.35, when one ends, kubelet disconnects the current plugin of the same
+/// resource name (kubernetes#121994), which would undo the new registration.
 pub(super) struct Registrar {
     pub(super) kubelet: PathBuf,
     pub(super) endpoint: String,
@@ -39,14 +39,14 @@ pub(super) struct Registrar {
 
 /// Why a registration failed.
 enum Failure {
-    /// There is no kubelet that answers.
+    /// kubelet does not answer.
     Absent(String),
-    /// Kubelet refused.
+    /// kubelet rejected the registration.
     Refused(Status),
 }
 
 impl Registrar {
-    /// Never ends.
+    /// Never returns.
     pub(super) async fn run(mut self) {
         let mut pause = RETRY.0;
         loop {
@@ -62,7 +62,7 @@ impl Registrar {
                     tracing::info!(resource, "kubelet has registered the extended resource");
                     self.state.send_replace(DoorState::Registered);
                     let held = self.until_lost(kubelet, streams_before).await;
-                    // A stream that ends at once again and again must not make a busy loop.
+                    // Back off if streams keep ending immediately, to avoid a busy loop.
                     pause = if held { RETRY.0 } else { RETRY.1.min(pause * 2) };
                 }
                 Err(Failure::Absent(error)) => {
@@ -87,7 +87,7 @@ impl Registrar {
         }
     }
 
-    /// Waits for the pause, or, and then it is true, until there is a new kubelet or our socket was made again.
+    /// Waits for the pause. Returns true at once if kubelet was replaced or our socket was recreated.
     async fn wait(&mut self, pause: Duration, kubelet: Option<Identity>) -> bool {
         let pause = sleep(pause);
         tokio::pin!(pause);
@@ -102,7 +102,7 @@ impl Registrar {
         }
     }
 
-    /// Waits until the registration is void. True if kubelet had opened a ListAndWatch for it.
+    /// Waits until the registration is lost. Returns whether kubelet had opened a ListAndWatch for it.
     async fn until_lost(&mut self, kubelet: Option<Identity>, streams_before: u64) -> bool {
         let mut held = false;
         let mut watched_last = Instant::now();
@@ -172,7 +172,7 @@ impl Registrar {
     }
 }
 
-/// Whether there is a kubelet now that is not the one from before.
+/// Whether kubelet's socket exists and has been replaced.
 fn is_another(before: Option<Identity>, now: Option<Identity>) -> bool {
     now.is_some() && now != before
 }

@@ -1,4 +1,4 @@
-//! What kubelet calls: the list of devices, and Allocate.
+//! The device plugin service of one resource.
 
 use std::collections::BTreeSet;
 use std::pin::Pin;
@@ -24,16 +24,15 @@ use crate::node::companion::{Companion, PluginDevice, Preference};
 use crate::node::kubelet::transport::MAX_MESSAGE;
 use crate::node::kubelet::{refused, shown, status, wrong_number_of_answers};
 
-/// The streams of ListAndWatch, numbered from 1.
+/// ListAndWatch streams, numbered from 1.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Streams {
-    /// The number of the newest.
+    /// Number of the newest stream.
     pub(super) opened: u64,
-    /// Those that are open.
+    /// Numbers of the open streams.
     pub(super) open: BTreeSet<u64>,
 }
 
-/// The device plugin of one resource.
 pub(super) struct DevicePluginService<C> {
     pub(super) companion: Arc<C>,
     pub(super) resource_name: String,
@@ -163,7 +162,7 @@ fn too_many_devices(count: usize) -> Status {
     ))
 }
 
-/// Counts a stream as open while it lives.
+/// Counts a stream as open until it is dropped.
 struct OpenStream {
     number: u64,
     streams: watch::Sender<Streams>,
@@ -177,7 +176,7 @@ impl Drop for OpenStream {
     }
 }
 
-/// The messages of one ListAndWatch.
+/// State of one ListAndWatch stream.
 struct Lists {
     resource_name: String,
     devices: watch::Receiver<Vec<PluginDevice>>,
@@ -187,8 +186,8 @@ struct Lists {
 }
 
 impl Lists {
-    /// The next message: the list as it is now, as soon as it is another than the one sent last. None at the shutdown only,
-    /// because the end of the stream makes all devices unhealthy.
+    /// The next message: the current device list, once it differs from the last one sent. The stream ends only on shutdown, because
+    /// kubelet marks all devices unhealthy when it ends.
     async fn next(mut self) -> Option<(Result<ListAndWatchResponse, Status>, Self)> {
         loop {
             let now = self.devices.borrow_and_update().clone();
@@ -207,7 +206,7 @@ impl Lists {
             tokio::select! {
                 () = self.shutdown.cancelled() => return None,
                 changed = self.devices.changed() => if changed.is_err() {
-                    // Whoever knew the devices is gone, so the process is ending; the shutdown follows.
+                    // The sender is gone, so the process is stopping; the shutdown follows.
                     self.shutdown.cancelled().await;
                     return None;
                 }

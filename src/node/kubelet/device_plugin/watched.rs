@@ -16,15 +16,15 @@ use crate::node::kubelet::registration::RegistrationService;
 use crate::node::kubelet::transport::{GrpcCalls, MAX_MESSAGE, SocketPlace, listen};
 use crate::node::kubelet::{DoorError, DoorState, is_served};
 
-/// How long kubelet may be without a ListAndWatch before the registration is made anew, at first and at last. Its plugin watcher
-/// takes a second or two; a kubelet that is stopped takes as long as it likes, and finds the socket when it starts.
+/// First and longest time without ListAndWatch before the registration socket is recreated. The plugin watcher needs a second or
+/// two; a stopped kubelet finds the socket when it starts.
 const GRACE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(300));
 
-/// A device plugin that is served.
+/// A served device plugin.
 pub(super) struct Plugin {
-    /// Where the watcher looks.
+    /// Its registration socket.
     pub(super) place: SocketPlace,
-    /// Where the plugin is served.
+    /// The path of its service socket.
     pub(super) endpoint: String,
     pub(super) resource_name: String,
     pub(super) state: watch::Sender<DoorState>,
@@ -35,8 +35,8 @@ pub(super) struct Plugin {
 
 /// Keeps the plugin registered until the shutdown.
 ///
-/// Kubelet finds the socket by itself, also after a restart. But it does not notice if its ListAndWatch ends for another reason, nor
-/// does it try again after a failure: then the socket is made anew.
+/// kubelet finds the socket by itself, also after a restart. It does not retry after a failed registration or when its ListAndWatch
+/// ends for another reason; the socket is then recreated.
 pub(super) async fn register(mut plugin: Plugin) -> Result<(), DoorError> {
     let service = RegistrationService {
         info: PluginInfo {

@@ -1,7 +1,7 @@
-//! Follows the claims that are allocated on this node, for kinds that leave through both doors.
+//! Watches the claims allocated on this node, for kinds that are served through both DRA and the device plugin API.
 //!
-//! The controller puts a label with the node's name on each claim, together with its finalizer and so before it allocates. The watch
-//! is limited to this label: a node hears of its own claims and not of the cluster's.
+//! The controller labels each claim with the node's name together with the finalizer, thus before it allocates. The watch selects
+//! this label, so a node receives its own claims and not those of the whole cluster.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use crate::core::prepare::announced::Announced;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::driver_name::DriverName;
 
-/// What the watch needs.
+/// Watches the claims allocated on this node.
 pub(in crate::node) struct Announcements {
     pub(in crate::node) client: kube::Client,
     pub(in crate::node) driver_name: DriverName,
@@ -29,7 +29,7 @@ pub(in crate::node) struct Announcements {
 }
 
 impl Announcements {
-    /// Follows the claims until the shutdown.
+    /// Watches the claims until the shutdown.
     pub(in crate::node) async fn run(mut self, shutdown: CancellationToken) {
         loop {
             tokio::select! {
@@ -38,7 +38,7 @@ impl Announcements {
             }
             let serves = self.cluster.borrow_and_update().serves_claims == Some(true);
             if !serves {
-                // There can be no claims.
+                // The API is not served, so there are no claims.
                 let mut none = Announced::default();
                 none.replace([], self.driver_name.as_str(), &self.node_name);
                 self.sender.send_replace(Arc::new(none));

@@ -19,21 +19,21 @@ use crate::core::prepare::name::check_driver;
 use crate::node::companion::Companion;
 use crate::node::kubelet::transport::{MAX_MESSAGE, listen};
 
-/// What kubelet up to 1.31 takes as the version of a DRA plugin: any 1.x. While it has a plugin of this name registered at another socket, it
-/// takes a higher version only. Releases that said 1.0.0 had their registration beside the driver's folder. If such a companion is
-/// killed, its socket stays, and the next companion cannot reach it.
+/// The version announced in the plugin registration. kubelet up to 1.31 accepts any 1.x, but while a plugin of this name is
+/// registered at another socket, only a higher version. Releases that announced 1.0.0 had their registration socket outside the
+/// driver's folder: if such a companion is killed, its socket stays and the next companion cannot remove it.
 const SUPPORTED_VERSION: &str = "1.0.1";
-/// How soon a rejected registration is offered again, at first and at last.
+/// First and longest delay before a rejected registration is offered again.
 const RETRY: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(600));
 
-/// Opens the door for claims and keeps it open until the shutdown.
+/// Serves the DRA API until the shutdown.
 ///
-/// The DRA service (`<root>/plugins/<driver>/dra.sock`) is served first, as `v1alpha2.Node` and `v1alpha3.Node` of kubelet 1.27
-/// to 1.30; then the registration (`<root>/plugins_registry/<driver>/reg.sock`). Both are made again whenever somebody removes
-/// them. A kubelet that restarts finds the registration by itself: it walks its directory.
+/// The DRA service (`<root>/plugins/<driver>/dra.sock`) is served first, as `v1alpha2.Node` and `v1alpha3.Node` of kubelet 1.27 to
+/// 1.30; then the registration service (`<root>/plugins_registry/<driver>/reg.sock`). Both sockets are recreated whenever they are
+/// removed. A restarted kubelet walks its plugin directory and finds the registration again.
 ///
-/// `state` follows the registration; it is [`DoorState::Waiting`] once both sockets are served. Dropping the future closes the
-/// door as the shutdown does, without waiting for calls in flight. An error comes only before the door is open.
+/// `state` follows the registration; it is [`DoorState::Waiting`] once both sockets are served. Dropping the future stops the
+/// endpoint like the shutdown does, without waiting for calls in flight. Errors are returned only before the endpoint is served.
 pub async fn serve<C: Companion>(
     companion: Arc<C>,
     paths: KubeletPaths,
@@ -95,7 +95,7 @@ pub async fn serve<C: Companion>(
         tokio::select! {
             () = ours.cancelled() => break,
             Ok(()) = published.changed() => {
-                // Kubelet will ask the new socket.
+                // kubelet registers the new socket.
                 state.send_replace(DoorState::Waiting);
             }
             Ok(()) = verdicts.changed() => {
@@ -104,7 +104,7 @@ pub async fn serve<C: Companion>(
                 }
             }
             () = sleep(pause), if rejected => {
-                // Kubelet up to 1.35 asks again only for a new socket.
+                // kubelet up to 1.35 asks again only for a new socket.
                 registration.renew();
                 pause = RETRY.1.min(pause * 2);
             }

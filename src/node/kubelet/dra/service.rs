@@ -1,4 +1,4 @@
-//! What kubelet calls: prepare and unprepare, in the two versions that kubelet 1.27 to 1.30 speak.
+//! The DRA services `v1alpha2.Node` and `v1alpha3.Node` of kubelet 1.27 to 1.30: prepare and unprepare.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -13,17 +13,17 @@ use crate::node::companion::{ClaimToPrepare, ClaimToUnprepare, Companion, Compan
 use crate::node::kubelet::transport::MAX_MESSAGE;
 use crate::node::kubelet::{refused, shown, status, wrong_number_of_answers};
 
-/// What a claim is refused with that has structured parameters.
+/// Error for a claim with structured parameters.
 const STRUCTURED: &str = "the claim was allocated by structured parameters, which this driver does not have: use a ResourceClass \
                           without structuredParameters";
 
-/// The names of the services of the DRA socket.
+/// Names of the services on the DRA socket.
 pub(super) const SERVICES: &[&str] = &[
     v1alpha2::node_server::SERVICE_NAME,
     v1alpha3::node_server::SERVICE_NAME,
 ];
 
-/// The services of the DRA socket.
+/// Routes of the services on the DRA socket.
 pub(super) fn routes<C: Companion>(companion: &Arc<C>) -> Routes {
     let old = v1alpha2::node_server::NodeServer::new(DraService(Arc::clone(companion)));
     let new = v1alpha3::node_server::NodeServer::new(DraService(Arc::clone(companion)));
@@ -33,7 +33,7 @@ pub(super) fn routes<C: Companion>(companion: &Arc<C>) -> Routes {
 
 struct DraService<C>(Arc<C>);
 
-/// The claims of a call, if it has a sane number of them and each once.
+/// Returns the claims of a call. Rejects too many claims, a missing uid and a duplicate uid.
 fn checked(request: Request<ClaimList>) -> Result<Vec<v1alpha3::Claim>, Status> {
     let claims = request
         .into_inner()
@@ -185,7 +185,7 @@ impl<C: Companion> v1alpha2::node_server::Node for DraService<C> {
     }
 }
 
-/// The answer to a request for one claim.
+/// Returns the single answer of a call for one claim.
 fn only<T>(answers: Vec<Result<T, CompanionError>>) -> Result<T, Status> {
     match <[_; 1]>::try_from(answers) {
         Ok([answer]) => answer.map_err(status),
@@ -193,7 +193,7 @@ fn only<T>(answers: Vec<Result<T, CompanionError>>) -> Result<T, Status> {
     }
 }
 
-/// A failure as an entry says it: never empty, because empty means success.
+/// The error text of a response entry. Never empty, because an empty text means success.
 fn sentence(error: CompanionError) -> String {
     if error.message.is_empty() {
         error.reason.to_owned()

@@ -1,4 +1,4 @@
-//! What kubelet has recorded of grants of this driver, whatever the extended resource was called then.
+//! Devices of this driver in kubelet's device manager checkpoint, including those under former extended resource names.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -17,9 +17,10 @@ use crate::core::prepare::former::Former;
 use crate::core::prepare::naming::environment_name;
 use crate::node::discovery::device_number;
 
-/// What containers may have of the extended resources of earlier processes: the configuration may have changed since. `None` where the
-/// directory of kubelet's PodResources API or that of its device manager is not there: kubelet makes both, so they are not mounted, and
-/// nobody would ever hear what was granted and that the containers have ended.
+/// Devices that containers may hold under extended resources of earlier configurations.
+///
+/// Returns `None` if the directory of the PodResources API or of the device manager is missing. kubelet creates both, so they are
+/// not mounted here, and neither the granted devices nor the end of their containers can be observed.
 pub(in crate::node) fn former(
     paths: &KubeletPaths,
     driver: &DriverName,
@@ -59,18 +60,18 @@ pub(in crate::node) fn former(
     Some(former)
 }
 
-/// Where the device nodes are found that answers of earlier releases name by their paths.
+/// Where to find device nodes that earlier releases recorded only by path.
 #[derive(Clone, Debug)]
 pub struct HostNodes {
-    /// The host's `/dev`, as this process sees it.
+    /// The host's `/dev`, as mounted in this process.
     pub dev: PathBuf,
     /// The directory of CDI files.
     pub cdi_dir: PathBuf,
 }
 
 impl HostNodes {
-    /// The device numbers that a device was granted with. An earlier release did not tell them in its answers: then they are those that
-    /// its own nodes have now, by the answer or by the CDI file that the answer names.
+    /// The device numbers a device was granted with. Earlier releases did not record them: then the current numbers of the device's
+    /// own nodes are used, whose paths come from the recorded response or from the CDI file it names.
     pub(super) fn numbers_of(&self, driver: &DriverName, device: &str, given: &Given) -> Vec<DeviceNumber> {
         if !given.numbers.is_empty() {
             return given.numbers.clone();
@@ -87,7 +88,7 @@ impl HostNodes {
     }
 }
 
-/// The paths on the host of the nodes that belong to a device alone, as its CDI file tells; none without a file that can be read.
+/// Host paths of a device's own nodes, read from its CDI file; empty if the file cannot be read.
 fn own_paths(file: &Path, device: &str) -> Vec<String> {
     let mut text = Vec::new();
     let read = File::open(file).and_then(|file| file.take(SIZE_MAX).read_to_end(&mut text));

@@ -1,4 +1,4 @@
-//! What kubelet shows of the devices that its containers hold, put together.
+//! The devices that containers hold, combined from kubelet's PodResources API and its device manager checkpoint.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -17,32 +17,33 @@ use crate::core::prepare::device_manager::{self, Grant, granted_by};
 use crate::core::prepare::driver_name::DriverName;
 use crate::core::prepare::naming::device_of_plugin_id;
 
-/// The size of kubelet's file that is read, at most.
+/// Bytes that are read of kubelet's checkpoint file.
 pub(super) const SIZE_MAX: u64 = 64 * 1024 * 1024;
 
-/// Shows which devices containers hold. Kubelet does, and in tests somebody else.
+/// Source of the devices that containers hold: kubelet, or a fake in tests.
 pub trait Grants: std::fmt::Debug + Send + Sync + 'static {
-    /// What is shown now of the devices of these extended resources, by resource, all at one moment; an error is a sentence for a person.
+    /// The devices held now under these extended resources, by resource, from one consistent read. The error is a message for the
+    /// user.
     fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<BTreeMap<String, Shown>, String>>;
 }
 
-/// What kubelet shows: its PodResources API, and the file of its device manager (`kubelet_internal_checkpoint`), which has the init
-/// containers and the pods deleted by force that the API leaves out.
+/// kubelet as the source: its PodResources API, plus its device manager checkpoint (`kubelet_internal_checkpoint`), which includes
+/// init containers and force-deleted pods that the API omits.
 #[derive(Debug)]
 pub struct KubeletGrants {
     client: PodResourcesClient,
-    /// The file of kubelet's device manager.
+    /// kubelet's device manager checkpoint.
     file: PathBuf,
-    /// A directory for each pod whose containers may still run.
+    /// kubelet's pods directory: it has a subdirectory for each pod whose containers may still run.
     pods: PathBuf,
-    /// By whose answers our grants are known.
+    /// Identifies our entries in the checkpoint by their responses.
     driver: DriverName,
-    /// Where the nodes of devices are that were granted by an earlier release.
+    /// Where to find device nodes that earlier releases recorded only by path.
     nodes: HostNodes,
 }
 
 impl KubeletGrants {
-    /// What the kubelet shows that is found there.
+    /// Uses the kubelet with these directories.
     pub fn new(paths: &KubeletPaths, driver: &DriverName, nodes: HostNodes) -> Self {
         Self {
             driver: driver.clone(),
@@ -57,7 +58,7 @@ impl KubeletGrants {
 impl Grants for KubeletGrants {
     fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<BTreeMap<String, Shown>, String>> {
         Box::pin(async move {
-            // The list first: it makes kubelet forget what has ended. What is granted after it is in the file.
+            // List first: it makes kubelet drop ended containers, and devices granted after it are in the file.
             let list = self.client.list().await.map_err(|error| error.to_string())?;
             let (file, pods) = (self.file.clone(), self.pods.clone());
             let (driver, nodes) = (self.driver.clone(), self.nodes.clone());
@@ -85,7 +86,7 @@ impl Grants for KubeletGrants {
     }
 }
 
-/// The entries of kubelet's file; none if there is no file yet. Kubelet replaces it as a whole.
+/// Reads the checkpoint entries; none if the file does not exist yet. kubelet replaces the file atomically.
 pub(super) fn read(path: &Path) -> io::Result<Vec<Grant>> {
     let file = match File::open(path) {
         Ok(file) => file,
@@ -97,10 +98,10 @@ pub(super) fn read(path: &Path) -> io::Result<Vec<Grant>> {
     device_manager::parse(&text).map_err(io::Error::other)
 }
 
-/// The pods with one of these extended resources of which something may still run: those that kubelet still has a directory of.
+/// The pods with one of these extended resources that may still run: kubelet still has a directory for them.
 ///
-/// Without the directory of all pods nothing can be told, which is the inner error: whoever cannot see it must not take it for empty, or
-/// devices of init containers and of pods that were deleted by force would count as free.
+/// The inner error means that the directory of all pods is not visible. It must not be treated as empty, or devices of init
+/// containers and of force-deleted pods would count as free.
 fn remain<'a>(
     pods: &Path,
     entries: &'a [Grant],
@@ -119,7 +120,7 @@ fn remain<'a>(
         .filter(|entry| resources.contains(&entry.resource_name))
     {
         let uid = entry.pod_uid.as_str();
-        // It is the name of a directory, and comes from a file that only root can write.
+        // The uid becomes a directory name. It comes from a file that only root can write.
         if !uid.contains('/') && is_directory(&pods.join(uid))? {
             remain.insert(uid);
         }
@@ -127,7 +128,7 @@ fn remain<'a>(
     Ok(Ok(remain))
 }
 
-/// Whether there is a directory of this name. What cannot be looked at is an error.
+/// Whether a directory exists at this path. Any failure except `NotFound` is an error.
 fn is_directory(path: &Path) -> Result<bool, String> {
     match path.metadata() {
         Ok(metadata) => Ok(metadata.is_dir()),
@@ -221,7 +222,7 @@ mod tests {
                 .iter()
                 .eq(&["runs"])
         );
-        // A file where the directory should be, and what cannot be looked at.
+        // A file in place of the directory, and a path that cannot be read.
         let file = directory.path().join("file");
         std::fs::write(&file, "").unwrap();
         remain(&file, &entries, &resources()).unwrap().unwrap_err();
@@ -246,7 +247,7 @@ mod tests {
             }],
         };
         let list = [
-            // The same device for each of its NUMA nodes.
+            // kubelet lists a device once for each of its NUMA nodes.
             pod(
                 "p",
                 vec![devices("x.dev/a", &["a0"]), devices("x.dev/a", &["a0"])],

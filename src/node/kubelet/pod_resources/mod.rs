@@ -1,7 +1,7 @@
-//! kubelet's PodResources API, v1, as a client: which container has which devices.
+//! Client of kubelet's PodResources API, v1, which lists the devices of each container.
 //!
-//! Kubelet serves it from 1.20 on at `pod-resources/kubelet.sock` below its root directory, and lets 100 calls a second through for
-//! all clients of the node together, ten at once. We keep to a tenth of that.
+//! kubelet serves it since 1.20 at `pod-resources/kubelet.sock` below its root directory. It allows 100 calls a second with a burst
+//! of ten, shared by all clients on the node. We use at most a tenth of that rate.
 
 mod former;
 mod grants;
@@ -21,38 +21,38 @@ pub use former::HostNodes;
 pub(in crate::node) use former::former;
 pub use grants::{Grants, KubeletGrants};
 
-/// How long a call may take, the connection included.
+/// Deadline of a call, including the connection.
 const CALL_LIMIT: Duration = Duration::from_secs(3);
-/// The largest answer that is read. Kubelet sends all pods of the node in one message.
+/// Largest response in bytes. kubelet sends all pods of the node in one message.
 const MAX_ANSWER: usize = 16 * 1024 * 1024;
-/// Calls at once, and how soon after a call there may be another one when those are used up.
+/// Burst size, and the interval in which one further call becomes available.
 const BURST: u32 = 5;
 const REFILL: Duration = Duration::from_millis(100);
-/// How often a call is made again that kubelet refused because of the others' calls, and after which pause.
+/// Number of retries after kubelet's rate limit, and the delay before each.
 const RETRIES: u32 = 3;
 const RETRY_PAUSE: Duration = Duration::from_millis(200);
 
-/// Why kubelet does not tell.
+/// Why a PodResources call failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PodResourcesError {
-    /// There is nobody at the socket: kubelet is down, or older than 1.20, or has another root directory.
+    /// The socket cannot be reached: kubelet is down, older than 1.20, or has another root directory.
     #[error("kubelet does not answer at {socket:?}: {problem}")]
     Absent {
         /// The socket.
         socket: PathBuf,
-        /// Why not.
+        /// The cause.
         problem: String,
     },
-    /// Kubelet does not have this call, or has it switched off.
+    /// kubelet does not implement this call, or has it disabled.
     #[error("this kubelet does not offer it: {0}")]
     Unsupported(String),
-    /// The calls of all clients of the node together are too many.
+    /// The shared rate limit of all clients on the node is exhausted.
     #[error("kubelet has too many of these calls to answer from all programs of this node together")]
     TooMany,
     /// No answer in time.
     #[error("no answer within {} s", CALL_LIMIT.as_secs())]
     Timeout,
-    /// Anything else.
+    /// Any other error from kubelet.
     #[error("kubelet refuses: {0}")]
     Refused(String),
 }
@@ -70,7 +70,7 @@ impl PodResourcesError {
     }
 }
 
-/// A client of the API. The connection is made when it is needed, and again after kubelet has restarted.
+/// PodResources client. It connects on the first call, and again after a failed one.
 #[derive(Debug)]
 pub struct PodResourcesClient {
     socket: PathBuf,
@@ -84,7 +84,7 @@ struct State {
 }
 
 impl PodResourcesClient {
-    /// A client of the kubelet that is found there.
+    /// Uses the kubelet with these directories.
     pub fn new(paths: &KubeletPaths) -> Self {
         Self {
             socket: paths.pod_resources_socket(),
@@ -95,14 +95,14 @@ impl PodResourcesClient {
         }
     }
 
-    /// All pods of the node, with what their containers have.
+    /// All pods of the node with their containers' devices.
     pub async fn list(&self) -> Result<Vec<v1::PodResources>, PodResourcesError> {
         self.call(async |mut client| client.list(v1::ListPodResourcesRequest {}).await)
             .await
             .map(|answer| answer.pod_resources)
     }
 
-    /// The devices that kubelet may grant, granted or not.
+    /// All devices that kubelet can allocate, whether allocated or not.
     pub async fn allocatable(&self) -> Result<Vec<v1::ContainerDevices>, PodResourcesError> {
         self.call(async |mut client| {
             client
@@ -113,8 +113,8 @@ impl PodResourcesClient {
         .map(|answer| answer.devices)
     }
 
-    /// One pod. Up to kubelet 1.33 [`PodResourcesError::Unsupported`] unless its feature gate `KubeletPodResourcesGet` is on; `None`
-    /// if kubelet does not know the pod.
+    /// One pod, or `None` if kubelet does not know it. Up to kubelet 1.33 the result is [`PodResourcesError::Unsupported`] unless
+    /// the feature gate `KubeletPodResourcesGet` is enabled.
     pub async fn get(
         &self,
         namespace: &str,
@@ -129,7 +129,7 @@ impl PodResourcesClient {
             .await;
         match answer {
             Ok(answer) => Ok(answer.pod_resources),
-            // Kubelet gives its errors no code of their own.
+            // kubelet's errors have no specific status code.
             Err(PodResourcesError::Refused(message)) if message.contains("not found") => Ok(None),
             Err(PodResourcesError::Refused(message)) if message.contains("method disabled") => {
                 Err(PodResourcesError::Unsupported(message))
@@ -142,7 +142,7 @@ impl PodResourcesClient {
         &self,
         call: impl AsyncFn(PodResourcesListerClient<Channel>) -> Result<tonic::Response<T>, Status>,
     ) -> Result<T, PodResourcesError> {
-        // One call at a time: that is also what the allowance is for.
+        // The lock serialises calls, which also protects the rate limit.
         let mut state = self.state.lock().await;
         let mut retries = 0;
         loop {
@@ -158,7 +158,7 @@ impl PodResourcesClient {
                 sleep(RETRY_PAUSE).await;
                 continue;
             }
-            // The next call begins with a new connection.
+            // The next call opens a new connection.
             state.channel = None;
             return Err(error);
         }
@@ -199,10 +199,10 @@ impl PodResourcesClient {
     }
 }
 
-/// A bucket of tokens: [`BURST`] at once, then one each [`REFILL`].
+/// Token bucket: [`BURST`] tokens, refilled by one per [`REFILL`].
 #[derive(Debug)]
 struct Allowance {
-    /// When the bucket is full, if nothing is taken until then.
+    /// When the bucket is full again if no token is taken before.
     full: Instant,
 }
 
@@ -211,7 +211,7 @@ impl Allowance {
         Self { full: now }
     }
 
-    /// Takes a token, and says how long to wait before it may be used.
+    /// Takes a token and returns the delay until it may be used.
     fn take(&mut self, now: Instant) -> Duration {
         self.full = self.full.max(now) + REFILL;
         self.full.duration_since(now).saturating_sub(REFILL * BURST)

@@ -1,25 +1,25 @@
-//! Which calls are open on a connection, seen from the frames that pass: a connection without one may be cut when another needs
-//! its place, one with a ListAndWatch never.
+//! Tracks the open calls of a connection by parsing its frames: a connection without open calls may be closed to free its slot, one
+//! with a ListAndWatch never.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use tokio_util::sync::CancellationToken;
 
-/// The size of a frame's head.
+/// Bytes of a frame header.
 const HEAD: usize = 9;
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
 const RST_STREAM: u8 = 3;
 const END_STREAM: u8 = 0x1;
 
-/// What is known of a connection from outside.
+/// Activity of a connection, as seen by the listener.
 #[derive(Debug)]
 pub(super) struct Activity {
-    /// Ends the connection.
+    /// Cancelling this token closes the connection.
     pub(super) cut: CancellationToken,
     open: AtomicUsize,
-    /// When a frame passed last, on the keeper's clock of connections.
+    /// When the last frame passed, on the listener's [`Clock`](super::connection::Clock).
     last: AtomicU64,
 }
 
@@ -32,13 +32,13 @@ impl Activity {
         }
     }
 
-    /// Since when no frame has passed, if no call is open.
+    /// When the last frame passed, if no call is open.
     pub(super) fn idle_since(&self) -> Option<u64> {
         (self.open.load(Ordering::Relaxed) == 0).then(|| self.last.load(Ordering::Relaxed))
     }
 }
 
-/// The calls of one connection.
+/// The open calls of one connection.
 #[derive(Debug)]
 pub(super) struct Calls {
     from_client: Frames,
@@ -61,11 +61,11 @@ impl Calls {
         }
     }
 
-    /// Takes note of bytes that the client has sent.
+    /// Parses bytes from the client.
     pub(super) fn sent(&mut self, bytes: &[u8], activity: &Activity, now: u64) {
         let (open, newest) = (&mut self.open, &mut self.newest);
         self.from_client.read(bytes, |kind, _, stream| match kind {
-            // The same stream again has trailers.
+            // Further HEADERS of the same stream are trailers.
             HEADERS if stream > *newest => {
                 *newest = stream;
                 open.insert(stream);
@@ -78,7 +78,7 @@ impl Calls {
         self.note(activity, now);
     }
 
-    /// Takes note of bytes that the server has answered.
+    /// Parses bytes from the server.
     pub(super) fn answered(&mut self, bytes: &[u8], activity: &Activity, now: u64) {
         let open = &mut self.open;
         self.from_server.read(bytes, |kind, flags, stream| {
@@ -95,10 +95,10 @@ impl Calls {
     }
 }
 
-/// Reads the heads of frames from bytes that come in any pieces.
+/// Parses frame headers from bytes that arrive in arbitrary pieces.
 #[derive(Debug, Default)]
 struct Frames {
-    /// Bytes of a payload, or of the preface, that are still to come.
+    /// Remaining bytes of a payload or of the preface.
     skip: usize,
     head: [u8; HEAD],
     filled: usize,

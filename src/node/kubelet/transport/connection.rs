@@ -1,4 +1,5 @@
-//! A connection as tonic reads it: rewritten, counted, and cut off when the client leaves a preface or a header block unfinished.
+//! An accepted connection with the `:authority` rewritten and calls tracked. It is closed if the client leaves a preface or header
+//! block unfinished.
 
 use std::future::Future;
 use std::io;
@@ -16,13 +17,13 @@ use tonic::transport::server::Connected;
 use super::authority::{OUTPUT_MARK, PREFACE, Rewriter};
 use super::calls::{Activity, Calls};
 
-/// How long a client may take to finish a preface or a header block that it has begun. There is no other limit of time on a
-/// connection: kubelet sends nothing at all on the connection of a ListAndWatch for months.
+/// How long a client may take to finish a preface or header block. There is no other time limit on a connection: kubelet may send
+/// nothing on the connection of a ListAndWatch for months.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
-/// Bytes read at once.
+/// Bytes per read.
 const CHUNK: usize = 16_384;
 
-/// The time since a socket was opened, in milliseconds.
+/// Milliseconds since the socket was opened.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Clock(Instant);
 
@@ -41,24 +42,24 @@ impl Clock {
 pub(super) struct Connection<S> {
     stream: S,
     rewriter: Rewriter,
-    /// Read and not yet rewritten.
+    /// Bytes read but not rewritten yet.
     input: Vec<u8>,
-    /// Rewritten and not yet given to the reader; the first `taken` bytes are.
+    /// Rewritten bytes, of which the reader has consumed the first `taken`.
     output: Vec<u8>,
     taken: usize,
     ended: bool,
-    /// What the client owes, and until when.
+    /// The unfinished part that the client owes (see [`Rewriter::owed`]) and its deadline.
     deadline: Option<(u64, Pin<Box<Sleep>>)>,
     cut: Pin<Box<WaitForCancellationFutureOwned>>,
     calls: Calls,
     activity: Arc<Activity>,
     clock: Clock,
-    /// One of the connections that are allowed.
+    /// Held for its lifetime: one of [`MAX_CONNECTIONS`](super::MAX_CONNECTIONS).
     _slot: OwnedSemaphorePermit,
 }
 
 impl<S> Connection<S> {
-    /// The activity's token ends the connection at once, whatever the client does.
+    /// Cancelling the activity's token ends the connection at once, regardless of the client.
     pub(super) fn new(stream: S, slot: OwnedSemaphorePermit, activity: Arc<Activity>, clock: Clock) -> Self {
         let rewriter = Rewriter::default();
         let deadline = rewriter.owed().map(|owed| (owed, Box::pin(sleep(PATIENCE))));
@@ -78,7 +79,7 @@ impl<S> Connection<S> {
         }
     }
 
-    /// Gives the reader what is rewritten; false if there is nothing.
+    /// Passes rewritten bytes to the reader; false if there are none.
     fn give(&mut self, reader: &mut ReadBuf<'_>) -> bool {
         let Some(ready) = self.output.get(self.taken..).filter(|ready| !ready.is_empty()) else {
             return false;
@@ -90,13 +91,13 @@ impl<S> Connection<S> {
         self.taken += length;
         if self.taken == self.output.len() {
             self.taken = 0;
-            // An idle connection keeps no memory.
+            // Drop the buffer: an idle connection keeps no memory.
             self.output = Vec::new();
         }
         true
     }
 
-    /// Rewrites what was read, as far as the output has room.
+    /// Rewrites the input as far as the output has room.
     fn rewrite(&mut self) -> io::Result<()> {
         let used = self
             .rewriter
@@ -122,7 +123,7 @@ impl<S> Connection<S> {
         self.calls.answered(bytes, &self.activity, self.clock.now());
     }
 
-    /// Reads and writes alike ask this: a peer that does not read keeps the task at its write.
+    /// Checked on reads and writes: a peer that does not read blocks the task in a write.
     fn check_cut(&mut self, context: &mut Context<'_>) -> io::Result<()> {
         match self.cut.as_mut().poll(context) {
             Poll::Ready(()) => Err(io::Error::new(
@@ -283,7 +284,7 @@ mod tests {
         });
         let start = Instant::now();
         let error = connection.read_to_end(&mut Vec::new()).await.unwrap_err();
-        // From the head of the frame on the block is owed.
+        // The rest of the block is owed from the frame header on.
         assert_eq!(
             (error.kind(), start.elapsed().as_secs()),
             (io::ErrorKind::TimedOut, 110)

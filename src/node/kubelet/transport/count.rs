@@ -1,7 +1,7 @@
-//! Calls are counted where they come in: a layer around the services of a socket.
+//! Counts gRPC calls in a layer around the services of a socket.
 //!
-//! How a call ends is in its trailers, so the body is followed to its end. A call whose body is given up before that, because the
-//! client has gone or took longer than it may, has ended as canceled.
+//! The status code is in the trailers, so the response body is followed to its end. A body that is dropped earlier, because the
+//! client has disconnected or the deadline has passed, counts as canceled.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -19,7 +19,7 @@ use tower::{Layer, Service};
 
 use crate::core::distribution::Distribution;
 
-/// A method of the services that this program has.
+/// A gRPC method of this program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GrpcMethod {
     /// Package and service.
@@ -46,21 +46,21 @@ const fn stream(service: &'static str, method: &'static str) -> GrpcMethod {
     }
 }
 
-/// What is not a method of ours.
+/// Any method that is not in [`GrpcCalls::METHODS`].
 const OTHER: GrpcMethod = unary("other", "other");
 
-/// What has been counted of one method.
+/// Metrics of one method.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MethodFigures {
-    /// Calls that came in.
+    /// Calls started.
     pub started: u64,
-    /// Calls that have ended, by the name of their code.
+    /// Calls ended, by code name.
     pub handled: BTreeMap<&'static str, u64>,
-    /// How long they took.
+    /// Durations of the ended calls.
     pub handling: Distribution,
 }
 
-/// What has been counted of all methods.
+/// Metrics of all methods.
 #[derive(Debug)]
 pub struct GrpcCalls(Mutex<BTreeMap<GrpcMethod, MethodFigures>>);
 
@@ -79,7 +79,7 @@ impl Default for GrpcCalls {
 }
 
 impl GrpcCalls {
-    /// The methods of kubelet's doors, of the records and of the health service; what is called otherwise is counted as the last.
+    /// Methods of kubelet's endpoints, of the admin socket and of the health service. Any other path counts as the last entry.
     pub const METHODS: [GrpcMethod; 16] = [
         unary("v1alpha2.Node", "NodePrepareResource"),
         unary("v1alpha2.Node", "NodeUnprepareResource"),
@@ -99,11 +99,10 @@ impl GrpcCalls {
         OTHER,
     ];
 
-    /// The codes that are there from the start: those with which calls end usually. The others come with the first call that has
-    /// them.
+    /// Codes that are present from the start: the usual ones. Other codes appear with their first call.
     pub const CODES: [&'static str; 4] = ["Canceled", "FailedPrecondition", "InvalidArgument", "OK"];
 
-    /// What has been counted so far.
+    /// A copy of the metrics so far.
     pub fn counted(&self) -> BTreeMap<GrpcMethod, MethodFigures> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -114,7 +113,7 @@ impl GrpcCalls {
     }
 }
 
-/// A code as gRPC's Go libraries name it, and with them everybody's dashboards.
+/// Name of a code as in gRPC's Go libraries, and therefore in existing dashboards.
 fn name(code: Code) -> &'static str {
     match code {
         Code::Ok => "OK",
@@ -137,7 +136,7 @@ fn name(code: Code) -> &'static str {
     }
 }
 
-/// The method that a path names.
+/// The method for a request path.
 fn method(path: &str) -> GrpcMethod {
     let parts = path.strip_prefix('/').and_then(|path| path.split_once('/'));
     let mut known = GrpcCalls::METHODS.into_iter();
@@ -145,7 +144,7 @@ fn method(path: &str) -> GrpcMethod {
     known.unwrap_or(OTHER)
 }
 
-/// The layer.
+/// The `tower` layer.
 #[derive(Clone, Debug)]
 pub(super) struct Count(pub(super) Arc<GrpcCalls>);
 
@@ -160,7 +159,7 @@ impl<S> Layer<S> for Count {
     }
 }
 
-/// Services whose calls are counted.
+/// A service whose calls are counted.
 #[derive(Clone, Debug)]
 pub(super) struct Counting<S> {
     inner: S,
@@ -185,14 +184,14 @@ where
         let answer = self.inner.call(request);
         Box::pin(async move {
             let answer = answer.await?;
-            // A refusal has its code in the head, and no body.
+            // An error response has its code in the head, and no body.
             call.see(answer.headers());
             Ok(answer.map(|inner| Body::new(Followed { inner, call })))
         })
     }
 }
 
-/// A call that is under way. It has ended when this is dropped.
+/// A call in progress; dropping it records the end.
 #[derive(Debug)]
 struct Call {
     calls: Arc<GrpcCalls>,
@@ -229,7 +228,7 @@ impl Drop for Call {
     }
 }
 
-/// The body of an answer, followed to its end.
+/// A response body that is followed to its end.
 #[derive(Debug)]
 struct Followed {
     inner: Body,
@@ -270,7 +269,7 @@ impl HttpBody for Followed {
 mod tests {
     use super::*;
 
-    /// Trailers with a code, as the services of tonic end.
+    /// Trailers with a code, as tonic's services send them.
     struct Trailers(Option<HeaderMap>);
 
     impl HttpBody for Trailers {

@@ -1,4 +1,4 @@
-//! A directory that is watched by its path: it may be emptied, removed, replaced or not yet be there.
+//! Watches a directory by path: it may be emptied, removed, replaced, or not exist yet.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -10,17 +10,17 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::node::resync;
 
-/// How often the path is looked at while there is no directory to watch, or nothing to watch it with.
+/// Poll interval while the directory is missing or inotify is unavailable.
 const MISSING: Duration = Duration::from_millis(500);
-/// Room for some events with the longest of names.
+/// Buffer bytes for several events with names of maximal length.
 const EVENTS: usize = 4096;
 
-/// Tells when names come and go in a directory.
+/// Reports when entries are created in or removed from a directory.
 pub(super) struct DirectoryWatch {
     path: PathBuf,
-    /// Absent if the system gives none: programs of root share 128 on most nodes. The directory is polled then.
+    /// `None` if no inotify instance is available (most nodes allow each user 128); the directory is then polled.
     events: Option<EventStream<[u8; EVENTS]>>,
-    /// The watch, with device and inode of the directory that it watches.
+    /// The watch, with device and inode of the watched directory.
     watched: Option<(WatchDescriptor, (u64, u64))>,
 }
 
@@ -34,7 +34,7 @@ impl std::fmt::Debug for DirectoryWatch {
 }
 
 impl DirectoryWatch {
-    /// Begins to watch; the directory need not exist yet.
+    /// Starts watching; the directory may be missing.
     pub(super) fn new(path: &Path) -> Self {
         let events = Inotify::init().and_then(|inotify| inotify.into_event_stream([0; EVENTS]));
         if let Err(error) = &events {
@@ -53,10 +53,10 @@ impl DirectoryWatch {
         watch
     }
 
-    /// Waits until something may have changed. To be followed by a look at the files themselves: one event may stand for many,
-    /// and some come for nothing.
+    /// Waits until something may have changed. The caller must then check the files: one event may stand for several changes, or
+    /// for none.
     pub(super) async fn changed(&mut self) {
-        // A rename of a directory above, or a mount over it, makes no event: it is looked at although none came.
+        // A rename of a parent directory, or a mount over the path, causes no event, so a resync checks the path periodically.
         let next = match self.watched {
             Some(_) => resync::next(),
             None => Instant::now() + MISSING,
@@ -79,7 +79,7 @@ impl DirectoryWatch {
         self.follow();
     }
 
-    /// Watches what the path names now.
+    /// Watches the directory that the path refers to now.
     fn follow(&mut self) {
         let now = std::fs::metadata(&self.path)
             .ok()
@@ -90,7 +90,7 @@ impl DirectoryWatch {
         let Some(events) = &self.events else { return };
         let mut watches = events.watches();
         if let Some((old, _)) = self.watched.take() {
-            // Fails if the directory is gone, and the watch with it.
+            // Fails if the directory is gone, which has also removed the watch.
             let _ = watches.remove(old);
         }
         let Some(directory) = now else { return };
@@ -168,7 +168,7 @@ mod tests {
         until(&mut watch, || path.exists()).await;
         watch.changed().await;
         let first = watch.watched.as_ref().unwrap().1;
-        // Moved away, not removed, so that its inode number is not used again.
+        // Renamed instead of removed, so that its inode number is not reused.
         std::fs::rename(&path, parent.path().join("old")).unwrap();
         std::fs::create_dir(&path).unwrap();
         watch.changed().await;

@@ -1,4 +1,4 @@
-//! A gRPC server on a Unix socket that is kept: whoever removes the socket or its directory, it comes back.
+//! A gRPC server on a Unix socket that is recreated whenever the socket or its directory is removed.
 
 use std::path::Path;
 use std::pin::pin;
@@ -21,41 +21,41 @@ use super::count::{Count, GrpcCalls};
 use super::directory::DirectoryWatch;
 use super::socket::{Socket, SocketError, SocketPlace, check_path};
 
-/// Connections to one socket at a time. Kubelet has one or two. One more takes the place of one that is idle.
+/// Connections to one socket at a time. kubelet opens one or two. A further connection replaces an idle one.
 pub const MAX_CONNECTIONS: usize = 64;
-/// Calls on one connection at a time.
+/// Concurrent calls on one connection.
 pub const MAX_STREAMS: u32 = 100;
-/// The longest that the answer to a call, or the first message of its stream, may take; kubelet's longest deadline is 45 s, and
-/// where it sets none (Allocate) nothing else would ever end a call.
+/// Deadline for a response, or for the first message of a stream. kubelet's longest deadline is 45 s, and Allocate has none, so
+/// nothing else would end such a call.
 const CALL_LIMIT: Duration = Duration::from_secs(60);
-/// Bytes of requests that may be on their way to one call and to all calls of a connection.
+/// HTTP/2 flow control windows in bytes, per call and per connection.
 const STREAM_WINDOW: u32 = 65_535;
 const CONNECTION_WINDOW: u32 = 262_144;
-/// How long calls in flight may take to end after a shutdown.
+/// Grace period for calls in flight after a shutdown.
 const DRAIN: Duration = Duration::from_secs(5);
-/// How long a connection may take to end that gives way to another.
+/// How long to wait for a closed idle connection to release its slot.
 const GIVE_WAY: Duration = Duration::from_secs(1);
-/// How soon a lost socket is tried again, at first and at last.
+/// First and longest delay before a lost socket is recreated.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
 
 /// A running server.
 #[derive(Debug)]
 pub struct Listening {
-    /// How often the socket was published: 1 at first, more each time that it had to be made again.
+    /// How often the socket was published: 1 at first, then once more for each recreation.
     pub published: watch::Receiver<u64>,
-    /// Changes whenever something may have changed in the socket's directory, and in each round of looks, every minute.
+    /// Changes whenever the socket's directory may have changed, and on each resync, every minute.
     pub directory: watch::Receiver<u64>,
     renew: Arc<Notify>,
     task: JoinHandle<()>,
 }
 
 impl Listening {
-    /// Removes the socket and makes it again: who watches the directory sees a new one.
+    /// Removes and recreates the socket, so that watchers of the directory see a new one.
     pub fn renew(&self) {
         self.renew.notify_one();
     }
 
-    /// Waits for the end: the shutdown, after which calls in flight have a few seconds.
+    /// Waits until the server has stopped. After the shutdown, calls in flight have a grace period of a few seconds.
     pub async fn closed(self) {
         if let Err(error) = self.task.await {
             tracing::error!(%error, "the task of a socket failed");
@@ -63,7 +63,7 @@ impl Listening {
     }
 }
 
-/// Serves `routes` on a socket until the shutdown, and counts the calls. When this returns, the socket is published and answers.
+/// Serves `routes` on a socket until the shutdown and counts the calls. On return, the socket is published and accepts connections.
 pub async fn listen(
     place: SocketPlace,
     routes: Routes,
@@ -98,7 +98,7 @@ pub async fn listen(
         directory: watch::Sender::new(0),
         renew: Arc::new(Notify::new()),
     };
-    // Before the server is spawned, because an error of this must end everything; a client that is quick waits in the backlog.
+    // Published before the server is spawned, so that an error ends everything; an early client waits in the backlog.
     keeper.publish(socket)?;
     let (published, directory) = (keeper.published.subscribe(), keeper.directory.subscribe());
     let renew = Arc::clone(&keeper.renew);
@@ -135,7 +135,7 @@ struct Keeper {
     place: SocketPlace,
     socket: Option<Socket>,
     slots: Arc<Semaphore>,
-    /// The connections that are open, and some that are no more.
+    /// Open connections; closed ones are pruned when the next one arrives.
     open: Vec<Weak<Activity>>,
     clock: Clock,
     connections: mpsc::Sender<std::io::Result<Connection<UnixStream>>>,
@@ -194,7 +194,7 @@ impl Keeper {
         self.publish(socket)
     }
 
-    /// Removes the socket, if its name still is ours. While it still listens, so that its inode cannot be another's.
+    /// Removes the socket if its path still names ours. It must still be listening, so that its inode number cannot be reused.
     fn forget(&mut self) {
         if let Some(socket) = self.socket.take() {
             socket.remove();
@@ -207,7 +207,7 @@ impl Keeper {
             Ok(stream) => stream,
             Err(error) => {
                 tracing::warn!(%path, %error, "a connection cannot be accepted");
-                // Most likely there are no file descriptors left.
+                // The likely cause is that no file descriptors are left.
                 return sleep(RETRY.0).await;
             }
         };
@@ -229,7 +229,7 @@ impl Keeper {
         let _ = self.connections.send(Ok(connection)).await;
     }
 
-    /// A place for one more connection, which the longest idle one gives up if there is no other.
+    /// Acquires a connection slot, if necessary by closing the connection that has been idle for longest.
     async fn slot(&self) -> Option<OwnedSemaphorePermit> {
         if let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() {
             return Some(slot);
@@ -255,7 +255,7 @@ async fn accept(socket: Option<&Socket>) -> std::io::Result<UnixStream> {
     }
 }
 
-/// Kubelet runs as root. Our own user is let in too: it could do all that a call asks for by itself.
+/// kubelet runs as root. Our own user gains nothing by connecting: it already has the privileges of this process.
 const fn may_connect(uid: u32, own: u32) -> bool {
     uid == 0 || uid == own
 }

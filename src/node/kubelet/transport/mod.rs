@@ -1,12 +1,12 @@
-//! gRPC over Unix sockets that kubelet calls.
+//! gRPC servers on the Unix sockets that kubelet calls.
 //!
 //! ```text
-//! accept -> peer's user -> a free slot -> connection (authority rewritten, unfinished headers cut off) -> tonic
+//! accept -> check peer uid -> acquire a slot -> connection (authority rewritten, unfinished headers closed) -> tonic
 //! ```
 //!
-//! A connection that is established has no limit of idle time or age, and is never pinged: each would end kubelet's ListAndWatch,
-//! and with it make all devices unhealthy. But when all places are taken, the one that has been idle for longest without an open
-//! call gives way to the next, so that connections which do nothing keep nobody out.
+//! An established connection has no idle or age limit and is never pinged: each of these would end kubelet's ListAndWatch, and
+//! kubelet would mark all devices unhealthy. When all slots are taken, the connection that has been idle for longest without an
+//! open call is closed for the next one, so idle connections cannot exhaust the slots.
 
 pub mod authority;
 mod calls;
@@ -21,5 +21,5 @@ pub use listen::{Listening, MAX_CONNECTIONS, MAX_STREAMS, listen};
 pub(crate) use socket::{Identity, check_path};
 pub use socket::{MAX_PATH, SocketError, SocketPlace};
 
-/// Bytes of a message, sent or received: gRPC's own default, which kubelet's client keeps.
+/// Largest message in bytes, sent or received: gRPC's default, which kubelet's client keeps.
 pub const MAX_MESSAGE: usize = 4 * 1024 * 1024;

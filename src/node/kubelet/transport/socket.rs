@@ -10,26 +10,26 @@ use thiserror::Error;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::timeout;
 
-/// The bytes that a socket's path may have: `sun_path` has 108, and the last is a NUL.
+/// Longest socket path in bytes: `sun_path` has 108, the last of which is a NUL.
 pub const MAX_PATH: usize = 107;
-/// How long another process may take to accept before its socket counts as served.
+/// How long to wait for a connection to an existing socket before it counts as in use.
 const PROBE: Duration = Duration::from_secs(1);
-/// Mode of directories that are made: that which kubelet gives its own device plugin directory.
+/// Mode of created directories, the same as kubelet's own device plugin directory.
 const DIRECTORY_MODE: u32 = 0o750;
 
-/// Where a socket is to be.
+/// Path of a socket, with the directory that must exist.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SocketPlace {
     /// Absolute path of the socket.
     pub path: PathBuf,
-    /// A directory above it that must exist; directories between are made. So a wrong option is an error, not a new directory
-    /// where kubelet never looks.
+    /// An ancestor directory that must exist; directories in between are created. A wrong option is thus an error instead of a new
+    /// directory that kubelet never reads.
     pub root: PathBuf,
-    /// The command-line option that the path comes from, for errors.
+    /// The command-line option that sets the path, for errors.
     pub option: &'static str,
 }
 
-/// Why a socket cannot be had.
+/// Why a socket cannot be served.
 #[derive(Debug, Error)]
 pub enum SocketError {
     /// The path does not fit into a socket address.
@@ -39,12 +39,12 @@ pub enum SocketError {
     PathTooLong {
         /// The path.
         path: PathBuf,
-        /// Bytes of the longer of its two names.
+        /// Bytes of the longer of its two names, the hidden one.
         length: usize,
         /// The option to change.
         option: &'static str,
     },
-    /// The path is not absolute, or has no name.
+    /// The path is not absolute or has no file name.
     #[error("{path} is not an absolute path of a socket: correct {option}")]
     NotAbsolute {
         /// The path.
@@ -52,7 +52,7 @@ pub enum SocketError {
         /// The option to change.
         option: &'static str,
     },
-    /// The directory that must exist does not.
+    /// The directory that must exist is missing.
     #[error("the directory {root} does not exist: start kubelet, or correct {option}")]
     NoRoot {
         /// The directory.
@@ -60,7 +60,7 @@ pub enum SocketError {
         /// The option to change.
         option: &'static str,
     },
-    /// Something else has the name. It is left alone.
+    /// The path exists and is not a socket. It is not removed.
     #[error("{path} exists and is not a socket: remove it, or change {option}")]
     NotASocket {
         /// The path.
@@ -74,14 +74,14 @@ pub enum SocketError {
         /// The path.
         path: PathBuf,
     },
-    /// The system refuses.
+    /// A system call failed.
     #[error("cannot {action} {path}: {source}")]
     Io {
-        /// What was tried.
+        /// The failed operation.
         action: &'static str,
-        /// With which file.
+        /// Its file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
 }
@@ -108,7 +108,7 @@ impl SocketError {
     }
 }
 
-/// Device and inode of a file, and when it was made or changed last: inode numbers are used again.
+/// Device, inode and change time of a file. The change time distinguishes reused inode numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Identity {
     file: (u64, u64),
@@ -116,7 +116,7 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// Of what the path names now, without following a link; `None` if there is nothing.
+    /// Identity of the file at `path`, without following symbolic links; `None` if there is none.
     pub(crate) fn of(path: &Path) -> Option<Self> {
         let found = fs::symlink_metadata(path).ok()?;
         Some(Self {
@@ -126,19 +126,19 @@ impl Identity {
     }
 }
 
-/// A socket that listens, under its hidden name until [`Socket::publish`].
+/// A listening socket, under its hidden name until [`Socket::publish`].
 #[derive(Debug)]
 pub(super) struct Socket {
     place: SocketPlace,
     hidden: PathBuf,
     listener: UnixListener,
-    /// Device and inode. The listener keeps the inode, so the number cannot come back while this lives.
+    /// Device and inode. The listener keeps the inode alive, so its number cannot be reused while this value exists.
     file: (u64, u64),
 }
 
 impl Socket {
-    /// Binds under the hidden name: kubelet ignores names that begin with a dot. (It may log that it cannot stat this one, when
-    /// the rename is quicker.)
+    /// Binds under the hidden name: kubelet ignores names that begin with a dot. It may log a failed stat of that name if the
+    /// rename comes first.
     pub(super) async fn bind(place: &SocketPlace) -> Result<Self, SocketError> {
         let hidden = check_path(place)?;
         make_directory(place)?;
@@ -168,17 +168,17 @@ impl Socket {
         })
     }
 
-    /// Renames to the visible name, over a stale socket if there is one. Kubelet sees it complete or not at all.
+    /// Renames to the visible name, replacing a stale socket. kubelet sees the complete socket or none.
     pub(super) fn publish(&self) -> Result<(), SocketError> {
         fs::rename(&self.hidden, &self.place.path).map_err(SocketError::io("rename to", &self.place.path))
     }
 
-    /// Whether the visible name still is this socket.
+    /// Whether the visible name still refers to this socket.
     pub(super) fn is_published(&self) -> bool {
         Identity::of(&self.place.path).is_some_and(|found| found.file == self.file)
     }
 
-    /// Removes its names, if they are still ours.
+    /// Removes its names if they still refer to this socket.
     pub(super) fn remove(&self) {
         for path in [&self.place.path, &self.hidden] {
             if Identity::of(path).is_some_and(|found| found.file == self.file)
@@ -189,13 +189,13 @@ impl Socket {
         }
     }
 
-    /// The next connection.
+    /// Accepts the next connection.
     pub(super) async fn accept(&self) -> io::Result<UnixStream> {
         self.listener.accept().await.map(|(stream, _)| stream)
     }
 }
 
-/// Checks that the path can be a socket's, and answers its hidden name.
+/// Validates the socket path and returns its hidden name.
 pub(crate) fn check_path(place: &SocketPlace) -> Result<PathBuf, SocketError> {
     let (path, option) = (place.path.clone(), place.option);
     let name = path.file_name().filter(|_| path.is_absolute());
@@ -230,7 +230,7 @@ fn make_directory(place: &SocketPlace) -> Result<(), SocketError> {
         .map_err(SocketError::io("make the directory", directory))
 }
 
-/// Checks that nothing has the name, or a socket that nobody serves.
+/// Checks that the path is free or a stale socket, which nothing serves.
 async fn clear(path: &Path, place: &SocketPlace) -> Result<(), SocketError> {
     let found = match fs::symlink_metadata(path) {
         Ok(found) => found,

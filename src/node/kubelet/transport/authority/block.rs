@@ -1,18 +1,18 @@
-//! One header block: HPACK in, the same fields out with another `:authority`.
+//! Rewrites one header block: decodes HPACK and encodes the same fields with another `:authority`.
 
 use loona_hpack::Decoder;
 
 use super::{AuthorityError, MAX_FRAME};
 
-/// The most that the frames of a header block may have, with their heads.
+/// Largest encoded header block: bytes of all its frames, including frame headers.
 pub(super) const MAX_ENCODED_BLOCK: usize = 2 * MAX_FRAME;
-/// The most that the fields of a header block may have: names, values and 32 bytes for each field, as RFC 9113 counts
-/// SETTINGS_MAX_HEADER_LIST_SIZE. A few bytes can name a large field again and again, so this is what bounds memory.
+/// Largest decoded header block: names, values and 32 bytes per field, as RFC 9113 counts SETTINGS_MAX_HEADER_LIST_SIZE. This
+/// bounds memory, because a few bytes can repeat a large field many times.
 pub const MAX_DECODED_BLOCK: usize = MAX_FRAME;
-/// What a field counts for beside its name and value.
+/// Bytes counted per field in addition to its name and value.
 const FIELD_OVERHEAD: usize = 32;
 
-/// Decodes a block, replaces its `:authority`, and encodes it as literals that use and change no table.
+/// Decodes a block, replaces `:authority`, and encodes it as literals that neither use nor change the dynamic table.
 pub(super) fn rewrite(decoder: &mut Decoder<'static>, block: &[u8]) -> Result<Vec<u8>, AuthorityError> {
     let mut output = Vec::new();
     let mut size = 0_usize;
@@ -36,7 +36,7 @@ pub(super) fn rewrite(decoder: &mut Decoder<'static>, block: &[u8]) -> Result<Ve
     }
 }
 
-/// A literal field without indexing, with a new name (RFC 7541 section 6.2.2).
+/// Encodes a literal field without indexing, with a new name (RFC 7541 section 6.2.2).
 fn literal(name: &[u8], value: &[u8], output: &mut Vec<u8>) {
     output.push(0);
     for string in [name, value] {
@@ -45,7 +45,7 @@ fn literal(name: &[u8], value: &[u8], output: &mut Vec<u8>) {
     }
 }
 
-/// The length of a string that is not Huffman-coded: an integer with a prefix of 7 bits (RFC 7541 section 5.1).
+/// Encodes the length of a string without Huffman coding: an integer with a 7-bit prefix (RFC 7541 section 5.1).
 fn string_length(length: usize, output: &mut Vec<u8>) {
     const PREFIX: usize = 0x7f;
     let byte = |value: usize| u8::try_from(value).unwrap_or(u8::MAX);

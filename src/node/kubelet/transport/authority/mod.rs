@@ -1,12 +1,11 @@
-//! Replaces the `:authority` of HTTP/2 requests, because h2 refuses kubelet's.
+//! Replaces the `:authority` of HTTP/2 requests, because h2 rejects kubelet's.
 //!
-//! grpc-go takes the dialled address as authority, and kubelet dials a socket path: raw or percent-encoded, for plugin
-//! registration in every version from 1.27 to 1.36 and for DRA calls up to 1.33. Neither form is an authority by RFC 3986, so h2
-//! resets the stream with PROTOCOL_ERROR (hyperium/h2#487). On a Unix socket the authority carries no meaning: every one becomes
-//! `localhost`.
+//! grpc-go uses the dialled address as the authority, and kubelet dials a socket path: raw or percent-encoded, for plugin
+//! registration in 1.27 to 1.36 and for DRA calls up to 1.33. RFC 3986 allows neither form, so h2 resets the stream with
+//! PROTOCOL_ERROR (hyperium/h2#487). On a Unix socket the authority has no meaning, so every authority becomes `localhost`.
 //!
-//! [`Rewriter`] does no input or output. It copies frames, except header blocks, which it decodes and encodes again without
-//! Huffman coding and without the dynamic table; so the reader behind it needs no state of the encoder that the client has.
+//! [`Rewriter`] does no I/O. It copies all frames except header blocks; it decodes these and encodes them without Huffman coding or
+//! the dynamic table, so that the reader does not need the client's encoder state.
 
 mod block;
 
@@ -16,15 +15,15 @@ use thiserror::Error;
 pub use block::MAX_DECODED_BLOCK;
 use block::MAX_ENCODED_BLOCK;
 
-/// What a client sends first (RFC 9113 section 3.4).
+/// The HTTP/2 client connection preface (RFC 9113 section 3.4).
 pub(super) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// The size of a frame's head.
+/// Bytes of a frame header.
 const HEAD: usize = 9;
-/// The largest payload of a frame: SETTINGS_MAX_FRAME_SIZE is left at its default.
+/// Largest frame payload: SETTINGS_MAX_FRAME_SIZE keeps its default.
 pub const MAX_FRAME: usize = 16_384;
-/// The most that the client's dynamic table may hold: SETTINGS_HEADER_TABLE_SIZE is left at its default.
+/// Largest dynamic table of the client: SETTINGS_HEADER_TABLE_SIZE keeps its default.
 const HEADER_TABLE: usize = 4096;
-/// [`Rewriter::advance`] stops when its output is this long, so that no input makes it longer than this and one frame.
+/// [`Rewriter::advance`] stops once its output is this long, which bounds the output to this plus one frame.
 pub const OUTPUT_MARK: usize = 16_384;
 
 const HEADERS: u8 = 1;
@@ -34,19 +33,19 @@ const END_HEADERS: u8 = 0x4;
 const PADDED: u8 = 0x8;
 const PRIORITY: u8 = 0x20;
 
-/// Why a connection is given up.
+/// Why a connection is closed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum AuthorityError {
-    /// The first bytes are not HTTP/2's.
+    /// The client does not send the HTTP/2 preface.
     #[error("the client does not speak HTTP/2")]
     Preface,
     /// A frame is larger than the settings allow.
     #[error("a frame of {0} bytes is larger than the {MAX_FRAME} that are allowed")]
     FrameTooLarge(usize),
-    /// A CONTINUATION without a header block, or something else within one.
+    /// A CONTINUATION outside a header block, or another frame inside one.
     #[error("a header block is interrupted or continued out of place")]
     BrokenBlock,
-    /// The padding or the priority of a HEADERS frame does not fit into it.
+    /// The padding or priority of a HEADERS frame exceeds the frame.
     #[error("the padding or priority of a HEADERS frame is longer than the frame")]
     Padding,
     /// A header block is too large, encoded or decoded.
@@ -54,7 +53,7 @@ pub enum AuthorityError {
         "a header block is larger than {MAX_ENCODED_BLOCK} bytes encoded or {MAX_DECODED_BLOCK} bytes decoded"
     )]
     BlockTooLarge,
-    /// A header block is not HPACK.
+    /// A header block is not valid HPACK.
     #[error("a header block cannot be decoded: {0}")]
     Hpack(String),
 }
@@ -73,16 +72,16 @@ impl AuthorityError {
     }
 }
 
-/// Where in the stream of bytes the rewriter is.
+/// Position of the rewriter in the byte stream.
 #[derive(Debug)]
 enum Position {
-    /// So many bytes of the preface were seen.
+    /// Within the preface, with the number of bytes seen.
     Preface(usize),
-    /// In the head of a frame.
+    /// Within a frame header.
     Head { bytes: [u8; HEAD], filled: usize },
-    /// In the payload of a frame that is copied; so many bytes are left.
+    /// Within the payload of a copied frame, with the number of bytes left.
     Copy(usize),
-    /// In the payload of a frame that carries a part of a header block; so many bytes are left.
+    /// Within the payload of a header block fragment, with the number of bytes left.
     Collect { left: usize, flags: u8, first: bool },
 }
 
@@ -91,17 +90,17 @@ const START_OF_FRAME: Position = Position::Head {
     filled: 0,
 };
 
-/// A header block of which not all frames were seen.
+/// A header block whose frames have not all been received.
 #[derive(Debug)]
 struct OpenBlock {
     stream: [u8; 4],
     end_stream: bool,
     fragment: Vec<u8>,
-    /// Bytes of its frames with their heads, so that a flood of empty CONTINUATION frames ends too.
+    /// Bytes of its frames including headers, which also bounds a flood of empty CONTINUATION frames.
     on_the_wire: usize,
 }
 
-/// Rewrites what one client sends on one connection.
+/// Rewrites the byte stream from one client on one connection.
 pub struct Rewriter {
     position: Position,
     payload: Vec<u8>,
@@ -134,8 +133,8 @@ impl Default for Rewriter {
 }
 
 impl Rewriter {
-    /// Reads from `input`, appends to `output`, and answers how many bytes of the input were used: all of them, unless the
-    /// output has reached [`OUTPUT_MARK`]. After an error the connection is to be closed.
+    /// Reads from `input`, appends to `output`, and returns the number of input bytes used: all, unless the output has reached
+    /// [`OUTPUT_MARK`]. After an error the caller must close the connection.
     pub fn advance(&mut self, input: &[u8], output: &mut Vec<u8>) -> Result<usize, AuthorityError> {
         let mut rest = input;
         while !rest.is_empty() && output.len() < OUTPUT_MARK {
@@ -188,9 +187,9 @@ impl Rewriter {
         Ok(input.len() - rest.len())
     }
 
-    /// A number that stays while the client owes the rest of the preface or of a header block, and `None` while it owes nothing.
+    /// Identifies the part of the preface or header block that the client has not finished; `None` if it has.
     ///
-    /// Who waits too long for the number to change may close the connection: no honest client pauses there.
+    /// A caller may close the connection if the number does not change in time: no well-behaved client pauses there.
     pub fn owed(&self) -> Option<u64> {
         (matches!(self.position, Position::Preface(_)) || self.open.is_some()).then_some(self.finished)
     }
@@ -266,7 +265,7 @@ impl Rewriter {
             return Ok(());
         }
         let encoded = block::rewrite(&mut self.decoder, &block.fragment)?;
-        // Never too long for one frame: MAX_DECODED_BLOCK counts more bytes per field than the encoding needs.
+        // Always fits one frame: MAX_DECODED_BLOCK counts more bytes per field than the encoding needs.
         let length = u32::try_from(encoded.len()).unwrap_or(u32::MAX).to_be_bytes();
         output.extend_from_slice(length.get(1..).unwrap_or_default());
         output.extend_from_slice(&[
@@ -280,7 +279,7 @@ impl Rewriter {
     }
 }
 
-/// A HEADERS payload without padding and priority (RFC 9113 section 6.2). Both are dropped: h2 makes no use of them.
+/// The fragment of a HEADERS payload without padding and priority (RFC 9113 section 6.2). Both are dropped: h2 does not use them.
 fn unpadded(payload: &[u8], flags: u8) -> Result<&[u8], AuthorityError> {
     let mut fragment = payload;
     if flags & PADDED != 0 {

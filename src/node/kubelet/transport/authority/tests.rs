@@ -3,7 +3,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Frames as a client sends them.
+/// Builds a client's frames.
 struct Client {
     encoder: Encoder<'static>,
     bytes: Vec<u8>,
@@ -25,7 +25,8 @@ impl Client {
         self.bytes.extend_from_slice(payload);
     }
 
-    /// A request with a field of its own, so that the dynamic table fills; split into `parts` frames, padded and with priority.
+    /// A request with a unique field, so that the dynamic table fills. Split into `parts` frames, with optional padding and
+    /// priority.
     fn request(
         &mut self,
         stream: u32,
@@ -72,7 +73,7 @@ impl Client {
     }
 }
 
-/// Feeds the bytes in chunks of the given sizes, over and over, and drains the output as a reader would.
+/// Feeds the bytes in chunks of the given sizes, cyclically, and drains the output like a reader.
 fn rewritten(bytes: &[u8], sizes: &[usize]) -> Result<Vec<u8>, AuthorityError> {
     let (mut rewriter, mut all, mut rest) = (Rewriter::default(), Vec::new(), bytes);
     for size in sizes.iter().cycle() {
@@ -94,7 +95,7 @@ fn rewritten(bytes: &[u8], sizes: &[usize]) -> Result<Vec<u8>, AuthorityError> {
     Ok(all)
 }
 
-/// The frames after the preface: kind, flags, stream, payload.
+/// Frames after the preface: kind, flags, stream, payload.
 fn frames(bytes: &[u8]) -> Vec<(u8, u8, u32, Vec<u8>)> {
     let mut rest = bytes.strip_prefix(PREFACE).unwrap();
     let mut frames = Vec::new();
@@ -144,7 +145,7 @@ fn fields_survive_evictions_from_the_dynamic_table() {
     }
     let frames = frames(&rewritten(&client.bytes, &[1000]).unwrap());
     assert_eq!(frames.len(), 500);
-    // One decoder for all: were a table used, an error in it would show.
+    // One decoder for all frames, so that any use of the dynamic table would cause an error.
     let mut decoder = Decoder::new();
     for (index, frame) in frames.iter().enumerate() {
         let fields = decoder.decode(&frame.3).unwrap();
