@@ -1,7 +1,7 @@
-//! The companion's own socket, for a person on the node: who holds what, and release by hand.
+//! The companion's admin socket, for operators on the node: lists prepared claims and releases them manually.
 //!
-//! `records.sock` beside the checkpoint, for root alone like every socket of ours. A companion that does not run is not asked:
-//! then [`Offline`] takes its lock and works on the same records.
+//! The socket is `records.sock` beside the checkpoint, accessible only to root like all our sockets. If no companion runs,
+//! [`Offline`] takes its lock and reads or changes the same checkpoint.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -25,10 +25,10 @@ use crate::node::kubelet::transport::{GrpcCalls, Listening, MAX_MESSAGE, SocketE
 use crate::node::state::storage::{Places, Store, StoreError};
 use crate::node::state::{RecordsHandle, ReleaseError};
 
-/// How long the companion may take for an answer. It asks kubelet for at most a few seconds; a person waits for it.
+/// Deadline of an answer from the companion, which itself may query kubelet for a few seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Where the socket is.
+/// Path of the admin socket.
 pub fn socket(state: &Path, kubelet_root: &Path) -> SocketPlace {
     SocketPlace {
         path: state.join("records.sock"),
@@ -37,7 +37,7 @@ pub fn socket(state: &Path, kubelet_root: &Path) -> SocketPlace {
     }
 }
 
-/// Serves until the shutdown.
+/// Serves the admin socket until the shutdown.
 pub(super) async fn serve(
     place: SocketPlace,
     records: RecordsHandle,
@@ -116,52 +116,52 @@ fn holding(message: HoldingMessage) -> Holding {
     }
 }
 
-/// Why the records cannot be seen or changed.
+/// Why the prepared claims cannot be read or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordsError {
-    /// No companion answers, and its records cannot be had either.
+    /// No companion answers, and its checkpoint cannot be read.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// There is nothing.
+    /// The node has no checkpoint of this driver.
     #[error(
         "there are no records of driver {driver} in {directory}: are the driver's name and kubelet's root directory right?"
     )]
     Nothing {
         /// The driver.
         driver: String,
-        /// Where they were looked for.
+        /// The directory that was searched.
         directory: PathBuf,
     },
-    /// The companion runs and refuses or fails.
+    /// The companion returned an error.
     #[error("{0}")]
     Companion(String),
-    /// The companion takes the connection and says nothing. What it was asked for may still happen.
+    /// The companion accepted the connection but does not answer. The request may still take effect.
     #[error(
         "the companion at {socket} does not answer within {} s: see its log, and ask again with `drayman node holdings` before you repeat a release, which may still take effect",
         ANSWER_TIMEOUT.as_secs()
     )]
     Silent {
-        /// Its socket.
+        /// The admin socket.
         socket: PathBuf,
     },
-    /// Refused.
+    /// The release was rejected.
     #[error(transparent)]
     Release(#[from] ReleaseError),
-    /// The kernel does not say which boot this is.
+    /// The boot id cannot be read.
     #[error("cannot read which boot this is: {0}")]
     BootId(std::io::Error),
 }
 
-/// The records of a node, as a person gets at them: through the companion if it runs, else by themselves.
+/// Access to a node's prepared claims: through the running companion, else directly.
 #[derive(Debug)]
 pub enum Access {
-    /// The companion runs.
+    /// The companion is running.
     Running(Companion),
-    /// It does not.
+    /// No companion is running.
     Offline(Box<Offline>),
 }
 
-/// A companion that runs.
+/// A connection to the running companion.
 #[derive(Debug)]
 pub struct Companion {
     client: RecordsClient<tonic::transport::Channel>,
@@ -169,7 +169,7 @@ pub struct Companion {
 }
 
 impl Companion {
-    /// The connection to the companion; `None` if nobody listens at the socket.
+    /// Connects to the companion; `None` if nothing listens on the socket.
     async fn connect(socket: PathBuf) -> Result<Option<Self>, RecordsError> {
         let Ok(endpoint) = Endpoint::from_shared(format!("unix://{}", socket.display())) else {
             return Ok(None);
@@ -184,7 +184,7 @@ impl Companion {
         }
     }
 
-    /// Waits for an answer, but not for ever.
+    /// Waits for an answer until the deadline.
     async fn answer<T>(
         socket: &Path,
         call: impl Future<Output = Result<Response<T>, Status>>,
@@ -199,17 +199,17 @@ impl Companion {
     }
 }
 
-/// What is held of a node's devices.
+/// The holders of a node's devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Held {
-    /// What claims hold.
+    /// The prepared claims.
     pub by_claims: Vec<Holding>,
-    /// The devices of mode `both` that containers got as extended resources, each with its container as a person reads it. `None` if no
-    /// companion runs, which alone could ask kubelet.
+    /// Devices of mode `both` that containers have as extended resources, each with its container's display name. `None` if no
+    /// companion runs, because only a companion can ask kubelet.
     pub by_containers: Option<BTreeMap<String, String>>,
 }
 
-/// The records without a companion. Its lock is taken for each look and each change, so that none starts meanwhile.
+/// Direct access to the checkpoint. Each read and each change takes the companion's lock, so that no companion starts meanwhile.
 #[derive(Debug)]
 pub struct Offline {
     places: Places,
@@ -217,7 +217,7 @@ pub struct Offline {
 }
 
 impl Access {
-    /// Finds the companion, or its records. Nothing is changed.
+    /// Connects to the companion, or locates its checkpoint. Changes nothing.
     pub async fn find(places: Places, kubelet_root: &Path) -> Result<Self, RecordsError> {
         if !places.state.is_dir() {
             return Err(RecordsError::Nothing {
@@ -233,7 +233,7 @@ impl Access {
         Ok(Self::Offline(Box::new(Offline { places, boot_id })))
     }
 
-    /// Who holds what: claims, and containers without a claim.
+    /// Lists the devices held by claims and by containers without a claim.
     pub async fn holdings(&mut self) -> Result<Held, RecordsError> {
         match self {
             Self::Running(Companion { client, socket }) => {
@@ -254,12 +254,13 @@ impl Access {
         }
     }
 
-    /// Whether the rest of a release is left to the next start of the companion: only then is the driver there to undo what it did.
+    /// Whether the driver's part of a release is deferred to the next start of the companion, since only then can the driver undo
+    /// its work.
     pub fn leaves_the_driver_out(&self) -> bool {
         matches!(self, Self::Offline(_))
     }
 
-    /// Takes from a claim what it holds, and answers what that was.
+    /// Releases the devices of a claim and returns what it held.
     pub async fn release(&mut self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
         match self {
             Self::Running(Companion { client, socket }) => {
@@ -304,7 +305,7 @@ mod tests {
         let places = Places::new(driver, directory.path(), &directory.path().join("cdi"));
         std::fs::create_dir_all(&places.state).unwrap();
         let path = socket(&places.state, directory.path()).path;
-        // Connections are taken by the kernel, and nobody reads them.
+        // The kernel accepts connections, but nothing reads from them.
         let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
         let mut access = Access::find(places, directory.path()).await.unwrap();
         tokio::time::pause();

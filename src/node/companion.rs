@@ -1,7 +1,7 @@
-//! The seam between kubelet's doors and the task that owns the node's ledger.
+//! The interface between kubelet's endpoints and the task that owns the node's prepared claims.
 //!
-//! A door decodes a wire version and calls this; it holds no state and decides nothing. The owner answers each call from a
-//! detached task, so that a caller that goes away (kubelet's deadline) leaves the work running, and a repeat joins it.
+//! An endpoint decodes its API version and calls this trait; it keeps no state and makes no decisions. Each call runs in a detached
+//! task: if the caller goes away at kubelet's deadline, the work continues, and a repeated call joins it.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -13,22 +13,22 @@ pub use crate::core::prepare::preferred::Preference;
 pub use crate::core::prepare::request::{ClaimToPrepare, ClaimToUnprepare, PluginDevice};
 use crate::node::kubelet::transport::GrpcCalls;
 
-/// What kubelet may ask of this node, whatever the door and the version.
+/// Operations that kubelet can request of this node, independent of API and version.
 pub trait Companion: Send + Sync + 'static {
-    /// Where the calls of the doors are counted.
+    /// Metrics of the endpoints' calls.
     fn grpc_calls(&self) -> Arc<GrpcCalls> {
         Arc::default()
     }
 
-    /// Prepares claims: afterwards a container that is given the CDI ids gets what was allocated.
+    /// Prepares claims. Afterwards a container with the returned CDI device ids gets the allocated devices.
     ///
-    /// Idempotent. The answer has one entry per request, in order; a failure is a sentence for the pod's event, and kubelet tries again.
+    /// Idempotent. The answer has one entry per request, in order. An error is a message for the pod's event, and kubelet retries.
     fn prepare(
         &self,
         claims: Vec<ClaimToPrepare>,
     ) -> impl Future<Output = Vec<Result<Vec<String>, CompanionError>>> + Send;
 
-    /// Undoes [`Companion::prepare`]. An unknown claim is a success: there is nothing to undo.
+    /// Undoes [`Companion::prepare`]. An unknown claim succeeds, since nothing is prepared for it.
     ///
     /// The answer has one entry per request, in order.
     fn unprepare(
@@ -36,23 +36,23 @@ pub trait Companion: Send + Sync + 'static {
         claims: Vec<ClaimToUnprepare>,
     ) -> impl Future<Output = Vec<Result<(), CompanionError>>> + Send;
 
-    /// The devices of an extended resource, now and after each change; `None` if there is no such resource.
+    /// The devices of an extended resource, now and after each change; `None` if the resource is unknown.
     fn plugin_devices(&self, resource_name: &str) -> Option<watch::Receiver<Vec<PluginDevice>>>;
 
-    /// Whether each container with devices of this resource asks again before it starts ([`Companion::check_start`]).
+    /// Whether kubelet must call [`Companion::check_start`] before each container with devices of this resource starts.
     fn checks_start(&self, resource_name: &str) -> bool;
 
-    /// Chooses devices of an extended resource for containers: one wish per container, one list of ids each.
+    /// Chooses devices of an extended resource: one preferred allocation request and one list of device ids per container.
     fn choose(&self, resource_name: &str, wishes: Vec<Preference>) -> Vec<Vec<String>>;
 
-    /// Whether containers with these devices of an extended resource may start now, for the first time or again.
+    /// Whether containers with these devices of an extended resource may start or restart now.
     fn check_start(
         &self,
         resource_name: &str,
         devices: Vec<String>,
     ) -> impl Future<Output = Result<(), CompanionError>> + Send;
 
-    /// Hands devices of an extended resource to containers: one list of device ids per container, one injection each.
+    /// Allocates devices of an extended resource: one list of device ids and one set of container edits per container.
     fn allocate(
         &self,
         resource_name: &str,
@@ -60,14 +60,14 @@ pub trait Companion: Send + Sync + 'static {
     ) -> impl Future<Output = Result<Vec<Injection>, CompanionError>> + Send;
 }
 
-/// Why the companion refuses.
+/// Why the companion rejects a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct CompanionError {
-    /// CamelCase, from a small fixed set: the reason of the event, and a metric's label.
+    /// CamelCase, from a small fixed set: the reason of the event and a metric label.
     pub reason: &'static str,
-    /// What is wrong and what to do, as the person who reads the pod's events shall see it.
+    /// The problem and its remedy, as shown in the pod's events.
     pub message: String,
-    /// Whether the request itself is at fault (gRPC `INVALID_ARGUMENT`) or the node's state is (`FAILED_PRECONDITION`).
+    /// Whether the request is invalid (gRPC `INVALID_ARGUMENT`) or the node's state prevents it (`FAILED_PRECONDITION`).
     pub invalid_request: bool,
 }

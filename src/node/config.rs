@@ -1,7 +1,7 @@
-//! The file that describes the kinds of devices of a node, `NodeConfiguration`.
+//! `NodeConfiguration`: the file that describes a node's kinds of devices.
 //!
-//! Read into raw types first, which only know the shape, and then into types that cannot hold nonsense. Every refusal
-//! names the file, the place in it, the value and what to write instead.
+//! The file is parsed into raw types that check only its shape, then converted to types that exclude invalid values. Every error
+//! names the file, the position, the value and the remedy.
 
 mod door;
 mod error;
@@ -32,17 +32,17 @@ pub use pattern::PathPattern;
 pub use preset::{PRESETS, Preset};
 pub use source::{NODE_BUS, NODE_VFIO, NodeGroup, PciSource, Source, UsbSource, VFIO_CONTAINER};
 
-/// The size of the file, at most, in bytes.
+/// Largest file, in bytes.
 const SIZE_MAX: u64 = 256 * 1024;
-/// Kinds in the file, at most.
+/// Maximum number of kinds in a file.
 const KINDS_MAX: usize = 64;
-/// How much of a wrong value is repeated in an error, in characters.
+/// Characters of a wrong value that an error repeats.
 const SHOWN_MAX: usize = 80;
 
 /// The kinds of devices of a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeConfiguration {
-    /// The kinds, in the order of the file: a device that two kinds describe belongs to the first.
+    /// The kinds in file order. A device that matches several kinds belongs to the first.
     pub kinds: Vec<Arc<DeviceKind>>,
 }
 
@@ -51,28 +51,28 @@ pub struct NodeConfiguration {
 pub struct DeviceKind {
     /// A DNS label, unique in the file.
     pub name: String,
-    /// Through which doors its devices leave the node, and how.
+    /// The APIs that offer its devices: claims, an extended resource, or both.
     pub doors: KindDoors,
-    /// Where its devices come from.
+    /// The source of its devices.
     pub source: Source,
-    /// What a container may do with a device: a non-empty subset of `rwm` in that order.
+    /// Access to the device nodes in a container: a non-empty subset of `rwm`, in that order.
     pub permissions: String,
-    /// How many may hold a device at once; one if it is not set.
+    /// How many holders may share a device; one if unset.
     pub shares: Option<u32>,
-    /// Where a container sees the nodes of an entry of the source, if not at their own paths. May have the placeholders
-    /// `{device}`, `{key}` and `{n}`.
+    /// Paths of device nodes in the container, by entry of the source; a node without an entry keeps its path. May contain the
+    /// placeholders `{device}`, `{key}` and `{n}`.
     pub container_paths: BTreeMap<String, String>,
-    /// What is mounted into the container besides.
+    /// Additional mounts in the container.
     pub mounts: Vec<Mount>,
-    /// Variables that the container gets besides.
+    /// Additional environment variables in the container.
     pub environment: BTreeMap<String, String>,
-    /// Paths below `/dev` of devices that are dangerous to hand out, and are meant.
+    /// Paths below `/dev` of dangerous devices that the operator explicitly allows.
     pub dangerous_paths: BTreeSet<String>,
-    /// How its devices are probed.
+    /// Health probe of its devices.
     pub probe: Probe,
 }
 
-/// What is wrong, before the file's name is added.
+/// An error before the file name is added.
 type Refused = (Place, String);
 
 #[derive(Deserialize)]
@@ -93,7 +93,7 @@ struct RawConfiguration {
 }
 
 impl NodeConfiguration {
-    /// Reads a file.
+    /// Reads and validates a file.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let unreadable = |source| ConfigError::Read {
             path: path.to_owned(),
@@ -118,7 +118,7 @@ impl NodeConfiguration {
         Self::parse(&text).map_err(content)
     }
 
-    /// A configuration of ready-made kinds, each through ResourceClaims.
+    /// A configuration of these presets, each offered through ResourceClaims.
     pub fn of_presets(presets: &[&'static Preset]) -> Self {
         let kind = |preset: &&'static Preset| DeviceKind {
             name: preset.name.to_owned(),
@@ -144,7 +144,7 @@ impl NodeConfiguration {
                 format!("the file is empty; it must begin with apiVersion: {GROUP}/{VERSION}"),
             ));
         }
-        // First what every version has, so that a newer file is refused for its version and not for its fields.
+        // Check the fields common to all versions first, so that a newer file is rejected for its version and not for its fields.
         let version: RawVersion = from_yaml(text)?;
         let expected = format!("{GROUP}/{VERSION}");
         if version.api_version.value != expected {
@@ -186,7 +186,7 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
             let field = format!("kinds[{index}]");
             let whole = Place::of(raw.referenced);
             let raw = raw.value;
-            // A preset names its kind, unless the file does.
+            // A preset names its kind unless the file does.
             if let Some(name) = raw.name.as_ref().or(raw.preset.as_ref())
                 && let Some(line) = names.insert(name.value.clone(), name.referenced.line())
             {
@@ -220,7 +220,7 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
 
 fn from_yaml<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, Refused> {
     let options = serde_saphyr::options! {
-        // No anchors and no aliases: nothing here needs them, and they are how a small file becomes a huge one.
+        // Neither anchors nor aliases: nothing needs them, and they let a small file expand to a huge one.
         budget: serde_saphyr::budget! {
             max_aliases: 0,
             max_anchors: 0,

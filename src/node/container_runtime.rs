@@ -1,4 +1,4 @@
-//! The container runtime as a witness: a client of its CRI socket, which kubelet uses as well.
+//! Client of the container runtime's CRI socket: shows which containers have which devices.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,39 +17,39 @@ use crate::core::prepare::witness::{Given, RuntimeContainer, State, Witnessed, p
 use crate::node::discovery::device_number;
 use crate::node::kubelet::KubeletPaths;
 
-/// Where container runtimes have their sockets: containerd, CRI-O, k3s.
+/// Usual sockets of containerd, CRI-O and k3s.
 pub const SOCKETS: [&str; 3] = [
     "/run/containerd/containerd.sock",
     "/var/run/crio/crio.sock",
     "/run/k3s/containerd/containerd.sock",
 ];
-/// How long a look may take. A first one asks for each container of the node.
+/// Deadline of a query. The first one fetches the status of every container on the node.
 const LIMIT: Duration = Duration::from_secs(5);
-/// The largest answer that is read: a list of all containers, or the OCI spec of one.
+/// Largest response in bytes: a list of all containers, or the OCI spec of one.
 const MAX_ANSWER: usize = 16 * 1024 * 1024;
-/// Labels that kubelet gives its containers.
+/// Labels that kubelet sets on its containers.
 const POD_NAMESPACE: &str = "io.kubernetes.pod.namespace";
 const POD_NAME: &str = "io.kubernetes.pod.name";
 const POD_UID: &str = "io.kubernetes.pod.uid";
 const CONTAINER_NAME: &str = "io.kubernetes.container.name";
 
-/// Shows which containers have which devices. The container runtime does, and in tests somebody else.
+/// Source of the devices that containers have: the container runtime, or a fake in tests.
 pub trait Witness: std::fmt::Debug + Send + Sync + 'static {
-    /// All containers now; an error is a sentence for a person.
+    /// All containers now. The error is a message for the user.
     fn look(&self) -> BoxFuture<'_, Result<Witnessed, String>>;
 }
 
 /// The container runtime behind a CRI socket.
 #[derive(Debug)]
 pub struct RuntimeWitness {
-    /// Where it may be.
+    /// Candidate sockets.
     sockets: Vec<PathBuf>,
-    /// Whether the operator has named the socket. Otherwise the runtime must show a container of a pod that this kubelet has: a node may
-    /// have a runtime that kubelet does not use.
+    /// Whether the operator configured the socket. Otherwise the runtime must show a container of a pod of this kubelet: a node may
+    /// have a second runtime that kubelet does not use.
     is_named: bool,
-    /// A directory for each pod of kubelet.
+    /// kubelet's pods directory, with one subdirectory per pod.
     pods: PathBuf,
-    /// The host's `/dev`, as this process sees it.
+    /// The host's `/dev`, as mounted in this process.
     dev: PathBuf,
     state: Mutex<Connection>,
 }
@@ -60,11 +60,11 @@ struct Connection {
     given: Known,
 }
 
-/// What each container was given, which never changes, and when this process saw it first.
+/// The devices of each container, which never change, and when this process first saw it.
 type Known = BTreeMap<String, (Given, Instant)>;
 
 impl RuntimeWitness {
-    /// The runtime at this socket or, without one, the one at a usual place. `None` if nothing is there.
+    /// Uses this socket or, without one, the usual sockets that exist. `None` if there are none.
     pub fn find(socket: Option<&Path>, kubelet: &KubeletPaths, dev: &Path) -> Option<Self> {
         let (sockets, is_named) = if let Some(socket) = socket {
             (vec![socket.to_owned()], true)
@@ -85,7 +85,7 @@ impl RuntimeWitness {
         let mut state = self.state.lock().await;
         if let Some((_, channel)) = state.channel.clone() {
             let looked = self.containers(&mut state.given, channel).await;
-            // The next look begins with a new connection.
+            // The next query opens a new connection.
             if looked.is_err() {
                 state.channel = None;
             }
@@ -137,7 +137,7 @@ impl RuntimeWitness {
             let (told, since) = match given.get(&container.id) {
                 Some(known) => known.clone(),
                 None => match status(channel.clone(), &container.id, &self.dev).await? {
-                    // It has gone since it was listed.
+                    // The container was removed after it was listed.
                     None => continue,
                     Some(told) => {
                         let known = (told, Instant::now());
@@ -152,7 +152,7 @@ impl RuntimeWitness {
                 pod: label(POD_NAME),
                 container: label(CONTAINER_NAME),
                 state,
-                // The runtime tells when it created the container, by a clock that somebody may set meanwhile.
+                // Measured by our own clock: the creation time from the runtime depends on the wall clock, which may be set.
                 age: since.elapsed(),
                 given: told,
             });
@@ -180,7 +180,7 @@ async fn list(channel: Channel) -> Result<Vec<Container>, String> {
     Ok(answer.map_err(|status| told(&status))?.into_inner().containers)
 }
 
-/// What a container was given; `None` if there is no such container any more.
+/// The devices of a container; `None` if the container no longer exists.
 async fn status(channel: Channel, id: &str, dev: &Path) -> Result<Option<Given>, String> {
     let mut client = RuntimeServiceClient::new(channel).max_decoding_message_size(MAX_ANSWER);
     let request = ContainerStatusRequest {
@@ -209,7 +209,7 @@ fn state_of(container: &Container) -> State {
     match container.state() {
         ContainerState::ContainerCreated => State::Created,
         ContainerState::ContainerExited => State::Exited,
-        // The runtime has lost sight of it, and nobody knows that it has ended.
+        // Unknown counts as running: nothing shows that the container has ended.
         ContainerState::ContainerRunning | ContainerState::ContainerUnknown => State::Running,
     }
 }
@@ -228,7 +228,7 @@ mod tests {
     use crate::api::proto::cri_v1::runtime_service_server::{RuntimeService, RuntimeServiceServer};
     use crate::api::proto::cri_v1::{ContainerStatusResponse, ListContainersResponse};
 
-    /// A runtime with a container that runs, one that has ended, one that is gone when it is asked for, and one that is not started yet.
+    /// A runtime with a running container, an exited one, one removed after the list, and one not started yet.
     #[derive(Default)]
     struct Runtime(Arc<AtomicUsize>);
 
@@ -296,7 +296,7 @@ mod tests {
             let user = seen.user(&["c120:6".parse().unwrap()], None).unwrap();
             assert_eq!(user.to_string(), "container main of pod default/p");
             assert_eq!(seen.0.len(), 2);
-            // It may be started any moment, however long ago the runtime's clock says that it was created.
+            // A created container may start at any time, however old the runtime says it is.
             assert!(seen.user(&["c120:7".parse().unwrap()], None).is_some());
         }
         assert_eq!(
@@ -305,7 +305,7 @@ mod tests {
             "what a container was given is kept"
         );
 
-        // A socket that nobody has named may be another runtime's than kubelet's.
+        // A socket that was not configured may belong to a runtime that kubelet does not use.
         let found = || RuntimeWitness {
             is_named: false,
             ..RuntimeWitness::find(Some(&socket), &kubelet, Path::new("/dev")).unwrap()

@@ -1,8 +1,8 @@
-//! [`NodeDriver`]: what finds the devices of a node and knows what a container gets for one.
+//! [`NodeDriver`]: discovers the devices of a node and provides their container edits.
 //!
-//! A vendor implements this trait and runs it with [`Node`](crate::node::Node); the devices are then served through every door of
-//! kubelet, recorded, published, and guarded against being in two containers at once. The built-in discovery of device nodes
-//! ([`HostDevices`](crate::node::discovery::HostDevices)) is nothing but such an implementation.
+//! A vendor implements this trait and runs it with [`Node`](crate::node::Node). The devices are then served through all of
+//! kubelet's APIs, recorded, published, and kept from being in two containers at once. The built-in discovery of device nodes
+//! ([`HostDevices`](crate::node::discovery::HostDevices)) is one such implementation.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -16,46 +16,45 @@ pub use crate::core::prepare::injection::{DeviceNode, Injection, Mount};
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::naming::is_dns_label;
 
-/// The devices of a node, whatever they are.
+/// A source of a node's devices.
 ///
-/// One task asks, one call after the other, so an implementation needs no lock against itself. A call that takes more than ten
-/// seconds is dropped and counts as failed. Kubelet repeats what has failed.
+/// A single task makes all calls, one after the other, so an implementation needs no lock against itself. A call that takes more
+/// than ten seconds is dropped and counts as failed. kubelet retries failed requests.
 pub trait NodeDriver: Send + Sync + 'static {
-    /// The devices that are there, all of them, now and after each change.
+    /// The complete list of devices, now and after each change.
     ///
-    /// Called once. The first list is waited for before any door opens, so it should come soon, and it must be the result of a
-    /// complete search: a device that is missing there is gone. If the stream ends, the last list stands.
+    /// Called once. No kubelet endpoint is served before the first list, so it should come soon, and it must be the result of a
+    /// complete search: a device missing from a list counts as gone. If the stream ends, the last list remains in force.
     ///
-    /// A device has a [name](Device::name) that survives a reboot (made from what identifies it, never an index), the
-    /// [kind](Device::kind) by which classes and extended resources refer to it, and a [mode](Device::mode). One that is there and
-    /// not well says [why](Device::unhealthy): it is given to nobody, and whoever has it keeps it. A device that vanishes while a
-    /// claim holds it stays in the inventory as unhealthy.
+    /// A device has a [name](Device::name) that survives a reboot (derived from an identifier, never an index), the
+    /// [kind](Device::kind) by which classes and extended resources refer to it, and a [mode](Device::mode). An unhealthy device
+    /// says [why](Device::unhealthy): it is not handed out, but its current holder keeps it. A device that vanishes while a claim
+    /// holds it stays in the inventory as unhealthy.
     ///
-    /// [Device numbers](Device::device_numbers) are what a device is known by when its name changes, or two names lead to one device node.
-    /// A driver whose devices are device nodes should tell them.
+    /// [Device numbers](Device::device_numbers) identify a device when its name changes or two names refer to the same device node.
+    /// A driver whose devices are device nodes should report them.
     ///
-    /// A device whose name or kind is not a DNS label (RFC 1123, at most 63 characters), or that comes twice or beyond the limits
-    /// of [`crate::api::crd`], is left out, and logged.
+    /// A device is left out and logged if its name or kind is not a DNS label (RFC 1123, at most 63 characters), if its name is a
+    /// duplicate, or if it exceeds the limits of [`crate::api::crd`].
     fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static;
 
-    /// What a container gets for a device, after a look at whether it is still the one that was listed: a device that has
-    /// gone or has become another is an error, never replaced. Asked again for a device that is in use already, for
-    /// instance after a restart; must change nothing.
+    /// Container edits for a device. The driver first verifies that the device is still the listed one: a device that has gone or
+    /// been replaced is an error. Also called for a device in use, for instance after a restart; must have no side effects.
     fn injection(&self, device: &str) -> impl Future<Output = Result<Injection, NodeDriverError>> + Send;
 
-    /// Refuses a device that the node itself uses, so that nobody must have it now. Asked right before a device is handed out: to a claim
-    /// that does not have it yet, or to a container. By default the node uses none of its devices.
+    /// Rejects a device that the node itself uses and that therefore must not be handed out. Called right before a device goes to a
+    /// claim that does not have it yet, or to a container. By default the node uses none of its devices.
     fn check_unused(&self, device: &str) -> impl Future<Output = Result<(), NodeDriverError>> + Send {
         let _ = device;
         async { Ok(()) }
     }
 
-    /// Makes the devices of a claim ready, and says what its containers get. By default that is the [`NodeDriver::injection`] of
-    /// each; a driver that has to do something to a device for the claim (to configure it, to load firmware) does it here.
+    /// Prepares the devices of a claim and returns the edits for its containers. By default these are the [`NodeDriver::injection`]
+    /// of each device; a driver that must configure a device or load firmware does it here.
     ///
-    /// Called again for a claim that is prepared already, when kubelet asks again, after a restart, when a device has changed and,
-    /// after such a call has failed, now and then; must lead to the same. Not called for what leaves through the device plugin API,
-    /// where kubelet says when a device is taken and never when it is given back.
+    /// Called again for a prepared claim when kubelet repeats its request, after a restart, when a device has changed, and
+    /// periodically after such a call has failed; must have the same result each time. Not called for the device plugin API, where
+    /// kubelet reports the allocation of a device but never its release.
     fn prepare(
         &self,
         claim: &PreparedClaim,
@@ -69,11 +68,11 @@ pub trait NodeDriver: Send + Sync + 'static {
         }
     }
 
-    /// Undoes what [`NodeDriver::prepare`] did. Its containers have ended. By default there is nothing to be undone.
+    /// Undoes [`NodeDriver::prepare`]. The claim's containers have ended. By default this does nothing.
     ///
-    /// Called also after a prepare that failed or that a crash cut short, and for devices that have gone; possibly by another
-    /// process, possibly twice. An error keeps the claim's devices from everybody else, and its pod from ending, until kubelet's
-    /// next attempt succeeds. Must not need the API server: the claim may no longer exist.
+    /// Also called after a prepare that failed or was interrupted by a crash, and for devices that have gone; possibly twice, and
+    /// by another process. An error withholds the claim's devices and delays the pod's termination until a retry by kubelet
+    /// succeeds. Must not need the API server: the claim may no longer exist.
     fn unprepare(&self, claim: &PreparedClaim) -> impl Future<Output = Result<(), NodeDriverError>> + Send {
         let _ = claim;
         async { Ok(()) }
@@ -83,62 +82,62 @@ pub trait NodeDriver: Send + Sync + 'static {
 /// A claim and its devices on this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PreparedClaim {
-    /// Uid of the claim: a UUID, so it can be part of a file name.
+    /// Uid of the claim: a UUID, safe as part of a file name.
     pub uid: String,
-    /// Namespace of the claim; empty where a damaged checkpoint was rebuilt.
+    /// Namespace of the claim; empty if it was recovered from a damaged checkpoint.
     pub namespace: String,
-    /// Name of the claim; empty where a damaged checkpoint was rebuilt.
+    /// Name of the claim; empty if it was recovered from a damaged checkpoint.
     pub name: String,
-    /// The devices, in the order in which the controller named them in the resource handle.
+    /// The devices, in the order of the resource handle.
     pub devices: Vec<String>,
 }
 
 /// Why a device cannot be handed out.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NodeDriverError {
-    /// It is not there.
+    /// The device is no longer present.
     #[error("device {device:?} is not on this node (any more): {problem}")]
     Gone {
         /// The device.
         device: String,
-        /// What was found instead.
+        /// What was found in its place.
         problem: String,
     },
-    /// Something else is in its place.
+    /// Another device has taken its place.
     #[error(
         "device {device:?} has become another since it was found ({before}, now {now}); it is looked for again"
     )]
     Changed {
         /// The device.
         device: String,
-        /// What it was.
+        /// Its identity when it was discovered.
         before: String,
-        /// What it is.
+        /// Its identity now.
         now: String,
     },
-    /// The node itself uses it.
+    /// The node itself uses the device.
     #[error("device {device:?} is in use by the node itself: {problem}")]
     InUse {
         /// The device.
         device: String,
-        /// What uses it and, best, what to do.
+        /// What uses it and, ideally, the remedy.
         problem: String,
     },
-    /// The device does not do what it is told.
+    /// The driver cannot use the device.
     #[error("device {device:?} cannot be used: {problem}")]
     Failed {
         /// The device.
         device: String,
-        /// What went wrong and, best, what to do.
+        /// The cause and, ideally, the remedy.
         problem: String,
     },
-    /// Nobody answers.
+    /// Discovery has stopped, so the device cannot be checked.
     #[error("device {0:?} cannot be looked at, because the search for devices has ended")]
     Ended(String),
 }
 
 impl NodeDriverError {
-    /// CamelCase, from a small fixed set: the reason of the event, and a metric's label.
+    /// CamelCase, from a small fixed set: the reason of the event and a metric label.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Gone { .. } => "DeviceGone",
@@ -150,7 +149,7 @@ impl NodeDriverError {
     }
 }
 
-/// The devices of a list that can be served, by name; the others, and why not, in a sentence each.
+/// Splits a list into the devices that can be served, by name, and one message for each of the others.
 pub(crate) fn served(list: Vec<Device>) -> (Devices, BTreeSet<String>) {
     let (mut devices, mut problems) = (Devices::new(), BTreeSet::new());
     for device in list {
@@ -183,17 +182,17 @@ pub(crate) fn served(list: Vec<Device>) -> (Devices, BTreeSet<String>) {
         };
         problems.insert(format!("{:?}: {problem}", device.name));
     }
-    // A tree that has been filled in order is half empty.
+    // Rebuilt from sorted input: a B-tree filled by insertion in order is half empty.
     (devices.into_iter().collect(), problems)
 }
 
-/// Whether the API server would refuse an attribute, and with it the whole inventory.
+/// Whether the API server would reject this attribute, and with it the whole inventory.
 fn is_too_long(value: &AttributeValue) -> bool {
     let exceeds = |text: &Option<String>, most| text.as_ref().is_some_and(|text| text.chars().count() > most);
     exceeds(&value.string, TEXT_MAX) || exceeds(&value.version, VERSION_MAX)
 }
 
-/// Logs what is new among the problems.
+/// Logs problems that were not reported before.
 pub(super) fn report(problems: BTreeSet<String>, reported: &mut BTreeSet<String>) {
     for problem in problems.difference(reported) {
         warn!("a device is left out: {problem}");

@@ -1,6 +1,6 @@
-//! What the companion has counted, for those who watch from outside. Nothing is decided by it.
+//! The companion's metrics. No decision depends on them.
 //!
-//! Words of small fixed sets and the kinds of the configuration are what is counted by; never the name of a claim, a pod or a device.
+//! Labels are values from small fixed sets and the configured kinds, never the name of a claim, pod or device.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,41 +8,41 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::core::prepare::census::Group;
 use crate::node::kubelet::transport::GrpcCalls;
 
-/// The figures of one companion.
+/// Metrics of one companion.
 #[derive(Debug, Default)]
 pub struct Figures {
-    /// The calls of kubelet.
+    /// kubelet's gRPC calls.
     pub calls: Arc<GrpcCalls>,
     counted: Mutex<Counted>,
 }
 
-/// What was counted at one moment.
+/// A snapshot of the metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counted {
-    /// The devices. A kind that was here once stays, if only with 0.
+    /// Device counts. A kind that was seen once stays, with 0 if it has no devices.
     pub devices: BTreeMap<Group, u64>,
-    /// Claims that hold something on this node.
+    /// Claims with devices prepared on this node.
     pub held: u64,
-    /// Those of them that are in quarantine.
+    /// Prepared claims in quarantine.
     pub quarantined: u64,
-    /// What kubelet asked for, by [`Figures::OPERATIONS`], and whether it was done.
+    /// Requests by kubelet, by [`Figures::OPERATIONS`] and success.
     pub operations: BTreeMap<(&'static str, bool), u64>,
-    /// Why something was refused.
+    /// Rejected requests by reason.
     pub refusals: BTreeMap<&'static str, u64>,
-    /// Events about the node, by reason.
+    /// Events about the node by reason.
     pub events: BTreeMap<&'static str, u64>,
 }
 
 impl Figures {
-    /// What kubelet asks for.
+    /// The operations that kubelet requests.
     pub const OPERATIONS: [&'static str; 4] = ["allocate", "prepare", "start", "unprepare"];
 
-    /// What has been counted so far.
+    /// A snapshot of the current values.
     pub fn counted(&self) -> Counted {
         self.lock().clone()
     }
 
-    /// Something that kubelet asked for was done, or refused for a reason.
+    /// Counts a request by kubelet and, if it was rejected, the reason.
     pub(super) fn handled(&self, operation: &'static str, refused: Option<&'static str>) {
         let mut counted = self.lock();
         *counted
@@ -54,12 +54,12 @@ impl Figures {
         }
     }
 
-    /// People are told something of the node.
+    /// Counts an event about the node.
     pub(super) fn told(&self, reason: &'static str) {
         *self.lock().events.entry(reason).or_default() += 1;
     }
 
-    /// What there is now.
+    /// Sets the current numbers of devices and claims.
     pub(super) fn stock(&self, devices: BTreeMap<Group, u64>, held: usize, quarantined: usize) {
         let number = |count| u64::try_from(count).unwrap_or(u64::MAX);
         let mut counted = self.lock();

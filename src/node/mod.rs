@@ -1,4 +1,4 @@
-//! The companion that runs on every node: a shell around [`crate::core::prepare`].
+//! The companion, which runs on every node: the runtime of [`crate::core::prepare`].
 
 pub mod admin;
 pub mod companion;

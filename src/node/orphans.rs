@@ -1,6 +1,6 @@
-//! Looks after claims that kubelet has forgotten: a shell around [`crate::core::prepare::orphans`].
+//! Finds prepared claims that kubelet has forgotten: the runtime of [`crate::core::prepare::orphans`].
 //!
-//! Nothing runs while no claim holds anything. The API server is asked only for claims that kubelet's own list misses.
+//! Idle while no claim is prepared. The API server is queried only for claims that are missing from kubelet's list.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,30 +24,30 @@ use crate::node::metrics::Figures;
 use crate::node::publish::events::{self, NodeEvent};
 use crate::node::state::{Quarantine, RecordsHandle};
 
-/// How long one call of the API server may take.
+/// Deadline of one API server call.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
-/// How soon a look is repeated for which the API server gave no answer.
+/// Delay before a check is repeated that the API server did not answer.
 const RETRY: Duration = Duration::from_secs(30);
-/// Claims per page, when a claim has to be found by its uid.
+/// Page size of a search for a claim by uid.
 const PAGE: u32 = 500;
-/// The reason of the events.
+/// Reason of the events.
 const REASON: &str = "ClaimQuarantined";
 
-/// The task that looks after them.
+/// The task that checks for orphaned claims.
 pub(super) struct Caretaker {
     pub(super) client: kube::Client,
     pub(super) driver_name: DriverName,
     pub(super) node_name: String,
     pub(super) records: RecordsHandle,
     pub(super) cluster: watch::Receiver<ClusterFacts>,
-    /// Where what is in quarantine is shown.
+    /// Publishes the claims in quarantine.
     pub(super) quarantine: watch::Sender<Quarantine>,
-    /// Where events are counted.
+    /// Counts the events.
     pub(super) figures: Arc<Figures>,
 }
 
 impl Caretaker {
-    /// Runs until the token is cancelled or the owner has ended.
+    /// Runs until the token is cancelled or the node's state task has ended.
     pub(super) async fn run(self, shutdown: CancellationToken) {
         tokio::select! {
             () = shutdown.cancelled() => {}
@@ -76,7 +76,7 @@ impl Caretaker {
                 }
                 answers.insert(question.uid, answer);
             }
-            // Also without an answer: what was in quarantine may be in order again.
+            // Evaluate even without an answer: a claim in quarantine may be in order again.
             let Some(judged) = self.records.judge(begin.elapsed(), answers).await else {
                 return;
             };
@@ -84,7 +84,7 @@ impl Caretaker {
             if !self.show(judged.quarantine, &mut told).await {
                 next = next.min(RETRY);
             }
-            // A claim that comes meanwhile has time: it is suspected after the grace period at the earliest.
+            // No need to wake for a new claim: it is suspected only after the grace period.
             tokio::select! {
                 () = sleep(next) => {}
                 () = self.records.look_due() => {}
@@ -119,7 +119,7 @@ impl Caretaker {
             Ok(claim) => {
                 Ok(Some(claim).filter(|claim| claim.metadata.uid.as_deref() == Some(question.uid.as_str())))
             }
-            // Of the claim itself: a server that does not know the path says "not found" as well.
+            // Require the claim's own name: a server that does not know the path also returns "not found".
             Err(kube::Error::Api(status))
                 if status.is_not_found()
                     && status
@@ -133,7 +133,7 @@ impl Caretaker {
         }
     }
 
-    /// Only the uid is known, because the checkpoint was lost.
+    /// Finds a claim by uid, for claims whose name was lost with the checkpoint.
     async fn find(&self, uid: &ClaimUid) -> Result<Option<ResourceClaim>, kube::Error> {
         let api = Api::<ResourceClaim>::all(self.client.clone());
         let mut parameters = ListParams::default().limit(PAGE);
@@ -150,7 +150,7 @@ impl Caretaker {
         }
     }
 
-    /// The devices in our resource handle.
+    /// The device names in our resource handle.
     fn devices(&self, claim: &ResourceClaim) -> Option<Vec<String>> {
         let allocation = claim.status.allocation.as_ref()?;
         let ours = allocation.resource_handles.iter().find(|handle| {
@@ -163,8 +163,8 @@ impl Caretaker {
             .then(|| handle.devices.into_iter().map(|device| device.device).collect())
     }
 
-    /// Publishes what is in quarantine, and writes an event for whatever nobody was told of yet. False if one could not be
-    /// written: it is tried again with the next look, so that an API server that is away costs nobody the word.
+    /// Publishes the claims in quarantine and writes an event for each new one. Returns false if an event could not be written; the
+    /// next check retries it.
     async fn show(&self, now: Quarantine, told: &mut Quarantine) -> bool {
         let before = self.quarantine.send_replace(now.clone());
         told.retain(|uid, quarantined| now.get(uid) == Some(quarantined));

@@ -1,8 +1,8 @@
-//! Follows the file of device kinds: what is written into it counts without a restart.
+//! Watches the configuration file and applies changes without a restart.
 //!
-//! Kubernetes changes a mounted ConfigMap by renaming a symbolic link beside the file (`..data`), an editor by renaming or
-//! rewriting the file. Both are events of the directory. SIGHUP asks for a look as well, for files that change in other ways.
-//! A file that is wrong changes nothing: what was right before goes on.
+//! Kubernetes changes a mounted ConfigMap by renaming a symbolic link beside the file (`..data`); an editor renames or rewrites the
+//! file. Both are events of the directory. SIGHUP triggers a read as well, for files that change in other ways. An invalid file is
+//! rejected, and the previous configuration remains in force.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -22,27 +22,27 @@ use crate::core::discovery::events::DeviceEvent;
 use crate::core::prepare::request::ExtendedResource;
 use crate::node::config::NodeConfiguration;
 
-/// How long changes are gathered before the file is read: writers make several.
+/// How long to gather events before reading the file: a writer causes several.
 const GATHER: Duration = Duration::from_millis(200);
-/// How often a file that cannot be watched is read.
+/// Read interval if the file cannot be watched.
 const LOOK: Duration = Duration::from_secs(60);
-/// Room for some events with the longest of names, in bytes.
+/// Buffer bytes for several events with names of maximal length.
 const BUFFER: usize = 4096;
 
-/// The extended resources of a configuration, by name.
+/// Extended resources by name.
 pub(super) type Resources = BTreeMap<String, ExtendedResource>;
 
-/// What follows a file.
+/// Watches one configuration file.
 #[derive(Debug)]
 pub(super) struct Follower {
     pub(super) file: PathBuf,
     pub(super) configuration: watch::Sender<Arc<NodeConfiguration>>,
     pub(super) resources: watch::Sender<Arc<Resources>>,
-    /// Where people are told of it.
+    /// Events about configuration changes.
     pub(super) notices: mpsc::Sender<DeviceEvent>,
 }
 
-/// The extended resources that a configuration describes.
+/// The extended resources of a configuration.
 pub(super) fn resources(configuration: &NodeConfiguration) -> Resources {
     configuration
         .kinds
@@ -51,7 +51,7 @@ pub(super) fn resources(configuration: &NodeConfiguration) -> Resources {
         .collect()
 }
 
-/// The directory of a file; the working directory for a relative path of one part.
+/// The parent directory of a file; `.` for a bare file name.
 fn directory_of(file: &Path) -> &Path {
     match file.parent() {
         Some(directory) if !directory.as_os_str().is_empty() => directory,
@@ -60,14 +60,14 @@ fn directory_of(file: &Path) -> &Path {
 }
 
 impl Follower {
-    /// Follows the file until the token is cancelled.
+    /// Watches the file until the token is cancelled.
     pub(super) async fn run(self, shutdown: CancellationToken) {
         let mut hangup = signal(SignalKind::hangup())
             .inspect_err(|error| warn!(%error, "SIGHUP cannot be heard"))
             .ok();
         let mut refused = None;
         loop {
-            // Made anew each time: the directory itself may have been replaced.
+            // Recreated each time: the directory itself may have been replaced.
             let mut changes = self.changes();
             self.take_up(&mut refused).await;
             tokio::select! {
@@ -104,7 +104,7 @@ impl Follower {
             .ok()
     }
 
-    /// Reads the file, and lets it count if it is right and says something else.
+    /// Reads the file and applies it if it is valid and has changed.
     async fn take_up(&self, refused: &mut Option<String>) {
         let file = self.file.clone();
         let Ok(read) = spawn_blocking(move || NodeConfiguration::read(&file)).await else {
@@ -158,7 +158,7 @@ impl Follower {
     }
 
     fn tell(&self, event: DeviceEvent) {
-        // It was logged; people who look at events are told as well, unless nobody has listened for long.
+        // Already logged; the event is dropped if the queue is full.
         let _ = self.notices.try_send(event);
     }
 }

@@ -1,18 +1,17 @@
-//! Looks that are made although nothing seems to have changed: all of them at the same moments, so that a node at rest is woken once
-//! for all, and not once for each.
+//! Periodic resyncs, aligned so that an idle node wakes once per interval instead of once per watcher.
 
 use std::sync::LazyLock;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// How often: what neither the kernel nor inotify can tell (a mount over a directory, a queue that ran over) is found then.
+/// The interval. A resync finds changes that neither the kernel nor inotify reports: a mount over a directory, an overflowed queue.
 pub(super) const EVERY: Duration = Duration::from_secs(60);
 
-/// When this process first asked for a round.
+/// When this process first asked for a resync; all resyncs are aligned to it.
 static FIRST: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-/// The next round: in [`EVERY`] at most, and sooner for whoever had something else to do since the last.
+/// The next resync: within [`EVERY`], at the moment shared by all callers.
 pub(super) fn next() -> Instant {
     let first = *FIRST;
     next_after(first, Instant::now())
@@ -22,7 +21,7 @@ fn next_after(first: Instant, now: Instant) -> Instant {
     now + until_next(now.duration_since(first))
 }
 
-/// How long it is until the next round, so long after the first: never nothing, so that whoever waits again and again does wait.
+/// Time until the next resync. Never zero, so that a caller in a loop always waits.
 fn until_next(since_first: Duration) -> Duration {
     let since_last = since_first.as_nanos() % EVERY.as_nanos();
     EVERY.saturating_sub(Duration::from_nanos(

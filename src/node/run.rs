@@ -1,4 +1,4 @@
-//! The companion as a whole: what is started, in which order, and how it ends.
+//! Starts the companion's parts in order and stops them.
 
 mod builder;
 mod doors;
@@ -27,41 +27,41 @@ use crate::node::publish::inventory::Standing;
 use crate::node::state::storage::StoreError;
 use crate::node::state::storage::disk::Disk;
 
-/// What a companion is told.
+/// Options of a companion with the built-in discovery.
 #[derive(Clone)]
 pub struct NodeOptions {
-    /// The driver's name: that of the ResourceClasses it serves.
+    /// The driver name, which its ResourceClasses refer to.
     pub driver_name: String,
-    /// The name of the Node object of this machine.
+    /// The name of this machine's Node object.
     pub node_name: String,
-    /// The file that describes the kinds of devices.
+    /// The configuration file with the kinds of devices.
     pub config: PathBuf,
-    /// kubelet's `--root-dir`; sockets and the checkpoint are below it.
+    /// kubelet's `--root-dir`, which contains the sockets and the checkpoint.
     pub kubelet_root: PathBuf,
-    /// The directory of kubelet's device plugin socket. It does not follow kubelet's root directory.
+    /// The directory of kubelet's device plugin socket, which does not follow kubelet's root directory.
     pub device_plugin_dir: PathBuf,
-    /// How kubelet learns of extended resources.
+    /// How extended resources register with kubelet.
     pub plugin_registration: PluginRegistration,
-    /// A directory in which the container runtime looks for CDI files.
+    /// A CDI directory of the container runtime.
     pub cdi_dir: PathBuf,
-    /// How long a claim may be missing from kubelet's own list before it is looked into.
+    /// How long a claim may be missing from kubelet's list before it is checked.
     pub orphan_grace: Duration,
-    /// The CRI socket of the container runtime, if it is not at a usual place.
+    /// The container runtime's CRI socket; `None` tries the usual paths.
     pub runtime_socket: Option<PathBuf>,
-    /// Where this process sees the host's `/dev`, `/sys` and mounts.
+    /// Where the host's `/dev`, `/sys` and mounts are visible to this process.
     pub host: HostPaths,
-    /// A client of the API server.
+    /// API server client.
     pub client: kube::Client,
-    /// Where the companion says how it stands with kubelet; whoever wants to know subscribes.
+    /// Publishes the registration status with kubelet.
     pub standing: watch::Sender<Standing>,
-    /// Where it counts what it does.
+    /// The metrics.
     pub figures: Arc<Figures>,
-    /// The disk; somebody looks on in tests only.
+    /// File system access, observed in tests.
     pub disk: Disk,
 }
 
 impl NodeOptions {
-    /// The options of an ordinary node.
+    /// The default options.
     pub fn new(node_name: impl Into<String>, config: impl Into<PathBuf>, client: kube::Client) -> Self {
         let kubelet = KubeletPaths::default();
         Self {
@@ -102,28 +102,28 @@ impl std::fmt::Debug for NodeOptions {
 /// Why a companion cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
-    /// The driver's name is none.
+    /// The driver name is invalid.
     #[error(transparent)]
     DriverName(#[from] DriverNameError),
-    /// The configuration is wrong.
+    /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The records of this node cannot be had.
+    /// The prepared claims of this node cannot be read or locked.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// A door cannot be opened.
+    /// A kubelet endpoint cannot be served.
     #[error(transparent)]
     Door(#[from] DoorError),
-    /// The kernel does not say which boot this is.
+    /// The boot id cannot be read.
     #[error("cannot read {BOOT_ID}, which tells whether the node was booted: {0}")]
     BootId(std::io::Error),
-    /// A directory that is mounted into the pod is not the host's any more.
+    /// A directory mounted into the pod is no longer the host's.
     #[error(
         "the host has removed {0:?}, and perhaps made it again: what is mounted here is no longer what kubelet and the container runtime \
          see, so the companion ends, and its container gets the host's directory when it is started again"
     )]
     CutOff(PathBuf),
-    /// A part of the companion has ended by itself.
+    /// A task of the companion has panicked.
     #[error("a part of the companion has broken down: {0}")]
     Broken(JoinError),
 }
@@ -143,25 +143,24 @@ impl NodeError {
     }
 }
 
-/// Notices that wait until the API server takes them, at most.
+/// Maximum number of events waiting for the API server.
 const NOTICES: usize = 16;
-/// Where the kernel tells the id of the boot (`random(4)`).
+/// The kernel's boot id (`random(4)`).
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// The id of this boot.
 pub(super) fn boot_id() -> std::io::Result<String> {
     std::fs::read_to_string(BOOT_ID).map(|id| id.trim().to_owned())
 }
 
-/// Runs the companion of the built-in discovery, as its configuration describes it, until the token is cancelled: a [`Node`] whose
-/// driver are the node's [`HostDevices`].
+/// Runs a companion with the built-in discovery until the token is cancelled: a [`Node`] whose driver is [`HostDevices`], with the
+/// kinds of its configuration file.
 pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<(), NodeError> {
     DriverName::parse(&options.driver_name)?;
     let configuration = NodeConfiguration::read(&options.config)?;
     let (resources, changing) = watch::channel(Arc::new(reload::resources(&configuration)));
     let (configuration, followed) = watch::channel(Arc::new(configuration));
     let (notices, told) = mpsc::channel(NOTICES);
-    // The search for devices outlives the doors: what is under way at the end still needs its devices.
+    // Discovery outlives the endpoints: calls in progress at shutdown still need their devices.
     let search = CancellationToken::new();
     let _end_of_search = search.clone().drop_guard();
     let driver = HostDevices::start(followed, options.host.clone(), search.clone()).await;

@@ -1,4 +1,4 @@
-//! A companion put together in code: the devices of any [`NodeDriver`], and all of kubelet's doors.
+//! A companion built in code: any [`NodeDriver`] with all of kubelet's APIs.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -35,9 +35,9 @@ use crate::node::state::storage::disk::Disk;
 use crate::node::state::storage::{Opened, Places, Store, StoreError};
 use crate::node::state::{Owner, OwnerOptions};
 
-/// How long a companion waits for another one on the same node to end, as at an update, and for files that the system does not give.
+/// How long to wait for another companion on the node to end, as during an update, and for a checkpoint that cannot be read.
 const LOCK_PATIENCE: Duration = Duration::from_secs(30);
-/// How often it looks whether that has happened.
+/// Interval of the attempts.
 const LOCK_PAUSE: Duration = Duration::from_millis(500);
 
 /// The companion of one node.
@@ -74,7 +74,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(500);
 #[derive(Clone, Copy, Debug)]
 pub struct Node;
 
-/// A companion that has not been started.
+/// A companion that has not started.
 pub struct NodeBuilder<D> {
     driver: D,
     driver_name: String,
@@ -87,7 +87,7 @@ pub struct NodeBuilder<D> {
     runtime_socket: Option<PathBuf>,
     dev_root: PathBuf,
     resources: BTreeMap<String, ExtendedResource>,
-    /// Resources that change, in place of those.
+    /// Overrides `resources` with ones that change.
     changing: Option<watch::Receiver<Arc<Resources>>>,
     notices: Option<mpsc::Receiver<DeviceEvent>>,
     standing: watch::Sender<Standing>,
@@ -96,8 +96,7 @@ pub struct NodeBuilder<D> {
 }
 
 impl Node {
-    /// A companion for the devices of `driver` on the node of this name (`spec.nodeName` of the pod in which it runs), with a client
-    /// of the API server.
+    /// A companion for the devices of `driver` on this node (`spec.nodeName` of its pod).
     pub fn builder<D: NodeDriver>(
         driver: D,
         node_name: impl Into<String>,
@@ -125,43 +124,43 @@ impl Node {
 }
 
 impl<D: NodeDriver> NodeBuilder<D> {
-    /// The driver's name: the `driverName` of the ResourceClasses that it serves. A DNS subdomain of at most 63 characters that begins
-    /// with a letter; `drayman.dev` unless it is set. Two companions of one node need two names.
+    /// The driver name, which is `driverName` of its ResourceClasses. A DNS subdomain of at most 63 characters that begins with a
+    /// letter; `drayman.dev` by default. Two companions on one node need different names.
     #[must_use]
     pub fn driver_name(mut self, name: impl Into<String>) -> Self {
         self.driver_name = name.into();
         self
     }
 
-    /// Where kubelet is found; the defaults are those of kubelet.
+    /// kubelet's directories; kubelet's own defaults by default.
     #[must_use]
     pub fn kubelet(mut self, paths: KubeletPaths) -> Self {
         self.kubelet = paths;
         self
     }
 
-    /// How kubelet learns of extended resources; [`PluginRegistration::KubeletSocket`] unless it is set.
+    /// How extended resources register with kubelet; [`PluginRegistration::KubeletSocket`] by default.
     #[must_use]
     pub fn plugin_registration(mut self, registration: PluginRegistration) -> Self {
         self.plugin_registration = registration;
         self
     }
 
-    /// A directory in which the container runtime looks for CDI files; `/var/run/cdi` unless it is set.
+    /// A CDI directory of the container runtime; `/var/run/cdi` by default.
     #[must_use]
     pub fn cdi_dir(mut self, directory: impl Into<PathBuf>) -> Self {
         self.cdi_dir = directory.into();
         self
     }
 
-    /// How long a claim may be missing from kubelet's own list before it is looked into.
+    /// How long a claim may be missing from kubelet's list before it is checked.
     #[must_use]
     pub fn orphan_grace(mut self, grace: Duration) -> Self {
         self.orphan_grace = grace;
         self
     }
 
-    /// The CRI socket of the container runtime, which shows which containers still have a device; without it the usual places of
+    /// The container runtime's CRI socket, which shows the containers that still have a device; by default the usual paths of
     /// containerd, CRI-O and k3s.
     #[must_use]
     pub fn container_runtime_socket(mut self, socket: Option<PathBuf>) -> Self {
@@ -169,47 +168,47 @@ impl<D: NodeDriver> NodeBuilder<D> {
         self
     }
 
-    /// Where this process sees the host's `/dev`; `/dev` unless it is set.
+    /// Where the host's `/dev` is visible to this process; `/dev` by default.
     #[must_use]
     pub fn dev_root(mut self, directory: impl Into<PathBuf>) -> Self {
         self.dev_root = directory.into();
         self
     }
 
-    /// Offers devices of a kind as an extended resource (`example.com/sensor`). It has those devices of the kind whose
-    /// [mode](crate::node::driver::Device::mode) is not `Claims`.
+    /// Offers the devices of a kind as an extended resource (`example.com/sensor`), except devices whose
+    /// [mode](crate::node::driver::Device::mode) is `Claims`.
     #[must_use]
     pub fn extended_resource(mut self, name: impl Into<String>, resource: ExtendedResource) -> Self {
         self.resources.insert(name.into(), resource);
         self
     }
 
-    /// Extended resources that change while the companion runs, in place of those of [`Self::extended_resource`].
+    /// Extended resources that change while the companion runs. They override [`Self::extended_resource`].
     pub(super) fn changing(mut self, resources: watch::Receiver<Arc<Resources>>) -> Self {
         self.changing = Some(resources);
         self
     }
 
-    /// What people are to be told of the node besides what its devices tell.
+    /// Events about the node besides those about its devices.
     pub(super) fn notices(mut self, notices: mpsc::Receiver<DeviceEvent>) -> Self {
         self.notices = Some(notices);
         self
     }
 
-    /// Where the companion says how it stands with kubelet.
+    /// Publishes the registration status with kubelet.
     pub(super) fn standing(mut self, standing: watch::Sender<Standing>) -> Self {
         self.standing = standing;
         self
     }
 
-    /// Where the companion counts what it does; whoever keeps a copy can look.
+    /// The metrics. Keep a clone to read them.
     #[must_use]
     pub fn figures(mut self, figures: Arc<Figures>) -> Self {
         self.figures = figures;
         self
     }
 
-    /// A disk at which somebody looks on.
+    /// File system access, observed in tests.
     pub(super) fn disk(mut self, disk: Disk) -> Self {
         self.disk = disk;
         self
@@ -217,9 +216,9 @@ impl<D: NodeDriver> NodeBuilder<D> {
 
     /// Runs the companion until the token is cancelled.
     ///
-    /// The records of the node are put right before a door opens. An API server that is away stops nothing here: claims are
-    /// served if it said once that there are such. An error comes at the start, or if a part breaks down; after a clean stop
-    /// calls in flight have been answered, the sockets are gone and the inventory says "not ready".
+    /// The prepared claims are recovered before any endpoint is served. An unreachable API server does not prevent the start:
+    /// claims are served if it was once known to serve them. Errors are returned at the start or when a task panics. After a clean
+    /// stop, calls in flight have been answered, the sockets are removed and the inventory says "not ready".
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), NodeError> {
         let driver_name = DriverName::parse(&self.driver_name)?;
         let boot_id = boot_id().map_err(NodeError::BootId)?;
@@ -256,13 +255,13 @@ impl<D: NodeDriver> NodeBuilder<D> {
             former,
             figures: self.figures.clone(),
         });
-        // The driver's first list may take its time.
+        // The driver's first list may take a while.
         let (owner, companion, devices) = tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
             started = starting => started,
         };
         let owner = tokio::spawn(owner.run());
-        // These have handles of the owner, and end before it.
+        // These tasks have handles of the state task and end before it.
         let stop_care = CancellationToken::new();
         let _end_of_care = stop_care.clone().drop_guard();
         let announcements = Announcements {
@@ -316,7 +315,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             resources,
             cluster: cluster.subscribe(),
         };
-        // The last handle of the owner goes with the doors.
+        // Drops the last handle of the state task when the endpoints end.
         let served = doors.serve(Arc::new(companion), self.standing, shutdown).await;
         stop_care.cancel();
         records.closed().await;
@@ -328,7 +327,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
     }
 }
 
-/// What kubelet shows of its containers, now and of the extended resources of earlier processes.
+/// The devices that containers hold: a source for the current ones, and those of former extended resources.
 async fn kubelet_shows(
     kubelet: &KubeletPaths,
     driver: &DriverName,
@@ -340,7 +339,7 @@ async fn kubelet_shows(
     Ok((grants, former.await.map_err(NodeError::Broken)?))
 }
 
-/// The container runtime, if it can be asked.
+/// The container runtime, if it has a socket.
 fn witness(socket: Option<&Path>, kubelet: &KubeletPaths, dev: &Path) -> Option<Arc<dyn Witness>> {
     let Some(witness) = RuntimeWitness::find(socket, kubelet, dev) else {
         info!(
@@ -352,7 +351,7 @@ fn witness(socket: Option<&Path>, kubelet: &KubeletPaths, dev: &Path) -> Option<
     Some(Arc::new(witness))
 }
 
-/// Watches the claims of this node, from the first time that a kind leaves through both doors.
+/// Watches the claims of this node once a kind is offered both as claims and as an extended resource.
 async fn announce(
     announcements: Announcements,
     mut resources: watch::Receiver<Arc<Resources>>,
@@ -371,7 +370,8 @@ async fn announce(
     }
 }
 
-/// Opens the records, and waits a while for another companion to let go of them, and for a disk that does not give them. `None` if the shutdown comes first.
+/// Opens the checkpoint. Waits for a limited time if another companion has the lock or a read fails. `None` if the shutdown comes
+/// first.
 async fn open(
     disk: &Disk,
     places: &Places,
@@ -408,8 +408,8 @@ async fn open(
     }
 }
 
-/// Asks kubelet which claims its containers have, where there is no checkpoint that tells. A kubelet that does not answer is not
-/// waited for: it may wait for us.
+/// Asks kubelet for the claims of its containers if the checkpoint is incomplete. Does not wait for a kubelet that does not answer:
+/// it may be waiting for us.
 async fn ask_kubelet(opened: &mut Opened, driver: &DriverName, kubelet: &KubeletPaths) {
     match PodResourcesClient::new(kubelet).list().await {
         Ok(pods) => opened.add_running(&running_claims(driver, &pods)),
@@ -419,7 +419,7 @@ async fn ask_kubelet(opened: &mut Opened, driver: &DriverName, kubelet: &Kubelet
                 "kubelet does not show which claims its containers have: {error}"
             );
         }
-        // A node that is new.
+        // A new node.
         Err(_) => {}
     }
 }

@@ -1,4 +1,4 @@
-//! The doors of a companion: which are open, and how it stands with kubelet.
+//! The companion's kubelet endpoints and its registration status.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -23,22 +23,22 @@ use crate::node::kubelet::{self, DoorError, DoorState, KubeletPaths};
 use crate::node::publish::inventory::Standing;
 use crate::node::reload::Resources;
 
-/// What the API for claims is called beside the names of extended resources, which have a slash.
+/// Name of the DRA API among the extended resources, whose names contain a slash.
 const CLAIMS: &str = "claims";
 
-/// The doors of kubelet that this companion opens.
+/// The kubelet endpoints of this companion.
 pub(super) struct Doors {
     pub(super) paths: KubeletPaths,
     pub(super) plugin_registration: PluginRegistration,
     pub(super) driver_name: DriverName,
     pub(super) resources: watch::Receiver<Arc<Resources>>,
     pub(super) cluster: watch::Receiver<ClusterFacts>,
-    /// The directories without which nobody outside of the pod sees what is served.
+    /// Mounted host directories without which the endpoints are not visible outside the pod.
     pub(super) mounted: Vec<PathBuf>,
 }
 
 impl Doors {
-    /// Keeps the doors open until the shutdown. One that cannot be opened is tried again while the others serve.
+    /// Serves the endpoints until the shutdown. An endpoint that fails is retried while the others serve.
     pub(super) async fn serve<C: Companion>(
         self,
         companion: Arc<C>,
@@ -85,7 +85,7 @@ impl Doors {
                     None => return result,
                     Some(Ok(())) => {}
                     Some(Err(broken)) => {
-                        // The others are closed with the calls that they have, and then all of it ends.
+                        // The other endpoints finish their calls and close; then the companion ends.
                         ours.cancel();
                         result = result.and(Err(NodeError::Broken(broken)));
                     }
@@ -94,7 +94,7 @@ impl Doors {
         }
     }
 
-    /// Refuses flags with which a socket could never be made. To try again would not help.
+    /// Rejects options whose socket paths can never be valid, since a retry would not help.
     fn check_paths(&self) -> Result<(), DoorError> {
         let (paths, driver_name) = (&self.paths, self.driver_name.as_str());
         let mut places = vec![
@@ -116,7 +116,7 @@ impl Doors {
     }
 }
 
-/// The door for claims: open while the cluster has claims of the version that we serve, or was not there to ask since.
+/// Serves the DRA API while the cluster serves our claim API version; an unreachable API server does not end it.
 async fn serve_claims<C: Companion>(
     companion: Arc<C>,
     paths: KubeletPaths,
@@ -158,7 +158,7 @@ async fn serve_claims<C: Companion>(
     }
 }
 
-/// Says how the companion stands, whenever a door or the cluster changes it, until a door has ended.
+/// Publishes the registration status on each change of an endpoint or of the cluster, until an endpoint has ended.
 async fn follow(
     mut cluster: watch::Receiver<ClusterFacts>,
     mut claims: watch::Receiver<DoorState>,
@@ -188,7 +188,7 @@ async fn follow(
             *published = now;
             changed
         });
-        // A door that has ended is taken off the list, or everything ends.
+        // An ended endpoint is removed from the list, or the companion stops.
         let of_resources = states.iter_mut().map(|(_, state)| {
             let changed = async {
                 if state.changed().await.is_err() {

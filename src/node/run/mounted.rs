@@ -1,8 +1,8 @@
-//! Directories of the host that are mounted into the companion's pod: whether they are still those of the host.
+//! Detects host directories that are mounted into the companion's pod and have since been replaced on the host.
 //!
-//! A bind mount is of a directory, not of a path. When somebody on the host removes a directory and makes it again, the pod's mount stays
-//! on the removed one: nobody outside sees what is written there, and nothing new can be made in it. Only a new mount helps, and a
-//! container gets one when it is started.
+//! A bind mount refers to a directory, not to a path. If the host removes and recreates a directory, the pod's mount stays on the
+//! removed one: files written there are invisible outside, and no new ones can be created. Only a new mount helps, and a container
+//! gets one when it starts.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -15,10 +15,10 @@ use tokio::time::sleep;
 use crate::node::kubelet::KubeletPaths;
 use crate::node::state::storage::Places;
 
-/// How often the directories are looked at. A look costs a few calls of the kernel and none of a disk.
+/// Check interval. A check costs a few system calls and no disk access.
 const EVERY: Duration = Duration::from_secs(5);
 
-/// A directory, held open so that its removal is noticed although another has its path.
+/// A directory held open, so that its removal is noticed even if another one now has its path.
 #[derive(Debug)]
 struct Held {
     path: PathBuf,
@@ -31,7 +31,7 @@ struct Directory {
     writable: bool,
 }
 
-/// The directories that a pod mounts, each for itself.
+/// The directories that a pod mounts individually.
 pub(super) fn mounted(places: &Places, kubelet: &KubeletPaths) -> Vec<PathBuf> {
     let sockets = [
         kubelet.registration_socket(places.driver.as_str()).path,
@@ -46,8 +46,8 @@ pub(super) fn mounted(places: &Places, kubelet: &KubeletPaths) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Waits until the host has removed one of the directories in such a way that its path does not lead to what the host has there now, and
-/// returns that path. A directory that is not there yet, or that can be reached and made again by its path, is none of these.
+/// Waits until the host has removed one of the directories so that its path no longer reaches the host's current one, and returns
+/// that path. A directory that does not exist yet, or that can be recreated by its path, does not count.
 pub(super) async fn cut_off(directories: Vec<PathBuf>) -> PathBuf {
     let mut held: Vec<Held> = directories
         .into_iter()
@@ -95,7 +95,7 @@ impl Directory {
             file: file.into(),
             writable,
         };
-        // One that is removed already is held as it is.
+        // A directory that is already removed is accepted too.
         Some(directory)
     }
 
@@ -104,13 +104,13 @@ impl Directory {
     }
 }
 
-/// Whether the path still leads to a directory that is removed, as a mount of it does.
+/// Whether the path still refers to a removed directory, as a bind mount of it does.
 fn leads_to_removed(path: &Path) -> bool {
     path.metadata().is_ok_and(|found| found.nlink() == 0)
 }
 
-/// Whether what has the path, or would have it, can be written. When a directory is removed that itself is the place of a mount, the
-/// kernel takes the mount away, and what is below it shows: in a pod a mount to read, or the file system of the container.
+/// Whether the path, or its closest existing ancestor, is writable. If the removed directory was itself a mount point, the kernel
+/// unmounts it and reveals the file system below: a read-only mount or the container's own.
 fn may_be_written(path: &Path) -> bool {
     path.ancestors()
         .find_map(|path| statvfs(path).ok())
@@ -125,7 +125,7 @@ mod tests {
 
     use super::*;
 
-    /// Whether it is noticed within two looks.
+    /// Whether the loss is detected within two checks.
     async fn is_noticed(path: &Path, change: impl FnOnce()) -> bool {
         let directories = vec![path.to_owned()];
         let watch = tokio::spawn(cut_off(directories));
@@ -140,7 +140,7 @@ mod tests {
         let path = parent.path().join("d");
         std::fs::create_dir(&path).unwrap();
         let mounted = File::open(&path).unwrap();
-        // A link of the kernel leads to the directory itself, as a mount does.
+        // A magic link of the kernel refers to the directory itself, like a mount.
         let at = PathBuf::from(format!("/proc/self/fd/{}", mounted.as_raw_fd()));
         let start = Instant::now();
         assert!(

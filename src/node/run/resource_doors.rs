@@ -1,4 +1,4 @@
-//! The doors of extended resources, which come and go with the configuration.
+//! Device plugin endpoints of the extended resources, which follow the configuration.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,16 +17,16 @@ use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::{self, DoorState, KubeletPaths};
 use crate::node::reload::Resources;
 
-/// How long a door stays open after its devices were withdrawn, so that kubelet hears of it: what kubelet last heard of a
-/// resource stands on the Node until it forgets the resource, minutes later.
+/// How long an endpoint stays open after its devices were withdrawn, so that kubelet receives the empty list. Otherwise the Node
+/// keeps the resource's last capacity until kubelet drops it minutes later.
 const WITHDRAWAL: Duration = Duration::from_secs(1);
-/// How often it is looked whether a new resource has its devices.
+/// Poll interval until a new resource has its devices.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// How each open door stands, by resource.
+/// State of each endpoint, by resource.
 pub(super) type DoorStates = Vec<(String, watch::Receiver<DoorState>)>;
 
-/// What the doors have in common.
+/// Runs the device plugin endpoint of each extended resource.
 pub(super) struct ResourceDoors<C> {
     pub(super) companion: Arc<C>,
     pub(super) paths: KubeletPaths,
@@ -35,16 +35,16 @@ pub(super) struct ResourceDoors<C> {
     pub(super) states: watch::Sender<DoorStates>,
 }
 
-/// An open door.
+/// A running endpoint.
 struct Open {
     resource: ExtendedResource,
     state: watch::Receiver<DoorState>,
-    /// Asks for the end of it.
+    /// Requests its end.
     withdrawn: CancellationToken,
 }
 
 impl<C: Companion> ResourceDoors<C> {
-    /// Keeps a door open for each resource that there is, until the shutdown. One that cannot be opened is tried again, alone.
+    /// Serves an endpoint for each extended resource until the shutdown. An endpoint that fails is retried independently.
     pub(super) async fn serve(
         self,
         mut wanted: watch::Receiver<Arc<Resources>>,
@@ -63,7 +63,7 @@ impl<C: Companion> ResourceDoors<C> {
                 }
             }
             for (name, resource) in resources.iter() {
-                // One that is closing is opened when it has closed: both would have the same socket.
+                // A closing endpoint is reopened only after it has closed, because both would use the same socket.
                 if !open.contains_key(name) {
                     let door = self.open(&mut doors, name, resource, &ours);
                     open.insert(name.clone(), door);
@@ -82,7 +82,7 @@ impl<C: Companion> ResourceDoors<C> {
                 },
             }
         }
-        // The others are closed with the calls that they have.
+        // The remaining endpoints finish their calls and close.
         ours.cancel();
         while doors.join_next().await.is_some() {}
     }
@@ -103,7 +103,7 @@ impl<C: Companion> ResourceDoors<C> {
         );
         let (driver_name, name, asked) = (self.driver_name.clone(), name.to_owned(), withdrawn.clone());
         doors.spawn(async move {
-            // The owner hears of a new resource at the same time as we do.
+            // The state task learns of a new resource at the same time as this task.
             while companion.plugin_devices(&name).is_none() && !asked.is_cancelled() && !end.is_cancelled() {
                 sleep(PAUSE).await;
             }

@@ -1,4 +1,4 @@
-//! One API of kubelet, served for as long as the companion runs: what keeps it from being served concerns no other.
+//! Serves one kubelet API for the companion's lifetime, independent of failures of the others.
 
 use std::time::Duration;
 
@@ -9,10 +9,10 @@ use tracing::error;
 
 use crate::node::kubelet::{DoorError, DoorState};
 
-/// The pause before an API is tried again, at first and at last. A directory that is mounted or made again counts within a minute.
+/// First and longest delay before a retry. A directory that is mounted or recreated is thus used within a minute.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
-/// Serves an API until `end`, and tries again with a growing pause when it fails. `state` follows it; what is wrong is logged once.
+/// Serves an API until `end`, and retries with increasing delay after a failure. `state` follows it; each error is logged once.
 pub(super) async fn serve_again<F>(
     api: &str,
     state: &watch::Sender<DoorState>,
@@ -24,7 +24,7 @@ pub(super) async fn serve_again<F>(
     let mut pause = RETRY.0;
     let mut told = None;
     loop {
-        // Of its own, so that nothing that follows the state of one attempt outlives it.
+        // A separate channel per attempt, so that no follower of an attempt's state outlives it.
         let (sender, mut seen) = watch::channel(DoorState::Starting);
         let served = serve(sender);
         tokio::pin!(served);
