@@ -260,7 +260,7 @@ impl Access {
         matches!(self, Self::Offline(_))
     }
 
-    /// Releases the devices of a claim and returns what it held.
+    /// Releases the devices of a claim and returns the former holding.
     pub async fn release(&mut self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
         match self {
             Self::Running(Companion { client, socket }) => {

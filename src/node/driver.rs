@@ -100,7 +100,7 @@ pub enum NodeDriverError {
     Gone {
         /// The device.
         device: String,
-        /// What was found in its place.
+        /// Why it counts as gone.
         problem: String,
     },
     /// Another device has taken its place.

@@ -1,4 +1,4 @@
-//! A device that a search has found.
+//! A discovered device and its container edits.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,26 +11,26 @@ use crate::core::prepare::injection::{DeviceNode, Injection};
 use crate::core::prepare::naming::environment_name;
 use crate::node::config::DeviceKind;
 
-/// A device that was found. There may be a thousand, and twice as many while a search is under way.
+/// A discovered device. A node may have a thousand of them, and twice as many during a search.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Found {
     pub(super) kind: Arc<DeviceKind>,
     pub(super) mode: Mode,
     pub(super) attributes: DeviceAttributes,
-    /// The nodes, the one that the device is known by first.
+    /// The device nodes; the first one identifies the device.
     pub(super) nodes: Box<[FoundNode]>,
-    /// Its directory in sysfs, if it has one.
+    /// Its sysfs directory, if any.
     pub(super) sysfs: Option<Box<Path>>,
 }
 
-/// A node of a device.
+/// A device node of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct FoundNode {
-    /// The path by which it was found, relative to `/dev`.
+    /// The path of discovery, relative to `/dev`.
     pub(super) path: Box<str>,
-    /// Where a container sees it, if not at that path.
+    /// The path in the container, if it differs from `/dev/{path}`.
     pub(super) container_path: Option<Box<str>>,
-    /// Whether it is this device's alone.
+    /// Whether the node belongs to this device alone.
     pub(super) own: bool,
     pub(super) node: Node,
 }
@@ -61,7 +61,7 @@ impl Found {
         }
     }
 
-    /// The device as the inventory shows it.
+    /// The device for the inventory.
     pub(super) fn device(&self, name: &str) -> Device {
         Device {
             name: name.to_owned(),
@@ -79,8 +79,8 @@ impl Found {
         }
     }
 
-    /// What of the node uses a block device of this device, unless the kind has the path in `dangerousPaths`. The mounts need not be looked
-    /// at where the search has just done so.
+    /// Describes the node's own use of a block device of this device, except paths in the kind's `dangerousPaths`. Mounts are
+    /// checked only with `with_mounts`, since a search has already checked them.
     pub(super) fn used_by(&self, paths: &HostPaths, with_mounts: bool) -> Option<String> {
         let disks = self.nodes.iter().filter(|node| {
             node.node.numbers.kind == NodeKind::Block && !self.kind.dangerous_paths.contains(&*node.path)
@@ -112,8 +112,8 @@ impl Found {
         None
     }
 
-    /// What a container gets: the nodes, a variable with the paths of those that are this device's alone, and what the
-    /// operator gives besides.
+    /// Container edits: the device nodes, a variable with the paths of the device's own nodes, and the kind's mounts and
+    /// environment.
     pub(super) fn injection(&self, name: &str) -> Injection {
         let own = self.nodes.iter().filter(|node| node.own);
         let paths: Vec<String> = own.map(FoundNode::container_path).collect();

@@ -1,4 +1,4 @@
-//! Which block devices the node itself lives on.
+//! Finds the block devices that the node itself uses.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -10,10 +10,10 @@ use super::HostPaths;
 use super::node::{NodeKind, Numbers};
 use crate::core::discovery::mounts::{mounts, numbers, swap_areas};
 
-/// The numbers of the block devices that are mounted or swapped to, and of the disks and volumes below them.
+/// Numbers of mounted block devices and swap areas, and of the disks and volumes below them.
 pub(super) fn in_use(paths: &HostPaths) -> io::Result<BTreeSet<(u32, u32)>> {
     let mounted = mounts(&std::fs::read(&paths.mountinfo)?);
-    // A kernel without swap has no such file.
+    // A kernel without swap support has no such file.
     let swapped = match std::fs::read(&paths.swaps) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => BTreeSet::new(),
         swaps => swap_areas(&swaps?),
@@ -38,7 +38,7 @@ fn block_numbers(dev: &Path, path: &[u8]) -> Option<(u32, u32)> {
         .map(|numbers| (numbers.major, numbers.minor))
 }
 
-/// The disk of a partition, and what a volume or an array is made of.
+/// The disk of a partition, and the members of a volume or array.
 fn below(sys: &Path, (major, minor): (u32, u32)) -> Vec<(u32, u32)> {
     let Ok(device) = sys.join(format!("dev/block/{major}:{minor}")).canonicalize() else {
         return Vec::new();
@@ -57,8 +57,7 @@ fn below(sys: &Path, (major, minor): (u32, u32)) -> Vec<(u32, u32)> {
     lower.into_iter().filter_map(number_of).collect()
 }
 
-/// What of the kernel has a block device or one of its partitions open for itself: names of volumes and arrays in
-/// `/sys/block/*/holders`.
+/// Names of the volumes and arrays that the kernel has built on a block device or its partitions, from `/sys/block/*/holders`.
 pub(super) fn holders(sys: &Path, (major, minor): (u32, u32)) -> BTreeSet<String> {
     let device = sys.join(format!("dev/block/{major}:{minor}"));
     let entries = |directory: &Path| {
@@ -81,8 +80,8 @@ mod tests {
 
     use super::*;
 
-    /// A disk 8:0 with partitions 8:1 (a physical volume) and 8:2, a volume 253:0 on the first that is mounted as root,
-    /// a disk 8:16 with partition 8:17 that is not, and a swap area 8:32.
+    /// A disk 8:0 with partitions 8:1 (a physical volume) and 8:2; a volume 253:0 on 8:1, mounted as root; an unused disk 8:16 with
+    /// partition 8:17; and a swap area 8:32.
     fn host() -> (tempfile::TempDir, HostPaths) {
         let root = tempfile::tempdir().unwrap();
         let sys = root.path().join("sys");
@@ -170,7 +169,7 @@ mod tests {
 
     #[test]
     fn the_disk_of_this_machine_is_in_use() {
-        // Whatever holds the root file system here, if it is a device at all.
+        // The device of the root file system, if it is a block device.
         let used = in_use(&HostPaths::default()).unwrap();
         let told = std::fs::read("/proc/1/mountinfo").unwrap();
         for numbers in mounts(&told).numbers {

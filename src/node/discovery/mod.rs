@@ -1,8 +1,8 @@
-//! Finds the devices that the node's configuration describes.
+//! Discovers the devices that the node's configuration describes.
 //!
-//! Device nodes below `/dev` are identified by the path that a pattern matched, which may be a symbolic link that udev
-//! keeps (`/dev/serial/by-id/...`); USB and PCI devices by what they are and where they are plugged in. The search is repeated
-//! when the kernel tells of a device, when a directory concerned changes, and now and then anyway.
+//! A device node is identified by the path that a pattern matched, which may be a symbolic link maintained by udev
+//! (`/dev/serial/by-id/...`); a USB or PCI device by its properties and its position on the bus. A uevent of the kernel, a change
+//! of a relevant directory, or the periodic resync triggers another search.
 
 mod found;
 mod in_use;
@@ -39,17 +39,17 @@ use crate::core::prepare::inventory::Devices;
 use crate::node::config::NodeConfiguration;
 use crate::node::driver::{NodeDriver, NodeDriverError};
 
-/// Where the host's files are seen by this process. What is told to others always says `/dev`.
+/// Where the host's files are visible to this process. Published paths always begin with the host's `/dev`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostPaths {
     /// The host's `/dev`.
     pub dev: PathBuf,
-    /// The host's `/sys`, which knows which disks partitions and volumes lie on.
+    /// The host's `/sys`, which relates partitions and volumes to their disks.
     pub sys: PathBuf,
-    /// The mounts of the host. In a pod that does not share the host's process ids this is the pod's own table, which shows
-    /// only part of them.
+    /// The host's mounts. In a pod that does not share the host's PID namespace, this is the pod's own mount table, which is
+    /// incomplete.
     pub mountinfo: PathBuf,
-    /// The swap areas of the host.
+    /// The host's swap areas.
     pub swaps: PathBuf,
 }
 
@@ -64,23 +64,23 @@ impl Default for HostPaths {
     }
 }
 
-/// What one search has found, for people.
+/// Result of a single search, for display.
 #[derive(Clone, Debug, Default)]
 pub struct Survey {
-    /// The devices, in the order of their names.
+    /// The devices, sorted by name.
     pub devices: Vec<Device>,
-    /// What a container would get for each of them, by the device's name.
+    /// Container edits by device name.
     pub injections: BTreeMap<String, Injection>,
-    /// Everything that was looked at.
+    /// All candidates, whether they became a device or not.
     pub candidates: Vec<Candidate>,
 }
 
-/// Searches once and probes what is found, without any cluster.
+/// Searches once and probes the discovered devices, without a cluster.
 pub async fn survey(configuration: NodeConfiguration, paths: HostPaths) -> Survey {
     search::survey(configuration, paths).await
 }
 
-/// The built-in [`NodeDriver`]: what the node's configuration describes.
+/// The built-in [`NodeDriver`]: devices described by the node's configuration.
 #[derive(Debug)]
 pub struct HostDevices {
     shared: Arc<Shared>,
@@ -90,17 +90,17 @@ pub struct HostDevices {
 #[derive(Debug)]
 struct Shared {
     paths: HostPaths,
-    /// What was found last, by name.
+    /// Result of the last search, by name.
     found: Mutex<BTreeMap<String, Found>>,
-    /// What an earlier configuration described and the present one does not: claims that hold it keep it.
+    /// Devices of former configurations; claims that hold them keep them.
     retired: Mutex<BTreeMap<String, Found>>,
-    /// Told when something was seen to be not as it was found.
+    /// Requests a search after a device was found changed.
     look_again: Notify,
     caught: Caught,
 }
 
 impl HostDevices {
-    /// Searches once and goes on searching until the token is cancelled, each time by the configuration as it is then.
+    /// Searches once, then keeps searching with the current configuration until the token is cancelled.
     pub async fn start(
         configuration: value::Receiver<Arc<NodeConfiguration>>,
         paths: HostPaths,
@@ -123,7 +123,7 @@ impl HostDevices {
         self.devices.clone()
     }
 
-    /// How many changes were noticed in which way.
+    /// Number of changes detected by each cause.
     pub fn caught(&self) -> &Caught {
         &self.shared.caught
     }
@@ -152,11 +152,11 @@ impl NodeDriver for HostDevices {
 }
 
 impl Shared {
-    /// Looks again for what the search looks for: mounts, swap areas, and what the kernel has built on a block device. The search comes
-    /// once a minute, and nobody tells of a mount.
+    /// Repeats the search's checks for mounts, swap areas and volumes on a block device, because a mount causes no event and the
+    /// periodic search runs only once a minute.
     fn check_unused(&self, device: &str) -> Result<(), NodeDriverError> {
         let found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
-        // A device that is gone is refused when it is looked at.
+        // A missing device is rejected by `injection`.
         let Some(found) = found.get(device).cloned() else {
             return Ok(());
         };

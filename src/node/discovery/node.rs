@@ -1,4 +1,4 @@
-//! A look at one device node.
+//! Resolves paths below `/dev` and identifies device nodes.
 
 use std::fmt;
 use std::fs::Metadata;
@@ -10,7 +10,7 @@ use rustix::fs::{major, minor};
 
 use crate::api::crd::{DeviceNodeKind, DeviceNumber};
 
-/// The device number of the node at a path of the host, whose `/dev` is seen at `dev`; `None` if there is no device node.
+/// The device number at a host path, with the host's `/dev` mounted at `dev`; `None` if there is no device node.
 pub(in crate::node) fn device_number(dev: &Path, host_path: &str) -> Option<DeviceNumber> {
     let node = DevRoot::new(dev)
         .ok()?
@@ -19,21 +19,21 @@ pub(in crate::node) fn device_number(dev: &Path, host_path: &str) -> Option<Devi
     Some(node.numbers.into())
 }
 
-/// The directory in which the host's `/dev` is seen.
+/// The directory where the host's `/dev` is visible.
 pub(super) struct DevRoot {
-    /// Without symbolic links.
+    /// Canonical path, without symbolic links.
     root: PathBuf,
 }
 
-/// What tells a device node from another.
+/// Identity of a device node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Node {
-    /// Where the node itself is on the host, without symbolic links.
+    /// Path of the node on the host, without symbolic links.
     pub(super) host_path: Box<str>,
     pub(super) numbers: Numbers,
 }
 
-/// The device that a node stands for: two nodes with the same numbers are one device.
+/// Type, major and minor of a device node: nodes with equal numbers are the same device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Numbers {
     pub(super) kind: NodeKind,
@@ -47,7 +47,7 @@ pub(super) enum NodeKind {
     Block,
 }
 
-/// Why a path is not a device that can be handed out.
+/// Why a path is not a usable device node.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum NodeError {
     #[error("cannot be looked at: {0}")]
@@ -71,10 +71,10 @@ impl DevRoot {
         &self.root
     }
 
-    /// Looks at a path relative to the root. Symbolic links are followed as long as they stay inside.
+    /// Identifies the device node at a path relative to the root. Symbolic links are followed within the root.
     pub(super) fn look(&self, relative: &str) -> Result<Node, NodeError> {
         let real = self.resolve(&self.root.join(relative))?;
-        // Not followed: should the node be swapped for a link in between, this sees the link.
+        // Does not follow links: a node that was replaced by a link meanwhile is detected.
         let numbers = Numbers::of(&real.symlink_metadata()?).ok_or(NodeError::NoDevice)?;
         let below = real
             .strip_prefix(&self.root)
@@ -86,8 +86,8 @@ impl DevRoot {
         })
     }
 
-    /// Where a path leads, unless that is out of the root. A link to an absolute path below `/dev` is meant as the host
-    /// sees it, also where the host's `/dev` is seen elsewhere.
+    /// Resolves a path, which must stay inside the root. An absolute link target below `/dev` refers to the host's `/dev`, even if
+    /// that is mounted elsewhere.
     pub(super) fn resolve(&self, path: &Path) -> Result<PathBuf, NodeError> {
         let real = match path.read_link() {
             Ok(target) if target.starts_with("/dev") => {
@@ -121,7 +121,7 @@ impl Numbers {
         })
     }
 
-    /// Whether it is the memory or the ports of the machine: `mem`, `kmem` and `port` of the kernel's
+    /// Whether this is the machine's memory or I/O ports: `mem`, `kmem` and `port` in the kernel's
     /// `Documentation/admin-guide/devices.txt`.
     pub(super) fn is_memory(self) -> bool {
         self.kind == NodeKind::Character && self.major == 1 && matches!(self.minor, 1 | 2 | 4)

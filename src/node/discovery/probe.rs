@@ -1,4 +1,4 @@
-//! Looks whether devices are well, as the operator asks for. A command is never run.
+//! Probes the health of devices as configured. Never runs a command.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -17,21 +17,20 @@ use super::sysfs::read_below;
 use crate::core::discovery::health::{Look, Observation};
 use crate::node::config::{ProbeOpen, ProbeSysfs};
 
-/// How long a device may take to be looked at.
+/// Deadline of a probe.
 const LIMIT: Duration = Duration::from_secs(2);
-/// The misc device whose node starts a clock that ends in a reboot of the machine (`/dev/watchdog`), and the major number of
-/// misc devices.
+/// Major (misc) and minor number of `/dev/watchdog`; opening it starts a timer that reboots the machine.
 const WATCHDOG: (u32, u32) = (10, 130);
 
-/// Looks at devices, each in a thread of its own, so that one that hangs delays no other.
+/// Probes devices, each in its own thread, so that a hanging device delays no other.
 #[derive(Debug, Default)]
 pub(super) struct Prober {
-    /// Devices that have not answered yet: they are not asked again, or threads would pile up.
+    /// Devices whose probe has not returned. They are not probed again, or threads would pile up.
     waiting: Arc<Mutex<BTreeSet<String>>>,
 }
 
 impl Prober {
-    /// Looks at all of them.
+    /// Probes all devices.
     pub(super) async fn look(
         &self,
         found: &BTreeMap<String, Found>,
@@ -53,7 +52,7 @@ impl Prober {
                 looks.insert(name.clone(), look(Observation::Good));
                 continue;
             }
-            // Until it answers.
+            // The result unless the probe returns in time.
             looks.insert(
                 name.clone(),
                 look(Observation::Bad(format!(
@@ -98,7 +97,7 @@ impl Prober {
     }
 }
 
-/// Whether a device is well and not in use by the node itself, or what is wrong. What is mounted is no device in the first place.
+/// Checks that a device is healthy and not in use by the node. Mounted devices were already rejected by the search.
 fn probe(device: &Found, paths: &HostPaths) -> Result<(), String> {
     if let Some(problem) = device.used_by(paths, false) {
         return Err(problem);
@@ -127,14 +126,14 @@ fn probe(device: &Found, paths: &HostPaths) -> Result<(), String> {
             ProbeOpen::Write => OFlags::WRONLY,
             ProbeOpen::ReadWrite => OFlags::RDWR,
         };
-        // No waiting for a carrier, no controlling terminal, and no link in between.
+        // Do not wait for a carrier, acquire no controlling terminal, and follow no link.
         let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         match open(
             root.path().join(now.host_path.trim_start_matches("/dev/")),
             flags,
             Mode::empty(),
         ) {
-            // Somebody has it, who is served.
+            // A busy device is in use, and therefore works.
             Ok(_) | Err(Errno::BUSY) => {}
             Err(error) => return Err(format!("/dev/{path} cannot be opened: {error}")),
         }

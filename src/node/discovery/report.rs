@@ -1,21 +1,21 @@
-//! What a search has looked at and what became of it, for people.
+//! Candidates of a search and their outcome, for display.
 
 use serde::Serialize;
 
-/// Something that a kind describes, or might have described.
+/// A path, device or pattern that a kind may describe.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Candidate {
-    /// The kind of the configuration.
+    /// Name of the kind.
     pub kind: String,
-    /// The path, the USB or PCI device, or the pattern if nothing matched it.
+    /// The path, the USB or PCI device, or a pattern without matches.
     pub candidate: String,
-    /// The name of the device that it became; absent if it was not taken.
+    /// Name of the resulting device; absent if the candidate was rejected.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
-    /// Why it was not taken; empty if it was.
+    /// Why it was rejected; empty if it was not.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub why: String,
-    /// Whether somebody should know: it looks as if it was meant, and was not taken.
+    /// Whether the operator probably meant this candidate to be a device, but it was rejected.
     pub problem: bool,
 }

@@ -1,4 +1,4 @@
-//! One search for the devices of all kinds.
+//! A single search for the devices of all kinds.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -15,55 +15,55 @@ use crate::core::discovery::attributes::Attributes;
 use crate::core::prepare::naming::device_name;
 use crate::node::config::{DeviceKind, NodeConfiguration, Source};
 
-/// The length of a path that the inventory can show, in bytes.
+/// Longest path in bytes that the inventory can show.
 const PATH_MAX: usize = 256;
-/// Problems that are told, at most: a pattern that matches everything must not fill the log.
+/// Maximum number of reported problems, so that a pattern that matches everything does not fill the log.
 const PROBLEMS_MAX: usize = 100;
-/// Candidates that are listed, at most.
+/// Maximum number of listed candidates.
 const CANDIDATES_MAX: usize = 8192;
 
 /// The result of a search.
 #[derive(Debug, Default)]
 pub(super) struct Scan {
-    /// By name.
+    /// The devices by name.
     pub(super) found: BTreeMap<String, Found>,
-    /// What was looked at, in the order of the configuration.
+    /// The candidates, in the order of the configuration.
     pub(super) candidates: Vec<Candidate>,
-    /// The directories that were looked into: the result can change only if one of them does, or the kernel says so.
+    /// The directories that were read: without a uevent, the result changes only if one of them does.
     pub(super) directories: BTreeSet<PathBuf>,
     problems: usize,
 }
 
-/// Something that may become a device.
+/// A candidate with its nodes, before they are checked.
 #[derive(Debug)]
 pub(super) struct Draft {
-    /// What identifies it.
     pub(super) identity: String,
-    /// What people know it by.
+    /// Name for display.
     pub(super) shown: String,
-    /// Its nodes, the one that it is known by first.
+    /// Its nodes; the first one identifies the device.
     pub(super) members: Vec<Member>,
     pub(super) key: Option<String>,
     pub(super) attributes: Attributes,
     pub(super) sysfs: Option<PathBuf>,
-    /// Whether it was named to the letter, so that it is worth a word if it is no device.
+    /// Whether the configuration names it literally, so that a missing device is a problem.
     pub(super) literal: bool,
 }
 
 /// A node of a draft.
 #[derive(Debug)]
 pub(super) struct Member {
-    /// The pattern or subsystem of the configuration that brought it.
+    /// The pattern or subsystem in the configuration.
     pub(super) entry: String,
-    /// Below `/dev`.
+    /// Path below `/dev`.
     pub(super) path: String,
-    /// Whether it is this device's alone.
+    /// Whether the node belongs to this device alone.
     pub(super) own: bool,
-    /// What sysfs says that it is.
+    /// The device number according to sysfs.
     pub(super) expected: Option<Numbers>,
 }
 
-/// Searches for the devices of all kinds, in the order of the configuration: what two of them describe is the first's.
+/// Searches for the devices of all kinds, in the order of the configuration. A device that matches several kinds belongs to the
+/// first.
 pub(super) fn scan(configuration: &NodeConfiguration, paths: &HostPaths) -> Scan {
     let root = match DevRoot::new(&paths.dev) {
         Ok(root) => root,
@@ -105,16 +105,16 @@ pub(super) struct Searching<'a> {
     pub(super) root: DevRoot,
     pub(super) sys: Option<SysRoot>,
     paths: &'a HostPaths,
-    /// Looked up for the first block device; an error is one for all of them.
+    /// Loaded for the first block device; an error applies to all of them.
     in_use: Option<Result<BTreeSet<(u32, u32)>, String>>,
-    /// The kind that took each path.
+    /// The kind of each path.
     paths_seen: BTreeMap<Box<str>, Arc<DeviceKind>>,
-    /// The path that each device was taken by.
+    /// The path of each device number.
     numbers_seen: BTreeMap<Numbers, Box<str>>,
     pub(super) scan: Scan,
 }
 
-/// Why a draft is not taken.
+/// Why a draft is rejected.
 pub(super) struct Refused {
     why: String,
     problem: bool,
@@ -137,7 +137,7 @@ impl Refused {
 }
 
 impl Searching<'_> {
-    /// Takes a draft for a device, or notes why not.
+    /// Adds a draft as a device, or records why it is rejected.
     pub(super) fn take(&mut self, kind: &Arc<DeviceKind>, draft: Draft) {
         let shown = draft.shown.clone();
         match self.judge(kind, draft) {
@@ -161,7 +161,7 @@ impl Searching<'_> {
         }
     }
 
-    /// Notes why something is not taken.
+    /// Records a rejected candidate.
     pub(super) fn refuse(&mut self, kind: &DeviceKind, candidate: String, refused: Refused) {
         let Refused { why, problem } = refused;
         self.note(Candidate {
@@ -226,7 +226,7 @@ impl Searching<'_> {
         Ok((name, found))
     }
 
-    /// Looks at one node, and refuses what is another's or dangerous.
+    /// Identifies one node, and rejects it if it belongs to another device or is dangerous.
     fn look(&mut self, kind: &DeviceKind, member: &Member, literal: bool) -> Result<Node, Refused> {
         let path = &member.path;
         if member.own
@@ -249,7 +249,7 @@ impl Searching<'_> {
         }
         let node = self.root.look(path).map_err(|error| Refused {
             why: error.to_string(),
-            // A pattern that matches directories and files besides devices is nobody's fault.
+            // A pattern may match directories and files besides devices.
             problem: literal || !matches!(error, NodeError::NoDevice),
         })?;
         if let Some(expected) = member.expected
@@ -274,7 +274,7 @@ impl Searching<'_> {
         Ok(node)
     }
 
-    /// Refuses what would hand out the machine itself.
+    /// Rejects memory, I/O ports and block devices that the node uses.
     fn refuse_dangerous(&mut self, path: &str, numbers: Numbers) -> Result<(), Refused> {
         let remedy = format!("put \"/dev/{path}\" into dangerousPaths of the kind if it is meant");
         if numbers.is_memory() {
@@ -300,7 +300,7 @@ impl Searching<'_> {
     }
 }
 
-/// Decides where a container sees each node.
+/// Chooses the container path of each node.
 fn place(
     kind: &DeviceKind,
     device: &str,

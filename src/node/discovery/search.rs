@@ -1,4 +1,4 @@
-//! The task that searches: when, by which configuration, and what is told of the result.
+//! The discovery task: triggers searches and publishes their results.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -26,30 +26,30 @@ use crate::core::prepare::inventory::Devices;
 use crate::node::config::NodeConfiguration;
 use crate::node::resync;
 
-/// How soon a device that is there and unhealthy is probed again.
+/// Interval at which unhealthy devices are probed.
 const RECHECK: Duration = Duration::from_secs(5);
-/// How long changes are gathered before a search: a device that is plugged in makes several.
+/// How long to gather events before a search: plugging in one device causes several.
 const GATHER: Duration = Duration::from_millis(100);
 
-/// Why a search is made.
+/// The trigger of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// The kernel told of a device.
+    /// A uevent of the kernel.
     Kernel,
-    /// A directory has changed.
+    /// A change in a watched directory.
     Directory,
-    /// It was time.
+    /// The periodic resync.
     Rescan,
-    /// A device is unhealthy and may be better.
+    /// The recheck of an unhealthy device.
     Recheck,
-    /// Something was not as it was found when a device was to be handed out.
+    /// A device that differed from the last search when it was requested.
     Request,
-    /// The configuration is another.
+    /// A changed configuration.
     Configuration,
 }
 
 impl Cause {
-    /// Every cause, in the order in which the counters stand.
+    /// All causes, in the order of the counters.
     pub const ALL: [Self; 6] = [
         Self::Kernel,
         Self::Directory,
@@ -59,7 +59,7 @@ impl Cause {
         Self::Configuration,
     ];
 
-    /// The cause as logs and metrics have it.
+    /// The cause as used in logs and metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Kernel => "kernel",
@@ -72,13 +72,12 @@ impl Cause {
     }
 }
 
-/// How many changes of the devices were noticed in which way: a way that never catches anything on a machine where devices come
-/// and go is broken.
+/// Number of device changes detected by each cause. A cause that stays at zero on a machine with hotplugged devices is broken.
 #[derive(Debug, Default)]
 pub struct Caught([AtomicU64; Cause::ALL.len()]);
 
 impl Caught {
-    /// The changes that a cause has brought to light.
+    /// The number of changes that a cause has detected.
     pub fn count(&self, cause: Cause) -> u64 {
         self.0
             .get(cause as usize)
@@ -92,7 +91,7 @@ impl Caught {
     }
 }
 
-/// The task that searches.
+/// The discovery task.
 pub(super) struct Search {
     shared: Arc<Shared>,
     configuration: value::Receiver<Arc<NodeConfiguration>>,
@@ -100,11 +99,11 @@ pub(super) struct Search {
     prober: Prober,
     health: HealthBook,
     began: Instant,
-    /// What was logged already: a problem is told when it comes and when it goes, not at each search.
+    /// Problems already logged: each is logged when it appears and when it is resolved, not at every search.
     reported: BTreeSet<Candidate>,
     /// The configuration of the last search.
     searched_by: Option<Arc<NodeConfiguration>>,
-    /// Attributes that an inventory has no room for, which was logged.
+    /// Attributes that exceed the inventory's size and were logged as dropped.
     dropped: Vec<String>,
 }
 
@@ -126,13 +125,13 @@ impl Search {
             searched_by: None,
             dropped: Vec::new(),
         };
-        // Whoever listens does so before the first search, so that nothing falls between.
+        // Subscribe before the first search, so that no change is missed in between.
         let (watches, uevents) = (DirectoryWatches::new(), Uevents::new());
         let directories = search.once(None).await;
         tokio::spawn(search.go_on(watches, uevents, directories, shutdown));
     }
 
-    /// Searches, publishes what has changed, and returns the directories that the result depends on.
+    /// Searches, publishes changes, and returns the directories that the result depends on.
     async fn once(&mut self, cause: Option<Cause>) -> BTreeSet<PathBuf> {
         let shared = self.shared.clone();
         let configuration = self.configuration.borrow_and_update().clone();
@@ -172,7 +171,7 @@ impl Search {
             }
             self.dropped = dropped;
         }
-        // First what is looked up, then what is announced.
+        // Update the lookup table before publishing, so that published devices can be found.
         self.remember(found, is_another);
         if **self.sender.borrow() != devices {
             let unhealthy = devices
@@ -192,7 +191,7 @@ impl Search {
         directories
     }
 
-    /// What is as it was before has its attributes with what is known and told of it already, and not once more.
+    /// Shares attributes with the previous search if they are unchanged, to save memory.
     fn recognise(&self, found: &mut BTreeMap<String, Found>) {
         let before = self.shared.found.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, found) in found {
@@ -204,7 +203,7 @@ impl Search {
         }
     }
 
-    /// Takes up what was found. What the configuration no longer describes is kept aside, because claims may hold it.
+    /// Stores the result. Devices dropped by a new configuration are kept as retired, because claims may hold them.
     fn remember(&self, found: BTreeMap<String, Found>, is_another: bool) {
         let mut retired = self.shared.retired.lock().unwrap_or_else(PoisonError::into_inner);
         retired.retain(|name, _| !found.contains_key(name));
@@ -236,9 +235,9 @@ impl Search {
         let mut reloads = true;
         loop {
             let mut cause = Cause::Directory;
-            // A directory that was not watched yet may have changed since it was searched.
+            // A newly watched directory may have changed since the search, so search again.
             if !watches.watch(&directories) {
-                // Healthy devices are probed in the rounds as well.
+                // Resyncs probe healthy devices too.
                 let (next, due) = if self.health.is_restless() {
                     (Instant::now() + RECHECK, Cause::Recheck)
                 } else {
@@ -266,8 +265,7 @@ impl Search {
     }
 }
 
-/// The devices as they are told to others: with their health, and no more of their attributes than an inventory takes;
-/// with the names of those that are left out.
+/// The devices with their health, with attributes limited to the size of an inventory, and the names of dropped attributes.
 fn published(found: &BTreeMap<String, Found>, health: &HealthBook) -> (Devices, Vec<String>) {
     let mut devices: Vec<Device> = found
         .iter()
@@ -286,7 +284,7 @@ fn published(found: &BTreeMap<String, Found>, health: &HealthBook) -> (Devices, 
     (devices, dropped)
 }
 
-/// Searches once and probes what is found.
+/// Searches once and probes the discovered devices.
 pub(super) async fn survey(configuration: NodeConfiguration, paths: HostPaths) -> Survey {
     let there = paths.clone();
     let Ok(scan) = spawn_blocking(move || scan(&configuration, &there)).await else {

@@ -1,4 +1,4 @@
-//! What each source of a kind brings: drafts of devices, before anybody has looked at their nodes.
+//! Turns the matches of each source into drafts of devices, before their nodes are checked.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -17,7 +17,7 @@ use crate::node::config::{
 };
 
 impl Searching<'_> {
-    /// Each node that a pattern matches.
+    /// Adds a draft for each path that a pattern matches.
     pub(super) fn paths(&mut self, kind: &Arc<DeviceKind>, patterns: &[PathPattern]) {
         for pattern in patterns {
             for path in self.matches(kind, pattern) {
@@ -40,7 +40,7 @@ impl Searching<'_> {
         }
     }
 
-    /// Nodes that belong together.
+    /// Adds a draft for each group of device nodes.
     pub(super) fn groups(&mut self, kind: &Arc<DeviceKind>, groups: &[NodeGroup]) {
         for group in groups {
             let mut all = |patterns: &[PathPattern]| {
@@ -71,7 +71,7 @@ impl Searching<'_> {
         }
     }
 
-    /// USB devices with the nodes that belong to them.
+    /// Adds a draft for each USB device with its device nodes.
     pub(super) fn usb(&mut self, kind: &Arc<DeviceKind>, source: &UsbSource) {
         let Some(devices) = self.sys.as_ref().map(SysRoot::usb_devices) else {
             return self.refuse(kind, "/sys".to_owned(), Refused::problem("cannot be seen"));
@@ -120,7 +120,7 @@ impl Searching<'_> {
         }
     }
 
-    /// PCI devices with the nodes that belong to them.
+    /// Adds a draft for each PCI device with its device nodes.
     pub(super) fn pci(&mut self, kind: &Arc<DeviceKind>, source: &PciSource) {
         let Some(devices) = self.sys.as_ref().map(SysRoot::pci_devices) else {
             return self.refuse(kind, "/sys".to_owned(), Refused::problem("cannot be seen"));
@@ -145,7 +145,7 @@ impl Searching<'_> {
                 continue;
             }
             let mut nodes = nodes_of(&directory);
-            // The group's own node belongs to no function in sysfs.
+            // In sysfs, the VFIO node of an IOMMU group belongs to no PCI function.
             nodes.retain(|node| node.subsystem != NODE_VFIO);
             let mut members = Vec::new();
             match vfio.get(&facts.address) {
@@ -219,14 +219,14 @@ impl Searching<'_> {
             key: pattern.key_of(&path),
             path,
         });
-        // A directory among nodes (`/dev/snd/by-path`) does not belong to the group and does not spoil it.
+        // A directory among the matches (`/dev/snd/by-path`) is ignored: it neither belongs to the group nor invalidates it.
         let is_node = |path: &str| !matches!(self.root.look(path), Err(NodeError::NoDevice));
         matched
             .filter(|matched| matched.key.is_some() == pattern.has_key() && is_node(&matched.path))
             .collect()
     }
 
-    /// The paths that match, and a word for the pattern that has none.
+    /// Returns the matching paths, and notes a candidate for a pattern without matches.
     fn matches(&mut self, kind: &DeviceKind, pattern: &PathPattern) -> Vec<String> {
         let Walked { paths, outside } = walk(&self.root, pattern, &mut self.scan.directories);
         for (path, why) in outside {
@@ -244,8 +244,8 @@ impl Searching<'_> {
     }
 }
 
-/// A group is known by its first node if that is named by the operator or by its key, and by its kind otherwise: which node a
-/// wildcard finds first may be another tomorrow.
+/// Identity of a group: its first node if the key or a literal pattern determines it, otherwise the kind. A wildcard alone may
+/// match another node first tomorrow.
 fn group_identity(kind: &DeviceKind, groups: &[NodeGroup], group: &NodeGroup, assembled: &Group) -> String {
     let named = assembled.key.is_some() || group.required.first().is_some_and(PathPattern::is_literal);
     match (named, assembled.own.first(), group.required.first()) {
@@ -277,7 +277,7 @@ fn group_draft(identity: String, group: Group) -> Draft {
     }
 }
 
-/// The nodes that the operator asks for, in the order of the configuration.
+/// Selects the configured nodes, in the order of the configuration.
 fn choose(
     nodes: &[NodeOf],
     entry: impl Fn(&NodeOf) -> String,

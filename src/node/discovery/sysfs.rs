@@ -1,4 +1,4 @@
-//! Reads from `/sys` what the kernel knows of devices. Nothing is written there, and nothing outside is read.
+//! Reads device properties from `/sys`. Never writes, and never reads outside.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -10,30 +10,30 @@ use crate::core::discovery::attributes::Attributes;
 use crate::core::discovery::pci::PciFacts;
 use crate::core::discovery::usb::UsbFacts;
 
-/// How much of a file is read: an attribute of sysfs is a page at most.
+/// Largest read in bytes: a sysfs attribute is at most one page.
 const TEXT_MAX: u64 = 4096;
-/// How deep the directories of one device are looked through, and how many of them.
+/// Depth and number of directories that are searched per device.
 const DEPTH_MAX: usize = 10;
 const DIRECTORIES_MAX: usize = 4096;
 
-/// The directory in which the host's `/sys` is seen.
+/// The directory where the host's `/sys` is visible.
 #[derive(Debug)]
 pub(super) struct SysRoot {
-    /// Without symbolic links.
+    /// Canonical path, without symbolic links.
     root: PathBuf,
 }
 
-/// A device node that belongs to a device.
+/// A device node of a device on a bus.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct NodeOf {
-    /// `tty`, `video4linux`, `usb`.
+    /// Subsystem: `tty`, `video4linux`, `usb`.
     pub(super) subsystem: String,
-    /// The path below `/dev`.
+    /// Path below `/dev`.
     pub(super) path: String,
     pub(super) numbers: Numbers,
 }
 
-/// A device on a bus, with its directory.
+/// A device on a bus, with its sysfs directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct OnBus<T> {
     pub(super) directory: PathBuf,
@@ -41,21 +41,21 @@ pub(super) struct OnBus<T> {
 }
 
 impl SysRoot {
-    /// Absent if the directory is not there.
+    /// `None` if the directory does not exist.
     pub(super) fn new(root: &Path) -> Option<Self> {
         Some(Self {
             root: root.canonicalize().ok()?,
         })
     }
 
-    /// Where a link leads, unless that is out of `/sys`.
+    /// Resolves a link, which must stay inside `/sys`.
     fn resolve(&self, path: &Path) -> Option<PathBuf> {
         path.canonicalize()
             .ok()
             .filter(|real| real.starts_with(&self.root))
     }
 
-    /// The USB devices, in the order of their names: without interfaces, with hubs.
+    /// USB devices, sorted by name: hubs included, interfaces excluded.
     pub(super) fn usb_devices(&self) -> Vec<OnBus<UsbFacts>> {
         let mut devices = Vec::new();
         for name in names(&self.root.join("bus/usb/devices")) {
@@ -73,7 +73,7 @@ impl SysRoot {
         devices
     }
 
-    /// The PCI functions, in the order of their addresses.
+    /// PCI functions, sorted by address.
     pub(super) fn pci_devices(&self) -> Vec<OnBus<PciFacts>> {
         let mut devices = Vec::new();
         for name in names(&self.root.join("bus/pci/devices")) {
@@ -88,7 +88,7 @@ impl SysRoot {
         devices
     }
 
-    /// The directory of the device that a node stands for.
+    /// The sysfs directory of a device number.
     pub(super) fn directory_of(&self, numbers: Numbers) -> Option<PathBuf> {
         let kind = match numbers.kind {
             NodeKind::Character => "char",
@@ -101,8 +101,7 @@ impl SysRoot {
         )
     }
 
-    /// What is told of a device that is known by a node: what the nearest device on a bus above it tells, the NUMA node and the
-    /// driver.
+    /// Adds the attributes of a device: those of the closest parent on a bus, the NUMA node and the driver.
     pub(super) fn describe(&self, directory: &Path, attributes: &mut Attributes) {
         let above: Vec<&Path> = directory
             .ancestors()
@@ -126,8 +125,8 @@ impl SysRoot {
     }
 }
 
-/// The nodes of a device on a bus, in the order of their directories. What hangs below another device (what is plugged into
-/// a hub, what lies behind a bridge) is not among them.
+/// The device nodes of a device on a bus, in directory order. Excludes nodes of other bus devices below it, such as those behind a
+/// hub or bridge.
 pub(super) fn nodes_of(device: &Path) -> Vec<NodeOf> {
     let mut nodes = Vec::new();
     let mut looked = 0;
@@ -155,7 +154,7 @@ pub(super) fn nodes_of(device: &Path) -> Vec<NodeOf> {
     nodes
 }
 
-/// Reads a file of a device. `file` has been checked to have no way out; links that lead out are not followed.
+/// Reads a sysfs file of a device. `file` was validated to contain no `..`; links out of `/sys` are rejected.
 pub(super) fn read_below(sys: &Path, directory: &Path, file: &str) -> Result<String, String> {
     let path = directory
         .join(file)
@@ -176,7 +175,7 @@ fn read(path: &Path) -> std::io::Result<String> {
         .to_owned())
 }
 
-/// What an attribute says, if it is there and says anything.
+/// The trimmed text of an attribute; `None` if it is missing or empty.
 fn text(path: &Path) -> Option<String> {
     read(path)
         .ok()
@@ -188,7 +187,7 @@ fn integer(path: &Path) -> Option<i64> {
     text(path)?.parse().ok()
 }
 
-/// A number in hexadecimal digits, with or without `0x`.
+/// A hexadecimal number, with or without `0x`.
 fn hexadecimal(path: &Path) -> Option<u32> {
     let text = text(path)?;
     u32::from_str_radix(text.strip_prefix("0x").unwrap_or(&text), 16).ok()
@@ -202,7 +201,7 @@ fn link_name(path: &Path) -> Option<String> {
     path.read_link().ok()?.file_name()?.to_str().map(str::to_owned)
 }
 
-/// The names in a directory, sorted.
+/// The sorted names in a directory.
 fn names(directory: &Path) -> Vec<String> {
     let mut names: Vec<String> = std::fs::read_dir(directory)
         .map(|entries| {
@@ -226,7 +225,7 @@ fn is_on_bus(directory: &Path) -> bool {
 fn usb_facts(directory: &Path) -> Option<UsbFacts> {
     let vendor = short(&directory.join("idVendor"))?;
     let sysfs_name = directory.file_name()?.to_str()?.to_owned();
-    // The root hub is `usb<N>`, and the controller is what it hangs on.
+    // The root hub is `usb<N>`; its parent directory is the controller.
     let is_root = |path: &&Path| {
         let name = path
             .file_name()
@@ -291,7 +290,7 @@ fn pci_facts(directory: &Path) -> Option<PciFacts> {
     })
 }
 
-/// The node that a directory of sysfs stands for.
+/// The device node of a sysfs directory.
 fn node_at(directory: &Path) -> Option<NodeOf> {
     if !directory.join("dev").exists() {
         return None;

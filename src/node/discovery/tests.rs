@@ -13,7 +13,7 @@ use crate::core::prepare::naming::device_name;
 #[path = "../../../tests/not_run/mod.rs"]
 mod not_run;
 
-/// A host with a `/dev` of its own. Making device nodes needs root.
+/// A host with its own `/dev`. Creating device nodes requires root.
 struct Host {
     directory: tempfile::TempDir,
 }
@@ -271,7 +271,7 @@ async fn start(host: &Host, shutdown: &CancellationToken) -> HostDevices {
 
 async fn until(devices: &mut value::Receiver<Arc<Devices>>, names: &[&str]) {
     let here = devices.wait_for(|devices| devices.keys().eq(names));
-    // Far below the time after which a search is made anyway.
+    // Far below the resync interval.
     tokio::time::timeout(Duration::from_secs(10), here)
         .await
         .expect("the change was not noticed")
@@ -329,7 +329,7 @@ async fn a_device_that_has_gone_or_become_another_is_refused_at_once() {
         driver.injection("nowhere").await.unwrap_err().reason(),
         "DeviceGone"
     );
-    // In one go with the question, so that the search cannot come in between.
+    // Without an `await` in between, so that no search intervenes.
     std::fs::remove_file(host.dev("test-a")).unwrap();
     assert_eq!(
         driver.shared.injection("test-a").unwrap_err().reason(),
@@ -343,7 +343,7 @@ async fn a_device_that_has_gone_or_become_another_is_refused_at_once() {
     );
     let mut devices = driver.devices.clone();
     until(&mut devices, &["test-b"]).await;
-    // One look may see that the one is gone, and only the next the number of the other.
+    // One search may see the removal, and only the next one the new number.
     while driver.injection("test-b").await.is_err() {
         devices.changed().await.unwrap();
     }

@@ -1,6 +1,6 @@
-//! Listens to what the kernel says of devices (`NETLINK_KOBJECT_UEVENT`).
+//! Receives the kernel's device events (`NETLINK_KOBJECT_UEVENT`).
 //!
-//! The kernel says it in every network namespace that belongs to the host's user namespace, so also in a pod's own.
+//! The kernel sends them to every network namespace owned by the host's user namespace, including a pod's.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,15 +13,15 @@ use tracing::{debug, warn};
 
 use crate::core::discovery::uevent::{MESSAGE_MAX, Uevent, parse};
 
-/// The multicast group of the kernel's own messages. What udev says is another's.
+/// Multicast group of the kernel; udev uses another one.
 const GROUP_KERNEL: u32 = 1;
-/// Room for messages that wait, in bytes: a hub with everything on it.
+/// Receive buffer in bytes, large enough for a hub with all its devices.
 const RECEIVE_BUFFER: usize = 256 * 1024;
 
-/// The kernel's messages.
+/// A subscription to the kernel's device events.
 #[derive(Debug)]
 pub(super) struct Uevents {
-    /// Absent if the system gives none: then the other ways must do.
+    /// `None` if the socket cannot be opened; directory watches and resyncs remain.
     socket: Option<AsyncFd<OwnedFd>>,
 }
 
@@ -45,13 +45,13 @@ impl Uevents {
             SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
             Some(KOBJECT_UEVENT),
         )?;
-        // A wish only.
+        // Best effort.
         let _ = sockopt::set_socket_recv_buffer_size(&socket, RECEIVE_BUFFER);
         bind(&socket, &SocketAddrNetlink::new(0, GROUP_KERNEL))?;
         AsyncFd::new(socket)
     }
 
-    /// Waits until the kernel says something that concerns devices, or until messages were lost.
+    /// Waits for an event about devices, or `None` after lost messages.
     pub(super) async fn changed(&mut self) -> Option<Uevent> {
         let Some(socket) = &self.socket else {
             return std::future::pending().await;
@@ -74,17 +74,17 @@ impl Uevents {
         }
     }
 
-    /// Forgets what was said up to now.
+    /// Discards pending events.
     pub(super) fn drain(&mut self) {
         while self.changed().now_or_never().is_some() {}
     }
 }
 
-/// One message, if it is the kernel's own.
+/// Receives one message; `None` if the kernel did not send it.
 fn receive(socket: &OwnedFd) -> io::Result<Option<Uevent>> {
     let mut buffer = [0; MESSAGE_MAX];
     let (_, length, sender) = recvfrom(socket, &mut buffer, RecvFlags::empty())?;
-    // Any process of the host may send to the group if it has the capability; only the kernel has the id 0.
+    // Any host process with the capability can send to the group, but only the kernel has port id 0.
     let kernel = sender
         .and_then(|sender| SocketAddrNetlink::try_from(sender).ok())
         .is_some_and(|sender| sender.pid() == 0);

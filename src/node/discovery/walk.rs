@@ -1,4 +1,4 @@
-//! The paths below `/dev` that match a pattern.
+//! Finds the paths below `/dev` that match a pattern.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -8,23 +8,23 @@ use glob::{MatchOptions, Pattern};
 use super::node::{DevRoot, NodeError};
 use crate::node::config::PathPattern;
 
-/// As a shell matches: `*` does not stand for a dot at the beginning.
+/// Matches like a shell: `*` does not match a leading dot.
 const MATCH: MatchOptions = MatchOptions {
     case_sensitive: true,
     require_literal_separator: true,
     require_literal_leading_dot: true,
 };
 
-/// What a pattern matches.
+/// The matches of a pattern.
 #[derive(Debug, Default)]
 pub(super) struct Walked {
-    /// The paths, relative to the root, in the order of their names.
+    /// Sorted paths relative to the root.
     pub(super) paths: Vec<String>,
-    /// Directories on the way that lead out of the root, with what is wrong.
+    /// Parent directories outside the root, with the error.
     pub(super) outside: Vec<(String, String)>,
 }
 
-/// Walks along a pattern, and notes the directories that were looked into: the result can change only if one of them does.
+/// Finds the matches of a pattern, and records the directories that were read: the result changes only if one of them does.
 pub(super) fn walk(root: &DevRoot, pattern: &PathPattern, directories: &mut BTreeSet<PathBuf>) -> Walked {
     let mut walked = Walked::default();
     let mut level = vec![String::new()];
@@ -32,7 +32,7 @@ pub(super) fn walk(root: &DevRoot, pattern: &PathPattern, directories: &mut BTre
         let mut next = Vec::new();
         for parent in level {
             let directory = root.path().join(&parent);
-            // A match in the middle of a pattern must be a directory inside of the root.
+            // A match for an inner part must be a directory inside the root.
             if depth > 0 {
                 match root.resolve(&directory) {
                     Ok(real) if real.is_dir() => {}
@@ -59,8 +59,8 @@ pub(super) fn walk(root: &DevRoot, pattern: &PathPattern, directories: &mut BTre
     walked
 }
 
-/// The names in a directory that match one part of a pattern, sorted. Names that are not UTF-8 never match: nothing that
-/// they would have to go through (JSON, protobuf) can carry them.
+/// Sorted names in a directory that match one part of a pattern. Names that are not UTF-8 never match: neither JSON nor protobuf
+/// can carry them.
 fn names_in(directory: &Path, part: &str) -> Vec<String> {
     if !part.contains(['*', '?', '[']) {
         let exists = directory.join(part).symlink_metadata().is_ok();

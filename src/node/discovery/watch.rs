@@ -1,4 +1,4 @@
-//! Watches directories for names that come and go.
+//! Watches directories for created and removed entries.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -7,15 +7,15 @@ use futures::{FutureExt, StreamExt};
 use inotify::{EventStream, Inotify, WatchDescriptor, WatchMask};
 use tracing::warn;
 
-/// Room for some events with the longest of names, in bytes.
+/// Buffer bytes for several events with names of maximal length.
 const BUFFER: usize = 4096;
 
-/// A set of directories that is watched.
+/// A set of watched directories.
 pub(super) struct DirectoryWatches {
-    /// Absent if the system gives none: then there is only the search now and then.
+    /// `None` if no inotify instance is available; uevents and resyncs remain.
     events: Option<EventStream<[u8; BUFFER]>>,
     watched: BTreeMap<PathBuf, WatchDescriptor>,
-    /// Directories that the system would not watch, which was logged.
+    /// Directories that cannot be watched, already logged.
     refused: BTreeSet<PathBuf>,
 }
 
@@ -32,7 +32,7 @@ impl DirectoryWatches {
         }
     }
 
-    /// Watches these directories and no others. True if one is among them that was not watched before.
+    /// Watches exactly these directories. Returns true if at least one was not watched before.
     pub(super) fn watch(&mut self, directories: &BTreeSet<PathBuf>) -> bool {
         let Some(events) = &self.events else { return false };
         let mut watches = events.watches();
@@ -45,15 +45,15 @@ impl DirectoryWatches {
             .collect();
         for path in stale {
             if let Some(watch) = self.watched.remove(&path) {
-                // Fails if the directory is gone, and the watch with it.
+                // Fails if the directory is gone, which has also removed the watch.
                 let _ = watches.remove(watch);
             }
         }
         let mut added = false;
         for path in directories {
             let mask = WatchMask::CREATE | WatchMask::DELETE | WatchMask::MOVE | WatchMask::ONLYDIR;
-            // Asked for again each time: a directory that was made anew under its old name is another one, and for one that
-            // is watched already the system returns the same watch.
+            // Added each time: a recreated directory needs a new watch, and for a watched one the kernel returns the existing
+            // watch.
             match watches.add(path, mask) {
                 Ok(watch) => {
                     added |= self.watched.get(path) != Some(&watch);
@@ -81,7 +81,7 @@ impl DirectoryWatches {
         }
     }
 
-    /// Forgets what has happened up to now.
+    /// Discards pending events.
     pub(super) fn drain(&mut self) {
         if let Some(events) = &mut self.events {
             while let Some(Some(Ok(_))) = events.next().now_or_never() {}
