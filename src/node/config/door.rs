@@ -1,4 +1,4 @@
-//! The part of a kind that says through which doors its devices leave the node.
+//! The APIs that offer a kind's devices.
 
 use serde_saphyr::Spanned;
 
@@ -8,40 +8,40 @@ use crate::core::prepare::name::check_extended_resource;
 use crate::core::prepare::naming::is_dns_label;
 use crate::core::prepare::request::ExtendedResource;
 
-/// Names in the list that splits a kind, at most.
+/// Maximum number of names in `extendedResourceDevices`.
 const NAMES_MAX: usize = 1024;
 
-/// Through which doors the devices of a kind leave the node.
+/// The APIs that offer a kind's devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KindDoors {
-    /// Which of them is for which device.
+    /// The assignment of devices to APIs.
     pub mode: KindMode,
-    /// Whether containers get the devices of the extended resource by CDI name.
+    /// Whether containers get devices of the extended resource by CDI name.
     pub cdi_devices: bool,
-    /// Whether a device of the extended resource is looked at before each start of a container.
+    /// Whether devices of the extended resource are checked before each start of a container.
     pub pre_start_check: bool,
 }
 
-/// Which door is for which device of a kind.
+/// The assignment of a kind's devices to APIs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KindMode {
-    /// Through ResourceClaims.
+    /// ResourceClaims only.
     Claims,
-    /// Through the device plugin API.
+    /// The device plugin API only.
     ExtendedResource {
-        /// The name of the resource, unique in the file.
+        /// Resource name, unique in the file.
         resource_name: String,
     },
-    /// Some through the device plugin API, the others through ResourceClaims.
+    /// The listed devices through the device plugin API, the others through ResourceClaims.
     Split {
-        /// The name of the resource, unique in the file.
+        /// Resource name, unique in the file.
         resource_name: String,
-        /// The names of those that leave through the device plugin API.
+        /// Names of the devices for the device plugin API.
         extended_resource_devices: Vec<String>,
     },
-    /// Each through whichever is asked first.
+    /// Both APIs; a device goes to the first request.
     Both {
-        /// The name of the resource, unique in the file.
+        /// Resource name, unique in the file.
         resource_name: String,
     },
 }
@@ -57,7 +57,7 @@ impl Default for KindDoors {
 }
 
 impl KindDoors {
-    /// The mode of a device of the kind, by its name in the inventory.
+    /// The mode of a device of the kind, by device name.
     pub fn mode_of(&self, device: &str) -> Mode {
         match &self.mode {
             KindMode::Claims => Mode::Claims,
@@ -76,7 +76,7 @@ impl KindDoors {
         }
     }
 
-    /// The extended resource that devices of the kind are part of, and its name.
+    /// The extended resource of the kind, with its name; `None` if it has none.
     pub fn extended_resource(&self, kind: &str) -> Option<(String, ExtendedResource)> {
         let (resource_name, also_by_claims) = match &self.mode {
             KindMode::Claims => return None,
@@ -95,7 +95,7 @@ impl KindDoors {
     }
 }
 
-/// What stands in the file about doors.
+/// The raw fields about APIs.
 pub(super) struct RawDoors<'a> {
     pub(super) name: &'a Spanned<String>,
     pub(super) mode: Option<&'a Spanned<String>>,
@@ -107,7 +107,7 @@ pub(super) struct RawDoors<'a> {
 }
 
 impl RawDoors<'_> {
-    /// `shares` is what counts, also if it does not stand in the file.
+    /// `shares` is the effective value, which may come from the preset.
     pub(super) fn check(&self, field: &str, shares: Option<u32>) -> Result<KindDoors, Refused> {
         let mode = self.check_mode(field)?;
         for (name, raw) in [

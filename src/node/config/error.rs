@@ -1,11 +1,11 @@
-//! Why a configuration is refused, and where in the file.
+//! Configuration errors and their position in the file.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use serde_saphyr::Location;
 
-/// Why a file is refused.
+/// Why a configuration file is rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
@@ -13,17 +13,17 @@ pub enum ConfigError {
     Read {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         source: std::io::Error,
     },
-    /// What stands in the file is wrong.
+    /// The content of the file is invalid.
     #[error("{path}:{place}: {problem}", path = path.display())]
     Content {
         /// The file.
         path: PathBuf,
-        /// Where in it.
+        /// The position of the error.
         place: Place,
-        /// What is wrong, and what to write instead.
+        /// The problem and its remedy.
         problem: String,
     },
 }
@@ -38,7 +38,7 @@ impl ConfigError {
     }
 }
 
-/// A line and a column, both from 1; `1:1` where the file as a whole is meant.
+/// Line and column, both from 1; `1:1` for the whole file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     pub(super) line: u64,

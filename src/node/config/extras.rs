@@ -1,5 +1,4 @@
-//! What a container gets besides the device nodes, where it sees them, and how devices are probed: all of it from the
-//! operator alone.
+//! Container paths, mounts, environment, dangerous paths and health probes of a kind. Only the operator can set them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,23 +11,23 @@ use super::{Refused, at, shown};
 use crate::core::prepare::injection::Mount;
 use crate::core::prepare::naming::ENVIRONMENT_PREFIX;
 
-/// Entries of one list or map, at most.
+/// Maximum number of entries in a list or map.
 const ENTRIES_MAX: usize = 32;
-/// Bytes of a path, at most.
+/// Largest path, in bytes.
 const PATH_MAX: usize = 256;
-/// Bytes of the value of a variable, at most.
+/// Largest value of a variable, in bytes.
 const VALUE_MAX: usize = 4096;
-/// How many good results in a row make a device healthy again, unless the kind says otherwise.
+/// Default number of consecutive good results that make a device healthy again.
 const RECOVER_AFTER: u32 = 3;
 
-/// How the devices of a kind are probed. Nothing of it is a command.
+/// Health probe of a kind's devices. It never runs a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Probe {
-    /// Open each node in this way.
+    /// How to open each device node, if at all.
     pub open: Option<ProbeOpen>,
-    /// Read these files of the device in sysfs.
+    /// The device's sysfs files to read.
     pub sysfs: Vec<ProbeSysfs>,
-    /// How many good results in a row make a device healthy again.
+    /// Number of consecutive good results that make a device healthy again.
     pub recover_after: u32,
 }
 
@@ -43,29 +42,29 @@ impl Default for Probe {
 }
 
 impl Probe {
-    /// Whether anything is looked at but that the device is there.
+    /// Whether the kind configures any probe besides the device's presence.
     pub fn is_asked_for(&self) -> bool {
         self.open.is_some() || !self.sysfs.is_empty()
     }
 }
 
-/// How a node is opened.
+/// The mode in which a probe opens a device node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProbeOpen {
-    /// To read.
+    /// Read only.
     Read,
-    /// To write.
+    /// Write only.
     Write,
-    /// For both.
+    /// Read and write.
     ReadWrite,
 }
 
-/// A file in sysfs and what it may say.
+/// A sysfs file and its expected values.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProbeSysfs {
-    /// Relative to the device's directory.
+    /// Path relative to the device's sysfs directory.
     pub file: String,
-    /// What is good.
+    /// The values of a healthy device.
     pub values: BTreeSet<String>,
 }
 
@@ -100,7 +99,7 @@ struct RawSysfs {
     one_of: Option<Vec<String>>,
 }
 
-/// The field `containerPaths`.
+/// Validates the field `containerPaths`.
 pub(super) fn container_paths(
     field: &str,
     source: &Source,
@@ -138,7 +137,7 @@ pub(super) fn container_paths(
     Ok(all)
 }
 
-/// The field `mounts`.
+/// Validates the field `mounts`.
 pub(super) fn mounts(field: &str, raw: &Spanned<Vec<RawMount>>) -> Result<Vec<Mount>, Refused> {
     few(&format!("{field}.mounts"), raw, raw.value.len())?;
     let mut seen = BTreeSet::new();
@@ -167,7 +166,7 @@ pub(super) fn mounts(field: &str, raw: &Spanned<Vec<RawMount>>) -> Result<Vec<Mo
     Ok(mounts)
 }
 
-/// The field `environment`.
+/// Validates the field `environment`.
 pub(super) fn environment(
     field: &str,
     raw: &Spanned<BTreeMap<String, Spanned<String>>>,
@@ -195,7 +194,7 @@ pub(super) fn environment(
     Ok(all)
 }
 
-/// The field `dangerousPaths`.
+/// Validates the field `dangerousPaths`.
 pub(super) fn dangerous_paths(
     field: &str,
     raw: &Spanned<Vec<Spanned<String>>>,
@@ -216,7 +215,7 @@ pub(super) fn dangerous_paths(
     Ok(all)
 }
 
-/// The field `health`.
+/// Validates the field `health`.
 pub(super) fn health(field: &str, raw: &RawHealth) -> Result<Probe, Refused> {
     let field = format!("{field}.health");
     let open = match &raw.open {
@@ -284,7 +283,7 @@ fn few<T>(field: &str, raw: &Spanned<T>, count: usize) -> Result<(), Refused> {
     Ok(())
 }
 
-/// What is wrong with an absolute path.
+/// The problem with an absolute path; `None` if it is valid.
 fn path_problem(path: &str) -> Option<&'static str> {
     let below = path.strip_prefix('/');
     if below.is_none_or(|below| below.split('/').any(|part| matches!(part, "" | "." | ".."))) {

@@ -1,4 +1,4 @@
-//! One kind of the file, with its source, its door and what goes along.
+//! One kind of the file, with all its fields.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ use super::source::{self, Source};
 use super::{DeviceKind, Place, Refused, at, shown};
 use crate::core::prepare::naming::is_dns_label;
 
-/// How many may hold a device at once, at most.
+/// Maximum number of holders of a device.
 const SHARES_MAX: u32 = 1024;
 
 #[derive(Deserialize)]
@@ -141,7 +141,7 @@ impl RawKind {
         })
     }
 
-    /// The one place that the devices come from.
+    /// The kind's only source of devices.
     fn source(&self, field: &str, whole: Place, preset: Option<&Preset>) -> Result<Source, Refused> {
         let given = [
             ("preset", self.preset.is_some()),
@@ -203,7 +203,7 @@ fn check_permissions(field: &str, raw: &Spanned<String>) -> Result<String, Refus
         .chars()
         .filter(|&character| raw.value.contains(character))
         .collect();
-    // Equal lengths mean that no character stood twice and none was another.
+    // Equal lengths mean that there is no duplicate and no other character.
     if ordered.is_empty() || ordered.len() != raw.value.len() {
         return Err(at(
             raw,

@@ -1,23 +1,23 @@
-//! The shell patterns of device paths.
+//! Shell patterns of device paths.
 
 use glob::Pattern;
 
 use crate::core::discovery::group::KEY;
 
-/// The length of a pattern, at most, in bytes.
+/// Largest pattern, in bytes.
 const LENGTH_MAX: usize = 1024;
 
-/// An absolute shell pattern below `/dev`, without a way out of it.
+/// An absolute shell pattern that cannot match outside `/dev`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PathPattern {
-    /// As it was written.
+    /// The original text.
     text: String,
-    /// Below `/dev`, with `*` in place of the key.
+    /// The pattern relative to `/dev`, with `*` in place of the key.
     relative: String,
     key: Option<Key>,
 }
 
-/// Where `{key}` stands in a pattern: in which part, after what and before what.
+/// Position of `{key}` in a pattern: the path component, and the text before and after it in that component.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Key {
     part: usize,
@@ -25,33 +25,33 @@ struct Key {
     suffix: String,
 }
 
-/// Why a text is not such a pattern. Follows the pattern in a sentence.
+/// Why a text is not a valid pattern. The message continues a sentence that begins with the pattern.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PatternError {
-    /// Not below `/dev`.
+    /// The path is not below `/dev`.
     #[error("must begin with /dev/: only device nodes there are handed out")]
     NotBelowDev,
-    /// A part that is empty, `.` or `..`.
+    /// A component is empty, `.` or `..`.
     #[error("must not have an empty part, \".\" or \"..\"; write the path without it")]
     Part,
-    /// Over any number of directories.
+    /// The pattern contains `**`.
     #[error("must not have \"**\"; name the directories, each with * where need be")]
     Recursive,
-    /// Too long, or with a control character.
+    /// The text is too long or contains a control character.
     #[error("must have at most {LENGTH_MAX} bytes and no control character")]
     Text,
-    /// A key where there can be none.
+    /// `{key}` is not allowed there.
     #[error(
         "must have {{key}} in groups only, once in a pattern, and in a part of the path without another wildcard"
     )]
     Key,
-    /// Not a pattern.
+    /// The shell pattern is malformed.
     #[error("is not a shell pattern: {0}")]
     Syntax(String),
 }
 
 impl PathPattern {
-    /// Checks a pattern.
+    /// Parses a pattern without a key.
     pub fn parse(text: &str) -> Result<Self, PatternError> {
         let pattern = Self::parse_of_group(text)?;
         if pattern.has_key() {
@@ -60,7 +60,7 @@ impl PathPattern {
         Ok(pattern)
     }
 
-    /// Checks a pattern of a group, which may have `{key}` in it.
+    /// Parses a pattern of a group, which may contain `{key}`.
     pub fn parse_of_group(text: &str) -> Result<Self, PatternError> {
         if text.len() > LENGTH_MAX || text.chars().any(char::is_control) {
             return Err(PatternError::Text);
@@ -94,17 +94,17 @@ impl PathPattern {
         })
     }
 
-    /// The pattern as it was written.
+    /// The original text.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// Whether `{key}` is in it.
+    /// Whether the pattern contains `{key}`.
     pub fn has_key(&self) -> bool {
         self.key.is_some()
     }
 
-    /// What the key stands for in a path that matches; nothing if the pattern has none or the key would be empty.
+    /// The value of the key in a matching path; `None` if the pattern has no key or the value would be empty.
     pub fn key_of(&self, path: &str) -> Option<String> {
         let key = self.key.as_ref()?;
         let inner = path
@@ -115,13 +115,13 @@ impl PathPattern {
         (!inner.is_empty()).then(|| inner.to_owned())
     }
 
-    /// The pattern relative to `/dev`, with `*` where the key is.
+    /// The pattern relative to `/dev`, with `*` in place of the key.
     pub fn relative(&self) -> &str {
         &self.relative
     }
 
-    /// Whether the pattern is the name of one device: only then are devices taken that are dangerous to hand out, because
-    /// somebody has written the very name down.
+    /// Whether the pattern has no wildcard. Only a literal path may name a dangerous device, because the operator then wrote that
+    /// exact name.
     pub fn is_literal(&self) -> bool {
         !self.relative.contains(['*', '?', '['])
     }

@@ -1,4 +1,4 @@
-//! Where a container sees what a device brings: what can be known beforehand to end at one path is refused with the file.
+//! Rejects container paths that collide for every device of a kind.
 
 use std::collections::BTreeMap;
 
@@ -10,10 +10,10 @@ use super::source::Source;
 use super::{Place, Refused, at};
 use crate::core::prepare::injection::Mount;
 
-/// What is in the file about it.
+/// The source, container paths and mounts of a kind, with their positions in the file.
 pub(super) struct Places<'a> {
     pub(super) source: &'a Source,
-    /// Where containers see the nodes of an entry, if not at their own paths.
+    /// Container paths by entry; other nodes keep their own path.
     pub(super) paths: &'a BTreeMap<String, String>,
     pub(super) mounts: &'a [Mount],
     pub(super) raw_paths: Option<&'a Spanned<BTreeMap<String, Spanned<String>>>>,
@@ -21,8 +21,8 @@ pub(super) struct Places<'a> {
 }
 
 impl Places<'_> {
-    /// Refuses two nodes that every device of the kind has, or a node and a mount, at one path of a container. What depends on what
-    /// is found, or on how many devices a container asks for, is refused when it comes to that.
+    /// Rejects two nodes of the same device, or a node and a mount, with the same container path. Collisions that depend on the
+    /// discovered devices or on the number of devices per container are rejected later.
     pub(super) fn check(&self, field: &str, whole: Place) -> Result<(), Refused> {
         for entries in together(self.source) {
             let mut taken: BTreeMap<&str, &str> = BTreeMap::new();
@@ -51,7 +51,7 @@ impl Places<'_> {
         Ok(())
     }
 
-    /// At the first of the entries that the file gives a path.
+    /// The error at the position of the first entry with a container path in the file.
     fn of_entry(&self, entries: &[&str], whole: Place, problem: String) -> Refused {
         let given = entries.iter().find_map(|entry| self.raw_paths?.value.get(*entry));
         match given {
@@ -61,7 +61,7 @@ impl Places<'_> {
     }
 }
 
-/// The entries that each device of a source has all of, each with its own path if that is known to the letter.
+/// Entries that every device of a source has, each with its host path if that is literal.
 fn together(source: &Source) -> Vec<Vec<(&str, Option<&str>)>> {
     fn pattern(pattern: &PathPattern) -> (&str, Option<&str>) {
         (pattern.text(), pattern.is_literal().then(|| pattern.text()))

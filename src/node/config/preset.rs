@@ -1,29 +1,29 @@
-//! Kinds that are described ready-made, because many people ask for them: `preset: kvm`.
+//! Predefined kinds for common devices: `preset: kvm`.
 
 use super::pattern::PathPattern;
 use super::source::{NodeGroup, Source};
 
-/// A kind that is described ready-made. Each field can be overridden in the file.
+/// A predefined kind. The file can override each field except its source.
 #[derive(Clone, Copy, Debug)]
 pub struct Preset {
-    /// What the file names it by, and the name of the kind unless the file has another.
+    /// The value of `preset`, and the default name of the kind.
     pub name: &'static str,
-    /// What it is for.
+    /// The purpose of the device.
     pub summary: &'static str,
-    /// What a container can do with it, and what it needs besides.
+    /// Capabilities of a container with the device, and its other requirements.
     pub caveat: &'static str,
-    /// What a container may do with the nodes.
+    /// Access to the device nodes: a subset of `rwm`.
     pub permissions: &'static str,
-    /// How many may hold a device at once.
+    /// How many holders may share a device; one if unset.
     pub shares: Option<u32>,
     required: &'static [&'static str],
     optional: &'static [&'static str],
 }
 
-/// As many as kubelet runs pods, unless it is told otherwise.
+/// kubelet's default limit of pods per node.
 const EACH_POD: Option<u32> = Some(110);
 
-/// All of them, in the order of their names.
+/// All presets, sorted by name.
 pub const PRESETS: [Preset; 10] = [
     Preset {
         name: "dri",
@@ -118,12 +118,12 @@ pub const PRESETS: [Preset; 10] = [
 ];
 
 impl Preset {
-    /// The one of this name.
+    /// The preset with this name.
     pub fn named(name: &str) -> Option<&'static Self> {
         PRESETS.iter().find(|preset| preset.name == name)
     }
 
-    /// Where its devices come from: a group if several nodes belong together.
+    /// The source of its devices: a group if it has optional nodes.
     pub(super) fn source(&self) -> Source {
         let patterns = |texts: &[&str], parse: fn(&str) -> Result<PathPattern, _>| {
             texts

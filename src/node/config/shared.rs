@@ -1,8 +1,8 @@
-//! What two kinds both give to a container: refused with the file where kubelet would make a choice that nobody has made.
+//! Rejects kinds that give a container the same node or mount with different access.
 //!
-//! A claim's devices come to the container runtime with everything that any of them allows. Of two extended resources of one
-//! container, kubelet takes each device node and each mount from whichever it looks at first, in no order (1.27 to 1.36,
-//! `pkg/kubelet/cm/devicemanager/pod_devices.go`, `deviceRunContainerOptions`): what the container may do would be left to chance.
+//! For a claim, the container runtime combines the access of all its devices. For two extended resources of one container, kubelet
+//! takes each device node and each mount from an arbitrary one (1.27 to 1.36, `pkg/kubelet/cm/devicemanager/pod_devices.go`,
+//! `deviceRunContainerOptions`), so the container's access would be random.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,14 +12,14 @@ use super::pattern::PathPattern;
 use super::source::{NODE_VFIO, VFIO_CONTAINER};
 use super::{DeviceKind, KindMode, Place, Refused, Source};
 
-/// Where the file speaks of what a kind allows.
+/// Positions of a kind's access fields in the file.
 pub(super) struct Places {
     permissions: Place,
     mounts: Place,
 }
 
 impl Places {
-    /// The fields, or the whole kind for those that it does not have.
+    /// The fields' positions; the position of the kind for absent fields.
     pub(super) fn of(raw: &RawKind, whole: Place) -> Self {
         let permissions = raw.permissions.as_ref().map(|raw| Place::of(raw.referenced));
         let mounts = raw.mounts.as_ref().map(|raw| Place::of(raw.referenced));
@@ -30,8 +30,8 @@ impl Places {
     }
 }
 
-/// Refuses a kind that gives the same thing as an earlier one and allows something else with it, where both do it through the device
-/// plugin API. Only what is known to the letter is seen here.
+/// Rejects a kind that gives the same node or mount as an earlier kind with different access, if both use the device plugin API.
+/// Only literal paths are compared.
 pub(super) fn check(
     earlier: &[Arc<DeviceKind>],
     kind: &DeviceKind,
@@ -48,8 +48,7 @@ pub(super) fn check(
     Ok(())
 }
 
-/// Whether containers get devices of the kind by a description in kubelet's hands. What is given by its CDI name is added up by the
-/// container runtime.
+/// Whether kubelet combines the container edits of the kind's devices. Edits by CDI name are combined by the container runtime.
 fn described_to_kubelet(kind: &DeviceKind) -> bool {
     !matches!(kind.doors.mode, KindMode::Claims) && !kind.doors.cdi_devices
 }
@@ -64,7 +63,7 @@ fn check_permissions(
         return Ok(());
     }
     let theirs = nodes(other);
-    // A node that neither shares is the first kind's alone.
+    // A node that is not shared belongs to the first kind alone.
     let both = nodes(kind).into_iter().find(|(place, shared)| {
         let other = theirs.get(place);
         other.is_some_and(|other_shared| *shared || *other_shared)
@@ -100,10 +99,10 @@ fn check_mounts(other: &DeviceKind, kind: &DeviceKind, field: &str, places: &Pla
     Ok(())
 }
 
-/// A device node below the host's `/dev`, and where a container sees it.
+/// A device node below the host's `/dev`, and its path in the container.
 type At<'a> = (&'a str, String);
 
-/// The device nodes of a kind that are known before any device is found, and whether they belong to none of its devices.
+/// The device nodes of a kind that are known without discovery, and whether they are shared.
 fn nodes(kind: &DeviceKind) -> BTreeMap<At<'_>, bool> {
     match &kind.source {
         Source::Paths(paths) => paths.iter().filter_map(|path| named(kind, path, false)).collect(),
@@ -120,7 +119,7 @@ fn nodes(kind: &DeviceKind) -> BTreeMap<At<'_>, bool> {
         Source::Pci(pci) => {
             let mut entries = pci.nodes.iter().chain(&pci.optional_nodes);
             let vfio = entries.any(|entry| entry == NODE_VFIO);
-            // The group's own node is the first of the entry.
+            // The container follows the group's own node, which is number 0.
             let container = vfio.then(|| seen(kind, NODE_VFIO, VFIO_CONTAINER, "1"));
             container.flatten().map(|node| (node, true)).into_iter().collect()
         }
@@ -133,7 +132,7 @@ fn named<'a>(kind: &DeviceKind, pattern: &'a PathPattern, shared: bool) -> Optio
     node.flatten().map(|node| (node, shared))
 }
 
-/// Where a container sees a node, unless that is elsewhere for each device.
+/// The node and its container path; `None` if the path differs for each device.
 fn seen<'a>(kind: &DeviceKind, entry: &str, path: &'a str, number: &str) -> Option<At<'a>> {
     match kind.container_paths.get(entry) {
         None => Some((path, format!("/dev/{path}"))),
@@ -146,7 +145,7 @@ fn seen<'a>(kind: &DeviceKind, entry: &str, path: &'a str, number: &str) -> Opti
 mod tests {
     use super::super::NodeConfiguration;
 
-    /// Two kinds, the second from line 5 on, each with an extended resource unless it says otherwise.
+    /// Two kinds, the second from line 5 on, each with an extended resource by default.
     fn read(kinds: [&str; 2]) -> Result<(), String> {
         let [first, second] = [("a", kinds[0]), ("b", kinds[1])].map(|(name, kind)| {
             let mode = if kind.contains("mode: ") {
@@ -226,11 +225,11 @@ mod tests {
     #[test]
     fn what_the_runtime_adds_up_or_no_container_gets_from_both_is_taken() {
         for kinds in [
-            // Claims, and those that are given by name.
+            // Claims and devices given by CDI name.
             [&format!("mode: claims, {READS}"), WRITES],
             [READS, &format!("mode: claims, {WRITES}")],
             [&format!("cdiDevices: true, {READS}"), WRITES],
-            // The same permissions, another path, another for each device.
+            // The same permissions, another path, and a different path for each device.
             [READS, &format!("{WRITES}, permissions: r")],
             [
                 READS,
@@ -240,7 +239,7 @@ mod tests {
                 READS,
                 &format!("{WRITES}, containerPaths: {{/dev/control: \"/dev/c-{{device}}\"}}"),
             ],
-            // A device that two kinds describe is the first's alone.
+            // A device that matches two kinds belongs to the first.
             ["paths: [/dev/a], permissions: r", "paths: [/dev/a]"],
         ] {
             read(kinds).unwrap_or_else(|message| panic!("{kinds:?}: {message}"));

@@ -1,4 +1,4 @@
-//! Where the devices of a kind come from: paths, groups of paths, USB and PCI.
+//! Sources of devices: paths, groups of paths, USB and PCI.
 
 use serde::Deserialize;
 use serde_saphyr::Spanned;
@@ -8,68 +8,68 @@ use super::{Refused, at, shown};
 use crate::core::discovery::pci::PciMatch;
 use crate::core::discovery::usb::{UsbIdentity, UsbMatch};
 
-/// Paths, groups or descriptions in one list, at most.
+/// Maximum number of entries in a list.
 const ENTRIES_MAX: usize = 64;
 /// The node of a USB device itself, `/dev/bus/usb/BBB/DDD`.
 pub const NODE_BUS: &str = "bus";
-/// The VFIO group of a PCI device, `/dev/vfio/<group>`, with `/dev/vfio/vfio`.
+/// The VFIO group of a PCI device, `/dev/vfio/<group>`, together with `/dev/vfio/vfio`.
 pub const NODE_VFIO: &str = "vfio";
 
-/// The container that every user of a VFIO group opens besides the group, below `/dev`.
+/// Path of the VFIO container below `/dev`. Every user of a VFIO group also opens it.
 pub const VFIO_CONTAINER: &str = "vfio/vfio";
 
-/// Where the devices of a kind come from.
+/// The source of a kind's devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// Each device node that a pattern matches is a device.
+    /// One device per device node that matches a pattern.
     Paths(Vec<PathPattern>),
-    /// Device nodes that belong together are a device.
+    /// One device per group of device nodes.
     Groups(Vec<NodeGroup>),
-    /// USB devices, with the nodes that belong to them.
+    /// USB devices with their device nodes.
     Usb(UsbSource),
-    /// PCI devices, with the nodes that belong to them.
+    /// PCI devices with their device nodes.
     Pci(PciSource),
 }
 
-/// Device nodes that belong together.
+/// Device nodes that together form a device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeGroup {
-    /// What must be there; the first node is that by which the device is known.
+    /// Required nodes; the first one identifies the device.
     pub required: Vec<PathPattern>,
-    /// What goes along if it is there.
+    /// Nodes that are included if present.
     pub optional: Vec<PathPattern>,
-    /// What goes along with each device of the kind and belongs to none of them.
+    /// Nodes that are included with every device of the kind but belong to none.
     pub shared: Vec<PathPattern>,
 }
 
-/// USB devices.
+/// Selects USB devices and their nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UsbSource {
-    /// A device must fit one of these.
+    /// A device must match at least one of these.
     pub matching: Vec<UsbMatch>,
-    /// Which of its nodes must be there: [`NODE_BUS`] or subsystems.
+    /// Required device nodes: [`NODE_BUS`] or subsystems.
     pub nodes: Vec<String>,
-    /// Which go along if they are there.
+    /// Device nodes that are included if present.
     pub optional_nodes: Vec<String>,
-    /// Whether hubs are meant too.
+    /// Whether hubs match too.
     pub hubs: bool,
-    /// What makes the name of a device.
+    /// The property that identifies a device.
     pub identity: UsbIdentity,
 }
 
-/// PCI devices.
+/// Selects PCI devices and their nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PciSource {
-    /// A function must fit one of these.
+    /// A function must match at least one of these.
     pub matching: Vec<PciMatch>,
-    /// Which of its nodes must be there: [`NODE_VFIO`] or subsystems.
+    /// Required device nodes: [`NODE_VFIO`] or subsystems.
     pub nodes: Vec<String>,
-    /// Which go along if they are there.
+    /// Device nodes that are included if present.
     pub optional_nodes: Vec<String>,
 }
 
 impl Source {
-    /// What `containerPaths` can name: the patterns or the nodes.
+    /// The patterns or nodes that `containerPaths` may refer to.
     pub fn entries(&self) -> Vec<&str> {
         match self {
             Self::Paths(paths) => paths.iter().map(PathPattern::text).collect(),
@@ -153,7 +153,7 @@ struct RawPciMatch {
     address: Option<Spanned<String>>,
 }
 
-/// The field `paths`.
+/// Validates the field `paths`.
 pub(super) fn paths(field: &str, raw: &Spanned<Vec<Spanned<String>>>) -> Result<Source, Refused> {
     Ok(Source::Paths(patterns(
         &format!("{field}.paths"),
@@ -174,7 +174,7 @@ fn patterns(
     raw.value.iter().enumerate().map(pattern).collect()
 }
 
-/// Refuses a list without an entry, or with too many.
+/// Rejects an empty list or one with too many entries.
 fn count<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), Refused> {
     if raw.value.is_empty() {
         return Err(at(
@@ -185,7 +185,7 @@ fn count<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), Refused> {
     few(field, raw)
 }
 
-/// Refuses a list with too many entries.
+/// Rejects a list with too many entries.
 fn few<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), Refused> {
     let entries = raw.value.len();
     if entries > ENTRIES_MAX {
@@ -195,7 +195,7 @@ fn few<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), Refused> {
     Ok(())
 }
 
-/// The field `groups`.
+/// Validates the field `groups`.
 pub(super) fn groups(field: &str, raw: &Spanned<Vec<RawGroup>>) -> Result<Source, Refused> {
     count(&format!("{field}.groups"), raw)?;
     let mut groups = Vec::new();
@@ -246,7 +246,7 @@ pub(super) fn groups(field: &str, raw: &Spanned<Vec<RawGroup>>) -> Result<Source
     Ok(Source::Groups(groups))
 }
 
-/// The field `usb`.
+/// Validates the field `usb`.
 pub(super) fn usb(field: &str, raw: &RawUsb) -> Result<Source, Refused> {
     let field = format!("{field}.usb");
     count(&format!("{field}.match"), &raw.matching)?;
@@ -295,7 +295,7 @@ pub(super) fn usb(field: &str, raw: &RawUsb) -> Result<Source, Refused> {
     }))
 }
 
-/// The field `pci`.
+/// Validates the field `pci`.
 pub(super) fn pci(field: &str, raw: &RawPci) -> Result<Source, Refused> {
     let field = format!("{field}.pci");
     count(&format!("{field}.match"), &raw.matching)?;
@@ -352,7 +352,7 @@ pub(super) fn pci(field: &str, raw: &RawPci) -> Result<Source, Refused> {
 
 type List = Spanned<Vec<Spanned<String>>>;
 
-/// The fields `nodes` and `optionalNodes`.
+/// Validates the fields `nodes` and `optionalNodes`.
 fn nodes(
     field: &str,
     required: Option<&List>,
@@ -400,7 +400,7 @@ fn is_hexadecimal(text: &str) -> bool {
         .all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
 }
 
-/// `0000:65:00.0`: domain, bus, device and function.
+/// Whether the text is a PCI address such as `0000:65:00.0`: domain, bus, device and function.
 fn is_address(text: &str) -> bool {
     let bytes = text.as_bytes();
     let digits = text.replace([':', '.'], "");
@@ -411,7 +411,7 @@ fn is_address(text: &str) -> bool {
         && is_hexadecimal(&digits)
 }
 
-/// An id of vendor, product or device.
+/// Parses a vendor, product or device id.
 fn id(field: &str, raw: Option<&Spanned<String>>) -> Result<Option<u16>, Refused> {
     let Some(raw) = raw else { return Ok(None) };
     let number = (raw.value.len() == 4 && raw.value.bytes().all(|byte| byte.is_ascii_hexdigit()))
@@ -429,7 +429,7 @@ fn id(field: &str, raw: Option<&Spanned<String>>) -> Result<Option<u16>, Refused
     }
 }
 
-/// A text that is compared as a whole.
+/// Validates a text that is compared as a whole.
 fn plain(field: &str, raw: Option<&Spanned<String>>) -> Result<Option<String>, Refused> {
     let Some(raw) = raw else { return Ok(None) };
     if raw.value.is_empty() || raw.value.len() > 255 || raw.value.chars().any(char::is_control) {

@@ -18,12 +18,12 @@ fn refusal(text: impl AsRef<[u8]>) -> String {
         .to_owned()
 }
 
-/// The refusal of a file that is well but for one kind, which begins on line 4.
+/// The error for a file with one invalid kind, which begins on line 4.
 fn kind_refusal(kind: &str) -> String {
     refusal(format!("{HEADER}kinds:\n{kind}"))
 }
 
-/// A kind with everything that is the default.
+/// A kind with default values.
 fn kind(name: &str, paths: Vec<PathPattern>) -> DeviceKind {
     DeviceKind {
         name: name.into(),

@@ -1,4 +1,4 @@
-//! Events about the Node: that is where the person looks who can do something.
+//! Events about the Node, for cluster operators.
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::Event;
@@ -8,39 +8,39 @@ use kube::api::ObjectMeta;
 
 use crate::core::prepare::driver_name::DriverName;
 
-/// Bytes of a note, at most, before the sign that more would follow (`events.k8s.io/v1` takes 1,024 in all).
+/// Bytes of a note before the ellipsis (`events.k8s.io/v1` allows 1,024 in total).
 const NOTE_MAX: usize = 1000;
-/// Bytes of a node's name in the name of an event, at most: an object's name has 253, of which the time takes 18.
+/// Bytes of the node name in an event name: an object name has 253, of which the timestamp takes 18.
 const NAME_MAX: usize = 235;
-/// Characters of a reporting instance, at most (`events.k8s.io/v1`).
+/// Maximum characters of a reporting instance (`events.k8s.io/v1`).
 const INSTANCE_MAX: usize = 128;
 
-/// The namespace of events about objects that have none: where `kubectl describe node` looks.
+/// Namespace of events about cluster-scoped objects, where `kubectl describe node` searches.
 pub(in crate::node) const NAMESPACE: &str = "default";
 
-/// What is to be told of a node.
+/// An event about a node.
 pub(in crate::node) struct NodeEvent<'a> {
     pub(in crate::node) driver_name: &'a DriverName,
     pub(in crate::node) node_name: &'a str,
-    /// The uid of the Node object, if it is known.
+    /// Uid of the Node object, if known.
     pub(in crate::node) node_uid: Option<String>,
-    /// What the companion did, in CamelCase.
+    /// The companion's action, in CamelCase.
     pub(in crate::node) action: &'static str,
-    /// Why, in CamelCase.
+    /// The reason, in CamelCase.
     pub(in crate::node) reason: &'static str,
-    /// Whether somebody should look.
+    /// Whether the type is `Warning` instead of `Normal`.
     pub(in crate::node) warning: bool,
-    /// The sentence for that person; shortened to what an event takes.
+    /// The message, truncated to the limit of an event.
     pub(in crate::node) note: &'a str,
 }
 
 impl NodeEvent<'_> {
-    /// The object, as it is written at this time.
+    /// The Event object with this timestamp.
     pub(in crate::node) fn at(self, now: Timestamp) -> Event {
         Event {
             metadata: ObjectMeta {
                 namespace: Some(NAMESPACE.to_owned()),
-                // As client-go names them. No label may end with a hyphen or be empty.
+                // Named as in client-go. A DNS label must not end with a hyphen or be empty.
                 name: Some(format!(
                     "{}.{:x}",
                     beginning(self.node_name, NAME_MAX).trim_end_matches(['-', '.']),
@@ -71,7 +71,7 @@ impl NodeEvent<'_> {
     }
 }
 
-/// As many whole characters of a text as so many bytes hold.
+/// The longest prefix of whole characters within so many bytes.
 fn beginning(text: &str, bytes: usize) -> &str {
     let mut ends = (0..=bytes.min(text.len())).rev();
     let end = ends.find(|end| text.is_char_boundary(*end));

@@ -1,7 +1,7 @@
-//! Tells the API server what the node has: the NodeInventory of this node and driver.
+//! Publishes the NodeInventory of this node and driver.
 //!
-//! The spec is written by server-side apply and the status by a merge patch, each only when it differs from what the
-//! server has. Nothing is written at rest. While the API server is away, kubelet is served all the same.
+//! The spec is written by server-side apply and the status by a merge patch, each only if it differs from the stored one. An idle
+//! node writes nothing. kubelet is served regardless of whether the API server is reachable.
 
 mod object;
 mod stored;
@@ -35,34 +35,35 @@ use crate::node::state::Quarantine;
 use object::{inventory, object_name, status};
 use stored::{Counted, Stored, Told};
 
-/// The field manager of what is applied.
+/// Field manager of server-side apply.
 const FIELD_MANAGER: &str = "drayman-node";
-/// How long one call may take.
+/// Deadline of a call.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long the last write, "not ready", may take at a clean stop.
+/// Deadline of the final "not ready" status on a clean stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The pause after a call that failed, at first and at most.
+/// First and longest delay after a failed call.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
-/// The pause between two questions for the Node object, at least: whoever causes them must not flood the API server.
+/// Minimum interval between reads of the Node object, so that repeated requests cannot flood the API server.
 const DOUBT_PAUSE: Duration = Duration::from_secs(10);
 
-/// How the companion stands with kubelet, for its readiness and for the condition `Ready` of the inventory.
+/// The registration status with kubelet, for the companion's readiness and the inventory's condition `Ready`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Standing {
-    /// Whether every door is open.
+    /// Whether all endpoints are served and kubelet has rejected none of them.
     pub ready: bool,
-    /// Whether claims are served, or not wanted in this cluster: then devices may be allocated to claims, whatever else is down.
+    /// Whether claims are served, or this cluster has no claims API. Devices may then be allocated to claims, even if other APIs
+    /// are down.
     pub claims_ready: bool,
-    /// CamelCase.
+    /// Reason in CamelCase.
     pub reason: String,
-    /// For a person.
+    /// Message for the user.
     pub message: String,
-    /// The APIs of kubelet that are down, for events.
+    /// kubelet APIs that are down, for events.
     pub down: ApisDown,
 }
 
 impl Standing {
-    /// No door is open yet.
+    /// The status before any endpoint is served.
     pub fn starting() -> Self {
         Self {
             reason: "Starting".to_owned(),
@@ -71,7 +72,7 @@ impl Standing {
     }
 }
 
-/// Why the API server has not done what it was asked.
+/// Why a call to the API server failed.
 #[derive(Debug, thiserror::Error)]
 enum PublishError {
     #[error("the Node object {0:?} does not exist: is --node-name right?")]
@@ -90,10 +91,10 @@ enum PublishError {
 }
 
 impl PublishError {
-    /// The error of a write of this object: says how large it is if that is the reason.
+    /// Converts the error of a write of this object: a rejection for its size names that size.
     fn of_write(self, inventory: &NodeInventory) -> Self {
         match self {
-            // Etcd's refusal comes as an internal error.
+            // etcd's rejection arrives as an internal error.
             Self::Api(kube::Error::Api(status))
                 if status.code == 413 || status.message.contains("request is too large") =>
             {
@@ -110,29 +111,29 @@ impl PublishError {
 /// The task that writes the inventory.
 #[derive(Debug)]
 pub struct Publisher {
-    /// A client of the API server.
+    /// API server client.
     pub client: PublisherClient,
-    /// The driver.
+    /// The driver name.
     pub driver_name: DriverName,
-    /// The name of the Node object.
+    /// Name of the Node object.
     pub node_name: String,
-    /// What the node has.
+    /// The devices of the node.
     pub devices: watch::Receiver<Arc<Devices>>,
-    /// Where it is told what the API server says.
+    /// Publishes facts learned from the API server.
     pub cluster: watch::Sender<ClusterFacts>,
-    /// How the companion stands with kubelet.
+    /// The registration status with kubelet.
     pub standing: watch::Receiver<Standing>,
-    /// The claims whose devices are withheld.
+    /// The claims in quarantine, whose devices are withheld.
     pub(in crate::node) quarantine: watch::Receiver<Quarantine>,
-    /// Told when the Node object may be another one than we know.
+    /// Notified when the Node object may have been replaced.
     pub node_in_doubt: Arc<Notify>,
-    /// What people are to be told besides what the devices tell; `None` if there is nothing.
+    /// Events besides those about devices; `None` if there is no source of them.
     pub notices: Option<mpsc::Receiver<DeviceEvent>>,
-    /// Where events are counted.
+    /// Counts the events.
     pub figures: Arc<Figures>,
 }
 
-/// A [`kube::Client`], which does not say anything of itself.
+/// A [`kube::Client`] with a `Debug` implementation.
 #[derive(Clone)]
 pub struct PublisherClient(pub kube::Client);
 
@@ -142,36 +143,36 @@ impl std::fmt::Debug for PublisherClient {
     }
 }
 
-/// The inventories, as far as they are read here.
+/// API for inventories, decoding only the required fields.
 type Inventories = Api<Stored<Counted>>;
 
-/// What the server has, as far as we know. There may be a thousand devices: they are shared, not copied.
+/// The last known state of the server. Devices are shared, not copied: there may be a thousand.
 #[derive(Debug, Default)]
 struct Seen {
-    /// What was applied: the devices, and the uid of the Node that they are of.
+    /// The last applied devices, with the uid of their Node.
     applied: Option<(Option<String>, Arc<Devices>)>,
-    /// What the server answered last.
+    /// The last response of the server.
     stored: Option<Stored<Counted>>,
-    /// The attributes that were left out last.
+    /// Attributes dropped from the last inventory.
     dropped: Vec<String>,
-    /// The devices that people were told of last.
+    /// The devices in the last reported events.
     told: Option<Arc<Devices>>,
 }
 
-/// What is known of the cluster's API for claims, and what people were told of the node's APIs.
+/// State of the cluster's claims API, and reported state of the node's APIs.
 #[derive(Debug)]
 struct Apis {
     claims: ClaimsApi,
-    /// When the API server is asked again.
+    /// When to query the claims API again.
     due: Instant,
-    /// What people are to be told.
+    /// Events not written yet.
     untold: Vec<DeviceEvent>,
-    /// What they were told last.
+    /// The APIs in the last reported events.
     down: ApisDown,
 }
 
 impl Publisher {
-    /// Writes until the token is cancelled, and then that the companion is no longer ready.
+    /// Writes until the token is cancelled, then writes that the companion is not ready.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let api: Inventories = Api::all(self.client.0.clone());
         let name = object_name(&self.node_name, &self.driver_name);
@@ -214,7 +215,7 @@ impl Publisher {
                 () = sleep(retry.unwrap_or_default()), if retry.is_some() => {}
                 Ok(()) = self.devices.changed(), if retry.is_none() => {}
                 Ok(()) = self.standing.changed(), if retry.is_none() => {}
-                // Without the Node there is nothing that the event could be about: it waits in the queue.
+                // An event needs the Node: without it, the event waits in the queue.
                 Some(notice) = next_notice(self.notices.as_mut()), if node.is_some() => {
                     if let Some(node) = &node {
                         self.tell(node, &[notice]).await;
@@ -229,7 +230,7 @@ impl Publisher {
                 }
                 () = deleted.next_deletion() => {
                     info!(inventory = name, "the inventory was deleted; it is written again");
-                    // With its Node, perhaps: a new one of the same name has another uid.
+                    // The Node may have been deleted too: its replacement has the same name and another uid.
                     let told = seen.told.take();
                     (node, seen) = (None, Seen { told, ..Seen::default() });
                 }
@@ -252,7 +253,7 @@ impl Publisher {
         let Some(node) = node else { return Ok(()) };
         let devices = self.devices.borrow_and_update().clone();
         if seen.told.is_none() {
-            // What an earlier process has told is not told again.
+            // Events of a previous process are not repeated.
             let whole: Api<Stored<Told>> = Api::all(self.client.0.clone());
             let stored = call(whole.get_opt(name)).await?;
             let Told(earlier) = stored.map(|stored| stored.devices).unwrap_or_default();
@@ -288,7 +289,7 @@ impl Publisher {
         Ok(())
     }
 
-    /// Writes events about the node. One that cannot be written was logged where it arose, and is not tried again.
+    /// Writes events about the node. A failed write is logged and not retried, since the event itself is in the log.
     async fn tell(&self, node: &Node, events: &[DeviceEvent]) {
         let api: Api<Event> = Api::namespaced(self.client.0.clone(), events::NAMESPACE);
         for told in events {
@@ -331,7 +332,7 @@ impl Publisher {
         Ok(())
     }
 
-    /// Asks which Node this is and whether the cluster has claims of the kind that we serve.
+    /// Reads the Node object and whether the cluster serves our claims API.
     async fn ask_cluster(&self, apis: &mut Apis) -> Result<Node, PublishError> {
         let nodes: Api<Node> = Api::all(self.client.0.clone());
         let node = call(nodes.get_opt(&self.node_name))
@@ -350,7 +351,7 @@ impl Publisher {
         Ok(node)
     }
 
-    /// Asks again whether the cluster serves claims: it may have been switched on or off, and one API server need not speak for all.
+    /// Queries again whether the cluster serves claims: the API may have been enabled or disabled, and API servers may differ.
     async fn ask_for_claims(&self, apis: &mut Apis) -> Result<(), PublishError> {
         let serves_claims = self.answer_for_claims(apis).await?;
         self.learn(|facts| facts.serves_claims = serves_claims);
@@ -413,7 +414,7 @@ impl Publisher {
     }
 }
 
-/// The next thing that people are to be told; nothing any more if nobody has anything to tell.
+/// The next event; `None` if there are no more.
 async fn next_notice(notices: Option<&mut mpsc::Receiver<DeviceEvent>>) -> Option<DeviceEvent> {
     match notices {
         Some(notices) => notices.recv().await,
@@ -421,19 +422,19 @@ async fn next_notice(notices: Option<&mut mpsc::Receiver<DeviceEvent>>) -> Optio
     }
 }
 
-/// Waits until the Node object is in doubt and may be asked for again.
+/// Waits until the Node object is in doubt and may be read again.
 async fn in_doubt(doubt: &Notify, asked: Instant) {
     doubt.notified().await;
     sleep_until(asked + DOUBT_PAUSE).await;
 }
 
-/// Tells when the inventory has been deleted by somebody.
+/// Reports deletions of the inventory.
 struct Deletions<S> {
     events: S,
     complained: bool,
 }
 
-/// Watches our own object and no other: nothing comes at rest.
+/// Watches only our own object, so an idle node receives no events.
 fn deletions(
     api: Inventories,
     name: &str,
@@ -470,7 +471,7 @@ async fn call<T>(call: impl Future<Output = Result<T, kube::Error>>) -> Result<T
         .map_err(PublishError::from)
 }
 
-/// A pause, longer by up to a half: an API server that comes back must not hear of all nodes in the same second.
+/// Adds up to half of the delay, depending on the node name, so that not all nodes reach a recovered API server in the same second.
 fn spread(pause: Duration, node_name: &str) -> Duration {
     pause + pause.mul_f64(f64::from(crc32fast::hash(node_name.as_bytes())) / f64::from(u32::MAX) / 2.0)
 }

@@ -1,4 +1,4 @@
-//! The NodeInventory as it should be.
+//! Builds the desired NodeInventory.
 
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, OwnerReference, Time};
@@ -13,17 +13,18 @@ use crate::core::discovery::attributes::fit;
 use crate::core::prepare::driver_name::DriverName;
 use crate::core::prepare::inventory::Devices;
 
-/// The reason of the condition `Ready` while claims are served, or are not wanted. What else is down is in the message.
+/// Reason of the condition `Ready` while claims are served, or this cluster has no claims API. The message names other APIs that
+/// are down.
 const SERVING: &str = "Serving";
-/// The condition that says which claims are in quarantine; absent while there are none.
+/// The condition that lists claims in quarantine; absent if there are none.
 const QUARANTINED: &str = "Quarantined";
 
-/// The name of the inventory of a node and driver.
+/// Name of the inventory of a node and driver.
 pub(super) fn object_name(node_name: &str, driver_name: &DriverName) -> String {
     format!("{node_name}.{driver_name}")
 }
 
-/// The part of the inventory that we apply, and the attributes that it has no room for. It goes with its Node.
+/// The applied part of the inventory, and the attributes dropped for size. The Node owns the object.
 pub(super) fn inventory(
     name: &str,
     driver_name: &DriverName,
@@ -56,7 +57,7 @@ pub(super) fn inventory(
     (inventory, dropped)
 }
 
-/// The status that belongs to a stored inventory. The same as the stored one, if nothing in it has to change.
+/// The desired status for a stored inventory; equal to the stored one if nothing changes.
 pub(super) fn status(
     stored: &Stored<Counted>,
     standing: &Standing,
@@ -91,7 +92,7 @@ pub(super) fn status(
         },
         standing.message.clone(),
     )];
-    // Only while there is something to say: in ordinary times there is one condition.
+    // Added only if needed: normally there is one condition.
     if !quarantine.is_empty() {
         conditions.push(condition(
             QUARANTINED,
@@ -108,7 +109,7 @@ pub(super) fn status(
     }
 }
 
-/// The claims in quarantine in one text, of at most so many characters (the API takes 32,768).
+/// Describes the claims in quarantine in at most `MOST` characters (the API allows 32,768).
 fn describe(quarantine: &Quarantine) -> String {
     const MOST: usize = 4096;
     let all: Vec<String> = quarantine
@@ -171,7 +172,7 @@ mod tests {
         );
     }
 
-    /// The status that belongs to what the server answers with.
+    /// The status for a response of the server.
     fn status_of(stored: &NodeInventory, ready: bool, now: Timestamp) -> NodeInventoryStatus {
         let answer = serde_json::to_value(stored).unwrap();
         let stored = serde_json::from_value(answer).unwrap();

@@ -1,8 +1,8 @@
-//! What the API server answers with, as far as somebody reads it.
+//! Decodes only the required fields of a NodeInventory.
 //!
-//! Each write and each event of the watch brings the whole object back: the attributes of all devices, and `managedFields` with an
-//! entry for each. That is a megabyte in thousands of pieces on a large node, which would be taken apart at once, and leave its
-//! gaps behind. So it is not decoded in the first place.
+//! Each write and watch event returns the whole object, with all attributes and a `managedFields` entry for each. On a large node
+//! that is a megabyte in thousands of small allocations, freed at once, which would fragment the heap. These fields are therefore
+//! never decoded.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -15,23 +15,23 @@ use serde::{Deserialize, Deserializer};
 use crate::api::crd::{Device, NodeInventory, NodeInventoryStatus};
 use crate::core::prepare::inventory::Devices;
 
-/// A NodeInventory, of whose devices only a `D` is known.
+/// A NodeInventory with its devices reduced to `D`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Stored<D> {
-    /// Without what nobody here reads.
+    /// Only the fields used here.
     pub(super) metadata: ObjectMeta,
     pub(super) devices: D,
     pub(super) status: Option<NodeInventoryStatus>,
 }
 
-/// How many devices a stored inventory has.
+/// Device counts of a stored inventory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counted {
     pub(super) devices: u32,
     pub(super) unhealthy: u32,
 }
 
-/// The devices of a stored inventory with their kind and their health alone: what people were told.
+/// The devices of a stored inventory, reduced to kind and health: the fields that events report.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Told(pub(super) Devices);
 

@@ -6,10 +6,10 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// An API server that says what the test wants of the API for claims.
+/// An API server with scripted responses for the claims API.
 #[derive(Clone, Default)]
 struct Server {
-    /// The answers, the next one last; then the last one again and again.
+    /// The responses, the next one last; the final one repeats.
     answers: Arc<Mutex<Vec<bool>>>,
     asked: Arc<Mutex<Vec<Instant>>>,
     events: Arc<Mutex<Vec<String>>>,
@@ -22,7 +22,7 @@ impl Server {
             let server = server.clone();
             async move {
                 let (head, body) = request.into_parts();
-                // Nobody deletes the inventory.
+                // The inventory is never deleted.
                 if head.method == http::Method::GET && head.uri.path().ends_with("/nodeinventories") {
                     std::future::pending::<()>().await;
                 }
@@ -76,7 +76,7 @@ impl Server {
     }
 }
 
-/// A publisher that runs, and what it tells of the cluster.
+/// A running publisher, and the cluster facts it publishes.
 fn publish(server: &Server, cluster: ClusterFacts) -> (watch::Receiver<ClusterFacts>, CancellationToken) {
     let (cluster, known) = watch::channel(cluster);
     let (devices, _) = watch::channel(Arc::default());
@@ -139,7 +139,7 @@ async fn one_of_several_api_servers_closes_no_door() {
     let (mut cluster, end) = publish(&server, before);
     let not_served = cluster.wait_for(|facts| facts.serves_claims == Some(false));
     not_served.await.unwrap();
-    // Two denials, an answer that there are claims, and three denials in a row.
+    // Two denials, a confirmation, and three denials in a row.
     assert_eq!(server.asked.lock().unwrap().len(), 6);
     while server.events.lock().unwrap().is_empty() {
         sleep(Duration::from_millis(10)).await;
