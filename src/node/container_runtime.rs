@@ -47,7 +47,7 @@ pub struct RuntimeWitness {
     /// Whether the operator configured the socket. Otherwise the runtime must show a container of a pod of this kubelet: a node may
     /// have a second runtime that kubelet does not use.
     is_named: bool,
-    /// kubelet's pods directory, with one subdirectory per pod.
+    /// Kubelet's pods directory, with one subdirectory per pod.
     pods: PathBuf,
     /// The host's `/dev`, as mounted in this process.
     dev: PathBuf,

@@ -19,7 +19,7 @@ use crate::core::prepare::naming::is_dns_label;
 /// A source of a node's devices.
 ///
 /// A single task makes all calls, one after the other, so an implementation needs no lock against itself. A call that takes more
-/// than ten seconds is dropped and counts as failed. kubelet retries failed requests.
+/// than ten seconds is dropped and counts as failed. Kubelet retries failed requests.
 pub trait NodeDriver: Send + Sync + 'static {
     /// The complete list of devices, now and after each change.
     ///

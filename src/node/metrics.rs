@@ -11,7 +11,7 @@ use crate::node::kubelet::transport::GrpcCalls;
 /// Metrics of one companion.
 #[derive(Debug, Default)]
 pub struct Figures {
-    /// kubelet's gRPC calls.
+    /// Kubelet's gRPC calls.
     pub calls: Arc<GrpcCalls>,
     counted: Mutex<Counted>,
 }
@@ -21,9 +21,9 @@ pub struct Figures {
 pub struct Counted {
     /// Device counts. A kind that was seen once stays, with 0 if it has no devices.
     pub devices: BTreeMap<Group, u64>,
-    /// Claims with devices prepared on this node.
+    /// Claims that hold devices on this node.
     pub held: u64,
-    /// Prepared claims in quarantine.
+    /// Claims in quarantine, a subset of `held`.
     pub quarantined: u64,
     /// Requests by kubelet, by [`Figures::OPERATIONS`] and success.
     pub operations: BTreeMap<(&'static str, bool), u64>,

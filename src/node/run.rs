@@ -36,7 +36,7 @@ pub struct NodeOptions {
     pub node_name: String,
     /// The configuration file with the kinds of devices.
     pub config: PathBuf,
-    /// kubelet's `--root-dir`, which contains the sockets and the checkpoint.
+    /// Kubelet's `--root-dir`, which contains the sockets and the checkpoint.
     pub kubelet_root: PathBuf,
     /// The directory of kubelet's device plugin socket, which does not follow kubelet's root directory.
     pub device_plugin_dir: PathBuf,

@@ -20,7 +20,7 @@ pub struct Preset {
     optional: &'static [&'static str],
 }
 
-/// kubelet's default limit of pods per node.
+/// Kubelet's default limit of pods per node.
 const EACH_POD: Option<u32> = Some(110);
 
 /// All presets, sorted by name.

@@ -1,7 +1,7 @@
 //! `grpc.health.v1` on the endpoints' sockets.
 //!
 //! A health check takes the same path as kubelet: the same socket, limits and header rewriting. It needs no port, and only root and
-//! the companion's own user can connect. kubelet's `grpc` probes support only ports, so the pod's probes use HTTP.
+//! the companion's own user can connect. Kubelet's `grpc` probes support only ports, so the pod's probes use HTTP.
 
 use tokio::sync::watch;
 use tonic_health::ServingStatus;

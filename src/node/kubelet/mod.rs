@@ -29,10 +29,10 @@ pub const ROOT_DIR_OPTION: &str = "--kubelet-root-dir";
 /// The command-line option that sets [`KubeletPaths::device_plugin_dir`], for error messages.
 pub const DEVICE_PLUGIN_DIR_OPTION: &str = "--device-plugin-dir";
 
-/// kubelet's directories on this node.
+/// Kubelet's directories on this node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KubeletPaths {
-    /// kubelet's `--root-dir`. It must exist; `plugins` and `plugins_registry` below it are created if missing.
+    /// Kubelet's `--root-dir`. It must exist; `plugins` and `plugins_registry` below it are created if missing.
     pub root_dir: PathBuf,
     /// The directory of `kubelet.sock`, which does not follow kubelet's `--root-dir`. Its parent must exist.
     pub device_plugin_dir: PathBuf,
@@ -56,7 +56,7 @@ impl KubeletPaths {
         }
     }
 
-    /// The driver's registration socket. kubelet's plugin watcher also watches subdirectories (1.27 to 1.37,
+    /// The driver's registration socket. Kubelet's plugin watcher also watches subdirectories (1.27 to 1.37,
     /// `pkg/kubelet/pluginmanager/pluginwatcher`), so a companion in a pod mounts only its own folder.
     pub fn registration_socket(&self, driver_name: &str) -> SocketPlace {
         self.below_root(format!("plugins_registry/{driver_name}/reg.sock"))
@@ -109,7 +109,7 @@ impl KubeletPaths {
     }
 }
 
-/// Registration state of an endpoint, as last reported by kubelet. kubelet does not announce that it stops.
+/// Registration state of an endpoint, as last reported by kubelet. Kubelet does not announce that it stops.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum DoorState {
     /// Not serving yet.
@@ -119,9 +119,9 @@ pub enum DoorState {
     Waiting,
     /// Kubelet has registered it.
     Registered,
-    /// kubelet rejected the registration. It is retried with increasing delay.
+    /// Kubelet rejected the registration. It is retried with increasing delay.
     Rejected {
-        /// kubelet's error message.
+        /// Kubelet's error message.
         message: String,
     },
     /// The endpoint cannot be served. It is retried with increasing delay.

@@ -1,7 +1,7 @@
 //! Publishes the NodeInventory of this node and driver.
 //!
 //! The spec is written by server-side apply and the status by a merge patch, each only if it differs from the stored one. An idle
-//! node writes nothing. kubelet is served regardless of whether the API server is reachable.
+//! node writes nothing. Kubelet is served regardless of whether the API server is reachable.
 
 mod object;
 mod stored;
@@ -58,7 +58,7 @@ pub struct Standing {
     pub reason: String,
     /// Message for the user.
     pub message: String,
-    /// kubelet APIs that are down, for events.
+    /// Kubelet APIs that are down, for events.
     pub down: ApisDown,
 }
 

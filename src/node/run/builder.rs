@@ -132,7 +132,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         self
     }
 
-    /// kubelet's directories; kubelet's own defaults by default.
+    /// Kubelet's directories. The defaults are kubelet's own.
     #[must_use]
     pub fn kubelet(mut self, paths: KubeletPaths) -> Self {
         self.kubelet = paths;

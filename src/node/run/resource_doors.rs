@@ -17,7 +17,7 @@ use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::{self, DoorState, KubeletPaths};
 use crate::node::reload::Resources;
 
-/// How long an endpoint stays open after its devices were withdrawn, so that kubelet receives the empty list. Otherwise the Node
+/// How long an endpoint stays open after its devices were withdrawn, so that kubelet receives the update. Otherwise the Node
 /// keeps the resource's last capacity until kubelet drops it minutes later.
 const WITHDRAWAL: Duration = Duration::from_secs(1);
 /// Poll interval until a new resource has its devices.

@@ -28,8 +28,8 @@ pub enum PluginRegistration {
     /// The plugin calls `kubelet.sock` in the device plugin directory. Every kubelet supports it.
     #[default]
     KubeletSocket,
-    /// kubelet's plugin watcher finds the plugin in `plugins_registry` below its root directory: for nodes whose device plugin
-    /// directory is not accessible. kubelet finds it again after a restart. If it loses the plugin otherwise, it does not retry;
+    /// Kubelet's plugin watcher finds the plugin in `plugins_registry` below its root directory: for nodes whose device plugin
+    /// directory is not accessible. Kubelet finds it again after a restart. If it loses the plugin otherwise, it does not retry;
     /// the companion then recreates the registration socket.
     PluginWatcher,
 }

@@ -39,9 +39,9 @@ pub(super) struct Registrar {
 
 /// Why a registration failed.
 enum Failure {
-    /// kubelet does not answer.
+    /// Kubelet does not answer.
     Absent(String),
-    /// kubelet rejected the registration.
+    /// Kubelet rejected the registration.
     Refused(Status),
 }
 

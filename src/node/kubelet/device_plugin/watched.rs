@@ -35,7 +35,7 @@ pub(super) struct Plugin {
 
 /// Keeps the plugin registered until the shutdown.
 ///
-/// kubelet finds the socket by itself, also after a restart. It does not retry after a failed registration or when its ListAndWatch
+/// Kubelet finds the socket by itself, also after a restart. It does not retry after a failed registration or when its ListAndWatch
 /// ends for another reason; the socket is then recreated.
 pub(super) async fn register(mut plugin: Plugin) -> Result<(), DoorError> {
     let service = RegistrationService {

@@ -19,7 +19,7 @@ use crate::core::prepare::name::check_driver;
 use crate::node::companion::Companion;
 use crate::node::kubelet::transport::{MAX_MESSAGE, listen};
 
-/// The version announced in the plugin registration. kubelet up to 1.31 accepts any 1.x, but while a plugin of this name is
+/// The version announced in the plugin registration. Kubelet up to 1.31 accepts any 1.x, but while a plugin of this name is
 /// registered at another socket, only a higher version. Releases that announced 1.0.0 had their registration socket outside the
 /// driver's folder: if such a companion is killed, its socket stays and the next companion cannot remove it.
 const SUPPORTED_VERSION: &str = "1.0.1";
@@ -95,7 +95,7 @@ pub async fn serve<C: Companion>(
         tokio::select! {
             () = ours.cancelled() => break,
             Ok(()) = published.changed() => {
-                // kubelet registers the new socket.
+                // Kubelet registers the new socket.
                 state.send_replace(DoorState::Waiting);
             }
             Ok(()) = verdicts.changed() => {
@@ -104,7 +104,7 @@ pub async fn serve<C: Companion>(
                 }
             }
             () = sleep(pause), if rejected => {
-                // kubelet up to 1.35 asks again only for a new socket.
+                // Kubelet up to 1.35 asks again only for a new socket.
                 registration.renew();
                 pause = RETRY.1.min(pause * 2);
             }

@@ -19,7 +19,7 @@ use crate::node::discovery::device_number;
 
 /// Devices that containers may hold under extended resources of earlier configurations.
 ///
-/// Returns `None` if the directory of the PodResources API or of the device manager is missing. kubelet creates both, so they are
+/// Returns `None` if the directory of the PodResources API or of the device manager is missing. Kubelet creates both, so they are
 /// not mounted here, and neither the granted devices nor the end of their containers can be observed.
 pub(in crate::node) fn former(
     paths: &KubeletPaths,

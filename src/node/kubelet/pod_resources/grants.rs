@@ -27,16 +27,16 @@ pub trait Grants: std::fmt::Debug + Send + Sync + 'static {
     fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<BTreeMap<String, Shown>, String>>;
 }
 
-/// kubelet as the source: its PodResources API, plus its device manager checkpoint (`kubelet_internal_checkpoint`), which includes
+/// Kubelet as the source: its PodResources API, plus its device manager checkpoint (`kubelet_internal_checkpoint`), which includes
 /// init containers and force-deleted pods that the API omits.
 #[derive(Debug)]
 pub struct KubeletGrants {
     client: PodResourcesClient,
-    /// kubelet's device manager checkpoint.
+    /// Kubelet's device manager checkpoint.
     file: PathBuf,
-    /// kubelet's pods directory: it has a subdirectory for each pod whose containers may still run.
+    /// Kubelet's pods directory: it has a subdirectory for each pod whose containers may still run.
     pods: PathBuf,
-    /// Identifies our entries in the checkpoint by their responses.
+    /// The driver, whose responses identify our entries in the checkpoint.
     driver: DriverName,
     /// Where to find device nodes that earlier releases recorded only by path.
     nodes: HostNodes,
@@ -86,7 +86,7 @@ impl Grants for KubeletGrants {
     }
 }
 
-/// Reads the checkpoint entries; none if the file does not exist yet. kubelet replaces the file atomically.
+/// Reads the checkpoint entries; none if the file does not exist yet. Kubelet replaces the file atomically.
 pub(super) fn read(path: &Path) -> io::Result<Vec<Grant>> {
     let file = match File::open(path) {
         Ok(file) => file,
@@ -247,7 +247,7 @@ mod tests {
             }],
         };
         let list = [
-            // kubelet lists a device once for each of its NUMA nodes.
+            // Kubelet lists a device once for each of its NUMA nodes.
             pod(
                 "p",
                 vec![devices("x.dev/a", &["a0"]), devices("x.dev/a", &["a0"])],

@@ -1,6 +1,6 @@
 //! Client of kubelet's PodResources API, v1, which lists the devices of each container.
 //!
-//! kubelet serves it since 1.20 at `pod-resources/kubelet.sock` below its root directory. It allows 100 calls a second with a burst
+//! Kubelet serves it since 1.20 at `pod-resources/kubelet.sock` below its root directory. It allows 100 calls a second with a burst
 //! of ten, shared by all clients on the node. We use at most a tenth of that rate.
 
 mod former;
@@ -23,7 +23,7 @@ pub use grants::{Grants, KubeletGrants};
 
 /// Deadline of a call, including the connection.
 const CALL_LIMIT: Duration = Duration::from_secs(3);
-/// Largest response in bytes. kubelet sends all pods of the node in one message.
+/// Largest response in bytes. Kubelet sends all pods of the node in one message.
 const MAX_ANSWER: usize = 16 * 1024 * 1024;
 /// Burst size, and the interval in which one further call becomes available.
 const BURST: u32 = 5;
@@ -43,7 +43,7 @@ pub enum PodResourcesError {
         /// The cause.
         problem: String,
     },
-    /// kubelet does not implement this call, or has it disabled.
+    /// Kubelet does not implement this call, or has it disabled.
     #[error("this kubelet does not offer it: {0}")]
     Unsupported(String),
     /// The shared rate limit of all clients on the node is exhausted.
@@ -129,7 +129,7 @@ impl PodResourcesClient {
             .await;
         match answer {
             Ok(answer) => Ok(answer.pod_resources),
-            // kubelet's errors have no specific status code.
+            // Kubelet's errors have no specific status code.
             Err(PodResourcesError::Refused(message)) if message.contains("not found") => Ok(None),
             Err(PodResourcesError::Refused(message)) if message.contains("method disabled") => {
                 Err(PodResourcesError::Unsupported(message))

@@ -21,11 +21,11 @@ use super::count::{Count, GrpcCalls};
 use super::directory::DirectoryWatch;
 use super::socket::{Socket, SocketError, SocketPlace, check_path};
 
-/// Connections to one socket at a time. kubelet opens one or two. A further connection replaces an idle one.
+/// Connections to one socket at a time. Kubelet opens one or two. A further connection replaces an idle one.
 pub const MAX_CONNECTIONS: usize = 64;
 /// Concurrent calls on one connection.
 pub const MAX_STREAMS: u32 = 100;
-/// Deadline for a response, or for the first message of a stream. kubelet's longest deadline is 45 s, and Allocate has none, so
+/// Deadline for a response, or for the first message of a stream. Kubelet's longest deadline is 45 s, and Allocate has none, so
 /// nothing else would end such a call.
 const CALL_LIMIT: Duration = Duration::from_secs(60);
 /// HTTP/2 flow control windows in bytes, per call and per connection.
@@ -255,7 +255,7 @@ async fn accept(socket: Option<&Socket>) -> std::io::Result<UnixStream> {
     }
 }
 
-/// kubelet runs as root. Our own user gains nothing by connecting: it already has the privileges of this process.
+/// Kubelet runs as root. Our own user gains nothing by connecting: it already has the privileges of this process.
 const fn may_connect(uid: u32, own: u32) -> bool {
     uid == 0 || uid == own
 }

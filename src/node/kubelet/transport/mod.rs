@@ -1,7 +1,7 @@
 //! gRPC servers on the Unix sockets that kubelet calls.
 //!
 //! ```text
-//! accept -> check peer uid -> acquire a slot -> connection (authority rewritten, unfinished headers closed) -> tonic
+//! accept -> peer's user -> a free slot -> connection (authority rewritten, unfinished headers cut off) -> tonic
 //! ```
 //!
 //! An established connection has no idle or age limit and is never pinged: each of these would end kubelet's ListAndWatch, and

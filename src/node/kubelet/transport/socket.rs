@@ -168,7 +168,7 @@ impl Socket {
         })
     }
 
-    /// Renames to the visible name, replacing a stale socket. kubelet sees the complete socket or none.
+    /// Renames to the visible name, replacing a stale socket. Kubelet sees the complete socket or none.
     pub(super) fn publish(&self) -> Result<(), SocketError> {
         fs::rename(&self.hidden, &self.place.path).map_err(SocketError::io("rename to", &self.place.path))
     }
