@@ -1,4 +1,4 @@
-//! The client of the API server.
+//! Builds the Kubernetes API clients.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -12,20 +12,20 @@ use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use super::Error;
 use super::observe::Requests;
 
-/// For a connection to be made, TLS included.
+/// Limit for establishing a connection, including TLS.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// For a request to be sent. Whoever waits for an answer sets a shorter limit for it than [`READ_TIMEOUT`].
+/// Limit for sending a request. Callers that wait for a response set a limit shorter than [`READ_TIMEOUT`].
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long the API server may say nothing on a connection that waits for it. Watches are silent for less: they end after 290 s. Without
-/// it a list whose answer is lost on the way would be waited for for ever, and what is listed would never be watched again.
+/// Maximum silence on a connection with a pending response. It must exceed 290 s, the duration of a watch. Without it,
+/// a lost list response would block its watch forever.
 const READ_TIMEOUT: Duration = Duration::from_secs(300);
-/// Set by kubelet in every container, unless the pod says `enableServiceLinks: false` (this one stays even then).
+/// Set by kubelet in every container, even with `enableServiceLinks: false`.
 const IN_CLUSTER: &str = "KUBERNETES_SERVICE_HOST";
 
-/// Reads where the API server is: from the file, or else from the service account of the pod. Nothing is sent yet.
+/// Loads the client configuration from the file, or else from the pod's service account. Sends nothing.
 ///
-/// Neither `KUBECONFIG` nor `~/.kube/config` is read, so that no component ever works on the cluster that the shell of
-/// somebody happens to point at.
+/// Ignores `KUBECONFIG` and `~/.kube/config`, so that a component never works on whichever cluster the user's shell
+/// selects.
 pub(super) async fn configuration(kubeconfig: Option<&Path>) -> Result<Config, Error> {
     match kubeconfig {
         Some(file) => from_file(file, &KubeConfigOptions::default()).await,
@@ -41,8 +41,8 @@ pub(super) async fn configuration(kubeconfig: Option<&Path>) -> Result<Config, E
     }
 }
 
-/// Reads where the API server is as kubectl does: from the file, from `KUBECONFIG`, from `~/.kube/config`, or else from the
-/// service account of the pod. For commands that a person types; a component never looks into a home directory.
+/// Loads the client configuration as kubectl does: from the file, `KUBECONFIG`, `~/.kube/config`, or else the pod's
+/// service account. Only for interactive commands; components never read a home directory.
 pub(super) async fn configuration_of_person(
     kubeconfig: Option<&Path>,
     context: Option<&str>,
@@ -54,7 +54,7 @@ pub(super) async fn configuration_of_person(
     if let Some(file) = kubeconfig {
         return from_file(file, &options).await;
     }
-    // What a home directory or a variable says comes first, as for kubectl.
+    // `KUBECONFIG` and the home directory take precedence, as in kubectl.
     let from_home = Config::from_kubeconfig(&options).await;
     from_home.or_else(|error| {
         if context.is_none() && std::env::var_os(IN_CLUSTER).is_some() {
@@ -71,7 +71,8 @@ async fn from_file(file: &Path, options: &KubeConfigOptions) -> Result<Config, E
     let refused = |error: &dyn std::fmt::Display| {
         Error::Configuration(format!("--kubeconfig {}: {error}", file.display()))
     };
-    // kube takes UTF-16 for granted where a file begins like it, and panics if it is not.
+    // kube panics on a file that starts with a UTF-16 byte order mark but is not valid UTF-16; reading it as UTF-8
+    // first rejects such files.
     std::fs::read_to_string(file).map_err(|error| refused(&error))?;
     let content = Kubeconfig::read_from(file).map_err(|error| refused(&error))?;
     let authority = authority_file(&content, options);
@@ -82,8 +83,8 @@ async fn from_file(file: &Path, options: &KubeConfigOptions) -> Result<Config, E
     Ok(config)
 }
 
-/// The file with the authority of the API server's certificate, if the kubeconfig names one: kube reads it again about once a minute,
-/// as it does in a pod, so that it can be replaced while we run. What stands in the kubeconfig itself is read once.
+/// Returns the CA file that the kubeconfig names, if any. kube re-reads the file about once a minute, as in a pod, so
+/// it can be replaced at run time. A CA embedded in the kubeconfig is read once.
 fn authority_file(content: &Kubeconfig, options: &KubeConfigOptions) -> Option<PathBuf> {
     let name = options.context.as_ref().or(content.current_context.as_ref())?;
     let mut contexts = content.contexts.iter();
@@ -97,10 +98,10 @@ fn authority_file(content: &Kubeconfig, options: &KubeConfigOptions) -> Option<P
     }
 }
 
-/// Builds a client that sends each request once: kube's own retries are off, because a write that is sent again by itself
-/// may arrive when it must not any more, and a create may meet its own success as a conflict.
+/// Builds a client that sends each request once. kube's own retries are off: a retried write may arrive after it has
+/// become invalid, and a retried create may see its own success as a conflict.
 ///
-/// `component` becomes the user agent (`drayman-controller/0.1.0`), by which the audit log tells who asked.
+/// `component` becomes the user agent (`drayman-controller/0.1.0`), which identifies the client in the audit log.
 pub(super) fn build(config: Config, component: &str) -> Result<Client, Error> {
     let config = prepared(config, component)?;
     let server = config.cluster_url.clone();
@@ -108,7 +109,7 @@ pub(super) fn build(config: Config, component: &str) -> Result<Client, Error> {
     Ok(builder.build())
 }
 
-/// The same, with its requests counted.
+/// Like [`build`], but counts requests.
 pub(super) fn build_counted(config: Config, component: &str, requests: &Requests) -> Result<Client, Error> {
     let config = prepared(config, component)?;
     let server = config.cluster_url.clone();
@@ -223,7 +224,7 @@ users: [{name: me, user: {token: secret}}]
         std::fs::write(file.path(), GOOD.replace("127.0.0.1:1", &address.to_string())).expect("written");
         let served = tokio::spawn(async move {
             let mut requests = Vec::new();
-            // Requests that come within the answer's reach; a repeat would come at once or on a new connection.
+            // Collects all requests within 300 ms; a retry would arrive at once or on a new connection.
             while let Ok(Ok((mut stream, _))) =
                 tokio::time::timeout(Duration::from_millis(300), listener.accept()).await
             {

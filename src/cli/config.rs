@@ -1,4 +1,4 @@
-//! `drayman config check`: whether a file of device kinds is right, without starting anything.
+//! `drayman config check`: validates a device configuration without starting anything.
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -25,7 +25,7 @@ enum Command {
     },
 }
 
-/// Reads the file and says that it is right, or the error is why it is not.
+/// Validates the file and prints a summary.
 pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
     let Command::Check { file } = &arguments.command;
     let configuration =

@@ -1,4 +1,4 @@
-//! `drayman controller`: flags -> a controller of the built-in driver.
+//! `drayman controller`: runs a controller with the built-in driver.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -124,7 +124,7 @@ struct Leader {
 }
 
 impl Leader {
-    /// The lease, if there is one. It has the driver's name.
+    /// Returns the leader election, unless disabled. The lease has the driver's name.
     fn election(
         &self,
         driver_name: &str,
@@ -146,7 +146,7 @@ impl Leader {
             return Ok(Some(election));
         };
         let election = election.following(directory).map_err(|error| match error {
-            // It may end.
+            // Another process holds the lock and may release it, so a restart can help.
             PredecessorsError::Locked(_) => {
                 Error::Runtime(anyhow::anyhow!("--leader-elect-state-dir: {error}"))
             }
@@ -158,12 +158,12 @@ impl Leader {
     }
 }
 
-/// Runs until a signal asks for the end.
+/// Runs until a signal requests shutdown.
 pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
     super::choose_tls_provider();
-    // One thread: decisions are made by one task, and what remains is waiting for the API server.
+    // One thread: a single task makes all decisions; everything else waits for the API server.
     super::block_on(async {
-        // First of all, so that no signal finds the program without an answer.
+        // First, so that every signal is handled.
         let shutdown = shutdown::on_signal()?;
         let Arguments {
             cluster,
@@ -222,7 +222,6 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
     })
 }
 
-/// Runs a controller of the built-in driver.
 async fn serve(
     client: Client,
     driver_name: String,
@@ -232,7 +231,7 @@ async fn serve(
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
     let driver = HostDriver::start(client.clone(), driver_name.clone(), shutdown.clone());
-    // In a pod, the name of the pod; it tells replicas apart in the events that they write.
+    // In a pod, this is the pod's name. It distinguishes replicas in events.
     let instance = std::env::var("HOSTNAME").ok().filter(|name| !name.is_empty());
     let election = leader.election(&driver_name, instance.as_deref(), connection)?;
     let controller = Controller::builder(driver)
@@ -246,8 +245,8 @@ async fn serve(
     controller.run(shutdown).await.map_err(refused)
 }
 
-/// A name that the API server refuses stays wrong until somebody changes it. All else may be cured by time: an API server
-/// that does not answer, and one that does not serve the API yet.
+/// Classifies start errors. A name that the API server rejects stays invalid until the user changes it. All other
+/// errors may be temporary: the API server does not respond or does not serve the API yet.
 fn refused(error: ControllerError) -> Error {
     match error {
         ControllerError::DriverName(_) | ControllerError::LeaderElection(_) => {

@@ -1,4 +1,4 @@
-//! `drayman crds`: the definitions that the API server needs, for `kubectl apply -f -`, as files, or applied.
+//! `drayman crds`: prints the CRDs for `kubectl apply -f -`, writes them to files, or applies them.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -15,9 +15,9 @@ use tokio::time::timeout;
 use super::{Error, client};
 use crate::api::crd;
 
-/// How long one request may take, and how long the API server may need to serve a definition.
+/// Limit for one request, and for the API server to establish a CRD.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Who owns the fields of an applied definition.
+/// Field manager of the applied CRDs.
 const FIELD_MANAGER: &str = "drayman";
 
 /// Print the CustomResourceDefinitions of drayman.dev
@@ -38,7 +38,7 @@ pub(super) struct Arguments {
     kubeconfig: Option<PathBuf>,
 }
 
-/// Prints the definitions, writes or applies them.
+/// Prints, writes or applies the CRDs.
 pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
     if arguments.apply {
         super::choose_tls_provider();
@@ -75,7 +75,7 @@ async fn apply(kubeconfig: Option<&Path>) -> Result<(), Error> {
 async fn apply_one(client: Client, definition: &CustomResourceDefinition) -> anyhow::Result<()> {
     let name = definition.name_any();
     let definitions = Api::<CustomResourceDefinition>::all(client);
-    // By force: whoever installed the definition owns its fields until now.
+    // Forced: the CRD's fields may belong to the field manager that installed it.
     let parameters = PatchParams::apply(FIELD_MANAGER).force();
     timeout(
         PATIENCE,

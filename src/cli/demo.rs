@@ -1,4 +1,4 @@
-//! `drayman demo`: the embedded cluster, and what happens on it, as lines.
+//! `drayman demo`: runs the test cluster and prints its events, one per line.
 
 use std::io::{IsTerminal as _, Write as _};
 use std::path::{Path, PathBuf};
@@ -43,7 +43,7 @@ pub(super) struct Arguments {
     logging: group::Logging,
 }
 
-/// Every scenario there is.
+/// All scenarios.
 fn all() -> impl Iterator<Item = Scenario> {
     SCENARIOS.into_iter().chain([REAL])
 }
@@ -55,7 +55,7 @@ fn scenario(name: &str) -> Result<Scenario, String> {
     })
 }
 
-/// Plays, and ends with whether everything went as expected.
+/// Runs the demo and fails if a scenario does not end as expected.
 pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
     if arguments.list {
         let lines: Vec<String> = all()
@@ -81,10 +81,10 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         let printing = tokio::spawn(print_all(lines, std::io::stdout().is_terminal()));
         let summary = tokio::select! {
             summary = play(arguments, &directory.0, shown, &shutdown) => summary,
-            // With --keep, that is how it ends.
+            // With `--keep`, a shutdown is the normal end.
             () = shutdown.cancelled(), if !arguments.keep => return Err(Error::Runtime(anyhow!("ended before all was shown"))),
         };
-        // The last line is printed when nobody can add one, also if something has broken down.
+        // Prints the last line only after all senders are gone, even if the demo failed.
         printing.await.context("printing")??;
         summary?
             .verdict()
@@ -92,7 +92,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
     })
 }
 
-/// Plays, and tells what came of it. With `--keep` it goes on until the shutdown.
+/// Runs the scenarios and returns their summary. With `--keep`, continues until shutdown.
 async fn play(
     arguments: &Arguments,
     directory: &Path,
@@ -103,7 +103,7 @@ async fn play(
     let start = Instant::now();
     let remarks = shown.clone();
     let remark = |text: String| {
-        // Fails if nobody prints any more.
+        // Fails only if printing has stopped.
         let _ = remarks.send(Shown::Remark(text));
     };
     let scenarios = chosen(arguments);
@@ -134,7 +134,7 @@ async fn play(
     Ok(summary)
 }
 
-/// The scenarios to play, in their order.
+/// Returns the scenarios to run, in order.
 fn chosen(arguments: &Arguments) -> Vec<Scenario> {
     let mut scenarios = if arguments.scenario.is_empty() {
         SCENARIOS.to_vec()
@@ -147,7 +147,7 @@ fn chosen(arguments: &Arguments) -> Vec<Scenario> {
     scenarios
 }
 
-/// What came of it, in one line.
+/// Formats the summary as one line.
 fn total(summary: &Summary, took: Duration) -> String {
     let first = summary.first_allocation.map_or_else(String::new, |first| {
         format!(
@@ -199,13 +199,13 @@ fn text(shown: &Shown, colour: bool) -> String {
     }
 }
 
-/// A directory of this process alone, which is removed at the end.
+/// A private directory of this process, removed on drop.
 struct Directory(PathBuf);
 
 impl Directory {
     fn make() -> Result<Self, anyhow::Error> {
         use std::os::unix::fs::DirBuilderExt as _;
-        // Short, because paths of sockets are.
+        // Short, because the length of a socket path is limited.
         let path = std::env::temp_dir().join(format!("drayman-demo-{}", std::process::id()));
         std::fs::DirBuilder::new()
             .mode(0o700)
@@ -217,7 +217,7 @@ impl Directory {
 
 impl Drop for Directory {
     fn drop(&mut self) {
-        // What cannot be removed is left to whoever cleans the directory of temporary files.
+        // Best effort: leftovers stay in the directory of temporary files.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }

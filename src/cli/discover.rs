@@ -1,4 +1,4 @@
-//! `drayman node discover`: what a configuration finds on this machine, without any cluster.
+//! `drayman node discover`: shows which devices a configuration finds on this machine, without a cluster.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -93,7 +93,7 @@ pub(super) struct Host {
 }
 
 impl Host {
-    /// With the swap areas where the kernel shows them.
+    /// Returns the host paths; swap areas use the kernel's default location.
     pub(super) fn paths(self) -> HostPaths {
         HostPaths {
             dev: self.dev_root,
@@ -119,7 +119,7 @@ fn preset(text: &str) -> Result<String, String> {
     }
 }
 
-/// What programs are told.
+/// The JSON output.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Output<'a> {
@@ -132,12 +132,12 @@ struct Output<'a> {
 struct Found<'a> {
     #[serde(flatten)]
     device: &'a Device,
-    /// What a container gets.
+    /// The container edits for the device.
     #[serde(skip_serializing_if = "Option::is_none")]
     container: Option<&'a Injection>,
 }
 
-/// Searches once and prints what was found.
+/// Runs discovery once and prints the result.
 pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
     let presets: Vec<&'static Preset> = match (arguments.presets.as_slice(), &arguments.config) {
         ([], Some(_)) => Vec::new(),
@@ -195,7 +195,7 @@ fn output(survey: &Survey) -> Output<'_> {
     }
 }
 
-/// One line for each candidate, and what is to be known of ready-made kinds.
+/// Formats one line per candidate and the notes of the presets.
 fn table(survey: &Survey, presets: &[&Preset]) -> String {
     let mut rows =
         vec![["KIND", "CANDIDATE", "DEVICE", "WHAT A CONTAINER GETS, OR WHY NOT"].map(str::to_owned)];
@@ -217,7 +217,7 @@ fn table(survey: &Survey, presets: &[&Preset]) -> String {
     let mut text = String::new();
     for row in &rows {
         for (cell, width) in row.iter().zip(&widths) {
-            // Writing to a string cannot fail.
+            // Writing to a `String` cannot fail.
             let _ = write!(text, "{cell:width$}  ");
         }
         let _ = writeln!(text, "{}", row.last().map(String::as_str).unwrap_or_default());
@@ -235,7 +235,7 @@ fn table(survey: &Survey, presets: &[&Preset]) -> String {
     text
 }
 
-/// What a container gets for a device, in one line.
+/// Describes a device's container edits in one line.
 fn describe(survey: &Survey, device: &str) -> String {
     let injection = survey.injections.get(device);
     let mut parts: Vec<String> = injection
@@ -266,7 +266,7 @@ fn describe(survey: &Survey, device: &str) -> String {
     parts.join(", ")
 }
 
-/// What devices call themselves must not drive the terminal.
+/// Removes control characters: device names come from hardware and must not control the terminal.
 fn printable(text: &str) -> String {
     text.chars().filter(|character| !character.is_control()).collect()
 }

@@ -1,20 +1,20 @@
-//! [`Error`]: why the program ends before its time, and with which exit code.
+//! [`Error`]: why the program ends early, and its exit code.
 
 use std::process::ExitCode;
 
-/// Why the program ends before its time.
+/// Why the program ends early.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A flag, a file or the environment is wrong: the same start will fail again until somebody changes it.
+    /// A flag, a file or the environment is invalid; a restart fails again until the user changes it.
     #[error("{0}")]
     Configuration(String),
-    /// The program was started well and failed later, so that a new start may help.
+    /// The program failed at run time; a restart may help.
     #[error("{0:#}")]
     Runtime(#[from] anyhow::Error),
 }
 
 impl Error {
-    /// CamelCase, from a small fixed set.
+    /// A CamelCase reason from a small fixed set.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Configuration(_) => "ConfigurationInvalid",
@@ -22,7 +22,7 @@ impl Error {
         }
     }
 
-    /// 2 for what was wrong from the start, as clap has it for flags; 1 for everything else.
+    /// Exit code: 2 for invalid configuration, as clap returns for flags; 1 for everything else.
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Self::Configuration(_) => ExitCode::from(2),

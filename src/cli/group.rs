@@ -1,10 +1,10 @@
-//! Flags that several subcommands share.
+//! Flags shared by several subcommands.
 
 use std::path::PathBuf;
 
 use super::{logging, value};
 
-/// The driver name of the built-in driver, unless a flag says otherwise.
+/// Default driver name of the built-in driver.
 const DRIVER_NAME: &str = "drayman.dev";
 
 /// How the API server is found.

@@ -1,4 +1,4 @@
-//! What is logged, and in which form.
+//! Log levels and formats.
 
 mod json;
 
@@ -22,10 +22,10 @@ pub(super) enum Format {
     Json,
 }
 
-/// Libraries that speak to the API server; at level 6 each request of theirs is shown.
+/// API client libraries; at level 6 their requests are logged.
 const API_CLIENTS: [&str; 2] = ["kube_client", "kube_runtime"];
 
-/// Starts the log. Called once, when all flags are known to be right.
+/// Starts logging. Called once, after all flags are validated.
 pub(super) fn start(logging: group::Logging) -> Result<(), Error> {
     let levels = levels(logging.verbosity);
     let registry = tracing_subscriber::registry();
@@ -43,7 +43,7 @@ pub(super) fn start(logging: group::Logging) -> Result<(), Error> {
     Ok(started.map_err(anyhow::Error::from)?)
 }
 
-/// Tells why the program ends: in the log's own form if the log has started, else as clap tells of a wrong flag.
+/// Reports why the program ends: through the log if it has started, otherwise in clap's error format.
 pub(super) fn report(error: &Error) {
     if tracing::dispatcher::has_been_set() {
         tracing::error!(reason = error.reason(), %error, "ending");
@@ -52,7 +52,7 @@ pub(super) fn report(error: &Error) {
     }
 }
 
-/// The levels of tracing that a level of `--v` stands for; `docs/controller.md` has the table for users.
+/// Maps a `--v` level to tracing levels; `docs/controller.md` has the table.
 fn levels(verbosity: u8) -> Targets {
     let (own, api_clients, libraries) = match verbosity {
         0 | 1 => (Level::INFO, Level::WARN, Level::WARN),

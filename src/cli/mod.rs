@@ -1,11 +1,10 @@
-//! The program: flags become checked values, and a subcommand runs with them.
+//! Command line: validates flags and runs a subcommand.
 //!
-//! Flags are named as the components of Kubernetes and device drivers name theirs. Each can be set by an environment
-//! variable too: `--driver-name` by `DRAYMAN_DRIVER_NAME`, and so on; `--node-name` by `NODE_NAME`, which is what the
-//! downward API usually sets. A flag wins over its variable. What clap has accepted is valid: every value has passed
-//! its check in `cli::value`, so that nothing behind this module checks a flag again.
+//! Flag names follow Kubernetes components and device drivers. Each flag has an environment variable: `--driver-name`
+//! has `DRAYMAN_DRIVER_NAME`, and so on; `--node-name` has `NODE_NAME`, which is usually set through the downward API.
+//! A flag overrides its variable. clap checks every value with `cli::value`, so no later code validates a flag again.
 //!
-//! Exit codes: 0 for a clean end, 1 for a failure at run time, 2 for a wrong flag, file or environment.
+//! Exit codes: 0 for success, 1 for a failure at run time, 2 for an invalid flag, file or environment.
 
 mod client;
 mod config;
@@ -58,13 +57,12 @@ enum Command {
     Version(version::Arguments),
 }
 
-/// What the program understands: its commands and their flags, as clap knows them. For what is made from them, such as the
-/// reference in `docs/`.
+/// Returns the clap definition of all commands and flags, for generated docs such as the reference in `docs/`.
 pub fn command() -> clap::Command {
     Arguments::command()
 }
 
-/// Runs the program with the given arguments, of which the first is the program's own name.
+/// Runs the program. The first argument is the program's own name.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     if tool::completes_for_kubectl(&arguments) {
@@ -74,9 +72,9 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let command = match Arguments::try_parse_from(arguments) {
         Ok(arguments) => arguments.command,
         Err(refusal) => {
-            // Help and the version go to stdout with exit code 0, everything else to stderr with 2.
+            // Help and the version go to stdout with exit code 0, everything else goes to stderr with 2.
             let code = u8::try_from(refusal.exit_code()).unwrap_or(2);
-            // Nobody is left to tell if the stream is closed.
+            // A closed stream cannot be reported.
             let _ = refusal.print();
             return ExitCode::from(code);
         }
@@ -112,7 +110,7 @@ fn succeeded((): ()) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Runs a component on a runtime of one thread. Whatever is left of it when it ends is not waited for.
+/// Runs a component on a single-threaded runtime. Does not wait for tasks that outlive the component.
 fn block_on<T>(component: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -123,9 +121,9 @@ fn block_on<T>(component: impl Future<Output = Result<T, Error>>) -> Result<T, E
     result
 }
 
-/// Chooses the one TLS provider of this process, so that no dependency can make the choice ambiguous.
+/// Installs the process-wide TLS provider, so that no dependency makes the choice ambiguous.
 fn choose_tls_provider() {
-    // An error means that it is chosen already, which is as good.
+    // An error means that a provider is already installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
 }
 

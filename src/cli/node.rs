@@ -1,4 +1,4 @@
-//! `drayman node`: flags and the file of device kinds -> the node's companion.
+//! `drayman node`: runs the node companion from flags and a device configuration.
 
 mod records;
 
@@ -133,7 +133,7 @@ impl From<Registration> for PluginRegistration {
     }
 }
 
-/// Runs until a signal asks for the end.
+/// Runs until a signal requests shutdown.
 pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
     let Arguments {
         command,
@@ -150,18 +150,18 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
         Some(Command::Release(arguments)) => return records::release(&arguments),
         None => {}
     }
-    // clap asks for both unless there is a subcommand; this is for the types.
+    // clap requires both flags unless there is a subcommand; this check satisfies the types.
     let (Some(node_name), Some(config)) = (node.node_name, node.config) else {
         return Err(Error::Configuration(
             "--node-name and --config are required".to_owned(),
         ));
     };
     super::choose_tls_provider();
-    // One thread: the companion waits nearly always, and each thread would cost memory on every node.
+    // One thread: the companion is mostly idle, and each thread costs memory on every node.
     super::block_on(async {
-        // First of all, so that no signal finds the program without an answer.
+        // First, so that every signal is handled.
         let shutdown = shutdown::on_signal()?;
-        // The companion reads the file itself; here it is only checked before anything else is asked for.
+        // The companion reads the file itself; this check only reports errors early.
         NodeConfiguration::read(&config)
             .map_err(NodeError::from)
             .map_err(refused)?;
@@ -221,8 +221,8 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
     })
 }
 
-/// What is wrong in a flag or a file is still wrong at the next start. All else may be cured by time, or by whoever holds
-/// the lock.
+/// Classifies start errors. Invalid flags and files stay invalid after a restart. All other errors, such as a held
+/// lock, may be temporary.
 fn refused(error: NodeError) -> Error {
     match error {
         NodeError::DriverName(_)

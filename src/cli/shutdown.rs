@@ -1,4 +1,4 @@
-//! SIGTERM and SIGINT: the first asks for a clean end, the second ends the process at once.
+//! SIGTERM and SIGINT: the first requests a clean shutdown, the second ends the process immediately.
 
 use std::io;
 use std::sync::Arc;
@@ -9,13 +9,12 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-/// Exit code of a process that did not end cleanly.
+/// Exit code after an unclean end.
 const UNCLEAN: i32 = 1;
 
 /// Returns a token that the first SIGTERM or SIGINT cancels. Must be called within a runtime.
 ///
-/// The second signal ends the process from within the signal handler, with exit code 1, so that it also ends a process
-/// whose runtime hangs.
+/// The second signal ends the process in the signal handler with exit code 1, which works even if the runtime hangs.
 pub(super) fn on_signal() -> Result<CancellationToken, anyhow::Error> {
     let token = CancellationToken::new();
     let mut signals = register().context("cannot receive SIGTERM and SIGINT")?;
@@ -42,7 +41,7 @@ struct Signals {
 fn register() -> io::Result<Signals> {
     let asked_before = Arc::new(AtomicBool::new(false));
     for signal in [SIGTERM, SIGINT] {
-        // In this order: the first looks at the flag before the second sets it.
+        // Order matters: the first handler checks the flag before the second sets it.
         signal_hook::flag::register_conditional_shutdown(signal, UNCLEAN, Arc::clone(&asked_before))?;
         signal_hook::flag::register(signal, Arc::clone(&asked_before))?;
     }

@@ -1,5 +1,5 @@
-//! The checks of flag values. Each takes the text of a flag and gives a valid value or a sentence that says what is
-//! allowed; clap puts the flag's name in front.
+//! Validates flag values. Each function parses a flag's text and returns the value or a message that names the allowed
+//! values; clap prepends the flag's name.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -7,16 +7,16 @@ use std::time::Duration;
 use crate::core::prepare::driver_name::DriverName;
 use crate::core::prepare::naming::is_dns_subdomain;
 
-/// A node's name, at most, as for every DNS subdomain.
+/// Maximum length of a node name (a DNS subdomain).
 const NODE_NAME_MAX: usize = 253;
-/// A namespace's name, at most, as for every DNS label.
+/// Maximum length of a namespace name (a DNS label).
 const NAMESPACE_MAX: usize = 63;
-/// The longest time limit that is accepted. Whoever wants more has mistaken the unit.
+/// Maximum time limit; a longer one suggests a wrong unit.
 const TIME_LIMIT_MAX: Duration = Duration::from_secs(600);
-/// The shortest one: below it the limit would strike on a healthy cluster.
+/// Minimum time limit; a shorter one would expire on a healthy cluster.
 const TIME_LIMIT_MIN: Duration = Duration::from_millis(100);
 
-/// A driver's name, such that it can name a finalizer, a directory and a CDI vendor.
+/// Parses a driver name that is valid as finalizer, directory and CDI vendor.
 pub(super) fn driver_name(text: &str) -> Result<String, String> {
     match DriverName::parse(text) {
         Ok(name) => Ok(name.to_string()),
@@ -24,7 +24,7 @@ pub(super) fn driver_name(text: &str) -> Result<String, String> {
     }
 }
 
-/// A node's name: a lower-case DNS subdomain of at most 253 characters.
+/// Parses a node name: a lower-case DNS subdomain of at most 253 characters.
 pub(super) fn node_name(text: &str) -> Result<String, String> {
     if is_dns_subdomain(text, NODE_NAME_MAX) {
         return Ok(text.to_owned());
@@ -34,7 +34,7 @@ pub(super) fn node_name(text: &str) -> Result<String, String> {
     ))
 }
 
-/// A namespace's name: a lower-case DNS label.
+/// Parses a namespace name: a lower-case DNS label.
 pub(super) fn namespace(text: &str) -> Result<String, String> {
     if is_dns_subdomain(text, NAMESPACE_MAX) && !text.contains('.') {
         return Ok(text.to_owned());
@@ -44,7 +44,7 @@ pub(super) fn namespace(text: &str) -> Result<String, String> {
     ))
 }
 
-/// A path from the root. A relative one would depend on where the program is started.
+/// Parses an absolute path. A relative path would depend on the working directory.
 pub(super) fn absolute_path(text: &str) -> Result<PathBuf, String> {
     let path = Path::new(text);
     if !path.is_absolute() {
@@ -59,7 +59,7 @@ pub(super) fn absolute_path(text: &str) -> Result<PathBuf, String> {
     Ok(path.to_owned())
 }
 
-/// A time limit in the way Kubernetes writes durations: `500ms`, `30s`, `1m30s`.
+/// Parses a time limit in Kubernetes duration syntax: `500ms`, `30s`, `1m30s`.
 pub(super) fn time_limit(text: &str) -> Result<Duration, String> {
     let wrong =
         || "must be a duration from 100ms to 10m with its unit, such as 500ms, 30s or 1m30s".to_owned();

@@ -1,4 +1,4 @@
-//! `drayman version`: which program this is and what it speaks.
+//! `drayman version`: prints the program's version and the APIs it supports.
 
 use std::io::Write as _;
 
@@ -11,7 +11,6 @@ use crate::api::crd;
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub(super) struct Arguments {}
 
-/// Prints one fact per line.
 pub(super) fn run(_: Arguments) -> Result<(), Error> {
     let mut stdout = std::io::stdout().lock();
     stdout

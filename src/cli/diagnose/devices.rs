@@ -1,4 +1,4 @@
-//! Every device of a driver, its state, and who holds it: inventories and claims side by side.
+//! Lists every device of a driver with its state and holders, from inventories and claims.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,30 +12,30 @@ use crate::core::allocation::allocation_result;
 use crate::core::allocation::holdings::State as Recorded;
 use crate::core::allocation::inventory::unready;
 
-/// How a device stands.
+/// State of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub enum DeviceState {
-    /// A claim can have it, or one of its shares.
+    /// Available to a claim, at least one of its shares.
     Free,
-    /// Held by as many claims as it can have.
+    /// All shares are held.
     Held,
-    /// No claim holds it. It leaves the node as an extended resource too, and whether a container has it, only the node knows: a
-    /// claim gets it when none has.
+    /// Not held by a claim. The device is also an extended resource, and only its node knows whether a container holds
+    /// it. A claim can get the device if no container holds it.
     NotClaimed,
-    /// The companion says that it must not be given to anybody.
+    /// Reported as unhealthy by the companion, so it is not allocated.
     Unhealthy,
-    /// Its node's companion does not run, or does not serve kubelet.
+    /// The node's companion does not run, or does not serve kubelet.
     NotReady,
-    /// Leaves the node by a way that claims do not take; which pod has it, only the node knows.
+    /// Available as an extended resource only; only its node knows the pod that holds it.
     NotForClaims,
-    /// A claim holds it, but no inventory lists it.
+    /// Held by a claim, but missing from all inventories.
     Gone,
-    /// Free, or held by claims that the person who asks may not read.
+    /// Free, or held by claims that the user may not read.
     Unknown,
 }
 
 impl DeviceState {
-    /// All of them.
+    /// All states.
     pub const ALL: [Self; 8] = [
         Self::Free,
         Self::Held,
@@ -47,7 +47,7 @@ impl DeviceState {
         Self::Unknown,
     ];
 
-    /// Its name.
+    /// The state's name.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Free => "Free",
@@ -69,7 +69,7 @@ impl fmt::Display for DeviceState {
 }
 
 impl DeviceRow {
-    /// Whether a container may have the device without any claim, which nobody but its node can tell.
+    /// Returns whether a container may hold the device without a claim; only its node knows.
     pub fn may_be_in_a_container(&self) -> bool {
         matches!(
             self.mode,
@@ -84,38 +84,38 @@ impl DeviceRow {
 pub struct Holder {
     /// `namespace/name` of the claim.
     pub claim: String,
-    /// The request of the claim that the device answers.
+    /// The claim's request that the device satisfies.
     pub request: String,
-    /// The pods that may use the claim now, in the claim's namespace.
+    /// Pods the claim is reserved for, in the claim's namespace.
     pub pods: Vec<String>,
 }
 
-/// A device and who holds it.
+/// A device and its holders.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceRow {
-    /// The node's name.
+    /// Node name.
     pub node: String,
-    /// The uid of the Node object, which tells the node from a later one of its name.
+    /// Uid of the Node object; distinguishes a node from a later one with the same name.
     pub node_uid: String,
-    /// The device's name.
+    /// Device name.
     pub device: String,
-    /// The kind that found it; empty if no inventory lists the device.
+    /// Kind that matched the device; empty if no inventory lists it.
     pub kind: String,
-    /// The driver that serves it.
+    /// Driver that serves the device.
     pub driver: String,
-    /// Through which door it leaves the node; absent if no inventory lists the device.
+    /// Whether the device is available to claims, as an extended resource, or both; absent if no inventory lists it.
     pub mode: Option<Mode>,
-    /// How it stands.
+    /// State of the device.
     pub state: DeviceState,
-    /// Why it stands so, if that is not plain.
+    /// Cause of the state, unless obvious.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cause: Option<String>,
-    /// How many claims can hold it at once.
+    /// Maximum number of claims that can hold the device at once.
     pub shares: usize,
-    /// Who holds it.
+    /// Claims that hold the device.
     pub holders: Vec<Holder>,
-    /// Facts about it, by qualified name.
+    /// Attributes, by qualified name.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub attributes: BTreeMap<String, String>,
 }
@@ -124,15 +124,17 @@ pub struct DeviceRow {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceTable {
-    /// The devices, by node and name.
+    /// Devices, sorted by node and name.
     pub devices: Vec<DeviceRow>,
-    /// Claims of the driver whose allocation cannot be read, with the reason. No device on their nodes is given to others.
+    /// Claims of the driver with an unreadable allocation, and the reason. No device on their nodes is allocated to
+    /// others.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub unreadable: BTreeMap<String, String>,
 }
 
 impl DeviceTable {
-    /// What the table says when only the claims of `namespace` were read: a device that none of them holds may be held by others.
+    /// Adjusts the states if only claims in `namespace` were read: claims in other namespaces may hold any device that
+    /// appears free.
     #[must_use]
     pub fn of_namespace(mut self, namespace: &str) -> Self {
         for device in &mut self.devices {
@@ -147,10 +149,10 @@ impl DeviceTable {
     }
 }
 
-/// Puts the inventories of `driver` and what its claims hold side by side.
+/// Joins the inventories of `driver` with its claims.
 pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceClaim]) -> DeviceTable {
     let mut table = DeviceTable::default();
-    // By node uid and device.
+    // By node uid and device name.
     let mut held: BTreeMap<(String, String), (String, Vec<Holder>)> = BTreeMap::new();
     for claim in claims {
         let status = &claim.status;
@@ -244,7 +246,7 @@ pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceCl
     table
 }
 
-/// An attribute as a person reads it.
+/// Formats an attribute value.
 fn attribute(value: &crate::api::crd::AttributeValue) -> String {
     value
         .string
@@ -356,7 +358,7 @@ mod tests {
         assert_eq!(may, [false, true, true, true]);
         let json = serde_json::to_value(&table).unwrap();
         assert_eq!(json["devices"][2]["state"], "NotClaimed");
-        // And of whoever may not read all claims not even that is known.
+        // Without access to all claims, this is unknown as well.
         let table = devices(DRIVER, &inventory, &[]).of_namespace("shop");
         assert_eq!(table.devices[2].state, DeviceState::Unknown);
     }

@@ -1,4 +1,4 @@
-//! What is wrong with an installation, each finding with its fix.
+//! Checks an installation; each finding comes with its fix.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,39 +8,39 @@ use serde::Serialize;
 use crate::api::resource::ResourceClass;
 use crate::core::allocation::reference::class_reference;
 
-/// Minor versions of Kubernetes 1 that have classic Dynamic Resource Allocation in the form that drayman speaks.
+/// Minor versions of Kubernetes 1 that serve classic DRA as drayman uses it (`resource.k8s.io/v1alpha2`).
 pub const MINORS: std::ops::RangeInclusive<u32> = 27..=30;
 
-/// How bad a finding is.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub enum Level {
-    /// As it should be.
+    /// No problem found.
     Fine,
-    /// Could not be looked at, or may be meant so; nothing speaks against it.
+    /// Not checked, or possibly intended; no evidence of a problem.
     Note,
-    /// Works, but somebody should look at it.
+    /// Works, but needs attention.
     Warning,
-    /// Keeps pods from their devices.
+    /// Prevents pods from getting devices.
     Problem,
 }
 
-/// What was looked at and what came of it.
+/// A check and its result.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Finding {
-    /// How bad it is.
+    /// Severity.
     pub level: Level,
-    /// What was looked at.
+    /// Name of the check.
     pub check: &'static str,
-    /// What was found.
+    /// Result of the check.
     pub message: String,
-    /// What to do; absent if nothing is to be done.
+    /// Suggested fix; absent if no action is needed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fix: Option<String>,
 }
 
 impl Finding {
-    /// All is well.
+    /// Returns a finding without a problem.
     pub fn fine(check: &'static str, message: impl Into<String>) -> Self {
         Self {
             level: Level::Fine,
@@ -50,7 +50,7 @@ impl Finding {
         }
     }
 
-    /// Nobody knows, for the reason that is told, or a person knows better.
+    /// Returns a finding whose result is unknown, for the given reason, or possibly intended.
     pub fn note(check: &'static str, message: impl Into<String>) -> Self {
         Self {
             level: Level::Note,
@@ -58,7 +58,7 @@ impl Finding {
         }
     }
 
-    /// Somebody should look at it.
+    /// Returns a finding that needs attention.
     pub fn warning(check: &'static str, message: impl Into<String>, fix: impl Into<String>) -> Self {
         Self {
             level: Level::Warning,
@@ -68,7 +68,7 @@ impl Finding {
         }
     }
 
-    /// Pods do not get their devices.
+    /// Returns a finding that prevents pods from getting devices.
     pub fn problem(check: &'static str, message: impl Into<String>, fix: impl Into<String>) -> Self {
         Self {
             level: Level::Problem,
@@ -77,8 +77,8 @@ impl Finding {
     }
 }
 
-/// Judges the version of the API server, and whether it serves classic Dynamic Resource Allocation, if there is need of it. The error of
-/// `serves_resource` says why that is not known.
+/// Checks the API server's version and, if claims are needed, whether it serves classic DRA. The error of
+/// `serves_resource` says why this is unknown.
 pub fn server(
     major: &str,
     minor: &str,
@@ -126,7 +126,7 @@ pub fn server(
     findings
 }
 
-/// Judges the definitions of our kinds: `found` has the versions that each serves, by name.
+/// Checks our CRDs. `found` maps each CRD to its served versions.
 pub fn definitions<'a>(
     wanted: impl IntoIterator<Item = &'a str>,
     version: &str,
@@ -160,8 +160,8 @@ pub fn definitions<'a>(
     }
 }
 
-/// Judges the lease of the controller: when it was renewed, for how long that holds and who holds it, if there is one of the driver's
-/// name.
+/// Checks the controller's Lease. `lease` holds its renewal time, duration and holder, if a Lease with the driver's
+/// name exists.
 pub fn lease(
     lease: Option<(Timestamp, SignedDuration, &str)>,
     now: Timestamp,
@@ -199,8 +199,8 @@ pub fn lease(
     }
 }
 
-/// Judges the classes of `driver`; `parameters` are the names of all DeviceClassParameters with their kind, `kinds` those that any
-/// inventory has.
+/// Checks the classes of `driver`. `parameters` maps the name of each DeviceClassParameters object to its kind; `kinds`
+/// are the kinds in any inventory.
 pub fn classes(
     driver: &str,
     classes: &[ResourceClass],
@@ -270,7 +270,7 @@ pub fn classes(
     findings
 }
 
-/// The worst of the findings, for tests of what makes them.
+/// Returns the worst level, for tests.
 #[cfg(test)]
 pub(super) fn worst(findings: &[Finding]) -> Level {
     let levels = findings.iter().map(|finding| finding.level);

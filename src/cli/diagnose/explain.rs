@@ -1,4 +1,4 @@
-//! At which step the claims of a pod are, why they are not further, and what to do about it.
+//! Explains the allocation step of a pod's claims, what blocks them, and the fix.
 
 use std::collections::BTreeMap;
 
@@ -11,122 +11,123 @@ use crate::api::resource::{
 };
 use crate::core::claims::resolve::{Resolved, is_made_for, resolve};
 
-/// At which step a claim is.
+/// Step of a claim on its way to a running pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub enum Step {
     /// The pod's entry needs no claim.
     NotNeeded,
-    /// The claim is not there.
+    /// The claim does not exist.
     ClaimMissing,
-    /// A claim of that name belongs to somebody else.
+    /// A claim with that name exists but is not owned by the pod.
     ClaimNotOwned,
-    /// The claim is of an API that this release does not serve.
+    /// The claim uses an API that this release does not serve.
     NotServed,
     /// The claim is being deleted.
     Deleting,
-    /// Its class is not there.
+    /// The claim's class does not exist.
     ClassMissing,
-    /// It is served by another driver, or by the scheduler itself.
+    /// Another driver or the scheduler itself serves the claim.
     NotOurs,
-    /// What class or claim ask for is wrong.
+    /// The parameters of the class or claim are invalid.
     ParametersInvalid,
-    /// Nobody has asked for it to be allocated yet.
+    /// The scheduler has not requested allocation yet.
     WaitsForScheduler,
-    /// No node can serve it now.
+    /// No node can serve the claim now.
     WaitsForDevice,
-    /// Nodes can serve it, and the allocation is a matter of moments.
+    /// At least one node can serve the claim; allocation is imminent.
     Allocating,
-    /// Allocated, but the pod has no right to use it yet.
+    /// Allocated, but not yet reserved for the pod.
     WaitsForReservation,
-    /// To be given back, since the scheduler could not use the node that it is allocated on.
+    /// Will be deallocated: the scheduler could not use the allocated node.
     DeallocationRequested,
-    /// Allocated; the pod is not on a node yet.
+    /// Allocated; the pod is not bound to a node yet.
     WaitsForBinding,
-    /// The pod is on its node, and kubelet has still to start it.
+    /// The pod is bound, but kubelet has not started it yet.
     Preparing,
-    /// In use.
+    /// The pod uses the claim.
     InUse,
-    /// Allocated, and no pod is asked about.
+    /// Allocated; the question concerns no pod.
     Allocated,
 }
 
-/// Which claim an entry of a pod stands for.
+/// The claim that a pod's entry refers to.
 #[derive(Clone, Copy, Debug)]
 pub enum Found<'a> {
-    /// None is needed.
+    /// The entry needs no claim.
     NotNeeded,
-    /// None is there.
+    /// No such claim exists.
     Missing,
-    /// The claim of that name belongs to somebody else.
+    /// The claim with that name is not owned by the pod.
     NotOwned(&'a ResourceClaim),
     /// The claim.
     Claim(&'a ResourceClaim),
 }
 
-/// What is known about one claim.
+/// Input to the explanation of one claim.
 #[derive(Clone, Copy, Debug)]
 pub struct Facts<'a> {
-    /// Our driver.
+    /// Our driver's name.
     pub driver: &'a str,
-    /// The pod that the question is about, if it is about one.
+    /// The pod, if the question concerns one.
     pub pod: Option<&'a Pod>,
-    /// The pod's entry.
+    /// The pod's entry in `spec.resourceClaims`.
     pub entry: Option<&'a PodResourceClaim>,
     /// The claim.
     pub found: Found<'a>,
-    /// The claim's class, if it is there.
+    /// The claim's class, if it exists.
     pub class: Option<&'a ResourceClass>,
-    /// What the claim wants, in words, or what is wrong with the parameters of class or claim; absent if nobody asked.
+    /// Description of the request, or the error in the parameters of the class or claim; absent if the driver was not
+    /// asked.
     pub wants: Option<Result<&'a str, &'a str>>,
-    /// The pod's context, if it is there.
+    /// The pod's PodSchedulingContext, if it exists.
     pub context: Option<&'a PodSchedulingContext>,
-    /// For each node whether it can serve the claim together with the pod's others, and if not, why not.
+    /// Per node, why it cannot serve the claim together with the pod's other claims; `None` if it can.
     pub nodes: &'a BTreeMap<String, Option<String>>,
 }
 
-/// One node's verdict.
+/// Whether one node can serve a claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeVerdict {
-    /// The node.
+    /// Node name.
     pub node: String,
-    /// Why it cannot serve the claim; absent if it can.
+    /// Why the node cannot serve the claim; absent if it can.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }
 
-/// A claim, explained.
+/// Explanation of one claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Explanation {
-    /// The pod's entry, if the question is about a pod.
+    /// Name of the pod's entry, if the question concerns a pod.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub entry: Option<String>,
-    /// `namespace/name` of the claim, if it is there.
+    /// `namespace/name` of the claim, if it exists.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub claim: Option<String>,
-    /// The claim's class.
+    /// Name of the claim's class.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub class: Option<String>,
-    /// The driver that serves it, as far as that is known.
+    /// Driver that serves the claim, if known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub driver: Option<String>,
-    /// What it wants, in words.
+    /// Description of the request.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub wants: Option<String>,
-    /// At which step it is.
+    /// Current step.
     pub step: Step,
-    /// Why it is there.
+    /// Why the claim is at this step.
     pub because: String,
-    /// What to do; absent if nothing is to be done.
+    /// Suggested fix; absent if no action is needed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub advice: Option<String>,
-    /// What each node says, as long as that matters.
+    /// Per-node results, as long as they matter.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub nodes: Vec<NodeVerdict>,
 }
 
-/// Which claim of `claims` an entry of `pod` stands for, found as the controller finds it.
+/// Finds the claim for an entry of `pod` by the controller's rules.
 pub fn find<'a>(pod: &Pod, entry: &PodResourceClaim, claims: &'a [ResourceClaim]) -> Found<'a> {
     let uid = pod.metadata.uid.as_deref().unwrap_or_default();
     let own = |claim: &&ResourceClaim| controller_of(&claim.metadata).is_some_and(|owner| owner.uid == uid);
@@ -185,7 +186,7 @@ pub fn explain(facts: &Facts<'_>) -> Explanation {
     }
 }
 
-/// The step, why, and what to do.
+/// Returns the step, its cause and a suggested fix.
 fn standing(facts: &Facts<'_>) -> (Step, String, String) {
     let claim = match facts.found {
         Found::NotNeeded => {
@@ -252,8 +253,8 @@ fn standing(facts: &Facts<'_>) -> (Step, String, String) {
     waiting(claim, facts)
 }
 
-/// Whether the entry refers to a claim of `resource.k8s.io/v1`: from Kubernetes 1.31 on the reference has no `source`, and the API server
-/// removes that field.
+/// Returns whether the entry refers to a claim of `resource.k8s.io/v1`: since Kubernetes 1.31 the reference has no
+/// `source`, and the API server drops that field.
 fn is_structured(entry: &PodResourceClaim) -> bool {
     entry.other.contains_key("resourceClaimName") || entry.other.contains_key("resourceClaimTemplateName")
 }

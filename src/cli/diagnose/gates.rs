@@ -1,5 +1,5 @@
-//! Whether the feature gate of classic Dynamic Resource Allocation is on: what components say of it, and what shows it where
-//! nobody can be asked.
+//! Checks the feature gate of classic DRA: from the components' metrics, or from symptoms where metrics are
+//! unavailable.
 
 use std::collections::BTreeMap;
 
@@ -11,31 +11,32 @@ use super::qualified_name;
 use crate::api::crd::{Mode, NodeInventory};
 use crate::api::resource::{Pod, PodSchedulingContext, ResourceClaim};
 
-/// The gate of API server, controller manager, scheduler and kubelet.
+/// Feature gate of the API server, controller manager, scheduler and kubelet.
 pub const GATE: &str = "DynamicResourceAllocation";
 
 const CHECK: &str = "gates";
-/// How long the claim of a pod with a template may take. It is made at once; this is for a cluster that is busy.
+/// Delay after which a missing claim of a template counts as a symptom. Claims are created at once; this allows for a
+/// busy cluster.
 const CLAIM_LATE: SignedDuration = SignedDuration::from_secs(60);
-/// Names that are told, at most.
+/// Maximum number of names in a message.
 const NAMES_MAX: usize = 3;
 
-/// What came of asking a component.
+/// A component's answer about the gate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
     /// The gate is on.
     On,
     /// The gate is off.
     Off,
-    /// It says nothing of the gate.
+    /// The component does not report the gate.
     Silent,
-    /// It could not be asked, for this reason.
+    /// The component could not be asked, for this reason.
     NotAsked(String),
 }
 
 impl Answer {
-    /// What the metrics of a component say: `kubernetes_feature_enabled` of `k8s.io/component-base`, which every component of
-    /// Kubernetes 1.27 and later serves.
+    /// Parses a component's metrics: `kubernetes_feature_enabled` of `k8s.io/component-base`, served by every component
+    /// since Kubernetes 1.27.
     pub fn of_metrics(text: &str) -> Self {
         let name = format!("name=\"{GATE}\"");
         let mut lines = text
@@ -49,8 +50,8 @@ impl Answer {
     }
 }
 
-/// Whether the devices that a driver's companions list need claims: not if all of them leave as extended resources. Where nothing is
-/// listed nobody knows, and claims are taken for needed.
+/// Returns whether the driver's devices need claims. They do not if all of them are extended resources only. Without
+/// any listed device, claims are assumed to be needed.
 pub fn needs_claims(driver: &str, inventories: &[NodeInventory]) -> bool {
     let ours = inventories
         .iter()
@@ -59,7 +60,7 @@ pub fn needs_claims(driver: &str, inventories: &[NodeInventory]) -> bool {
     devices.peek().is_none() || devices.any(|device| device.mode != Mode::ExtendedResource)
 }
 
-/// Judges what the API server says of itself.
+/// Checks the API server's answer.
 pub fn api_server(answer: &Answer) -> Finding {
     match answer {
         Answer::On => Finding::fine(CHECK, format!("kube-apiserver has {GATE} on")),
@@ -78,7 +79,7 @@ pub fn api_server(answer: &Answer) -> Finding {
     }
 }
 
-/// Judges what the kubelets of the driver's nodes say, by node.
+/// Checks the answers of the kubelets on the driver's nodes, by node.
 pub fn kubelets(answers: &BTreeMap<String, Answer>) -> Vec<Finding> {
     let nodes = |wanted: fn(&Answer) -> bool| -> Vec<&str> {
         let found = answers.iter().filter(|(_, answer)| wanted(answer));
@@ -130,7 +131,8 @@ pub fn kubelets(answers: &BTreeMap<String, Answer>) -> Vec<Finding> {
     findings
 }
 
-/// Judges scheduler and controller manager, which cannot be asked through the API server, by what has become of pods with claims.
+/// Checks the scheduler and the controller manager by the state of pods with claims; the API server does not proxy
+/// their metrics.
 pub fn by_symptoms(
     pods: &[Pod],
     claims: &[ResourceClaim],
@@ -214,7 +216,7 @@ pub fn by_symptoms(
     vec![scheduler, manager]
 }
 
-/// Judges the gates of kubelet's configuration file: what it says of this one and of all alpha features.
+/// Checks the gates in kubelet's configuration file: this gate and `AllAlpha`.
 pub fn configuration(file: &str, gate: Option<bool>, all_alpha: Option<bool>) -> Finding {
     let fix = format!("set featureGates: {{{GATE}: true}} there and restart kubelet");
     match gate.or(all_alpha) {
@@ -242,7 +244,7 @@ fn is_late(pod: &Pod, now: Timestamp) -> bool {
     created.is_some_and(|created| now.duration_since(created.0) > CLAIM_LATE)
 }
 
-/// The first of the names, and how many more there are.
+/// Lists the first names and counts the rest.
 fn some(names: &[&str]) -> String {
     let mut names: Vec<&str> = names.to_vec();
     names.dedup();

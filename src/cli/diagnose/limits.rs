@@ -1,4 +1,4 @@
-//! Where a pod stands that asks for devices as an extended resource, in the limits of its containers: no claim says it.
+//! Explains pods that request devices as extended resources in container limits; no claim records their state.
 
 use std::collections::BTreeMap;
 
@@ -7,50 +7,51 @@ use serde::Serialize;
 
 use super::explain::NodeVerdict;
 
-/// Why kubelet turns a pod away whose devices it could not have (`pkg/kubelet/lifecycle/predicate.go`).
+/// Reason for a pod that kubelet rejects because its devices are unavailable (`pkg/kubelet/lifecycle/predicate.go`).
 const NOT_ADMITTED: &str = "UnexpectedAdmissionError";
 
-/// At which step a pod is with an extended resource.
+/// Step of a pod with an extended resource.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub enum Step {
-    /// No node offers it.
+    /// No node offers the resource.
     NotOffered,
-    /// No node has as many left.
+    /// No node has enough left.
     WaitsForDevice,
-    /// Nodes have as many left, and the scheduler has not chosen one.
+    /// At least one node has enough left, but the scheduler has not chosen one.
     WaitsForScheduler,
-    /// Kubelet could not have it when the pod came to its node, and has turned the pod away for good.
+    /// Kubelet has rejected the pod permanently because the resource was unavailable.
     TurnedAway,
-    /// The pod is on its node, and kubelet has still to start it.
+    /// The pod is bound, but kubelet has not started it yet.
     Starting,
-    /// In use.
+    /// The pod uses the resource.
     InUse,
     /// The pod has ended.
     Ended,
 }
 
-/// An extended resource of a pod, explained.
+/// Explanation of one extended resource of a pod.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Explanation {
-    /// Its name: `drayman.dev/fuse`.
+    /// Resource name, such as `drayman.dev/fuse`.
     pub resource: String,
-    /// How many the pod asks for.
+    /// Requested amount.
     pub amount: u64,
-    /// At which step the pod is with it.
+    /// Current step.
     pub step: Step,
-    /// Why it is there.
+    /// Why the pod is at this step.
     pub because: String,
-    /// What to do; absent if nothing is to be done.
+    /// Suggested fix; absent if no action is needed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub advice: Option<String>,
-    /// What each node that offers it says, as long as that matters.
+    /// Results for each node that offers the resource, as long as they matter.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub nodes: Vec<NodeVerdict>,
 }
 
-/// What a pod asks for, by name, without what Kubernetes itself knows (CPU, memory, huge pages). Init containers run before the others, one
-/// after the other, and give back what they had, unless they stay (`restartPolicy: Always`): `PodLimits` of `pkg/api/v1/resource`.
+/// Returns the extended resources that a pod requests, by name; native resources (CPU, memory, huge pages) are omitted.
+/// Init containers run one after the other before the others and release their resources, unless restartable
+/// (`restartPolicy: Always`): see `PodLimits` in `pkg/api/v1/resource`.
 pub fn wanted(pod: &Pod) -> BTreeMap<String, u64> {
     let Some(spec) = &pod.spec else {
         return BTreeMap::new();
@@ -92,18 +93,19 @@ fn limits(container: &Container) -> impl Iterator<Item = (String, u64)> {
         .as_ref()
         .and_then(|resources| resources.limits.as_ref());
     let extended = limits.into_iter().flatten().filter(|(name, _)| is_extended(name));
-    // Kubernetes takes whole numbers only.
+    // The amount of an extended resource is always an integer.
     extended.map(|(name, amount)| (name.clone(), amount.0.parse().unwrap_or_default()))
 }
 
-/// As `IsExtendedResourceName` of `pkg/apis/core/v1/helper` has it.
+/// Mirrors `IsExtendedResourceName` in `pkg/apis/core/v1/helper`.
 fn is_extended(name: &str) -> bool {
     name.split_once('/').is_some_and(|(domain, _)| {
         domain != "kubernetes.io" && !domain.ends_with(".kubernetes.io") && !name.starts_with("requests.")
     })
 }
 
-/// Explains each extended resource of a pod. `pods` are those of all namespaces, whose devices are in use. `None` is what cannot be read.
+/// Explains each extended resource of a pod. `pods` are the pods of all namespaces, for the amounts in use. `None`
+/// means that the user may not read the objects.
 pub fn explain(pod: &Pod, nodes: Option<&[Node]>, pods: Option<&[Pod]>) -> Vec<Explanation> {
     let explained = wanted(pod).into_iter().map(|(resource, amount)| {
         let (step, because, advice, nodes) = standing(pod, &resource, amount, nodes, pods);
@@ -216,7 +218,7 @@ fn waiting(
     (step, because, advice.to_owned(), verdicts)
 }
 
-/// The node's name and how many can be allocated, if it offers any or ever did.
+/// Returns the node's name and its allocatable amount, if its status lists the resource (an amount of 0 included).
 fn offers<'a>(node: &'a Node, resource: &str) -> Option<(&'a str, u64)> {
     let allocatable = node.status.as_ref()?.allocatable.as_ref()?;
     let amount = allocatable.get(resource)?;
@@ -226,7 +228,7 @@ fn offers<'a>(node: &'a Node, resource: &str) -> Option<(&'a str, u64)> {
     ))
 }
 
-/// How many the pods of a node have.
+/// Sums the amount that the pods on a node use.
 fn used(pods: &[Pod], node: &str, resource: &str) -> u64 {
     let there = pods.iter().filter(|pod| {
         let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
@@ -309,7 +311,7 @@ mod tests {
             wanted(&pod(&spec, &json!({}))),
             BTreeMap::from([(RESOURCE.to_owned(), 4)])
         );
-        // One that stays has its devices while those after it run.
+        // A restartable init container keeps its devices while later containers run.
         let spec = json!({
             "initContainers": [container("2", Some("Always")), container("3", None)],
             "containers": [container("1", None)],
@@ -332,7 +334,7 @@ mod tests {
         let pods = [
             asking("1", Some("a"), "Running"),
             asking("2", Some("d"), "Pending"),
-            // What has ended has nothing.
+            // A finished pod holds nothing.
             asking("1", Some("d"), "Succeeded"),
             waiting.clone(),
         ];
@@ -350,7 +352,7 @@ mod tests {
         let told = one(&waiting, &nodes, Some(&pods[..1]));
         assert_eq!(told.step, Step::WaitsForScheduler);
         assert_eq!(told.because, "1 of the 3 nodes that offer it have 2 left");
-        // Who may not read all pods is told what is certain.
+        // Without access to all pods, only certain results are reported.
         let told = one(&waiting, &nodes[..2], None);
         assert_eq!(reasons(&told), [("a", None), ("b", Some("it offers 0"))]);
         let told = one(&asking("4", None, "Pending"), &nodes, Some(&[]));

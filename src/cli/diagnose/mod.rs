@@ -1,14 +1,14 @@
-//! What a person is told about a cluster: tables and sentences made from objects that somebody else has read.
+//! Diagnosis of a cluster: tables and sentences for users, computed from objects that the caller has read.
 //!
-//! * [`devices`]: every device, its state, and who holds it.
-//! * [`explain`]: at which step a pod's claims are, why not further, and what to do.
-//! * [`limits`]: the same of a pod that asks for extended resources in the limits of its containers.
-//! * [`usage`]: what still depends on classic Dynamic Resource Allocation.
-//! * [`doctor`]: what is wrong with an installation, each finding with its fix.
-//! * [`nodes`]: the part of that which is about nodes and what their companions list.
-//! * [`gates`]: whether the feature gate is on, in each component that has one.
-//! * [`rights`]: what the components may do and must be able to do.
-//! * [`overlap`]: whether two drivers go by one name.
+//! * [`devices`]: every device, its state and its holders.
+//! * [`explain`]: the step of a pod's claims, the cause, and the fix.
+//! * [`limits`]: the same for pods with extended resources in container limits.
+//! * [`usage`]: objects that still depend on classic DRA.
+//! * [`doctor`]: checks of an installation, each with its fix.
+//! * [`nodes`]: checks of nodes and their inventories.
+//! * [`gates`]: whether the feature gate is on in each component.
+//! * [`rights`]: permissions of the components.
+//! * [`overlap`]: whether two drivers share one name.
 
 pub mod devices;
 pub mod doctor;
@@ -22,7 +22,7 @@ pub mod usage;
 
 use kube::ResourceExt as _;
 
-/// `namespace/name` of an object, or its name alone if it is cluster-scoped.
+/// Returns `namespace/name` of an object, or its name alone if it is cluster-scoped.
 pub fn qualified_name<K: kube::Resource>(object: &K) -> String {
     let name = object.name_any();
     match object.meta().namespace.as_deref() {

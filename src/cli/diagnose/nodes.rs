@@ -1,4 +1,4 @@
-//! Whether the nodes of a cluster offer what their companions list.
+//! Checks whether nodes offer the devices that their companions list.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -7,24 +7,24 @@ use super::doctor::Finding;
 use crate::api::crd::{Mode, NodeInventory};
 use crate::core::allocation::inventory::unready;
 
-/// Names that are told, at most.
+/// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
 
-/// The heading of the container runtime's socket.
+/// Name of the check of the container runtime's socket.
 pub const RUNTIME: &str = "container runtime";
 
-/// A node, as far as it matters here.
+/// The fields of a Node used here.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeFacts {
-    /// Its name.
+    /// Node name.
     pub name: String,
-    /// Its uid.
+    /// Node uid.
     pub uid: String,
-    /// The extended resources of its status: how many can be allocated.
+    /// Allocatable extended resources of its status.
     pub allocatable: BTreeMap<String, String>,
 }
 
-/// Judges the inventories of `driver` beside the nodes of the cluster.
+/// Checks the inventories of `driver` against the cluster's nodes.
 pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFacts]) -> Vec<Finding> {
     let check = "nodes";
     let mut findings = Vec::new();
@@ -101,7 +101,7 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFac
     findings
 }
 
-/// The nodes that have no inventory of `driver`, if others have.
+/// Reports nodes without an inventory of `driver`, if others have one.
 fn without(inventories: &[NodeInventory], driver: &str, nodes: &[NodeFacts]) -> Option<Finding> {
     let ours = inventories
         .iter()
@@ -133,7 +133,8 @@ fn without(inventories: &[NodeInventory], driver: &str, nodes: &[NodeFacts]) -> 
     ))
 }
 
-/// Judges whether companions can ask the container runtime which containers have devices: for each companion, whether it has the socket.
+/// Checks whether companions can query the container runtime for the devices of containers; one entry per companion,
+/// `true` if it has the socket.
 pub fn runtime_sockets(companions: &[bool]) -> Option<Finding> {
     let without = companions.iter().filter(|has_socket| !**has_socket).count();
     match (without, companions.len()) {
@@ -148,7 +149,8 @@ pub fn runtime_sockets(companions: &[bool]) -> Option<Finding> {
     }
 }
 
-/// Says what it costs that a companion cannot ask the container runtime. The socket is root on its node, so an operator may mean it so.
+/// Describes the consequences of a companion without access to the container runtime. The socket grants root on the
+/// node, so an operator may omit it deliberately.
 pub fn without_runtime(what: &str) -> Finding {
     let message = format!(
         "{what}: if a pod is deleted by force, its devices can stay withheld until `drayman node release --force`, and kubelet can \
@@ -165,7 +167,8 @@ pub fn without_runtime(what: &str) -> Finding {
     }
 }
 
-/// Judges the extended resources under the driver's name that nodes announce and no inventory explains.
+/// Reports extended resources with the driver's prefix that a node advertises without a matching device in its
+/// inventory.
 pub fn extended_resources(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFacts]) -> Vec<Finding> {
     let prefix = format!("{driver}/");
     let mut findings = Vec::new();
@@ -173,7 +176,7 @@ pub fn extended_resources(driver: &str, inventories: &[NodeInventory], nodes: &[
         let inventory = inventories
             .iter()
             .find(|object| object.spec.driver_name == driver && object.spec.node_name == node.name);
-        // A resource has any name that the configuration gives it, which the inventory does not tell.
+        // The inventory does not record resource names, which the configuration sets freely.
         let mut devices = inventory.iter().flat_map(|object| &object.spec.devices);
         let announces = devices.any(|device| device.mode != Mode::Claims);
         for (resource, number) in &node.allocatable {
@@ -259,7 +262,7 @@ mod tests {
             "{nine}"
         );
         assert_eq!(worst(&inventories(DRIVER, &objects, &nodes(3))), Level::Note);
-        // Where none has a companion that is told anyhow, and an inventory of a node that is gone is none of these.
+        // A cluster without companions gets another finding, and the inventory of a deleted node does not count.
         assert_eq!(note(&nodes(3)[1..]), None);
         assert!(
             inventories(DRIVER, &[], &nodes(2))

@@ -1,4 +1,4 @@
-//! Whether two drivers go by one name: both would allocate the same claims and hand out the same devices.
+//! Checks whether two drivers share one name: both would allocate the same claims and devices.
 
 use std::collections::BTreeMap;
 
@@ -7,15 +7,15 @@ use super::doctor::Finding;
 /// Installations of drayman that serve one driver name.
 #[derive(Clone, Copy, Debug)]
 pub struct Sharers<'a> {
-    /// Who holds a Lease of the driver's name that has not run out, by the Lease's namespace.
+    /// Holders of unexpired Leases with the driver's name, by the Lease's namespace.
     pub leaders: &'a BTreeMap<String, String>,
-    /// The ClusterRoles that a release has made for its controller of this driver name.
+    /// ClusterRoles that a release has created for its controller with this driver name.
     pub roles: &'a [String],
-    /// Claims that are allocated in the driver's name and cannot be read, with the reason.
+    /// Unreadable claims allocated under the driver's name, with the reason.
     pub unreadable: &'a BTreeMap<String, String>,
 }
 
-/// Judges who else goes by the name `driver`.
+/// Reports other installations that use the name `driver`.
 pub fn judge(driver: &str, sharers: Sharers<'_>) -> Vec<Finding> {
     let check = "driver name";
     let fix = "give all but one of them another driver name (driverName of the chart, --driver-name) and classes of their own";

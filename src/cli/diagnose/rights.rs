@@ -1,15 +1,15 @@
-//! What the two components may do, and must be able to do.
+//! Permissions that the controller and the companion need.
 
 use std::fmt;
 
 use super::doctor::Finding;
 
-/// Who needs a right.
+/// Component that needs a permission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Component {
     /// The controller.
     Controller,
-    /// The companion of a node.
+    /// The node companion.
     Node,
 }
 
@@ -27,7 +27,7 @@ impl fmt::Display for Component {
 pub struct Rule {
     /// The API group; empty for the core group.
     pub group: &'static str,
-    /// Resources, with their subresource behind a slash.
+    /// Resources; a subresource follows a slash.
     pub resources: &'static [&'static str],
     /// Verbs.
     pub verbs: &'static [&'static str],
@@ -45,7 +45,7 @@ const fn rule(
     }
 }
 
-/// What the controller needs in the whole cluster.
+/// The controller's cluster-wide permissions.
 const CONTROLLER: [Rule; 7] = [
     rule("resource.k8s.io", &["resourceclasses"], &["get", "list", "watch"]),
     rule(
@@ -76,7 +76,7 @@ const CONTROLLER: [Rule; 7] = [
     ),
 ];
 
-/// What a companion needs in the whole cluster.
+/// A companion's cluster-wide permissions.
 const NODE: [Rule; 4] = [
     rule("", &["nodes"], &["get"]),
     rule("resource.k8s.io", &["resourceclaims"], &["get", "list"]),
@@ -88,42 +88,42 @@ const NODE: [Rule; 4] = [
     rule("drayman.dev", &["nodeinventories/status"], &["patch"]),
 ];
 
-/// What a companion needs besides for devices of mode `both`.
+/// Additional permissions of a companion for devices of mode `both`.
 const NODE_OF_BOTH: [Rule; 1] = [rule("resource.k8s.io", &["resourceclaims"], &["watch"])];
-/// What a companion needs in the namespace of the events of Nodes.
+/// A companion's permissions in the namespace of Node events.
 const NODE_EVENTS: [Rule; 1] = [rule("events.k8s.io", &["events"], &["create"])];
-/// The namespace of events about objects that belong to no namespace.
+/// Namespace of events about cluster-scoped objects.
 const EVENTS_NAMESPACE: &str = "default";
 
-/// What a controller that elects a leader needs in the namespace of the Lease.
+/// A controller's permissions in the Lease's namespace, with leader election.
 const LEASES: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["create"])];
-/// And what of the Lease itself.
+/// A controller's permissions on the Lease itself.
 const LEASE: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["get", "update"])];
 
-/// What of the Leases of the same name in other namespaces: another release may serve the same driver name.
+/// A controller's permissions on Leases in other namespaces: another release may use the same driver name.
 const LEASES_ELSEWHERE: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["list"])];
 
-/// The Lease of a controller that elects a leader.
+/// Name of a controller's Lease.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct LeaseName {
-    /// Its namespace.
+    /// Namespace of the Lease.
     pub namespace: String,
-    /// Its name, which is that of the driver.
+    /// Name of the Lease, equal to the driver's name.
     pub name: String,
 }
 
-/// One verb on one resource.
+/// Permission for one verb on one resource.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Right {
     /// The verb.
     pub verb: &'static str,
-    /// The resource, with its subresource behind a slash.
+    /// The resource; a subresource follows a slash.
     pub resource: &'static str,
     /// The API group; empty for the core group.
     pub group: &'static str,
-    /// In which namespace; in all of them if empty.
+    /// Namespace; empty means all.
     pub namespace: String,
-    /// On the object of this name alone; on all of them if empty.
+    /// Name of the object; empty means all.
     pub name: String,
 }
 
@@ -143,8 +143,8 @@ impl fmt::Display for Right {
     }
 }
 
-/// What a component must be able to do; `lease` is the controller's Lease, if it elects a leader, and `mode_both` says whether there are
-/// devices of that mode.
+/// Returns the permissions that a component needs. `lease` is the controller's Lease, if it elects a leader;
+/// `mode_both` says whether devices of that mode exist.
 pub fn needed(component: Component, lease: Option<&LeaseName>, mode_both: bool) -> Vec<Right> {
     let (rules, of_both, events): (&[Rule], &[Rule], &[Rule]) = match component {
         Component::Controller => (&CONTROLLER, &[], &[]),
@@ -180,7 +180,7 @@ fn each(rule: &Rule, namespace: &str, name: &str) -> Vec<Right> {
     rule.resources.iter().copied().flat_map(of).collect()
 }
 
-/// Judges what an account that a component runs as may not do, of what it needs.
+/// Reports the permissions that a component's account lacks.
 pub fn judge(component: Component, account: &str, missing: &[Right]) -> Vec<Finding> {
     let check = "rights";
     if missing.is_empty() {

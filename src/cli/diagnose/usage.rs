@@ -1,4 +1,4 @@
-//! What of a cluster still depends on classic Dynamic Resource Allocation, which Kubernetes 1.32 no longer has.
+//! Lists objects that still depend on classic DRA, which Kubernetes 1.32 removed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,22 +7,22 @@ use serde::Serialize;
 use super::qualified_name;
 use crate::api::resource::{Pod, ResourceClaim, ResourceClaimTemplate, ResourceClass, finalizer_of};
 
-/// One object that depends on classic Dynamic Resource Allocation.
+/// An object that depends on classic DRA.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Dependent {
-    /// The kind of the object.
+    /// Kind of the object.
     pub kind: &'static str,
     /// `namespace/name`, or the name of a cluster-scoped object.
     pub name: String,
-    /// The driver that serves it, as far as that is known.
+    /// Driver that serves the object, if known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub driver: Option<String>,
-    /// How it stands: what is to be stopped, moved or deleted.
+    /// State of the object; implies whether to stop, move or delete it.
     pub standing: String,
 }
 
-/// The objects of a cluster that the question is about.
+/// Input of [`dependents`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Objects<'a> {
     /// All classes.
@@ -35,8 +35,8 @@ pub struct Objects<'a> {
     pub pods: &'a [Pod],
 }
 
-/// What depends on classic Dynamic Resource Allocation: pods first, since they have to go first, then their claims, the
-/// templates, the classes. Classes with structured parameters, and what is of them, are left out.
+/// Lists the objects that depend on classic DRA in deletion order: pods, their claims, templates, classes. Omits
+/// classes with structured parameters and the objects that use them.
 pub fn dependents(objects: Objects<'_>) -> Vec<Dependent> {
     let name = |class: &ResourceClass| class.metadata.name.clone().unwrap_or_default();
     let structured: BTreeSet<String> = objects
@@ -52,7 +52,7 @@ pub fn dependents(objects: Objects<'_>) -> Vec<Dependent> {
         .collect();
     let classic_claim = |claim: &&ResourceClaim| !structured.contains(&claim.spec.resource_class_name);
     let claims: Vec<_> = objects.claims.iter().filter(classic_claim).collect();
-    // What keeps a pod out of the list: it has ended, or all that it names is structured.
+    // A pod is omitted if it has ended or if all its claims and templates are structured.
     let structured_claims: BTreeSet<String> = objects
         .claims
         .iter()
@@ -123,8 +123,8 @@ pub fn dependents(objects: Objects<'_>) -> Vec<Dependent> {
     dependents
 }
 
-/// The claims that hold something of `driver`, or for which it has begun to allocate. Nobody but a controller of that name can give
-/// it back, so they must be gone before the driver is.
+/// Lists claims that hold devices of `driver` or have its finalizer. Only a controller with that name can deallocate
+/// them, so they must be gone before the driver is removed.
 pub fn held_by(driver: &str, claims: &[ResourceClaim]) -> Vec<Dependent> {
     let finalizer = finalizer_of(driver);
     let holds = |claim: &&ResourceClaim| {

@@ -1,7 +1,7 @@
-//! The JSON form of the log: one object per line, with the keys that components of Kubernetes use.
+//! The JSON log format: one object per line, with the keys that Kubernetes components use.
 //!
-//! `tracing-subscriber` has a JSON form too, but its keys (`timestamp`, `message`, `span`) cannot be changed, and it nests
-//! the fields of spans, so that a claim's uid would be found in a different place in each line.
+//! `tracing-subscriber` also has a JSON format, but its keys (`timestamp`, `message`, `span`) are fixed, and it nests
+//! span fields, so the position of a claim's uid would differ between lines.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,24 +17,24 @@ use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::{LookupSpan, Scope};
 
-/// The keys that every line has, in this order. A field of one of these names is shown as `field_<name>`.
+/// The keys of every line, in order. An event field with one of these names is written as `field_<name>`.
 const KEYS: [&str; 4] = ["ts", "level", "msg", "target"];
 
-/// The name under which tracing passes an event's message.
+/// The field in which tracing passes an event's message.
 const MESSAGE: &str = "message";
 
-/// Writes each event as one line. The fields of the spans that it is in are shown beside its own, which win.
+/// Returns a layer that writes one line per event. Fields of enclosing spans are included; the event's own fields win.
 pub(super) fn layer<W>(writer: W) -> JsonLayer<W> {
     JsonLayer { writer }
 }
 
-/// See [`layer`].
+/// JSON log layer, built by [`layer`].
 #[derive(Debug)]
 pub(super) struct JsonLayer<W> {
     writer: W,
 }
 
-/// The fields of an event or a span.
+/// Fields of an event or a span.
 #[derive(Default)]
 struct Fields(BTreeMap<&'static str, Value>);
 
@@ -102,13 +102,14 @@ where
                     .extend(outer.0.iter().map(|(name, value)| (*name, value.clone())));
             }
         }
-        // A span may have a field of this name; the message is the event's alone.
+        // A span may have a field of this name; only the event's message is logged.
         fields.0.remove(MESSAGE);
         event.record(&mut fields);
         let now = jiff::Timestamp::now();
         if let Ok(mut line) = line(now, event.metadata(), fields) {
             line.push(b'\n');
-            // One write, so that lines of several threads do not mix. There is nobody to tell if it fails.
+            // One write, so that lines from several threads do not interleave. A write error cannot be reported
+            // anywhere.
             let _ = self.writer.make_writer_for(event.metadata()).write_all(&line);
         }
     }

@@ -1,4 +1,4 @@
-//! `drayman node holdings` and `drayman node release`: what claims and containers hold on this node, and giving it back by hand.
+//! `drayman node holdings` and `drayman node release`: list the devices held on this node and release a claim manually.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -60,7 +60,7 @@ impl Place {
     }
 }
 
-/// Prints what claims hold.
+/// Prints the prepared claims.
 pub(super) fn holdings(arguments: &Holdings) -> Result<(), Error> {
     super::super::block_on(async {
         let mut access = arguments.place.access().await?;
@@ -76,7 +76,7 @@ pub(super) fn holdings(arguments: &Holdings) -> Result<(), Error> {
     })
 }
 
-/// Releases a claim and prints what it held.
+/// Releases a claim and prints the devices it held.
 pub(super) fn release(arguments: &Release) -> Result<(), Error> {
     super::super::block_on(async {
         let mut access = arguments.place.access().await?;
@@ -105,7 +105,7 @@ fn devices(holding: &Holding) -> String {
     }
 }
 
-/// A line for each device that a container has without a claim.
+/// Formats one line per device that a container holds without a claim.
 fn in_containers(devices: Option<&BTreeMap<String, String>>) -> String {
     let Some(devices) = devices else {
         return "No companion runs: what containers have got as extended resources is not known.\n"
@@ -117,7 +117,7 @@ fn in_containers(devices: Option<&BTreeMap<String, String>>) -> String {
     devices.iter().map(line).collect()
 }
 
-/// One line per claim, in columns.
+/// Formats one line per claim, in columns.
 fn table(holdings: &[Holding]) -> String {
     if holdings.is_empty() {
         return "No claim holds a device of this node.\n".to_owned();

@@ -1,4 +1,4 @@
-//! What the controller has counted.
+//! The controller's metrics.
 
 use std::collections::BTreeMap;
 use std::fmt::Result;
@@ -14,7 +14,7 @@ use super::{table, write};
 use crate::controller::Figures;
 use crate::core::claims::{Moment, QueueStatistics, Statistics};
 
-/// Reads the figures when somebody asks.
+/// Collector that reads the current statistics at each scrape.
 #[derive(Debug)]
 pub(super) struct ControllerMetrics {
     pub(super) driver_name: String,
@@ -110,7 +110,7 @@ fn queues(
     })
 }
 
-/// How long all that is under way has taken so far.
+/// Returns the total time that unfinished work has taken so far.
 fn unfinished(queue: &QueueStatistics, now: Moment) -> Duration {
     let number = u32::try_from(queue.under_way).unwrap_or(u32::MAX);
     now.since_start()

@@ -1,7 +1,7 @@
-//! What the outside can see of a component while it runs: metrics, and answers to probes.
+//! Metrics and probes of a running component.
 //!
-//! Both are off unless an address is given. The server runs on the component's own thread, so that a component that hangs does
-//! not answer either: this is what liveness means here.
+//! Both are off unless an address is given. The server runs on the component's own thread, so a component that hangs
+//! fails its liveness probe.
 
 mod controller;
 mod node;
@@ -63,12 +63,10 @@ pub(super) struct Flags {
     pub(super) health_probe_bind_address: Bind,
 }
 
-/// An address to listen at, or nowhere.
+/// Listen address, or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Bind {
-    /// Nowhere.
     Nowhere,
-    /// There.
     At(SocketAddr),
 }
 
@@ -81,7 +79,7 @@ impl std::fmt::Display for Bind {
     }
 }
 
-/// An address as the components of Kubernetes take it: `0`, `:8080`, `127.0.0.1:8080`, `[::1]:8080`.
+/// Parses an address in Kubernetes syntax: `0`, `:8080`, `127.0.0.1:8080`, `[::1]:8080`.
 fn bind_address(text: &str) -> Result<Bind, String> {
     if text == "0" {
         return Ok(Bind::Nowhere);
@@ -89,7 +87,7 @@ fn bind_address(text: &str) -> Result<Bind, String> {
     let wrong =
         || "must be 0, or a port with or without an address, such as :8080 or 127.0.0.1:8080".to_owned();
     let address = match text.strip_prefix(':') {
-        // Of both families, as far as the machine has them.
+        // IPv4 and IPv6, as far as the machine supports them.
         Some(port) => SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), port.parse().map_err(|_| wrong())?),
         None => text.parse().map_err(|_| wrong())?,
     };
@@ -99,14 +97,14 @@ fn bind_address(text: &str) -> Result<Bind, String> {
     Ok(Bind::At(address))
 }
 
-/// What a component tells about itself.
+/// A component's metrics and request counts.
 #[derive(Debug)]
 pub(super) struct Observer {
     registry: Registry,
     requests: Requests,
 }
 
-/// Which program this is.
+/// Build information.
 #[derive(Debug)]
 struct Program {
     component: &'static str,
@@ -119,11 +117,11 @@ impl Collector for Program {
     }
 }
 
-/// Whether a component is ready, and why not.
+/// Returns whether a component is ready, or why not.
 pub(super) type Readiness = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
 
 impl Observer {
-    /// For the controller of a driver. What it has counted is looked up when somebody asks.
+    /// Creates the observer of a controller, which reads statistics at each scrape.
     pub(super) fn of_controller(
         driver_name: String,
         figures: watch::Receiver<crate::controller::Figures>,
@@ -139,7 +137,7 @@ impl Observer {
         observer
     }
 
-    /// For the companion. What it has counted is looked up when somebody asks.
+    /// Creates the observer of a companion, which reads statistics at each scrape.
     pub(super) fn of_node(
         figures: Arc<crate::node::metrics::Figures>,
         standing: watch::Receiver<Standing>,
@@ -158,12 +156,12 @@ impl Observer {
         Self { registry, requests }
     }
 
-    /// Counts the requests of a client.
+    /// Returns the client layer that counts requests.
     pub(super) fn requests(&self) -> Requests {
         self.requests.clone()
     }
 
-    /// Serves what the flags ask for until the token is cancelled. Returns as soon as the addresses are taken.
+    /// Serves the configured addresses until the token is cancelled. Returns as soon as the addresses are bound.
     pub(super) async fn serve(
         self,
         flags: Flags,

@@ -1,4 +1,4 @@
-//! What the companion has counted.
+//! The companion's metrics.
 
 use std::fmt::Result;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::node::kubelet::transport::{GrpcCalls, GrpcMethod};
 use crate::node::metrics::{Counted, Figures};
 use crate::node::publish::inventory::Standing;
 
-/// Reads the figures when somebody asks.
+/// Collector that reads the current metrics at each scrape.
 #[derive(Debug)]
 pub(super) struct NodeMetrics {
     pub(super) figures: Arc<Figures>,

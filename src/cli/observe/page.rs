@@ -1,6 +1,6 @@
-//! docs/metrics.md has what the tables have: its lists are made from them, and these tests fail when the two differ.
+//! Compares docs/metrics.md with the tables that its lists are generated from; the tests fail if they differ.
 //!
-//! `make generate` writes the lists anew.
+//! `make generate` regenerates the lists.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -107,7 +107,7 @@ fn refusal_list() -> String {
     list
 }
 
-/// The page with its lists in place of those that it has.
+/// Returns the page with regenerated lists.
 fn renewed(page: &str) -> String {
     let mut page = page.to_owned();
     for (name, list) in [
@@ -160,7 +160,7 @@ fn words_are_in_order_and_none_comes_twice() {
     }
 }
 
-/// Everything that a component that was just started says.
+/// Returns the metrics of a freshly started component.
 fn said(observer: &Observer) -> String {
     let mut text = String::new();
     encode(&mut text, &observer.registry).expect("it can be written");
@@ -198,7 +198,7 @@ fn every_series_of_a_component_is_there_from_the_start_and_no_other() {
             .iter()
             .filter(|series| series.of == Of::Both || series.of == of)
         {
-            // A node has kinds when it has found a device.
+            // The kinds of a node appear with its first device.
             if series.name == table::DEVICES.name {
                 continue;
             }
@@ -210,7 +210,7 @@ fn every_series_of_a_component_is_there_from_the_start_and_no_other() {
             };
             let lines: Vec<&str> = text.lines().filter(begins).collect();
             assert!(!lines.is_empty(), "{} has no value from the start", series.name);
-            // Each value that a label can have is there.
+            // Every value of the label is present.
             for label in series.labels {
                 let Values::These(these) = label.values else {
                     continue;

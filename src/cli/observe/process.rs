@@ -1,4 +1,4 @@
-//! Facts of the process, read when somebody asks.
+//! Process metrics, read at each scrape.
 
 use std::fmt::Result;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -9,10 +9,9 @@ use prometheus_client::encoding::DescriptorEncoder;
 use super::table;
 use super::write::series;
 
-/// This process.
 #[derive(Debug)]
 pub(super) struct Process {
-    /// Seconds since 1970.
+    /// Unix time in seconds.
     started: f64,
 }
 
@@ -50,8 +49,8 @@ impl Collector for Process {
     }
 }
 
-/// Seconds, from `proc_pid_stat(5)`: the name in parentheses may have anything in it, and utime and stime are the 12th and 13th
-/// after it.
+/// Parses CPU seconds from `proc_pid_stat(5)`: the name in parentheses may contain anything; utime and stime are the
+/// 12th and 13th fields after it.
 fn processor_time(stat: &str, ticks_per_second: u64) -> Option<f64> {
     let (_, after) = stat.rsplit_once(')')?;
     let mut fields = after.split_ascii_whitespace().skip(11);
@@ -60,7 +59,7 @@ fn processor_time(stat: &str, ticks_per_second: u64) -> Option<f64> {
     Some(all / f64::from(u32::try_from(ticks_per_second).ok()?))
 }
 
-/// A figure of `proc_pid_status(5)`, which has them in kibibytes.
+/// Parses a value of `proc_pid_status(5)`, given in kibibytes.
 fn bytes(status: &str, name: &str) -> Option<f64> {
     let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     let kibibytes: u32 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
@@ -68,12 +67,12 @@ fn bytes(status: &str, name: &str) -> Option<f64> {
 }
 
 fn open_files() -> Option<f64> {
-    // One of them is the directory that is read.
+    // Excludes the descriptor that reads the directory.
     let count = std::fs::read_dir("/proc/self/fd").ok()?.count().saturating_sub(1);
     u32::try_from(count).ok().map(f64::from)
 }
 
-/// The soft limit, of `proc_pid_limits(5)`.
+/// Parses the soft limit from `proc_pid_limits(5)`.
 fn most_files(limits: &str) -> Option<f64> {
     let line = limits
         .lines()

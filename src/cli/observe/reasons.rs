@@ -1,25 +1,21 @@
-//! The reasons of events, and why a companion refuses: all of them, in one place. They are documented from here, and are labels of
-//! metrics that are there from the start.
+//! All event reasons and all reasons why a companion rejects a request. The docs are generated from them, and they are
+//! label values of metrics from the start.
 
-/// Who writes an event.
+/// Component that writes an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum By {
-    /// The controller.
     Controller,
-    /// The companion.
     Companion,
 }
 
-/// The reason of events.
+/// An event reason.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Reason {
-    /// The word.
     pub(super) word: &'static str,
-    /// Who says it.
     pub(super) by: By,
-    /// The objects on which it is said.
+    /// Kinds of objects that the event is about.
     pub(super) on: &'static str,
-    /// What it means, and what helps.
+    /// Meaning and fix.
     pub(super) means: &'static str,
 }
 
@@ -41,7 +37,7 @@ const fn companion(word: &'static str, means: &'static str) -> Reason {
     }
 }
 
-/// Every reason of an event, in the order of its word.
+/// All event reasons, in alphabetical order.
 pub(super) const EVENTS: [Reason; 38] = [
     controller(
         "AllocationMadeForAnother",
@@ -214,7 +210,7 @@ pub(super) const EVENTS: [Reason; 38] = [
     ),
 ];
 
-/// Why a companion refuses what kubelet asks for: the text is in the pod's own events, which kubelet writes.
+/// Reasons why a companion rejects kubelet's requests. Kubelet writes the message into the pod's events.
 pub(super) const REFUSALS: [(&str, &str); 23] = [
     (
         "AllocationChanged",

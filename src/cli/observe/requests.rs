@@ -1,4 +1,4 @@
-//! Requests to the API server, counted where they leave: a layer around the client.
+//! Client layer that counts requests to the API server.
 
 use std::fmt;
 use std::future::Future;
@@ -18,7 +18,7 @@ use tower::{Layer, Service};
 
 use super::{table, write};
 
-/// Upper bounds in seconds, as client-go has them.
+/// Upper bounds in seconds, equal to client-go's.
 const BUCKETS: [f64; 10] = [0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0];
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -32,7 +32,7 @@ struct Asked {
     verb: &'static str,
 }
 
-/// Counts requests and their answers, under the names that client-go gave them.
+/// Counts requests and responses, under client-go's metric names.
 #[derive(Clone)]
 pub(in crate::cli) struct Requests {
     answers: Family<Answered, Counter>,
@@ -55,7 +55,7 @@ impl Requests {
             durations: Family::new_with_constructor(|| Histogram::new(BUCKETS)),
             answered: Arc::default(),
         };
-        // There from the start, so that a rate has something to begin with.
+        // Present from the start, so that rates have a first sample.
         for method in table::METHODS {
             for code in table::HTTP_CODES {
                 drop(requests.answers.get_or_create(&labels(method, code.to_owned())));
@@ -68,7 +68,7 @@ impl Requests {
         requests
     }
 
-    /// Whether the API server has granted a request since the start.
+    /// Returns whether the API server has granted a request since the start.
     pub(in crate::cli) fn granted(&self) -> bool {
         self.answered.load(Ordering::Relaxed)
     }
@@ -86,7 +86,7 @@ impl Requests {
     }
 }
 
-/// The method as the table has it; the client has no other.
+/// Returns the method from the table; the client uses no others.
 fn known(method: &Method) -> &'static str {
     let known = table::METHODS.into_iter().find(|known| *known == method.as_str());
     known.unwrap_or("GET")
@@ -111,7 +111,7 @@ impl<S> Layer<S> for Requests {
     }
 }
 
-/// A client whose requests are counted.
+/// A client service that counts requests.
 #[derive(Clone, Debug)]
 pub(in crate::cli) struct Counted<S> {
     inner: S,

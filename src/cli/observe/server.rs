@@ -1,4 +1,4 @@
-//! The server of metrics and probes.
+//! HTTP server of metrics and probes.
 //!
 //! Any network peer may connect. [`connections`] bounds the number, the lifetime and the buffers of connections.
 
@@ -20,12 +20,12 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Bind, Error, Flags, Readiness};
 
-/// The format of those who ask for it, as Prometheus does.
+/// Content type for clients that accept OpenMetrics, such as Prometheus.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// The format of everybody else.
+/// Content type for all other clients.
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Takes the addresses and serves them in the background until the token is cancelled.
+/// Binds the addresses and serves them in the background until the token is cancelled.
 pub(super) async fn serve(
     registry: Arc<Registry>,
     flags: Flags,
@@ -37,7 +37,7 @@ pub(super) async fn serve(
         get(move |headers: HeaderMap| async move { metrics(&registry, &headers) }),
     );
     let probes = Router::new()
-        // That it answers is the answer.
+        // A response at all proves liveness.
         .route("/livez", get(|| async { "ok" }))
         .route("/healthz", get(|| async { "ok" }))
         .route("/readyz", get(move || async move { readiness(&ready) }));
@@ -65,7 +65,7 @@ pub(super) async fn serve(
     Ok(())
 }
 
-/// Every address means those of both families; a machine without IPv6 has those of one.
+/// Listens on an address. An unspecified IPv6 address includes IPv4; without IPv6, falls back to IPv4 alone.
 async fn listen(address: SocketAddr) -> std::io::Result<TcpListener> {
     let listener = TcpListener::bind(address).await;
     match listener {
@@ -101,7 +101,8 @@ fn metrics(registry: &Registry, asked: &HeaderMap) -> Response {
     (headers, text).into_response()
 }
 
-/// OpenMetrics as the format before it: there a counter has its ending in the description too, and the text has no end.
+/// Converts OpenMetrics to the Prometheus text format, which keeps the `_total` suffix of a counter in its metadata and
+/// has no `# EOF`.
 fn older(text: &str) -> String {
     let mut older = String::with_capacity(text.len());
     let mut help = None;
@@ -161,7 +162,7 @@ mod tests {
         answer
     }
 
-    /// An address that nobody else listens at now.
+    /// Returns an unused address.
     async fn free() -> SocketAddr {
         TcpListener::bind("127.0.0.1:0")
             .await

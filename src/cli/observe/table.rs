@@ -1,62 +1,47 @@
-//! Every series that this program has: name, labels and meaning. The collectors take them from here, and so does docs/metrics.md.
+//! All metrics: name, labels and help text. The collectors and docs/metrics.md use this table.
 
 use super::reasons::{By, EVENTS, REFUSALS};
 use crate::core::claims::Statistics;
 use crate::node::kubelet::transport::GrpcCalls;
 use crate::node::metrics::Figures;
 
-/// How a series behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Only grows.
     Counter,
-    /// Goes up and down.
     Gauge,
-    /// Durations in seconds, by size.
     Histogram,
 }
 
-/// Which component has a series.
+/// Component that exports a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Of {
-    /// Both.
     Both,
-    /// The controller.
     Controller,
-    /// The companion.
     Companion,
 }
 
-/// The values of a label.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Values {
-    /// These, which are there from the start.
+    /// Fixed values, present from the start.
     These(fn() -> Vec<&'static str>),
-    /// Others, as described.
+    /// Open set of values, described in words.
     Such(&'static str),
 }
 
-/// A label.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Label {
-    /// Its name.
     pub(super) name: &'static str,
-    /// Its values.
     pub(super) values: Values,
 }
 
-/// A series.
+/// A metric.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Series {
-    /// The name, as it is asked for.
     pub(super) name: &'static str,
-    /// How it behaves.
     pub(super) kind: Kind,
-    /// Who has it.
     pub(super) of: Of,
-    /// The labels, in order.
+    /// Labels, in order.
     pub(super) labels: &'static [Label],
-    /// What it says.
     pub(super) help: &'static str,
 }
 
@@ -93,18 +78,18 @@ const fn series(
 use Kind::{Counter, Gauge, Histogram};
 use Of::{Both, Companion, Controller};
 
-/// With what the API server is asked.
+/// HTTP methods of API requests.
 pub(super) const METHODS: [&str; 5] = ["DELETE", "GET", "PATCH", "POST", "PUT"];
-/// There from the start; others come with the first answer that has them.
+/// Values present from the start; others appear with their first response.
 pub(super) const HTTP_CODES: [&str; 2] = ["200", "<error>"];
-/// How a device is.
+/// Device health.
 pub(super) const HEALTH: [&str; 2] = ["healthy", "unhealthy"];
-/// What has become of a request of kubelet.
+/// Results of kubelet's requests.
 pub(super) const RESULTS: [&str; 2] = ["done", "refused"];
-/// How a claim stands on a node.
+/// State of a claim on a node.
 pub(super) const CLAIMS: [&str; 2] = ["held", "quarantined"];
 
-/// The reasons of the events of a component.
+/// Returns the event reasons of a component.
 pub(super) fn events_of(by: By) -> impl Iterator<Item = &'static str> {
     EVENTS
         .iter()
@@ -112,7 +97,7 @@ pub(super) fn events_of(by: By) -> impl Iterator<Item = &'static str> {
         .map(|event| event.word)
 }
 
-/// What pods can wait for: the reasons of the controller's events on pods, and one that is no event.
+/// Returns the reasons for which pods wait: the controller's event reasons on pods, and one without an event.
 pub(super) fn waiting() -> Vec<&'static str> {
     let on_pods = EVENTS
         .iter()
@@ -403,7 +388,6 @@ pub(super) const GRPC_HANDLING: Series = series(
     "How long calls took; for a stream, until it ended",
 );
 
-/// Every series.
 pub(super) const ALL: [&Series; 33] = [
     &BUILD,
     &REQUESTS,

@@ -1,4 +1,4 @@
-//! Series of the table, written in the format of the metrics.
+//! Encodes metrics of the table.
 
 use std::collections::BTreeMap;
 use std::fmt::Result;
@@ -10,7 +10,7 @@ use super::reasons::By;
 use super::table::{self, Kind, Series};
 use crate::core::distribution::Distribution;
 
-/// Writes one series, whose values `values` says.
+/// Encodes one metric; `values` writes its samples.
 pub(super) fn series(
     encoder: &mut DescriptorEncoder<'_>,
     series: &Series,
@@ -25,7 +25,7 @@ pub(super) fn series(
     values(&mut Values { encoder, series })
 }
 
-/// The name without the ending that the format adds by itself.
+/// Returns the name without the suffix that the encoder appends.
 pub(super) fn base(series: &Series) -> &'static str {
     match series.kind {
         Kind::Counter => series.name.strip_suffix("_total").unwrap_or(series.name),
@@ -33,33 +33,31 @@ pub(super) fn base(series: &Series) -> &'static str {
     }
 }
 
-/// The values of one series.
+/// Encoder for the samples of one metric.
 pub(super) struct Values<'a> {
     encoder: MetricEncoder<'a>,
     series: &'a Series,
 }
 
 impl Values<'_> {
-    /// A counter with labels in the order of the table.
+    /// Encodes a counter. `labels` are in the order of the table.
     pub(super) fn counter(&mut self, labels: &[&str], value: u64) -> Result {
         self.with(labels, |encoder| {
             encoder.encode_counter::<NoLabelSet, _, f64>(&value, None)
         })
     }
 
-    /// A counter of fractions.
+    /// Encodes a counter of seconds.
     pub(super) fn counter_of_seconds(&mut self, value: f64) -> Result {
         self.with(&[], |encoder| {
             encoder.encode_counter::<NoLabelSet, _, f64>(&value, None)
         })
     }
 
-    /// A gauge.
     pub(super) fn gauge(&mut self, labels: &[&str], value: f64) -> Result {
         self.with(labels, |encoder| encoder.encode_gauge(&value))
     }
 
-    /// A histogram.
     pub(super) fn histogram(&mut self, labels: &[&str], value: &Distribution) -> Result {
         let bounds = Distribution::BOUNDS.iter().map(std::time::Duration::as_secs_f64);
         let buckets: Vec<(f64, u64)> = bounds
@@ -81,12 +79,12 @@ impl Values<'_> {
     }
 }
 
-/// A count as a gauge has it. Exact up to 2^32, beyond which nothing here is counted.
+/// Converts a count to a gauge value. Exact up to 2^32 - 1, which no count here exceeds.
 pub(super) fn number(count: u64) -> f64 {
     f64::from(u32::try_from(count).unwrap_or(u32::MAX))
 }
 
-/// The counts with all that there always is; what is not among those comes after them.
+/// Returns the counts with zeros for all missing known values.
 pub(super) fn with_all<'a>(
     all: &[&'static str],
     counts: &'a BTreeMap<&'static str, u64>,
@@ -96,7 +94,7 @@ pub(super) fn with_all<'a>(
     each
 }
 
-/// Counters with one label.
+/// Encodes counters with one label.
 pub(super) fn count_each(
     values: &mut Values<'_>,
     all: &[&'static str],
@@ -107,7 +105,7 @@ pub(super) fn count_each(
         .try_for_each(|(word, count)| values.counter(&[word], count))
 }
 
-/// The events of a component.
+/// Encodes a component's event counter.
 pub(super) fn events(
     encoder: &mut DescriptorEncoder<'_>,
     by: By,

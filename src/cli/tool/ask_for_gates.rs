@@ -1,4 +1,4 @@
-//! Asks the components of Kubernetes whether the feature gate is on, as far as they can be asked through the API server.
+//! Asks Kubernetes components about the feature gate, as far as the API server proxies them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -16,14 +16,14 @@ use crate::cli::diagnose::doctor::Finding;
 use crate::cli::diagnose::gates::{Answer, api_server, by_symptoms, kubelets};
 use crate::core::prepare::naming::is_dns_subdomain;
 
-/// For all of them together to answer: a node that is cut off would be waited for long.
+/// Limit for all components together; an unreachable node would block for long.
 const LIMIT: Duration = Duration::from_secs(20);
-/// Kubelets that are asked at once.
+/// Maximum number of concurrent kubelet requests.
 const CONCURRENCY: usize = 16;
-/// A node's name, at most, in bytes.
+/// Maximum length of a node name in bytes.
 const NODE_NAME_MAX: usize = 253;
 
-/// What was found, and what could not be read.
+/// Returns findings and read errors.
 pub(super) async fn look(
     client: &Client,
     driver: &str,
@@ -36,7 +36,7 @@ pub(super) async fn look(
         .iter()
         .filter(|object| object.spec.driver_name == driver)
         .map(|object| object.spec.node_name.as_str())
-        // It becomes part of a path, and companions write it.
+        // The name becomes part of a path, and companions write it.
         .filter(|name| is_dns_subdomain(name, NODE_NAME_MAX))
         .collect();
     let answers: BTreeMap<String, Answer> = futures::stream::iter(nodes)

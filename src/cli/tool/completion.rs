@@ -1,5 +1,5 @@
-//! `drayman completion SHELL`: a script that completes commands and flags. Under the name `kubectl_complete-drayman` the program tells
-//! kubectl itself what could stand where a person has pressed TAB after `kubectl drayman`.
+//! `drayman completion SHELL`: prints a completion script. As `kubectl_complete-drayman`, the program serves
+//! completions of `kubectl drayman` to kubectl itself.
 
 use std::ffi::OsString;
 use std::io::Write as _;
@@ -10,7 +10,8 @@ use clap_complete::engine;
 
 use crate::cli::Error;
 
-/// cobra's `ShellCompDirectiveNoSpace` and `ShellCompDirectiveNoFileComp`: files are among the candidates where they fit.
+/// cobra's `ShellCompDirectiveNoSpace` and `ShellCompDirectiveNoFileComp`; the candidates already include matching
+/// files.
 const NO_SPACE: u8 = 2;
 const NO_FILES: u8 = 4;
 
@@ -24,15 +25,15 @@ pub(in crate::cli) struct Arguments {
     shell: Shell,
 }
 
-/// Prints the script for the commands and flags of `command`.
+/// Prints the script for `command`.
 pub(in crate::cli) fn run(arguments: Arguments, mut command: clap::Command) -> Result<(), Error> {
     let mut script = Vec::new();
     clap_complete::generate(arguments.shell, &mut command, "drayman", &mut script);
     write(&script)
 }
 
-/// Prints what fits for the last of the words after `kubectl drayman`, each with its help, and what the shell is to do with it: the
-/// protocol of kubectl's `pkg/cmd/plugin/plugin_completion.go`, which is cobra's.
+/// Prints the candidates for the last word after `kubectl drayman`, each with its help, and the shell directive. This
+/// is cobra's protocol, used in kubectl's `pkg/cmd/plugin/plugin_completion.go`.
 pub(in crate::cli) fn for_kubectl(words: Vec<OsString>, mut command: clap::Command) -> Result<(), Error> {
     let here = std::env::current_dir().ok();
     let last = words.len().saturating_sub(1);
@@ -42,7 +43,7 @@ pub(in crate::cli) fn for_kubectl(words: Vec<OsString>, mut command: clap::Comma
     let mut directive = NO_FILES;
     for candidate in fitting.iter().filter(|candidate| !candidate.is_hide_set()) {
         let value = candidate.get_value().to_string_lossy();
-        // The way leads on below a directory.
+        // No space after a directory, so that completion can continue below it.
         if value.ends_with('/') {
             directive = NO_FILES | NO_SPACE;
         }

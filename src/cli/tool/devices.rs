@@ -1,4 +1,4 @@
-//! `drayman devices`: every device, its state, and who holds it.
+//! `drayman devices`: lists every device, its state and its holders.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -83,7 +83,7 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// All devices of the driver.
+/// Reads all devices of the driver.
 pub(super) fn read_all(cluster: &Cluster, namespace: &Namespace) -> Result<DeviceTable, Error> {
     choose_tls_provider();
     block_on(async {
@@ -149,7 +149,7 @@ fn text(answer: &DeviceTable, wide: bool) -> String {
     text
 }
 
-/// Through which door a device leaves its node, as the configuration says it.
+/// Returns the device's mode, in the configuration's spelling.
 pub(super) fn door(device: &DeviceRow) -> &'static str {
     match device.mode {
         Some(Mode::Claims) => "claims",
@@ -160,7 +160,7 @@ pub(super) fn door(device: &DeviceRow) -> &'static str {
     }
 }
 
-/// The state in its colour.
+/// Returns the coloured state.
 pub(super) fn state(state: DeviceState) -> String {
     let colour = match state {
         DeviceState::Free => Colour::Green,

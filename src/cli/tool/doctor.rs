@@ -1,4 +1,4 @@
-//! `drayman doctor`: what is wrong with an installation, each finding with its fix.
+//! `drayman doctor`: checks an installation; each finding comes with its fix.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -26,7 +26,7 @@ use crate::cli::diagnose::overlap::{self, Sharers};
 use crate::cli::diagnose::rights::Component;
 use crate::cli::{Error, block_on, choose_tls_provider, group, value};
 
-/// The label of what the chart makes for a controller.
+/// Label of the controller's objects in the chart.
 const CONTROLLER: &str = "app.kubernetes.io/component=controller";
 
 /// Look for what keeps pods from their devices, and say how to put it right
@@ -114,7 +114,7 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     })
 }
 
-/// What could not be read is a finding too; only an API server that does not answer at all ends the search.
+/// Runs all checks. Read errors become findings; only an unreachable API server ends the run.
 async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Error> {
     let driver = &arguments.cluster.driver.name;
     let version = client
@@ -126,7 +126,7 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
             .list_api_group_resources(&format!("{GROUP}/{VERSION}"))
             .await,
     );
-    // What an unknown answer leads to says its own error.
+    // A discovery error has its own finding.
     let serves = discovery != Ok(false);
     let mut findings = Vec::new();
     let mut unread = Vec::new();
@@ -210,7 +210,7 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
     Ok(findings)
 }
 
-/// Whether the API server serves a group's version, by its answer to discovery: 404 means no, any other error leaves it open.
+/// Interprets a discovery response: 404 means that the version is not served, any other error leaves it unknown.
 fn is_served<T>(answer: Result<T, kube::Error>) -> Result<bool, String> {
     match answer {
         Ok(_) => Ok(true),
@@ -219,7 +219,7 @@ fn is_served<T>(answer: Result<T, kube::Error>) -> Result<bool, String> {
     }
 }
 
-/// Judges what the accounts of the components may do: those of the chart's pods, and those that were named.
+/// Checks the permissions of the chart's pods and of accounts given by flags.
 async fn look_at_rights(
     client: &Client,
     arguments: &Arguments,
@@ -253,7 +253,7 @@ async fn look_at_rights(
     Ok(findings)
 }
 
-/// Looks for others that go by the same driver name.
+/// Looks for other installations with the same driver name.
 async fn look_for_others(
     client: &Client,
     driver: &str,
@@ -321,7 +321,7 @@ fn judge_lease(found: &[Lease], needs_claims: bool) -> Finding {
     lease(newest, Timestamp::now(), needs_claims)
 }
 
-/// When a lease was renewed, for how long that holds, and by whom.
+/// Returns a Lease's renewal time, duration and holder.
 fn terms(object: &Lease) -> Option<(Timestamp, SignedDuration, &str)> {
     let spec = object.spec.as_ref()?;
     let renewed = spec.renew_time.as_ref()?.0;

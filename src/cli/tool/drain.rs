@@ -1,4 +1,4 @@
-//! `drayman drain`: what of a cluster still uses classic Dynamic Resource Allocation.
+//! `drayman drain`: lists objects that still use classic DRA.
 
 use std::process::ExitCode;
 
@@ -27,7 +27,7 @@ pub(in crate::cli) struct Arguments {
     output: Output,
 }
 
-/// Prints what is left.
+/// Prints the remaining objects.
 pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     choose_tls_provider();
     let left = block_on(async {
@@ -72,7 +72,7 @@ async fn of_everybody(client: &Client) -> Result<Vec<Dependent>, Error> {
     }))
 }
 
-/// Reads claims alone, so that the rights of a controller suffice. Where they are not served, there are none.
+/// Reads only claims, so that the controller's permissions suffice. Returns none if the API is not served.
 async fn of_this_driver(client: &Client, driver: &str) -> Result<Vec<Dependent>, Error> {
     match read::all(client).await {
         Ok(claims) => Ok(held_by(driver, &claims)),

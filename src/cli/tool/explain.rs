@@ -1,5 +1,5 @@
-//! `drayman explain POD|CLAIM`: at which step it is, per node why not, and what to do. The nodes are judged by the driver itself,
-//! with the code that the controller runs, on what this command reads: nothing is reserved and nothing written.
+//! `drayman explain POD|CLAIM`: shows the current step, per node what blocks it, and the fix. The driver evaluates the
+//! nodes with the controller's code on objects that this command reads; it reserves and writes nothing.
 
 mod limits;
 mod text;
@@ -28,9 +28,9 @@ use crate::core::allocation::parameters::{Amount, Demand};
 use crate::driver::{ClaimRequest, Driver as _, Holding, Observation};
 use crate::host::HostDriver;
 
-/// For the driver to read inventories and parameters.
+/// Limit for the driver to read inventories and parameters.
 const READY_LIMIT: Duration = Duration::from_secs(30);
-/// Events that are shown, at most: the newest.
+/// Maximum number of events shown: the newest ones.
 const EVENTS_MAX: usize = 8;
 
 /// Explain where a pod or a claim stands, why, and what to do
@@ -51,7 +51,7 @@ pub(in crate::cli) struct Arguments {
     output: Output,
 }
 
-/// What the question is about.
+/// The object to explain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Subject {
     Pod(String),
@@ -79,19 +79,19 @@ impl Subject {
     }
 }
 
-/// The whole answer.
+/// The complete answer.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Answer {
-    /// The pod, if the question is about one.
+    /// The pod, if the question concerns one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pod: Option<PodAnswer>,
-    /// Its claims, or the claim.
+    /// The pod's claims, or the claim itself.
     claims: Vec<Explanation>,
-    /// The extended resources in the limits of its containers.
+    /// Extended resources in the limits of the pod's containers.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     limits: Vec<ByLimit>,
-    /// The newest events about all of them.
+    /// The newest events about these objects.
     events: Vec<EventAnswer>,
 }
 
@@ -102,7 +102,7 @@ struct PodAnswer {
     phase: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     node: Option<String>,
-    /// What the scheduler says, as long as the pod has no node.
+    /// The scheduler's message, until the pod is bound.
     #[serde(skip_serializing_if = "Option::is_none")]
     scheduler: Option<String>,
 }
@@ -116,7 +116,7 @@ struct EventAnswer {
     count: i32,
 }
 
-/// Prints the explanation. Exit code 1 if the object does not exist.
+/// Prints the explanation. Returns exit code 1 if the object does not exist.
 pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let subject = Subject::read(&arguments.object)?;
     choose_tls_provider();
@@ -162,7 +162,7 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The cluster, as far as it has been read.
+/// Access to the cluster and the claims read so far.
 struct Reading<'a> {
     client: Client,
     namespace: String,
@@ -170,7 +170,7 @@ struct Reading<'a> {
     claims: &'a read::Claims,
 }
 
-/// What the driver says to a claim.
+/// The driver's evaluation of a claim.
 #[derive(Default)]
 struct Said {
     wants: Option<Result<String, String>>,
@@ -187,7 +187,7 @@ impl Reading<'_> {
                 .context("cannot read the pod's scheduling context")?,
             None => None,
         };
-        // Entry and claim, side by side.
+        // Pairs of entry and claim.
         let found: Vec<(Option<&PodResourceClaim>, Found<'_>)> = match (pod, claim) {
             (Some(pod), _) => {
                 let entries = pod.spec.resource_claims.iter();
@@ -200,7 +200,7 @@ impl Reading<'_> {
         };
         let mut said = self.ask_driver(pod, &found, &classes).await?;
         if let Some(context) = &context {
-            // Without inventories the driver has judged nothing.
+            // Without inventories, the driver has not evaluated any node.
             for said in said.iter_mut().filter(|said| said.wants.is_none()) {
                 said.nodes = context
                     .spec
@@ -233,7 +233,7 @@ impl Reading<'_> {
                 nodes: &said.nodes,
             })
         });
-        // Our own type of a pod leaves conditions and limits out.
+        // Our own pod type lacks conditions and limits.
         let whole = match pod {
             Some(pod) => {
                 Api::<k8s_openapi::api::core::v1::Pod>::namespaced(self.client.clone(), &self.namespace)
@@ -254,7 +254,7 @@ impl Reading<'_> {
         })
     }
 
-    /// Asks the driver for each claim of ours that is not allocated: what it wants, and which nodes can serve it.
+    /// Evaluates each unallocated claim of ours with the driver: its request and the nodes that can serve it.
     async fn ask_driver(
         &self,
         pod: Option<&Pod>,
@@ -274,7 +274,7 @@ impl Reading<'_> {
         if wanted.iter().all(Option::is_none) {
             return Ok(said);
         }
-        // The driver's watches would try for ever what a person may not do.
+        // The driver's watches would retry a forbidden list forever.
         match read::can_list::<NodeInventory>(&self.client).await {
             Err(error) if read::is_forbidden(&error) => {
                 eprintln!(
@@ -343,7 +343,7 @@ impl Reading<'_> {
         Ok(said)
     }
 
-    /// The names of all nodes. Who may not list nodes is told of those that have an inventory.
+    /// Returns the names of all nodes; only of nodes with an inventory if the user may not list nodes.
     async fn nodes(&self) -> Result<Vec<String>, Error> {
         match read::all::<Node>(&self.client).await {
             Ok(nodes) => Ok(nodes.iter().map(kube::ResourceExt::name_any).collect()),
@@ -405,8 +405,8 @@ impl Reading<'_> {
     }
 }
 
-/// Who may not read all claims does not know what others hold, and the controller does: where the driver finds nothing wrong with a
-/// node, what the controller has written into the pod's scheduling context counts.
+/// Uses the controller's results. Without access to all claims, the devices of other claims are unknown. So if
+/// the driver finds a node suitable, the result in the pod's PodSchedulingContext decides.
 fn ask_controller(
     said: &mut [Said],
     found: &[(Option<&PodResourceClaim>, Found<'_>)],
@@ -455,7 +455,7 @@ fn in_words(demand: &Demand) -> String {
     parts.join(", ")
 }
 
-/// Why the scheduler has not bound the pod.
+/// Returns why the scheduler has not bound the pod.
 fn scheduler_says(pod: &k8s_openapi::api::core::v1::Pod) -> Option<String> {
     if pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some()) {
         return None;

@@ -1,8 +1,8 @@
-//! What a person types: questions about a cluster, as `drayman COMMAND` or, under the name `kubectl-drayman`, as
-//! `kubectl drayman COMMAND`. They read, and never write.
+//! Diagnostic commands: `drayman COMMAND` or, as the plugin `kubectl-drayman`, `kubectl drayman COMMAND`. They only
+//! read.
 //!
-//! Exit codes: 0 if all is well, 1 if the answer is a bad one (not found, problems, something left) or the question failed,
-//! 2 for a wrong flag.
+//! Exit codes: 0 for success, 1 for a negative result (not found, problems, remaining objects) or a failure, 2 for an
+//! invalid flag.
 
 mod ask_for_gates;
 pub(super) mod completion;
@@ -23,9 +23,9 @@ use kube::Client;
 
 use super::{Error, client, group};
 
-/// The name under which kubectl finds the program as its plugin.
+/// Name of the program as a kubectl plugin.
 const PLUGIN: &str = "kubectl-drayman";
-/// The name under which kubectl asks it what could stand at TAB.
+/// Name under which kubectl requests completions.
 const COMPLETES_PLUGIN: &str = "kubectl_complete-drayman";
 
 /// How the cluster is found and what is printed.
@@ -45,7 +45,7 @@ pub(super) struct Cluster {
 }
 
 impl Cluster {
-    /// A client, and the namespace of the context.
+    /// Returns a client and the context's namespace.
     async fn connect(&self) -> Result<(Client, String), Error> {
         let configuration =
             client::configuration_of_person(self.kubeconfig.as_deref(), self.context.as_deref()).await?;
@@ -54,21 +54,21 @@ impl Cluster {
     }
 }
 
-/// Whether the program, which may be given by its path, has this name.
+/// Returns whether the program, possibly given by path, has this name.
 fn is_called(program: &OsStr, name: &str) -> bool {
     Path::new(program)
         .file_name()
         .is_some_and(|called| called == name)
 }
 
-/// Whether the program runs under the name by which kubectl asks for completions.
+/// Returns whether kubectl requests completions.
 pub(super) fn completes_for_kubectl(arguments: &[OsString]) -> bool {
     arguments
         .first()
         .is_some_and(|program| is_called(program, COMPLETES_PLUGIN))
 }
 
-/// When the program runs under the name of kubectl's plugin, its help speaks of `kubectl drayman`.
+/// As a kubectl plugin, the program's help says `kubectl drayman`.
 pub(super) fn as_kubectl_plugin(mut arguments: Vec<OsString>) -> Vec<OsString> {
     if let Some(program) = arguments.first_mut()
         && is_called(program, PLUGIN)

@@ -1,4 +1,4 @@
-//! What `drayman doctor --this-node` looks at: the machine itself.
+//! Checks of `drayman doctor --this-node` on the machine itself.
 
 mod containerd;
 mod files;
@@ -16,14 +16,14 @@ use crate::cli::diagnose::nodes::{RUNTIME, without_runtime};
 use crate::core::discovery::mounts;
 use crate::node::container_runtime::SOCKETS;
 
-/// The mounts that this process sees.
+/// Mounts visible to this process.
 const MOUNTS: &str = "/proc/self/mountinfo";
-/// Bytes of a socket's path, at most: `sun_path` less its final zero.
+/// Maximum length of a socket path in bytes: `sun_path` without its terminating NUL.
 const SOCKET_PATH_MAX: usize = 107;
 
-/// What is looked at.
+/// Input of the checks.
 pub(super) struct Machine<'a> {
-    /// The driver's name.
+    /// Driver name.
     pub(super) driver: &'a str,
     /// Kubelet's root directory.
     pub(super) kubelet_root: &'a Path,
@@ -33,17 +33,17 @@ pub(super) struct Machine<'a> {
     pub(super) cdi_root: &'a Path,
     /// Kubelet's configuration file.
     pub(super) kubelet_config: &'a Path,
-    /// Containerd's configuration file.
+    /// containerd's configuration file.
     pub(super) containerd_config: &'a Path,
-    /// The container runtime's socket, if it is named.
+    /// The container runtime's socket, if given.
     pub(super) runtime_socket: Option<&'a Path>,
 }
 
-/// Looks at the directories of kubelet and its feature gate, the lengths of our sockets' paths, CDI in containerd, and the socket of the
-/// container runtime.
+/// Checks kubelet's directories and feature gate, the lengths of our socket paths, CDI in containerd, and the container
+/// runtime's socket.
 pub(super) fn look(machine: &Machine<'_>) -> Vec<Finding> {
     let mut findings = directories(machine.kubelet_root, machine.device_plugins);
-    // As this process sees it, as it does the directories.
+    // Reads mounts and directories in this process's mount namespace.
     findings.extend(propagation(machine.kubelet_root, fs::read(MOUNTS)));
     findings.push(gate(machine.kubelet_config));
     findings.push(socket_lengths(machine.driver, machine.kubelet_root));
@@ -58,7 +58,7 @@ pub(super) fn look(machine: &Machine<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Whether a container runtime answers at one of these sockets.
+/// Checks whether a container runtime listens on one of these sockets.
 fn runtime(sockets: &[&Path]) -> Finding {
     let connected = |socket: &&&Path| UnixStream::connect(socket).is_ok();
     if let Some(socket) = sockets.iter().find(connected) {
@@ -97,8 +97,8 @@ fn directories(kubelet_root: &Path, device_plugins: &Path) -> Vec<Finding> {
     findings
 }
 
-/// Whether mounts below kubelet's root directory reach the companion, and their ends too; nothing of a directory that is not there, of
-/// which more has been said.
+/// Checks whether mounts and unmounts below kubelet's root directory propagate to the companion. A missing directory
+/// has its own finding.
 fn propagation(kubelet_root: &Path, mountinfo: io::Result<Vec<u8>>) -> Option<Finding> {
     let check = "kubelet";
     let real = fs::canonicalize(kubelet_root).ok()?;
@@ -129,7 +129,7 @@ fn propagation(kubelet_root: &Path, mountinfo: io::Result<Vec<u8>>) -> Option<Fi
     })
 }
 
-/// What matters here of kubelet's configuration.
+/// The fields of kubelet's configuration used here.
 #[derive(serde::Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct KubeletConfiguration {
@@ -162,7 +162,7 @@ fn gate(config: &Path) -> Finding {
 
 fn socket_lengths(driver: &str, kubelet_root: &Path) -> Finding {
     let check = "sockets";
-    // The longest of those that every companion has. The name under which it is bound at first is longer by a dot.
+    // The longest socket path of every companion. The temporary name at bind is one dot longer.
     let longest = kubelet_root
         .join("plugins_registry")
         .join(driver)
@@ -248,7 +248,7 @@ mod tests {
         assert_eq!(judge("", directory.path()), Some(Level::Warning));
         assert_eq!(judge("master:1 ", directory.path()), Some(Level::Warning));
         assert_eq!(judge("", &directory.path().join("gone")), None);
-        // What is not known is said.
+        // An unknown result is a note.
         let unknown = [Ok(Vec::new()), Err(io::Error::other("no /proc"))];
         for mountinfo in unknown {
             let told = propagation(directory.path(), mountinfo).map(|finding| finding.level);

@@ -1,4 +1,4 @@
-//! How answers are printed: as tables with kubectl's alignment, or as JSON or YAML for programs.
+//! Prints answers as tables aligned like kubectl's, or as JSON or YAML.
 
 use std::io::{IsTerminal as _, Write as _};
 
@@ -31,7 +31,7 @@ pub(super) struct Output {
 }
 
 impl Output {
-    /// Prints `answer` for a program, or else what `text` makes of it for a person.
+    /// Prints `answer` as JSON or YAML, or else the result of `text`.
     pub(super) fn print<T: Serialize>(
         self,
         answer: &T,
@@ -46,18 +46,18 @@ impl Output {
         let mut stdout = std::io::stdout().lock();
         let written = stdout.write_all(printed.as_bytes()).and_then(|()| stdout.flush());
         match written {
-            // Whoever reads has had enough, as `head` has.
+            // The reader has closed the pipe, as `head` does.
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
             other => Ok(other.context("cannot write to stdout")?),
         }
     }
 }
 
-/// Lines of columns, the first of them the heads. Three spaces stand between columns, as in kubectl's tables.
+/// Formats rows as columns with kubectl's three-space padding. The first row is the header.
 pub(super) fn table(rows: &[Vec<String>]) -> String {
     let mut writer = TabWriter::new(Vec::new()).padding(3).minwidth(0);
     let text: String = rows.iter().map(|row| row.join("\t") + "\n").collect();
-    // A vector takes everything, and text stays text.
+    // Writing to a `Vec` cannot fail, and the output remains UTF-8.
     let _ = writer.write_all(text.as_bytes());
     let bytes = writer.into_inner().unwrap_or_default();
     let aligned = String::from_utf8_lossy(&bytes).into_owned();
@@ -67,19 +67,18 @@ pub(super) fn table(rows: &[Vec<String>]) -> String {
         .collect()
 }
 
-/// A row of a table.
 pub(super) fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
     cells.map(one_line).to_vec()
 }
 
-/// A text from the cluster as one line without control characters, so that no object can paint a terminal.
+/// Replaces control characters of a text from the cluster, so that no object can control the terminal.
 pub(super) fn one_line(text: &str) -> String {
     text.chars()
         .map(|character| if character.is_control() { ' ' } else { character })
         .collect()
 }
 
-/// How a word is shown to a person.
+/// Colour of a word.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Colour {
     Red,

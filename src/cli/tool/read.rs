@@ -1,4 +1,4 @@
-//! Reading what the questions are about.
+//! Reads objects for the diagnostic commands.
 
 use std::fmt::Debug;
 
@@ -10,10 +10,10 @@ use serde::de::DeserializeOwned;
 use super::super::Error;
 use crate::api::resource::{ResourceClaim, ResourceClass};
 
-/// Objects in one page of a list.
+/// Page size of lists.
 const PAGE: u32 = 500;
 
-/// All objects of a kind, in all namespaces.
+/// Lists all objects of a kind in all namespaces.
 pub(super) async fn all<K>(client: &Client) -> Result<Vec<K>, Error>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
@@ -21,7 +21,7 @@ where
     list(&Api::<K>::all(client.clone()), ListParams::default()).await
 }
 
-/// All objects that `parameters` select.
+/// Lists all objects that match `parameters`.
 pub(super) async fn list<K>(api: &Api<K>, parameters: ListParams) -> Result<Vec<K>, Error>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
@@ -43,16 +43,17 @@ where
     }
 }
 
-/// Claims, as far as a person may read them.
+/// The claims that the user may read.
 #[derive(Clone, Debug)]
 pub(super) struct Claims {
     /// The claims.
     pub(super) items: Vec<ResourceClaim>,
-    /// The only namespace that they are of, for who may not read those of all.
+    /// The only namespace read, if the user may not list cluster-wide.
     pub(super) namespace: Option<String>,
 }
 
-/// All claims; for who may not list these, the claims of `namespace`, and none where the API server has no such kind: stderr is told both.
+/// Lists all claims. Falls back to `namespace` if the user may not list cluster-wide, and to none if the API is not
+/// served; both are noted on stderr.
 pub(super) async fn claims(client: &Client, namespace: &str) -> Result<Claims, Error> {
     match all(client).await {
         Err(error) if is_forbidden(&error) => {
@@ -84,7 +85,7 @@ pub(super) async fn claims(client: &Client, namespace: &str) -> Result<Claims, E
     }
 }
 
-/// All classes; none where the API server has no such kind.
+/// Lists all classes; none if the API is not served.
 pub(super) async fn classes(client: &Client) -> Result<Vec<ResourceClass>, Error> {
     match all(client).await {
         Err(error) if is_not_served(&error) => Ok(Vec::new()),
@@ -92,7 +93,7 @@ pub(super) async fn classes(client: &Client) -> Result<Vec<ResourceClass>, Error
     }
 }
 
-/// Whether the objects of a kind that belongs to no namespace can be listed; the error says which right is missing.
+/// Checks whether a cluster-scoped kind can be listed; the error names the missing permission.
 pub(super) async fn can_list<K>(client: &Client) -> Result<(), Error>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
@@ -107,12 +108,12 @@ where
     Ok(())
 }
 
-/// The API server has no such kind.
+/// The API server does not serve the kind.
 #[derive(Debug, thiserror::Error)]
 #[error("the API server does not serve it: `drayman doctor` says what is missing")]
 struct NotServed;
 
-/// What the API server answered, in its own words; of a path that it does not serve it says only "not found".
+/// Converts an API error. For a path that is not served, the API server's own message is only "not found".
 fn explained(error: kube::Error) -> anyhow::Error {
     match &error {
         kube::Error::Api(status) if status.code == 404 => NotServed.into(),
@@ -120,12 +121,12 @@ fn explained(error: kube::Error) -> anyhow::Error {
     }
 }
 
-/// Whether the API server has no such kind.
+/// Returns whether the API server does not serve the kind.
 pub(super) fn is_not_served(error: &Error) -> bool {
     matches!(error, Error::Runtime(error) if error.chain().any(<dyn std::error::Error>::is::<NotServed>))
 }
 
-/// Whether the API server refused because the person may not do this.
+/// Returns whether the API server rejected the request as forbidden.
 pub(super) fn is_forbidden(error: &Error) -> bool {
     let Error::Runtime(error) = error else {
         return false;

@@ -1,4 +1,4 @@
-//! Asks the API server what the components' accounts may do.
+//! Asks the API server for the permissions of the components' accounts.
 
 use std::collections::BTreeSet;
 
@@ -14,37 +14,37 @@ use crate::cli::Error;
 use crate::cli::diagnose::doctor::Finding;
 use crate::cli::diagnose::rights::{Component, LeaseName, Right, judge, needed};
 
-/// What the chart labels its pods with.
+/// Label of the chart's pods.
 const PODS: &str = "app.kubernetes.io/part-of=drayman";
-/// Questions under way at once.
+/// Maximum number of concurrent requests.
 const CONCURRENCY: usize = 8;
-/// The group of every user who has proved who they are, and of every service account.
+/// Groups of every authenticated user and of every service account.
 const EVERYBODY: &str = "system:authenticated";
 const SERVICE_ACCOUNTS: &str = "system:serviceaccounts";
 
-/// Somebody whose rights are asked for.
+/// An account whose permissions are checked.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Account {
-    /// What runs as it.
+    /// Component that uses the account.
     pub(super) component: Component,
-    /// The name by which the API server knows it.
+    /// User name in the API server.
     pub(super) user: String,
-    /// Its Lease, if it elects a leader.
+    /// The component's Lease, if it elects a leader.
     pub(super) lease: Option<LeaseName>,
 }
 
-/// The pods of the chart.
+/// Lists the chart's pods.
 pub(super) async fn pods(client: &Client) -> Result<Vec<Pod>, Error> {
     let pods = Api::<Pod>::all(client.clone());
     read::list(&pods, ListParams::default().labels(PODS)).await
 }
 
-/// The accounts as which the chart's pods of this driver run.
+/// Returns the accounts of this driver's pods.
 pub(super) fn accounts(pods: &[Pod], driver: &str) -> BTreeSet<Account> {
     pods.iter().filter_map(|pod| account(pod, driver)).collect()
 }
 
-/// For each companion of this driver, whether it was given the socket of the container runtime.
+/// Returns for each companion of this driver whether it has the container runtime's socket.
 pub(super) fn companions_with_socket(pods: &[Pod], driver: &str) -> Vec<bool> {
     let companions = pods
         .iter()
@@ -54,7 +54,7 @@ pub(super) fn companions_with_socket(pods: &[Pod], driver: &str) -> Vec<bool> {
         .collect()
 }
 
-/// The flags and variables of a pod's containers.
+/// Flags and environment variables of a pod's containers.
 struct Flags<'a> {
     flags: Vec<&'a str>,
     variables: Vec<&'a EnvVar>,
@@ -74,7 +74,7 @@ impl<'a> Flags<'a> {
         }
     }
 
-    /// The value of a flag, which wins over its variable.
+    /// Returns the value of a flag; the flag overrides its variable.
     fn value(&self, name: &str) -> Option<&'a str> {
         let variable = || {
             let name = format!(
@@ -118,7 +118,7 @@ fn account(pod: &Pod, driver: &str) -> Option<Account> {
     })
 }
 
-/// Judges the rights of one account.
+/// Checks the permissions of one account.
 pub(super) async fn look(client: &Client, account: &Account, mode_both: bool) -> Result<Vec<Finding>, Error> {
     let rights = needed(account.component, account.lease.as_ref(), mode_both);
     let mut missing: Vec<Right> = futures::stream::iter(rights)

@@ -1,4 +1,4 @@
-//! `drayman who DEVICE`: who holds a device, and what is known about it.
+//! `drayman who DEVICE`: shows the holders of a device and its attributes.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -26,7 +26,7 @@ pub(in crate::cli) struct Arguments {
     output: Output,
 }
 
-/// Prints what is known about the device; more than one if several nodes have one of that name.
+/// Prints the device; several rows if devices on several nodes share the name.
 pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let (node, device) = split(&arguments.device);
     let all = read_all(&arguments.cluster, &arguments.namespace)?.devices;
@@ -46,7 +46,8 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The node, if one is named, and the device. Of a path, which no device has as its name, the last part: many are called so.
+/// Splits the argument into an optional node and a device. A path is reduced to its last component, which is often the
+/// device's name.
 fn split(asked: &str) -> (Option<&str>, &str) {
     match asked.rsplit_once('/') {
         Some((node, device)) if !asked.starts_with('/') => (Some(node), device),
@@ -55,12 +56,12 @@ fn split(asked: &str) -> (Option<&str>, &str) {
     }
 }
 
-/// How like the asked name another one must be to be offered in its place; 1 is the same name.
+/// Minimum similarity of a suggested name; 1 means equal.
 const ALIKE: f64 = 0.8;
-/// As many names are offered at most.
+/// Maximum number of suggested names.
 const OFFERED: usize = 3;
 
-/// What is said of a device that is not there: where one of its name is, or which names are like it.
+/// Formats the message for an unknown device: nodes that have a device of that name, or similar names.
 fn no_such(driver: &str, all: &[DeviceRow], asked: &str) -> String {
     let (node, device) = split(asked);
     let mut said = format!("driver {driver} has no device {}", one_line(asked));
@@ -69,7 +70,7 @@ fn no_such(driver: &str, all: &[DeviceRow], asked: &str) -> String {
     }
     let here = || all.iter().filter(|row| node.is_none_or(|node| node == row.node));
     let elsewhere = || all.iter().filter(|row| row.device == device);
-    // The likeness of whole names would be that of their nodes, which are alike in most clusters.
+    // Compares nodes and devices separately: node names are similar in most clusters and would dominate.
     let mut like: Vec<(f64, &DeviceRow)> = if elsewhere().next().is_some() {
         let likeness = |row: &DeviceRow| strsim::jaro_winkler(&row.node, node.unwrap_or_default());
         elsewhere().map(|row| (likeness(row), row)).collect()
@@ -79,7 +80,7 @@ fn no_such(driver: &str, all: &[DeviceRow], asked: &str) -> String {
             .filter(|(likeness, _)| *likeness >= ALIKE)
             .collect()
     };
-    // A stable sort: among equals the order is that of `drayman devices`.
+    // The sort is stable: equal candidates keep the order of `drayman devices`.
     like.sort_by(|(one, _), (other, _)| other.total_cmp(one));
     let mut names = Vec::new();
     for (_, row) in like {

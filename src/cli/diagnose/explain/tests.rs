@@ -1,4 +1,4 @@
-//! Each step, from the facts that lead to it.
+//! Tests each step with the input that leads to it.
 
 use serde_json::{Value, json};
 

@@ -16,15 +16,17 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 
-/// Connections of one address at a time. Kubelet needs one and each scraper one. With [`BUFFER`] and the task of each connection, two
-/// addresses need less than 2 MB of memory at this bound.
+/// Maximum number of connections per listen address. Kubelet and each scraper need one each. With [`BUFFER`] and one
+/// task per connection, two addresses need less than 2 MB of memory.
 const CONNECTIONS_MAX: usize = 64;
-/// Lifetime of a connection: the default `scrape_timeout` of Prometheus. Probes of the chart wait for 5 s at most.
+/// Maximum lifetime of a connection: the default `scrape_timeout` of Prometheus. The chart's probes wait for 5 s at
+/// most.
 const LIFETIME: Duration = Duration::from_secs(10);
-/// Bytes of a request line and its headers. This is the smallest buffer that hyper accepts, and ten times the headers of Prometheus.
+/// Maximum size of a request line and its headers in bytes. This is hyper's minimum, and ten times the headers of
+/// Prometheus.
 const BUFFER: usize = 8 * 1024;
 
-/// Serves the connections of a listener until the token is cancelled, and then the open ones to their end.
+/// Serves the connections of a listener until the token is cancelled, then waits for the open ones.
 pub(super) async fn serve(mut listener: TcpListener, router: Router, shutdown: CancellationToken) {
     let mut tasks = JoinSet::new();
     let mut open: VecDeque<(IpAddr, AbortHandle)> = VecDeque::new();
@@ -50,7 +52,7 @@ pub(super) async fn serve(mut listener: TcpListener, router: Router, shutdown: C
     while tasks.join_next().await.is_some() {}
 }
 
-/// Serves one request. An error is the client's: it sent no HTTP, too much, or closed the connection.
+/// Serves one request. Errors are caused by the client: invalid HTTP, an oversized request, or a closed connection.
 async fn one_request(stream: TcpStream, router: Router) {
     let connection = http1::Builder::new()
         .keep_alive(false)
@@ -65,8 +67,8 @@ async fn one_request(stream: TcpStream, router: Router) {
     }
 }
 
-/// Which connection to close, by the peers of all connections, oldest first: the oldest of the peer that has the most. A peer that opens
-/// many connections evicts its own ones, and never those of kubelet.
+/// Selects the connection to close: the oldest one of the peer with the most connections. `peers` lists the peers of
+/// all connections, oldest first. A peer with many connections thus evicts its own, never kubelet's.
 fn victim(peers: impl Iterator<Item = IpAddr> + Clone) -> usize {
     let mut counts: BTreeMap<IpAddr, usize> = BTreeMap::new();
     for peer in peers.clone() {
@@ -87,7 +89,7 @@ mod tests {
 
     use super::*;
 
-    /// A running server.
+    /// Starts a server.
     async fn server() -> (
         std::net::SocketAddr,
         tokio::task::JoinHandle<()>,

@@ -1,4 +1,4 @@
-//! What is read to explain a pod with extended resources.
+//! Reads the input to explain a pod with extended resources.
 
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::Client;
@@ -7,8 +7,8 @@ use super::super::read;
 use crate::cli::Error;
 use crate::cli::diagnose::limits::{Explanation, explain, wanted};
 
-/// Explains each extended resource of a pod. Nodes and the pods on them are read only as long as the pod waits for one; who may not read
-/// these is told what is not known then.
+/// Explains each extended resource of a pod. Reads nodes and their pods only while the pod waits for a resource; if
+/// this is forbidden, a note on stderr names the missing information.
 pub(super) async fn explained(client: &Client, pod: &Pod) -> Result<Vec<Explanation>, Error> {
     let is_bound = pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some());
     if is_bound || wanted(pod).is_empty() {

@@ -1,4 +1,4 @@
-//! The explanation as a person reads it.
+//! Formats the explanation as text.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -8,7 +8,7 @@ use super::Answer;
 use crate::cli::diagnose::explain::{Explanation, NodeVerdict, Step};
 use crate::cli::diagnose::limits::{self, Explanation as ByLimit};
 
-/// The whole of it; `wide` gives each node a line of its own.
+/// Formats the complete answer; `wide` gives each node its own line.
 pub(super) fn whole(answer: &Answer, wide: bool) -> String {
     let mut text = String::new();
     if let Some(pod) = &answer.pod {
@@ -107,7 +107,7 @@ fn limit_text(limit: &ByLimit, wide: bool) -> String {
     text
 }
 
-/// Nodes with the same answer share a line, unless each is asked for.
+/// Groups nodes with the same result on one line, unless `wide`.
 fn nodes_text(verdicts: &[NodeVerdict], wide: bool) -> String {
     let mut by_reason: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for verdict in verdicts {

@@ -1,8 +1,8 @@
-//! Whether containerd reads CDI files, and where the companion writes them.
+//! Checks whether containerd reads CDI files from the companion's directory.
 //!
-//! containerd 2 and later read files of every version, have CDI on by default and join sections of one name setting by setting.
-//! containerd 1 reads versions 1 and 2, has it off, and takes the last section of a name as it is. So what a file of version 1 or 2
-//! comes to may depend on who reads it.
+//! containerd 2 and later reads configuration files of every version, enables CDI by default, and merges sections of
+//! one name setting by setting. containerd 1 reads versions 1 and 2, disables CDI by default, and uses the last section
+//! of a name unmerged. The effect of a file of version 1 or 2 may therefore depend on containerd's version.
 
 use std::fs;
 use std::io;
@@ -16,13 +16,13 @@ use super::files::{self, Broken, File, Section, VERSION_1, VERSION_2, VERSION_3}
 use crate::cli::diagnose::doctor::Finding;
 
 const CHECK: &str = "cdi";
-/// Where containerd reads CDI files unless it is told otherwise.
+/// containerd's default CDI directories.
 const SPEC_DIRS: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
 
-/// How long `containerd --version` may take.
+/// Limit for `containerd --version`.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Who reads the configuration.
+/// The containerd version that reads the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reader {
     /// containerd 1.
@@ -31,11 +31,11 @@ enum Reader {
     Later,
 }
 
-/// Judges containerd's configuration; `major` is asked for containerd's own major version if it matters.
+/// Checks containerd's configuration. Calls `major` for containerd's major version only if it matters.
 pub(super) fn look(config: &Path, cdi_root: &Path, major: impl FnOnce() -> Option<u32>) -> Vec<Finding> {
     let (read, gone) = match files::read(config) {
         Ok(read) => (read, None),
-        // containerd runs without any.
+        // containerd also runs without a configuration file.
         Err(Broken::Unread { path, error }) if path == config && error.kind() == io::ErrorKind::NotFound => {
             (Vec::new(), Some(Broken::Unread { path, error }))
         }
@@ -57,7 +57,7 @@ pub(super) fn look(config: &Path, cdi_root: &Path, major: impl FnOnce() -> Optio
     }
 }
 
-/// The major version of the containerd that is in the PATH. One that does not answer is not waited for.
+/// Returns the major version of the containerd in the PATH, or `None` after the limit.
 pub(super) fn installed() -> Option<u32> {
     let mut command = Command::new("containerd");
     command.arg("--version").stdin(Stdio::null());
@@ -67,7 +67,7 @@ pub(super) fn installed() -> Option<u32> {
     major(&String::from_utf8_lossy(&output.stdout))
 }
 
-/// The major version in what `containerd --version` prints: its name, its package, its version, its commit.
+/// Parses the major version from `containerd --version`, which prints name, package, version and commit.
 fn major(printed: &str) -> Option<u32> {
     let version = printed.split_whitespace().nth(2)?;
     let version = version.strip_prefix('v').unwrap_or(version);
@@ -99,7 +99,7 @@ fn elsewhere(error: &Broken) -> Finding {
     )
 }
 
-/// What is so whoever reads the files, and one finding of the rest.
+/// Returns the findings common to both readers, and one finding that summarizes the rest.
 fn both(one: Vec<Finding>, later: &[Finding]) -> Vec<Finding> {
     let only = |mine: &[Finding], others: &[Finding]| {
         let mine = mine.iter().filter(|finding| !others.contains(finding));
@@ -124,13 +124,13 @@ fn both(one: Vec<Finding>, later: &[Finding]) -> Vec<Finding> {
     [vec![warning], same].concat()
 }
 
-/// The version of the configuration as a whole: the last that a file gives.
+/// Returns the version of the whole configuration: the last one given in any file.
 fn version(files: &[File]) -> u32 {
     let mut given = files.iter().rev().filter_map(|file| file.version);
     given.find(|&version| version > 0).unwrap_or(1)
 }
 
-/// The names of the section that count, those first that are preferred.
+/// Returns the effective section names, in order of precedence.
 fn names(version: u32, reader: Reader) -> &'static [&'static str] {
     match (version, reader) {
         (0 | 1, Reader::One) => &[VERSION_1],
@@ -141,7 +141,8 @@ fn names(version: u32, reader: Reader) -> &'static [&'static str] {
     }
 }
 
-/// What the sections of one name come to, and the file that has put aside that another switched CDI on.
+/// Merges the sections of one name. Also returns the file, if any, whose section discards an earlier `enable_cdi =
+/// true`.
 fn joined<'a>(files: &'a [File], name: &str, reader: Reader) -> (Section, Option<&'a Path>) {
     let mut joined = Section::default();
     let mut lost = None;
@@ -198,7 +199,7 @@ fn judge(files: &[File], cdi_root: &Path, reader: Reader) -> Vec<Finding> {
     findings
 }
 
-/// How the section is written in a file of this version.
+/// Formats the section's header for a configuration version.
 fn section_name(version: u32) -> String {
     match version {
         0 | 1 => format!("[plugins.{VERSION_1}]"),
@@ -207,7 +208,7 @@ fn section_name(version: u32) -> String {
     }
 }
 
-/// Settings that stand in a section of another version, and nowhere else.
+/// Reports settings that appear only in a section of another version.
 fn misplaced(files: &[File], version: u32, counting: &[&str], section: &Section) -> Option<Finding> {
     let of_others = |file: &File| {
         let mut others = file.sections.iter().filter(|(name, _)| !counting.contains(name));
@@ -233,13 +234,13 @@ fn misplaced(files: &[File], version: u32, counting: &[&str], section: &Section)
     ))
 }
 
-/// Whether containerd reads CDI files where the companion writes them.
+/// Checks whether containerd's CDI directories include the companion's.
 fn spec_dirs(listed: Option<&[String]>, cdi_root: &Path) -> Finding {
     let directories = match listed {
         Some(listed) => listed.to_vec(),
         None => SPEC_DIRS.map(str::to_owned).to_vec(),
     };
-    // /var/run is a link to /run nearly everywhere.
+    // /var/run is usually a symlink to /run.
     let real = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     if directories
         .iter()
@@ -274,7 +275,7 @@ mod tests {
     const OLD: &str = "[plugins.\"io.containerd.grpc.v1.cri\"]\n";
     const NEW: &str = "[plugins.\"io.containerd.cri.v1.runtime\"]\n";
 
-    /// What is said of `config.toml` with this content and of the files beside it, which it may import.
+    /// Returns the findings for a `config.toml` with this content and other files that it may import.
     fn said_of(content: &str, others: &[(&str, &str)], root: &str, major: Option<u32>) -> Vec<Finding> {
         let directory = tempfile::tempdir().unwrap();
         for (name, content) in others.iter().chain(&[("config.toml", content)]) {
@@ -295,7 +296,7 @@ mod tests {
     fn files_of_version_3_and_later_have_cdi_on_unless_they_switch_it_off() {
         for version in [3, 4, 12] {
             let version = format!("version = {version}\n");
-            // Only containerd 2 and later read it, so nobody is asked.
+            // Only containerd 2 and later reads it, so the version does not matter.
             for (content, expected) in [
                 (version.clone(), Level::Fine),
                 (format!("{version}{NEW}enable_cdi = true # on"), Level::Fine),
@@ -337,7 +338,7 @@ mod tests {
             assert_eq!(level(&format!("{old} = true # comment"), major), Level::Fine);
             assert_eq!(level(&format!("{old} = false"), major), Level::Problem);
             assert_eq!(level("[plugins.cri]\nenable_cdi = true", major), Level::Fine);
-            // What a new section says counts more where both are read.
+            // The new section takes precedence if containerd reads both.
             let new = format!("{old} = true\n{NEW}enable_cdi = false");
             assert_eq!(level(&new, Some(2)), Level::Problem);
             assert_eq!(level(&new, Some(1)), Level::Fine);
@@ -359,7 +360,7 @@ mod tests {
 
     #[test]
     fn a_section_of_another_version_is_told() {
-        // Without a version it is 1, and containerd 1 does not know this section.
+        // The default version is 1, and containerd 1 does not know this section.
         let unversioned = said_of(&format!("{OLD}enable_cdi = true"), &[], "/etc/cdi", Some(1));
         assert_eq!(worst(&unversioned), Level::Problem);
         let told = |findings: &[Finding]| {
@@ -375,7 +376,7 @@ mod tests {
         );
         assert_eq!(worst(&of_3), Level::Warning);
         assert!(told(&of_3), "{of_3:?}");
-        // Who writes both is fine.
+        // Both sections together are valid.
         let content = format!("version = 3\n{OLD}enable_cdi = true\n{NEW}enable_cdi = true");
         assert_eq!(level(&content, None), Level::Fine);
     }
@@ -397,7 +398,7 @@ mod tests {
         let lost = said(&drops, Some(1));
         assert_eq!(worst(&lost), Level::Problem);
         assert!(lost[0].message.contains("1.drop alone"), "{lost:?}");
-        // The version of the last file that has one counts.
+        // The last file with a version determines the version.
         assert_eq!(
             worst(&said(&[("1.drop", "version = 3")], Some(2))),
             Level::Warning

@@ -1,4 +1,4 @@
-//! Reads containerd's configuration, as far as it concerns CDI: the file, and those that it imports.
+//! Reads the CDI settings of containerd's configuration: the file and its imports.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
@@ -9,58 +9,55 @@ use std::path::{Component, Path, PathBuf};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-/// The plugin that reads CDI files, as files of version 1 call it.
+/// Section of the plugin that reads CDI files, in version 1.
 pub(super) const VERSION_1: &str = "cri";
-/// The same in files of version 2.
+/// The same in version 2.
 pub(super) const VERSION_2: &str = "io.containerd.grpc.v1.cri";
-/// The same in files of version 3 and later.
+/// The same in version 3 and later.
 pub(super) const VERSION_3: &str = "io.containerd.cri.v1.runtime";
 
-/// What one file says.
+/// Contents of one file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct File {
-    /// Where it is.
+    /// Path of the file.
     pub(super) path: PathBuf,
-    /// Its version; without, it is of version 1.
+    /// Configuration version; 1 if absent.
     pub(super) version: Option<u32>,
-    /// The sections of the plugin that reads CDI files, by name.
+    /// Sections of the plugin that reads CDI files, by name.
     pub(super) sections: BTreeMap<&'static str, Section>,
     imports: Vec<String>,
 }
 
-/// What a section says.
+/// Settings of a section.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Section {
-    /// Whether CDI files are read.
+    /// Whether containerd reads CDI files.
     pub(super) enable_cdi: Option<bool>,
-    /// Where.
+    /// Directories of CDI files.
     pub(super) spec_dirs: Option<Vec<String>>,
 }
 
-/// Why a configuration cannot be judged.
+/// Why a configuration cannot be checked.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Broken {
     /// A file cannot be read.
     #[error("{}: {error}", path.display())]
     Unread {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
         error: io::Error,
     },
-    /// A file has what containerd does not take.
+    /// containerd rejects the file's content.
     #[error("{}, line {line}: {cause}", path.display())]
     Wrong {
-        /// Which.
         path: PathBuf,
-        /// Where in it, counted from 1.
+        /// Line number, counted from 1.
         line: usize,
-        /// What is wrong.
         cause: String,
     },
 }
 
-/// Reads a file and whatever is imported, in the order in which containerd does: a file before those that it imports, each once.
+/// Reads a file and its imports in containerd's order: each file before its imports, each file once.
 pub(super) fn read(path: &Path) -> Result<Vec<File>, Broken> {
     let mut seen = BTreeSet::new();
     let mut files = Vec::new();
@@ -83,21 +80,23 @@ pub(super) fn read(path: &Path) -> Result<Vec<File>, Broken> {
     Ok(files)
 }
 
-/// What an import means: a path or, if it has an asterisk, a pattern; relative ones are of the importing file's directory.
+/// Resolves an import: a path or, with an asterisk, a pattern. Relative imports start at the importing file's
+/// directory.
 fn found(directory: &Path, import: &str) -> Result<Vec<PathBuf>, Broken> {
     let path = clean(&directory.join(import));
     let Some(pattern) = path.to_str().filter(|path| path.contains('*')) else {
         return Ok(vec![path]);
     };
     let mut pattern = pattern.to_owned();
-    // An asterisk never goes beyond a directory in containerd's patterns; two are one.
+    // In containerd's patterns, an asterisk never matches a slash, and `**` equals `*`.
     while pattern.contains("**") {
         pattern = pattern.replace("**", "*");
     }
     let Ok(paths) = glob::glob(&pattern) else {
         return Ok(Vec::new());
     };
-    // containerd passes over a directory that it cannot list, but there is none: it is root, and we may be somebody else.
+    // containerd skips directories that it cannot list. It runs as root, so it has none; this process may not, so the
+    // error is reported.
     let unread = |error: glob::GlobError| Broken::Unread {
         path: error.path().to_owned(),
         error: error.into(),
@@ -105,7 +104,7 @@ fn found(directory: &Path, import: &str) -> Result<Vec<PathBuf>, Broken> {
     paths.map(|path| path.map_err(unread)).collect()
 }
 
-/// A path without what leads nowhere, so that no file is read twice, by another name each time.
+/// Normalizes a path lexically, so that no file is read twice under different names.
 fn clean(path: &Path) -> PathBuf {
     let mut cleaned = PathBuf::new();
     for part in path.components() {
@@ -120,7 +119,7 @@ fn clean(path: &Path) -> PathBuf {
     cleaned
 }
 
-/// What is wrong, and where in the text.
+/// Byte range of an error in the text, and its cause.
 type Wrong = (Range<usize>, String);
 
 fn parse(path: &Path, text: &str) -> Result<File, Broken> {
@@ -321,7 +320,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         std::os::unix::fs::symlink(directory.path(), directory.path().join("round")).unwrap();
         let main = write(directory.path(), "main.toml", "imports = ['round/main.toml']");
-        // containerd gives up too, when the kernel does.
+        // The kernel's limit on symlinks ends the loop; containerd fails as well.
         assert!(matches!(read(&main), Err(Broken::Unread { .. })));
     }
 }
