@@ -1,4 +1,4 @@
-//! The kit for a [`Driver`]: what it is told, and in which order it tries what.
+//! Conformance test of a [`Driver`]: its settings and the order of the checks.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -18,23 +18,23 @@ use super::story;
 use crate::controller::is_driver_name;
 use crate::driver::Driver;
 
-/// How long a call may take, unless the test says otherwise.
+/// Default limit for a call.
 const LIMIT: Duration = Duration::from_secs(10);
-/// How long a story may take for one of its steps, unless the test says otherwise.
+/// Default limit for one step of a scenario.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Claims that are tried at the same time, at most, unless the test says otherwise.
+/// Default maximum number of concurrent claims.
 const MOST: usize = 16;
-/// Stories that are played at the same time. Most of one is waiting.
+/// Number of concurrent scenarios; they mostly wait.
 const AT_ONCE: usize = 8;
 
-/// The conformance test of a [`Driver`]. Made by [`conformance`](super::conformance()).
+/// Conformance test of a [`Driver`]. Created by [`conformance`](super::conformance()).
 pub struct Conformance<D> {
     kit: Kit<D>,
     wakes: bool,
     only: Option<BTreeSet<Rule>>,
 }
 
-/// What exercises need.
+/// Input of the checks.
 pub(super) struct Kit<D> {
     make: Make<D>,
     pub(super) setup: Setup,
@@ -57,17 +57,17 @@ impl<D: Driver> Kit<D> {
         self.limit
     }
 
-    /// An instance that was told nothing yet.
+    /// Starts an instance without any observation.
     pub(super) async fn instance<'a>(&self, scene: &'a Scene) -> Done<Instance<'a, D>> {
         self.fated(scene, Fate::new(None)).await
     }
 
-    /// An instance that something happens to.
+    /// Starts an instance with a fault plan.
     pub(super) async fn fated<'a>(&self, scene: &'a Scene, fate: Fate) -> Done<Instance<'a, D>> {
         Instance::start(&self.make, scene, fate, self.limit, self.most).await
     }
 
-    /// An instance that knows that there are no claims.
+    /// Starts an instance that has observed an empty list of claims.
     pub(super) async fn started<'a>(&self, scene: &'a Scene) -> Done<Instance<'a, D>> {
         let instance = self.instance(scene).await?;
         instance.begin(Vec::new()).await?;
@@ -79,7 +79,7 @@ impl<D: Driver> Kit<D> {
     }
 }
 
-/// The exercises that make calls alone, in the order in which they are done.
+/// Checks by driver calls alone, in execution order.
 #[derive(Clone, Copy, Debug)]
 enum Exercise {
     Full,
@@ -117,7 +117,7 @@ impl Exercise {
         }
     }
 
-    /// The rules that it tries.
+    /// The rules that the check covers.
     fn rules(self) -> &'static [Rule] {
         match self {
             Self::Full => &[
@@ -141,7 +141,7 @@ impl Exercise {
     }
 }
 
-/// Rules that say something also of a driver that always has one more to give.
+/// Rules that also apply to a driver without a capacity limit.
 const WITHOUT_LIMIT: [Rule; 3] = [
     Rule::AllocateAgainIsTheSame,
     Rule::DeallocateNothingDoesNothing,
@@ -167,10 +167,12 @@ impl<D: Driver> Conformance<D> {
         }
     }
 
-    /// Objects that the driver needs, as YAML: a ResourceClass of its own with what its `parametersRef` names, definitions of its
-    /// kinds, a ResourceClaimTemplate in namespace `default` from which the claims of the test are made. May be called again.
+    /// Adds objects that the driver needs, as YAML: a ResourceClass of the driver with the objects of its
+    /// `parametersRef`, CRDs, and a ResourceClaimTemplate in namespace `default` for the test's claims. May be called
+    /// repeatedly.
     ///
-    /// Without a class of the driver there is one without parameters, and without a template claims have no parameters either.
+    /// Without a class of the driver, the kit creates one without parameters; without a template, claims have no
+    /// parameters.
     #[must_use]
     pub fn objects(mut self, yaml: &str) -> Self {
         self.kit.setup.objects += "\n---\n";
@@ -178,53 +180,53 @@ impl<D: Driver> Conformance<D> {
         self
     }
 
-    /// The nodes of the cluster; `node-a` and `node-b` unless it is set. At least one claim must fit on one of them; with two and
-    /// more most can be tried.
+    /// Sets the nodes of the cluster; default: `node-a` and `node-b`. At least one claim must fit on one of them. Full
+    /// coverage needs at least two nodes.
     #[must_use]
     pub fn nodes(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.kit.setup.nodes = names.into_iter().map(Into::into).collect();
         self
     }
 
-    /// How many claims are tried at the same time, at most; 16 unless it is set. A driver that has as many or more to give counts as
-    /// one without a limit, and what is full is not tried.
+    /// Sets the maximum number of concurrent claims; default: 16. A driver with this capacity or more counts as
+    /// unlimited, and the rules about exhausted capacity are not checked.
     #[must_use]
     pub fn at_most(mut self, claims: usize) -> Self {
         self.kit.most = claims;
         self
     }
 
-    /// How long a call may take; 10 s unless it is set.
+    /// Sets the limit for a call; default: 10 s.
     #[must_use]
     pub fn call_limit(mut self, limit: Duration) -> Self {
         self.kit.limit = limit;
         self
     }
 
-    /// How long the controller and the driver may take together for what a pod waits for; 60 s unless it is set, because machines
-    /// that run tests are busy.
+    /// Sets the limit for the controller and the driver together to serve a waiting pod; default: 60 s, because test
+    /// machines are busy.
     #[must_use]
     pub fn patience(mut self, patience: Duration) -> Self {
         self.kit.patience = patience;
         self
     }
 
-    /// The driver cannot tell when something becomes free: it keeps [`Driver::capacity_changes`] as it is, and pods wait for
-    /// minutes.
+    /// Declares that the driver cannot report freed capacity: it keeps the default [`Driver::capacity_changes`], and
+    /// pods wait for minutes.
     #[must_use]
     pub fn without_waking(mut self) -> Self {
         self.wakes = false;
         self
     }
 
-    /// Tries only what concerns these rules, for instance to look for the cause of a finding.
+    /// Checks only these rules, for instance to debug a finding.
     #[must_use]
     pub fn only(mut self, rules: impl IntoIterator<Item = Rule>) -> Self {
         self.only = Some(rules.into_iter().collect());
         self
     }
 
-    /// Tries everything, and returns what was tried or what is broken. Must be called within a tokio runtime.
+    /// Runs all checks and returns a report, or the broken rules. Must be called within a tokio runtime.
     pub async fn run(mut self) -> Result<Report, Broken> {
         let mut report = Report::default();
         self.kit.setup.driver_name = self.name(&mut report).await?;
@@ -265,7 +267,7 @@ impl<D: Driver> Conformance<D> {
         }
     }
 
-    /// The driver's name, before there is anything else.
+    /// Returns the driver's name, which the other checks need.
     async fn name(&self, report: &mut Report) -> Done<String> {
         let nothing = Setup {
             nodes: self.kit.setup.nodes.clone(),
@@ -284,7 +286,7 @@ impl<D: Driver> Conformance<D> {
         Ok(name)
     }
 
-    /// Whether rules are to be tried; why not is reported.
+    /// Returns whether to check the rules; otherwise reports why not.
     fn wanted(&self, rules: &[Rule], places: Option<usize>, report: &mut Report) -> bool {
         let asked = |rule: &Rule| self.only.as_ref().is_none_or(|only| only.contains(rule));
         for rule in rules {
@@ -318,7 +320,7 @@ impl<D: Driver> Conformance<D> {
         }
     }
 
-    /// The real controller with the driver on the stage, and a blow at each of its steps.
+    /// Runs the real controller with the driver on the test cluster, with a fault at each step.
     async fn stories(&self, capacity: &Capacity, report: &mut Report) -> Done<()> {
         let kinds = [
             (BlowKind::Crash, Rule::SurvivesCrash),
@@ -340,7 +342,7 @@ impl<D: Driver> Conformance<D> {
                 report.skipped(rule, "the test asks for other rules only");
                 continue;
             }
-            // What is only told cannot take long or fail.
+            // Observations cannot hang or fail.
             let struck = |name: &String| kind == BlowKind::Crash || !name.starts_with(story::TOLD);
             let steps = numbered(&steps).into_iter();
             let blows = steps

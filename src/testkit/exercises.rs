@@ -1,4 +1,4 @@
-//! The exercises of a driver by its calls alone, as the controller makes them. Each has a cluster and an instance of its own.
+//! Checks of a driver by calls alone, as the controller makes them. Each check has its own cluster and instance.
 
 use std::time::Duration;
 
@@ -11,12 +11,12 @@ use super::rule::Rule;
 use super::scene::{Done, Scene, summed};
 use crate::driver::{CapacityChange, Driver, DriverErrorKind, Holding, Observation};
 
-/// Waits of an allocation after which it is dropped, at most.
+/// Maximum number of polls before an allocation is dropped.
 const WAITS: usize = 12;
-/// How often as many calls as there are places, and some more, are made at the same time.
+/// Number of rounds of concurrent calls that exceed the capacity.
 const RUSHES: usize = 5;
 
-/// What is full.
+/// Exhausted capacity.
 pub(super) async fn full<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
     let instance = kit.started(scene).await?;
     let Some(places) = capacity.places else {
@@ -66,7 +66,7 @@ pub(super) async fn full<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capa
         .await
 }
 
-/// More calls at the same time than there are places.
+/// More concurrent calls than capacity.
 pub(super) async fn rush<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
     let instance = kit.started(scene).await?;
     let Some(places) = capacity.places else {
@@ -102,7 +102,7 @@ pub(super) async fn rush<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capa
         .await
 }
 
-/// The same again, and what was never recorded.
+/// Repeated calls, and allocations that were never recorded.
 pub(super) async fn again<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
     let instance = kit.started(scene).await?;
     let held = instance.some(1).await?;
@@ -151,7 +151,7 @@ pub(super) async fn again<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Cap
         .await
 }
 
-/// What claims record, from `observe` to `observe`.
+/// Recorded allocations, through `observe`.
 pub(super) async fn recorded<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
     let instance = kit.started(scene).await?;
     let places = capacity.places;
@@ -164,7 +164,7 @@ pub(super) async fn recorded<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &
         instance
             .expect_free(Rule::RecordedIsHeld, tried, places, 1)
             .await?;
-        // Told again, as after any other change of the claim.
+        // Repeats the observation, as after any other change of the claim.
         instance.record(&held).await?;
         let holding = held.recorded(scene.driver_name());
         instance.deallocate(&holding, Some(&held.allocation)).await?;
@@ -190,7 +190,7 @@ pub(super) async fn recorded<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &
             instance.observe(Observation::Gone { uid: held.uid() }).await?;
         }
     }
-    // Somebody takes the finalizer off by force: nobody asks for a deallocation then.
+    // A finalizer removed by force causes no deallocation.
     let Some(held) = instance.allocate_one().await? else {
         return Ok(());
     };
@@ -200,7 +200,7 @@ pub(super) async fn recorded<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &
     instance.expect_free(Rule::ObservedIsFree, tried, places, 0).await
 }
 
-/// What a new instance knows.
+/// State of a new instance after a restart.
 pub(super) async fn restart<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
     let places = capacity.places;
     let instance = kit.started(scene).await?;
@@ -227,7 +227,7 @@ pub(super) async fn restart<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &C
         .await?;
     instance.kill().await;
 
-    // One whose allocation was not written down any more.
+    // An allocation that was not recorded before the crash.
     let instance = kit.instance(scene).await?;
     instance.begin(Vec::new()).await?;
     let lost = instance.some(1).await?;
@@ -244,7 +244,7 @@ pub(super) async fn restart<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &C
         .await
 }
 
-/// Claims of one pod.
+/// Several claims of one pod.
 pub(super) async fn batch<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
     let instance = kit.started(scene).await?;
     let Capacity {
@@ -300,7 +300,7 @@ pub(super) async fn batch<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Cap
         .await
 }
 
-/// Calls that take too long are dropped where they wait.
+/// Calls dropped at a wait because of the time limit.
 pub(super) async fn dropped<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
     let instance = kit.started(scene).await?;
     for waits in 1..=WAITS {
@@ -323,7 +323,7 @@ pub(super) async fn dropped<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &C
     Ok(())
 }
 
-/// Who waits is woken.
+/// Wake-up of waiting pods.
 pub(super) async fn woken<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
     let instance = kit.instance(scene).await?;
     let mut changes = instance.capacity_changes();
@@ -336,7 +336,7 @@ pub(super) async fn woken<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Cap
         return Ok(());
     };
     instance.record(first).await?;
-    // What was said of the start is not what is waited for.
+    // Skips capacity changes reported for the start.
     settle(&mut changes).await;
     instance.observe(Observation::Changed(first.unrecorded())).await?;
     let tried = "all is held; one claim is observed without allocation";

@@ -1,4 +1,4 @@
-//! One instance of a driver under test, and the calls that the controller would make.
+//! A driver instance under test, with the controller's calls.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -16,13 +16,13 @@ use crate::driver::{
     Verdict,
 };
 
-/// How long a reason of an event may be.
+/// Maximum length of an event reason.
 const REASON_MAX: usize = 128;
 
-/// What makes a driver.
+/// Creates a driver.
 pub(super) type Make<D> = Arc<dyn Fn(Place) -> D + Send + Sync>;
 
-/// A claim with what it was allocated.
+/// A claim and its allocation.
 #[derive(Clone, Debug)]
 pub(super) struct Held {
     pub(super) claim: Arc<ResourceClaim>,
@@ -31,7 +31,7 @@ pub(super) struct Held {
 }
 
 impl Held {
-    /// The claim as it is when the allocation is recorded.
+    /// Returns the claim with its allocation recorded.
     pub(super) fn recorded(&self, driver: &str) -> Holding {
         let mut claim = (*self.claim).clone();
         claim.status = ResourceClaimStatus {
@@ -44,7 +44,7 @@ impl Held {
         }
     }
 
-    /// The claim as it is without: our finalizer is in it still.
+    /// Returns the claim without an allocation; it still has our finalizer.
     pub(super) fn unrecorded(&self) -> Holding {
         Holding {
             claim: self.claim.clone(),
@@ -56,18 +56,18 @@ impl Held {
     }
 }
 
-/// An instance of a driver, in a process of its own.
+/// A driver instance in its own simulated process.
 pub(super) struct Instance<'a, D> {
     pub(super) driver: Arc<D>,
     pub(super) scene: &'a Scene,
     process: Process,
-    /// How long a call may take.
+    /// Limit for a call.
     limit: Duration,
     pub(super) most: usize,
 }
 
 impl<'a, D: Driver> Instance<'a, D> {
-    /// Starts one that has not been told of anything.
+    /// Starts an instance without any observation.
     pub(super) async fn start(
         make: &Make<D>,
         scene: &'a Scene,
@@ -104,23 +104,23 @@ impl<'a, D: Driver> Instance<'a, D> {
         })
     }
 
-    /// A client whose writes are steps of its process.
+    /// Returns a client whose writes are steps of the instance's process.
     pub(super) fn client(&self) -> kube::Client {
         self.process.client(self.scene.stage.server())
     }
 
-    /// Starts something in its process.
+    /// Spawns a task in the instance's process.
     pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         self.process.spawn(work);
     }
 
-    /// Kills it: what its tasks have not done by now they never do.
+    /// Kills the instance; its tasks never finish pending work.
     pub(super) async fn kill(self) {
         self.scene.note("(killed)");
         self.process.kill().await;
     }
 
-    /// A call with the limit, and with panics caught.
+    /// Runs a call with the limit and catches panics.
     async fn call<T: Send + 'static>(
         &self,
         what: &str,
@@ -143,7 +143,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         }
     }
 
-    /// Tells it of claims; finds what it finds.
+    /// Sends an observation and checks that the driver reports no findings.
     pub(super) async fn observe(&self, observation: Observation) -> Done<()> {
         let shown = match &observation {
             Observation::All(all) => format!("observe(All({}))", holdings(all, self.scene)),
@@ -171,7 +171,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         }
     }
 
-    /// The start, as the controller does it.
+    /// Starts the driver in the controller's order.
     pub(super) async fn begin(&self, all: Vec<Holding>) -> Done<()> {
         self.observe(Observation::All(all)).await?;
         let driver = self.driver.clone();
@@ -194,7 +194,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         }
     }
 
-    /// Reads the parameters of claims, as the controller does before each call.
+    /// Parses the parameters of claims, as the controller does before each call.
     pub(super) async fn requests(&self, claims: &[Arc<ResourceClaim>]) -> Done<Vec<ClaimRequest<D>>> {
         let (driver, class, list) = (self.driver.clone(), self.scene.class(), claims.to_vec());
         let read = self
@@ -225,7 +225,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         })
     }
 
-    /// Asks on which of the nodes the claims cannot be.
+    /// Calls `unsuitable_nodes` for the claims.
     pub(super) async fn judge(&self, claims: &[Arc<ResourceClaim>], nodes: &[String]) -> Done<Vec<Verdict>> {
         let requests = self.requests(claims).await?;
         let (driver, asked) = (self.driver.clone(), nodes.to_vec());
@@ -263,7 +263,7 @@ impl<'a, D: Driver> Instance<'a, D> {
             .broken(Rule::OneVerdictPerClaim, &what, expected, found))
     }
 
-    /// Asks for an allocation.
+    /// Calls `allocate`.
     pub(super) async fn allocate(
         &self,
         claims: &[Arc<ResourceClaim>],
@@ -295,7 +295,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         Err(self.scene.broken(Rule::OneResultPerClaim, &what, expected, found))
     }
 
-    /// Begins to allocate and drops the call when it has waited so often; whether it was done before.
+    /// Starts an allocation and drops the call after `polls` waits. Returns whether the call finished before.
     pub(super) async fn allocate_and_drop(
         &self,
         claim: &Arc<ResourceClaim>,
@@ -316,7 +316,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         Ok(answer)
     }
 
-    /// Has a claim given back.
+    /// Calls `deallocate`.
     pub(super) async fn deallocate(
         &self,
         holding: &Holding,
@@ -349,7 +349,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         ))
     }
 
-    /// Follows what it says of its capacity.
+    /// Subscribes to the driver's capacity changes.
     pub(super) fn capacity_changes(&self) -> mpsc::UnboundedReceiver<CapacityChange> {
         let (sender, receiver) = mpsc::unbounded_channel();
         let driver = self.driver.clone();
@@ -364,7 +364,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         receiver
     }
 
-    /// Something that runs in the instance's process at the same time as other calls.
+    /// Allocates the claims in concurrent calls.
     pub(super) async fn at_once(
         &self,
         claims: &[Arc<ResourceClaim>],

@@ -1,4 +1,4 @@
-//! How much a driver has to give, found by asking it: what most exercises begin and end with.
+//! Measures a driver's capacity by allocation; most checks start and end with it.
 
 use std::sync::Arc;
 
@@ -10,15 +10,15 @@ use super::scene::{Done, Scene, Stop};
 use crate::api::resource::{AllocationResult, ResourceClaim};
 use crate::driver::{Driver, DriverError, Holding, Observation};
 
-/// A node that no cluster of the kit has.
+/// A node that does not exist in any cluster of the kit.
 const NOWHERE: &str = "conformance-nowhere";
 
-/// How much a driver has to give.
+/// Capacity of a driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Capacity {
-    /// Claims that fit at the same time, if that is a number that the kit could find.
+    /// Number of claims that fit at the same time; `None` if the kit found no limit.
     pub(super) places: Option<usize>,
-    /// A node, and how many claims of one pod it takes.
+    /// A node, and the number of claims of one pod that it can serve.
     pub(super) node: String,
     pub(super) together: usize,
 }
@@ -34,7 +34,7 @@ impl<D: Driver> Instance<'_, D> {
         self.scene.broken(rule, tried, expected, found)
     }
 
-    /// Allocates a claim where the driver does not object; `None` if it objects everywhere.
+    /// Allocates a claim on a suitable node; `None` if no node is suitable.
     pub(super) async fn allocate_one(&self) -> Done<Option<Held>> {
         let claim = [self.scene.claim()?];
         let verdicts = self.judge(&claim, &self.scene.nodes).await?;
@@ -55,7 +55,7 @@ impl<D: Driver> Instance<'_, D> {
         }))
     }
 
-    /// Allocates claims where the driver did not object.
+    /// Allocates claims on a node that the driver considers suitable.
     pub(super) async fn take(
         &self,
         claims: &[Arc<ResourceClaim>],
@@ -88,17 +88,17 @@ impl<D: Driver> Instance<'_, D> {
         Ok(held)
     }
 
-    /// Gives back what was never recorded.
+    /// Deallocates claims that were never recorded.
     pub(super) async fn give_back(&self, held: &[Held]) -> Done<()> {
         for (number, one) in held.iter().enumerate() {
-            // With and without what was allocated: a restart forgets it.
+            // With and without the allocation, because a restarted controller does not know it.
             let allocation = (number % 2 == 0).then_some(&one.allocation);
             self.deallocate(&one.unrecorded(), allocation).await?;
         }
         Ok(())
     }
 
-    /// How many claims fit now. Everything is given back.
+    /// Counts the claims that fit now, and deallocates all of them.
     pub(super) async fn free(&self) -> Done<usize> {
         self.scene.note("(how many claims fit?)");
         let held = self.some(self.most).await?;
@@ -107,7 +107,7 @@ impl<D: Driver> Instance<'_, D> {
         Ok(held.len())
     }
 
-    /// Checks how many claims fit now, of a number of them.
+    /// Checks that all but `held` of the `places` are free.
     pub(super) async fn expect_free(
         &self,
         rule: Rule,
@@ -137,7 +137,7 @@ impl<D: Driver> Instance<'_, D> {
     }
 }
 
-/// Name, start, parameters, verdicts, and how much there is. The other exercises need what it finds.
+/// Checks name, start, parameters and verdicts, and measures the capacity for the other checks.
 pub(super) async fn basics<D: Driver>(kit: &Kit<D>, scene: &Scene, report: &mut Report) -> Done<Capacity> {
     let instance = kit.instance(scene).await?;
     instance.begin(Vec::new()).await?;

@@ -1,11 +1,11 @@
-//! The conformance kit: whether a [`Driver`] or a [`NodeDriver`] keeps to its contract, with one line in its vendor's test.
+//! Conformance kit: tests a [`Driver`] or a [`NodeDriver`] against its contract with one line in the vendor's test.
 //!
-//! Every exercise has a cluster of its own in this process ([`crate::testcluster`]) and needs neither Kubernetes nor root. A driver is
-//! called as the controller and the companion call it, in every order that the contract allows; then the real controller and the
-//! real companion serve pods with it, killed before and after each of their steps, with calls that hang and calls that fail.
-//! What a rule is and why it is one, the documentation of the two traits says; [`Rule`] lists them all.
+//! Each check runs on its own in-process cluster ([`crate::testcluster`]) and needs neither Kubernetes nor root. The kit
+//! calls a driver as the controller and the companion do, in every order that the contract allows. Then the real
+//! controller and the real companion serve pods with the driver; the kit kills them before and after each step and makes
+//! calls hang or fail. The two traits document the rules and their reasons; [`Rule`] lists all of them.
 //!
-//! It comes with the feature `testcluster`, which is on by default:
+//! The kit requires the feature `testcluster`, which is on by default:
 //!
 //! ```toml
 //! [dev-dependencies]
@@ -51,13 +51,13 @@
 //! # }
 //! ```
 //!
-//! Give it a class and what the class needs with [`Conformance::objects`], and two nodes or more on which a few claims fit, so that
-//! what is full can be tried; the kit finds out how many fit by asking.
+//! Add a class and the objects it refers to with [`Conformance::objects`], and at least two nodes on which a few claims fit,
+//! so that the kit can exhaust them; it determines the capacity through the driver.
 //!
-//! The closure is called for each instance: at the start of an exercise, and again after the instance before was killed. Its
-//! tasks are killed with it. What the driver keeps elsewhere outlives it, in [`Place::directory`], which is new for each exercise.
+//! The kit calls the closure for each instance: at the start of a check, and again after it has killed an instance with its
+//! tasks. Durable state of the driver belongs in [`Place::directory`], which is new for each check.
 //!
-//! # A node's driver
+//! # A node driver
 //!
 //! ```no_run
 //! # use drayman::node::driver::NodeDriver;
@@ -76,8 +76,8 @@
 //!
 //! # When a rule is broken
 //!
-//! [`Broken`] says for each rule what was tried, what was expected, what came, and what was called up to then. `unwrap` prints it
-//! as it is. Look for the cause with [`Conformance::only`].
+//! [`Broken`] contains for each broken rule the check, the expected and the observed behaviour, and all calls so far;
+//! `unwrap` prints it. Narrow down the cause with [`Conformance::only`].
 //!
 //! ```text
 //! RecordedIsHeld: what a claim records stays held, also after `deallocate`, until `observe` shows that it does not any more
@@ -91,11 +91,11 @@
 //!     ...
 //! ```
 //!
-//! # What it does not show
+//! # Limits
 //!
-//! That the devices work; that a node gets what the handle says, since the handle is the vendor's own; what a driver does with
-//! two controllers at once, which [`LeaderElection`](crate::controller::LeaderElection) rules out. A killed instance ends where
-//! its tasks await; a thread that blocks goes on to its end, for five seconds at most.
+//! The kit does not check that the devices work, nor that a node follows the handle, whose format is the vendor's. It does
+//! not run two controllers at once, which [`LeaderElection`](crate::controller::LeaderElection) rules out. The tasks of a
+//! killed instance end at an await point; the kit waits up to five seconds for a blocking thread.
 
 mod conformance;
 mod exercises;
@@ -123,15 +123,15 @@ pub use scene::Place;
 use crate::driver::Driver;
 use crate::node::driver::NodeDriver;
 
-/// The conformance test of a driver, of which `make` makes an instance. Runs in the runtime of the instance's process, so that it may
-/// start tasks.
+/// Creates the conformance test of a driver. `make` creates an instance within the runtime of its simulated process, so
+/// it may spawn tasks.
 pub fn conformance<D: Driver>(make: impl Fn(Place) -> D + Send + Sync + 'static) -> Conformance<D> {
     Conformance::new(make)
 }
 
-/// The conformance test of a node's driver, of which `make` makes an instance.
+/// Creates the conformance test of a node driver. `make` creates an instance.
 ///
-/// At least one of its devices must be well and open to claims. With two more can be tried.
+/// At least one device must be healthy and available to claims; two allow more checks.
 pub fn node_conformance<D, F>(make: impl Fn(Place) -> F + Send + Sync + 'static) -> NodeConformance<D>
 where
     D: NodeDriver,

@@ -1,4 +1,4 @@
-//! The kit for a [`NodeDriver`].
+//! Conformance test of a [`NodeDriver`].
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -21,25 +21,25 @@ use super::scene::{Done, Place, Scene, Setup, Stop};
 use crate::api::crd::definitions;
 use crate::node::driver::{Device, NodeDriver};
 
-/// How long a call may take, unless the test says otherwise; the companion's own limit.
+/// Default limit for a call, equal to the companion's.
 const LIMIT: Duration = Duration::from_secs(10);
-/// How long a story may take for one of its steps, unless the test says otherwise.
+/// Default limit for one step of a scenario.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Stories that are played at the same time.
+/// Number of concurrent scenarios per test.
 const AT_ONCE: usize = 4;
-/// The same in this process, by all tests. Each has a companion, and a machine lets a user watch a few directories only
-/// (`fs.inotify.max_user_instances`, 128 by default).
+/// Limits concurrent scenarios across all tests of this process. Each has a companion, and the number of inotify
+/// instances per user is limited (`fs.inotify.max_user_instances`, 128 by default).
 static PLAYING: Semaphore = Semaphore::const_new(AT_ONCE);
-/// The driver's name on the stage.
+/// Driver name on the test cluster.
 pub(super) const DRIVER: &str = "conformance.example.com";
 
-/// The conformance test of a [`NodeDriver`]. Made by [`node_conformance`](super::node_conformance()).
+/// Conformance test of a [`NodeDriver`]. Created by [`node_conformance`](super::node_conformance()).
 pub struct NodeConformance<D> {
     kit: NodeKit<D>,
     only: Option<BTreeSet<Rule>>,
 }
 
-/// What exercises need.
+/// Input of the checks.
 pub(super) struct NodeKit<D> {
     make: Make<D>,
     limit: Duration,
@@ -64,7 +64,7 @@ impl<D: NodeDriver> NodeKit<D> {
         NodeInstance::start(&self.make, scene, fate, self.limit).await
     }
 
-    /// An instance whose first list has come, as the companion waits for it.
+    /// Starts an instance and waits for its first device list, as the companion does.
     pub(super) async fn listening<'a>(&self, scene: &'a Scene) -> Done<NodeInstance<'a, D>> {
         let instance = self.instance(scene).await?;
         instance.devices().await?;
@@ -133,36 +133,36 @@ impl<D: NodeDriver> NodeConformance<D> {
         }
     }
 
-    /// How the test sees what is left of any claim: given [`Place::directory`], it says what is prepared there, and nothing if
-    /// no claim is. Without it the kit cannot try [`Rule::NothingIsLeft`].
+    /// Sets a function that lists leftovers of claims: given [`Place::directory`], it returns the prepared items, and
+    /// nothing without a prepared claim. Without it, the kit cannot check [`Rule::NothingIsLeft`].
     #[must_use]
     pub fn left_over(mut self, look: impl Fn(&Path) -> Vec<String> + Send + Sync + 'static) -> Self {
         self.kit.left_over = Some(Arc::new(look));
         self
     }
 
-    /// How long a call may take; 10 s unless it is set, as in the companion.
+    /// Sets the limit for a call; default: 10 s, as in the companion.
     #[must_use]
     pub fn call_limit(mut self, limit: Duration) -> Self {
         self.kit.limit = limit;
         self
     }
 
-    /// How long companion and driver may take together for what a pod waits for; 60 s unless it is set.
+    /// Sets the limit for the companion and the driver together to serve a waiting pod; default: 60 s.
     #[must_use]
     pub fn patience(mut self, patience: Duration) -> Self {
         self.kit.patience = patience;
         self
     }
 
-    /// Tries only what concerns these rules.
+    /// Checks only these rules.
     #[must_use]
     pub fn only(mut self, rules: impl IntoIterator<Item = Rule>) -> Self {
         self.only = Some(rules.into_iter().collect());
         self
     }
 
-    /// Tries everything, and returns what was tried or what is broken. Must be called within a tokio runtime.
+    /// Runs all checks and returns a report, or the broken rules. Must be called within a tokio runtime.
     pub async fn run(self) -> Result<Report, Broken> {
         let mut report = Report::default();
         let scene = Scene::open(&setup("none")?, "the list of devices")?;
@@ -231,7 +231,7 @@ impl<D: NodeDriver> NodeConformance<D> {
         }
     }
 
-    /// The real companion with the driver on the stage, and a blow at each of its steps.
+    /// Runs the real companion with the driver on the test cluster, with a fault at each step.
     async fn stories(&self, kind: &str, report: &mut Report) -> Done<()> {
         let kinds = [
             (BlowKind::Crash, Rule::NodeSurvivesCrash),
@@ -280,14 +280,15 @@ impl<D: NodeDriver> NodeConformance<D> {
             || "pods on a node of the stage".to_owned(),
             |blow| format!("pods on a node of the stage, {}", blow.describe()),
         );
-        // It is never closed.
+        // The semaphore is never closed.
         let _playing = PLAYING.acquire().await;
         let scene = Scene::open(&setup(kind)?, &about)?;
         node_story::play(&self.kit, &scene, blow).await
     }
 }
 
-/// The first call of each method of the driver, counted among its calls. Where one hangs the companion waits for ten seconds: too long for all of them.
+/// Returns the first call of each driver method with its call number. The companion waits ten seconds for a hanging
+/// call, so testing all calls would take too long.
 fn first_of_each(steps: &[String]) -> Vec<(Sort, usize, &String)> {
     let mut seen = BTreeSet::new();
     let is_first = |(_, _, step): &(Sort, usize, &String)| {
@@ -297,7 +298,7 @@ fn first_of_each(steps: &[String]) -> Vec<(Sort, usize, &String)> {
     numbered(steps).into_iter().filter(is_first).collect()
 }
 
-/// Our own kinds, and a class of the driver's devices of a kind.
+/// Returns our CRDs and a class for the driver's devices of a kind.
 fn setup(kind: &str) -> Done<Setup> {
     let mut objects = Vec::new();
     for definition in definitions() {
@@ -316,7 +317,7 @@ fn setup(kind: &str) -> Done<Setup> {
     let documents: Vec<String> = objects.iter().map(ToString::to_string).collect();
     Ok(Setup {
         objects: documents.join("\n---\n"),
-        // Its kubelet makes the one node there is.
+        // The kubelet creates the only node.
         nodes: Vec::new(),
         driver_name: DRIVER.to_owned(),
     })

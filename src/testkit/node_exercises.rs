@@ -1,4 +1,4 @@
-//! The exercises of a node's driver by its calls alone.
+//! Checks of a node driver by calls alone.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,12 +9,12 @@ use super::rule::Rule;
 use super::scene::{Done, Scene};
 use crate::node::driver::{Device, Injection, NodeDriver, PreparedClaim, served};
 
-/// A device that no node has.
+/// A device that does not exist on any node.
 const NOWHERE: &str = "conformance-nowhere";
-/// Waits of a prepare after which it is dropped, at most.
+/// Maximum number of polls before a prepare is dropped.
 const WAITS: usize = 12;
 
-/// Claims of the exercises: each has a uid of its own.
+/// Creates a claim with a new uid.
 fn claim(scene: &Scene, name: &str, devices: &[&str]) -> PreparedClaim {
     PreparedClaim {
         uid: scene.stage.server().source.uid(),
@@ -24,7 +24,7 @@ fn claim(scene: &Scene, name: &str, devices: &[&str]) -> PreparedClaim {
     }
 }
 
-/// The list of devices, twice. Answers with those that a claim can have.
+/// Checks two device lists. Returns the devices available to claims.
 pub(super) async fn devices<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene) -> Done<Vec<Device>> {
     let instance = kit.instance(scene).await?;
     let list = instance.devices().await?;
@@ -50,7 +50,7 @@ pub(super) async fn devices<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene) -> D
     Ok(list.into_iter().filter(usable).collect())
 }
 
-/// What a container gets for each device.
+/// Container edits of each device.
 pub(super) async fn injections<D: NodeDriver>(
     kit: &NodeKit<D>,
     scene: &Scene,
@@ -100,7 +100,7 @@ async fn same_injection<D: NodeDriver>(
     Err(instance.broken(Rule::InjectionRepeats, &tried, expected, format!("{again:?}")))
 }
 
-/// What a container runtime would refuse, or do otherwise than it is meant.
+/// Checks that a container runtime can apply the container edits as intended.
 fn usable<D: NodeDriver>(instance: &NodeInstance<'_, D>, device: &str, injection: &Injection) -> Done<()> {
     let mut problems = Vec::new();
     let mut path = |what: &str, path: &str, exists: bool| {
@@ -141,7 +141,7 @@ fn usable<D: NodeDriver>(instance: &NodeInstance<'_, D>, device: &str, injection
     }
 }
 
-/// Claims are prepared and undone, again and by other instances.
+/// Repeated prepare and unprepare, also by other instances.
 pub(super) async fn claims<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene, devices: &[Device]) -> Done<()> {
     let instance = kit.listening(scene).await?;
     let Some(first) = devices.first() else {
@@ -198,7 +198,7 @@ pub(super) async fn claims<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene, devic
     instance.nothing_left(kit.left_over.as_ref(), "all claims are undone")
 }
 
-/// A prepare that ends in the middle.
+/// An interrupted prepare.
 pub(super) async fn unfinished<D: NodeDriver>(
     kit: &NodeKit<D>,
     scene: &Scene,
@@ -224,7 +224,7 @@ pub(super) async fn unfinished<D: NodeDriver>(
     instance.nothing_left(kit.left_over.as_ref(), "a prepare has failed, and was undone")
 }
 
-/// A prepare that takes too long.
+/// A prepare that exceeds its limit.
 pub(super) async fn dropped<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene, devices: &[Device]) -> Done<()> {
     let instance = kit.listening(scene).await?;
     let rule = Rule::DroppedPrepareCanBeUndone;

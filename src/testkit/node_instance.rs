@@ -1,4 +1,4 @@
-//! One instance of a node's driver under test, and the calls that the companion would make.
+//! A node driver instance under test, with the companion's calls.
 
 use std::future::Future;
 use std::path::Path;
@@ -13,13 +13,12 @@ use super::rule::Rule;
 use super::scene::{Done, Place, Scene, Stop};
 use crate::node::driver::{Device, Injection, NodeDriver, NodeDriverError, PreparedClaim};
 
-/// The node.
 pub(super) const NODE: &str = "node-a";
 
-/// What makes a driver.
+/// Creates a node driver.
 pub(super) type Make<D> = Arc<dyn Fn(Place) -> BoxFuture<'static, D> + Send + Sync>;
 
-/// An instance of a node's driver, in a process of its own.
+/// A node driver instance in its own simulated process.
 pub(super) struct NodeInstance<'a, D> {
     pub(super) driver: Arc<D>,
     pub(super) scene: &'a Scene,
@@ -70,7 +69,7 @@ impl<'a, D: NodeDriver> NodeInstance<'a, D> {
         self.scene.broken(rule, tried, expected, found)
     }
 
-    /// The first list.
+    /// Returns the first device list.
     pub(super) async fn devices(&self) -> Done<Vec<Device>> {
         let driver = self.driver.clone();
         let first = self
@@ -112,7 +111,7 @@ impl<'a, D: NodeDriver> NodeInstance<'a, D> {
         Ok(answer)
     }
 
-    /// Begins to prepare and drops the call when it has waited so often; whether it was done before.
+    /// Starts a prepare and drops the call after `polls` waits. Returns whether the call finished before.
     pub(super) async fn prepare_and_drop(&self, claim: &PreparedClaim, polls: usize) -> Done<bool> {
         let (driver, of) = (self.driver.clone(), claim.clone());
         let call = self
@@ -125,7 +124,7 @@ impl<'a, D: NodeDriver> NodeInstance<'a, D> {
         Ok(done)
     }
 
-    /// Undoes; an error breaks `rule`.
+    /// Calls `unprepare`; an error breaks `rule`.
     pub(super) async fn unprepare(&self, claim: &PreparedClaim, rule: Rule, tried: &str) -> Done<()> {
         let (driver, of) = (self.driver.clone(), claim.clone());
         let call = self.process.run(async move { driver.unprepare(&of).await });
@@ -140,7 +139,7 @@ impl<'a, D: NodeDriver> NodeInstance<'a, D> {
         }
     }
 
-    /// Prepares; an error or another answer than the one that is expected breaks `rule`.
+    /// Calls `prepare`; an error or unexpected container edits break `rule`.
     pub(super) async fn prepared(
         &self,
         claim: &PreparedClaim,
@@ -159,7 +158,7 @@ impl<'a, D: NodeDriver> NodeInstance<'a, D> {
         }
     }
 
-    /// Checks that nothing of any claim is left, as far as the test can see.
+    /// Checks that no claim has leftovers, as far as the vendor's function can tell.
     pub(super) fn nothing_left(&self, look: Option<&LeftOver>, tried: &str) -> Done<()> {
         let left = look
             .map(|look| look(&self.scene.directory.own()))
@@ -171,7 +170,7 @@ impl<'a, D: NodeDriver> NodeInstance<'a, D> {
     }
 }
 
-/// What a test sees of what drivers have done: what is left of any claim, in a directory.
+/// Vendor function that lists leftovers of claims in a directory.
 pub(super) type LeftOver = Arc<dyn Fn(&Path) -> Vec<String> + Send + Sync>;
 
 async fn limited<T>(

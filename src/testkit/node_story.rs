@@ -1,4 +1,4 @@
-//! A story of pods on a node with the real companion, the driver under test and a kubelet of the stage.
+//! Scenario of pods on a node with the real companion, the driver under test and the test cluster's kubelet.
 
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,12 +23,12 @@ use crate::testcluster::api::object::{self, text};
 use crate::testcluster::kubelet::{Kubelet, NodePlace};
 use crate::testcluster::runtime::Outfit;
 
-/// How often is looked at what changes without the server's knowledge.
+/// Poll interval for changes that bypass the API server.
 const LOOK: Duration = Duration::from_millis(50);
-/// How long a companion that has ended by itself is left alone.
+/// Delay before a companion that has ended is restarted.
 const AGAIN: Duration = Duration::from_millis(500);
 
-/// A driver between the real companion and the driver under test.
+/// Driver that injects faults between the real companion and the driver under test.
 struct Wrapped<D> {
     driver: Arc<D>,
     fate: Fate,
@@ -77,7 +77,7 @@ impl<D: NodeDriver> NodeDriver for Wrapped<D> {
     }
 }
 
-/// How a companion has ended that should not.
+/// Result of a companion that ended unexpectedly.
 type Ended = Result<(), NodeError>;
 
 struct Story<'a, D> {
@@ -89,11 +89,11 @@ struct Story<'a, D> {
     fate: Fate,
     ended: Arc<Mutex<Option<Ended>>>,
     past: Vec<String>,
-    /// Ends kubelet and controller.
+    /// Stops kubelet and controller on drop.
     _end: DropGuard,
 }
 
-/// Plays it, and returns the steps of the companion.
+/// Runs the scenario and returns the companion's steps.
 pub(super) async fn play<D: NodeDriver>(
     kit: &NodeKit<D>,
     scene: &Scene,
@@ -110,7 +110,7 @@ pub(super) async fn play<D: NodeDriver>(
     let place = place(scene);
     place.make()?;
     let kubelet = Kubelet::new(server, place);
-    // Ends with the story; what it cannot do shows in that nothing comes.
+    // Runs until the scenario ends; a kubelet failure shows as a missing change.
     tokio::spawn(kubelet.clone().run(shutdown.clone()));
     let driver = HostDriver::start(server.client(), DRIVER, shutdown.clone());
     let controller = Controller::builder(driver)
@@ -171,7 +171,7 @@ impl<D: NodeDriver> Story<'_, D> {
             .cdi_dir(place.cdi);
         let ended = self.ended.clone();
         instance.spawn(async move {
-            // Never cancelled: its process is killed.
+            // Never cancelled: the process is killed.
             let result = node.run(CancellationToken::new()).await;
             *ended.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
         });
@@ -204,7 +204,7 @@ impl<D: NodeDriver> Story<'_, D> {
 
     fn delete(&self, name: &str) {
         if let Some(pod) = self.scene.hand.get("pods", NAMESPACE, name) {
-            // One that is gone already is what is wanted.
+            // The pod may already be deleted.
             let _ = self.scene.hand.delete("pods", &pod, None);
         }
     }
@@ -242,11 +242,11 @@ impl<D: NodeDriver> Story<'_, D> {
             let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner).take();
             match ended {
                 None => {}
-                // A panic, and that is the driver's.
+                // The driver has panicked.
                 Some(Err(NodeError::Broken(error))) => {
                     return Err(self.broken(what, format!("the companion has broken down: {error}")));
                 }
-                // The machine does not let it for now, and whoever supervises a companion starts it again.
+                // The machine temporarily prevents a start; a supervisor would restart the companion.
                 Some(Err(error)) => {
                     if Moment::now() > until {
                         return Err(Stop::Setup(format!("the companion cannot run: {error}")));
@@ -264,7 +264,7 @@ impl<D: NodeDriver> Story<'_, D> {
         }
     }
 
-    /// In the end nothing is left of any claim. Kubelet may still be on its way to say so.
+    /// Checks that no leftovers remain. Kubelet's last call may still be pending.
     async fn check_left(&mut self) -> Done<()> {
         let until = Moment::now() + self.kit.patience;
         loop {

@@ -1,6 +1,6 @@
-//! A process that can be killed: a runtime of its own, whose tasks end where they await.
+//! A simulated process that can be killed: its own runtime, whose tasks end at an await point.
 //!
-//! What a killed process has done stays: objects of the API server and files. What it has not done by then, it never does.
+//! Completed effects of a killed process remain: API objects and files. Pending ones never happen.
 
 use std::future::Future;
 use std::io;
@@ -19,24 +19,24 @@ use tower::ServiceExt as _;
 
 use crate::testcluster::api::ApiServer;
 
-/// How long a killed process may take for what blocks a thread. What takes longer is left behind.
+/// Maximum time that a killed process waits for blocked threads; slower threads are abandoned.
 const END: Duration = Duration::from_secs(5);
 
-/// Something that happens to a process at one of its steps.
+/// A fault at one step of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Blow {
-    /// Which step among those of its sort, counted from 0.
+    /// Index of the step among those of its sort.
     pub(super) step: usize,
     pub(super) sort: Sort,
     pub(super) kind: BlowKind,
     pub(super) when: When,
 }
 
-/// What a step is. Each sort is counted by itself: the order of the driver's calls is the same however slowly the requests beside them
-/// run.
+/// Sort of a step. Each sort is counted separately, so that the driver's call order does not depend on the timing of
+/// concurrent requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sort {
-    /// A call of the driver: `prepare(claim)`.
+    /// A driver call, such as `prepare(claim)`.
     Call,
     /// A request to the API server.
     Request,
@@ -52,7 +52,7 @@ impl Sort {
     }
 }
 
-/// All steps, each with its number among those of its sort.
+/// Returns all steps, each with its index among those of its sort.
 pub(super) fn numbered(steps: &[String]) -> Vec<(Sort, usize, &String)> {
     let mut numbered: Vec<(Sort, usize, &String)> = Vec::new();
     for step in steps {
@@ -65,15 +65,15 @@ pub(super) fn numbered(steps: &[String]) -> Vec<(Sort, usize, &String)> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BlowKind {
-    /// The process is killed.
+    /// Kills the process.
     Crash,
-    /// The step takes longer than it may.
+    /// The step exceeds its time limit.
     Slow,
-    /// The step answers with an error.
+    /// The step returns an error.
     Fail,
 }
 
-/// Whether the blow comes before the step has done anything, or when all is done and only the answer is missing.
+/// Whether the fault occurs before the step has any effect, or after it, when only the response is missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum When {
     Before,
@@ -81,7 +81,7 @@ pub(super) enum When {
 }
 
 impl Blow {
-    /// As a person reads it.
+    /// Describes the fault in words.
     pub(super) fn describe(self) -> String {
         let sort = match self.sort {
             Sort::Call => "call of the driver",
@@ -99,7 +99,7 @@ impl Blow {
     }
 }
 
-/// The steps of a process, and what happens to it. Clones are the same.
+/// Steps of a process and its fault plan. Clones share state.
 #[derive(Clone, Debug)]
 pub(super) struct Fate {
     steps: Arc<Mutex<Vec<String>>>,
@@ -107,7 +107,7 @@ pub(super) struct Fate {
     dead: CancellationToken,
 }
 
-/// What a step has to do about a blow, if anything.
+/// The fault to apply to a step, if any.
 pub(super) type Struck = Option<(BlowKind, When)>;
 
 impl Fate {
@@ -119,12 +119,12 @@ impl Fate {
         }
     }
 
-    /// The steps so far.
+    /// Returns the steps so far.
     pub(super) fn steps(&self) -> Vec<String> {
         self.steps.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Kills: from now on no step begins or ends.
+    /// Kills the process: no step starts or ends afterwards.
     pub(super) fn kill(&self) {
         self.dead.cancel();
     }
@@ -133,12 +133,11 @@ impl Fate {
         self.dead.is_cancelled()
     }
 
-    /// Returns when the process is dead.
     pub(super) async fn died(&self) {
         self.dead.cancelled().await;
     }
 
-    /// Counts a step that cannot wait; whether it is to be done.
+    /// Counts a synchronous step. Returns whether to execute it.
     pub(super) fn count(&self, what: String) -> bool {
         if self.is_dead() {
             return false;
@@ -153,7 +152,7 @@ impl Fate {
         }
     }
 
-    /// Counts a step; the answer is whether it is the one at which something happens.
+    /// Records a step. Returns whether the fault applies to it.
     fn push(&self, what: String) -> bool {
         let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
         let sort = Sort::of(&what);
@@ -163,7 +162,7 @@ impl Fate {
             .is_some_and(|blow| blow.sort == sort && blow.step == before)
     }
 
-    /// Carries a step out, unless something happens to it: `fail` is its answer then, as far as there is one.
+    /// Executes a step or applies its fault. `fail` creates the error response.
     pub(super) async fn step<T>(
         &self,
         what: String,
@@ -192,14 +191,14 @@ impl Fate {
             }
             Some((BlowKind::Slow, When::After)) => std::future::pending().await,
             Some((BlowKind::Fail, When::After)) => fail(),
-            // Another step has killed the process meanwhile.
+            // Another step has killed the process in the meantime.
             _ if self.is_dead() => std::future::pending().await,
             _ => answer,
         }
     }
 }
 
-/// A process of the kit.
+/// A simulated process of the kit.
 #[derive(Debug)]
 pub(super) struct Process {
     runtime: Option<Runtime>,
@@ -219,7 +218,7 @@ impl Process {
         })
     }
 
-    /// Runs something within the process. An error is a panic, or the end of the process.
+    /// Runs a future within the process. An error is a panic or the end of the process.
     pub(super) async fn run<T: Send + 'static>(
         &self,
         work: impl Future<Output = T> + Send + 'static,
@@ -230,14 +229,14 @@ impl Process {
         }
     }
 
-    /// Starts something within the process that nobody waits for.
+    /// Spawns a detached task within the process.
     pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         if let Some(runtime) = &self.runtime {
             runtime.spawn(work);
         }
     }
 
-    /// A client of the API server whose writes are steps of this process. Those of events are not: nothing depends on them.
+    /// Returns an API client whose writes are steps of this process. Event writes are not: nothing depends on them.
     pub(super) fn client(&self, server: &ApiServer) -> kube::Client {
         let (router, fate) = (server.router(), self.fate.clone());
         let service = tower::service_fn(move |request: Request<kube::client::Body>| {
@@ -246,7 +245,7 @@ impl Process {
                 let path = request.uri().path().to_owned();
                 let reads = request.method() == Method::GET || path.ends_with("/events");
                 let what = format!("{} {path}", request.method());
-                // Cannot fail: a router answers everything.
+                // Infallible: a router always responds.
                 let answer = async { router.oneshot(request.map(Body::new)).await };
                 if reads {
                     return answer.await;
@@ -263,14 +262,14 @@ impl Process {
         kube::Client::new(service, "default")
     }
 
-    /// Ends the process where it stands, and returns when nothing of it runs any more.
+    /// Kills the process and returns when all its tasks have ended.
     pub(super) async fn kill(mut self) {
         self.fate.kill();
         let Some(runtime) = self.runtime.take() else {
             return;
         };
         let (ended, end) = oneshot::channel();
-        // A runtime cannot be waited for by another one's task.
+        // A task of another runtime cannot wait for a runtime's shutdown.
         std::thread::spawn(move || {
             runtime.shutdown_timeout(END);
             let _ = ended.send(());
@@ -288,7 +287,7 @@ impl Drop for Process {
     }
 }
 
-/// A call that is dropped when it has waited so often.
+/// A future that is dropped after a number of waits.
 struct Polls<F: ?Sized> {
     work: Pin<Box<F>>,
     left: usize,
@@ -310,7 +309,7 @@ impl<F: Future + ?Sized> Future for Polls<F> {
     }
 }
 
-/// The answer of a call, unless it has to wait so often before: then it is dropped there.
+/// Returns the result of `work`, or `None` if it is still pending after `polls` waits; then drops it.
 pub(super) async fn polled<T>(work: impl Future<Output = T> + Send, polls: usize) -> Option<T> {
     Polls {
         work: Box::pin(work),
@@ -358,7 +357,7 @@ mod tests {
             .collect();
         let (call, request) = (Sort::Call, Sort::Request);
         assert_eq!(numbers, [(request, 0), (call, 0), (request, 1), (call, 1)]);
-        // In whichever order they come: it is the same call that is struck.
+        // The fault hits the same call in every order.
         for order in [[0, 1, 2, 3], [1, 3, 0, 2], [0, 2, 1, 3]] {
             let fate = blow(call, 1, BlowKind::Crash, When::Before);
             let done = order.map(|index| fate.count(steps[index].clone()));

@@ -1,25 +1,25 @@
-//! What the kit says in the end.
+//! Results of a conformance test.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use super::rule::Rule;
 
-/// Calls that a finding shows, at most: the last ones.
+/// Maximum number of calls shown in a finding: the last ones.
 const SHOWN: usize = 24;
 
-/// A rule that a driver has broken.
+/// A rule that the driver has broken.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// The rule.
+    /// The broken rule.
     pub rule: Rule,
-    /// What was tried: the exercise, and where in it.
+    /// The check and its step.
     pub tried: String,
-    /// What the contract promises.
+    /// Expected behaviour according to the contract.
     pub expected: String,
-    /// What came instead.
+    /// Observed behaviour.
     pub found: String,
-    /// What was called up to then, in order, with the answers.
+    /// All calls so far, in order, with their results.
     pub calls: Vec<String>,
 }
 
@@ -43,12 +43,12 @@ impl fmt::Display for Finding {
     }
 }
 
-/// How a driver that has broken no rule did.
+/// Result of a driver that has broken no rule.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// The rules that were tried, with the number of times.
+    /// Checked rules, with the number of checks.
     pub kept: BTreeMap<Rule, usize>,
-    /// The rules that could not be tried, and why.
+    /// Rules that could not be checked, with the reason.
     pub not_tried: BTreeMap<Rule, String>,
 }
 
@@ -61,7 +61,7 @@ impl Report {
         self.not_tried.entry(rule).or_insert_with(|| why.into());
     }
 
-    /// A rule that was tried somewhere was tried.
+    /// Removes checked rules from `not_tried`.
     pub(super) fn settle(&mut self) {
         let kept = &self.kept;
         self.not_tried.retain(|rule, _| !kept.contains_key(rule));
@@ -80,19 +80,19 @@ impl fmt::Display for Report {
     }
 }
 
-/// Why a driver does not conform, or the kit cannot say.
+/// Why a driver does not conform, or why the kit cannot tell.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
-    /// Rules are broken.
+    /// The driver breaks rules.
     #[error("{}", show(.0))]
     Rules(Vec<Finding>),
-    /// The kit was told something that makes no sense.
+    /// The settings of the test are invalid, or the machine prevents it.
     #[error("the test cannot be run: {0}")]
     Setup(String),
 }
 
 impl Broken {
-    /// CamelCase, from a small fixed set.
+    /// A CamelCase reason from a small fixed set.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Rules(_) => "RuleBroken",
@@ -100,7 +100,7 @@ impl Broken {
         }
     }
 
-    /// What was found.
+    /// The broken rules; empty for an invalid setup.
     pub fn findings(&self) -> &[Finding] {
         match self {
             Self::Rules(findings) => findings,
@@ -118,7 +118,7 @@ fn show(findings: &[Finding]) -> String {
     format!("{rules}\n\n{}", all.join("\n"))
 }
 
-/// As it is shown: `unwrap` prints this.
+/// Same as `Display`, because `unwrap` prints this.
 impl fmt::Debug for Broken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)

@@ -1,8 +1,8 @@
-//! What a driver must keep to.
+//! The rules of the driver contracts.
 
 use std::fmt;
 
-/// Makes the rules of their names and sentences, so that a rule says the same in the documentation and in a finding.
+/// Defines the rules from names and sentences, so that documentation and findings use the same text.
 macro_rules! rules {
     ($($name:ident: $sentence:literal)*) => {
         /// A rule of the contract of [`Driver`](crate::driver::Driver) or [`NodeDriver`](crate::node::driver::NodeDriver).
@@ -13,7 +13,7 @@ macro_rules! rules {
         }
 
         impl Rule {
-            /// The rule in a sentence.
+            /// The rule as a sentence.
             pub fn sentence(self) -> &'static str {
                 match self {
                     $(Self::$name => $sentence,)*
@@ -71,7 +71,7 @@ rules! {
 }
 
 impl Rule {
-    /// The rules for a [`Driver`](crate::driver::Driver).
+    /// Rules for a [`Driver`](crate::driver::Driver).
     pub const DRIVER: [Self; 29] = [
         Self::StableName,
         Self::BecomesReady,
@@ -104,7 +104,7 @@ impl Rule {
         Self::SurvivesFailedCall,
     ];
 
-    /// The rules for a [`NodeDriver`](crate::node::driver::NodeDriver).
+    /// Rules for a [`NodeDriver`](crate::node::driver::NodeDriver).
     pub const NODE_DRIVER: [Self; 18] = [
         Self::FirstListComes,
         Self::ServableDevices,
@@ -129,7 +129,7 @@ impl Rule {
 
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The name of the variant is the name of the rule.
+        // The variant's name is the rule's name.
         fmt::Debug::fmt(self, f)
     }
 }
@@ -144,7 +144,7 @@ mod tests {
     fn every_rule_has_a_sentence_of_its_own() {
         let all: BTreeSet<Rule> = Rule::DRIVER.into_iter().chain(Rule::NODE_DRIVER).collect();
         let sentences: BTreeSet<&str> = all.iter().map(|rule| rule.sentence()).collect();
-        // Three rules are for both.
+        // Three rules apply to both.
         assert_eq!(all.len(), Rule::DRIVER.len() + Rule::NODE_DRIVER.len() - 3);
         assert_eq!(sentences.len(), all.len());
     }

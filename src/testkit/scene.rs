@@ -1,4 +1,4 @@
-//! Where an exercise takes place: a cluster of its own, a directory of its own, and what was called.
+//! Environment of a check: its own cluster and directory, and the log of calls.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,12 +16,12 @@ use crate::testcluster::hand::Hand;
 use crate::testcluster::source::Source;
 use crate::testcluster::stage::{Stage, StageError};
 
-/// The name of the class and the template that the kit makes where the test brings none.
+/// Name of the class and the template that the kit creates by default.
 pub(super) const OWN: &str = "conformance";
-/// The namespace of all pods and claims.
+/// Namespace of all pods and claims.
 pub(super) const NAMESPACE: &str = "default";
 
-/// What a driver under test gets to start with.
+/// Environment of a driver under test.
 #[derive(Clone)]
 pub struct Place {
     pub(super) client: kube::Client,
@@ -30,18 +30,18 @@ pub struct Place {
 }
 
 impl Place {
-    /// A client of the exercise's API server. It ends with the instance that it was made for.
+    /// Client of the check's API server. It stops working when its instance is killed.
     pub fn client(&self) -> kube::Client {
         self.client.clone()
     }
 
-    /// A directory that is empty at the start of an exercise and is left alone when an instance is killed: what a driver keeps
-    /// outside of its memory (a database, a switch, the devices themselves) belongs there.
+    /// A directory that is empty at the start of a check and survives the kill of an instance. It holds all state that
+    /// a driver keeps outside its memory: a database, a switch, the devices themselves.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// The name of the node, for a [`NodeDriver`](crate::node::driver::NodeDriver); the first node's otherwise.
+    /// Node name of a [`NodeDriver`](crate::node::driver::NodeDriver); otherwise the first node's name.
     pub fn node_name(&self) -> &str {
         &self.node_name
     }
@@ -56,12 +56,12 @@ impl fmt::Debug for Place {
     }
 }
 
-/// Why an exercise ends early.
+/// Why a check ends early.
 #[derive(Debug)]
 pub(super) enum Stop {
-    /// A rule is broken.
+    /// The driver breaks a rule.
     Rule(Box<Finding>),
-    /// The kit was told something that makes no sense, or this machine does not let it.
+    /// The settings of the test are invalid, or the machine prevents it.
     Setup(String),
 }
 
@@ -88,18 +88,16 @@ impl From<Stop> for Broken {
 
 pub(super) type Done<T> = Result<T, Stop>;
 
-/// What the test brings along.
+/// The vendor's settings of a test.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Setup {
-    /// YAML of the objects.
+    /// The objects as YAML.
     pub(super) objects: String,
-    /// Names of the nodes.
     pub(super) nodes: Vec<String>,
-    /// The driver's name.
     pub(super) driver_name: String,
 }
 
-/// A cluster and a directory for one exercise. Both go with it.
+/// Cluster and directory of one check, removed on drop.
 #[derive(Debug)]
 pub(super) struct Scene {
     pub(super) stage: Stage,
@@ -107,11 +105,11 @@ pub(super) struct Scene {
     pub(super) directory: Directory,
     pub(super) nodes: Vec<String>,
     driver_name: String,
-    /// The class of the claims.
+    /// Class of the claims.
     class: Arc<ResourceClass>,
-    /// The spec of the claims.
+    /// Spec of the claims.
     claim_spec: Value,
-    /// The template that the claims of pods are made from.
+    /// Template of the pods' claims.
     pub(super) template: String,
     exercise: String,
     calls: Arc<Mutex<Vec<String>>>,
@@ -119,7 +117,7 @@ pub(super) struct Scene {
 }
 
 impl Scene {
-    /// Makes a cluster with the nodes and objects of the test. Must be called within a runtime.
+    /// Creates a cluster with the nodes and objects of the test. Must be called within a runtime.
     pub(super) fn open(setup: &Setup, exercise: &str) -> Done<Self> {
         let stage = Stage::start(Source::system());
         let hand = Hand::new(stage.server(), OWN);
@@ -185,7 +183,7 @@ impl Scene {
         self.class.clone()
     }
 
-    /// Another claim, which has our finalizer, as each has that a driver is asked to allocate.
+    /// Creates a claim with our finalizer, which the controller adds before an allocation.
     pub(super) fn claim(&self) -> Done<Arc<ResourceClaim>> {
         let number = self.claims.fetch_add(1, Ordering::Relaxed) + 1;
         let claim = json!({
@@ -204,7 +202,7 @@ impl Scene {
         (0..count).map(|_| self.claim()).collect()
     }
 
-    /// Notes what was called.
+    /// Records a call.
     pub(super) fn note(&self, call: impl Into<String>) {
         self.calls
             .lock()
@@ -212,14 +210,14 @@ impl Scene {
             .push(call.into());
     }
 
-    /// The events on the stage, for a finding.
+    /// Lists the cluster's events for a finding.
     pub(super) fn events(&self) -> Vec<String> {
         let events = self.hand.list("events");
         let line = |event: &Value| format!("event: {} {}", text(event, "/reason"), text(event, "/message"));
         events.iter().map(line).collect()
     }
 
-    /// A rule is broken by a program that has taken these steps.
+    /// Returns a broken rule, with the steps of a program as calls.
     pub(super) fn broken_after(
         &self,
         steps: impl IntoIterator<Item = String>,
@@ -233,7 +231,7 @@ impl Scene {
         self.broken(rule, "", expected, found)
     }
 
-    /// A rule is broken.
+    /// Returns a broken rule.
     pub(super) fn broken(
         &self,
         rule: Rule,
@@ -255,7 +253,7 @@ impl Scene {
     }
 }
 
-/// Applies objects, with the status that they have: a class of devices may stand in an inventory that somebody else reports.
+/// Applies objects including their status, such as the inventory of a companion that does not run here.
 fn apply(stage: &Stage, hand: &Hand, yaml: &str) -> Done<()> {
     let documents: Vec<Value> =
         serde_saphyr::from_multiple(yaml).map_err(|error| StageError::Yaml(error.to_string()))?;
@@ -281,7 +279,7 @@ fn apply(stage: &Stage, hand: &Hand, yaml: &str) -> Done<()> {
     Ok(())
 }
 
-/// A directory that is removed in the end. Its path is short, because those of sockets are.
+/// A directory removed on drop. Its path is short, because the length of a socket path is limited.
 #[derive(Debug)]
 pub(super) struct Directory(PathBuf);
 
@@ -298,7 +296,7 @@ impl Directory {
         Ok(made)
     }
 
-    /// The part of it that is the driver's.
+    /// The driver's subdirectory.
     pub(super) fn own(&self) -> PathBuf {
         self.0.join("own")
     }
@@ -310,12 +308,12 @@ impl Directory {
 
 impl Drop for Directory {
     fn drop(&mut self) {
-        // What cannot be removed is left to whoever cleans the directory of temporary files.
+        // Best effort: leftovers stay in the directory of temporary files.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
-/// What a list of names shows in a finding.
+/// Formats claim names for a finding.
 pub(super) fn names(claims: &[Arc<ResourceClaim>]) -> String {
     let names: Vec<&str> = claims
         .iter()
@@ -324,7 +322,7 @@ pub(super) fn names(claims: &[Arc<ResourceClaim>]) -> String {
     format!("[{}]", names.join(", "))
 }
 
-/// Counts equal texts, for findings that tell of many.
+/// Counts equal texts for a compact finding.
 pub(super) fn summed(texts: impl IntoIterator<Item = String>) -> String {
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
     for text in texts {

@@ -1,5 +1,5 @@
-//! A story of pods with the real controller, the driver under test and the stage. At one step something happens to the controller;
-//! in the end everything is as if nothing had.
+//! Scenario of pods with the real controller and the driver under test on the test cluster. A fault hits one step of
+//! the controller; the final state must be as without it.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,9 +21,9 @@ use crate::driver::Driver;
 use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::hand::Hand;
 
-/// How a step begins that only tells the driver something.
+/// Name prefix of steps that only send an observation.
 pub(super) const TOLD: &str = "observe";
-/// How long a call of the driver may take in a story, and a request.
+/// Limit for a driver call and for a request.
 const CALL: Duration = Duration::from_millis(500);
 
 struct Story<'a, D> {
@@ -32,13 +32,13 @@ struct Story<'a, D> {
     rule: Rule,
     instance: Option<Instance<'a, D>>,
     fate: Fate,
-    /// Why the controller has ended by itself.
+    /// Why the controller has ended unexpectedly.
     ended: Arc<Mutex<Option<String>>>,
-    /// The steps of processes that are gone.
+    /// Steps of earlier processes.
     past: Vec<String>,
 }
 
-/// Plays it, and returns the steps of the controller.
+/// Runs the scenario and returns the controller's steps.
 pub(super) async fn play<D: Driver>(
     kit: &Kit<D>,
     scene: &Scene,
@@ -104,7 +104,7 @@ impl<D: Driver> Story<'_, D> {
             .map_err(|error| Stop::Setup(error.to_string()))?;
         let ended = self.ended.clone();
         instance.spawn(async move {
-            // Never cancelled: its process is killed.
+            // Never cancelled: the process is killed.
             let result = controller.run(CancellationToken::new()).await;
             let why = result.err().map_or_else(String::new, |error| error.to_string());
             *ended.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
@@ -148,7 +148,7 @@ impl<D: Driver> Story<'_, D> {
 
     fn delete(&self, name: &str) {
         if let Some(pod) = self.scene.hand.get("pods", NAMESPACE, name) {
-            // One that is gone already is what is wanted.
+            // The pod may already be deleted.
             let _ = self.scene.hand.delete("pods", &pod, Some(0));
         }
     }
@@ -197,7 +197,7 @@ impl<D: Driver> Story<'_, D> {
         }
     }
 
-    /// How the claims and the events stand, for a finding.
+    /// Describes claims and events for a finding.
     fn state(&self) -> String {
         let hand = &self.scene.hand;
         let mut parts: Vec<String> = hand
@@ -227,7 +227,7 @@ impl<D: Driver> Story<'_, D> {
         self.scene.broken_after(steps, self.rule, expected, found)
     }
 
-    /// At no time more claims were recorded than there are places.
+    /// Checks that recorded allocations never exceeded the capacity.
     fn check_history(&self, capacity: &Capacity) -> Done<()> {
         let Some(places) = capacity.places else {
             return Ok(());
@@ -252,12 +252,12 @@ impl<D: Driver> Story<'_, D> {
         Ok(())
     }
 
-    /// In the end the driver has everything to give again.
+    /// Checks that the driver's whole capacity is free at the end.
     async fn check_books(&mut self, capacity: &Capacity) -> Done<()> {
         let Some(places) = capacity.places else {
             return Ok(());
         };
-        // What was observed last may still be on its way.
+        // The last observation may still be pending.
         let until = Moment::now() + self.kit.patience;
         loop {
             if self.fate.is_dead() {

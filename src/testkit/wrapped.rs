@@ -1,4 +1,4 @@
-//! A driver between the real controller and the driver under test, to which something happens at one of its calls.
+//! Driver that injects faults between the real controller and the driver under test.
 
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,7 +17,7 @@ pub(super) struct Wrapped<D> {
     pub(super) fate: Fate,
 }
 
-/// What the driver under test has read. It is moved into the call that it was read for.
+/// Parameters read by the driver under test, moved into the call that uses them.
 pub(super) type Once<T> = Mutex<Option<T>>;
 
 fn lost() -> DriverError {
