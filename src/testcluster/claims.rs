@@ -1,5 +1,5 @@
-//! The claim controller of kube-controller-manager at 1.30 (`pkg/controller/resourceclaim`): claims from templates, reservations
-//! of pods that are done, and the deletion of claims that were made for them.
+//! Claim controller of kube-controller-manager 1.30 (`pkg/controller/resourceclaim`): creates claims from templates,
+//! removes reservations of finished pods, and deletes the template claims of such pods.
 
 use serde_json::{Value, json};
 
@@ -7,7 +7,7 @@ use crate::api::resource::{POD_CLAIM_NAME_ANNOTATION, RESERVED_FOR_MAX};
 use crate::testcluster::api::{Patch, object};
 use crate::testcluster::hand::{Hand, claims_of, is_done, is_reserved_for, owned_by, owner_uid};
 
-/// Does what is to be done now.
+/// Runs one reconciliation.
 pub(crate) fn pass(hand: &Hand) {
     for pod in hand.list("pods") {
         if object::is_deleting(&pod) {
@@ -23,7 +23,7 @@ pub(crate) fn pass(hand: &Hand) {
     }
 }
 
-/// Makes the claims of a pod's templates, and writes into the pod what they are called.
+/// Creates the claims of a pod's templates and records their names in the pod's status.
 fn make_claims(hand: &Hand, pod: &Value) {
     let namespace = object::namespace(pod);
     let mut statuses = Vec::new();
@@ -69,7 +69,7 @@ fn make_claims(hand: &Hand, pod: &Value) {
             "metadata": { "name": pod["metadata"]["name"], "namespace": namespace, "uid": pod["metadata"]["uid"] },
             "status": { "resourceClaimStatuses": statuses },
         });
-        // A pod that is gone meanwhile needs none.
+        // A deleted pod does not need its claims.
         let _ = hand.patch("pods", pod, "status", &Patch::Apply(apply));
     }
 }
@@ -99,8 +99,8 @@ fn make_claim(hand: &Hand, pod: &Value, entry: &str, template: &str) -> Result<V
         .map_err(|refusal| refusal.message)
 }
 
-/// A pod that was put on a node by hand: its claims are allocated there, and reserved for it. The real one asks for an allocation
-/// also when the pod has ended by then.
+/// Serves a pod bound without the scheduler: requests allocation on its node, then reserves the claims. Like the real
+/// controller, requests an allocation even for a finished pod.
 fn serve_bound(hand: &Hand, pod: &Value) {
     let node = object::text(pod, "/spec/nodeName");
     if node.is_empty() {
@@ -140,12 +140,12 @@ fn may_reserve(claim: &Value) -> bool {
         && (reserved == 0 || shareable && reserved < RESERVED_FOR_MAX)
 }
 
-/// A pod, as a reservation names it.
+/// Returns the pod's entry for `reservedFor`.
 pub(crate) fn consumer(pod: &Value) -> Value {
     json!({ "resource": "pods", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"] })
 }
 
-/// Writes who a claim is reserved for, if nobody has changed the claim meanwhile.
+/// Writes the reservations of a claim, unless the claim has changed meanwhile.
 pub(crate) fn write_reservations(
     hand: &Hand,
     claim: &Value,
@@ -167,8 +167,8 @@ pub(crate) fn write_reservations(
     hand.merge("resourceclaims", claim, "status", patch)
 }
 
-/// Takes pods that are done out of the reservations; the last one asks for the deallocation, and for the deletion of a claim that
-/// was made for it.
+/// Removes finished pods from the reservations. After the last one, requests deallocation, and deletes a template
+/// claim.
 fn trim(hand: &Hand, claim: &Value) {
     let namespace = object::namespace(claim);
     let lives = |name: &str, uid: &str| {
@@ -186,7 +186,7 @@ fn trim(hand: &Hand, claim: &Value) {
         .collect();
     if kept.len() < reserved.len() {
         let delayed = claim["spec"]["allocationMode"] == "WaitForFirstConsumer";
-        // A conflict is another change, which brings another pass.
+        // A conflict means another change, which triggers another pass.
         let _ = write_reservations(hand, claim, &kept, kept.is_empty() && delayed);
     }
     if kept.is_empty() && !object::is_deleting(claim) {

@@ -1,4 +1,4 @@
-//! The garbage collector, and the controller that empties namespaces which are deleted.
+//! Garbage collector and namespace controller.
 
 use std::collections::BTreeSet;
 
@@ -7,9 +7,9 @@ use serde_json::json;
 use crate::testcluster::api::object;
 use crate::testcluster::hand::Hand;
 
-/// Deletes what has lost all of its owners, and what is in namespaces that go.
+/// Deletes objects without a remaining owner and the contents of terminating namespaces.
 pub(crate) fn pass(hand: &Hand) {
-    // As they were at one moment: an owner that is read before what it owns could seem to be missing.
+    // One snapshot: if an owner were read before its dependents, it could appear to be missing.
     let all = hand.server.snapshot();
     let alive: BTreeSet<&str> = all.iter().map(|(_, object)| object::uid(object)).collect();
     for (plural, object) in &all {
@@ -23,7 +23,7 @@ pub(crate) fn pass(hand: &Hand) {
             kind == "namespaces" && object::name(each) == space && object::is_deleting(each)
         });
         if (orphaned || going && !space.is_empty()) && !object::is_deleting(object) {
-            // Whoever deletes it at the same time does the same.
+            // A concurrent deletion has the same effect.
             let _ = hand.delete(plural, object, None);
         }
     }

@@ -1,14 +1,14 @@
-//! How the stage's own control loops read and write: the same requests as everybody's, without the way through HTTP.
+//! In-process API client of the test cluster's control loops: the same requests as other clients, without HTTP.
 
 use serde_json::{Value, json};
 
 use crate::testcluster::api::{ApiServer, Deletion, ListQuery, Patch, Refusal, Target, WriteOptions, object};
 
-/// The API server in the hand of one component.
+/// API client of one component.
 #[derive(Clone, Debug)]
 pub(crate) struct Hand {
     pub(crate) server: ApiServer,
-    /// The component, as managed fields and events name it.
+    /// Component name in managed fields and events.
     pub(crate) component: String,
 }
 
@@ -44,7 +44,7 @@ impl Hand {
         }
     }
 
-    /// All objects of a kind.
+    /// Lists all objects of a kind.
     pub(crate) fn list(&self, plural: &str) -> Vec<Value> {
         self.target(plural, "", "", "")
             .and_then(|target| self.server.list(&target, &ListQuery::default()))
@@ -52,7 +52,7 @@ impl Hand {
             .unwrap_or_default()
     }
 
-    /// An object, if it exists.
+    /// Returns an object, if it exists.
     pub(crate) fn get(&self, plural: &str, namespace: &str, name: &str) -> Option<Value> {
         let target = self.target(plural, namespace, name, "").ok()?;
         self.server.get(&target).ok().map(|(_, object)| object)
@@ -63,7 +63,7 @@ impl Hand {
         Ok(self.server.create(&target, object, &self.options())?.1)
     }
 
-    /// A merge patch of an object, or of its status.
+    /// Sends a merge patch for an object or its status.
     pub(crate) fn merge(
         &self,
         plural: &str,
@@ -90,14 +90,14 @@ impl Hand {
         Ok(self.server.patch(&target, patch, &self.options())?.1)
     }
 
-    /// Assigns a pod to a node.
+    /// Binds a pod to a node.
     pub(crate) fn bind(&self, pod: &Value, node: &str) -> Result<(), Refusal> {
         let target = self.target("pods", object::namespace(pod), object::name(pod), "binding")?;
         let binding = json!({ "target": { "kind": "Node", "name": node } });
         self.server.create(&target, binding, &self.options()).map(drop)
     }
 
-    /// Deletes an object, if it still is this one. `grace` is for pods.
+    /// Deletes an object with a uid precondition. `grace` applies to pods.
     pub(crate) fn delete(&self, plural: &str, object: &Value, grace: Option<i64>) -> Result<(), Refusal> {
         let target = self.target(plural, object::namespace(object), object::name(object), "")?;
         let asked = Deletion {
@@ -109,7 +109,7 @@ impl Hand {
         self.server.delete(&target, &asked).map(drop)
     }
 
-    /// Tells of an object. The same again is counted, not repeated.
+    /// Writes an event. A repeated event increments its count.
     pub(crate) fn event(&self, about: &Value, sort: &str, reason: &str, message: &str) {
         let namespace = match object::namespace(about) {
             "" => "default",
@@ -123,7 +123,7 @@ impl Hand {
         let now = self.server.now();
         if let Some(told) = told {
             let count = told["count"].as_i64().unwrap_or(1) + 1;
-            // An event that cannot be written is no reason to do anything else.
+            // Events are best effort.
             let _ = self.merge(
                 "events",
                 &told,
@@ -146,15 +146,15 @@ impl Hand {
     }
 }
 
-/// Whether a pod's containers run no more, or never will.
+/// Returns whether a pod's containers have ended, or will never run.
 pub(crate) fn is_done(pod: &Value) -> bool {
     let unscheduled = object::text(pod, "/spec/nodeName").is_empty();
     matches!(object::text(pod, "/status/phase"), "Succeeded" | "Failed")
         || (object::is_deleting(pod) && unscheduled)
 }
 
-/// The claims that a pod names: the entry of the pod, and the claim if it exists. The claim of a template is the one that the
-/// pod's status names.
+/// Returns the claims of a pod with their entry names; `None` if a claim does not exist. The name of a template's claim
+/// is in the pod's status.
 pub(crate) fn claims_of(hand: &Hand, pod: &Value) -> Vec<(String, Option<Value>)> {
     object::list(pod, "/spec/resourceClaims")
         .iter()
@@ -179,7 +179,7 @@ pub(crate) fn claims_of(hand: &Hand, pod: &Value) -> Vec<(String, Option<Value>)
         .collect()
 }
 
-/// The uid of an object's controller; empty if it has none.
+/// Returns the uid of an object's controller, or an empty string.
 pub(crate) fn owner_uid(object: &Value) -> &str {
     object::list(object, "/metadata/ownerReferences")
         .iter()
@@ -188,7 +188,7 @@ pub(crate) fn owner_uid(object: &Value) -> &str {
         .unwrap_or_default()
 }
 
-/// A pod as the controller of another object.
+/// Returns owner references that make the pod an object's controller.
 pub(crate) fn owned_by(pod: &Value) -> Value {
     json!([{
         "apiVersion": "v1", "kind": "Pod", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"],
@@ -196,7 +196,6 @@ pub(crate) fn owned_by(pod: &Value) -> Value {
     }])
 }
 
-/// Whether a claim is reserved for a pod.
 pub(crate) fn is_reserved_for(claim: &Value, pod: &Value) -> bool {
     object::list(claim, "/status/reservedFor")
         .iter()

@@ -1,13 +1,13 @@
-//! The embedded cluster: a stage on which the real controller and the real companion run, in one process and with nothing
-//! installed. It is no part of the product; what it promises of Kubernetes is listed in `docs/stage.md` and checked against a real
-//! control plane by `tests/parity`.
+//! Embedded test cluster: runs the real controller and the real companion in one process, without any installation. It
+//! is not part of the product. `docs/stage.md` lists how far it matches Kubernetes; `tests/parity` compares it
+//! with a real control plane.
 //!
 //! * [`api`]: the API server, for [`kube::Client`] directly and over TCP.
-//! * [`stage`]: the cluster as a whole, with the real controller and the real companions.
+//! * [`stage`]: the cluster with the real controller and the real companions.
 //! * [`kubelet`], [`runtime`]: the nodes.
-//! * [`faults`]: what goes wrong with the programs on it, and where.
-//! * [`demo`]: what `drayman demo` shows.
-//! * [`source`]: where the stage has its time and its randomness from.
+//! * [`faults`]: fault injection for the programs on the cluster.
+//! * [`demo`]: implementation of `drayman demo`.
+//! * [`source`]: time and randomness of the cluster.
 
 #![expect(
     clippy::similar_names,

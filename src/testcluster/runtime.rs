@@ -1,4 +1,4 @@
-//! A stand-in for the container runtime: it resolves CDI ids as a runtime does, and says what a container would get.
+//! Container runtime stand-in: resolves CDI device ids like a runtime and computes the resulting container edits.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -6,30 +6,30 @@ use std::path::Path;
 use super::kubelet::NodePlace;
 use crate::api::cdi;
 
-/// What a container gets.
+/// Devices, environment and mounts of a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Outfit {
-    /// Device nodes: path in the container, path on the host, permissions.
+    /// Device nodes: container path, host path, permissions.
     pub devices: Vec<(String, String, String)>,
-    /// Environment.
+    /// Environment variables.
     pub environment: BTreeMap<String, String>,
-    /// Mounts: path in the container, path on the host, options.
+    /// Mounts: container path, host path, options.
     pub mounts: Vec<(String, String, Vec<String>)>,
 }
 
-/// Why a container cannot be made.
+/// Why a container cannot be created.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RuntimeError {
-    /// No file, or more than one, has the device.
+    /// The device is not in exactly one CDI file.
     #[error("unresolvable CDI devices {0}")]
     Unresolvable(String),
-    /// A device node is not there.
+    /// A device node does not exist.
     #[error("device node {0} does not exist on the host")]
     NoDevice(String),
 }
 
 impl RuntimeError {
-    /// CamelCase, from a small fixed set.
+    /// A CamelCase reason from a small fixed set.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Unresolvable(_) => "CdiUnresolvable",
@@ -39,7 +39,7 @@ impl RuntimeError {
 }
 
 impl Outfit {
-    /// Adds what a CDI device brings. Files of the directory that are no CDI files are passed over, as runtimes do.
+    /// Adds the container edits of a CDI device. Ignores other files in the directory, as runtimes do.
     pub fn add_cdi(&mut self, place: &NodePlace, id: &str) -> Result<(), RuntimeError> {
         let unresolvable = || RuntimeError::Unresolvable(id.to_owned());
         let (kind, name) = id.split_once('=').ok_or_else(unresolvable)?;
@@ -61,7 +61,7 @@ impl Outfit {
                 .unwrap_or_default();
             found.extend(devices.into_iter().filter(|device| device.name == name));
         }
-        // The same device in two files is no device.
+        // A device in two files is ambiguous, so runtimes ignore it.
         let [device] = found.as_slice() else {
             return Err(unresolvable());
         };
@@ -69,7 +69,7 @@ impl Outfit {
             self.add_device(&place.dev, &node.path, &node.host_path, &node.permissions)?;
         }
         for mount in &device.container_edits.mounts {
-            // Whether it can be mounted is for who mounts.
+            // Whether the mount would succeed is not checked.
             let (path, host) = (mount.container_path.clone(), mount.host_path.clone());
             self.mounts.push((path, host, mount.options.clone()));
         }
@@ -81,7 +81,8 @@ impl Outfit {
         Ok(())
     }
 
-    /// Adds a device node, which a runtime reads from the host; `dev` is where this process sees the host's `/dev`.
+    /// Adds a device node, whose type and numbers a runtime reads from the host. `dev` is the host's `/dev` as this
+    /// process sees it.
     pub fn add_device(
         &mut self,
         dev: &Path,

@@ -1,7 +1,8 @@
-//! The scheduler, as far as claims and extended resources go: the plugin `dynamicresources` of 1.30, and a fit of resources.
+//! Scheduler for claims and extended resources: the plugin `dynamicresources` of 1.30, and resource fit.
 //!
-//! A cycle filters the nodes; if none is left it asks for the deallocation of a claim that is in the way; else it picks the node
-//! with the fewest pods, and talks to the drivers until all claims are allocated. There is no backoff: every change is a cycle.
+//! A cycle filters the nodes. If none remains, it requests deallocation of a blocking claim. Otherwise it selects the
+//! node with the fewest pods and negotiates with the drivers until all claims are allocated. There is no backoff: every
+//! change starts a cycle.
 
 use std::collections::BTreeMap;
 
@@ -12,10 +13,10 @@ use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::claims::{consumer, write_reservations};
 use crate::testcluster::hand::{Hand, claims_of, is_done, is_reserved_for, owned_by, owner_uid};
 
-/// The scheduler whose pods these are.
+/// The scheduler name of its pods.
 const NAME: &str = "default-scheduler";
 
-/// One cycle for each pod that waits.
+/// Runs one cycle for each waiting pod.
 pub(crate) fn pass(hand: &Hand) {
     let mut waiting: Vec<Value> = hand
         .list("pods")
@@ -23,7 +24,7 @@ pub(crate) fn pass(hand: &Hand) {
         .filter(|pod| text(pod, "/spec/nodeName").is_empty() && text(pod, "/spec/schedulerName") == NAME)
         .filter(|pod| !object::is_deleting(pod) && !is_done(pod))
         .collect();
-    // The queue: priority first, then age; names tell those of the same second apart.
+    // Queue order: priority, then age; pods of the same second are ordered by resource version.
     waiting.sort_by_key(|pod| {
         let priority = pod.pointer("/spec/priority").and_then(Value::as_i64).unwrap_or(0);
         let version: u64 = text(pod, "/metadata/resourceVersion").parse().unwrap_or(0);
@@ -40,9 +41,9 @@ pub(crate) fn pass(hand: &Hand) {
 
 /// Why a pod is not bound in this cycle.
 enum Wait {
-    /// It cannot be: with a word for whom it may concern.
+    /// No node fits; contains the message for the pod's condition.
     Unschedulable(String),
-    /// Drivers are asked.
+    /// Waiting for the drivers.
     Pending,
 }
 
@@ -60,7 +61,7 @@ fn cycle(hand: &Hand, pod: &Value) {
                 "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message,
                 "lastTransitionTime": hand.server.now(), "lastProbeTime": null,
             });
-            // A pod that is gone needs no condition.
+            // A deleted pod needs no condition.
             if hand
                 .merge(
                     "pods",
@@ -76,14 +77,14 @@ fn cycle(hand: &Hand, pod: &Value) {
     }
 }
 
-/// A claim of the pod, under the name of the pod's entry.
+/// Claims of the pod, with the names of the pod's entries.
 type Claims = [(String, Value)];
 
 fn attempt(hand: &Hand, pod: &Value) -> Result<(), Wait> {
     let unschedulable = |message: &str| Wait::Unschedulable(message.to_owned());
     let mut claims = Vec::new();
     for (entry, claim) in claims_of(hand, pod) {
-        // PreEnqueue: the pod is not looked at before all its claims are there.
+        // PreEnqueue: a pod is not scheduled before all its claims exist.
         let Some(claim) = claim else {
             return Err(Wait::Pending);
         };
@@ -136,7 +137,7 @@ fn attempt(hand: &Hand, pod: &Value) -> Result<(), Wait> {
     ask(hand, pod, context.as_ref(), &pending, &passing)
 }
 
-/// The nodes on which the pod could run, best first.
+/// Returns the suitable nodes, best first.
 fn filter(hand: &Hand, pod: &Value, claims: &Claims, context: Option<&Value>) -> Result<Vec<String>, Wait> {
     let nodes: Vec<Value> = hand.list("nodes");
     let mut used: BTreeMap<String, Vec<Value>> = BTreeMap::new();
@@ -162,7 +163,7 @@ fn filter(hand: &Hand, pod: &Value, claims: &Claims, context: Option<&Value>) ->
         passing.sort_by_key(|(pods, name)| (selected.as_ref() != Some(name), *pods, name.clone()));
         return Ok(passing.into_iter().map(|(_, name)| name).collect());
     }
-    // PostFilter: one claim that keeps the pod from everywhere is given up.
+    // PostFilter: deallocates one claim that makes all nodes unsuitable.
     let given_up = in_the_way.into_iter().find(|claim| {
         claim["spec"]["allocationMode"] == "WaitForFirstConsumer"
             && list(claim, "/status/reservedFor")
@@ -188,7 +189,7 @@ fn filter(hand: &Hand, pod: &Value, claims: &Claims, context: Option<&Value>) ->
     Err(Wait::Unschedulable(message))
 }
 
-/// Why the pod cannot run on a node.
+/// Returns why the pod cannot run on a node.
 fn refusal<'a>(
     hand: &Hand,
     pod: &Value,
@@ -261,7 +262,7 @@ fn quantity(value: Option<&Value>) -> i64 {
     }
 }
 
-/// How much of each extended resource a pod wants.
+/// Returns the amount of each extended resource that a pod requests.
 pub(crate) fn extended_resources(pod: &Value) -> BTreeMap<String, i64> {
     let mut wanted = BTreeMap::new();
     for container in list(pod, "/spec/containers") {
@@ -277,7 +278,7 @@ pub(crate) fn extended_resources(pod: &Value) -> BTreeMap<String, i64> {
     wanted
 }
 
-/// Whether an allocation can be used on a node.
+/// Returns whether an allocation is available on a node.
 pub(crate) fn reaches(allocation: &Value, node: &str) -> bool {
     let node = json!({ "metadata": { "name": node, "labels": { "kubernetes.io/hostname": node } } });
     allocation
@@ -285,7 +286,7 @@ pub(crate) fn reaches(allocation: &Value, node: &str) -> bool {
         .is_none_or(|selector| selects(selector, &node))
 }
 
-/// A NodeSelector: any of the terms, all of a term's requirements.
+/// Evaluates a NodeSelector: any term must match, with all its requirements.
 fn selects(selector: &Value, node: &Value) -> bool {
     let meets = |requirement: &Value, value: Option<&str>| {
         let values = object::texts(requirement, "/values");
@@ -311,7 +312,7 @@ fn selects(selector: &Value, node: &Value) -> bool {
     })
 }
 
-/// Tells the drivers which nodes there are, and, when there is nothing more to ask, which one it shall be.
+/// Writes the potential nodes for the drivers and, once all have answered, the selected node.
 fn ask(
     hand: &Hand,
     pod: &Value,
@@ -351,7 +352,7 @@ fn ask(
         spec["selectedNode"] = node.into();
     }
     if spec.as_object().is_some_and(|spec| !spec.is_empty()) {
-        // A refusal is a change by somebody else, and that brings another cycle.
+        // A conflict means a concurrent change, which triggers another cycle.
         let _ = if let Some(context) = context {
             hand.merge("podschedulingcontexts", context, "", json!({ "spec": spec }))
         } else {
@@ -365,7 +366,7 @@ fn ask(
     Err(Wait::Pending)
 }
 
-/// Reserves the claims, binds the pod, and ends the talk.
+/// Reserves the claims, binds the pod and deletes the PodSchedulingContext.
 fn bind(hand: &Hand, pod: &Value, claims: &Claims, node: &str) -> Result<(), Wait> {
     for (_, claim) in claims {
         if !is_reserved_for(claim, pod) {
@@ -382,7 +383,7 @@ fn bind(hand: &Hand, pod: &Value, claims: &Claims, node: &str) -> Result<(), Wai
     );
     hand.event(pod, "Normal", "Scheduled", &message);
     if let Some(context) = hand.get("podschedulingcontexts", object::namespace(pod), object::name(pod)) {
-        // Its owner takes it along otherwise.
+        // Otherwise it is deleted with its owner.
         let _ = hand.delete("podschedulingcontexts", &context, None);
     }
     Ok(())

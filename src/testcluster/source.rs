@@ -1,4 +1,4 @@
-//! Time and randomness of the stage. Nothing else on it asks for either, so that a test can own both.
+//! The only source of time and randomness in the test cluster, so that a test can control both.
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
@@ -6,15 +6,15 @@ use std::sync::{Mutex, PoisonError};
 
 use jiff::Timestamp;
 
-/// What the API server appends to a `generateName` (`k8s.io/apimachinery/pkg/util/rand`): no vowels, so no words.
+/// Alphabet of `generateName` suffixes (`k8s.io/apimachinery/pkg/util/rand`): without vowels, to avoid words.
 const SUFFIX_LETTERS: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
-/// How much of it.
+/// Length of the suffix.
 const SUFFIX_LENGTH: usize = 5;
 
-/// Says what time it is.
+/// Returns the current time.
 pub type Clock = Box<dyn Fn() -> Timestamp + Send + Sync>;
 
-/// Time, and random numbers that a seed decides.
+/// Clock and seeded random numbers.
 pub struct Source {
     clock: Clock,
     state: Mutex<u64>,
@@ -27,12 +27,12 @@ impl fmt::Debug for Source {
 }
 
 impl Source {
-    /// The machine's clock, and numbers that differ from run to run.
+    /// Uses the system clock and a random seed.
     pub fn system() -> Self {
         Self::new(Box::new(Timestamp::now), RandomState::new().hash_one("stage"))
     }
 
-    /// A clock of the caller's, and the numbers of a seed.
+    /// Uses the given clock and seed.
     pub fn new(clock: Clock, seed: u64) -> Self {
         Self {
             clock,
@@ -40,12 +40,12 @@ impl Source {
         }
     }
 
-    /// The time now.
+    /// Returns the current time.
     pub fn now(&self) -> Timestamp {
         (self.clock)()
     }
 
-    /// A number below `limit`; 0 if that is 0.
+    /// Returns a number below `limit`, or 0 if `limit` is 0.
     pub fn below(&self, limit: usize) -> usize {
         let limit = u64::try_from(limit).unwrap_or(u64::MAX);
         self.next()
@@ -54,7 +54,7 @@ impl Source {
             .unwrap_or_default()
     }
 
-    /// A uid in the form of a random UUID.
+    /// Returns a uid in the format of a random UUID.
     pub fn uid(&self) -> String {
         let bytes = (u128::from(self.next()) << 64) | u128::from(self.next());
         uuid::Builder::from_random_bytes(bytes.to_be_bytes())
@@ -62,7 +62,7 @@ impl Source {
             .to_string()
     }
 
-    /// The end of a generated name.
+    /// Returns the suffix of a generated name.
     pub fn suffix(&self) -> String {
         (0..SUFFIX_LENGTH)
             .filter_map(|_| SUFFIX_LETTERS.get(self.below(SUFFIX_LETTERS.len())))
@@ -70,7 +70,7 @@ impl Source {
             .collect()
     }
 
-    /// SplitMix64: each seed has a sequence of its own, and no state is a bad one.
+    /// SplitMix64: every seed is valid and has its own sequence.
     fn next(&self) -> u64 {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);

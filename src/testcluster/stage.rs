@@ -1,4 +1,4 @@
-//! The cluster as a whole: an API server, the control loops, and on it the real controller and a real companion for each node.
+//! The test cluster: an API server, the control loops, the real controller, and a real companion for each node.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,33 +16,33 @@ use crate::controller::{Controller, ControllerError};
 use crate::host::HostDriver;
 use crate::node::run::NodeError;
 
-/// Why the stage breaks down.
+/// Why the test cluster fails.
 #[derive(Debug, thiserror::Error)]
 pub enum StageError {
-    /// A file or directory of a node cannot be had.
+    /// A file operation of a node has failed.
     #[error(transparent)]
     Io(#[from] std::io::Error),
-    /// The controller has ended.
+    /// The controller has failed.
     #[error("the controller: {0}")]
     Controller(#[from] ControllerError),
-    /// A companion has ended.
+    /// A companion has failed.
     #[error("a companion: {0}")]
     Node(#[from] NodeError),
-    /// An object cannot be applied.
+    /// An object could not be applied.
     #[error("{object} cannot be applied: {message}")]
     Refused {
         /// Kind and name.
         object: String,
-        /// What the API server says.
+        /// The API server's message.
         message: String,
     },
-    /// A file is no YAML.
+    /// The text is not valid YAML.
     #[error("this is no YAML: {0}")]
     Yaml(String),
 }
 
 impl StageError {
-    /// CamelCase, from a small fixed set.
+    /// A CamelCase reason from a small fixed set.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Io(_) => "FileSystem",
@@ -54,7 +54,7 @@ impl StageError {
     }
 }
 
-/// A cluster in this process. It ends when it is dropped; [`Stage::stop`] waits for that.
+/// An in-process cluster. It stops when dropped; [`Stage::stop`] also waits for the end.
 #[derive(Debug)]
 pub struct Stage {
     server: ApiServer,
@@ -63,7 +63,7 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// A control plane without nodes. Must be called within a runtime.
+    /// Starts a control plane without nodes. Must be called within a runtime.
     pub fn start(source: Source) -> Self {
         let server = ApiServer::new(Arc::new(source));
         let shutdown = CancellationToken::new();
@@ -83,12 +83,12 @@ impl Stage {
         }
     }
 
-    /// The API server.
+    /// Returns the API server.
     pub fn server(&self) -> &ApiServer {
         &self.server
     }
 
-    /// Starts the controller of the built-in driver, as it is.
+    /// Starts the real controller with the built-in driver.
     pub fn add_controller(&mut self, driver_name: &str) -> Result<(), StageError> {
         let client = self.server.client();
         let driver = HostDriver::start(client.clone(), driver_name.to_owned(), self.shutdown.clone());
@@ -98,7 +98,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Adds a node with a kubelet, and a companion as it is, which reads its devices from `configuration`.
+    /// Adds a node with a kubelet and a real companion that reads its devices from `configuration`.
     pub fn add_node(
         &mut self,
         name: &str,
@@ -117,13 +117,13 @@ impl Stage {
         Ok(kubelet)
     }
 
-    /// Starts a kubelet without a companion. The directories of its place must exist.
+    /// Starts a kubelet without a companion. Its directories must exist.
     pub fn add_kubelet(&mut self, kubelet: &Kubelet) {
         let running = kubelet.clone().run(self.shutdown.clone());
         self.parts.spawn(async move { Ok(running.await?) });
     }
 
-    /// Applies the objects of a YAML text, as `kubectl apply --server-side` does.
+    /// Applies YAML documents like `kubectl apply --server-side`.
     pub fn apply(&self, yaml: &str) -> Result<Vec<Value>, StageError> {
         let documents: Vec<Value> =
             serde_saphyr::from_multiple(yaml).map_err(|error| StageError::Yaml(error.to_string()))?;
@@ -171,7 +171,7 @@ impl Stage {
         Ok(object)
     }
 
-    /// Returns when a part has broken down; never otherwise.
+    /// Returns when a part has failed; never otherwise.
     pub async fn broken(&mut self) -> StageError {
         loop {
             match self.parts.join_next().await.map(trouble) {
@@ -182,19 +182,19 @@ impl Stage {
         }
     }
 
-    /// What has broken down by now and was not told yet.
+    /// Returns a failure that has occurred but has not been returned yet.
     pub fn broken_by_now(&mut self) -> Option<StageError> {
         std::iter::from_fn(|| self.parts.try_join_next()).find_map(trouble)
     }
 
-    /// Ends everything, and returns when it has ended.
+    /// Stops the cluster and waits for its end.
     pub async fn stop(mut self) {
         self.shutdown.cancel();
         while self.parts.join_next().await.is_some() {}
     }
 }
 
-/// What is wrong with a part that has ended.
+/// Returns the error of a part that has ended.
 fn trouble(ended: Result<Result<(), StageError>, JoinError>) -> Option<StageError> {
     match ended {
         Ok(Ok(())) => None,
@@ -209,10 +209,10 @@ impl Drop for Stage {
     }
 }
 
-/// What a control loop does once.
+/// One reconciliation of a control loop.
 type Pass = fn(&Hand);
 
-/// Does what is to be done, again after every change.
+/// Runs the control loop after every change.
 async fn keep(hand: Hand, pass: Pass, shutdown: CancellationToken) -> Result<(), StageError> {
     let mut news = hand.server.changes();
     loop {

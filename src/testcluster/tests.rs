@@ -1,4 +1,4 @@
-//! The control loops, pass by pass.
+//! Tests the control loops pass by pass.
 
 use std::sync::Arc;
 

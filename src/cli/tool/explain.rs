@@ -405,8 +405,8 @@ impl Reading<'_> {
     }
 }
 
-/// Uses the controller's results. Without access to all claims, the devices of other claims are unknown. So if
-/// the driver finds a node suitable, the result in the pod's PodSchedulingContext decides.
+/// Uses the controller's results. Without access to all claims, the devices of other claims are unknown. So if the
+/// driver finds a node suitable, the result in the pod's PodSchedulingContext decides.
 fn ask_controller(
     said: &mut [Said],
     found: &[(Option<&PodResourceClaim>, Found<'_>)],

@@ -1,4 +1,4 @@
-//! Server-side apply, and who owns which field.
+//! Server-side apply and field ownership.
 
 use std::collections::BTreeMap;
 
@@ -10,24 +10,23 @@ use super::last_applied;
 use super::lists::{Asker, ListKind, has_atomic_elements, is_atomic_structure, list_kind};
 use super::refusal::{FieldError, Refusal};
 
-/// Who writes, and where.
+/// Field manager of a write.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Manager<'a> {
-    /// The name.
     pub(crate) name: &'a str,
-    /// `status`, or empty.
+    /// `status` or empty.
     pub(crate) subresource: &'a str,
-    /// The time of the write.
+    /// Time of the write.
     pub(crate) now: &'a str,
 }
 
-/// One entry of `managedFields`.
+/// An entry of `managedFields`.
 #[derive(Clone, Debug)]
 struct Entry {
     manager: String,
     operation: String,
     subresource: String,
-    /// Empty as long as it has changed nothing.
+    /// Empty until the manager changes a field.
     time: String,
     fields: FieldSet,
 }
@@ -53,7 +52,7 @@ fn entries_of(object: &Value) -> Vec<Entry> {
 }
 
 fn write_entries(kind: &Kind, object: &mut Value, mut entries: Vec<Entry>) {
-    // `sortEncodedManagedFields`.
+    // Same order as `sortEncodedManagedFields`.
     entries.sort_by(|one, other| {
         let order = |entry: &Entry| {
             (
@@ -111,7 +110,7 @@ fn entry_of<'a>(
     entries.iter_mut().find(|entry| is_it(entry))
 }
 
-/// Notes in `after` that a write which is no apply has changed it: what was changed is the writer's now.
+/// Records in `after` that the manager of a write other than apply now owns the fields it changed.
 pub(crate) fn track_update(kind: &Kind, before: &Value, after: &mut Value, manager: &Manager<'_>) {
     let mut entries = entries_of(before);
     let (old, new) = (flatten_all(kind, before), flatten_all(kind, after));
@@ -135,7 +134,7 @@ pub(crate) fn track_update(kind: &Kind, before: &Value, after: &mut Value, manag
     write_entries(kind, after, entries);
 }
 
-/// Whether a path is not this endpoint's (`GetResetFields`), or the server's own.
+/// Returns whether the endpoint ignores the field (`GetResetFields`) or the server sets it.
 fn is_reset(kind: &Kind, manager: &Manager<'_>, path: &[String]) -> bool {
     let first = path.first().map_or("", String::as_str);
     match manager.subresource {
@@ -175,7 +174,7 @@ pub(crate) fn apply(
     Ok(applied)
 }
 
-/// The object with the configuration in it, or which of its fields others have.
+/// Merges the configuration into the object, or returns the fields that conflict with other managers.
 fn merged(
     kind: &Kind,
     live: &Value,
@@ -184,7 +183,7 @@ fn merged(
     force: bool,
 ) -> Result<Value, Vec<(Path, FieldError)>> {
     let mut configuration = configuration.clone();
-    // The other half of the object is not this endpoint's.
+    // Status and the rest of the object have separate endpoints.
     if let Some(map) = configuration.as_object_mut() {
         match (manager.subresource, kind.status) {
             ("status", _) => {
@@ -236,13 +235,13 @@ fn merged(
     if !force && !conflicts.is_empty() {
         return Err(conflicts);
     }
-    // What this manager no longer wants and nobody else does goes.
+    // Removes fields that this manager has dropped and no other manager owns.
     let gone: Vec<Path> = entries
         .iter()
         .filter(|entry| mine(entry))
         .flat_map(|entry| entry.fields.iter())
         .filter(|path| !wanted.contains_key(*path))
-        // What somebody else has something in stays, too.
+        // Keeps parents of fields that another manager owns.
         .filter(|path| {
             let below = |entry: &Entry| {
                 let mut next = entry.fields.range((*path).clone()..);
@@ -272,7 +271,7 @@ fn refused(conflicts: &[(Path, FieldError)]) -> Refusal {
     let message = if let [one] = conflicts {
         format!("Apply failed with 1 conflict: {}: {}", one.message, one.field)
     } else {
-        // `getConflictMessage`: by manager.
+        // Groups conflicts by manager, as `getConflictMessage` does.
         let mut lines: BTreeMap<&str, Vec<String>> = BTreeMap::new();
         for conflict in conflicts {
             let line = format!("- {}", conflict.field);
@@ -292,7 +291,7 @@ fn refused(conflicts: &[(Path, FieldError)]) -> Refusal {
     Refusal::apply_conflict(conflicts, message)
 }
 
-/// `.status.resourceClaims[name="c"].unsuitableNodes`
+/// Formats a path, for example `.status.resourceClaims[name="c"].unsuitableNodes`.
 fn dotted(path: &[String]) -> String {
     path.iter()
         .map(|element| match element.split_once(':') {

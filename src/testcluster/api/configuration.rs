@@ -1,5 +1,5 @@
-//! What is asked of the body of a server-side apply before anything is merged (`managedfields` in `k8s.io/apimachinery`,
-//! `typed` in `sigs.k8s.io/structured-merge-diff`).
+//! Validates the body of a server-side apply before the merge (`managedfields` in `k8s.io/apimachinery`, `typed` in
+//! `sigs.k8s.io/structured-merge-diff`).
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use super::object::{self, text};
 use super::refusal::Refusal;
 use super::server::Target;
 
-/// Refuses a configuration that is none of this object. `creates` if there is no such object yet.
+/// Rejects a configuration that does not belong to this object. `creates` means that the object does not exist yet.
 pub(crate) fn check(target: &Target, configuration: &Value, creates: bool) -> Result<(), Refusal> {
     let kind = &target.kind;
     let (version, sort) = (text(configuration, "/apiVersion"), text(configuration, "/kind"));
@@ -48,7 +48,7 @@ pub(crate) fn check(target: &Target, configuration: &Value, creates: bool) -> Re
     Ok(())
 }
 
-/// As Go prints it: the core group has an empty name.
+/// Formats a group version like Go, which prints the core group as an empty name.
 fn group_version(version: &str) -> String {
     if version.contains('/') {
         version.to_owned()
@@ -57,7 +57,7 @@ fn group_version(version: &str) -> String {
     }
 }
 
-/// Why the configuration has not the form of its kind.
+/// Returns why the configuration does not match the type of its kind.
 fn untyped(kind: &Kind, configuration: &Value) -> Option<String> {
     if let Some(map) = configuration.as_object()
         && let Some(wrong) = wrong_list(kind, &mut Vec::new(), "", map)
@@ -85,7 +85,7 @@ fn untyped(kind: &Kind, configuration: &Value) -> Option<String> {
     }
 }
 
-/// A list whose elements cannot be told apart.
+/// Finds a list map or set with duplicate elements.
 fn wrong_list(kind: &Kind, names: &mut Vec<String>, at: &str, map: &Map<String, Value>) -> Option<String> {
     for (key, value) in map {
         names.push(key.clone());

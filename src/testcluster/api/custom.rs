@@ -1,4 +1,4 @@
-//! Kinds that CRDs define: their schemas, and what is done to the definitions themselves.
+//! Custom resources: validation by schema, and processing of the CRDs themselves.
 
 use std::sync::Arc;
 
@@ -8,17 +8,15 @@ use super::kinds::Kind;
 use super::object;
 use super::refusal::{FieldError, Refusal};
 
-/// What a CRD says of one of its versions.
+/// One version of a CRD.
 #[derive(Debug)]
 pub(crate) struct Definition {
-    /// The `openAPIV3Schema`.
     pub(crate) schema: Value,
-    /// `additionalPrinterColumns`.
     pub(crate) columns: Vec<Value>,
     validator: jsonschema::Validator,
 }
 
-/// The kinds that a definition brings: one for each version that is served.
+/// Returns the kinds of a CRD: one per served version.
 pub(crate) fn kinds_of(definition: &Value) -> Result<Vec<Arc<Kind>>, Refusal> {
     let names = |key: &str| {
         object::texts(definition, &format!("/spec/names/{key}"))
@@ -66,7 +64,7 @@ pub(crate) fn kinds_of(definition: &Value) -> Result<Vec<Arc<Kind>>, Refusal> {
     Ok(kinds)
 }
 
-/// The schema as JSON Schema has it, which knows no `nullable`.
+/// Converts an OpenAPI schema to JSON Schema, which does not support `nullable`.
 fn draft(schema: &Value) -> Value {
     match schema {
         Value::Object(map) => {
@@ -90,7 +88,7 @@ fn draft(schema: &Value) -> Value {
     }
 }
 
-/// Takes away what the schema does not know, and returns the paths of it.
+/// Removes fields that the schema does not define, and returns their paths.
 pub(crate) fn prune(schema: &Value, value: &mut Value) -> Vec<String> {
     fn walk(schema: &Value, value: &mut Value, path: &str, root: bool, unknown: &mut Vec<String>) {
         if schema.get("x-kubernetes-preserve-unknown-fields") == Some(&Value::Bool(true)) {
@@ -135,7 +133,7 @@ pub(crate) fn prune(schema: &Value, value: &mut Value) -> Vec<String> {
     unknown
 }
 
-/// The first value that is not of the type that the schema says, in the words of server-side apply.
+/// Returns the first value with a wrong type, in the words of server-side apply.
 pub(crate) fn mistyped(schema: &Value, value: &Value) -> Option<String> {
     fn walk(schema: &Value, value: &Value, at: &str, root: bool) -> Option<String> {
         let wanted = object::text(schema, "/type");
@@ -161,7 +159,7 @@ pub(crate) fn mistyped(schema: &Value, value: &Value) -> Option<String> {
         }
         match value {
             Value::Object(map) => map.iter().find_map(|(key, inner)| {
-                // What every object has is no part of the schema.
+                // Metadata is not part of the schema.
                 if root && key == "metadata" {
                     return None;
                 }
@@ -182,7 +180,7 @@ pub(crate) fn mistyped(schema: &Value, value: &Value) -> Option<String> {
     walk(schema, value, "", true)
 }
 
-/// Checks an object of a defined kind: its schema first, then the rules in it if the schema holds.
+/// Validates a custom object against its schema, and if the schema holds, against its CEL rules.
 pub(crate) fn validate(definition: &Definition, value: &Value, before: Option<&Value>) -> Vec<FieldError> {
     const BLOCKING: [&str; 5] = [
         "FieldValueNotSupported",
@@ -220,7 +218,7 @@ fn has_rules(schema: &Value) -> bool {
     }
 }
 
-/// The rules of `x-kubernetes-validations` that do not hold.
+/// Returns the violated rules of `x-kubernetes-validations`.
 fn rules(definition: &Definition, value: &Value, before: Option<&Value>) -> Vec<FieldError> {
     match kube_cel::Validator::new().validate(&definition.schema, value, before) {
         Ok(()) => Vec::new(),
@@ -241,7 +239,7 @@ fn rules(definition: &Definition, value: &Value, before: Option<&Value>) -> Vec<
     }
 }
 
-/// The real server shows the type in place of the value.
+/// The real server shows the type instead of the value.
 fn kind_of(value: Option<&Value>) -> &'static str {
     match value {
         Some(Value::Array(_)) => "array",
@@ -261,7 +259,7 @@ fn pointer(field: &str) -> String {
     parts.concat()
 }
 
-/// The path as the real server writes it: `spec.requests[0].name`.
+/// Formats a path like the real server: `spec.requests[0].name`.
 fn dotted(location: &str) -> String {
     let mut path = String::new();
     for part in location.split('/').filter(|part| !part.is_empty()) {
@@ -329,7 +327,7 @@ fn of_schema(error: &jsonschema::ValidationError<'_>) -> FieldError {
     }
 }
 
-/// A definition is in force as soon as it is stored.
+/// Marks a CRD as established immediately when it is stored.
 pub(crate) fn establish(definition: &mut Value, now: &str) {
     let names = definition
         .pointer("/spec/names")

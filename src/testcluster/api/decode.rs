@@ -1,5 +1,4 @@
-//! From the bytes of a request to an object in the form in which it is stored: typed where the type is known, with the defaults
-//! that the server fills in.
+//! Decodes a request body to an object in its stored form: typed if the type is known, with the server's defaults.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize as _;
@@ -13,7 +12,7 @@ use super::refusal::Refusal;
 use super::server::WriteOptions;
 use super::typed::{is_empty, lost, typed};
 
-/// Reads the object of a request. Fields that nobody knows are refused, or dropped and told.
+/// Decodes the object of a request. Rejects unknown fields, or drops them with a warning.
 pub(crate) fn decode(kind: &Kind, value: Value, options: &WriteOptions) -> Result<Value, Refusal> {
     let (mut object, unknown) = read(kind, value)?;
     let unknown: Vec<String> = unknown
@@ -37,7 +36,7 @@ pub(crate) fn decode(kind: &Kind, value: Value, options: &WriteOptions) -> Resul
     Ok(object)
 }
 
-/// Reads an object in the form of its kind, and says which of its fields nobody knows.
+/// Decodes an object of a kind and returns its unknown fields.
 pub(crate) fn read(kind: &Kind, value: Value) -> Result<(Value, Vec<String>), Refusal> {
     let wrong = |error: &dyn std::fmt::Display| {
         Refusal::bad_request(format!(
@@ -96,7 +95,7 @@ pub(crate) fn read(kind: &Kind, value: Value) -> Result<(Value, Vec<String>), Re
     let mut mode = None;
     if kind.group == RESOURCE {
         default_claim(&mut object);
-        // Whether a mode is one is a rule about the object, and not one about its form.
+        // Whether the mode is valid is decided by validation, not by decoding.
         mode = take_mode(&mut object);
     }
     let (mut object, dropped) = typed(kind, object).map_err(|error| wrong(&error))?;
@@ -111,7 +110,7 @@ pub(crate) fn read(kind: &Kind, value: Value) -> Result<(Value, Vec<String>), Re
         map.insert("kind".to_owned(), kind.kind.clone().into());
     }
     if kind.kind == "ResourceClaimTemplate" {
-        // As Go prints the type, whatever is in it.
+        // Go always prints this field, whatever its value.
         object["spec"]["metadata"]["creationTimestamp"] = Value::Null;
     }
     if kind.kind == "Pod" {
@@ -130,7 +129,7 @@ fn take_mode(object: &mut Value) -> Option<(&'static str, Value)> {
     })
 }
 
-/// Texts that Go has as empty where they are left out, and the default mode.
+/// Fills in strings that Go serializes as empty, and the default mode.
 fn default_claim(object: &mut Value) {
     let Some(map) = object.as_object_mut() else { return };
     map.entry("spec").or_insert_with(|| json!({}));
@@ -174,7 +173,7 @@ fn default_claim(object: &mut Value) {
     }
 }
 
-/// Fills in empty texts, in objects of one kind or of any.
+/// Fills in empty strings, for one kind or for all (empty `kind`).
 fn fill(object: &mut Value, pointer: &str, keys: &[&str], kind: &str) {
     if !kind.is_empty() && object["kind"] != kind {
         return;

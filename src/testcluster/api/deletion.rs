@@ -1,4 +1,4 @@
-//! What the deletion of an object asks for (`DeleteOptions`).
+//! Decodes and validates `DeleteOptions`.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{DeleteOptions, Preconditions};
 use serde_json::{Value, json};
@@ -6,21 +6,20 @@ use serde_json::{Value, json};
 use super::query::Query;
 use super::refusal::{FieldError, Refusal};
 
-/// How an object is deleted.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Deletion {
-    /// How long it is given to end, in seconds; only pods are.
+    /// Grace period in seconds; only pods have one.
     pub(crate) grace: Option<i64>,
-    /// The uid that it must have; empty for any.
+    /// Required uid; empty matches any.
     pub(crate) uid: String,
-    /// The version that it must have; empty for any.
+    /// Required resource version; empty matches any.
     pub(crate) version: String,
-    /// Whether nothing is to be deleted (`dryRun`).
+    /// Whether the request is a dry run.
     pub(crate) pretends: bool,
 }
 
 impl Deletion {
-    /// Reads a body, or the parameters if there is none.
+    /// Reads the options from the body, or from the query parameters if there is no body.
     pub(crate) fn read(body: Option<Value>, query: &Query) -> Result<Self, Refusal> {
         let options = match body {
             Some(body) => from_body(body)?,
@@ -51,7 +50,7 @@ impl Deletion {
             resource_version,
         } = options.preconditions.unwrap_or_default();
         Ok(Self {
-            // Less than nothing is nearly nothing.
+            // A negative grace period means one second.
             grace: options
                 .grace_period_seconds
                 .map(|seconds| if seconds < 0 { 1 } else { seconds }),
@@ -83,7 +82,7 @@ fn from_body(body: Value) -> Result<DeleteOptions, Refusal> {
     }
 }
 
-/// `ValidateDeleteOptions`.
+/// Mirrors `ValidateDeleteOptions`.
 fn wrong(dry_run: &[String], policy: Option<&str>, orphan: Option<bool>) -> Vec<FieldError> {
     let mut errors = Vec::new();
     let supported = ["Foreground", "Background", "Orphan", "nil"];
@@ -102,7 +101,7 @@ fn wrong(dry_run: &[String], policy: Option<&str>, orphan: Option<bool>) -> Vec<
     errors
 }
 
-/// `ValidateDryRun`.
+/// Mirrors `ValidateDryRun`.
 pub(crate) fn wrong_dry_run(dry_run: &[String]) -> Option<FieldError> {
     let shown: Vec<String> = dry_run.iter().map(|each| format!("{each:?}")).collect();
     dry_run.iter().any(|each| each != "All").then(|| FieldError {
@@ -143,7 +142,7 @@ mod tests {
         assert_eq!(read(json!({ "dryRun": ["Some"] })).unwrap_err().code, 422);
         let query = Query::read("dryRun=All");
         assert!(Deletion::read(None, &query).unwrap().pretends);
-        // As the real server has it.
+        // Same as the real server.
         assert!(!Deletion::read(Some(json!({})), &query).unwrap().pretends);
     }
 

@@ -1,4 +1,4 @@
-//! What is served: `/api`, `/apis` and what is below, for clients that ask before they begin.
+//! API discovery: `/api`, `/apis` and the resource lists.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::kinds::Kind;
 
-/// The version that the stage plays.
+/// Kubernetes version that the test cluster reports.
 pub(crate) const KUBERNETES: &str = "v1.30.14";
 
 /// `/version`.
@@ -31,7 +31,7 @@ pub(crate) fn groups(kinds: &[Arc<Kind>]) -> Value {
     json!({ "kind": "APIGroupList", "apiVersion": "v1", "groups": groups })
 }
 
-/// `/apis/<group>`; none if there is no such group.
+/// `/apis/<group>`; `None` if the group does not exist.
 pub(crate) fn group(kinds: &[Arc<Kind>], name: &str) -> Option<Value> {
     let versions: BTreeSet<&str> = kinds
         .iter()
@@ -48,7 +48,7 @@ pub(crate) fn group(kinds: &[Arc<Kind>], name: &str) -> Option<Value> {
     )
 }
 
-/// `/api/v1` and `/apis/<group>/<version>`; none if there is no such version.
+/// `/api/v1` and `/apis/<group>/<version>`; `None` if the version does not exist.
 pub(crate) fn resources(kinds: &[Arc<Kind>], group: &str, version: &str) -> Option<Value> {
     const VERBS: [&str; 8] = [
         "create",

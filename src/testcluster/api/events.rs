@@ -1,10 +1,10 @@
-//! Events have two forms, of the core group and of `events.k8s.io`, and are stored in the first.
+//! Converts events between the core group and `events.k8s.io`; they are stored in the core form.
 
 use serde_json::Value;
 
 use super::kinds::Kind;
 
-/// Fields of `events.k8s.io/v1`, and what the core group calls them.
+/// Field names in `events.k8s.io/v1` and in the core group.
 const NAMES: &[(&str, &str)] = &[
     ("regarding", "involvedObject"),
     ("note", "message"),
@@ -24,7 +24,7 @@ fn rename(object: &mut Value, pairs: impl Iterator<Item = (&'static str, &'stati
     }
 }
 
-/// Into the stored form.
+/// Converts to the stored form.
 pub(crate) fn to_stored(kind: &Kind, object: &mut Value) {
     if kind.is("events.k8s.io", "events") {
         rename(object, NAMES.iter().copied());
@@ -32,7 +32,7 @@ pub(crate) fn to_stored(kind: &Kind, object: &mut Value) {
     }
 }
 
-/// From the stored form into that of a kind.
+/// Converts from the stored form.
 pub(crate) fn from_stored(kind: &Kind, object: &mut Value) {
     if kind.is("events.k8s.io", "events") {
         rename(object, NAMES.iter().map(|(new, core)| (*core, *new)));

@@ -1,6 +1,7 @@
-//! Sets of fields, as `managedFields` has them (`sigs.k8s.io/structured-merge-diff`, `fieldsV1`).
+//! Field sets as in `managedFields` (`sigs.k8s.io/structured-merge-diff`, `fieldsV1`).
 //!
-//! A path is a list of elements: `f:name` a field, `k:{"name":"x"}` an entry of a list map, `v:"x"` a member of a set.
+//! A path is a list of elements: `f:name` is a field, `k:{"name":"x"}` an entry of a list map, `v:"x"` a member of a
+//! set.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,12 +10,10 @@ use serde_json::{Map, Value};
 use super::kinds::Kind;
 use super::lists::{Asker, ListKind, has_atomic_elements, is_atomic_structure, list_kind};
 
-/// A path in an object.
 pub(crate) type Path = Vec<String>;
-/// A set of paths.
 pub(crate) type FieldSet = BTreeSet<Path>;
 
-/// What no manager owns.
+/// Fields without an owner.
 const UNOWNED: &[&[&str]] = &[
     &["f:apiVersion"],
     &["f:kind"],
@@ -29,7 +28,7 @@ const UNOWNED: &[&[&str]] = &[
     &["f:metadata", "f:deletionGracePeriodSeconds"],
 ];
 
-/// Structures that Go has in every object, so that nobody adds them.
+/// Structures that Go serializes in every object, so no manager adds them.
 const ALWAYS: &[&str] = &[
     "metadata",
     "spec",
@@ -45,12 +44,14 @@ const ALWAYS: &[&str] = &[
     "source",
 ];
 
-/// The fields of an object that can be owned, with their values. Entries of lists are there besides their fields, without value.
+/// Returns the fields of an object that can be owned, with their values. List entries are included in addition to their
+/// fields, without a value.
 pub(crate) fn flatten(kind: &Kind, object: &Value) -> BTreeMap<Path, Value> {
     fields_of(kind, object, false)
 }
 
-/// The same, and the structures, maps and lists that they are in, which belong to whoever adds them; without value.
+/// Like [`flatten`], but includes the enclosing structures, maps and lists without values; the manager that adds them
+/// owns them.
 pub(crate) fn flatten_all(kind: &Kind, object: &Value) -> BTreeMap<Path, Value> {
     fields_of(kind, object, true)
 }
@@ -71,7 +72,7 @@ fn fields_of(kind: &Kind, object: &Value, whole: bool) -> BTreeMap<Path, Value> 
 
 struct Walk<'a> {
     kind: &'a Kind,
-    /// Whether what others are in is a field, too.
+    /// Whether enclosing structures, maps and lists count as fields.
     whole: bool,
 }
 
@@ -132,7 +133,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Notes what others are in.
+    /// Records an enclosing structure, map or list.
     fn enter(&self, path: &[String], names: &[String], fields: &mut BTreeMap<Path, Value>) {
         let dotted = names.join(".");
         let always =
@@ -143,7 +144,7 @@ impl Walk<'_> {
     }
 }
 
-/// The path element of an entry of a list map.
+/// Returns the path element of a list map's entry.
 pub(crate) fn element_of(keys: &[String], element: &Value) -> String {
     let id: Map<String, Value> = keys
         .iter()
@@ -152,7 +153,7 @@ pub(crate) fn element_of(keys: &[String], element: &Value) -> String {
     format!("k:{}", Value::Object(id))
 }
 
-/// Takes the field at a path out of an object. What is not there is no fault.
+/// Removes the field at a path, if present.
 pub(crate) fn remove(object: &mut Value, path: &[String]) {
     let Some((last, parents)) = path.split_last() else {
         return;
@@ -180,7 +181,7 @@ pub(crate) fn remove(object: &mut Value, path: &[String]) {
     }
 }
 
-/// Where in a list the element is that a path element stands for.
+/// Returns the index of a list element given by its path element.
 fn position(list: &Value, element: &str) -> Option<usize> {
     let (sort, id) = element.split_once(':')?;
     let id: Value = serde_json::from_str(id).ok()?;
@@ -192,7 +193,7 @@ fn position(list: &Value, element: &str) -> Option<usize> {
         })
 }
 
-/// As `fieldsV1`.
+/// Serializes a set as `fieldsV1`.
 pub(crate) fn to_json(set: &FieldSet) -> Value {
     #[derive(Default)]
     struct Node {
@@ -200,7 +201,7 @@ pub(crate) fn to_json(set: &FieldSet) -> Value {
         below: BTreeMap<String, Self>,
     }
     fn written(node: Node) -> Value {
-        // A path without others below it is an empty object, without the dot.
+        // A leaf is an empty object without the dot.
         let dot = (node.own && !node.below.is_empty()).then(|| (".".to_owned(), Value::Object(Map::new())));
         let below = node
             .below
@@ -218,7 +219,7 @@ pub(crate) fn to_json(set: &FieldSet) -> Value {
     written(root)
 }
 
-/// From `fieldsV1`.
+/// Parses `fieldsV1`.
 pub(crate) fn from_json(fields: &Value) -> FieldSet {
     fn walk(value: &Value, path: &mut Path, set: &mut FieldSet) {
         let Some(map) = value.as_object() else { return };

@@ -1,44 +1,41 @@
-//! The kinds that the server has: those of Kubernetes that the project needs, and those that CRDs define.
+//! Served kinds: the built-in kinds that the project needs, and those defined by CRDs.
 
 use std::sync::Arc;
 
 use super::custom::Definition;
 
-/// A kind that is served.
 #[derive(Clone, Debug)]
 pub(crate) struct Kind {
     /// API group; empty for the core group.
     pub(crate) group: String,
-    /// Version of the group.
     pub(crate) version: String,
-    /// `ResourceClaim`.
+    /// For example `ResourceClaim`.
     pub(crate) kind: String,
-    /// `resourceclaims`, as in paths.
+    /// For example `resourceclaims`, used in paths.
     pub(crate) plural: String,
-    /// `resourceclaim`.
+    /// For example `resourceclaim`.
     pub(crate) singular: String,
-    /// What kubectl takes instead.
+    /// Short names for kubectl.
     pub(crate) short_names: Vec<String>,
-    /// Groups of kinds that kubectl takes together.
+    /// Categories for kubectl.
     pub(crate) categories: Vec<String>,
-    /// Whether objects are in namespaces.
     pub(crate) namespaced: bool,
-    /// Whether `/status` exists, and the rest of the object is written without it.
+    /// Whether the kind has a `/status` endpoint; other writes then ignore the status.
     pub(crate) status: bool,
-    /// Whether a deletion answers with the object; if not, it answers with a Status.
+    /// Whether a deletion returns the object instead of a Status.
     pub(crate) returns_deleted: bool,
-    /// Whether `metadata.generation` counts the changes of the spec.
+    /// Whether `metadata.generation` counts changes of the spec.
     pub(crate) generation: bool,
-    /// Whether a replacement may leave out the version of what it replaces (`AllowUnconditionalUpdate`).
+    /// Whether an update may omit the resource version (`AllowUnconditionalUpdate`).
     pub(crate) unconditional: bool,
-    /// Whether the replacement of what does not exist makes it (`AllowCreateOnUpdate`).
+    /// Whether an update creates a missing object (`AllowCreateOnUpdate`).
     pub(crate) created_by_update: bool,
-    /// The definition, if this is no kind of Kubernetes itself.
+    /// The CRD's definition; `None` for built-in kinds.
     pub(crate) definition: Option<Arc<Definition>>,
 }
 
 impl Kind {
-    /// `group/version`, or the version alone.
+    /// Returns `group/version`, or the version alone for the core group.
     pub(crate) fn api_version(&self) -> String {
         match self.group.as_str() {
             "" => self.version.clone(),
@@ -46,7 +43,7 @@ impl Kind {
         }
     }
 
-    /// `resourceclaims.resource.k8s.io`, as in messages.
+    /// Returns the qualified resource, such as `resourceclaims.resource.k8s.io`, for messages.
     pub(crate) fn resource(&self) -> String {
         match self.group.as_str() {
             "" => self.plural.clone(),
@@ -54,7 +51,7 @@ impl Kind {
         }
     }
 
-    /// Where objects are kept. Both groups of events show the same objects.
+    /// Returns the storage key of the kind. Both event groups share their objects.
     pub(crate) fn storage(&self) -> String {
         match (self.group.as_str(), self.plural.as_str()) {
             ("events.k8s.io", "events") => "events".to_owned(),
@@ -62,7 +59,7 @@ impl Kind {
         }
     }
 
-    /// Where the real server keeps an object, as in messages.
+    /// Returns the real server's etcd key of an object, for messages.
     pub(crate) fn registry(&self, namespace: &str, name: &str) -> String {
         let place = match (self.group.as_str(), self.plural.as_str(), &self.definition) {
             ("", "nodes", _) => "minions".to_owned(),
@@ -74,7 +71,7 @@ impl Kind {
         parts.join("/")
     }
 
-    /// Whether there is such a path below an object.
+    /// Returns whether the kind has the subresource.
     pub(crate) fn has(&self, subresource: &str) -> bool {
         match subresource {
             "" => true,
@@ -85,7 +82,7 @@ impl Kind {
         }
     }
 
-    /// Whether it is this kind of a group of Kubernetes.
+    /// Returns whether this is the given built-in kind.
     pub(crate) fn is(&self, group: &str, plural: &str) -> bool {
         self.definition.is_none() && self.group == group && self.plural == plural
     }
@@ -125,14 +122,11 @@ impl Kind {
     }
 }
 
-/// The group of claims.
 pub(crate) const RESOURCE: &str = crate::api::resource::GROUP;
-/// The group of leases.
 pub(crate) const COORDINATION: &str = "coordination.k8s.io";
-/// The group of CRDs.
 pub(crate) const EXTENSIONS: &str = "apiextensions.k8s.io";
 
-/// The kinds of Kubernetes that the server has.
+/// Returns the built-in kinds.
 pub(crate) fn built_in() -> Vec<Arc<Kind>> {
     let resource = |kind, plural, namespaced| {
         Kind::of(RESOURCE, crate::api::resource::VERSION, kind, plural, namespaced)

@@ -1,5 +1,5 @@
-//! The annotation in which `kubectl apply` keeps what it applied last, as the real server takes it into account when kubectl goes on
-//! with server-side apply (`lastAppliedManager` and `lastAppliedUpdater` of `util/managedfields`).
+//! The annotation in which `kubectl apply` keeps the last applied configuration. The real server considers it when
+//! kubectl switches to server-side apply (`lastAppliedManager` and `lastAppliedUpdater` of `util/managedfields`).
 
 use serde_json::Value;
 
@@ -7,11 +7,12 @@ use super::fields::{FieldSet, flatten};
 use super::kinds::Kind;
 use super::object::text;
 
-/// Who is meant; whoever calls itself otherwise wants none of it.
+/// Field manager for which the annotation applies; all others ignore it.
 pub(crate) const MANAGER: &str = "kubectl";
 const ANNOTATION: &str = "/metadata/annotations/kubectl.kubernetes.io~1last-applied-configuration";
 
-/// The fields that kubectl applied last and that are still as they were: kubectl may take them over from itself.
+/// Returns the fields that kubectl applied last and that have not changed since: kubectl may take them over from
+/// itself.
 pub(crate) fn fields(kind: &Kind, live: &Value) -> FieldSet {
     let Ok(last) = serde_json::from_str::<Value>(text(live, ANNOTATION)) else {
         return FieldSet::new();
@@ -26,7 +27,7 @@ pub(crate) fn fields(kind: &Kind, live: &Value) -> FieldSet {
         .collect()
 }
 
-/// Keeps the annotation, if there is one, as kubectl would have written it.
+/// Updates the annotation, if present, as kubectl would write it.
 pub(crate) fn renew(object: &mut Value, configuration: &Value) {
     let mut applied = configuration.clone();
     if let Some(Value::Object(annotations)) = applied.pointer_mut("/metadata/annotations") {
@@ -37,7 +38,7 @@ pub(crate) fn renew(object: &mut Value, configuration: &Value) {
             metadata.remove("annotations");
         }
     }
-    // As Go writes JSON.
+    // Escapes like Go's JSON encoder.
     let written = applied
         .to_string()
         .replace('&', "\\u0026")

@@ -1,32 +1,31 @@
-//! Which lists are sets and maps, and which are replaced as a whole: the tags of the Go types (`listType`, `patchMergeKey`) for
-//! the kinds that are served, and `x-kubernetes-list-type` for those of CRDs.
+//! Merge strategies of lists: the tags of the Go types (`listType`, `patchMergeKey`) for built-in kinds, and
+//! `x-kubernetes-list-type` for CRDs.
 
 use serde_json::Value;
 
 use super::kinds::Kind;
 
-/// How a list is merged.
+/// Merge strategy of a list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ListKind {
     /// Replaced as a whole.
     Atomic,
-    /// Elements are what they are.
+    /// A set of scalar values.
     Set,
-    /// Elements are told apart by these fields.
+    /// Elements are identified by these fields.
     Map(Vec<String>),
 }
 
-/// Who asks.
+/// Operation that merges lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Asker {
-    /// A strategic merge patch.
+    /// Strategic merge patch.
     Strategic,
-    /// Server-side apply.
     Apply,
 }
 
-/// Lists by their path, without indices: kind (empty for all), path, key (empty for a set), whether strategic merge patches merge
-/// them, whether server-side apply does.
+/// Columns: kind (empty for all), path without indices, key (empty for a set), merged by strategic merge patches,
+/// merged by server-side apply.
 const LISTS: &[(&str, &str, &str, bool, bool)] = &[
     ("", "metadata.finalizers", "", true, true),
     ("", "metadata.ownerReferences", "uid", true, true),
@@ -50,7 +49,7 @@ const LISTS: &[(&str, &str, &str, bool, bool)] = &[
     ("Node", "status.addresses", "type", true, true),
 ];
 
-/// Structures that server-side apply owns as a whole although they are no lists (`structType=atomic`).
+/// Structures that server-side apply treats as one field (`structType=atomic`).
 const ATOMIC_STRUCTURES: &[(&str, &str)] = &[
     ("ResourceClaim", "status.allocation.availableOnNodes"),
     ("ResourceClass", "suitableNodes"),
@@ -58,7 +57,7 @@ const ATOMIC_STRUCTURES: &[(&str, &str)] = &[
     ("ResourceClaim", "spec.parametersRef"),
 ];
 
-/// How the list at `path` is merged.
+/// Returns the merge strategy of the list at `path`.
 pub(crate) fn list_kind(kind: &Kind, path: &[String], asker: Asker) -> ListKind {
     let dotted = path.join(".");
     let known = LISTS.iter().find(|(of, at, ..)| {
@@ -91,12 +90,12 @@ pub(crate) fn list_kind(kind: &Kind, path: &[String], asker: Asker) -> ListKind 
         })
 }
 
-/// Whether the key of the list map at `path` is empty where it is left out, as it is where Go writes it in any case.
+/// Returns whether a missing key of the list map at `path` is an empty string, because Go always serializes the key.
 pub(crate) fn key_has_default(kind: &Kind, path: &[String]) -> bool {
     kind.definition.is_none() && path.join(".") != "status.resourceClaims"
 }
 
-/// Whether the object at `path` is owned as a whole.
+/// Returns whether the object at `path` is one field.
 pub(crate) fn is_atomic_structure(kind: &Kind, path: &[String]) -> bool {
     let dotted = path.join(".");
     ATOMIC_STRUCTURES
@@ -104,12 +103,12 @@ pub(crate) fn is_atomic_structure(kind: &Kind, path: &[String]) -> bool {
         .any(|(of, at)| kind.definition.is_none() && *of == kind.kind && *at == dotted)
 }
 
-/// Whether the elements of the list at `path` are owned as a whole each.
+/// Returns whether each element of the list at `path` is one field.
 pub(crate) fn has_atomic_elements(path: &[String]) -> bool {
     path.join(".") == "metadata.ownerReferences"
 }
 
-/// The schema of what is at a path; elements of lists have the path of the list.
+/// Returns the schema at a path; elements of lists have the path of the list.
 fn schema_at<'a>(schema: &'a Value, path: &[String]) -> Option<&'a Value> {
     let mut schema = schema;
     for part in path {

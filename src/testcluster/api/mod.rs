@@ -1,7 +1,7 @@
-//! The API server of the stage: one in-memory store, served to a [`kube::Client`] in this process and over TCP to kubectl.
+//! In-memory API server of the test cluster, for a [`kube::Client`] in this process and for kubectl over TCP.
 //!
-//! It has the kinds that the project needs and no others; there is no authentication, no admission and no API aggregation.
-//! `docs/stage.md` lists what it promises.
+//! It serves only the kinds that the project needs, without authentication, admission or API aggregation.
+//! `docs/stage.md` lists its guarantees.
 
 mod apply;
 mod configuration;

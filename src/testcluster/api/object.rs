@@ -1,8 +1,8 @@
-//! Small looks into objects, which are JSON here: the server does not know most of their fields, and must not lose any.
+//! Accessors for objects as JSON. The server does not know most fields and must preserve all of them.
 
 use serde_json::Value;
 
-/// The text at a pointer; empty if there is none.
+/// Returns the string at a pointer, or an empty one.
 pub(crate) fn text<'a>(object: &'a Value, pointer: &str) -> &'a str {
     object
         .pointer(pointer)
@@ -10,27 +10,25 @@ pub(crate) fn text<'a>(object: &'a Value, pointer: &str) -> &'a str {
         .unwrap_or_default()
 }
 
-/// The name.
 pub(crate) fn name(object: &Value) -> &str {
     text(object, "/metadata/name")
 }
 
-/// The namespace; empty for cluster-scoped objects.
+/// Returns the namespace; empty for cluster-scoped objects.
 pub(crate) fn namespace(object: &Value) -> &str {
     text(object, "/metadata/namespace")
 }
 
-/// The uid.
 pub(crate) fn uid(object: &Value) -> &str {
     text(object, "/metadata/uid")
 }
 
-/// The texts of a list.
+/// Returns the strings of a list.
 pub(crate) fn texts<'a>(object: &'a Value, pointer: &str) -> Vec<&'a str> {
     list(object, pointer).iter().filter_map(Value::as_str).collect()
 }
 
-/// The elements of a list; none if there is no list.
+/// Returns the elements of a list; none if it is missing.
 pub(crate) fn list<'a>(object: &'a Value, pointer: &str) -> &'a [Value] {
     object
         .pointer(pointer)
@@ -38,7 +36,7 @@ pub(crate) fn list<'a>(object: &'a Value, pointer: &str) -> &'a [Value] {
         .map_or(&[], Vec::as_slice)
 }
 
-/// How many bytes an object has as JSON.
+/// Returns the size of the JSON encoding in bytes.
 pub(crate) fn json_size(object: &Value) -> usize {
     struct Count(usize);
     impl std::io::Write for Count {
@@ -52,17 +50,16 @@ pub(crate) fn json_size(object: &Value) -> usize {
         }
     }
     let mut count = Count(0);
-    // Cannot fail: nothing here refuses to be written.
+    // Infallible: the writer only counts, and a `Value` always serializes.
     let _ = serde_json::to_writer(&mut count, object);
     count.0
 }
 
-/// Whether a deletion is under way.
 pub(crate) fn is_deleting(object: &Value) -> bool {
     !text(object, "/metadata/deletionTimestamp").is_empty()
 }
 
-/// Sets a field of the metadata, or takes it away.
+/// Sets or removes a metadata field.
 pub(crate) fn set_metadata(object: &mut Value, key: &str, value: Option<Value>) {
     let Some(metadata) = object.get_mut("metadata").and_then(Value::as_object_mut) else {
         return;
@@ -77,7 +74,7 @@ pub(crate) fn set_metadata(object: &mut Value, key: &str, value: Option<Value>) 
     }
 }
 
-/// Copies a field of the object's root from another object, or takes it away.
+/// Copies a top-level field from another object, or removes it if missing there.
 pub(crate) fn copy_root(object: &mut Value, from: &Value, key: &str) {
     let Some(map) = object.as_object_mut() else { return };
     match from.get(key) {

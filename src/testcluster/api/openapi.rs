@@ -1,5 +1,5 @@
-//! OpenAPI v3, as far as kubectl reads it before it sends an object: which kinds the server itself checks for unknown and doubled
-//! fields, and can pretend (`QueryParamVerifierV3` of cli-runtime). There are no schemas, so that `kubectl explain` has nothing to explain.
+//! OpenAPI v3, as far as kubectl reads it before a write: which kinds support server-side field validation and dry run
+//! (`QueryParamVerifierV3` of cli-runtime). Without schemas, `kubectl explain` does not work.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,11 +9,11 @@ use serde_json::{Map, Value, json};
 use super::discovery::KUBERNETES;
 use super::kinds::Kind;
 
-/// What the real server calls OpenAPI v2 in the form in which kubectl asks for it, when v3 does not know a kind. An empty document
-/// says that v2 does not know it either, and is no bytes at all.
+/// Content type of the OpenAPI v2 document, which kubectl requests if v3 lacks a kind. An empty document (zero bytes)
+/// means that v2 lacks it as well.
 pub(crate) const PROTOBUF: &str = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf";
 
-/// `api/v1` or `apis/<group>/<version>`.
+/// Returns `api/v1` or `apis/<group>/<version>`.
 fn path_of(kind: &Kind) -> String {
     match kind.group.as_str() {
         "" => format!("api/{}", kind.version),
@@ -21,7 +21,7 @@ fn path_of(kind: &Kind) -> String {
     }
 }
 
-/// `/openapi/v3`: where the document of each version of a group is.
+/// `/openapi/v3`: the URL of each group version's document.
 pub(crate) fn index(kinds: &[Arc<Kind>]) -> Value {
     let paths: BTreeMap<String, Value> = kinds
         .iter()
@@ -34,7 +34,8 @@ pub(crate) fn index(kinds: &[Arc<Kind>]) -> Value {
     json!({ "paths": paths })
 }
 
-/// `/openapi/v3/<path>`: that each kind is patched with `fieldValidation` and `dryRun`; none if there is no such version.
+/// `/openapi/v3/<path>`: declares that each kind accepts `fieldValidation` and `dryRun` on PATCH; `None` if the version
+/// does not exist.
 pub(crate) fn document(kinds: &[Arc<Kind>], path: &str) -> Option<Value> {
     let mut paths = Map::new();
     let parameter = |name: &str| json!({ "name": name, "in": "query", "schema": { "type": "string", "uniqueItems": true } });

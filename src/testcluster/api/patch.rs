@@ -1,4 +1,4 @@
-//! The four kinds of patches.
+//! The four patch types.
 
 use json_patch::PatchOperation;
 use serde_json::{Map, Value};
@@ -9,31 +9,30 @@ use super::object::json_size;
 use super::refusal::Refusal;
 use super::strategic;
 
-/// Operations of one JSON patch, at most (`maxJSONPatchOperations`).
+/// Maximum number of operations in a JSON patch (`maxJSONPatchOperations`).
 const OPERATIONS_MAX: usize = 10_000;
-/// Bytes that the copies of one JSON patch may make together (`AccumulatedCopySizeLimit`).
+/// Maximum number of bytes copied by a JSON patch (`AccumulatedCopySizeLimit`).
 const COPIES_MAX: usize = 3 << 20;
 
-/// The content type of RFC 6902.
+/// Content type of RFC 6902.
 pub(crate) const JSON_PATCH: &str = "application/json-patch+json";
-/// The content type of RFC 7386.
+/// Content type of RFC 7386.
 pub(crate) const MERGE_PATCH: &str = "application/merge-patch+json";
 
-/// A patch, as the body of a request.
+/// A patch from a request body.
 #[derive(Debug)]
 pub(crate) enum Patch {
     /// RFC 6902.
     Json(json_patch::Patch),
     /// RFC 7386.
     Merge(Value),
-    /// Kubernetes' own merge, for kinds that have a Go type.
+    /// Strategic merge patch, for kinds with a Go type.
     Strategic(Value),
-    /// Server-side apply.
     Apply(Value),
 }
 
 impl Patch {
-    /// Reads a body by its content type.
+    /// Parses a body by its content type.
     pub(crate) fn read(kind: &Kind, content_type: &str, body: &[u8]) -> Result<Self, Refusal> {
         let strategic = if kind.definition.is_none() {
             ", application/strategic-merge-patch+json"
@@ -74,7 +73,7 @@ impl Patch {
                     .map_err(|error| Refusal::bad_request(format!("error decoding YAML: {error}")))?;
                 match configuration {
                     Value::Object(_) => Ok(Self::Apply(configuration)),
-                    // As if nothing stood there: it does not say what it is, and is refused for that.
+                    // Treated as an empty object, which is rejected because it lacks apiVersion and kind.
                     Value::Null => Ok(Self::Apply(Value::Object(Map::new()))),
                     _ => Err(Refusal::bad_request(
                         "error decoding YAML: error unmarshaling JSON: it is not an object",
@@ -85,7 +84,7 @@ impl Patch {
         }
     }
 
-    /// The object as the patch makes it.
+    /// Returns the patched object.
     pub(crate) fn apply_to(
         &self,
         kind: &Kind,
@@ -104,7 +103,7 @@ impl Patch {
                             return Err(Refusal::unprocessable());
                         }
                     }
-                    // What is missing is equal to null.
+                    // A missing value equals null.
                     if let PatchOperation::Test(test) = operation
                         && test.value.is_null()
                         && patched.pointer(test.path.as_str()).is_none()
@@ -114,7 +113,7 @@ impl Patch {
                             continue;
                         }
                     }
-                    // Of what fails half way nothing is kept: this is a copy.
+                    // Works on a copy, so a partial failure has no effect.
                     json_patch::patch_unsafe(&mut patched, std::slice::from_ref(operation))
                         .map_err(|_| Refusal::unprocessable())?;
                 }
@@ -124,7 +123,7 @@ impl Patch {
             Self::Apply(configuration) => return apply::apply(kind, object, configuration, manager, force),
         }
         if !patched.is_object() {
-            // Nothing is not an empty object.
+            // Null is not an empty object.
             return Err(Refusal::unprocessable());
         }
         Ok(patched)

@@ -1,11 +1,11 @@
-//! What the real server fills into a pod: the defaults that somebody on the stage, or `kubectl describe`, reads
-//! (`pkg/apis/core/v1/defaults.go`), and what its admission adds to every new one (`DefaultTolerationSeconds`).
+//! Pod defaults of the real server that the test cluster or `kubectl describe` reads (`pkg/apis/core/v1/defaults.go`),
+//! and the tolerations that admission adds to new pods (`DefaultTolerationSeconds`).
 
 use serde_json::{Map, Value, json};
 
 use super::object::list;
 
-/// The defaults of a pod.
+/// Fills in the defaults of a pod.
 pub(crate) fn default(pod: &mut Value) {
     let defaults = [
         ("restartPolicy", json!("Always")),
@@ -52,7 +52,7 @@ fn default_container(container: &mut Map<String, Value>) {
     if let Some(resources) = resources
         && let Some(limits) = resources.get("limits").and_then(Value::as_object).cloned()
     {
-        // What is limited is asked for, if nothing else is said.
+        // Requests default to the limits.
         let requests = resources.entry("requests").or_insert_with(|| json!({}));
         if let Some(requests) = requests.as_object_mut() {
             for (name, limit) in limits {
@@ -101,7 +101,7 @@ fn fill(map: &mut Map<String, Value>, defaults: &[(&str, Value)]) {
     }
 }
 
-/// How long a pod stays on a node that is not there: five minutes, unless it says so itself.
+/// Adds tolerations that keep a pod on an unavailable node for five minutes, unless it has its own.
 pub(crate) fn tolerate(pod: &mut Value) {
     for key in ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"] {
         let said = list(pod, "/spec/tolerations").iter().any(|toleration| {
@@ -123,7 +123,7 @@ pub(crate) fn tolerate(pod: &mut Value) {
     }
 }
 
-/// How well a pod is served when memory is short (`GetPodQOS`).
+/// Returns the QoS class (`GetPodQOS`).
 pub(crate) fn quality(pod: &Value) -> &'static str {
     let containers = || {
         let init = list(pod, "/spec/initContainers").iter();

@@ -1,4 +1,4 @@
-//! The parameters of a request, as the real server reads them (`k8s.io/apimachinery/pkg/runtime/converter`, and the validation of
+//! Decodes query parameters like the real server (`k8s.io/apimachinery/pkg/runtime/converter`, and the validation of
 //! `ListOptions`).
 
 use std::collections::BTreeMap;
@@ -10,7 +10,7 @@ use super::refusal::{FieldError, Refusal};
 use super::selector::Selector;
 use super::server::{ListQuery, Target};
 
-/// The parameters of a request.
+/// Query parameters of a request.
 pub(crate) struct Query(BTreeMap<String, String>);
 
 impl Query {
@@ -27,22 +27,22 @@ impl Query {
         )
     }
 
-    /// A text; empty if there is none.
+    /// Returns a string, empty if missing.
     pub(crate) fn text(&self, key: &str) -> &str {
         self.0.get(key).map(String::as_str).unwrap_or_default()
     }
 
-    /// A text, if it is there at all.
+    /// Returns a string, if present.
     pub(crate) fn given(&self, key: &str) -> Option<&str> {
         self.0.get(key).map(String::as_str)
     }
 
-    /// Whether it is so: whatever is there and is not a no is a yes.
+    /// Returns a boolean: a present value is true unless it is `false` or `0`.
     pub(crate) fn is(&self, key: &str) -> bool {
         self.given(key).is_some_and(|text| !matches!(text, "false" | "0"))
     }
 
-    /// A number.
+    /// Returns a number.
     pub(crate) fn number(&self, key: &str) -> Result<Option<i64>, Refusal> {
         let Some(text) = self.given(key) else {
             return Ok(None);
@@ -53,7 +53,7 @@ impl Query {
     }
 }
 
-/// As Go says it.
+/// Formats a parse error like Go.
 fn why(error: &std::num::ParseIntError) -> &'static str {
     match error.kind() {
         IntErrorKind::PosOverflow | IntErrorKind::NegOverflow => "value out of range",
@@ -61,7 +61,7 @@ fn why(error: &std::num::ParseIntError) -> &'static str {
     }
 }
 
-/// A version in a parameter; none if any will do.
+/// Parses a resource version; `None` if any version will do.
 pub(crate) fn version(text: &str) -> Result<Option<u64>, Refusal> {
     match text {
         "" | "0" => Ok(None),
@@ -74,10 +74,10 @@ pub(crate) fn version(text: &str) -> Result<Option<u64>, Refusal> {
     }
 }
 
-/// What a list asks for, or the beginning of a watch.
+/// Decodes the parameters of a list, or of a watch's initial list.
 pub(crate) fn list_query(target: &Target, query: &Query) -> Result<ListQuery, Refusal> {
     let limit = query.number("limit")?.unwrap_or(0);
-    // A list is there at once.
+    // Only validated: a list never blocks.
     query.number("timeoutSeconds")?;
     let errors = wrong_match(query);
     if !errors.is_empty() {
@@ -111,7 +111,7 @@ pub(crate) fn list_query(target: &Target, query: &Query) -> Result<ListQuery, Re
     })
 }
 
-/// `ValidateListOptions`.
+/// Mirrors `ValidateListOptions`.
 fn wrong_match(query: &Query) -> Vec<FieldError> {
     const FIELD: &str = "resourceVersionMatch";
     const INITIAL: &str = "sendInitialEvents";
@@ -163,7 +163,7 @@ fn wrong_match(query: &Query) -> Vec<FieldError> {
     errors
 }
 
-/// `%2F` and `+` as they are meant.
+/// Decodes percent escapes, and `+` as a space.
 fn unescaped(text: &str) -> String {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();

@@ -1,4 +1,4 @@
-//! Refusals in the form and the words of the real API server (`k8s.io/apimachinery/pkg/api/errors`).
+//! API errors with the form and wording of the real API server (`k8s.io/apimachinery/pkg/api/errors`).
 
 use std::collections::BTreeSet;
 
@@ -6,29 +6,26 @@ use serde_json::{Value, json};
 
 use super::kinds::Kind;
 
-/// A request that was not carried out: what becomes a `Status`.
+/// A rejected request, returned as a `Status`.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Refusal {
-    /// The HTTP status code.
+    /// HTTP status code.
     pub(crate) code: u16,
-    /// The machine-readable reason.
+    /// Machine-readable reason.
     pub(crate) reason: &'static str,
-    /// The sentence.
     pub(crate) message: String,
-    /// `details`, if there are any.
     pub(crate) details: Option<Value>,
-    /// How to go on with a list whose version is forgotten.
+    /// Continue token for the rest of a list whose version has expired.
     pub(crate) go_on: Option<String>,
 }
 
-/// What is wrong with one field of an object (`field.Error`).
+/// An error in one field of an object (`field.Error`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FieldError {
-    /// The type of cause: `FieldValueInvalid`.
+    /// Cause type, such as `FieldValueInvalid`.
     pub(crate) cause: &'static str,
-    /// Path of the field: `status.reservedFor[0].uid`.
+    /// Field path, such as `status.reservedFor[0].uid`.
     pub(crate) field: String,
-    /// The message.
     pub(crate) message: String,
 }
 
@@ -47,7 +44,6 @@ impl FieldError {
         }
     }
 
-    /// A value that is wrong.
     pub(crate) fn invalid(field: impl Into<String>, value: &Value, detail: &str) -> Self {
         Self::new(
             "FieldValueInvalid",
@@ -57,17 +53,15 @@ impl FieldError {
         )
     }
 
-    /// A value that is missing.
     pub(crate) fn required(field: impl Into<String>, detail: &str) -> Self {
         Self::new("FieldValueRequired", "Required value", field, detail)
     }
 
-    /// A value that may not be there.
+    /// A field that must not be set.
     pub(crate) fn forbidden(field: impl Into<String>, detail: &str) -> Self {
         Self::new("FieldValueForbidden", "Forbidden", field, detail)
     }
 
-    /// A value that is there twice.
     pub(crate) fn duplicate(field: impl Into<String>, value: &Value) -> Self {
         Self::new(
             "FieldValueDuplicate",
@@ -77,19 +71,19 @@ impl FieldError {
         )
     }
 
-    /// A text or list that is longer than it may be.
+    /// A string or list that exceeds its maximum length.
     pub(crate) fn too_long(field: impl Into<String>, limit: usize) -> Self {
         let detail = format!("may not be longer than {limit}");
         Self::new("FieldValueTooLong", "Too long", field, &detail)
     }
 
-    /// A map with more bytes than it may have.
+    /// A map that exceeds its maximum size.
     pub(crate) fn too_many_bytes(field: impl Into<String>, limit: usize) -> Self {
         let detail = format!("must have at most {limit} bytes");
         Self::new("FieldValueTooLong", "Too long", field, &detail)
     }
 
-    /// A value that is none of those that there are.
+    /// A value outside the supported set.
     pub(crate) fn not_supported(field: impl Into<String>, value: &Value, supported: &[&str]) -> Self {
         let supported: Vec<String> = supported.iter().map(|value| format!("{value:?}")).collect();
         let detail = format!("supported values: {}", supported.join(", "));
@@ -122,12 +116,11 @@ impl Refusal {
         self
     }
 
-    /// The object does not exist.
     pub(crate) fn not_found(kind: &Kind, name: &str) -> Self {
         Self::new(404, "NotFound", format!("{} {name:?} not found", kind.resource())).about(kind, name)
     }
 
-    /// There is no such path.
+    /// The path does not exist.
     pub(crate) fn no_path() -> Self {
         let mut refusal = Self::new(
             404,
@@ -138,13 +131,12 @@ impl Refusal {
         refusal
     }
 
-    /// The name is taken.
     pub(crate) fn already_exists(kind: &Kind, name: &str) -> Self {
         let message = format!("{} {name:?} already exists", kind.resource());
         Self::new(409, "AlreadyExists", message).about(kind, name)
     }
 
-    /// The object is not, or no longer, the one that was meant.
+    /// The object differs from the expected one, or has changed.
     pub(crate) fn conflict(kind: &Kind, name: &str, why: &str) -> Self {
         let message = format!(
             "Operation cannot be fulfilled on {} {name:?}: {why}",
@@ -153,21 +145,21 @@ impl Refusal {
         Self::new(409, "Conflict", message).about(kind, name)
     }
 
-    /// A request that was made from an older version of the object.
+    /// The request is based on an older resource version.
     pub(crate) fn modified(kind: &Kind, name: &str) -> Self {
         let why =
             "the object has been modified; please apply your changes to the latest version and try again";
         Self::conflict(kind, name, why)
     }
 
-    /// Fields that other managers own.
+    /// Fields owned by other managers.
     pub(crate) fn apply_conflict(causes: &[FieldError], message: String) -> Self {
         let mut refusal = Self::new(409, "Conflict", message);
         refusal.details = Some(json!({ "causes": causes_of(causes) }));
         refusal
     }
 
-    /// An object with something wrong in it.
+    /// The object is invalid.
     pub(crate) fn invalid(kind: &Kind, name: &str, errors: &[FieldError]) -> Self {
         let qualified = match kind.group.as_str() {
             "" => kind.kind.clone(),
@@ -181,7 +173,7 @@ impl Refusal {
         refusal
     }
 
-    /// The sentence about fields that are wrong, each of them once.
+    /// Combines field errors into one message, without duplicates.
     fn of_fields(what: &str, errors: &[FieldError]) -> Self {
         let mut seen = BTreeSet::new();
         let sentences: Vec<String> = errors
@@ -199,7 +191,7 @@ impl Refusal {
         Self::new(422, "Invalid", format!("{what} is invalid: {all}"))
     }
 
-    /// A pod that cannot be bound.
+    /// The pod cannot be bound.
     pub(crate) fn binding_conflict(name: &str, why: &str) -> Self {
         let message = format!("Operation cannot be fulfilled on pods/binding {name:?}: {why}");
         let mut refusal = Self::new(409, "Conflict", message);
@@ -207,7 +199,7 @@ impl Refusal {
         refusal
     }
 
-    /// A patch that makes something else of the object than an object of its kind.
+    /// A patch whose result cannot be decoded as an object of its kind.
     pub(crate) fn invalid_patch(message: &str) -> Self {
         let error = FieldError::invalid("patch", &json!("the patched object"), message);
         let mut refusal = Self::new(
@@ -219,7 +211,7 @@ impl Refusal {
         refusal
     }
 
-    /// A patch that is well-formed and does not fit.
+    /// A well-formed patch that does not apply to the object.
     pub(crate) fn unprocessable() -> Self {
         let message = "the server rejected our request due to an error in our request";
         let mut refusal = Self::new(422, "Invalid", message);
@@ -227,18 +219,15 @@ impl Refusal {
         refusal
     }
 
-    /// A request that cannot be understood.
     pub(crate) fn bad_request(message: impl Into<String>) -> Self {
         Self::new(400, "BadRequest", message)
     }
 
-    /// A request that is understood and not allowed.
     pub(crate) fn forbidden(kind: &Kind, name: &str, why: &str) -> Self {
         let message = format!("{} {name:?} is forbidden: {why}", kind.resource());
         Self::new(403, "Forbidden", message).about(kind, name)
     }
 
-    /// A verb that the path does not have.
     pub(crate) fn method_not_allowed() -> Self {
         let message = "the server does not allow this method on the requested resource";
         let mut refusal = Self::new(405, "MethodNotAllowed", message);
@@ -246,7 +235,6 @@ impl Refusal {
         refusal
     }
 
-    /// A body in a format that is not read here.
     pub(crate) fn unsupported_media_type(accepted: &str) -> Self {
         let message = format!(
             "the body of the request was in an unknown format - accepted media types include: {accepted}"
@@ -254,13 +242,13 @@ impl Refusal {
         Self::new(415, "UnsupportedMediaType", message)
     }
 
-    /// More than the server takes.
+    /// The body exceeds the server's limit.
     pub(crate) fn too_large(limit: usize) -> Self {
         let message = format!("Request entity too large: limit is {limit}");
         Self::new(413, "RequestEntityTooLarge", message)
     }
 
-    /// Parameters that are wrong, or missing, or out of place: `ListOptions`, `PatchOptions` and the like.
+    /// Invalid, missing or forbidden parameters: `ListOptions`, `PatchOptions` and others.
     pub(crate) fn options(options: &str, errors: &[FieldError]) -> Self {
         let mut refusal = Self::of_fields(&format!("{options}.meta.k8s.io \"\""), errors);
         refusal.details =
@@ -268,7 +256,7 @@ impl Refusal {
         refusal
     }
 
-    /// A parameter of a patch that is missing or out of place.
+    /// A missing or forbidden parameter of a patch.
     pub(crate) fn patch_options(field: &str, detail: &str) -> Self {
         let error = match field {
             "fieldManager" => FieldError::required(field, detail),
@@ -277,7 +265,7 @@ impl Refusal {
         Self::options("PatchOptions", &[error])
     }
 
-    /// Parameters of a write that are none.
+    /// Invalid parameters of a write.
     pub(crate) fn write_options(method: &str, errors: &[FieldError]) -> Self {
         let options = match method {
             "POST" => "CreateOptions",
@@ -287,7 +275,7 @@ impl Refusal {
         Self::options(options, errors)
     }
 
-    /// A replacement that does not say which version it replaces, of a kind for which it must.
+    /// An update without the resource version that its kind requires.
     pub(crate) fn version_required(kind: &Kind, name: &str) -> Self {
         let error = FieldError {
             cause: "FieldValueInvalid",
@@ -305,44 +293,43 @@ impl Refusal {
         refusal
     }
 
-    /// A replacement or configuration of another object than that of the path.
+    /// The object's name differs from the name in the path.
     pub(crate) fn misnamed(given: &str, name: &str) -> Self {
         Self::bad_request(format!(
             "the name of the object ({given}) does not match the name on the URL ({name})"
         ))
     }
 
-    /// One without a name.
+    /// The object has no name.
     pub(crate) fn nameless(name: &str) -> Self {
         Self::bad_request(format!(
             "the name of the object ({name} based on URL) was undeterminable: name must be provided"
         ))
     }
 
-    /// An object of another namespace than that of the path.
+    /// The object's namespace differs from the namespace in the path.
     pub(crate) fn misplaced() -> Self {
         Self::bad_request(
             "the namespace of the provided object does not match the namespace sent on the request",
         )
     }
 
-    /// More than etcd takes at once.
+    /// The object exceeds etcd's request limit.
     pub(crate) fn too_large_for_etcd() -> Self {
         Self::internal("etcdserver: request is too large")
     }
 
-    /// A JSON patch that is longer than the server takes.
     pub(crate) fn too_many_operations(limit: usize, count: usize) -> Self {
         let message = format!("The allowed maximum operations in a JSON patch is {limit}, got {count}");
         Self::new(413, "RequestEntityTooLarge", message)
     }
 
-    /// A version whose history is gone.
+    /// The version is no longer in the history.
     pub(crate) fn expired(message: impl Into<String>) -> Self {
         Self::new(410, "Expired", message)
     }
 
-    /// A page of a list whose history is gone, and how to go on with the rest as it is now.
+    /// The continue token's version is no longer in the history; `go_on` continues with current objects.
     pub(crate) fn expired_continue(go_on: String) -> Self {
         let message = "The provided continue parameter is too old to display a consistent list result. You can start a new list without the continue parameter, or use the continue token in this response to retrieve the remainder of the results. Continuing with the provided token results in an inconsistent list - objects that were created, modified, or deleted between the time the first chunk was returned and now may show up in the list.";
         let mut refusal = Self::expired(message);
@@ -350,7 +337,7 @@ impl Refusal {
         refusal
     }
 
-    /// A version that is still to come.
+    /// The requested version does not exist yet.
     pub(crate) fn from_the_future(asked: u64, current: u64) -> Self {
         let message = format!("Timeout: Too large resource version: {asked}, current: {current}");
         let mut refusal = Self::new(504, "Timeout", message);
@@ -359,13 +346,13 @@ impl Refusal {
         refusal
     }
 
-    /// Something that the real server has no better word for.
+    /// An error for which the real server has no specific reason.
     pub(crate) fn internal(message: impl Into<String>) -> Self {
-        // As the real server has it for an error that it has no name for.
+        // The real server leaves the reason empty for unclassified errors.
         Self::new(500, "", message)
     }
 
-    /// The `Status` object.
+    /// Returns the `Status` object.
     pub(crate) fn status(&self) -> Value {
         let mut status = json!({
             "kind": "Status",

@@ -1,4 +1,4 @@
-//! Deletion: at once, or when the grace period is over and the finalizers are gone.
+//! Deletion: immediately, or after the grace period once all finalizers are gone.
 
 use serde_json::{Value, json};
 
@@ -63,12 +63,12 @@ impl ApiServer {
         }
         let answer = if may_go(kind, &after) {
             if grace.is_some() && (fresh || shorter) {
-                // A pod is stored as one that is being deleted first, also if it goes at once.
+                // Stores a pod as terminating first, even if it is removed immediately.
                 state.store.put(target.key(), after.clone());
             }
             state.remove(&target.key());
             if kind.returns_deleted {
-                // What was deleted has the version of its deletion; only a pod says when it was.
+                // A deleted object has the resource version of its deletion; only a pod has a deletion timestamp.
                 let mut gone = if grace.is_some() { after } else { (*before).clone() };
                 if !asked.pretends {
                     let version = state.store.version().to_string();
@@ -116,7 +116,7 @@ impl ApiServer {
 }
 
 impl State {
-    /// Removes an object, and with a definition all that it defines.
+    /// Removes an object; for a CRD, also its custom objects.
     pub(crate) fn remove(&mut self, key: &Key) {
         let Some(gone) = self.store.remove(key) else {
             return;
@@ -141,7 +141,7 @@ impl State {
     }
 }
 
-/// Whether nothing holds an object any more whose deletion was asked for.
+/// Returns whether a terminating object can be removed.
 pub(crate) fn may_go(kind: &Kind, object: &Value) -> bool {
     let waits = object
         .pointer("/metadata/deletionGracePeriodSeconds")
@@ -151,7 +151,7 @@ pub(crate) fn may_go(kind: &Kind, object: &Value) -> bool {
     is_deleting(object) && object::list(object, "/metadata/finalizers").is_empty() && !waits && finalized
 }
 
-/// How long an object is given to end; only pods are.
+/// Returns the grace period; only pods have one.
 fn grace_of(kind: &Kind, object: &Value, asked: &Deletion) -> Option<i64> {
     if !kind.is("", "pods") {
         return None;

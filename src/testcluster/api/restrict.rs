@@ -1,4 +1,4 @@
-//! What a new object begins with, and what a request cannot change of one that is there.
+//! Initial fields of new objects, and fields that a request to an endpoint cannot change.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use super::object::{self, copy_root, set_metadata, text};
 use super::pods;
 use super::server::Target;
 
-/// What a new object of a kind begins with.
+/// Sets the initial fields of a new object.
 pub(crate) fn begin(kind: &Kind, object: &mut Value) {
     if kind.is("", "pods") {
         pods::tolerate(object);
@@ -36,7 +36,7 @@ pub(crate) fn begin(kind: &Kind, object: &mut Value) {
     }
 }
 
-/// Puts back what a request to this endpoint cannot change.
+/// Restores fields that a request to this endpoint cannot change.
 pub(crate) fn restrict(target: &Target, before: &Value, after: &mut Value) {
     let all: Vec<String> = [before, after]
         .iter()
@@ -55,7 +55,7 @@ pub(crate) fn restrict(target: &Target, before: &Value, after: &mut Value) {
             for key in all.iter().filter(|key| *key != part && *key != "metadata") {
                 copy_root(after, before, key);
             }
-            // Of the metadata only who wrote it, and what is compared with the stored one.
+            // Restores the metadata except `managedFields` and the preconditions, which are checked later.
             for key in [
                 "labels",
                 "annotations",
@@ -100,7 +100,7 @@ pub(crate) fn restrict(target: &Target, before: &Value, after: &mut Value) {
     }
 }
 
-/// Everything but metadata and status: what a generation counts.
+/// Returns all fields except metadata and status: their changes increment the generation.
 pub(crate) fn content(object: &Value) -> BTreeMap<&String, &Value> {
     object
         .as_object()

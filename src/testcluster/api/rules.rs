@@ -1,5 +1,4 @@
-//! What the server refuses about objects of Kubernetes' own kinds: `pkg/apis/resource/validation` at release-1.30, and what it
-//! asks of the metadata of every object.
+//! Validation of built-in kinds (`pkg/apis/resource/validation` at release-1.30) and of object metadata.
 
 use std::collections::BTreeSet;
 
@@ -10,14 +9,14 @@ use super::object::{self, list, text};
 use super::refusal::FieldError;
 use crate::api::resource::{NODE_LIST_MAX, RESERVED_FOR_MAX, RESOURCE_HANDLE_MAX, RESOURCE_HANDLES_MAX};
 
-/// Bytes of all annotations of an object, at most (`TotalAnnotationSizeLimitB`).
+/// Maximum size of an object's annotations in bytes (`TotalAnnotationSizeLimitB`).
 const ANNOTATIONS_MAX: usize = 256 << 10;
-/// Bytes of the values of a ConfigMap, at most (`MaxSecretSize`).
+/// Maximum size of a ConfigMap's values in bytes (`MaxSecretSize`).
 const CONFIG_MAP_MAX: usize = 1 << 20;
 
 const SUBDOMAIN: &str = "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and end with an alphanumeric character (e.g. 'example.com', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*')";
 
-/// Whether a name is a DNS subdomain (RFC 1123), as nearly all names must be.
+/// Returns whether a name is a DNS subdomain (RFC 1123), as required for most kinds.
 pub(crate) fn is_subdomain(name: &str) -> bool {
     let label = |label: &str| {
         let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
@@ -26,7 +25,7 @@ pub(crate) fn is_subdomain(name: &str) -> bool {
     name.len() <= 253 && name.split('.').all(label)
 }
 
-/// Whether a finalizer is a qualified name.
+/// Returns whether a finalizer is a qualified name.
 fn is_qualified(name: &str) -> bool {
     let part = |part: &str| {
         let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
@@ -39,7 +38,7 @@ fn is_qualified(name: &str) -> bool {
     }
 }
 
-/// The bytes of the values of a map, and of its names.
+/// Returns the total bytes of a map's values and of its keys.
 fn bytes(object: &Value, pointer: &str) -> (usize, usize) {
     let map = object.pointer(pointer).and_then(Value::as_object);
     map.into_iter()
@@ -49,7 +48,7 @@ fn bytes(object: &Value, pointer: &str) -> (usize, usize) {
         })
 }
 
-/// What is wrong with the metadata of an object.
+/// Validates the metadata of an object.
 pub(crate) fn metadata(object: &Value) -> Vec<FieldError> {
     let mut errors = Vec::new();
     let (values, names) = bytes(object, "/metadata/annotations");
@@ -86,7 +85,7 @@ pub(crate) fn metadata(object: &Value) -> Vec<FieldError> {
     errors
 }
 
-/// `ValidateOwnerReferences`, which names no index.
+/// Mirrors `ValidateOwnerReferences`, whose messages contain no index.
 fn owners(owners: &[Value]) -> Vec<FieldError> {
     const FIELD: &str = "metadata.ownerReferences";
     let mut errors = Vec::new();
@@ -126,7 +125,7 @@ fn owners(owners: &[Value]) -> Vec<FieldError> {
     errors
 }
 
-/// What is wrong with a change of the metadata.
+/// Validates a metadata update.
 pub(crate) fn metadata_update(before: &Value, after: &Value) -> Vec<FieldError> {
     let mut errors = Vec::new();
     if object::is_deleting(before) {
@@ -161,7 +160,7 @@ pub(crate) fn metadata_update(before: &Value, after: &Value) -> Vec<FieldError> 
 
 const IMMUTABLE: &str = "field is immutable";
 
-/// What is wrong with an object that is created, or is the new state of `before`.
+/// Validates a new object, or an update of `before`.
 pub(crate) fn object(
     kind: &Kind,
     subresource: &str,
@@ -199,7 +198,7 @@ pub(crate) fn object(
     }
 }
 
-/// A pod's spec stays, but for the images of its containers and its tolerations.
+/// Rejects changes to a pod's spec, except container images and tolerations.
 pub(crate) fn pod_update(kind: &Kind, subresource: &str, before: &Value, after: &Value) -> Vec<FieldError> {
     if !kind.is("", "pods") || !subresource.is_empty() {
         return Vec::new();
@@ -303,7 +302,7 @@ fn claim_spec(spec: &Value, field: &str) -> Vec<FieldError> {
     errors
 }
 
-/// `ValidateClaimStatusUpdate`.
+/// Mirrors `ValidateClaimStatusUpdate`.
 fn claim_status(before: &Value, after: &Value) -> Vec<FieldError> {
     let mut errors = Vec::new();
     let allocation = after.pointer("/status/allocation");
@@ -418,7 +417,7 @@ fn consumers(consumers: &[Value]) -> Vec<FieldError> {
     errors
 }
 
-/// A list of nodes: a set of names, of a limited length.
+/// Validates a list of nodes: unique names, limited length.
 fn nodes(nodes: &[Value], field: &str) -> Vec<FieldError> {
     let mut errors = Vec::new();
     let mut seen = BTreeSet::new();
@@ -437,7 +436,7 @@ fn nodes(nodes: &[Value], field: &str) -> Vec<FieldError> {
     errors
 }
 
-/// The path in the messages is `status.claims`, although the field is `resourceClaims`.
+/// The path in messages is `status.claims`, although the field is `resourceClaims`.
 fn context_status(context: &Value) -> Vec<FieldError> {
     let mut errors = Vec::new();
     let mut names = BTreeSet::new();

@@ -6,7 +6,7 @@ use super::kinds::Kind;
 use super::object;
 use super::refusal::Refusal;
 
-/// What a list or watch is restricted to.
+/// Label and field selector of a list or watch.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Selector {
     labels: Vec<LabelRequirement>,
@@ -27,7 +27,7 @@ enum LabelTest {
     NotIn(Vec<String>),
 }
 
-/// The fields of each kind by which it can be selected, besides name and namespace, with where they are.
+/// Selectable fields per kind in addition to name and namespace, with their JSON pointers.
 const FIELDS: &[(&str, &str, &str)] = &[
     ("pods", "spec.nodeName", "/spec/nodeName"),
     ("pods", "spec.restartPolicy", "/spec/restartPolicy"),
@@ -59,7 +59,7 @@ const FIELDS: &[(&str, &str, &str)] = &[
 ];
 
 impl Selector {
-    /// Reads the two parameters of a request.
+    /// Parses both selector parameters.
     pub(crate) fn read(kind: &Kind, labels: &str, fields: &str) -> Result<Self, Refusal> {
         Ok(Self {
             labels: read_labels(labels)?,
@@ -67,12 +67,12 @@ impl Selector {
         })
     }
 
-    /// Whether it selects everything.
+    /// Returns whether everything matches.
     pub(crate) fn is_empty(&self) -> bool {
         self.labels.is_empty() && self.fields.is_empty()
     }
 
-    /// Whether an object, in the form in which it is stored, is selected.
+    /// Returns whether an object in its stored form matches.
     pub(crate) fn matches(&self, stored: &Value) -> bool {
         let labels = self.labels.iter().all(|requirement| {
             let value = stored
@@ -92,7 +92,7 @@ impl Selector {
             && self.fields.iter().all(|(pointer, wanted, equal)| {
                 let value = match stored.pointer(pointer) {
                     Some(Value::Bool(value)) => value.to_string(),
-                    // A flag that is not set is false.
+                    // A missing boolean is false.
                     None if pointer == "/spec/unschedulable" => "false".to_owned(),
                     _ => object::text(stored, pointer).to_owned(),
                 };
@@ -181,7 +181,7 @@ fn read_labels(text: &str) -> Result<Vec<LabelRequirement>, Refusal> {
     Ok(requirements)
 }
 
-/// Splits at the commas that are not within brackets.
+/// Splits at commas outside parentheses.
 fn terms(text: &str) -> Vec<&str> {
     let (mut terms, mut depth, mut start) = (Vec::new(), 0_i32, 0);
     for (index, character) in text.char_indices() {

@@ -1,4 +1,4 @@
-//! The HTTP side: from a request to what is asked for, and from the answer to a response.
+//! HTTP layer: decodes requests and encodes responses.
 
 use std::net::SocketAddr;
 
@@ -21,29 +21,29 @@ use super::server::{Answer, ApiServer, Target, Unknown, WriteOptions, list_of};
 use super::table::table;
 use super::watch::{WatchQuery, watch};
 
-/// Bytes of a body, at most (`MaxRequestBodyBytes`).
+/// Maximum size of a request body in bytes (`MaxRequestBodyBytes`).
 const BODY_MAX: usize = 3 * 1024 * 1024;
 
 impl ApiServer {
-    /// The server as a service, which a [`kube::Client`] can use without a socket.
+    /// Returns the server as a service, which a [`kube::Client`] can use without a socket.
     pub fn router(&self) -> Router {
         Router::new().fallback(handle).with_state(self.clone())
     }
 
-    /// A client of this server. Nothing leaves the process.
+    /// Returns an in-process client of this server.
     pub fn client(&self) -> kube::Client {
         kube::Client::new(self.router(), "default")
     }
 
-    /// Serves over TCP on a free port of the loopback address until the token is cancelled. Anybody on this machine may do
-    /// everything there: no credentials are asked for.
+    /// Serves over TCP on a free loopback port until the token is cancelled. There is no authentication: any local user
+    /// has full access.
     pub async fn listen(&self, shutdown: CancellationToken) -> std::io::Result<SocketAddr> {
         let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await?;
         let address = listener.local_addr()?;
         let router = self.router();
         tokio::spawn(async move {
             tokio::select! {
-                // Fails never: connections that fail are dropped.
+                // Never fails: failed connections are dropped.
                 _ = axum::serve(listener, router) => {}
                 () = shutdown.cancelled() => {}
             }
@@ -52,7 +52,7 @@ impl ApiServer {
     }
 }
 
-/// The kubeconfig of a server that listens at an address.
+/// Returns a kubeconfig for a server that listens on an address.
 pub fn kubeconfig(address: SocketAddr) -> String {
     let config = json!({
         "apiVersion": "v1",
@@ -62,7 +62,7 @@ pub fn kubeconfig(address: SocketAddr) -> String {
         "contexts": [{ "name": "stage", "context": { "cluster": "stage", "user": "stage", "namespace": "default" } }],
         "current-context": "stage",
     });
-    // JSON is YAML.
+    // JSON is valid YAML.
     format!("{config:#}\n")
 }
 
@@ -153,7 +153,7 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
     )?;
     let mut response = respond(code, &body);
     for warning in options.unknown.take().iter().filter(|_| warns) {
-        // As `299 - "unknown field \"spec.color\""`; what cannot be in a header is left out.
+        // Formats `299 - "unknown field \"spec.color\""`; omits warnings that are not valid header values.
         if let Ok(value) = HeaderValue::from_str(&format!("299 - {warning:?}")) {
             response.headers_mut().append(WARNING, value);
         }
@@ -172,7 +172,7 @@ fn write(
 ) -> Result<Answer, Refusal> {
     let named = !target.name.is_empty();
     if !named && (target.kind.namespaced && target.namespace.is_empty()) {
-        // The collection of all namespaces can only be read.
+        // A cluster-wide collection of a namespaced kind is read-only.
         return Err(match target.kind.definition {
             Some(_) => Refusal::no_path(),
             None => Refusal::method_not_allowed(),
@@ -208,7 +208,7 @@ fn write(
                 .then(|| object(content_type, body))
                 .transpose()
                 .map_err(|refusal| match refusal.code {
-                    // The real server does not call it a bad request here.
+                    // The real server returns an internal error here instead of a bad request.
                     400 => Refusal::internal(refusal.message),
                     _ => refusal,
                 })?;
@@ -227,7 +227,7 @@ fn write(
     }
 }
 
-/// The object in a body.
+/// Decodes the object in a body.
 fn object(content_type: &str, body: &[u8]) -> Result<Value, Refusal> {
     let refused = |error: &dyn std::fmt::Display| {
         Refusal::bad_request(format!(
@@ -288,7 +288,7 @@ fn read(server: &ApiServer, target: Target, query: &Query, as_table: bool) -> Re
     ))
 }
 
-/// The answer to a question about what is served; `None` if the path is about objects.
+/// Answers discovery requests; `None` if the path refers to objects.
 fn discovered(server: &ApiServer, path: &[&str]) -> Option<Option<Value>> {
     let state = server.state();
     match path {
@@ -304,7 +304,7 @@ fn discovered(server: &ApiServer, path: &[&str]) -> Option<Option<Value>> {
     }
 }
 
-/// What a path is about.
+/// Resolves a path to a target.
 fn target(server: &ApiServer, path: &[&str]) -> Option<Target> {
     let (group, version, rest) = match path {
         ["api", version, rest @ ..] => ("", *version, rest),
@@ -323,7 +323,7 @@ fn target(server: &ApiServer, path: &[&str]) -> Option<Target> {
         _ => return None,
     };
     let kind = server.kind(group, version, plural)?;
-    // An object of a namespaced kind is in a namespace, and no other is.
+    // A namespaced object requires a namespace, and a cluster-scoped one must not have any.
     if kind.namespaced == namespace.is_empty() && !(kind.namespaced && name.is_empty()) {
         return None;
     }

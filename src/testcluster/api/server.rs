@@ -1,4 +1,4 @@
-//! What the server does with a request, once it is known what the request is about.
+//! Executes decoded requests.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,23 +13,23 @@ use super::selector::Selector;
 use super::store::{Change, Key, Store};
 use crate::testcluster::source::Source;
 
-/// Changes that are remembered for watches and for later pages of lists.
+/// Number of changes kept for watches and for later pages of lists.
 const WINDOW: usize = 20_000;
 
-/// What a request is about.
+/// Resource that a request refers to.
 #[derive(Clone, Debug)]
 pub(crate) struct Target {
     pub(crate) kind: Arc<Kind>,
     /// Empty for cluster-scoped kinds, and for lists of all namespaces.
     pub(crate) namespace: String,
-    /// Empty for the collection.
+    /// Empty for a collection.
     pub(crate) name: String,
     /// `status`, `binding`, `finalize`, or empty.
     pub(crate) subresource: String,
 }
 
 impl Target {
-    /// The collection that it is in.
+    /// Returns the collection of this object.
     pub(crate) fn collection(&self) -> Self {
         Self {
             name: String::new(),
@@ -47,26 +47,25 @@ impl Target {
     }
 }
 
-/// How a write is made.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WriteOptions {
-    /// Who owns what is written.
+    /// Field manager.
     pub(crate) manager: String,
-    /// Take fields of other managers over.
+    /// Take over fields of other managers.
     pub(crate) force: bool,
-    /// Refuse fields that nobody knows.
+    /// Reject unknown fields.
     pub(crate) strict: bool,
-    /// Whether the object is made from a patch, and not the request's own.
+    /// Whether the object results from a patch instead of the request body.
     pub(crate) patches: bool,
-    /// Whether that patch is a server-side apply.
+    /// Whether the patch is a server-side apply.
     pub(crate) applies: bool,
-    /// Whether nothing of it is to be stored (`dryRun=All`).
+    /// Whether the request is a dry run (`dryRun=All`).
     pub(crate) pretends: bool,
-    /// Fields that nobody knows, and that were dropped.
+    /// Unknown fields that were dropped.
     pub(crate) unknown: Unknown,
 }
 
-/// What is told about an object that is taken all the same.
+/// Warnings about an accepted object.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Unknown(Arc<Mutex<Vec<String>>>);
 
@@ -83,23 +82,23 @@ impl Unknown {
     }
 }
 
-/// An answer: the status code, and the object.
+/// Status code and object of a successful response.
 pub(crate) type Answer = (u16, Value);
 
-/// A change of an object, as whoever looks on sees it.
+/// A change of an object, as watches see it.
 #[derive(Clone, Debug)]
 pub struct Changed {
-    /// The version that the change made.
+    /// Resource version after the change.
     pub version: u64,
-    /// The plural of its kind.
+    /// Plural of the object's kind.
     pub plural: String,
-    /// The object before; none if it was created.
+    /// Previous object; `None` if created.
     pub before: Option<Value>,
-    /// The object after; none if it was deleted.
+    /// New object; `None` if deleted.
     pub after: Option<Value>,
 }
 
-/// The API server. Clones are the same server.
+/// In-memory API server. Clones share state.
 #[derive(Clone, Debug)]
 pub struct ApiServer {
     state: Arc<Mutex<State>>,
@@ -114,7 +113,7 @@ pub(crate) struct State {
 }
 
 impl ApiServer {
-    /// A server with the namespaces that every cluster has and nothing else.
+    /// Creates a server with only the initial namespaces of every cluster.
     pub fn new(source: Arc<Source>) -> Self {
         let server = Self {
             state: Arc::new(Mutex::new(State {
@@ -133,14 +132,14 @@ impl ApiServer {
                     subresource: String::new(),
                 };
                 let namespace = json!({ "metadata": { "name": name } });
-                // Cannot be refused: the names are right and new.
+                // Cannot fail: the names are valid and new.
                 let _ = server.create(&target, namespace, &WriteOptions::default());
             }
         }
         server
     }
 
-    /// Forgets the history of changes, as etcd does when it is compacted: watches from before are told so.
+    /// Drops the history of changes, as an etcd compaction does: older watches fail as expired.
     pub fn compact(&self) {
         self.state().store.compact();
         self.changed.send_modify(|count| *count += 1);
@@ -150,7 +149,7 @@ impl ApiServer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a change, or several that nobody sees one by one, and tells of them.
+    /// Executes one or more changes atomically and notifies watches.
     pub(crate) fn change<T>(
         &self,
         make: impl FnOnce(&mut State) -> Result<T, Refusal>,
@@ -166,7 +165,7 @@ impl ApiServer {
         made
     }
 
-    /// Makes a change, or only tries what would come of it.
+    /// Executes a change, or computes its result as a dry run.
     pub(crate) fn change_or_try<T>(
         &self,
         pretends: bool,
@@ -185,7 +184,7 @@ impl ApiServer {
         make(&mut tried)
     }
 
-    /// All objects of the kind of this plural.
+    /// Returns all objects of the kind with this plural.
     pub fn objects(&self, plural: &str) -> Vec<Value> {
         let all = self.snapshot().into_iter();
         all.filter(|(kind, _)| kind == plural)
@@ -193,7 +192,7 @@ impl ApiServer {
             .collect()
     }
 
-    /// What has changed after a version, in order; the first version is 1. Nothing if that is no longer known.
+    /// Returns the changes after a version, in order; the first version is 1. Empty if that version has expired.
     pub fn history(&self, version: u64) -> Vec<Changed> {
         let plurals: BTreeMap<String, String> = {
             let state = self.state();
@@ -209,18 +208,18 @@ impl ApiServer {
         self.changes_after(version).0.into_iter().map(seen).collect()
     }
 
-    /// Tells when something has changed.
+    /// Subscribes to changes.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.changed.subscribe()
     }
 
-    /// The time now.
+    /// Returns the current time.
     pub(crate) fn time(&self) -> jiff::Timestamp {
         self.source.now()
     }
 
     pub(crate) fn now(&self) -> String {
-        // Times of objects are in whole seconds.
+        // Timestamps of objects are in whole seconds.
         self.source.now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
     }
 
@@ -232,7 +231,7 @@ impl ApiServer {
             .cloned()
     }
 
-    /// The kind of this plural; the core group's, if there are several.
+    /// Returns the kind with this plural; the core group takes precedence.
     pub(crate) fn kind_of(&self, plural: &str) -> Option<Arc<Kind>> {
         self.state()
             .kinds
@@ -241,7 +240,7 @@ impl ApiServer {
             .cloned()
     }
 
-    /// The kind of an object that says what it is.
+    /// Returns the kind with this apiVersion and kind.
     pub(crate) fn kind_named(&self, api_version: &str, kind: &str) -> Option<Arc<Kind>> {
         self.state()
             .kinds
@@ -250,7 +249,7 @@ impl ApiServer {
             .cloned()
     }
 
-    /// All objects at one moment, each with the plural of its kind.
+    /// Returns a consistent snapshot of all objects, each with the plural of its kind.
     pub(crate) fn snapshot(&self) -> Vec<(String, Value)> {
         let state = self.state();
         let plural = |storage: &str| {
@@ -267,7 +266,7 @@ impl ApiServer {
             .collect()
     }
 
-    /// What has changed after a version, and the version after that. Nothing if it is too long ago.
+    /// Returns the changes after a version and the current version. No changes if the version has expired.
     pub(crate) fn changes_after(&self, version: u64) -> (Vec<Change>, u64) {
         let state = self.state();
         let changes = state
@@ -285,7 +284,7 @@ impl ApiServer {
         Ok((200, shown(&target.kind, object)))
     }
 
-    /// The objects of a list in the form of the kind, with the list's own metadata.
+    /// Returns the objects of a list, converted to the kind, and the list metadata.
     pub(crate) fn list(&self, target: &Target, query: &ListQuery) -> Result<(Value, Vec<Value>), Refusal> {
         let state = self.state();
         let current = state.store.version();
@@ -296,7 +295,7 @@ impl ApiServer {
         };
         let Some(objects) = state.store.at(version, &target.kind.storage(), &target.namespace) else {
             return Err(match &query.continued {
-                // 0 stands for whatever is there then.
+                // 0 stands for the current version.
                 Some((_, (namespace, name))) => {
                     Refusal::expired_continue(json!([0, namespace, name]).to_string())
                 }
@@ -330,19 +329,19 @@ impl ApiServer {
     }
 }
 
-/// What a list or watch asks for.
+/// Parameters of a list or watch.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ListQuery {
     pub(crate) selector: Selector,
     pub(crate) limit: Option<usize>,
-    /// Version of the first page, or 0 for the newest, and the last object that was shown.
+    /// Version of the first page (0 for the current one), and the last returned object.
     pub(crate) continued: Option<(u64, (String, String))>,
     pub(crate) version: String,
     pub(crate) exact: bool,
 }
 
 impl ListQuery {
-    /// The version that the list is of.
+    /// Returns the version of the list.
     fn version(&self, current: u64) -> Result<u64, Refusal> {
         match query::version(&self.version)? {
             Some(asked) if asked > current => Err(Refusal::from_the_future(asked, current)),
@@ -360,14 +359,14 @@ impl State {
     }
 }
 
-/// The object in the form of a kind.
+/// Converts the stored object to the kind.
 pub(crate) fn shown(kind: &Kind, stored: &Value) -> Value {
     let mut object = stored.clone();
     super::events::from_stored(kind, &mut object);
     object
 }
 
-/// A list object. The elements of a list of Kubernetes' own kinds do not say what they are.
+/// Returns a list object. Items of built-in kinds have no apiVersion and kind.
 pub(crate) fn list_of(kind: &Kind, metadata: Value, mut items: Vec<Value>) -> Value {
     if kind.definition.is_none() {
         for item in items.iter_mut().filter_map(Value::as_object_mut) {

@@ -1,4 +1,4 @@
-//! Objects with versions, and the history from which watches and later pages of lists are served.
+//! Versioned objects, and the history for watches and later pages of lists.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound;
@@ -8,54 +8,50 @@ use serde_json::Value;
 
 use super::object;
 
-/// What the changes that are remembered may take together, about, in bytes.
+/// Approximate maximum size of the history in bytes.
 const SIZE_MAX: usize = 32 << 20;
 
-/// Where an object is: the storage of its kind, its namespace and its name.
+/// Key of an object.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
     /// [`Kind::storage`](super::kinds::Kind::storage).
     pub(crate) storage: String,
     /// Empty for cluster-scoped objects.
     pub(crate) namespace: String,
-    /// The name.
     pub(crate) name: String,
 }
 
-/// One change of one object.
 #[derive(Clone, Debug)]
 pub(crate) struct Change {
-    /// The version that the change made.
+    /// Resource version after the change.
     pub(crate) version: u64,
-    /// Which object.
     pub(crate) key: Key,
-    /// The object before; none if it was created.
+    /// Previous object; `None` if created.
     pub(crate) before: Option<Arc<Value>>,
-    /// The object after; none if it was deleted.
+    /// New object; `None` if deleted.
     pub(crate) after: Option<Arc<Value>>,
 }
 
-/// All objects of the server.
 #[derive(Debug)]
 pub(crate) struct Store {
     version: u64,
     objects: BTreeMap<Key, Arc<Value>>,
     history: VecDeque<Change>,
-    /// How large each of them is, about.
+    /// Approximate size of each change.
     sizes: VecDeque<usize>,
     size: usize,
     window: usize,
-    /// The last version that is no longer in the history.
+    /// Last version that is no longer in the history.
     forgotten: u64,
-    /// Whether it only pretends: what is put into it gets no version of its own.
+    /// Whether this is a dry run: stored objects keep their resource version.
     pretends: bool,
 }
 
 impl Store {
-    /// An empty store that remembers so many changes.
+    /// Creates an empty store that keeps `window` changes.
     pub(crate) fn new(window: usize) -> Self {
         Self {
-            // As in etcd, the first version is not zero, which means something else in requests.
+            // As in etcd, versions start at 1; requests give 0 a special meaning.
             version: 1,
             objects: BTreeMap::new(),
             history: VecDeque::new(),
@@ -67,7 +63,7 @@ impl Store {
         }
     }
 
-    /// The same objects without their history, for a change that is only tried and then thrown away.
+    /// Copies the objects without their history, for a dry run.
     pub(crate) fn pretence(&self) -> Self {
         Self {
             version: self.version,
@@ -78,17 +74,17 @@ impl Store {
         }
     }
 
-    /// The version of the last change.
+    /// Returns the version of the last change.
     pub(crate) fn version(&self) -> u64 {
         self.version
     }
 
-    /// The last version from which on changes are no longer known.
+    /// Returns the last version that is no longer in the history.
     pub(crate) fn forgotten(&self) -> u64 {
         self.forgotten
     }
 
-    /// Forgets the history, as etcd does when it is compacted.
+    /// Drops the history, as an etcd compaction does.
     pub(crate) fn compact(&mut self) {
         self.history.clear();
         self.sizes.clear();
@@ -96,12 +92,11 @@ impl Store {
         self.forgotten = self.version;
     }
 
-    /// An object.
     pub(crate) fn get(&self, key: &Key) -> Option<&Arc<Value>> {
         self.objects.get(key)
     }
 
-    /// Stores an object, with its new version in it.
+    /// Stores an object with its new resource version.
     pub(crate) fn put(&mut self, key: Key, mut object: Value) -> Arc<Value> {
         self.version += 1;
         let version = if self.pretends {
@@ -117,7 +112,6 @@ impl Store {
         object
     }
 
-    /// Removes an object.
     pub(crate) fn remove(&mut self, key: &Key) -> Option<Arc<Value>> {
         let before = self.objects.remove(key)?;
         self.version += 1;
@@ -126,7 +120,7 @@ impl Store {
     }
 
     fn record(&mut self, key: Key, before: Option<Arc<Value>>, after: Option<Arc<Value>>) {
-        // Both are held, though mostly each of them is also that of another change: the larger of them stands for both.
+        // Both objects are retained, but usually each is shared with another change, so only the larger one counts.
         let size = before
             .as_deref()
             .map_or(0, size)
@@ -148,14 +142,14 @@ impl Store {
         }
     }
 
-    /// The changes after a version, in their order. `None` if some of them are forgotten.
+    /// Returns the changes after a version, in order. `None` if the version has expired.
     pub(crate) fn changes_after(&self, version: u64) -> Option<impl Iterator<Item = &Change>> {
         let known = version >= self.forgotten;
         let first = self.history.partition_point(|change| change.version <= version);
         known.then(|| self.history.range(first..))
     }
 
-    /// The objects of a storage, in the order of their names, as they were at a version. `None` if that is forgotten.
+    /// Returns the objects of a storage at a version, sorted by name. `None` if the version has expired.
     pub(crate) fn at(
         &self,
         version: u64,
@@ -191,7 +185,7 @@ impl Store {
         Some(objects)
     }
 
-    /// The next objects of a storage in the order of their names, as they were at a version. `None` if that is forgotten.
+    /// Returns the next page of a storage at a version, sorted by name. `None` if the version has expired.
     pub(crate) fn page(
         &self,
         version: u64,
@@ -229,13 +223,12 @@ impl Store {
         )
     }
 
-    /// Every object.
     pub(crate) fn all(&self) -> impl Iterator<Item = (&Key, &Arc<Value>)> {
         self.objects.iter()
     }
 }
 
-/// How many bytes of texts and names a value has.
+/// Approximates the size of a value by the bytes of its strings and keys.
 fn size(value: &Value) -> usize {
     match value {
         Value::String(text) => text.len(),

@@ -1,7 +1,8 @@
-//! Strategic merge patches (`k8s.io/apimachinery/pkg/util/strategicpatch`): merge patches that know which lists are maps and sets.
+//! Strategic merge patches (`k8s.io/apimachinery/pkg/util/strategicpatch`): merge patches that distinguish maps and
+//! sets.
 //!
-//! `$patch: delete` and `$patch: replace` of objects and list elements and `$deleteFromPrimitiveList` are understood; of
-//! `$setElementOrder` the order is left as it comes, and `$retainKeys` is applied.
+//! Supports `$patch: delete`, `$patch: replace`, `$deleteFromPrimitiveList` and `$retainKeys`. Ignores
+//! `$setElementOrder`.
 
 use serde_json::{Map, Value};
 
@@ -129,8 +130,8 @@ fn merged_set(known: Option<&Value>, added: &[Value]) -> Vec<Value> {
     ordered(known, patch, Value::eq)
 }
 
-/// What the patch names in its order, and the others between them as they were; what is new comes before what it meets
-/// (`mergeSortedSlice`).
+/// Orders elements like `mergeSortedSlice`: patched elements in the patch's order, others in their old order between
+/// them; a new element precedes the existing one it competes with.
 fn ordered(known: &[Value], patch: Vec<Value>, same: impl Fn(&Value, &Value) -> bool) -> Vec<Value> {
     let position = |element: &Value| known.iter().position(|each| same(each, element));
     let others: Vec<Value> = known

@@ -1,4 +1,4 @@
-//! Tables: what `kubectl get` asks for (`pkg/printers/internalversion` at release-1.30).
+//! Tables for `kubectl get` (`pkg/printers/internalversion` at release-1.30).
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::kinds::{Kind, RESOURCE};
 use super::object::{self, list, text};
 
-/// Objects as a table.
+/// Formats objects as a table.
 pub(crate) fn table(kind: &Kind, metadata: Value, objects: &[Value], now: Timestamp) -> Value {
     let columns = columns(kind);
     let definitions: Vec<Value> = columns
@@ -311,7 +311,7 @@ fn condition<'a>(object: &'a Value, sort: &str) -> &'a str {
         .unwrap_or_default()
 }
 
-/// `resourceClaimState` of the real server.
+/// Mirrors `resourceClaimState` of the real server.
 fn claim_state(claim: &Value) -> String {
     let deleting = object::is_deleting(claim);
     let mut states = Vec::new();
@@ -334,7 +334,7 @@ fn claim_state(claim: &Value) -> String {
     states.join(",")
 }
 
-/// The value at a JSON path of a printer column. Several values are shown with commas between.
+/// Evaluates the JSON path of a printer column; joins several values with commas.
 fn first(object: &Value, path: &str) -> Value {
     let mut at = vec![object];
     for part in split_path(path) {
@@ -393,7 +393,7 @@ fn split_path(path: &str) -> Vec<String> {
     parts
 }
 
-/// How long ago that was, as kubectl shows it (`HumanDuration` in apimachinery's `duration.go`).
+/// Formats an age like kubectl (`HumanDuration` in apimachinery's `duration.go`).
 fn age(since: &str, now: Timestamp) -> String {
     const MINUTE: i64 = 60;
     const HOUR: i64 = 60 * MINUTE;

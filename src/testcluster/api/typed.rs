@@ -1,6 +1,6 @@
-//! Kubernetes' own kinds by their types: what a type does not have is dropped and told, and what has another type is refused.
+//! Decodes built-in kinds by their types: drops unknown fields with a warning and rejects values of a wrong type.
 //!
-//! The types are those of a newer Kubernetes; where 1.30 has a field that they no longer have, it is kept aside.
+//! The types are those of a newer Kubernetes; fields that exist only in 1.30 are preserved separately.
 
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Namespace, Node, Pod};
@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::kinds::{Kind, RESOURCE};
 use crate::api::resource;
 
-/// The object in the form of its type, and the fields that the type does not have. An error says what is of another type.
+/// Returns the object in its typed form and its unknown fields. An error names a value of a wrong type.
 pub(crate) fn typed(kind: &Kind, mut object: Value) -> Result<(Value, Vec<String>), String> {
     let mut unknown = Vec::new();
     let through = match (kind.group.as_str(), kind.kind.as_str()) {
@@ -37,7 +37,7 @@ pub(crate) fn typed(kind: &Kind, mut object: Value) -> Result<(Value, Vec<String
     } else {
         object = through(&object, &mut unknown)?;
     }
-    // Structures that Go has whether anything is in them or not.
+    // Go always serializes these structures, even if empty.
     if matches!(kind.kind.as_str(), "Lease" | "Namespace" | "Pod" | "Node")
         && let Some(map) = object.as_object_mut()
     {
@@ -46,7 +46,7 @@ pub(crate) fn typed(kind: &Kind, mut object: Value) -> Result<(Value, Vec<String
     Ok((object, unknown))
 }
 
-/// Through the type and back: what the type does not have is gone, and so is what Go leaves out when it is empty.
+/// Round-trips an object through its type: drops unknown fields and fields that Go omits if empty.
 fn through<T: DeserializeOwned + Serialize>(
     object: &Value,
     unknown: &mut Vec<String>,
@@ -57,7 +57,7 @@ fn through<T: DeserializeOwned + Serialize>(
     Ok(typed)
 }
 
-/// The paths that were lost on the way, empty ones apart. Those of the metadata are not looked for.
+/// Collects non-empty paths lost in the round trip, except those in metadata.
 pub(crate) fn lost(before: &Value, after: &Value, path: &str, unknown: &mut Vec<String>) {
     match (before, after) {
         (Value::Object(before), Value::Object(after)) => {
@@ -86,7 +86,7 @@ pub(crate) fn lost(before: &Value, after: &Value, path: &str, unknown: &mut Vec<
     }
 }
 
-/// Whether Go would leave it out.
+/// Returns whether Go omits the value.
 pub(crate) fn is_empty(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
@@ -97,7 +97,7 @@ pub(crate) fn is_empty(value: &Value) -> bool {
     }
 }
 
-/// Where the claims of a pod come from, which is no field of the newer types any more; theirs were none in 1.30.
+/// Extracts the sources of a pod's claims, a field that the newer types lack; 1.30 in turn lacks the newer fields.
 fn take_sources(pod: &mut Value, unknown: &mut Vec<String>) -> Result<Vec<Option<Value>>, String> {
     const FIELDS: [&str; 2] = ["resourceClaimName", "resourceClaimTemplateName"];
     let claims = pod

@@ -1,4 +1,4 @@
-//! Watches: changes as they come, from a version on.
+//! Watches: a stream of changes after a version.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -18,24 +18,24 @@ use super::server::{ApiServer, Target, shown};
 use super::store::Key;
 use super::table;
 
-/// Objects of the beginning that a watch looks up at once.
+/// Number of initial objects that a watch reads at once.
 const PAGE: usize = 16;
-/// How often a watch that wants bookmarks gets one.
+/// Interval of bookmarks.
 const BOOKMARK: Duration = Duration::from_secs(60);
-/// How long before its end such a watch gets its last one.
+/// Time of the last bookmark before the end of a watch.
 const LAST_BOOKMARK: Duration = Duration::from_secs(2);
-/// How long a watch lasts that does not say.
+/// Default duration of a watch.
 const LIFE: Duration = Duration::from_secs(45 * 60);
-/// How long a watch lasts at most, whatever it says.
+/// Maximum duration of a watch.
 const LIFE_MAX: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
-/// What a watch asks for.
+/// Parameters of a watch.
 #[derive(Clone, Debug)]
 pub(crate) struct WatchQuery {
     pub(crate) selector: Selector,
     pub(crate) version: String,
     pub(crate) bookmarks: bool,
-    /// In seconds; 0 as if it were not said.
+    /// In seconds; 0 means the default.
     pub(crate) timeout: Option<i64>,
     pub(crate) table: bool,
 }
@@ -46,23 +46,23 @@ struct Watcher {
     target: Target,
     query: WatchQuery,
     position: u64,
-    /// What there was in the beginning, as long as it is not all told.
+    /// Progress of the initial list; `None` once it is complete.
     beginning: Option<Beginning>,
     end: Instant,
     bookmark: Instant,
     ended: bool,
 }
 
-/// Where a watch is among the objects that it begins with.
+/// Progress of a watch's initial list.
 #[derive(Default)]
 struct Beginning {
-    /// The last one that was told or passed over.
+    /// Last object sent or skipped.
     last: Option<Key>,
-    /// Those after it that were looked up.
+    /// Objects read but not yet sent.
     found: VecDeque<(Key, Arc<Value>)>,
 }
 
-/// The lines of a watch.
+/// Returns the lines of a watch.
 pub(crate) fn watch(
     server: &ApiServer,
     target: Target,
@@ -74,11 +74,11 @@ pub(crate) fn watch(
     let now = Instant::now();
     let life = match query.timeout {
         None | Some(0) => LIFE,
-        // Less than nothing is over at once.
+        // A negative timeout ends the watch at once.
         Some(seconds) => Duration::from_secs(u64::try_from(seconds).unwrap_or(0)).min(LIFE_MAX),
     };
     let end = now + life;
-    // The last one comes shortly before the end, so that the next watch begins there.
+    // Shortly before the end, so that the next watch resumes there.
     let before_end = end.checked_sub(LAST_BOOKMARK).filter(|last| *last > now);
     let bookmark = before_end.unwrap_or(now + BOOKMARK).min(now + BOOKMARK);
     let watcher = Watcher {
@@ -99,7 +99,7 @@ pub(crate) fn watch(
 }
 
 impl Watcher {
-    /// The next line. It is made when somebody takes it, and nothing of what comes after it is held until then.
+    /// Returns the next line. Computed on demand; later changes are not buffered.
     async fn next(&mut self) -> Option<Bytes> {
         loop {
             if self.ended {
@@ -123,7 +123,7 @@ impl Watcher {
         }
     }
 
-    /// The next of the objects that there were in the beginning.
+    /// Returns the next line of the initial list.
     fn begin(&mut self) -> Option<Bytes> {
         let Beginning { mut last, mut found } = self.beginning.take()?;
         loop {
@@ -150,7 +150,7 @@ impl Watcher {
         }
     }
 
-    /// The next of the changes since.
+    /// Returns the next line for a change.
     fn take(&mut self) -> Option<Bytes> {
         let storage = self.target.kind.storage();
         let concerned = |name: &str, object: &Option<Arc<Value>>| {
@@ -189,12 +189,12 @@ impl Watcher {
         drop(state);
         self.position = position;
         let (sort, object) = event?;
-        // What was deleted has the version of its deletion.
+        // A deleted object has the resource version of its deletion.
         let version = (sort == "DELETED").then_some(position);
         Some(self.line(sort, &object, version))
     }
 
-    /// The last line of a watch that has missed something.
+    /// Returns the last line of a watch whose position has expired.
     fn gone(&mut self) -> Bytes {
         let message = format!(
             "too old resource version: {} ({})",

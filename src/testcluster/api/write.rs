@@ -1,4 +1,4 @@
-//! Writes: creation, replacement, patches and bindings.
+//! Creates, updates, patches and bindings.
 
 use std::sync::Arc;
 
@@ -18,9 +18,9 @@ use super::rules;
 use super::server::{Answer, ApiServer, State, Target, WriteOptions, shown};
 use super::store::Key;
 
-/// How often a generated name that is taken is generated anew.
+/// Number of attempts for a generated name that already exists.
 const NAME_ATTEMPTS: usize = 8;
-/// Bytes of an object, at most: etcd takes no larger request (`--max-request-bytes`).
+/// Maximum size of an object in bytes: etcd's request limit (`--max-request-bytes`).
 const OBJECT_MAX: usize = 3 << 19;
 
 impl ApiServer {
@@ -61,7 +61,7 @@ impl ApiServer {
     ) -> Result<Answer, Refusal> {
         let kind = &target.kind;
         match text(&value, "/metadata/name") {
-            // What is no such object is refused for that first.
+            // Decoding errors take precedence.
             "" => {
                 return Err(
                     decode(kind, value, options).map_or_else(|why| why, |_| Refusal::nameless(&target.name))
@@ -157,7 +157,7 @@ impl ApiServer {
         self.create_in(state, &target.collection(), object, options)
     }
 
-    /// Changes an object. What a request may not change is as it was, whatever the request says.
+    /// Updates an object. Silently keeps fields that the request may not change.
     fn update(
         &self,
         state: &mut State,
@@ -207,7 +207,7 @@ impl ApiServer {
             subresource: &target.subresource,
             now: &now,
         };
-        // An apply has said by itself whose is what.
+        // An apply has already set the ownership.
         if !options.applies {
             apply::track_update(kind, &before, &mut after, &manager);
         }
@@ -236,7 +236,7 @@ impl ApiServer {
         Ok((200, shown(kind, &stored)))
     }
 
-    /// The binding of a pod to a node, which is how the scheduler assigns it.
+    /// Binds a pod to a node, as requested by the scheduler.
     fn bind(&self, target: &Target, binding: &Value, options: &WriteOptions) -> Result<Answer, Refusal> {
         let node = text(binding, "/target/name");
         if node.is_empty() {
@@ -377,7 +377,7 @@ impl State {
         }
     }
 
-    /// Serves the kinds of a definition.
+    /// Serves the kinds of a CRD.
     fn define(&mut self, before: Option<&Value>, after: &Value) -> Result<(), Refusal> {
         let new = custom::kinds_of(after)?;
         if let Some(before) = before {
@@ -390,7 +390,7 @@ impl State {
     }
 }
 
-/// Whether etcd would take an object at once.
+/// Checks etcd's size limit.
 fn fits(object: &Value) -> Result<(), Refusal> {
     if object::json_size(object) > OBJECT_MAX {
         return Err(Refusal::too_large_for_etcd());
@@ -398,7 +398,7 @@ fn fits(object: &Value) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Whether a replacement is one of this very object.
+/// Checks the uid precondition of an update.
 fn same_uid(target: &Target, wanted: &str, found: &str) -> Result<(), Refusal> {
     if wanted.is_empty() || wanted == found {
         return Ok(());

@@ -1,37 +1,38 @@
-//! Pretend devices: pseudo-terminals. They are real character devices, need no root, and can be unplugged and plugged in again.
+//! Simulated devices: pseudo-terminals. They are real character devices, need no root, and can be unplugged and
+//! replugged.
 
 use std::io;
 use std::os::fd::OwnedFd;
 
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 
-/// How many lower numbers are free while a device is unplugged, for terminals that other programs open meanwhile: the kernel hands out
-/// the lowest, and its own must be there when it is plugged in again.
+/// Number of lower terminal numbers released while a device is unplugged, for terminals that other programs open
+/// meanwhile. The kernel assigns the lowest free number, and the device needs its own number when replugged.
 const SPARE: usize = 4;
-/// How many lower numbers may have come free besides.
+/// Maximum number of further lower numbers that may have become free.
 const ATTEMPTS: usize = 64;
 
-/// A device that is plugged in as long as this exists.
+/// A device that is plugged in; dropping it unplugs it.
 #[derive(Debug)]
 pub(super) struct Device {
-    /// `/dev/pts/<number>`
+    /// Path of the form `/dev/pts/<number>`.
     pub(super) path: String,
     master: Option<OwnedFd>,
-    /// Terminals of lower numbers.
+    /// Terminals with lower numbers.
     spare: Vec<OwnedFd>,
 }
 
 fn open() -> io::Result<(OwnedFd, String)> {
     let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
     grantpt(&master)?;
-    // Until then its node is there and cannot be opened.
+    // Before this call, the device node exists but cannot be opened.
     unlockpt(&master)?;
     let path = ptsname(&master, Vec::new())?.to_string_lossy().into_owned();
     Ok((master, path))
 }
 
 impl Device {
-    /// Plugs a new device in.
+    /// Plugs in a new device.
     pub(super) fn new() -> io::Result<Self> {
         let mut spare = Vec::new();
         for _ in 0..SPARE {
@@ -45,13 +46,13 @@ impl Device {
         })
     }
 
-    /// Unplugs it: its node under `/dev` vanishes.
+    /// Unplugs the device: its node under `/dev` disappears.
     pub(super) fn unplug(&mut self) {
         self.spare.clear();
         self.master = None;
     }
 
-    /// Plugs it in again, at the place where it was.
+    /// Replugs the device at its old path.
     pub(super) fn plug(&mut self) -> io::Result<()> {
         for _ in 0..ATTEMPTS {
             let (master, path) = open()?;
@@ -69,7 +70,8 @@ impl Device {
     }
 }
 
-/// Held by each test that opens terminals: more than are spared at a time would take the number of one that is unplugged.
+/// Serializes tests that open terminals: several at a time could exceed the spare numbers and take that of an unplugged
+/// device.
 #[cfg(test)]
 pub(super) static ALONE: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
@@ -84,7 +86,7 @@ mod tests {
         let number = device.path.clone();
         device.unplug();
         assert!(!std::path::Path::new(&number).exists());
-        // Fewer than are spared: a terminal of somebody else may be opened just now.
+        // Fewer than the spare numbers, because another program may open a terminal at the same time.
         let others: Vec<_> = (1..SPARE).map(|_| open().unwrap()).collect();
         assert!(!std::path::Path::new(&number).exists());
         device.plug().unwrap();

@@ -1,4 +1,4 @@
-//! Stories of devices that leave through the device plugin API, beside claims and in competition with them.
+//! Scenarios of devices allocated through the device plugin API, beside claims and in competition with them.
 
 use super::narrator::devices_of;
 use super::scenarios::{camera_pod, limit_pod, pod};
@@ -6,7 +6,7 @@ use super::{CAMERA, Demo, Halt, SHARED};
 use crate::testcluster::api::object::text;
 use crate::testcluster::runtime::Outfit;
 
-/// The class of the device that both doors want.
+/// Class of the device in mode `both`.
 const SHARED_OBJECTS: &str = "apiVersion: drayman.dev/v1alpha1
 kind: DeviceClassParameters
 metadata: { name: either }
@@ -24,7 +24,7 @@ metadata: { name: either }
 spec: { spec: { resourceClassName: either } }
 ";
 
-/// The device nodes of the host that an outfit has.
+/// Returns the host paths of a container's device nodes.
 fn hosts(outfit: Option<Outfit>) -> Vec<String> {
     outfit
         .map(|outfit| outfit.devices.into_iter().map(|(_, host, _)| host).collect())
@@ -79,7 +79,7 @@ pub(super) async fn both_doors(demo: &mut Demo) -> Result<(), Halt> {
     Ok(())
 }
 
-/// One device, and both doors want it.
+/// A claim and an extended resource compete for one device.
 pub(super) async fn competing(demo: &mut Demo) -> Result<(), Halt> {
     demo.apply(
         "a class for the device that may leave by either door",
@@ -101,7 +101,7 @@ pub(super) async fn competing(demo: &mut Demo) -> Result<(), Halt> {
     .await?;
     demo.tell_outfit("first");
     demo.stage.apply(&claiming)?;
-    // Only the node knows what containers hold: that it is refused there is the last guard at work.
+    // Only the node knows the devices of containers, so its Prepare is the last check.
     demo.expect(
         "pod claiming gets it by its claim, and the node refuses to hand it out twice and says who has it",
         |demo| is_told(demo, "claiming", "first"),

@@ -1,7 +1,7 @@
-//! `drayman demo`: the product on the stage, told line by line.
+//! `drayman demo`: runs the product on the test cluster and prints each event.
 //!
-//! Three nodes with pretend devices, the real controller, a real companion on each node, the files of `examples/`. What happens is
-//! told as it happens, by whom; what is expected is said, and whether it came.
+//! The demo has three nodes with simulated devices, the real controller, a real companion per node, and the files of
+//! `examples/`. It prints events with their source as they occur, and each expectation with its result.
 
 mod devices;
 mod doors;
@@ -31,47 +31,47 @@ use super::stage::{Stage, StageError};
 
 pub use scenarios::{REAL, SCENARIOS, Scenario};
 
-/// The driver of the examples.
+/// Driver name of the examples.
 const DRIVER: &str = "drayman.dev";
-/// The extended resource of the first node.
+/// Extended resource of the first node.
 const CAMERA: &str = "example.com/camera";
-/// The extended resource of the second node, whose device may be claimed instead.
+/// Extended resource of the second node; its device can be claimed as well.
 const SHARED: &str = "example.com/either";
-/// Devices for claims on each node.
+/// Number of claimable devices per node.
 const DEVICES: usize = 2;
-/// How long anything may take that is expected.
+/// Limit for an expectation.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// How often is looked at what changes without the server's knowledge.
+/// Poll interval for changes that bypass the API server.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What is shown, one line at a time.
+/// One line of output.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Shown {
-    /// A scenario begins.
+    /// Start of a scenario.
     Heading(String),
-    /// Something happened: how long after the start, who did it, and what.
+    /// An event: time since the start, source and description.
     Step(Duration, String, String),
-    /// An expectation, and whether it held.
+    /// An expectation, and whether it was met.
     Check(String, bool),
     /// A remark.
     Remark(String),
 }
 
-/// How it went.
+/// Result of the demo.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
-    /// Scenarios that were played.
+    /// Number of scenarios run.
     pub scenarios: usize,
-    /// Expectations that were had.
+    /// Number of expectations.
     pub expected: usize,
-    /// And those that held.
+    /// Number of expectations met.
     pub held: usize,
-    /// From the start to the first allocation.
+    /// Time from the start to the first allocation.
     pub first_allocation: Option<Duration>,
 }
 
 impl Summary {
-    /// Whether all went as expected; if not, what did not.
+    /// Returns an error unless all expectations were met.
     pub fn verdict(&self) -> Result<(), String> {
         match self.expected.saturating_sub(self.held) {
             0 if self.expected == 0 => Err("nothing was expected, so that nothing was shown".to_owned()),
@@ -82,12 +82,12 @@ impl Summary {
     }
 }
 
-/// Why a scenario does not go on.
+/// Why a scenario stops.
 #[derive(Debug)]
 enum Halt {
-    /// An expectation did not come true. What comes after it would wait for the same.
+    /// An expectation was not met. Later steps would depend on it.
     Unmet,
-    /// A part of the cluster has broken down.
+    /// A part of the cluster has failed.
     Broken(StageError),
 }
 
@@ -103,31 +103,31 @@ impl From<io::Error> for Halt {
     }
 }
 
-/// The demonstration.
+/// The running demo.
 #[derive(Debug)]
 pub struct Demo {
     stage: Stage,
     directory: PathBuf,
     kubelets: BTreeMap<String, Kubelet>,
-    /// Devices for claims, by node.
+    /// Claimable devices by node.
     devices: BTreeMap<String, Vec<Device>>,
-    /// The camera, and the device that may leave by either door.
+    /// The camera and the device in mode `both`.
     _others: [Device; 2],
     hand: Hand,
     shown: mpsc::UnboundedSender<Shown>,
     start: Instant,
-    /// Ends with the demonstration.
+    /// Stops with the demo.
     _telling: JoinSet<()>,
     summary: Summary,
-    /// From the start to the first allocation.
+    /// Time from the start to the first allocation.
     first_allocation: Arc<OnceLock<Duration>>,
-    /// How long anything may take that is expected.
+    /// Limit for an expectation.
     patience: Duration,
 }
 
 impl Demo {
-    /// Starts the cluster in an empty directory. What there is to show goes to `shown`. With `real_devices` there is a node more,
-    /// which has the devices of this machine.
+    /// Starts the cluster in an empty directory and sends output to `shown`. `real_devices` adds a node with the
+    /// devices of this machine.
     pub async fn start(
         directory: &Path,
         shown: mpsc::UnboundedSender<Shown>,
@@ -204,8 +204,8 @@ impl Demo {
         }
     }
 
-    /// Plays a scenario, unless something has failed before: it would stand on what is left of that. One in which an expectation does
-    /// not come true ends there.
+    /// Runs a scenario, unless an earlier one has failed and left the cluster in an unknown state. Stops at the first
+    /// unmet expectation.
     pub async fn play(&mut self, scenario: &Scenario) -> Result<(), StageError> {
         if self.has_failed() {
             return Ok(());
@@ -226,7 +226,7 @@ impl Demo {
         self.summary.held < self.summary.expected
     }
 
-    /// How it went so far.
+    /// Returns the result so far.
     pub fn summary(&self) -> Summary {
         Summary {
             first_allocation: self.first_allocation.get().copied(),
@@ -234,7 +234,7 @@ impl Demo {
         }
     }
 
-    /// Serves the API over TCP and writes a kubeconfig for it, whose path is returned.
+    /// Serves the API over TCP and writes a kubeconfig. Returns its path.
     pub async fn keep(&self, shutdown: CancellationToken) -> Result<PathBuf, StageError> {
         let address = self.stage.server().listen(shutdown).await?;
         let file = self.directory.join("kubeconfig");
@@ -242,18 +242,18 @@ impl Demo {
         Ok(file)
     }
 
-    /// Returns when a part of the cluster has broken down; never otherwise.
+    /// Returns when a part of the cluster has failed; never otherwise.
     pub async fn broken(&mut self) -> StageError {
         self.stage.broken().await
     }
 
-    /// Ends it all.
+    /// Stops the cluster.
     pub async fn stop(self) {
         self.stage.stop().await;
     }
 
     fn show(&self, shown: Shown) {
-        // Nobody looks any more: then nothing needs to be shown.
+        // Fails only if the receiver is gone.
         let _ = self.shown.send(shown);
     }
 
@@ -265,7 +265,7 @@ impl Demo {
         self.show(Shown::Step(self.start.elapsed(), who.to_owned(), what.into()));
     }
 
-    /// Waits for something, and says whether it came.
+    /// Waits for an expectation and prints its result.
     async fn expect(&mut self, what: &str, holds: impl Fn(&Self) -> bool) -> Result<(), Halt> {
         let mut changes = self.stage.server().changes();
         let end = Instant::now() + self.patience;
@@ -279,19 +279,19 @@ impl Demo {
             }
             tokio::select! {
                 _ = changes.changed() => {}
-                // Files change without the server's knowledge.
+                // File changes do not notify the server's watches.
                 () = tokio::time::sleep(LOOK) => {}
             }
             if Instant::now() >= end {
                 break holds(self);
             }
         };
-        // What has happened is told before what it means.
+        // Lets pending events print before the result.
         tokio::task::yield_now().await;
         self.check(what, held)
     }
 
-    /// Says whether something is as expected.
+    /// Checks an expectation now and prints its result.
     fn check(&mut self, what: &str, held: bool) -> Result<(), Halt> {
         self.summary.expected += 1;
         self.summary.held += usize::from(held);
@@ -306,7 +306,7 @@ fn is_ready(inventory: &Value) -> bool {
         .any(|condition| condition["type"] == "Ready" && condition["status"] == "True")
 }
 
-/// The companion's configuration of a node. The kind `test` is that of the examples.
+/// Returns the companion's configuration of a node. Kind `test` is the one in `examples/`.
 fn configuration(own: &[Device], camera: Option<&Device>, either: Option<&Device>) -> String {
     let paths: Vec<&str> = own.iter().map(|device| device.path.as_str()).collect();
     let mut text = format!(
@@ -324,7 +324,7 @@ fn configuration(own: &[Device], camera: Option<&Device>, either: Option<&Device
     text
 }
 
-/// Tells what changes, as it changes.
+/// Prints changes as they occur.
 async fn tell(
     hand: Hand,
     shown: mpsc::UnboundedSender<Shown>,
@@ -341,7 +341,7 @@ async fn tell(
             let is_claim = change.key.storage.starts_with("resourceclaims.");
             let after = change.after.as_ref().filter(|_| is_claim);
             if after.is_some_and(|claim| claim.pointer("/status/allocation").is_some()) {
-                // Only the first counts.
+                // Only the first call has an effect.
                 let _ = first_allocation.set(start.elapsed());
             }
             for Line { who, what } in narrator::tell(change) {

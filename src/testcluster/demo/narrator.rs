@@ -1,4 +1,4 @@
-//! Tells what happens in the cluster: from changes of objects to lines.
+//! Describes changes of API objects as lines of output.
 
 use std::collections::BTreeSet;
 
@@ -8,12 +8,12 @@ use crate::api::handle::DeviceHandle;
 use crate::testcluster::api::Change;
 use crate::testcluster::api::object::{self, is_deleting, list, text};
 
-/// One thing that has happened.
+/// Description of one event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Line {
-    /// Who did it.
+    /// The acting component.
     pub(super) who: String,
-    /// What.
+    /// The event.
     pub(super) what: String,
 }
 
@@ -24,7 +24,7 @@ fn line(who: impl Into<String>, what: impl Into<String>) -> Line {
     }
 }
 
-/// What a change means.
+/// Describes a change.
 pub(super) fn tell(change: &Change) -> Vec<Line> {
     let nothing = Value::Null;
     let before = change.before.as_deref().unwrap_or(&nothing);
@@ -61,7 +61,7 @@ fn pod(name: &str, before: &Value, after: &Value) -> Vec<Line> {
     lines
 }
 
-/// The devices that an allocation names, and their node.
+/// Returns the devices of an allocation and their node.
 pub(super) fn devices_of(claim: &Value) -> (Vec<String>, String) {
     let handles = list(claim, "/status/allocation/resourceHandles");
     let mut handles = handles
@@ -227,7 +227,7 @@ fn event(event: &Value) -> Vec<Line> {
         "kube-scheduler" => "scheduler",
         "kubelet" => "kubelet",
         "ResourceClaimController" => "claim controller",
-        // Only the companion says something of its node.
+        // Only the companion writes events about Nodes.
         _ if text(event, "/involvedObject/kind") == "Node" => "companion",
         _ => "controller",
     };

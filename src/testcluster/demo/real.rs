@@ -1,4 +1,4 @@
-//! The devices of this machine, beside the pretend ones: a node whose companion tries every ready-made kind.
+//! Devices of this machine: an additional node whose companion uses every preset.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -8,20 +8,20 @@ use super::{Demo, Halt, Shown};
 use crate::node::config::PRESETS;
 use crate::testcluster::api::object::{list, text};
 
-/// The name of the node.
+/// Name of the node.
 pub(super) const NODE: &str = "this-machine";
 
-/// The companion's configuration of the node: every ready-made kind, for claims.
+/// Returns the node's companion configuration: every preset, for claims.
 pub(super) fn configuration() -> String {
     let mut text = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n".to_owned();
     for preset in &PRESETS {
-        // Writing to a String does not fail.
+        // Writing to a `String` cannot fail.
         let _ = writeln!(text, "- preset: {}", preset.name);
     }
     text
 }
 
-/// What an operator would apply for a kind.
+/// Returns the class, parameters and template for a kind.
 fn class(kind: &str) -> String {
     format!(
         "apiVersion: drayman.dev/v1alpha1\nkind: DeviceClassParameters\nmetadata: {{ name: {kind} }}\nspec: {{ kind: {kind} }}\n---\n\
@@ -32,7 +32,7 @@ fn class(kind: &str) -> String {
     )
 }
 
-/// The devices that were found and are well, by kind.
+/// Returns the healthy devices by kind.
 fn found(demo: &Demo) -> BTreeMap<String, Vec<String>> {
     let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for inventory in demo.hand.list("nodeinventories") {
@@ -70,7 +70,7 @@ pub(super) async fn play(demo: &mut Demo) -> Result<(), Halt> {
         demo.expect(
             &format!("pod {name} runs on {NODE} with a device of this machine"),
             move |demo| {
-                // Whether this user may open it is another matter.
+                // Whether this user may open the device does not matter here.
                 demo.runs(&of) && demo.outfit(&of).is_some_and(|outfit| !outfit.devices.is_empty())
             },
         )

@@ -1,4 +1,4 @@
-//! The stories that the demonstration tells.
+//! The demo's scenarios.
 
 use std::fs::OpenOptions;
 use std::path::Path;
@@ -16,16 +16,16 @@ const POD: &str = include_str!("../../../examples/basic/pod.yaml");
 const SEVERAL_TEMPLATE: &str = include_str!("../../../examples/several/claim-template.yaml");
 const SEVERAL_POD: &str = include_str!("../../../examples/several/pod.yaml");
 
-/// A story.
+/// A scenario.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scenario {
-    /// Its name, for `--scenario`.
+    /// Name for `--scenario`.
     pub name: &'static str,
-    /// What it is about.
+    /// Summary.
     pub about: &'static str,
 }
 
-/// Those that are played unless others are asked for, in this order.
+/// Default scenarios, in order.
 pub const SCENARIOS: [Scenario; 6] = [
     Scenario {
         name: "basic",
@@ -53,7 +53,7 @@ pub const SCENARIOS: [Scenario; 6] = [
     },
 ];
 
-/// The one more that `--real-devices` brings; it needs the node of this machine.
+/// Additional scenario of `--real-devices`; it requires the node of this machine.
 pub const REAL: Scenario = Scenario {
     name: "real",
     about: "what this machine has, a claim for each kind",
@@ -73,7 +73,7 @@ pub(super) async fn play(demo: &mut Demo, scenario: &Scenario) -> Result<(), Hal
     }
 }
 
-/// The pod of the first example under another name.
+/// Returns the pod of the first example under another name.
 pub(super) fn pod(name: &str) -> String {
     POD.replace("\n  name: basic\n", &format!("\n  name: {name}\n"))
 }
@@ -82,7 +82,7 @@ pub(super) fn camera_pod(name: &str) -> String {
     limit_pod(name, CAMERA)
 }
 
-/// A pod with a limit of one of an extended resource.
+/// Returns a pod with a limit of one unit of an extended resource.
 pub(super) fn limit_pod(name: &str, resource: &str) -> String {
     format!(
         "apiVersion: v1\nkind: Pod\nmetadata:\n  name: {name}\nspec:\n  containers:\n  - name: main\n    image: localhost/busybox:1\n    resources:\n      limits:\n        {resource}: 1\n  terminationGracePeriodSeconds: 0\n"
@@ -114,7 +114,7 @@ impl Demo {
             .unwrap_or_default()
     }
 
-    /// What the one container of a pod has got.
+    /// Returns the devices, environment and mounts of a pod's only container.
     pub(super) fn outfit(&self, name: &str) -> Option<Outfit> {
         let kubelet = self.kubelets.get(&self.node_of(name))?;
         kubelet
@@ -152,7 +152,7 @@ impl Demo {
         );
     }
 
-    /// Whether everything that a pod has got can be opened, and how many it is.
+    /// Returns how many of the pod's devices can be opened.
     pub(super) fn opens(&self, name: &str) -> usize {
         let Some(outfit) = self.outfit(name) else { return 0 };
         let can_open = |host: &String| OpenOptions::new().read(true).write(true).open(host).is_ok();
@@ -166,7 +166,7 @@ impl Demo {
     pub(super) fn delete(&self, name: &str) {
         if let Some(pod) = self.pod(name) {
             self.step("user", format!("deletes pod {name}"));
-            // A pod that is gone already is what is wanted.
+            // The pod may already be deleted.
             let _ = self.hand.delete("pods", &pod, None);
         }
     }
@@ -179,7 +179,7 @@ impl Demo {
         })
     }
 
-    /// The CDI files of claims on all nodes.
+    /// Counts the CDI files of claims on all nodes.
     fn cdi_files(&self) -> usize {
         let of = |node: &String| {
             let files = std::fs::read_dir(self.directory.join(node).join("cdi"));
@@ -193,7 +193,7 @@ impl Demo {
         self.kubelets.keys().map(of).sum()
     }
 
-    /// Deletes pods, and waits until nothing is left of them and their claims.
+    /// Deletes pods and waits until they, their claims and their CDI files are gone.
     pub(super) async fn clear(&mut self, pods: &[String]) -> Result<(), Halt> {
         for pod in pods {
             self.delete(pod);
@@ -339,7 +339,7 @@ async fn unplugged(demo: &mut Demo) -> Result<(), Halt> {
     Ok(())
 }
 
-/// Plugs a device of a node in or out.
+/// Plugs or unplugs a device of a node.
 fn plug(demo: &mut Demo, node: &str, path: &str, plugged: bool) -> Result<(), Halt> {
     let device = demo
         .devices

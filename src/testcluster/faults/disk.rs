@@ -1,4 +1,4 @@
-//! The disk of a program whose steps can fail, or be its last.
+//! Fault injection for file operations.
 
 use std::io;
 use std::path::Path;
@@ -8,7 +8,7 @@ use super::{Life, Place, Trouble};
 use crate::node::state::storage::disk::{Disk, DiskStep, DiskWatcher};
 
 impl Life {
-    /// The disk, as this life of the program has it.
+    /// Returns the disk of this process.
     pub fn disk(&self) -> Disk {
         Disk::watched(Arc::new(self.clone()))
     }
@@ -16,13 +16,13 @@ impl Life {
 
 impl DiskWatcher for Life {
     fn before(&self, step: DiskStep, path: &Path) -> io::Result<()> {
-        // What an earlier step that failed has left.
+        // Clears the state of an earlier, failed step.
         AFTER.set(None);
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         match self.meet(Place::Disk, &format!("{step:?} {name}")) {
             Ok(Some(Trouble::Refused)) => Err(io::Error::from(io::ErrorKind::StorageFull)),
             Ok(Some(Trouble::KilledAfter)) => {
-                // Remembered on this thread until the step is done: one thread does one step at a time.
+                // Thread-local until the step is done: each thread executes one step at a time.
                 AFTER.set(Some(Trouble::KilledAfter));
                 Ok(())
             }
@@ -54,7 +54,7 @@ thread_local! {
 }
 
 impl Life {
-    /// Stops the thread until nothing of the program decides anything any more, and gives it an error that nobody reads.
+    /// Blocks the thread until the process has fully ended, then returns an error that is ignored.
     fn dead(&self) -> io::Error {
         self.rest();
         io::Error::other("the program was killed")

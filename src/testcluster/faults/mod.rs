@@ -1,8 +1,8 @@
-//! What goes wrong with the programs on the stage, and where: one trouble at the n-th request, watch event, step on the disk or
-//! call of kubelet, whichever program it belongs to.
+//! Fault injection for the programs on the test cluster: one fault at the n-th request, watch event, disk step or
+//! kubelet call of a program.
 //!
-//! A program runs in lives, one after the other. A life that was killed changes nothing any more from that moment on: its requests
-//! do not arrive, its events do not reach it, its steps on the disk are not done, and kubelet does not get its answers.
+//! A program runs as a sequence of processes ([`Life`]). A killed process has no further effect: its requests do not
+//! arrive, it receives no events, its disk steps are not executed, and kubelet receives no responses.
 
 mod disk;
 mod wire;
@@ -15,56 +15,56 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// Where something can go wrong.
+/// Operation that can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
-    /// A request of the program to the API server. The beginning of a watch is one.
+    /// An API request, including the start of a watch.
     Request,
-    /// A request about the lease of a leader election.
+    /// A request for the leader election's Lease.
     Lease,
-    /// An event that a watch shows the program.
+    /// A watch event.
     Event,
-    /// A step of the program's records on the disk.
+    /// A step of writing the program's records to disk.
     Disk,
-    /// A call that kubelet makes to the program.
+    /// A kubelet call to the program.
     Call,
 }
 
-/// What goes wrong there.
+/// Kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Trouble {
-    /// The program is killed before it happens.
+    /// Kills the program before the operation.
     KilledBefore,
-    /// The program is killed when it has happened, and does not learn of it.
+    /// Kills the program after the operation, before it sees the result.
     KilledAfter,
-    /// The program is asked to end before it happens (SIGTERM).
+    /// Requests shutdown (SIGTERM) before the operation.
     Stopped,
-    /// It does not happen, and nobody says so for a long time. A watch that has lost an event shows nothing any more, without an
-    /// end; that is not among [`Place::troubles`], since it takes five minutes to be noticed.
+    /// Drops the operation without an error for a long time. A watch that loses an event stays silent and open; this is
+    /// not part of [`Place::troubles`], because it takes five minutes to detect.
     Lost,
-    /// It happens, and nobody says so for a long time.
+    /// Executes the operation, but withholds the response for a long time.
     ReplyLost,
-    /// It happens, and the connection breaks before the answer.
+    /// Executes the operation, but breaks the connection before the response.
     Broken,
-    /// It happens late; what comes after it may come before it.
+    /// Delays the operation; later operations may overtake it.
     Late,
-    /// It happens twice.
+    /// Executes the operation twice.
     Twice,
-    /// It is refused with an error, and has not happened.
+    /// Rejects the operation with an error.
     Refused,
-    /// It is refused because there is too much to do (429), and has not happened.
+    /// Rejects the operation as overload (429).
     Busy,
-    /// The history that a watch or a list asks for is no longer known (410).
+    /// Expires the history of a watch or list (410).
     Forgotten,
-    /// It fails, though it has happened.
+    /// Executes the operation, but returns an error.
     Failed,
 }
 
 impl Place {
-    /// Every place.
+    /// All operations.
     pub const ALL: [Self; 5] = [Self::Request, Self::Lease, Self::Event, Self::Disk, Self::Call];
 
-    /// What can go wrong at a place of this sort.
+    /// Returns the faults that apply to the operation.
     pub fn troubles(self) -> &'static [Trouble] {
         use Trouble::{
             Broken, Busy, Failed, Forgotten, KilledAfter, KilledBefore, Late, Lost, Refused, ReplyLost,
@@ -91,16 +91,16 @@ impl Place {
     }
 }
 
-/// One trouble, at one place.
+/// A planned fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Planned {
-    /// The program that it happens to.
+    /// The affected program.
     pub program: &'static str,
-    /// Where.
+    /// The affected operation.
     pub place: Place,
-    /// At which of them, counted from 1 over all lives.
+    /// Number of the operation, counted from 1 across all processes of the program.
     pub number: u64,
-    /// What.
+    /// The fault.
     pub trouble: Trouble,
 }
 
@@ -116,21 +116,21 @@ impl fmt::Display for Planned {
     }
 }
 
-/// The troubles of one run, and what has been met. Clones are the same.
+/// Planned and injected faults of one test. Clones share state.
 #[derive(Clone, Debug)]
 pub struct Faults(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
     state: Mutex<State>,
-    /// Told when a life has come to its end.
+    /// Notifies when a process has been killed.
     ended: watch::Sender<u64>,
     buried: Condvar,
     start: Instant,
     look: Look,
 }
 
-/// Who looks at what programs do: the program, the place, and what it does there.
+/// Observer of operations. Its arguments are the program, the place and a description.
 #[derive(Default)]
 struct Look(OnceLock<Box<Looker>>);
 
@@ -145,7 +145,7 @@ impl fmt::Debug for Look {
 #[derive(Debug, Default)]
 struct State {
     planned: Vec<Planned>,
-    /// Only then places are counted, and troubles happen.
+    /// Operations are counted and faults injected only while set.
     counting: bool,
     counts: BTreeMap<(&'static str, Place), u64>,
     hits: Vec<Planned>,
@@ -153,17 +153,17 @@ struct State {
     trace: Vec<String>,
 }
 
-/// The last life of a program.
+/// Latest process of a program.
 #[derive(Debug, Default)]
 struct Lived {
     number: u64,
     killed: bool,
-    /// Nothing of it runs any more.
+    /// Whether all its tasks and threads have ended.
     buried: bool,
     stop: CancellationToken,
 }
 
-/// One life of a program.
+/// One process of a program.
 #[derive(Clone, Debug)]
 pub struct Life {
     faults: Faults,
@@ -172,12 +172,12 @@ pub struct Life {
     stop: CancellationToken,
 }
 
-/// A life that was killed.
+/// The process has been killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Killed;
 
 impl Faults {
-    /// Nothing is counted before [`Faults::count`].
+    /// Creates a fault plan. Counting starts with [`Faults::count`].
     pub fn new(planned: Vec<Planned>) -> Self {
         let state = State {
             planned,
@@ -192,10 +192,10 @@ impl Faults {
         }))
     }
 
-    /// Has a test look at every request as it arrives, every step on the disk when it is done, and every call of kubelet when it is
-    /// answered. Only the first who wants to look does.
+    /// Installs an observer for each request on arrival, each completed disk step, and each answered kubelet call. Only
+    /// the first observer is used.
     pub fn look(&self, look: impl Fn(&'static str, Place, &str) + Send + Sync + 'static) {
-        // A second one is not wanted.
+        // Further observers are ignored.
         let _ = self.0.look.0.set(Box::new(look));
     }
 
@@ -203,38 +203,38 @@ impl Faults {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins or ends to count, and to let things go wrong.
+    /// Starts or stops counting and fault injection.
     pub fn count(&self, counting: bool) {
         self.state().counting = counting;
     }
 
-    /// How many places of each sort there were.
+    /// Returns the number of operations by program and place.
     pub fn counts(&self) -> BTreeMap<(&'static str, Place), u64> {
         self.state().counts.clone()
     }
 
-    /// The troubles that are to happen.
+    /// Returns the planned faults.
     pub fn planned(&self) -> Vec<Planned> {
         self.state().planned.clone()
     }
 
-    /// The troubles that have happened.
+    /// Returns the injected faults.
     pub fn hits(&self) -> Vec<Planned> {
         self.state().hits.clone()
     }
 
-    /// Everything that was met, for a person to read.
+    /// Returns a readable log of all operations.
     pub fn trace(&self) -> Vec<String> {
         self.state().trace.clone()
     }
 
-    /// Adds a line to the trace.
+    /// Adds a line to the log.
     pub fn note(&self, text: &str) {
         let line = format!("{:>7} ms  {text}", self.0.start.elapsed().as_millis());
         self.state().trace.push(line);
     }
 
-    /// Begins the next life of a program.
+    /// Starts the next process of a program.
     pub fn begin(&self, program: &'static str) -> Life {
         let stop = CancellationToken::new();
         let number = {
@@ -257,7 +257,7 @@ impl Faults {
         }
     }
 
-    /// The present life of a program; a program that has none has not been begun.
+    /// Returns the current process of a program; `None` before its first.
     pub(crate) fn present(&self, program: &'static str) -> Option<Life> {
         let state = self.state();
         let lived = state.lives.get(program)?;
@@ -271,12 +271,12 @@ impl Faults {
 }
 
 impl Life {
-    /// Cancelled when the program is to end by itself.
+    /// Cancelled when the program should shut down.
     pub fn stop(&self) -> &CancellationToken {
         &self.stop
     }
 
-    /// Whether the program was killed in this life.
+    /// Returns whether this process was killed.
     pub fn is_killed(&self) -> bool {
         let state = self.faults.state();
         state
@@ -285,7 +285,7 @@ impl Life {
             .is_none_or(|lived| lived.number != self.number || lived.killed)
     }
 
-    /// Kills the program. What is left of it is to be [buried](Life::bury) by whoever runs it.
+    /// Kills the process. The caller must [bury](Life::bury) it after its tasks have ended.
     pub fn kill(&self) {
         if self.is_killed() {
             return;
@@ -297,14 +297,14 @@ impl Life {
         self.faults.0.ended.send_modify(|count| *count += 1);
     }
 
-    /// Returns when the program has been killed.
+    /// Returns when the process has been killed.
     pub async fn killed(&self) {
         let mut ended = self.faults.0.ended.subscribe();
-        // The sender lives as long as this.
+        // Cannot fail: `self` keeps the sender alive.
         let _ = ended.wait_for(|_| self.is_killed()).await;
     }
 
-    /// Says that nothing decides anything any more in this life, so that threads that were stopped in the midst of a step may end.
+    /// Declares that the process has fully ended, so that threads blocked in a step may return.
     pub fn bury(&self) {
         if let Some(lived) = self.faults.state().lives.get_mut(self.program) {
             lived.buried = true;
@@ -312,7 +312,7 @@ impl Life {
         self.faults.0.buried.notify_all();
     }
 
-    /// Waits on a thread of its own for the burial.
+    /// Blocks the thread until the process is buried.
     fn rest(&self) {
         let mut state = self.faults.state();
         while state
@@ -329,15 +329,15 @@ impl Life {
         }
     }
 
-    /// Shows what happens to whoever looks.
+    /// Calls the observer.
     pub(crate) fn show(&self, place: Place, what: &str) {
         if let Some(look) = self.faults.0.look.0.get() {
             look(self.program, place, what);
         }
     }
 
-    /// The program comes to a place. What goes wrong there, if anything does; whoever asks lets it happen, and calls
-    /// [`Life::kill`] after the event for [`Trouble::KilledAfter`].
+    /// Counts an operation and returns its fault, if any. The caller implements the fault and, for
+    /// [`Trouble::KilledAfter`], calls [`Life::kill`] after the operation.
     pub(crate) fn meet(&self, place: Place, what: &str) -> Result<Option<Trouble>, Killed> {
         if self.is_killed() {
             return Err(Killed);

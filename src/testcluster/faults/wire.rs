@@ -1,4 +1,4 @@
-//! The way between a program and the API server: requests, answers, and the events of watches.
+//! Fault injection for the connection to the API server: requests, responses and watch events.
 
 use std::future::Future;
 use std::io;
@@ -20,15 +20,15 @@ use tower::ServiceExt as _;
 use super::{Life, Place, Trouble};
 use crate::testcluster::api::ApiServer;
 
-/// After this a connection of which nothing is heard counts as broken. Longer than any limit that a program sets itself here.
+/// Time after which a silent connection breaks. Longer than all time limits of the programs under test.
 const SILENCE: Duration = Duration::from_secs(3);
-/// How late is late.
+/// Delay of a late operation.
 const LATE: Duration = Duration::from_millis(1200);
-/// Bytes of a request's body, at most; more than the server takes.
+/// Maximum size of a request body in bytes; larger than the server's limit.
 const BODY_MAX: usize = 8 * 1024 * 1024;
 
 impl Life {
-    /// A client of the API server, as this life of the program has it.
+    /// Returns an API client of this process.
     pub fn client(&self, server: &ApiServer) -> kube::Client {
         let wire = Wire {
             life: self.clone(),
@@ -100,7 +100,7 @@ impl Wire {
             }
             Some(Trouble::Broken) => Err(io::ErrorKind::ConnectionReset.into()),
             Some(Trouble::Twice) => {
-                // A proxy on the way has sent it again; the program gets one answer.
+                // Simulates a proxy that resends the request; the program receives one response.
                 drop(self.deliver(&parts, body).await);
                 Ok(answer)
             }
@@ -140,12 +140,12 @@ fn refusal(code: StatusCode, reason: &str) -> Response<Body> {
     response
 }
 
-/// A watch as it reaches the program. The server sends one event at a time.
+/// A watch with fault injection. The server sends one event per chunk.
 struct Shown {
     life: Life,
     path: String,
     events: BoxStream<'static, io::Result<Bytes>>,
-    /// What is shown next, before anything new.
+    /// Chunk to repeat before new ones.
     again: Option<Bytes>,
     ended: bool,
 }
@@ -185,7 +185,7 @@ impl Shown {
         };
         match trouble {
             Some(Trouble::Broken) => None,
-            // Neither this nor anything after it comes, and the connection stays.
+            // Blocks this and all later events; the connection stays open.
             Some(Trouble::Lost) => std::future::pending().await,
             Some(Trouble::Forgotten) => {
                 self.ended = true;
@@ -205,7 +205,7 @@ impl Shown {
                 Some(Ok(event))
             }
             Some(Trouble::KilledAfter) => {
-                // The program has it, and comes no further than one turn.
+                // Delivers the event, but kills the process before it can do more than one poll.
                 let life = self.life.clone();
                 tokio::spawn(async move { life.kill() });
                 Some(Ok(event))

@@ -1,5 +1,5 @@
-//! Claims of pods, as kubelet 1.30 has them prepared and unprepared (`pkg/kubelet/cm/dra/manager.go`): one call for each driver with
-//! all of a pod's claims that are not prepared yet, and one for all that no other pod uses any more.
+//! Prepares and unprepares claims like kubelet 1.30 (`pkg/kubelet/cm/dra/manager.go`): one call per driver for all
+//! unprepared claims of a pod, and one for all claims that no other pod uses.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -16,17 +16,17 @@ use crate::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesResponse, NodeU
 use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::hand::{claims_of, is_reserved_for};
 
-/// The deadline of a call of the DRA service.
+/// Deadline of a DRA call.
 const PREPARE: Duration = Duration::from_secs(45);
-/// What a pod is told.
+/// Event reason.
 const REASON: &str = "FailedPrepareDynamicResources";
 
-/// What a driver has prepared for a pod.
+/// A claim that a driver has prepared for a pod.
 #[derive(Clone, Debug)]
 pub(crate) struct Held {
     driver: String,
     claim: Claim,
-    /// CDI ids.
+    /// CDI device ids.
     ids: Vec<String>,
 }
 
@@ -41,7 +41,7 @@ impl Kubelet {
             .ok_or_else(|| format!("plugin name {name} not found in the list of registered DRA plugins"))
     }
 
-    /// What a driver has prepared of a claim, for whichever pod.
+    /// Returns a prepared claim of a driver, for any pod.
     fn prepared(&self, driver: &str, uid: &str) -> Option<Held> {
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         let mut held = running.values().flat_map(|running| &running.claims);
@@ -49,7 +49,7 @@ impl Kubelet {
             .cloned()
     }
 
-    /// Notes that a pod uses what was prepared.
+    /// Records that a pod uses a prepared claim.
     fn hold(&self, pod: &Value, new: Held) {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         let held = &mut running.entry(object::uid(pod).to_owned()).or_default().claims;
@@ -61,7 +61,7 @@ impl Kubelet {
         }
     }
 
-    /// Prepares the pod's claims; by entry of the pod, the CDI ids.
+    /// Prepares the pod's claims. Returns the CDI device ids by entry of the pod.
     pub(super) async fn prepare_claims(&self, pod: &Value) -> Result<BTreeMap<String, Vec<String>>, Trouble> {
         let mut batches: BTreeMap<String, Vec<Claim>> = BTreeMap::new();
         let mut entries: Vec<(String, String, String)> = Vec::new();
@@ -106,7 +106,7 @@ impl Kubelet {
         Ok(ids)
     }
 
-    /// Has a driver prepare claims. Those of which it says so are prepared, whatever it says of the others.
+    /// Calls NodePrepareResources. Claims without an error count as prepared, even if others failed.
     async fn prepare(&self, pod: &Value, driver: &str, claims: Vec<Claim>) -> Result<(), String> {
         let socket = self.driver(driver)?;
         let answer: Result<NodePrepareResourcesResponse, CallError> = self
@@ -150,7 +150,7 @@ impl Kubelet {
         }
     }
 
-    /// Unprepares the claims that no other pod uses. Whether all is done.
+    /// Unprepares the claims that no other pod uses. Returns whether all calls succeeded.
     pub(super) async fn release(&self, uid: &str) -> bool {
         let mut batches: BTreeMap<String, Vec<Claim>> = BTreeMap::new();
         {
@@ -182,7 +182,8 @@ impl Kubelet {
         true
     }
 
-    /// Has a driver unprepare claims of a pod. Whether all of them are; those that are not asked for again.
+    /// Calls NodeUnprepareResources for a pod's claims. Returns whether all succeeded; successful ones are not
+    /// repeated.
     async fn unprepare(&self, uid: &str, driver: &str, claims: Vec<Claim>) -> bool {
         let Ok(socket) = self.driver(driver) else {
             return false;
@@ -212,7 +213,7 @@ impl Kubelet {
     }
 }
 
-/// Whether a container of the pod uses an entry; what none uses is not prepared.
+/// Returns whether a container uses the entry; unused entries are not prepared.
 fn is_used(pod: &Value, entry: &str) -> bool {
     let containers = list(pod, "/spec/initContainers")
         .iter()

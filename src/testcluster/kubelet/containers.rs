@@ -1,4 +1,5 @@
-//! Pods of one node: claims are prepared, devices allocated, containers fitted out; and all of it undone at the end.
+//! Pod lifecycle on a node: prepares claims, allocates devices, computes container edits, and releases everything at
+//! the end.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::PoisonError;
@@ -14,28 +15,28 @@ use crate::api::proto::{ContainerList, DeviceIdList};
 use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::runtime::Outfit;
 
-/// The deadline of Allocate, of which kubelet itself has none.
+/// Deadline of Allocate; kubelet has none.
 const ALLOCATE: Duration = Duration::from_secs(45);
 
-/// A pod that was started: what it holds.
+/// Resources of a started pod.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Running {
-    /// Claims that were prepared.
+    /// Prepared claims.
     pub(super) claims: Vec<Held>,
-    /// Devices of device plugins, by resource.
+    /// Device plugin devices by resource.
     pub(super) devices: BTreeMap<String, BTreeSet<String>>,
 }
 
 /// Why a pod does not start.
 pub(super) enum Trouble {
-    /// Time may help.
+    /// Temporary.
     Later(&'static str, String),
-    /// Never: admission has failed.
+    /// Permanent: admission has failed.
     Never(String),
 }
 
 impl Kubelet {
-    /// Starts a pod, or says why not.
+    /// Starts a pod, or reports why it cannot start.
     pub(super) async fn start(&self, pod: &Value) {
         match self.fit_out(pod).await {
             Ok(outfits) => {
@@ -81,7 +82,7 @@ impl Kubelet {
         }
     }
 
-    /// A pod that tries again says the same only once.
+    /// Returns whether the event exists: repeated attempts report the same message only once.
     fn is_told(&self, pod: &Value, message: &str) -> bool {
         self.hand.list("events").iter().any(|event| {
             event["involvedObject"]["uid"] == pod["metadata"]["uid"] && event["message"] == message
@@ -89,7 +90,7 @@ impl Kubelet {
     }
 
     fn write(&self, pod: &Value, status: Value) {
-        // A pod that was deleted meanwhile is met in the next pass.
+        // The next pass handles a pod deleted meanwhile.
         let _ = self
             .hand
             .merge("pods", pod, "status", json!({ "status": status }));
@@ -127,7 +128,7 @@ impl Kubelet {
         Ok(outfits)
     }
 
-    /// Allocates the extended resources of each container; by container, what it gets for them.
+    /// Allocates extended resources. Returns the container edits by container.
     async fn allocate_devices(&self, pod: &Value) -> Result<BTreeMap<String, Outfit>, Trouble> {
         let mut outfits: BTreeMap<String, Outfit> = BTreeMap::new();
         for container in list(pod, "/spec/containers") {
@@ -187,7 +188,7 @@ impl Kubelet {
         Ok(outfits)
     }
 
-    /// Takes free and healthy devices of a resource for a pod. A pod that tries again keeps those that it has.
+    /// Selects free, healthy devices of a resource for a pod. A repeated attempt keeps the pod's devices.
     fn choose(&self, pod: &Value, resource: &str, amount: usize) -> Result<BTreeSet<String>, Trouble> {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         let uid = object::uid(pod);
@@ -227,7 +228,7 @@ impl Kubelet {
         Ok(free)
     }
 
-    /// Stops a pod that is to go, and lets it go when its claims are unprepared.
+    /// Stops a terminating pod, and deletes it once its claims are unprepared.
     pub(super) async fn stop(&self, pod: &Value) {
         if self.release(object::uid(pod)).await {
             let key = (object::namespace(pod).to_owned(), object::name(pod).to_owned());
@@ -235,12 +236,12 @@ impl Kubelet {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
                 .remove(&key);
-            // Somebody else may have been quicker.
+            // Another client may have deleted the pod already.
             let _ = self.hand.delete("pods", pod, Some(0));
         }
     }
 
-    /// Lets go of what pods held that are not there any more.
+    /// Releases the resources of deleted pods.
     pub(super) async fn stop_missing(&self, pods: &[Value]) {
         let missing: Vec<String> = {
             let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);

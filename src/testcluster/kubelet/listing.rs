@@ -1,4 +1,4 @@
-//! The PodResources API of the stage's kubelet: which devices its containers have.
+//! PodResources API of the test cluster's kubelet: the devices of containers.
 
 use std::path::{Path, PathBuf};
 use std::sync::PoisonError;
@@ -17,7 +17,7 @@ use crate::api::proto::pod_resources_v1::pod_resources_lister_server::{
 };
 use crate::testcluster::api::object::{self, list, text};
 
-/// Serves below kubelet's root directory until the shutdown.
+/// Serves the API below kubelet's root directory until shutdown.
 pub(super) async fn serve(
     kubelet: Kubelet,
     root: PathBuf,
@@ -36,7 +36,7 @@ pub(super) async fn serve(
         .map_err(std::io::Error::other)
 }
 
-/// Removes a socket that an earlier process has left.
+/// Removes a leftover socket of an earlier process.
 pub(super) fn remove(socket: &Path) -> std::io::Result<()> {
     match std::fs::remove_file(socket) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
@@ -45,7 +45,7 @@ pub(super) fn remove(socket: &Path) -> std::io::Result<()> {
 }
 
 impl Kubelet {
-    /// The pods of the node as PodResources lists them, with the devices of each container.
+    /// Returns the node's pods in the PodResources format, with the devices of each container.
     fn pod_resources(&self) -> Vec<v1::PodResources> {
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         let pods = self.hand.list("pods");
@@ -113,7 +113,7 @@ impl PodResourcesLister for Kubelet {
         &self,
         _: Request<v1::GetPodResourcesRequest>,
     ) -> Result<Response<v1::GetPodResourcesResponse>, Status> {
-        // As kubelet 1.30 with its default feature gates.
+        // Same as kubelet 1.30 with default feature gates.
         Err(Status::unknown("PodResources API Get method disabled"))
     }
 }

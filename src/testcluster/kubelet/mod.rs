@@ -1,5 +1,5 @@
-//! The kubelet of the stage: it speaks the real gRPC doors over Unix sockets, with the headers of a real kubelet, and runs no
-//! containers: the [`runtime`](super::runtime) says what they would get.
+//! The test cluster's kubelet. It speaks the real gRPC APIs over Unix sockets with a real kubelet's headers. It runs no
+//! containers; the [`runtime`](super::runtime) computes their devices, environment and mounts.
 
 mod claims;
 mod containers;
@@ -24,23 +24,23 @@ use super::runtime::Outfit;
 use crate::node::run::NodeOptions;
 use crate::testcluster::api::{ApiServer, object};
 
-/// A node: its name and its directories.
+/// A node's name and directories.
 #[derive(Clone, Debug)]
 pub struct NodePlace {
-    /// The name of the Node object.
+    /// Name of the Node object.
     pub name: String,
-    /// kubelet's root directory.
+    /// Kubelet's root directory.
     pub root: PathBuf,
-    /// The directory of kubelet's device plugin socket.
+    /// Directory of kubelet's device plugin socket.
     pub device_plugins: PathBuf,
-    /// The directory of CDI files.
+    /// Directory of CDI files.
     pub cdi: PathBuf,
-    /// Where this process sees the node's `/dev`.
+    /// The node's `/dev` as this process sees it.
     pub dev: PathBuf,
 }
 
 impl NodePlace {
-    /// A node with everything in one directory, but for the devices, which are the machine's.
+    /// Returns a node with all directories below `directory`; its devices are the machine's.
     pub fn within(name: &str, directory: &Path) -> Self {
         Self {
             name: name.to_owned(),
@@ -51,7 +51,7 @@ impl NodePlace {
         }
     }
 
-    /// Makes the directories.
+    /// Creates the directories.
     pub fn make(&self) -> std::io::Result<()> {
         for needed in [
             &self.root.join("plugins_registry"),
@@ -64,7 +64,7 @@ impl NodePlace {
         Ok(())
     }
 
-    /// What a companion of this node is told.
+    /// Returns the options of a companion for this node.
     pub fn options(&self, configuration: &Path, client: kube::Client) -> NodeOptions {
         let mut options = NodeOptions::new(&self.name, configuration, client);
         options.kubelet_root.clone_from(&self.root);
@@ -75,10 +75,10 @@ impl NodePlace {
     }
 }
 
-/// What the containers of the node's pods have got, by namespace and name of the pod and by container.
+/// Devices, environment and mounts of the node's containers, by pod namespace and name, then by container.
 pub type Outfits = BTreeMap<(String, String), BTreeMap<String, Outfit>>;
 
-/// A kubelet that can be asked what it has done.
+/// A kubelet whose actions can be inspected.
 #[derive(Clone, Debug)]
 pub struct Kubelet {
     place: NodePlace,
@@ -90,12 +90,12 @@ pub struct Kubelet {
 }
 
 impl Kubelet {
-    /// The kubelet of a node. Nothing happens before it runs.
+    /// Creates a kubelet for a node. It has no effect before it runs.
     pub fn new(server: &ApiServer, place: NodePlace) -> Self {
         Self::calling(server, place, Calls::default())
     }
 
-    /// The same, where something can go wrong with its calls of a program.
+    /// Like [`Kubelet::new`], with fault injection for its calls to a program.
     pub fn with_faults(server: &ApiServer, place: NodePlace, faults: &Faults, program: &'static str) -> Self {
         Self::calling(server, place, Calls::new(faults.clone(), program))
     }
@@ -111,7 +111,7 @@ impl Kubelet {
         }
     }
 
-    /// What the containers have got.
+    /// Returns the devices, environment and mounts of all containers.
     pub fn outfits(&self) -> Outfits {
         self.outfits
             .lock()
@@ -119,7 +119,7 @@ impl Kubelet {
             .clone()
     }
 
-    /// Runs until the shutdown. The directories must exist.
+    /// Runs until shutdown. The directories must exist.
     pub async fn run(self, shutdown: CancellationToken) -> std::io::Result<()> {
         self.announce();
         let mut parts = JoinSet::new();
@@ -147,7 +147,7 @@ impl Kubelet {
                 Ok(()) = changes.changed() => {}
                 Ok(()) = plugins.changed() => {}
                 Some(Ok(Err(error))) = parts.join_next() => return Err(error),
-                // A prepare that failed is tried again; the real kubelet takes up to a minute and a half.
+                // Retries failed prepares; the real kubelet takes up to a minute and a half.
                 () = tokio::time::sleep(std::time::Duration::from_secs(1)) => {}
             }
         }
@@ -155,15 +155,15 @@ impl Kubelet {
         Ok(())
     }
 
-    /// Makes the Node object.
+    /// Creates the Node object.
     fn announce(&self) {
         let name = &self.place.name;
         let node = json!({ "metadata": { "name": name, "labels": { "kubernetes.io/hostname": name } } });
-        // It may be there already, from an earlier run.
+        // It may exist from an earlier run.
         let _ = self.hand.create("nodes", "", node);
     }
 
-    /// Writes what the node has, if that has changed.
+    /// Updates the node's status if it has changed.
     fn report(&self) {
         let Some(node) = self.hand.get("nodes", "", &self.place.name) else {
             return;
@@ -183,14 +183,14 @@ impl Kubelet {
             "nodeInfo": { "kubeletVersion": "v1.30.14", "containerRuntimeVersion": "stage://0" },
         });
         if node.get("status") != Some(&status) {
-            // Another change of the node brings another pass.
+            // A conflict means another change of the node, which triggers another pass.
             let _ = self
                 .hand
                 .merge("nodes", &node, "status", json!({ "status": status }));
         }
     }
 
-    /// Starts and stops what is to be.
+    /// Starts and stops pods.
     async fn pass(&self) {
         let pods: Vec<Value> = self
             .hand

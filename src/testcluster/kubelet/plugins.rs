@@ -1,4 +1,4 @@
-//! The plugins of a node: the plugin watcher for DRA, and the registration of device plugins.
+//! Plugin registration: kubelet's plugin watcher for DRA drivers, and device plugins.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -20,26 +20,26 @@ use crate::api::proto::plugin_registration::{
     InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
 };
 
-/// How often the plugin watcher looks. The real one is told by inotify, and reconciles about every second.
+/// Poll interval of the plugin watcher. The real one uses inotify and reconciles about every second.
 const LOOK: Duration = Duration::from_millis(100);
-/// The deadline of GetInfo.
+/// Deadline of GetInfo.
 const INFO: Duration = Duration::from_secs(1);
-/// The deadline of NotifyRegistrationStatus.
+/// Deadline of NotifyRegistrationStatus.
 const NOTIFY: Duration = Duration::from_secs(5);
 
-/// A device of a device plugin, and whether it is healthy.
+/// Devices of a device plugin; the value is `true` if healthy.
 pub(crate) type Devices = BTreeMap<String, bool>;
 
-/// What is registered.
+/// Registered plugins.
 #[derive(Debug, Default)]
 pub(crate) struct Plugins {
-    /// Service sockets of DRA drivers, by the driver's name.
+    /// Service sockets of DRA drivers by driver name.
     pub(crate) drivers: BTreeMap<String, PathBuf>,
-    /// Clients and devices of device plugins, by resource.
+    /// Clients and devices of device plugins by resource.
     pub(crate) resources: BTreeMap<String, (DevicePluginClient<Channel>, Devices)>,
 }
 
-/// The plugins of one node, shared by those who find them and those who use them.
+/// Shared state of a node's plugins.
 #[derive(Clone, Debug)]
 pub(crate) struct Registry {
     pub(crate) plugins: Arc<Mutex<Plugins>>,
@@ -66,7 +66,7 @@ impl Registry {
         self.changed.send_modify(|count| *count += 1);
     }
 
-    /// Takes registrations at `kubelet.sock` until the shutdown.
+    /// Accepts device plugin registrations on `kubelet.sock` until shutdown.
     pub(crate) async fn serve(self, shutdown: CancellationToken) -> std::io::Result<()> {
         let socket = self.directory.join("kubelet.sock");
         match std::fs::remove_file(&socket) {
@@ -81,7 +81,7 @@ impl Registry {
             .map_err(std::io::Error::other)
     }
 
-    /// Watches the registry of plugins until the shutdown.
+    /// Watches the plugin registration directory until shutdown.
     pub(crate) async fn watch(self, directory: PathBuf, shutdown: CancellationToken) {
         let mut known: BTreeMap<PathBuf, (u64, String)> = BTreeMap::new();
         loop {
@@ -113,7 +113,7 @@ impl Registry {
         }
     }
 
-    /// Follows the devices of a plugin until its stream ends, and then they are all unhealthy.
+    /// Follows a plugin's device stream. All devices become unhealthy when it ends.
     async fn follow(self, resource: String, mut client: DevicePluginClient<Channel>) {
         if let Ok(stream) = client.list_and_watch(Request::new(Empty {})).await {
             let mut stream = stream.into_inner();
@@ -152,7 +152,7 @@ impl Registration for Registry {
                 request.version
             )));
         }
-        // kubelet dials back before it answers.
+        // kubelet dials the plugin before it responds.
         let socket = self.directory.join(&request.endpoint);
         let refused =
             |error: &dyn std::fmt::Display| Status::failed_precondition(format!("failed to dial: {error}"));
@@ -168,7 +168,7 @@ impl Registration for Registry {
     }
 }
 
-/// The sockets of a directory and of the directories below it whose names do not begin with a dot, with their inodes.
+/// Returns the sockets of a directory tree with their inodes; skips sockets whose name starts with a dot.
 fn sockets(directory: &Path) -> BTreeMap<PathBuf, u64> {
     use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
     let mut sockets = BTreeMap::new();
@@ -186,7 +186,7 @@ fn sockets(directory: &Path) -> BTreeMap<PathBuf, u64> {
     sockets
 }
 
-/// Asks who is behind a registration socket, and tells it that it is registered.
+/// Queries a registration socket for its plugin and confirms the registration.
 async fn register(socket: &Path, calls: &Calls) -> Option<(String, PathBuf)> {
     const SERVICE: &str = "/pluginregistration.Registration";
     let info: PluginInfo = calls

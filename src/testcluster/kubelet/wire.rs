@@ -1,7 +1,7 @@
-//! A gRPC client for unary calls, with any `:authority`.
+//! A gRPC client for unary calls with an arbitrary `:authority`.
 //!
-//! kubelet puts the path of the socket there, which is no authority, so that no client built on h2 can send it. This one writes
-//! its frames itself, one connection for one call, as kubelet's plugin watcher does.
+//! kubelet sends the socket's path there, which is not a valid authority, so clients built on h2 cannot send it. This
+//! client writes its own frames, with one connection per call like kubelet's plugin watcher.
 
 use std::future::Future;
 use std::path::Path;
@@ -23,12 +23,12 @@ const PING: u8 = 6;
 const GO_AWAY: u8 = 7;
 const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
-/// The longest payload of a frame that may be sent without having asked.
+/// Default maximum payload of an HTTP/2 frame.
 const FRAME_MAX: usize = 16_384;
-/// What may be sent to a stream before its reader says more. Calls of kubelet are shorter.
+/// Initial flow-control window of a stream. Kubelet's calls are shorter.
 const WINDOW: usize = 65_535;
 
-/// Why there is no answer.
+/// Why a call fails.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CallError {
     #[error("{0}")]
@@ -41,15 +41,15 @@ pub(crate) enum CallError {
     Unreadable(String),
 }
 
-/// How late is late.
+/// Delay of a late call.
 const LATE: Duration = Duration::from_millis(1200);
 
-/// The way from kubelet to the program behind its plugins' sockets.
+/// Connection from kubelet to a program, with optional fault injection.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Calls(Option<(Faults, &'static str)>);
 
 impl Calls {
-    /// A way on which something can go wrong.
+    /// Creates a connection with fault injection.
     pub(crate) fn new(faults: Faults, program: &'static str) -> Self {
         Self(Some((faults, program)))
     }
@@ -66,7 +66,7 @@ impl Calls {
             .await
     }
 
-    /// Makes a call in whatever way.
+    /// Makes a call through `exchange`, with fault injection.
     pub(crate) async fn pass<A, F: Future<Output = Result<A, CallError>>>(
         &self,
         method: &str,
@@ -88,7 +88,7 @@ impl Calls {
             _ => {}
         }
         let answer = if trouble == Some(Trouble::Twice) {
-            // The first answer is that of a call that kubelet has given up.
+            // The first response belongs to a call that kubelet has abandoned.
             tokio::join!(exchange(), exchange()).1
         } else {
             exchange().await
@@ -101,12 +101,12 @@ impl Calls {
             Some(Trouble::ReplyLost) => return Err(CallError::Late(limit)),
             _ => {}
         }
-        // A dead program answers nothing.
+        // A killed process does not respond.
         if life.is_killed() { Err(gone()) } else { answer }
     }
 }
 
-/// Calls a method of the service behind a socket, with the socket's path as authority.
+/// Like [`Calls::call`], without fault injection.
 async fn call<Q: Message, A: Message + Default>(
     socket: &Path,
     method: &str,
@@ -204,7 +204,7 @@ async fn answer(stream: &mut UnixStream) -> Result<Vec<u8>, CallError> {
     }
 }
 
-/// The percent-encoding of `grpc-message`.
+/// Decodes the percent-encoding of `grpc-message`.
 fn unescaped(text: &str) -> String {
     let mut bytes = Vec::new();
     let mut rest = text.bytes();
