@@ -61,7 +61,7 @@ impl Outfit {
                 .unwrap_or_default();
             found.extend(devices.into_iter().filter(|device| device.name == name));
         }
-        // A device in two files is ambiguous, so runtimes ignore it.
+        // Runtimes cannot resolve a device that is in two files.
         let [device] = found.as_slice() else {
             return Err(unresolvable());
         };

@@ -141,8 +141,8 @@ fn names(version: u32, reader: Reader) -> &'static [&'static str] {
     }
 }
 
-/// Merges the sections of one name. Also returns the file, if any, whose section discards an earlier `enable_cdi =
-/// true`.
+/// Merges the sections of one name. Also returns the file, if any, whose section discards an earlier
+/// `enable_cdi = true`.
 fn joined<'a>(files: &'a [File], name: &str, reader: Reader) -> (Section, Option<&'a Path>) {
     let mut joined = Section::default();
     let mut lost = None;
