@@ -14,12 +14,12 @@ use std::time::{Duration, Instant};
 use drayman::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, NodeInventory};
 use drayman::api::resource::{AllocationResult, Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
 use drayman::core::allocation::allocate::Target;
-use drayman::core::allocation::books::Books;
+use drayman::core::allocation::allocator::DeviceAllocator;
+use drayman::core::allocation::evaluate::RequestedClaim;
 use drayman::core::allocation::inventory::Node;
-use drayman::core::allocation::judge::Wish;
-use drayman::core::allocation::parameters::{ClassParameters, Demand};
+use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
 use drayman::core::claims::{
-    Answer, ClaimWrite, Command, DriverRequest, Event, Moment, ObjectKey, Outcome, Settings, World,
+    Answer, ClaimWrite, Command, ControllerState, DriverRequest, Event, Moment, ObjectKey, Outcome, Settings,
 };
 use drayman::driver::{CapacityCause, CapacityChange, Verdict};
 use serde_json::{Value, json};
@@ -89,8 +89,8 @@ fn node_name(node: usize) -> String {
     format!("node-{node:05}")
 }
 
-fn books(nodes: usize, devices: usize) -> Books {
-    let mut books = Books::new(DRIVER);
+fn books(nodes: usize, devices: usize) -> DeviceAllocator {
+    let mut books = DeviceAllocator::new(DRIVER);
     books.replace_inventories(
         (0..nodes)
             .map(|node| (format!("{}.{DRIVER}", node_name(node)), inventory(node, devices)))
@@ -99,7 +99,7 @@ fn books(nodes: usize, devices: usize) -> Books {
     books
 }
 
-fn demand(counts: &[u32]) -> Demand {
+fn demand(counts: &[u32]) -> DeviceRequests {
     let class = ClassParameters::check(
         "test",
         &DeviceClassParametersSpec {
@@ -114,7 +114,7 @@ fn demand(counts: &[u32]) -> Demand {
         .map(|(number, count)| json!({ "name": format!("r{number}"), "count": count }))
         .collect();
     let spec: DeviceClaimParametersSpec = serde_json::from_value(json!({ "requests": requests })).unwrap();
-    Demand::check(&class, "default", "test", &spec).unwrap()
+    DeviceRequests::check(&class, "default", "test", &spec).unwrap()
 }
 
 /// Where 1 of 15,000 nodes' devices does not fit, for the 128 nodes that the scheduler asks about at most.
@@ -128,7 +128,7 @@ fn verdicts() {
         for node in asked.iter().skip(1) {
             for device in 0..held {
                 let claim = claim(&format!("{node}-{device}"));
-                let wish = Wish {
+                let wish = RequestedClaim {
                     claim: &claim,
                     demand: &wanted,
                     suitable_nodes: None,
@@ -137,7 +137,7 @@ fn verdicts() {
             }
         }
         let claim = claim("asked");
-        let wish = Wish {
+        let wish = RequestedClaim {
             claim: &claim,
             demand: &wanted,
             suitable_nodes: None,
@@ -160,7 +160,7 @@ fn fits() {
         let books = books(1, 64);
         let wanted = demand(counts);
         let claim = claim("asked");
-        let wish = Wish {
+        let wish = RequestedClaim {
             claim: &claim,
             demand: &wanted,
             suitable_nodes: None,
@@ -251,7 +251,7 @@ fn context(name: &str, version: u64) -> Arc<PodSchedulingContext> {
 
 /// A shell that answers every command from memory, so that what is measured is the protocol alone.
 struct Shell {
-    world: World,
+    world: ControllerState,
     answers: VecDeque<Event>,
     claims: BTreeMap<ObjectKey, ResourceClaim>,
     version: u64,
@@ -264,7 +264,7 @@ impl Shell {
     /// A world with so many allocated claims that makes decisions.
     fn new(claims: usize) -> Self {
         let mut shell = Self {
-            world: World::new(Settings::new(DRIVER)),
+            world: ControllerState::new(Settings::new(DRIVER)),
             answers: VecDeque::new(),
             claims: BTreeMap::new(),
             version: 10,
@@ -402,7 +402,7 @@ fn memory() {
     let before = resident_kib();
     let shell = Shell::new(CLAIMS);
     let protocol = resident_kib().saturating_sub(before) * 1024 / CLAIMS as u64;
-    let mut books = Books::new(DRIVER);
+    let mut books = DeviceAllocator::new(DRIVER);
     let claims: Vec<_> = (0..CLAIMS).map(|number| allocated(number, 1)).collect();
     let before = resident_kib();
     books.observe_all(

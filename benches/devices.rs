@@ -12,12 +12,12 @@ use drayman::api::crd::{
 };
 use drayman::api::resource::{AllocationResult, ResourceClaim};
 use drayman::core::allocation::allocate::Target;
-use drayman::core::allocation::books::Books;
-use drayman::core::allocation::facts::Match;
+use drayman::core::allocation::allocator::DeviceAllocator;
+use drayman::core::allocation::attribute_set::Match;
+use drayman::core::allocation::evaluate::RequestedClaim;
 use drayman::core::allocation::fit::Fit;
 use drayman::core::allocation::inventory::Node;
-use drayman::core::allocation::judge::Wish;
-use drayman::core::allocation::parameters::{ClassParameters, Demand};
+use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
 use drayman::core::allocation::work::{NODE_WORK_MAX, Work};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
@@ -73,7 +73,7 @@ fn claim(number: usize, allocation: Option<AllocationResult>) -> ResourceClaim {
     claim
 }
 
-fn demand(count: u32) -> Option<Demand> {
+fn demand(count: u32) -> Option<DeviceRequests> {
     let class = ClassParameters::check(
         "gpu",
         &DeviceClassParametersSpec {
@@ -91,7 +91,7 @@ fn demand(count: u32) -> Option<Demand> {
         requests,
         constraints: Vec::new(),
     };
-    Demand::check(&class, "default", "p", &spec).ok()
+    DeviceRequests::check(&class, "default", "p", &spec).ok()
 }
 
 /// 64 devices of 2 generations on 4 NUMA nodes.
@@ -113,7 +113,7 @@ fn large_node() -> Node {
 }
 
 /// Eight devices by a selector, all with two equal attributes.
-fn constrained() -> Option<Demand> {
+fn constrained() -> Option<DeviceRequests> {
     let class = DeviceClassParametersSpec {
         kind: "gpu".into(),
         selectors: vec![DeviceSelector::cel(SELECTOR)],
@@ -132,12 +132,12 @@ fn constrained() -> Option<Demand> {
         constraints: vec![equal("drayman.dev/generation"), equal("drayman.dev/numaNode")],
     };
     let class = ClassParameters::check("gpu", &class).ok()?;
-    Demand::check(&class, "default", "p", &spec).ok()
+    DeviceRequests::check(&class, "default", "p", &spec).ok()
 }
 
-/// Books with nothing but [`large_node`], all of whose devices match.
-fn large() -> Books {
-    let mut books = Books::new(DRIVER);
+/// DeviceAllocator with nothing but [`large_node`], all of whose devices match.
+fn large() -> DeviceAllocator {
+    let mut books = DeviceAllocator::new(DRIVER);
     books.set_inventory("large", Some(large_node()));
     let selector = SELECTOR.into();
     books.want("gpu", &selector);
@@ -164,9 +164,9 @@ fn measure(what: &str, tries: usize, limit: Duration, mut run: impl FnMut()) -> 
     fine
 }
 
-/// Books in which every one of [`CLAIMS`] holds a device, the nodes filled one after the other, and the claims.
-fn filled(one: &Demand) -> Option<(Books, Vec<ResourceClaim>)> {
-    let mut books = Books::new(DRIVER);
+/// DeviceAllocator in which every one of [`CLAIMS`] holds a device, the nodes filled one after the other, and the claims.
+fn filled(one: &DeviceRequests) -> Option<(DeviceAllocator, Vec<ResourceClaim>)> {
+    let mut books = DeviceAllocator::new(DRIVER);
     books.replace_inventories(
         (0..NODES)
             .map(node)
@@ -176,7 +176,7 @@ fn filled(one: &Demand) -> Option<(Books, Vec<ResourceClaim>)> {
     let mut claims = Vec::with_capacity(CLAIMS);
     for number in 0..CLAIMS {
         let (asking, target) = (claim(number, None), node_name(number / DEVICES));
-        let wish = Wish {
+        let wish = RequestedClaim {
             claim: &asking,
             demand: one,
             suitable_nodes: None,
@@ -207,7 +207,7 @@ fn main() -> ExitCode {
     };
     let mut large = large();
     let asking = claim(CLAIMS, None);
-    let wish = |demand| Wish {
+    let wish = |demand| RequestedClaim {
         claim: &asking,
         demand,
         suitable_nodes: None,
@@ -268,7 +268,7 @@ fn main() -> ExitCode {
             books.deallocate(&asking);
         }),
         measure("observe, all claims at once", 20, millis(200), || {
-            black_box(Books::new(DRIVER).observe_all(observed(&claims)));
+            black_box(DeviceAllocator::new(DRIVER).observe_all(observed(&claims)));
         }),
     ];
     if fine.contains(&false) {

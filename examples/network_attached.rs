@@ -35,7 +35,7 @@ use tokio_util::sync::CancellationToken;
 type Result<T> = std::result::Result<T, DriverError>;
 type Request = ClaimRequest<NetworkAttached>;
 /// Who holds what, by the claim's uid.
-type Books = BTreeMap<String, Held>;
+type Given = BTreeMap<String, Held>;
 
 /// What a class stands for: equal devices that some nodes can reach.
 pub(crate) struct Pool {
@@ -52,32 +52,32 @@ struct Held {
 
 pub(crate) struct NetworkAttached {
     client: kube::Client,
-    books: Mutex<Books>,
+    given: Mutex<Given>,
     freed: watch::Sender<()>,
 }
 
 impl NetworkAttached {
     pub(crate) fn new(client: kube::Client) -> Self {
-        let (books, freed) = Default::default();
-        Self { client, books, freed }
+        let (given, freed) = Default::default();
+        Self { client, given, freed }
     }
 
-    fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    fn given(&self) -> MutexGuard<'_, Given> {
+        self.given.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes a device back if a claim holds one that is recorded, or not.
     fn free(&self, uid: &str, recorded: bool) {
-        let mut books = self.books();
-        if books.get(uid).is_some_and(|held| held.recorded == recorded) {
-            books.remove(uid);
+        let mut given = self.given();
+        if given.get(uid).is_some_and(|held| held.recorded == recorded) {
+            given.remove(uid);
             self.freed.send_replace(());
         }
     }
 }
 
-fn used(books: &Books, pool: &Pool) -> usize {
-    books.values().filter(|held| held.pool == pool.name).count()
+fn used(given: &Given, pool: &Pool) -> usize {
+    given.values().filter(|held| held.pool == pool.name).count()
 }
 
 impl Driver for NetworkAttached {
@@ -115,11 +115,11 @@ impl Driver for NetworkAttached {
 
     /// 3. Where can the claims of a pod not be served together? Nothing is set aside here.
     async fn unsuitable_nodes(&self, _: &Pod, claims: &[Request], nodes: &[String]) -> Result<Vec<Verdict>> {
-        let books = self.books();
+        let given = self.given();
         let judge = |request: &Request| {
             let pool = &request.class_parameters;
             let same = |other: &&Request| other.class_parameters.name == pool.name;
-            let (used, wanted) = (used(&books, pool), claims.iter().filter(same).count());
+            let (used, wanted) = (used(&given, pool), claims.iter().filter(same).count());
             let mut verdict = Verdict::default();
             for node in nodes {
                 let reason = match pool.nodes.contains(node) {
@@ -136,16 +136,16 @@ impl Driver for NetworkAttached {
 
     /// 4. Allocate them. To look and to hold is one step under one lock; the same claim again gets the same.
     async fn allocate(&self, claims: &[Request], _: Option<&str>) -> Result<Vec<Result<AllocationResult>>> {
-        let mut books = self.books();
+        let mut given = self.given();
         let allocate = |request: &Request| {
             let pool = &request.class_parameters;
-            if !books.contains_key(request.uid()) {
-                if used(&books, pool) >= pool.devices {
+            if !given.contains_key(request.uid()) {
+                if used(&given, pool) >= pool.devices {
                     let text = format!("all {} of pool {} are held", pool.devices, pool.name);
                     return Err(DriverError::retry("NoSuitableDevice", text));
                 }
                 let (pool, recorded) = (pool.name.clone(), false);
-                books.insert(request.uid().to_owned(), Held { pool, recorded });
+                given.insert(request.uid().to_owned(), Held { pool, recorded });
             }
             // The handle is for the plugin on the node; the claim can be used on every node of the pool.
             Ok(AllocationResult::new(self.name(), &*pool.name).on_nodes(&pool.nodes))
@@ -159,10 +159,10 @@ impl Driver for NetworkAttached {
         Ok(())
     }
 
-    /// 6. Keep the books: all claims once at the start, then every change.
+    /// 6. Keep track of allocations: all claims once at the start, then every change.
     fn observe(&self, observation: &Observation) -> Vec<Finding> {
         if let Observation::Gone { uid } = observation {
-            self.books().remove(uid);
+            self.given().remove(uid);
             self.freed.send_replace(());
         }
         for holding in observation.holdings() {
@@ -173,7 +173,7 @@ impl Driver for NetworkAttached {
             let handle = allocation.resource_handles.first();
             let pool = handle.and_then(|handle| handle.data.clone()).unwrap_or_default();
             let (uid, recorded) = (holding.uid().to_owned(), true);
-            self.books().insert(uid, Held { pool, recorded });
+            self.given().insert(uid, Held { pool, recorded });
         }
         Vec::new()
     }

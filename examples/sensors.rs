@@ -18,7 +18,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use drayman::node::Node;
 use drayman::node::driver::{
-    AttributeValue, Device, DeviceNode, Injection, Mode, NodeDriver, NodeDriverError, PreparedClaim,
+    AttributeValue, ContainerEdits, Device, DeviceNode, Mode, NodeDriver, NodeDriverError, PreparedClaim,
 };
 use drayman::node::request::ExtendedResource;
 use futures::{Stream, StreamExt as _};
@@ -69,7 +69,7 @@ impl NodeDriver for Sensors {
         })
     }
 
-    async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
+    async fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
         let gone = |problem: String| NodeDriverError::Gone {
             device: device.to_owned(),
             problem,
@@ -78,20 +78,20 @@ impl NodeDriver for Sensors {
         let path = sensors
             .get(serial(device))
             .ok_or_else(|| gone("the vendor's daemon does not list it".to_owned()))?;
-        Ok(Injection {
+        Ok(ContainerEdits {
             device_nodes: vec![DeviceNode {
                 host_path: path.clone(),
                 container_path: format!("/dev/{device}"),
                 permissions: "r".to_owned(),
             }],
-            ..Injection::default()
+            ..ContainerEdits::default()
         })
     }
 
-    async fn prepare(&self, claim: &PreparedClaim) -> Result<Injection, NodeDriverError> {
-        let mut all = Injection::default();
+    async fn prepare(&self, claim: &PreparedClaim) -> Result<ContainerEdits, NodeDriverError> {
+        let mut all = ContainerEdits::default();
         for device in &claim.devices {
-            all.extend(self.injection(device).await?);
+            all.extend(self.container_edits(device).await?);
             fs::write(self.claim_file(device), &claim.uid).map_err(|error| failed(device, &error))?;
         }
         Ok(all)

@@ -3,7 +3,7 @@
 //! ```text
 //! api <- core <- {controller, host, node} <- testcluster <- {testkit, cli}
 //!
-//! watch / gRPC / file / driver answer -> Event -> World::apply -> decide -> Command -> shell executes -> outcome is an Event again
+//! watch / gRPC / file / driver answer -> Event -> ControllerState::apply -> decide -> Command -> shell executes -> outcome is an Event again
 //! ```
 //!
 //! * [`api`]: wire types.

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::{Error, value};
 use crate::api::crd::Device;
-use crate::core::prepare::injection::Injection;
+use crate::core::prepare::container_edits::ContainerEdits;
 use crate::node::config::{NodeConfiguration, PRESETS, Preset};
 use crate::node::discovery::{Candidate, HostPaths, Survey, survey};
 
@@ -134,7 +134,7 @@ struct Found<'a> {
     device: &'a Device,
     /// The container edits for the device.
     #[serde(skip_serializing_if = "Option::is_none")]
-    container: Option<&'a Injection>,
+    container: Option<&'a ContainerEdits>,
 }
 
 /// Runs discovery once and prints the result.
@@ -187,7 +187,7 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
 fn output(survey: &Survey) -> Output<'_> {
     let found = |device| Found {
         device,
-        container: survey.injections.get(&device.name),
+        container: survey.container_edits_of.get(&device.name),
     };
     Output {
         devices: survey.devices.iter().map(found).collect(),
@@ -237,10 +237,10 @@ fn table(survey: &Survey, presets: &[&Preset]) -> String {
 
 /// Describes a device's container edits in one line.
 fn describe(survey: &Survey, device: &str) -> String {
-    let injection = survey.injections.get(device);
-    let mut parts: Vec<String> = injection
+    let container_edits = survey.container_edits_of.get(device);
+    let mut parts: Vec<String> = container_edits
         .iter()
-        .flat_map(|injection| &injection.device_nodes)
+        .flat_map(|container_edits| &container_edits.device_nodes)
         .map(|node| {
             if node.host_path == node.container_path {
                 format!("{} ({})", node.container_path, node.permissions)
@@ -252,7 +252,9 @@ fn describe(survey: &Survey, device: &str) -> String {
             }
         })
         .collect();
-    let mounts = injection.iter().flat_map(|injection| &injection.mounts);
+    let mounts = container_edits
+        .iter()
+        .flat_map(|container_edits| &container_edits.mounts);
     parts.extend(mounts.map(|mount| format!("mount {}", mount.container_path)));
     if let Some(found) = survey.devices.iter().find(|found| found.name == device) {
         parts.extend(found.shares.map(|shares| format!("shared by up to {shares}")));

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::node::config::NodeConfiguration;
-use crate::node::kubelet::DoorError;
+use crate::node::kubelet::KubeletApiError;
 use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::transport::SocketError;
 use crate::node::publish::inventory::Standing;
@@ -227,7 +227,7 @@ fn refused(error: NodeError) -> Error {
     match error {
         NodeError::DriverName(_)
         | NodeError::Config(_)
-        | NodeError::Door(DoorError::Socket(
+        | NodeError::Door(KubeletApiError::Socket(
             SocketError::PathTooLong { .. } | SocketError::NotAbsolute { .. },
         )) => Error::Configuration(error.to_string()),
         NodeError::Store(_)

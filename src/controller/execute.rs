@@ -16,9 +16,9 @@ use crate::core::claims::{
 use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError};
 
 use super::calls::Calls;
-use super::considerate::Pause;
 use super::leader::Fence;
-use super::trim::{Trim, trimmed};
+use super::prune::{Prune, trimmed};
+use super::retry_after::Pause;
 use super::{Controller, write};
 
 /// Maximum number of concurrent requests to the API server.
@@ -160,7 +160,7 @@ impl<D: Driver> Shared<D> {
         self.read(api.get_opt(&key.name)).await
     }
 
-    async fn read<T: Trim>(
+    async fn read<T: Prune>(
         &self,
         request: impl Future<Output = Result<Option<T>, kube::Error>>,
     ) -> Result<Option<Arc<T>>, String> {
@@ -178,7 +178,7 @@ impl<D: Driver> Shared<D> {
         }
     }
 
-    async fn write<T: Trim>(&self, request: impl Future<Output = Outcome<T>>) -> Outcome<Arc<T>> {
+    async fn write<T: Prune>(&self, request: impl Future<Output = Outcome<T>>) -> Outcome<Arc<T>> {
         match fenced(
             &self.requests,
             &self.pause,

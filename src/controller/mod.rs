@@ -1,6 +1,6 @@
 //! The controller: the runtime of [`crate::core::claims`], which serves any [`Driver`].
 //!
-//! One task owns the [`World`]. It turns watch events and answers into [`Event`]s, asks for [`Command`]s and executes them; it makes no
+//! One task owns the [`ControllerState`]. It turns watch events and answers into [`Event`]s, asks for [`Command`]s and executes them; it makes no
 //! decisions itself.
 //!
 //! # Running a driver
@@ -50,13 +50,13 @@
 //! stay. Every problem is reported once, as an Event on the pod, claim or class whose owner can fix it.
 
 mod calls;
-mod considerate;
+mod events;
 mod execute;
 mod leader;
 mod predecessors;
-mod report;
+mod prune;
+mod retry_after;
 mod rivals;
-mod trim;
 mod watch;
 mod write;
 
@@ -71,17 +71,17 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::api::resource::{GROUP, VERSION};
-use crate::core::claims::{Command, Event, Moment, Settings, Statistics, World};
+use crate::core::claims::{Command, ControllerState, Event, Moment, Settings, Statistics};
 use crate::core::lease::LeaseSettingsError;
 use crate::driver::Driver;
 
 pub use leader::{LeaderElection, LeaseConnection};
 pub use predecessors::{Predecessors, PredecessorsError};
 
-use considerate::{Pause, considerate};
+use events::Reports;
 use execute::Executor;
 use leader::{Election, Fence};
-use report::Reports;
+use retry_after::{Pause, considerate};
 use watch::Standby;
 
 /// Why the controller cannot run.
@@ -260,7 +260,7 @@ impl<D: Driver> Controller<D> {
             answers.clone(),
         );
         let executor = Executor::new(self, fence.clone(), pause, answers);
-        let mut world = World::new(self.settings.clone());
+        let mut world = ControllerState::new(self.settings.clone());
         let start = Instant::now();
         let now = || Moment::new(start.elapsed());
         for event in seen {

@@ -12,7 +12,7 @@ use kube::runtime::{WatchStreamExt as _, watcher};
 use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClass};
 use crate::core::claims::{Event, ObjectKey};
 
-use super::trim::{Kept, Watched};
+use super::prune::{Kept, Watched};
 
 /// The events of one kind's watch.
 struct Kind<K> {

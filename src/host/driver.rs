@@ -15,21 +15,21 @@ use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use crate::core::allocation::allocate::{
     Allocated, Target, Verdicts, add_verdict, first_fit, granted, try_on,
 };
-use crate::core::allocation::books::Observed;
+use crate::core::allocation::allocator::Observed;
+use crate::core::allocation::attribute_set::Matches;
 use crate::core::allocation::errors::{AllocateError, Problem};
-use crate::core::allocation::facts::Matches;
+use crate::core::allocation::evaluate::{NodeSnapshot, RequestedClaim};
 use crate::core::allocation::inventory::Node;
-use crate::core::allocation::judge::{Scene, Wish};
-use crate::core::allocation::parameters::{ClassParameters, Demand, Selector};
+use crate::core::allocation::parameters::{ClassParameters, DeviceRequests, Selector};
 use crate::core::allocation::work::{CALL_WORK_MAX, INSTANT_WORK_MAX, QUICK_WORK_MAX, Work};
 use crate::driver::{
     CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, DriverErrorKind, Finding,
     Observation, Verdict,
 };
 use crate::host::changes::Changes;
+use crate::host::fair_queue::FairQueue;
 use crate::host::selectors::{Evaluator, Refusal};
 use crate::host::state::{Change, State, Unjudged};
-use crate::host::turns::Turns;
 use crate::host::watch::{self, Guarded, events, follow};
 
 /// NodeInventory objects per page of a list: a page stays below some 10 MiB even if each node has hundreds of devices.
@@ -61,7 +61,7 @@ struct Shared {
     findings: Findings,
     synced: cell::Sender<Synced>,
     evaluator: Evaluator,
-    turns: Turns,
+    turns: FairQueue,
     /// Held for one [piece](HostDriver::piece) of work on the controller's thread.
     pieces: AsyncMutex<()>,
     /// Held by the one search that runs on another thread. Waiters get it in the order of their requests.
@@ -188,7 +188,7 @@ impl HostDriver {
                 },
                 synced,
                 evaluator,
-                turns: Turns::default(),
+                turns: FairQueue::default(),
                 pieces: AsyncMutex::default(),
                 searches: Arc::default(),
             }),
@@ -326,7 +326,7 @@ impl Shared {
 
 /// Claims and their device requests, for a search that outlives the call.
 #[derive(Debug)]
-struct Wishes(Vec<(Arc<ResourceClaim>, Arc<ResourceClass>, Demand)>);
+struct Wishes(Vec<(Arc<ResourceClaim>, Arc<ResourceClass>, DeviceRequests)>);
 
 impl Wishes {
     fn of(claims: &[ClaimRequest<HostDriver>]) -> Arc<Self> {
@@ -337,10 +337,10 @@ impl Wishes {
         Arc::new(Self(claims.iter().map(one).collect()))
     }
 
-    fn get(&self) -> Vec<Wish<'_>> {
+    fn get(&self) -> Vec<RequestedClaim<'_>> {
         self.0
             .iter()
-            .map(|(claim, class, demand)| Wish {
+            .map(|(claim, class, demand)| RequestedClaim {
                 claim,
                 demand,
                 suitable_nodes: class.suitable_nodes.as_ref(),
@@ -377,7 +377,7 @@ impl HostDriver {
     }
 
     /// Copies the state that concerns the claims on some nodes.
-    async fn scenes(&self, wishes: &Wishes, nodes: &[String]) -> (Vec<Scene>, Matches) {
+    async fn scenes(&self, wishes: &Wishes, nodes: &[String]) -> (Vec<NodeSnapshot>, Matches) {
         let wishes = wishes.get();
         let copy = |state: &mut State| {
             let books = &state.books;
@@ -479,7 +479,7 @@ impl HostDriver {
 
 impl Driver for HostDriver {
     type ClassParameters = ClassParameters;
-    type ClaimParameters = Demand;
+    type ClaimParameters = DeviceRequests;
 
     fn name(&self) -> &str {
         &self.shared.name
@@ -504,7 +504,7 @@ impl Driver for HostDriver {
         claim: &ResourceClaim,
         _class: &ResourceClass,
         class_parameters: &ClassParameters,
-    ) -> Result<Demand, DriverError> {
+    ) -> Result<DeviceRequests, DriverError> {
         let demand = self.shared.state().claim_parameters(claim, class_parameters)?;
         for request in demand.requests() {
             self.shared.judge_all(demand.kind(), request.selectors()).await?;
@@ -518,7 +518,7 @@ impl Driver for HostDriver {
         claims: &[ClaimRequest<Self>],
         nodes: &[String],
     ) -> Result<Vec<Verdict>, DriverError> {
-        let wishes: Vec<Wish<'_>> = claims.iter().map(wish).collect();
+        let wishes: Vec<RequestedClaim<'_>> = claims.iter().map(wish).collect();
         let mut verdicts: Verdicts = vec![BTreeMap::new(); claims.len()];
         let mut instant = Work::new(INSTANT_WORK_MAX);
         let mut left = self
@@ -546,7 +546,7 @@ impl Driver for HostDriver {
         claims: &[ClaimRequest<Self>],
         node: Option<&str>,
     ) -> Result<Vec<Result<AllocationResult, DriverError>>, DriverError> {
-        let wishes: Vec<Wish<'_>> = claims.iter().map(wish).collect();
+        let wishes: Vec<RequestedClaim<'_>> = claims.iter().map(wish).collect();
         let target = node.map_or(Target::Anywhere, Target::Node);
         let mut allocated = None;
         // Sorting all nodes takes longer than the limit of this attempt.
@@ -630,8 +630,8 @@ fn finding(problem: &Problem) -> Finding {
     }
 }
 
-fn wish(request: &ClaimRequest<HostDriver>) -> Wish<'_> {
-    Wish {
+fn wish(request: &ClaimRequest<HostDriver>) -> RequestedClaim<'_> {
+    RequestedClaim {
         claim: &request.claim,
         demand: &request.claim_parameters,
         suitable_nodes: request.class.suitable_nodes.as_ref(),

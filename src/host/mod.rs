@@ -3,9 +3,9 @@
 
 mod changes;
 mod driver;
+mod fair_queue;
 pub mod selectors;
 mod state;
-mod turns;
 mod watch;
 
 pub use driver::HostDriver;

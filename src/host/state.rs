@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use crate::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, REQUESTS_MAX, SELECTORS_MAX};
 use crate::api::resource::{ResourceClaim, ResourceClass};
-use crate::core::allocation::books::Books;
-use crate::core::allocation::facts::{Facts, Match};
+use crate::core::allocation::allocator::DeviceAllocator;
+use crate::core::allocation::attribute_set::{AttributeSet, Match};
 use crate::core::allocation::inventory::Node;
-use crate::core::allocation::parameters::{ClassParameters, Demand, ParametersError, Selector};
+use crate::core::allocation::parameters::{ClassParameters, DeviceRequests, ParametersError, Selector};
 use crate::core::allocation::reference::{
     CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND, ReferenceError, claim_reference, class_reference,
 };
@@ -133,7 +133,7 @@ impl From<ReferenceError> for DriverError {
 #[derive(Debug)]
 pub(crate) struct State {
     /// Inventory and allocations.
-    pub(crate) books: Books,
+    pub(crate) books: DeviceAllocator,
     /// DeviceClassParameters by name.
     pub(crate) classes: Copy<String, DeviceClassParametersSpec>,
     /// DeviceClaimParameters by namespace and name.
@@ -247,13 +247,13 @@ pub(crate) struct Unjudged {
     /// The expression.
     pub(crate) expression: Arc<str>,
     /// Some of the devices.
-    pub(crate) devices: Vec<Facts>,
+    pub(crate) devices: Vec<AttributeSet>,
 }
 
 impl State {
     pub(crate) fn new(driver: &str) -> Self {
         Self {
-            books: Books::new(driver),
+            books: DeviceAllocator::new(driver),
             classes: Copy::default(),
             claims: Copy::default(),
             selectors: Selectors::default(),
@@ -367,7 +367,7 @@ impl State {
         };
         self.books.want(kind, expression);
         let unjudged = self.books.unjudged(kind, expression);
-        let devices: Vec<Facts> = unjudged.take(CHUNK).cloned().collect();
+        let devices: Vec<AttributeSet> = unjudged.take(CHUNK).cloned().collect();
         Ok((!known || !devices.is_empty()).then(|| Unjudged {
             expression: Arc::clone(expression),
             devices,
@@ -458,16 +458,16 @@ impl State {
         &self,
         claim: &ResourceClaim,
         class: &ClassParameters,
-    ) -> Result<Demand, DriverError> {
+    ) -> Result<DeviceRequests, DriverError> {
         let Some(name) = claim_reference(claim)? else {
-            return Ok(Demand::one(class));
+            return Ok(DeviceRequests::one(class));
         };
         let namespace = claim.metadata.namespace.as_deref().unwrap_or_default();
         let key = (namespace.to_owned(), name.to_owned());
         let spec = self
             .claims
             .get(&key, || format!("{CLAIM_PARAMETERS_KIND} {namespace}/{name}"))?;
-        Ok(Demand::check(class, namespace, name, spec)?)
+        Ok(DeviceRequests::check(class, namespace, name, spec)?)
     }
 }
 

@@ -21,7 +21,7 @@ use crate::api::proto::node_records::{
     ReleaseResponse,
 };
 use crate::core::prepare::release::{Holding, HoldingState, holdings, plan_release_without_driver};
-use crate::node::kubelet::transport::{GrpcCalls, Listening, MAX_MESSAGE, SocketError, SocketPlace, listen};
+use crate::node::kubelet::transport::{GrpcCalls, Listening, MAX_MESSAGE, SocketError, SocketPath, listen};
 use crate::node::state::storage::{Places, Store, StoreError};
 use crate::node::state::{RecordsHandle, ReleaseError};
 
@@ -29,8 +29,8 @@ use crate::node::state::{RecordsHandle, ReleaseError};
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Path of the admin socket.
-pub fn socket(state: &Path, kubelet_root: &Path) -> SocketPlace {
-    SocketPlace {
+pub fn socket(state: &Path, kubelet_root: &Path) -> SocketPath {
+    SocketPath {
         path: state.join("records.sock"),
         root: kubelet_root.to_owned(),
         option: crate::node::kubelet::ROOT_DIR_OPTION,
@@ -39,7 +39,7 @@ pub fn socket(state: &Path, kubelet_root: &Path) -> SocketPlace {
 
 /// Serves the admin socket until the shutdown.
 pub(super) async fn serve(
-    place: SocketPlace,
+    place: SocketPath,
     records: RecordsHandle,
     calls: Arc<GrpcCalls>,
     shutdown: CancellationToken,
@@ -277,13 +277,13 @@ impl Access {
 impl Offline {
     fn release(&self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
         let mut opened = Store::open_usable(&self.places, &self.boot_id)?;
-        let ledger = &opened.ledger;
-        let before = holdings(ledger, &BTreeMap::new());
-        let (uid, steps) = plan_release_without_driver(ledger, &self.places.kubelet(), uid, force)
+        let prepared_claims = &opened.prepared_claims;
+        let before = holdings(prepared_claims, &BTreeMap::new());
+        let (uid, steps) = plan_release_without_driver(prepared_claims, &self.places.kubelet(), uid, force)
             .map_err(ReleaseError::from)?;
         for step in steps {
-            if let Some(changed) = step.perform(&opened.ledger, &opened.store)? {
-                opened.ledger = changed;
+            if let Some(changed) = step.perform(&opened.prepared_claims, &opened.store)? {
+                opened.prepared_claims = changed;
             }
         }
         Ok(before

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 
-use crate::core::prepare::injection::Injection;
+use crate::core::prepare::container_edits::ContainerEdits;
 pub use crate::core::prepare::preferred::Preference;
 pub use crate::core::prepare::request::{ClaimToPrepare, ClaimToUnprepare, PluginDevice};
 use crate::node::kubelet::transport::GrpcCalls;
@@ -57,7 +57,7 @@ pub trait Companion: Send + Sync + 'static {
         &self,
         resource_name: &str,
         containers: Vec<Vec<String>>,
-    ) -> impl Future<Output = Result<Vec<Injection>, CompanionError>> + Send;
+    ) -> impl Future<Output = Result<Vec<ContainerEdits>, CompanionError>> + Send;
 }
 
 /// Why the companion rejects a request.

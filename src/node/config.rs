@@ -23,8 +23,8 @@ use serde::Deserialize;
 use serde_saphyr::{MergeKeyPolicy, Spanned};
 
 use crate::api::crd::{GROUP, VERSION};
-use crate::core::prepare::injection::Mount;
-pub use door::{KindDoors, KindMode};
+use crate::core::prepare::container_edits::Mount;
+pub use door::{KindApis, KindMode};
 pub use error::{ConfigError, Place};
 pub use extras::{Probe, ProbeOpen, ProbeSysfs};
 use kind::RawKind;
@@ -52,7 +52,7 @@ pub struct DeviceKind {
     /// A DNS label, unique in the file.
     pub name: String,
     /// The APIs that offer its devices: claims, an extended resource, or both.
-    pub doors: KindDoors,
+    pub doors: KindApis,
     /// The source of its devices.
     pub source: Source,
     /// Access to the device nodes in a container: a non-empty subset of `rwm`, in that order.
@@ -122,7 +122,7 @@ impl NodeConfiguration {
     pub fn of_presets(presets: &[&'static Preset]) -> Self {
         let kind = |preset: &&'static Preset| DeviceKind {
             name: preset.name.to_owned(),
-            doors: KindDoors::default(),
+            doors: KindApis::default(),
             source: preset.source(),
             permissions: preset.permissions.to_owned(),
             shares: preset.shares,

@@ -13,7 +13,9 @@ use tracing::info;
 
 use crate::api::proto::cri_v1::runtime_service_client::RuntimeServiceClient;
 use crate::api::proto::cri_v1::{Container, ContainerState, ContainerStatusRequest, ListContainersRequest};
-use crate::core::prepare::witness::{Given, RuntimeContainer, State, Witnessed, parse_info};
+use crate::core::prepare::runtime_containers::{
+    Given, RuntimeContainer, RuntimeContainers, State, parse_info,
+};
 use crate::node::discovery::device_number;
 use crate::node::kubelet::KubeletPaths;
 
@@ -34,14 +36,14 @@ const POD_UID: &str = "io.kubernetes.pod.uid";
 const CONTAINER_NAME: &str = "io.kubernetes.container.name";
 
 /// Source of the devices that containers have: the container runtime, or a fake in tests.
-pub trait Witness: std::fmt::Debug + Send + Sync + 'static {
+pub trait ContainerRuntime: std::fmt::Debug + Send + Sync + 'static {
     /// All containers now. The error is a message for the user.
-    fn look(&self) -> BoxFuture<'_, Result<Witnessed, String>>;
+    fn look(&self) -> BoxFuture<'_, Result<RuntimeContainers, String>>;
 }
 
 /// The container runtime behind a CRI socket.
 #[derive(Debug)]
-pub struct RuntimeWitness {
+pub struct CriClient {
     /// Candidate sockets.
     sockets: Vec<PathBuf>,
     /// Whether the operator configured the socket. Otherwise the runtime must show a container of a pod of this kubelet: a node may
@@ -63,7 +65,7 @@ struct Connection {
 /// The devices of each container, which never change, and when this process first saw it.
 type Known = BTreeMap<String, (Given, Instant)>;
 
-impl RuntimeWitness {
+impl CriClient {
     /// Uses this socket or, without one, the usual sockets that exist. `None` if there are none.
     pub fn find(socket: Option<&Path>, kubelet: &KubeletPaths, dev: &Path) -> Option<Self> {
         let (sockets, is_named) = if let Some(socket) = socket {
@@ -81,7 +83,7 @@ impl RuntimeWitness {
         })
     }
 
-    async fn ask(&self) -> Result<Witnessed, String> {
+    async fn ask(&self) -> Result<RuntimeContainers, String> {
         let mut state = self.state.lock().await;
         if let Some((_, channel)) = state.channel.clone() {
             let looked = self.containers(&mut state.given, channel).await;
@@ -105,7 +107,11 @@ impl RuntimeWitness {
         Err(problems.join("; "))
     }
 
-    async fn connect(&self, given: &mut Known, socket: &Path) -> Result<(Channel, Witnessed), String> {
+    async fn connect(
+        &self,
+        given: &mut Known,
+        socket: &Path,
+    ) -> Result<(Channel, RuntimeContainers), String> {
         let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display()))
             .map_err(|error| error.to_string())?;
         let channel = endpoint.connect().await.map_err(|error| error.to_string())?;
@@ -125,7 +131,7 @@ impl RuntimeWitness {
         Ok((channel, seen))
     }
 
-    async fn containers(&self, given: &mut Known, channel: Channel) -> Result<Witnessed, String> {
+    async fn containers(&self, given: &mut Known, channel: Channel) -> Result<RuntimeContainers, String> {
         let listed = list(channel.clone()).await?;
         given.retain(|id, _| listed.iter().any(|container| container.id == *id));
         let mut all = Vec::new();
@@ -157,12 +163,12 @@ impl RuntimeWitness {
                 given: told,
             });
         }
-        Ok(Witnessed(all))
+        Ok(RuntimeContainers(all))
     }
 }
 
-impl Witness for RuntimeWitness {
-    fn look(&self) -> BoxFuture<'_, Result<Witnessed, String>> {
+impl ContainerRuntime for CriClient {
+    fn look(&self) -> BoxFuture<'_, Result<RuntimeContainers, String>> {
         Box::pin(async {
             timeout(LIMIT, self.ask())
                 .await
@@ -290,7 +296,7 @@ mod tests {
         let listener = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
         let server = Server::builder().add_service(RuntimeServiceServer::new(Runtime(asked.clone())));
         let server = tokio::spawn(server.serve_with_incoming(listener));
-        let witness = RuntimeWitness::find(Some(&socket), &kubelet, Path::new("/dev")).unwrap();
+        let witness = CriClient::find(Some(&socket), &kubelet, Path::new("/dev")).unwrap();
         for _ in 0..2 {
             let seen = witness.look().await.unwrap();
             let user = seen.user(&["c120:6".parse().unwrap()], None).unwrap();
@@ -306,9 +312,9 @@ mod tests {
         );
 
         // A socket that was not configured may belong to a runtime that kubelet does not use.
-        let found = || RuntimeWitness {
+        let found = || CriClient {
             is_named: false,
-            ..RuntimeWitness::find(Some(&socket), &kubelet, Path::new("/dev")).unwrap()
+            ..CriClient::find(Some(&socket), &kubelet, Path::new("/dev")).unwrap()
         };
         let problem = found().look().await.unwrap_err();
         assert!(problem.contains("kubelet's runtime"), "{problem}");

@@ -12,7 +12,7 @@ use tracing::warn;
 
 use crate::api::crd::{ATTRIBUTE_NAME_MAX, ATTRIBUTES_MAX, DEVICES_MAX, TEXT_MAX, VERSION_MAX};
 pub use crate::api::crd::{AttributeValue, Device, Mode};
-pub use crate::core::prepare::injection::{DeviceNode, Injection, Mount};
+pub use crate::core::prepare::container_edits::{ContainerEdits, DeviceNode, Mount};
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::naming::is_dns_label;
 
@@ -40,7 +40,10 @@ pub trait NodeDriver: Send + Sync + 'static {
 
     /// Container edits for a device. The driver first verifies that the device is still the listed one: a device that has gone or
     /// been replaced is an error. Also called for a device in use, for instance after a restart; must have no side effects.
-    fn injection(&self, device: &str) -> impl Future<Output = Result<Injection, NodeDriverError>> + Send;
+    fn container_edits(
+        &self,
+        device: &str,
+    ) -> impl Future<Output = Result<ContainerEdits, NodeDriverError>> + Send;
 
     /// Rejects a device that the node itself uses and that therefore must not be handed out. Called right before a device goes to a
     /// claim that does not have it yet, or to a container. By default the node uses none of its devices.
@@ -49,7 +52,7 @@ pub trait NodeDriver: Send + Sync + 'static {
         async { Ok(()) }
     }
 
-    /// Prepares the devices of a claim and returns the edits for its containers. By default these are the [`NodeDriver::injection`]
+    /// Prepares the devices of a claim and returns the edits for its containers. By default these are the [`NodeDriver::container_edits`]
     /// of each device; a driver that must configure a device or load firmware does it here.
     ///
     /// Called again for a prepared claim when kubelet repeats its request, after a restart, when a device has changed, and
@@ -58,11 +61,11 @@ pub trait NodeDriver: Send + Sync + 'static {
     fn prepare(
         &self,
         claim: &PreparedClaim,
-    ) -> impl Future<Output = Result<Injection, NodeDriverError>> + Send {
+    ) -> impl Future<Output = Result<ContainerEdits, NodeDriverError>> + Send {
         async move {
-            let mut all = Injection::default();
+            let mut all = ContainerEdits::default();
             for device in &claim.devices {
-                all.extend(self.injection(device).await?);
+                all.extend(self.container_edits(device).await?);
             }
             Ok(all)
         }
@@ -270,14 +273,14 @@ mod tests {
             fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
                 futures::stream::empty()
             }
-            async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
+            async fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
                 if device == "gone" {
                     return Err(NodeDriverError::Ended(device.into()));
                 }
                 let environment = [(device.to_uppercase(), "1".into())].into();
-                Ok(Injection {
+                Ok(ContainerEdits {
                     environment,
-                    ..Injection::default()
+                    ..ContainerEdits::default()
                 })
             }
         }
@@ -285,8 +288,8 @@ mod tests {
             devices: devices.iter().map(|name| (*name).to_owned()).collect(),
             ..PreparedClaim::default()
         };
-        let injection = Sensors.prepare(&claim(&["a", "b"])).await.unwrap();
-        assert!(injection.environment.keys().eq(["A", "B"]));
+        let container_edits = Sensors.prepare(&claim(&["a", "b"])).await.unwrap();
+        assert!(container_edits.environment.keys().eq(["A", "B"]));
         let error = Sensors.prepare(&claim(&["a", "gone"])).await.unwrap_err();
         assert_eq!(error.reason(), "DiscoveryEnded");
         Sensors.unprepare(&claim(&["a"])).await.unwrap();

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::core::prepare::census::Group;
+use crate::core::prepare::device_counts::Group;
 use crate::node::kubelet::transport::GrpcCalls;
 
 /// Metrics of one companion.
@@ -79,7 +79,7 @@ impl Figures {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::prepare::census::Owner;
+    use crate::core::prepare::device_counts::Owner;
 
     #[test]
     fn a_kind_that_is_gone_stays_with_no_devices() {

@@ -21,7 +21,7 @@ use crate::core::prepare::orphans;
 use crate::node::config::{ConfigError, NodeConfiguration};
 use crate::node::discovery::{HostDevices, HostPaths};
 use crate::node::kubelet::device_plugin::PluginRegistration;
-use crate::node::kubelet::{DoorError, KubeletPaths};
+use crate::node::kubelet::{KubeletApiError, KubeletPaths};
 use crate::node::metrics::Figures;
 use crate::node::publish::inventory::Standing;
 use crate::node::state::storage::StoreError;
@@ -113,7 +113,7 @@ pub enum NodeError {
     Store(#[from] StoreError),
     /// A kubelet endpoint cannot be served.
     #[error(transparent)]
-    Door(#[from] DoorError),
+    Door(#[from] KubeletApiError),
     /// The boot id cannot be read.
     #[error("cannot read {BOOT_ID}, which tells whether the node was booted: {0}")]
     BootId(std::io::Error),

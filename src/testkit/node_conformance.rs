@@ -224,7 +224,7 @@ impl<D: NodeDriver> NodeConformance<D> {
 
     async fn exercise(&self, exercise: Exercise, scene: &Scene, devices: &[Device]) -> Done<()> {
         match exercise {
-            Exercise::Injections => exercises::injections(&self.kit, scene, devices).await,
+            Exercise::Injections => exercises::container_edits_of(&self.kit, scene, devices).await,
             Exercise::Claims => exercises::claims(&self.kit, scene, devices).await,
             Exercise::Unfinished => exercises::unfinished(&self.kit, scene, devices).await,
             Exercise::Dropped => exercises::dropped(&self.kit, scene, devices).await,

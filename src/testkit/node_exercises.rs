@@ -7,7 +7,7 @@ use super::node_conformance::NodeKit;
 use super::node_instance::NodeInstance;
 use super::rule::Rule;
 use super::scene::{Done, Scene};
-use crate::node::driver::{Device, Injection, NodeDriver, PreparedClaim, served};
+use crate::node::driver::{ContainerEdits, Device, NodeDriver, PreparedClaim, served};
 
 /// A device that does not exist on any node.
 const NOWHERE: &str = "conformance-nowhere";
@@ -51,15 +51,15 @@ pub(super) async fn devices<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene) -> D
 }
 
 /// Container edits of each device.
-pub(super) async fn injections<D: NodeDriver>(
+pub(super) async fn container_edits_of<D: NodeDriver>(
     kit: &NodeKit<D>,
     scene: &Scene,
     devices: &[Device],
 ) -> Done<()> {
     let instance = kit.listening(scene).await?;
     for device in devices {
-        let first = match instance.injection(&device.name).await? {
-            Ok(injection) => injection,
+        let first = match instance.container_edits(&device.name).await? {
+            Ok(container_edits) => container_edits,
             Err(error) => {
                 let expected = "what a container gets: the device is listed, and well";
                 let tried = format!("injection({})", device.name);
@@ -67,31 +67,31 @@ pub(super) async fn injections<D: NodeDriver>(
             }
         };
         usable(&instance, &device.name, &first)?;
-        same_injection(&instance, &device.name, &first, "again").await?;
+        same_container_edits(&instance, &device.name, &first, "again").await?;
         let holder = claim(scene, "claim-1", &[&device.name]);
         let rule = Rule::UsableInjection;
         instance
             .prepared(&holder, None, rule, "prepare a claim with this device alone")
             .await?;
-        same_injection(&instance, &device.name, &first, "while a claim has the device").await?;
+        same_container_edits(&instance, &device.name, &first, "while a claim has the device").await?;
         let rule = Rule::UnprepareAgainIsFine;
         instance.unprepare(&holder, rule, "unprepare that claim").await?;
     }
-    if let Ok(injection) = instance.injection(NOWHERE).await? {
+    if let Ok(container_edits) = instance.container_edits(NOWHERE).await? {
         let tried = format!("injection({NOWHERE}), which is not listed");
-        let found = format!("{injection:?}");
+        let found = format!("{container_edits:?}");
         return Err(instance.broken(Rule::UnknownDeviceIsRefused, &tried, "an error", found));
     }
     Ok(())
 }
 
-async fn same_injection<D: NodeDriver>(
+async fn same_container_edits<D: NodeDriver>(
     instance: &NodeInstance<'_, D>,
     device: &str,
-    first: &Injection,
+    first: &ContainerEdits,
     when: &str,
 ) -> Done<()> {
-    let again = instance.injection(device).await?;
+    let again = instance.container_edits(device).await?;
     if again.as_ref() == Ok(first) {
         return Ok(());
     }
@@ -101,7 +101,11 @@ async fn same_injection<D: NodeDriver>(
 }
 
 /// Checks that a container runtime can apply the container edits as intended.
-fn usable<D: NodeDriver>(instance: &NodeInstance<'_, D>, device: &str, injection: &Injection) -> Done<()> {
+fn usable<D: NodeDriver>(
+    instance: &NodeInstance<'_, D>,
+    device: &str,
+    container_edits: &ContainerEdits,
+) -> Done<()> {
     let mut problems = Vec::new();
     let mut path = |what: &str, path: &str, exists: bool| {
         if !Path::new(path).is_absolute() {
@@ -110,15 +114,15 @@ fn usable<D: NodeDriver>(instance: &NodeInstance<'_, D>, device: &str, injection
             problems.push(format!("{what} {path:?} does not exist on the node"));
         }
     };
-    for node in &injection.device_nodes {
+    for node in &container_edits.device_nodes {
         path("host_path", &node.host_path, true);
         path("container_path", &node.container_path, false);
     }
-    for mount in &injection.mounts {
+    for mount in &container_edits.mounts {
         path("host_path", &mount.host_path, true);
         path("container_path", &mount.container_path, false);
     }
-    for node in &injection.device_nodes {
+    for node in &container_edits.device_nodes {
         if !["r", "w", "m", "rw", "rm", "wm", "rwm"].contains(&node.permissions.as_str()) {
             problems.push(format!(
                 "permissions {:?} are not a part of \"rwm\"",
@@ -126,7 +130,7 @@ fn usable<D: NodeDriver>(instance: &NodeInstance<'_, D>, device: &str, injection
             ));
         }
     }
-    for (name, value) in &injection.environment {
+    for (name, value) in &container_edits.environment {
         if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
             problems.push(format!("{name:?}={value:?} cannot be a variable"));
         }
@@ -209,9 +213,9 @@ pub(super) async fn unfinished<D: NodeDriver>(
         return Ok(());
     };
     let half = claim(scene, "claim-half", &[&device.name, NOWHERE]);
-    if let Ok(injection) = instance.prepare(&half).await? {
+    if let Ok(container_edits) = instance.prepare(&half).await? {
         let tried = "prepare a claim of two devices, of which one is not listed";
-        let found = format!("{injection:?}");
+        let found = format!("{container_edits:?}");
         return Err(instance.broken(Rule::UnknownDeviceIsRefused, tried, "an error", found));
     }
     let rule = Rule::FailedPrepareCanBeUndone;

@@ -11,7 +11,7 @@ use futures::future::BoxFuture;
 use super::process::{Fate, Process, polled};
 use super::rule::Rule;
 use super::scene::{Done, Place, Scene, Stop};
-use crate::node::driver::{Device, Injection, NodeDriver, NodeDriverError, PreparedClaim};
+use crate::node::driver::{ContainerEdits, Device, NodeDriver, NodeDriverError, PreparedClaim};
 
 pub(super) const NODE: &str = "node-a";
 
@@ -93,16 +93,24 @@ impl<'a, D: NodeDriver> NodeInstance<'a, D> {
         Err(self.broken(Rule::FirstListComes, "devices", expected, found))
     }
 
-    pub(super) async fn injection(&self, device: &str) -> Done<Result<Injection, NodeDriverError>> {
+    pub(super) async fn container_edits(
+        &self,
+        device: &str,
+    ) -> Done<Result<ContainerEdits, NodeDriverError>> {
         let (driver, name) = (self.driver.clone(), device.to_owned());
-        let call = self.process.run(async move { driver.injection(&name).await });
+        let call = self
+            .process
+            .run(async move { driver.container_edits(&name).await });
         let what = format!("injection({device})");
         let answer = limited(self.scene, self.limit, &what, call).await?;
         self.scene.note(format!("{what} -> {}", shown(&answer)));
         Ok(answer)
     }
 
-    pub(super) async fn prepare(&self, claim: &PreparedClaim) -> Done<Result<Injection, NodeDriverError>> {
+    pub(super) async fn prepare(
+        &self,
+        claim: &PreparedClaim,
+    ) -> Done<Result<ContainerEdits, NodeDriverError>> {
         let (driver, of) = (self.driver.clone(), claim.clone());
         let call = self.process.run(async move { driver.prepare(&of).await });
         let what = format!("prepare({})", described(claim));
@@ -143,17 +151,19 @@ impl<'a, D: NodeDriver> NodeInstance<'a, D> {
     pub(super) async fn prepared(
         &self,
         claim: &PreparedClaim,
-        before: Option<&Injection>,
+        before: Option<&ContainerEdits>,
         rule: Rule,
         tried: &str,
-    ) -> Done<Injection> {
+    ) -> Done<ContainerEdits> {
         let expected = before.map_or_else(
             || "what the container gets: the devices are listed, and well".to_owned(),
             |before| format!("{before:?}, as before"),
         );
         match self.prepare(claim).await? {
-            Ok(injection) if before.is_none_or(|before| *before == injection) => Ok(injection),
-            Ok(injection) => Err(self.broken(rule, tried, expected, format!("{injection:?}"))),
+            Ok(container_edits) if before.is_none_or(|before| *before == container_edits) => {
+                Ok(container_edits)
+            }
+            Ok(container_edits) => Err(self.broken(rule, tried, expected, format!("{container_edits:?}"))),
             Err(error) => Err(self.broken(rule, tried, expected, error.to_string())),
         }
     }
@@ -194,10 +204,10 @@ pub(super) fn described(claim: &PreparedClaim) -> String {
     format!("{}: {}", claim.name, claim.devices.join(", "))
 }
 
-fn shown(answer: &Result<Injection, NodeDriverError>) -> String {
+fn shown(answer: &Result<ContainerEdits, NodeDriverError>) -> String {
     match answer {
-        Ok(injection) => {
-            let nodes: Vec<&str> = injection
+        Ok(container_edits) => {
+            let nodes: Vec<&str> = container_edits
                 .device_nodes
                 .iter()
                 .map(|node| node.container_path.as_str())

@@ -16,7 +16,7 @@ use super::rule::Rule;
 use super::scene::{Done, NAMESPACE, Scene, Stop};
 use crate::controller::Controller;
 use crate::host::HostDriver;
-use crate::node::driver::{Device, Injection, NodeDriver, NodeDriverError, PreparedClaim};
+use crate::node::driver::{ContainerEdits, Device, NodeDriver, NodeDriverError, PreparedClaim};
 use crate::node::kubelet::KubeletPaths;
 use crate::node::{Node, NodeError};
 use crate::testcluster::api::object::{self, text};
@@ -54,17 +54,18 @@ impl<D: NodeDriver> NodeDriver for Wrapped<D> {
         self.driver.devices()
     }
 
-    async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
+    async fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
         let what = format!("injection({device})");
         let name = device.to_owned();
-        self.step(what, Some(&name), self.driver.injection(device)).await
+        self.step(what, Some(&name), self.driver.container_edits(device))
+            .await
     }
 
     async fn check_unused(&self, device: &str) -> Result<(), NodeDriverError> {
         self.driver.check_unused(device).await
     }
 
-    async fn prepare(&self, claim: &PreparedClaim) -> Result<Injection, NodeDriverError> {
+    async fn prepare(&self, claim: &PreparedClaim) -> Result<ContainerEdits, NodeDriverError> {
         let what = format!("prepare({})", described(claim));
         self.step(what, claim.devices.first(), self.driver.prepare(claim))
             .await

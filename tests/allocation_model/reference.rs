@@ -6,9 +6,9 @@ use drayman::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, De
 use drayman::api::handle::DeviceHandle;
 use drayman::api::resource::{AllocationResult, ResourceClaim};
 use drayman::core::allocation::allocate::Target;
-use drayman::core::allocation::books::Books;
-use drayman::core::allocation::judge::Wish;
-use drayman::core::allocation::parameters::{ClassParameters, Demand};
+use drayman::core::allocation::allocator::DeviceAllocator;
+use drayman::core::allocation::evaluate::RequestedClaim;
+use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
 
 use crate::inventory::{Known, name, read};
 use crate::{CLAIMS, DRIVER, KINDS, NODES, Step};
@@ -39,7 +39,7 @@ impl ReferenceClaim {
         claim
     }
 
-    fn demand(&self) -> Demand {
+    fn demand(&self) -> DeviceRequests {
         let spec = DeviceClassParametersSpec {
             kind: self.kind.into(),
             ..DeviceClassParametersSpec::default()
@@ -55,7 +55,7 @@ impl ReferenceClaim {
             requests,
             constraints: Vec::new(),
         };
-        Demand::check(&class, "ns", "p", &spec).unwrap()
+        DeviceRequests::check(&class, "ns", "p", &spec).unwrap()
     }
 
     fn holds(&self) -> Option<&AllocationResult> {
@@ -86,7 +86,7 @@ fn places(allocation: &AllocationResult) -> Vec<Place> {
 
 /// The reference and the books, side by side.
 pub(crate) struct Pair {
-    pub(crate) books: Books,
+    pub(crate) books: DeviceAllocator,
     nodes: BTreeMap<String, ReferenceNode>,
     claims: Vec<ReferenceClaim>,
 }
@@ -109,7 +109,7 @@ impl Pair {
             recorded: None,
         };
         Self {
-            books: Books::new(DRIVER),
+            books: DeviceAllocator::new(DRIVER),
             nodes: BTreeMap::new(),
             claims: shapes.into_iter().map(claim).collect(),
         }
@@ -259,7 +259,7 @@ impl Pair {
             .collect();
         let wishes: Vec<_> = owned
             .iter()
-            .map(|(claim, demand)| Wish {
+            .map(|(claim, demand)| RequestedClaim {
                 claim,
                 demand,
                 suitable_nodes: None,
@@ -322,7 +322,7 @@ impl Pair {
     }
 
     fn restart(&mut self) {
-        self.books = Books::new(DRIVER);
+        self.books = DeviceAllocator::new(DRIVER);
         let mut objects = Vec::new();
         for (number, claim) in self.claims.iter_mut().enumerate() {
             claim.granted = None;

@@ -171,8 +171,8 @@ mod tests {
     fn relative_paths_are_resolved_from_the_module_they_stand_in() {
         assert_eq!(named("use super::super::host;"), ["crate::host"]);
         assert_eq!(
-            named("use self::ledger::Ledger;"),
-            ["crate::core::prepare::ledger::Ledger"]
+            named("use self::ledger::PreparedClaims;"),
+            ["crate::core::prepare::prepared_claims::PreparedClaims"]
         );
         assert_eq!(
             named("mod tests { use super::super::devices; }"),

@@ -364,10 +364,10 @@ mod tests {
         for source in [
             "//! Not tokio, not std::fs, no HashMap.\n",
             "const A: &str = \"std::fs tokio HashMap Instant::now()\";",
-            "fn f(now: jiff::Timestamp, world: &World) { world.now; let glob = now; g(glob, rand); }",
+            "fn f(now: jiff::Timestamp, world: &ControllerState) { world.now; let glob = now; g(glob, rand); }",
             "use std::collections::{BTreeMap, BTreeSet}; use std::time::Duration;",
             "use kube::ResourceExt; use crate::api::resource::Pod; use crate::driver::{Verdict, Holding};",
-            "use super::inventory; use crate::core::prepare::injection::Injection;",
+            "use super::inventory; use crate::core::prepare::container_edits::ContainerEdits;",
         ] {
             assert_eq!(faults("core/allocation/view.rs", source), [""; 0], "{source}");
         }
@@ -396,7 +396,7 @@ mod tests {
             ("api/handle.rs", "use crate::core::allocation;"),
             ("driver.rs", "use crate::controller::Controller;"),
             ("controller/execute.rs", "fn f() { crate::host::start() }"),
-            ("host/driver.rs", "use crate::controller::report;"),
+            ("host/driver.rs", "use crate::controller::events;"),
             ("node/run.rs", "use crate::cli::Error;"),
             (
                 "node/run.rs",
@@ -416,9 +416,12 @@ mod tests {
             ("driver.rs", "use crate::api;"),
             (
                 "controller/execute.rs",
-                "use crate::core::allocation::books::Books;",
+                "use crate::core::allocation::allocator::DeviceAllocator;",
             ),
-            ("controller/mod.rs", "use super::core::prepare::ledger::Ledger;"),
+            (
+                "controller/mod.rs",
+                "use super::core::prepare::prepared_claims::PreparedClaims;",
+            ),
             (
                 "controller/write.rs",
                 "use crate::api::{crd::GROUP, resource::VERSION};",
@@ -439,11 +442,11 @@ mod tests {
             ),
             (
                 "core/claims/claim.rs",
-                "use super::world::World; use crate::api::resource::Pod;",
+                "use super::world::ControllerState; use crate::api::resource::Pod;",
             ),
             (
                 "host/driver.rs",
-                "use crate::core::allocation::books::Books; use crate::api::crd::Device;",
+                "use crate::core::allocation::allocator::DeviceAllocator; use crate::api::crd::Device;",
             ),
         ] {
             assert_eq!(faults(file, source), [""; 0], "{file}: {source}");

@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
 use drayman::core::claims::{
-    Answer, CallId, Command, DriverRequest, Event, Moment, ObjectKey, Outcome, Report, Settings, World,
+    Answer, CallId, Command, ControllerState, DriverRequest, Event, Moment, ObjectKey, Outcome, Report,
+    Settings,
 };
 use drayman::driver::{CapacityCause, CapacityChange, Observation, Verdict};
 use serde::de::DeserializeOwned;
@@ -57,8 +58,8 @@ fn world(
     claims: Vec<Arc<ResourceClaim>>,
     contexts: Vec<Arc<PodSchedulingContext>>,
     now: Moment,
-) -> (World, Vec<Command>) {
-    let mut world = World::new(Settings::new(DRIVER));
+) -> (ControllerState, Vec<Command>) {
+    let mut world = ControllerState::new(Settings::new(DRIVER));
     world.apply(Event::Classes(vec![class()]), now);
     world.apply(Event::Claims(claims), now);
     world.apply(Event::Contexts(contexts), now);
@@ -72,7 +73,7 @@ fn world(
     (world, commands)
 }
 
-fn answer(world: &mut World, id: CallId, answer: Answer, now: Moment) -> Vec<Command> {
+fn answer(world: &mut ControllerState, id: CallId, answer: Answer, now: Moment) -> Vec<Command> {
     world.apply(Event::Answer { id, answer }, now);
     world.decide(now)
 }
@@ -152,7 +153,7 @@ fn what_a_pod_waits_for_and_how_long_its_waking_takes_is_counted() {
     let [Command::ReadPod { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
-    let queue = |world: &World, name| world.statistics().queues[name];
+    let queue = |world: &ControllerState, name| world.statistics().queues[name];
     assert_eq!(queue(&world, "context").under_way, 1);
     let read = Answer::PodRead(Ok(Some(pod(&json!({ "resourceClaimName": "claim" })))));
     let commands = answer(&mut world, *id, read, start.after(Duration::from_secs(2)));
@@ -160,7 +161,7 @@ fn what_a_pod_waits_for_and_how_long_its_waking_takes_is_counted() {
         panic!("{commands:?}")
     };
     assert_eq!(queue(&world, "context").worked.sum(), Duration::from_secs(2));
-    let waiting = |world: &World| -> Vec<(&'static str, u64)> {
+    let waiting = |world: &ControllerState| -> Vec<(&'static str, u64)> {
         let all = world.statistics().waiting;
         all.into_iter().filter(|(_, count)| *count > 0).collect()
     };

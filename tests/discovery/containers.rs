@@ -36,16 +36,16 @@ async fn nodes_of_one_key_are_one_device_and_what_is_shared_goes_along_with_each
             ("/dev/ctl", "/dev/ctl")
         ]
     );
-    let injection = found.injection(&first);
-    assert_eq!(injection.environment["CAMERA_MODE"], "fast");
-    let variable = injection
+    let container_edits = found.container_edits(&first);
+    assert_eq!(container_edits.environment["CAMERA_MODE"], "fast");
+    let variable = container_edits
         .environment
         .iter()
         .find(|(name, _)| name.starts_with("DRAYMAN_DEVICE_"))
         .unwrap();
     assert_eq!(variable.1, "/dev/video-cam-0,/dev/v4l/by-path/cam-0-index1");
-    assert_eq!(injection.mounts[0].container_path, "/lib/vendor");
-    assert!(injection.mounts[0].read_only);
+    assert_eq!(container_edits.mounts[0].container_path, "/lib/vendor");
+    assert!(container_edits.mounts[0].read_only);
     let device = found.device(&first);
     assert_eq!(device.shares, Some(2));
     assert_eq!(text(device, "drayman.dev/nodes"), "/dev/video0,/dev/media0");

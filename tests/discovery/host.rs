@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drayman::api::crd::Device;
-use drayman::core::prepare::injection::Injection;
+use drayman::core::prepare::container_edits::ContainerEdits;
 use drayman::core::prepare::inventory::Devices;
 use drayman::node::config::NodeConfiguration;
 use drayman::node::discovery::{HostDevices, HostPaths, Survey, survey};
@@ -207,13 +207,13 @@ impl Found {
         &self.0.devices[0]
     }
 
-    pub(crate) fn injection(&self, name: &str) -> &Injection {
-        &self.0.injections[name]
+    pub(crate) fn container_edits(&self, name: &str) -> &ContainerEdits {
+        &self.0.container_edits_of[name]
     }
 
     /// The nodes of a device as a container gets them.
     pub(crate) fn nodes(&self, name: &str) -> Vec<(&str, &str)> {
-        let nodes = self.injection(name).device_nodes.iter();
+        let nodes = self.container_edits(name).device_nodes.iter();
         nodes
             .map(|node| (node.host_path.as_str(), node.container_path.as_str()))
             .collect()

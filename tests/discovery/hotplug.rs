@@ -50,7 +50,7 @@ async fn what_the_kernel_tells_is_caught_without_any_directory_that_changes() {
     let before = searching.now();
     let name = before.keys().next().unwrap();
     assert_eq!(
-        searching.driver.injection(name).await.unwrap().device_nodes[0].host_path,
+        searching.driver.container_edits(name).await.unwrap().device_nodes[0].host_path,
         "/dev/ttyUSB0"
     );
     // Replugged into the same port: other numbers, the same device.
@@ -68,7 +68,7 @@ async fn what_the_kernel_tells_is_caught_without_any_directory_that_changes() {
         })
         .await;
     assert_eq!(
-        searching.driver.injection(name).await.unwrap().device_nodes[0].host_path,
+        searching.driver.container_edits(name).await.unwrap().device_nodes[0].host_path,
         "/dev/ttyUSB5"
     );
 }
@@ -187,8 +187,8 @@ async fn another_configuration_counts_at_once() {
     assert_eq!(devices["test-b"].kind, "second");
     assert_eq!(searching.driver.caught().count(Cause::Configuration), 1);
     // A claim may hold what is no longer described, and keeps it as long as it is there.
-    searching.driver.injection("test-a").await.unwrap();
+    searching.driver.container_edits("test-a").await.unwrap();
     host.remove("test-a");
-    let gone = searching.driver.injection("test-a").await.unwrap_err();
+    let gone = searching.driver.container_edits("test-a").await.unwrap_err();
     assert_eq!(gone.reason(), "DeviceGone");
 }

@@ -41,7 +41,7 @@ async fn an_iommu_group_is_one_device_with_the_nodes_that_its_user_opens() {
     let nodes: Vec<&str> = found.nodes(&device.name).iter().map(|(host, _)| *host).collect();
     assert_eq!(nodes, ["/dev/vfio/73", "/dev/vfio/vfio"]);
     assert_eq!(
-        found.injection(&device.name).environment["DRAYMAN_DEVICE_PCI_0000_65_00_0"],
+        found.container_edits(&device.name).environment["DRAYMAN_DEVICE_PCI_0000_65_00_0"],
         "/dev/vfio/73"
     );
     assert!(

@@ -121,9 +121,9 @@ async fn hubs_and_what_is_plugged_into_them_are_different_devices() {
     assert!(
         found
             .0
-            .injections
+            .container_edits_of
             .values()
-            .all(|injection| injection.device_nodes.len() == 1)
+            .all(|container_edits| container_edits.device_nodes.len() == 1)
     );
 }
 

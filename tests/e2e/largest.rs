@@ -6,7 +6,7 @@ use drayman::api::crd::{
     ATTRIBUTE_NAME_MAX, ATTRIBUTES_MAX, AttributeValue, DEVICES_MAX, NodeInventory, TEXT_MAX,
 };
 use drayman::node::Node;
-use drayman::node::driver::{Device, Injection, NodeDriver, NodeDriverError};
+use drayman::node::driver::{ContainerEdits, Device, NodeDriver, NodeDriverError};
 use drayman::node::kubelet::KubeletPaths;
 use futures::Stream;
 use kube::api::Api;
@@ -25,7 +25,7 @@ impl NodeDriver for Listed {
         UnboundedReceiverStream::new(lists.unwrap_or_else(|| mpsc::unbounded_channel().1))
     }
 
-    async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
+    async fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
         Err(NodeDriverError::Ended(device.to_owned()))
     }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use drayman::controller::Controller;
-use drayman::core::prepare::containers::Contested;
+use drayman::core::prepare::containers::Conflicting;
 use drayman::host::HostDriver;
 use drayman::testcluster::api::ApiServer;
 use drayman::testcluster::faults::{Faults, Life, Place, Planned};
@@ -308,7 +308,7 @@ impl Story {
         let mut devices = inventories
             .iter()
             .flat_map(|inventory| list(inventory, "/spec/devices"));
-        devices.any(|device| device["unhealthy"] == Contested::UNHEALTHY)
+        devices.any(|device| device["unhealthy"] == Conflicting::UNHEALTHY)
     }
 
     fn pod(&self, name: &str) -> Option<Value> {

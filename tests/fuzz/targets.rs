@@ -9,7 +9,7 @@ use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use drayman::api::proto::{
     ClaimList, ContainerList, device_plugin_v1beta1, dra_v1alpha2, node_records, plugin_registration,
 };
-use drayman::core::allocation::facts::{Attribute, Facts, Match};
+use drayman::core::allocation::attribute_set::{Attribute, AttributeSet, Match};
 use drayman::core::discovery::attributes::{Attributes, fit};
 use drayman::core::discovery::mounts::{Mounts, mounts as read_mounts, swap_areas};
 use drayman::core::discovery::pci::PciFacts;
@@ -21,8 +21,8 @@ use drayman::core::prepare::device_manager;
 use drayman::core::prepare::driver_name::DriverName;
 use drayman::core::prepare::inventory::Devices;
 use drayman::core::prepare::kubelet_state;
-use drayman::core::prepare::ledger::Ledger;
 use drayman::core::prepare::plan::plan_prepare;
+use drayman::core::prepare::prepared_claims::PreparedClaims;
 use drayman::core::prepare::rendering::{cdi_spec, entry_of_cdi_spec};
 use drayman::core::prepare::request::{ClaimToPrepare, NodeIdentity};
 use drayman::host::selectors::{Compiled, Ground, STACK};
@@ -59,8 +59,8 @@ pub(crate) fn checkpoint(bytes: &[u8]) {
         Ok(checkpoint) => {
             let text = checkpoint.encode().unwrap();
             assert_eq!(Checkpoint::decode(text.as_bytes()).as_ref(), Ok(&checkpoint));
-            let ledger = Ledger::new("boot", checkpoint.entries.clone());
-            assert_eq!(Checkpoint::of(&ledger, &checkpoint.cluster), checkpoint);
+            let prepared_claims = PreparedClaims::new("boot", checkpoint.entries.clone());
+            assert_eq!(Checkpoint::of(&prepared_claims, &checkpoint.cluster), checkpoint);
         }
         Err(error) => assert!(!error.to_string().is_empty()),
     };
@@ -89,9 +89,9 @@ pub(crate) fn cdi(bytes: &[u8]) {
         return;
     };
     assert!(!entry.devices.is_empty());
-    let again = cdi_spec(&driver(), &uid, entry.injection().unwrap());
+    let again = cdi_spec(&driver(), &uid, entry.container_edits().unwrap());
     let again = entry_of_cdi_spec(&driver(), &uid, "boot", &again).unwrap();
-    assert_eq!(again.injection(), entry.injection());
+    assert_eq!(again.container_edits(), entry.container_edits());
 }
 
 pub(crate) fn kubelet_state(bytes: &[u8]) {
@@ -198,7 +198,7 @@ pub(crate) fn prepare(bytes: &[u8]) {
         uid: Some("n-1".into()),
     };
     match plan_prepare(
-        &Ledger::new("boot", BTreeMap::new()),
+        &PreparedClaims::new("boot", BTreeMap::new()),
         &Containers::default(),
         &inventory,
         &node,
@@ -338,7 +338,7 @@ pub(crate) fn selector(bytes: &[u8]) {
             ("drayman.dev/spare".into(), Attribute::Bool(false)),
             ("drayman.dev/vendor".into(), Attribute::String("0403".into())),
         ];
-        for facts in [Facts::from_iter([]), Facts::from_iter(known)] {
+        for facts in [AttributeSet::from_iter([]), AttributeSet::from_iter(known)] {
             let said = compiled.judge(&ground, &facts);
             assert_eq!(compiled.judge(&ground, &facts), said);
             if let Match::Failed(why) = said {

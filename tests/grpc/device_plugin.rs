@@ -14,7 +14,7 @@ use drayman::api::proto::device_plugin_v1beta1::{
 use drayman::api::proto::plugin_registration::PluginInfo;
 use drayman::api::proto::{ContainerList, DeviceIdList, PreferenceList};
 use drayman::node::kubelet::device_plugin::PluginRegistration;
-use drayman::node::kubelet::{DoorError, DoorState, device_plugin};
+use drayman::node::kubelet::{KubeletApiError, KubeletApiState, device_plugin};
 use prost::Message as _;
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch};
@@ -96,9 +96,9 @@ impl Running {
 struct Door {
     directory: tempfile::TempDir,
     companion: Arc<Scripted>,
-    state: watch::Receiver<DoorState>,
+    state: watch::Receiver<KubeletApiState>,
     shutdown: CancellationToken,
-    task: JoinHandle<Result<(), DoorError>>,
+    task: JoinHandle<Result<(), KubeletApiError>>,
 }
 
 impl Door {
@@ -109,7 +109,7 @@ impl Door {
     fn open_by(registration: PluginRegistration) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let (companion, shutdown) = (Scripted::new(), CancellationToken::new());
-        let (sender, state) = watch::channel(DoorState::Starting);
+        let (sender, state) = watch::channel(KubeletApiState::Starting);
         let serve = device_plugin::serve(
             Arc::clone(&companion),
             paths(&directory),
@@ -167,7 +167,7 @@ async fn a_resource_is_registered_and_its_list_is_sent_on_change_only() {
     let mut door = Door::open();
     let mut kubelet = Running::start(&door.kubelet_directory());
     let mut devices = kubelet.registration().await;
-    until_state(&mut door.state, &DoorState::Registered).await;
+    until_state(&mut door.state, &KubeletApiState::Registered).await;
     let request = kubelet.kubelet.requests.lock().unwrap().remove(0);
     assert_eq!(
         (request.version.as_str(), request.resource_name.as_str()),
@@ -352,7 +352,7 @@ async fn a_plugin_watcher_finds_the_resource_and_again_when_its_stream_has_ended
             )
             .await;
         assert_eq!(told.status, "0");
-        until_state(&mut door.state, &DoorState::Registered).await;
+        until_state(&mut door.state, &KubeletApiState::Registered).await;
         // While it watches nothing is renewed; when it does no more, there is a new socket for it to find.
         assert_eq!(inode(), found);
         drop(devices);
@@ -373,12 +373,12 @@ async fn a_kubelet_that_restarts_gets_the_resource_again() {
     let mut door = Door::open();
     let directory = door.kubelet_directory();
     // There is none at first.
-    until_state(&mut door.state, &DoorState::Waiting).await;
+    until_state(&mut door.state, &KubeletApiState::Waiting).await;
     let mut kubelet = Running::start(&directory);
     for _ in 0..3 {
         let mut devices = kubelet.registration().await;
         assert_eq!(list(&mut devices).await, "a");
-        until_state(&mut door.state, &DoorState::Registered).await;
+        until_state(&mut door.state, &KubeletApiState::Registered).await;
         kubelet.server.abort();
         let _ = kubelet.server.await;
         drop(devices);
@@ -420,13 +420,13 @@ async fn a_refusal_is_a_state_and_is_tried_again() {
     let _ = fs::remove_file(door.socket());
     until_state(
         &mut door.state,
-        &DoorState::Rejected {
+        &KubeletApiState::Rejected {
             message: "the version is not supported".into(),
         },
     )
     .await;
     kubelet.kubelet.refuse.store(false, Ordering::SeqCst);
-    until_state(&mut door.state, &DoorState::Registered).await;
+    until_state(&mut door.state, &KubeletApiState::Registered).await;
     assert_eq!(list(&mut kubelet.registration().await).await, "a");
     door.close().await;
 }
@@ -438,7 +438,7 @@ async fn a_resource_that_does_not_exist_or_has_no_name_is_refused() {
         ("other.dev/x", "NoSuchResource"),
         ("kubernetes.io/x", "InvalidResourceName"),
     ] {
-        let state = watch::Sender::new(DoorState::Starting);
+        let state = watch::Sender::new(KubeletApiState::Starting);
         let shutdown = CancellationToken::new();
         let error = device_plugin::serve(
             Scripted::new(),

@@ -6,7 +6,7 @@ use drayman::api::proto::dra_v1alpha3::{Claim, StructuredResourceHandle};
 use drayman::api::proto::plugin_registration::registration_client::RegistrationClient;
 use drayman::api::proto::plugin_registration::{InfoRequest, RegistrationStatus};
 use drayman::api::proto::{ClaimList, dra_v1alpha2};
-use drayman::node::kubelet::DoorState;
+use drayman::node::kubelet::KubeletApiState;
 use prost::Message;
 use tonic::Code;
 
@@ -55,7 +55,7 @@ async fn kubelet_registers_and_prepares_with_a_path_as_authority() {
         assert_eq!((info.status.as_str(), info.body), ("0", golden.concat()));
         let notify = "/pluginregistration.Registration/NotifyRegistrationStatus";
         assert_eq!(kubelet.call(&who, notify, &[0x08, 1]).await.status, "0");
-        until_state(&mut door.state, &DoorState::Registered).await;
+        until_state(&mut door.state, &KubeletApiState::Registered).await;
 
         let mut kubelet = RawClient::connect(&door.service()).await;
         let who = authority(&door.service());
@@ -228,7 +228,7 @@ async fn a_rejection_is_a_state_and_not_an_error() {
     kubelet.notify_registration_status(status).await.unwrap();
     until_state(
         &mut door.state,
-        &DoorState::Rejected {
+        &KubeletApiState::Rejected {
             message: "no handler".into(),
         },
     )
@@ -249,12 +249,12 @@ async fn a_rejected_registration_is_offered_again_as_a_new_socket() {
         };
         kubelet.notify_registration_status(status).await.unwrap();
         door.state
-            .wait_for(|state| matches!(state, DoorState::Rejected { .. }))
+            .wait_for(|state| matches!(state, KubeletApiState::Rejected { .. }))
             .await
             .unwrap();
         let start = tokio::time::Instant::now();
         door.state
-            .wait_for(|state| *state == DoorState::Waiting)
+            .wait_for(|state| *state == KubeletApiState::Waiting)
             .await
             .unwrap();
         assert_eq!(start.elapsed().as_secs(), pause);

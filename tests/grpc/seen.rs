@@ -5,7 +5,7 @@ use drayman::api::proto::dra_v1alpha3::Claim;
 use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
 use drayman::api::proto::plugin_registration::RegistrationStatus;
 use drayman::api::proto::plugin_registration::registration_client::RegistrationClient;
-use drayman::node::kubelet::DoorState;
+use drayman::node::kubelet::KubeletApiState;
 use drayman::node::kubelet::transport::GrpcCalls;
 use tonic::Code;
 use tonic::transport::Channel;
@@ -55,7 +55,7 @@ async fn the_health_of_a_door_is_asked_on_its_own_socket_and_follows_kubelets_ve
         .notify_registration_status(verdict(true))
         .await
         .unwrap();
-    until_state(&mut door.state, &DoorState::Registered).await;
+    until_state(&mut door.state, &KubeletApiState::Registered).await;
     let accepted = soon(changes.message()).await.unwrap().unwrap();
     assert_eq!(accepted.status(), ServingStatus::Serving);
     drop(changes);

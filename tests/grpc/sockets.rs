@@ -6,7 +6,7 @@ use drayman::api::proto::dra_v1alpha3::Claim;
 use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
 use drayman::api::proto::plugin_registration::registration_client::RegistrationClient;
 use drayman::api::proto::plugin_registration::{InfoRequest, RegistrationStatus};
-use drayman::node::kubelet::{DoorError, DoorState, KubeletPaths, dra};
+use drayman::node::kubelet::{KubeletApiError, KubeletApiState, KubeletPaths, dra};
 use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -33,20 +33,20 @@ async fn sockets_that_somebody_removes_come_back_and_the_state_says_so() {
         .notify_registration_status(registered.clone())
         .await
         .unwrap();
-    until_state(&mut door.state, &DoorState::Registered).await;
+    until_state(&mut door.state, &KubeletApiState::Registered).await;
 
     fs::remove_file(door.registration()).unwrap();
-    until_state(&mut door.state, &DoorState::Waiting).await;
+    until_state(&mut door.state, &KubeletApiState::Waiting).await;
     let mut again = RegistrationClient::new(channel(&door.registration()).await);
     again.notify_registration_status(registered).await.unwrap();
-    until_state(&mut door.state, &DoorState::Registered).await;
+    until_state(&mut door.state, &KubeletApiState::Registered).await;
     // The connection from before still lives.
     kubelet.get_info(InfoRequest {}).await.unwrap();
 
     // The whole directory is replaced.
     let registry = door.registration().parent().unwrap().to_owned();
     fs::rename(&registry, door.directory.path().join("away")).unwrap();
-    until_state(&mut door.state, &DoorState::Waiting).await;
+    until_state(&mut door.state, &KubeletApiState::Waiting).await;
     until_exists(&door.registration(), true).await;
     RegistrationClient::new(channel(&door.registration()).await)
         .get_info(InfoRequest {})
@@ -78,7 +78,7 @@ async fn a_shutdown_removes_the_sockets_and_ends_although_a_call_hangs() {
     door.close().await;
     assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
     assert!(!registration.exists() && !service.exists());
-    assert_eq!(*state.borrow_and_update(), DoorState::Closed);
+    assert_eq!(*state.borrow_and_update(), KubeletApiState::Closed);
     assert!(soon(hanging).await.unwrap().is_err());
 }
 
@@ -89,7 +89,7 @@ async fn what_stands_in_the_way_is_named() {
             root_dir: root,
             ..KubeletPaths::default()
         };
-        let state = watch::Sender::new(DoorState::Starting);
+        let state = watch::Sender::new(KubeletApiState::Starting);
         soon(dra::serve(
             Scripted::new(),
             paths,
@@ -123,7 +123,8 @@ async fn what_stands_in_the_way_is_named() {
     fs::write(&registration, "precious").unwrap();
     let error = refused(DRIVER, root()).await;
     assert!(
-        matches!(error, DoorError::Socket(_)) && error.to_string().contains(registration.to_str().unwrap())
+        matches!(error, KubeletApiError::Socket(_))
+            && error.to_string().contains(registration.to_str().unwrap())
     );
     assert_eq!(fs::read(&registration).unwrap(), b"precious");
     assert!(
@@ -144,7 +145,7 @@ async fn what_stands_in_the_way_is_named() {
     .await;
     // Now it is stale, as after a crash.
     assert!(registration.exists());
-    let (sender, mut state) = watch::channel(DoorState::Starting);
+    let (sender, mut state) = watch::channel(KubeletApiState::Starting);
     let shutdown = CancellationToken::new();
     let task = tokio::spawn(dra::serve(
         Scripted::new(),
@@ -153,7 +154,7 @@ async fn what_stands_in_the_way_is_named() {
         sender,
         shutdown.clone(),
     ));
-    until_state(&mut state, &DoorState::Waiting).await;
+    until_state(&mut state, &KubeletApiState::Waiting).await;
     soon(async {
         while tokio::net::UnixStream::connect(&registration).await.is_err() {
             tokio::time::sleep(Duration::from_millis(5)).await;

@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use drayman::core::prepare::injection::{DeviceNode, Injection, Mount};
+use drayman::core::prepare::container_edits::{ContainerEdits, DeviceNode, Mount};
 use drayman::node::companion::{
     ClaimToPrepare, ClaimToUnprepare, Companion, CompanionError, PluginDevice, Preference,
 };
 use drayman::node::kubelet::transport::GrpcCalls;
-use drayman::node::kubelet::{DoorError, DoorState, KubeletPaths, dra};
+use drayman::node::kubelet::{KubeletApiError, KubeletApiState, KubeletPaths, dra};
 use loona_hpack::{Decoder, Encoder};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
@@ -28,7 +28,7 @@ pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
 }
 
 /// Waits until the state is the wanted one.
-pub(crate) async fn until_state(state: &mut watch::Receiver<DoorState>, wanted: &DoorState) {
+pub(crate) async fn until_state(state: &mut watch::Receiver<KubeletApiState>, wanted: &KubeletApiState) {
     soon(state.wait_for(|now| now == wanted))
         .await
         .expect("the door lives");
@@ -149,11 +149,11 @@ impl Companion for Scripted {
         &self,
         resource_name: &str,
         containers: Vec<Vec<String>>,
-    ) -> Result<Vec<Injection>, CompanionError> {
-        let mut injections = Vec::new();
+    ) -> Result<Vec<ContainerEdits>, CompanionError> {
+        let mut container_edits_of = Vec::new();
         for ids in containers {
             let path = format!("/dev/{}", ids.join("+"));
-            let injection = Injection {
+            let container_edits = ContainerEdits {
                 device_nodes: vec![DeviceNode {
                     host_path: path.clone(),
                     container_path: path,
@@ -169,11 +169,11 @@ impl Companion for Scripted {
                 cdi_devices: vec![format!("vendor.example/device={}", ids[0])],
             };
             let call = format!("allocate {resource_name} {}", ids.join(","));
-            if let Some(answer) = self.answer(call, &ids[0], injection).await {
-                injections.push(answer?);
+            if let Some(answer) = self.answer(call, &ids[0], container_edits).await {
+                container_edits_of.push(answer?);
             }
         }
-        Ok(injections)
+        Ok(container_edits_of)
     }
 }
 
@@ -181,16 +181,16 @@ impl Companion for Scripted {
 pub(crate) struct DraDoor {
     pub(crate) directory: tempfile::TempDir,
     pub(crate) companion: Arc<Scripted>,
-    pub(crate) state: watch::Receiver<DoorState>,
+    pub(crate) state: watch::Receiver<KubeletApiState>,
     pub(crate) shutdown: CancellationToken,
-    pub(crate) task: JoinHandle<Result<(), DoorError>>,
+    pub(crate) task: JoinHandle<Result<(), KubeletApiError>>,
 }
 
 impl DraDoor {
     pub(crate) async fn open() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let (companion, shutdown) = (Scripted::new(), CancellationToken::new());
-        let (sender, mut state) = watch::channel(DoorState::Starting);
+        let (sender, mut state) = watch::channel(KubeletApiState::Starting);
         let serve = dra::serve(
             Arc::clone(&companion),
             paths(&directory),
@@ -199,7 +199,7 @@ impl DraDoor {
             shutdown.clone(),
         );
         let task = tokio::spawn(serve);
-        until_state(&mut state, &DoorState::Waiting).await;
+        until_state(&mut state, &KubeletApiState::Waiting).await;
         let door = Self {
             directory,
             companion,

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use drayman::node::kubelet::device_plugin::{self, PluginRegistration};
-use drayman::node::kubelet::{DoorError, DoorState};
+use drayman::node::kubelet::{KubeletApiError, KubeletApiState};
 use tokio::process::Command;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -81,14 +81,14 @@ async fn kubelet_reads_every_answer_of_the_registration_and_of_both_versions_for
 struct PluginDoor {
     directory: tempfile::TempDir,
     shutdown: CancellationToken,
-    task: JoinHandle<Result<(), DoorError>>,
+    task: JoinHandle<Result<(), KubeletApiError>>,
 }
 
 impl PluginDoor {
     async fn open() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let shutdown = CancellationToken::new();
-        let (sender, mut state) = watch::channel(DoorState::Starting);
+        let (sender, mut state) = watch::channel(KubeletApiState::Starting);
         let companion = Scripted::new();
         companion.devices.send_modify(|devices| {
             devices.push(support::device("b", false));
@@ -104,7 +104,7 @@ impl PluginDoor {
             shutdown.clone(),
         );
         let task = tokio::spawn(serve);
-        until_state(&mut state, &DoorState::Waiting).await;
+        until_state(&mut state, &KubeletApiState::Waiting).await;
         let door = Self {
             directory,
             shutdown,

@@ -1,7 +1,7 @@
 //! The pure core of the controller on a stage whose time, order and faults we own.
 //!
 //! A model of the API server, the scheduler, the claim controller, the garbage collector, kubelets, another driver and people
-//! surrounds [`drayman::core::claims::World`]. One seed decides everything; the same seed is the same run. The promises are
+//! surrounds [`drayman::core::claims::ControllerState`]. One seed decides everything; the same seed is the same run. The promises are
 //! checked after every step; when faults have stopped and all is at rest, a reference says what must have been served.
 //!
 //! A failure prints its seed and the command that replays it. `SEEDS` says how many seeds are run, `FIRST` where they begin;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use drayman::api::resource::PodSchedulingContext;
 use drayman::core::claims::{
-    Answer, CallId, ClaimWrite, Command, Event, Moment, ObjectKey, Outcome, Settings, World,
+    Answer, CallId, ClaimWrite, Command, ControllerState, Event, Moment, ObjectKey, Outcome, Settings,
 };
 use drayman::driver::{Holding, Observation};
 
@@ -17,7 +17,7 @@ use crate::store::{KINDS, Kind};
 
 /// A life of the controller.
 pub(crate) struct Process {
-    pub(crate) world: World,
+    pub(crate) world: ControllerState,
     started: u64,
     /// How far each watch has come.
     cursors: [usize; 3],
@@ -94,7 +94,7 @@ impl Stage {
         self.generation += 1;
         let generation = self.generation;
         self.process = Some(Process {
-            world: World::new(Settings::new(DRIVER)),
+            world: ControllerState::new(Settings::new(DRIVER)),
             started: self.now,
             cursors: [0; 3],
             busy: [true; 3],

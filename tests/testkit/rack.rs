@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use drayman::node::driver::{Device, DeviceNode, Injection, NodeDriver, NodeDriverError, PreparedClaim};
+use drayman::node::driver::{ContainerEdits, Device, DeviceNode, NodeDriver, NodeDriverError, PreparedClaim};
 use drayman::testkit::{Place, Rule};
 use futures::Stream;
 use futures::stream::{self, StreamExt as _};
@@ -94,7 +94,7 @@ impl NodeDriver for Rack {
         stream::iter(lists).chain(stream::pending())
     }
 
-    async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
+    async fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
         let calls = {
             let mut state = self.state.lock().expect("no panic");
             state.calls += 1;
@@ -115,17 +115,17 @@ impl NodeDriver for Rack {
         } else {
             format!("/dev/{device}")
         };
-        Ok(Injection {
+        Ok(ContainerEdits {
             device_nodes: vec![DeviceNode {
                 host_path: "/dev/null".to_owned(),
                 container_path: path,
                 permissions: permissions.to_owned(),
             }],
-            ..Injection::default()
+            ..ContainerEdits::default()
         })
     }
 
-    async fn prepare(&self, claim: &PreparedClaim) -> Result<Injection, NodeDriverError> {
+    async fn prepare(&self, claim: &PreparedClaim) -> Result<ContainerEdits, NodeDriverError> {
         match self.broken {
             Some(Rule::ReturnsInTime) => std::future::pending().await,
             Some(Rule::NoPanic) => panic!("a defect of the test"),
@@ -138,12 +138,12 @@ impl NodeDriver for Rack {
             }
             _ => {}
         }
-        let mut all = Injection::default();
+        let mut all = ContainerEdits::default();
         for device in &claim.devices {
             if self.breaks(Rule::FailedPrepareCanBeUndone) {
                 self.hold(device, claim)?;
             }
-            all.extend(self.injection(device).await?);
+            all.extend(self.container_edits(device).await?);
             self.hold(device, claim)?;
             if self.breaks(Rule::DroppedPrepareCanBeUndone) {
                 let mark = self.directory.join("busy");

@@ -22,12 +22,12 @@ pub(crate) struct Shelf {
     /// Survives the process.
     directory: PathBuf,
     number: usize,
-    books: Mutex<Books>,
+    books: Mutex<DeviceAllocator>,
     freed: watch::Sender<()>,
 }
 
 #[derive(Default)]
-struct Books {
+struct DeviceAllocator {
     held: BTreeMap<String, Held>,
     /// What is lost by one defect or another.
     leaked: usize,
@@ -49,7 +49,7 @@ impl Shelf {
         if broken == Some(Rule::StableName) {
             std::fs::write(directory.join(format!("instance-{number}")), "").expect("a file");
         }
-        let mut books = Books::default();
+        let mut books = DeviceAllocator::default();
         if broken == Some(Rule::LostAllocationIsGivenBack) {
             for uid in files(&directory) {
                 let (node, recorded) = ("node-a".to_owned(), false);
@@ -69,7 +69,7 @@ impl Shelf {
         self.broken == Some(rule)
     }
 
-    fn books(&self) -> MutexGuard<'_, Books> {
+    fn books(&self) -> MutexGuard<'_, DeviceAllocator> {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -82,7 +82,7 @@ impl Shelf {
 
     fn allocate_one(
         &self,
-        books: &mut Books,
+        books: &mut DeviceAllocator,
         request: &Request,
         node: Option<&str>,
     ) -> Result<AllocationResult, DriverError> {
@@ -145,7 +145,7 @@ impl Shelf {
     }
 }
 
-impl Books {
+impl DeviceAllocator {
     fn on(&self, node: &str) -> usize {
         let held = self.held.values().filter(|held| held.node == node).count();
         // What is lost is lost on the first node.

@@ -9,7 +9,7 @@ use super::qualified_name;
 use crate::api::crd::{Mode, NodeInventory};
 use crate::api::resource::ResourceClaim;
 use crate::core::allocation::allocation_result;
-use crate::core::allocation::holdings::State as Recorded;
+use crate::core::allocation::index::State as Recorded;
 use crate::core::allocation::inventory::unready;
 
 /// State of a device.
@@ -263,7 +263,7 @@ mod tests {
     use crate::api::handle::HandleDevice;
     use crate::api::resource::ResourceClaimConsumerReference;
     use crate::core::allocation::fixture::{DRIVER, inventory};
-    use crate::core::allocation::holdings::Grant;
+    use crate::core::allocation::index::Grant;
 
     fn claim(name: &str, node_uid: &str, device: &str) -> ResourceClaim {
         let mut claim = ResourceClaim::default();

@@ -225,10 +225,10 @@ mod tests {
         let mut node = node("node-a", "1");
         node.allocatable = BTreeMap::from([(format!("{DRIVER}/whatever"), "1".to_owned())]);
         let claimed = inventory("node-a", "1", &["a"]);
-        let mut announced = claimed.clone();
-        announced.spec.devices[0].mode = Mode::ExtendedResource;
+        let mut allocated_claims = claimed.clone();
+        allocated_claims.spec.devices[0].mode = Mode::ExtendedResource;
         let nodes = std::slice::from_ref(&node);
-        assert!(extended_resources(DRIVER, &[announced], nodes).is_empty());
+        assert!(extended_resources(DRIVER, &[allocated_claims], nodes).is_empty());
         assert_eq!(
             worst(&extended_resources(DRIVER, &[claimed], nodes)),
             Level::Warning

@@ -109,8 +109,8 @@ pub(super) fn waiting() -> Vec<&'static str> {
 }
 
 fn owners() -> Vec<&'static str> {
-    crate::core::prepare::census::Owner::ALL
-        .map(crate::core::prepare::census::Owner::name)
+    crate::core::prepare::device_counts::Owner::ALL
+        .map(crate::core::prepare::device_counts::Owner::name)
         .to_vec()
 }
 

@@ -24,7 +24,7 @@ use crate::cli::diagnose::explain::{Explanation, Facts, Found, explain, find};
 use crate::cli::diagnose::limits::Explanation as ByLimit;
 use crate::cli::diagnose::qualified_name;
 use crate::cli::{Error, block_on, choose_tls_provider};
-use crate::core::allocation::parameters::{Amount, Demand};
+use crate::core::allocation::parameters::{Amount, DeviceRequests};
 use crate::driver::{ClaimRequest, Driver as _, Holding, Observation};
 use crate::host::HostDriver;
 
@@ -432,7 +432,7 @@ fn class_of<'a>(claim: &ResourceClaim, classes: &'a [ResourceClass]) -> Option<&
     classes.iter().find(|class| class.metadata.name.as_ref() == name)
 }
 
-fn in_words(demand: &Demand) -> String {
+fn in_words(demand: &DeviceRequests) -> String {
     let mut parts: Vec<String> = demand
         .requests()
         .iter()

@@ -1,15 +1,15 @@
-//! Evaluation and allocation of claims with the device allocator, [`Books`].
+//! Evaluation and allocation of claims with the device allocator, [`DeviceAllocator`].
 
 use std::collections::BTreeMap;
 
 use crate::api::resource::AllocationResult;
 use crate::core::allocation::allocation_result::{self, claim_name};
+use crate::core::allocation::allocator::DeviceAllocator;
 use crate::core::allocation::anywhere::Route;
-use crate::core::allocation::books::Books;
+use crate::core::allocation::attribute_set::Matches;
 use crate::core::allocation::errors::AllocateError;
-use crate::core::allocation::facts::Matches;
-use crate::core::allocation::holdings::{Grant, Holder, State};
-use crate::core::allocation::judge::{Judged, Scene, Wish};
+use crate::core::allocation::evaluate::{Judged, NodeSnapshot, RequestedClaim};
+use crate::core::allocation::index::{Grant, Holder, State};
 use crate::core::allocation::unsuitable::Unsuitable;
 use crate::core::allocation::work::{CALL_WORK_MAX, NODE_WORK_MAX, Work};
 
@@ -25,7 +25,7 @@ pub enum Target<'a> {
 /// For each claim, the nodes on which it cannot be allocated together with the claims before it, with the reason.
 pub type Verdicts = Vec<BTreeMap<String, String>>;
 
-/// The result of [`Books::allocate`].
+/// The result of [`DeviceAllocator::allocate`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Allocated {
     /// One result per claim. Either all claims without an allocation get one, or none does.
@@ -34,9 +34,9 @@ pub struct Allocated {
     pub freed: usize,
 }
 
-impl Books {
+impl DeviceAllocator {
     /// Returns the nodes on which each claim cannot be allocated together with the claims before it, with the reason.
-    pub fn unsuitable_nodes(&self, wishes: &[Wish<'_>], nodes: &[String]) -> Verdicts {
+    pub fn unsuitable_nodes(&self, wishes: &[RequestedClaim<'_>], nodes: &[String]) -> Verdicts {
         let matches = self.matches_of(wishes);
         let (mut verdicts, mut work) = (vec![BTreeMap::new(); wishes.len()], Work::new(CALL_WORK_MAX));
         for name in nodes {
@@ -46,11 +46,11 @@ impl Books {
         verdicts
     }
 
-    /// Like [`Books::unsuitable_nodes`], with a work limit: adds the verdicts for the first of these nodes, and returns the others,
+    /// Like [`DeviceAllocator::unsuitable_nodes`], with a work limit: adds the verdicts for the first of these nodes, and returns the others,
     /// starting with the one that exceeds the limit.
     pub fn verdicts<'a>(
         &self,
-        wishes: &[Wish<'_>],
+        wishes: &[RequestedClaim<'_>],
         nodes: &'a [String],
         verdicts: &mut Verdicts,
         work: &mut Work,
@@ -70,17 +70,17 @@ impl Books {
 
     /// Allocates claims together and holds their devices. A claim that already holds devices on that node gets the same ones, as long as
     /// they are available; its unrecorded devices on other nodes are released.
-    pub fn allocate(&mut self, wishes: &[Wish<'_>], target: Target<'_>) -> Allocated {
+    pub fn allocate(&mut self, wishes: &[RequestedClaim<'_>], target: Target<'_>) -> Allocated {
         match self.decide(wishes, target, &mut Work::new(CALL_WORK_MAX)) {
             Ok(grants) => self.hold(wishes, grants),
             Err(errors) => self.refuse(wishes, errors),
         }
     }
 
-    /// Like [`Books::allocate`]; `None` if it exceeds the given work.
+    /// Like [`DeviceAllocator::allocate`]; `None` if it exceeds the given work.
     pub fn allocate_within(
         &mut self,
-        wishes: &[Wish<'_>],
+        wishes: &[RequestedClaim<'_>],
         target: Target<'_>,
         work: &mut Work,
     ) -> Option<Allocated> {
@@ -92,7 +92,12 @@ impl Books {
     }
 
     /// Holds the devices found in a snapshot; `None` if they are no longer available.
-    pub fn hold_in(&mut self, wishes: &[Wish<'_>], scene: &Scene, judged: Judged) -> Option<Allocated> {
+    pub fn hold_in(
+        &mut self,
+        wishes: &[RequestedClaim<'_>],
+        scene: &NodeSnapshot,
+        judged: Judged,
+    ) -> Option<Allocated> {
         if !self.still_grants(wishes, scene, &judged) {
             return None;
         }
@@ -102,7 +107,7 @@ impl Books {
 
     fn decide(
         &self,
-        wishes: &[Wish<'_>],
+        wishes: &[RequestedClaim<'_>],
         target: Target<'_>,
         work: &mut Work,
     ) -> Result<Vec<Grant>, Vec<AllocateError>> {
@@ -129,9 +134,9 @@ impl Books {
         Err(route.exhausted(wishes, shortage, work))
     }
 
-    fn hold(&mut self, wishes: &[Wish<'_>], grants: Vec<Grant>) -> Allocated {
+    fn hold(&mut self, wishes: &[RequestedClaim<'_>], grants: Vec<Grant>) -> Allocated {
         let mut freed = 0;
-        let hold = |(wish, grant): (&Wish<'_>, Grant)| {
+        let hold = |(wish, grant): (&RequestedClaim<'_>, Grant)| {
             let answer = allocation_result::write(&self.driver, wish.uid(), &grant)?;
             if !matches!(
                 self.holdings.get(wish.uid()),
@@ -150,7 +155,7 @@ impl Books {
     }
 
     /// Allocates nothing, and releases unrecorded devices.
-    pub fn refuse(&mut self, wishes: &[Wish<'_>], errors: Vec<AllocateError>) -> Allocated {
+    pub fn refuse(&mut self, wishes: &[RequestedClaim<'_>], errors: Vec<AllocateError>) -> Allocated {
         let freed = wishes.iter().map(|wish| self.deallocate(wish.claim)).sum();
         Allocated {
             answers: errors.into_iter().map(Err).collect(),
@@ -160,7 +165,12 @@ impl Books {
 }
 
 /// Evaluates claims in a snapshot with at most one node's share of the work.
-pub fn try_on(scene: &Scene, matches: &Matches, wishes: &[Wish<'_>], work: &mut Work) -> Judged {
+pub fn try_on(
+    scene: &NodeSnapshot,
+    matches: &Matches,
+    wishes: &[RequestedClaim<'_>],
+    work: &mut Work,
+) -> Judged {
     work.part(NODE_WORK_MAX, |part| scene.judge(matches, wishes, part))
 }
 
@@ -175,11 +185,11 @@ pub fn add_verdict(verdicts: &mut Verdicts, node: &str, judged: &Judged) {
 
 /// Returns the first snapshot in which all claims fit, or else the last one.
 pub fn first_fit(
-    scenes: Vec<Scene>,
+    scenes: Vec<NodeSnapshot>,
     matches: &Matches,
-    wishes: &[Wish<'_>],
+    wishes: &[RequestedClaim<'_>],
     work: &mut Work,
-) -> Option<(Scene, Judged)> {
+) -> Option<(NodeSnapshot, Judged)> {
     let mut last = None;
     for scene in scenes {
         let judged = try_on(&scene, matches, wishes, work);
@@ -197,7 +207,7 @@ pub fn granted(
     route: &Route,
     node: &str,
     judged: Judged,
-    wishes: &[Wish<'_>],
+    wishes: &[RequestedClaim<'_>],
 ) -> Option<Result<Vec<Grant>, Vec<AllocateError>>> {
     let misfit = wishes.iter().zip(&judged).find(|(_, judged)| judged.is_err());
     let Some((misfit, _)) = misfit else {
@@ -228,8 +238,8 @@ mod tests {
     use crate::core::allocation::inventory::Node;
 
     /// Node `a` has three devices of kind test, `b` has four, `c` has one and is not ready.
-    fn books() -> Books {
-        let mut books = Books::new(DRIVER);
+    fn books() -> DeviceAllocator {
+        let mut books = DeviceAllocator::new(DRIVER);
         books.set_inventory("a", Some(node("a", "1", &["a1", "a2", "a3"])));
         books.set_inventory("b", Some(node("b", "2", &["b1", "b2", "b3", "b4"])));
         let mut stopped = inventory("c", "3", &["c1"]);
@@ -239,7 +249,7 @@ mod tests {
     }
 
     fn allocate(
-        books: &mut Books,
+        books: &mut DeviceAllocator,
         wanted: &[(&str, &[u32])],
         target: Target<'_>,
     ) -> Vec<Result<String, String>> {
@@ -249,7 +259,7 @@ mod tests {
             .collect();
         let wishes: Vec<_> = owned
             .iter()
-            .map(|(claim, demand)| Wish {
+            .map(|(claim, demand)| RequestedClaim {
                 claim,
                 demand,
                 suitable_nodes: None,
@@ -270,14 +280,14 @@ mod tests {
         answers.into_iter().map(short).collect()
     }
 
-    fn verdict(books: &Books, wanted: &[(&str, &[u32])], node: &str) -> Vec<Option<String>> {
+    fn verdict(books: &DeviceAllocator, wanted: &[(&str, &[u32])], node: &str) -> Vec<Option<String>> {
         let owned: Vec<_> = wanted
             .iter()
             .map(|(uid, counts)| (claim(uid, None), demand("test", counts)))
             .collect();
         let wishes: Vec<_> = owned
             .iter()
-            .map(|(claim, demand)| Wish {
+            .map(|(claim, demand)| RequestedClaim {
                 claim,
                 demand,
                 suitable_nodes: None,
@@ -326,7 +336,7 @@ mod tests {
     fn a_recorded_allocation_is_returned_as_it_is_and_never_moved() {
         let mut books = books();
         let (wish_claim, wanted) = (claim("u", None), demand("test", &[1]));
-        let wish = Wish {
+        let wish = RequestedClaim {
             claim: &wish_claim,
             demand: &wanted,
             suitable_nodes: None,

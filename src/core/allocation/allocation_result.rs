@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::{NodeSelector, NodeSelectorRequirement};
 use crate::api::handle::{DeviceHandle, HandleError, VERSION};
 use crate::api::resource::label::{LABEL_OF_ANY_NODE, NODE_LABEL};
 use crate::api::resource::{AllocationResult, NODE_NAME_FIELD, ResourceClaim, ResourceHandle};
-use crate::core::allocation::holdings::{Grant, State};
+use crate::core::allocation::index::{Grant, State};
 
 /// The content of a claim's allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]

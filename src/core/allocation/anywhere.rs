@@ -6,11 +6,11 @@ use std::collections::BTreeSet;
 
 use crate::core::allocation::allocate::Target;
 use crate::core::allocation::allocation_result::suits;
-use crate::core::allocation::books::Books;
+use crate::core::allocation::allocator::DeviceAllocator;
+use crate::core::allocation::attribute_set::Matches;
 use crate::core::allocation::errors::AllocateError;
-use crate::core::allocation::facts::Matches;
-use crate::core::allocation::holdings::State;
-use crate::core::allocation::judge::{Scene, Wish};
+use crate::core::allocation::evaluate::{NodeSnapshot, RequestedClaim};
+use crate::core::allocation::index::State;
 use crate::core::allocation::unsuitable::{Shortage, Unsuitable};
 use crate::core::allocation::work::Work;
 
@@ -46,7 +46,7 @@ impl Route {
     }
 
     /// The shortage before any node is counted.
-    pub fn shortage(&self, wishes: &[Wish<'_>]) -> Shortage {
+    pub fn shortage(&self, wishes: &[RequestedClaim<'_>]) -> Shortage {
         Shortage {
             kind: wishes.first().map_or("", |wish| wish.demand.kind()).to_owned(),
             wanted: wishes.first().map_or(0, |wish| wish.demand.total()),
@@ -58,9 +58,9 @@ impl Route {
     /// Counts the devices of a candidate. Returns `false` if that exceeds the work limit.
     pub fn count(
         &self,
-        scene: &Scene,
+        scene: &NodeSnapshot,
         matches: &Matches,
-        wishes: &[Wish<'_>],
+        wishes: &[RequestedClaim<'_>],
         shortage: &mut Shortage,
         work: &mut Work,
     ) -> bool {
@@ -72,7 +72,12 @@ impl Route {
     }
 
     /// The error of each claim if no node fits.
-    pub fn exhausted(&self, wishes: &[Wish<'_>], shortage: Shortage, work: &Work) -> Vec<AllocateError> {
+    pub fn exhausted(
+        &self,
+        wishes: &[RequestedClaim<'_>],
+        shortage: Shortage,
+        work: &Work,
+    ) -> Vec<AllocateError> {
         let nodes = self.candidates.as_ref().map_or(0, Vec::len);
         let error = if work.is_spent() {
             AllocateError::Unsuitable {
@@ -91,9 +96,13 @@ impl Route {
     }
 }
 
-impl Books {
+impl DeviceAllocator {
     /// The nodes to try for these claims, or the error of each claim.
-    pub fn route(&self, wishes: &[Wish<'_>], target: Target<'_>) -> Result<Route, Vec<AllocateError>> {
+    pub fn route(
+        &self,
+        wishes: &[RequestedClaim<'_>],
+        target: Target<'_>,
+    ) -> Result<Route, Vec<AllocateError>> {
         if let Target::Node(node) = target {
             return Ok(Route::fixed(node));
         }
@@ -160,20 +169,20 @@ mod tests {
     use crate::core::allocation::allocate::Target;
     use crate::core::allocation::allocation_result;
     use crate::core::allocation::fixture::{DRIVER, claim, demand, node};
-    use crate::core::allocation::holdings::Grant;
+    use crate::core::allocation::index::Grant;
 
     /// Node `a` has three devices of kind test, `b` has four.
-    fn books() -> Books {
-        let mut books = Books::new(DRIVER);
+    fn books() -> DeviceAllocator {
+        let mut books = DeviceAllocator::new(DRIVER);
         books.set_inventory("a", Some(node("a", "1", &["a1", "a2", "a3"])));
         books.set_inventory("b", Some(node("b", "2", &["b1", "b2", "b3", "b4"])));
         books
     }
 
     /// The device allocated to a claim for one device.
-    fn device(books: &mut Books, uid: &str) -> Result<String, String> {
+    fn device(books: &mut DeviceAllocator, uid: &str) -> Result<String, String> {
         let (claim, demand) = (&claim(uid, None), &demand("test", &[1]));
-        let wish = Wish {
+        let wish = RequestedClaim {
             claim,
             demand,
             suitable_nodes: None,
@@ -195,7 +204,10 @@ mod tests {
         let exhausted = "resources exhausted on every ready node with devices of kind test (2): 7 of 7 held";
         assert_eq!(device(&mut books, "x"), Err(exhausted.into()));
         let nowhere = "no ready node has a device of kind test";
-        assert_eq!(device(&mut Books::new(DRIVER), "x"), Err(nowhere.into()));
+        assert_eq!(
+            device(&mut DeviceAllocator::new(DRIVER), "x"),
+            Err(nowhere.into())
+        );
     }
 
     #[test]
@@ -226,7 +238,7 @@ mod tests {
             by_label.node_selector_terms[0].match_fields.take();
         let mut anywhere = |selector| {
             let (claim, demand) = (&claim("u", None), &demand("test", &[1]));
-            let wish = Wish {
+            let wish = RequestedClaim {
                 claim,
                 demand,
                 suitable_nodes: Some(selector),

@@ -1,7 +1,7 @@
 //! Problems with allocations, for operators, and errors of an allocation, for users.
 
 use crate::api::handle::HandleError;
-use crate::core::allocation::holdings::Conflict;
+use crate::core::allocation::index::Conflict;
 use crate::core::allocation::unsuitable::{Shortage, Unsuitable};
 
 /// A problem with the allocations of claims, for operators.

@@ -6,7 +6,7 @@ use crate::api::crd::{Device, Mode, NodeInventory, NodeInventorySpec, NodeInvent
 use crate::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceRequest};
 use crate::api::resource::{AllocationResult, ResourceClaim};
 use crate::core::allocation::inventory::Node;
-use crate::core::allocation::parameters::{ClassParameters, Demand};
+use crate::core::allocation::parameters::{ClassParameters, DeviceRequests};
 
 /// The driver name of the tests.
 pub(crate) const DRIVER: &str = "devices.example";
@@ -61,7 +61,7 @@ pub(crate) fn class(kind: &str) -> ClassParameters {
 }
 
 /// The device request of a claim, with one request per count.
-pub(crate) fn demand(kind: &str, counts: &[u32]) -> Demand {
+pub(crate) fn demand(kind: &str, counts: &[u32]) -> DeviceRequests {
     let request = |(index, &count)| DeviceRequest {
         name: format!("r{index}"),
         count: Some(count),
@@ -71,7 +71,7 @@ pub(crate) fn demand(kind: &str, counts: &[u32]) -> Demand {
         requests: counts.iter().enumerate().map(request).collect(),
         constraints: Vec::new(),
     };
-    Demand::check(&class(kind), "ns", "p", &spec).unwrap()
+    DeviceRequests::check(&class(kind), "ns", "p", &spec).unwrap()
 }
 
 /// A claim whose uid is also its name, with an allocation by [`DRIVER`] or none.

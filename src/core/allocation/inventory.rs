@@ -1,6 +1,6 @@
 //! The devices of all nodes: the NodeInventory objects of one driver, in a compact form for decisions.
 //!
-//! An inventory does not contain the holders of devices; those are derived from the claims ([`super::holdings`]).
+//! An inventory does not contain the holders of devices; those are derived from the claims ([`super::index`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use jiff::Timestamp;
 
 use crate::api::crd::{Device as ApiDevice, Mode, NodeInventory, READY};
-use crate::core::allocation::facts::{Attribute, Facts};
+use crate::core::allocation::attribute_set::{Attribute, AttributeSet};
 
 /// One node, as described by one NodeInventory object.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub struct Device {
     /// Why the device must not be allocated now; `None` if it is healthy.
     pub unhealthy: Option<Box<str>>,
     /// Its attributes, by qualified name.
-    pub attributes: Facts,
+    pub attributes: AttributeSet,
     /// How many claims may hold it at once; at least one.
     pub shares: usize,
 }

@@ -14,22 +14,22 @@
 //! * [`fit`], [`search`], [`judge`]: find devices for the requests of all claims of a pod; [`work`] bounds the search.
 //! * [`books`], [`allocate`]: the device allocator, which owns inventory and allocation index; its changes and its queries.
 
+pub mod active_selectors;
 pub mod allocate;
 pub mod allocation_result;
+pub mod allocator;
 pub mod anywhere;
-pub mod books;
+pub mod attribute_set;
 pub mod errors;
-pub mod facts;
+pub mod evaluate;
 pub mod fit;
-pub mod holdings;
+pub mod index;
 pub mod inventory;
-pub mod judge;
 pub mod parameters;
 pub mod reference;
 pub mod search;
 pub mod unsuitable;
 mod view;
-pub mod wanted;
 pub mod work;
 
 #[cfg(test)]

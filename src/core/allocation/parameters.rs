@@ -137,7 +137,7 @@ impl ClassParameters {
 
 /// The device request of a claim: at least one device, at most [`CLAIM_DEVICES_MAX`], all of one kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Demand {
+pub struct DeviceRequests {
     kind: String,
     requests: Vec<Request>,
     constraints: Vec<Constraint>,
@@ -199,7 +199,7 @@ impl Constraint {
         &self.attribute
     }
 
-    /// Indexes into [`Demand::requests`], sorted.
+    /// Indexes into [`DeviceRequests::requests`], sorted.
     pub fn requests(&self) -> &[usize] {
         &self.requests
     }
@@ -265,7 +265,7 @@ impl Constraint {
     }
 }
 
-impl Demand {
+impl DeviceRequests {
     /// The device request of a claim without parameters: one device.
     pub fn one(class: &ClassParameters) -> Self {
         Self {

@@ -4,18 +4,18 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::api::crd::{CLAIM_DEVICES_MAX, PlacementPolicy};
-use crate::core::allocation::facts::{Attribute, Match, Matches};
+use crate::core::allocation::attribute_set::{Attribute, Match, Matches};
 use crate::core::allocation::fit::Unfit;
-use crate::core::allocation::holdings::Grant;
+use crate::core::allocation::index::Grant;
 use crate::core::allocation::inventory::{Device, Node};
-use crate::core::allocation::parameters::{Amount, Constraint, Demand, Request, Selector};
+use crate::core::allocation::parameters::{Amount, Constraint, DeviceRequests, Request, Selector};
 use crate::core::allocation::search::{Ask, Equal, search};
 use crate::core::allocation::unsuitable::{Misfit, Requirement, Shortage, Unsuitable};
 use crate::core::allocation::work::Work;
 
 /// The availability of a device for the claims under evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Standing {
+pub(super) enum Availability {
     /// The device can be allocated.
     Open {
         /// Number of claims to which it can be allocated.
@@ -31,7 +31,7 @@ pub(super) enum Standing {
     OtherMode,
 }
 
-impl Standing {
+impl Availability {
     /// Number of claims to which the device can be allocated.
     pub(super) fn room(&self) -> usize {
         match *self {
@@ -44,9 +44,9 @@ impl Standing {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct View<'a> {
     pub(super) node: &'a Node,
-    pub(super) standings: &'a [Standing],
+    pub(super) standings: &'a [Availability],
     pub(super) matches: &'a Matches,
-    pub(super) demand: &'a Demand,
+    pub(super) demand: &'a DeviceRequests,
 }
 
 impl<'a> View<'a> {
@@ -94,12 +94,12 @@ impl<'a> View<'a> {
             ..Shortage::default()
         };
         for (_, device, standing) in self.devices() {
-            shortage.total += usize::from(standing != Standing::OtherMode);
+            shortage.total += usize::from(standing != Availability::OtherMode);
             match standing {
-                Standing::Held => shortage.held += 1,
-                Standing::Unhealthy => shortage.unhealthy += 1,
-                Standing::OtherMode => shortage.other_mode += 1,
-                Standing::Open { .. } => {
+                Availability::Held => shortage.held += 1,
+                Availability::Unhealthy => shortage.unhealthy += 1,
+                Availability::OtherMode => shortage.other_mode += 1,
+                Availability::Open { .. } => {
                     if let Some(misfit) = request.and_then(|request| self.misfit(request, device)) {
                         *shortage.misfits.entry(misfit).or_default() += 1;
                     }
@@ -158,7 +158,7 @@ impl<'a> View<'a> {
     }
 
     /// The devices of the requested kind.
-    fn devices(&self) -> impl Iterator<Item = (usize, &'a Device, Standing)> {
+    fn devices(&self) -> impl Iterator<Item = (usize, &'a Device, Availability)> {
         let kind = self.demand.kind();
         let all = self.node.devices().iter().zip(self.standings).enumerate();
         all.map(|(index, (device, standing))| (index, device, *standing))
@@ -169,7 +169,7 @@ impl<'a> View<'a> {
         let granted = held.map_or(&[][..], |grant| &grant.devices);
         let (mut before, mut free, mut others) = (Vec::new(), Vec::new(), Vec::new());
         for (index, device, standing) in self.devices() {
-            let Standing::Open { own, .. } = standing else {
+            let Availability::Open { own, .. } = standing else {
                 continue;
             };
             if self.misfit(request, device).is_some() {
@@ -185,7 +185,7 @@ impl<'a> View<'a> {
             }
         }
         // Only shared devices differ here: any other free device has room for one claim.
-        let room = |&index: &usize| self.standings.get(index).map_or(0, Standing::room);
+        let room = |&index: &usize| self.standings.get(index).map_or(0, Availability::room);
         match self.demand.policy() {
             PlacementPolicy::Packing => free.sort_by_key(room),
             PlacementPolicy::Spreading => free.sort_by_key(|index| std::cmp::Reverse(room(index))),
@@ -200,14 +200,14 @@ impl<'a> View<'a> {
         let matching = self
             .devices()
             .filter(|(_, device, standing)| {
-                *standing != Standing::OtherMode && self.misfit(request, device).is_none()
+                *standing != Availability::OtherMode && self.misfit(request, device).is_none()
             })
             .count();
         // A device that has not been evaluated yet may match.
         let unjudged = |device: &Device| matches!(self.misfit(request, device), Some(Misfit::Unjudged(_)));
         let judged = !self
             .devices()
-            .any(|(_, device, standing)| standing != Standing::OtherMode && unjudged(device));
+            .any(|(_, device, standing)| standing != Availability::OtherMode && unjudged(device));
         if judged && matching == candidates {
             return Ok(matching.max(1));
         }

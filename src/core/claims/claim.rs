@@ -9,10 +9,10 @@ use std::time::Duration;
 use crate::api::resource::{AllocationMode, AllocationResult, ResourceClaim};
 use crate::driver::Holding;
 
-use super::batch::BatchId;
 use super::event::{Moment, ObjectKey, Regarding};
 use super::retry::Retry;
-use super::world::{Work, World};
+use super::state::{ControllerState, Work};
+use super::transaction::TransactionId;
 
 /// How long a pod's own claim with `deallocationRequested` waits for its deletion, which the claim controller sends right after the pod has
 /// ended. Removing the finalizer is then the only write.
@@ -30,11 +30,11 @@ const ALLOCATION_SETTLING: Duration = Duration::from_secs(60);
 
 /// The operation in progress for a claim; at most one at a time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) enum ClaimStage {
+pub(super) enum ClaimPhase {
     #[default]
     Resting,
-    /// Being allocated by this batch.
-    InBatch(BatchId),
+    /// Being allocated by this transaction.
+    InBatch(TransactionId),
     /// Waiting for the driver to deallocate.
     Deallocating,
     /// Clearing the allocation in the claim's status.
@@ -76,7 +76,7 @@ impl LateAllocations {
 pub(super) struct ClaimState {
     /// The latest object, from the watch or from the answer to our own write.
     pub(super) object: Arc<ResourceClaim>,
-    pub(super) stage: ClaimStage,
+    pub(super) stage: ClaimPhase,
     /// The driver is evaluating nodes for this claim. Another pod that shares the claim waits.
     pub(super) judged_now: bool,
     /// Whether the driver knows the claim.
@@ -89,9 +89,9 @@ pub(super) struct ClaimState {
     pub(super) finalizer_to_go: bool,
     /// The last reported message, which is not repeated.
     pub(super) reported: Option<String>,
-    /// `World::epoch` when the driver refused an immediate claim as invalid. It is retried when the epoch or its class changes.
+    /// `ControllerState::capacity_generation` when the driver refused an immediate claim as invalid. It is retried when the capacity generation or its class changes.
     pub(super) refused_at: Option<u64>,
-    /// The server refused to record its allocation: the next batch records this claim first.
+    /// The server refused to record its allocation: the next transaction records this claim first.
     pub(super) allocation_refused: bool,
     /// Set if its allocation is wrong and should be rolled back.
     misallocated: Option<repair::Misallocated>,
@@ -116,7 +116,7 @@ impl ClaimState {
     pub(super) fn new(object: Arc<ResourceClaim>) -> Self {
         Self {
             object,
-            stage: ClaimStage::Resting,
+            stage: ClaimPhase::Resting,
             judged_now: false,
             observed: false,
             retry: Retry::default(),
@@ -198,7 +198,7 @@ impl ClaimState {
     }
 
     /// Records a write with an unknown outcome.
-    pub(super) fn unsettle(&mut self, now: Moment) {
+    pub(super) fn mark_write_uncertain(&mut self, now: Moment) {
         self.settled_at = now.after(SETTLING);
     }
 
@@ -218,12 +218,12 @@ impl ClaimState {
     }
 
     /// Marks that a late write of ours may clear the allocation. The driver then deallocates.
-    pub(super) fn mistrust(&mut self) {
+    pub(super) fn mark_uncertain(&mut self) {
         self.uncertain = true;
     }
 
     /// Marks that the driver holds nothing for the claim except the recorded allocation.
-    pub(super) fn trust(&mut self) {
+    pub(super) fn clear_uncertain(&mut self) {
         self.uncertain = false;
     }
 
@@ -282,7 +282,7 @@ impl ClaimState {
     }
 }
 
-impl World {
+impl ControllerState {
     /// Whether this controller allocates claims of the class: it names our driver and does not use structured parameters.
     pub(super) fn is_own_class(&self, class_name: &str) -> bool {
         self.classes.get(class_name).is_some_and(|class| {
@@ -334,13 +334,13 @@ impl World {
     /// Takes the next step that concerns one claim alone: repair, release, or immediate allocation.
     pub(super) fn step_claim(&mut self, key: &ObjectKey, now: Moment) {
         let Some(claim) = self.claims.get(key) else { return };
-        if claim.gone || claim.judged_now || !matches!(claim.stage, ClaimStage::Resting | ClaimStage::ToRead)
+        if claim.gone || claim.judged_now || !matches!(claim.stage, ClaimPhase::Resting | ClaimPhase::ToRead)
         {
             return;
         }
         if let Some(moment) = claim.retry.wait_until(now) {
             self.wake_at(moment, Work::Claim(key.clone()));
-        } else if claim.stage == ClaimStage::ToRead {
+        } else if claim.stage == ClaimPhase::ToRead {
             self.read_released(key);
         } else if let Some(moment) = claim.unsettled_until(now) {
             self.wake_at(moment, Work::Claim(key.clone()));
@@ -369,8 +369,8 @@ impl World {
             self.report_claim(key, "ResourceClassMissing", message);
             return;
         }
-        if self.is_own_class(&class_name) && claim.refused_at != Some(self.epoch) {
-            self.start_batch(None, None, &[(String::new(), key.clone())]);
+        if self.is_own_class(&class_name) && claim.refused_at != Some(self.capacity_generation) {
+            self.start_transaction(None, None, &[(String::new(), key.clone())]);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One PodSchedulingContext: checks whether its pod needs this driver, which nodes are unsuitable, and when to allocate.
 
+mod evaluation;
 mod incomplete;
-mod judgement;
 mod others;
 mod pod;
 mod standing;
@@ -13,11 +13,11 @@ use std::time::Duration;
 use crate::api::resource::{Pod, PodSchedulingContext, controller_of};
 use crate::driver::Verdict;
 
-use super::batch::BatchId;
 use super::event::{ClaimToAllocate, Moment, ObjectKey, Regarding, Report, Subject};
 use super::retry::Retry;
-use super::wake::Waiting;
-use super::world::{Work, World, newer, spread};
+use super::state::{ControllerState, Work, newer, spread};
+use super::transaction::TransactionId;
+use super::wakeup::Waiting;
 
 pub(super) use pod::EarlyPod;
 
@@ -40,7 +40,7 @@ enum PodKnown {
 
 /// The operation in progress for a context; at most one at a time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum ContextStage {
+enum ContextPhase {
     #[default]
     Resting,
     Reading,
@@ -51,11 +51,11 @@ enum ContextStage {
 
 /// The inputs of an evaluation. Its verdict is valid while they are unchanged.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Basis {
+pub(super) struct EvaluationInput {
     nodes: Vec<String>,
     /// Uid of each claim, with the resource version of its class.
     claims: Vec<(String, Option<String>)>,
-    epoch: u64,
+    capacity_generation: u64,
     rechecks: u64,
 }
 
@@ -66,24 +66,24 @@ pub(super) struct ContextState {
     pod: PodKnown,
     /// The pod's claims were allocated since it was read. Before they are allocated again, the pod is read again: it may have ended.
     served: bool,
-    stage: ContextStage,
-    /// The batch that allocates for this context.
-    batch: Option<BatchId>,
-    /// The known claims that its pod names: the reverse of `World::users`.
+    stage: ContextPhase,
+    /// The transaction that allocates for this context.
+    transaction: Option<TransactionId>,
+    /// The known claims that its pod names: the reverse of `ControllerState::users`.
     named: BTreeSet<ObjectKey>,
-    /// The last verdict, in the order of `Basis::claims`.
-    verdict: Option<(Basis, Vec<Verdict>)>,
+    /// The last verdict, in the order of `EvaluationInput::claims`.
+    verdict: Option<(EvaluationInput, Vec<Verdict>)>,
     /// Set if the driver cannot evaluate or allocate these inputs. It is not called again while they are unchanged.
-    stuck: Option<Basis>,
+    stuck: Option<EvaluationInput>,
     /// Nodes on which the driver refused to allocate although it had reported them as suitable, each with the reason. Cleared by a change,
     /// or when `refusals` allows another attempt.
     refused: BTreeMap<String, String>,
     refusals: Retry,
     /// Set while the pod waits for a suitable node.
     pub(super) waiting: Option<Waiting>,
-    /// `World::epoch` at its last wake-up.
-    epoch: u64,
-    /// `World::epoch` when the driver was last called: its answer may predate later changes.
+    /// `ControllerState::capacity_generation` at its last wake-up.
+    capacity_generation: u64,
+    /// `ControllerState::capacity_generation` when the driver was last called: its answer may predate later changes.
     asked: u64,
     /// Number of evaluations requested by the slow recheck.
     rechecks: u64,
@@ -124,15 +124,15 @@ impl ContextState {
             object,
             pod: PodKnown::Unread,
             served: false,
-            stage: ContextStage::Resting,
-            batch: None,
+            stage: ContextPhase::Resting,
+            transaction: None,
             named: BTreeSet::new(),
             verdict: None,
             stuck: None,
             refused: BTreeMap::new(),
             refusals: Retry::default(),
             waiting: None,
-            epoch: 0,
+            capacity_generation: 0,
             asked: 0,
             rechecks: 0,
             retry: Retry::default(),
@@ -170,20 +170,20 @@ impl ContextState {
     }
 
     /// Resets refusals and delays for a wake-up.
-    pub(super) fn offered(&mut self, epoch: u64) {
-        self.epoch = epoch;
+    pub(super) fn offered(&mut self, capacity_generation: u64) {
+        self.capacity_generation = capacity_generation;
         self.refused.clear();
         self.refusals.succeeded();
         self.retry.succeeded();
     }
 
     /// Resets the delay: something has changed since the driver failed, so it is called again at once.
-    pub(super) fn hurry(&mut self) {
+    pub(super) fn reset_backoff(&mut self) {
         self.retry.succeeded();
     }
 
     /// Clears the refused nodes once their delay is over.
-    fn forgive(&mut self, now: Moment) {
+    fn clear_refused(&mut self, now: Moment) {
         if !self.refused.is_empty() && self.refusals.wait_until(now).is_none() {
             self.refused.clear();
             self.verdict = None;
@@ -232,7 +232,7 @@ impl ContextState {
     }
 }
 
-impl World {
+impl ControllerState {
     pub(super) fn see_context(&mut self, object: Arc<PodSchedulingContext>) {
         let key = ObjectKey::of(&object.metadata);
         let uid = object.metadata.uid.clone().unwrap_or_default();
@@ -250,17 +250,17 @@ impl World {
         if let Some(context) = self.contexts.get_mut(&key) {
             // A new spec does not wait for the delay of an earlier failure.
             if context.object.spec != object.spec {
-                context.hurry();
+                context.reset_backoff();
             }
             context.object = object;
-            // A batch ends early if its node is no longer selected.
-            self.dirty.extend(context.batch.map(Work::Batch));
+            // A transaction ends early if its node is no longer selected.
+            self.work_queue.extend(context.transaction.map(Work::Transaction));
         } else {
             let mut context = ContextState::new(object);
-            context.epoch = self.epoch;
+            context.capacity_generation = self.capacity_generation;
             self.contexts.insert(key.clone(), context);
         }
-        self.dirty.insert(Work::Context(key));
+        self.work_queue.insert(Work::Context(key));
     }
 
     pub(super) fn context_gone(&mut self, key: &ObjectKey, uid: &str) {
@@ -280,7 +280,7 @@ impl World {
                 }
             }
         }
-        self.dirty.extend(context.batch.map(Work::Batch));
+        self.work_queue.extend(context.transaction.map(Work::Transaction));
     }
 
     /// Records that a context's pod names a claim.
@@ -301,7 +301,7 @@ impl World {
             .take_while(|(key, _)| key.namespace == namespace)
             .filter(|(_, context)| context.pod == PodKnown::Unread)
             .map(|(key, _)| Work::Context(key.clone()));
-        self.dirty.extend(keys);
+        self.work_queue.extend(keys);
     }
 
     pub(super) fn step_context(&mut self, key: &ObjectKey, now: Moment) {
@@ -309,7 +309,7 @@ impl World {
             return;
         };
         let spec = &context.object.spec;
-        if context.stage != ContextStage::Resting
+        if context.stage != ContextPhase::Resting
             || context.is_deleting()
             || (spec.selected_node.is_empty() && spec.potential_nodes.is_empty())
         {
@@ -319,7 +319,7 @@ impl World {
             self.wake_at(moment, Work::Context(key.clone()));
             return;
         }
-        context.forgive(now);
+        context.clear_refused(now);
         let pod = match &context.pod {
             PodKnown::Gone => return,
             PodKnown::Read(pod) => pod.clone(),
@@ -338,30 +338,30 @@ impl World {
             Standing::Pending { .. } if self.contexts.get(key).is_some_and(|context| context.served) => {
                 self.send_read_pod(key);
             }
-            Standing::Pending { own, all } => self.judge_or_act(key, &pod, &own, all, now),
+            Standing::Pending { own, all } => self.evaluate_or_act(key, &pod, &own, all, now),
         }
     }
 
-    fn set_stage(&mut self, key: &ObjectKey, stage: ContextStage) {
+    fn set_stage(&mut self, key: &ObjectKey, stage: ContextPhase) {
         if let Some(context) = self.contexts.get_mut(key) {
             context.stage = stage;
         }
     }
 
     /// Sets the stage of a context for a call to the driver.
-    fn ask(&mut self, key: &ObjectKey, stage: ContextStage) {
-        let epoch = self.epoch;
+    fn ask(&mut self, key: &ObjectKey, stage: ContextPhase) {
+        let capacity_generation = self.capacity_generation;
         if let Some(context) = self.contexts.get_mut(key) {
-            context.asked = epoch;
+            context.asked = capacity_generation;
         }
         self.set_stage(key, stage);
     }
 
     /// Sets the context of an answer back to `Resting`. `None` if the context is gone.
-    fn landed(&mut self, key: &ObjectKey, uid: &str) -> Option<&mut ContextState> {
+    fn take_pending(&mut self, key: &ObjectKey, uid: &str) -> Option<&mut ContextState> {
         let contexts = &mut self.contexts;
         let context = contexts.get_mut(key).filter(|context| context.uid() == uid)?;
-        context.stage = ContextStage::Resting;
+        context.stage = ContextPhase::Resting;
         self.touch_context(key);
         self.contexts.get_mut(key)
     }
@@ -382,8 +382,10 @@ impl World {
                 recheck,
             });
             // A change since the driver was called has woken only the pods that waited then. A context that has taken over the current
-            // `epoch` is evaluated again in any case.
-            if context.asked < self.epoch && context.epoch < self.epoch {
+            // `capacity_generation` is evaluated again in any case.
+            if context.asked < self.capacity_generation
+                && context.capacity_generation < self.capacity_generation
+            {
                 self.wake.join(key.clone());
             }
             self.wake_at(recheck, Work::Recheck(key.clone()));
@@ -401,9 +403,9 @@ impl World {
             return;
         };
         waiting.recheck = next;
-        context.by_recheck = context.stage == ContextStage::Resting;
+        context.by_recheck = context.stage == ContextPhase::Resting;
         context.rechecks += 1;
-        context.offered(self.epoch);
+        context.offered(self.capacity_generation);
         self.wake_at(next, Work::Recheck(key.clone()));
         self.touch_context(key);
     }

@@ -77,7 +77,7 @@ impl fmt::Display for ObjectKey {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CallId(pub u64);
 
-/// An input of the control flow, passed to [`World::apply`](super::World::apply).
+/// An input of the control flow, passed to [`ControllerState::apply`](super::ControllerState::apply).
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// A complete list of classes: known classes that it lacks are gone.

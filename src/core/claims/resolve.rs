@@ -8,7 +8,7 @@ use crate::api::resource::{
 };
 
 use super::event::ObjectKey;
-use super::world::World;
+use super::state::ControllerState;
 
 /// One entry of a pod, resolved to its claim. `C` identifies a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,7 +85,7 @@ pub(super) fn is_generated(claim: &ResourceClaim) -> bool {
             .is_some_and(|rest| rest.starts_with('-'))
 }
 
-impl World {
+impl ControllerState {
     /// Resolves the claims of a pod, by entry.
     pub(super) fn resolve_claims(&self, namespace: &str, pod: &Pod) -> Vec<(String, Resolved)> {
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();

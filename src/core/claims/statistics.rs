@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use crate::core::distribution::Distribution;
 
-use super::batch::Failure;
 use super::event::{Answer, CallError, CallErrorKind, CallId, Moment, ObjectKey, Outcome};
-use super::world::{Flight, Work, World};
+use super::state::{ControllerState, PendingCall, Work};
+use super::transaction::Failure;
 
 /// Counters since the start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -57,7 +57,7 @@ pub struct QueueStatistics {
 }
 
 impl Statistics {
-    /// The queues: batches of claims, single claims, and contexts of pods.
+    /// The queues: transactions of claims, single claims, and contexts of pods.
     pub const QUEUES: [&'static str; 3] = ["batch", "claim", "context"];
     /// Results of an attempt to allocate: recorded; driver error of kind `Invalid`; refused by the API server; driver error of kind `Retry`
     /// or `TimedOut`; no longer wanted.
@@ -89,7 +89,7 @@ impl Statistics {
         }
     }
 
-    /// Counts an ended batch.
+    /// Counts an ended transaction.
     pub(super) fn attempted(&mut self, failure: Option<&Failure>) {
         let result = match failure {
             None => "Allocated",
@@ -143,19 +143,20 @@ fn came_to_nothing(answer: &Answer) -> bool {
 
 fn queue_of_work(work: &Work) -> &'static str {
     match work {
-        Work::Batch(_) => "batch",
+        Work::Transaction(_) => "batch",
         Work::Claim(_) | Work::Open(_) => "claim",
         Work::Woken(..) | Work::Context(_) | Work::Recheck(_) | Work::Offer(_) => "context",
     }
 }
 
-fn queue_of_flight(flight: &Flight) -> &'static str {
-    match flight {
-        Flight::Item { .. } | Flight::Batch { .. } => "batch",
-        Flight::Release { .. } => "claim",
-        Flight::Pod { .. } | Flight::EarlyPod { .. } | Flight::Judge { .. } | Flight::Publish { .. } => {
-            "context"
-        }
+fn queue_of_flight(pending_call: &PendingCall) -> &'static str {
+    match pending_call {
+        PendingCall::Item { .. } | PendingCall::Transaction { .. } => "batch",
+        PendingCall::Release { .. } => "claim",
+        PendingCall::Pod { .. }
+        | PendingCall::EarlyPod { .. }
+        | PendingCall::Judge { .. }
+        | PendingCall::Publish { .. } => "context",
     }
 }
 
@@ -197,8 +198,8 @@ impl Queue {
     }
 
     /// Counts a request or call that is being sent.
-    pub(super) fn sent(&mut self, id: CallId, flight: &Flight) {
-        let queue = queue_of_flight(flight);
+    pub(super) fn sent(&mut self, id: CallId, pending_call: &PendingCall) {
+        let queue = queue_of_flight(pending_call);
         let figures = self.figures.entry(queue).or_default();
         figures.under_way += 1;
         figures.begun = figures.begun.saturating_add(self.now.since_start());
@@ -206,8 +207,8 @@ impl Queue {
     }
 
     /// Counts the answer to a request or call.
-    fn answered(&mut self, id: CallId, flight: &Flight, answer: &Answer) {
-        let queue = queue_of_flight(flight);
+    fn answered(&mut self, id: CallId, pending_call: &PendingCall, answer: &Answer) {
+        let queue = queue_of_flight(pending_call);
         let begun = self.under_way.get_mut(queue).and_then(|all| all.remove(&id));
         let Some(begun) = begun else { return };
         let figures = self.figures.entry(queue).or_default();
@@ -227,19 +228,19 @@ impl Queue {
     }
 }
 
-impl World {
+impl ControllerState {
     /// Returns the counters since the start.
     pub fn statistics(&self) -> Statistics {
         Statistics {
-            queues: self.dirty.figures(),
+            queues: self.work_queue.figures(),
             ..self.statistics.clone()
         }
     }
 
     /// Counts the answer to a command.
-    pub(super) fn count_answer(&mut self, id: CallId, flight: &Flight, answer: &Answer) {
+    pub(super) fn count_answer(&mut self, id: CallId, pending_call: &PendingCall, answer: &Answer) {
         self.statistics.called(answer);
-        self.dirty.answered(id, flight, answer);
+        self.work_queue.answered(id, pending_call, answer);
     }
 
     /// Records the reason that keeps a pod from its devices; `None` for no reason.

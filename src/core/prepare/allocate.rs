@@ -3,8 +3,8 @@
 use super::check::{check_health, distinct, offered};
 use super::claim_uid::ClaimUid;
 use super::inventory::{Devices, HandedOut};
-use super::ledger::Ledger;
 use super::naming::device_of_plugin_id;
+use super::prepared_claims::PreparedClaims;
 use super::refusal::Refusal;
 use crate::api::crd::Mode;
 
@@ -32,7 +32,7 @@ pub fn check_allocate(
                 resource: resource.to_owned(),
             });
         }
-        if let Some((uid, entry)) = handed_out.ledger.keepers_of(device).next() {
+        if let Some((uid, entry)) = handed_out.prepared_claims.keepers_of(device).next() {
             return Err(Refusal::Held {
                 device: device.name.clone(),
                 holder: entry.describe(uid),
@@ -45,10 +45,11 @@ pub fn check_allocate(
             });
         }
         check_health(device)?;
-        if let (Mode::Both, Some((uid, entry))) = (device.mode, handed_out.ledger.unaccounted(None)) {
+        if let (Mode::Both, Some((uid, entry))) = (device.mode, handed_out.prepared_claims.unaccounted(None))
+        {
             return Err(Refusal::unaccounted(uid, entry));
         }
-        if let (Mode::Both, Some(holder)) = (device.mode, handed_out.announced.holder(name)) {
+        if let (Mode::Both, Some(holder)) = (device.mode, handed_out.allocated_claims.holder(name)) {
             return Err(Refusal::Allocated {
                 device: device.name.clone(),
                 holder: holder.to_owned(),
@@ -59,12 +60,16 @@ pub fn check_allocate(
 }
 
 /// The claims of an earlier boot that an Allocate evicts: none of their containers runs, and none can start without the CDI files.
-pub fn evicted(ledger: &Ledger, inventory: &Devices, containers: &[Vec<String>]) -> Vec<ClaimUid> {
+pub fn evicted(
+    prepared_claims: &PreparedClaims,
+    inventory: &Devices,
+    containers: &[Vec<String>],
+) -> Vec<ClaimUid> {
     let names = containers.iter().flatten().map(|id| device_of_plugin_id(id));
     let devices = names.filter_map(|name| inventory.get(name));
     let devices = devices.filter(|device| device.shares.is_none_or(|shares| shares <= 1));
     devices
-        .flat_map(|device| ledger.holders_of(device))
+        .flat_map(|device| prepared_claims.holders_of(device))
         .map(|(uid, _)| uid.clone())
         .collect()
 }
@@ -73,10 +78,10 @@ pub fn evicted(ledger: &Ledger, inventory: &Devices, containers: &[Vec<String>])
 mod tests {
     use std::collections::BTreeMap;
 
-    use super::super::announced::Announced;
+    use super::super::allocated_claims::AllocatedClaims;
+    use super::super::container_edits::ContainerEdits;
     use super::super::containers::Containers;
-    use super::super::injection::Injection;
-    use super::super::ledger::{Entry, HeldDevice, Progress};
+    use super::super::prepared_claims::{Entry, HeldDevice, Progress};
     use super::*;
     use crate::api::crd::Device;
 
@@ -104,15 +109,15 @@ mod tests {
         ])
     }
 
-    fn reason(ledger: &Ledger, containers: &[&[&str]]) -> Result<(), &'static str> {
+    fn reason(prepared_claims: &PreparedClaims, containers: &[&[&str]]) -> Result<(), &'static str> {
         let containers: Vec<Vec<String>> = containers
             .iter()
             .map(|ids| ids.iter().map(|id| (*id).to_owned()).collect())
             .collect();
-        let (announced, held) = (Announced::default(), Containers::default());
+        let (allocated_claims, held) = (AllocatedClaims::default(), Containers::default());
         let handed_out = HandedOut {
-            ledger,
-            announced: &announced,
+            prepared_claims,
+            allocated_claims: &allocated_claims,
             containers: &held,
         };
         check_allocate(
@@ -127,7 +132,7 @@ mod tests {
 
     #[test]
     fn devices_of_the_resource_are_handed_out() {
-        assert_eq!(reason(&Ledger::default(), &[&["a"], &["b"]]), Ok(()));
+        assert_eq!(reason(&PreparedClaims::default(), &[&["a"], &["b"]]), Ok(()));
     }
 
     #[test]
@@ -144,7 +149,7 @@ mod tests {
             (&[&["nowhere.1"]], "DeviceGone"),
         ] {
             assert_eq!(
-                reason(&Ledger::default(), containers),
+                reason(&PreparedClaims::default(), containers),
                 Err(expected),
                 "{containers:?}"
             );
@@ -162,12 +167,14 @@ mod tests {
                 kind: "camera".into(),
                 ..HeldDevice::default()
             }],
-            progress: Progress::Started { injection: None },
+            progress: Progress::Started {
+                container_edits: None,
+            },
         };
         let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap();
-        let ledger = Ledger::new("boot", BTreeMap::from([(uid, entry)]));
-        assert_eq!(reason(&ledger, &[&["a"]]), Err("DeviceHeld"));
-        assert_eq!(reason(&ledger, &[&["b"]]), Ok(()));
+        let prepared_claims = PreparedClaims::new("boot", BTreeMap::from([(uid, entry)]));
+        assert_eq!(reason(&prepared_claims, &[&["a"]]), Err("DeviceHeld"));
+        assert_eq!(reason(&prepared_claims, &[&["b"]]), Ok(()));
     }
 
     #[test]
@@ -178,13 +185,21 @@ mod tests {
             boot_id: "boot".into(),
             devices: Vec::new(),
             progress: Progress::Done {
-                injection: Injection::default(),
+                container_edits: ContainerEdits::default(),
             },
         };
         let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap();
-        let ledger = |boot: &str| Ledger::new(boot, BTreeMap::from([(uid.clone(), entry.clone())]));
-        assert_eq!(reason(&ledger("boot"), &[&["either"]]), Err("HoldingsUnknown"));
-        assert_eq!(reason(&ledger("boot"), &[&["a"]]), Ok(()), "no claim can have it");
-        assert_eq!(reason(&ledger("the next boot"), &[&["either"]]), Ok(()));
+        let prepared_claims =
+            |boot: &str| PreparedClaims::new(boot, BTreeMap::from([(uid.clone(), entry.clone())]));
+        assert_eq!(
+            reason(&prepared_claims("boot"), &[&["either"]]),
+            Err("HoldingsUnknown")
+        );
+        assert_eq!(
+            reason(&prepared_claims("boot"), &[&["a"]]),
+            Ok(()),
+            "no claim can have it"
+        );
+        assert_eq!(reason(&prepared_claims("the next boot"), &[&["either"]]), Ok(()));
     }
 }

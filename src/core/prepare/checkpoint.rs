@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use super::claim_uid::ClaimUid;
-use super::ledger::{Entry, Ledger};
+use super::prepared_claims::{Entry, PreparedClaims};
 
 /// The version that this release writes, and the newest that it reads.
 pub const VERSION: u32 = 1;
@@ -83,10 +83,10 @@ fn checksum(version: u32, data: &str) -> u32 {
 
 impl Checkpoint {
     /// Builds a checkpoint from the prepared claims.
-    pub fn of(ledger: &Ledger, cluster: &ClusterFacts) -> Self {
+    pub fn of(prepared_claims: &PreparedClaims, cluster: &ClusterFacts) -> Self {
         Self {
             cluster: cluster.clone(),
-            entries: ledger.entries().clone(),
+            entries: prepared_claims.entries().clone(),
         }
     }
 
@@ -125,8 +125,8 @@ impl Checkpoint {
 
 #[cfg(test)]
 mod tests {
-    use super::super::injection::{DeviceNode, Injection};
-    use super::super::ledger::{HeldDevice, Progress};
+    use super::super::container_edits::{ContainerEdits, DeviceNode};
+    use super::super::prepared_claims::{HeldDevice, Progress};
     use super::*;
 
     fn checkpoint() -> Checkpoint {
@@ -145,11 +145,13 @@ mod tests {
                 ..HeldDevice::default()
             }],
             progress: Progress::Done {
-                injection: Injection::of_device_node("kvm", node),
+                container_edits: ContainerEdits::of_device_node("kvm", node),
             },
         };
         let started = Entry {
-            progress: Progress::Started { injection: None },
+            progress: Progress::Started {
+                container_edits: None,
+            },
             ..done.clone()
         };
         let uid = |last: &str| ClaimUid::parse(&format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a{last}")).unwrap();

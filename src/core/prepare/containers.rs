@@ -229,9 +229,9 @@ impl fmt::Display for Container {
 /// The controller does not know which devices containers hold, because publishing that would cost a write per pod. It learns of a conflict
 /// only after it has allocated such a device; the next claim then gets another one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Contested(BTreeSet<String>);
+pub struct Conflicting(BTreeSet<String>);
 
-impl Contested {
+impl Conflicting {
     /// The health text of such a device in the inventory.
     pub const UNHEALTHY: &str = "a container has it as an extended resource, so that no claim can be given it before the container has ended";
 
@@ -430,16 +430,16 @@ mod tests {
 
     #[test]
     fn what_a_claim_got_too_is_contested_until_the_container_has_ended() {
-        let (mut containers, mut contested) = (Containers::default(), Contested::default());
-        contested.claimed("x", &containers);
-        assert!(contested.devices().is_empty(), "nobody has it");
+        let (mut containers, mut conflicting) = (Containers::default(), Conflicting::default());
+        conflicting.claimed("x", &containers);
+        assert!(conflicting.devices().is_empty(), "nobody has it");
         containers.allocated([("x", &[][..]), ("y", &[][..])], START);
-        contested.claimed("x", &containers);
-        contested.settle(&containers);
-        assert!(contested.devices().iter().eq(["x"]));
+        conflicting.claimed("x", &containers);
+        conflicting.settle(&containers);
+        assert!(conflicting.devices().iter().eq(["x"]));
         containers.seen(&shown(&[], &[], &[]), later(60));
-        contested.settle(&containers);
-        assert!(contested.devices().is_empty());
-        assert!(Contested::UNHEALTHY.len() <= crate::api::crd::TEXT_MAX);
+        conflicting.settle(&containers);
+        assert!(conflicting.devices().is_empty());
+        assert!(Conflicting::UNHEALTHY.len() <= crate::api::crd::TEXT_MAX);
     }
 }

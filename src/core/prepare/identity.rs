@@ -4,9 +4,9 @@
 
 use std::collections::BTreeSet;
 
-use super::injection::Injection;
-use super::ledger::HeldDevice;
+use super::container_edits::ContainerEdits;
 use super::naming::environment_name;
+use super::prepared_claims::HeldDevice;
 use crate::api::crd::{Device, DeviceNumber};
 use crate::core::discovery::attributes::NODES;
 
@@ -31,21 +31,26 @@ pub(super) fn add_numbers(numbers: &mut Vec<DeviceNumber>, more: &[DeviceNumber]
 
 /// Whether a device that a claim holds under another name is this one. Checkpoints of releases that did not store device numbers have only
 /// the node paths, in the container edits.
-pub(super) fn is_same_node(held: &HeldDevice, injection: Option<&Injection>, device: &Device) -> bool {
+pub(super) fn is_same_node(
+    held: &HeldDevice,
+    container_edits: Option<&ContainerEdits>,
+    device: &Device,
+) -> bool {
     if held.numbers.is_empty() {
-        injection.is_some_and(|injection| has_one_of(device, &own_nodes(injection, &held.device)))
+        container_edits
+            .is_some_and(|container_edits| has_one_of(device, &own_nodes(container_edits, &held.device)))
     } else {
         share_a_node(&held.numbers, &device.device_numbers)
     }
 }
 
 /// The host paths of the nodes that belong to this device alone: those whose container paths its variable lists.
-pub fn own_nodes<'a>(injection: &'a Injection, device: &str) -> BTreeSet<&'a str> {
-    let variable = injection.environment.get(&environment_name(device));
+pub fn own_nodes<'a>(container_edits: &'a ContainerEdits, device: &str) -> BTreeSet<&'a str> {
+    let variable = container_edits.environment.get(&environment_name(device));
     let paths: BTreeSet<&str> = variable
         .map(|paths| paths.split(',').collect())
         .unwrap_or_default();
-    let nodes = injection.device_nodes.iter();
+    let nodes = container_edits.device_nodes.iter();
     nodes
         .filter(|node| paths.contains(node.container_path.as_str()))
         .map(|node| node.host_path.as_str())

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use super::announced::Announced;
+use super::allocated_claims::AllocatedClaims;
 use super::claim_uid::ClaimUid;
-use super::containers::{Containers, Contested};
+use super::containers::{Conflicting, Containers};
 use super::identity::{are_among, is_same_node};
-use super::ledger::Ledger;
 use super::naming::plugin_ids;
+use super::prepared_claims::PreparedClaims;
 use super::request::PluginDevice;
 use crate::api::crd::{Device, Mode, TEXT_MAX};
 use crate::core::discovery::attributes::numa_nodes;
@@ -16,8 +16,11 @@ use crate::core::discovery::attributes::numa_nodes;
 pub type Devices = BTreeMap<String, Device>;
 
 /// Whether every held device was found unchanged. The inventory then equals the found devices and need not be built.
-pub fn is_as_found(found: &Devices, ledger: &Ledger) -> bool {
-    ledger.entries().values().all(|entry| entry.is_as_found(found))
+pub fn is_as_found(found: &Devices, prepared_claims: &PreparedClaims) -> bool {
+    prepared_claims
+        .entries()
+        .values()
+        .all(|entry| entry.is_as_found(found))
 }
 
 /// Merges the found devices with the devices that claims hold.
@@ -26,9 +29,9 @@ pub fn is_as_found(found: &Devices, ledger: &Ledger) -> bool {
 /// stays, unhealthy, so that no allocated device disappears. `previous` is the last inventory; a device that this process has never seen is
 /// built from the claim's record. If a claim that may be in use holds the node of a device under another name, the device is unhealthy
 /// until the claim is released.
-pub fn inventory(found: &Devices, previous: &Devices, ledger: &Ledger) -> Devices {
+pub fn inventory(found: &Devices, previous: &Devices, prepared_claims: &PreparedClaims) -> Devices {
     let mut all = found.clone();
-    for (uid, entry) in ledger.entries() {
+    for (uid, entry) in prepared_claims.entries() {
         for held in &entry.devices {
             if found
                 .get(&held.device)
@@ -49,14 +52,14 @@ pub fn inventory(found: &Devices, previous: &Devices, ledger: &Ledger) -> Device
                 )));
                 all.insert(held.device.clone(), device);
             }
-            if !ledger.may_be_in_use(entry) {
+            if !prepared_claims.may_be_in_use(entry) {
                 continue;
             }
             let others = all
                 .values_mut()
                 .filter(|other| found.contains_key(&other.name) && other.name != held.device);
             for other in others {
-                if other.unhealthy.is_none() && is_same_node(held, entry.injection(), other) {
+                if other.unhealthy.is_none() && is_same_node(held, entry.container_edits(), other) {
                     let cause = format!(
                         "it has the name {} in the hands of {}",
                         held.device,
@@ -79,9 +82,15 @@ pub(super) fn shortened(text: String) -> String {
 }
 
 /// Marks the devices of quarantined claims as unhealthy, so that none of them is allocated only to be refused at Prepare.
-pub fn withhold(devices: &mut Devices, ledger: &Ledger, quarantine: &BTreeMap<ClaimUid, String>) {
+pub fn withhold(
+    devices: &mut Devices,
+    prepared_claims: &PreparedClaims,
+    quarantine: &BTreeMap<ClaimUid, String>,
+) {
     for (uid, why) in quarantine {
-        let Some(entry) = ledger.entry(uid) else { continue };
+        let Some(entry) = prepared_claims.entry(uid) else {
+            continue;
+        };
         for held in &entry.devices {
             if let Some(device) = devices.get_mut(&held.device)
                 && device.unhealthy.is_none()
@@ -94,13 +103,13 @@ pub fn withhold(devices: &mut Devices, ledger: &Ledger, quarantine: &BTreeMap<Cl
 }
 
 /// The inventory as published: conflicting devices, held by a container and allocated to a claim, are marked as unhealthy.
-pub fn published(inventory: &Devices, contested: &Contested) -> Devices {
+pub fn published(inventory: &Devices, conflicting: &Conflicting) -> Devices {
     let mut published = inventory.clone();
-    for device in contested.devices() {
+    for device in conflicting.devices() {
         if let Some(device) = published.get_mut(device)
             && device.unhealthy.is_none()
         {
-            device.unhealthy = Some(Contested::UNHEALTHY.to_owned());
+            device.unhealthy = Some(Conflicting::UNHEALTHY.to_owned());
         }
     }
     published
@@ -110,9 +119,9 @@ pub fn published(inventory: &Devices, contested: &Contested) -> Devices {
 #[derive(Clone, Copy, Debug)]
 pub struct HandedOut<'a> {
     /// Devices that claims hold on this node.
-    pub ledger: &'a Ledger,
+    pub prepared_claims: &'a PreparedClaims,
     /// Devices that the cluster has allocated to claims.
-    pub announced: &'a Announced,
+    pub allocated_claims: &'a AllocatedClaims,
     /// Devices that containers hold as extended resources.
     pub containers: &'a Containers,
 }
@@ -140,7 +149,7 @@ pub fn plugin_devices(inventory: &Devices, handed_out: HandedOut<'_>, kind: &str
 
 impl HandedOut<'_> {
     fn may_be_granted(self, device: &Device) -> bool {
-        if self.ledger.keepers_of(device).next().is_some() {
+        if self.prepared_claims.keepers_of(device).next().is_some() {
             return false;
         }
         if self.containers.holder_by_another_name(device).is_some() {
@@ -149,9 +158,10 @@ impl HandedOut<'_> {
         if device.mode != Mode::Both {
             return true;
         }
-        self.announced.holder(&device.name).is_none()
-            && self.ledger.unaccounted(None).is_none()
-            && (self.containers.hold(&device.name) || (self.containers.known() && self.announced.known()))
+        self.allocated_claims.holder(&device.name).is_none()
+            && self.prepared_claims.unaccounted(None).is_none()
+            && (self.containers.hold(&device.name)
+                || (self.containers.known() && self.allocated_claims.known()))
     }
 }
 
@@ -159,9 +169,9 @@ impl HandedOut<'_> {
 mod tests {
     use std::time::Duration;
 
+    use super::super::container_edits::{ContainerEdits, DeviceNode};
     use super::super::containers::Shown;
-    use super::super::injection::{DeviceNode, Injection};
-    use super::super::ledger::{Entry, HeldDevice, Progress};
+    use super::super::prepared_claims::{Entry, HeldDevice, Progress};
     use super::*;
     use crate::api::crd::AttributeValue;
     use crate::core::discovery::attributes::NODES;
@@ -178,7 +188,7 @@ mod tests {
         )
     }
 
-    fn ledger_holding(device: &str) -> Ledger {
+    fn prepared_claims_holding(device: &str) -> PreparedClaims {
         let entry = Entry {
             namespace: "default".into(),
             name: "camera".into(),
@@ -189,27 +199,27 @@ mod tests {
                 ..HeldDevice::default()
             }],
             progress: Progress::Done {
-                injection: Injection::default(),
+                container_edits: ContainerEdits::default(),
             },
         };
         let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap();
-        Ledger::new("boot", BTreeMap::from([(uid, entry)]))
+        PreparedClaims::new("boot", BTreeMap::from([(uid, entry)]))
     }
 
     #[test]
     fn an_inventory_that_need_not_be_made_is_what_was_found() {
         let found = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
-        let (holds_b, holds_c) = (ledger_holding("b"), ledger_holding("c"));
-        for ledger in [Ledger::default(), holds_b, holds_c] {
-            let made = inventory(&found, &Devices::new(), &ledger);
-            assert_eq!(is_as_found(&found, &ledger), made == found);
+        let (holds_b, holds_c) = (prepared_claims_holding("b"), prepared_claims_holding("c"));
+        for prepared_claims in [PreparedClaims::default(), holds_b, holds_c] {
+            let made = inventory(&found, &Devices::new(), &prepared_claims);
+            assert_eq!(is_as_found(&found, &prepared_claims), made == found);
         }
     }
 
     #[test]
     fn a_device_that_vanished_leaves_unless_a_claim_holds_it() {
         let before = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
-        let after = inventory(&Devices::new(), &before, &ledger_holding("b"));
+        let after = inventory(&Devices::new(), &before, &prepared_claims_holding("b"));
         assert_eq!(after.keys().collect::<Vec<_>>(), ["b"]);
         let reason = after["b"].unhealthy.as_deref().unwrap();
         assert!(reason.contains("default/camera"), "{reason}");
@@ -230,18 +240,18 @@ mod tests {
             container_path: path.into(),
             permissions: "rw".into(),
         };
-        let mut injection = Injection::of_device_node("port", node("/dev/ttyUSB0"));
+        let mut container_edits = ContainerEdits::of_device_node("port", node("/dev/ttyUSB0"));
         // A shared node, which causes no conflict.
-        injection.device_nodes.push(node("/dev/control"));
-        let mut ledger = ledger_holding("port");
-        let uid = ledger.entries().keys().next().unwrap().clone();
-        ledger.set_injection(&uid, injection, &Devices::new());
+        container_edits.device_nodes.push(node("/dev/control"));
+        let mut prepared_claims = prepared_claims_holding("port");
+        let uid = prepared_claims.entries().keys().next().unwrap().clone();
+        prepared_claims.set_container_edits(&uid, container_edits, &Devices::new());
         let found = Devices::from([
             named("renamed", "/dev/ttyUSB7,/dev/ttyUSB0"),
             named("other", "/dev/ttyUSB1"),
             named("control", "/dev/control"),
         ]);
-        let all = inventory(&found, &Devices::new(), &ledger);
+        let all = inventory(&found, &Devices::new(), &prepared_claims);
         assert!(
             all["renamed"]
                 .unhealthy
@@ -254,39 +264,39 @@ mod tests {
             (&None, &None)
         );
         assert!(all["port"].unhealthy.is_some());
-        let all = inventory(&found, &Devices::new(), &Ledger::default());
+        let all = inventory(&found, &Devices::new(), &PreparedClaims::default());
         assert_eq!(all, found, "and when the claim has given it back, it is free");
     }
 
     #[test]
     fn a_reason_is_never_longer_than_an_inventory_takes() {
-        let mut ledger = ledger_holding("b");
-        let (uid, entry) = ledger.entries().iter().next().unwrap();
+        let mut prepared_claims = prepared_claims_holding("b");
+        let (uid, entry) = prepared_claims.entries().iter().next().unwrap();
         let long = Entry {
             name: "n".repeat(253),
             ..entry.clone()
         };
-        ledger = Ledger::new("boot", BTreeMap::from([(uid.clone(), long)]));
-        let all = inventory(&Devices::new(), &Devices::new(), &ledger);
+        prepared_claims = PreparedClaims::new("boot", BTreeMap::from([(uid.clone(), long)]));
+        let all = inventory(&Devices::new(), &Devices::new(), &prepared_claims);
         assert_eq!(all["b"].unhealthy.as_ref().unwrap().chars().count(), TEXT_MAX);
     }
 
     #[test]
     fn a_device_that_came_back_is_well_again() {
         let before = Devices::from([device("b", Mode::Claims)]);
-        let gone = inventory(&Devices::new(), &before, &ledger_holding("b"));
-        let back = inventory(&before, &gone, &ledger_holding("b"));
+        let gone = inventory(&Devices::new(), &before, &prepared_claims_holding("b"));
+        let back = inventory(&before, &gone, &prepared_claims_holding("b"));
         assert_eq!(back, before);
     }
 
     #[test]
     fn a_device_in_quarantine_is_shown_with_the_reason_and_others_are_not() {
         let mut all = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
-        let ledger = ledger_holding("b");
-        let uid = ledger.entries().keys().next().unwrap().clone();
+        let prepared_claims = prepared_claims_holding("b");
+        let uid = prepared_claims.entries().keys().next().unwrap().clone();
         withhold(
             &mut all,
-            &ledger,
+            &prepared_claims,
             &BTreeMap::from([(uid, "forgotten ".repeat(50))]),
         );
         let reason = all["b"].unhealthy.as_deref().unwrap();
@@ -304,25 +314,25 @@ mod tests {
             device("b", Mode::ExtendedResource),
         ]);
         assert_eq!(
-            offered(&all, &ledger_holding("b"), &Containers::default()),
+            offered(&all, &prepared_claims_holding("b"), &Containers::default()),
             ["a", "b?"]
         );
-        let (announced, containers) = (Announced::default(), Containers::default());
+        let (allocated_claims, containers) = (AllocatedClaims::default(), Containers::default());
         let handed_out = HandedOut {
-            ledger: &ledger_holding("b"),
-            announced: &announced,
+            prepared_claims: &prepared_claims_holding("b"),
+            allocated_claims: &allocated_claims,
             containers: &containers,
         };
         assert_eq!(plugin_devices(&all, handed_out, "other"), []);
     }
 
     /// The device ids of kind `test`, with a question mark if unhealthy; no claim is allocated.
-    fn offered(all: &Devices, ledger: &Ledger, containers: &Containers) -> Vec<String> {
-        let mut announced = Announced::default();
-        announced.replace([], "drayman.dev", "node-a");
+    fn offered(all: &Devices, prepared_claims: &PreparedClaims, containers: &Containers) -> Vec<String> {
+        let mut allocated_claims = AllocatedClaims::default();
+        allocated_claims.replace([], "drayman.dev", "node-a");
         let handed_out = HandedOut {
-            ledger,
-            announced: &announced,
+            prepared_claims,
+            allocated_claims: &allocated_claims,
             containers,
         };
         plugin_devices(all, handed_out, "test")
@@ -335,10 +345,16 @@ mod tests {
     fn with_both_doors_nothing_is_offered_before_kubelet_has_shown_what_it_granted() {
         let all = Devices::from([device("a", Mode::Both), device("b", Mode::Both)]);
         let mut containers = Containers::default();
-        assert_eq!(offered(&all, &Ledger::default(), &containers), ["a?", "b?"]);
+        assert_eq!(
+            offered(&all, &PreparedClaims::default(), &containers),
+            ["a?", "b?"]
+        );
         containers.seen(&Shown::default(), Duration::ZERO);
-        assert_eq!(offered(&all, &Ledger::default(), &containers), ["a", "b"]);
-        assert_eq!(offered(&all, &ledger_holding("b"), &containers), ["a", "b?"]);
+        assert_eq!(offered(&all, &PreparedClaims::default(), &containers), ["a", "b"]);
+        assert_eq!(
+            offered(&all, &prepared_claims_holding("b"), &containers),
+            ["a", "b?"]
+        );
     }
 
     #[test]
@@ -346,13 +362,13 @@ mod tests {
         let all = Devices::from([device("a", Mode::Both), device("b", Mode::ExtendedResource)]);
         let mut containers = Containers::default();
         containers.seen(&Shown::default(), Duration::ZERO);
-        let known = ledger_holding("elsewhere");
+        let known = prepared_claims_holding("elsewhere");
         let (uid, entry) = known.entries().iter().next().unwrap();
         let unknown = Entry {
             devices: Vec::new(),
             ..entry.clone()
         };
-        let lost = |boot: &str| Ledger::new(boot, BTreeMap::from([(uid.clone(), unknown.clone())]));
+        let lost = |boot: &str| PreparedClaims::new(boot, BTreeMap::from([(uid.clone(), unknown.clone())]));
         assert_eq!(offered(&all, &lost("boot"), &containers), ["a?", "b"]);
         assert_eq!(offered(&all, &lost("the next boot"), &containers), ["a", "b"]);
         assert_eq!(offered(&all, &known, &containers), ["a", "b"]);
@@ -363,8 +379,8 @@ mod tests {
         let all = Devices::from([device("b", Mode::Both)]);
         let mut containers = Containers::default();
         containers.allocated([("b", &[][..])], Duration::ZERO);
-        assert_eq!(offered(&all, &Ledger::default(), &containers), ["b"]);
-        assert_eq!(offered(&all, &ledger_holding("b"), &containers), ["b?"]);
+        assert_eq!(offered(&all, &PreparedClaims::default(), &containers), ["b"]);
+        assert_eq!(offered(&all, &prepared_claims_holding("b"), &containers), ["b?"]);
     }
 
     #[test]
@@ -374,10 +390,10 @@ mod tests {
         shared
             .attributes
             .insert("drayman.dev/numaNode".into(), AttributeValue::int(1));
-        let (announced, containers) = (Announced::default(), Containers::default());
+        let (allocated_claims, containers) = (AllocatedClaims::default(), Containers::default());
         let handed_out = HandedOut {
-            ledger: &Ledger::default(),
-            announced: &announced,
+            prepared_claims: &PreparedClaims::default(),
+            allocated_claims: &allocated_claims,
             containers: &containers,
         };
         let devices = plugin_devices(&Devices::from([(name, shared)]), handed_out, "test");
@@ -391,11 +407,11 @@ mod tests {
     #[test]
     fn a_contested_device_is_published_as_unhealthy_and_nothing_else_changes() {
         let all = Devices::from([device("a", Mode::Both), device("b", Mode::Both)]);
-        let (mut containers, mut contested) = (Containers::default(), Contested::default());
+        let (mut containers, mut conflicting) = (Containers::default(), Conflicting::default());
         containers.allocated([("b", &[][..])], Duration::ZERO);
-        contested.claimed("b", &containers);
-        let shown = published(&all, &contested);
+        conflicting.claimed("b", &containers);
+        let shown = published(&all, &conflicting);
         assert_eq!(shown["a"], all["a"]);
-        assert_eq!(shown["b"].unhealthy.as_deref(), Some(Contested::UNHEALTHY));
+        assert_eq!(shown["b"].unhealthy.as_deref(), Some(Conflicting::UNHEALTHY));
     }
 }

@@ -9,11 +9,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 
 use super::claim_uid::ClaimUid;
+use super::container_edits::{ContainerEdits, DeviceNode};
 use super::containers::Containers;
-use super::injection::{DeviceNode, Injection};
 use super::inventory::Devices;
-use super::ledger::{Entry, Ledger};
 use super::plan::{plan_prepare, plan_unprepare};
+use super::prepared_claims::{Entry, PreparedClaims};
 use super::recovery::{plan_clearing, plan_restoring, plan_undo};
 use super::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity};
 use super::step::{Records, Step};
@@ -117,8 +117,8 @@ fn request(claim: usize) -> ClaimToPrepare {
     }
 }
 
-fn inject(entry: &Entry) -> Injection {
-    let mut injection = Injection::default();
+fn inject(entry: &Entry) -> ContainerEdits {
+    let mut container_edits = ContainerEdits::default();
     for held in &entry.devices {
         let path = format!("/dev/{}", held.device);
         let node = DeviceNode {
@@ -126,9 +126,9 @@ fn inject(entry: &Entry) -> Injection {
             container_path: path,
             permissions: "rw".into(),
         };
-        injection.extend(Injection::of_device_node(&held.device, node));
+        container_edits.extend(ContainerEdits::of_device_node(&held.device, node));
     }
-    injection
+    container_edits
 }
 
 enum Outcome {
@@ -140,7 +140,7 @@ enum Outcome {
 /// A node with its kubelet.
 pub(crate) struct Node<D: Disk> {
     disk: D,
-    ledger: Ledger,
+    prepared_claims: PreparedClaims,
     boots: usize,
     /// Claims that kubelet considers prepared; their containers may be running.
     running: BTreeSet<usize>,
@@ -157,7 +157,7 @@ where
     pub(crate) fn new(disk: D) -> Self {
         let mut node = Self {
             disk,
-            ledger: Ledger::default(),
+            prepared_claims: PreparedClaims::default(),
             boots: 0,
             running: BTreeSet::new(),
             driven: BTreeSet::new(),
@@ -177,7 +177,11 @@ where
             self.operate(Operation::Unprepare { claim }, Fault::None);
             self.check();
         }
-        assert_eq!(self.ledger.entries().len(), 0, "nothing is held in the end");
+        assert_eq!(
+            self.prepared_claims.entries().len(),
+            0,
+            "nothing is held in the end"
+        );
         assert_eq!(
             self.disk.found(),
             (BTreeMap::new(), BTreeSet::new()),
@@ -198,7 +202,7 @@ where
                 };
                 let containers = Containers::default();
                 let planned = plan_prepare(
-                    &self.ledger,
+                    &self.prepared_claims,
                     &containers,
                     &inventory(),
                     &identity,
@@ -235,7 +239,7 @@ where
                     uid: uid(claim).to_string(),
                     ..ClaimToUnprepare::default()
                 };
-                let steps = plan_unprepare(&self.ledger, &request).unwrap();
+                let steps = plan_unprepare(&self.prepared_claims, &request).unwrap();
                 match (self.run(&steps, fault), fault) {
                     (Outcome::Failed, Fault::Failed { step: 1.. }) => {
                         self.without_file.insert(uid(claim));
@@ -265,36 +269,37 @@ where
 
     fn perform(&mut self, step: &Step) {
         if let Step::Inject(uid) = step
-            && let Some(injection) = self.ledger.entry(uid).map(inject)
+            && let Some(container_edits) = self.prepared_claims.entry(uid).map(inject)
         {
-            self.ledger.set_injection(uid, injection, &inventory());
+            self.prepared_claims
+                .set_container_edits(uid, container_edits, &inventory());
             self.driven.insert(uid.clone());
         }
         if let Step::Release(uid) = step {
             self.driven.remove(uid);
         }
-        if let Some(changed) = step.perform(&self.ledger, &self.disk).unwrap() {
-            self.ledger = changed;
+        if let Some(changed) = step.perform(&self.prepared_claims, &self.disk).unwrap() {
+            self.prepared_claims = changed;
         }
     }
 
     fn undo(&mut self, uid: &ClaimUid) {
-        for step in plan_undo(&self.ledger, uid) {
+        for step in plan_undo(&self.prepared_claims, uid) {
             self.perform(&step);
         }
-        if self.ledger.entry(uid).is_some() {
+        if self.prepared_claims.entry(uid).is_some() {
             self.without_file.insert(uid.clone());
         }
     }
 
     /// The process is killed and its checkpoint is lost; the next process has only the other sources.
     fn start_from_traces(&mut self, entries: BTreeMap<ClaimUid, Entry>) {
-        self.ledger = Ledger::new(self.ledger.boot_id(), entries);
+        self.prepared_claims = PreparedClaims::new(self.prepared_claims.boot_id(), entries);
         let files = self.disk.found().1;
-        for step in plan_clearing(&self.ledger, &files).concat() {
+        for step in plan_clearing(&self.prepared_claims, &files).concat() {
             self.perform(&step);
         }
-        for (_, steps) in plan_restoring(&self.ledger) {
+        for (_, steps) in plan_restoring(&self.prepared_claims) {
             for step in steps {
                 self.perform(&step);
             }
@@ -311,11 +316,11 @@ where
             self.driven.clear();
         }
         let (entries, files) = self.disk.found();
-        self.ledger = Ledger::new(format!("boot-{}", self.boots), entries);
-        for step in plan_clearing(&self.ledger, &files).concat() {
+        self.prepared_claims = PreparedClaims::new(format!("boot-{}", self.boots), entries);
+        for step in plan_clearing(&self.prepared_claims, &files).concat() {
             self.perform(&step);
         }
-        for (_, steps) in plan_restoring(&self.ledger) {
+        for (_, steps) in plan_restoring(&self.prepared_claims) {
             for step in steps {
                 self.perform(&step);
             }
@@ -336,7 +341,9 @@ where
                 );
             }
             assert!(
-                self.ledger.entry(&uid(*claim)).is_some_and(Entry::is_done),
+                self.prepared_claims
+                    .entry(&uid(*claim))
+                    .is_some_and(Entry::is_done),
                 "a running claim is not in the ledger"
             );
         }
@@ -347,7 +354,7 @@ where
         );
         assert_eq!(
             &entries,
-            self.ledger.entries(),
+            self.prepared_claims.entries(),
             "the checkpoint is not what the process believes"
         );
         let done: BTreeSet<ClaimUid> = entries
@@ -369,22 +376,24 @@ where
 #[derive(Default)]
 struct Thought {
     entries: RefCell<BTreeMap<ClaimUid, Entry>>,
-    files: RefCell<BTreeMap<ClaimUid, Injection>>,
+    files: RefCell<BTreeMap<ClaimUid, ContainerEdits>>,
     writes: Cell<usize>,
 }
 
 impl Records for Thought {
     type Error = std::convert::Infallible;
 
-    fn save(&self, ledger: &Ledger) -> Result<(), Self::Error> {
+    fn save(&self, prepared_claims: &PreparedClaims) -> Result<(), Self::Error> {
         self.writes
-            .set(self.writes.get() + usize::from(*self.entries.borrow() != *ledger.entries()));
-        *self.entries.borrow_mut() = ledger.entries().clone();
+            .set(self.writes.get() + usize::from(*self.entries.borrow() != *prepared_claims.entries()));
+        *self.entries.borrow_mut() = prepared_claims.entries().clone();
         Ok(())
     }
 
-    fn write_cdi(&self, uid: &ClaimUid, injection: &Injection) -> Result<(), Self::Error> {
-        self.files.borrow_mut().insert(uid.clone(), injection.clone());
+    fn write_cdi(&self, uid: &ClaimUid, container_edits: &ContainerEdits) -> Result<(), Self::Error> {
+        self.files
+            .borrow_mut()
+            .insert(uid.clone(), container_edits.clone());
         Ok(())
     }
 

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use super::claim_uid::ClaimUid;
 use super::kubelet_state::KubeletView;
-use super::ledger::{Entry, Ledger};
+use super::prepared_claims::{Entry, PreparedClaims};
 
 /// How long a claim must be missing from kubelet's list before it counts as an orphan: more than twice the 45 s that kubelet waits for
 /// Prepare.
@@ -30,7 +30,7 @@ pub struct Orphans {
     grace: Duration,
     suspects: BTreeMap<ClaimUid, Suspect>,
     /// Claims whose device another claim needs.
-    contested: BTreeSet<ClaimUid>,
+    conflicting: BTreeSet<ClaimUid>,
     /// Whether the container runtime reports the devices of its containers.
     has_witness: bool,
     /// The claims whose devices no container has, according to the runtime.
@@ -111,35 +111,44 @@ impl Orphans {
             undecided: BTreeSet::new(),
             grace,
             suspects: BTreeMap::new(),
-            contested: BTreeSet::new(),
+            conflicting: BTreeSet::new(),
         }
     }
 
     /// Clears a claim that kubelet has just prepared: it is no orphan.
     pub fn forget(&mut self, uid: &ClaimUid) {
         self.suspects.remove(uid);
-        self.contested.remove(uid);
+        self.conflicting.remove(uid);
     }
 
     /// Records that another claim needs a device of this one. Returns true if that is new and a check is due.
     pub fn contest(&mut self, uid: &ClaimUid) -> bool {
-        self.contested.insert(uid.clone())
+        self.conflicting.insert(uid.clone())
     }
 
     /// Compares the prepared claims with kubelet's list and returns the claims to look up at the API server.
     ///
     /// `now` is the time since any fixed moment.
-    pub fn look(&mut self, ledger: &Ledger, kubelet: &KubeletView, now: Duration) -> Vec<Question> {
-        self.contested.retain(|uid| ledger.entry(uid).is_some());
-        let contested = &self.contested;
+    pub fn look(
+        &mut self,
+        prepared_claims: &PreparedClaims,
+        kubelet: &KubeletView,
+        now: Duration,
+    ) -> Vec<Question> {
+        self.conflicting
+            .retain(|uid| prepared_claims.entry(uid).is_some());
+        let conflicting = &self.conflicting;
         let missing = |uid: &ClaimUid, entry: &Entry| {
             let listed = kubelet.lists(uid) == Some(true);
-            entry.is_done() && (entry.is_unaccounted() || !listed || contested.contains(uid))
+            entry.is_done() && (entry.is_unaccounted() || !listed || conflicting.contains(uid))
         };
-        self.suspects
-            .retain(|uid, _| ledger.entry(uid).is_some_and(|entry| missing(uid, entry)));
+        self.suspects.retain(|uid, _| {
+            prepared_claims
+                .entry(uid)
+                .is_some_and(|entry| missing(uid, entry))
+        });
         let mut questions = Vec::new();
-        for (uid, entry) in ledger.entries() {
+        for (uid, entry) in prepared_claims.entries() {
             if !missing(uid, entry) {
                 continue;
             }
@@ -147,7 +156,7 @@ impl Orphans {
                 since: now,
                 quarantine: None,
             });
-            let at_once = entry.is_unaccounted() || (self.has_witness && contested.contains(uid));
+            let at_once = entry.is_unaccounted() || (self.has_witness && conflicting.contains(uid));
             if now.saturating_sub(suspect.since) < self.grace && !at_once {
                 continue;
             }
@@ -167,12 +176,16 @@ impl Orphans {
 
     /// The claims to check with the container runtime: another claim needs their devices, and they hold nothing according to the API
     /// server.
-    pub fn to_witness(&self, ledger: &Ledger, answers: &BTreeMap<ClaimUid, ApiView>) -> Vec<ClaimUid> {
+    pub fn to_witness(
+        &self,
+        prepared_claims: &PreparedClaims,
+        answers: &BTreeMap<ClaimUid, ApiView>,
+    ) -> Vec<ClaimUid> {
         let gone = answers.iter().filter(|(uid, answer)| {
             self.has_witness
-                && self.contested.contains(*uid)
+                && self.conflicting.contains(*uid)
                 && answer.holds_nothing()
-                && ledger.entry(uid).is_some_and(Entry::is_done)
+                && prepared_claims.entry(uid).is_some_and(Entry::is_done)
         });
         gone.map(|(uid, _)| uid.clone()).collect()
     }
@@ -187,7 +200,7 @@ impl Orphans {
     /// Decides from the answers. Claims that kubelet has prepared since the lookup are left alone.
     pub fn judge(
         &mut self,
-        ledger: &Ledger,
+        prepared_claims: &PreparedClaims,
         kubelet: &KubeletView,
         answers: &BTreeMap<ClaimUid, ApiView>,
         now: Duration,
@@ -200,9 +213,10 @@ impl Orphans {
         for (uid, answer) in answers {
             if answer.has_devices() {
                 // Two existing claims were allocated one device: its holder keeps it.
-                self.contested.remove(uid);
+                self.conflicting.remove(uid);
             }
-            let (Some(suspect), Some(entry)) = (self.suspects.get_mut(uid), ledger.entry(uid)) else {
+            let (Some(suspect), Some(entry)) = (self.suspects.get_mut(uid), prepared_claims.entry(uid))
+            else {
                 continue;
             };
             let due = now.saturating_sub(suspect.since) >= self.grace;
@@ -229,7 +243,7 @@ impl Orphans {
                     let no_news = matches!(answer, ApiView::Unknown(_));
                     let before = suspect.quarantine.take().filter(|_| no_news);
                     // A claim prepared before the boot blocks no device.
-                    let doubt = (ledger.may_be_in_use(entry) && (due || entry.is_unaccounted()))
+                    let doubt = (prepared_claims.may_be_in_use(entry) && (due || entry.is_unaccounted()))
                         .then(|| doubt(entry, kubelet, uid, answer));
                     suspect.quarantine = doubt.flatten().or(before);
                 }
@@ -238,7 +252,7 @@ impl Orphans {
         for verdict in &verdicts {
             if let Verdict::Free(uid) = verdict {
                 self.suspects.remove(uid);
-                self.contested.remove(uid);
+                self.conflicting.remove(uid);
             }
         }
         verdicts

@@ -10,8 +10,8 @@ use super::check::{check_handle, check_health, check_name, distinct, list, offer
 use super::claim_uid::ClaimUid;
 use super::containers::Containers;
 use super::inventory::Devices;
-use super::ledger::{Change, Entry, Explanation, HeldDevice, Ledger, Progress};
 use super::naming::{is_dns_label, is_dns_subdomain};
+use super::prepared_claims::{Change, Entry, Explanation, HeldDevice, PreparedClaims, Progress};
 use super::refusal::Refusal;
 use super::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity};
 use super::step::Step;
@@ -23,7 +23,7 @@ use crate::api::handle::DeviceHandle;
 /// Repeating it for the same claim yields the same id. A claim whose devices are unavailable is refused without any step or change.
 /// `containers` are the holders through the device plugin API; they matter for devices that both APIs offer.
 pub fn plan_prepare(
-    ledger: &Ledger,
+    prepared_claims: &PreparedClaims,
     containers: &Containers,
     inventory: &Devices,
     node: &NodeIdentity,
@@ -36,11 +36,12 @@ pub fn plan_prepare(
     check_handle(&handle, &uid, node)?;
     let names = distinct(handle.devices.iter().map(|device| device.device.as_str()))?;
 
-    let own = ledger.entry(&uid);
-    if let Some(entry) = own.filter(|entry| ledger.may_be_in_use(entry)) {
-        return prepared_before(ledger, inventory, claim, (&uid, entry), &names).map(|steps| (uid, steps));
+    let own = prepared_claims.entry(&uid);
+    if let Some(entry) = own.filter(|entry| prepared_claims.may_be_in_use(entry)) {
+        return prepared_before(prepared_claims, inventory, claim, (&uid, entry), &names)
+            .map(|steps| (uid, steps));
     }
-    if let Some((other, entry)) = ledger.unaccounted(Some(&uid)) {
+    if let Some((other, entry)) = prepared_claims.unaccounted(Some(&uid)) {
         return Err(Refusal::unaccounted(other, entry));
     }
 
@@ -50,7 +51,7 @@ pub fn plan_prepare(
         let device = offered(inventory, name, Mode::Claims)?;
         devices.push(held_device(inventory, name));
         check_containers(containers, device)?;
-        evicted.extend(make_room(ledger, &uid, device)?);
+        evicted.extend(make_room(prepared_claims, &uid, device)?);
         check_health(device)?;
     }
 
@@ -64,9 +65,11 @@ pub fn plan_prepare(
         Entry {
             namespace: claim.namespace.clone(),
             name: claim.name.clone(),
-            boot_id: ledger.boot_id().to_owned(),
+            boot_id: prepared_claims.boot_id().to_owned(),
             devices,
-            progress: Progress::Started { injection: None },
+            progress: Progress::Started {
+                container_edits: None,
+            },
         },
     ));
     steps.push(Step::Save(changes));
@@ -122,10 +125,17 @@ fn check_containers(containers: &Containers, device: &Device) -> Result<(), Refu
 
 /// The claims to evict so that one more can have the device: remains of failed attempts, or of pods that ran before the boot. Refused if
 /// all shares are in use.
-fn make_room(ledger: &Ledger, uid: &ClaimUid, device: &Device) -> Result<Vec<ClaimUid>, Refusal> {
+fn make_room(
+    prepared_claims: &PreparedClaims,
+    uid: &ClaimUid,
+    device: &Device,
+) -> Result<Vec<ClaimUid>, Refusal> {
     let shares = device.shares.unwrap_or(1).max(1);
-    let others = ledger.holders_of(device).filter(|(holder, _)| *holder != uid);
-    let (in_use, left): (Vec<_>, Vec<_>) = others.partition(|(_, entry)| ledger.may_be_in_use(entry));
+    let others = prepared_claims
+        .holders_of(device)
+        .filter(|(holder, _)| *holder != uid);
+    let (in_use, left): (Vec<_>, Vec<_>) =
+        others.partition(|(_, entry)| prepared_claims.may_be_in_use(entry));
     let limit = usize::try_from(shares).unwrap_or(usize::MAX);
     match in_use.first() {
         Some((holder, entry)) if in_use.len() >= limit => {
@@ -152,7 +162,7 @@ fn make_room(ledger: &Ledger, uid: &ClaimUid, device: &Device) -> Result<Vec<Cla
 ///
 /// An entry that was rebuilt after the checkpoint was lost lacks names or even devices; kubelet's request supplies them.
 fn prepared_before(
-    ledger: &Ledger,
+    prepared_claims: &PreparedClaims,
     inventory: &Devices,
     claim: &ClaimToPrepare,
     (uid, entry): (&ClaimUid, &Entry),
@@ -175,7 +185,7 @@ fn prepared_before(
                 ..Device::default()
             };
             make_room(
-                ledger,
+                prepared_claims,
                 uid,
                 &inventory.get(*name).cloned().unwrap_or_else(unknown),
             )?;
@@ -207,10 +217,13 @@ pub(super) fn held_device(inventory: &Devices, name: &str) -> HeldDevice {
 ///
 /// The file goes first: if the process is killed in between, the claim's record shows that work is left. The driver is called only for a
 /// recorded claim, and the record is removed only after the driver has succeeded.
-pub fn plan_unprepare(ledger: &Ledger, claim: &ClaimToUnprepare) -> Result<Vec<Step>, Refusal> {
+pub fn plan_unprepare(
+    prepared_claims: &PreparedClaims,
+    claim: &ClaimToUnprepare,
+) -> Result<Vec<Step>, Refusal> {
     let uid = ClaimUid::parse(&claim.uid)?;
     let mut steps = vec![Step::RemoveCdi(uid.clone())];
-    if ledger.entry(&uid).is_some() {
+    if prepared_claims.entry(&uid).is_some() {
         steps.push(Step::Release(uid.clone()));
         steps.push(Step::Save(vec![Change::Remove(uid)]));
     }

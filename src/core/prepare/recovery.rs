@@ -3,12 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::claim_uid::ClaimUid;
+use super::container_edits::ContainerEdits;
 use super::driver_name::DriverName;
-use super::injection::Injection;
 use super::inventory::Devices;
 use super::kubelet_state::{KubeletClaim, KubeletView};
-use super::ledger::{Change, Entry, Explanation, HeldDevice, Ledger, Progress};
 use super::plan::{held_device, restore};
+use super::prepared_claims::{Change, Entry, Explanation, HeldDevice, PreparedClaims, Progress};
 use super::release::plan_free;
 use super::rendering::entry_of_cdi_spec;
 use super::step::Step;
@@ -112,18 +112,21 @@ pub fn running_claims(driver: &DriverName, pods: &[PodResources]) -> BTreeMap<Cl
 
 /// Completes rebuilt records with the claims that containers use: adds missing names, and adds claims that no other source has. The latter
 /// have no devices, so no claim is prepared until these are known. Returns `None` if nothing is missing.
-pub fn with_running(ledger: &Ledger, running: &BTreeMap<ClaimUid, (String, String)>) -> Option<Ledger> {
-    let mut entries = ledger.entries().clone();
+pub fn with_running(
+    prepared_claims: &PreparedClaims,
+    running: &BTreeMap<ClaimUid, (String, String)>,
+) -> Option<PreparedClaims> {
+    let mut entries = prepared_claims.entries().clone();
     for (uid, (namespace, name)) in running {
         let entry = entries
             .entry(uid.clone())
-            .or_insert_with(|| of_list(ledger.boot_id(), None));
+            .or_insert_with(|| of_list(prepared_claims.boot_id(), None));
         if entry.name.is_empty() {
             entry.namespace.clone_from(namespace);
             entry.name.clone_from(name);
         }
     }
-    (entries != *ledger.entries()).then(|| Ledger::new(ledger.boot_id(), entries))
+    (entries != *prepared_claims.entries()).then(|| PreparedClaims::new(prepared_claims.boot_id(), entries))
 }
 
 fn of_list(boot_id: &str, listed: Option<&KubeletClaim>) -> Entry {
@@ -141,14 +144,19 @@ fn of_list(boot_id: &str, listed: Option<&KubeletClaim>) -> Entry {
         boot_id: boot_id.to_owned(),
         devices: devices.map(device).collect(),
         progress: Progress::Done {
-            injection: Injection::default(),
+            container_edits: ContainerEdits::default(),
         },
     }
 }
 
 /// Plans the update of a claim whose devices have become known.
-pub fn plan_explained(ledger: &Ledger, inventory: &Devices, uid: &ClaimUid, devices: &[String]) -> Vec<Step> {
-    let Some(entry) = ledger.entry(uid).filter(|entry| entry.is_unaccounted()) else {
+pub fn plan_explained(
+    prepared_claims: &PreparedClaims,
+    inventory: &Devices,
+    uid: &ClaimUid,
+    devices: &[String],
+) -> Vec<Step> {
+    let Some(entry) = prepared_claims.entry(uid).filter(|entry| entry.is_unaccounted()) else {
         return Vec::new();
     };
     let known = Explanation {
@@ -167,9 +175,12 @@ pub fn plan_explained(ledger: &Ledger, inventory: &Devices, uid: &ClaimUid, devi
 ///
 /// `files` are the claims with a CDI file of this driver. Cleaning up a started entry is safe: no container has been given any part of it,
 /// and kubelet, which got no answer, calls again or has forgotten it.
-pub fn plan_clearing(ledger: &Ledger, files: &BTreeSet<ClaimUid>) -> Vec<Vec<Step>> {
-    let unknown = files.iter().filter(|uid| ledger.entry(uid).is_none());
-    let unfinished = ledger.entries().iter().filter(|(_, entry)| !entry.is_done());
+pub fn plan_clearing(prepared_claims: &PreparedClaims, files: &BTreeSet<ClaimUid>) -> Vec<Vec<Step>> {
+    let unknown = files.iter().filter(|uid| prepared_claims.entry(uid).is_none());
+    let unfinished = prepared_claims
+        .entries()
+        .iter()
+        .filter(|(_, entry)| !entry.is_done());
     unknown
         .map(|uid| vec![Step::RemoveCdi(uid.clone())])
         .chain(unfinished.map(|(uid, _)| plan_free(uid)))
@@ -181,8 +192,8 @@ pub fn plan_clearing(ledger: &Ledger, files: &BTreeSet<ClaimUid>) -> Vec<Vec<Ste
 ///
 /// Claims prepared in an earlier boot are included although none of their containers runs: kubelet 1.27 does not call Prepare again for a
 /// claim in its own checkpoint.
-pub fn plan_restoring(ledger: &Ledger) -> Vec<(ClaimUid, Vec<Step>)> {
-    let done = ledger
+pub fn plan_restoring(prepared_claims: &PreparedClaims) -> Vec<(ClaimUid, Vec<Step>)> {
+    let done = prepared_claims
         .entries()
         .iter()
         .filter(|(_, entry)| entry.is_done() && !entry.is_unaccounted());
@@ -195,16 +206,20 @@ pub fn plan_restoring(ledger: &Ledger) -> Vec<(ClaimUid, Vec<Step>)> {
 
 /// Plans a retry of restoring one claim's CDI file. Returns `None` if there is nothing to restore: the claim is gone, its devices are
 /// unknown, or no container uses it.
-pub fn plan_restoring_one(ledger: &Ledger, uid: &ClaimUid) -> Option<Vec<Step>> {
-    let entry = ledger.entry(uid)?;
-    (ledger.may_be_in_use(entry) && !entry.is_unaccounted()).then(|| restore(uid))
+pub fn plan_restoring_one(prepared_claims: &PreparedClaims, uid: &ClaimUid) -> Option<Vec<Step>> {
+    let entry = prepared_claims.entry(uid)?;
+    (prepared_claims.may_be_in_use(entry) && !entry.is_unaccounted()).then(|| restore(uid))
 }
 
 /// Plans, claim by claim, the response to a changed inventory: a claim's CDI file must never refer to a node that now belongs to another
 /// device.
-pub fn plan_refresh(ledger: &Ledger, before: &Devices, after: &Devices) -> Vec<(ClaimUid, Vec<Step>)> {
+pub fn plan_refresh(
+    prepared_claims: &PreparedClaims,
+    before: &Devices,
+    after: &Devices,
+) -> Vec<(ClaimUid, Vec<Step>)> {
     let changed = |name: &str| before.get(name) != after.get(name);
-    let touched = ledger
+    let touched = prepared_claims
         .entries()
         .iter()
         .filter(|(_, entry)| entry.is_done() && entry.devices.iter().any(|held| changed(&held.device)));
@@ -217,11 +232,11 @@ pub fn plan_refresh(ledger: &Ledger, before: &Devices, after: &Devices) -> Vec<(
 ///
 /// A claim that containers may be using keeps its devices; only its file is removed, so that no further container starts with a device that
 /// is no longer the allocated one. Every other claim is rolled back completely.
-pub fn plan_undo(ledger: &Ledger, uid: &ClaimUid) -> Vec<Step> {
+pub fn plan_undo(prepared_claims: &PreparedClaims, uid: &ClaimUid) -> Vec<Step> {
     let mut steps = vec![Step::RemoveCdi(uid.clone())];
-    if ledger
+    if prepared_claims
         .entry(uid)
-        .is_some_and(|entry| !ledger.may_be_in_use(entry))
+        .is_some_and(|entry| !prepared_claims.may_be_in_use(entry))
     {
         steps.push(Step::Release(uid.clone()));
         steps.push(Step::Save(vec![Change::Remove(uid.clone())]));
@@ -237,7 +252,7 @@ mod tests {
     use crate::api::proto::pod_resources_v1::{
         CdiDevice, ClaimResource, ContainerResources, DynamicResource,
     };
-    use crate::core::prepare::injection::DeviceNode;
+    use crate::core::prepare::container_edits::DeviceNode;
 
     const BOOT: &str = "boot";
 
@@ -256,7 +271,11 @@ mod tests {
             container_path: path,
             permissions: "rw".into(),
         };
-        cdi_spec(&driver(), &uid(last), &Injection::of_device_node(device, node))
+        cdi_spec(
+            &driver(),
+            &uid(last),
+            &ContainerEdits::of_device_node(device, node),
+        )
     }
 
     fn listed(ours: bool, devices: Option<&[&str]>) -> KubeletClaim {
@@ -303,8 +322,13 @@ mod tests {
         ]
         .map(|(last, devices, name)| (uid(last).to_string(), devices, name));
         assert_eq!(found, expected);
-        let ledger = Ledger::new(BOOT, entries);
-        assert!(ledger.entries().values().all(|entry| ledger.may_be_in_use(entry)));
+        let prepared_claims = PreparedClaims::new(BOOT, entries);
+        assert!(
+            prepared_claims
+                .entries()
+                .values()
+                .all(|entry| prepared_claims.may_be_in_use(entry))
+        );
     }
 
     #[test]
@@ -350,29 +374,37 @@ mod tests {
 
         let files = BTreeMap::from([(uid('1'), Some(spec('1', "x")))]);
         let entries = rebuild(&driver(), BOOT, &files, &KubeletView::Unknown("none".into()));
-        let ledger = with_running(&Ledger::new(BOOT, entries), &running).unwrap();
-        let entry = |last| ledger.entry(&uid(last)).unwrap();
+        let prepared_claims = with_running(&PreparedClaims::new(BOOT, entries), &running).unwrap();
+        let entry = |last| prepared_claims.entry(&uid(last)).unwrap();
         assert_eq!(
             (devices(entry('1')), entry('1').name.as_str()),
             (vec!["x"], "camera")
         );
         assert_eq!(entry('2').name, "camera");
-        assert!(entry('2').is_unaccounted() && ledger.may_be_in_use(entry('2')));
-        assert_eq!(with_running(&ledger, &running), None, "nothing is lacking now");
+        assert!(entry('2').is_unaccounted() && prepared_claims.may_be_in_use(entry('2')));
+        assert_eq!(
+            with_running(&prepared_claims, &running),
+            None,
+            "nothing is lacking now"
+        );
     }
 
     #[test]
     fn the_file_of_a_claim_of_unknown_devices_is_neither_removed_nor_written() {
         let files = BTreeMap::from([(uid('1'), None)]);
-        let ledger = Ledger::new(
+        let prepared_claims = PreparedClaims::new(
             BOOT,
             rebuild(&driver(), BOOT, &files, &KubeletView::Unknown("none".into())),
         );
-        assert_eq!(plan_restoring(&ledger), []);
-        assert_eq!(plan_restoring_one(&ledger, &uid('1')), None);
-        assert_eq!(plan_restoring_one(&ledger, &uid('2')), None, "it has gone");
+        assert_eq!(plan_restoring(&prepared_claims), []);
+        assert_eq!(plan_restoring_one(&prepared_claims, &uid('1')), None);
         assert_eq!(
-            plan_clearing(&ledger, &files.into_keys().collect()),
+            plan_restoring_one(&prepared_claims, &uid('2')),
+            None,
+            "it has gone"
+        );
+        assert_eq!(
+            plan_clearing(&prepared_claims, &files.into_keys().collect()),
             Vec::<Vec<Step>>::new()
         );
     }
@@ -380,18 +412,24 @@ mod tests {
     #[test]
     fn a_claim_that_is_explained_gets_its_file_and_one_that_is_known_does_not_change() {
         let files = BTreeMap::from([(uid('1'), None), (uid('2'), Some(spec('2', "y")))]);
-        let ledger = Ledger::new(
+        let prepared_claims = PreparedClaims::new(
             BOOT,
             rebuild(&driver(), BOOT, &files, &KubeletView::Unknown("none".into())),
         );
         let none = Devices::new();
-        let steps = plan_explained(&ledger, &none, &uid('1'), &["x".into()]);
+        let steps = plan_explained(&prepared_claims, &none, &uid('1'), &["x".into()]);
         assert!(
             matches!(&steps[0], Step::Save(changes) if matches!(changes[..], [Change::Explain(..)])),
             "{steps:?}"
         );
         assert_eq!(steps[1..], restore(&uid('1')));
-        assert_eq!(plan_explained(&ledger, &none, &uid('2'), &["x".into()]), []);
-        assert_eq!(plan_explained(&ledger, &none, &uid('3'), &["x".into()]), []);
+        assert_eq!(
+            plan_explained(&prepared_claims, &none, &uid('2'), &["x".into()]),
+            []
+        );
+        assert_eq!(
+            plan_explained(&prepared_claims, &none, &uid('3'), &["x".into()]),
+            []
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! The reasons for refusing a request of kubelet.
 
 use super::claim_uid::{ClaimUid, ClaimUidError};
-use super::ledger::Entry;
+use super::prepared_claims::Entry;
 use crate::api::handle::HandleError;
 
 /// Why the node refuses a request. Each message is for the user who reads the pod's events.

@@ -2,7 +2,7 @@
 
 use super::claim_uid::{ClaimUid, ClaimUidError};
 use super::kubelet_state::KubeletView;
-use super::ledger::{Change, Entry, Ledger};
+use super::prepared_claims::{Change, Entry, PreparedClaims};
 use super::step::Step;
 
 /// A prepared claim, as shown to users.
@@ -85,12 +85,12 @@ impl ReleaseRefusal {
 
 /// Plans a manual release. Without `force`, only a claim that kubelet does not list is released.
 pub fn plan_release(
-    ledger: &Ledger,
+    prepared_claims: &PreparedClaims,
     kubelet: &KubeletView,
     uid: &str,
     force: bool,
 ) -> Result<(ClaimUid, Vec<Step>), ReleaseRefusal> {
-    let uid = may_release(ledger, kubelet, uid, force)?;
+    let uid = may_release(prepared_claims, kubelet, uid, force)?;
     let steps = plan_free(&uid);
     Ok((uid, steps))
 }
@@ -98,12 +98,12 @@ pub fn plan_release(
 /// Plans a manual release while the node's driver is not running to undo its work. No further container gets the claim's devices; the next
 /// start of the companion cleans up the rest, as for any unfinished claim.
 pub fn plan_release_without_driver(
-    ledger: &Ledger,
+    prepared_claims: &PreparedClaims,
     kubelet: &KubeletView,
     uid: &str,
     force: bool,
 ) -> Result<(ClaimUid, Vec<Step>), ReleaseRefusal> {
-    let uid = may_release(ledger, kubelet, uid, force)?;
+    let uid = may_release(prepared_claims, kubelet, uid, force)?;
     let steps = vec![
         Step::RemoveCdi(uid.clone()),
         Step::Save(vec![Change::Abandon(uid.clone())]),
@@ -112,13 +112,13 @@ pub fn plan_release_without_driver(
 }
 
 fn may_release(
-    ledger: &Ledger,
+    prepared_claims: &PreparedClaims,
     kubelet: &KubeletView,
     uid: &str,
     force: bool,
 ) -> Result<ClaimUid, ReleaseRefusal> {
     let uid = ClaimUid::parse(uid)?;
-    let entry = ledger
+    let entry = prepared_claims
         .entry(&uid)
         .ok_or_else(|| ReleaseRefusal::NotHeld(uid.clone()))?;
     if !force {
@@ -148,29 +148,32 @@ pub fn plan_free(uid: &ClaimUid) -> Vec<Step> {
 }
 
 /// All prepared claims, in order of their uids.
-pub fn holdings(ledger: &Ledger, quarantine: &std::collections::BTreeMap<ClaimUid, String>) -> Vec<Holding> {
+pub fn holdings(
+    prepared_claims: &PreparedClaims,
+    quarantine: &std::collections::BTreeMap<ClaimUid, String>,
+) -> Vec<Holding> {
     let holding = |(uid, entry): (&ClaimUid, &Entry)| Holding {
         uid: uid.to_string(),
         namespace: entry.namespace.clone(),
         name: entry.name.clone(),
         devices: entry.devices.iter().map(|held| held.device.clone()).collect(),
-        state: match (entry.is_done(), ledger.may_be_in_use(entry)) {
+        state: match (entry.is_done(), prepared_claims.may_be_in_use(entry)) {
             (false, _) => HoldingState::Preparing,
             (true, true) => HoldingState::Prepared,
             (true, false) => HoldingState::EarlierBoot,
         },
         quarantine: quarantine.get(uid).cloned().unwrap_or_default(),
     };
-    ledger.entries().iter().map(holding).collect()
+    prepared_claims.entries().iter().map(holding).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use std::collections::{BTreeMap, BTreeSet};
 
-    use super::super::injection::Injection;
+    use super::super::container_edits::ContainerEdits;
     use super::super::kubelet_state::{KubeletClaim, KubeletClaims};
-    use super::super::ledger::{HeldDevice, Progress};
+    use super::super::prepared_claims::{HeldDevice, Progress};
     use super::super::recovery::plan_clearing;
     use super::*;
 
@@ -180,7 +183,7 @@ mod tests {
         ClaimUid::parse(UID).unwrap()
     }
 
-    fn ledger(boot_id: &str) -> Ledger {
+    fn prepared_claims(boot_id: &str) -> PreparedClaims {
         let entry = Entry {
             namespace: "default".into(),
             name: "camera".into(),
@@ -191,16 +194,16 @@ mod tests {
                 ..HeldDevice::default()
             }],
             progress: Progress::Done {
-                injection: Injection::default(),
+                container_edits: ContainerEdits::default(),
             },
         };
-        Ledger::new("boot", BTreeMap::from([(uid(), entry)]))
+        PreparedClaims::new("boot", BTreeMap::from([(uid(), entry)]))
     }
 
     #[test]
     fn what_kubelet_does_not_list_is_released_and_the_file_goes_first() {
         let (_, steps) = plan_release(
-            &ledger("boot"),
+            &prepared_claims("boot"),
             &KubeletView::Lists(KubeletClaims::new()),
             UID,
             false,
@@ -219,7 +222,7 @@ mod tests {
     #[test]
     fn what_is_released_without_the_driver_is_begun_so_that_the_next_start_has_the_driver_undo_it() {
         let nothing = KubeletView::Lists(KubeletClaims::new());
-        let before = ledger("boot");
+        let before = prepared_claims("boot");
         let (released, steps) = plan_release_without_driver(&before, &nothing, UID, false).unwrap();
         let [Step::RemoveCdi(_), Step::Save(changes)] = steps.as_slice() else {
             panic!("{steps:?}")
@@ -248,10 +251,10 @@ mod tests {
             (listed, "InUse"),
             (KubeletView::Unknown("no such file".into()), "KubeletUnknown"),
         ] {
-            let refusal = plan_release(&ledger("boot"), &kubelet, UID, false).unwrap_err();
+            let refusal = plan_release(&prepared_claims("boot"), &kubelet, UID, false).unwrap_err();
             assert_eq!(refusal.reason(), reason);
             assert!(refusal.to_string().contains("--force"), "{refusal}");
-            plan_release(&ledger("boot"), &kubelet, UID, true).unwrap();
+            plan_release(&prepared_claims("boot"), &kubelet, UID, true).unwrap();
         }
     }
 
@@ -260,7 +263,7 @@ mod tests {
         let kubelet = KubeletView::Lists(KubeletClaims::new());
         let other = UID.replace('7', "8");
         for (uid, reason) in [(other.as_str(), "NotHeld"), ("../../etc", "InvalidClaim")] {
-            let refusal = plan_release(&ledger("boot"), &kubelet, uid, true).unwrap_err();
+            let refusal = plan_release(&prepared_claims("boot"), &kubelet, uid, true).unwrap_err();
             assert_eq!(refusal.reason(), reason);
             assert!(refusal.to_string().contains(uid), "{refusal}");
         }
@@ -269,13 +272,13 @@ mod tests {
     #[test]
     fn a_person_sees_who_holds_what_and_why_it_is_in_quarantine() {
         let quarantine = BTreeMap::from([(uid(), "forgotten".to_owned())]);
-        let shown = &holdings(&ledger("boot"), &quarantine)[0];
+        let shown = &holdings(&prepared_claims("boot"), &quarantine)[0];
         assert_eq!(
             (shown.devices.as_slice(), shown.state),
             (&["kvm".to_owned()][..], HoldingState::Prepared)
         );
         assert_eq!(shown.quarantine, "forgotten");
-        let earlier = &holdings(&ledger("before"), &BTreeMap::new())[0];
+        let earlier = &holdings(&prepared_claims("before"), &BTreeMap::new())[0];
         assert_eq!(
             (earlier.state, earlier.quarantine.as_str()),
             (HoldingState::EarlierBoot, "")

@@ -3,26 +3,26 @@
 use std::collections::BTreeMap;
 
 use super::claim_uid::ClaimUid;
+use super::container_edits::{ContainerEdits, DeviceNode, Mount};
 use super::driver_name::DriverName;
-use super::injection::{DeviceNode, Injection, Mount};
-use super::ledger::{Entry, HeldDevice, Progress};
 use super::naming::device_of_environment_name;
+use super::prepared_claims::{Entry, HeldDevice, Progress};
 use crate::api::cdi;
 
 /// Mount option for read-only mounts.
 const READ_ONLY: &str = "ro";
 
 /// Builds the CDI file of a claim. Kind and name derive only from the driver name and the claim's uid.
-pub fn cdi_spec(driver: &DriverName, uid: &ClaimUid, injection: &Injection) -> cdi::Spec {
-    spec(driver.cdi_kind(), uid.to_string(), injection)
+pub fn cdi_spec(driver: &DriverName, uid: &ClaimUid, container_edits: &ContainerEdits) -> cdi::Spec {
+    spec(driver.cdi_kind(), uid.to_string(), container_edits)
 }
 
 /// Builds the CDI file of a device for the device plugin API, for kinds configured to be passed by CDI name.
-pub fn cdi_spec_of_device(driver: &DriverName, device: &str, injection: &Injection) -> cdi::Spec {
-    spec(driver.cdi_device_kind(), device.to_owned(), injection)
+pub fn cdi_spec_of_device(driver: &DriverName, device: &str, container_edits: &ContainerEdits) -> cdi::Spec {
+    spec(driver.cdi_device_kind(), device.to_owned(), container_edits)
 }
 
-fn spec(kind: String, name: String, injection: &Injection) -> cdi::Spec {
+fn spec(kind: String, name: String, container_edits: &ContainerEdits) -> cdi::Spec {
     let node = |node: &DeviceNode| cdi::DeviceNode {
         path: node.container_path.clone(),
         host_path: node.host_path.clone(),
@@ -47,13 +47,13 @@ fn spec(kind: String, name: String, injection: &Injection) -> cdi::Spec {
         devices: vec![cdi::Device {
             name,
             container_edits: cdi::ContainerEdits {
-                env: injection
+                env: container_edits
                     .environment
                     .iter()
                     .map(|(name, value)| format!("{name}={value}"))
                     .collect(),
-                device_nodes: injection.device_nodes.iter().map(node).collect(),
-                mounts: injection.mounts.iter().map(mount).collect(),
+                device_nodes: container_edits.device_nodes.iter().map(node).collect(),
+                mounts: container_edits.mounts.iter().map(mount).collect(),
             },
         }],
     }
@@ -109,11 +109,11 @@ pub fn entry_of_cdi_spec(
         boot_id: boot_id.to_owned(),
         devices,
         progress: Progress::Done {
-            injection: Injection {
+            container_edits: ContainerEdits {
                 device_nodes,
                 environment,
                 mounts,
-                ..Injection::default()
+                ..ContainerEdits::default()
             },
         },
     })
@@ -131,26 +131,26 @@ mod tests {
         ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap()
     }
 
-    fn injection() -> Injection {
+    fn container_edits() -> ContainerEdits {
         let node = |path: &str| DeviceNode {
             host_path: path.into(),
             container_path: path.into(),
             permissions: "rw".into(),
         };
-        let mut injection = Injection::of_device_node("kvm", node("/dev/kvm"));
-        injection.extend(Injection::of_device_node("tty-usb0", node("/dev/tty-usb0")));
-        injection
+        let mut container_edits = ContainerEdits::of_device_node("kvm", node("/dev/kvm"));
+        container_edits.extend(ContainerEdits::of_device_node("tty-usb0", node("/dev/tty-usb0")));
+        container_edits
     }
 
-    fn mounting() -> Injection {
+    fn mounting() -> ContainerEdits {
         let mount = |path: &str, read_only| Mount {
             host_path: path.into(),
             container_path: path.into(),
             read_only,
         };
-        Injection {
+        ContainerEdits {
             mounts: vec![mount("/opt/vendor", true), mount("/run/vendor", false)],
-            ..injection()
+            ..container_edits()
         }
     }
 
@@ -162,12 +162,12 @@ mod tests {
             ["rbind", "nosuid", "nodev", "ro"]
         );
         let entry = entry_of_cdi_spec(&driver(), &uid(), "boot", &spec).unwrap();
-        assert_eq!(entry.injection(), Some(&mounting()));
+        assert_eq!(entry.container_edits(), Some(&mounting()));
     }
 
     #[test]
     fn a_device_has_a_file_of_another_class_than_claims() {
-        let spec = cdi_spec_of_device(&driver(), "kvm", &injection());
+        let spec = cdi_spec_of_device(&driver(), "kvm", &container_edits());
         assert_eq!(
             (spec.kind.as_str(), spec.devices[0].name.as_str()),
             ("drayman.dev/device", "kvm")
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn the_file_says_what_the_specification_asks_for() {
-        let text = serde_json::to_string(&cdi_spec(&driver(), &uid(), &injection())).unwrap();
+        let text = serde_json::to_string(&cdi_spec(&driver(), &uid(), &container_edits())).unwrap();
         assert_eq!(
             text,
             concat!(
@@ -194,10 +194,10 @@ mod tests {
             &driver(),
             &uid(),
             "boot",
-            &cdi_spec(&driver(), &uid(), &injection()),
+            &cdi_spec(&driver(), &uid(), &container_edits()),
         )
         .unwrap();
-        assert_eq!(entry.injection(), Some(&injection()));
+        assert_eq!(entry.container_edits(), Some(&container_edits()));
         assert_eq!(
             entry
                 .devices
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn a_file_that_is_not_as_we_write_it_tells_nothing() {
-        let good = cdi_spec(&driver(), &uid(), &injection());
+        let good = cdi_spec(&driver(), &uid(), &container_edits());
         let mut other_kind = good.clone();
         other_kind.kind = "other.dev/claim".into();
         let mut other_name = good.clone();

@@ -1,8 +1,8 @@
 //! The steps of plans, and their effect on the prepared claims.
 
 use super::claim_uid::ClaimUid;
-use super::injection::Injection;
-use super::ledger::{Change, Ledger};
+use super::container_edits::ContainerEdits;
+use super::prepared_claims::{Change, PreparedClaims};
 
 /// One idempotent action.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,10 +26,10 @@ pub trait Records {
     type Error;
 
     /// Stores the prepared claims in the checkpoint.
-    fn save(&self, ledger: &Ledger) -> Result<(), Self::Error>;
+    fn save(&self, prepared_claims: &PreparedClaims) -> Result<(), Self::Error>;
 
     /// Stores the container edits of a claim.
-    fn write_cdi(&self, uid: &ClaimUid, injection: &Injection) -> Result<(), Self::Error>;
+    fn write_cdi(&self, uid: &ClaimUid, container_edits: &ContainerEdits) -> Result<(), Self::Error>;
 
     /// Removes the file of [`Records::write_cdi`], if it exists.
     fn remove_cdi(&self, uid: &ClaimUid) -> Result<(), Self::Error>;
@@ -38,11 +38,15 @@ pub trait Records {
 impl Step {
     /// Performs the step, unless it is one for the driver. Returns the new prepared claims if the step changes them. If storing fails,
     /// nothing changes.
-    pub fn perform<R: Records>(&self, ledger: &Ledger, records: &R) -> Result<Option<Ledger>, R::Error> {
+    pub fn perform<R: Records>(
+        &self,
+        prepared_claims: &PreparedClaims,
+        records: &R,
+    ) -> Result<Option<PreparedClaims>, R::Error> {
         match self {
-            Self::Save(changes) if changes.is_empty() => records.save(ledger)?,
+            Self::Save(changes) if changes.is_empty() => records.save(prepared_claims)?,
             Self::Save(changes) => {
-                let mut next = ledger.clone();
+                let mut next = prepared_claims.clone();
                 for change in changes {
                     next.apply(change);
                 }
@@ -50,8 +54,11 @@ impl Step {
                 return Ok(Some(next));
             }
             Self::WriteCdi(uid) => {
-                if let Some(injection) = ledger.entry(uid).and_then(|entry| entry.injection()) {
-                    records.write_cdi(uid, injection)?;
+                if let Some(container_edits) = prepared_claims
+                    .entry(uid)
+                    .and_then(|entry| entry.container_edits())
+                {
+                    records.write_cdi(uid, container_edits)?;
                 }
             }
             Self::RemoveCdi(uid) => records.remove_cdi(uid)?,

@@ -10,7 +10,7 @@ use crate::api::crd::{
     AttributeValue, DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceConstraint, DeviceSelector,
 };
 use crate::core::allocation::allocation_result;
-use crate::core::allocation::facts::Match;
+use crate::core::allocation::attribute_set::Match;
 use crate::core::allocation::fixture::{self, DRIVER};
 
 /// A node with this number of devices of a kind, no two of them equal.
@@ -92,7 +92,7 @@ async fn a_dear_expression_over_many_devices_does_not_hold_up_the_claims_of_othe
     );
     let facts = [(
         "d/number".into(),
-        crate::core::allocation::facts::Attribute::Int(0),
+        crate::core::allocation::attribute_set::Attribute::Int(0),
     )];
     let facts = facts.into_iter().collect();
     let expression = cheap.selectors()[0].expression();
@@ -157,7 +157,7 @@ fn claims(pod: &str, number: usize, counts: &[u32], equal: Option<&str>) -> Vec<
         claim: Arc::new(fixture::claim(&format!("{pod}-{index}"), None)),
         class: Arc::default(),
         class_parameters: Arc::new(class_parameters.clone()),
-        claim_parameters: Demand::check(&class_parameters, "ns", "p", &spec).unwrap(),
+        claim_parameters: DeviceRequests::check(&class_parameters, "ns", "p", &spec).unwrap(),
     };
     (0..number).map(claim).collect()
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-use crate::core::allocation::facts::{Facts, Match};
+use crate::core::allocation::attribute_set::{AttributeSet, Match};
 pub use program::{Compiled, Ground};
 
 /// Stack size in bytes of the thread that parses and evaluates expressions. The limits on expressions keep their stack usage well
@@ -35,12 +35,12 @@ pub(crate) struct Evaluator {
 
 struct Job {
     expression: Arc<str>,
-    devices: Vec<Facts>,
+    devices: Vec<AttributeSet>,
     reply: oneshot::Sender<Result<Judged, String>>,
 }
 
 /// The result of an expression for each device.
-pub(crate) type Judged = Vec<(Facts, Match)>;
+pub(crate) type Judged = Vec<(AttributeSet, Match)>;
 
 /// Why an expression has no result.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,7 +61,11 @@ impl Evaluator {
     }
 
     /// Evaluates an expression against the first of at most [`CHUNK`] devices: as many as fit into a turn, and at least one if any.
-    pub(crate) async fn judge(&self, expression: &Arc<str>, devices: Vec<Facts>) -> Result<Judged, Refusal> {
+    pub(crate) async fn judge(
+        &self,
+        expression: &Arc<str>,
+        devices: Vec<AttributeSet>,
+    ) -> Result<Judged, Refusal> {
         self.judge_within(DEADLINE, expression, devices).await
     }
 
@@ -69,7 +73,7 @@ impl Evaluator {
         &self,
         limit: Duration,
         expression: &Arc<str>,
-        devices: Vec<Facts>,
+        devices: Vec<AttributeSet>,
     ) -> Result<Judged, Refusal> {
         let (reply, answer) = oneshot::channel();
         self.send(Job {

@@ -7,7 +7,7 @@ use kube_cel::KubeCelExt;
 use kube_cel::cel::objects::{Key, Map};
 use kube_cel::cel::{Context, ExecutionError, Program, Value};
 
-use crate::core::allocation::facts::{Attribute, Facts, Match};
+use crate::core::allocation::attribute_set::{Attribute, AttributeSet, Match};
 use crate::host::selectors::guard::{self, Needs};
 
 /// Maximum number of characters of an error text.
@@ -51,7 +51,7 @@ impl Ground {
         })
     }
 
-    fn device(&self, facts: &Facts, keys: &[String]) -> Value {
+    fn device(&self, facts: &AttributeSet, keys: &[String]) -> Value {
         let mut domains: BTreeMap<&str, HashMap<Key, Value>> = BTreeMap::new();
         for key in keys {
             domains.entry(key).or_default();
@@ -105,7 +105,7 @@ impl Compiled {
     }
 
     /// Evaluates the expression against a device's attributes. Needs the same stack.
-    pub fn judge(&self, ground: &Ground, facts: &Facts) -> Match {
+    pub fn judge(&self, ground: &Ground, facts: &AttributeSet) -> Match {
         let mut context = ground.context.new_inner_scope();
         context.add_variable_from_value("device", ground.device(facts, &self.keys));
         match self.program.execute(&context) {
@@ -177,7 +177,7 @@ fn shortened(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn facts() -> Facts {
+    fn facts() -> AttributeSet {
         let attribute = |name: &str, value| (Box::from(name), value);
         [
             attribute("drayman.dev/firmware", Attribute::Version("1.10.0".into())),

@@ -3,9 +3,9 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::core::allocation::facts::Attribute;
+use crate::core::allocation::attribute_set::Attribute;
 
-fn facts(value: i64) -> Facts {
+fn facts(value: i64) -> AttributeSet {
     [("drayman.dev/x".into(), Attribute::Int(value))]
         .into_iter()
         .collect()
@@ -118,7 +118,7 @@ async fn an_expression_is_checked_even_if_there_are_no_devices() {
 async fn what_is_not_done_in_time_is_not_wrong_for_ever() {
     let evaluator = Evaluator::new("drayman.dev");
     let heavy: Arc<str> = format!("[{}].all(a, a + a + a > 0)", vec!["1"; 400].join(",")).into();
-    let many: Vec<Facts> = (0..).take(CHUNK).map(facts).collect();
+    let many: Vec<AttributeSet> = (0..).take(CHUNK).map(facts).collect();
     let refusal = evaluator.judge_within(Duration::ZERO, &heavy, many.clone()).await;
     assert!(matches!(refusal, Err(Refusal::Unfinished(_))), "{refusal:?}");
     let judged = evaluator.judge(&heavy, many).await.map(|judged| judged.len());
@@ -132,7 +132,7 @@ async fn what_is_not_done_in_time_is_not_wrong_for_ever() {
 async fn a_turn_ends_soon_however_many_devices_there_are() {
     let evaluator = Evaluator::new("drayman.dev");
     let heavy: Arc<str> = format!("[{}].all(a, a + a + a > 0)", vec!["1"; 400].join(",")).into();
-    let mut left: Vec<Facts> = (0..).take(CHUNK).map(facts).collect();
+    let mut left: Vec<AttributeSet> = (0..).take(CHUNK).map(facts).collect();
     let mut turns = 0;
     while !left.is_empty() {
         let judged = evaluator.judge(&heavy, left.clone()).await.unwrap();

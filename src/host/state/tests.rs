@@ -66,7 +66,7 @@ fn expressions_in_use_are_bounded_per_namespace_and_in_total() {
     let use_all = |state: &mut State, namespace: &str, name: &str, from: usize| {
         let key = (namespace.to_owned(), name.to_owned());
         state.apply_claims(Change::Set(key, Ok(object(from))));
-        let demand = Demand::check(&fixture::class("test"), namespace, name, &object(from)).unwrap();
+        let demand = DeviceRequests::check(&fixture::class("test"), namespace, name, &object(from)).unwrap();
         let selectors = demand.requests().iter().flat_map(Request::selectors);
         selectors
             .map(|selector| state.select(selector))

@@ -13,7 +13,7 @@ const NAMES_MAX: usize = 1024;
 
 /// The APIs that offer a kind's devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct KindDoors {
+pub struct KindApis {
     /// The assignment of devices to APIs.
     pub mode: KindMode,
     /// Whether containers get devices of the extended resource by CDI name.
@@ -46,7 +46,7 @@ pub enum KindMode {
     },
 }
 
-impl Default for KindDoors {
+impl Default for KindApis {
     fn default() -> Self {
         Self {
             mode: KindMode::Claims,
@@ -56,7 +56,7 @@ impl Default for KindDoors {
     }
 }
 
-impl KindDoors {
+impl KindApis {
     /// The mode of a device of the kind, by device name.
     pub fn mode_of(&self, device: &str) -> Mode {
         match &self.mode {
@@ -96,7 +96,7 @@ impl KindDoors {
 }
 
 /// The raw fields about APIs.
-pub(super) struct RawDoors<'a> {
+pub(super) struct RawApis<'a> {
     pub(super) name: &'a Spanned<String>,
     pub(super) mode: Option<&'a Spanned<String>>,
     pub(super) resource_name: Option<&'a Spanned<String>>,
@@ -106,9 +106,9 @@ pub(super) struct RawDoors<'a> {
     pub(super) pre_start_check: Option<&'a Spanned<bool>>,
 }
 
-impl RawDoors<'_> {
+impl RawApis<'_> {
     /// `shares` is the effective value, which may come from the preset.
-    pub(super) fn check(&self, field: &str, shares: Option<u32>) -> Result<KindDoors, Refused> {
+    pub(super) fn check(&self, field: &str, shares: Option<u32>) -> Result<KindApis, Refused> {
         let mode = self.check_mode(field)?;
         for (name, raw) in [
             ("cdiDevices", self.cdi_devices),
@@ -130,7 +130,7 @@ impl RawDoors<'_> {
                 (None, mode) => at(mode.unwrap_or(self.name), problem),
             });
         }
-        Ok(KindDoors {
+        Ok(KindApis {
             mode,
             cdi_devices: self.cdi_devices.is_some_and(|raw| raw.value),
             pre_start_check: self.pre_start_check.is_some_and(|raw| raw.value),

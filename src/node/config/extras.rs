@@ -8,7 +8,7 @@ use serde_saphyr::Spanned;
 use super::pattern::PathPattern;
 use super::source::Source;
 use super::{Refused, at, shown};
-use crate::core::prepare::injection::Mount;
+use crate::core::prepare::container_edits::Mount;
 use crate::core::prepare::naming::ENVIRONMENT_PREFIX;
 
 /// Maximum number of entries in a list or map.

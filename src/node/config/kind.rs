@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
-use super::door::RawDoors;
+use super::door::RawApis;
 use super::extras::{self, Probe};
 use super::places::Places;
 use super::preset::{PRESETS, Preset};
@@ -92,7 +92,7 @@ impl RawKind {
                 return Err(at(raw, problem));
             }
         };
-        let doors = RawDoors {
+        let doors = RawApis {
             name,
             mode: self.mode.as_ref(),
             resource_name: self.resource_name.as_ref(),

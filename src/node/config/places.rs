@@ -8,7 +8,7 @@ use super::extras::RawMount;
 use super::pattern::PathPattern;
 use super::source::Source;
 use super::{Place, Refused, at};
-use crate::core::prepare::injection::Mount;
+use crate::core::prepare::container_edits::Mount;
 
 /// The source, container paths and mounts of a kind, with their positions in the file.
 pub(super) struct Places<'a> {

@@ -27,7 +27,7 @@ fn kind_refusal(kind: &str) -> String {
 fn kind(name: &str, paths: Vec<PathPattern>) -> DeviceKind {
     DeviceKind {
         name: name.into(),
-        doors: KindDoors::default(),
+        doors: KindApis::default(),
         source: Source::Paths(paths),
         permissions: "rw".into(),
         shares: None,
@@ -56,11 +56,11 @@ fn a_file_is_read_with_its_defaults() {
             kinds: [
                 kind("test", vec![path("/dev/drayman-test-*")]),
                 DeviceKind {
-                    doors: KindDoors {
+                    doors: KindApis {
                         mode: KindMode::ExtendedResource {
                             resource_name: "example.com/camera".into(),
                         },
-                        ..KindDoors::default()
+                        ..KindApis::default()
                     },
                     permissions: "rm".into(),
                     ..kind("camera", vec![path("/dev/video0"), path("/dev/video1")])

@@ -7,7 +7,7 @@ use super::HostPaths;
 use super::in_use::{holders, in_use};
 use super::node::{Node, NodeKind};
 use crate::api::crd::{Device, DeviceAttributes, Mode};
-use crate::core::prepare::injection::{DeviceNode, Injection};
+use crate::core::prepare::container_edits::{ContainerEdits, DeviceNode};
 use crate::core::prepare::naming::environment_name;
 use crate::node::config::DeviceKind;
 
@@ -114,7 +114,7 @@ impl Found {
 
     /// Container edits: the device nodes, a variable with the paths of the device's own nodes, and the kind's mounts and
     /// environment.
-    pub(super) fn injection(&self, name: &str) -> Injection {
+    pub(super) fn container_edits(&self, name: &str) -> ContainerEdits {
         let own = self.nodes.iter().filter(|node| node.own);
         let paths: Vec<String> = own.map(FoundNode::container_path).collect();
         let mut environment = self.kind.environment.clone();
@@ -124,11 +124,11 @@ impl Found {
             container_path: node.container_path(),
             permissions: self.kind.permissions.clone(),
         };
-        Injection {
+        ContainerEdits {
             device_nodes: self.nodes.iter().map(node).collect(),
             environment,
             mounts: self.kind.mounts.clone(),
-            ..Injection::default()
+            ..ContainerEdits::default()
         }
     }
 }

@@ -34,7 +34,7 @@ pub use self::report::Candidate;
 use self::search::Search;
 pub use self::search::{Caught, Cause};
 use crate::api::crd::Device;
-use crate::core::prepare::injection::Injection;
+use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::inventory::Devices;
 use crate::node::config::NodeConfiguration;
 use crate::node::driver::{NodeDriver, NodeDriverError};
@@ -70,7 +70,7 @@ pub struct Survey {
     /// The devices, sorted by name.
     pub devices: Vec<Device>,
     /// Container edits by device name.
-    pub injections: BTreeMap<String, Injection>,
+    pub container_edits_of: BTreeMap<String, ContainerEdits>,
     /// All candidates, whether they became a device or not.
     pub candidates: Vec<Candidate>,
 }
@@ -142,10 +142,10 @@ impl NodeDriver for HostDevices {
             .unwrap_or_else(|_| Err(NodeDriverError::Ended(device.to_owned())))
     }
 
-    async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
+    async fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
         let shared = self.shared.clone();
         let name = device.to_owned();
-        spawn_blocking(move || shared.injection(&name))
+        spawn_blocking(move || shared.container_edits(&name))
             .await
             .unwrap_or_else(|_| Err(NodeDriverError::Ended(device.to_owned())))
     }
@@ -156,7 +156,7 @@ impl Shared {
     /// periodic search runs only once a minute.
     fn check_unused(&self, device: &str) -> Result<(), NodeDriverError> {
         let found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
-        // A missing device is rejected by `injection`.
+        // A missing device is rejected by `container_edits`.
         let Some(found) = found.get(device).cloned() else {
             return Ok(());
         };
@@ -169,7 +169,7 @@ impl Shared {
         })
     }
 
-    fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
+    fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
         let known = |devices: &Mutex<BTreeMap<String, Found>>| {
             let devices = devices.lock().unwrap_or_else(PoisonError::into_inner);
             devices.get(device).cloned()
@@ -195,7 +195,7 @@ impl Shared {
                 });
             }
         }
-        Ok(found.injection(device))
+        Ok(found.container_edits(device))
     }
 }
 

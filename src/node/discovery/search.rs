@@ -304,10 +304,10 @@ pub(super) async fn survey(configuration: NodeConfiguration, paths: HostPaths) -
     };
     Survey {
         devices: scan.found.iter().map(device).collect(),
-        injections: scan
+        container_edits_of: scan
             .found
             .iter()
-            .map(|(name, found)| (name.clone(), found.injection(name)))
+            .map(|(name, found)| (name.clone(), found.container_edits(name)))
             .collect(),
         candidates: scan.candidates,
     }

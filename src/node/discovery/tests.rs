@@ -7,7 +7,7 @@ use rustix::fs::{CWD, FileType, Mode as FileMode, makedev, mknodat};
 use super::scan::{Scan, scan};
 use super::*;
 use crate::api::crd::Mode;
-use crate::core::prepare::injection::DeviceNode;
+use crate::core::prepare::container_edits::DeviceNode;
 use crate::core::prepare::naming::device_name;
 
 #[path = "../../../tests/not_run/mod.rs"]
@@ -307,14 +307,14 @@ async fn a_container_gets_the_node_at_the_path_that_was_configured() {
     host.character("tty", 3);
     symlink("../tty", host.dev("by-id/x")).unwrap();
     let driver = start(&host, &shutdown).await;
-    let injection = driver.injection(&device_name("by-id/x")).await.unwrap();
+    let container_edits = driver.container_edits(&device_name("by-id/x")).await.unwrap();
     let node = DeviceNode {
         host_path: "/dev/tty".into(),
         container_path: "/dev/by-id/x".into(),
         permissions: "rw".into(),
     };
-    assert_eq!(injection.device_nodes, [node]);
-    assert_eq!(injection.environment.len(), 1);
+    assert_eq!(container_edits.device_nodes, [node]);
+    assert_eq!(container_edits.environment.len(), 1);
     shutdown.cancel();
 }
 
@@ -326,31 +326,31 @@ async fn a_device_that_has_gone_or_become_another_is_refused_at_once() {
     host.character("test-b", 2);
     let driver = start(&host, &shutdown).await;
     assert_eq!(
-        driver.injection("nowhere").await.unwrap_err().reason(),
+        driver.container_edits("nowhere").await.unwrap_err().reason(),
         "DeviceGone"
     );
     // Without an `await` in between, so that no search intervenes.
     std::fs::remove_file(host.dev("test-a")).unwrap();
     assert_eq!(
-        driver.shared.injection("test-a").unwrap_err().reason(),
+        driver.shared.container_edits("test-a").unwrap_err().reason(),
         "DeviceGone"
     );
     std::fs::remove_file(host.dev("test-b")).unwrap();
     host.character("test-b", 7);
     assert_eq!(
-        driver.shared.injection("test-b").unwrap_err().reason(),
+        driver.shared.container_edits("test-b").unwrap_err().reason(),
         "DeviceChanged"
     );
     let mut devices = driver.devices.clone();
     until(&mut devices, &["test-b"]).await;
     // One search may see the removal, and only the next one the new number.
-    while driver.injection("test-b").await.is_err() {
+    while driver.container_edits("test-b").await.is_err() {
         devices.changed().await.unwrap();
     }
     std::fs::remove_file(host.dev("test-b")).unwrap();
     symlink(Path::new("/etc/passwd"), host.dev("test-b")).unwrap();
     assert_eq!(
-        driver.shared.injection("test-b").unwrap_err().reason(),
+        driver.shared.container_edits("test-b").unwrap_err().reason(),
         "DeviceGone"
     );
     shutdown.cancel();

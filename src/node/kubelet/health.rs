@@ -8,13 +8,13 @@ use tonic_health::ServingStatus;
 use tonic_health::pb::health_server::{Health, HealthServer};
 use tonic_health::server::{HealthReporter, health_reporter};
 
-use super::DoorState;
+use super::KubeletApiState;
 use crate::node::kubelet::transport::MAX_MESSAGE;
 
 /// Health of these services and of the whole socket; both follow the endpoint's state.
 pub(super) async fn service(
     services: &'static [&'static str],
-    mut state: watch::Receiver<DoorState>,
+    mut state: watch::Receiver<KubeletApiState>,
 ) -> HealthServer<impl Health> {
     let (reporter, server) = health_reporter();
     // Computed in its own statement: the borrow must end before the `await`.
@@ -36,12 +36,13 @@ async fn report(reporter: &HealthReporter, services: &[&str], status: ServingSta
 }
 
 /// An endpoint that kubelet has not registered yet is already serving.
-fn status(state: &DoorState) -> ServingStatus {
+fn status(state: &KubeletApiState) -> ServingStatus {
     match state {
-        DoorState::Waiting | DoorState::Registered => ServingStatus::Serving,
-        DoorState::Starting | DoorState::Rejected { .. } | DoorState::Failed { .. } | DoorState::Closed => {
-            ServingStatus::NotServing
-        }
+        KubeletApiState::Waiting | KubeletApiState::Registered => ServingStatus::Serving,
+        KubeletApiState::Starting
+        | KubeletApiState::Rejected { .. }
+        | KubeletApiState::Failed { .. }
+        | KubeletApiState::Closed => ServingStatus::NotServing,
     }
 }
 
@@ -51,15 +52,15 @@ mod tests {
 
     #[test]
     fn a_door_is_well_while_it_serves_and_is_not_refused() {
-        let rejected = DoorState::Rejected {
+        let rejected = KubeletApiState::Rejected {
             message: String::new(),
         };
         for (now, expected) in [
-            (DoorState::Starting, ServingStatus::NotServing),
-            (DoorState::Waiting, ServingStatus::Serving),
-            (DoorState::Registered, ServingStatus::Serving),
+            (KubeletApiState::Starting, ServingStatus::NotServing),
+            (KubeletApiState::Waiting, ServingStatus::Serving),
+            (KubeletApiState::Registered, ServingStatus::Serving),
             (rejected, ServingStatus::NotServing),
-            (DoorState::Closed, ServingStatus::NotServing),
+            (KubeletApiState::Closed, ServingStatus::NotServing),
         ] {
             assert_eq!(status(&now), expected, "{now:?}");
         }

@@ -22,7 +22,7 @@ use tonic::Status;
 
 use crate::core::prepare::name::NameError;
 use crate::node::companion::CompanionError;
-use crate::node::kubelet::transport::{SocketError, SocketPlace};
+use crate::node::kubelet::transport::{SocketError, SocketPath};
 
 /// The command-line option that sets [`KubeletPaths::root_dir`], for error messages.
 pub const ROOT_DIR_OPTION: &str = "--kubelet-root-dir";
@@ -48,8 +48,8 @@ impl Default for KubeletPaths {
 }
 
 impl KubeletPaths {
-    fn below_root(&self, path: impl AsRef<Path>) -> SocketPlace {
-        SocketPlace {
+    fn below_root(&self, path: impl AsRef<Path>) -> SocketPath {
+        SocketPath {
             path: self.root_dir.join(path),
             root: self.root_dir.clone(),
             option: ROOT_DIR_OPTION,
@@ -58,22 +58,22 @@ impl KubeletPaths {
 
     /// The driver's registration socket. Kubelet's plugin watcher also watches subdirectories (1.27 to 1.37,
     /// `pkg/kubelet/pluginmanager/pluginwatcher`), so a companion in a pod mounts only its own folder.
-    pub fn registration_socket(&self, driver_name: &str) -> SocketPlace {
+    pub fn registration_socket(&self, driver_name: &str) -> SocketPath {
         self.below_root(format!("plugins_registry/{driver_name}/reg.sock"))
     }
 
     /// The socket of the driver's DRA service.
-    pub fn service_socket(&self, driver_name: &str) -> SocketPlace {
+    pub fn service_socket(&self, driver_name: &str) -> SocketPath {
         self.below_root(format!("plugins/{driver_name}/dra.sock"))
     }
 
     /// The socket of a resource's device plugin: the last part of the resource name for readability, and a checksum of the whole
     /// name to keep it unique and short. Stable across restarts, so a stale socket is replaced.
-    pub fn device_plugin_socket(&self, resource_name: &str) -> SocketPlace {
+    pub fn device_plugin_socket(&self, resource_name: &str) -> SocketPath {
         let name = resource_name.rsplit('/').next().unwrap_or_default();
         let short = name.chars().take(40).collect::<String>();
         let checksum = crc32fast::hash(resource_name.as_bytes());
-        SocketPlace {
+        SocketPath {
             path: self
                 .device_plugin_dir
                 .join(format!("drayman-{short}-{checksum:08x}.sock")),
@@ -86,14 +86,14 @@ impl KubeletPaths {
     }
 
     /// The socket of a device plugin that registers through the plugin watcher, in a directory that kubelet does not empty.
-    pub fn watched_device_plugin_socket(&self, driver_name: &str, resource_name: &str) -> SocketPlace {
+    pub fn watched_device_plugin_socket(&self, driver_name: &str, resource_name: &str) -> SocketPath {
         let checksum = crc32fast::hash(resource_name.as_bytes());
         self.below_root(format!("plugins/{driver_name}/dp-{checksum:08x}.sock"))
     }
 
     /// The registration socket of a device plugin for kubelet's plugin watcher. The name is only the checksum, because the longest
     /// driver name leaves eight bytes for it; kubelet requires no suffix.
-    pub fn device_plugin_registration_socket(&self, driver_name: &str, resource_name: &str) -> SocketPlace {
+    pub fn device_plugin_registration_socket(&self, driver_name: &str, resource_name: &str) -> SocketPath {
         let checksum = crc32fast::hash(resource_name.as_bytes());
         self.below_root(format!("plugins_registry/{driver_name}/{checksum:08x}"))
     }
@@ -111,7 +111,7 @@ impl KubeletPaths {
 
 /// Registration state of an endpoint, as last reported by kubelet. Kubelet does not announce that it stops.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum DoorState {
+pub enum KubeletApiState {
     /// Not serving yet.
     #[default]
     Starting,
@@ -134,11 +134,11 @@ pub enum DoorState {
 }
 
 /// Marks an endpoint as served, unless kubelet has already reported a registration status.
-fn is_served(state: &watch::Sender<DoorState>) {
+fn is_served(state: &watch::Sender<KubeletApiState>) {
     state.send_if_modified(|state| {
-        let is_first = *state == DoorState::Starting;
+        let is_first = *state == KubeletApiState::Starting;
         if is_first {
-            *state = DoorState::Waiting;
+            *state = KubeletApiState::Waiting;
         }
         is_first
     });
@@ -146,7 +146,7 @@ fn is_served(state: &watch::Sender<DoorState>) {
 
 /// Why an endpoint cannot be served.
 #[derive(Debug, Error)]
-pub enum DoorError {
+pub enum KubeletApiError {
     /// A socket cannot be created.
     #[error(transparent)]
     Socket(#[from] SocketError),
@@ -161,7 +161,7 @@ pub enum DoorError {
     },
 }
 
-impl DoorError {
+impl KubeletApiError {
     /// CamelCase name of the reason, for logs and metrics.
     pub const fn reason(&self) -> &'static str {
         match self {
@@ -213,7 +213,7 @@ mod tests {
     #[test]
     fn sockets_are_where_kubelet_looks() {
         let paths = KubeletPaths::default();
-        let path = |place: SocketPlace| place.path.display().to_string();
+        let path = |place: SocketPath| place.path.display().to_string();
         assert_eq!(
             path(paths.registration_socket("drayman.dev")),
             "/var/lib/kubelet/plugins_registry/drayman.dev/reg.sock"

@@ -3,7 +3,7 @@
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
-use super::DoorState;
+use super::KubeletApiState;
 use crate::api::proto::plugin_registration::registration_server::Registration;
 use crate::api::proto::plugin_registration::{
     InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
@@ -16,7 +16,7 @@ const MAX_REASON: usize = 1024;
 #[derive(Debug)]
 pub(super) struct RegistrationService {
     pub(super) info: PluginInfo,
-    pub(super) state: watch::Sender<DoorState>,
+    pub(super) state: watch::Sender<KubeletApiState>,
 }
 
 #[tonic::async_trait]
@@ -38,7 +38,7 @@ impl Registration for RegistrationService {
         let plugin = &self.info.name;
         if plugin_registered {
             tracing::info!(plugin, "kubelet has registered the driver");
-            self.state.send_replace(DoorState::Registered);
+            self.state.send_replace(KubeletApiState::Registered);
         } else {
             let message = error.chars().take(MAX_REASON).collect::<String>();
             tracing::error!(
@@ -46,7 +46,7 @@ impl Registration for RegistrationService {
                 reason = "RegistrationRejected",
                 "kubelet rejects the driver: {message:?}; \"no handler registered\" means that its feature gate DynamicResourceAllocation is off"
             );
-            self.state.send_replace(DoorState::Rejected { message });
+            self.state.send_replace(KubeletApiState::Rejected { message });
         }
         Ok(Response::new(RegistrationStatusResponse {}))
     }
@@ -58,8 +58,8 @@ mod tests {
 
     use super::*;
 
-    fn service() -> (RegistrationService, watch::Receiver<DoorState>) {
-        let (state, receiver) = watch::channel(DoorState::Waiting);
+    fn service() -> (RegistrationService, watch::Receiver<KubeletApiState>) {
+        let (state, receiver) = watch::channel(KubeletApiState::Waiting);
         let info = PluginInfo {
             r#type: "DRAPlugin".into(),
             name: "d.dev".into(),
@@ -98,12 +98,12 @@ mod tests {
         };
         assert_eq!(
             notify(false, "no handler").await,
-            DoorState::Rejected {
+            KubeletApiState::Rejected {
                 message: "no handler".into()
             }
         );
-        assert_eq!(notify(true, "").await, DoorState::Registered);
-        let DoorState::Rejected { message } = notify(false, &"é".repeat(5000)).await else {
+        assert_eq!(notify(true, "").await, KubeletApiState::Registered);
+        let KubeletApiState::Rejected { message } = notify(false, &"é".repeat(5000)).await else {
             panic!("rejected")
         };
         assert_eq!(message.chars().count(), MAX_REASON);

@@ -11,29 +11,29 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::doors::Doors;
+use super::doors::KubeletApis;
 use super::mounted::mounted;
 use super::{NodeError, boot_id};
 use crate::core::discovery::events::DeviceEvent;
 use crate::core::prepare::driver_name::DriverName;
-use crate::core::prepare::former::Former;
 use crate::core::prepare::orphans;
 use crate::core::prepare::recovery::running_claims;
 use crate::core::prepare::request::ExtendedResource;
+use crate::core::prepare::withdrawn::WithdrawnDevices;
 use crate::node::admin;
-use crate::node::container_runtime::{RuntimeWitness, Witness};
+use crate::node::container_runtime::{ContainerRuntime, CriClient};
 use crate::node::driver::NodeDriver;
 use crate::node::kubelet::device_plugin::PluginRegistration;
-use crate::node::kubelet::dra::allocated_claims::Announcements;
+use crate::node::kubelet::dra::allocated_claims::ClaimWatch;
 use crate::node::kubelet::pod_resources::{Grants, HostNodes, KubeletGrants, PodResourcesClient, former};
-use crate::node::kubelet::{DoorError, KubeletPaths};
+use crate::node::kubelet::{KubeletApiError, KubeletPaths};
 use crate::node::metrics::Figures;
 use crate::node::orphans::Caretaker;
 use crate::node::publish::inventory::{Publisher, PublisherClient, Standing};
 use crate::node::reload::Resources;
 use crate::node::state::storage::disk::Disk;
 use crate::node::state::storage::{Opened, Places, Store, StoreError};
-use crate::node::state::{Owner, OwnerOptions};
+use crate::node::state::{NodeState, NodeStateOptions};
 
 /// How long to wait for another companion on the node to end, as during an update, and for a checkpoint that cannot be read.
 const LOCK_PATIENCE: Duration = Duration::from_secs(30);
@@ -43,7 +43,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(500);
 /// The companion of one node.
 ///
 /// ```no_run
-/// use drayman::node::driver::{Device, Injection, NodeDriver, NodeDriverError};
+/// use drayman::node::driver::{Device, ContainerEdits, NodeDriver, NodeDriverError};
 /// use drayman::node::request::ExtendedResource;
 /// use drayman::node::{Node, NodeError};
 /// use futures::{Stream, stream};
@@ -57,9 +57,9 @@ const LOCK_PAUSE: Duration = Duration::from_millis(500);
 ///         stream::iter([vec![device]])
 ///     }
 ///
-///     async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
+///     async fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
 ///         let environment = [("SENSOR".to_owned(), device.to_owned())].into();
-///         Ok(Injection { environment, ..Injection::default() })
+///         Ok(ContainerEdits { environment, ..ContainerEdits::default() })
 ///     }
 /// }
 ///
@@ -240,7 +240,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             cdi_dir: self.cdi_dir.clone(),
         };
         let (grants, former) = kubelet_shows(&self.kubelet, &driver_name, nodes).await?;
-        let starting = Owner::start(OwnerOptions {
+        let starting = NodeState::start(NodeStateOptions {
             witness: witness(self.runtime_socket.as_deref(), &self.kubelet, &self.dev_root),
             places: places.clone(),
             orphan_grace: self.orphan_grace,
@@ -264,7 +264,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         // These tasks have handles of the state task and end before it.
         let stop_care = CancellationToken::new();
         let _end_of_care = stop_care.clone().drop_guard();
-        let announcements = Announcements {
+        let announcements = ClaimWatch {
             client: self.client.clone(),
             driver_name: driver_name.clone(),
             node_name: self.node_name.clone(),
@@ -290,7 +290,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             self.figures.calls.clone(),
             stop_care.clone(),
         );
-        let records = records.await.map_err(DoorError::from)?;
+        let records = records.await.map_err(KubeletApiError::from)?;
 
         let publisher = Publisher {
             client: PublisherClient(self.client),
@@ -307,7 +307,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let stop_publishing = CancellationToken::new();
         let publisher = tokio::spawn(publisher.run(stop_publishing.clone()));
 
-        let doors = Doors {
+        let doors = KubeletApis {
             mounted: mounted(&places, &self.kubelet),
             paths: self.kubelet,
             plugin_registration: self.plugin_registration,
@@ -332,7 +332,7 @@ async fn kubelet_shows(
     kubelet: &KubeletPaths,
     driver: &DriverName,
     nodes: HostNodes,
-) -> Result<(Arc<dyn Grants>, Option<Former>), NodeError> {
+) -> Result<(Arc<dyn Grants>, Option<WithdrawnDevices>), NodeError> {
     let grants = Arc::new(KubeletGrants::new(kubelet, driver, nodes.clone()));
     let (kubelet, driver) = (kubelet.clone(), driver.clone());
     let former = spawn_blocking(move || former(&kubelet, &driver, &nodes));
@@ -340,8 +340,8 @@ async fn kubelet_shows(
 }
 
 /// The container runtime, if it has a socket.
-fn witness(socket: Option<&Path>, kubelet: &KubeletPaths, dev: &Path) -> Option<Arc<dyn Witness>> {
-    let Some(witness) = RuntimeWitness::find(socket, kubelet, dev) else {
+fn witness(socket: Option<&Path>, kubelet: &KubeletPaths, dev: &Path) -> Option<Arc<dyn ContainerRuntime>> {
+    let Some(witness) = CriClient::find(socket, kubelet, dev) else {
         info!(
             reason = "ContainerRuntimeUnavailable",
             "no socket of a container runtime is here, so devices of pods that were deleted by force are free only when kubelet or a person says so"
@@ -353,7 +353,7 @@ fn witness(socket: Option<&Path>, kubelet: &KubeletPaths, dev: &Path) -> Option<
 
 /// Watches the claims of this node once a kind is offered both as claims and as an extended resource.
 async fn announce(
-    announcements: Announcements,
+    announcements: ClaimWatch,
     mut resources: watch::Receiver<Arc<Resources>>,
     end: CancellationToken,
 ) {

@@ -11,7 +11,7 @@ use tracing::{error, warn};
 
 use super::NodeError;
 use super::mounted::cut_off;
-use super::resource_doors::{DoorStates, ResourceDoors};
+use super::resource_doors::{KubeletApiStates, ResourceApis};
 use super::retried::serve_again;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::driver_name::DriverName;
@@ -19,7 +19,7 @@ use crate::core::prepare::kubelet_apis::{ApiState, ApisDown, problems};
 use crate::node::companion::Companion;
 use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::transport::check_path;
-use crate::node::kubelet::{self, DoorError, DoorState, KubeletPaths};
+use crate::node::kubelet::{self, KubeletApiError, KubeletApiState, KubeletPaths};
 use crate::node::publish::inventory::Standing;
 use crate::node::reload::Resources;
 
@@ -27,7 +27,7 @@ use crate::node::reload::Resources;
 const CLAIMS: &str = "claims";
 
 /// The kubelet endpoints of this companion.
-pub(super) struct Doors {
+pub(super) struct KubeletApis {
     pub(super) paths: KubeletPaths,
     pub(super) plugin_registration: PluginRegistration,
     pub(super) driver_name: DriverName,
@@ -37,7 +37,7 @@ pub(super) struct Doors {
     pub(super) mounted: Vec<PathBuf>,
 }
 
-impl Doors {
+impl KubeletApis {
     /// Serves the endpoints until the shutdown. An endpoint that fails is retried while the others serve.
     pub(super) async fn serve<C: Companion>(
         self,
@@ -49,9 +49,9 @@ impl Doors {
         let ours = shutdown.child_token();
         let _end_with_this = ours.clone().drop_guard();
         let mut doors = JoinSet::new();
-        let (state, claims) = watch::channel(DoorState::Starting);
+        let (state, claims) = watch::channel(KubeletApiState::Starting);
         let (states, resources) = watch::channel(Vec::new());
-        let resource_doors = ResourceDoors {
+        let resource_doors = ResourceApis {
             companion: companion.clone(),
             paths: self.paths.clone(),
             plugin_registration: self.plugin_registration,
@@ -95,7 +95,7 @@ impl Doors {
     }
 
     /// Rejects options whose socket paths can never be valid, since a retry would not help.
-    fn check_paths(&self) -> Result<(), DoorError> {
+    fn check_paths(&self) -> Result<(), KubeletApiError> {
         let (paths, driver_name) = (&self.paths, self.driver_name.as_str());
         let mut places = vec![
             paths.service_socket(driver_name),
@@ -122,7 +122,7 @@ async fn serve_claims<C: Companion>(
     paths: KubeletPaths,
     driver_name: DriverName,
     mut cluster: watch::Receiver<ClusterFacts>,
-    state: watch::Sender<DoorState>,
+    state: watch::Sender<KubeletApiState>,
     shutdown: CancellationToken,
 ) {
     loop {
@@ -161,8 +161,8 @@ async fn serve_claims<C: Companion>(
 /// Publishes the registration status on each change of an endpoint or of the cluster, until an endpoint has ended.
 async fn follow(
     mut cluster: watch::Receiver<ClusterFacts>,
-    mut claims: watch::Receiver<DoorState>,
-    mut resources: watch::Receiver<DoorStates>,
+    mut claims: watch::Receiver<KubeletApiState>,
+    mut resources: watch::Receiver<KubeletApiStates>,
     standing: watch::Sender<Standing>,
 ) {
     let mut warned = false;
@@ -207,13 +207,13 @@ async fn follow(
     }
 }
 
-fn api_state(state: &DoorState) -> ApiState {
+fn api_state(state: &KubeletApiState) -> ApiState {
     match state {
-        DoorState::Starting | DoorState::Closed => ApiState::Starting,
-        DoorState::Waiting => ApiState::Waiting,
-        DoorState::Registered => ApiState::Registered,
-        DoorState::Rejected { message } => ApiState::Rejected(message.clone()),
-        DoorState::Failed { message } => ApiState::Failed(message.clone()),
+        KubeletApiState::Starting | KubeletApiState::Closed => ApiState::Starting,
+        KubeletApiState::Waiting => ApiState::Waiting,
+        KubeletApiState::Registered => ApiState::Registered,
+        KubeletApiState::Rejected { message } => ApiState::Rejected(message.clone()),
+        KubeletApiState::Failed { message } => ApiState::Failed(message.clone()),
     }
 }
 

@@ -14,7 +14,7 @@ use super::retried::serve_again;
 use crate::core::prepare::request::ExtendedResource;
 use crate::node::companion::Companion;
 use crate::node::kubelet::device_plugin::PluginRegistration;
-use crate::node::kubelet::{self, DoorState, KubeletPaths};
+use crate::node::kubelet::{self, KubeletApiState, KubeletPaths};
 use crate::node::reload::Resources;
 
 /// How long an endpoint stays open after its devices were withdrawn, so that kubelet receives the update. Otherwise the Node
@@ -24,26 +24,26 @@ const WITHDRAWAL: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// State of each endpoint, by resource.
-pub(super) type DoorStates = Vec<(String, watch::Receiver<DoorState>)>;
+pub(super) type KubeletApiStates = Vec<(String, watch::Receiver<KubeletApiState>)>;
 
 /// Runs the device plugin endpoint of each extended resource.
-pub(super) struct ResourceDoors<C> {
+pub(super) struct ResourceApis<C> {
     pub(super) companion: Arc<C>,
     pub(super) paths: KubeletPaths,
     pub(super) plugin_registration: PluginRegistration,
     pub(super) driver_name: String,
-    pub(super) states: watch::Sender<DoorStates>,
+    pub(super) states: watch::Sender<KubeletApiStates>,
 }
 
 /// A running endpoint.
 struct Open {
     resource: ExtendedResource,
-    state: watch::Receiver<DoorState>,
+    state: watch::Receiver<KubeletApiState>,
     /// Requests its end.
     withdrawn: CancellationToken,
 }
 
-impl<C: Companion> ResourceDoors<C> {
+impl<C: Companion> ResourceApis<C> {
     /// Serves an endpoint for each extended resource until the shutdown. An endpoint that fails is retried independently.
     pub(super) async fn serve(
         self,
@@ -94,7 +94,7 @@ impl<C: Companion> ResourceDoors<C> {
         resource: &ExtendedResource,
         shutdown: &CancellationToken,
     ) -> Open {
-        let (sender, state) = watch::channel(DoorState::Starting);
+        let (sender, state) = watch::channel(KubeletApiState::Starting);
         let (withdrawn, end) = (CancellationToken::new(), shutdown.child_token());
         let (companion, paths, registration) = (
             self.companion.clone(),

@@ -7,7 +7,7 @@ use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::error;
 
-use crate::node::kubelet::{DoorError, DoorState};
+use crate::node::kubelet::{KubeletApiError, KubeletApiState};
 
 /// First and longest delay before a retry. A directory that is mounted or recreated is thus used within a minute.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
@@ -15,17 +15,17 @@ const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs
 /// Serves an API until `end`, and retries with increasing delay after a failure. `state` follows it; each error is logged once.
 pub(super) async fn serve_again<F>(
     api: &str,
-    state: &watch::Sender<DoorState>,
+    state: &watch::Sender<KubeletApiState>,
     end: &CancellationToken,
-    mut serve: impl FnMut(watch::Sender<DoorState>) -> F,
+    mut serve: impl FnMut(watch::Sender<KubeletApiState>) -> F,
 ) where
-    F: Future<Output = Result<(), DoorError>>,
+    F: Future<Output = Result<(), KubeletApiError>>,
 {
     let mut pause = RETRY.0;
     let mut told = None;
     loop {
         // A separate channel per attempt, so that no follower of an attempt's state outlives it.
-        let (sender, mut seen) = watch::channel(DoorState::Starting);
+        let (sender, mut seen) = watch::channel(KubeletApiState::Starting);
         let served = serve(sender);
         tokio::pin!(served);
         let ended = loop {
@@ -33,7 +33,7 @@ pub(super) async fn serve_again<F>(
                 ended = &mut served => break ended,
                 Ok(()) = seen.changed() => {
                     let now = seen.borrow_and_update().clone();
-                    if !matches!(now, DoorState::Starting | DoorState::Closed) {
+                    if !matches!(now, KubeletApiState::Starting | KubeletApiState::Closed) {
                         (pause, told) = (RETRY.0, None);
                         state.send_replace(now);
                     }
@@ -50,13 +50,13 @@ pub(super) async fn serve_again<F>(
             );
         }
         told = Some(message.clone());
-        state.send_replace(DoorState::Failed { message });
+        state.send_replace(KubeletApiState::Failed { message });
         tokio::select! {
             () = end.cancelled() => break,
             () = sleep(pause) => pause = RETRY.1.min(pause * 2),
         }
     }
-    state.send_replace(DoorState::Closed);
+    state.send_replace(KubeletApiState::Closed);
 }
 
 #[cfg(test)]
@@ -67,15 +67,15 @@ mod tests {
 
     use super::*;
 
-    fn failure() -> DoorError {
-        DoorError::NoSuchResource {
+    fn failure() -> KubeletApiError {
+        KubeletApiError::NoSuchResource {
             resource_name: "a.dev/x".into(),
         }
     }
 
     #[tokio::test(start_paused = true)]
     async fn an_api_that_fails_is_tried_again_with_growing_pauses() {
-        let state = watch::Sender::new(DoorState::Starting);
+        let state = watch::Sender::new(KubeletApiState::Starting);
         let end = CancellationToken::new();
         let attempts = Cell::new(0_u32);
         let start = Instant::now();
@@ -86,27 +86,29 @@ mod tests {
                 if attempt < 9 {
                     return Err(failure());
                 }
-                sender.send_replace(DoorState::Waiting);
+                sender.send_replace(KubeletApiState::Waiting);
                 end.cancelled().await;
                 Ok(())
             }
         });
         let mut seen = state.subscribe();
         let watched = async {
-            let failed = |state: &DoorState| matches!(state, DoorState::Failed { message } if message.contains("a.dev/x"));
+            let failed = |state: &KubeletApiState| matches!(state, KubeletApiState::Failed { message } if message.contains("a.dev/x"));
             seen.wait_for(failed).await.unwrap();
-            seen.wait_for(|state| *state == DoorState::Waiting).await.unwrap();
+            seen.wait_for(|state| *state == KubeletApiState::Waiting)
+                .await
+                .unwrap();
             // 1, 2, 4, 8, 16, 32 and twice 60 s.
             assert_eq!(start.elapsed().as_secs(), 183);
             end.cancel();
         };
         tokio::join!(served, watched);
-        assert_eq!(*state.borrow(), DoorState::Closed);
+        assert_eq!(*state.borrow(), KubeletApiState::Closed);
     }
 
     #[tokio::test(start_paused = true)]
     async fn the_end_does_not_wait_for_the_next_attempt() {
-        let state = watch::Sender::new(DoorState::Starting);
+        let state = watch::Sender::new(KubeletApiState::Starting);
         let end = CancellationToken::new();
         end.cancel();
         let start = Instant::now();

@@ -9,7 +9,7 @@ use tokio::time::timeout;
 
 use super::DRIVER_TIMEOUT;
 use super::records::{RecordsHandle, RecordsRequest};
-use crate::core::prepare::injection::Injection;
+use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::naming::device_of_plugin_id;
 use crate::core::prepare::preferred::{End, Preference, preferred};
 use crate::core::prepare::refusal::Refusal;
@@ -76,7 +76,7 @@ pub(super) enum Request {
     Allocate(
         String,
         Vec<Vec<String>>,
-        oneshot::Sender<Result<Vec<Injection>, CompanionError>>,
+        oneshot::Sender<Result<Vec<ContainerEdits>, CompanionError>>,
     ),
     CheckStart(String, Vec<String>, oneshot::Sender<Result<(), CompanionError>>),
     Records(RecordsRequest),
@@ -91,7 +91,7 @@ pub(super) struct Offered {
 
 /// A handle to the state task. When the last handle is dropped, the task serves the queued requests and ends.
 #[derive(Debug)]
-pub struct OwnerHandle {
+pub struct NodeStateHandle {
     pub(super) requests: mpsc::Sender<Request>,
     pub(super) resources: watch::Receiver<Arc<BTreeMap<String, Offered>>>,
     pub(super) held: watch::Receiver<usize>,
@@ -101,7 +101,7 @@ pub struct OwnerHandle {
     pub(super) figures: Arc<Figures>,
 }
 
-impl OwnerHandle {
+impl NodeStateHandle {
     /// A handle for administrative requests.
     pub fn records(&self) -> RecordsHandle {
         RecordsHandle {
@@ -128,7 +128,7 @@ impl OwnerHandle {
     }
 }
 
-impl Companion for OwnerHandle {
+impl Companion for NodeStateHandle {
     fn grpc_calls(&self) -> Arc<GrpcCalls> {
         self.figures.calls.clone()
     }
@@ -219,7 +219,7 @@ impl Companion for OwnerHandle {
         &self,
         resource_name: &str,
         containers: Vec<Vec<String>>,
-    ) -> Result<Vec<Injection>, CompanionError> {
+    ) -> Result<Vec<ContainerEdits>, CompanionError> {
         let resource = resource_name.to_owned();
         self.ask(|sender| Request::Allocate(resource, containers, sender))
             .await?

@@ -3,16 +3,16 @@
 //! Requests are served one at a time. If a caller disconnects, its request stays in the queue; when kubelet retries, the second request
 //! finds the work done. File access runs on a separate thread.
 
-mod former;
+mod devices;
 mod handle;
-mod listening;
-mod looking;
+mod pod_resources;
+mod publisher;
 mod records;
 mod recovery;
 mod resources;
+mod runtime;
 pub mod storage;
-mod told;
-mod witness;
+mod withdrawn;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -23,37 +23,37 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{info, warn};
 
-use crate::core::prepare::announced::Announced;
+use crate::core::prepare::allocated_claims::AllocatedClaims;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claim_uid::ClaimUid;
-use crate::core::prepare::containers::{Containers, Contested};
+use crate::core::prepare::container_edits::ContainerEdits;
+use crate::core::prepare::containers::{Conflicting, Containers};
 use crate::core::prepare::driver_name::DriverName;
-use crate::core::prepare::former::Former;
-use crate::core::prepare::injection::Injection;
 use crate::core::prepare::inventory::Devices;
-use crate::core::prepare::ledger::Ledger;
 use crate::core::prepare::orphans::Orphans;
 use crate::core::prepare::plan::{plan_unprepare, taken};
+use crate::core::prepare::prepared_claims::PreparedClaims;
 use crate::core::prepare::refusal::Refusal;
 use crate::core::prepare::request::{
     ClaimToPrepare, ClaimToUnprepare, ExtendedResource, NodeIdentity, PluginDevice,
 };
 use crate::core::prepare::retries::{Missing, Retries};
 use crate::core::prepare::step::Step;
+use crate::core::prepare::withdrawn::WithdrawnDevices;
 use crate::node::companion::CompanionError;
-use crate::node::container_runtime::Witness;
+use crate::node::container_runtime::ContainerRuntime;
 use crate::node::driver::{NodeDriver, PreparedClaim};
 use crate::node::kubelet::pod_resources::Grants;
 use crate::node::metrics::Figures;
 use crate::node::state::storage::{Opened, Places, Store};
 
-pub use handle::OwnerHandle;
+use devices::{in_time, listen_to};
+pub use handle::NodeStateHandle;
 use handle::{Failure, Offered, Request};
-use listening::{in_time, listen_to};
-use looking::{Looking, Waiting};
+use pod_resources::{Looking, Waiting};
+use publisher::{Noted, Told};
 pub(in crate::node) use records::Quarantine;
 pub use records::{RecordsHandle, ReleaseError};
-use told::{Noted, Told};
 
 /// Maximum number of queued requests; further callers wait for a slot.
 const QUEUE: usize = 64;
@@ -70,7 +70,7 @@ struct Resource {
 
 /// Options to start the state task.
 #[derive(Debug)]
-pub struct OwnerOptions<D> {
+pub struct NodeStateOptions<D> {
     /// The driver name, from which CDI ids derive, and the paths of the driver's and kubelet's files.
     pub places: Places,
     /// How long a claim may be missing from kubelet's list before it is checked.
@@ -84,7 +84,7 @@ pub struct OwnerOptions<D> {
     /// The state found on the node.
     pub opened: Opened,
     /// The container runtime, if it can report the devices of its containers.
-    pub witness: Option<Arc<dyn Witness>>,
+    pub witness: Option<Arc<dyn ContainerRuntime>>,
     /// Facts from the API server.
     pub cluster: watch::Receiver<ClusterFacts>,
     /// Notified when the known Node object may be outdated.
@@ -92,16 +92,16 @@ pub struct OwnerOptions<D> {
     /// Kubelet's view of its containers, for kinds with mode `both`.
     pub grants: Option<Arc<dyn Grants>>,
     /// The devices of this node that are allocated to claims, from the API server, for kinds with mode `both`.
-    pub announcements: watch::Receiver<Arc<Announced>>,
+    pub announcements: watch::Receiver<Arc<AllocatedClaims>>,
     /// Extended resources of earlier processes whose devices containers hold, from kubelet's checkpoint. `None` if kubelet cannot be
     /// queried for its containers; then no device is withheld for containers of withdrawn resources.
-    pub former: Option<Former>,
+    pub former: Option<WithdrawnDevices>,
     /// The metrics.
     pub figures: Arc<Figures>,
 }
 
 /// The state task, before it runs.
-pub struct Owner<D> {
+pub struct NodeState<D> {
     driver_name: DriverName,
     places: Places,
     orphans: Noted<Orphans>,
@@ -109,7 +109,7 @@ pub struct Owner<D> {
     held: watch::Sender<usize>,
     /// Notified when a claim must be checked.
     look_due: Arc<Notify>,
-    witness: Option<Arc<dyn Witness>>,
+    witness: Option<Arc<dyn ContainerRuntime>>,
     /// Counts the completed checks of claims whose devices another claim needs.
     decided: watch::Sender<u64>,
     /// When the CDI files of claims that the API server no longer shows as holders were removed.
@@ -117,7 +117,7 @@ pub struct Owner<D> {
     driver: Arc<D>,
     store: Arc<Store>,
     /// Shared with the thread that accesses files, and never changed during such an access.
-    ledger: Noted<Arc<Ledger>>,
+    prepared_claims: Noted<Arc<PreparedClaims>>,
     node: NodeIdentity,
     cluster: watch::Receiver<ClusterFacts>,
     node_in_doubt: Arc<Notify>,
@@ -135,12 +135,12 @@ pub struct Owner<D> {
     offered: watch::Sender<Arc<BTreeMap<String, Offered>>>,
     requests: mpsc::Receiver<Request>,
     grants: Option<Arc<dyn Grants>>,
-    announcements: watch::Receiver<Arc<Announced>>,
-    announced: Noted<Announced>,
+    announcements: watch::Receiver<Arc<AllocatedClaims>>,
+    allocated_claims: Noted<AllocatedClaims>,
     containers: Noted<Containers>,
-    contested: Noted<Contested>,
+    conflicting: Noted<Conflicting>,
     /// Withdrawn resources, and lost devices, that containers still hold.
-    former: Noted<Former>,
+    former: Noted<WithdrawnDevices>,
     /// Whether kubelet can be queried for these.
     withholds_former: bool,
     /// The time of the next such query.
@@ -160,21 +160,23 @@ pub struct Owner<D> {
     figures: Arc<Figures>,
 }
 
-impl<D> std::fmt::Debug for Owner<D> {
+impl<D> std::fmt::Debug for NodeState<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Owner")
-            .field("ledger", &self.ledger)
+            .field("ledger", &self.prepared_claims)
             .field("node", &self.node)
             .finish_non_exhaustive()
     }
 }
 
-impl<D: NodeDriver> Owner<D> {
+impl<D: NodeDriver> NodeState<D> {
     /// Recovers from the state of the last process. Returns the task, its handle and the published inventory.
-    pub async fn start(options: OwnerOptions<D>) -> (Self, OwnerHandle, watch::Receiver<Arc<Devices>>) {
+    pub async fn start(
+        options: NodeStateOptions<D>,
+    ) -> (Self, NodeStateHandle, watch::Receiver<Arc<Devices>>) {
         let Opened {
             store,
-            ledger,
+            prepared_claims,
             cluster,
             files,
             rebuilt: _,
@@ -183,7 +185,7 @@ impl<D: NodeDriver> Owner<D> {
         let (sender, requests) = mpsc::channel(QUEUE);
         let (publish, published) = watch::channel(Arc::default());
         let (offered, seen) = watch::channel(Arc::default());
-        let announced = Noted::new(options.announcements.borrow().as_ref().clone());
+        let allocated_claims = Noted::new(options.announcements.borrow().as_ref().clone());
         let (held, holds) = watch::channel(0);
         let look_due = Arc::new(Notify::new());
         let (decided, decisions) = watch::channel(0);
@@ -204,7 +206,7 @@ impl<D: NodeDriver> Owner<D> {
             found: listen_to(&*options.driver).await,
             driver: options.driver,
             store: Arc::new(store),
-            ledger: Noted::new(Arc::new(ledger)),
+            prepared_claims: Noted::new(Arc::new(prepared_claims)),
             node: NodeIdentity {
                 name: options.node_name,
                 uid: cluster.node_uid,
@@ -220,9 +222,9 @@ impl<D: NodeDriver> Owner<D> {
             requests,
             grants: options.grants,
             announcements: options.announcements,
-            announced,
+            allocated_claims,
             containers: Noted::default(),
-            contested: Noted::default(),
+            conflicting: Noted::default(),
             withholds_former: options.former.is_some(),
             former: Noted::new(options.former.unwrap_or_default()),
             former_due: Instant::now(),
@@ -244,7 +246,7 @@ impl<D: NodeDriver> Owner<D> {
         owner.publish();
         (
             owner,
-            OwnerHandle {
+            NodeStateHandle {
                 requests: sender,
                 resources: seen,
                 held: holds,
@@ -387,7 +389,7 @@ impl<D: NodeDriver> Owner<D> {
     }
 
     async fn unprepare(&mut self, claim: &ClaimToUnprepare) -> Result<(), Failure> {
-        let steps = plan_unprepare(&self.ledger, claim)?;
+        let steps = plan_unprepare(&self.prepared_claims, claim)?;
         self.carry_out(&steps).await
     }
 
@@ -395,9 +397,13 @@ impl<D: NodeDriver> Owner<D> {
         for step in steps {
             match step {
                 Step::Inject(uid) => {
-                    let injection = self.inject(uid).await?;
+                    let container_edits = self.inject(uid).await?;
                     let found = self.found.borrow().clone();
-                    Arc::make_mut(self.ledger.change()).set_injection(uid, injection, &found);
+                    Arc::make_mut(self.prepared_claims.change()).set_container_edits(
+                        uid,
+                        container_edits,
+                        &found,
+                    );
                     continue;
                 }
                 Step::Release(uid) => {
@@ -408,25 +414,26 @@ impl<D: NodeDriver> Owner<D> {
                 }
                 Step::Save(_) | Step::WriteCdi(_) | Step::RemoveCdi(_) => {}
             }
-            let (step, ledger, store) = (step.clone(), self.ledger.clone(), self.store.clone());
-            let performed = spawn_blocking(move || step.perform(&ledger, &*store)).await;
+            let (step, prepared_claims, store) =
+                (step.clone(), self.prepared_claims.clone(), self.store.clone());
+            let performed = spawn_blocking(move || step.perform(&prepared_claims, &*store)).await;
             if let Some(changed) = performed.map_err(|_| Failure::Stopping)?? {
-                *self.ledger.change() = Arc::new(changed);
+                *self.prepared_claims.change() = Arc::new(changed);
             }
         }
         Ok(())
     }
 
     /// The container edits that the driver makes for a claim, with a variable for each device.
-    async fn inject(&self, uid: &ClaimUid) -> Result<Injection, Failure> {
+    async fn inject(&self, uid: &ClaimUid) -> Result<ContainerEdits, Failure> {
         let claim = self.prepared_claim(uid);
         let made = in_time(format!("claim {uid}"), self.driver.prepare(&claim)).await?;
         // A driver that implements `prepare` itself may return one node twice.
-        let mut injection = Injection::default();
-        injection.extend(made);
-        injection.name_devices(claim.devices.iter().map(String::as_str));
-        injection.check_paths()?;
-        Ok(injection)
+        let mut container_edits = ContainerEdits::default();
+        container_edits.extend(made);
+        container_edits.name_devices(claim.devices.iter().map(String::as_str));
+        container_edits.check_paths()?;
+        Ok(container_edits)
     }
 
     async fn check_unused(&self, device: &str) -> Result<(), Failure> {
@@ -434,15 +441,15 @@ impl<D: NodeDriver> Owner<D> {
     }
 
     /// The container edits that the driver makes for a device.
-    async fn injection_of(&self, device: &str) -> Result<Injection, Failure> {
+    async fn container_edits_of_device(&self, device: &str) -> Result<ContainerEdits, Failure> {
         let what = format!("device {device:?}");
-        let mut injection = in_time(what, self.driver.injection(device)).await?;
-        injection.name_devices([device]);
-        Ok(injection)
+        let mut container_edits = in_time(what, self.driver.container_edits(device)).await?;
+        container_edits.name_devices([device]);
+        Ok(container_edits)
     }
 
     fn prepared_claim(&self, uid: &ClaimUid) -> PreparedClaim {
-        let entry = self.ledger.entry(uid);
+        let entry = self.prepared_claims.entry(uid);
         PreparedClaim {
             uid: uid.to_string(),
             namespace: entry.map(|entry| entry.namespace.clone()).unwrap_or_default(),

@@ -9,8 +9,8 @@ use tokio::task::spawn_blocking;
 use tracing::{info, warn};
 
 use super::handle::{Failure, Request};
-use super::looking::Waiting;
-use super::{DRIVER_TIMEOUT, Owner};
+use super::pod_resources::Waiting;
+use super::{DRIVER_TIMEOUT, NodeState};
 use crate::core::prepare::claim_uid::ClaimUid;
 use crate::core::prepare::kubelet_state::KubeletView;
 use crate::core::prepare::orphans::{ApiView, Question, Verdict};
@@ -172,14 +172,14 @@ impl RecordsHandle {
     }
 }
 
-impl<D: NodeDriver> Owner<D> {
+impl<D: NodeDriver> NodeState<D> {
     pub(super) async fn records(&mut self, request: RecordsRequest) {
         match request {
             RecordsRequest::Look(now, answer) => {
                 // No Prepare is running, so every unfinished attempt has failed, and its rollback as well.
                 self.clear(&BTreeSet::new()).await;
                 let kubelet = self.kubelet().await;
-                let questions = self.orphans.change().look(&self.ledger, &kubelet, now);
+                let questions = self.orphans.change().look(&self.prepared_claims, &kubelet, now);
                 let next = self.orphans.next_look(now);
                 let _ = answer.send(Look { questions, next });
             }
@@ -193,7 +193,7 @@ impl<D: NodeDriver> Owner<D> {
                 let _ = answer.send(Judged { quarantine, again });
             }
             RecordsRequest::Holdings(answer) => {
-                let _ = answer.send(holdings(&self.ledger, &self.orphans.quarantine()));
+                let _ = answer.send(holdings(&self.prepared_claims, &self.orphans.quarantine()));
             }
             RecordsRequest::InContainers(answer) => {
                 if self.has_both() {
@@ -211,7 +211,11 @@ impl<D: NodeDriver> Owner<D> {
     async fn judge(&mut self, now: Duration, answers: &BTreeMap<ClaimUid, ApiView>) {
         // The list is read again after the API server's answers: a freed claim must still be missing at the end of the wait.
         let kubelet = self.kubelet().await;
-        for verdict in self.orphans.change().judge(&self.ledger, &kubelet, answers, now) {
+        for verdict in self
+            .orphans
+            .change()
+            .judge(&self.prepared_claims, &kubelet, answers, now)
+        {
             let (uid, steps) = match verdict {
                 Verdict::Free(uid) => {
                     info!(claim_uid = %uid, reason = "OrphanFreed", "the API server no longer knows the claim as a holder, and kubelet or the container runtime shows that no container has its devices: they are free");
@@ -220,7 +224,7 @@ impl<D: NodeDriver> Owner<D> {
                 }
                 Verdict::Explain(uid, devices) => {
                     info!(claim_uid = %uid, ?devices, reason = "HoldingExplained", "the API server tells which devices the claim has");
-                    let steps = plan_explained(&self.ledger, &self.inventory, &uid, &devices);
+                    let steps = plan_explained(&self.prepared_claims, &self.inventory, &uid, &devices);
                     (uid, steps)
                 }
             };
@@ -233,8 +237,8 @@ impl<D: NodeDriver> Owner<D> {
 
     async fn release(&mut self, uid: &str, force: bool) -> Result<Holding, ReleaseError> {
         let kubelet = self.kubelet().await;
-        let before = holdings(&self.ledger, &self.orphans.quarantine());
-        let (uid, steps) = plan_release(&self.ledger, &kubelet, uid, force)?;
+        let before = holdings(&self.prepared_claims, &self.orphans.quarantine());
+        let (uid, steps) = plan_release(&self.prepared_claims, &kubelet, uid, force)?;
         if let Err(failure) = self.carry_out(&steps).await {
             warn!(claim_uid = %uid, reason = failure.reason(), force, "not released, though a person asks: {failure}");
             // The claim is still held, so containers can still use it.
@@ -250,7 +254,7 @@ impl<D: NodeDriver> Owner<D> {
 
     fn quarantine(&self) -> Quarantine {
         let describe = |(uid, why): (ClaimUid, String)| {
-            let claim = self.ledger.entry(&uid)?.describe(&uid);
+            let claim = self.prepared_claims.entry(&uid)?.describe(&uid);
             Some((uid, Quarantined { claim, why }))
         };
         self.orphans

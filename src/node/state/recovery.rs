@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use tracing::{debug, error, info, warn};
 
-use super::Owner;
+use super::NodeState;
 use crate::core::prepare::claim_uid::ClaimUid;
 use crate::core::prepare::recovery::{
     plan_clearing, plan_refresh, plan_restoring, plan_restoring_one, plan_undo,
@@ -13,10 +13,10 @@ use crate::core::prepare::retries::Missing;
 use crate::core::prepare::step::Step;
 use crate::node::driver::NodeDriver;
 
-impl<D: NodeDriver> Owner<D> {
+impl<D: NodeDriver> NodeState<D> {
     pub(super) async fn undo(&mut self, uid: &ClaimUid) {
         self.try_later(uid);
-        let steps = plan_undo(&self.ledger, uid);
+        let steps = plan_undo(&self.prepared_claims, uid);
         if let Err(failure) = self.carry_out(&steps).await {
             warn!(claim_uid = %uid, reason = failure.reason(), "cannot be undone now, and is later: {failure}");
         }
@@ -24,7 +24,7 @@ impl<D: NodeDriver> Owner<D> {
 
     pub(super) async fn recover(&mut self, files: &BTreeSet<ClaimUid>) {
         self.clear(files).await;
-        let plans = plan_restoring(&self.ledger);
+        let plans = plan_restoring(&self.prepared_claims);
         self.carry_out_each(plans).await;
         if let Err(failure) = self.carry_out(&[Step::Save(Vec::new())]).await {
             error!(
@@ -32,12 +32,15 @@ impl<D: NodeDriver> Owner<D> {
                 "what was restored cannot be stored now: {failure}"
             );
         }
-        info!(claims = self.ledger.entries().len(), "the ledger is complete");
+        info!(
+            claims = self.prepared_claims.entries().len(),
+            "the ledger is complete"
+        );
     }
 
     /// Cleans up after failed attempts of this or an earlier process.
     pub(super) async fn clear(&mut self, files: &BTreeSet<ClaimUid>) {
-        for steps in plan_clearing(&self.ledger, files) {
+        for steps in plan_clearing(&self.prepared_claims, files) {
             if let Err(failure) = self.carry_out(&steps).await {
                 error!(
                     reason = failure.reason(),
@@ -55,7 +58,7 @@ impl<D: NodeDriver> Owner<D> {
         self.devices = found;
         self.ask_kubelet_for_a_change().await;
         self.take_stock();
-        let plans = plan_refresh(&self.ledger, &before, &self.inventory);
+        let plans = plan_refresh(&self.prepared_claims, &before, &self.inventory);
         self.carry_out_each(plans).await;
         self.refresh_named_devices().await;
     }
@@ -74,7 +77,7 @@ impl<D: NodeDriver> Owner<D> {
 
     /// Schedules the CDI file of a claim for a retry, if containers use the claim: kubelet may not call Prepare again.
     pub(super) fn try_later(&mut self, uid: &ClaimUid) {
-        if plan_restoring_one(&self.ledger, uid).is_some() {
+        if plan_restoring_one(&self.prepared_claims, uid).is_some() {
             self.retries
                 .failed(Missing::OfClaim(uid.clone()), self.since.elapsed());
         }
@@ -90,7 +93,7 @@ impl<D: NodeDriver> Owner<D> {
                 }
                 Missing::OfClaim(uid) => uid.clone(),
             };
-            let Some(steps) = plan_restoring_one(&self.ledger, &uid) else {
+            let Some(steps) = plan_restoring_one(&self.prepared_claims, &uid) else {
                 self.retries.done(&missing);
                 continue;
             };

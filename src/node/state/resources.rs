@@ -9,12 +9,12 @@ use tokio::task::spawn_blocking;
 use tracing::warn;
 
 use super::handle::{Failure, Offered};
-use super::{Owner, Resource};
+use super::{NodeState, Resource};
 use crate::api::crd::{DeviceNumber, Mode};
 use crate::core::prepare::allocate::{check_allocate, evicted};
 use crate::core::prepare::claim_uid::ClaimUid;
+use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::device_manager::numbers_value;
-use crate::core::prepare::injection::Injection;
 use crate::core::prepare::inventory::{Devices, HandedOut};
 use crate::core::prepare::naming::device_of_plugin_id;
 use crate::core::prepare::plan::{plan_prepare, takes_from_both};
@@ -36,12 +36,12 @@ fn numbers_of<'a>(inventory: &'a Devices, device: &str) -> &'a [DeviceNumber] {
         .unwrap_or_default()
 }
 
-impl<D: NodeDriver> Owner<D> {
+impl<D: NodeDriver> NodeState<D> {
     /// The devices in use or allocated, through either API.
     pub(super) fn handed_out(&self) -> HandedOut<'_> {
         HandedOut {
-            ledger: &self.ledger,
-            announced: &self.announced,
+            prepared_claims: &self.prepared_claims,
+            allocated_claims: &self.allocated_claims,
             containers: &self.containers,
         }
     }
@@ -50,7 +50,7 @@ impl<D: NodeDriver> Owner<D> {
         &mut self,
         resource: &str,
         containers: &[Vec<String>],
-    ) -> Result<Vec<Injection>, Failure> {
+    ) -> Result<Vec<ContainerEdits>, Failure> {
         let Some(Resource { offered, .. }) = self.resources.get(resource) else {
             return Err(Refusal::NoResource(resource.to_owned()).into());
         };
@@ -62,17 +62,17 @@ impl<D: NodeDriver> Owner<D> {
             &offered.kind,
             containers,
         )?;
-        for uid in evicted(&self.ledger, &self.inventory, containers) {
+        for uid in evicted(&self.prepared_claims, &self.inventory, containers) {
             self.carry_out(&plan_free(&uid)).await?;
             self.orphans.change().forget(&uid);
         }
-        let mut injections = Vec::with_capacity(containers.len());
+        let mut container_edits_of = Vec::with_capacity(containers.len());
         for container in containers {
             let devices: BTreeSet<&str> = container.iter().map(|id| device_of_plugin_id(id)).collect();
-            let (mut whole, mut apart) = (Injection::default(), Vec::new());
+            let (mut whole, mut apart) = (ContainerEdits::default(), Vec::new());
             for device in devices {
                 self.check_unused(device).await?;
-                let made = self.injection_of(device).await?;
+                let made = self.container_edits_of_device(device).await?;
                 if offered.cdi_devices {
                     apart.push((device, made.clone()));
                 }
@@ -80,7 +80,7 @@ impl<D: NodeDriver> Owner<D> {
             }
             whole.check_paths()?;
             if offered.cdi_devices {
-                whole = Injection::default();
+                whole = ContainerEdits::default();
                 for (device, made) in apart {
                     whole.extend(self.by_name(device, made).await?);
                 }
@@ -92,7 +92,7 @@ impl<D: NodeDriver> Owner<D> {
                     whole.annotations.insert(name, numbers_value(numbers));
                 }
             }
-            injections.push(whole);
+            container_edits_of.push(whole);
         }
         let inventory = self.inventory.clone();
         let devices = || {
@@ -105,7 +105,7 @@ impl<D: NodeDriver> Owner<D> {
         if offered.also_by_claims {
             self.containers.change().allocated(devices(), now);
         }
-        Ok(injections)
+        Ok(container_edits_of)
     }
 
     /// Checks whether containers with these devices may start: each device exists, is unchanged and is healthy.
@@ -129,7 +129,7 @@ impl<D: NodeDriver> Owner<D> {
             };
             let Some(device) = device else {
                 if is_former {
-                    self.injection_of(name).await?;
+                    self.container_edits_of_device(name).await?;
                     continue;
                 }
                 return Err(Refusal::Gone(name.chars().take(64).collect()).into());
@@ -141,14 +141,14 @@ impl<D: NodeDriver> Owner<D> {
                 }
                 .into());
             }
-            self.injection_of(name).await?;
+            self.container_edits_of_device(name).await?;
         }
         Ok(())
     }
 
     /// The edits to pass a device by CDI name: the CDI device, whose file contains the driver's edits, and only those edits that CDI does
     /// not support. The file is written before kubelet gets the response.
-    async fn by_name(&self, device: &str, mut made: Injection) -> Result<Injection, Failure> {
+    async fn by_name(&self, device: &str, mut made: ContainerEdits) -> Result<ContainerEdits, Failure> {
         let id = self.driver_name.cdi_device_id(device);
         let (annotations, mut cdi_devices) = (
             std::mem::take(&mut made.annotations),
@@ -159,10 +159,10 @@ impl<D: NodeDriver> Owner<D> {
             .await
             .map_err(|_| Failure::Stopping)??;
         cdi_devices.push(id);
-        Ok(Injection {
+        Ok(ContainerEdits {
             annotations,
             cdi_devices,
-            ..Injection::default()
+            ..ContainerEdits::default()
         })
     }
 
@@ -183,7 +183,7 @@ impl<D: NodeDriver> Owner<D> {
             .collect();
         let (mut kept, mut complete) = (BTreeSet::new(), true);
         for device in wanted {
-            let written = match self.injection_of(&device).await {
+            let written = match self.container_edits_of_device(&device).await {
                 Ok(made) => self.by_name(&device, made).await.map(drop),
                 Err(failure) => Err(failure),
             };
@@ -320,19 +320,25 @@ impl<D: NodeDriver> Owner<D> {
     }
 
     fn plan_from_what_is_known(&self, claim: &ClaimToPrepare) -> Result<(ClaimUid, Vec<Step>), Refusal> {
-        plan_prepare(&self.ledger, &self.containers, &self.inventory, &self.node, claim)
+        plan_prepare(
+            &self.prepared_claims,
+            &self.containers,
+            &self.inventory,
+            &self.node,
+            claim,
+        )
     }
 
     /// Whether kubelet must be queried again without a new claim.
     pub(super) fn looks_again(&self) -> bool {
         self.has_both()
             && !self.looking.is_under_way()
-            && (!self.containers.known() || !self.contested.devices().is_empty())
+            && (!self.containers.known() || !self.conflicting.devices().is_empty())
     }
 
     /// Processes a change of the claims' allocations.
     pub(super) fn hear_of_claims(&mut self) {
-        *self.announced.change() = self.announcements.borrow_and_update().as_ref().clone();
+        *self.allocated_claims.change() = self.announcements.borrow_and_update().as_ref().clone();
         self.contest_unannounced();
         if self.announced_in_containers().next().is_some() {
             // The known holders may be outdated: kubelet does not report the end of a container.
@@ -341,7 +347,7 @@ impl<D: NodeDriver> Owner<D> {
     }
 
     fn announced_in_containers(&self) -> impl Iterator<Item = &str> {
-        self.announced
+        self.allocated_claims
             .devices()
             .filter(|device| self.containers.hold(device))
     }
@@ -350,7 +356,7 @@ impl<D: NodeDriver> Owner<D> {
     pub(super) fn contest_announced(&mut self) {
         let news = self
             .announced_in_containers()
-            .filter(|device| !self.contested.devices().contains(*device));
+            .filter(|device| !self.conflicting.devices().contains(*device));
         let news: Vec<String> = news.map(str::to_owned).collect();
         for device in news {
             self.contest(&device);
@@ -360,15 +366,15 @@ impl<D: NodeDriver> Owner<D> {
     /// Checks holders of `both` devices that the API server no longer shows, as if another claim needed their device: while a claim holds
     /// such a device, kubelet requests it for no container, so nothing else triggers the check.
     fn contest_unannounced(&mut self) {
-        if self.witness.is_none() || !self.announced.known() {
+        if self.witness.is_none() || !self.allocated_claims.known() {
             return;
         }
         let is_both = |device: &str| {
             let device = self.inventory.get(device);
             device.is_some_and(|device| device.mode == Mode::Both)
         };
-        let lost = self.ledger.entries().iter().filter(|(uid, entry)| {
-            !self.announced.has(uid.as_str()) && entry.devices.iter().any(|held| is_both(&held.device))
+        let lost = self.prepared_claims.entries().iter().filter(|(uid, entry)| {
+            !self.allocated_claims.has(uid.as_str()) && entry.devices.iter().any(|held| is_both(&held.device))
         });
         let lost: Vec<ClaimUid> = lost.map(|(uid, _)| uid.clone()).collect();
         for uid in lost {
@@ -380,7 +386,7 @@ impl<D: NodeDriver> Owner<D> {
 
     /// Records that a claim has, or needs, a device that a container holds.
     pub(super) fn contest(&mut self, device: &str) {
-        self.contested.change().claimed(device, &self.containers);
+        self.conflicting.change().claimed(device, &self.containers);
         if let Some(holder) = self.containers.holder(device) {
             warn!(
                 device,

@@ -16,7 +16,7 @@ use fixture::*;
 
 #[tokio::test]
 async fn a_claim_is_prepared_again_and_again_with_the_same_id_until_it_is_unprepared() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     for _ in 0..3 {
         assert_eq!(
@@ -33,7 +33,7 @@ async fn a_claim_is_prepared_again_and_again_with_the_same_id_until_it_is_unprep
 
 #[tokio::test]
 async fn the_answers_come_in_the_order_of_the_requests_and_one_refusal_stops_nobody() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     let hostile = ClaimToPrepare {
         uid: "../../../etc/cron.d/x".into(),
@@ -60,7 +60,7 @@ async fn the_answers_come_in_the_order_of_the_requests_and_one_refusal_stops_nob
 
 #[tokio::test]
 async fn the_work_goes_on_when_the_caller_goes_away_and_unprepare_comes_after_it() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     let closed = driver.gate.acquire().await.unwrap();
     let asked = driver.asked.load(Ordering::SeqCst);
@@ -91,7 +91,7 @@ async fn the_work_goes_on_when_the_caller_goes_away_and_unprepare_comes_after_it
 
 #[tokio::test]
 async fn the_next_process_keeps_what_is_held_and_brings_files_back() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
     life.end().await;
@@ -109,7 +109,7 @@ async fn the_next_process_keeps_what_is_held_and_brings_files_back() {
 
 #[tokio::test]
 async fn after_a_boot_files_are_back_and_what_no_longer_runs_gives_way() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
     let life = live_and_know(root.path(), "boot-1", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
     life.prepare(B, &["y"]).await.unwrap();
@@ -132,7 +132,7 @@ async fn after_a_boot_files_are_back_and_what_no_longer_runs_gives_way() {
 
 #[tokio::test]
 async fn nothing_is_prepared_before_the_nodes_uid_is_known() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live(root.path(), "boot", &driver).await;
     assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason, "NodeUnknown");
     life.cluster.send_replace(ClusterFacts {
@@ -150,7 +150,7 @@ async fn nothing_is_prepared_before_the_nodes_uid_is_known() {
 
 #[tokio::test]
 async fn a_device_that_vanishes_takes_the_file_and_brings_it_back() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
     let mut life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
     driver.gone.lock().unwrap().insert("x".into());
@@ -181,7 +181,7 @@ async fn a_device_that_vanishes_takes_the_file_and_brings_it_back() {
 
 #[tokio::test]
 async fn a_full_disk_is_told_and_leaves_nothing_half_done() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
     life.unprepare(A).await.unwrap();
@@ -203,7 +203,7 @@ async fn a_full_disk_is_told_and_leaves_nothing_half_done() {
 
 #[tokio::test]
 async fn an_extended_resource_is_listed_and_handed_out() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say(&["x", "y"], "serial", Mode::ExtendedResource);
     let life = live(root.path(), "boot", &driver).await;
     assert!(life.handle.plugin_devices("example.com/other").is_none());
@@ -216,13 +216,13 @@ async fn an_extended_resource_is_listed_and_handed_out() {
             .collect::<Vec<_>>(),
         ["x", "y"]
     );
-    let injections = life
+    let container_edits_of = life
         .handle
         .allocate("example.com/serial", vec![vec!["y".into(), "x".into()]])
         .await
         .unwrap();
-    assert_eq!(injections[0].device_nodes.len(), 2);
-    assert_eq!(injections[0].environment["DRAYMAN_DEVICE_X"], "/dev/x");
+    assert_eq!(container_edits_of[0].device_nodes.len(), 2);
+    assert_eq!(container_edits_of[0].environment["DRAYMAN_DEVICE_X"], "/dev/x");
     let error = life
         .handle
         .allocate("example.com/other", vec![vec!["x".into()]])
@@ -234,7 +234,7 @@ async fn an_extended_resource_is_listed_and_handed_out() {
 
 #[tokio::test]
 async fn a_list_of_devices_is_sent_again_only_when_it_has_changed() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     let mut devices = life.handle.plugin_devices("example.com/camera").unwrap();
     let mut inventory = life.inventory.clone();
@@ -248,7 +248,7 @@ async fn a_list_of_devices_is_sent_again_only_when_it_has_changed() {
 
 #[tokio::test]
 async fn who_asks_a_companion_that_has_ended_is_told_so() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.task.abort();
     let _ = life.task.await;
@@ -266,8 +266,8 @@ async fn who_asks_a_companion_that_has_ended_is_told_so() {
 }
 
 /// Two cameras with mode `both`, and kubelet's view of its containers.
-async fn live_with_both(root: &Path) -> (Life, Arc<Said>, Arc<Kubelet>) {
-    let (driver, kubelet) = (Said::new(&[]), Arc::new(Kubelet::default()));
+async fn live_with_both(root: &Path) -> (Life, Arc<FakeDriver>, Arc<Kubelet>) {
+    let (driver, kubelet) = (FakeDriver::new(&[]), Arc::new(Kubelet::default()));
     driver.say(&["x", "y"], "camera", Mode::Both);
     let life = live_beside(root, "boot", &driver, Some(kubelet.clone())).await;
     life.cluster.send_replace(ClusterFacts {
@@ -295,13 +295,13 @@ async fn until_offered(life: &Life, wanted: &str) {
     assert!(result.is_ok(), "not {wanted:?}");
 }
 
-fn nothing_announced() -> Announced {
-    let mut announced = Announced::default();
-    announced.replace([], "drayman.dev", "node-a");
-    announced
+fn nothing_announced() -> AllocatedClaims {
+    let mut allocated_claims = AllocatedClaims::default();
+    allocated_claims.replace([], "drayman.dev", "node-a");
+    allocated_claims
 }
 
-fn announced(uid: &str, device: &str) -> Announced {
+fn allocated_claims(uid: &str, device: &str) -> AllocatedClaims {
     let handle = claim(uid, &[device]).resource_handle;
     let claim: ResourceClaim = serde_json::from_value(serde_json::json!({
         "metadata": { "namespace": "default", "name": "camera", "uid": uid },
@@ -310,9 +310,9 @@ fn announced(uid: &str, device: &str) -> Announced {
             "allocation": { "resourceHandles": [{ "driverName": "drayman.dev", "data": handle }] } },
     }))
     .unwrap();
-    let mut announced = Announced::default();
-    announced.replace([&claim], "drayman.dev", "node-a");
-    announced
+    let mut allocated_claims = AllocatedClaims::default();
+    allocated_claims.replace([&claim], "drayman.dev", "node-a");
+    allocated_claims
 }
 
 fn granted(device: &str) -> Shown {
@@ -364,7 +364,7 @@ async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_prepare() {
     let root = tempfile::tempdir().unwrap();
     let (life, _driver, kubelet) = live_with_both(root.path()).await;
     *kubelet.shown.lock().unwrap() = Some(Shown::default());
-    life.announcer.send_replace(Arc::new(announced(A, "x")));
+    life.announcer.send_replace(Arc::new(allocated_claims(A, "x")));
     until_offered(&life, "x? y").await;
     let allocate = async |device: &str| {
         let containers = vec![vec![device.to_owned()]];
@@ -393,10 +393,10 @@ async fn what_a_container_has_is_refused_to_a_claim_and_told_to_the_controller_u
             .all(|device| device.unhealthy.is_none()),
         "nothing is published for a pod that is in nobody's way"
     );
-    life.announcer.send_replace(Arc::new(announced(A, "x")));
-    let contested =
+    life.announcer.send_replace(Arc::new(allocated_claims(A, "x")));
+    let conflicting =
         |devices: &Arc<Devices>| devices["x"].unhealthy.is_some() && devices["y"].unhealthy.is_none();
-    soon(life.inventory.wait_for(contested)).await.unwrap();
+    soon(life.inventory.wait_for(conflicting)).await.unwrap();
     let refused = life.prepare(A, &["x"]).await.unwrap_err();
     assert_eq!(refused.reason, "DeviceHeld");
     assert!(refused.message.contains("default/plugged"), "{refused}");
@@ -415,19 +415,19 @@ async fn what_a_container_has_is_refused_to_a_claim_and_told_to_the_controller_u
 
 #[tokio::test]
 async fn a_device_by_name_has_a_file_from_the_start_until_it_is_gone() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say(&["x", "y"], "camera", Mode::ExtendedResource);
     let life = live(root.path(), "boot", &driver).await;
     let of = |device: &str| format!("drayman.dev-device_{device}.json");
     assert_eq!(files(root.path()), [of("x"), of("y")]);
     let containers = vec![vec!["x".to_owned()]];
-    let injections = life
+    let container_edits_of = life
         .handle
         .allocate("example.com/camera", containers)
         .await
         .unwrap();
-    assert_eq!(injections[0].cdi_devices, ["drayman.dev/device=x"]);
-    assert!(injections[0].device_nodes.is_empty() && injections[0].environment.is_empty());
+    assert_eq!(container_edits_of[0].cdi_devices, ["drayman.dev/device=x"]);
+    assert!(container_edits_of[0].device_nodes.is_empty() && container_edits_of[0].environment.is_empty());
     driver.say(&["y"], "camera", Mode::ExtendedResource);
     soon(async {
         while files(root.path()) != [of("y")] {
@@ -440,7 +440,7 @@ async fn a_device_by_name_has_a_file_from_the_start_until_it_is_gone() {
 
 #[tokio::test]
 async fn a_container_does_not_start_with_a_device_that_has_gone_or_is_not_well() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say(&["x"], "serial", Mode::ExtendedResource);
     let life = live(root.path(), "boot", &driver).await;
     assert!(life.handle.checks_start("example.com/serial"));
@@ -479,7 +479,7 @@ async fn a_choice_is_made_from_the_other_end_where_claims_take_too() {
 #[tokio::test]
 async fn a_device_that_the_node_uses_is_handed_out_to_nobody_new() {
     let root = tempfile::tempdir().unwrap();
-    let driver = Said::new(&[]);
+    let driver = FakeDriver::new(&[]);
     driver.say(&["x", "y"], "test", Mode::Claims);
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();

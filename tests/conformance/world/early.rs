@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drayman::api::resource::{Pod, ResourceClaim};
-use drayman::core::claims::{Answer, CallId, Command, Event, Moment, World};
+use drayman::core::claims::{Answer, CallId, Command, ControllerState, Event, Moment};
 use serde_json::{Value, json};
 
 use super::{DRIVER, answer, context, object, world};
@@ -35,14 +35,14 @@ fn pod(uid: &str, entries: &[&str]) -> Arc<Pod> {
     }))
 }
 
-fn ready() -> (World, Moment) {
+fn ready() -> (ControllerState, Moment) {
     let now = Moment::default();
     let (world, commands) = world(Vec::new(), Vec::new(), now);
     assert_eq!(commands, []);
     (world, now)
 }
 
-fn see(world: &mut World, event: Event, now: Moment) -> Vec<Command> {
+fn see(world: &mut ControllerState, event: Event, now: Moment) -> Vec<Command> {
     world.apply(event, now);
     world.decide(now)
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use drayman::api::resource::{AllocationResult, ResourceClaim};
 use drayman::core::claims::{
-    Answer, CallId, ClaimWrite, Command, DriverRequest, Event, Moment, Outcome, World,
+    Answer, CallId, ClaimWrite, Command, ControllerState, DriverRequest, Event, Moment, Outcome,
 };
 use serde_json::json;
 
@@ -51,7 +51,7 @@ fn only(commands: &[Command], what: &str) -> CallId {
 
 /// The first write of the allocation had no clear answer, and the second one was refused; each time the claim was read without an
 /// allocation. Answers with the world, with when the first one was given up, and with what was allocated.
-fn refused_after_an_unclear_write() -> (World, Moment, AllocationResult) {
+fn refused_after_an_unclear_write() -> (ControllerState, Moment, AllocationResult) {
     let mut now = Moment::default();
     let (mut world, commands) = world(Vec::new(), Vec::new(), now);
     assert_eq!(commands, []);

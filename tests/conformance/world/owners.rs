@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drayman::api::resource::{PodSchedulingContext, ResourceClaim};
-use drayman::core::claims::{Answer, Command, Event, Moment, World};
+use drayman::core::claims::{Answer, Command, ControllerState, Event, Moment};
 use serde_json::{Value, json};
 
 use super::{answer, object, world};
@@ -31,7 +31,7 @@ fn context(name: &str) -> Arc<PodSchedulingContext> {
     }))
 }
 
-fn see(world: &mut World, event: Event, now: Moment) -> Vec<Command> {
+fn see(world: &mut ControllerState, event: Event, now: Moment) -> Vec<Command> {
     world.apply(event, now);
     world.decide(now)
 }
@@ -46,7 +46,12 @@ fn read(commands: &[Command]) -> Vec<String> {
 }
 
 /// Answers the reads of pods that name these claims.
-fn name_claims(world: &mut World, commands: &[Command], claims: &[&str], now: Moment) -> Vec<Command> {
+fn name_claims(
+    world: &mut ControllerState,
+    commands: &[Command],
+    claims: &[&str],
+    now: Moment,
+) -> Vec<Command> {
     let mut next = Vec::new();
     for command in commands {
         let Command::ReadPod { id, key } = command else {

@@ -4,15 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use drayman::api::crd::{Device, Mode};
-use drayman::core::prepare::announced::Announced;
+use drayman::core::prepare::allocated_claims::AllocatedClaims;
 use drayman::core::prepare::claim_uid::ClaimUid;
-use drayman::core::prepare::containers::{Containers, Contested};
-use drayman::core::prepare::injection::{DeviceNode, Injection};
+use drayman::core::prepare::container_edits::{ContainerEdits, DeviceNode};
+use drayman::core::prepare::containers::{Conflicting, Containers};
 use drayman::core::prepare::inventory::{Devices, inventory};
 use drayman::core::prepare::kubelet_state::KubeletView;
-use drayman::core::prepare::ledger::{Entry, Ledger};
 use drayman::core::prepare::orphans::{ApiView, GRACE, Orphans, Question, Verdict};
 use drayman::core::prepare::plan::plan_unprepare;
+use drayman::core::prepare::prepared_claims::{Entry, PreparedClaims};
 use drayman::core::prepare::recovery::{
     Start, plan_clearing, plan_explained, plan_refresh, plan_restoring, plan_restoring_one, plan_undo,
 };
@@ -44,7 +44,7 @@ impl From<Stop> for Failure {
 /// A life of the companion.
 #[derive(Clone, Debug)]
 pub(crate) struct Companion {
-    pub(crate) ledger: Ledger,
+    pub(crate) prepared_claims: PreparedClaims,
     pub(crate) orphans: Orphans,
     pub(super) identity: NodeIdentity,
     /// What was found on the node, and what is gone but held.
@@ -52,8 +52,8 @@ pub(crate) struct Companion {
     mode: Mode,
     /// What it knows of the other door, since when it runs.
     pub(super) containers: Containers,
-    pub(super) announced: Announced,
-    pub(super) contested: Contested,
+    pub(super) allocated_claims: AllocatedClaims,
+    pub(super) conflicting: Conflicting,
     pub(super) since: Duration,
     /// A claim is to be looked into at once.
     pub(crate) look_due: bool,
@@ -63,14 +63,14 @@ pub(crate) struct Companion {
     pub(super) now: Duration,
 }
 
-fn injection_of(device: &str) -> Injection {
+fn container_edits_of_device(device: &str) -> ContainerEdits {
     let path = format!("/dev/{device}");
     let node = DeviceNode {
         host_path: path.clone(),
         container_path: path,
         permissions: "rw".to_owned(),
     };
-    Injection::of_device_node(device, node)
+    ContainerEdits::of_device_node(device, node)
 }
 
 fn devices(found: &BTreeSet<String>, mode: Mode) -> Devices {
@@ -121,7 +121,7 @@ impl Companion {
         let entries = Self::begin(place.disk, place.disk.load(), &boot, kubelet);
         let files = place.disk.cdi_names();
         let mut companion = Self {
-            ledger: Ledger::new(boot, entries),
+            prepared_claims: PreparedClaims::new(boot, entries),
             orphans: Orphans::new(GRACE),
             identity: NodeIdentity {
                 name: node.to_owned(),
@@ -130,15 +130,15 @@ impl Companion {
             inventory: devices(found, mode),
             mode,
             containers: Containers::default(),
-            announced: Announced::default(),
-            contested: Contested::default(),
+            allocated_claims: AllocatedClaims::default(),
+            conflicting: Conflicting::default(),
             since,
             look_due: true,
             retries: Retries::default(),
             now: since,
         };
         companion.clear(place, &files)?;
-        for (uid, steps) in plan_restoring(&companion.ledger) {
+        for (uid, steps) in plan_restoring(&companion.prepared_claims) {
             companion.carry_out_or_undo(place, &uid, &steps)?;
         }
         companion.try_to(place, &[Step::Save(Vec::new())])?;
@@ -147,14 +147,14 @@ impl Companion {
     }
 
     fn take_stock(&mut self, found: &BTreeSet<String>) {
-        self.inventory = inventory(&devices(found, self.mode), &self.inventory, &self.ledger);
+        self.inventory = inventory(&devices(found, self.mode), &self.inventory, &self.prepared_claims);
     }
 
     /// The devices may not be what they were.
     pub(crate) fn refresh(&mut self, place: &mut Place<'_>, found: &BTreeSet<String>) -> Result<(), Stop> {
         let before = self.inventory.clone();
         self.take_stock(found);
-        for (uid, steps) in plan_refresh(&self.ledger, &before, &self.inventory) {
+        for (uid, steps) in plan_refresh(&self.prepared_claims, &before, &self.inventory) {
             self.carry_out_or_undo(place, &uid, &steps)?;
         }
         Ok(())
@@ -169,7 +169,7 @@ impl Companion {
     ) -> Result<ClaimUid, Failure> {
         let planned = self.plan(claim, look, now);
         if let Err(Refusal::Held { device, .. }) = &planned
-            && let Some((uid, _)) = self.ledger.holder(device)
+            && let Some((uid, _)) = self.prepared_claims.holder(device)
         {
             let uid = uid.clone();
             self.look_due |= self.orphans.contest(&uid);
@@ -191,13 +191,13 @@ impl Companion {
             uid: uid.to_string(),
             ..ClaimToUnprepare::default()
         };
-        let steps = plan_unprepare(&self.ledger, &request).map_err(Failure::Refused)?;
+        let steps = plan_unprepare(&self.prepared_claims, &request).map_err(Failure::Refused)?;
         Ok(self.carry_out(place, &steps)?)
     }
 
     /// Clears away what attempts that failed have left.
     pub(crate) fn clear(&mut self, place: &mut Place<'_>, files: &BTreeSet<ClaimUid>) -> Result<(), Stop> {
-        for steps in plan_clearing(&self.ledger, files) {
+        for steps in plan_clearing(&self.prepared_claims, files) {
             self.try_to(place, &steps)?;
         }
         Ok(())
@@ -206,7 +206,7 @@ impl Companion {
     /// Looks for claims that kubelet has forgotten.
     pub(crate) fn look(&mut self, kubelet: &KubeletView, now: Duration) -> Vec<Question> {
         self.look_due = false;
-        self.orphans.look(&self.ledger, kubelet, now)
+        self.orphans.look(&self.prepared_claims, kubelet, now)
     }
 
     pub(crate) fn judge(
@@ -216,11 +216,11 @@ impl Companion {
         answers: &BTreeMap<ClaimUid, ApiView>,
         now: Duration,
     ) -> Result<(), Stop> {
-        for verdict in self.orphans.judge(&self.ledger, kubelet, answers, now) {
+        for verdict in self.orphans.judge(&self.prepared_claims, kubelet, answers, now) {
             let steps = match verdict {
                 Verdict::Free(uid) => plan_free(&uid),
                 Verdict::Explain(uid, devices) => {
-                    plan_explained(&self.ledger, &self.inventory, &uid, &devices)
+                    plan_explained(&self.prepared_claims, &self.inventory, &uid, &devices)
                 }
             };
             self.try_to(place, &steps)?;
@@ -236,7 +236,7 @@ impl Companion {
         uid: &ClaimUid,
     ) -> Result<(), Stop> {
         let force = kubelet.lists(uid) != Some(false);
-        let (uid, steps) = plan_release(&self.ledger, kubelet, uid.as_str(), force).unwrap();
+        let (uid, steps) = plan_release(&self.prepared_claims, kubelet, uid.as_str(), force).unwrap();
         self.try_to(place, &steps)?;
         self.orphans.forget(&uid);
         Ok(())
@@ -247,8 +247,9 @@ impl Companion {
             match step {
                 Step::Inject(uid) => {
                     place.disk.pass()?;
-                    let injection = self.inject(uid)?;
-                    self.ledger.set_injection(uid, injection, &self.inventory);
+                    let container_edits = self.inject(uid)?;
+                    self.prepared_claims
+                        .set_container_edits(uid, container_edits, &self.inventory);
                     place.driven.insert(uid.clone());
                 }
                 Step::Release(uid) => {
@@ -256,8 +257,8 @@ impl Companion {
                     place.driven.remove(uid);
                 }
                 Step::Save(_) | Step::WriteCdi(_) | Step::RemoveCdi(_) => {
-                    if let Some(changed) = step.perform(&self.ledger, place.disk)? {
-                        self.ledger = changed;
+                    if let Some(changed) = step.perform(&self.prepared_claims, place.disk)? {
+                        self.prepared_claims = changed;
                     }
                 }
             }
@@ -266,10 +267,10 @@ impl Companion {
     }
 
     /// What the driver makes for a claim. A device that is not there cannot be had.
-    fn inject(&self, uid: &ClaimUid) -> Result<Injection, Stop> {
-        let mut injection = Injection::default();
+    fn inject(&self, uid: &ClaimUid) -> Result<ContainerEdits, Stop> {
+        let mut container_edits = ContainerEdits::default();
         for held in self
-            .ledger
+            .prepared_claims
             .entry(uid)
             .into_iter()
             .flat_map(|entry| &entry.devices)
@@ -278,16 +279,16 @@ impl Companion {
             if known.is_none_or(|device| device.unhealthy.is_some()) {
                 return Err(Stop::Failed);
             }
-            injection.extend(injection_of(&held.device));
+            container_edits.extend(container_edits_of_device(&held.device));
         }
-        Ok(injection)
+        Ok(container_edits)
     }
 
     /// Writes what could not be written before.
     pub(crate) fn try_again(&mut self, place: &mut Place<'_>) -> Result<(), Stop> {
         for missing in self.retries.due(self.now) {
             let Missing::OfClaim(uid) = &missing else { continue };
-            match plan_restoring_one(&self.ledger, uid) {
+            match plan_restoring_one(&self.prepared_claims, uid) {
                 Some(steps) => self.carry_out_or_undo(place, uid, &steps)?,
                 None => drop(self.retries.done(&missing)),
             }
@@ -296,10 +297,10 @@ impl Companion {
     }
 
     fn undo(&mut self, place: &mut Place<'_>, uid: &ClaimUid) -> Result<(), Stop> {
-        if plan_restoring_one(&self.ledger, uid).is_some() {
+        if plan_restoring_one(&self.prepared_claims, uid).is_some() {
             self.retries.failed(Missing::OfClaim(uid.clone()), self.now);
         }
-        let steps = plan_undo(&self.ledger, uid);
+        let steps = plan_undo(&self.prepared_claims, uid);
         self.try_to(place, &steps)
     }
 

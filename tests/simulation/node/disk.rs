@@ -9,9 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use drayman::api::cdi::Spec;
 use drayman::core::prepare::checkpoint::{Checkpoint, ClusterFacts};
 use drayman::core::prepare::claim_uid::ClaimUid;
+use drayman::core::prepare::container_edits::ContainerEdits;
 use drayman::core::prepare::driver_name::DriverName;
-use drayman::core::prepare::injection::Injection;
-use drayman::core::prepare::ledger::{Entry, Ledger};
+use drayman::core::prepare::prepared_claims::{Entry, PreparedClaims};
 use drayman::core::prepare::rendering::cdi_spec;
 use drayman::core::prepare::step::Records;
 
@@ -227,9 +227,11 @@ impl Disk {
 impl Records for Disk {
     type Error = Stop;
 
-    fn save(&self, ledger: &Ledger) -> Result<(), Stop> {
+    fn save(&self, prepared_claims: &PreparedClaims) -> Result<(), Stop> {
         let mut state = self.0.borrow_mut();
-        let text = Checkpoint::of(ledger, &ClusterFacts::default()).encode().unwrap();
+        let text = Checkpoint::of(prepared_claims, &ClusterFacts::default())
+            .encode()
+            .unwrap();
         if state.written.as_ref() != Some(&text) {
             state.replace(&text)?;
             state.written = None;
@@ -240,9 +242,9 @@ impl Records for Disk {
         Ok(())
     }
 
-    fn write_cdi(&self, uid: &ClaimUid, injection: &Injection) -> Result<(), Stop> {
+    fn write_cdi(&self, uid: &ClaimUid, container_edits: &ContainerEdits) -> Result<(), Stop> {
         let mut state = self.0.borrow_mut();
-        let spec = cdi_spec(&driver_name(), uid, injection);
+        let spec = cdi_spec(&driver_name(), uid, container_edits);
         if state.cdi.get(uid) != Some(&spec) {
             // Under another name, and then renamed.
             state.step()?;

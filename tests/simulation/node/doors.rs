@@ -25,8 +25,8 @@ pub(super) type Look = Result<Shown, String>;
 impl Companion {
     fn handed_out(&self) -> HandedOut<'_> {
         HandedOut {
-            ledger: &self.ledger,
-            announced: &self.announced,
+            prepared_claims: &self.prepared_claims,
+            allocated_claims: &self.allocated_claims,
             containers: &self.containers,
         }
     }
@@ -73,14 +73,14 @@ impl Companion {
         }
         let planned = self.plan_from_what_is_known(claim);
         if let Err(Refusal::InContainer { device, .. }) = &planned {
-            self.contested.claimed(device, &self.containers);
+            self.conflicting.claimed(device, &self.containers);
         }
         planned
     }
 
     fn plan_from_what_is_known(&self, claim: &ClaimToPrepare) -> Result<(ClaimUid, Vec<Step>), Refusal> {
         plan_prepare(
-            &self.ledger,
+            &self.prepared_claims,
             &self.containers,
             &self.inventory,
             &self.identity,
@@ -92,25 +92,25 @@ impl Companion {
     pub(super) fn see(&mut self, look: &Look, now: Duration) -> Result<(), String> {
         let shown = look.as_ref().map_err(Clone::clone)?;
         self.containers.seen(shown, now.saturating_sub(self.since));
-        self.contested.settle(&self.containers);
+        self.conflicting.settle(&self.containers);
         Ok(())
     }
 
     /// Takes up which claims the API server has. The answer is whether kubelet is to be asked for one of their devices.
     pub(super) fn hear(&mut self, claims: &[ResourceClaim], node: &str) -> bool {
-        self.announced.replace(claims, DRIVER, node);
+        self.allocated_claims.replace(claims, DRIVER, node);
         !self.announced_in_containers().is_empty()
     }
 
     /// Notes which devices a claim and a container were both given.
     pub(super) fn contest(&mut self) {
         for device in self.announced_in_containers() {
-            self.contested.claimed(&device, &self.containers);
+            self.conflicting.claimed(&device, &self.containers);
         }
     }
 
     fn announced_in_containers(&self) -> BTreeSet<String> {
-        let devices = self.announced.devices();
+        let devices = self.allocated_claims.devices();
         devices
             .filter(|device| self.containers.hold(device))
             .map(str::to_owned)
@@ -119,7 +119,7 @@ impl Companion {
 
     /// Whether kubelet is to be asked again although nobody wants anything.
     pub(super) fn looks_again(&self) -> bool {
-        !self.containers.known() || !self.contested.devices().is_empty()
+        !self.containers.known() || !self.conflicting.devices().is_empty()
     }
 
     /// Who has what, as far as this companion knows.
@@ -127,22 +127,22 @@ impl Companion {
         format!(
             "{:?}, announced {:?}, contested {:?}",
             self.containers,
-            self.announced,
-            self.contested.devices()
+            self.allocated_claims,
+            self.conflicting.devices()
         )
     }
 
     /// What of the other door is not free, though no container has anything.
     pub(super) fn withheld(&self) -> Vec<String> {
         let unhealthy = self.offers().into_iter().filter(|device| !device.healthy);
-        let contested = self.contested.devices().iter().cloned();
+        let conflicting = self.conflicting.devices().iter().cloned();
         let all = self
             .inventory
             .keys()
             .filter(|device| self.containers.hold(device));
         unhealthy
             .map(|device| device.id)
-            .chain(contested)
+            .chain(conflicting)
             .chain(all.cloned())
             .collect()
     }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::core::prepare::ledger::Entry;
+use drayman::core::prepare::prepared_claims::Entry;
 
 use super::companion::Companion;
 use super::{Doing, Node, claim_uid};
@@ -40,10 +40,10 @@ impl Stage {
         }
         let in_use = node.kubelet.in_use();
         if let Some(companion) = &node.companion {
-            let ledger = &companion.ledger;
+            let prepared_claims = &companion.prepared_claims;
             let lacking = in_use.iter().find(|uid| {
-                let entry = ledger.entry(uid);
-                entry.is_none_or(|entry| !ledger.may_be_in_use(entry) || entry.devices.is_empty())
+                let entry = prepared_claims.entry(uid);
+                entry.is_none_or(|entry| !prepared_claims.may_be_in_use(entry) || entry.devices.is_empty())
             });
             if let Some(uid) = lacking {
                 broken = Some(format!(
@@ -53,7 +53,7 @@ impl Stage {
             let next = Companion::begin(
                 &node.disk,
                 node.disk.entries(),
-                ledger.boot_id(),
+                prepared_claims.boot_id(),
                 &node.kubelet.view(),
             );
             let lacking = in_use
@@ -162,7 +162,7 @@ impl Stage {
                         .any(|(other, devices)| *other != own && !devices.is_disjoint(&hold.devices));
                     // Two claims were given one device, and kubelet has had the other prepared: its pod waits for something else.
                     let listed = |other| node.kubelet.listed.contains_key(other);
-                    let mut entries = companion.ledger.entries().iter();
+                    let mut entries = companion.prepared_claims.entries().iter();
                     let taken = taken
                         || entries.any(|(other, entry)| {
                             let mut held = entry.devices.iter().map(|held| &held.device);
@@ -194,13 +194,13 @@ impl Stage {
                     "N5: device {device} of {name} was allocated to a claim, and is offered to containers"
                 ));
             }
-            let ledger = &companion.ledger;
+            let prepared_claims = &companion.prepared_claims;
             let in_use = node.kubelet.in_use();
             let listed = &node.kubelet.listed;
             broken = self.check_files(name, node).or(broken);
             // What was prepared before a boot gives way to whoever asks for the device.
-            let is_in_the_way = |entry: &Entry| ledger.may_be_in_use(entry) || !entry.is_done();
-            let for_nobody = ledger.entries().iter().find(|(uid, entry)| {
+            let is_in_the_way = |entry: &Entry| prepared_claims.may_be_in_use(entry) || !entry.is_done();
+            let for_nobody = prepared_claims.entries().iter().find(|(uid, entry)| {
                 let is_for_nobody =
                     !wanted.contains(*uid) && !in_use.contains(*uid) && !listed.contains_key(*uid);
                 is_for_nobody && is_in_the_way(entry)
@@ -218,17 +218,17 @@ impl Stage {
 
     /// N6: every claim that containers have has its CDI file, as long as its devices are there, and no other claim has one.
     fn check_files(&self, name: &str, node: &Node) -> Option<String> {
-        let ledger = &node.companion.as_ref()?.ledger;
+        let prepared_claims = &node.companion.as_ref()?.prepared_claims;
         let there = self.facts.nodes.get(name);
         let in_use = node.kubelet.in_use();
         let without_file = in_use.iter().find(|uid| {
-            let devices = ledger.entry(uid).map(|entry| &entry.devices);
+            let devices = prepared_claims.entry(uid).map(|entry| &entry.devices);
             let mut devices = devices.into_iter().flatten();
             node.disk.cdi(uid).is_none()
                 && devices.all(|held| there.is_some_and(|all| all.contains(&held.device)))
         });
         let mut files = node.disk.cdi_names().into_iter();
-        let without_claim = files.find(|uid| !ledger.entry(uid).is_some_and(Entry::is_done));
+        let without_claim = files.find(|uid| !prepared_claims.entry(uid).is_some_and(Entry::is_done));
         match (without_file, without_claim) {
             (Some(uid), _) => Some(format!(
                 "N6: {name} has no file for claim {uid}, so its containers cannot be started again"
@@ -252,17 +252,17 @@ impl Stage {
             left.push("the driver of the controller still holds something".to_owned());
         }
         for (name, node) in &self.nodes.all {
-            let ledger = node
+            let prepared_claims = node
                 .companion
                 .as_ref()
-                .map(|companion| companion.ledger.entries().len());
+                .map(|companion| companion.prepared_claims.entries().len());
             // What was begun and never done, the next start clears away.
             let durable = node.disk.entries().into_iter().flatten();
             let durable = durable.filter(|(_, entry)| entry.is_done()).count();
             let (files, running) = (node.disk.cdi_names().len(), node.kubelet.running.len());
-            if (ledger, durable, files, running, node.driven.len()) != (Some(0), 0, 0, 0, 0) {
+            if (prepared_claims, durable, files, running, node.driven.len()) != (Some(0), 0, 0, 0, 0) {
                 left.push(format!(
-                    "{name}: {ledger:?} entries, {durable} in the checkpoint, {files} files, {running} pods with containers, {:?} not undone",
+                    "{name}: {prepared_claims:?} entries, {durable} in the checkpoint, {files} files, {running} pods with containers, {:?} not undone",
                     node.driven
                 ));
             }

@@ -277,7 +277,7 @@ impl Stage {
         let Some(companion) = companion else { return };
         let mut over: BTreeSet<ClaimUid> = companion.orphans.quarantine().into_keys().collect();
         if forgotten {
-            let held = companion.ledger.entries().keys();
+            let held = companion.prepared_claims.entries().keys();
             over.extend(held.filter(|uid| listed.contains(*uid)).cloned());
         }
         for uid in over.difference(&in_use) {

@@ -9,7 +9,7 @@ use crate::store::Kind;
 use crate::users::Use;
 
 /// The one device is about to be recorded for `younger` when the leader is paused; the new one gives it to `older`.
-pub(super) fn contested() -> Stage {
+pub(super) fn conflicting() -> Stage {
     let mut stage = calm(&[("node-a", 1)]);
     for name in ["older", "younger"] {
         stage.create_claim(&key(name), "gpu", AllocationMode::WaitForFirstConsumer);
@@ -36,7 +36,7 @@ fn is_allocated(stage: &Stage, name: &str) -> bool {
 
 #[test]
 fn the_older_allocation_stands_and_the_younger_is_taken_back_before_its_pod_gets_a_node() {
-    let mut stage = contested();
+    let mut stage = conflicting();
     stage.run_until("the old leader has written", |stage| !stage.ghosts.is_empty());
     assert!(is_allocated(&stage, "younger") && is_allocated(&stage, "older"));
     stage.run_for(SECOND / 2);
@@ -64,7 +64,7 @@ fn the_older_allocation_stands_and_the_younger_is_taken_back_before_its_pod_gets
 
 #[test]
 fn a_younger_allocation_whose_pod_has_a_node_already_is_not_taken_from_under_it() {
-    let mut stage = contested();
+    let mut stage = conflicting();
     stage.hold_watch(Kind::Claim);
     stage.run_until("the old leader has written", |stage| !stage.ghosts.is_empty());
     until_bound(&mut stage, "late");

@@ -3,7 +3,7 @@
 use drayman::api::resource::AllocationMode;
 
 use super::every_fault::LEFT_OPEN;
-use super::leaders::contested;
+use super::leaders::conflicting;
 use super::{calm, key, until_bound};
 use crate::faults::Fault;
 use crate::node::Trouble;
@@ -246,7 +246,7 @@ fn a_claim_that_kubelet_lists_late_is_not_taken_for_one_that_it_has_forgotten() 
 
 #[test]
 fn of_two_claims_with_one_device_the_second_is_prepared_when_the_first_has_ended() {
-    let mut stage = contested();
+    let mut stage = conflicting();
     stage.set_up_nodes(7);
     until_it_runs(&mut stage, "quick");
     stage.hold_watch(Kind::Claim);

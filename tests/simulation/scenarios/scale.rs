@@ -8,7 +8,7 @@ use drayman::api::resource::{
     ResourceClaim, ResourceClass,
 };
 use drayman::core::claims::{
-    Answer, ClaimWrite, Command, DriverRequest, Event, Moment, Outcome, Settings, World,
+    Answer, ClaimWrite, Command, ControllerState, DriverRequest, Event, Moment, Outcome, Settings,
 };
 use drayman::driver::{CapacityCause, CapacityChange, Verdict};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -60,7 +60,7 @@ fn pod(name: &str) -> Pod {
 
 /// A shell that answers everything at once: every node is full while `full`, every write is stored.
 struct Echo {
-    world: World,
+    world: ControllerState,
     now: Moment,
     version: u64,
     full: bool,
@@ -148,7 +148,7 @@ fn worked() -> Duration {
 /// How long the core works beside `held` allocated claims for `count` pods that wait, are woken by freed devices and allocated.
 fn work(held: u64, count: u64) -> Duration {
     let mut echo = Echo {
-        world: World::new(Settings::new(DRIVER)),
+        world: ControllerState::new(Settings::new(DRIVER)),
         now: Moment::default(),
         version: 1_000_000,
         full: true,

@@ -15,7 +15,7 @@ fn class() -> ClassParameters {
     ClassParameters::check("c", &class_spec("test")).unwrap()
 }
 
-fn demand(requests: &[(&str, u32)]) -> Result<Demand, ParametersError> {
+fn demand(requests: &[(&str, u32)]) -> Result<DeviceRequests, ParametersError> {
     let requests = requests
         .iter()
         .map(|&(name, count)| DeviceRequest {
@@ -28,13 +28,13 @@ fn demand(requests: &[(&str, u32)]) -> Result<Demand, ParametersError> {
         requests,
         constraints: Vec::new(),
     };
-    Demand::check(&class(), "ns", "p", &spec)
+    DeviceRequests::check(&class(), "ns", "p", &spec)
 }
 
 #[test]
 fn a_claim_without_parameters_wants_one_device() {
-    assert_eq!(Demand::one(&class()).total(), 1);
-    assert_eq!(Demand::one(&class()).kind(), "test");
+    assert_eq!(DeviceRequests::one(&class()).total(), 1);
+    assert_eq!(DeviceRequests::one(&class()).kind(), "test");
 }
 
 #[test]
@@ -84,9 +84,9 @@ fn nonsense_is_refused_with_the_object_the_field_and_the_limit() {
     }
 }
 
-fn claim(spec: serde_json::Value) -> Result<Demand, String> {
+fn claim(spec: serde_json::Value) -> Result<DeviceRequests, String> {
     let spec = serde_json::from_value(spec).map_err(|error| error.to_string())?;
-    Demand::check(&class(), "ns", "p", &spec).map_err(|error| error.to_string())
+    DeviceRequests::check(&class(), "ns", "p", &spec).map_err(|error| error.to_string())
 }
 
 fn refusal(spec: serde_json::Value) -> String {
@@ -125,7 +125,8 @@ fn a_request_has_the_selectors_of_its_class_and_its_own() {
     spec.selectors = vec![DeviceSelector::cel("true")];
     let class = ClassParameters::check("c", &spec).unwrap();
     let requests = json!({"requests": [{"name": "a", "selectors": [{"cel": {"expression": "false"}}]}]});
-    let demand = Demand::check(&class, "ns", "p", &serde_json::from_value(requests).unwrap()).unwrap();
+    let demand =
+        DeviceRequests::check(&class, "ns", "p", &serde_json::from_value(requests).unwrap()).unwrap();
     let labels: Vec<&str> = demand.requests()[0]
         .selectors()
         .iter()
@@ -140,7 +141,7 @@ fn a_request_has_the_selectors_of_its_class_and_its_own() {
         demand.requests()[0].selectors()[1].refusal("x").to_string(),
         "DeviceClaimParameters ns/p: selector 1 of request a: x"
     );
-    assert_eq!(Demand::one(&class).requests()[0].selectors().len(), 1);
+    assert_eq!(DeviceRequests::one(&class).requests()[0].selectors().len(), 1);
 }
 
 #[test]

@@ -8,16 +8,16 @@ use serde_json::{Value, json};
 use crate::api::crd::{AttributeValue, DeviceClaimParametersSpec};
 use crate::core::allocation::allocate::Target;
 use crate::core::allocation::allocation_result;
-use crate::core::allocation::books::Books;
-use crate::core::allocation::facts::{Attribute, Match};
+use crate::core::allocation::allocator::DeviceAllocator;
+use crate::core::allocation::attribute_set::{Attribute, Match};
+use crate::core::allocation::evaluate::RequestedClaim;
 use crate::core::allocation::fixture::{self, DRIVER, claim};
 use crate::core::allocation::inventory::Node;
-use crate::core::allocation::judge::Wish;
-use crate::core::allocation::parameters::{ClassParameters, Constraint, Demand};
+use crate::core::allocation::parameters::{ClassParameters, Constraint, DeviceRequests};
 use crate::core::allocation::work::{QUICK_WORK_MAX, Work};
 
 /// Eight devices `d0` to `d7`; `d0` to `d2` are on NUMA node 0, the others on 1; even ones are of vendor `x`, others `y`.
-fn books(shares: Option<u32>) -> Books {
+fn books(shares: Option<u32>) -> DeviceAllocator {
     let names: Vec<String> = (0..8).map(|number| format!("d{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let mut inventory = fixture::inventory("a", "1", &names);
@@ -31,13 +31,13 @@ fn books(shares: Option<u32>) -> Books {
             .insert("d/vendor".into(), AttributeValue::string(vendor));
         device.shares = shares;
     }
-    let mut books = Books::new(DRIVER);
+    let mut books = DeviceAllocator::new(DRIVER);
     books.set_inventory("a", Some(Node::read(&inventory)));
     books
 }
 
 /// Evaluates an expression in place of the runtime: a device matches if its vendor equals the expression.
-fn judge(books: &mut Books, expression: &str) {
+fn judge(books: &mut DeviceAllocator, expression: &str) {
     let expression: Arc<str> = expression.into();
     books.want("test", &expression);
     let said = books.unjudged("test", &expression).cloned().map(|facts| {
@@ -57,21 +57,21 @@ fn request(name: &str, count: u32, expression: &str) -> Value {
     json!({"name": name, "count": count, "selectors": [{"cel": {"expression": expression}}]})
 }
 
-fn demand(policy: &str, requests: &Value, constraints: &Value) -> Demand {
+fn demand(policy: &str, requests: &Value, constraints: &Value) -> DeviceRequests {
     let class = json!({"kind": "test", "policy": policy});
     let class = ClassParameters::check("class", &serde_json::from_value(class).unwrap()).unwrap();
     let spec = json!({"requests": requests, "constraints": constraints});
     let spec: DeviceClaimParametersSpec = serde_json::from_value(spec).unwrap();
-    Demand::check(&class, "ns", "p", &spec).unwrap()
+    DeviceRequests::check(&class, "ns", "p", &spec).unwrap()
 }
 
 /// The devices of each claim, or the error.
-fn allocate(books: &mut Books, wanted: &[(&str, &Demand)]) -> Vec<Result<String, String>> {
+fn allocate(books: &mut DeviceAllocator, wanted: &[(&str, &DeviceRequests)]) -> Vec<Result<String, String>> {
     let claims: Vec<_> = wanted.iter().map(|(uid, _)| claim(uid, None)).collect();
     let wishes: Vec<_> = claims
         .iter()
         .zip(wanted)
-        .map(|(claim, (_, demand))| Wish {
+        .map(|(claim, (_, demand))| RequestedClaim {
             claim,
             demand,
             suitable_nodes: None,
@@ -93,7 +93,7 @@ fn allocate(books: &mut Books, wanted: &[(&str, &Demand)]) -> Vec<Result<String,
     answers.into_iter().map(short).collect()
 }
 
-fn one(books: &mut Books, uid: &str, demand: &Demand) -> Result<String, String> {
+fn one(books: &mut DeviceAllocator, uid: &str, demand: &DeviceRequests) -> Result<String, String> {
     allocate(books, &[(uid, demand)]).remove(0)
 }
 
@@ -272,7 +272,7 @@ fn a_shared_device_has_as_many_holders_as_shares_and_frees_each_of_them() {
     assert_eq!(books.gone("u"), 8, "each has a share left again");
     assert!(one(&mut books, "w", &eight).is_ok());
     // Recorded allocations are no conflict while there are shares.
-    let record = |books: &mut Books, uid: &str, from: &str| {
+    let record = |books: &mut DeviceAllocator, uid: &str, from: &str| {
         let grant = books
             .holdings()
             .get(from)
@@ -294,7 +294,7 @@ fn a_shared_device_has_as_many_holders_as_shares_and_frees_each_of_them() {
 fn a_claim_has_at_most_64_devices_even_if_it_wants_all() {
     let names: Vec<String> = (0..65).map(|number| format!("d{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    let mut books = Books::new(DRIVER);
+    let mut books = DeviceAllocator::new(DRIVER);
     books.set_inventory("a", Some(fixture::node("a", "1", &names)));
     let all = demand(
         "Packing",
@@ -318,7 +318,7 @@ fn an_impossible_claim_costs_few_steps_and_is_counted() {
         let own = AttributeValue::int(i64::try_from(number).unwrap());
         device.attributes.insert("d/own".into(), own);
     }
-    let mut books = Books::new(DRIVER);
+    let mut books = DeviceAllocator::new(DRIVER);
     books.set_inventory("a", Some(Node::read(&inventory)));
     let requests: Vec<Value> = (1..=8)
         .map(|number| json!({"name": format!("r{number}"), "count": if number == 8 { 2 } else { 1 }}))
@@ -328,7 +328,7 @@ fn an_impossible_claim_costs_few_steps_and_is_counted() {
         .collect();
     let demand = demand("Packing", &json!(requests), &json!(constraints));
     let claim = claim("u", None);
-    let wish = Wish {
+    let wish = RequestedClaim {
         claim: &claim,
         demand: &demand,
         suitable_nodes: None,

@@ -5,12 +5,12 @@ use crate::core::claims::event::{
     Answer, CallError, ClaimWrite, Command, DriverRequest, Moment, ObjectKey, Outcome,
 };
 use crate::core::claims::retry::WRITES_BEFORE_REPORT;
-use crate::core::claims::world::{Flight, Work, World};
+use crate::core::claims::state::{ControllerState, PendingCall, Work};
 use crate::driver::Observation;
 
-use super::{ClaimStage, DELETION_GRACE};
+use super::{ClaimPhase, DELETION_GRACE};
 
-impl World {
+impl ControllerState {
     pub(super) fn release(&mut self, key: &ObjectKey, now: Moment) {
         let Some(claim) = self.claims.get_mut(key) else {
             return;
@@ -34,7 +34,7 @@ impl World {
         let Some(claim) = self.claims.get_mut(key) else {
             return;
         };
-        claim.stage = ClaimStage::Deallocating;
+        claim.stage = ClaimPhase::Deallocating;
         let (object, allocation, uid) = (
             claim.object.clone(),
             claim
@@ -43,7 +43,7 @@ impl World {
             claim.uid().to_owned(),
         );
         self.send(
-            Flight::Release {
+            PendingCall::Release {
                 claim: key.clone(),
                 uid,
             },
@@ -64,17 +64,17 @@ impl World {
         let seen = || claim.object.metadata.resource_version.clone();
         let version = if claim.is_deleting() { None } else { seen() };
         let write = ClaimWrite::RemoveFinalizer { version };
-        self.write_release(key, ClaimStage::RemovingFinalizer, write);
+        self.write_release(key, ClaimPhase::RemovingFinalizer, write);
     }
 
-    pub(super) fn write_release(&mut self, key: &ObjectKey, stage: ClaimStage, write: ClaimWrite) {
+    pub(super) fn write_release(&mut self, key: &ObjectKey, stage: ClaimPhase, write: ClaimWrite) {
         let Some(claim) = self.claims.get_mut(key) else {
             return;
         };
         claim.stage = stage;
         let uid = claim.uid().to_owned();
         self.send(
-            Flight::Release {
+            PendingCall::Release {
                 claim: key.clone(),
                 uid: uid.clone(),
             },
@@ -98,7 +98,7 @@ impl World {
         let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
             return;
         };
-        if claim.stage == ClaimStage::Repairing {
+        if claim.stage == ClaimPhase::Repairing {
             self.repair_answered(key, answer, now);
             return;
         }
@@ -107,9 +107,9 @@ impl World {
                 claim.uncertain = false;
                 claim.given_up = None;
                 if !claim.is_asked_back() {
-                    claim.stage = ClaimStage::Resting;
+                    claim.stage = ClaimPhase::Resting;
                     claim.retry.succeeded();
-                    self.dirty.insert(Work::Claim(key.clone()));
+                    self.work_queue.insert(Work::Claim(key.clone()));
                     self.touch_users(key);
                     return;
                 }
@@ -127,12 +127,12 @@ impl World {
                         deallocation_requested: claim.object.status.deallocation_requested,
                         driver_name: claim.object.status.driver_name.clone(),
                     };
-                    self.write_release(key, ClaimStage::Clearing, write);
+                    self.write_release(key, ClaimPhase::Clearing, write);
                 }
             }
             Answer::Deallocated(Err(error)) => self.deallocation_failed(key, &error, now),
             Answer::ClaimWritten(Outcome::Done(_))
-                if claim.stage == ClaimStage::Clearing && claim.has_finalizer =>
+                if claim.stage == ClaimPhase::Clearing && claim.has_finalizer =>
             {
                 self.remove_finalizer(key);
             }
@@ -145,27 +145,27 @@ impl World {
             }
             Answer::ClaimWritten(Outcome::Done(_)) => self.end_release(key),
             Answer::ClaimWritten(Outcome::Refused(message)) => {
-                claim.stage = ClaimStage::ToRead;
+                claim.stage = ClaimPhase::ToRead;
                 claim.refusal = Some(message);
-                self.dirty.insert(Work::Claim(key.clone()));
+                self.work_queue.insert(Work::Claim(key.clone()));
             }
             Answer::ClaimWritten(Outcome::Conflict(_)) => {
-                claim.stage = ClaimStage::ToRead;
-                self.dirty.insert(Work::Claim(key.clone()));
+                claim.stage = ClaimPhase::ToRead;
+                self.work_queue.insert(Work::Claim(key.clone()));
             }
             Answer::ClaimWritten(Outcome::Unknown(message)) => {
-                claim.stage = ClaimStage::ToRead;
-                claim.unsettle(now);
+                claim.stage = ClaimPhase::ToRead;
+                claim.mark_write_uncertain(now);
                 if claim.retry.failures() >= WRITES_BEFORE_REPORT {
                     claim.refusal = Some(message);
                 }
-                self.dirty.insert(Work::Claim(key.clone()));
+                self.work_queue.insert(Work::Claim(key.clone()));
             }
             Answer::ClaimRead(Ok(object)) => {
-                claim.stage = ClaimStage::Resting;
+                claim.stage = ClaimPhase::Resting;
                 claim.retry.failed(now);
                 let refusal = claim.refusal.take();
-                self.dirty.insert(Work::Claim(key.clone()));
+                self.work_queue.insert(Work::Claim(key.clone()));
                 match object.filter(|object| object.metadata.uid.as_deref() == Some(uid)) {
                     Some(object) => {
                         self.see_written_claim(object, now);
@@ -185,9 +185,9 @@ impl World {
                 }
             }
             Answer::ClaimRead(Err(_)) => {
-                claim.stage = ClaimStage::ToRead;
+                claim.stage = ClaimPhase::ToRead;
                 claim.retry.failed(now);
-                self.dirty.insert(Work::Claim(key.clone()));
+                self.work_queue.insert(Work::Claim(key.clone()));
             }
             Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Judged(_) | Answer::Allocated(_) => {}
         }
@@ -197,7 +197,7 @@ impl World {
         let Some(claim) = self.claims.get_mut(key) else {
             return;
         };
-        claim.stage = ClaimStage::Resting;
+        claim.stage = ClaimPhase::Resting;
         claim.retry.failed(now);
         let is_allocated = claim.is_allocated();
         self.report_claim(
@@ -205,7 +205,7 @@ impl World {
             error.reason,
             format!("cannot be deallocated yet: {}", error.message),
         );
-        self.dirty.insert(Work::Claim(key.clone()));
+        self.work_queue.insert(Work::Claim(key.clone()));
         // A former leader has recorded an allocation meanwhile: its pod may be unable to get its other claims.
         if is_allocated {
             self.touch_users(key);
@@ -217,10 +217,10 @@ impl World {
         let Some(claim) = self.claims.get_mut(key) else {
             return;
         };
-        claim.stage = ClaimStage::Reading;
+        claim.stage = ClaimPhase::Reading;
         let uid = claim.uid().to_owned();
         self.send(
-            Flight::Release {
+            PendingCall::Release {
                 claim: key.clone(),
                 uid,
             },
@@ -235,7 +235,7 @@ impl World {
         };
         claim.gone = true;
         if std::mem::take(&mut claim.observed) {
-            self.outbox
+            self.commands
                 .push(Command::Observe(Observation::Gone { uid: uid.to_owned() }));
         }
         self.forget_candidate(key);
@@ -246,12 +246,12 @@ impl World {
         let Some(claim) = self.claims.get_mut(key) else {
             return;
         };
-        claim.stage = ClaimStage::Resting;
+        claim.stage = ClaimPhase::Resting;
         claim.finalizer_to_go = false;
         claim.release_seen = None;
         claim.reported = None;
         claim.retry.succeeded();
-        self.dirty.insert(Work::Claim(key.clone()));
+        self.work_queue.insert(Work::Claim(key.clone()));
         self.touch_users(key);
     }
 }

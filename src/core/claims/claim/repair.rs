@@ -6,10 +6,10 @@
 
 use crate::api::resource::{Pod, ResourceClaimConsumerReference, controller_of};
 use crate::core::claims::event::{Answer, ClaimWrite, Command, Moment, ObjectKey, Outcome, Regarding};
-use crate::core::claims::world::{Flight, Work, World};
+use crate::core::claims::state::{ControllerState, PendingCall, Work};
 use crate::driver::Finding;
 
-use super::{ClaimStage, ClaimState};
+use super::{ClaimPhase, ClaimState};
 
 /// A wrong allocation, with the facts about the claim's pod.
 #[derive(Clone, Debug, Default)]
@@ -60,7 +60,7 @@ impl ClaimState {
     }
 }
 
-impl World {
+impl ControllerState {
     /// Handles wrong allocations that the driver has found.
     pub(in crate::core::claims) fn found(&mut self, findings: Vec<Finding>) {
         for finding in findings {
@@ -91,7 +91,7 @@ impl World {
                 self.report(regarding, finding.reason, finding.message.clone());
             }
         }
-        self.dirty.insert(Work::Claim(key));
+        self.work_queue.insert(Work::Claim(key));
     }
 
     /// Rolls back a claim's allocation, or first reads its pod to check whether that is safe.
@@ -108,9 +108,9 @@ impl World {
             Some(user) => {
                 let pod = ObjectKey::new(key.namespace.clone(), user.name.clone());
                 let uid = claim.uid().to_owned();
-                self.set_claim_stage(key, ClaimStage::Repairing);
+                self.set_claim_stage(key, ClaimPhase::Repairing);
                 self.send(
-                    Flight::Release {
+                    PendingCall::Release {
                         claim: key.clone(),
                         uid,
                     },
@@ -132,7 +132,7 @@ impl World {
         if let Some(claim) = self.claims.get_mut(key) {
             claim.misallocated = None;
         }
-        self.dirty.insert(Work::Claim(key.clone()));
+        self.work_queue.insert(Work::Claim(key.clone()));
         self.touch_users(key);
         true
     }
@@ -146,15 +146,15 @@ impl World {
         };
         claim.given_up = claim.own_allocation().map(Box::new);
         // After any outcome of the write: once the claim records no allocation, the driver deallocates.
-        claim.mistrust();
+        claim.mark_uncertain();
         self.write_release(
             key,
-            ClaimStage::Repairing,
+            ClaimPhase::Repairing,
             ClaimWrite::UndoAllocation { version, reserved },
         );
     }
 
-    fn set_claim_stage(&mut self, key: &ObjectKey, stage: ClaimStage) {
+    fn set_claim_stage(&mut self, key: &ObjectKey, stage: ClaimPhase) {
         if let Some(claim) = self.claims.get_mut(key) {
             claim.stage = stage;
         }
@@ -162,8 +162,8 @@ impl World {
 
     /// Handles an answer for a claim that is being repaired.
     pub(super) fn repair_answered(&mut self, key: &ObjectKey, answer: Answer, now: Moment) {
-        self.set_claim_stage(key, ClaimStage::Resting);
-        self.dirty.insert(Work::Claim(key.clone()));
+        self.set_claim_stage(key, ClaimPhase::Resting);
+        self.work_queue.insert(Work::Claim(key.clone()));
         if matches!(answer, Answer::PodRead(_)) && self.is_complete_after_all(key) {
             return;
         }
@@ -193,10 +193,10 @@ impl World {
                 self.statistics.deallocations += 1;
             }
             Answer::ClaimWritten(outcome) => {
-                claim.stage = ClaimStage::ToRead;
+                claim.stage = ClaimPhase::ToRead;
                 match outcome {
                     Outcome::Refused(message) => claim.refusal = Some(message),
-                    Outcome::Unknown(_) => claim.unsettle(now),
+                    Outcome::Unknown(_) => claim.mark_write_uncertain(now),
                     Outcome::Done(_) | Outcome::Conflict(_) => {}
                 }
             }

@@ -7,12 +7,12 @@
 //! (`Filter` in its `dynamicresources.go`).
 
 use crate::api::resource::Pod;
-use crate::core::claims::claim::ClaimStage;
+use crate::core::claims::claim::ClaimPhase;
 use crate::core::claims::event::ObjectKey;
 use crate::core::claims::resolve::Resolved;
-use crate::core::claims::world::{Work, World};
+use crate::core::claims::state::{ControllerState, Work};
 
-impl World {
+impl ControllerState {
     /// Marks a pod's allocations for rollback because its other claims fit nowhere. Returns whether any was marked.
     pub(super) fn give_up_the_rest(&mut self, key: &ObjectKey, pod: &Pod) -> bool {
         let uid = self.contexts.get(key).map(|context| context.uid().to_owned());
@@ -26,21 +26,21 @@ impl World {
         for (_, resolved) in self.resolve_claims(&key.namespace, pod) {
             if let Resolved::Claim(name) = resolved
                 && let Some(claim) = self.claims.get_mut(&name)
-                && claim.stage == ClaimStage::Resting
+                && claim.stage == ClaimPhase::Resting
                 && claim.give_up_for(key, &uid, pod_uid)
             {
                 any = true;
-                self.dirty.insert(Work::Claim(name));
+                self.work_queue.insert(Work::Claim(name));
             }
         }
         if any {
             // The pod takes no step until its claims can be evaluated together.
-            self.dirty.insert(Work::Context(key.clone()));
+            self.work_queue.insert(Work::Context(key.clone()));
         }
         any
     }
 
-    /// Whether a context's pod has no node and lacks a claim of ours that no batch is allocating.
+    /// Whether a context's pod has no node and lacks a claim of ours that no transaction is allocating.
     pub(in crate::core::claims) fn pod_lacks_a_claim(&self, key: &ObjectKey, uid: &str) -> bool {
         let Some(context) = self
             .contexts
@@ -51,7 +51,7 @@ impl World {
         };
         context.named.iter().any(|name| {
             let claim = self.claims.get(name);
-            claim.is_some_and(|claim| claim.stage == ClaimStage::Resting && self.is_candidate(claim))
+            claim.is_some_and(|claim| claim.stage == ClaimPhase::Resting && self.is_candidate(claim))
         })
     }
 }

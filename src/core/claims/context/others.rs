@@ -2,7 +2,7 @@
 
 use crate::api::resource::PodSchedulingContext;
 use crate::core::claims::event::{Moment, ObjectKey, Regarding};
-use crate::core::claims::world::{Work, World};
+use crate::core::claims::state::{ControllerState, Work};
 
 pub(super) const SILENT_DRIVER_REASON: &str = "OtherDriverSilent";
 
@@ -14,7 +14,7 @@ pub(super) struct Other {
     pub(super) driver: String,
 }
 
-impl World {
+impl ControllerState {
     /// Tracks the answers that other drivers owe the scheduler, and reports each silent driver once. Returns whether one of the drivers
     /// still silent has been reported.
     pub(super) fn await_others(&mut self, key: &ObjectKey, others: &[Other], now: Moment) -> bool {

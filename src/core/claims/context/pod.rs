@@ -6,9 +6,9 @@ use std::time::Duration;
 use crate::api::resource::{Pod, pod_owner_of};
 use crate::core::claims::event::{Answer, CallId, Command, Moment, ObjectKey};
 use crate::core::claims::resolve::{Resolved, is_generated};
-use crate::core::claims::world::{Flight, World};
+use crate::core::claims::state::{ControllerState, PendingCall};
 
-use super::{ContextStage, PodKnown};
+use super::{ContextPhase, PodKnown};
 
 /// How long a pod that was read before its context existed need not be read again. The scheduler writes the context some milliseconds after
 /// the claim; after a longer time the pod may have changed.
@@ -22,7 +22,7 @@ pub(in crate::core::claims) enum EarlyPod {
     Read(Arc<Pod>, Moment),
 }
 
-impl World {
+impl ControllerState {
     /// Reads the owner pod of a generated claim before the context needs it.
     pub(in crate::core::claims) fn read_pod_early(&mut self, claim: &ObjectKey) {
         let object = self.claims.get(claim).map(|claim| &claim.object);
@@ -35,8 +35,8 @@ impl World {
             return;
         }
         let uid = owner.uid.clone();
-        let flight = Flight::EarlyPod { uid: uid.clone() };
-        let id = self.send(flight, |id| Command::ReadPod { id, key });
+        let pending_call = PendingCall::EarlyPod { uid: uid.clone() };
+        let id = self.send(pending_call, |id| Command::ReadPod { id, key });
         self.early_pods.insert(uid, EarlyPod::Reading(id));
     }
 
@@ -75,10 +75,11 @@ impl World {
         let uid = context.uid().to_owned();
         match self.early_pods.remove(&owner) {
             Some(EarlyPod::Reading(id)) => {
-                self.set_stage(key, ContextStage::Reading);
+                self.set_stage(key, ContextPhase::Reading);
                 let context = key.clone();
                 let early = true;
-                self.flights.insert(id, Flight::Pod { context, uid, early });
+                self.pending_calls
+                    .insert(id, PendingCall::Pod { context, uid, early });
             }
             Some(EarlyPod::Read(pod, at)) if at.after(FRESH) > now => {
                 self.pod_read(key, &uid, true, Answer::PodRead(Ok(Some(pod))), now);
@@ -92,13 +93,13 @@ impl World {
             return;
         };
         let uid = context.uid().to_owned();
-        self.set_stage(key, ContextStage::Reading);
-        let flight = Flight::Pod {
+        self.set_stage(key, ContextPhase::Reading);
+        let pending_call = PendingCall::Pod {
             context: key.clone(),
             uid,
             early: false,
         };
-        self.send(flight, |id| Command::ReadPod { id, key: key.clone() });
+        self.send(pending_call, |id| Command::ReadPod { id, key: key.clone() });
     }
 
     /// Handles the pod of a context. `early` means that the read was sent before the context existed.
@@ -125,7 +126,7 @@ impl World {
             }
             return;
         }
-        let Some(context) = self.landed(key, uid) else {
+        let Some(context) = self.take_pending(key, uid) else {
             return;
         };
         match answer {

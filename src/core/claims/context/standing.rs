@@ -3,15 +3,15 @@
 use std::collections::BTreeSet;
 
 use crate::api::resource::Pod;
-use crate::core::claims::claim::ClaimStage;
+use crate::core::claims::claim::ClaimPhase;
 use crate::core::claims::event::{ClaimToAllocate, Moment, ObjectKey};
 use crate::core::claims::resolve::Resolved;
-use crate::core::claims::world::{Work, World};
+use crate::core::claims::state::{ControllerState, Work};
 
 use super::others::{Other, SILENT_DRIVER_REASON};
 use super::{Pending, Standing};
 
-impl World {
+impl ControllerState {
     /// Sorts the pod's claims into pending ones and others, and reports problems.
     pub(super) fn standing(&mut self, key: &ObjectKey, pod: &Pod, now: Moment) -> Standing {
         let resolved = self.resolve_claims(&key.namespace, pod);
@@ -73,11 +73,11 @@ impl World {
                 continue;
             }
             // A pod's claims are allocated together: one that is busy or being released holds up the others.
-            let unsettled = claim.unsettled_until(now);
+            let write_uncertain = claim.unsettled_until(now);
             let is_going = claim.is_asked_back() || claim.must_be_given_back();
-            if is_going || claim.stage != ClaimStage::Resting || unsettled.is_some() {
+            if is_going || claim.stage != ClaimPhase::Resting || write_uncertain.is_some() {
                 rest = true;
-                if let Some(moment) = unsettled {
+                if let Some(moment) = write_uncertain {
                     self.wake_at(moment, Work::Context(key.clone()));
                 }
                 continue;
@@ -112,7 +112,7 @@ impl World {
     }
 }
 
-impl World {
+impl ControllerState {
     /// Records the claims that the pod names, whether or not they exist.
     fn note_users(&mut self, key: &ObjectKey, pod: &Pod, resolved: &[(String, Resolved)]) {
         for (_, resolved) in resolved {

@@ -101,10 +101,10 @@ impl Node<Thought> {
         if !traces.directory {
             self.disk.files.borrow_mut().clear();
         }
-        let spec = |(uid, injection): (&ClaimUid, &Injection)| {
+        let spec = |(uid, container_edits): (&ClaimUid, &ContainerEdits)| {
             (
                 uid.clone(),
-                traces.files.then(|| cdi_spec(&driver, uid, injection)),
+                traces.files.then(|| cdi_spec(&driver, uid, container_edits)),
             )
         };
         let files = self.disk.files.borrow().iter().map(spec).collect();
@@ -124,7 +124,7 @@ impl Node<Thought> {
         let kubelet = traces
             .list
             .map_or_else(|| KubeletView::Unknown("it is damaged".into()), listed);
-        let entries = rebuild(&driver, self.ledger.boot_id(), &files, &kubelet);
+        let entries = rebuild(&driver, self.prepared_claims.boot_id(), &files, &kubelet);
         self.start_from_traces(entries);
     }
 
@@ -132,7 +132,7 @@ impl Node<Thought> {
     fn check_that_nothing_in_use_is_free(&mut self) {
         for claim in &self.running {
             let entry = self
-                .ledger
+                .prepared_claims
                 .entry(&uid(*claim))
                 .expect("a claim in use is in the ledger");
             let known: BTreeSet<&str> = entry.devices.iter().map(|held| held.device.as_str()).collect();
@@ -178,7 +178,7 @@ fn a_lost_checkpoint_frees_no_device_in_use_whatever_else_is_damaged() {
                 for claim in 0..CLAIMS.len() {
                     node.operate(Operation::Unprepare { claim }, Fault::None);
                 }
-                assert_eq!(node.ledger.entries().len(), 0);
+                assert_eq!(node.prepared_claims.entries().len(), 0);
                 assert_eq!(node.disk.found(), (BTreeMap::new(), BTreeSet::new()));
                 tried += 1;
             }
@@ -202,7 +202,12 @@ fn a_claim_that_the_api_server_explains_ends_the_refusal_of_the_others() {
         !node.running.contains(&3),
         "nobody knows yet which devices claim 1 has"
     );
-    for step in plan_explained(&node.ledger, &inventory(), &uid(1), &["a".into(), "b".into()]) {
+    for step in plan_explained(
+        &node.prepared_claims,
+        &inventory(),
+        &uid(1),
+        &["a".into(), "b".into()],
+    ) {
         node.perform(&step);
     }
     node.check();

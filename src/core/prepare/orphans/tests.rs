@@ -1,6 +1,6 @@
-use super::super::injection::Injection;
+use super::super::container_edits::ContainerEdits;
 use super::super::kubelet_state::{KubeletClaim, KubeletClaims};
-use super::super::ledger::{HeldDevice, Progress};
+use super::super::prepared_claims::{HeldDevice, Progress};
 use super::*;
 
 const GONE: ApiView = ApiView::Gone;
@@ -10,7 +10,7 @@ fn uid() -> ClaimUid {
     ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap()
 }
 
-fn ledger(devices: &[&str]) -> Ledger {
+fn prepared_claims(devices: &[&str]) -> PreparedClaims {
     let held = |name: &&str| HeldDevice {
         device: (*name).into(),
         kind: "test".into(),
@@ -22,10 +22,10 @@ fn ledger(devices: &[&str]) -> Ledger {
         boot_id: "boot".into(),
         devices: devices.iter().map(held).collect(),
         progress: Progress::Done {
-            injection: Injection::default(),
+            container_edits: ContainerEdits::default(),
         },
     };
-    Ledger::new("boot", BTreeMap::from([(uid(), entry)]))
+    PreparedClaims::new("boot", BTreeMap::from([(uid(), entry)]))
 }
 
 fn lists(claims: &[ClaimUid]) -> KubeletView {
@@ -42,24 +42,24 @@ fn unreadable() -> KubeletView {
 
 /// Checks twice, the second time after the grace period, and returns the decision.
 fn after_the_grace(
-    ledger: &Ledger,
+    prepared_claims: &PreparedClaims,
     kubelet: &KubeletView,
     answer: &ApiView,
 ) -> (Vec<Verdict>, BTreeMap<ClaimUid, String>) {
     let mut orphans = Orphans::new(GRACE);
-    orphans.look(ledger, kubelet, Duration::ZERO);
-    let questions = orphans.look(ledger, kubelet, GRACE);
+    orphans.look(prepared_claims, kubelet, Duration::ZERO);
+    let questions = orphans.look(prepared_claims, kubelet, GRACE);
     let answers = questions
         .into_iter()
         .map(|question| (question.uid, answer.clone()))
         .collect();
-    let verdicts = orphans.judge(ledger, kubelet, &answers, GRACE);
+    let verdicts = orphans.judge(prepared_claims, kubelet, &answers, GRACE);
     (verdicts, orphans.quarantine())
 }
 
 #[test]
 fn a_claim_that_neither_kubelet_nor_the_api_server_knows_is_freed() {
-    let (verdicts, quarantine) = after_the_grace(&ledger(&["x"]), &lists(&[]), &GONE);
+    let (verdicts, quarantine) = after_the_grace(&prepared_claims(&["x"]), &lists(&[]), &GONE);
     assert_eq!(verdicts, [Verdict::Free(uid())]);
     assert!(quarantine.is_empty());
 }
@@ -69,7 +69,7 @@ fn no_other_combination_frees_anything() {
     for devices in [&["x"][..], &[]] {
         for kubelet in [lists(&[]), lists(&[uid()]), unreadable()] {
             for answer in [GONE, PRESENT, ApiView::Unknown("away".into())] {
-                let (verdicts, _) = after_the_grace(&ledger(devices), &kubelet, &answer);
+                let (verdicts, _) = after_the_grace(&prepared_claims(devices), &kubelet, &answer);
                 let nobody_knows = kubelet == lists(&[]) && answer == GONE;
                 assert_eq!(
                     verdicts.contains(&Verdict::Free(uid())),
@@ -87,7 +87,7 @@ fn what_only_one_of_them_has_forgotten_is_in_quarantine_with_the_reason() {
         (lists(&[]), PRESENT, "API server still has it"),
         (unreadable(), GONE, "no such file"),
     ] {
-        let (verdicts, quarantine) = after_the_grace(&ledger(&["x"]), &kubelet, &answer);
+        let (verdicts, quarantine) = after_the_grace(&prepared_claims(&["x"]), &kubelet, &answer);
         assert_eq!(verdicts, []);
         assert!(quarantine[&uid()].contains(reason), "{quarantine:?}");
     }
@@ -100,7 +100,7 @@ fn what_kubelet_lists_and_what_nobody_answers_for_is_left_alone() {
         (lists(&[]), ApiView::Unknown("away".into())),
         (unreadable(), PRESENT),
     ] {
-        let (verdicts, quarantine) = after_the_grace(&ledger(&["x"]), &kubelet, &answer);
+        let (verdicts, quarantine) = after_the_grace(&prepared_claims(&["x"]), &kubelet, &answer);
         assert_eq!(
             (verdicts, quarantine),
             (vec![], BTreeMap::new()),
@@ -112,65 +112,70 @@ fn what_kubelet_lists_and_what_nobody_answers_for_is_left_alone() {
 #[test]
 fn nothing_is_asked_before_the_grace_period_is_over() {
     let mut orphans = Orphans::new(GRACE);
-    let ledger = ledger(&["x"]);
+    let prepared_claims = prepared_claims(&["x"]);
     let just_before = GRACE.checked_sub(Duration::from_nanos(1)).unwrap();
-    assert_eq!(orphans.look(&ledger, &lists(&[]), Duration::ZERO), []);
+    assert_eq!(orphans.look(&prepared_claims, &lists(&[]), Duration::ZERO), []);
     assert_eq!(orphans.next_look(Duration::ZERO), GRACE);
-    assert_eq!(orphans.look(&ledger, &lists(&[]), just_before), []);
-    assert_eq!(orphans.look(&ledger, &lists(&[]), GRACE).len(), 1);
+    assert_eq!(orphans.look(&prepared_claims, &lists(&[]), just_before), []);
+    assert_eq!(orphans.look(&prepared_claims, &lists(&[]), GRACE).len(), 1);
     assert_eq!(orphans.next_look(GRACE), GRACE * 5 / 2);
 }
 
 #[test]
 fn a_claim_that_kubelet_asks_for_meanwhile_is_not_freed() {
     let mut orphans = Orphans::new(GRACE);
-    let ledger = ledger(&["x"]);
-    orphans.look(&ledger, &lists(&[]), Duration::ZERO);
-    orphans.look(&ledger, &lists(&[]), GRACE);
+    let prepared_claims = prepared_claims(&["x"]);
+    orphans.look(&prepared_claims, &lists(&[]), Duration::ZERO);
+    orphans.look(&prepared_claims, &lists(&[]), GRACE);
     orphans.forget(&uid());
     let answers = BTreeMap::from([(uid(), GONE)]);
-    assert_eq!(orphans.judge(&ledger, &lists(&[]), &answers, GRACE), []);
+    assert_eq!(orphans.judge(&prepared_claims, &lists(&[]), &answers, GRACE), []);
     // The grace period starts again.
-    assert_eq!(orphans.look(&ledger, &lists(&[]), GRACE), []);
+    assert_eq!(orphans.look(&prepared_claims, &lists(&[]), GRACE), []);
 }
 
 #[test]
 fn a_claim_that_appears_in_the_list_again_is_in_order_again() {
     let mut orphans = Orphans::new(GRACE);
-    let ledger = ledger(&["x"]);
-    orphans.look(&ledger, &lists(&[]), Duration::ZERO);
-    orphans.look(&ledger, &lists(&[]), GRACE);
-    orphans.judge(&ledger, &lists(&[]), &BTreeMap::from([(uid(), PRESENT)]), GRACE);
+    let prepared_claims = prepared_claims(&["x"]);
+    orphans.look(&prepared_claims, &lists(&[]), Duration::ZERO);
+    orphans.look(&prepared_claims, &lists(&[]), GRACE);
+    orphans.judge(
+        &prepared_claims,
+        &lists(&[]),
+        &BTreeMap::from([(uid(), PRESENT)]),
+        GRACE,
+    );
     assert_eq!(orphans.quarantine().len(), 1);
-    orphans.look(&ledger, &lists(&[uid()]), GRACE * 2);
+    orphans.look(&prepared_claims, &lists(&[uid()]), GRACE * 2);
     assert_eq!(orphans.quarantine(), BTreeMap::new());
 }
 
 #[test]
 fn a_claim_of_unknown_devices_is_asked_for_at_once_and_explained_by_its_handle() {
     let mut orphans = Orphans::new(GRACE);
-    let ledger = ledger(&[]);
-    let questions = orphans.look(&ledger, &lists(&[uid()]), Duration::ZERO);
+    let prepared_claims = prepared_claims(&[]);
+    let questions = orphans.look(&prepared_claims, &lists(&[uid()]), Duration::ZERO);
     assert_eq!(questions.len(), 1);
     let explained = ApiView::Present {
         devices: Some(vec!["x".into()]),
     };
     let answers = BTreeMap::from([(uid(), explained)]);
     assert_eq!(
-        orphans.judge(&ledger, &lists(&[uid()]), &answers, Duration::ZERO),
+        orphans.judge(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO),
         [Verdict::Explain(uid(), vec!["x".into()])]
     );
     let answers = BTreeMap::from([(uid(), ApiView::Unknown("away".into()))]);
-    orphans.judge(&ledger, &lists(&[uid()]), &answers, Duration::ZERO);
+    orphans.judge(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO);
     assert!(orphans.quarantine()[&uid()].contains("lost with the checkpoint"));
 }
 
 #[test]
 fn the_name_of_a_claim_that_was_rebuilt_comes_from_kubelets_list() {
     let mut orphans = Orphans::new(GRACE);
-    let mut nameless = ledger(&[]).entries()[&uid()].clone();
+    let mut nameless = prepared_claims(&[]).entries()[&uid()].clone();
     (nameless.namespace, nameless.name) = (String::new(), String::new());
-    let ledger = Ledger::new("boot", BTreeMap::from([(uid(), nameless)]));
+    let prepared_claims = PreparedClaims::new("boot", BTreeMap::from([(uid(), nameless)]));
     let claim = KubeletClaim {
         namespace: "default".into(),
         name: "camera".into(),
@@ -178,7 +183,7 @@ fn the_name_of_a_claim_that_was_rebuilt_comes_from_kubelets_list() {
         devices: None,
     };
     let kubelet = KubeletView::Lists(KubeletClaims::from([(uid(), claim)]));
-    let question = &orphans.look(&ledger, &kubelet, Duration::ZERO)[0];
+    let question = &orphans.look(&prepared_claims, &kubelet, Duration::ZERO)[0];
     assert_eq!(
         (question.namespace.as_str(), question.name.as_str()),
         ("default", "camera")
@@ -187,33 +192,33 @@ fn the_name_of_a_claim_that_was_rebuilt_comes_from_kubelets_list() {
 
 #[test]
 fn what_was_prepared_before_a_boot_is_freed_or_left_but_never_in_quarantine() {
-    let entries = ledger(&["x"]).entries().clone();
-    let ledger = Ledger::new("another boot", entries);
-    let (verdicts, quarantine) = after_the_grace(&ledger, &lists(&[]), &PRESENT);
+    let entries = prepared_claims(&["x"]).entries().clone();
+    let prepared_claims = PreparedClaims::new("another boot", entries);
+    let (verdicts, quarantine) = after_the_grace(&prepared_claims, &lists(&[]), &PRESENT);
     assert_eq!((verdicts, quarantine), (vec![], BTreeMap::new()));
-    let (verdicts, _) = after_the_grace(&ledger, &lists(&[]), &GONE);
+    let (verdicts, _) = after_the_grace(&prepared_claims, &lists(&[]), &GONE);
     assert_eq!(verdicts, [Verdict::Free(uid())]);
 }
 
 #[test]
 fn a_claim_that_kubelet_lists_is_looked_into_only_if_another_was_given_its_device() {
     let mut orphans = Orphans::new(GRACE);
-    let (ledger, kubelet) = (ledger(&["x"]), lists(&[uid()]));
-    assert_eq!(orphans.look(&ledger, &kubelet, GRACE), []);
+    let (prepared_claims, kubelet) = (prepared_claims(&["x"]), lists(&[uid()]));
+    assert_eq!(orphans.look(&prepared_claims, &kubelet, GRACE), []);
     assert_eq!(orphans.next_look(GRACE), GRACE * 5 / 2);
     assert!(
         orphans.contest(&uid()) && !orphans.contest(&uid()),
         "news only once"
     );
     assert_eq!(
-        orphans.look(&ledger, &kubelet, GRACE),
+        orphans.look(&prepared_claims, &kubelet, GRACE),
         [],
         "its pod may be about to end"
     );
-    assert_eq!(orphans.look(&ledger, &kubelet, GRACE * 2).len(), 1);
+    assert_eq!(orphans.look(&prepared_claims, &kubelet, GRACE * 2).len(), 1);
     let judge = |orphans: &mut Orphans, answer| {
         let answers = BTreeMap::from([(uid(), answer)]);
-        let verdicts = orphans.judge(&ledger, &kubelet, &answers, GRACE * 2);
+        let verdicts = orphans.judge(&prepared_claims, &kubelet, &answers, GRACE * 2);
         assert_eq!(verdicts, [], "kubelet lists it, so it is never freed");
         orphans.quarantine().remove(&uid())
     };
@@ -225,44 +230,62 @@ fn a_claim_that_kubelet_lists_is_looked_into_only_if_another_was_given_its_devic
         devices: Some(vec!["x".into()]),
     };
     assert_eq!(judge(&mut orphans, has_it), None);
-    assert_eq!(orphans.look(&ledger, &kubelet, GRACE * 3), [], "it is in order");
+    assert_eq!(
+        orphans.look(&prepared_claims, &kubelet, GRACE * 3),
+        [],
+        "it is in order"
+    );
 }
 
 #[test]
 fn a_contested_claim_is_freed_at_once_if_no_container_has_its_devices() {
-    let ledger = ledger(&["x"]);
+    let prepared_claims = prepared_claims(&["x"]);
     let answers = BTreeMap::from([(uid(), ApiView::Gone)]);
     let mut orphans = Orphans::new(GRACE).with_witness();
-    assert_eq!(orphans.look(&ledger, &lists(&[uid()]), Duration::ZERO), []);
     assert_eq!(
-        orphans.to_witness(&ledger, &answers),
+        orphans.look(&prepared_claims, &lists(&[uid()]), Duration::ZERO),
+        []
+    );
+    assert_eq!(
+        orphans.to_witness(&prepared_claims, &answers),
         [],
         "nobody wants its device"
     );
     orphans.contest(&uid());
-    assert_eq!(orphans.look(&ledger, &lists(&[uid()]), Duration::ZERO).len(), 1);
-    assert_eq!(orphans.to_witness(&ledger, &answers), [uid()]);
+    assert_eq!(
+        orphans
+            .look(&prepared_claims, &lists(&[uid()]), Duration::ZERO)
+            .len(),
+        1
+    );
+    assert_eq!(orphans.to_witness(&prepared_claims, &answers), [uid()]);
     // A container has the devices: it keeps them, and no intervention is needed.
     orphans.witnessed(BTreeSet::new(), [uid()].into());
-    assert_eq!(orphans.judge(&ledger, &lists(&[uid()]), &answers, GRACE), []);
+    assert_eq!(
+        orphans.judge(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
+        []
+    );
     assert!(orphans.quarantine().is_empty());
     // The runtime does not answer: the user is notified, as without the runtime check.
     orphans.witnessed(BTreeSet::new(), BTreeSet::new());
     assert_eq!(
-        orphans.judge(&ledger, &lists(&[uid()]), &answers, Duration::ZERO),
+        orphans.judge(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO),
         []
     );
     assert!(orphans.quarantine().is_empty(), "not before the grace period");
-    assert_eq!(orphans.judge(&ledger, &lists(&[uid()]), &answers, GRACE), []);
+    assert_eq!(
+        orphans.judge(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
+        []
+    );
     assert_eq!(orphans.quarantine().len(), 1);
     orphans.witnessed([uid()].into(), BTreeSet::new());
-    let verdicts = orphans.judge(&ledger, &lists(&[uid()]), &answers, Duration::ZERO);
+    let verdicts = orphans.judge(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO);
     assert_eq!(verdicts, [Verdict::Free(uid())], "though kubelet still lists it");
 }
 
 #[test]
 fn a_claim_that_the_api_server_shows_is_never_freed_by_the_runtime() {
-    let ledger = ledger(&["x"]);
+    let prepared_claims = prepared_claims(&["x"]);
     for answer in [
         ApiView::Present {
             devices: Some(vec!["x".to_owned()]),
@@ -272,9 +295,12 @@ fn a_claim_that_the_api_server_shows_is_never_freed_by_the_runtime() {
         let answers = BTreeMap::from([(uid(), answer)]);
         let mut orphans = Orphans::new(GRACE).with_witness();
         orphans.contest(&uid());
-        orphans.look(&ledger, &lists(&[uid()]), Duration::ZERO);
-        assert_eq!(orphans.to_witness(&ledger, &answers), []);
+        orphans.look(&prepared_claims, &lists(&[uid()]), Duration::ZERO);
+        assert_eq!(orphans.to_witness(&prepared_claims, &answers), []);
         orphans.witnessed([uid()].into(), BTreeSet::new());
-        assert_eq!(orphans.judge(&ledger, &lists(&[uid()]), &answers, GRACE), []);
+        assert_eq!(
+            orphans.judge(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
+            []
+        );
     }
 }

@@ -1,8 +1,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::super::container_edits::ContainerEdits;
 use super::super::containers::Shown;
-use super::super::injection::Injection;
 use super::*;
 use crate::api::handle::{HandleDevice, VERSION};
 
@@ -71,21 +71,21 @@ fn claim(uid: &str, handle: &DeviceHandle) -> ClaimToPrepare {
     }
 }
 
-fn plan(ledger: &Ledger, uid: &str, devices: &[&str]) -> Result<Vec<Step>, Refusal> {
-    plan_beside(ledger, &Containers::default(), uid, devices)
+fn plan(prepared_claims: &PreparedClaims, uid: &str, devices: &[&str]) -> Result<Vec<Step>, Refusal> {
+    plan_beside(prepared_claims, &Containers::default(), uid, devices)
 }
 
 fn plan_beside(
-    ledger: &Ledger,
+    prepared_claims: &PreparedClaims,
     containers: &Containers,
     uid: &str,
     devices: &[&str],
 ) -> Result<Vec<Step>, Refusal> {
     let claim = claim(uid, &handle(uid, devices));
-    plan_prepare(ledger, containers, &inventory(), &node(), &claim).map(|(_, steps)| steps)
+    plan_prepare(prepared_claims, containers, &inventory(), &node(), &claim).map(|(_, steps)| steps)
 }
 
-fn held(uid: &str, devices: &[&str], boot_id: &str, progress: Progress) -> Ledger {
+fn held(uid: &str, devices: &[&str], boot_id: &str, progress: Progress) -> PreparedClaims {
     let device = |name: &&str| HeldDevice {
         device: (*name).into(),
         kind: "test".into(),
@@ -98,19 +98,19 @@ fn held(uid: &str, devices: &[&str], boot_id: &str, progress: Progress) -> Ledge
         devices: devices.iter().map(device).collect(),
         progress,
     };
-    Ledger::new("boot", BTreeMap::from([(ClaimUid::parse(uid).unwrap(), entry)]))
+    PreparedClaims::new("boot", BTreeMap::from([(ClaimUid::parse(uid).unwrap(), entry)]))
 }
 
 fn done() -> Progress {
     Progress::Done {
-        injection: Injection::default(),
+        container_edits: ContainerEdits::default(),
     }
 }
 
 #[test]
 fn the_ledger_is_durable_before_the_driver_is_asked_and_before_kubelet_is_answered() {
     let uid = ClaimUid::parse(A).unwrap();
-    let steps = plan(&Ledger::new("boot", BTreeMap::new()), A, &["x"]).unwrap();
+    let steps = plan(&PreparedClaims::new("boot", BTreeMap::new()), A, &["x"]).unwrap();
     assert!(
         matches!(&steps[0], Step::Save(changes) if matches!(changes[..], [Change::Start(..)])),
         "{steps:?}"
@@ -141,12 +141,14 @@ fn a_device_that_another_claim_holds_is_refused_with_the_claims_name() {
 
 #[test]
 fn the_rest_of_a_failed_attempt_and_of_an_earlier_boot_gives_way() {
-    let started = Progress::Started { injection: None };
-    for ledger in [
+    let started = Progress::Started {
+        container_edits: None,
+    };
+    for prepared_claims in [
         held(A, &["x"], "boot", started),
         held(A, &["x"], "before", done()),
     ] {
-        let steps = plan(&ledger, B, &["x"]).unwrap();
+        let steps = plan(&prepared_claims, B, &["x"]).unwrap();
         assert_eq!(steps[0], Step::RemoveCdi(ClaimUid::parse(A).unwrap()));
         assert_eq!(steps[1], Step::Release(ClaimUid::parse(A).unwrap()));
         assert!(
@@ -201,17 +203,20 @@ fn no_other_claim_is_prepared_while_somebody_has_unknown_devices() {
 
 #[test]
 fn unknown_devices_are_not_those_that_another_claim_holds() {
-    let mut ledger = held(A, &[], "boot", done());
+    let mut prepared_claims = held(A, &[], "boot", done());
     let other = held(B, &["x"], "boot", done())
         .entry(&ClaimUid::parse(B).unwrap())
         .cloned();
-    ledger.apply(&Change::Start(ClaimUid::parse(B).unwrap(), other.unwrap()));
-    assert_eq!(plan(&ledger, A, &["x"]).unwrap_err().reason(), "DeviceHeld");
+    prepared_claims.apply(&Change::Start(ClaimUid::parse(B).unwrap(), other.unwrap()));
+    assert_eq!(
+        plan(&prepared_claims, A, &["x"]).unwrap_err().reason(),
+        "DeviceHeld"
+    );
 }
 
 #[test]
 fn what_cannot_be_had_is_refused_with_its_reason() {
-    let empty = Ledger::new("boot", BTreeMap::new());
+    let empty = PreparedClaims::new("boot", BTreeMap::new());
     for (devices, reason) in [
         (&["x", "x"][..], "InvalidHandle"),
         (&[], "InvalidHandle"),
@@ -230,7 +235,7 @@ fn what_cannot_be_had_is_refused_with_its_reason() {
 
 #[test]
 fn a_handle_of_another_claim_or_node_is_refused() {
-    let empty = Ledger::new("boot", BTreeMap::new());
+    let empty = PreparedClaims::new("boot", BTreeMap::new());
     let good = handle(A, &["x"]);
     let foreign = [
         (
@@ -280,7 +285,7 @@ fn a_handle_of_another_claim_or_node_is_refused() {
 
 #[test]
 fn hostile_names_and_uids_are_refused_before_anything_is_planned() {
-    let empty = Ledger::new("boot", BTreeMap::new());
+    let empty = PreparedClaims::new("boot", BTreeMap::new());
     let good = claim(A, &handle(A, &["x"]));
     for bad in [
         ClaimToPrepare {
@@ -323,7 +328,7 @@ fn unprepare_of_an_unknown_claim_succeeds_and_of_a_known_one_takes_the_file_firs
         ..ClaimToUnprepare::default()
     };
     let uid = ClaimUid::parse(A).unwrap();
-    let empty = Ledger::new("boot", BTreeMap::new());
+    let empty = PreparedClaims::new("boot", BTreeMap::new());
     assert_eq!(
         plan_unprepare(&empty, &claim),
         Ok(vec![Step::RemoveCdi(uid.clone())])
@@ -341,9 +346,9 @@ fn unprepare_of_an_unknown_claim_succeeds_and_of_a_known_one_takes_the_file_firs
 #[test]
 fn a_shared_device_is_given_to_as_many_claims_as_it_has_shares() {
     let mut entries = held(A, &["shared"], "boot", done()).entries().clone();
-    plan(&Ledger::new("boot", entries.clone()), B, &["shared"]).unwrap();
+    plan(&PreparedClaims::new("boot", entries.clone()), B, &["shared"]).unwrap();
     entries.extend(held(B, &["shared"], "boot", done()).entries().clone());
-    let both = Ledger::new("boot", entries.clone());
+    let both = PreparedClaims::new("boot", entries.clone());
     let refusal = plan(&both, C, &["shared"]).unwrap_err();
     assert_eq!(refusal.reason(), "DeviceHeld");
     assert!(refusal.to_string().contains("2 shares"), "{refusal}");
@@ -353,16 +358,16 @@ fn a_shared_device_is_given_to_as_many_claims_as_it_has_shares() {
     );
     // Stale claims are evicted only if their share is needed.
     entries.extend(held(B, &["shared"], "before", done()).entries().clone());
-    let steps = plan(&Ledger::new("boot", entries.clone()), C, &["shared"]).unwrap();
+    let steps = plan(&PreparedClaims::new("boot", entries.clone()), C, &["shared"]).unwrap();
     assert_eq!(steps[0], Step::RemoveCdi(ClaimUid::parse(B).unwrap()));
     entries.remove(&ClaimUid::parse(A).unwrap());
-    let steps = plan(&Ledger::new("boot", entries), C, &["shared"]).unwrap();
+    let steps = plan(&PreparedClaims::new("boot", entries), C, &["shared"]).unwrap();
     assert!(matches!(&steps[0], Step::Save(_)), "{steps:?}");
 }
 
 #[test]
 fn what_containers_hold_counts_for_devices_that_have_both_doors() {
-    let empty = Ledger::new("boot", BTreeMap::new());
+    let empty = PreparedClaims::new("boot", BTreeMap::new());
     let mut containers = Containers::default();
     let reason = |containers: &Containers| {
         plan_beside(&empty, containers, A, &["two-doors"]).map_err(|refusal| refusal.reason())

@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
-use super::{DoorError, DoorState, KubeletPaths, health};
+use super::{KubeletApiError, KubeletApiState, KubeletPaths, health};
 use crate::api::proto::device_plugin_v1beta1::DevicePluginOptions;
 use crate::api::proto::device_plugin_v1beta1::device_plugin_server::{DevicePluginServer, SERVICE_NAME};
 use crate::core::prepare::name::check_extended_resource;
@@ -47,12 +47,12 @@ pub async fn serve<C: Companion>(
     registration: PluginRegistration,
     driver_name: String,
     resource_name: String,
-    state: watch::Sender<DoorState>,
+    state: watch::Sender<KubeletApiState>,
     shutdown: CancellationToken,
-) -> Result<(), DoorError> {
+) -> Result<(), KubeletApiError> {
     check_extended_resource(&resource_name)?;
     let Some(devices) = companion.plugin_devices(&resource_name) else {
-        return Err(DoorError::NoSuchResource { resource_name });
+        return Err(KubeletApiError::NoSuchResource { resource_name });
     };
     let ours = shutdown.child_token();
     let _end_with_this = ours.clone().drop_guard();
@@ -126,7 +126,7 @@ pub async fn serve<C: Companion>(
     };
     ours.cancel();
     listening.closed().await;
-    state.send_replace(DoorState::Closed);
+    state.send_replace(KubeletApiState::Closed);
     registered
 }
 

@@ -12,7 +12,7 @@ use super::VERSION;
 use super::service::Streams;
 use crate::api::proto::device_plugin_v1beta1::registration_client::RegistrationClient;
 use crate::api::proto::device_plugin_v1beta1::{DevicePluginOptions, RegisterRequest};
-use crate::node::kubelet::DoorState;
+use crate::node::kubelet::KubeletApiState;
 use crate::node::kubelet::transport::Identity;
 
 /// Deadline of a registration, within which kubelet dials the plugin for up to 10 s.
@@ -31,7 +31,7 @@ pub(super) struct Registrar {
     pub(super) endpoint: String,
     pub(super) resource_name: String,
     pub(super) options: DevicePluginOptions,
-    pub(super) state: watch::Sender<DoorState>,
+    pub(super) state: watch::Sender<KubeletApiState>,
     pub(super) published: watch::Receiver<u64>,
     pub(super) directory: watch::Receiver<u64>,
     pub(super) streams: watch::Receiver<Streams>,
@@ -53,21 +53,21 @@ impl Registrar {
             self.published.mark_unchanged();
             let kubelet = Identity::of(&self.kubelet);
             let streams_before = self.streams.borrow().opened;
-            if !matches!(*self.state.borrow(), DoorState::Rejected { .. }) {
-                self.state.send_replace(DoorState::Waiting);
+            if !matches!(*self.state.borrow(), KubeletApiState::Rejected { .. }) {
+                self.state.send_replace(KubeletApiState::Waiting);
             }
             let resource = &self.resource_name;
             match self.register().await {
                 Ok(()) => {
                     tracing::info!(resource, "kubelet has registered the extended resource");
-                    self.state.send_replace(DoorState::Registered);
+                    self.state.send_replace(KubeletApiState::Registered);
                     let held = self.until_lost(kubelet, streams_before).await;
                     // Back off if streams keep ending immediately, to avoid a busy loop.
                     pause = if held { RETRY.0 } else { RETRY.1.min(pause * 2) };
                 }
                 Err(Failure::Absent(error)) => {
                     tracing::debug!(resource, error, "kubelet is not there yet");
-                    self.state.send_replace(DoorState::Waiting);
+                    self.state.send_replace(KubeletApiState::Waiting);
                     pause = RETRY.1.min(pause * 2);
                 }
                 Err(Failure::Refused(status)) => {
@@ -77,7 +77,7 @@ impl Registrar {
                         reason = "RegistrationRejected",
                         "kubelet rejects the extended resource: {message:?}"
                     );
-                    self.state.send_replace(DoorState::Rejected { message });
+                    self.state.send_replace(KubeletApiState::Rejected { message });
                     pause = RETRY.1.min(pause * 2);
                 }
             }

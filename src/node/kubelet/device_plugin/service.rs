@@ -19,7 +19,7 @@ use crate::api::proto::device_plugin_v1beta1::{
 use crate::api::proto::{
     ContainerList, DeviceIdList, MAX_CONTAINERS, MAX_DEVICES_PER_CONTAINER, PreferenceList,
 };
-use crate::core::prepare::injection::Injection;
+use crate::core::prepare::container_edits::ContainerEdits;
 use crate::node::companion::{Companion, PluginDevice, Preference};
 use crate::node::kubelet::transport::MAX_MESSAGE;
 use crate::node::kubelet::{refused, shown, status, wrong_number_of_answers};
@@ -137,15 +137,15 @@ impl<C: Companion> DevicePlugin for DevicePluginService<C> {
             return Err(refused("devices are asked for without naming any".into()));
         }
         let asked = containers.len();
-        let injections = self
+        let container_edits_of = self
             .companion
             .allocate(&self.resource_name, containers)
             .await
             .map_err(status)?;
-        if injections.len() != asked {
-            return Err(wrong_number_of_answers(asked, injections.len()));
+        if container_edits_of.len() != asked {
+            return Err(wrong_number_of_answers(asked, container_edits_of.len()));
         }
-        let container_responses = injections.into_iter().map(container_response).collect();
+        let container_responses = container_edits_of.into_iter().map(container_response).collect();
         Ok(Response::new(AllocateResponse { container_responses }))
     }
 }
@@ -237,23 +237,26 @@ fn choice(device_i_ds: Vec<String>) -> ContainerPreferredAllocationResponse {
     ContainerPreferredAllocationResponse { device_i_ds }
 }
 
-fn container_response(injection: Injection) -> ContainerAllocateResponse {
-    let devices = injection.device_nodes.into_iter().map(|node| DeviceSpec {
+fn container_response(container_edits: ContainerEdits) -> ContainerAllocateResponse {
+    let devices = container_edits.device_nodes.into_iter().map(|node| DeviceSpec {
         container_path: node.container_path,
         host_path: node.host_path,
         permissions: node.permissions,
     });
-    let mounts = injection.mounts.into_iter().map(|mount| Mount {
+    let mounts = container_edits.mounts.into_iter().map(|mount| Mount {
         container_path: mount.container_path,
         host_path: mount.host_path,
         read_only: mount.read_only,
     });
-    let cdi_devices = injection.cdi_devices.into_iter().map(|name| CdiDevice { name });
+    let cdi_devices = container_edits
+        .cdi_devices
+        .into_iter()
+        .map(|name| CdiDevice { name });
     ContainerAllocateResponse {
-        envs: injection.environment,
+        envs: container_edits.environment,
         mounts: mounts.collect(),
         devices: devices.collect(),
-        annotations: injection.annotations,
+        annotations: container_edits.annotations,
         cdi_devices: cdi_devices.collect(),
     }
 }
@@ -262,7 +265,7 @@ fn container_response(injection: Injection) -> ContainerAllocateResponse {
 mod tests {
     use super::super::options;
     use super::*;
-    use crate::core::prepare::injection::{DeviceNode, Mount as HostMount};
+    use crate::core::prepare::container_edits::{DeviceNode, Mount as HostMount};
 
     #[test]
     fn the_list_has_the_bytes_that_kubelet_reads() {
@@ -287,17 +290,17 @@ mod tests {
 
     #[test]
     fn an_injection_has_the_bytes_that_kubelet_reads() {
-        let injection = Injection {
+        let container_edits = ContainerEdits {
             device_nodes: vec![DeviceNode {
                 host_path: "/dev/h".into(),
                 container_path: "/dev/c".into(),
                 permissions: "rw".into(),
             }],
             environment: [("B".into(), "2".into()), ("A".into(), String::new())].into(),
-            ..Injection::default()
+            ..ContainerEdits::default()
         };
         let response = AllocateResponse {
-            container_responses: vec![container_response(injection)],
+            container_responses: vec![container_response(container_edits)],
         };
         assert_eq!(
             response.encode_to_vec(),
@@ -308,7 +311,7 @@ mod tests {
 
     #[test]
     fn an_injection_with_everything_has_the_bytes_that_kubelet_reads() {
-        let injection = Injection {
+        let container_edits = ContainerEdits {
             mounts: vec![HostMount {
                 host_path: "/h".into(),
                 container_path: "/c".into(),
@@ -316,10 +319,10 @@ mod tests {
             }],
             annotations: [("a/b".into(), "c".into())].into(),
             cdi_devices: vec!["v/c=n".into()],
-            ..Injection::default()
+            ..ContainerEdits::default()
         };
         assert_eq!(
-            container_response(injection).encode_to_vec(),
+            container_response(container_edits).encode_to_vec(),
             b"\x12\x0a\x0a\x02/c\x12\x02/h\x18\x01\x22\x08\x0a\x03a/b\x12\x01c\x2a\x07\x0a\x05v/c=n"
         );
     }

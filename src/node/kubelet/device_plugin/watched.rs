@@ -13,8 +13,8 @@ use super::service::Streams;
 use crate::api::proto::plugin_registration::PluginInfo;
 use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
 use crate::node::kubelet::registration::RegistrationService;
-use crate::node::kubelet::transport::{GrpcCalls, MAX_MESSAGE, SocketPlace, listen};
-use crate::node::kubelet::{DoorError, DoorState, is_served};
+use crate::node::kubelet::transport::{GrpcCalls, MAX_MESSAGE, SocketPath, listen};
+use crate::node::kubelet::{KubeletApiError, KubeletApiState, is_served};
 
 /// First and longest time without ListAndWatch before the registration socket is recreated. The plugin watcher needs a second or
 /// two; a stopped kubelet finds the socket when it starts.
@@ -23,11 +23,11 @@ const GRACE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs
 /// A served device plugin.
 pub(super) struct Plugin {
     /// Its registration socket.
-    pub(super) place: SocketPlace,
+    pub(super) place: SocketPath,
     /// The path of its service socket.
     pub(super) endpoint: String,
     pub(super) resource_name: String,
-    pub(super) state: watch::Sender<DoorState>,
+    pub(super) state: watch::Sender<KubeletApiState>,
     pub(super) streams: watch::Receiver<Streams>,
     pub(super) calls: Arc<GrpcCalls>,
     pub(super) shutdown: CancellationToken,
@@ -37,7 +37,7 @@ pub(super) struct Plugin {
 ///
 /// Kubelet finds the socket by itself, also after a restart. It does not retry after a failed registration or when its ListAndWatch
 /// ends for another reason; the socket is then recreated.
-pub(super) async fn register(mut plugin: Plugin) -> Result<(), DoorError> {
+pub(super) async fn register(mut plugin: Plugin) -> Result<(), KubeletApiError> {
     let service = RegistrationService {
         info: PluginInfo {
             r#type: "DevicePlugin".into(),
@@ -69,8 +69,8 @@ pub(super) async fn register(mut plugin: Plugin) -> Result<(), DoorError> {
                     resource = plugin.resource_name,
                     "kubelet does not watch the devices; the registration is made anew"
                 );
-                if !matches!(*plugin.state.borrow(), DoorState::Rejected { .. }) {
-                    plugin.state.send_replace(DoorState::Waiting);
+                if !matches!(*plugin.state.borrow(), KubeletApiState::Rejected { .. }) {
+                    plugin.state.send_replace(KubeletApiState::Waiting);
                 }
                 registration.renew();
                 alone_since = Instant::now();

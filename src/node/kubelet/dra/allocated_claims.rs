@@ -15,20 +15,20 @@ use tracing::{info, warn};
 
 use crate::api::resource::ResourceClaim;
 use crate::api::resource::label::{LABEL_OF_ANY_NODE, NODE_LABEL, label_of_node};
-use crate::core::prepare::announced::Announced;
+use crate::core::prepare::allocated_claims::AllocatedClaims;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::driver_name::DriverName;
 
 /// Watches the claims allocated on this node.
-pub(in crate::node) struct Announcements {
+pub(in crate::node) struct ClaimWatch {
     pub(in crate::node) client: kube::Client,
     pub(in crate::node) driver_name: DriverName,
     pub(in crate::node) node_name: String,
     pub(in crate::node) cluster: watch::Receiver<ClusterFacts>,
-    pub(in crate::node) sender: watch::Sender<Arc<Announced>>,
+    pub(in crate::node) sender: watch::Sender<Arc<AllocatedClaims>>,
 }
 
-impl Announcements {
+impl ClaimWatch {
     /// Watches the claims until the shutdown.
     pub(in crate::node) async fn run(mut self, shutdown: CancellationToken) {
         loop {
@@ -39,7 +39,7 @@ impl Announcements {
             let serves = self.cluster.borrow_and_update().serves_claims == Some(true);
             if !serves {
                 // The API is not served, so there are no claims.
-                let mut none = Announced::default();
+                let mut none = AllocatedClaims::default();
                 none.replace([], self.driver_name.as_str(), &self.node_name);
                 self.sender.send_replace(Arc::new(none));
             }
@@ -59,7 +59,7 @@ impl Announcements {
         let selector = format!("{key} in ({here},{LABEL_OF_ANY_NODE})");
         let mut events =
             Box::pin(watcher::watcher(api, watcher::Config::default().labels(&selector)).default_backoff());
-        let mut announced = self.sender.borrow().as_ref().clone();
+        let mut allocated_claims = self.sender.borrow().as_ref().clone();
         let mut listed = Vec::new();
         let mut complained = false;
         loop {
@@ -89,19 +89,23 @@ impl Announcements {
                 }
                 Event::InitDone => {
                     info!(claims = listed.len(), "the claims of this node are known");
-                    announced.replace(
+                    allocated_claims.replace(
                         &std::mem::take(&mut listed),
                         self.driver_name.as_str(),
                         &self.node_name,
                     );
                 }
-                Event::Apply(claim) => announced.set(&claim, self.driver_name.as_str(), &self.node_name),
-                Event::Delete(claim) => announced.remove(claim.metadata.uid.as_deref().unwrap_or_default()),
+                Event::Apply(claim) => {
+                    allocated_claims.set(&claim, self.driver_name.as_str(), &self.node_name);
+                }
+                Event::Delete(claim) => {
+                    allocated_claims.remove(claim.metadata.uid.as_deref().unwrap_or_default());
+                }
             }
             self.sender.send_if_modified(|sent| {
-                let changed = **sent != announced;
+                let changed = **sent != allocated_claims;
                 if changed {
-                    *sent = Arc::new(announced.clone());
+                    *sent = Arc::new(allocated_claims.clone());
                 }
                 changed
             });

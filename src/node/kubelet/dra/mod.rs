@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
 use super::registration::RegistrationService;
-use super::{DoorError, DoorState, KubeletPaths, health, is_served};
+use super::{KubeletApiError, KubeletApiState, KubeletPaths, health, is_served};
 use crate::api::proto::plugin_registration::PluginInfo;
 use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
 use crate::core::prepare::name::check_driver;
@@ -32,15 +32,15 @@ const RETRY: (Duration, Duration) = (Duration::from_secs(30), Duration::from_sec
 /// 1.30; then the registration service (`<root>/plugins_registry/<driver>/reg.sock`). Both sockets are recreated whenever they are
 /// removed. A restarted kubelet walks its plugin directory and finds the registration again.
 ///
-/// `state` follows the registration; it is [`DoorState::Waiting`] once both sockets are served. Dropping the future stops the
+/// `state` follows the registration; it is [`KubeletApiState::Waiting`] once both sockets are served. Dropping the future stops the
 /// endpoint like the shutdown does, without waiting for calls in flight. Errors are returned only before the endpoint is served.
 pub async fn serve<C: Companion>(
     companion: Arc<C>,
     paths: KubeletPaths,
     driver_name: String,
-    state: watch::Sender<DoorState>,
+    state: watch::Sender<KubeletApiState>,
     shutdown: CancellationToken,
-) -> Result<(), DoorError> {
+) -> Result<(), KubeletApiError> {
     check_driver(&driver_name)?;
     let ours = shutdown.child_token();
     let _end_with_this = ours.clone().drop_guard();
@@ -80,7 +80,7 @@ pub async fn serve<C: Companion>(
         Err(error) => {
             ours.cancel();
             service.closed().await;
-            state.send_replace(DoorState::Closed);
+            state.send_replace(KubeletApiState::Closed);
             return Err(error.into());
         }
     };
@@ -91,15 +91,15 @@ pub async fn serve<C: Companion>(
     published.mark_unchanged();
     let mut pause = RETRY.0;
     loop {
-        let rejected = matches!(*verdicts.borrow_and_update(), DoorState::Rejected { .. });
+        let rejected = matches!(*verdicts.borrow_and_update(), KubeletApiState::Rejected { .. });
         tokio::select! {
             () = ours.cancelled() => break,
             Ok(()) = published.changed() => {
                 // Kubelet registers the new socket.
-                state.send_replace(DoorState::Waiting);
+                state.send_replace(KubeletApiState::Waiting);
             }
             Ok(()) = verdicts.changed() => {
-                if *verdicts.borrow() == DoorState::Registered {
+                if *verdicts.borrow() == KubeletApiState::Registered {
                     pause = RETRY.0;
                 }
             }
@@ -112,6 +112,6 @@ pub async fn serve<C: Companion>(
     }
     registration.closed().await;
     service.closed().await;
-    state.send_replace(DoorState::Closed);
+    state.send_replace(KubeletApiState::Closed);
     Ok(())
 }

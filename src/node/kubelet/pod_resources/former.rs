@@ -13,8 +13,8 @@ use crate::api::crd::DeviceNumber;
 use crate::core::prepare::containers::Containers;
 use crate::core::prepare::device_manager::{self, Given, granted_by};
 use crate::core::prepare::driver_name::DriverName;
-use crate::core::prepare::former::Former;
 use crate::core::prepare::naming::environment_name;
+use crate::core::prepare::withdrawn::WithdrawnDevices;
 use crate::node::discovery::device_number;
 
 /// Devices that containers may hold under extended resources of earlier configurations.
@@ -25,7 +25,7 @@ pub(in crate::node) fn former(
     paths: &KubeletPaths,
     driver: &DriverName,
     nodes: &HostNodes,
-) -> Option<Former> {
+) -> Option<WithdrawnDevices> {
     let socket = paths.pod_resources_socket();
     let needed = [socket.parent(), Some(paths.device_plugin_dir.as_path())];
     for directory in needed.into_iter().flatten() {
@@ -48,7 +48,7 @@ pub(in crate::node) fn former(
         );
         Vec::new()
     });
-    let mut former = Former::default();
+    let mut former = WithdrawnDevices::default();
     for (resource, devices) in granted_by(driver, &grants, |_| true) {
         let numbers = |(device, given): (String, Given)| {
             let numbers = nodes.numbers_of(driver, &device, &given);

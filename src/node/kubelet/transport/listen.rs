@@ -19,7 +19,7 @@ use super::calls::Activity;
 use super::connection::{Clock, Connection};
 use super::count::{Count, GrpcCalls};
 use super::directory::DirectoryWatch;
-use super::socket::{Socket, SocketError, SocketPlace, check_path};
+use super::socket::{Socket, SocketError, SocketPath, check_path};
 
 /// Connections to one socket at a time. Kubelet opens one or two. A further connection replaces an idle one.
 pub const MAX_CONNECTIONS: usize = 64;
@@ -65,7 +65,7 @@ impl Listening {
 
 /// Serves `routes` on a socket until the shutdown and counts the calls. On return, the socket is published and accepts connections.
 pub async fn listen(
-    place: SocketPlace,
+    place: SocketPath,
     routes: Routes,
     calls: Arc<GrpcCalls>,
     shutdown: CancellationToken,
@@ -132,7 +132,7 @@ pub async fn listen(
 
 /// Owns the socket and accepts its connections.
 struct Keeper {
-    place: SocketPlace,
+    place: SocketPath,
     socket: Option<Socket>,
     slots: Arc<Semaphore>,
     /// Open connections; closed ones are pruned when the next one arrives.

@@ -19,7 +19,7 @@ mod socket;
 pub use count::{GrpcCalls, GrpcMethod, MethodFigures};
 pub use listen::{Listening, MAX_CONNECTIONS, MAX_STREAMS, listen};
 pub(crate) use socket::{Identity, check_path};
-pub use socket::{MAX_PATH, SocketError, SocketPlace};
+pub use socket::{MAX_PATH, SocketError, SocketPath};
 
 /// Largest message in bytes, sent or received: gRPC's default, which kubelet's client keeps.
 pub const MAX_MESSAGE: usize = 4 * 1024 * 1024;

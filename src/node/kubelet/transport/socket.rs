@@ -19,7 +19,7 @@ const DIRECTORY_MODE: u32 = 0o750;
 
 /// Path of a socket, with the directory that must exist.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SocketPlace {
+pub struct SocketPath {
     /// Absolute path of the socket.
     pub path: PathBuf,
     /// An ancestor directory that must exist; directories in between are created. A wrong option is thus an error instead of a new
@@ -129,7 +129,7 @@ impl Identity {
 /// A listening socket, under its hidden name until [`Socket::publish`].
 #[derive(Debug)]
 pub(super) struct Socket {
-    place: SocketPlace,
+    place: SocketPath,
     hidden: PathBuf,
     listener: UnixListener,
     /// Device and inode. The listener keeps the inode alive, so its number cannot be reused while this value exists.
@@ -139,7 +139,7 @@ pub(super) struct Socket {
 impl Socket {
     /// Binds under the hidden name: kubelet ignores names that begin with a dot. It may log a failed stat of that name if the
     /// rename comes first.
-    pub(super) async fn bind(place: &SocketPlace) -> Result<Self, SocketError> {
+    pub(super) async fn bind(place: &SocketPath) -> Result<Self, SocketError> {
         let hidden = check_path(place)?;
         make_directory(place)?;
         clear(&place.path, place).await?;
@@ -196,7 +196,7 @@ impl Socket {
 }
 
 /// Validates the socket path and returns its hidden name.
-pub(crate) fn check_path(place: &SocketPlace) -> Result<PathBuf, SocketError> {
+pub(crate) fn check_path(place: &SocketPath) -> Result<PathBuf, SocketError> {
     let (path, option) = (place.path.clone(), place.option);
     let name = path.file_name().filter(|_| path.is_absolute());
     let Some(name) = name else {
@@ -213,7 +213,7 @@ pub(crate) fn check_path(place: &SocketPlace) -> Result<PathBuf, SocketError> {
     }
 }
 
-fn make_directory(place: &SocketPlace) -> Result<(), SocketError> {
+fn make_directory(place: &SocketPath) -> Result<(), SocketError> {
     if !place.root.is_dir() {
         return Err(SocketError::NoRoot {
             root: place.root.clone(),
@@ -231,7 +231,7 @@ fn make_directory(place: &SocketPlace) -> Result<(), SocketError> {
 }
 
 /// Checks that the path is free or a stale socket, which nothing serves.
-async fn clear(path: &Path, place: &SocketPlace) -> Result<(), SocketError> {
+async fn clear(path: &Path, place: &SocketPath) -> Result<(), SocketError> {
     let found = match fs::symlink_metadata(path) {
         Ok(found) => found,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -262,8 +262,8 @@ async fn clear(path: &Path, place: &SocketPlace) -> Result<(), SocketError> {
 mod tests {
     use super::*;
 
-    fn place(directory: &tempfile::TempDir, name: &str) -> SocketPlace {
-        SocketPlace {
+    fn place(directory: &tempfile::TempDir, name: &str) -> SocketPath {
+        SocketPath {
             path: directory.path().join(name),
             root: directory.path().into(),
             option: "--root-dir",
@@ -336,7 +336,7 @@ mod tests {
 
     #[test]
     fn the_length_of_a_path_is_checked_with_its_hidden_name() {
-        let place = |length: usize| SocketPlace {
+        let place = |length: usize| SocketPath {
             path: format!("/d/{}", "n".repeat(length - 3)).into(),
             root: "/d".into(),
             option: "--root-dir",
@@ -351,7 +351,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_relative_path_and_a_missing_root_are_refused() {
-        let relative = SocketPlace {
+        let relative = SocketPath {
             path: "x.sock".into(),
             root: "/".into(),
             option: "--root-dir",
@@ -360,7 +360,7 @@ mod tests {
             Socket::bind(&relative).await,
             Err(SocketError::NotAbsolute { .. })
         ));
-        let missing = SocketPlace {
+        let missing = SocketPath {
             path: "/nowhere/a/x.sock".into(),
             root: "/nowhere".into(),
             option: "--root-dir",

@@ -8,8 +8,8 @@ use super::disk::Disk;
 use super::{StoreError, files};
 use crate::api::cdi::Spec;
 use crate::core::prepare::claim_uid::ClaimUid;
+use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::driver_name::DriverName;
-use crate::core::prepare::injection::Injection;
 use crate::core::prepare::rendering::cdi_spec;
 
 /// Maximum size of a CDI file, in bytes.
@@ -93,8 +93,8 @@ impl CdiDirectory {
     }
 
     /// Updates the file of a claim. Writes nothing if it is up to date.
-    pub fn write(&self, uid: &ClaimUid, injection: &Injection) -> Result<(), StoreError> {
-        self.write_spec(&self.path(uid), &cdi_spec(&self.driver, uid, injection))
+    pub fn write(&self, uid: &ClaimUid, container_edits: &ContainerEdits) -> Result<(), StoreError> {
+        self.write_spec(&self.path(uid), &cdi_spec(&self.driver, uid, container_edits))
     }
 
     /// Updates a CDI file. Writes nothing if it is up to date.
@@ -140,7 +140,7 @@ mod tests {
     use container_device_interface::spec_dirs::with_spec_dirs;
 
     use super::*;
-    use crate::core::prepare::injection::DeviceNode;
+    use crate::core::prepare::container_edits::DeviceNode;
 
     fn uid(last: char) -> ClaimUid {
         ClaimUid::parse(&format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0{last}")).unwrap()
@@ -152,13 +152,13 @@ mod tests {
         (directory, files)
     }
 
-    fn null() -> Injection {
+    fn null() -> ContainerEdits {
         let node = DeviceNode {
             host_path: "/dev/null".into(),
             container_path: "/dev/drayman-test-0".into(),
             permissions: "rw".into(),
         };
-        Injection::of_device_node("drayman-test-0", node)
+        ContainerEdits::of_device_node("drayman-test-0", node)
     }
 
     #[test]

@@ -7,14 +7,18 @@ use std::io;
 
 use super::cdi::CdiDirectory;
 use super::{StoreError, files};
-use crate::core::prepare::injection::Injection;
+use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::rendering::cdi_spec_of_device;
 
 impl CdiDirectory {
     /// Updates the file of a device, whose name is a DNS label.
-    pub(super) fn write_device(&self, device: &str, injection: &Injection) -> Result<(), StoreError> {
+    pub(super) fn write_device(
+        &self,
+        device: &str,
+        container_edits: &ContainerEdits,
+    ) -> Result<(), StoreError> {
         let path = self.directory.join(self.driver.cdi_device_file(device));
-        self.write_spec(&path, &cdi_spec_of_device(&self.driver, device, injection))
+        self.write_spec(&path, &cdi_spec_of_device(&self.driver, device, container_edits))
     }
 
     /// Removes the files of all other devices, and incomplete files of an earlier process.
@@ -51,8 +55,8 @@ mod tests {
     use container_device_interface::spec_dirs::with_spec_dirs;
 
     use super::*;
+    use crate::core::prepare::container_edits::{DeviceNode, Mount};
     use crate::core::prepare::driver_name::DriverName;
-    use crate::core::prepare::injection::{DeviceNode, Mount};
 
     fn names(directory: &std::path::Path) -> Vec<String> {
         let mut names: Vec<String> = std::fs::read_dir(directory)
@@ -68,7 +72,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let files = CdiDirectory::new(DriverName::parse("drayman.dev").unwrap(), directory.path());
         for device in ["a", "b"] {
-            files.write_device(device, &Injection::default()).unwrap();
+            files.write_device(device, &ContainerEdits::default()).unwrap();
         }
         for name in [
             "drayman.dev-claim_x.json",
@@ -98,15 +102,15 @@ mod tests {
             container_path: "/dev/a".into(),
             permissions: "rw".into(),
         };
-        let injection = Injection {
+        let container_edits = ContainerEdits {
             mounts: vec![Mount {
                 host_path: "/opt".into(),
                 container_path: "/vendor".into(),
                 read_only: true,
             }],
-            ..Injection::of_device_node("a", node)
+            ..ContainerEdits::of_device_node("a", node)
         };
-        files.write_device("a", &injection).unwrap();
+        files.write_device("a", &container_edits).unwrap();
         let cache = new_cache(vec![
             with_spec_dirs(&[directory.path().to_str().unwrap()]),
             with_auto_refresh(false),

@@ -16,10 +16,10 @@ use tracing::{error, warn};
 use crate::api::cdi::Spec;
 use crate::core::prepare::checkpoint::{Checkpoint, CheckpointError, ClusterFacts};
 use crate::core::prepare::claim_uid::ClaimUid;
+use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::driver_name::DriverName;
-use crate::core::prepare::injection::Injection;
 use crate::core::prepare::kubelet_state::{self, KubeletView};
-use crate::core::prepare::ledger::Ledger;
+use crate::core::prepare::prepared_claims::PreparedClaims;
 use crate::core::prepare::recovery::{Start, with_running};
 use crate::core::prepare::step::Records;
 use crate::node::kubelet::transport::Identity;
@@ -156,7 +156,7 @@ pub struct Opened {
     /// The storage for changes.
     pub store: Store,
     /// The prepared claims when the last process ended.
-    pub ledger: Ledger,
+    pub prepared_claims: PreparedClaims,
     /// The cluster facts that the last process stored.
     pub cluster: ClusterFacts,
     /// The claims with a CDI file.
@@ -170,10 +170,10 @@ pub struct Opened {
 impl Opened {
     /// Adds claims that kubelet shows in containers, if a rebuilt state lacks them.
     pub fn add_running(&mut self, running: &BTreeMap<ClaimUid, (String, String)>) {
-        if let Some(ledger) = with_running(&self.ledger, running) {
-            self.ledger = ledger;
+        if let Some(prepared_claims) = with_running(&self.prepared_claims, running) {
+            self.prepared_claims = prepared_claims;
             let why = "containers have claims that it did not have".to_owned();
-            report(&self.ledger, self.rebuilt.get_or_insert(why));
+            report(&self.prepared_claims, self.rebuilt.get_or_insert(why));
         }
     }
 }
@@ -273,7 +273,7 @@ impl Store {
         };
         found.cdi.remove_half_written()?;
         let (cluster, start) = (found.cluster, found.start);
-        let (ledger, rebuilt, complete) = rebuild(start, unusable, &found.traces, places, boot_id);
+        let (prepared_claims, rebuilt, complete) = rebuild(start, unusable, &found.traces, places, boot_id);
         let written = Mutex::new(Written {
             cluster: cluster.clone(),
             text,
@@ -286,7 +286,7 @@ impl Store {
                 written,
                 state: places.state.clone(),
             },
-            ledger,
+            prepared_claims,
             cluster,
             files: found.files,
             complete,
@@ -295,7 +295,7 @@ impl Store {
     }
 
     /// Reads the prepared claims without changing the disk. A running companion is an error.
-    pub fn look(places: &Places, boot_id: &str) -> Result<Ledger, StoreError> {
+    pub fn look(places: &Places, boot_id: &str) -> Result<PreparedClaims, StoreError> {
         let _lock = files::lock_if_there(&places.state.join(LOCK))?;
         let found = OnDisk::read(&Disk::default(), places)?;
         let unusable = found.unusable.map(|unusable| unusable.error);
@@ -323,8 +323,12 @@ impl Store {
     }
 
     /// Updates the CDI file of a device that is passed by name.
-    pub fn write_cdi_of_device(&self, device: &str, injection: &Injection) -> Result<(), StoreError> {
-        self.cdi.write_device(device, injection)
+    pub fn write_cdi_of_device(
+        &self,
+        device: &str,
+        container_edits: &ContainerEdits,
+    ) -> Result<(), StoreError> {
+        self.cdi.write_device(device, container_edits)
     }
 
     /// Removes the CDI files of all other devices.
@@ -340,7 +344,7 @@ fn rebuild(
     traces: &BTreeMap<ClaimUid, Option<Spec>>,
     places: &Places,
     boot_id: &str,
-) -> (Ledger, Option<String>, bool) {
+) -> (PreparedClaims, Option<String>, bool) {
     let read = matches!(start, Start::Checkpoint(_));
     let is_older = read && !traces.is_empty();
     let entries = start.entries(&places.driver, boot_id, traces, || places.kubelet());
@@ -349,12 +353,12 @@ fn rebuild(
         None if !read && !entries.is_empty() => Some("it is gone".to_owned()),
         unusable => unusable,
     };
-    let ledger = Ledger::new(boot_id, entries);
+    let prepared_claims = PreparedClaims::new(boot_id, entries);
     if let Some(why) = &rebuilt {
-        report(&ledger, why);
+        report(&prepared_claims, why);
     }
     let complete = read && rebuilt.is_none();
-    (ledger, rebuilt, complete)
+    (prepared_claims, rebuilt, complete)
 }
 
 /// Reads the CDI files of these claims; `None` for a damaged file.
@@ -367,13 +371,13 @@ fn read_all(
         .collect()
 }
 
-fn report(ledger: &Ledger, why: &str) {
+fn report(prepared_claims: &PreparedClaims, why: &str) {
     error!(
         reason = "CheckpointLost",
-        claims = ledger.entries().len(),
+        claims = prepared_claims.entries().len(),
         "the checkpoint cannot be relied on, and what claims hold was put together from the CDI files, kubelet's list and what it shows of its containers: {why}"
     );
-    for (uid, entry) in ledger.entries() {
+    for (uid, entry) in prepared_claims.entries() {
         if entry.is_unaccounted() {
             error!(claim_uid = %uid, "which devices {} holds is not known; nothing is prepared until that is", entry.describe(uid));
         } else {
@@ -385,9 +389,9 @@ fn report(ledger: &Ledger, why: &str) {
 impl Records for Store {
     type Error = StoreError;
 
-    fn save(&self, ledger: &Ledger) -> Result<(), StoreError> {
+    fn save(&self, prepared_claims: &PreparedClaims) -> Result<(), StoreError> {
         let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
-        let text = Checkpoint::of(ledger, &written.cluster)
+        let text = Checkpoint::of(prepared_claims, &written.cluster)
             .encode()
             .map_err(StoreError::Encode)?;
         self.keep_place(&mut written)?;
@@ -403,8 +407,8 @@ impl Records for Store {
         Ok(())
     }
 
-    fn write_cdi(&self, uid: &ClaimUid, injection: &Injection) -> Result<(), StoreError> {
-        self.cdi.write(uid, injection)
+    fn write_cdi(&self, uid: &ClaimUid, container_edits: &ContainerEdits) -> Result<(), StoreError> {
+        self.cdi.write(uid, container_edits)
     }
 
     fn remove_cdi(&self, uid: &ClaimUid) -> Result<(), StoreError> {

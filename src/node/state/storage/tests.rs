@@ -1,7 +1,7 @@
 use super::*;
-use crate::core::prepare::injection::DeviceNode;
-use crate::core::prepare::ledger::{Change, Entry, HeldDevice, Progress};
+use crate::core::prepare::container_edits::DeviceNode;
 use crate::core::prepare::model::{Disk, Node, operations};
+use crate::core::prepare::prepared_claims::{Change, Entry, HeldDevice, Progress};
 use proptest::prelude::*;
 
 /// Uses an in-memory directory if possible: the model flushes thousands of files.
@@ -27,18 +27,20 @@ fn uid() -> ClaimUid {
     ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap()
 }
 
-fn injection() -> Injection {
+fn container_edits() -> ContainerEdits {
     let node = DeviceNode {
         host_path: "/dev/kvm".into(),
         container_path: "/dev/kvm".into(),
         permissions: "rw".into(),
     };
-    Injection::of_device_node("kvm", node)
+    ContainerEdits::of_device_node("kvm", node)
 }
 
-fn prepared(root: &Path) -> Ledger {
+fn prepared(root: &Path) -> PreparedClaims {
     let Opened {
-        store, mut ledger, ..
+        store,
+        mut prepared_claims,
+        ..
     } = open(root, "boot").unwrap();
     let entry = Entry {
         namespace: "default".into(),
@@ -50,26 +52,26 @@ fn prepared(root: &Path) -> Ledger {
             ..HeldDevice::default()
         }],
         progress: Progress::Started {
-            injection: Some(injection()),
+            container_edits: Some(container_edits()),
         },
     };
-    ledger.apply(&Change::Start(uid(), entry));
-    ledger.apply(&Change::Finish(uid()));
+    prepared_claims.apply(&Change::Start(uid(), entry));
+    prepared_claims.apply(&Change::Finish(uid()));
     store.set_cluster(ClusterFacts {
         node_uid: Some("n-1".into()),
         serves_claims: Some(true),
     });
-    store.write_cdi(&uid(), &injection()).unwrap();
-    store.save(&ledger).unwrap();
-    ledger
+    store.write_cdi(&uid(), &container_edits()).unwrap();
+    store.save(&prepared_claims).unwrap();
+    prepared_claims
 }
 
 #[test]
 fn the_next_process_finds_what_the_last_one_stored() {
     let root = directory();
-    let ledger = prepared(root.path());
+    let prepared_claims = prepared(root.path());
     let opened = open(root.path(), "boot").unwrap();
-    assert_eq!(opened.ledger, ledger);
+    assert_eq!(opened.prepared_claims, prepared_claims);
     assert_eq!(opened.files, BTreeSet::from([uid()]));
     assert_eq!(opened.cluster.node_uid.as_deref(), Some("n-1"));
 }
@@ -97,14 +99,14 @@ fn a_damaged_checkpoint_is_rebuilt_from_the_cdi_files() {
     ] {
         std::fs::write(&path, &damaged).unwrap();
         let opened = open(root.path(), "boot").unwrap();
-        let entry = opened.ledger.entry(&uid()).unwrap();
-        assert!(opened.ledger.may_be_in_use(entry));
+        let entry = opened.prepared_claims.entry(&uid()).unwrap();
+        assert!(opened.prepared_claims.may_be_in_use(entry));
         assert_eq!(
-            opened.ledger.holder("kvm").map(|(holder, _)| holder),
+            opened.prepared_claims.holder("kvm").map(|(holder, _)| holder),
             Some(&uid())
         );
-        assert_eq!(entry.injection(), Some(&injection()));
-        opened.store.save(&opened.ledger).unwrap();
+        assert_eq!(entry.container_edits(), Some(&container_edits()));
+        opened.store.save(&opened.prepared_claims).unwrap();
     }
 }
 
@@ -116,7 +118,7 @@ fn a_damaged_checkpoint_and_a_damaged_cdi_file_leave_the_claim_with_devices_unkn
     let file = root.path().join(format!("cdi/drayman.dev-claim_{}.json", uid()));
     std::fs::write(&file, "y").unwrap();
     let opened = open(root.path(), "boot").unwrap();
-    assert!(opened.ledger.entry(&uid()).unwrap().is_unaccounted());
+    assert!(opened.prepared_claims.entry(&uid()).unwrap().is_unaccounted());
     assert!(opened.rebuilt.unwrap().contains("kept as"));
     drop(opened.store);
     // Kubelet's list provides the devices and the name of the claim.
@@ -131,7 +133,10 @@ fn a_damaged_checkpoint_and_a_damaged_cdi_file_leave_the_claim_with_devices_unkn
     std::fs::write(root.path().join("dra_manager_state"), list).unwrap();
     let opened = open(root.path(), "boot").unwrap();
     assert_eq!(
-        opened.ledger.holder("kvm").map(|(_, entry)| entry.name.as_str()),
+        opened
+            .prepared_claims
+            .holder("kvm")
+            .map(|(_, entry)| entry.name.as_str()),
         Some("camera")
     );
 }
@@ -170,8 +175,11 @@ fn a_look_changes_nothing_on_the_disk() {
     for content in [good, b"damaged".to_vec(), newer.into_bytes()] {
         std::fs::write(&path, &content).unwrap();
         let before = everything(root.path());
-        let ledger = Store::look(&places, "boot").unwrap();
-        assert_eq!(ledger.holder("kvm").map(|(holder, _)| holder), Some(&uid()));
+        let prepared_claims = Store::look(&places, "boot").unwrap();
+        assert_eq!(
+            prepared_claims.holder("kvm").map(|(holder, _)| holder),
+            Some(&uid())
+        );
         assert_eq!(everything(root.path()), before);
     }
     // A user's change does not overwrite a newer release's checkpoint either.
@@ -212,7 +220,7 @@ fn a_checkpoint_that_is_gone_is_rebuilt_and_a_node_without_traces_is_new() {
     std::fs::remove_dir_all(root.path().join("plugins")).unwrap();
     let opened = open(root.path(), "boot").unwrap();
     assert_eq!(
-        opened.ledger.holder("kvm").map(|(holder, _)| holder),
+        opened.prepared_claims.holder("kvm").map(|(holder, _)| holder),
         Some(&uid())
     );
     assert_eq!(opened.rebuilt.as_deref(), Some("it is gone"));
@@ -222,15 +230,19 @@ fn a_checkpoint_that_is_gone_is_rebuilt_and_a_node_without_traces_is_new() {
 fn a_checkpoint_older_than_the_cdi_files_does_not_cost_a_claim_its_device() {
     let root = directory();
     let path = root.path().join("plugins/drayman.dev/checkpoint.json");
-    let Opened { store, ledger, .. } = open(root.path(), "boot").unwrap();
-    store.save(&ledger).unwrap();
+    let Opened {
+        store,
+        prepared_claims,
+        ..
+    } = open(root.path(), "boot").unwrap();
+    store.save(&prepared_claims).unwrap();
     drop(store);
     let old = std::fs::read(&path).unwrap();
     prepared(root.path());
     std::fs::write(&path, old).unwrap();
     let opened = open(root.path(), "boot").unwrap();
     assert_eq!(
-        opened.ledger.holder("kvm").map(|(holder, _)| holder),
+        opened.prepared_claims.holder("kvm").map(|(holder, _)| holder),
         Some(&uid())
     );
     assert!(opened.rebuilt.is_some());
@@ -255,34 +267,34 @@ fn a_list_of_kubelets_that_cannot_be_read_is_said_to_be_unknown() {
 #[test]
 fn a_store_that_cannot_write_says_so_and_takes_up_again_afterwards() {
     let root = directory();
-    let ledger = prepared(root.path());
+    let prepared_claims = prepared(root.path());
     let Opened { store, .. } = open(root.path(), "boot").unwrap();
     // A directory in place of the temporary file also blocks root, unlike permissions.
     let obstacle = root.path().join("plugins/drayman.dev/checkpoint.json.tmp");
     std::fs::create_dir(&obstacle).unwrap();
     store
-        .save(&ledger)
+        .save(&prepared_claims)
         .expect("what is durable already needs no write");
     store.set_cluster(ClusterFacts::default());
-    let error = store.save(&ledger).unwrap_err();
+    let error = store.save(&prepared_claims).unwrap_err();
     assert_eq!(error.reason(), "StorageFailed");
     assert!(error.to_string().contains("checkpoint.json.tmp"), "{error}");
     std::fs::remove_dir(&obstacle).unwrap();
-    store.save(&ledger).unwrap();
+    store.save(&prepared_claims).unwrap();
 }
 
 #[test]
 fn a_state_directory_that_somebody_removes_comes_back_with_checkpoint_and_lock() {
     let root = directory();
-    let ledger = prepared(root.path());
+    let prepared_claims = prepared(root.path());
     let Opened { store, .. } = open(root.path(), "boot").unwrap();
-    store.save(&ledger).unwrap();
+    store.save(&prepared_claims).unwrap();
     std::fs::remove_dir_all(root.path().join("plugins")).unwrap();
-    store.save(&ledger).unwrap();
+    store.save(&prepared_claims).unwrap();
     assert_eq!(open(root.path(), "boot").unwrap_err().reason(), "AlreadyRunning");
     drop(store);
     let opened = open(root.path(), "boot").unwrap();
-    assert_eq!((opened.ledger, opened.rebuilt), (ledger, None));
+    assert_eq!((opened.prepared_claims, opened.rebuilt), (prepared_claims, None));
 }
 
 /// The real storage, for the model. It is reopened for each access, like in a new process.
@@ -308,12 +320,12 @@ impl Real {
 impl Records for Real {
     type Error = StoreError;
 
-    fn save(&self, ledger: &Ledger) -> Result<(), StoreError> {
-        self.with(|store| store.save(ledger))
+    fn save(&self, prepared_claims: &PreparedClaims) -> Result<(), StoreError> {
+        self.with(|store| store.save(prepared_claims))
     }
 
-    fn write_cdi(&self, uid: &ClaimUid, injection: &Injection) -> Result<(), StoreError> {
-        self.with(|store| store.write_cdi(uid, injection))
+    fn write_cdi(&self, uid: &ClaimUid, container_edits: &ContainerEdits) -> Result<(), StoreError> {
+        self.with(|store| store.write_cdi(uid, container_edits))
     }
 
     fn remove_cdi(&self, uid: &ClaimUid) -> Result<(), StoreError> {
@@ -338,7 +350,7 @@ impl Disk for Real {
         )
         .unwrap_or_default();
         let opened = open(self.root.path(), "unused").unwrap();
-        let found = (opened.ledger.entries().clone(), opened.files);
+        let found = (opened.prepared_claims.entries().clone(), opened.files);
         *self.store.borrow_mut() = Some(opened.store);
         found
     }

@@ -13,11 +13,11 @@ use tokio_stream::wrappers::WatchStream;
 use super::super::*;
 use crate::api::crd::{Device, DeviceNodeKind, DeviceNumber, Mode};
 use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
+use crate::core::prepare::container_edits::DeviceNode;
 use crate::core::prepare::containers::Shown;
-use crate::core::prepare::injection::DeviceNode;
-use crate::core::prepare::witness::Witnessed;
+use crate::core::prepare::runtime_containers::RuntimeContainers;
 use crate::node::companion::Companion;
-use crate::node::container_runtime::Witness;
+use crate::node::container_runtime::ContainerRuntime;
 use crate::node::driver::NodeDriverError;
 
 pub(in crate::node::state) const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
@@ -27,7 +27,7 @@ pub(in crate::node::state) const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b
 pub(in crate::node::state) const CONTROL: &str = "/dev/control";
 
 /// A driver with devices defined by the test.
-pub(in crate::node::state) struct Said {
+pub(in crate::node::state) struct FakeDriver {
     pub(in crate::node::state) devices: watch::Sender<Arc<Devices>>,
     pub(in crate::node::state) gone: Mutex<BTreeSet<String>>,
     /// The devices that the node itself uses.
@@ -45,7 +45,7 @@ pub(in crate::node::state) struct Said {
     pub(in crate::node::state) undone: Mutex<BTreeSet<String>>,
 }
 
-impl Said {
+impl FakeDriver {
     pub(in crate::node::state) fn new(names: &[&str]) -> Arc<Self> {
         let said = Self {
             devices: watch::channel(Arc::default()).0,
@@ -98,7 +98,7 @@ impl Said {
     }
 }
 
-impl NodeDriver for Said {
+impl NodeDriver for FakeDriver {
     fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
         WatchStream::new(self.devices.subscribe()).map(|devices| devices.values().cloned().collect())
     }
@@ -113,7 +113,7 @@ impl NodeDriver for Said {
         Ok(())
     }
 
-    async fn injection(&self, device: &str) -> Result<Injection, NodeDriverError> {
+    async fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
         self.asked.fetch_add(1, Ordering::SeqCst);
         let _open = self.gate.acquire().await.unwrap();
         if self.gone.lock().unwrap().contains(device) {
@@ -129,22 +129,22 @@ impl NodeDriver for Said {
             host_path: path,
             permissions: "rw".into(),
         };
-        let mut injection = Injection::of_device_node(device, node);
+        let mut container_edits = ContainerEdits::of_device_node(device, node);
         if let Some(permissions) = self.control.lock().unwrap().get(device) {
-            injection.device_nodes.push(DeviceNode {
+            container_edits.device_nodes.push(DeviceNode {
                 host_path: CONTROL.to_owned(),
                 container_path: CONTROL.to_owned(),
                 permissions: (*permissions).to_owned(),
             });
         }
-        Ok(injection)
+        Ok(container_edits)
     }
 
     /// Like a driver that does not know about shared nodes: concatenates the edits of all devices.
-    async fn prepare(&self, claim: &PreparedClaim) -> Result<Injection, NodeDriverError> {
-        let mut all = Injection::default();
+    async fn prepare(&self, claim: &PreparedClaim) -> Result<ContainerEdits, NodeDriverError> {
+        let mut all = ContainerEdits::default();
         for device in &claim.devices {
-            let mut one = self.injection(device).await?;
+            let mut one = self.container_edits(device).await?;
             all.device_nodes.append(&mut one.device_nodes);
             all.extend(one);
         }
@@ -165,12 +165,12 @@ impl NodeDriver for Said {
 
 /// One run of a companion on a node.
 pub(in crate::node::state) struct Life {
-    pub(in crate::node::state) handle: Arc<OwnerHandle>,
+    pub(in crate::node::state) handle: Arc<NodeStateHandle>,
     pub(in crate::node::state) inventory: watch::Receiver<Arc<Devices>>,
     pub(in crate::node::state) cluster: watch::Sender<ClusterFacts>,
     pub(in crate::node::state) doubt: Arc<Notify>,
     /// The API server's view of the claims of this node.
-    pub(in crate::node::state) announcer: watch::Sender<Arc<Announced>>,
+    pub(in crate::node::state) announcer: watch::Sender<Arc<AllocatedClaims>>,
     /// The configured extended resources.
     pub(in crate::node::state) wanted: watch::Sender<Arc<BTreeMap<String, ExtendedResource>>>,
     pub(in crate::node::state) task: JoinHandle<()>,
@@ -222,7 +222,7 @@ pub(in crate::node::state) fn places(root: &Path) -> Places {
     }
 }
 
-pub(in crate::node::state) async fn live(root: &Path, boot_id: &str, driver: &Arc<Said>) -> Life {
+pub(in crate::node::state) async fn live(root: &Path, boot_id: &str, driver: &Arc<FakeDriver>) -> Life {
     live_beside(root, boot_id, driver, None).await
 }
 
@@ -230,7 +230,7 @@ pub(in crate::node::state) async fn live(root: &Path, boot_id: &str, driver: &Ar
 pub(in crate::node::state) async fn live_beside(
     root: &Path,
     boot_id: &str,
-    driver: &Arc<Said>,
+    driver: &Arc<FakeDriver>,
     kubelet: Option<Arc<Kubelet>>,
 ) -> Life {
     let (owner, life) = begin(root, boot_id, driver, kubelet).await;
@@ -242,18 +242,18 @@ pub(in crate::node::state) async fn live_beside(
 pub(in crate::node::state) async fn begin(
     root: &Path,
     boot_id: &str,
-    driver: &Arc<Said>,
+    driver: &Arc<FakeDriver>,
     kubelet: Option<Arc<Kubelet>>,
-) -> (Owner<Said>, Life) {
+) -> (NodeState<FakeDriver>, Life) {
     begin_with(root, boot_id, driver, kubelet, None).await
 }
 
 /// A container runtime whose view is defined by the test.
 #[derive(Debug, Default)]
-pub(in crate::node::state) struct Runtime(pub(in crate::node::state) Mutex<Witnessed>);
+pub(in crate::node::state) struct Runtime(pub(in crate::node::state) Mutex<RuntimeContainers>);
 
-impl Witness for Runtime {
-    fn look(&self) -> BoxFuture<'_, Result<Witnessed, String>> {
+impl ContainerRuntime for Runtime {
+    fn look(&self) -> BoxFuture<'_, Result<RuntimeContainers, String>> {
         let seen = self.0.lock().unwrap().clone();
         Box::pin(async { Ok(seen) })
     }
@@ -262,10 +262,10 @@ impl Witness for Runtime {
 pub(in crate::node::state) async fn begin_with(
     root: &Path,
     boot_id: &str,
-    driver: &Arc<Said>,
+    driver: &Arc<FakeDriver>,
     kubelet: Option<Arc<Kubelet>>,
     witness: Option<Arc<Runtime>>,
-) -> (Owner<Said>, Life) {
+) -> (NodeState<FakeDriver>, Life) {
     let places = places(root);
     let opened = Store::open(&places, boot_id).unwrap();
     let (cluster, receiver) = watch::channel(ClusterFacts::default());
@@ -284,7 +284,7 @@ pub(in crate::node::state) async fn begin_with(
         ("example.com/camera".to_owned(), camera),
         ("example.com/serial".to_owned(), serial),
     ])));
-    let (owner, handle, inventory) = Owner::start(OwnerOptions {
+    let (owner, handle, inventory) = NodeState::start(NodeStateOptions {
         places,
         orphan_grace: Duration::ZERO,
         node_name: "node-a".into(),
@@ -293,10 +293,10 @@ pub(in crate::node::state) async fn begin_with(
         opened,
         cluster: receiver,
         node_in_doubt: doubt.clone(),
-        witness: witness.map(|witness| witness as Arc<dyn Witness>),
+        witness: witness.map(|witness| witness as Arc<dyn ContainerRuntime>),
         grants: kubelet.map(|kubelet| kubelet as Arc<dyn Grants>),
         announcements,
-        former: Some(Former::default()),
+        former: Some(WithdrawnDevices::default()),
         figures: Arc::default(),
     })
     .await;
@@ -312,7 +312,11 @@ pub(in crate::node::state) async fn begin_with(
     (owner, life)
 }
 
-pub(in crate::node::state) async fn live_and_know(root: &Path, boot_id: &str, driver: &Arc<Said>) -> Life {
+pub(in crate::node::state) async fn live_and_know(
+    root: &Path,
+    boot_id: &str,
+    driver: &Arc<FakeDriver>,
+) -> Life {
     let life = live(root, boot_id, driver).await;
     life.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-1".into()),

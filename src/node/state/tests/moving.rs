@@ -21,9 +21,12 @@ fn granted() -> Shown {
     }
 }
 
-async fn live_with(mode: Mode, shown: Option<Shown>) -> (tempfile::TempDir, Life, Arc<Said>, Arc<Kubelet>) {
+async fn live_with(
+    mode: Mode,
+    shown: Option<Shown>,
+) -> (tempfile::TempDir, Life, Arc<FakeDriver>, Arc<Kubelet>) {
     let root = tempfile::tempdir().unwrap();
-    let (driver, kubelet) = (Said::new(&[]), Arc::new(Kubelet::default()));
+    let (driver, kubelet) = (FakeDriver::new(&[]), Arc::new(Kubelet::default()));
     driver.say(&["x", "y"], "camera", mode);
     *kubelet.under.lock().unwrap() = Some(OLD.to_owned());
     *kubelet.shown.lock().unwrap() = shown;
@@ -32,9 +35,9 @@ async fn live_with(mode: Mode, shown: Option<Shown>) -> (tempfile::TempDir, Life
         node_uid: Some("n-1".into()),
         serves_claims: Some(true),
     });
-    let mut announced = Announced::default();
-    announced.replace([], "drayman.dev", "node-a");
-    life.announcer.send_replace(Arc::new(announced));
+    let mut allocated_claims = AllocatedClaims::default();
+    allocated_claims.replace([], "drayman.dev", "node-a");
+    life.announcer.send_replace(Arc::new(allocated_claims));
     (root, life, driver, kubelet)
 }
 
@@ -165,7 +168,7 @@ async fn as_long_as_kubelet_does_not_show_its_containers_nothing_of_a_renamed_re
 async fn that_kubelet_does_not_answer_for_a_name_that_is_no_more_is_said_at_the_first_time_and_not_again() {
     let root = tempfile::tempdir().unwrap();
     let kubelet = Arc::new(Kubelet::default());
-    let (mut owner, life) = begin(root.path(), "boot", &Said::new(&[]), Some(kubelet.clone())).await;
+    let (mut owner, life) = begin(root.path(), "boot", &FakeDriver::new(&[]), Some(kubelet.clone())).await;
     owner.complained = false;
     let devices = [("x".to_owned(), Vec::new())].into();
     owner
@@ -199,7 +202,7 @@ async fn a_grant_that_kubelet_does_not_show_yet_counts_though_the_resource_is_re
 }
 
 /// Gives the devices of `live_with` other names, with the device numbers of `numbers`.
-fn rename(driver: &Said, kind: &str, mode: Mode, numbers: [u32; 2]) {
+fn rename(driver: &FakeDriver, kind: &str, mode: Mode, numbers: [u32; 2]) {
     let [x, y] = numbers;
     driver.say_numbered(&[("by-id-x", x), ("by-id-y", y)], kind, mode);
 }
@@ -288,7 +291,7 @@ async fn a_claim_keeps_its_node_from_every_other_name_and_api() {
 
 #[tokio::test]
 async fn a_renamed_device_stays_with_its_claim_over_a_restart() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();

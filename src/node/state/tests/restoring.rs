@@ -3,7 +3,7 @@ use crate::api::crd::Mode;
 
 #[tokio::test]
 async fn a_file_that_could_not_be_restored_at_a_start_is_there_as_soon_as_it_can() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
     life.prepare(B, &["y"]).await.unwrap();
@@ -22,7 +22,7 @@ async fn a_file_that_could_not_be_restored_at_a_start_is_there_as_soon_as_it_can
 
 #[tokio::test]
 async fn a_file_whose_device_the_driver_could_not_look_at_comes_back_though_nothing_changes() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
     driver.gone.lock().unwrap().insert("x".into());
@@ -43,7 +43,7 @@ async fn a_file_whose_device_the_driver_could_not_look_at_comes_back_though_noth
 
 #[tokio::test]
 async fn a_device_by_name_whose_file_could_not_be_written_has_it_as_soon_as_it_can() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say(&["x"], "camera", Mode::ExtendedResource);
     driver.gone.lock().unwrap().insert("x".into());
     let life = live(root.path(), "boot", &driver).await;

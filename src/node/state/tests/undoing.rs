@@ -5,7 +5,7 @@ use super::fixture::*;
 use crate::node::admin::Access;
 
 /// A claim whose Prepare failed with a driver that cannot undo its work.
-async fn half_done(life: &Life, driver: &Said) {
+async fn half_done(life: &Life, driver: &FakeDriver) {
     driver.stuck.store(true, Ordering::SeqCst);
     driver.gone.lock().unwrap().insert("x".into());
     assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason, "DeviceGone");
@@ -19,7 +19,7 @@ async fn held(life: &Life) -> Vec<String> {
 
 #[tokio::test]
 async fn what_a_driver_cannot_undo_is_kept_from_everybody_until_it_can() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     half_done(&life, &driver).await;
     assert_eq!(held(&life).await, [A]);
@@ -33,7 +33,7 @@ async fn what_a_driver_cannot_undo_is_kept_from_everybody_until_it_can() {
 
 #[tokio::test]
 async fn what_a_driver_cannot_undo_is_undone_at_a_later_look_if_nobody_asks() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     half_done(&life, &driver).await;
     let records = life.handle.records();
@@ -48,7 +48,7 @@ async fn what_a_driver_cannot_undo_is_undone_at_a_later_look_if_nobody_asks() {
 
 #[tokio::test]
 async fn what_a_driver_cannot_undo_at_a_start_is_undone_at_the_next() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     half_done(&life, &driver).await;
     life.end().await;
@@ -64,7 +64,7 @@ async fn what_a_driver_cannot_undo_at_a_start_is_undone_at_the_next() {
 
 #[tokio::test]
 async fn a_person_who_releases_is_told_what_the_driver_cannot_undo_and_nothing_is_given_away() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
     driver.stuck.store(true, Ordering::SeqCst);
@@ -89,7 +89,7 @@ async fn a_person_who_releases_is_told_what_the_driver_cannot_undo_and_nothing_i
 
 #[tokio::test]
 async fn what_a_person_releases_while_the_companion_does_not_run_is_undone_by_the_driver_at_the_next_start() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
     life.end().await;

@@ -11,7 +11,7 @@ use crate::node::companion::Companion;
 /// A node whose cameras have mode `both`, and a kubelet that shows no container.
 async fn live_with_cameras() -> (tempfile::TempDir, Life, Arc<Kubelet>) {
     let root = tempfile::tempdir().unwrap();
-    let (driver, kubelet) = (Said::new(&[]), Arc::new(Kubelet::default()));
+    let (driver, kubelet) = (FakeDriver::new(&[]), Arc::new(Kubelet::default()));
     driver.say(&["x", "y"], "camera", Mode::Both);
     *kubelet.shown.lock().unwrap() = Some(Shown::default());
     let life = live_beside(root.path(), "boot", &driver, Some(kubelet.clone())).await;
@@ -19,9 +19,9 @@ async fn live_with_cameras() -> (tempfile::TempDir, Life, Arc<Kubelet>) {
         node_uid: Some("n-1".into()),
         serves_claims: Some(true),
     });
-    let mut announced = Announced::default();
-    announced.replace([], "drayman.dev", "node-a");
-    life.announcer.send_replace(Arc::new(announced));
+    let mut allocated_claims = AllocatedClaims::default();
+    allocated_claims.replace([], "drayman.dev", "node-a");
+    life.announcer.send_replace(Arc::new(allocated_claims));
     (root, life, kubelet)
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use tracing::warn;
 
-use super::{Owner, Resource};
+use super::{NodeState, Resource};
 use crate::api::crd::{Device, DeviceNumber};
 use crate::core::prepare::identity::{are_among, share_a_node};
 use crate::core::prepare::inventory::Devices;
@@ -21,7 +21,7 @@ fn serves(resource: &Resource, device: &Device) -> bool {
     resource.offered.kind == device.kind && device.mode.serves_extended_resource()
 }
 
-impl<D: NodeDriver> Owner<D> {
+impl<D: NodeDriver> NodeState<D> {
     /// Records that a resource is withdrawn or redefined.
     pub(super) fn leave(&mut self, name: &str) {
         let Some(resource) = self.resources.get(name) else {

@@ -28,7 +28,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 /// Writes Events one after the other, independently of the controller's other work.
 ///
 /// A report is pending until the server has stored it; a newer report with the same object and reason replaces it. A report that finds
-/// the queue full, or that the server refuses, returns to the [`World`](crate::core::claims::World), which then knows that it was not
+/// the queue full, or that the server refuses, returns to the [`ControllerState`](crate::core::claims::ControllerState), which then knows that it was not
 /// delivered.
 pub(super) struct Reports {
     queue: Arc<Queue>,
@@ -172,7 +172,7 @@ impl Reports {
         answers: mpsc::UnboundedSender<Answered>,
     ) -> Self {
         let queue = Arc::new(Queue::default());
-        let reporter = Reporter {
+        let reporter = EventRecorder {
             controller: driver_name.to_owned(),
             instance: instance.unwrap_or_else(|| driver_name.to_owned()),
         };
@@ -241,12 +241,12 @@ impl Reports {
 }
 
 /// The reporting controller and instance of an Event.
-struct Reporter {
+struct EventRecorder {
     controller: String,
     instance: String,
 }
 
-impl Reporter {
+impl EventRecorder {
     /// Builds an Event with its own text. kube's recorder would merge it into an earlier one of the same reason and keep that one's
     /// text, but here the counts in the text are the message, and the core never reports the same text twice in a row.
     fn event(&self, (regarding, reason): &About, said: &Said) -> Event {

@@ -3,17 +3,17 @@
 use super::*;
 use crate::api::resource::ResourceHandle;
 use crate::core::allocation::allocate::Target;
+use crate::core::allocation::evaluate::RequestedClaim;
 use crate::core::allocation::fixture::{DRIVER, claim, demand, inventory, node};
-use crate::core::allocation::judge::Wish;
 
-fn books(devices: &[&str]) -> Books {
-    let mut books = Books::new(DRIVER);
+fn books(devices: &[&str]) -> DeviceAllocator {
+    let mut books = DeviceAllocator::new(DRIVER);
     books.set_inventory("a", Some(node("a", "1", devices)));
     books
 }
 
-fn allocate(books: &mut Books, uid: &str) -> Option<AllocationResult> {
-    let wish = Wish {
+fn allocate(books: &mut DeviceAllocator, uid: &str) -> Option<AllocationResult> {
+    let wish = RequestedClaim {
         claim: &claim(uid, None),
         demand: &demand("test", &[1]),
         suitable_nodes: None,
@@ -21,7 +21,7 @@ fn allocate(books: &mut Books, uid: &str) -> Option<AllocationResult> {
     books.allocate(&[wish], Target::Node("a")).answers.pop()?.ok()
 }
 
-fn observe(books: &mut Books, uid: &str, allocation: Option<&AllocationResult>) -> Observed {
+fn observe(books: &mut DeviceAllocator, uid: &str, allocation: Option<&AllocationResult>) -> Observed {
     books.observe(&claim(uid, allocation), allocation)
 }
 
@@ -215,7 +215,7 @@ fn claims_that_share_a_device_are_no_conflict_although_they_are_seen_before_its_
         (1, true, vec!["DeviceHeldTwice"]),
         (1, false, vec!["DeviceHeldTwice"]),
     ] {
-        let mut books = Books::new(DRIVER);
+        let mut books = DeviceAllocator::new(DRIVER);
         observe(&mut books, "u", Some(&allocation));
         let observed = observe(&mut books, "v", Some(&allocation));
         let told = |problems: &[Problem]| problems.iter().map(Problem::reason).collect::<Vec<_>>();
@@ -232,7 +232,7 @@ fn claims_that_share_a_device_are_no_conflict_although_they_are_seen_before_its_
         assert_eq!(books.settle_doubts(), [], "said once");
     }
     // A device in no inventory has one share, once all inventories are listed.
-    let mut books = Books::new(DRIVER);
+    let mut books = DeviceAllocator::new(DRIVER);
     observe(&mut books, "u", Some(&allocation));
     observe(&mut books, "v", Some(&allocation));
     assert_eq!(books.settle_doubts(), []);

@@ -1,6 +1,6 @@
 //! The device allocator: the inventory and the allocation index, with every query and change that concerns both.
 //!
-//! Its owner keeps it behind one lock, so that [`Books::allocate`] checks and holds devices in one step. Changes are in this module;
+//! Its owner keeps it behind one lock, so that [`DeviceAllocator::allocate`] checks and holds devices in one step. Changes are in this module;
 //! evaluation and allocation are in [`super::allocate`].
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,19 +8,19 @@ use std::sync::Arc;
 
 use crate::api::resource::label::label_of_node;
 use crate::api::resource::{AllocationResult, ResourceClaim};
+use crate::core::allocation::active_selectors::Wanted;
 use crate::core::allocation::allocation_result::{self, claim_name};
+use crate::core::allocation::attribute_set::{AttributeSet, Match, Matches};
 use crate::core::allocation::errors::Problem;
-use crate::core::allocation::facts::{Facts, Match, Matches};
-use crate::core::allocation::holdings::{Change, Holder, Holdings, Place, State};
+use crate::core::allocation::index::{AllocationIndex, Change, Holder, Place, State};
 use crate::core::allocation::inventory::{Device, Inventory, Node, Replaced};
-use crate::core::allocation::wanted::Wanted;
 
 /// The device allocator of one driver.
 #[derive(Clone, Debug)]
-pub struct Books {
+pub struct DeviceAllocator {
     pub(super) driver: String,
     pub(super) inventory: Inventory,
-    pub(super) holdings: Holdings,
+    pub(super) holdings: AllocationIndex,
     pub(super) matches: Matches,
     wanted: Wanted,
     /// Devices with several holders, until the number of their shares is known.
@@ -38,13 +38,13 @@ pub struct Observed {
     pub problems: Vec<Problem>,
 }
 
-impl Books {
+impl DeviceAllocator {
     /// An empty device allocator of the driver with this name.
     pub fn new(driver: impl Into<String>) -> Self {
         Self {
             driver: driver.into(),
             inventory: Inventory::default(),
-            holdings: Holdings::default(),
+            holdings: AllocationIndex::default(),
             matches: Matches::default(),
             wanted: Wanted::default(),
             doubts: BTreeSet::new(),
@@ -58,7 +58,7 @@ impl Books {
     }
 
     /// The allocation index.
-    pub fn holdings(&self) -> &Holdings {
+    pub fn holdings(&self) -> &AllocationIndex {
         &self.holdings
     }
 
@@ -93,13 +93,13 @@ impl Books {
     }
 
     /// The attribute sets of a kind that an expression has yet to evaluate.
-    pub fn unjudged(&self, kind: &str, expression: &str) -> impl Iterator<Item = &Facts> {
+    pub fn unjudged(&self, kind: &str, expression: &str) -> impl Iterator<Item = &AttributeSet> {
         let numbers = self.wanted.unjudged(kind, expression);
         numbers.filter_map(|number| self.matches.facts(number))
     }
 
     /// Stores results of an expression.
-    pub fn judged(&mut self, expression: &Arc<str>, said: Vec<(Facts, Match)>) {
+    pub fn judged(&mut self, expression: &Arc<str>, said: Vec<(AttributeSet, Match)>) {
         let numbers: Vec<usize> = said.iter().map(|(facts, _)| self.matches.number(facts)).collect();
         self.wanted.judged(expression, &numbers);
         self.matches.put(expression, said);
@@ -134,7 +134,7 @@ impl Books {
             .sum()
     }
 
-    /// Replaces all NodeInventory objects, by name. Returns the sum of the results of [`Books::set_inventory`].
+    /// Replaces all NodeInventory objects, by name. Returns the sum of the results of [`DeviceAllocator::set_inventory`].
     pub fn replace_inventories(&mut self, nodes: BTreeMap<String, Node>) -> usize {
         let gone = self
             .inventory
@@ -256,7 +256,7 @@ impl Books {
         self.available_again(&change)
     }
 
-    /// Releases the devices that were granted to a claim and never recorded in it. Recorded devices stay held until [`Books::observe`]
+    /// Releases the devices that were granted to a claim and never recorded in it. Recorded devices stay held until [`DeviceAllocator::observe`]
     /// shows that they are released. Returns how many devices have become available.
     pub fn deallocate(&mut self, claim: &ResourceClaim) -> usize {
         let uid = claim.metadata.uid.as_deref().unwrap_or_default();

@@ -10,12 +10,12 @@ use crate::api::resource::label::NODE_LABEL;
 use crate::api::resource::{ResourceClaim, ResourceClass, finalizer_of};
 use crate::driver::{Holding, Observation};
 
-use super::batch::{Batch, BatchId};
 use super::claim::ClaimState;
-use super::context::{Basis, ContextState, EarlyPod};
+use super::context::{ContextState, EarlyPod, EvaluationInput};
 use super::event::{Answer, CallId, Command, Event, Moment, ObjectKey, Outcome, Regarding, Report};
 use super::statistics::{Queue, Statistics};
-use super::wake::Wake;
+use super::transaction::{Transaction, TransactionId};
+use super::wakeup::WakeUpQueue;
 
 /// When an object is revisited whose report was not written. The queue of reports was full at that time; at some ten milliseconds each,
 /// thousands of them are written meanwhile. If the server refuses the reports of a thousand objects, this makes 17 requests per second.
@@ -78,8 +78,8 @@ impl Barrier {
 /// An object or timer to process.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Work {
-    /// A batch in progress.
-    Batch(BatchId),
+    /// A transaction in progress.
+    Transaction(TransactionId),
     Claim(ObjectKey),
     /// A template claim its owner pod has not used in time; other pods may use it.
     Open(ObjectKey),
@@ -94,7 +94,7 @@ pub(super) enum Work {
 
 /// A pending call: the object that its answer belongs to.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Flight {
+pub(super) enum PendingCall {
     /// Reading the pod of a context.
     Pod {
         context: ObjectKey,
@@ -108,23 +108,23 @@ pub(super) enum Flight {
     Judge {
         context: ObjectKey,
         uid: String,
-        /// The claims, in the order of the basis.
+        /// The claims, in the order of the input.
         claims: Vec<ObjectKey>,
-        basis: Basis,
+        input: EvaluationInput,
     },
     /// Writing the entries of a context.
     Publish { context: ObjectKey, uid: String },
     /// Releasing or repairing a claim.
     Release { claim: ObjectKey, uid: String },
-    /// A step for one claim of a batch.
-    Item { batch: BatchId, uid: String },
-    /// The driver's allocation for a batch.
-    Batch { batch: BatchId },
+    /// A step for one claim of a transaction.
+    Item { transaction: TransactionId, uid: String },
+    /// The driver's allocation for a transaction.
+    Transaction { transaction: TransactionId },
 }
 
-/// The state of the classic DRA control flow. Owned by one task; only [`World::apply`] and [`World::decide`] change it.
+/// The state of the classic DRA control flow. Owned by one task; only [`ControllerState::apply`] and [`ControllerState::decide`] change it.
 #[derive(Clone, Debug)]
-pub struct World {
+pub struct ControllerState {
     pub(super) settings: Settings,
     pub(super) finalizer: String,
     barrier: Barrier,
@@ -143,19 +143,19 @@ pub struct World {
     pub(super) early_pods: BTreeMap<String, EarlyPod>,
     /// The contexts whose pods name a claim.
     pub(super) users: BTreeMap<ObjectKey, BTreeSet<ObjectKey>>,
-    pub(super) batches: BTreeMap<BatchId, Batch>,
-    pub(super) flights: BTreeMap<CallId, Flight>,
-    pub(super) dirty: Queue,
+    pub(super) transactions: BTreeMap<TransactionId, Transaction>,
+    pub(super) pending_calls: BTreeMap<CallId, PendingCall>,
+    pub(super) work_queue: Queue,
     timers: BTreeSet<(Moment, Work)>,
-    pub(super) wake: Wake,
+    pub(super) wake: WakeUpQueue,
     /// Incremented when capacity may have been freed.
-    pub(super) epoch: u64,
-    pub(super) outbox: Vec<Command>,
+    pub(super) capacity_generation: u64,
+    pub(super) commands: Vec<Command>,
     next_id: u64,
     pub(super) statistics: Statistics,
 }
 
-impl World {
+impl ControllerState {
     /// Creates an empty state. It makes no decision until everything is listed and the driver is ready.
     pub fn new(settings: Settings) -> Self {
         Self {
@@ -171,13 +171,13 @@ impl World {
             contexts: BTreeMap::new(),
             early_pods: BTreeMap::new(),
             users: BTreeMap::new(),
-            batches: BTreeMap::new(),
-            flights: BTreeMap::new(),
-            dirty: Queue::default(),
+            transactions: BTreeMap::new(),
+            pending_calls: BTreeMap::new(),
+            work_queue: Queue::default(),
             timers: BTreeSet::new(),
-            wake: Wake::default(),
-            epoch: 0,
-            outbox: Vec::new(),
+            wake: WakeUpQueue::default(),
+            capacity_generation: 0,
+            commands: Vec::new(),
             next_id: 0,
             statistics: Statistics::default(),
         }
@@ -188,19 +188,19 @@ impl World {
         self.barrier.driver
     }
 
-    /// Whether a call, a write or a batch is in progress.
+    /// Whether a call, a write or a transaction is in progress.
     pub fn is_busy(&self) -> bool {
-        !self.flights.is_empty() || !self.batches.is_empty()
+        !self.pending_calls.is_empty() || !self.transactions.is_empty()
     }
 
-    /// When [`World::decide`] must be called again even without an event.
+    /// When [`ControllerState::decide`] must be called again even without an event.
     pub fn next_deadline(&self) -> Option<Moment> {
         self.timers.first().map(|(moment, _)| *moment)
     }
 
     /// Updates the state with an event.
     pub fn apply(&mut self, event: Event, now: Moment) {
-        self.dirty.now = now;
+        self.work_queue.now = now;
         match event {
             Event::Classes(classes) => self.see_all_classes(classes),
             Event::Class(class) => self.see_class(class),
@@ -221,13 +221,13 @@ impl World {
 
     /// Returns the commands to execute now. Pure: the same state and time give the same commands.
     pub fn decide(&mut self, now: Moment) -> Vec<Command> {
-        self.dirty.now = now;
+        self.work_queue.now = now;
         if self.barrier.driver {
             self.fire_timers(now);
             loop {
-                while let Some(work) = self.dirty.pop_first() {
+                while let Some(work) = self.work_queue.pop_first() {
                     match work {
-                        Work::Batch(id) => self.step_batch(id, now),
+                        Work::Transaction(id) => self.step_transaction(id, now),
                         Work::Claim(key) => self.step_claim(&key, now),
                         Work::Open(key) => self.open_claim(&key),
                         Work::Woken(_, key) | Work::Context(key) => self.step_context(&key, now),
@@ -240,7 +240,7 @@ impl World {
                 }
             }
         }
-        std::mem::take(&mut self.outbox)
+        std::mem::take(&mut self.commands)
     }
 
     // === time and calls ===
@@ -255,7 +255,7 @@ impl World {
                 break;
             }
             if let Some((_, work)) = self.timers.pop_first() {
-                self.dirty.insert(work);
+                self.work_queue.insert(work);
             }
         }
     }
@@ -265,18 +265,22 @@ impl World {
         self.next_id
     }
 
-    /// Sends a command whose answer belongs to `flight`.
-    pub(super) fn send(&mut self, flight: Flight, command: impl FnOnce(CallId) -> Command) -> CallId {
+    /// Sends a command whose answer belongs to `pending_call`.
+    pub(super) fn send(
+        &mut self,
+        pending_call: PendingCall,
+        command: impl FnOnce(CallId) -> Command,
+    ) -> CallId {
         let id = CallId(self.next_number());
-        self.dirty.sent(id, &flight);
-        self.flights.insert(id, flight);
-        self.outbox.push(command(id));
+        self.work_queue.sent(id, &pending_call);
+        self.pending_calls.insert(id, pending_call);
+        self.commands.push(command(id));
         id
     }
 
     pub(super) fn report(&mut self, regarding: Regarding, reason: &'static str, message: String) {
         *self.statistics.reports.entry(reason).or_default() += 1;
-        self.outbox.push(Command::Report(Report {
+        self.commands.push(Command::Report(Report {
             regarding,
             reason: reason.to_owned(),
             message,
@@ -308,30 +312,30 @@ impl World {
     }
 
     fn answered(&mut self, id: CallId, answer: Answer, now: Moment) {
-        let Some(flight) = self.flights.remove(&id) else {
+        let Some(pending_call) = self.pending_calls.remove(&id) else {
             return;
         };
-        self.count_answer(id, &flight, &answer);
+        self.count_answer(id, &pending_call, &answer);
         // Apply the result of a write at once; the watch shows it later.
         if let Answer::ClaimWritten(Outcome::Done(claim)) = &answer {
             self.see_written_claim(claim.clone(), now);
         }
-        match flight {
-            Flight::Pod { context, uid, early } => self.pod_read(&context, &uid, early, answer, now),
-            Flight::EarlyPod { uid } => self.early_pod_read(&uid, answer, now),
-            Flight::Judge {
+        match pending_call {
+            PendingCall::Pod { context, uid, early } => self.pod_read(&context, &uid, early, answer, now),
+            PendingCall::EarlyPod { uid } => self.early_pod_read(&uid, answer, now),
+            PendingCall::Judge {
                 context,
                 uid,
                 claims,
-                basis,
+                input,
             } => {
-                self.end_judging(&claims, &basis);
-                self.judged(&context, &uid, basis, answer, now);
+                self.end_judging(&claims, &input);
+                self.judged(&context, &uid, input, answer, now);
             }
-            Flight::Publish { context, uid } => self.published(&context, &uid, answer, now),
-            Flight::Release { claim, uid } => self.release_answered(&claim, &uid, answer, now),
-            Flight::Item { batch, uid } => self.item_answered(batch, &uid, answer, now),
-            Flight::Batch { batch } => self.batch_answered(batch, answer),
+            PendingCall::Publish { context, uid } => self.published(&context, &uid, answer, now),
+            PendingCall::Release { claim, uid } => self.release_answered(&claim, &uid, answer, now),
+            PendingCall::Item { transaction, uid } => self.item_answered(transaction, &uid, answer, now),
+            PendingCall::Transaction { transaction } => self.transaction_answered(transaction, answer),
         }
     }
 
@@ -346,14 +350,15 @@ impl World {
             .values_mut()
             .filter_map(|claim| claim.observe_first())
             .collect();
-        self.outbox.push(Command::Observe(Observation::All(holdings)));
-        self.outbox.push(Command::AwaitDriver);
+        self.commands.push(Command::Observe(Observation::All(holdings)));
+        self.commands.push(Command::AwaitDriver);
     }
 
     fn driver_ready(&mut self) {
         self.barrier.driver = true;
-        self.dirty.extend(self.claims.keys().cloned().map(Work::Claim));
-        self.dirty
+        self.work_queue
+            .extend(self.claims.keys().cloned().map(Work::Claim));
+        self.work_queue
             .extend(self.contexts.keys().cloned().map(Work::Context));
     }
 }

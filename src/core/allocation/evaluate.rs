@@ -1,7 +1,7 @@
 //! Evaluates whether the claims of a pod fit on a node together, and with which devices. The evaluation changes nothing. Node fit and
 //! allocation use the same function, so they never disagree.
 //!
-//! It works on a [`Scene`], a snapshot of all required data, so that a long search needs neither the lock nor the controller's thread.
+//! It works on a [`NodeSnapshot`], a snapshot of all required data, so that a long search needs neither the lock nor the controller's thread.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,29 +10,29 @@ use k8s_openapi::api::core::v1::NodeSelector;
 
 use crate::api::handle::HandleDevice;
 use crate::api::resource::ResourceClaim;
-use crate::core::allocation::books::Books;
-use crate::core::allocation::facts::Matches;
+use crate::core::allocation::allocator::DeviceAllocator;
+use crate::core::allocation::attribute_set::Matches;
 use crate::core::allocation::fit::Unfit;
-use crate::core::allocation::holdings::{Grant, Holdings, State};
+use crate::core::allocation::index::{AllocationIndex, Grant, State};
 use crate::core::allocation::inventory::{Device, Node};
-use crate::core::allocation::parameters::{Demand, Request, Selector};
+use crate::core::allocation::parameters::{DeviceRequests, Request, Selector};
 use crate::core::allocation::search::{Ask, search};
 use crate::core::allocation::unsuitable::{Shortage, Unsuitable};
-use crate::core::allocation::view::{Standing, View};
+use crate::core::allocation::view::{Availability, View};
 use crate::core::allocation::work::Work;
 
 /// A claim with its device request.
 #[derive(Clone, Copy, Debug)]
-pub struct Wish<'a> {
+pub struct RequestedClaim<'a> {
     /// The claim to allocate.
     pub claim: &'a ResourceClaim,
     /// The devices that it requests.
-    pub demand: &'a Demand,
+    pub demand: &'a DeviceRequests,
     /// The nodes that its class allows. Evaluated only if no node is selected: otherwise the scheduler has evaluated them.
     pub suitable_nodes: Option<&'a NodeSelector>,
 }
 
-impl<'a> Wish<'a> {
+impl<'a> RequestedClaim<'a> {
     /// Uid of the claim.
     pub fn uid(&self) -> &'a str {
         self.claim.metadata.uid.as_deref().unwrap_or_default()
@@ -44,17 +44,17 @@ pub type Judged = Vec<Result<Grant, Unsuitable>>;
 
 /// A snapshot of a node for the claims of one pod.
 #[derive(Clone, Debug)]
-pub struct Scene {
+pub struct NodeSnapshot {
     name: Box<str>,
     node: Result<Arc<Node>, Unsuitable>,
-    standings: Vec<Standing>,
+    standings: Vec<Availability>,
     /// The current allocation of each claim.
     states: Vec<Option<State>>,
 }
 
-impl Books {
+impl DeviceAllocator {
     /// Copies the data of a node for these claims.
-    pub fn scene(&self, wishes: &[Wish<'_>], name: &str) -> Scene {
+    pub fn scene(&self, wishes: &[RequestedClaim<'_>], name: &str) -> NodeSnapshot {
         let node = match self.inventory.node(name) {
             None => Err(Unsuitable::NoInventory),
             Some(node) => match node.unready() {
@@ -66,8 +66,9 @@ impl Books {
         let standings = node
             .as_ref()
             .map_or_else(|_| Vec::new(), |node| standings(&self.holdings, node, wishes));
-        let state = |wish: &Wish<'_>| self.holdings.get(wish.uid()).map(|holder| holder.state.clone());
-        Scene {
+        let state =
+            |wish: &RequestedClaim<'_>| self.holdings.get(wish.uid()).map(|holder| holder.state.clone());
+        NodeSnapshot {
             name: name.into(),
             node,
             standings,
@@ -76,14 +77,19 @@ impl Books {
     }
 
     /// Copies the selector results for these claims.
-    pub fn matches_of(&self, wishes: &[Wish<'_>]) -> Matches {
+    pub fn matches_of(&self, wishes: &[RequestedClaim<'_>]) -> Matches {
         let requests = wishes.iter().flat_map(|wish| wish.demand.requests());
         let selectors = requests.flat_map(Request::selectors);
         self.matches.some(selectors.map(Selector::expression))
     }
 
     /// Whether the result for a snapshot can still be granted, although the device allocator may have changed.
-    pub(super) fn still_grants(&self, wishes: &[Wish<'_>], scene: &Scene, judged: &Judged) -> bool {
+    pub(super) fn still_grants(
+        &self,
+        wishes: &[RequestedClaim<'_>],
+        scene: &NodeSnapshot,
+        judged: &Judged,
+    ) -> bool {
         let now = self.scene(wishes, &scene.name);
         let (Ok(before), Ok(node)) = (&scene.node, &now.node) else {
             return false;
@@ -118,19 +124,19 @@ impl Books {
     }
 }
 
-impl Scene {
+impl NodeSnapshot {
     /// Name of the node.
     pub fn name(&self) -> &str {
         &self.name
     }
 
     /// Evaluates the claims together. A claim that exceeds the work limit gets [`Unsuitable::TooMuchWork`].
-    pub fn judge(&self, matches: &Matches, wishes: &[Wish<'_>], work: &mut Work) -> Judged {
+    pub fn judge(&self, matches: &Matches, wishes: &[RequestedClaim<'_>], work: &mut Work) -> Judged {
         let node = match &self.node {
             Ok(node) => node,
             Err(reason) => return wishes.iter().map(|_| Err(reason.clone())).collect(),
         };
-        let room: Vec<usize> = self.standings.iter().map(Standing::room).collect();
+        let room: Vec<usize> = self.standings.iter().map(Availability::room).collect();
         // The requests that the search can serve so far, and its answers.
         let mut asks: Vec<Ask> = Vec::with_capacity(wishes.len());
         let mut answers = Vec::new();
@@ -174,7 +180,7 @@ impl Scene {
                 }
             });
         }
-        let grant = |wish: &Wish<'_>, first: usize| Grant {
+        let grant = |wish: &RequestedClaim<'_>, first: usize| Grant {
             node_name: node.name().into(),
             node_uid: node.uid().into(),
             devices: wish
@@ -227,9 +233,14 @@ enum Met {
     From(usize),
 }
 
-impl Scene {
+impl NodeSnapshot {
     /// Counts the devices of one kind, for claims that hold no devices yet.
-    pub fn census(&self, matches: &Matches, demand: &Demand, work: &mut Work) -> Result<Shortage, Unfit> {
+    pub fn census(
+        &self,
+        matches: &Matches,
+        demand: &DeviceRequests,
+        work: &mut Work,
+    ) -> Result<Shortage, Unfit> {
         let request = demand.requests().first();
         work.spend(self.standings.len() * (1 + request.map_or(0, |request| request.selectors().len())))?;
         let Ok(node) = &self.node else {
@@ -245,7 +256,7 @@ impl Scene {
     }
 }
 
-fn standings(holdings: &Holdings, node: &Node, wishes: &[Wish<'_>]) -> Vec<Standing> {
+fn standings(holdings: &AllocationIndex, node: &Node, wishes: &[RequestedClaim<'_>]) -> Vec<Availability> {
     // An unrecorded grant of one of these claims may be granted anew.
     let own = |holder: &&Arc<str>| {
         wishes.iter().any(|wish| *wish.uid() == ***holder)
@@ -264,10 +275,10 @@ fn standings(holdings: &Holdings, node: &Node, wishes: &[Wish<'_>]) -> Vec<Stand
         let ours = holders.iter().filter(own).count();
         let room = device.shares.saturating_sub(holders.len() - ours);
         match room {
-            _ if !device.mode.serves_claims() => Standing::OtherMode,
-            0 => Standing::Held,
-            _ if device.unhealthy.is_some() => Standing::Unhealthy,
-            room => Standing::Open { room, own: ours > 0 },
+            _ if !device.mode.serves_claims() => Availability::OtherMode,
+            0 => Availability::Held,
+            _ if device.unhealthy.is_some() => Availability::Unhealthy,
+            room => Availability::Open { room, own: ours > 0 },
         }
     };
     node.devices().iter().map(standing).collect()

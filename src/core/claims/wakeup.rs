@@ -1,4 +1,4 @@
-//! Wake-ups of waiting pods, a few at a time.
+//! WakeUpQueue-ups of waiting pods, a few at a time.
 //!
 //! When capacity is freed, as many waiting contexts are evaluated again as the capacity can serve. A wake-up ends when its pod is
 //! allocated, when the pod still fits nowhere, or when it takes too long. In the last two cases the next context is woken. So a pod that
@@ -10,14 +10,14 @@ use std::time::Duration;
 use crate::driver::CapacityChange;
 
 use super::event::{Moment, ObjectKey};
-use super::world::{Work, World};
+use super::state::{ControllerState, Work};
 
 /// How long a woken pod may take before the next one is woken as well. The scheduler's own backoff is 1 to 10 s.
 const OFFER: Duration = Duration::from_secs(5);
 
 /// Queue and state of the wake-ups.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Wake {
+pub(super) struct WakeUpQueue {
     /// The contexts that wait for their turn.
     queue: BTreeMap<u64, ObjectKey>,
     /// The key of each context in `queue`.
@@ -55,7 +55,7 @@ pub(super) struct Waiting {
     pub(super) recheck: Moment,
 }
 
-impl Wake {
+impl WakeUpQueue {
     /// Removes a context from the queue and ends its wake-up.
     pub(super) fn remove(&mut self, key: &ObjectKey) {
         self.open.remove(key);
@@ -179,9 +179,9 @@ fn in_turn(
     ranked.into_iter().map(|(.., key)| key).collect()
 }
 
-impl World {
+impl ControllerState {
     pub(super) fn capacity_changed(&mut self, change: &CapacityChange, now: Moment) {
-        self.epoch += 1;
+        self.capacity_generation += 1;
         let waiting = self
             .contexts
             .iter()
@@ -206,7 +206,7 @@ impl World {
             if let Some(claim) = self.claims.get_mut(&key) {
                 claim.retry.succeeded();
             }
-            self.dirty.insert(Work::Claim(key));
+            self.work_queue.insert(Work::Claim(key));
         }
     }
 
@@ -227,11 +227,11 @@ impl World {
 
     /// Lets a context be evaluated again. Returns whether it still exists.
     fn wake_up(&mut self, key: &ObjectKey) -> bool {
-        let epoch = self.epoch;
+        let capacity_generation = self.capacity_generation;
         let Some(context) = self.contexts.get_mut(key) else {
             return false;
         };
-        context.offered(epoch);
+        context.offered(capacity_generation);
         let waits_since = context.waiting.as_ref().map(|waiting| waiting.since);
         context.woken = Some(waits_since.map_or(self.wake.freed, |since| since.max(self.wake.freed)));
         self.touch_context(key);
@@ -244,7 +244,7 @@ impl World {
             Some(turn) => Work::Woken(turn, key.clone()),
             None => Work::Context(key.clone()),
         };
-        self.dirty.insert(work);
+        self.work_queue.insert(work);
     }
 
     pub(super) fn end_offer(&mut self, key: &ObjectKey, now: Moment) {
@@ -300,13 +300,13 @@ mod tests {
         (0..count).map(key).collect()
     }
 
-    fn all_next(wake: &mut Wake, ends: Moment) -> Vec<ObjectKey> {
+    fn all_next(wake: &mut WakeUpQueue, ends: Moment) -> Vec<ObjectKey> {
         std::iter::from_fn(|| wake.next(ends)).collect()
     }
 
     #[test]
     fn changes_do_not_add_up_while_a_context_is_awake() {
-        let mut wake = Wake::default();
+        let mut wake = WakeUpQueue::default();
         let mut waiting = keys(100);
         let ends = Moment::new(OFFER);
         // One context is awake all the time; each change helps one of the others.
@@ -324,7 +324,7 @@ mod tests {
     #[test]
     fn the_whole_queue_is_woken_when_nobody_is_helped() {
         for ends_well in [false, true] {
-            let mut wake = Wake::default();
+            let mut wake = WakeUpQueue::default();
             let waiting = keys(10);
             wake.restart(waiting.clone(), 3);
             let mut woken = Vec::new();
@@ -342,7 +342,7 @@ mod tests {
 
     #[test]
     fn the_end_of_one_wake_up_does_not_end_the_next() {
-        let mut wake = Wake::default();
+        let mut wake = WakeUpQueue::default();
         let [key] = &keys(1)[..] else { unreachable!() };
         let (early, late) = (Moment::new(OFFER), Moment::new(OFFER * 2));
         wake.restart(vec![key.clone()], 1);
@@ -359,7 +359,7 @@ mod tests {
     #[test]
     fn a_context_leaves_a_long_queue_and_the_order_stays() {
         let all = keys(50_000);
-        let mut wake = Wake::default();
+        let mut wake = WakeUpQueue::default();
         wake.restart(all.clone(), all.len());
         let (gone, left): (Vec<_>, Vec<_>) = all.into_iter().enumerate().partition(|(n, _)| n % 5 != 0);
         for (_, key) in gone.iter().rev() {

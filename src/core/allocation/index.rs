@@ -108,19 +108,19 @@ pub struct Change {
 }
 
 /// The holders of each device of one node; nearly always one.
-pub type NodeHoldings = BTreeMap<Box<str>, Vec<Arc<str>>>;
+pub type NodeAllocations = BTreeMap<Box<str>, Vec<Arc<str>>>;
 
 /// The allocation index.
 #[derive(Clone, Debug, Default)]
-pub struct Holdings {
+pub struct AllocationIndex {
     claims: BTreeMap<Arc<str>, Holder>,
     /// Holders by node uid.
-    nodes: BTreeMap<Box<str>, NodeHoldings>,
+    nodes: BTreeMap<Box<str>, NodeAllocations>,
     /// Claims with an unreadable allocation, by node name.
     unreadable: BTreeMap<Box<str>, BTreeSet<Arc<str>>>,
 }
 
-impl Holdings {
+impl AllocationIndex {
     /// The claim with this uid, if it holds devices.
     pub fn get(&self, uid: &str) -> Option<&Holder> {
         self.claims.get(uid)
@@ -132,7 +132,7 @@ impl Holdings {
     }
 
     /// The held devices of the node with this uid, with their holders.
-    pub fn on_node(&self, node_uid: &str) -> Option<&NodeHoldings> {
+    pub fn on_node(&self, node_uid: &str) -> Option<&NodeAllocations> {
         self.nodes.get(node_uid)
     }
 
@@ -311,7 +311,7 @@ mod tests {
 
     #[test]
     fn what_was_held_and_then_seen_in_the_claim_is_held_once() {
-        let mut holdings = Holdings::default();
+        let mut holdings = AllocationIndex::default();
         assert_eq!(
             holdings.put("u", holder("n/c", 1, State::Held(grant("1", &["d"])))),
             Change::default()
@@ -327,7 +327,7 @@ mod tests {
 
     #[test]
     fn a_claim_that_comes_to_hold_something_else_frees_what_it_held() {
-        let mut holdings = Holdings::default();
+        let mut holdings = AllocationIndex::default();
         holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["d", "e"]))));
         let change = holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["e", "f"]))));
         assert_eq!(freed(&change.freed), ["d"]);
@@ -335,7 +335,7 @@ mod tests {
 
     #[test]
     fn the_older_claim_keeps_a_device_and_each_that_leaves_it_says_so() {
-        let mut holdings = Holdings::default();
+        let mut holdings = AllocationIndex::default();
         holdings.put("u", holder("n/younger", 2, State::Recorded(grant("1", &["d"]))));
         let change = holdings.put("v", holder("n/older", 1, State::Recorded(grant("1", &["d"]))));
         let [place] = change.shared.as_slice() else {
@@ -358,10 +358,10 @@ mod tests {
 
     #[test]
     fn what_is_recorded_comes_before_what_is_only_held_and_the_uid_decides_last() {
-        let mut holdings = Holdings::default();
+        let mut holdings = AllocationIndex::default();
         holdings.put("u", holder("n/held", 1, State::Held(grant("1", &["d"]))));
         let change = holdings.put("v", holder("n/recorded", 2, State::Recorded(grant("1", &["d"]))));
-        let others = |holdings: &Holdings| {
+        let others = |holdings: &AllocationIndex| {
             let conflicts = holdings.conflicts(&change.shared[0], 1);
             let names = conflicts
                 .iter()
@@ -380,7 +380,7 @@ mod tests {
     #[test]
     fn a_copy_of_an_allocation_comes_last_however_old_its_claim_is() {
         for state in [State::Recorded, State::Held] {
-            let mut holdings = Holdings::default();
+            let mut holdings = AllocationIndex::default();
             let mut copy = holder("n/copy", 1, State::Recorded(grant("1", &["d"])));
             copy.copied = true;
             holdings.put("a", copy);
@@ -395,7 +395,7 @@ mod tests {
 
     #[test]
     fn a_node_of_another_uid_has_devices_of_its_own() {
-        let mut holdings = Holdings::default();
+        let mut holdings = AllocationIndex::default();
         holdings.put("u", holder("n/c", 1, State::Recorded(grant("old", &["d"]))));
         assert!(holdings.on_node("new").is_none());
         assert!(
@@ -408,7 +408,7 @@ mod tests {
 
     #[test]
     fn an_allocation_that_cannot_be_read_blocks_its_node_until_it_is_gone() {
-        let mut holdings = Holdings::default();
+        let mut holdings = AllocationIndex::default();
         holdings.put("u", holder("n/c", 1, unreadable("a")));
         holdings.put("v", holder("n/d", 1, unreadable("a")));
         let other_error = State::Unreadable {
@@ -428,7 +428,7 @@ mod tests {
 
     #[test]
     fn a_node_may_be_known_by_the_value_of_its_label_alone() {
-        let mut holdings = Holdings::default();
+        let mut holdings = AllocationIndex::default();
         let long = "node-".repeat(40);
         holdings.put("u", holder("n/c", 1, unreadable(&label_of_node(&long))));
         assert!(holdings.unreadable_on(&long) && !holdings.unreadable_on(&"node-".repeat(39)));
@@ -436,7 +436,7 @@ mod tests {
 
     #[test]
     fn a_handle_that_names_a_device_twice_holds_it_once() {
-        let mut holdings = Holdings::default();
+        let mut holdings = AllocationIndex::default();
         assert!(
             holdings
                 .put("u", holder("n/c", 1, State::Recorded(grant("1", &["d", "d"]))))

@@ -59,9 +59,9 @@ pub struct RuntimeContainer {
 
 /// All containers of the runtime at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Witnessed(pub Vec<RuntimeContainer>);
+pub struct RuntimeContainers(pub Vec<RuntimeContainer>);
 
-impl Witnessed {
+impl RuntimeContainers {
     /// A container that may still use one of these device nodes or this CDI device.
     pub fn user(&self, numbers: &[DeviceNumber], cdi_device: Option<&str>) -> Option<&RuntimeContainer> {
         self.0.iter().find(|container| {
@@ -270,7 +270,7 @@ mod tests {
             },
         };
         let has = |container| {
-            Witnessed(vec![container])
+            RuntimeContainers(vec![container])
                 .user(&[number("c120:6")], None)
                 .is_some()
         };
@@ -281,7 +281,7 @@ mod tests {
             "nobody starts it any more"
         );
         assert!(!has(container(State::Exited, 1)));
-        let all = Witnessed(vec![container(State::Running, 1)]);
+        let all = RuntimeContainers(vec![container(State::Running, 1)]);
         assert!(all.user(&[number("c120:7")], None).is_none());
         assert!(all.user(&[], Some("drayman.dev/claim=u-1")).is_some());
     }

@@ -5,18 +5,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClass, pod_owner_of};
-use crate::core::claims::claim::{ClaimStage, ClaimState};
+use crate::core::claims::claim::{ClaimPhase, ClaimState};
 use crate::core::claims::event::{Command, Moment, ObjectKey, Regarding};
 use crate::core::claims::resolve::is_generated;
 use crate::driver::Observation;
 
-use super::{Work, World, newer};
+use super::{ControllerState, Work, newer};
 
 /// How long a generated claim is expected to be used by its owner pod. After that, the other pods of the namespace are read, each once,
 /// because one of them may name it.
 const LEFT_TO_ITS_POD: Duration = Duration::from_secs(10);
 
-impl World {
+impl ControllerState {
     pub(super) fn see_all_classes(&mut self, classes: Vec<Arc<ResourceClass>>) {
         let names: BTreeSet<String> = classes
             .iter()
@@ -85,7 +85,7 @@ impl World {
             }
             for context in self.users.get(&key).into_iter().flatten() {
                 if let Some(context) = self.contexts.get_mut(context) {
-                    context.hurry();
+                    context.reset_backoff();
                 }
             }
             self.reconsider_claim(&key);
@@ -154,7 +154,8 @@ impl World {
         if let Some(holding) = state.see(object, &driver, &finalizer, now)
             && listed
         {
-            self.outbox.push(Command::Observe(Observation::Changed(holding)));
+            self.commands
+                .push(Command::Observe(Observation::Changed(holding)));
         }
         self.reconsider_claim(&key);
         if is_new && self.candidates.contains(&key) {
@@ -174,12 +175,12 @@ impl World {
         }
         self.forget_candidate(key);
         if claim.observed && self.barrier.listed() {
-            self.outbox
+            self.commands
                 .push(Command::Observe(Observation::Gone { uid: uid.to_owned() }));
         }
         self.touch_users(key);
-        if let ClaimStage::InBatch(id) = claim.stage {
-            self.dirty.insert(Work::Batch(id));
+        if let ClaimPhase::InBatch(id) = claim.stage {
+            self.work_queue.insert(Work::Transaction(id));
         }
     }
 
@@ -236,13 +237,13 @@ impl World {
         // Claims of other drivers count too: a pod is evaluated only when all its claims exist.
         if let Some(owner) = pod_owner_of(&claim.object.metadata) {
             let context = ObjectKey::new(key.namespace.clone(), owner.name.clone());
-            self.dirty.insert(Work::Context(context));
+            self.work_queue.insert(Work::Context(context));
         }
         let is_generated = is_generated(&claim.object);
         if self.is_candidate(claim) {
             if self.candidates.insert(key.clone()) {
                 if is_generated {
-                    let end = self.dirty.now.after(LEFT_TO_ITS_POD);
+                    let end = self.work_queue.now.after(LEFT_TO_ITS_POD);
                     self.wake_at(end, Work::Open(key.clone()));
                 } else {
                     self.open_claim(key);
@@ -253,14 +254,15 @@ impl World {
         } else {
             self.unallocated_immediate.insert(key.clone());
         }
-        self.dirty.insert(Work::Claim(key.clone()));
+        self.work_queue.insert(Work::Claim(key.clone()));
         self.touch_users(key);
     }
 
     /// Queues the contexts whose pods name a claim.
     pub(in crate::core::claims) fn touch_users(&mut self, claim: &ObjectKey) {
         if let Some(contexts) = self.users.get(claim) {
-            self.dirty.extend(contexts.iter().cloned().map(Work::Context));
+            self.work_queue
+                .extend(contexts.iter().cloned().map(Work::Context));
         }
     }
 
@@ -294,7 +296,7 @@ mod tests {
 
     use super::*;
     use crate::core::claims::event::Event;
-    use crate::core::claims::world::Settings;
+    use crate::core::claims::state::Settings;
 
     fn claim(version: &str, owner: Option<(&str, &str, &str)>) -> Arc<ResourceClaim> {
         let owner = owner.map(|(api_version, kind, uid)| {
@@ -310,7 +312,7 @@ mod tests {
 
     #[test]
     fn the_index_of_owners_has_each_claim_once_and_under_the_pod_that_owns_it_now() {
-        let mut world = World::new(Settings::new("d.example"));
+        let mut world = ControllerState::new(Settings::new("d.example"));
         let mut owners = |version: &str, owner| {
             world.apply(Event::Claim(claim(version, owner)), Moment::default());
             world.claims_by_owner.keys().cloned().collect::<Vec<_>>()

@@ -6,8 +6,8 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
-use super::Owner;
-use crate::core::prepare::census::census;
+use super::NodeState;
+use crate::core::prepare::device_counts::device_counts;
 use crate::core::prepare::inventory::{Devices, inventory, is_as_found, plugin_devices, published, withhold};
 use crate::node::driver::NodeDriver;
 
@@ -53,11 +53,11 @@ fn is_made_of<const N: usize>(
     made.is_some_and(|(before, counted)| Arc::ptr_eq(before, devices) && *counted == changes)
 }
 
-impl<D: NodeDriver> Owner<D> {
+impl<D: NodeDriver> NodeState<D> {
     /// Rebuilds the inventory from the found and the held devices, if an input may have changed. Returns whether it was rebuilt.
     pub(super) fn take_stock(&mut self) -> bool {
         let changes = [
-            self.ledger.changes,
+            self.prepared_claims.changes,
             self.orphans.changes,
             self.former.changes,
             self.resources.changes,
@@ -66,13 +66,14 @@ impl<D: NodeDriver> Owner<D> {
             return false;
         }
         let quarantine = self.orphans.quarantine();
-        let as_found =
-            quarantine.is_empty() && self.former.is_empty() && is_as_found(&self.devices, &self.ledger);
+        let as_found = quarantine.is_empty()
+            && self.former.is_empty()
+            && is_as_found(&self.devices, &self.prepared_claims);
         let all = if as_found {
             self.devices.clone()
         } else {
-            let mut all = inventory(&self.devices, &self.inventory, &self.ledger);
-            withhold(&mut all, &self.ledger, &quarantine);
+            let mut all = inventory(&self.devices, &self.inventory, &self.prepared_claims);
+            withhold(&mut all, &self.prepared_claims, &quarantine);
             self.withhold_former(&mut all);
             Arc::new(all)
         };
@@ -86,10 +87,10 @@ impl<D: NodeDriver> Owner<D> {
     /// Publishes changes. Returns whether an input may have changed.
     pub(super) fn publish(&mut self) -> bool {
         let changes = [
-            self.ledger.changes,
-            self.announced.changes,
+            self.prepared_claims.changes,
+            self.allocated_claims.changes,
             self.containers.changes,
-            self.contested.changes,
+            self.conflicting.changes,
             self.resources.changes,
             // The metrics count quarantined claims.
             self.orphans.changes,
@@ -97,10 +98,10 @@ impl<D: NodeDriver> Owner<D> {
         if is_made_of(self.told.lists.as_ref(), &self.inventory, changes) {
             return false;
         }
-        let count = self.ledger.entries().len();
+        let count = self.prepared_claims.entries().len();
         self.held
             .send_if_modified(|held| std::mem::replace(held, count) != count);
-        let devices = census(&self.inventory, self.handed_out());
+        let devices = device_counts(&self.inventory, self.handed_out());
         self.figures
             .stock(devices, count, self.orphans.quarantine().len());
         for resource in self.resources.values() {
@@ -111,10 +112,10 @@ impl<D: NodeDriver> Owner<D> {
                 is_news
             });
         }
-        let all = if self.contested.devices().is_empty() {
+        let all = if self.conflicting.devices().is_empty() {
             self.inventory.clone()
         } else {
-            Arc::new(published(&self.inventory, &self.contested))
+            Arc::new(published(&self.inventory, &self.conflicting))
         };
         self.published.send_if_modified(|before| {
             let is_news = !is_the_same(before, &all);

@@ -6,27 +6,27 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
-use super::Owner;
+use super::NodeState;
 use super::handle::Failure;
 use crate::api::crd::DeviceNumber;
 use crate::core::prepare::claim_uid::ClaimUid;
 use crate::core::prepare::orphans::ApiView;
 use crate::core::prepare::refusal::Refusal;
+use crate::core::prepare::runtime_containers::RuntimeContainers;
 use crate::core::prepare::step::Step;
-use crate::core::prepare::witness::Witnessed;
 use crate::node::driver::NodeDriver;
 
 /// How long after the removal of a CDI file the runtime may not yet list a container created with it: the runtime reads the file during the
 /// create call, shortly before it lists the container.
 const SETTLE: Duration = Duration::from_secs(2);
 
-impl<D: NodeDriver> Owner<D> {
+impl<D: NodeDriver> NodeState<D> {
     /// Schedules a check of a device's holders, because another claim needs it: they are about to end, or kubelet has lost them.
     pub(super) fn contest_holders(&mut self, device: &str) {
         let Some(device) = self.inventory.get(device) else {
             return;
         };
-        let holders = self.ledger.holders_of(device);
+        let holders = self.prepared_claims.holders_of(device);
         let holders: Vec<ClaimUid> = holders.map(|(uid, _)| uid.clone()).collect();
         let mut is_due = false;
         for uid in holders {
@@ -66,7 +66,7 @@ impl<D: NodeDriver> Owner<D> {
     /// Queries the runtime for claims that hold nothing according to the API server and whose devices another claim needs. Returns the time
     /// until a retry if it is too early to decide.
     pub(super) async fn ask_witness(&mut self, answers: &BTreeMap<ClaimUid, ApiView>) -> Option<Duration> {
-        let uids = self.orphans.to_witness(&self.ledger, answers);
+        let uids = self.orphans.to_witness(&self.prepared_claims, answers);
         self.withdrawn.retain(|uid, _| uids.contains(uid));
         if uids.is_empty() {
             return None;
@@ -107,9 +107,9 @@ impl<D: NodeDriver> Owner<D> {
     }
 
     /// Whether a container uses a claim's devices. Without known device numbers, only the CDI device identifies it.
-    fn is_used(&self, uid: &ClaimUid, seen: &Witnessed) -> bool {
+    fn is_used(&self, uid: &ClaimUid, seen: &RuntimeContainers) -> bool {
         let held = self
-            .ledger
+            .prepared_claims
             .entry(uid)
             .into_iter()
             .flat_map(|entry| &entry.devices);
@@ -154,7 +154,7 @@ impl<D: NodeDriver> Owner<D> {
         Ok(())
     }
 
-    async fn witnessed(&self) -> Option<Result<Witnessed, String>> {
+    async fn witnessed(&self) -> Option<Result<RuntimeContainers, String>> {
         match &self.witness {
             Some(witness) => Some(witness.look().await),
             None => None,
@@ -171,7 +171,7 @@ mod tests {
     use super::super::*;
     use super::*;
     use crate::api::crd::Mode;
-    use crate::core::prepare::witness::{Given, RuntimeContainer, State};
+    use crate::core::prepare::runtime_containers::{Given, RuntimeContainer, State};
     use crate::node::companion::Companion;
 
     fn container(minor: u32) -> RuntimeContainer {
@@ -192,7 +192,7 @@ mod tests {
     /// A companion that is queried for claims the API server no longer has.
     async fn life(
         root: &Path,
-        driver: &Arc<Said>,
+        driver: &Arc<FakeDriver>,
         runtime: &Arc<Runtime>,
     ) -> (Life, tokio::task::JoinHandle<()>) {
         let (owner, life) = begin_with(root, "boot", driver, None, Some(runtime.clone())).await;
@@ -230,12 +230,12 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_claim_that_is_gone_gives_way_as_soon_as_its_container_has_ended() {
-        let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+        let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
         driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
         let runtime = Arc::new(Runtime::default());
         let (life, caretaker) = life(root.path(), &driver, &runtime).await;
         life.prepare(A, &["x"]).await.unwrap();
-        *runtime.0.lock().unwrap() = Witnessed(vec![container(6)]);
+        *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
         let refused = life.prepare(B, &["x"]).await.unwrap_err();
         assert_eq!(refused.reason, "DeviceHeld");
         assert!(refused.message.contains("pod default/forced"), "{refused}");
@@ -244,7 +244,7 @@ mod tests {
             Vec::<String>::new(),
             "nothing starts with it any more"
         );
-        *runtime.0.lock().unwrap() = Witnessed(vec![container(7)]);
+        *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(7)]);
         // A check that began before the container ended may decide the first attempt; kubelet retries.
         if life.prepare(B, &["x"]).await.is_err() {
             life.prepare(B, &["x"]).await.unwrap();
@@ -257,13 +257,13 @@ mod tests {
 
     #[tokio::test]
     async fn a_container_waits_until_another_no_longer_has_its_device() {
-        let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+        let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
         driver.say_numbered(&[("x", 6)], "camera", Mode::ExtendedResource);
         let runtime = Arc::new(Runtime::default());
         let (life, caretaker) = life(root.path(), &driver, &runtime).await;
         let resource = "example.com/camera";
         assert!(life.handle.checks_start(resource), "each start is asked for");
-        *runtime.0.lock().unwrap() = Witnessed(vec![container(6)]);
+        *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
         life.handle
             .allocate(resource, vec![vec!["x".to_owned()]])
             .await
@@ -275,7 +275,7 @@ mod tests {
             .unwrap_err();
         assert_eq!((refused.reason, refused.invalid_request), ("DeviceHeld", false));
         assert!(refused.message.contains("pod default/forced"), "{refused}");
-        *runtime.0.lock().unwrap() = Witnessed::default();
+        *runtime.0.lock().unwrap() = RuntimeContainers::default();
         life.handle
             .check_start(resource, vec!["x".to_owned()])
             .await
@@ -287,16 +287,16 @@ mod tests {
 
     #[tokio::test]
     async fn a_claim_waits_until_no_container_has_its_device() {
-        let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+        let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
         driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
         let runtime = Arc::new(Runtime::default());
         let (life, caretaker) = life(root.path(), &driver, &runtime).await;
-        *runtime.0.lock().unwrap() = Witnessed(vec![container(6)]);
+        *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
         let refused = life.prepare(A, &["x"]).await.unwrap_err();
         assert_eq!(refused.reason, "DeviceHeld");
         assert!(refused.message.contains("pod default/forced"), "{refused}");
         assert_eq!(files(root.path()), Vec::<String>::new());
-        *runtime.0.lock().unwrap() = Witnessed(vec![container(7)]);
+        *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(7)]);
         life.prepare(A, &["x"]).await.unwrap();
         caretaker.abort();
         let _ = caretaker.await;
@@ -305,7 +305,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_claim_of_an_earlier_boot_keeps_nothing_from_containers() {
-        let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+        let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
         driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
         let first = live_and_know(root.path(), "boot", &driver).await;
         first.prepare(A, &["x"]).await.unwrap();

@@ -25,17 +25,17 @@ use crate::api::resource::{
 const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 
 /// A cached object.
-pub(super) trait Trim {
+pub(super) trait Prune {
     /// Removes unused fields, and frees memory that decoding reserved and did not use.
     fn trim(&mut self);
 }
 
-pub(super) fn trimmed<T: Trim>(mut object: T) -> Arc<T> {
+pub(super) fn trimmed<T: Prune>(mut object: T) -> Arc<T> {
     object.trim();
     Arc::new(object)
 }
 
-pub(super) trait Watched: Trim + Resource<DynamicType = ()> + Clone {
+pub(super) trait Watched: Prune + Resource<DynamicType = ()> + Clone {
     /// The fields that are decoded.
     type Parts: for<'de> Deserialize<'de> + Into<Self>;
 }
@@ -216,13 +216,13 @@ fn trim_selector(selector: &mut NodeSelector) {
     }
 }
 
-impl Trim for ResourceClass {
+impl Prune for ResourceClass {
     fn trim(&mut self) {
         trim_metadata(&mut self.metadata);
     }
 }
 
-impl Trim for ResourceClaim {
+impl Prune for ResourceClaim {
     fn trim(&mut self) {
         trim_metadata(&mut self.metadata);
         // A driver is called for claims without an allocation, and may read any of their labels and annotations.
@@ -243,7 +243,7 @@ impl Trim for ResourceClaim {
     }
 }
 
-impl Trim for PodSchedulingContext {
+impl Prune for PodSchedulingContext {
     fn trim(&mut self) {
         trim_metadata(&mut self.metadata);
         self.spec.potential_nodes.shrink_to_fit();
@@ -254,7 +254,7 @@ impl Trim for PodSchedulingContext {
     }
 }
 
-impl Trim for Pod {
+impl Prune for Pod {
     fn trim(&mut self) {
         trim_metadata(&mut self.metadata);
     }

@@ -5,23 +5,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::api::resource::{NODE_LIST_MAX, Pod, PodSchedulingContext, ResourceClaimSchedulingStatus};
-use crate::core::claims::batch::{Consumer, Failure};
 use crate::core::claims::event::{
     Answer, CallErrorKind, Command, DriverRequest, Moment, ObjectKey, Outcome, summary,
 };
 use crate::core::claims::retry::WRITES_BEFORE_REPORT;
+use crate::core::claims::state::{ControllerState, PendingCall, Work, newer};
 use crate::core::claims::statistics::Statistics;
-use crate::core::claims::world::{Flight, Work, World, newer};
+use crate::core::claims::transaction::{Consumer, Failure};
 use crate::driver::Verdict;
 
 use super::standing::distinct;
-use super::{Basis, ContextStage, Pending};
+use super::{ContextPhase, EvaluationInput, Pending};
 
 /// Minimum time between two reports that a pod fits nowhere. The counts in the message change with every allocation for other pods.
 /// client-go's event recorder is as slow.
 const NO_PLACE_AGAIN: Duration = Duration::from_secs(300);
 
-impl World {
+impl ControllerState {
     /// Reports that a pod fits nowhere and why, but not with every change of the counts.
     fn report_no_place(
         &mut self,
@@ -53,7 +53,7 @@ impl World {
         }
     }
 
-    pub(super) fn judge_or_act(
+    pub(super) fn evaluate_or_act(
         &mut self,
         key: &ObjectKey,
         pod: &Arc<Pod>,
@@ -65,7 +65,7 @@ impl World {
             return;
         };
         let asked = distinct(own);
-        let basis = Basis {
+        let input = EvaluationInput {
             nodes: context.nodes(own),
             claims: asked
                 .iter()
@@ -74,18 +74,18 @@ impl World {
                     (uid, claim.to_allocate.class.metadata.resource_version.clone())
                 })
                 .collect(),
-            epoch: context.epoch,
+            capacity_generation: context.capacity_generation,
             rechecks: context.rechecks,
         };
-        if context.stuck.as_ref() == Some(&basis) {
+        if context.stuck.as_ref() == Some(&input) {
             self.wake.end(key);
             self.begin_to_wait(key, now);
             return;
         }
         match &context.verdict {
-            Some((judged, verdict)) if *judged == basis => {
+            Some((judged, verdict)) if *judged == input => {
                 let verdict = verdict.clone();
-                self.act(key, pod, own, all, &basis, &verdict, now);
+                self.act(key, pod, own, all, &input, &verdict, now);
             }
             // The driver is evaluating a shared claim for another pod.
             _ if self.is_any_judged(own) => {}
@@ -98,15 +98,15 @@ impl World {
                     }
                 }
                 let claims = asked.iter().map(|claim| claim.to_allocate.clone()).collect();
-                let nodes = basis.nodes.clone();
+                let nodes = input.nodes.clone();
                 let pod = pod.clone();
-                self.ask(key, ContextStage::Judging);
+                self.ask(key, ContextPhase::Judging);
                 self.send(
-                    Flight::Judge {
+                    PendingCall::Judge {
                         context: key.clone(),
                         uid,
                         claims: keys,
-                        basis,
+                        input,
                     },
                     |id| Command::CallDriver {
                         id,
@@ -124,13 +124,13 @@ impl World {
     }
 
     /// Ends the evaluation of these claims. Contexts that waited for it proceed.
-    pub(in crate::core::claims) fn end_judging(&mut self, claims: &[ObjectKey], basis: &Basis) {
-        for (key, (uid, _)) in claims.iter().zip(&basis.claims) {
+    pub(in crate::core::claims) fn end_judging(&mut self, claims: &[ObjectKey], input: &EvaluationInput) {
+        for (key, (uid, _)) in claims.iter().zip(&input.claims) {
             let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid) else {
                 continue;
             };
             claim.judged_now = false;
-            self.dirty.insert(Work::Claim(key.clone()));
+            self.work_queue.insert(Work::Claim(key.clone()));
             self.touch_users(key);
         }
     }
@@ -139,31 +139,31 @@ impl World {
         &mut self,
         key: &ObjectKey,
         uid: &str,
-        basis: Basis,
+        input: EvaluationInput,
         answer: Answer,
         now: Moment,
     ) {
-        let Some(context) = self.landed(key, uid) else {
+        let Some(context) = self.take_pending(key, uid) else {
             return;
         };
         let Answer::Judged(answer) = answer else { return };
         let by_recheck = std::mem::take(&mut context.by_recheck);
         match answer {
-            Ok(verdict) if verdict.len() == basis.claims.len() => {
+            Ok(verdict) if verdict.len() == input.claims.len() => {
                 context.retry.succeeded();
                 context.stuck = None;
                 // Other claims or classes: the refused nodes may be tried again.
                 if context
                     .verdict
                     .as_ref()
-                    .is_some_and(|(before, _)| before.claims != basis.claims)
+                    .is_some_and(|(before, _)| before.claims != input.claims)
                 {
                     context.refused.clear();
                 }
                 let helped = context.verdict.as_ref().is_some_and(|(before, old)| {
-                    before.nodes == basis.nodes && bad_nodes(old) > bad_nodes(&verdict)
+                    before.nodes == input.nodes && bad_nodes(old) > bad_nodes(&verdict)
                 });
-                context.verdict = Some((basis, verdict));
+                context.verdict = Some((input, verdict));
                 self.statistics.caught_by_recheck += u64::from(by_recheck && helped);
             }
             Ok(verdict) => {
@@ -171,13 +171,13 @@ impl World {
                 let message = format!(
                     "the driver answered for {} of {} claims",
                     verdict.len(),
-                    basis.claims.len()
+                    input.claims.len()
                 );
                 self.report_pod(key, "DriverMisbehaved", message);
             }
             Err(error) => {
                 if error.kind == CallErrorKind::Invalid {
-                    context.stuck = Some(basis);
+                    context.stuck = Some(input);
                     let pod = context.known_pod();
                     self.begin_to_wait(key, now);
                     if let Some(pod) = pod {
@@ -201,7 +201,7 @@ impl World {
         pod: &Arc<Pod>,
         own: &[Pending],
         all: usize,
-        basis: &Basis,
+        input: &EvaluationInput,
         verdict: &[Verdict],
         now: Moment,
     ) {
@@ -213,7 +213,7 @@ impl World {
             .filter_map(|claim| verdict.get(claim.position))
             .map(|verdict| verdict.unsuitable_nodes.clone())
             .collect();
-        let asked: BTreeSet<&String> = basis.nodes.iter().collect();
+        let asked: BTreeSet<&String> = input.nodes.iter().collect();
         for reasons in &mut reasons {
             reasons.retain(|node, _| asked.contains(node));
             for (node, reason) in &context.refused {
@@ -241,20 +241,20 @@ impl World {
                 .iter()
                 .map(|claim| (claim.pod_claim_name.clone(), claim.key.clone()))
                 .collect();
-            self.ask(key, ContextStage::Allocating);
+            self.ask(key, ContextPhase::Allocating);
             self.note_awake(key, now);
-            let batch = self.start_batch(Some(consumer), Some(selected.clone()), &claims);
+            let transaction = self.start_transaction(Some(consumer), Some(selected.clone()), &claims);
             if let Some(context) = self.contexts.get_mut(key) {
-                context.batch = batch;
-                if batch.is_none() {
-                    context.stage = ContextStage::Resting;
+                context.transaction = transaction;
+                if transaction.is_none() {
+                    context.stage = ContextPhase::Resting;
                 }
             }
             return;
         }
         let any_unsuitable = reasons.iter().any(|reasons| !reasons.is_empty());
-        let without_place = !basis.nodes.is_empty()
-            && basis
+        let without_place = !input.nodes.is_empty()
+            && input
                 .nodes
                 .iter()
                 .all(|node| reasons.iter().any(|reasons| reasons.contains_key(node)));
@@ -283,9 +283,9 @@ impl World {
             .collect();
         if must_write && entries.iter().any(|entry| !stands(&object, entry)) {
             let uid = object.metadata.uid.clone().unwrap_or_default();
-            self.set_stage(key, ContextStage::Publishing);
+            self.set_stage(key, ContextPhase::Publishing);
             self.send(
-                Flight::Publish {
+                PendingCall::Publish {
                     context: key.clone(),
                     uid: uid.clone(),
                 },
@@ -309,7 +309,7 @@ impl World {
         answer: Answer,
         now: Moment,
     ) {
-        let Some(context) = self.landed(key, uid) else {
+        let Some(context) = self.take_pending(key, uid) else {
             return;
         };
         match answer {
@@ -337,8 +337,8 @@ impl World {
         }
     }
 
-    /// Handles the end of a context's batch.
-    pub(in crate::core::claims) fn context_batch_ended(
+    /// Handles the end of a context's transaction.
+    pub(in crate::core::claims) fn context_transaction_ended(
         &mut self,
         consumer: &Consumer,
         node: Option<&str>,
@@ -346,15 +346,15 @@ impl World {
         now: Moment,
     ) {
         let key = &consumer.context;
-        let epoch = self.epoch;
+        let capacity_generation = self.capacity_generation;
         match failure {
             None => self.wake.succeeded(key),
             Some(_) => self.wake.end(key),
         }
-        let Some(context) = self.landed(key, &consumer.context_uid) else {
+        let Some(context) = self.take_pending(key, &consumer.context_uid) else {
             return;
         };
-        context.batch = None;
+        context.transaction = None;
         match failure {
             None => {
                 context.retry.succeeded();
@@ -375,14 +375,14 @@ impl World {
             Some(Failure::Driver(error)) => {
                 let mut again = None;
                 // A change since the driver was called may have removed the cause.
-                let changed = context.asked < epoch && error.kind != CallErrorKind::TimedOut;
+                let changed = context.asked < capacity_generation && error.kind != CallErrorKind::TimedOut;
                 if changed {
-                    context.epoch = epoch;
+                    context.capacity_generation = capacity_generation;
                 }
                 match error.kind {
                     CallErrorKind::Invalid if changed => context.retry.failed(now),
                     CallErrorKind::Invalid => {
-                        context.stuck = context.verdict.as_ref().map(|(basis, _)| basis.clone());
+                        context.stuck = context.verdict.as_ref().map(|(input, _)| input.clone());
                     }
                     // The node is published as unsuitable, so that the scheduler can select another.
                     CallErrorKind::Retry => {

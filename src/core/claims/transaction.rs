@@ -1,6 +1,6 @@
-//! An allocation transaction: allocates all claims of a batch or none.
+//! An allocation transaction: allocates all claims of a transaction or none.
 //!
-//! Finalizers are added first, then the driver allocates, then each claim gets one status write. A batch outlives its context and its
+//! Finalizers are added first, then the driver allocates, then each claim gets one status write. A transaction outlives its context and its
 //! claims: each allocation of the driver is either recorded in its claim or deallocated, even if objects are deleted meanwhile. If one
 //! claim cannot be recorded, the allocations already recorded are rolled back.
 
@@ -13,17 +13,17 @@ use std::sync::Arc;
 use crate::api::resource::label::{LABEL_OF_ANY_NODE, label_of_node};
 use crate::api::resource::{AllocationResult, ResourceClaim, ResourceClaimConsumerReference, ResourceClass};
 
-use super::claim::{ClaimStage, ClaimState};
+use super::claim::{ClaimPhase, ClaimState};
 use super::event::{
     CallError, CallErrorKind, ClaimToAllocate, ClaimWrite, Command, DriverRequest, Moment, ObjectKey, Subject,
 };
 use super::retry::Retry;
-use super::world::{Flight, Work, World};
+use super::state::{ControllerState, PendingCall, Work};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct BatchId(u64);
+pub(super) struct TransactionId(u64);
 
-/// The pod that a batch is allocated for, and its PodSchedulingContext.
+/// The pod that a transaction is allocated for, and its PodSchedulingContext.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Consumer {
     pub(super) context: ObjectKey,
@@ -32,7 +32,7 @@ pub(super) struct Consumer {
     pub(super) pod_uid: String,
 }
 
-/// Phases of a batch. The last two follow a failure.
+/// Phases of a transaction. The last two follow a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// Adding our finalizer and the node label to each claim.
@@ -47,7 +47,7 @@ enum Stage {
     GivingBack,
 }
 
-/// Progress of one claim within the stage of its batch.
+/// Progress of one claim within the stage of its transaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     /// Not started, or due for a retry.
@@ -77,34 +77,34 @@ struct Item {
     may_be_recorded: bool,
     /// The resource version that the last allocation write requires.
     needed_version: Option<String>,
-    /// Its allocation was refused in an earlier batch, so it is recorded before the other claims.
+    /// Its allocation was refused in an earlier transaction, so it is recorded before the other claims.
     goes_first: bool,
     retry: Retry,
 }
 
-/// Why a batch failed.
+/// Why a transaction failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
     /// The driver returned an error or an unusable answer.
     Driver(CallError),
     /// The API server refused a write, or the claim is gone or was allocated by another writer.
     Refused(String),
-    /// The batch is no longer wanted: the node, the pod or a claim has changed.
+    /// The transaction is no longer wanted: the node, the pod or a claim has changed.
     Withdrawn,
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Batch {
+pub(super) struct Transaction {
     consumer: Option<Consumer>,
     node: Option<String>,
     stage: Stage,
     items: Vec<Item>,
     failure: Option<Failure>,
-    /// `World::epoch` at the start: the driver's answer may predate later changes.
+    /// `ControllerState::capacity_generation` at the start: the driver's answer may predate later changes.
     asked: u64,
 }
 
-impl Batch {
+impl Transaction {
     fn restart_items(&mut self, stage: Stage) {
         self.stage = stage;
         for item in &mut self.items {
@@ -114,15 +114,15 @@ impl Batch {
     }
 }
 
-impl World {
+impl ControllerState {
     /// Starts to allocate `claims` (pod claim name, key) on `node`, or on any node if `None`. All claims must be `Resting`.
-    pub(super) fn start_batch(
+    pub(super) fn start_transaction(
         &mut self,
         consumer: Option<Consumer>,
         node: Option<String>,
         claims: &[(String, ObjectKey)],
-    ) -> Option<BatchId> {
-        let id = BatchId(self.next_number());
+    ) -> Option<TransactionId> {
+        let id = TransactionId(self.next_number());
         let mut items: Vec<Item> = Vec::new();
         let mut uids = BTreeSet::new();
         for (pod_claim_name, key) in claims {
@@ -132,7 +132,7 @@ impl World {
             if !uids.insert(claim.uid().to_owned()) {
                 continue;
             }
-            claim.stage = ClaimStage::InBatch(id);
+            claim.stage = ClaimPhase::InBatch(id);
             claim.finalizer_to_go = false;
             claim.forget_problems();
             items.push(Item {
@@ -151,50 +151,50 @@ impl World {
                 retry: Retry::default(),
             });
         }
-        self.batches.insert(
+        self.transactions.insert(
             id,
-            Batch {
+            Transaction {
                 consumer,
                 node,
                 stage: Stage::Securing,
                 items,
                 failure: None,
-                asked: self.epoch,
+                asked: self.capacity_generation,
             },
         );
-        self.dirty.insert(Work::Batch(id));
+        self.work_queue.insert(Work::Transaction(id));
         Some(id)
     }
 
-    /// Advances a batch, and ends it when it is finished.
-    pub(super) fn step_batch(&mut self, id: BatchId, now: Moment) {
-        let Some(mut batch) = self.batches.remove(&id) else {
+    /// Advances a transaction, and ends it when it is finished.
+    pub(super) fn step_transaction(&mut self, id: TransactionId, now: Moment) {
+        let Some(mut transaction) = self.transactions.remove(&id) else {
             return;
         };
-        self.refresh(&mut batch);
-        self.read_unclear(id, &mut batch, now);
-        let over = match batch.stage {
-            Stage::Securing => self.secure(id, &mut batch, now),
+        self.refresh(&mut transaction);
+        self.read_unclear(id, &mut transaction, now);
+        let over = match transaction.stage {
+            Stage::Securing => self.secure(id, &mut transaction, now),
             Stage::Allocating => false,
-            Stage::Recording => self.record(id, &mut batch, now),
+            Stage::Recording => self.record(id, &mut transaction, now),
             Stage::Undoing => {
-                if self.undo(id, &mut batch, now) {
-                    self.begin_to_give_back(id, &mut batch, |item| item.step == Step::Failed);
+                if self.undo(id, &mut transaction, now) {
+                    self.begin_to_give_back(id, &mut transaction, |item| item.step == Step::Failed);
                 }
                 false
             }
-            Stage::GivingBack => self.give_back(id, &mut batch, now),
+            Stage::GivingBack => self.give_back(id, &mut transaction, now),
         };
         if over {
-            self.end_batch(&batch, now);
+            self.end_transaction(&transaction, now);
         } else {
-            self.batches.insert(id, batch);
+            self.transactions.insert(id, transaction);
         }
     }
 
     /// Updates each item to the latest known claim.
-    fn refresh(&self, batch: &mut Batch) {
-        for item in &mut batch.items {
+    fn refresh(&self, transaction: &mut Transaction) {
+        for item in &mut transaction.items {
             if let Some(known) = self.claims.get(&item.key).filter(|known| known.uid() == item.uid) {
                 item.claim = known.object.clone();
             }
@@ -202,43 +202,46 @@ impl World {
     }
 
     /// Reads each claim whose last write was not confirmed.
-    fn read_unclear(&mut self, id: BatchId, batch: &mut Batch, now: Moment) {
-        for item in batch.items.iter_mut().filter(|item| item.step == Step::ToRead) {
+    fn read_unclear(&mut self, id: TransactionId, transaction: &mut Transaction, now: Moment) {
+        for item in transaction
+            .items
+            .iter_mut()
+            .filter(|item| item.step == Step::ToRead)
+        {
             if let Some(moment) = item.retry.wait_until(now) {
-                self.wake_at(moment, Work::Batch(id));
+                self.wake_at(moment, Work::Transaction(id));
                 continue;
             }
             item.step = Step::InFlight;
             let (key, uid) = (item.key.clone(), item.uid.clone());
-            self.send(Flight::Item { batch: id, uid }, |id| Command::ReadClaim {
-                id,
-                key,
+            self.send(PendingCall::Item { transaction: id, uid }, |id| {
+                Command::ReadClaim { id, key }
             });
         }
     }
 
-    /// Whether the batch is still wanted: the context still selects its node, and no claim is gone, being deleted or allocated.
-    fn is_wanted(&self, batch: &Batch) -> bool {
-        let context_stands = batch.consumer.as_ref().is_none_or(|consumer| {
+    /// Whether the transaction is still wanted: the context still selects its node, and no claim is gone, being deleted or allocated.
+    fn is_wanted(&self, transaction: &Transaction) -> bool {
+        let context_stands = transaction.consumer.as_ref().is_none_or(|consumer| {
             self.contexts.get(&consumer.context).is_some_and(|context| {
                 context.uid() == consumer.context_uid
                     && !context.is_deleting()
-                    && Some(&context.object.spec.selected_node) == batch.node.as_ref()
+                    && Some(&context.object.spec.selected_node) == transaction.node.as_ref()
             })
         });
         context_stands
-            && batch.items.iter().all(|item| {
+            && transaction.items.iter().all(|item| {
                 self.claims.get(&item.key).is_some_and(|claim| {
                     claim.uid() == item.uid && !claim.is_deleting() && !claim.is_allocated()
                 })
             })
     }
 
-    /// Returns whether the batch is over.
-    fn secure(&mut self, id: BatchId, batch: &mut Batch, now: Moment) -> bool {
-        let wanted = self.is_wanted(batch);
+    /// Returns whether the transaction is over.
+    fn secure(&mut self, id: TransactionId, transaction: &mut Transaction, now: Moment) -> bool {
+        let wanted = self.is_wanted(transaction);
         let label = self.settings.node_label();
-        let node = batch
+        let node = transaction
             .node
             .as_deref()
             .map_or_else(|| LABEL_OF_ANY_NODE.to_owned(), label_of_node);
@@ -246,16 +249,16 @@ impl World {
             let labels = known.object.metadata.labels.as_ref();
             known.has_finalizer() && labels.and_then(|labels| labels.get(&label)) == Some(&node)
         };
-        for item in &mut batch.items {
+        for item in &mut transaction.items {
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
             if item.step == Step::Waiting && known.is_some_and(|known| is_secured(known)) {
                 item.step = Step::Done;
             }
-            if item.step == Step::Waiting && wanted && batch.failure.is_none() {
+            if item.step == Step::Waiting && wanted && transaction.failure.is_none() {
                 self.write_item(id, item, ClaimWrite::AddFinalizer { node: node.clone() }, now);
             }
         }
-        if batch
+        if transaction
             .items
             .iter()
             .any(|item| matches!(item.step, Step::InFlight | Step::ToRead))
@@ -263,37 +266,43 @@ impl World {
             return false;
         }
         if !wanted {
-            batch.failure.get_or_insert(Failure::Withdrawn);
+            transaction.failure.get_or_insert(Failure::Withdrawn);
         }
-        if batch.failure.is_some() {
+        if transaction.failure.is_some() {
             return true;
         }
-        if batch.items.iter().all(|item| item.step == Step::Done) {
-            batch.stage = Stage::Allocating;
-            let claims = batch.items.iter().map(Item::to_allocate).collect();
-            let node = batch.node.clone();
-            self.send(Flight::Batch { batch: id }, |id| Command::CallDriver {
-                id,
-                request: DriverRequest::Allocate { claims, node },
+        if transaction.items.iter().all(|item| item.step == Step::Done) {
+            transaction.stage = Stage::Allocating;
+            let claims = transaction.items.iter().map(Item::to_allocate).collect();
+            let node = transaction.node.clone();
+            self.send(PendingCall::Transaction { transaction: id }, |id| {
+                Command::CallDriver {
+                    id,
+                    request: DriverRequest::Allocate { claims, node },
+                }
             });
         }
         false
     }
 
-    fn record(&mut self, id: BatchId, batch: &mut Batch, now: Moment) -> bool {
-        let reserved_for = batch
+    fn record(&mut self, id: TransactionId, transaction: &mut Transaction, now: Moment) -> bool {
+        let reserved_for = transaction
             .consumer
             .as_ref()
             .filter(|_| self.settings.reserve_for_pod)
             .map(|consumer| ResourceClaimConsumerReference::pod(&consumer.context.name, &consumer.pod_uid));
         let is_open = |item: &Item| !matches!(item.step, Step::Done | Step::Failed);
-        let hopeless = batch
+        let hopeless = transaction
             .items
             .iter()
             .any(|item| item.goes_first && item.step == Step::Failed);
         // If a `goes_first` claim has failed, nothing more is recorded, so no claim waits for the others that go first.
-        let first_only = !hopeless && batch.items.iter().any(|item| item.goes_first && is_open(item));
-        for item in &mut batch.items {
+        let first_only = !hopeless
+            && transaction
+                .items
+                .iter()
+                .any(|item| item.goes_first && is_open(item));
+        for item in &mut transaction.items {
             if item.step != Step::Waiting || (first_only && !item.goes_first) {
                 continue;
             }
@@ -313,32 +322,37 @@ impl World {
                 _ => item.step = Step::Failed,
             }
         }
-        if batch.items.iter().any(is_open) {
+        if transaction.items.iter().any(is_open) {
             return false;
         }
-        if batch.items.iter().all(|item| item.step == Step::Done) {
+        if transaction.items.iter().all(|item| item.step == Step::Done) {
             return true;
         }
-        if !self.begin_to_undo(id, batch) {
-            self.begin_to_give_back(id, batch, |item| item.step == Step::Failed);
+        if !self.begin_to_undo(id, transaction) {
+            self.begin_to_give_back(id, transaction, |item| item.step == Step::Failed);
         }
         false
     }
 
     /// Deallocates the claims that `which` selects; the others count as done.
-    fn begin_to_give_back(&mut self, id: BatchId, batch: &mut Batch, which: impl Fn(&Item) -> bool) {
-        let picked: Vec<bool> = batch.items.iter().map(which).collect();
-        batch.restart_items(Stage::GivingBack);
-        for (item, picked) in batch.items.iter_mut().zip(picked) {
+    fn begin_to_give_back(
+        &mut self,
+        id: TransactionId,
+        transaction: &mut Transaction,
+        which: impl Fn(&Item) -> bool,
+    ) {
+        let picked: Vec<bool> = transaction.items.iter().map(which).collect();
+        transaction.restart_items(Stage::GivingBack);
+        for (item, picked) in transaction.items.iter_mut().zip(picked) {
             if !picked {
                 item.step = Step::Done;
             }
         }
-        self.dirty.insert(Work::Batch(id));
+        self.work_queue.insert(Work::Transaction(id));
     }
 
-    fn give_back(&mut self, id: BatchId, batch: &mut Batch, now: Moment) -> bool {
-        for item in &mut batch.items {
+    fn give_back(&mut self, id: TransactionId, transaction: &mut Transaction, now: Moment) -> bool {
+        for item in &mut transaction.items {
             if item.step != Step::Waiting {
                 continue;
             }
@@ -353,23 +367,23 @@ impl World {
                 && let Some(known) = known
             {
                 if let Some(moment) = known.unsettled_until(now) {
-                    self.wake_at(moment, Work::Batch(id));
+                    self.wake_at(moment, Work::Transaction(id));
                 } else {
                     item.may_be_recorded = false;
                     item.step = Step::ToRead;
-                    self.dirty.insert(Work::Batch(id));
+                    self.work_queue.insert(Work::Transaction(id));
                 }
                 continue;
             }
             if let Some(moment) = item.retry.wait_until(now) {
-                self.wake_at(moment, Work::Batch(id));
+                self.wake_at(moment, Work::Transaction(id));
                 continue;
             }
             item.step = Step::InFlight;
             let (claim, allocation) = (item.claim.clone(), item.allocation.clone());
             self.send(
-                Flight::Item {
-                    batch: id,
+                PendingCall::Item {
+                    transaction: id,
                     uid: item.uid.clone(),
                 },
                 |id| Command::CallDriver {
@@ -378,19 +392,19 @@ impl World {
                 },
             );
         }
-        batch.items.iter().all(|item| item.step == Step::Done)
+        transaction.items.iter().all(|item| item.step == Step::Done)
     }
 
-    fn write_item(&mut self, id: BatchId, item: &mut Item, write: ClaimWrite, now: Moment) {
+    fn write_item(&mut self, id: TransactionId, item: &mut Item, write: ClaimWrite, now: Moment) {
         if let Some(moment) = item.retry.wait_until(now) {
-            self.wake_at(moment, Work::Batch(id));
+            self.wake_at(moment, Work::Transaction(id));
             return;
         }
         item.step = Step::InFlight;
         let (key, uid) = (item.key.clone(), item.uid.clone());
         self.send(
-            Flight::Item {
-                batch: id,
+            PendingCall::Item {
+                transaction: id,
                 uid: uid.clone(),
             },
             |id| Command::WriteClaim { id, key, uid, write },

@@ -10,13 +10,13 @@ use crate::api::crd::AttributeValue;
 
 /// The attributes of a device, sorted by name. Devices with equal sets match the same selectors.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Facts {
+pub struct AttributeSet {
     /// Compared first: nearly all different sets differ in it, at the cost of one comparison.
     fingerprint: u64,
     attributes: Arc<[(Box<str>, Attribute)]>,
 }
 
-impl FromIterator<(Box<str>, Attribute)> for Facts {
+impl FromIterator<(Box<str>, Attribute)> for AttributeSet {
     fn from_iter<T: IntoIterator<Item = (Box<str>, Attribute)>>(attributes: T) -> Self {
         let attributes: Arc<[_]> = attributes.into_iter().collect();
         Self {
@@ -41,7 +41,7 @@ fn fingerprint(attributes: &[(Box<str>, Attribute)]) -> u64 {
         })
 }
 
-impl std::ops::Deref for Facts {
+impl std::ops::Deref for AttributeSet {
     type Target = [(Box<str>, Attribute)];
 
     fn deref(&self) -> &Self::Target {
@@ -49,7 +49,7 @@ impl std::ops::Deref for Facts {
     }
 }
 
-impl Facts {
+impl AttributeSet {
     /// The value of the attribute with this qualified name.
     pub fn value(&self, name: &str) -> Option<&Attribute> {
         let index = self.binary_search_by(|(other, _)| (**other).cmp(name)).ok()?;
@@ -197,9 +197,9 @@ impl Said {
 #[derive(Clone, Debug, Default)]
 pub struct Matches {
     /// The numbers of all attribute sets with a stored or pending result.
-    numbers: Arc<BTreeMap<Facts, usize>>,
+    numbers: Arc<BTreeMap<AttributeSet, usize>>,
     /// The reverse of `numbers`; `None` for an unused number.
-    facts: Vec<Option<Facts>>,
+    facts: Vec<Option<AttributeSet>>,
     /// Unused numbers below the largest.
     unused: Vec<usize>,
     said: BTreeMap<Arc<str>, Arc<Said>>,
@@ -207,7 +207,7 @@ pub struct Matches {
 
 impl Matches {
     /// The result of an expression; `None` if none is stored.
-    pub fn get(&self, expression: &str, facts: &Facts) -> Option<Match> {
+    pub fn get(&self, expression: &str, facts: &AttributeSet) -> Option<Match> {
         self.said.get(expression)?.get(*self.numbers.get(facts)?)
     }
 
@@ -218,7 +218,7 @@ impl Matches {
     }
 
     /// The number of an attribute set. A new set gets an unused number.
-    pub(super) fn number(&mut self, facts: &Facts) -> usize {
+    pub(super) fn number(&mut self, facts: &AttributeSet) -> usize {
         if let Some(&number) = self.numbers.get(facts) {
             return number;
         }
@@ -234,12 +234,12 @@ impl Matches {
     }
 
     /// The attribute set with this number.
-    pub(super) fn facts(&self, number: usize) -> Option<&Facts> {
+    pub(super) fn facts(&self, number: usize) -> Option<&AttributeSet> {
         self.facts.get(number)?.as_ref()
     }
 
     /// Stores results of an expression.
-    pub fn put(&mut self, expression: &Arc<str>, said: impl IntoIterator<Item = (Facts, Match)>) {
+    pub fn put(&mut self, expression: &Arc<str>, said: impl IntoIterator<Item = (AttributeSet, Match)>) {
         let said: Vec<_> = said
             .into_iter()
             .map(|(facts, said)| (self.number(&facts), said))
@@ -270,7 +270,7 @@ impl Matches {
     }
 
     /// Keeps the results for these attribute sets only. Returns the numbers that have become unused.
-    pub fn retain(&mut self, facts: &BTreeSet<&Facts>) -> Vec<usize> {
+    pub fn retain(&mut self, facts: &BTreeSet<&AttributeSet>) -> Vec<usize> {
         let gone = self.numbers.iter().filter(|(known, _)| !facts.contains(known));
         let gone: Vec<usize> = gone.map(|(_, number)| *number).collect();
         if gone.is_empty() {
@@ -307,7 +307,7 @@ impl Matches {
 mod tests {
     use super::*;
 
-    fn facts(value: i64) -> Facts {
+    fn facts(value: i64) -> AttributeSet {
         [("d/x".into(), Attribute::Int(value))].into_iter().collect()
     }
 

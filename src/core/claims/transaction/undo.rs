@@ -10,32 +10,36 @@ use std::sync::Arc;
 use crate::api::resource::ResourceClaim;
 use crate::core::claims::claim::ClaimState;
 use crate::core::claims::event::{Answer, ClaimWrite, Moment, Outcome};
-use crate::core::claims::world::{Work, World};
+use crate::core::claims::state::{ControllerState, Work};
 
-use super::{Batch, BatchId, Consumer, Item, Stage, Step};
+use super::{Consumer, Item, Stage, Step, Transaction, TransactionId};
 
-impl World {
+impl ControllerState {
     /// Starts the rollback if it is safe, and returns whether it started. In this stage `Failed` marks a claim without an allocation, and
     /// `Done` a claim that keeps its allocation.
-    pub(super) fn begin_to_undo(&mut self, id: BatchId, batch: &mut Batch) -> bool {
-        let Some(consumer) = &batch.consumer else {
+    pub(super) fn begin_to_undo(&mut self, id: TransactionId, transaction: &mut Transaction) -> bool {
+        let Some(consumer) = &transaction.consumer else {
             return false;
         };
-        let any_recorded = batch.items.iter().any(|item| item.step == Step::Done);
+        let any_recorded = transaction.items.iter().any(|item| item.step == Step::Done);
         // If another writer has allocated the claim that we could not record, the pod may be starting with all its claims.
-        let pod_cannot_run = batch.items.iter().all(|item| {
+        let pod_cannot_run = transaction.items.iter().all(|item| {
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
             item.step == Step::Done || known.is_none_or(|known| !known.is_allocated())
         });
         if !any_recorded || !pod_cannot_run || !self.awaits_a_node(consumer) {
             return false;
         }
-        batch.stage = Stage::Undoing;
-        for item in batch.items.iter_mut().filter(|item| item.step == Step::Done) {
+        transaction.stage = Stage::Undoing;
+        for item in transaction
+            .items
+            .iter_mut()
+            .filter(|item| item.step == Step::Done)
+        {
             item.step = Step::Waiting;
             item.retry.succeeded();
         }
-        self.dirty.insert(Work::Batch(id));
+        self.work_queue.insert(Work::Transaction(id));
         true
     }
 
@@ -49,25 +53,29 @@ impl World {
 
     /// Whether the pod still lacks one of its claims. A write with an unknown outcome is repeated seconds later; meanwhile another driver
     /// may have allocated the missing claim, for example after its class changed.
-    fn lacks_a_claim(&self, batch: &Batch) -> bool {
-        batch.items.iter().any(|item| {
+    fn lacks_a_claim(&self, transaction: &Transaction) -> bool {
+        transaction.items.iter().any(|item| {
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
             known.is_none_or(|known| !known.is_allocated())
         })
     }
 
     /// Returns whether the rollback is finished.
-    pub(super) fn undo(&mut self, id: BatchId, batch: &mut Batch, now: Moment) -> bool {
-        let consumer = batch.consumer.clone();
-        let is_right = self.lacks_a_claim(batch)
+    pub(super) fn undo(&mut self, id: TransactionId, transaction: &mut Transaction, now: Moment) -> bool {
+        let consumer = transaction.consumer.clone();
+        let is_right = self.lacks_a_claim(transaction)
             && consumer
                 .as_ref()
                 .is_some_and(|consumer| self.awaits_a_node(consumer));
-        for item in batch.items.iter_mut().filter(|item| item.step == Step::Waiting) {
+        for item in transaction
+            .items
+            .iter_mut()
+            .filter(|item| item.step == Step::Waiting)
+        {
             let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
             // A late allocation write must find the claim allocated: wait until none can be stored any more.
             if let Some(moment) = known.and_then(|known| known.unsettled_until(now)) {
-                self.wake_at(moment, Work::Batch(id));
+                self.wake_at(moment, Work::Transaction(id));
                 continue;
             }
             let write = known
@@ -78,7 +86,7 @@ impl World {
                 None => item.step = Step::Done,
             }
         }
-        batch
+        transaction
             .items
             .iter()
             .all(|item| matches!(item.step, Step::Done | Step::Failed))
@@ -103,9 +111,9 @@ impl World {
                     .get_mut(&item.key)
                     .filter(|known| known.uid() == item.uid)
                 {
-                    claim.unsettle(now);
+                    claim.mark_write_uncertain(now);
                     // If this write is stored later after all, the driver must deallocate.
-                    claim.mistrust();
+                    claim.mark_uncertain();
                 }
             }
             Answer::ClaimRead(Ok(object)) => self.undone_claim_read(item, object, now),

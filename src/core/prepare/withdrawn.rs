@@ -14,7 +14,7 @@ use crate::api::crd::{Device, DeviceNumber};
 
 /// Withdrawn extended resources, by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Former(BTreeMap<String, Left>);
+pub struct WithdrawnDevices(BTreeMap<String, Left>);
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Left {
@@ -23,7 +23,7 @@ struct Left {
     containers: Containers,
 }
 
-impl Former {
+impl WithdrawnDevices {
     /// Records that a resource has, or may have, lost these devices. `granted` are grants that kubelet may not show yet.
     pub fn left(
         &mut self,
@@ -160,8 +160,8 @@ mod tests {
         devices.iter().map(unnumbered).collect()
     }
 
-    fn left(devices: &[&str], granted: Containers) -> Former {
-        let mut former = Former::default();
+    fn left(devices: &[&str], granted: Containers) -> WithdrawnDevices {
+        let mut former = WithdrawnDevices::default();
         former.left(OLD, unnumbered(devices), granted);
         former
     }
@@ -179,7 +179,7 @@ mod tests {
     }
 
     /// The withheld devices among `x`, `y` and `z`.
-    fn withheld(former: &Former, serves: bool) -> Vec<String> {
+    fn withheld(former: &WithdrawnDevices, serves: bool) -> Vec<String> {
         let mut all = devices(&["x", "y", "z"], None);
         former.withhold(&mut all, |_, _| serves);
         let withheld = all.values().filter(|device| device.unhealthy.is_some());

@@ -11,7 +11,7 @@ use super::refusal::Refusal;
 /// The edits to a container. None of them comes from an object that a user can write.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct Injection {
+pub struct ContainerEdits {
     /// Device nodes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub device_nodes: Vec<DeviceNode>,
@@ -55,7 +55,7 @@ pub struct Mount {
     pub read_only: bool,
 }
 
-impl Injection {
+impl ContainerEdits {
     /// The edits for a device with a single device node: the node, at its configured path, and a variable with that path.
     pub fn of_device_node(device: &str, node: DeviceNode) -> Self {
         Self {
@@ -173,8 +173,8 @@ mod tests {
 
     #[test]
     fn devices_add_up_without_overwriting_each_other() {
-        let mut both = Injection::of_device_node("kvm", node("/dev/kvm"));
-        both.extend(Injection::of_device_node("fuse", node("/dev/fuse")));
+        let mut both = ContainerEdits::of_device_node("kvm", node("/dev/kvm"));
+        both.extend(ContainerEdits::of_device_node("fuse", node("/dev/fuse")));
         assert_eq!(both.device_nodes, [node("/dev/kvm"), node("/dev/fuse")]);
         let environment: Vec<(&str, &str)> = both
             .environment
@@ -192,9 +192,9 @@ mod tests {
 
     #[test]
     fn what_two_devices_bring_alike_is_there_once() {
-        let control = |device: &str| Injection {
+        let control = |device: &str| ContainerEdits {
             mounts: vec![mount("/opt/lib", "/lib/vendor", true)],
-            ..Injection::of_device_node(device, node("/dev/control"))
+            ..ContainerEdits::of_device_node(device, node("/dev/control"))
         };
         let mut both = control("a");
         both.extend(control("b"));
@@ -211,8 +211,8 @@ mod tests {
             ..node(container)
         };
         let two = |first: DeviceNode, second: DeviceNode| {
-            let mut both = Injection::of_device_node("a", first);
-            both.extend(Injection::of_device_node("b", second));
+            let mut both = ContainerEdits::of_device_node("a", first);
+            both.extend(ContainerEdits::of_device_node("b", second));
             both
         };
         let apart = two(at("/dev/ttyUSB0", "/dev/port0"), at("/dev/ttyUSB1", "/dev/port1"));
@@ -243,9 +243,9 @@ mod tests {
 
     #[test]
     fn the_same_thing_from_two_devices_is_there_with_what_either_of_them_allows() {
-        let of = |device: &str, permissions: &str, read_only| Injection {
+        let of = |device: &str, permissions: &str, read_only| ContainerEdits {
             mounts: vec![mount("/opt/lib", "/lib/vendor", read_only)],
-            ..Injection::of_device_node(
+            ..ContainerEdits::of_device_node(
                 device,
                 DeviceNode {
                     permissions: permissions.into(),
@@ -270,7 +270,7 @@ mod tests {
         }
         // At another container path, it is a separate node.
         let mut two = of("a", "r", true);
-        two.extend(Injection::of_device_node(
+        two.extend(ContainerEdits::of_device_node(
             "b",
             DeviceNode {
                 container_path: "/dev/other".into(),
@@ -292,8 +292,8 @@ mod tests {
 
         #[test]
         fn no_variable_but_our_own_can_come_out(device in ".{0,40}|LD_PRELOAD|PATH|BASH_ENV|[A-Z_=\\n\\x00]{1,20}") {
-            let injection = Injection::of_device_node(&device, node("/dev/null"));
-            for name in injection.environment.keys() {
+            let container_edits = ContainerEdits::of_device_node(&device, node("/dev/null"));
+            for name in container_edits.environment.keys() {
                 prop_assert!(name.starts_with("DRAYMAN_DEVICE_"));
                 prop_assert!(name.bytes().all(|b| b.is_ascii_uppercase() || b.is_ascii_digit() || b == b'_'));
             }

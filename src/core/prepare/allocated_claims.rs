@@ -10,7 +10,7 @@ use crate::api::resource::ResourceClaim;
 
 /// The allocated claims with devices on this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Announced {
+pub struct AllocatedClaims {
     known: bool,
     claims: BTreeMap<String, Allocated>,
 }
@@ -21,7 +21,7 @@ struct Allocated {
     devices: Vec<String>,
 }
 
-impl Announced {
+impl AllocatedClaims {
     /// Whether all claims have been listed once, or the cluster cannot have any. Until then, only devices that a container already holds
     /// are offered to containers.
     pub fn known(&self) -> bool {
@@ -128,51 +128,51 @@ mod tests {
         .unwrap()
     }
 
-    fn announced(claims: &[ResourceClaim]) -> Announced {
-        let mut announced = Announced::default();
-        announced.replace(claims, "drayman.dev", "node-a");
-        announced
+    fn allocated_claims(claims: &[ResourceClaim]) -> AllocatedClaims {
+        let mut allocated_claims = AllocatedClaims::default();
+        allocated_claims.replace(claims, "drayman.dev", "node-a");
+        allocated_claims
     }
 
     #[test]
     fn a_claim_holds_what_it_was_allocated_here_until_it_is_gone() {
-        let mut announced = announced(&[claim("1", "node-a", "x")]);
-        assert!(announced.known());
-        assert_eq!(announced.holder("x"), Some("claim default/camera (uid 1)"));
-        announced.set(&claim("2", "node-a", "y"), "drayman.dev", "node-a");
-        announced.remove("1");
-        assert_eq!(announced.holder("x"), None);
-        assert!(announced.devices().eq(["y"]));
+        let mut allocated_claims = allocated_claims(&[claim("1", "node-a", "x")]);
+        assert!(allocated_claims.known());
+        assert_eq!(allocated_claims.holder("x"), Some("claim default/camera (uid 1)"));
+        allocated_claims.set(&claim("2", "node-a", "y"), "drayman.dev", "node-a");
+        allocated_claims.remove("1");
+        assert_eq!(allocated_claims.holder("x"), None);
+        assert!(allocated_claims.devices().eq(["y"]));
     }
 
     #[test]
     fn a_claim_whose_allocation_was_cleared_holds_nothing() {
-        let mut announced = announced(&[claim("1", "node-a", "x")]);
+        let mut allocated_claims = allocated_claims(&[claim("1", "node-a", "x")]);
         let mut cleared = claim("1", "node-a", "x");
         cleared.status.allocation = None;
-        announced.set(&cleared, "drayman.dev", "node-a");
-        assert_eq!(announced.holder("x"), None);
+        allocated_claims.set(&cleared, "drayman.dev", "node-a");
+        assert_eq!(allocated_claims.holder("x"), None);
     }
 
     #[test]
     fn what_is_on_another_node_or_another_drivers_is_not_ours() {
-        assert_eq!(announced(&[claim("1", "node-b", "x")]).holder("x"), None);
+        assert_eq!(allocated_claims(&[claim("1", "node-b", "x")]).holder("x"), None);
         let mut other = claim("1", "node-a", "x");
         other.status.driver_name = Some("other.example".into());
         assert!(
-            announced(&[other.clone()]).holder("x").is_some(),
+            allocated_claims(&[other.clone()]).holder("x").is_some(),
             "renamed: the handle is ours"
         );
         other.status.allocation.as_mut().unwrap().resource_handles[0].driver_name =
             Some("other.example".into());
-        assert_eq!(announced(&[other]).holder("x"), None);
+        assert_eq!(allocated_claims(&[other]).holder("x"), None);
     }
 
     #[test]
     fn a_handle_that_cannot_be_read_holds_nothing_and_stops_nobody() {
         let mut broken = claim("1", "node-a", "x");
         broken.status.allocation.as_mut().unwrap().resource_handles[0].data = Some("not ours".into());
-        let announced = announced(&[broken, claim("2", "node-a", "y")]);
-        assert!(announced.devices().eq(["y"]));
+        let allocated_claims = allocated_claims(&[broken, claim("2", "node-a", "y")]);
+        assert!(allocated_claims.devices().eq(["y"]));
     }
 }

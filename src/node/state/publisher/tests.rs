@@ -10,7 +10,7 @@ const SERIAL: &str = "example.com/serial";
 
 #[tokio::test]
 async fn of_a_thousand_devices_none_is_copied_for_an_allocate_or_a_prepare() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&[]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     let names: Vec<String> = (0..1_000).map(|number| format!("port-{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     driver.say(&names, "serial", Mode::ExtendedResource);
@@ -47,7 +47,7 @@ async fn of_a_thousand_devices_none_is_copied_for_an_allocate_or_a_prepare() {
 
 #[tokio::test]
 async fn a_device_that_vanishes_while_another_is_prepared_takes_its_file_too() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
     let closed = driver.gate.acquire().await.unwrap();
@@ -75,7 +75,7 @@ async fn a_device_that_vanishes_while_another_is_prepared_takes_its_file_too() {
 
 #[tokio::test]
 async fn two_devices_at_one_path_of_a_container_are_refused_and_hold_nothing() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
     for device in ["x", "y"] {
         let path = "/dev/port".to_owned();
         driver.renamed.lock().unwrap().insert(device.into(), path);
@@ -116,7 +116,7 @@ async fn two_devices_at_one_path_of_a_container_are_refused_and_hold_nothing() {
 
 #[tokio::test]
 async fn a_node_that_two_devices_bring_with_different_permissions_is_there_once_with_all_of_them() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), Said::new(&["x", "y"]));
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
     for (device, permissions) in [("x", "r"), ("y", "rw")] {
         driver.control.lock().unwrap().insert(device.into(), permissions);
     }

@@ -1,88 +1,88 @@
-//! Handles the answers to a batch's calls and writes, and ends the batch.
+//! Handles the answers to a transaction's calls and writes, and ends the transaction.
 
 use crate::api::resource::{AllocationResult, ResourceClaim};
-use crate::core::claims::claim::ClaimStage;
+use crate::core::claims::claim::ClaimPhase;
 use crate::core::claims::event::{Answer, CallError, CallErrorKind, Moment, ObjectKey, Outcome, Subject};
 use crate::core::claims::retry::WRITES_BEFORE_REPORT;
-use crate::core::claims::world::{Work, World};
+use crate::core::claims::state::{ControllerState, Work};
 
-use super::{Batch, BatchId, Failure, Item, Stage, Step, misbehaved};
+use super::{Failure, Item, Stage, Step, Transaction, TransactionId, misbehaved};
 
-impl World {
-    /// Handles the driver's answer for the whole batch.
-    pub(in crate::core::claims) fn batch_answered(&mut self, id: BatchId, answer: Answer) {
-        let Some(mut batch) = self.batches.remove(&id) else {
+impl ControllerState {
+    /// Handles the driver's answer for the whole transaction.
+    pub(in crate::core::claims) fn transaction_answered(&mut self, id: TransactionId, answer: Answer) {
+        let Some(mut transaction) = self.transactions.remove(&id) else {
             return;
         };
         if let Answer::Allocated(result) = answer
-            && batch.stage == Stage::Allocating
+            && transaction.stage == Stage::Allocating
         {
-            self.allocated(id, &mut batch, result);
+            self.allocated(id, &mut transaction, result);
         }
-        self.batches.insert(id, batch);
-        self.dirty.insert(Work::Batch(id));
+        self.transactions.insert(id, transaction);
+        self.work_queue.insert(Work::Transaction(id));
     }
 
     pub(super) fn allocated(
         &mut self,
-        id: BatchId,
-        batch: &mut Batch,
+        id: TransactionId,
+        transaction: &mut Transaction,
         result: Result<Vec<Result<AllocationResult, CallError>>, CallError>,
     ) {
-        let count = batch.items.len();
+        let count = transaction.items.len();
         let results = match result {
             Ok(results) if results.len() == count => results,
             Ok(results) => {
                 let message = format!("the driver answered for {} of {count} claims", results.len());
-                batch.failure = Some(misbehaved(message));
-                self.begin_to_give_back(id, batch, |_| true);
+                transaction.failure = Some(misbehaved(message));
+                self.begin_to_give_back(id, transaction, |_| true);
                 return;
             }
             Err(error) => {
-                batch.failure = Some(Failure::Driver(error));
-                self.begin_to_give_back(id, batch, |_| true);
+                transaction.failure = Some(Failure::Driver(error));
+                self.begin_to_give_back(id, transaction, |_| true);
                 return;
             }
         };
-        for (item, result) in batch.items.iter_mut().zip(results) {
+        for (item, result) in transaction.items.iter_mut().zip(results) {
             match result {
                 Ok(allocation) => {
                     // Check before the first write: a claim that the server refuses would leave the others allocated in vain.
                     if let Err(message) = allocation.check() {
                         let message = format!("the driver's allocation for claim {}: {message}", item.key);
-                        batch.failure.get_or_insert_with(|| misbehaved(message));
+                        transaction.failure.get_or_insert_with(|| misbehaved(message));
                     }
                     item.allocation = Some(allocation);
                 }
                 Err(error) => {
-                    batch.failure.get_or_insert(Failure::Driver(error));
+                    transaction.failure.get_or_insert(Failure::Driver(error));
                 }
             }
         }
-        if batch.failure.is_none() && !self.is_wanted(batch) {
-            batch.failure = Some(Failure::Withdrawn);
+        if transaction.failure.is_none() && !self.is_wanted(transaction) {
+            transaction.failure = Some(Failure::Withdrawn);
         }
-        if batch.failure.is_some() {
-            self.begin_to_give_back(id, batch, |item| item.allocation.is_some());
+        if transaction.failure.is_some() {
+            self.begin_to_give_back(id, transaction, |item| item.allocation.is_some());
         } else {
-            batch.restart_items(Stage::Recording);
+            transaction.restart_items(Stage::Recording);
         }
     }
 
-    /// Handles an answer for one claim of a batch.
+    /// Handles an answer for one claim of a transaction.
     pub(in crate::core::claims) fn item_answered(
         &mut self,
-        id: BatchId,
+        id: TransactionId,
         uid: &str,
         answer: Answer,
         now: Moment,
     ) {
-        let Some(mut batch) = self.batches.remove(&id) else {
+        let Some(mut transaction) = self.transactions.remove(&id) else {
             return;
         };
-        let stage = batch.stage;
+        let stage = transaction.stage;
         let (mut refused, mut unclear) = (None, None);
-        let item = batch.items.iter_mut().find(|item| item.uid == uid);
+        let item = transaction.items.iter_mut().find(|item| item.uid == uid);
         if let Some(item) = item {
             match answer {
                 answer if stage == Stage::Undoing => self.undo_answered(item, answer, now),
@@ -90,7 +90,7 @@ impl World {
                 Answer::Deallocated(Ok(())) => {
                     item.step = Step::Done;
                     if let Some(claim) = self.claims.get_mut(&item.key).filter(|claim| claim.uid() == uid) {
-                        claim.trust();
+                        claim.clear_uncertain();
                     }
                 }
                 Answer::ClaimWritten(Outcome::Refused(message)) => {
@@ -110,7 +110,7 @@ impl World {
                         if is_allocation {
                             claim.unsettle_allocation(item.needed_version.take(), now);
                         } else {
-                            claim.unsettle(now);
+                            claim.mark_write_uncertain(now);
                         }
                     }
                 }
@@ -167,22 +167,22 @@ impl World {
             }
         }
         if let Some(message) = refused {
-            batch.failure.get_or_insert(Failure::Refused(message));
+            transaction.failure.get_or_insert(Failure::Refused(message));
         }
         if let Some((key, message)) = unclear {
-            self.report_unclear(&batch, &key, &message);
+            self.report_unclear(&transaction, &key, &message);
         }
-        self.batches.insert(id, batch);
-        self.dirty.insert(Work::Batch(id));
+        self.transactions.insert(id, transaction);
+        self.work_queue.insert(Work::Transaction(id));
     }
 
     /// Reports a write that keeps failing without being refused.
-    fn report_unclear(&mut self, batch: &Batch, key: &ObjectKey, message: &str) {
-        if !self.is_wanted(batch) {
+    fn report_unclear(&mut self, transaction: &Transaction, key: &ObjectKey, message: &str) {
+        if !self.is_wanted(transaction) {
             return;
         }
         let message = format!("the allocation could not be recorded yet: {message}");
-        match &batch.consumer {
+        match &transaction.consumer {
             Some(consumer) => self.report_pod(&consumer.context, "AllocationNotRecorded", message),
             None => self.report_claim(key, "AllocationNotRecorded", message),
         };
@@ -205,33 +205,35 @@ impl World {
         }
     }
 
-    pub(super) fn end_batch(&mut self, batch: &Batch, now: Moment) {
+    pub(super) fn end_transaction(&mut self, transaction: &Transaction, now: Moment) {
         // A refusal for a deleted claim needs no report: the allocation is no longer wanted.
-        let deleted = batch.items.iter().any(|item| {
+        let deleted = transaction.items.iter().any(|item| {
             let claim = self.claims.get(&item.key);
             claim.is_none_or(|claim| claim.uid() != item.uid || claim.is_deleting())
         });
-        let failure = match &batch.failure {
+        let failure = match &transaction.failure {
             Some(Failure::Refused(_)) if deleted => Some(&Failure::Withdrawn),
             other => other.as_ref(),
         };
         self.statistics.attempted(failure);
-        for item in &batch.items {
+        for item in &transaction.items {
             if let Some(claim) = self
                 .claims
                 .get_mut(&item.key)
                 .filter(|claim| claim.uid() == item.uid)
             {
-                claim.stage = ClaimStage::Resting;
-                self.dirty.insert(Work::Claim(item.key.clone()));
+                claim.stage = ClaimPhase::Resting;
+                self.work_queue.insert(Work::Claim(item.key.clone()));
                 self.touch_users(&item.key);
             }
         }
-        match &batch.consumer {
-            Some(consumer) => self.context_batch_ended(consumer, batch.node.as_deref(), failure, now),
+        match &transaction.consumer {
+            Some(consumer) => {
+                self.context_transaction_ended(consumer, transaction.node.as_deref(), failure, now);
+            }
             None => {
-                for item in &batch.items {
-                    self.immediate_ended(item, batch.asked, failure, now);
+                for item in &transaction.items {
+                    self.immediate_ended(item, transaction.asked, failure, now);
                 }
             }
         }
@@ -244,10 +246,10 @@ impl World {
         failure: Option<&Failure>,
         now: Moment,
     ) {
-        let epoch = self.epoch;
+        let capacity_generation = self.capacity_generation;
         let (key, class_name) = (&item.key, &item.claim.spec.resource_class_name);
         // A change since the driver was called may have removed the cause.
-        let changed = asked < epoch || self.classes.get(class_name) != Some(&item.class);
+        let changed = asked < capacity_generation || self.classes.get(class_name) != Some(&item.class);
         let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == item.uid) else {
             return;
         };
@@ -264,7 +266,7 @@ impl World {
             }
             Some(Failure::Driver(error)) => {
                 if error.kind == CallErrorKind::Invalid && !changed {
-                    claim.refused_at = Some(epoch);
+                    claim.refused_at = Some(capacity_generation);
                 } else {
                     claim.retry.failed(now);
                 }

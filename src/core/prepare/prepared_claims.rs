@@ -8,14 +8,14 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::claim_uid::ClaimUid;
+use super::container_edits::ContainerEdits;
 use super::identity::{add_numbers, are_among, is_same_node};
-use super::injection::Injection;
 use super::inventory::Devices;
 use crate::api::crd::{Device, DeviceNumber};
 
 /// The claims that hold devices of this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Ledger {
+pub struct PreparedClaims {
     /// The boot that this process runs in (`/proc/sys/kernel/random/boot_id`).
     boot_id: String,
     entries: BTreeMap<ClaimUid, Entry>,
@@ -62,12 +62,12 @@ pub enum Progress {
     Started {
         /// The container edits, once the driver has made them.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        injection: Option<Injection>,
+        container_edits: Option<ContainerEdits>,
     },
     /// Kubelet has, or may have, the CDI id. The devices are held until Unprepare.
     Done {
         /// The container edits.
-        injection: Injection,
+        container_edits: ContainerEdits,
     },
 }
 
@@ -97,7 +97,7 @@ pub struct Explanation {
     pub devices: Vec<HeldDevice>,
 }
 
-impl Ledger {
+impl PreparedClaims {
     /// The prepared claims of a checkpoint, read in the boot with this id.
     pub fn new(boot_id: impl Into<String>, entries: BTreeMap<ClaimUid, Entry>) -> Self {
         Self {
@@ -137,11 +137,10 @@ impl Ledger {
     /// earlier boot do not count: device numbers do not outlive a boot.
     pub fn holders_of(&self, device: &Device) -> impl Iterator<Item = (&ClaimUid, &Entry)> {
         self.entries.iter().filter(|(_, entry)| {
-            let (injection, in_use) = (entry.injection(), self.may_be_in_use(entry));
-            entry
-                .devices
-                .iter()
-                .any(|held| held.device == device.name || (in_use && is_same_node(held, injection, device)))
+            let (container_edits, in_use) = (entry.container_edits(), self.may_be_in_use(entry));
+            entry.devices.iter().any(|held| {
+                held.device == device.name || (in_use && is_same_node(held, container_edits, device))
+            })
         })
     }
 
@@ -176,9 +175,9 @@ impl Ledger {
             }
             Change::Finish(uid) => {
                 if let Some(entry) = self.entries.get_mut(uid)
-                    && let Some(injection) = entry.injection().cloned()
+                    && let Some(container_edits) = entry.container_edits().cloned()
                 {
-                    entry.progress = Progress::Done { injection };
+                    entry.progress = Progress::Done { container_edits };
                     entry.boot_id.clone_from(&self.boot_id);
                 }
             }
@@ -191,8 +190,8 @@ impl Ledger {
             }
             Change::Abandon(uid) => {
                 if let Some(entry) = self.entries.get_mut(uid) {
-                    let injection = entry.injection().cloned();
-                    entry.progress = Progress::Started { injection };
+                    let container_edits = entry.container_edits().cloned();
+                    entry.progress = Progress::Started { container_edits };
                 }
             }
             Change::Remove(uid) => {
@@ -203,7 +202,7 @@ impl Ledger {
 
     /// Records the container edits that the driver made for a claim, and the numbers of its devices in the inventory. The progress of the
     /// claim does not change.
-    pub fn set_injection(&mut self, uid: &ClaimUid, made: Injection, inventory: &Devices) {
+    pub fn set_container_edits(&mut self, uid: &ClaimUid, made: ContainerEdits, inventory: &Devices) {
         let Some(entry) = self.entries.get_mut(uid) else {
             return;
         };
@@ -218,18 +217,18 @@ impl Ledger {
             add_numbers(&mut held.numbers, &device.device_numbers);
         }
         match &mut entry.progress {
-            Progress::Started { injection } => *injection = Some(made),
-            Progress::Done { injection } => *injection = made,
+            Progress::Started { container_edits } => *container_edits = Some(made),
+            Progress::Done { container_edits } => *container_edits = made,
         }
     }
 }
 
 impl Entry {
     /// The container edits, if the driver has made them.
-    pub fn injection(&self) -> Option<&Injection> {
+    pub fn container_edits(&self) -> Option<&ContainerEdits> {
         match &self.progress {
-            Progress::Started { injection } => injection.as_ref(),
-            Progress::Done { injection } => Some(injection),
+            Progress::Started { container_edits } => container_edits.as_ref(),
+            Progress::Done { container_edits } => Some(container_edits),
         }
     }
 
@@ -280,40 +279,45 @@ mod tests {
                 kind: "test".into(),
                 ..HeldDevice::default()
             }],
-            progress: Progress::Started { injection: None },
+            progress: Progress::Started {
+                container_edits: None,
+            },
         }
     }
 
     #[test]
     fn a_claim_is_not_done_before_its_injection_is_known() {
-        let mut ledger = Ledger::new("boot", BTreeMap::new());
-        ledger.apply(&Change::Start(uid(), started("boot")));
-        ledger.apply(&Change::Finish(uid()));
-        assert!(!ledger.entry(&uid()).unwrap().is_done());
-        ledger.set_injection(&uid(), Injection::default(), &Devices::new());
-        ledger.apply(&Change::Finish(uid()));
-        assert!(ledger.entry(&uid()).unwrap().is_done());
+        let mut prepared_claims = PreparedClaims::new("boot", BTreeMap::new());
+        prepared_claims.apply(&Change::Start(uid(), started("boot")));
+        prepared_claims.apply(&Change::Finish(uid()));
+        assert!(!prepared_claims.entry(&uid()).unwrap().is_done());
+        prepared_claims.set_container_edits(&uid(), ContainerEdits::default(), &Devices::new());
+        prepared_claims.apply(&Change::Finish(uid()));
+        assert!(prepared_claims.entry(&uid()).unwrap().is_done());
     }
 
     #[test]
     fn a_device_is_held_from_the_start_until_the_removal() {
-        let mut ledger = Ledger::new("boot", BTreeMap::new());
-        assert_eq!(ledger.holder("kvm"), None);
-        ledger.apply(&Change::Start(uid(), started("boot")));
-        assert_eq!(ledger.holder("kvm").map(|(holder, _)| holder), Some(&uid()));
-        ledger.apply(&Change::Remove(uid()));
-        assert_eq!(ledger.holder("kvm"), None);
+        let mut prepared_claims = PreparedClaims::new("boot", BTreeMap::new());
+        assert_eq!(prepared_claims.holder("kvm"), None);
+        prepared_claims.apply(&Change::Start(uid(), started("boot")));
+        assert_eq!(
+            prepared_claims.holder("kvm").map(|(holder, _)| holder),
+            Some(&uid())
+        );
+        prepared_claims.apply(&Change::Remove(uid()));
+        assert_eq!(prepared_claims.holder("kvm"), None);
     }
 
     #[test]
     fn nothing_of_an_earlier_boot_is_in_use() {
         let mut entry = started("before");
         entry.progress = Progress::Done {
-            injection: Injection::default(),
+            container_edits: ContainerEdits::default(),
         };
-        let mut ledger = Ledger::new("boot", BTreeMap::from([(uid(), entry)]));
-        assert!(!ledger.may_be_in_use(ledger.entry(&uid()).unwrap()));
-        ledger.apply(&Change::Finish(uid()));
-        assert!(ledger.may_be_in_use(ledger.entry(&uid()).unwrap()));
+        let mut prepared_claims = PreparedClaims::new("boot", BTreeMap::from([(uid(), entry)]));
+        assert!(!prepared_claims.may_be_in_use(prepared_claims.entry(&uid()).unwrap()));
+        prepared_claims.apply(&Change::Finish(uid()));
+        assert!(prepared_claims.may_be_in_use(prepared_claims.entry(&uid()).unwrap()));
     }
 }

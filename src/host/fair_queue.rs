@@ -7,7 +7,7 @@ use tokio::sync::{Mutex as AsyncMutex, MutexGuard, OwnedMutexGuard};
 
 /// The fair queue of all expressions.
 #[derive(Debug, Default)]
-pub(crate) struct Turns {
+pub(crate) struct FairQueue {
     /// Held for one turn. Waiters get it in the order of their requests, and request it again for their next turn.
     turn: AsyncMutex<()>,
     /// Per expression, the lock for which its waiters queue; its holder alone requests turns, so a hundred claims with one expression
@@ -15,7 +15,7 @@ pub(crate) struct Turns {
     lines: Mutex<BTreeMap<Arc<str>, Weak<AsyncMutex<()>>>>,
 }
 
-impl Turns {
+impl FairQueue {
     /// Waits for the right to request turns for an expression.
     pub(crate) async fn line(&self, expression: &Arc<str>) -> OwnedMutexGuard<()> {
         let line = {
@@ -40,7 +40,7 @@ mod tests {
 
     #[tokio::test]
     async fn many_who_want_much_of_one_expression_are_one_in_turn_with_another() {
-        let turns = Arc::new(Turns::default());
+        let turns = Arc::new(FairQueue::default());
         let log: Arc<Mutex<Vec<&str>>> = Arc::default();
         let work = |name: &'static str, times: usize| {
             let (turns, log) = (Arc::clone(&turns), Arc::clone(&log));
@@ -78,7 +78,7 @@ mod tests {
 
     #[tokio::test]
     async fn who_gives_up_in_the_middle_leaves_the_line_to_the_next() {
-        let turns = Turns::default();
+        let turns = FairQueue::default();
         let expression = "x".into();
         {
             let _line = turns.line(&expression).await;

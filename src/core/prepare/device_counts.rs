@@ -45,9 +45,9 @@ pub struct Group {
 }
 
 /// Counts the devices of a node. The result contains every group of each present kind, including those that count 0.
-pub fn census(inventory: &Devices, handed_out: HandedOut<'_>) -> BTreeMap<Group, u64> {
+pub fn device_counts(inventory: &Devices, handed_out: HandedOut<'_>) -> BTreeMap<Group, u64> {
     let claimed: BTreeSet<&str> = handed_out
-        .ledger
+        .prepared_claims
         .entries()
         .values()
         .flat_map(|entry| &entry.devices)
@@ -85,10 +85,10 @@ pub fn census(inventory: &Devices, handed_out: HandedOut<'_>) -> BTreeMap<Group,
 mod tests {
     use std::time::Duration;
 
-    use super::super::announced::Announced;
+    use super::super::allocated_claims::AllocatedClaims;
     use super::super::claim_uid::ClaimUid;
     use super::super::containers::Containers;
-    use super::super::ledger::{Entry, HeldDevice, Ledger, Progress};
+    use super::super::prepared_claims::{Entry, HeldDevice, PreparedClaims, Progress};
     use super::*;
     use crate::api::crd::Device;
 
@@ -122,19 +122,21 @@ mod tests {
             name: "claim".into(),
             boot_id: "boot".into(),
             devices: vec![held("claimed"), held("claimed-and-ill"), held("gone")],
-            progress: Progress::Started { injection: None },
+            progress: Progress::Started {
+                container_edits: None,
+            },
         };
         let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap();
-        let ledger = Ledger::new("boot", BTreeMap::from([(uid, entry)]));
+        let prepared_claims = PreparedClaims::new("boot", BTreeMap::from([(uid, entry)]));
         let mut containers = Containers::default();
         containers.allocated([("in-a-container", &[][..])], Duration::ZERO);
-        let announced = Announced::default();
+        let allocated_claims = AllocatedClaims::default();
         let handed_out = HandedOut {
-            ledger: &ledger,
-            announced: &announced,
+            prepared_claims: &prepared_claims,
+            allocated_claims: &allocated_claims,
             containers: &containers,
         };
-        let counts = census(&inventory, handed_out);
+        let counts = device_counts(&inventory, handed_out);
         let count = |healthy, owner| {
             let kind = "camera".to_owned();
             counts[&Group { kind, healthy, owner }]

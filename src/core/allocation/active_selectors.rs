@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::core::allocation::facts::{Bits, Matches};
+use crate::core::allocation::attribute_set::{Bits, Matches};
 use crate::core::allocation::inventory::Node;
 
 /// The active selectors by device kind, each with the numbers of the attribute sets that it has yet to evaluate. Stored as bits, because
@@ -116,8 +116,8 @@ mod tests {
 
     use super::*;
     use crate::api::crd::AttributeValue;
-    use crate::core::allocation::books::Books;
-    use crate::core::allocation::facts::{Facts, Match};
+    use crate::core::allocation::allocator::DeviceAllocator;
+    use crate::core::allocation::attribute_set::{AttributeSet, Match};
     use crate::core::allocation::fixture::{DRIVER, inventory};
 
     const KINDS: [&str; 2] = ["even", "odd"];
@@ -138,7 +138,7 @@ mod tests {
     }
 
     /// [`Wanted`] must agree with a scan of all devices.
-    fn check(books: &Books) -> Result<(), TestCaseError> {
+    fn check(books: &DeviceAllocator) -> Result<(), TestCaseError> {
         for (kind, expression) in KINDS
             .iter()
             .flat_map(|kind| EXPRESSIONS.map(|other| (kind, other)))
@@ -146,7 +146,7 @@ mod tests {
             if !books.wanted().contains(kind, expression) {
                 continue;
             }
-            let unjudged: BTreeSet<&Facts> = books.unjudged(kind, expression).collect();
+            let unjudged: BTreeSet<&AttributeSet> = books.unjudged(kind, expression).collect();
             for device in books.inventory().nodes().flat_map(Node::devices) {
                 let known = books.matches().get(expression, &device.attributes).is_some();
                 let left = unjudged.contains(&device.attributes);
@@ -164,7 +164,7 @@ mod tests {
         fn nothing_that_is_left_to_be_judged_is_ever_missed(
             steps in prop::collection::vec((0..5, 0_usize..4, prop::collection::vec(0_i64..6, 0..4)), 1..32)
         ) {
-            let mut books = Books::new(DRIVER);
+            let mut books = DeviceAllocator::new(DRIVER);
             for (what, number, values) in steps {
                 let name = format!("n{number}");
                 let (kind, expression) = (KINDS[number % 2], EXPRESSIONS[number / 2]);
@@ -187,11 +187,11 @@ mod tests {
 
     #[test]
     fn what_is_judged_is_not_due_until_a_node_has_something_else() {
-        let mut books = Books::new(DRIVER);
+        let mut books = DeviceAllocator::new(DRIVER);
         let first: Arc<str> = "first".into();
         books.set_inventory("a", Some(node("a", &[0, 2, 1])));
         books.want("even", &first);
-        let due = |books: &Books| {
+        let due = |books: &DeviceAllocator| {
             books
                 .wanted()
                 .due()

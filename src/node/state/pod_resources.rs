@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 use tracing::{debug, info, warn};
 
-use super::Owner;
+use super::NodeState;
 use super::handle::Failure;
 use crate::core::prepare::containers::Shown;
 use crate::core::prepare::refusal::Refusal;
@@ -84,7 +84,7 @@ impl Looking {
     }
 }
 
-impl<D: NodeDriver> Owner<D> {
+impl<D: NodeDriver> NodeState<D> {
     /// The resources to query: those that are also offered to claims, and the withdrawn ones.
     fn names_to_ask(&self) -> BTreeSet<String> {
         let mut names = self.names_of_both();
@@ -223,7 +223,7 @@ impl<D: NodeDriver> Owner<D> {
             );
         }
         self.containers.change().seen(&all, self.since.elapsed());
-        self.contested.change().settle(&self.containers);
+        self.conflicting.change().settle(&self.containers);
         Ok(())
     }
 
