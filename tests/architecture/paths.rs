@@ -171,7 +171,7 @@ mod tests {
     fn relative_paths_are_resolved_from_the_module_they_stand_in() {
         assert_eq!(named("use super::super::host;"), ["crate::host"]);
         assert_eq!(
-            named("use self::ledger::PreparedClaims;"),
+            named("use self::prepared_claims::PreparedClaims;"),
             ["crate::core::prepare::prepared_claims::PreparedClaims"]
         );
         assert_eq!(
@@ -179,8 +179,8 @@ mod tests {
             ["crate::core::devices"]
         );
         assert_eq!(
-            named("use super::{ledger, super::host};"),
-            ["crate::core::ledger", "crate::host"]
+            named("use super::{prepared_claims, super::host};"),
+            ["crate::core::prepared_claims", "crate::host"]
         );
     }
 

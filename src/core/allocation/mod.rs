@@ -9,10 +9,10 @@
 //!
 //! * [`parameters`]: validated parameters of classes and claims.
 //! * [`inventory`]: the devices of all nodes.
-//! * [`holdings`]: the allocation index: the devices that each claim holds, derived from the claims.
-//! * [`facts`], [`wanted`]: attribute sets of devices, selector results for them, and pending evaluations of the active selectors.
-//! * [`fit`], [`search`], [`judge`]: find devices for the requests of all claims of a pod; [`work`] bounds the search.
-//! * [`books`], [`allocate`]: the device allocator, which owns inventory and allocation index; its changes and its queries.
+//! * [`index`]: the allocation index: the devices that each claim holds, derived from the claims.
+//! * [`attribute_set`], [`active_selectors`]: attribute sets of devices, selector results for them, and pending evaluations of the active selectors.
+//! * [`fit`], [`search`], [`evaluate`]: find devices for the requests of all claims of a pod; [`work`] bounds the search.
+//! * [`allocator`], [`allocate`]: the device allocator, which owns inventory and allocation index; its changes and its queries.
 
 pub mod active_selectors;
 pub mod allocate;

@@ -61,12 +61,13 @@ pub enum Progress {
     /// clean up after the failed attempt.
     Started {
         /// The container edits, once the driver has made them.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[serde(rename = "injection", default, skip_serializing_if = "Option::is_none")]
         container_edits: Option<ContainerEdits>,
     },
     /// Kubelet has, or may have, the CDI id. The devices are held until Unprepare.
     Done {
-        /// The container edits.
+        /// The container edits. The checkpoint keeps the name that its version 1 has.
+        #[serde(rename = "injection")]
         container_edits: ContainerEdits,
     },
 }

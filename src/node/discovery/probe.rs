@@ -12,8 +12,8 @@ use tokio::time::timeout;
 
 use super::HostPaths;
 use super::found::Found;
-use super::node::{DevRoot, NodeKind};
-use super::sysfs::read_below;
+use super::node::{DevRoot, NodeKind, Numbers};
+use super::sysfs::{link_name, read_below};
 use crate::core::discovery::health::{Look, Observation};
 use crate::node::config::{ProbeOpen, ProbeSysfs};
 
@@ -116,7 +116,7 @@ fn probe(device: &Found, paths: &HostPaths) -> Result<(), String> {
             return Err(format!("/dev/{path} has become {now}"));
         }
         let numbers = now.numbers;
-        if numbers.kind == NodeKind::Character && (numbers.major, numbers.minor) == WATCHDOG {
+        if is_watchdog(numbers, paths) {
             return Err(format!(
                 "/dev/{path} is a watchdog, which reboots the machine when it is opened; take open out of the kind's health"
             ));
@@ -139,6 +139,13 @@ fn probe(device: &Found, paths: &HostPaths) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// Whether opening the node starts a watchdog's timer. `/dev/watchdog0` and its like have a major number that the kernel chooses.
+fn is_watchdog(numbers: Numbers, paths: &HostPaths) -> bool {
+    let Numbers { kind, major, minor } = numbers;
+    let subsystem = || link_name(&paths.sys.join(format!("dev/char/{major}:{minor}/subsystem")));
+    kind == NodeKind::Character && ((major, minor) == WATCHDOG || subsystem().as_deref() == Some("watchdog"))
 }
 
 fn probe_sysfs(wanted: &ProbeSysfs, directory: Option<&Path>, paths: &HostPaths) -> Result<(), String> {

@@ -197,7 +197,7 @@ fn short(path: &Path) -> Option<u16> {
     hexadecimal(path)?.try_into().ok()
 }
 
-fn link_name(path: &Path) -> Option<String> {
+pub(super) fn link_name(path: &Path) -> Option<String> {
     path.read_link().ok()?.file_name()?.to_str().map(str::to_owned)
 }
 
