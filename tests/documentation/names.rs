@@ -289,3 +289,42 @@ mod tests {
         assert!(!tests[0].is("release::one") && !tests[0].is("queue::two"));
     }
 }
+
+/// `a/{b,c}.rs` are two files. Part of a path is enough: the pages name files below a folder that they have named.
+fn sources_of(span: &str) -> Vec<String> {
+    let Some((before, rest)) = span.split_once('{') else {
+        return vec![span.to_owned()];
+    };
+    let (names, after) = rest.split_once('}').expect("a closing brace");
+    names
+        .split(',')
+        .map(|name| format!("{before}{name}{after}"))
+        .collect()
+}
+
+#[test]
+fn each_source_that_the_architecture_names_exists() {
+    let files = std::process::Command::new("find")
+        .args(["src", "tests", "build.rs", "-name", "*.rs"])
+        .current_dir(repository(""))
+        .output()
+        .expect("find");
+    let files = String::from_utf8(files.stdout).expect("UTF-8");
+    let exists = |source: &str| {
+        files
+            .lines()
+            .any(|file| format!("/{file}").ends_with(&format!("/{source}")))
+    };
+    let page = pages()
+        .into_iter()
+        .find(|page| page.path.ends_with("architecture.md"));
+    let spans = page.expect("docs/architecture.md").spans;
+    let named: Vec<String> = spans
+        .iter()
+        .filter(|span| span.text.ends_with(".rs"))
+        .flat_map(|span| sources_of(&span.text))
+        .collect();
+    let missing: Vec<&String> = named.iter().filter(|source| !exists(source)).collect();
+    assert!(missing.is_empty(), "no such source: {missing:?}");
+    assert!(named.len() > 50, "{named:?}");
+}

@@ -163,7 +163,7 @@ pub struct NodeState<D> {
 impl<D> std::fmt::Debug for NodeState<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Owner")
-            .field("ledger", &self.prepared_claims)
+            .field("prepared_claims", &self.prepared_claims)
             .field("node", &self.node)
             .finish_non_exhaustive()
     }

@@ -61,7 +61,7 @@ pub enum StoreError {
         error: String,
     },
     /// The checkpoint could not be serialized.
-    #[error("cannot write the ledger as a checkpoint: {0}")]
+    #[error("cannot write the prepared claims as a checkpoint: {0}")]
     Encode(CheckpointError),
 }
 
