@@ -79,7 +79,10 @@ async fn measure(stage: &Arc<Stage>, options: &Options, nodes: usize) -> anyhow:
     fair::samples(stage, &format!("warm-{nodes}"), 40).await?;
     // It decides nothing: the longest answer of its `/livez` is what the machine does to a process in that time.
     let (standby, standby_address) = start(stage, options).await?;
-    sleep(Duration::from_secs(1)).await;
+    ground::until("the standby answers probes", PATIENCE, || async {
+        Ok(TcpStream::connect(standby_address).await.is_ok())
+    })
+    .await?;
     let alone = fair::samples(stage, &format!("alone-{nodes}"), SAMPLES).await?;
     let allocation = "context written -> allocation stored";
     figure(

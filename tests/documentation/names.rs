@@ -321,7 +321,11 @@ fn each_source_that_the_architecture_names_exists() {
     let spans = page.expect("docs/architecture.md").spans;
     let named: Vec<String> = spans
         .iter()
-        .filter(|span| span.text.ends_with(".rs"))
+        .filter(|span| {
+            Path::new(&span.text)
+                .extension()
+                .is_some_and(|extension| extension == "rs")
+        })
         .flat_map(|span| sources_of(&span.text))
         .collect();
     let missing: Vec<&String> = named.iter().filter(|source| !exists(source)).collect();
