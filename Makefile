@@ -138,7 +138,7 @@ cluster: $(CLUSTER) ## Start a real Kubernetes with drayman in it; Ctrl-C ends i
 generate: ## Write crds/, docs/reference and the lists of docs/metrics.md anew from the code
 	rm -f crds/*.yaml
 	cargo run --locked --quiet -- crds --output-directory crds
-	DRAYMAN_GENERATE=1 cargo test --locked --quiet --test documentation reference
+	DRAYMAN_GENERATE=1 cargo test --locked --quiet --test docs reference
 	DRAYMAN_GENERATE=1 cargo test --locked --quiet --lib observe::page
 
 .PHONY: clean

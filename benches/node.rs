@@ -9,15 +9,15 @@
     reason = "a benchmark that cannot run has nothing to say"
 )]
 
-#[path = "../tests/companion/api.rs"]
+#[path = "../tests/faults/node/api.rs"]
 #[allow(dead_code, reason = "written for the tests, which use another part of it")]
 mod api;
 mod figures;
-#[path = "../tests/harness/mod.rs"]
-mod harness;
-#[path = "../tests/companion/node.rs"]
+#[path = "../tests/faults/node/fixture.rs"]
 #[allow(dead_code, reason = "written for the tests, which use another part of it")]
-mod node;
+mod fixture;
+#[path = "../tests/support/harness/mod.rs"]
+mod harness;
 #[path = "../tests/e2e/pods.rs"]
 #[allow(
     dead_code,
@@ -25,7 +25,7 @@ mod node;
     reason = "written for the tests, which use another part of it"
 )]
 mod pods;
-#[path = "../tests/companion/process.rs"]
+#[path = "../tests/faults/node/process.rs"]
 #[allow(dead_code, reason = "written for the tests, which use another part of it")]
 mod process;
 #[path = "../tests/e2e/stage.rs"]
@@ -44,7 +44,7 @@ use std::time::{Duration, Instant};
 use drayman::api::proto::device_plugin_v1beta1::Empty;
 use drayman::api::proto::{ContainerList, DeviceIdList};
 use figures::{Goal, Times, figure, resident_kib_of};
-use node::Node;
+use fixture::Node;
 use process::{Mounts, Process, Start};
 
 const USAGE: &str =

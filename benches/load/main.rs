@@ -1,13 +1,13 @@
 //! The controller under load on a real control plane: `cargo bench --bench load -- [SCENARIO]...`.
 //!
-//! Each scenario starts a control plane of its own (see `tests/harness`) with nodes that exist in the API only, runs the program
+//! Each scenario starts a control plane of its own (see `tests/support/harness`) with nodes that exist in the API only, runs the program
 //! `drayman controller` as a user of its own, and prints each figure beside its goal. Requests are counted, and latencies are
 //! taken, in the audit log of the API server, so that what is measured is the same for every controller. Nothing leaves the
 //! loopback interface.
 
 #[path = "../figures/mod.rs"]
 mod figures;
-#[path = "../../tests/harness/mod.rs"]
+#[path = "../../tests/support/harness/mod.rs"]
 mod harness;
 #[path = "../../tests/e2e/stage.rs"]
 #[allow(

@@ -6,7 +6,7 @@
 //! scheduler that does not exist, and it writes their PodSchedulingContexts. All tests share one cluster, each in a namespace, with
 //! a driver and a user of its own.
 
-#[path = "../harness/mod.rs"]
+#[path = "../support/harness/mod.rs"]
 mod harness;
 
 mod batch;

@@ -10,9 +10,9 @@ use k8s_openapi::api::coordination::v1::Lease;
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::Value;
 
+use crate::commands::{answer, drayman, json};
 use crate::harness::Cluster;
 use crate::stage::{DRIVER, Stage, controller_rules};
-use crate::tool::{answer, drayman, json};
 
 /// What the doctor calls a problem under this heading.
 async fn problems(stage: &Stage, check: &str, arguments: &[&str]) -> anyhow::Result<Vec<String>> {

@@ -1,11 +1,10 @@
 //! drayman on real Kubernetes: the programs as they are shipped, each a user of its own with exactly its rights.
 //!
-//! `controller` needs a control plane only, and no root: the tests write the inventories that companions would write.
-//! `pods`, `away`, `boot`, `moved`, `ends`, `faults` and `survive` have real nodes, on which containers open devices.
+//! Most tests start a cluster of their own: a control plane, with nodes that run containers where kubelet matters (as root).
 
-#[path = "../harness/mod.rs"]
+#[path = "../support/harness/mod.rs"]
 mod harness;
-#[path = "../discovery/host.rs"]
+#[path = "../integration/discovery/host.rs"]
 #[allow(
     dead_code,
     clippy::unwrap_used,
@@ -13,32 +12,49 @@ mod harness;
     reason = "shared with another target, which uses more of it and may fail so"
 )]
 mod host;
+#[path = "../docs/page.rs"]
+mod page;
+#[path = "../../examples/sensors.rs"]
+#[allow(dead_code, reason = "its main is called by one test")]
+mod sensors;
+#[path = "../docs/shell.rs"]
+mod shell;
 
-mod away;
-mod boot;
+mod apiserver_failover;
+mod apiserver_outage;
+mod apiserver_refusals;
+mod chart;
+mod cluster_removal;
+mod cluster_smoke;
+mod commands;
 mod controller;
+mod crash_during_call;
+mod deleted_objects;
+mod device_removal;
 mod devices;
 mod doctor;
-mod ends;
-mod example;
-mod faults;
-mod hostile;
-mod largest;
-mod leader;
-mod loss;
-mod moved;
-mod newer;
+mod documented;
+mod examples;
+mod hostile_objects;
+mod interrupted_calls;
+mod inventory_limits;
+mod kubelet_faults;
+mod kubelet_plugin;
+mod kubelet_types;
+mod leader_election;
+mod leader_takeover;
+mod monitoring;
+mod namespace_user;
+mod network_driver;
+mod newer_kubelets;
+#[cfg(feature = "testcluster")]
+mod parity;
 mod pods;
-mod records;
-mod refusals;
+mod reboot;
 mod round_trip;
 mod selectors;
-mod servers;
 mod stage;
-mod survive;
-mod takeover;
-mod tool;
+mod stored_claims;
 mod upgrade;
-mod user;
 
 use harness::not_run;

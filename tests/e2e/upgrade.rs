@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 
 use crate::controller::assert_distinct;
 use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, traces, wait_for_inventory};
-use crate::records::{devices, first_handle, kind, open_definitions, write};
 use crate::stage::{DRIVER, Stage, is_allocated, is_bound, is_gone};
+use crate::stored_claims::{devices, first_handle, kind, open_definitions, write};
 
 #[tokio::test]
 async fn a_handle_of_the_first_release_or_with_fields_of_a_later_one_counts_until_its_claim_is_gone()

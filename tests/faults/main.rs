@@ -16,7 +16,8 @@ mod every;
 mod leaders;
 mod life;
 mod named;
-#[path = "../not_run/mod.rs"]
+mod node;
+#[path = "../support/not_run.rs"]
 mod not_run;
 mod objects;
 mod program;

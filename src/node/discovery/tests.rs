@@ -10,7 +10,7 @@ use crate::api::crd::Mode;
 use crate::core::prepare::container_edits::DeviceNode;
 use crate::core::prepare::naming::device_name;
 
-#[path = "../../../tests/not_run/mod.rs"]
+#[path = "../../../tests/support/not_run.rs"]
 mod not_run;
 
 /// A host with its own `/dev`. Creating device nodes requires root.

@@ -1,0 +1,173 @@
+//! Every block says what is done with it, and that is done.
+//!
+//! | block | what the tests do |
+//! |---|---|
+//! | `sh run` | it is run here, from the top of the repository, and must succeed |
+//! | `sh stage` | the same, on the embedded cluster |
+//! | `sh cluster` | `tests/e2e/documented` runs it on a real cluster, as `make cluster` starts one |
+//! | `sh chart` | `tests/e2e/documented` runs it on a real cluster with Helm |
+//! | `sh checked` | it is not run; its words are checked, as those of all the others |
+//! | `yaml config` | `drayman config check` takes it |
+//! | `yaml object` | objects: ours are checked by their schema here, all of them by a real API server in `tests/e2e/documented` |
+//! | `yaml values` | the schema of the chart's values takes it |
+//! | `yaml <kind>` | the `spec` of an object of ours of this kind: its schema takes it |
+//! | `rust <file>` | the file has these lines, and is built |
+//! | `console` | commands and what they print, in the READMEs of the examples: `tests/e2e/examples` runs them |
+//! | `text` | pictures and output: nothing |
+
+use std::io::{BufRead as _, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+
+use crate::page::{Block, pages, repository};
+use crate::schema;
+use crate::shell;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_drayman");
+
+fn blocks(language: &str, mark: &str) -> Vec<Block> {
+    let all = pages().into_iter().flat_map(|page| page.blocks);
+    all.filter(|block| block.language == language && block.mark == mark)
+        .collect()
+}
+
+fn run(text: &str, directory: &Path, environment: &[(&str, &str)]) -> Output {
+    Command::new("bash")
+        .args(["-c", &shell::script(text)])
+        .current_dir(directory)
+        .stdin(Stdio::null())
+        .env("PATH", shell::path_with(&[Path::new(PROGRAM)]))
+        .env_remove("KUBECONFIG")
+        .envs(environment.iter().copied())
+        .output()
+        .expect("bash")
+}
+
+fn assert_succeeds(block: &Block, environment: &[(&str, &str)]) {
+    let output = run(&block.text, &repository(""), environment);
+    assert!(
+        output.status.success(),
+        "{}:\n{}{}",
+        block.place,
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+#[test]
+fn every_block_says_what_the_tests_do_with_it() {
+    let mut unmarked = Vec::new();
+    for block in pages().into_iter().flat_map(|page| page.blocks) {
+        let is_marked = match (block.language.as_str(), block.mark.as_str()) {
+            ("sh", mark) => ["run", "stage", "cluster", "chart", "checked"].contains(&mark),
+            ("yaml", mark) => {
+                ["config", "object", "values"].contains(&mark) || schema::of_kind(mark).is_some()
+            }
+            ("rust", file) => !file.is_empty() && repository(file).is_file(),
+            ("text", "") => true,
+            ("console", "") => block.place.starts_with("examples/"),
+            _ => false,
+        };
+        if !is_marked {
+            unmarked.push(format!("{}: `{} {}`", block.place, block.language, block.mark));
+        }
+    }
+    assert!(
+        unmarked.is_empty(),
+        "blocks that do not say what is done with them (see tests/docs/blocks.rs):\n  {}",
+        unmarked.join("\n  ")
+    );
+}
+
+#[test]
+fn scripts_that_need_no_cluster_succeed() {
+    let blocks = blocks("sh", "run");
+    assert!(!blocks.is_empty());
+    for block in blocks {
+        assert_succeeds(&block, &[]);
+    }
+}
+
+/// The embedded cluster, which goes on until this is dropped.
+#[cfg(feature = "testcluster")]
+struct Stage {
+    child: Child,
+    kubeconfig: String,
+}
+
+#[cfg(feature = "testcluster")]
+impl Stage {
+    fn start() -> Self {
+        let mut child = Command::new(PROGRAM)
+            .args(["demo", "--scenario", "basic", "--keep"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let mut lines = BufReader::new(child.stdout.take().expect("piped"))
+            .lines()
+            .map_while(Result::ok);
+        let kubeconfig =
+            lines.find_map(|line| Some(line.trim().strip_prefix("export KUBECONFIG=")?.to_owned()));
+        // Whoever writes to a pipe that nobody reads would stop one day.
+        std::thread::spawn(move || lines.for_each(drop));
+        Self {
+            child,
+            kubeconfig: kubeconfig.expect("the demonstration says where its kubeconfig is"),
+        }
+    }
+}
+
+#[cfg(feature = "testcluster")]
+impl Drop for Stage {
+    fn drop(&mut self) {
+        let pid = i32::try_from(self.child.id())
+            .ok()
+            .and_then(rustix::process::Pid::from_raw);
+        // As Ctrl-C does, so that its directory goes too.
+        if let Some(pid) = pid {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::INT);
+        }
+        let _ = self.child.wait();
+    }
+}
+
+#[cfg(feature = "testcluster")]
+#[test]
+fn scripts_for_the_embedded_cluster_succeed_on_it() {
+    let stage = Stage::start();
+    let blocks = blocks("sh", "stage");
+    assert!(!blocks.is_empty());
+    for block in blocks {
+        assert_succeeds(&block, &[("KUBECONFIG", &stage.kubeconfig)]);
+    }
+}
+
+#[test]
+fn configurations_of_nodes_are_right() {
+    let blocks = blocks("yaml", "config");
+    assert!(!blocks.is_empty());
+    for block in blocks {
+        let directory = tempfile::tempdir().expect("a directory");
+        std::fs::write(directory.path().join("node.yaml"), &block.text).expect("written");
+        let output = run("drayman config check node.yaml", directory.path(), &[]);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{}: {said}", block.place);
+    }
+}
+
+#[test]
+fn lines_of_examples_are_those_of_the_file() {
+    for block in pages().into_iter().flat_map(|page| page.blocks) {
+        if block.language == "rust" {
+            let file = std::fs::read_to_string(repository(&block.mark)).expect("UTF-8");
+            assert!(
+                file.contains(&block.text),
+                "{}: not in {}:\n{}",
+                block.place,
+                block.mark,
+                block.text
+            );
+        }
+    }
+}

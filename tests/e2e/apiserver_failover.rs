@@ -1,0 +1,292 @@
+//! API servers behind one address: one of two dies, and history is forgotten.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use drayman::api::resource::ResourceClaim;
+use kube::api::{Api, ListParams, PostParams};
+use kube::runtime::wait::await_condition;
+use rustix::process::Signal;
+use serde_json::json;
+use tokio::io::copy_bidirectional;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::process::Child;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::controller::assert_distinct;
+use crate::harness::{Cluster, PATIENCE};
+use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, wait_for_inventory};
+use crate::reboot::REGISTERED;
+use crate::stage::{Stage, controller_rules, is_allocated, is_bound, is_gone, node_rules};
+use crate::stored_claims::CONTROLLER;
+
+/// An API server as the balancer sees it.
+#[derive(Clone, Debug)]
+struct Backend {
+    address: SocketAddr,
+    /// Connections that are open now.
+    open: Arc<AtomicUsize>,
+}
+
+/// A TCP load balancer: each connection goes to the next server in turn that takes it.
+struct Balancer {
+    address: SocketAddr,
+    backends: Vec<Backend>,
+    connections: Arc<Mutex<JoinSet<()>>>,
+    _task: tokio_util::task::AbortOnDropHandle<()>,
+}
+
+impl Balancer {
+    async fn start(ports: &[u16]) -> anyhow::Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?;
+        let backends: Vec<Backend> = ports
+            .iter()
+            .map(|port| Backend {
+                address: SocketAddr::from(([127, 0, 0, 1], *port)),
+                open: Arc::default(),
+            })
+            .collect();
+        let connections = Arc::new(Mutex::new(JoinSet::new()));
+        let (known, open) = (backends.clone(), Arc::clone(&connections));
+        let task = tokio::spawn(async move {
+            let mut turn = 0;
+            while let Ok((mut client, _)) = listener.accept().await {
+                for _ in 0..known.len() {
+                    let backend = known[turn % known.len()].clone();
+                    turn += 1;
+                    let Ok(mut server) = TcpStream::connect(backend.address).await else {
+                        continue;
+                    };
+                    let passed = async move {
+                        backend.open.fetch_add(1, Ordering::Relaxed);
+                        // A server that dies ends its connections.
+                        let _ = copy_bidirectional(&mut client, &mut server).await;
+                        backend.open.fetch_sub(1, Ordering::Relaxed);
+                    };
+                    open.lock().unwrap_or_else(PoisonError::into_inner).spawn(passed);
+                    break;
+                }
+            }
+        });
+        Ok(Self {
+            address,
+            backends,
+            connections,
+            _task: tokio_util::task::AbortOnDropHandle::new(task),
+        })
+    }
+
+    /// Ends all connections.
+    fn cut(&self) {
+        let mut connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
+        connections.abort_all();
+    }
+
+    /// Has controller and companion reach the API server through this.
+    async fn lead(&self, stage: &Stage) -> anyhow::Result<()> {
+        for (user, rules) in [(CONTROLLER, controller_rules()?), ("drayman-node", node_rules()?)] {
+            let kubeconfig = stage.cluster.user(user, &rules).await?;
+            self.rewrite(stage, &kubeconfig, &kubeconfig)?;
+        }
+        Ok(())
+    }
+
+    fn rewrite(&self, stage: &Stage, from: &std::path::Path, to: &std::path::Path) -> anyhow::Result<()> {
+        let text = std::fs::read_to_string(from)?;
+        let server = stage.cluster.server();
+        ensure!(text.contains(server), "{} names {server}", from.display());
+        std::fs::write(to, text.replace(server, &format!("https://{}", self.address)))?;
+        Ok(())
+    }
+}
+
+fn port(stage: &Stage) -> anyhow::Result<u16> {
+    let server: http::Uri = stage.cluster.server().parse()?;
+    server.port_u16().context("a port")
+}
+
+/// Starts another API server on the same etcd: the command line of the first one, with a port and an audit log of its own.
+async fn second_server(stage: &Stage, port: u16) -> anyhow::Result<Child> {
+    let first = stage.cluster.component_pid("apiserver").await?;
+    let line = std::fs::read(format!("/proc/{first}/cmdline"))?;
+    let mut arguments = line
+        .split(|byte| *byte == 0)
+        .map(|part| String::from_utf8_lossy(part).into_owned())
+        .filter(|part| !part.is_empty());
+    let program = arguments.next().context("a program")?;
+    let arguments = arguments.map(|argument| {
+        if argument.starts_with("--secure-port=") {
+            format!("--secure-port={port}")
+        } else if argument.starts_with("--audit-log-path=") {
+            "--audit-log-path=".to_owned()
+        } else {
+            argument
+        }
+    });
+    let log = std::fs::File::create(stage.cluster.directory().join("second-apiserver.log"))?;
+    let child = stage
+        .cluster
+        .command(program)
+        .args(arguments)
+        .stdout(log.try_clone()?)
+        .stderr(log)
+        .spawn()?;
+    Ok(child)
+}
+
+/// Waits until an API server answers.
+async fn until_ready(stage: &Stage, server: &Balancer) -> anyhow::Result<kube::Client> {
+    let kubeconfig = stage.cluster.directory().join("behind-balancer.kubeconfig");
+    server.rewrite(stage, stage.cluster.kubeconfig(), &kubeconfig)?;
+    let client = stage.cluster.client_of(&kubeconfig).await?;
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let request = http::Request::get("/readyz").body(Vec::new())?;
+        match client.request_text(request).await {
+            Ok(_) => return Ok(client),
+            Err(error) => ensure!(Instant::now() < until, "{error}"),
+        }
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test]
+async fn either_of_two_api_servers_may_die() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    make_devices(stage.cluster.node(0), "drayman-test", &MINORS)?;
+    stage.make_template(None).await?;
+    // The ports of a test cluster are next to each other, and the last is not used (`tests/cluster/supervisor/slot.go`).
+    let (first, second) = (port(&stage)?, port(&stage)? + 7);
+    let mut other = second_server(&stage, second).await?;
+    let only_second = Balancer::start(&[second]).await?;
+    until_ready(&stage, &only_second).await?;
+    let balancer = Balancer::start(&[first, second]).await?;
+    balancer.lead(&stage).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, 0, 4).await?;
+    companion.logged(REGISTERED).await?;
+    stage.make_pod("before").await?;
+    look_inside(&stage, "before").await?;
+    for backend in &balancer.backends {
+        ensure!(
+            backend.open.load(Ordering::Relaxed) > 0,
+            "nobody talks to {}",
+            backend.address
+        );
+    }
+
+    // The second one dies. The scheduler and kubelet have the first.
+    other.kill().await?;
+    let begun = Instant::now();
+    stage.make_pod("one-left").await?;
+    look_inside(&stage, "one-left").await?;
+    println!("a pod runs {:?} after the death of one server", begun.elapsed());
+    stage.cluster.kubectl(&["delete", "pod", "before"]).await?;
+    wait_for_claims(&stage, 1).await?;
+
+    // The first one dies. Only drayman knows of the other.
+    let mut other = second_server(&stage, second).await?;
+    let client = until_ready(&stage, &only_second).await?;
+    stage.cluster.stop_component("apiserver", 9).await?;
+    let begun = Instant::now();
+    let claims = Api::<ResourceClaim>::namespaced(client, "default");
+    let immediate = json!({ "metadata": { "name": "immediate" },
+        "spec": { "resourceClassName": "test", "allocationMode": "Immediate" } });
+    claims
+        .create(&PostParams::default(), &serde_json::from_value(immediate)?)
+        .await?;
+    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+    timeout(PATIENCE, await_condition(claims.clone(), "immediate", met)).await??;
+    println!(
+        "a claim is allocated {:?} after the death of the other",
+        begun.elapsed()
+    );
+    stage.cluster.start_component("apiserver").await?;
+    other.kill().await?;
+
+    for pod in ["two", "three"] {
+        stage.make_pod(pod).await?;
+        look_inside(&stage, pod).await?.only_device();
+    }
+    assert_distinct(&stage).await?;
+    for pod in ["one-left", "two", "three"] {
+        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+    }
+    stage.delete_claim("immediate").await?;
+    wait_for_claims(&stage, 0).await?;
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Waits until so many claims are left.
+async fn wait_for_claims(stage: &Stage, count: usize) -> anyhow::Result<()> {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let left = stage.claims().list(&ListParams::default()).await?.items;
+        if left.len() == count {
+            return Ok(());
+        }
+        ensure!(Instant::now() < until, "{left:?}");
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test]
+async fn after_a_compaction_everything_is_listed_anew() -> anyhow::Result<()> {
+    // Without the server's own memory of changes each watch is one of etcd.
+    let cluster = Cluster::builder()
+        .flag("apiserver", "--watch-cache=false")
+        .flag("controller-manager", "--node-monitor-grace-period=1h");
+    let stage = Stage::on(cluster.start().await?).await?;
+    stage.pretend_devices("node-a", 2).await?;
+    stage.make_template(None).await?;
+    let balancer = Balancer::start(&[port(&stage)?]).await?;
+    balancer.lead(&stage).await?;
+    let controller = stage.controller()?;
+    stage.serve("first").await?;
+    stage.serve("second").await?;
+    let first = stage.claim_of("first", "allocated", is_allocated).await?;
+    let first = first.metadata.name.context("a name")?;
+
+    // All of this is in no watch of the controller's.
+    controller.signal(Signal::STOP)?;
+    balancer.cut();
+    stage.remove_pod("first").await?;
+    stage.make_class("late").await?;
+    stage
+        .apply(
+            &json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim",
+            "metadata": { "name": "late" },
+            "spec": { "resourceClassName": "late", "allocationMode": "Immediate" } }),
+        )
+        .await?;
+    stage.make_pod("third").await?;
+    let uid = stage.node_uid("node-a").await?;
+    stage.write_inventory("node-a", &uid, 3).await?;
+    let contexts = |context: Option<&drayman::api::resource::PodSchedulingContext>| context.is_some();
+    stage.wait(stage.contexts(), "third", "there", contexts).await?;
+    stage.cluster.compact().await?;
+    controller.signal(Signal::CONT)?;
+    let begun = Instant::now();
+    stage.wait(stage.claims(), &first, "gone", is_gone()).await?;
+    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+    stage.wait(stage.claims(), "late", "allocated", met).await?;
+    stage.wait(stage.pods(), "third", "bound", is_bound()).await?;
+    println!("all is served {:?} after the pause", begun.elapsed());
+    let log = controller.log()?;
+    // Classes, contexts, claims, inventories, and the parameters of classes and claims.
+    let told = log
+        .matches("The resourceVersion for the provided watch is too old")
+        .count();
+    ensure!(told >= 6, "{told} watches were refused:\n{log}");
+    assert_distinct(&stage).await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

@@ -1,0 +1,129 @@
+//! A node without its API server, and a device that answers more than a read.
+
+use std::time::Duration;
+
+use anyhow::Context as _;
+use kube::api::PostParams;
+use serde_json::json;
+use tokio::time::{sleep, timeout};
+
+use crate::harness::{IMAGE, PATIENCE, build_go};
+use crate::interrupted_calls::until_traces;
+use crate::pods::{look_inside, pod_with_limit, traces, wait_for_allocatable, wait_for_inventory};
+use crate::reboot::{REGISTERED, stage};
+use crate::stage::{Stage, is_allocated, pod_from};
+
+#[tokio::test]
+async fn a_pod_that_ends_while_the_api_server_is_away_gives_its_device_back_on_the_node_at_once()
+-> anyhow::Result<()> {
+    let (stage, controller, companion) = stage(1).await?;
+    let node = stage.cluster.node(0);
+    let pod = pod_from(json!({
+        "metadata": { "name": "first" },
+        "spec": {
+            "resourceClaims": [{ "name": "device", "source": { "resourceClaimTemplateName": "test" } }],
+            "containers": [{ "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
+                "command": ["sh", "-c", "until test -e /tmp/end; do sleep 0.2; done"],
+                "resources": { "claims": [{ "name": "device" }] } }],
+            "restartPolicy": "Never",
+            "dnsPolicy": "Default",
+        },
+    }))?;
+    stage.pods().create(&PostParams::default(), &pod).await?;
+    let first = look_inside(&stage, "first").await?;
+    let claim = stage.claim_of("first", "allocated", is_allocated).await?;
+    let uid = claim.metadata.uid.clone().unwrap_or_default();
+    assert_eq!(traces(node, &uid)?.len(), 2, "a CDI file and an entry");
+    // It ends by itself after the API server has.
+    let end = [
+        "exec",
+        "first",
+        "--",
+        "sh",
+        "-c",
+        "(sleep 5; touch /tmp/end) >/dev/null 2>&1 &",
+    ];
+    stage.cluster.kubectl(&end).await?;
+    stage.cluster.stop_component("apiserver", 9).await?;
+    if stage.cluster.minor() >= 28 {
+        until_traces(node, &uid, 0).await?;
+        stage.cluster.start_component("apiserver").await?;
+        // The next pod gets it without anybody's help.
+        stage.make_pod("second").await?;
+        let second = look_inside(&stage, "second").await?;
+        assert_eq!(second.only_device(), first.only_device());
+        assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    } else {
+        // Kubelet 1.27 asks the API server for the claim before it calls Unprepare: it does so when that is back.
+        let asked_in_vain = async {
+            while !stage
+                .cluster
+                .log("node-0-kubelet")?
+                .contains("failed to fetch ResourceClaim")
+            {
+                sleep(Duration::from_millis(100)).await;
+            }
+            anyhow::Ok(())
+        };
+        timeout(PATIENCE, asked_in_vain)
+            .await
+            .context("kubelet has not asked")??;
+        assert_eq!(traces(node, &uid)?.len(), 2);
+        stage.cluster.start_component("apiserver").await?;
+        until_traces(node, &uid, 0).await?;
+    }
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn kvm_answers_a_container_as_it_answers_the_node_by_claim_and_by_limit() -> anyhow::Result<()> {
+    let asks = tokio::task::spawn_blocking(|| build_go("tests/e2e/kvm", "kvm")).await??;
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    // A node has it if the machine has; where the kernel has none, both are told the same.
+    if !node.path("/dev/kvm").exists() {
+        node.make_device("/dev/kvm", 10, 232)?;
+    }
+    let output = node.command(&asks).output().await?;
+    let answer = String::from_utf8(output.stdout)?;
+    println!("the node is answered {}", answer.trim());
+    let configuration = format!(
+        "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n- name: test\n  mode: both\n  \
+         resourceName: drayman.dev/plugged\n  paths: [/dev/kvm]\n  mounts:\n  \
+         - {{hostPath: {}, containerPath: /asks}}\n",
+        asks.display()
+    );
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, &configuration)?;
+    wait_for_inventory(&stage, 0, 1).await?;
+    companion.logged(REGISTERED).await?;
+    wait_for_allocatable(&stage, 0, "1").await?;
+    stage.make_pod("by-claim").await?;
+    look_inside(&stage, "by-claim").await?;
+    let by_claim = stage
+        .cluster
+        .kubectl(&["exec", "by-claim", "--", "/asks"])
+        .await?;
+    wait_for_allocatable(&stage, 0, "0").await?;
+    stage.cluster.kubectl(&["delete", "pod", "by-claim"]).await?;
+    wait_for_allocatable(&stage, 0, "1").await?;
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("by-limit")?)
+        .await?;
+    look_inside(&stage, "by-limit").await?;
+    let by_limit = stage
+        .cluster
+        .kubectl(&["exec", "by-limit", "--", "/asks"])
+        .await?;
+    assert_eq!(
+        (by_claim.as_str(), by_limit.as_str()),
+        (answer.as_str(), answer.as_str())
+    );
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

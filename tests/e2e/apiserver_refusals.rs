@@ -1,0 +1,493 @@
+//! An API server that refuses our writes or has no time for us: an admission policy, a webhook that is down, Priority and Fairness.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use drayman::api::resource::{Pod, ResourceClaim};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams};
+use kube::core::{ApiResource, GroupVersionKind};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::controller::assert_distinct;
+use crate::harness::{Cluster, Entry, IMAGE, PATIENCE, rule};
+use crate::pods::{CONFIGURATION, MINORS, make_devices, wait_for_inventory};
+use crate::reboot::REGISTERED;
+use crate::stage::{
+    Program, Stage, controller_rules, is_allocated, is_bound, is_gone, pod_from, replica_rules,
+};
+use crate::stored_claims::CONTROLLER;
+
+/// The user as whom the companion runs.
+const NODE: &str = "drayman-node";
+/// What the policy of these tests says.
+const WHY: &str = "change freeze until Monday, ask the platform team";
+/// For how long requests are counted while nothing can succeed.
+const COUNTED: Duration = Duration::from_secs(5);
+/// How many writes to one object are fair in about that time. A delay that doubles from 100 ms on leaves room for seven, and a pod has
+/// two of them: one for its claims, one for what the scheduler is told.
+const WRITES: usize = 20;
+
+/// What a policy or a webhook is about: API groups, and resources with their subresources.
+fn rules(resources: &[(&str, &str)]) -> Value {
+    let rule = |(group, resource): &(&str, &str)| json!({ "apiGroups": [group], "apiVersions": ["*"], "operations": ["CREATE", "UPDATE"], "resources": [resource] });
+    resources.iter().map(rule).collect()
+}
+
+fn admission(stage: &Stage, kind: &str) -> Api<DynamicObject> {
+    let kind = GroupVersionKind::gvk("admissionregistration.k8s.io", "v1", kind);
+    Api::all_with(stage.cluster.client(), &ApiResource::from_gvk(&kind))
+}
+
+async fn create(api: &Api<DynamicObject>, object: Value) -> anyhow::Result<()> {
+    api.create(&PostParams::default(), &serde_json::from_value(object)?)
+        .await
+        .map(drop)?;
+    Ok(())
+}
+
+/// Has a policy refuse these writes to controller and companion.
+async fn forbid(stage: &Stage, resources: &[(&str, &str)]) -> anyhow::Result<()> {
+    let policy = json!({
+        "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingAdmissionPolicy",
+        "metadata": { "name": "freeze" },
+        "spec": {
+            "failurePolicy": "Fail",
+            "matchConstraints": { "resourceRules": rules(resources) },
+            "validations": [{
+                "expression": format!("!(request.userInfo.username in ['{CONTROLLER}', '{NODE}'])"),
+                "message": WHY,
+            }],
+        },
+    });
+    let binding = json!({
+        "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingAdmissionPolicyBinding",
+        "metadata": { "name": "freeze" },
+        "spec": { "policyName": "freeze", "validationActions": ["Deny"] },
+    });
+    create(&admission(stage, "ValidatingAdmissionPolicy"), policy).await?;
+    create(&admission(stage, "ValidatingAdmissionPolicyBinding"), binding).await
+}
+
+async fn allow(stage: &Stage) -> anyhow::Result<()> {
+    for kind in ["ValidatingAdmissionPolicyBinding", "ValidatingAdmissionPolicy"] {
+        let _ = admission(stage, kind)
+            .delete("freeze", &DeleteParams::default())
+            .await?;
+    }
+    Ok(())
+}
+
+/// Waits until the controller's user is refused a write to a claim, or is not any more. The API server learns of policies and webhooks by
+/// watches of its own, which nobody else can see; so it is asked until it knows. Nothing is stored.
+async fn until_refused(
+    stage: &Stage,
+    subresource: Option<&str>,
+    is_refused: bool,
+    text: &str,
+) -> anyhow::Result<()> {
+    let kubeconfig = stage.cluster.user(CONTROLLER, &controller_rules()?).await?;
+    let claims = Api::<ResourceClaim>::namespaced(stage.cluster.client_of(&kubeconfig).await?, "default");
+    let parameters = PatchParams {
+        dry_run: true,
+        ..PatchParams::default()
+    };
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let patch = Patch::Merge(json!({ "metadata": { "annotations": { "probe": "x" } } }));
+        let answer = match subresource {
+            None => claims.patch("probe", &parameters, &patch).await,
+            Some(_) => claims.patch_status("probe", &parameters, &patch).await,
+        };
+        let refused = matches!(&answer, Err(kube::Error::Api(status)) if status.message.contains(text));
+        if refused == is_refused && (is_refused || answer.is_ok()) {
+            return Ok(());
+        }
+        ensure!(Instant::now() < deadline, "{answer:?}");
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// The requests of a user that were answered since then, without those of watches.
+async fn since(stage: &Stage, user: &str, since: Timestamp) -> anyhow::Result<Vec<Entry>> {
+    let mut entries = stage.cluster.audit().of_user(user).await?;
+    entries.retain(|entry| {
+        entry.uri.split("dryRun").count() == 1
+            && entry
+                .received
+                .parse::<Timestamp>()
+                .is_ok_and(|received| received >= since)
+    });
+    Ok(entries)
+}
+
+/// A control plane with two pretended nodes of two devices each, and a real node with a companion.
+async fn stage() -> anyhow::Result<(Stage, Program, Program)> {
+    // Nobody says for pretended nodes that they are alive.
+    let cluster = Cluster::builder()
+        .nodes(1)
+        .flag("controller-manager", "--node-monitor-grace-period=1h");
+    let stage = Stage::on(cluster.start().await?).await?;
+    make_devices(stage.cluster.node(0), "drayman-test", &MINORS[..1])?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, 0, 1).await?;
+    companion.logged(REGISTERED).await?;
+    // Pods are bound to them, and nothing runs there.
+    for node in ["node-a", "node-b"] {
+        stage.pretend_devices(node, 2).await?;
+    }
+    stage.make_claim("probe", "WaitForFirstConsumer", false).await?;
+    Ok((stage, controller, companion))
+}
+
+/// A pod with two claims: the scheduler chooses its node when it has been told of both.
+fn pod_with_two_claims(name: &str) -> anyhow::Result<Pod> {
+    let source = json!({ "resourceClaimTemplateName": "test" });
+    pod_from(json!({ "metadata": { "name": name }, "spec": {
+        "resourceClaims": [{ "name": "a", "source": source }, { "name": "b", "source": source }],
+        "containers": [{ "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
+            "resources": { "claims": [{ "name": "a" }, { "name": "b" }] } }],
+        "dnsPolicy": "Default", "terminationGracePeriodSeconds": 1 } }))
+}
+
+/// Has a webhook that is down judge the controller's writes to claims, and fail them.
+async fn break_webhook(stage: &Stage) -> anyhow::Result<()> {
+    let webhook = json!({
+        "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration",
+        "metadata": { "name": "down" },
+        "webhooks": [{
+            "name": "down.example.com", "failurePolicy": "Fail", "sideEffects": "None", "admissionReviewVersions": ["v1"],
+            "timeoutSeconds": 1,
+            // Nobody listens there.
+            "clientConfig": { "url": "https://127.0.0.1:1/" },
+            "rules": rules(&[("resource.k8s.io", "resourceclaims"), ("resource.k8s.io", "resourceclaims/status")]),
+            "matchConditions": [{ "name": "user", "expression": format!("request.userInfo.username == '{CONTROLLER}'") }],
+        }],
+    });
+    create(&admission(stage, "ValidatingWebhookConfiguration"), webhook).await
+}
+
+/// How often each object was written to since then.
+async fn writes_since(
+    stage: &Stage,
+    user: &str,
+    begun: Timestamp,
+) -> anyhow::Result<BTreeMap<String, usize>> {
+    let mut writes = BTreeMap::new();
+    for entry in since(stage, user, begun)
+        .await?
+        .iter()
+        .filter(|entry| entry.is_write())
+    {
+        let path = entry.uri.split('?').next().unwrap_or_default();
+        *writes.entry(path.to_owned()).or_default() += 1;
+    }
+    Ok(writes)
+}
+
+#[tokio::test]
+async fn refused_writes_are_told_and_made_when_the_policy_goes() -> anyhow::Result<()> {
+    let (stage, controller, companion) = stage().await?;
+    if stage.cluster.is_before(30, "admission policies are in beta") {
+        return Ok(());
+    }
+    stage.serve("held").await?;
+    let claim = stage.claim_of("held", "allocated", is_allocated).await?;
+    let claim = claim.metadata.name.context("a name")?;
+
+    // Finalizers, answers to the scheduler, and inventories.
+    forbid(
+        &stage,
+        &[
+            ("resource.k8s.io", "resourceclaims"),
+            ("resource.k8s.io", "podschedulingcontexts/status"),
+            ("drayman.dev", "nodeinventories"),
+        ],
+    )
+    .await?;
+    until_refused(&stage, None, true, WHY).await?;
+    let begun = Timestamp::now();
+    stage.make_claim("immediate", "Immediate", false).await?;
+    stage.make_pod("one").await?;
+    let two = pod_with_two_claims("two")?;
+    stage.pods().create(&PostParams::default(), &two).await?;
+    stage.remove_pod("held").await?;
+    let node = stage.cluster.node(0);
+    node.make_device("/dev/drayman-test-1", 1, MINORS[1])?;
+    for (name, reason) in [
+        ("immediate", "AllocationNotRecorded"),
+        ("one", "AllocationNotRecorded"),
+        ("two", "AnswerRefused"),
+        (claim.as_str(), "ReleaseRefused"),
+    ] {
+        stage.wait_for_event(name, reason, WHY).await?;
+    }
+    companion.logged(WHY).await?;
+    sleep(COUNTED).await;
+    for user in [CONTROLLER, NODE] {
+        let writes = writes_since(&stage, user, begun).await?;
+        println!("{user} in {:#}: {writes:#?}", Timestamp::now() - begun);
+        assert!(writes.values().all(|count| *count <= WRITES), "{writes:#?}");
+    }
+    allow(&stage).await?;
+    for name in ["one", "two"] {
+        stage.wait(stage.pods(), name, "bound", is_bound()).await?;
+    }
+    stage.wait(stage.claims(), &claim, "gone", is_gone()).await?;
+    wait_for_inventory(&stage, 0, 2).await?;
+
+    // Allocations: the finalizer is stored, and the device is given back.
+    until_refused(&stage, None, false, WHY).await?;
+    forbid(&stage, &[("resource.k8s.io", "resourceclaims/status")]).await?;
+    until_refused(&stage, Some("status"), true, WHY).await?;
+    stage.make_pod("three").await?;
+    stage
+        .wait_for_event("three", "AllocationNotRecorded", WHY)
+        .await?;
+    allow(&stage).await?;
+    stage.wait(stage.pods(), "three", "bound", is_bound()).await?;
+
+    // A webhook that is down fails writes and gives no verdict.
+    until_refused(&stage, Some("status"), false, WHY).await?;
+    let claim = stage.claim_of("three", "allocated", is_allocated).await?;
+    let claim = claim.metadata.name.context("a name")?;
+    break_webhook(&stage).await?;
+    until_refused(&stage, None, true, "down.example.com").await?;
+    stage.make_pod("four").await?;
+    stage.remove_pod("three").await?;
+    for (name, reason) in [
+        ("four", "AllocationNotRecorded"),
+        (claim.as_str(), "ReleaseRefused"),
+    ] {
+        stage.wait_for_event(name, reason, "down.example.com").await?;
+    }
+    let _ = admission(&stage, "ValidatingWebhookConfiguration")
+        .delete("down", &DeleteParams::default())
+        .await?;
+    stage.wait(stage.pods(), "four", "bound", is_bound()).await?;
+    stage.wait(stage.claims(), &claim, "gone", is_gone()).await?;
+    assert_distinct(&stage).await?;
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Gives users a priority level of their own without any seat: the server serves one request of theirs at a time, and refuses the others.
+async fn starve(stage: &Stage, users: &[&str]) -> anyhow::Result<()> {
+    let subjects: Vec<Value> = users
+        .iter()
+        .map(|name| json!({ "kind": "User", "user": { "name": name } }))
+        .collect();
+    let all = ["*"];
+    stage
+        .apply(&json!({
+            "apiVersion": "flowcontrol.apiserver.k8s.io/v1", "kind": "PriorityLevelConfiguration",
+            "metadata": { "name": "starved" },
+            "spec": { "type": "Limited", "limited": {
+                "nominalConcurrencyShares": 0, "lendablePercent": 0, "borrowingLimitPercent": 0,
+                "limitResponse": { "type": "Reject" } } },
+        }))
+        .await?;
+    stage
+        .apply(&json!({
+            "apiVersion": "flowcontrol.apiserver.k8s.io/v1", "kind": "FlowSchema",
+            "metadata": { "name": "starved" },
+            "spec": {
+                "priorityLevelConfiguration": { "name": "starved" },
+                "matchingPrecedence": 2,
+                "distinguisherMethod": { "type": "ByUser" },
+                "rules": [{ "subjects": subjects, "resourceRules": [{ "verbs": all, "apiGroups": all, "resources": all,
+                    "namespaces": all, "clusterScope": true }],
+                    "nonResourceRules": [{ "verbs": all, "nonResourceURLs": all }] }],
+            },
+        }))
+        .await
+}
+
+/// Waits until the API server counts a user's requests to the level `starved`.
+async fn until_starved(stage: &Stage, user: &str) -> anyhow::Result<()> {
+    let schema = [
+        "get",
+        "flowschema",
+        "starved",
+        "--output=jsonpath={.metadata.uid}",
+    ];
+    let uid = stage.cluster.kubectl(&schema).await?;
+    let kubeconfig = stage.cluster.user(user, &replica_rules()?).await?;
+    let client = stage.cluster.client_of(&kubeconfig).await?;
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let request = http::Request::get("/version").body(kube::client::Body::empty())?;
+        let answer = client.send(request).await?;
+        let level = answer.headers().get("x-kubernetes-pf-flowschema-uid");
+        if level.is_some_and(|level| level.as_bytes() == uid.as_bytes()) {
+            return Ok(());
+        }
+        ensure!(Instant::now() < until, "{level:?} is not {uid}");
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
+async fn feed(stage: &Stage) -> anyhow::Result<()> {
+    for kind in ["flowschema", "prioritylevelconfiguration"] {
+        stage.cluster.kubectl(&["delete", kind, "starved"]).await?;
+    }
+    Ok(())
+}
+
+/// A user of the same priority level whose requests never rest and take ten seconds each, since a webhook does not answer.
+struct Crowd {
+    _webhook: TcpListener,
+    _requests: JoinSet<()>,
+}
+
+impl Crowd {
+    const USER: &'static str = "crowd";
+
+    async fn begin(stage: &Stage) -> anyhow::Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let webhook = json!({
+            "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration",
+            "metadata": { "name": "silent" },
+            "webhooks": [{
+                "name": "silent.example.com", "failurePolicy": "Fail", "sideEffects": "None",
+                "admissionReviewVersions": ["v1"], "timeoutSeconds": 30,
+                "clientConfig": { "url": format!("https://{}/", listener.local_addr()?) },
+                "rules": rules(&[("", "configmaps")]),
+                "matchConditions": [{ "name": "user",
+                    "expression": format!("request.userInfo.username == '{}'", Self::USER) }],
+            }],
+        });
+        create(&admission(stage, "ValidatingWebhookConfiguration"), webhook).await?;
+        let rights = rule(&[""], &["configmaps"], &["create"]);
+        let kubeconfig = stage.cluster.user(Self::USER, &[rights]).await?;
+        let client = stage.cluster.client_of(&kubeconfig).await?;
+        let mut requests = JoinSet::new();
+        for number in 0..3 {
+            let maps = Api::<ConfigMap>::namespaced(client.clone(), "default");
+            let map = json!({ "metadata": { "name": format!("crowd-{number}") } });
+            let map: ConfigMap = serde_json::from_value(map)?;
+            requests.spawn(async move {
+                loop {
+                    // Refused, or failed by the webhook.
+                    let _ = maps.create(&PostParams::default(), &map).await;
+                    sleep(Duration::from_millis(20)).await;
+                }
+            });
+        }
+        Ok(Self {
+            _webhook: listener,
+            _requests: requests,
+        })
+    }
+}
+
+/// An address for probes.
+async fn free_address() -> anyhow::Result<String> {
+    Ok(TcpListener::bind("127.0.0.1:0").await?.local_addr()?.to_string())
+}
+
+/// Whether a program says that it lives, within a second.
+async fn lives(address: &str) -> anyhow::Result<bool> {
+    let answer = async {
+        let mut connection = TcpStream::connect(address).await?;
+        let request = b"GET /livez HTTP/1.1\r\nhost: probe\r\nconnection: close\r\n\r\n";
+        connection.write_all(request).await?;
+        let mut answer = String::new();
+        connection.read_to_string(&mut answer).await?;
+        anyhow::Ok(answer)
+    };
+    let answer = timeout(Duration::from_secs(1), answer)
+        .await
+        .context("/livez is silent")??;
+    Ok(answer.starts_with("HTTP/1.1 200"))
+}
+
+#[tokio::test]
+async fn programs_starved_by_priority_and_fairness_live_and_recover() -> anyhow::Result<()> {
+    const LEADER: &str = "leader";
+    let (stage, controller, companion) = stage().await?;
+    if stage
+        .cluster
+        .is_before(30, "a level without any seat is not possible")
+    {
+        return Ok(());
+    }
+    controller.end().await?;
+    companion.end().await?;
+    let (leads, serves) = (free_address().await?, free_address().await?);
+    let controller_flag = format!("--health-probe-bind-address={leads}");
+    let node_flag = format!("--health-probe-bind-address={serves}");
+    let flags = [
+        "--leader-elect-lease-duration=9s",
+        "--leader-elect-renew-deadline=4s",
+        "--leader-elect-retry-period=500ms",
+        controller_flag.as_str(),
+    ];
+    let leader = || stage.replica_with(LEADER, &flags);
+    let controller = leader().await?;
+    let companion = stage.companion_with(0, CONFIGURATION, &[&node_flag])?;
+    companion.logged(REGISTERED).await?;
+    controller.logged("leading").await?;
+
+    starve(&stage, &[LEADER, NODE, Crowd::USER]).await?;
+    until_starved(&stage, LEADER).await?;
+
+    // The leader gives up its lease in time, and the companion goes on.
+    let crowd = Crowd::begin(&stage).await?;
+    let (begun, when) = (Instant::now(), Timestamp::now());
+    let probed = async {
+        while lives(&leads).await.is_ok_and(|lives| lives) {
+            ensure!(lives(&serves).await?, "the companion lives");
+            sleep(Duration::from_millis(200)).await;
+        }
+        anyhow::Ok(())
+    };
+    let (status, probed) = tokio::join!(controller.ended(), probed);
+    probed?;
+    ensure!(status?.code() == Some(1), "a leader that loses its lease ends");
+    let entries = since(&stage, LEADER, when).await?;
+    println!(
+        "the leader ended after {:?} and {} requests",
+        begun.elapsed(),
+        entries.len()
+    );
+    stage.make_pod("starved").await?;
+    stage
+        .cluster
+        .node(0)
+        .make_device("/dev/drayman-test-1", 1, MINORS[1])?;
+    let counted = Timestamp::now();
+    let end = Instant::now() + COUNTED;
+    while Instant::now() < end {
+        ensure!(lives(&serves).await?, "the companion lives");
+        sleep(Duration::from_millis(200)).await;
+    }
+    let entries = since(&stage, NODE, counted).await?;
+    let refused = entries.iter().filter(|entry| entry.code == 429).count();
+    println!(
+        "{NODE}: {refused} of {} requests in {COUNTED:?} were refused",
+        entries.len()
+    );
+    ensure!(refused > 0 && entries.len() <= WRITES, "{entries:#?}");
+
+    drop(crowd);
+    feed(&stage).await?;
+    let controller = leader().await?;
+    let begun = Instant::now();
+    stage.wait(stage.pods(), "starved", "bound", is_bound()).await?;
+    println!("served {:?} later", begun.elapsed());
+    wait_for_inventory(&stage, 0, 2).await?;
+    println!("inventory {:?} later", begun.elapsed());
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

@@ -1,0 +1,483 @@
+//! What a real API server says to what is rendered, and what it lets the tokens of the components do.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use anyhow::{Context as _, ensure};
+use k8s_openapi::api::core::v1::{Node, Pod};
+use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
+use kube::config::{Config, KubeConfigOptions, Kubeconfig};
+use serde_json::{Value, json};
+
+use crate::chart::helm::{chart, object, objects, pod_spec, text, variants};
+use crate::chart::stage::Stage;
+use crate::harness::{Cluster, prometheus_operator};
+
+async fn with_definitions(stage: &Stage) -> anyhow::Result<()> {
+    define(stage, &chart("crds")).await
+}
+
+/// Makes definitions of kinds known to the API server.
+async fn define(stage: &Stage, files: &Path) -> anyhow::Result<()> {
+    let files = files.to_str().context("UTF-8")?;
+    let apply = ["apply", "--server-side", "--filename", files];
+    stage.cluster.kubectl(&apply).await?;
+    let wait = [
+        "wait",
+        "--for=condition=Established",
+        "--timeout=60s",
+        "--filename",
+        files,
+    ];
+    stage.cluster.kubectl(&wait).await.map(drop)
+}
+
+/// The kinds of the Prometheus operator that the chart has something for, as the operator itself defines them.
+async fn with_definitions_of_the_operator(stage: &Stage) -> anyhow::Result<()> {
+    let directory = tokio::task::spawn_blocking(prometheus_operator).await??;
+    for kind in ["servicemonitors", "prometheusrules"] {
+        define(
+            stage,
+            &directory.join(format!("monitoring.coreos.com_{kind}.yaml")),
+        )
+        .await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn every_variant_is_accepted_by_the_api_server_without_an_unknown_field() -> anyhow::Result<()> {
+    let stage = Stage::on(Cluster::builder().start().await?).await?;
+    with_definitions(&stage).await?;
+    with_definitions_of_the_operator(&stage).await?;
+    let mut count = 0;
+    let mut of_operator = BTreeSet::new();
+    // What a chart makes depends on what the server has.
+    let version = format!("1.{}.0", stage.cluster.minor());
+    for variant in variants() {
+        let rendered = tokio::task::spawn_blocking({
+            let (variant, version) = (variant.clone(), version.clone());
+            move || text(Some(&variant), &["--kube-version", &version])
+        })
+        .await?;
+        let rendered = objects(&rendered);
+        of_operator.extend(
+            rendered
+                .iter()
+                .filter(|object| object["apiVersion"] == "monitoring.coreos.com/v1")
+                .map(|object| object["kind"].to_string()),
+        );
+        let file = stage.cluster.directory().join("rendered.json");
+        let list = json!({ "apiVersion": "v1", "kind": "List", "items": rendered });
+        std::fs::write(&file, list.to_string())?;
+        let file = file.to_str().context("UTF-8")?;
+        let arguments = [
+            "create",
+            "--dry-run=server",
+            "--validate=strict",
+            "--filename",
+            file,
+        ];
+        let said = stage
+            .cluster
+            .kubectl(&arguments)
+            .await
+            .with_context(|| variant.display().to_string())?;
+        let accepted = said.lines().filter(|line| line.contains("created")).count();
+        assert_eq!(accepted, rendered.len(), "{said}");
+        count += accepted;
+    }
+    println!("{count} objects accepted");
+    assert_eq!(
+        of_operator.len(),
+        2,
+        "a ServiceMonitor and a PrometheusRule: {of_operator:?}"
+    );
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn what_to_do_next_is_three_commands_and_they_name_what_there_is() -> anyhow::Result<()> {
+    let stage = Stage::on(Cluster::builder().start().await?).await?;
+    with_definitions(&stage).await?;
+    for (values, expected) in [
+        ("ci/one-kind-values.yaml", "helm test drayman --namespace drayman"),
+        ("ci/defaults-values.yaml", "No kinds of devices are described yet"),
+        ("ci/extended-resources-values.yaml", "extended resources only"),
+        (
+            "ci/controller-alone-values.yaml",
+            "rollout status deployment/drayman-controller",
+        ),
+    ] {
+        let (values, chart) = (chart(values), chart(""));
+        let (values, chart) = (
+            values.to_str().context("UTF-8")?,
+            chart.to_str().context("UTF-8")?,
+        );
+        let said = stage
+            .helm(&[
+                "install",
+                "drayman",
+                chart,
+                "--namespace=drayman",
+                "--dry-run=server",
+                "--values",
+                values,
+            ])
+            .await?;
+        let notes = said.split_once("NOTES:").context("notes")?.1;
+        ensure!(notes.contains(expected), "{values}: {notes}");
+        let commands = notes
+            .lines()
+            .filter(|line| line.starts_with("  kubectl ") || line.starts_with("  helm "))
+            .count();
+        assert_eq!(commands, 3, "{values}: {notes}");
+    }
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn the_controller_meets_the_restricted_standard_and_the_companion_needs_a_privileged_namespace()
+-> anyhow::Result<()> {
+    let stage = Stage::on(Cluster::builder().start().await?).await?;
+    stage.namespace("restricted", "restricted").await?;
+    let rendered = tokio::task::spawn_blocking(|| text(Some(&chart("ci/one-kind-values.yaml")), &[])).await?;
+    let rendered = objects(&rendered);
+    let owners: Vec<&Value> = rendered
+        .iter()
+        .filter(|object| pod_spec(object).is_some())
+        .collect();
+    ensure!(
+        owners.len() == 5,
+        "controller, companion, definitions, test, uninstall"
+    );
+    // Of our own, because that of k8s-openapi no longer knows how a pod of that time names a claim.
+    let pods = Api::<drayman::api::resource::Pod>::namespaced(stage.cluster.client(), "restricted");
+    for owner in owners {
+        let mut spec = pod_spec(owner).cloned().unwrap_or_default();
+        // The account is not there, and whether it is has nothing to do with the standard.
+        spec["serviceAccountName"] = Value::Null;
+        let pod = serde_json::from_value(json!({ "metadata": { "name": "a" }, "spec": spec }))?;
+        let dry = PostParams {
+            dry_run: true,
+            ..PostParams::default()
+        };
+        let answer = pods.create(&dry, &pod).await;
+        if owner["kind"] == "DaemonSet" {
+            let refusal = answer.expect_err("directories of the host").to_string();
+            ensure!(
+                refusal.contains("hostPath") && refusal.contains("runAsNonRoot"),
+                "{refusal}"
+            );
+            // And nothing else is objected to.
+            for other in [
+                "privileged",
+                "capabilities",
+                "allowPrivilegeEscalation",
+                "seccomp",
+                "host namespaces",
+            ] {
+                ensure!(
+                    !refusal
+                        .replace("PodSecurity \"restricted", "")
+                        .contains(&format!("{other} (")),
+                    "{refusal}"
+                );
+            }
+        } else {
+            answer.with_context(|| format!("{} {}", owner["kind"], owner["metadata"]["name"]))?;
+        }
+    }
+    stage.cluster.stop().await
+}
+
+/// A client with the token that a pod of this account on this node has.
+async fn token_client(stage: &Stage, account: &str, node: Option<&str>) -> anyhow::Result<kube::Client> {
+    let mut arguments = vec!["create", "token", account, "--namespace=drayman"];
+    let name = node.map(|node| format!("on-{node}"));
+    if let (Some(node), Some(name)) = (node, &name) {
+        let pod: Pod = serde_json::from_value(json!({
+            "metadata": { "name": name },
+            "spec": { "nodeName": node, "serviceAccountName": account, "containers": [{ "name": "a", "image": "a" }] },
+        }))?;
+        Api::<Pod>::namespaced(stage.cluster.client(), "drayman")
+            .create(&PostParams::default(), &pod)
+            .await?;
+        arguments.extend(["--bound-object-kind=Pod", "--bound-object-name", name]);
+    }
+    let token = stage.cluster.kubectl(&arguments).await?;
+    let mut admin = Kubeconfig::read_from(stage.cluster.kubeconfig())?;
+    for user in &mut admin.auth_infos {
+        user.auth_info = Some(serde_json::from_value(json!({ "token": token.trim() }))?);
+    }
+    let config = Config::from_custom_kubeconfig(admin, &KubeConfigOptions::default()).await?;
+    Ok(kube::Client::try_from(config)?)
+}
+
+fn inventory(node: &str, driver: &str) -> drayman::api::crd::NodeInventory {
+    drayman::api::crd::NodeInventory::new(
+        &format!("{node}.{driver}"),
+        drayman::api::crd::NodeInventorySpec {
+            driver_name: driver.to_owned(),
+            node_name: node.to_owned(),
+            node_uid: "uid".to_owned(),
+            devices: Vec::new(),
+        },
+    )
+}
+
+#[tokio::test]
+#[expect(clippy::too_many_lines, reason = "one policy, case by case")]
+async fn the_token_of_a_node_writes_the_inventory_of_that_node_and_no_other() -> anyhow::Result<()> {
+    let stage = Stage::on(Cluster::builder().service_accounts().start().await?).await?;
+    if stage
+        .cluster
+        .is_before(30, "tokens do not name their node, so there is no policy")
+    {
+        return stage.cluster.stop().await;
+    }
+    let chart = chart("");
+    // Nothing can run here, so nothing is waited for; the definitions are installed by Helm itself.
+    let arguments = [
+        "install",
+        "drayman",
+        chart.to_str().context("UTF-8")?,
+        "--namespace=drayman",
+        "--set=crds.upgrade=false",
+    ];
+    stage.helm(&arguments).await?;
+    let client = stage.cluster.client();
+    for name in ["node-a", "node-b"] {
+        let node: Node = serde_json::from_value(json!({ "metadata": { "name": name } }))?;
+        Api::<Node>::all(client.clone())
+            .create(&PostParams::default(), &node)
+            .await?;
+    }
+    // More rights than the companion has: so it is the policy that answers, and not RBAC.
+    let rights = [
+        "create",
+        "clusterrole",
+        "all",
+        "--verb=get,create,update,patch,delete",
+        "--resource=nodeinventories,nodeinventories/status",
+    ];
+    stage.cluster.kubectl(&rights).await?;
+    let binding = [
+        "create",
+        "clusterrolebinding",
+        "all",
+        "--clusterrole=all",
+        "--serviceaccount=drayman:drayman-node",
+    ];
+    stage.cluster.kubectl(&binding).await?;
+
+    let admin = Api::<drayman::api::crd::NodeInventory>::all(client);
+    let ours = token_client(&stage, "drayman-node", Some("node-a")).await?;
+    let ours = Api::<drayman::api::crd::NodeInventory>::all(ours);
+    let apply = PatchParams::apply("test").force();
+    let write = |node: &'static str, driver: &'static str| {
+        let (ours, apply) = (ours.clone(), apply.clone());
+        async move {
+            let object = inventory(node, driver);
+            let name = object.metadata.name.clone().unwrap_or_default();
+            ours.patch(&name, &apply, &Patch::Apply(&object))
+                .await
+                .map(drop)
+                .map_err(|error| error.to_string())
+        }
+    };
+    // The API server learns of policies and roles by its own watch.
+    stage
+        .until("the policy is in force", async || {
+            let foreign = write("node-z", "drayman.dev").await;
+            Ok(foreign.is_err_and(|error| error.contains("the companion of node node-a may write")))
+        })
+        .await?;
+    let refused = |result: Result<(), String>, what: &str| {
+        let error = result.expect_err(what);
+        assert!(
+            error
+                .contains("the companion of node node-a may write the NodeInventory node-a.drayman.dev only"),
+            "{what}: {error}"
+        );
+    };
+    let status = json!({ "status": { "devices": 1 } });
+    // Its own: made, changed, its status too, and deleted.
+    write("node-a", "drayman.dev").await.map_err(anyhow::Error::msg)?;
+    write("node-a", "drayman.dev").await.map_err(anyhow::Error::msg)?;
+    ours.patch_status(
+        "node-a.drayman.dev",
+        &PatchParams::default(),
+        &Patch::Merge(&status),
+    )
+    .await?;
+    ours.delete("node-a.drayman.dev", &DeleteParams::default())
+        .await?;
+    // Another node's, and one of another driver, whether it exists or not.
+    refused(write("node-b", "drayman.dev").await, "create another node's");
+    refused(
+        write("node-a", "other.example.com").await,
+        "create another driver's",
+    );
+    for (node, driver) in [("node-b", "drayman.dev"), ("node-a", "other.example.com")] {
+        admin
+            .create(&PostParams::default(), &inventory(node, driver))
+            .await?;
+        refused(write(node, driver).await, "change");
+        let name = format!("{node}.{driver}");
+        let text = |error: kube::Error| error.to_string();
+        let changed = ours
+            .patch_status(&name, &PatchParams::default(), &Patch::Merge(&status))
+            .await;
+        refused(changed.map(drop).map_err(text), "change the status");
+        let deleted = ours.delete(&name, &DeleteParams::default()).await;
+        refused(deleted.map(drop).map_err(text), "delete");
+    }
+    // Its own name, but saying that it is another node.
+    let mut disguised = inventory("node-b", "drayman.dev");
+    disguised.metadata.name = Some("node-a.drayman.dev".to_owned());
+    let disguised = ours
+        .patch("node-a.drayman.dev", &apply, &Patch::Apply(&disguised))
+        .await;
+    refused(
+        disguised.map(drop).map_err(|error| error.to_string()),
+        "say that it is another node",
+    );
+    // A token of the account that is no pod's, such as whoever may make tokens can make.
+    let unbound = token_client(&stage, "drayman-node", None).await?;
+    let unbound = Api::<drayman::api::crd::NodeInventory>::all(unbound);
+    let made = unbound
+        .create(&PostParams::default(), &inventory("node-a", "drayman.dev"))
+        .await;
+    let refusal = made.expect_err("a token without a node").to_string();
+    ensure!(
+        refusal.contains("this token is not that of a pod on a node"),
+        "{refusal}"
+    );
+    // Others are not held to it.
+    admin
+        .create(&PostParams::default(), &inventory("node-c", "drayman.dev"))
+        .await?;
+
+    may_do_what_it_should_and_no_more(&stage).await?;
+    stage.cluster.stop().await
+}
+
+/// What the server itself says that the accounts may do.
+async fn may_do_what_it_should_and_no_more(stage: &Stage) -> anyhow::Result<()> {
+    stage
+        .cluster
+        .kubectl(&["delete", "clusterrolebinding", "all"])
+        .await?;
+    for (account, yes, no) in [
+        (
+            "drayman-controller",
+            &[
+                "patch resourceclaims.resource.k8s.io/status",
+                "list nodeinventories.drayman.dev",
+                "get pods",
+            ][..],
+            &[
+                "delete resourceclaims.resource.k8s.io",
+                "get secrets",
+                "patch nodeinventories.drayman.dev",
+                "list pods",
+                "patch nodes",
+            ][..],
+        ),
+        (
+            "drayman-node",
+            &["create nodeinventories.drayman.dev", "get nodes"][..],
+            &[
+                "delete nodeinventories.drayman.dev",
+                "get secrets",
+                "patch resourceclaims.resource.k8s.io",
+                "patch nodes",
+                "get pods",
+            ][..],
+        ),
+    ] {
+        let user = format!("--as=system:serviceaccount:drayman:{account}");
+        for (rights, expected) in [(yes, "yes"), (no, "no")] {
+            for right in rights {
+                let (verb, resource) = right.split_once(' ').context("a verb and a resource")?;
+                let (resource, subresource) = resource.split_once('/').unwrap_or((resource, ""));
+                let subresource = format!("--subresource={subresource}");
+                let answer = stage
+                    .cluster
+                    .kubectl(&["auth", "can-i", verb, resource, &subresource, &user, "--quiet"])
+                    .await;
+                let answer = if answer.is_ok() { "yes" } else { "no" };
+                assert_eq!(answer, expected, "{account}: {right}");
+            }
+        }
+    }
+    // The Lease of its driver, there, and no other.
+    for (lease, namespace, expected) in [
+        ("leases/drayman.dev", "drayman", true),
+        ("leases/other.example.com", "drayman", false),
+        ("leases/drayman.dev", "kube-system", false),
+    ] {
+        let namespace = format!("--namespace={namespace}");
+        let ask = ["auth", "can-i", "update", lease, "--quiet", &namespace];
+        let user = ["--as=system:serviceaccount:drayman:drayman-controller"];
+        let answer = stage.cluster.kubectl(&[&ask[..], &user].concat()).await;
+        assert_eq!(answer.is_ok(), expected, "{lease} {namespace}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_cluster_without_classic_dra_is_told_what_still_works_there() -> anyhow::Result<()> {
+    let mut cluster = Cluster::builder().flag("apiserver", "--runtime-config=resource.k8s.io/v1alpha2=false");
+    for component in ["apiserver", "controller-manager", "scheduler"] {
+        cluster = cluster.flag(component, "--feature-gates=DynamicResourceAllocation=false");
+    }
+    let cluster = cluster.start().await?;
+    let stage = Stage::on(cluster).await?;
+    let chart = chart("");
+    let chart = chart.to_str().context("UTF-8")?;
+    let install = [
+        "install",
+        "drayman",
+        chart,
+        "--namespace=drayman",
+        "--set=crds.upgrade=false",
+    ];
+    let refusal = stage.helm(&install).await.expect_err("no claims").to_string();
+    ensure!(
+        refusal.contains("does not serve resource.k8s.io/v1alpha2")
+            && refusal.contains("set controller.enabled=false"),
+        "{refusal}"
+    );
+    let output = stage.ask(&["drain"]).await?;
+    let said = String::from_utf8(output.stderr)?;
+    ensure!(
+        output.status.code() == Some(1)
+            && said.contains("does not serve resource.k8s.io/v1alpha2, so that nothing"),
+        "{said}"
+    );
+    let values = crate::chart::helm::chart("ci/extended-resources-values.yaml");
+    let values = values.to_str().context("UTF-8")?;
+    stage
+        .helm(&[&install[..], &["--values", values]].concat())
+        .await?;
+    let monitored = [
+        &install[..],
+        &["--set=monitoring.prometheusRule.enabled=true", "--values", values],
+    ]
+    .concat();
+    let monitored: Vec<&str> = monitored
+        .into_iter()
+        .map(|word| if word == "drayman" { "monitored" } else { word })
+        .collect();
+    let refusal = stage.helm(&monitored).await.expect_err("no operator").to_string();
+    ensure!(
+        refusal.contains("does not have the kinds of the Prometheus operator"),
+        "{refusal}"
+    );
+    // Somebody who applies what Helm rendered knows best.
+    let rendered = objects(&tokio::task::spawn_blocking(|| text(None, &[])).await?);
+    object(&rendered, "Deployment", "drayman-controller");
+    stage.cluster.stop().await
+}

@@ -1,0 +1,163 @@
+//! What a real API server lets the accounts of the chart do.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::Context as _;
+use serde_json::Value;
+
+use crate::chart::helm::{chart, objects, repository};
+use crate::chart::stage::Stage;
+use crate::harness::Cluster;
+
+/// Verbs by resource, such as `resourceclaims.resource.k8s.io/status`.
+type Rights = BTreeMap<String, BTreeSet<String>>;
+
+/// What an account may do in a namespace, by the server's own account of it.
+async fn rights(stage: &Stage, account: &str, namespace: &str) -> anyhow::Result<Rights> {
+    let user = format!("--as=system:serviceaccount:drayman:{account}");
+    let said = stage
+        .cluster
+        .kubectl(&[
+            "auth",
+            "can-i",
+            "--list",
+            "--no-headers",
+            "--namespace",
+            namespace,
+            &user,
+            "--as-group=system:serviceaccounts",
+            "--as-group=system:serviceaccounts:drayman",
+            "--as-group=system:authenticated",
+        ])
+        .await?;
+    let mut rights = Rights::new();
+    for line in said.lines() {
+        let (resource, rest) = line.split_once(' ').context("columns")?;
+        let (_, verbs) = rest.rsplit_once('[').context("verbs")?;
+        // Paths that are no resources have a line without a first column.
+        let resource = if resource.is_empty() {
+            // How wide a column is depends on the others.
+            let path = rest.split_whitespace().next();
+            path.context("a path")?
+        } else {
+            resource
+        };
+        let verbs = verbs
+            .trim_end()
+            .trim_end_matches(']')
+            .split_whitespace()
+            .map(str::to_owned);
+        rights.entry(resource.to_owned()).or_default().extend(verbs);
+    }
+    Ok(rights)
+}
+
+/// What a role of hack/rbac.yaml says.
+fn role(kind: &str, name: &str) -> anyhow::Result<Rights> {
+    let text = std::fs::read_to_string(repository("hack/rbac.yaml"))?;
+    let role = objects(&text)
+        .into_iter()
+        .find(|object| object["kind"] == kind && object["metadata"]["name"] == name)
+        .context("the role")?;
+    let texts = |value: &Value| -> Vec<String> {
+        let list = value.as_array().cloned().unwrap_or_default();
+        list.iter().filter_map(Value::as_str).map(str::to_owned).collect()
+    };
+    let mut rights = Rights::new();
+    for rule in role["rules"].as_array().context("rules")? {
+        for group in texts(&rule["apiGroups"]) {
+            for resource in texts(&rule["resources"]) {
+                let (resource, part) = resource.split_once('/').unwrap_or((&resource, ""));
+                let mut key = if group.is_empty() {
+                    resource.to_owned()
+                } else {
+                    format!("{resource}.{group}")
+                };
+                if !part.is_empty() {
+                    key = format!("{key}/{part}");
+                }
+                rights.entry(key).or_default().extend(texts(&rule["verbs"]));
+            }
+        }
+    }
+    Ok(rights)
+}
+
+#[tokio::test]
+async fn a_real_server_lets_each_account_do_what_its_role_says_and_nothing_more() -> anyhow::Result<()> {
+    let stage = Stage::on(Cluster::builder().service_accounts().start().await?).await?;
+    let chart = chart("");
+    let arguments = [
+        "install",
+        "drayman",
+        chart.to_str().context("UTF-8")?,
+        "--namespace=drayman",
+        "--set=crds.upgrade=false",
+        // With a kind of mode `both` the companion's role is the whole of what it can ever be.
+        "--set=deviceKinds[0].name=camera",
+        "--set=deviceKinds[0].mode=both",
+        "--set=deviceKinds[0].resourceName=example.com/camera",
+        "--set=deviceKinds[0].paths[0]=/dev/video0",
+    ];
+    stage.helm(&arguments).await?;
+    // What everybody may read counts for everybody, once the server has heard of it.
+    stage
+        .until("the rights of everybody", async || {
+            let rights = rights(&stage, "nobody", "default").await?;
+            Ok(rights.contains_key("deviceclassparameters.drayman.dev"))
+        })
+        .await?;
+    for (account, namespace, roles) in [
+        (
+            "drayman-controller",
+            "default",
+            vec![("ClusterRole", "drayman-controller")],
+        ),
+        (
+            "drayman-controller",
+            "drayman",
+            vec![
+                ("ClusterRole", "drayman-controller"),
+                ("Role", "drayman-controller"),
+            ],
+        ),
+        (
+            "drayman-node",
+            "default",
+            vec![("ClusterRole", "drayman-node"), ("Role", "drayman-node")],
+        ),
+        ("drayman-node", "drayman", vec![("ClusterRole", "drayman-node")]),
+    ] {
+        let mut expected = rights(&stage, "nobody", namespace).await?;
+        for (kind, name) in roles {
+            for (resource, verbs) in role(kind, name)? {
+                expected.entry(resource).or_default().extend(verbs);
+            }
+        }
+        // The server learns of roles by its own watch.
+        stage
+            .until(&format!("the rights of {account}"), async || {
+                Ok(rights(&stage, account, namespace).await?.len() >= expected.len())
+            })
+            .await?;
+        let found = rights(&stage, account, namespace).await?;
+        assert_eq!(found, expected, "{account} in {namespace}");
+        let writes = ["create", "update", "patch", "delete", "deletecollection", "*"];
+        let claims = found
+            .iter()
+            .filter(|(resource, _)| resource.starts_with("resourceclaims."));
+        for (resource, verbs) in claims.filter(|_| account == "drayman-node") {
+            assert!(
+                verbs.iter().all(|verb| !writes.contains(&verb.as_str())),
+                "{resource}: {verbs:?}"
+            );
+        }
+        for resource in found.keys().filter(|key| !key.starts_with('[')) {
+            assert!(
+                !resource.starts_with("secrets") && !resource.contains('*'),
+                "{resource}"
+            );
+        }
+    }
+    stage.cluster.stop().await
+}

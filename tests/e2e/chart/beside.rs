@@ -1,0 +1,129 @@
+//! Two releases on one cluster.
+
+use std::collections::BTreeSet;
+
+use anyhow::ensure;
+use serde_json::{Value, json};
+
+use crate::chart::helm::{chart, objects};
+use crate::chart::life::{COMPANION, CONTROLLER, claims, pod, template};
+use crate::chart::stage::Stage;
+use crate::harness;
+
+#[tokio::test]
+async fn two_releases_with_names_of_their_own_serve_one_pod_side_by_side() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    // The last of the devices belongs to the second release.
+    let node = stage.cluster.node(0);
+    node.remove("/dev/drayman-test-2")?;
+    node.make_device("/dev/drayman-other", 1, 9)?;
+    stage
+        .deploy("install", &chart("ci/one-kind-values.yaml"), &[])
+        .await?;
+
+    let chart = chart("");
+    let chart = chart.to_str().unwrap_or_default();
+    stage.namespace("other", "privileged").await?;
+    let install = |name: &'static str| {
+        let name = format!("--set=driverName={name}");
+        let stage = &stage;
+        async move {
+            let mut arguments = vec!["install", "other", chart, "--namespace", "other", &name];
+            arguments.extend([
+                "--set=crds.upgrade=false",
+                "--set=deviceKinds[0].name=other",
+                "--set=deviceKinds[0].paths[0]=/dev/drayman-other",
+                "--set=classes[0].name=other",
+                "--set=classes[0].kind=other",
+            ]);
+            stage.helm(&arguments).await
+        }
+    };
+    let same = install("drayman.dev")
+        .await
+        .expect_err("the same driver name")
+        .to_string();
+    ensure!(
+        same.contains(
+            "The driver name drayman.dev is served by the release drayman in the namespace drayman already"
+        ) && same.contains("set driverName to another name"),
+        "{same}"
+    );
+    roles_made_by_hand(&stage).await?;
+    install("other.example.com").await?;
+    stage.rolled_out("other", "other-drayman").await?;
+    stage.ready("node-0.drayman.dev").await?;
+    stage.ready("node-0.other.example.com").await?;
+
+    stage.apply(&template("test", "test")).await?;
+    stage.apply(&template("other", "other")).await?;
+    stage.apply(&pod("both", &["test", "other"])).await?;
+    stage.running("both").await?;
+    let devices: BTreeSet<String> = stage.devices("both").await?.into_values().collect();
+    assert_eq!(devices.len(), 2, "{devices:?}");
+    ensure!(devices.contains("/dev/drayman-other"), "{devices:?}");
+    stage.cluster.kubectl(&["delete", "pod", "both"]).await?;
+    stage
+        .until("the claims are gone", async || {
+            Ok(claims(&stage).await?.is_empty())
+        })
+        .await?;
+
+    // One goes, and the other does not notice.
+    let before = (
+        stage.run_of("drayman", CONTROLLER).await?,
+        stage.run_of("drayman", COMPANION).await?,
+    );
+    stage
+        .helm(&["uninstall", "other", "--namespace", "other", "--wait"])
+        .await?;
+    stage.apply(&pod("one", &["test"])).await?;
+    stage.running("one").await?;
+    assert_eq!(stage.devices("one").await?.len(), 1);
+    let after = (
+        stage.run_of("drayman", CONTROLLER).await?,
+        stage.run_of("drayman", COMPANION).await?,
+    );
+    assert_eq!(before, after);
+    stage.cluster.stop().await
+}
+
+/// What docs/install.md says of `rbac.create=false`: roles that somebody has made are no other release.
+async fn roles_made_by_hand(stage: &Stage) -> anyhow::Result<()> {
+    stage.namespace("third", "privileged").await?;
+    let (chart, name) = (chart(""), "--set=driverName=third.example.com");
+    let chart = chart.to_str().unwrap_or_default();
+    let files = ["controller/rbac", "node/rbac", "crds/upgrade"].map(|file| format!("templates/{file}.yaml"));
+    let mut words = vec!["template", "third", chart, "--namespace=third", name];
+    words.extend(["--kube-version", harness::VERSION]);
+    words.extend(files.iter().flat_map(|file| ["--show-only", file]));
+    let rendered = objects(&stage.helm(&words).await?);
+    let roles: Vec<Value> = rendered
+        .into_iter()
+        .filter(|object| {
+            let kind = object["kind"].as_str().unwrap_or_default();
+            kind.contains("Role")
+        })
+        .collect();
+    ensure!(roles.len() > 5, "{roles:#?}");
+    let file = stage.cluster.directory().join("roles.json");
+    let list = json!({ "apiVersion": "v1", "kind": "List", "items": roles });
+    std::fs::write(&file, list.to_string())?;
+    let file = file.to_str().unwrap_or_default();
+    stage.cluster.kubectl(&["apply", "--filename", file]).await?;
+    let install = [
+        "install",
+        "third",
+        chart,
+        "--namespace=third",
+        name,
+        "--set=rbac.create=false",
+        "--dry-run=server",
+    ];
+    stage.helm(&install).await?;
+    stage
+        .cluster
+        .kubectl(&["delete", "--filename", file])
+        .await
+        .map(drop)
+}

@@ -1,0 +1,390 @@
+//! The image: `hack/image` makes it from a static program, the same bytes each time.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{Read as _, Seek as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+use serde_json::Value;
+
+use crate::chart::helm::repository;
+use crate::harness;
+
+/// What an image of the tests is called: the name that the chart's default values give.
+pub(crate) const NAME: &str = concat!("localhost/drayman:", env!("CARGO_PKG_VERSION"));
+
+fn architecture() -> &'static str {
+    match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    }
+}
+
+/// Runs `hack/image` as if the sources had been written at one moment, whenever the test runs.
+fn make(output: &Path, arguments: &[&str]) -> Output {
+    Command::new(repository("hack/image"))
+        .arg("--output")
+        .arg(output)
+        .args(arguments)
+        .env("CARGO_TARGET_DIR", harness::target())
+        .env("SOURCE_DATE_EPOCH", "1700000000")
+        .output()
+        .expect("hack/image starts")
+}
+
+/// The archive with the program of this build, made once in a run of the tests, whose processes share it.
+pub(crate) fn archive() -> &'static Path {
+    static ARCHIVE: OnceLock<PathBuf> = OnceLock::new();
+    ARCHIVE.get_or_init(|| {
+        let output = harness::target().join("image-of-tests");
+        std::fs::create_dir_all(&output).expect("a directory");
+        // Closing the file unlocks it.
+        let mut made_for = std::fs::File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(output.join("made-for"))
+            .expect("a file");
+        rustix::fs::flock(&made_for, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+        let mut made = String::new();
+        made_for.read_to_string(&mut made).expect("UTF-8");
+        let run = std::env::var("NEXTEST_RUN_ID").unwrap_or_default();
+        if run.is_empty() || made != run {
+            let made = make(&output, &["--profile", "dev"]);
+            assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+            made_for.set_len(0).expect("a file");
+            made_for.rewind().expect("a file");
+            made_for.write_all(run.as_bytes()).expect("a file");
+        }
+        output.join(format!(
+            "drayman-{}-{}.tar",
+            env!("CARGO_PKG_VERSION"),
+            architecture()
+        ))
+    })
+}
+
+fn run(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program)
+        .args(arguments)
+        .env("LC_ALL", "C")
+        .output()
+        .expect("a program of every Linux");
+    assert!(
+        output.status.success(),
+        "{program} {arguments:?}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    String::from_utf8(output.stdout).expect("UTF-8")
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(path).expect("a file")).expect("JSON")
+}
+
+/// An archive, unpacked; what was in it is as old as now.
+fn unpack(archive: &Path) -> tempfile::TempDir {
+    let directory = tempfile::tempdir().expect("a directory");
+    let (from, to) = (
+        archive.to_str().expect("UTF-8"),
+        directory.path().to_str().expect("UTF-8"),
+    );
+    run(
+        "tar",
+        &["--extract", "--touch", "--file", from, "--directory", to],
+    );
+    directory
+}
+
+/// The file that a descriptor means, which must have the digest and the size that it says.
+fn blob(layout: &Path, descriptor: &Value) -> PathBuf {
+    let digest = descriptor["digest"].as_str().expect("a digest");
+    let digest = digest.strip_prefix("sha256:").expect("sha256");
+    let path = layout.join("blobs/sha256").join(digest);
+    assert_eq!(
+        std::fs::metadata(&path).expect("a blob").len(),
+        descriptor["size"].as_u64().expect("a size")
+    );
+    assert!(run("sha256sum", &[path.to_str().expect("UTF-8")]).starts_with(digest));
+    path
+}
+
+/// The program out of the archive, and the directory in which it lives as long as that is kept.
+fn program() -> (tempfile::TempDir, PathBuf) {
+    let layout = unpack(archive());
+    let index = json(&layout.path().join("index.json"));
+    let manifest = json(&blob(layout.path(), &index["manifests"][0]));
+    let root = unpack(&blob(layout.path(), &manifest["layers"][0]));
+    let program = root.path().join("drayman");
+    (root, program)
+}
+
+#[test]
+fn an_image_is_the_program_and_its_licence_and_nothing_else() {
+    let unpacked = unpack(archive());
+    let layout = unpacked.path();
+    let index = json(&layout.join("index.json"));
+    let named = &index["manifests"][0];
+    assert_eq!(named["annotations"]["io.containerd.image.name"], NAME);
+    assert_eq!(named["platform"]["architecture"], architecture());
+    let manifest = json(&blob(layout, named));
+    let config = json(&blob(layout, &manifest["config"]));
+    assert_eq!(
+        config["config"]["User"], "65532:65532",
+        "not root unless somebody says so"
+    );
+    assert_eq!(config["config"]["Entrypoint"], serde_json::json!(["/drayman"]));
+    assert_eq!(config["config"]["Env"], serde_json::json!(["MALLOC_ARENA_MAX=1"]));
+    assert_eq!(config["created"], "2023-11-14T22:13:20Z");
+    assert_eq!(manifest["layers"].as_array().map(Vec::len), Some(1));
+    let layer = blob(layout, &manifest["layers"][0]);
+    assert_eq!(config["rootfs"]["diff_ids"][0], manifest["layers"][0]["digest"]);
+    let listed = run(
+        "tar",
+        &[
+            "--list",
+            "--verbose",
+            "--numeric-owner",
+            "--file",
+            layer.to_str().expect("UTF-8"),
+        ],
+    );
+    let files: BTreeSet<(String, String, String)> = listed
+        .lines()
+        .map(|line| {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            (
+                fields[0].to_owned(),
+                fields[1].to_owned(),
+                fields[fields.len() - 1].to_owned(),
+            )
+        })
+        .collect();
+    let file = |mode: &str, name: &str| (mode.to_owned(), "0/0".to_owned(), name.to_owned());
+    assert_eq!(
+        files,
+        [file("-rwxr-xr-x", "drayman"), file("-rw-r--r--", "LICENSE")].into()
+    );
+    // Nothing more than these files in the layout, either.
+    let blobs = std::fs::read_dir(layout.join("blobs/sha256"))
+        .expect("blobs")
+        .count();
+    assert_eq!(blobs, 3);
+}
+
+#[test]
+fn the_same_program_makes_the_same_image_whatever_the_time_and_the_umask() {
+    let (_root, program) = program();
+    run("chmod", &["700", program.to_str().expect("UTF-8")]);
+    let again = tempfile::tempdir().expect("a directory");
+    let script = "umask 077; exec \"$0\" \"$@\"";
+    let made = Command::new("bash")
+        .args(["-c", script])
+        .arg(repository("hack/image"))
+        .args(["--profile", "dev", "--program"])
+        .arg(&program)
+        .arg("--output")
+        .arg(again.path())
+        .env("SOURCE_DATE_EPOCH", "1700000000")
+        .env("TZ", "Asia/Tokyo")
+        .output()
+        .expect("hack/image starts");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let first = archive();
+    let second = again.path().join(first.file_name().expect("a name"));
+    assert!(std::fs::read(first).expect("first") == std::fs::read(&second).expect("second"));
+    assert_eq!(
+        std::fs::read(first.with_extension("spdx.json").as_path()).ok(),
+        std::fs::read(second.with_extension("spdx.json").as_path()).ok()
+    );
+    let said = String::from_utf8(made.stdout).expect("UTF-8");
+    let index = json(&unpack(first).path().join("index.json"));
+    assert_eq!(
+        said.trim(),
+        index["manifests"][0]["digest"],
+        "the digest by which a registry knows it"
+    );
+}
+
+#[test]
+fn the_whole_recipe_run_again_makes_the_same_image() {
+    let again = tempfile::tempdir().expect("a directory");
+    let made = make(again.path(), &["--profile", "dev"]);
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let second = again.path().join(archive().file_name().expect("a name"));
+    assert!(std::fs::read(archive()).expect("first") == std::fs::read(second).expect("second"));
+}
+
+/// No test has a container engine: this is what can be said without.
+#[test]
+fn the_containerfile_builds_what_the_script_builds() {
+    let file = std::fs::read_to_string(repository("Containerfile")).expect("a file");
+    let last = file.split("\nFROM ").last().expect("the last stage");
+    let lines: Vec<&str> = last.lines().collect();
+    assert_eq!(
+        lines,
+        [
+            "scratch",
+            "COPY --from=build /image/ /",
+            "USER 65532:65532",
+            "ENV MALLOC_ARENA_MAX=1",
+            "ENTRYPOINT [\"/drayman\"]"
+        ]
+    );
+    for content in [
+        "hack/image ${TARGETARCH:+--architecture \"$TARGETARCH\"}",
+        "/release/drayman /image/drayman",
+        "-m 644 -D LICENSE /image/LICENSE",
+    ] {
+        assert!(file.contains(content), "{content}");
+    }
+    assert!(
+        file.contains(NAME),
+        "the name that the chart's default values give"
+    );
+}
+
+/// Panics name source files. What `cargo build` makes has them as they are here, and `hack/image` must see that; of the program that
+/// it makes itself, it asks the same each time.
+#[test]
+fn a_program_that_names_where_it_was_built_is_refused_for_a_release() {
+    let (_root, program) = program();
+    let path = |path: &Path| path.to_str().expect("UTF-8").to_owned();
+    let output = tempfile::tempdir().expect("a directory");
+    let made = make(output.path(), &["--program", &path(&program)]);
+    assert!(!made.status.success() && made.stdout.is_empty());
+    let said = String::from_utf8(made.stderr).expect("UTF-8");
+    assert!(
+        said.contains("another machine would make another image"),
+        "{said}"
+    );
+    assert_eq!(std::fs::read_dir(output.path()).expect("a directory").count(), 0);
+
+    // The same program if it had been built elsewhere.
+    let cargo = std::env::var("CARGO_HOME")
+        .unwrap_or_else(|_| format!("{}/.cargo", std::env::var("HOME").expect("HOME")));
+    let rust = run("rustc", &["--print", "sysroot"]);
+    for own in [
+        &path(harness::target()),
+        env!("CARGO_MANIFEST_DIR"),
+        &cargo,
+        rust.trim(),
+    ] {
+        let other = format!("s|{own}|{}|g", "x".repeat(own.len()));
+        run("sed", &["--in-place", &other, &path(&program)]);
+    }
+    let made = make(output.path(), &["--program", &path(&program)]);
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+}
+
+#[test]
+fn another_architecture_without_its_compiler_is_refused_with_what_to_install() {
+    let output = tempfile::tempdir().expect("a directory");
+    let (other, variable, package) = if architecture() == "amd64" {
+        (
+            "arm64",
+            "CC_aarch64_unknown_linux_gnu",
+            "gcc-aarch64-linux-gnu with libc6-dev-arm64-cross",
+        )
+    } else {
+        (
+            "amd64",
+            "CC_x86_64_unknown_linux_gnu",
+            "gcc-x86-64-linux-gnu with libc6-dev-amd64-cross",
+        )
+    };
+    let missing = output.path().join("no-compiler");
+    let made = Command::new(repository("hack/image"))
+        .args(["--architecture", other])
+        .env("CARGO_TARGET_DIR", output.path())
+        .env(variable, &missing)
+        .output()
+        .expect("hack/image starts");
+    let said = String::from_utf8(made.stderr).expect("UTF-8");
+    assert!(!made.status.success() && said.contains(package), "{said}");
+}
+
+#[test]
+fn the_list_of_contents_has_each_crate_with_the_checksum_of_the_lock_file() {
+    let list = json(&archive().with_extension("spdx.json"));
+    assert_eq!(list["spdxVersion"], "SPDX-2.3");
+    let lock = std::fs::read_to_string(repository("Cargo.lock")).expect("Cargo.lock");
+    let mut locked = BTreeMap::new();
+    for entry in lock.split("[[package]]").skip(1) {
+        let field = |name: &str| {
+            entry
+                .lines()
+                .find_map(|line| line.strip_prefix(&format!("{name} = \"")))
+                .map(|rest| rest.trim_end_matches('"').to_owned())
+        };
+        locked.insert(
+            (
+                field("name").unwrap_or_default(),
+                field("version").unwrap_or_default(),
+            ),
+            field("checksum"),
+        );
+    }
+    let packages = list["packages"].as_array().expect("packages");
+    let mut names = BTreeSet::new();
+    for package in packages {
+        let text = |field: &str| package[field].as_str().expect("a text").to_owned();
+        let (name, version) = (text("name"), text("versionInfo"));
+        assert!(names.insert(text("SPDXID")), "{name} {version} stands twice");
+        assert_ne!(text("licenseDeclared"), "NOASSERTION", "{name}");
+        let sum = package["checksums"][0]["checksumValue"]
+            .as_str()
+            .map(str::to_owned);
+        assert!(sum.is_some(), "{name} {version} has no checksum");
+        if name != "drayman" {
+            assert_eq!(sum, locked[&(name.clone(), version.clone())], "{name} {version}");
+        }
+    }
+    for linked in [
+        "SPDXRef-drayman-",
+        "SPDXRef-kube-5",
+        "SPDXRef-tonic-",
+        "SPDXRef-tokio-",
+    ] {
+        assert!(names.iter().any(|name| name.starts_with(linked)), "{linked}");
+    }
+    // What only builds or tests it is not in it.
+    for tool in ["SPDXRef-protox-", "SPDXRef-proptest-"] {
+        assert!(!names.iter().any(|name| name.starts_with(tool)), "{tool}");
+    }
+    let relations = list["relationships"].as_array().expect("relationships");
+    assert_eq!(
+        relations.len(),
+        packages.len(),
+        "the document describes one, which depends on all others"
+    );
+    println!("{} crates", packages.len() - 1);
+}
+
+#[test]
+fn a_program_that_could_not_run_in_the_image_is_refused() {
+    let output = tempfile::tempdir().expect("a directory");
+    let refused = |arguments: &[&str]| {
+        let made = make(output.path(), arguments);
+        assert!(!made.status.success(), "{arguments:?}");
+        assert!(made.stdout.is_empty());
+        String::from_utf8(made.stderr).expect("UTF-8")
+    };
+    // Every Linux has a shell, and none of Debian's is static.
+    assert!(refused(&["--program", "/bin/bash"]).contains("is not static"));
+    assert!(refused(&["--program", "/etc/passwd"]).contains("is not a program"));
+    let other = if architecture() == "amd64" {
+        "arm64"
+    } else {
+        "amd64"
+    };
+    assert!(refused(&["--program", "/bin/bash", "--architecture", other]).contains("is not for"));
+    assert!(
+        refused(&["--architecture", "m68k", "--program", "/bin/bash"])
+            .contains("there is for amd64 and arm64")
+    );
+    assert!(refused(&["--profile", "fast"]).contains("--profile release|dev"));
+}

@@ -1,0 +1,158 @@
+//! The program in its image, which has no file besides: names are looked up and certificates are checked all the same.
+
+use std::collections::BTreeSet;
+use std::net::Ipv4Addr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::{Context as _, ensure};
+use serde_json::{Value, json};
+use tokio::net::UdpSocket;
+
+use crate::chart::life::pod;
+use crate::chart::stage::Stage;
+
+/// The service of the API server.
+const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 1);
+/// A name in the API server's certificate.
+const NAME: &str = "kubernetes.default.svc";
+
+/// The reply to a question for an address, which is that of the API server for the one name, and the name that was asked for.
+fn reply(query: &[u8]) -> Option<(Vec<u8>, String)> {
+    let (mut at, mut labels) = (12, Vec::new());
+    loop {
+        let length = usize::from(*query.get(at)?);
+        at += 1;
+        if length == 0 {
+            break;
+        }
+        labels.push(String::from_utf8_lossy(query.get(at..at + length)?).into_owned());
+        at += length;
+    }
+    let name = labels.join(".");
+    let question = query.get(12..at + 4)?;
+    let is_address = query.get(at..at + 2)? == [0, 1];
+    let found = name == NAME;
+    let answers = u8::from(found && is_address);
+    // A reply from who knows best; 3 is "no such name".
+    let mut reply = [
+        query.get(..2)?,
+        &[
+            0x85,
+            if found { 0x80 } else { 0x83 },
+            0,
+            1,
+            0,
+            answers,
+            0,
+            0,
+            0,
+            0,
+        ],
+        question,
+    ]
+    .concat();
+    if answers > 0 {
+        // The name of the question; an address of the internet, for five seconds, in four bytes.
+        reply.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 5, 0, 4]);
+        reply.extend(SERVICE.octets());
+    }
+    Some((reply, name))
+}
+
+/// A name server on an address of this machine that pods can reach, and what it has been asked.
+async fn name_server(
+    address: &str,
+) -> anyhow::Result<(tokio::task::JoinHandle<()>, Arc<Mutex<BTreeSet<String>>>)> {
+    let socket = UdpSocket::bind((address, 53))
+        .await
+        .with_context(|| format!("the port of a name server at {address}"))?;
+    let asked = Arc::new(Mutex::new(BTreeSet::new()));
+    let seen = Arc::clone(&asked);
+    let task = tokio::spawn(async move {
+        let mut query = [0; 512];
+        while let Ok((length, from)) = socket.recv_from(&mut query).await {
+            if let Some((reply, name)) = reply(&query[..length]) {
+                seen.lock().unwrap_or_else(PoisonError::into_inner).insert(name);
+                let _ = socket.send_to(&reply, from).await;
+            }
+        }
+    });
+    Ok((task, asked))
+}
+
+/// Runs `drayman crds --apply` in the image, with the API server by its name, and returns how it ended and what it said.
+async fn run(
+    stage: &Stage,
+    name: &str,
+    server: &str,
+    more: &[(&str, Value)],
+) -> anyhow::Result<(String, String)> {
+    let mut pod = pod(name, &[]);
+    let spec = &mut pod["spec"];
+    spec["restartPolicy"] = json!("Never");
+    spec["automountServiceAccountToken"] = json!(true);
+    spec["containers"][0] = json!({
+        "name": "main", "image": crate::chart::image::NAME, "imagePullPolicy": "Never", "args": ["crds", "--apply"],
+        "env": [{ "name": "KUBERNETES_SERVICE_HOST", "value": server }],
+    });
+    for (field, value) in more {
+        spec[*field] = value.clone();
+    }
+    stage.apply(&pod).await?;
+    stage
+        .until("the pod has ended", async || {
+            let phase = stage.field(&["pod", name], ".status.phase").await?;
+            Ok(phase == "Succeeded" || phase == "Failed")
+        })
+        .await?;
+    let phase = stage.field(&["pod", name], ".status.phase").await?;
+    Ok((phase, stage.cluster.kubectl(&["logs", name]).await?))
+}
+
+#[tokio::test]
+async fn the_program_finds_the_api_server_by_a_name_although_its_image_has_no_library() -> anyhow::Result<()>
+{
+    let stage = Stage::start(1).await?;
+    let binding = [
+        "create",
+        "clusterrolebinding",
+        "all",
+        "--clusterrole=cluster-admin",
+        "--serviceaccount=default:default",
+    ];
+    stage.cluster.kubectl(&binding).await?;
+    let served = "nodeinventories.drayman.dev is served\ndeviceclassparameters.drayman.dev is served\n\
+                  deviceclaimparameters.drayman.dev is served\n";
+    let went_well = ("Succeeded".to_owned(), served.to_owned());
+
+    // A static program looks names up with what of the C library is in it: in the file that kubelet gives each pod, ...
+    let aliases = ("hostAliases", json!([{ "ip": SERVICE, "hostnames": [NAME] }]));
+    assert_eq!(run(&stage, "by-file", NAME, &[aliases]).await?, went_well);
+
+    // ... and at a name server.
+    let address = stage
+        .field(&["endpoints", "kubernetes"], ".subsets[0].addresses[0].ip")
+        .await?;
+    let (answering, asked) = name_server(&address).await?;
+    let servers = ("dnsConfig", json!({ "nameservers": [address] }));
+    let none = ("dnsPolicy", json!("None"));
+    let by_server = run(&stage, "by-server", NAME, &[none, servers]).await?;
+    answering.abort();
+    let asked = asked.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    assert_eq!(by_server, went_well, "the name server was asked for {asked:?}");
+    ensure!(asked.contains(NAME), "{asked:?}");
+
+    // Whoever answers must have a certificate for the name.
+    let aliases = (
+        "hostAliases",
+        json!([{ "ip": SERVICE, "hostnames": ["other.example"] }]),
+    );
+    let (phase, said) = run(&stage, "by-another-name", "other.example", &[aliases]).await?;
+    println!("{said}");
+    assert_eq!(phase, "Failed");
+    ensure!(
+        said.contains("certificate") && said.contains("other.example"),
+        "{said}"
+    );
+    stage.cluster.stop().await
+}

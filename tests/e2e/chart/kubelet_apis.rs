@@ -1,0 +1,223 @@
+//! Kinds of the other modes than `claims`, installed by the chart: devices that leave a real node as an extended resource, alone and
+//! beside claims.
+
+use anyhow::{Context as _, ensure};
+use k8s_openapi::api::core::v1::Event;
+use kube::api::{Api, ListParams};
+use serde_json::{Value, json};
+use tokio::time::{Duration, Instant, sleep_until};
+
+use crate::chart::life::{pod, template};
+use crate::chart::stage::Stage;
+use crate::harness::{Cluster, IMAGE};
+
+/// Longer than a device counts as held after an Allocate, whatever kubelet shows (docs/node.md, "Two doors").
+const AFTER_ADMISSION: Duration = Duration::from_secs(40);
+
+/// One device for each kind.
+const VALUES: &str = "\
+deviceKinds:
+- name: both
+  mode: both
+  resourceName: drayman.dev/both
+  paths: [/dev/drayman-test-0]
+- name: plugged
+  mode: extended-resource
+  resourceName: drayman.dev/plugged
+  paths: [/dev/drayman-test-1]
+classes:
+- name: both
+  kind: both
+";
+
+/// A pod whose container has one of an extended resource; with a command, its first init container has it instead.
+fn pod_with_limit(name: &str, resource: &str, init: Option<&str>) -> Value {
+    let limits = json!({ "limits": { resource: "1" } });
+    let mut pod = pod(name, &[]);
+    if let Some(command) = init {
+        pod["spec"]["initContainers"] = json!([{
+            "name": "first", "image": IMAGE, "imagePullPolicy": "Never",
+            "command": ["sh", "-c", command], "resources": limits,
+        }]);
+    } else {
+        pod["spec"]["containers"][0]["resources"] = limits;
+    }
+    pod
+}
+
+/// How many of an extended resource the node can give to pods.
+async fn allocatable(stage: &Stage, resource: &str) -> anyhow::Result<String> {
+    let field = format!(".status.allocatable.{}", resource.replace('.', "\\."));
+    stage.field(&["node", "node-0"], &field).await
+}
+
+/// What the events of a pod say.
+async fn events(stage: &Stage, pod: &str) -> anyhow::Result<Vec<String>> {
+    let about = ListParams::default().fields(&format!("involvedObject.name={pod}"));
+    let events = Api::<Event>::namespaced(stage.cluster.client(), "default");
+    let events = events.list(&about).await?.items;
+    Ok(events.into_iter().filter_map(|event| event.message).collect())
+}
+
+#[tokio::test]
+async fn a_device_that_an_init_container_has_is_given_to_no_claim_by_an_installed_companion()
+-> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let values = stage.cluster.directory().join("doors.yaml");
+    std::fs::write(&values, VALUES)?;
+    stage.deploy("install", &values, &[]).await?;
+    stage.ready("node-0.drayman.dev").await?;
+    for resource in ["drayman.dev/plugged", "drayman.dev/both"] {
+        stage
+            .until(&format!("a device of {resource} can be had"), async || {
+                Ok(allocatable(&stage, resource).await? == "1")
+            })
+            .await?;
+    }
+
+    // What `helm test` asks for by a limit. The other pod of the test would claim the device of mode `both`.
+    let test = [
+        "test",
+        "drayman",
+        "--namespace=drayman",
+        "--filter=name=drayman-test-limit",
+    ];
+    let said = stage.helm(&test).await?;
+    ensure!(said.contains("Phase:          Succeeded"), "{said}");
+
+    // The one door alone.
+    stage
+        .apply(&pod_with_limit("plugged", "drayman.dev/plugged", None))
+        .await?;
+    stage.running("plugged").await?;
+    let devices = stage.devices("plugged").await?;
+    ensure!(
+        devices.values().eq(["/dev/drayman-test-1"]),
+        "the pod has {devices:?}"
+    );
+
+    // Of an init container kubelet's PodResources API says nothing.
+    let command = "test -c /dev/drayman-test-0 && sleep 3600";
+    stage
+        .apply(&pod_with_limit("init", "drayman.dev/both", Some(command)))
+        .await?;
+    stage
+        .until("the init container runs", async || {
+            let started = ".status.initContainerStatuses[0].state.running.startedAt";
+            Ok(!stage.field(&["pod", "init"], started).await?.is_empty())
+        })
+        .await?;
+    sleep_until(Instant::now() + AFTER_ADMISSION).await;
+    stage.apply(&template("both", "both")).await?;
+    stage.apply(&pod("claimed", &["both"])).await?;
+    stage
+        .until("the claim is refused by the companion", async || {
+            let told = events(&stage, "claimed").await?;
+            let refused = told.iter().any(|message| {
+                message.contains("drayman-test-0") && message.contains("is in use by a container")
+            });
+            let phase = stage.field(&["pod", "claimed"], ".status.phase").await?;
+            ensure!(phase == "Pending", "the pod is {phase}: {told:?}");
+            Ok(refused)
+        })
+        .await?;
+    // Nor is it given to any other claim meanwhile.
+    stage
+        .until("the inventory says why", async || {
+            let unhealthy = ".spec.devices[?(@.name==\"drayman-test-0\")].unhealthy";
+            let cause = stage
+                .field(&["nodeinventory", "node-0.drayman.dev"], unhealthy)
+                .await?;
+            Ok(cause.contains("a container has it"))
+        })
+        .await?;
+    look_with_the_tool(&stage).await?;
+    let started = ".status.containerStatuses[0].started";
+    assert_ne!(stage.field(&["pod", "claimed"], started).await?, "true");
+
+    // Kubelet tries again within a minute and a half.
+    stage.cluster.kubectl(&["delete", "pod", "init"]).await?;
+    stage.running("claimed").await?;
+    let devices = stage.devices("claimed").await?;
+    let device = devices.values().next().context("a device")?;
+    assert_eq!(device, "/dev/drayman-test-0");
+    stage
+        .until("the other door is closed", async || {
+            Ok(allocatable(&stage, "drayman.dev/both").await? == "0")
+        })
+        .await?;
+    stage.cluster.stop().await
+}
+
+/// What the tool says of devices that containers have.
+async fn look_with_the_tool(stage: &Stage) -> anyhow::Result<()> {
+    let ask = async |words: &[&str]| anyhow::Ok(String::from_utf8(stage.ask(words).await?.stdout)?);
+    let said = ask(&["who", "drayman-test-1"]).await?;
+    println!("{said}");
+    ensure!(
+        said.contains("NotForClaims") && said.contains("Held by:  not by a claim; a container may have it"),
+        "{said}"
+    );
+    let said = ask(&["who", "drayman-test-0"]).await?;
+    println!("{said}");
+    ensure!(
+        said.contains("Unhealthy") && said.contains("a container has it as an extended resource"),
+        "{said}"
+    );
+    // Kubelet names no init container; its device is all that is known.
+    let exec = ["--namespace=drayman", "exec", "daemonset/drayman-node", "--"];
+    let command = ["/drayman", "node", "holdings"];
+    let said = stage.cluster.kubectl(&[&exec[..], &command].concat()).await?;
+    println!("{said}");
+    ensure!(
+        said.contains(
+            "drayman-test-0: a container that kubelet does not name has it as an extended resource"
+        ),
+        "{said}"
+    );
+    Ok(())
+}
+
+/// Where neither kubelet nor the chart would look of itself. The directory of device plugins does not follow kubelet's root directory.
+const KUBELET_ROOT: &str = "/var/lib/kubelet/elsewhere";
+const CDI_ROOT: &str = "/run/cdi";
+
+#[tokio::test]
+async fn a_kubelet_with_another_root_directory_is_served_through_both_doors() -> anyhow::Result<()> {
+    let root = format!("--root-dir={KUBELET_ROOT}");
+    let stage = Stage::start_with(Cluster::builder().flag("kubelet", &root), 1).await?;
+    let values = stage.cluster.directory().join("doors.yaml");
+    std::fs::write(&values, VALUES)?;
+    let root = format!("--set=node.kubeletRoot={KUBELET_ROOT}");
+    let cdi = format!("--set=node.cdiRoot={CDI_ROOT}");
+    stage.deploy("install", &values, &[&root, &cdi]).await?;
+    stage.ready("node-0.drayman.dev").await?;
+    stage
+        .until("the extended resource can be had", async || {
+            Ok(allocatable(&stage, "drayman.dev/plugged").await? == "1")
+        })
+        .await?;
+
+    stage.apply(&template("both", "both")).await?;
+    stage.apply(&pod("claimed", &["both"])).await?;
+    stage
+        .apply(&pod_with_limit("plugged", "drayman.dev/plugged", None))
+        .await?;
+    for (name, device) in [
+        ("claimed", "/dev/drayman-test-0"),
+        ("plugged", "/dev/drayman-test-1"),
+    ] {
+        stage.running(name).await?;
+        let devices = stage.devices(name).await?;
+        ensure!(devices.values().eq([device]), "{name} has {devices:?}");
+    }
+    // Nothing of ours is where a kubelet has its things by default.
+    let node = stage.cluster.node(0);
+    let plugins = node.list(format!("{KUBELET_ROOT}/plugins"))?;
+    assert_eq!(plugins, ["drayman.dev"]);
+    assert_eq!(
+        node.list("/var/lib/kubelet")?,
+        ["device-plugins", "elsewhere", "volume-plugins"]
+    );
+    stage.cluster.stop().await
+}

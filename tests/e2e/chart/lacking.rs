@@ -1,0 +1,77 @@
+//! What an installed program says when somebody has taken a right from its account.
+
+use anyhow::{Context as _, ensure};
+use serde_json::{Value, json};
+
+use crate::chart::helm::chart;
+use crate::chart::life::{COMPANION, CONTROLLER};
+use crate::chart::stage::Stage;
+
+/// Takes a verb on NodeInventories from a role, and replaces the pods of those who have it.
+async fn take(stage: &Stage, role: &str, verb: &str, pods: &str) -> anyhow::Result<()> {
+    let get = ["get", "clusterrole", role, "--output=json"];
+    let mut object: Value = serde_json::from_str(&stage.cluster.kubectl(&get).await?)?;
+    let mut split = Vec::new();
+    for rule in object["rules"].as_array().context("rules")? {
+        let of = |ours: bool| -> Value {
+            let resources = rule["resources"].as_array().into_iter().flatten();
+            resources
+                .filter(|name| name.as_str().is_some_and(|name| name == "nodeinventories") == ours)
+                .cloned()
+                .collect()
+        };
+        let (ours, others) = (of(true), of(false));
+        for (resources, taken) in [(others, ""), (ours, verb)] {
+            let verbs = rule["verbs"].as_array().into_iter().flatten();
+            let mut part = rule.clone();
+            part["verbs"] = verbs.filter(|verb| *verb != taken).cloned().collect();
+            part["resources"] = resources;
+            // A rule without resources is refused.
+            if part["resources"] != json!([]) {
+                split.push(part);
+            }
+        }
+    }
+    ensure!(object["rules"] != json!(split), "{role} has no such right");
+    object["rules"] = json!(split);
+    let file = stage.cluster.directory().join(format!("{role}.json"));
+    std::fs::write(&file, object.to_string())?;
+    let file = file.to_str().context("UTF-8")?;
+    stage.cluster.kubectl(&["replace", "--filename", file]).await?;
+    let selector = format!("--selector={pods}");
+    let delete = ["delete", "pods", "--namespace=drayman", &selector];
+    stage.cluster.kubectl(&delete).await.map(drop)
+}
+
+#[tokio::test]
+async fn a_program_that_lacks_a_right_names_the_verb_and_the_resource_in_its_log() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    // What everybody may read, no role has to give.
+    let own = ["--set=rbac.readByAuthenticated=false"];
+    stage
+        .deploy("install", &chart("ci/one-kind-values.yaml"), &own)
+        .await?;
+    stage.ready("node-0.drayman.dev").await?;
+    for (role, verb, pods) in [
+        ("drayman-controller.drayman", "list", CONTROLLER),
+        ("drayman-node.drayman", "patch", COMPANION),
+    ] {
+        take(&stage, role, verb, pods).await?;
+        let selector = format!("--selector={pods}");
+        let logs = ["logs", "--namespace=drayman", &selector, "--tail=-1"];
+        let lacks = format!("cannot {verb} resource \"nodeinventories\" in API group \"drayman.dev\"");
+        stage
+            .until(&format!("{role} says that it {lacks}"), async || {
+                // Of a pod that is not there yet there is no log.
+                let log = stage.cluster.kubectl(&logs).await.unwrap_or_default();
+                // In a message the quotes may be escaped.
+                let told = log.replace('\\', "").contains(&lacks);
+                if told {
+                    println!("{log}");
+                }
+                Ok(told)
+            })
+            .await?;
+    }
+    stage.cluster.stop().await
+}

@@ -1,0 +1,500 @@
+//! The life of a release on real nodes: installed, used, upgraded, rolled back, its node drained, uninstalled.
+
+use std::collections::BTreeSet;
+
+use anyhow::ensure;
+use serde_json::{Value, json};
+
+use crate::chart::helm::{chart, repository, yaml};
+use crate::chart::stage::{Run, Stage};
+use crate::harness::IMAGE;
+
+pub(crate) const CONTROLLER: &str =
+    "app.kubernetes.io/instance=drayman,app.kubernetes.io/component=controller";
+pub(crate) const COMPANION: &str = "app.kubernetes.io/instance=drayman,app.kubernetes.io/component=node";
+
+/// A pod with one container and a claim for each template.
+pub(crate) fn pod(name: &str, templates: &[&str]) -> Value {
+    let claims: Vec<Value> = templates.iter().map(|name| json!({ "name": name })).collect();
+    let sources: Vec<Value> = templates
+        .iter()
+        .map(|name| json!({ "name": name, "source": { "resourceClaimTemplateName": name } }))
+        .collect();
+    json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name, "namespace": "default" },
+        "spec": {
+            "automountServiceAccountToken": false,
+            "resourceClaims": sources,
+            "containers": [{
+                "name": "main", "image": IMAGE, "imagePullPolicy": "Never", "resources": { "claims": claims },
+            }],
+            "dnsPolicy": "Default",
+            "terminationGracePeriodSeconds": 1,
+        },
+    })
+}
+
+pub(crate) fn template(name: &str, class: &str) -> Value {
+    json!({
+        "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate",
+        "metadata": { "name": name, "namespace": "default" },
+        "spec": { "spec": { "resourceClassName": class } },
+    })
+}
+
+/// The claims that exist, with what was allocated.
+pub(crate) async fn claims(stage: &Stage) -> anyhow::Result<String> {
+    stage
+        .field(
+            &["resourceclaims", "--all-namespaces"],
+            "range .items[*]}{.metadata.name}={.status.allocation}{\"\\n\"}{end",
+        )
+        .await
+}
+
+/// Files of drayman on a node.
+fn files(stage: &Stage, number: usize) -> anyhow::Result<Vec<String>> {
+    let node = stage.cluster.node(number);
+    let mut files = Vec::new();
+    for directory in [
+        "/run/cdi",
+        "/var/lib/kubelet/plugins_registry/drayman.dev",
+        "/var/lib/kubelet/plugins/drayman.dev",
+    ] {
+        files.extend(
+            node.list(directory)?
+                .into_iter()
+                .map(|name| format!("{directory}/{name}")),
+        );
+    }
+    Ok(files)
+}
+
+#[tokio::test]
+async fn a_release_serves_pods_and_is_upgraded_rolled_back_and_removed_without_losing_a_device()
+-> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let values = chart("ci/one-kind-values.yaml");
+    stage.deploy("install", &values, &[]).await?;
+    stage.ready("node-0.drayman.dev").await?;
+    println!(
+        "{}",
+        stage.helm(&["test", "drayman", "--namespace", "drayman"]).await?
+    );
+
+    // The example of the documentation, on what the chart has installed.
+    stage
+        .apply(&yaml(&repository("examples/basic/claim-template.yaml")))
+        .await?;
+    stage.apply(&yaml(&repository("examples/basic/pod.yaml"))).await?;
+    stage.running("basic").await?;
+    let devices = stage.devices("basic").await?;
+    assert_eq!(devices.len(), 1, "{devices:?}");
+    let before = (stage.run_of_pod("basic").await?, claims(&stage).await?);
+    let first = stage.run_of("drayman", COMPANION).await?;
+
+    look_from_outside(&stage).await?;
+    ask_the_doctor(&stage).await?;
+    ask_in_the_companion_s_pod(&stage).await?;
+
+    // An upgrade that replaces both programs, with the claim in use.
+    stage
+        .deploy("upgrade", &values, &["--set=logging.verbosity=4"])
+        .await?;
+    let second = stage.run_of("drayman", COMPANION).await?;
+    assert_ne!(first.uid, second.uid, "the companion was replaced");
+    assert_eq!((stage.run_of_pod("basic").await?, claims(&stage).await?), before);
+    assert_eq!(stage.devices("basic").await?, devices);
+    stage.ready("node-0.drayman.dev").await?;
+    // The new programs know what the old ones gave away.
+    stage.apply(&pod("after-upgrade", &["test"])).await?;
+    stage.running("after-upgrade").await?;
+    let other = stage.devices("after-upgrade").await?;
+    assert_eq!(other.len(), 1);
+    assert_ne!(other, devices, "one holder");
+    stage.cluster.kubectl(&["delete", "pod", "after-upgrade"]).await?;
+
+    follow_the_configuration(&stage, &second).await?;
+
+    stage
+        .helm(&["rollback", "drayman", "1", "--namespace", "drayman"])
+        .await?;
+    stage.rolled_out("drayman", "drayman").await?;
+    let third = stage.run_of("drayman", COMPANION).await?;
+    assert_ne!(second.uid, third.uid);
+    assert_eq!(stage.run_of_pod("basic").await?, before.0);
+    assert_eq!(stage.devices("basic").await?, devices);
+    assert_eq!(
+        (first.restarts, second.restarts, third.restarts),
+        (0, 0, 0),
+        "nothing had to be started twice"
+    );
+
+    leave_in_the_right_order(&stage).await?;
+    stage.cluster.stop().await
+}
+
+/// First what uses devices goes, then the release, and nothing is left.
+async fn leave_in_the_right_order(stage: &Stage) -> anyhow::Result<()> {
+    stage.cluster.kubectl(&["delete", "pod", "basic"]).await?;
+    stage
+        .until("the claims are gone", async || {
+            Ok(claims(stage).await?.is_empty())
+        })
+        .await?;
+    stage
+        .helm(&["uninstall", "drayman", "--namespace", "drayman", "--wait"])
+        .await?;
+    stage
+        .until("the pods have ended", async || {
+            let pods = ["get", "pods", "--namespace=drayman", "--output=name"];
+            Ok(stage.cluster.kubectl(&pods).await?.is_empty())
+        })
+        .await?;
+    let kinds = "deployments,daemonsets,pods,configmaps,serviceaccounts,roles,rolebindings,jobs";
+    for (kinds, scope) in [
+        (kinds, "--namespace=drayman"),
+        (
+            "clusterroles,clusterrolebindings,resourceclasses,deviceclassparameters",
+            "--all-namespaces",
+        ),
+        (
+            "validatingadmissionpolicies,validatingadmissionpolicybindings",
+            "--all-namespaces",
+        ),
+    ] {
+        // Servers before 1.30 do not have them.
+        if kinds.starts_with("validating") && stage.cluster.minor() < 30 {
+            continue;
+        }
+        let left = stage
+            .cluster
+            .kubectl(&[
+                "get",
+                kinds,
+                scope,
+                "--output=name",
+                "--selector=app.kubernetes.io/instance=drayman",
+            ])
+            .await?;
+        assert_eq!(left, "", "nothing of the release is left");
+    }
+    let crds = stage
+        .cluster
+        .kubectl(&["get", "customresourcedefinitions", "--output=name"])
+        .await?;
+    assert_eq!(
+        crds.lines().count(),
+        3,
+        "the definitions stay, and what users wrote with them: {crds}"
+    );
+    let left = files(stage, 0)?;
+    let sockets: Vec<_> = left
+        .iter()
+        .filter(|file| file.contains(".sock") || file.contains("cdi/"))
+        .collect();
+    assert!(sockets.is_empty(), "{left:?}");
+    Ok(())
+}
+
+/// Another path of the kind reaches the companion, which is the same as before.
+async fn follow_the_configuration(stage: &Stage, companion: &Run) -> anyhow::Result<()> {
+    stage.cluster.node(0).make_device("/dev/drayman-more-0", 1, 7)?;
+    let more = [
+        "--set=logging.verbosity=4",
+        "--set=deviceKinds[0].paths={/dev/drayman-test-*,/dev/drayman-more-*}",
+    ];
+    let kind = ["--set=deviceKinds[0].name=test"];
+    stage
+        .deploy(
+            "upgrade",
+            &chart("ci/one-kind-values.yaml"),
+            &[&more[..], &kind].concat(),
+        )
+        .await?;
+    // A pod that changes is looked at by kubelet at once, its volumes included; otherwise within a minute and a half.
+    let selector = format!("--selector={COMPANION}");
+    stage
+        .cluster
+        .kubectl(&[
+            "annotate",
+            "pods",
+            "--namespace=drayman",
+            &selector,
+            "example.com/look=now",
+        ])
+        .await?;
+    stage
+        .until("the new device is in the inventory", async || {
+            let devices = stage
+                .field(&["nodeinventory", "node-0.drayman.dev"], ".spec.devices[*].name")
+                .await?;
+            Ok(devices.contains("drayman-more-0"))
+        })
+        .await?;
+    assert_eq!(&stage.run_of("drayman", COMPANION).await?, companion);
+    Ok(())
+}
+
+/// What docs/node.md says of commands in the companion's pod, without a flag.
+async fn ask_in_the_companion_s_pod(stage: &Stage) -> anyhow::Result<()> {
+    let ask = async |words: &[&str]| {
+        let exec = [
+            "--namespace=drayman",
+            "exec",
+            "daemonset/drayman-node",
+            "--",
+            "/drayman",
+            "node",
+        ];
+        stage.cluster.kubectl(&[&exec[..], words].concat()).await
+    };
+    let holdings = ask(&["holdings"]).await?;
+    println!("{holdings}");
+    ensure!(
+        holdings.lines().count() == 2 && holdings.contains("basic") && holdings.contains("drayman-test-"),
+        "{holdings}"
+    );
+    // The devices of the node, by the companion's own file.
+    let found = ask(&["discover"]).await?;
+    println!("{found}");
+    let devices = found.lines().filter(|line| line.starts_with("test "));
+    assert_eq!(devices.count(), 3, "{found}");
+    let uid = holdings
+        .lines()
+        .last()
+        .and_then(|line| line.split_whitespace().next());
+    let refused = ask(&["release", uid.unwrap_or_default()])
+        .await
+        .expect_err("kubelet lists the claim")
+        .to_string();
+    ensure!(refused.contains("kubelet"), "{refused}");
+    Ok(())
+}
+
+/// Of a release that serves pods the doctor finds no problem, and that both accounts may do what they need.
+async fn ask_the_doctor(stage: &Stage) -> anyhow::Result<()> {
+    let said = stage.doctor().await?;
+    for account in ["drayman-controller", "drayman-node"] {
+        let fine = format!("system:serviceaccount:drayman:{account} may do what the");
+        ensure!(said.contains(&fine), "{account}: {said}");
+    }
+    Ok(())
+}
+
+/// Reads metrics and probes of both programs, as a neighbour in the cluster does.
+async fn look_from_outside(stage: &Stage) -> anyhow::Result<()> {
+    for (labels, lines) in [
+        (
+            CONTROLLER,
+            [
+                "leader_election_master_status{name=\"drayman.dev\"} 1",
+                "component=\"controller\"",
+                "rest_client_requests_total{code=\"200\",method=\"PATCH\"}",
+            ],
+        ),
+        (
+            COMPANION,
+            [
+                "drayman_node_ready 1",
+                "component=\"node\"",
+                "rest_client_requests_total{code=\"200\",method=\"PATCH\"}",
+            ],
+        ),
+    ] {
+        let selector = format!("--selector={labels}");
+        let address = stage
+            .field(
+                &["pods", "--namespace=drayman", &selector],
+                ".items[0].status.podIP",
+            )
+            .await?;
+        let ask = async |port: u16, path: &str| {
+            let url = format!("http://{address}:{port}{path}");
+            stage
+                .cluster
+                .kubectl(&["exec", "basic", "--", "wget", "-qO-", &url])
+                .await
+        };
+        let metrics = ask(8080, "/metrics").await?;
+        for line in lines {
+            ensure!(metrics.contains(line), "{line} is not in {metrics}");
+        }
+        for path in ["/livez", "/readyz", "/healthz"] {
+            assert_eq!(ask(8081, path).await?, "ok", "{path} of {labels}");
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_release_that_was_removed_too_early_is_installed_again_and_all_of_it_ends() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let values = chart("ci/one-kind-values.yaml");
+    stage.deploy("install", &values, &[]).await?;
+    stage.apply(&template("test", "test")).await?;
+    stage.apply(&pod("left", &["test"])).await?;
+    stage.running("left").await?;
+    let devices = stage.devices("left").await?;
+
+    // Helm is told no, with the claim and the pod, and has deleted nothing.
+    let uninstall = ["uninstall", "drayman", "--namespace", "drayman", "--wait"];
+    let refusal = stage
+        .helm(&uninstall)
+        .await
+        .expect_err("a claim is in use")
+        .to_string();
+    ensure!(refusal.contains("job drayman-uninstall failed"), "{refusal}");
+    let log = ["logs", "job/drayman-uninstall", "--namespace=drayman"];
+    let said = stage.cluster.kubectl(&log).await?;
+    println!("{said}");
+    ensure!(
+        said.contains("default/left-test") && said.contains("allocated, used by pod left"),
+        "{said}"
+    );
+    ensure!(
+        said.contains("Driver drayman.dev must not go before these claims"),
+        "{said}"
+    );
+    // Helm calls the release "uninstalling" from then on. Who wants to keep it rolls back to what is there.
+    let companion = stage.run_of("drayman", COMPANION).await?;
+    stage
+        .helm(&["rollback", "drayman", "1", "--namespace", "drayman"])
+        .await?;
+    let status = stage
+        .helm(&["status", "drayman", "--namespace", "drayman"])
+        .await?;
+    ensure!(status.contains("STATUS: deployed"), "{status}");
+    assert_eq!(stage.run_of("drayman", COMPANION).await?, companion);
+
+    // Who insists can.
+    stage.helm(&[&uninstall[..], &["--no-hooks"]].concat()).await?;
+    // The pod runs on with its device. It only cannot end.
+    assert_eq!(stage.devices("left").await?, devices);
+    stage
+        .cluster
+        .kubectl(&["delete", "pod", "left", "--wait=false"])
+        .await?;
+    stage
+        .until("kubelet says why the pod does not end", async || {
+            let said = "plugin name drayman.dev not found in the list of registered DRA plugins";
+            let log = stage.cluster.log("node-0-kubelet")?;
+            Ok(log
+                .lines()
+                .any(|line| line.contains(said) && line.contains("default/left")))
+        })
+        .await?;
+    let finalizers = stage
+        .field(&["resourceclaims"], ".items[0].metadata.finalizers")
+        .await?;
+    ensure!(
+        finalizers.contains("drayman.dev/deletion-protection"),
+        "{finalizers}"
+    );
+
+    // The way out: what is missing is put back.
+    stage.deploy("install", &values, &[]).await?;
+    stage
+        .until("the pod has ended", async || {
+            Ok(stage
+                .cluster
+                .kubectl(&["get", "pods", "--output=name"])
+                .await?
+                .is_empty())
+        })
+        .await?;
+    stage
+        .until("its claim is gone", async || Ok(claims(&stage).await?.is_empty()))
+        .await?;
+    ensure!(
+        files(&stage, 0)?.iter().all(|file| !file.contains("claim_")),
+        "{:?}",
+        files(&stage, 0)?
+    );
+    // And its device is free: three pods find three devices.
+    for name in ["a", "b", "c"] {
+        stage.apply(&pod(name, &["test"])).await?;
+    }
+    let mut seen = BTreeSet::new();
+    for name in ["a", "b", "c"] {
+        stage.running(name).await?;
+        seen.extend(stage.devices(name).await?.into_values());
+    }
+    assert_eq!(seen.len(), 3);
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_drained_node_gives_its_devices_back_and_serves_again_afterwards() -> anyhow::Result<()> {
+    let stage = Stage::start(2).await?;
+    // Three controllers on two nodes, and one of them at a time may be away.
+    let ha = chart("values-ha.yaml");
+    let more = ["--values", ha.to_str().unwrap_or_default()];
+    stage
+        .deploy("install", &chart("ci/one-kind-values.yaml"), &more)
+        .await?;
+    for node in ["node-0", "node-1"] {
+        stage.ready(&format!("{node}.drayman.dev")).await?;
+    }
+    stage.apply(&template("test", "test")).await?;
+    let deployment = json!({
+        "apiVersion": "apps/v1", "kind": "Deployment", "metadata": { "name": "app", "namespace": "default" },
+        "spec": { "replicas": 1, "selector": { "matchLabels": { "app": "app" } }, "template": {
+            "metadata": { "labels": { "app": "app" } }, "spec": pod("app", &["test"])["spec"] } },
+    });
+    stage.apply(&deployment).await?;
+    let wait = ["rollout", "status", "deployment/app", "--timeout=180s"];
+    stage.cluster.kubectl(&wait).await?;
+    let place = |stage: &Stage| {
+        let cluster = stage.cluster.client();
+        async move {
+            use k8s_openapi::api::core::v1::Pod;
+            use kube::api::{Api, ListParams};
+            let pods = Api::<Pod>::namespaced(cluster, "default")
+                .list(&ListParams::default().labels("app=app"))
+                .await?;
+            let living = pods.items.into_iter().find(|pod| {
+                pod.metadata.deletion_timestamp.is_none()
+                    && pod.status.as_ref().and_then(|status| status.phase.as_deref()) == Some("Running")
+            });
+            anyhow::Ok(living.and_then(|pod| Some((pod.metadata.name?, pod.spec?.node_name?))))
+        }
+    };
+    let (_, drained) = place(&stage).await?.unwrap_or_default();
+    ensure!(!drained.is_empty());
+
+    let drain = [
+        "drain",
+        &drained,
+        "--ignore-daemonsets",
+        "--delete-emptydir-data",
+        "--timeout=180s",
+    ];
+    println!("{}", stage.cluster.kubectl(&drain).await?);
+    stage
+        .until("the pod runs on the other node", async || {
+            Ok(place(&stage).await?.is_some_and(|(_, node)| node != drained))
+        })
+        .await?;
+    let (name, _) = place(&stage).await?.unwrap_or_default();
+    stage.running(&name).await?;
+    assert_eq!(stage.devices(&name).await?.len(), 1);
+    stage
+        .until("one claim is left, that of the new pod", async || {
+            Ok(claims(&stage).await?.lines().count() == 1)
+        })
+        .await?;
+    // The companion stayed: it had to take back what pods on the node held.
+    stage.ready(&format!("{drained}.drayman.dev")).await?;
+    let number = usize::from(drained == "node-1");
+    ensure!(files(&stage, number)?.iter().all(|file| !file.contains("claim_")));
+
+    stage.cluster.kubectl(&["uncordon", &drained]).await?;
+    let mut pinned = pod("pinned", &["test"]);
+    pinned["spec"]["nodeSelector"] = json!({ "kubernetes.io/hostname": drained });
+    stage.apply(&pinned).await?;
+    stage.running("pinned").await?;
+    assert_eq!(stage.devices("pinned").await?.len(), 1);
+    stage.rolled_out("drayman", "drayman").await?;
+    stage.cluster.stop().await
+}

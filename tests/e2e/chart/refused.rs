@@ -1,0 +1,425 @@
+//! Combinations that cannot work are refused with one sentence that says the way out.
+
+use crate::chart::helm::{chart, helm, refusal, template};
+use crate::harness;
+
+const KIND: [&str; 2] = [
+    "--set=deviceKinds[0].name=a",
+    "--set=deviceKinds[0].paths[0]=/dev/a",
+];
+
+/// One byte more than what a socket's path can have, with the default driver name, and in a directory of device plugins.
+const LONG_ROOT: &str =
+    "--set=node.kubeletRoot=/aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
+const LONG_DIRECTORY: &str = "--set=node.devicePluginDir=/aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
+
+#[test]
+#[expect(clippy::too_many_lines, reason = "one table")]
+fn a_combination_that_cannot_work_is_refused_with_one_sentence() {
+    let with_kind = |more: &[&'static str]| [&KIND[..], more].concat();
+    let cases: Vec<(Vec<&str>, &str, &str)> = vec![
+        (
+            vec!["--set=controller.enabled=false", "--set=node.enabled=false"],
+            "nothing to install",
+            "enable one",
+        ),
+        (
+            vec!["--namespace", "default"],
+            "The namespace default",
+            "allowDefaultNamespace=true",
+        ),
+        (
+            vec![
+                "--set=controller.replicas=2",
+                "--set=controller.leaderElection.enabled=false",
+            ],
+            "controller.replicas is 2 without controller.leaderElection.enabled",
+            "controller.replicas=1",
+        ),
+        (
+            with_kind(&[
+                "--set=controller.enabled=false",
+                "--set=classes[0].name=a",
+                "--set=classes[0].kind=a",
+            ]),
+            "nobody would allocate their claims",
+            "enable the controller",
+        ),
+        (
+            with_kind(&["--set=controller.enabled=false"]),
+            "The kind a has the mode claims, but controller.enabled is false",
+            "enable the controller",
+        ),
+        (
+            vec![
+                "--set=controller.enabled=false",
+                "--set-json=deviceKinds=[{\"name\":\"a\",\"mode\":\"extended-resource\",\"resourceName\":\"example.com/x\",\"paths\":[\"/dev/a\"]},{\"name\":\"b\",\"mode\":\"both\",\"resourceName\":\"example.com/y\",\"paths\":[\"/dev/b\"]}]",
+            ],
+            "The kind b has the mode both",
+            "give the kind mode=extended-resource",
+        ),
+        (
+            vec!["--set=controller.enabled=false", "--set=tests.className=a"],
+            "tests.className is set, but controller.enabled is false",
+            "remove tests.className",
+        ),
+        (
+            vec!["--set=node.serviceAccount.create=false"],
+            "node.serviceAccount.create is false and node.serviceAccount.name is empty",
+            "say whose rights",
+        ),
+        (
+            vec!["--set=controller.serviceAccount.create=false"],
+            "controller.serviceAccount.create is false",
+            "say whose rights",
+        ),
+        (
+            vec![
+                "--set=controller.serviceAccount.name=x",
+                "--set=node.serviceAccount.name=x",
+            ],
+            "would give every node the rights of the controller",
+            "give each its own",
+        ),
+        (
+            with_kind(&[
+                "--set=deviceKinds[1].name=a",
+                "--set=deviceKinds[1].paths[0]=/dev/b",
+            ]),
+            "two entries with the name a",
+            "give each kind its own name",
+        ),
+        (
+            vec![
+                "--set-json=deviceKinds=[{\"name\":\"a\",\"mode\":\"extended-resource\",\"resourceName\":\"example.com/x\",\"paths\":[\"/dev/a\"]},{\"name\":\"b\",\"mode\":\"extended-resource\",\"resourceName\":\"example.com/x\",\"paths\":[\"/dev/b\"]}]",
+            ],
+            "two entries with the resourceName example.com/x",
+            "put all paths of a resource into one kind",
+        ),
+        (
+            with_kind(&[
+                "--set=classes[0].name=c",
+                "--set=classes[0].kind=a",
+                "--set=classes[1].name=c",
+                "--set=classes[1].kind=a",
+            ]),
+            "classes has two entries with the name c",
+            "give each class its own name",
+        ),
+        (
+            with_kind(&["--set=classes[0].name=c", "--set=classes[0].kind=b"]),
+            "The class c is of kind b, which deviceKinds does not describe",
+            "add the kind",
+        ),
+        (
+            vec![
+                "--set-json=deviceKinds=[{\"name\":\"a\",\"mode\":\"extended-resource\",\"resourceName\":\"example.com/x\",\"paths\":[\"/dev/a\"]}]",
+                "--set=classes[0].name=c",
+                "--set=classes[0].kind=a",
+            ],
+            "whose mode is extended-resource",
+            "set the kind's mode to claims",
+        ),
+        (
+            vec![
+                "--set=monitoring.serviceMonitor.enabled=true",
+                "--set=monitoring.service=false",
+            ],
+            "it finds the pods by their Service",
+            "enable the Service",
+        ),
+        (
+            vec![
+                "--set=monitoring.prometheusRule.enabled=true",
+                "--set=monitoring.service=false",
+            ],
+            "an alert knows a companion that is away by its Service",
+            "enable the Service",
+        ),
+        (
+            vec![
+                "--set=monitoring.serviceMonitor.enabled=true",
+                "--set=controller.metricsPort=0",
+                "--set=node.metricsPort=0",
+            ],
+            "no component has a metricsPort",
+            "give it one",
+        ),
+        (
+            vec!["--set=controller.driverCallTimeout=99ms"],
+            "controller.driverCallTimeout is 99ms",
+            "from 100ms to 10m",
+        ),
+        (
+            vec!["--set=controller.leaderElection.leaseDuration=10m1ms"],
+            "controller.leaderElection.leaseDuration is 10m1ms",
+            "from 100ms to 10m",
+        ),
+        (
+            vec!["--set=controller.leaderElection.leaseDuration=14999ms"],
+            "leaseDuration (14999ms) is less than renewDeadline (10s) and 5s",
+            "set a longer leaseDuration",
+        ),
+        (
+            vec!["--set=controller.leaderElection.retryPeriod=10s"],
+            "retryPeriod (10s) is not less than renewDeadline (10s)",
+            "set a shorter retryPeriod",
+        ),
+        (
+            with_kind(&["--set=node.enabled=false"]),
+            "deviceKinds are set, but node.enabled is false",
+            "enable the node companion",
+        ),
+        (
+            vec!["--set=node.enabled=false", "--set=admissionPolicy.enabled=always"],
+            "admissionPolicy.enabled is always, but node.enabled is false",
+            "set it to auto",
+        ),
+        (
+            vec!["--set=node.env[0].name=DRAYMAN_CONFIG"],
+            "node.env has DRAYMAN_CONFIG, which the chart sets from deviceKinds",
+            "remove it",
+        ),
+        (
+            vec!["--set=controller.env[0].name=DRAYMAN_ORPHAN_GRACE_PERIOD"],
+            "which the controller does not read",
+            "correct it",
+        ),
+        (
+            vec![LONG_ROOT],
+            "would have 108 bytes, and a socket's path has at most 107",
+            "set a shorter driverName",
+        ),
+        (
+            vec![
+                LONG_DIRECTORY,
+                "--set-json=deviceKinds=[{\"name\":\"a\",\"mode\":\"both\",\"resourceName\":\"example.com/x\",\"paths\":[\"/dev/a\"]}]",
+            ],
+            "would have 108 bytes below node.devicePluginDir",
+            "set a shorter node.devicePluginDir",
+        ),
+        (
+            vec![
+                "--set=monitoring.prometheusRule.enabled=true",
+                "--set=controller.metricsPort=0",
+            ],
+            "controller.metricsPort is 0",
+            "give it a port",
+        ),
+        (
+            vec!["--set=node.metricsPort=8081"],
+            "node.metricsPort and node.healthPort are the same",
+            "give each its own",
+        ),
+        (
+            with_kind(&["--set=deviceKinds[0].health.open=read"]),
+            "a companion without privileges cannot open devices",
+            "set node.privileged=true",
+        ),
+        (
+            vec![
+                "--set=deviceKinds[0].preset=kvm",
+                "--set=deviceKinds[1].name=kvm",
+                "--set=deviceKinds[1].paths[0]=/dev/b",
+            ],
+            "two entries with the name kvm",
+            "give each kind its own name",
+        ),
+        (
+            vec!["--set=admissionPolicy.enabled=always", "--kube-version", "1.29.9"],
+            "Kubernetes v1.29.9 lacks ValidatingAdmissionPolicy",
+            "set it to auto",
+        ),
+    ];
+    for (arguments, cause, way_out) in cases {
+        let said = refusal(None, &arguments);
+        let sentence = said
+            .split_once("validation.yaml:")
+            .unwrap_or_else(|| panic!("{arguments:?} is refused by something else: {said}"))
+            .1
+            // Helm's own advice follows.
+            .split("
+
+Use --debug")
+            .next()
+            .unwrap_or_default();
+        assert!(
+            sentence.contains(cause) && sentence.contains(way_out),
+            "{arguments:?}: {said}"
+        );
+        assert_eq!(sentence.trim_end().lines().count(), 1, "one sentence: {said}");
+        assert!(sentence.trim_end().ends_with('.'), "{said}");
+    }
+}
+
+/// A Service's name is more than the name of a release may be.
+#[test]
+fn a_release_after_whom_no_service_can_be_called_is_refused() {
+    for (release, ours) in [("3com", "3com-drayman"), ("a.b", "a.b-drayman")] {
+        let home = tempfile::tempdir().expect("a directory");
+        let render = |more: &[&str]| {
+            let output = helm(home.path())
+                .args(["template", release])
+                .arg(chart(""))
+                .args(["--namespace=drayman", "--kube-version", harness::VERSION])
+                .args(more)
+                .output()
+                .expect("Helm runs");
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            (output.status.success(), said)
+        };
+        let (taken, said) = render(&[]);
+        assert!(!taken, "{release}");
+        assert!(
+            said.contains(&format!("The Services of the metrics would be called {ours}-"))
+                && said.contains("fullnameOverride"),
+            "{said}"
+        );
+        for way_out in [
+            "--set=fullnameOverride=three-com",
+            "--set=monitoring.service=false",
+            // No Service is left.
+            "--set=controller.metricsPort=0,node.metricsPort=0",
+            "--set=monitoring.service=false,fullnameOverride=3com",
+        ] {
+            let (taken, said) = render(&[way_out]);
+            assert!(taken, "{said}");
+        }
+    }
+}
+
+/// Kubernetes takes the keys of annotations in any case, and those of labels in lower case before the slash.
+#[test]
+fn an_annotation_may_have_capitals_where_a_label_may_not() {
+    let capital = "node.podAnnotations.Example\\.com/Name=x";
+    let output = template(None, &[&format!("--set={capital}")]);
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let said = refusal(
+        None,
+        &[&format!("--set={}", capital.replace("Annotations", "Labels"))],
+    );
+    assert!(said.contains("podLabels"), "{said}");
+}
+
+#[test]
+fn what_the_server_cannot_do_is_refused_if_it_is_demanded() {
+    // Helm without a cluster says that it has all API groups that Helm knows, so the version has to say it.
+    let output = template(None, &["--kube-version", "1.26.0"]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && said.contains("kubeVersion"), "{said}");
+    let fine = template(
+        Some(&chart("ci/one-kind-values.yaml")),
+        &["--kube-version", "1.30.4-gke.1348000"],
+    );
+    assert!(fine.status.success(), "{}", String::from_utf8_lossy(&fine.stderr));
+}
+
+/// What the chart takes of durations the program takes, and the other way round.
+#[test]
+fn the_chart_and_the_program_take_the_same_durations() {
+    use drayman::core::lease::LeaseSettings;
+    use std::process::Command;
+    use std::time::Duration;
+
+    let values = [
+        ["15s", "10s", "2s"],
+        ["15s", "10s", "10s"],
+        ["14s", "10s", "2s"],
+        ["14999ms", "9999ms", "9s999ms"],
+        ["10m", "9m55s", "9m54s999ms"],
+        ["10m", "9m55s1ms", "1s"],
+        ["601s", "10s", "2s"],
+        ["15s", "10s", "99ms"],
+        ["15s", "10s", "0s"],
+        ["1m30s", "1m", "100ms"],
+        ["30s1m", "10s", "2s"],
+        ["15", "10s", "2s"],
+        ["15S", "10s", "2s"],
+        ["007s", "1s", "500ms"],
+        ["", "10s", "2s"],
+    ];
+    for [lease, renew, retry] in values {
+        let set =
+            |field: &str, value: &str| format!("--set-string=controller.leaderElection.{field}={value}");
+        let arguments = [
+            set("leaseDuration", lease),
+            set("renewDeadline", renew),
+            set("retryPeriod", retry),
+        ];
+        let chart = template(None, &arguments.each_ref().map(String::as_str));
+        let output = Command::new(env!("CARGO_BIN_EXE_drayman"))
+            .args(["controller", "--leader-elect"])
+            .arg(format!("--leader-elect-lease-duration={lease}"))
+            .arg(format!("--leader-elect-renew-deadline={renew}"))
+            .arg(format!("--leader-elect-retry-period={retry}"))
+            .env_clear()
+            .output()
+            .expect("the program starts");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        // Flags come first; what they say together is looked at when there is an API server.
+        let parsed = said.contains("no API server");
+        let duration = |text: &str| {
+            let signed: Option<jiff::SignedDuration> = text.parse().ok();
+            signed
+                .and_then(|signed| Duration::try_from(signed).ok())
+                .unwrap_or_default()
+        };
+        let together = LeaseSettings {
+            identity: "x".into(),
+            ended: std::collections::BTreeSet::new(),
+            duration: duration(lease),
+            renew_deadline: duration(renew),
+            retry_period: duration(retry),
+            request_timeout: Duration::from_secs(5),
+        };
+        // "007s" is a duration to the program, and to YAML and people hardly one.
+        if lease == "007s" {
+            assert!(parsed && !chart.status.success());
+            continue;
+        }
+        assert_eq!(
+            chart.status.success(),
+            parsed && together.check().is_ok(),
+            "{lease} {renew} {retry}: {said} {}",
+            String::from_utf8_lossy(&chart.stderr)
+        );
+    }
+}
+
+/// Each variable that a program reads is either set by the chart, and then refused in `env`, or of use there.
+#[test]
+fn a_variable_of_the_program_is_refused_exactly_if_the_chart_sets_it() {
+    let free = [
+        "DRAYMAN_KUBECONFIG",
+        "DRAYMAN_ORPHAN_GRACE_PERIOD",
+        "DRAYMAN_DEVICE_PLUGIN_REGISTRATION",
+        "DRAYMAN_SYSFS_ROOT",
+    ];
+    let program = drayman::cli::command();
+    for component in ["controller", "node"] {
+        let command = program.find_subcommand(component).expect("the command");
+        let variables = command
+            .get_arguments()
+            .filter_map(|flag| flag.get_env()?.to_str());
+        let variables: Vec<&str> = variables.collect();
+        assert!(variables.len() > 8, "{variables:?}");
+        for variable in variables {
+            let set = format!("--set={component}.env[0].name={variable}");
+            let output = template(None, &[&set]);
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(
+                output.status.success(),
+                free.contains(&variable),
+                "{variable}: {said}"
+            );
+            assert!(
+                output.status.success() || said.contains("which the chart sets from"),
+                "{said}"
+            );
+        }
+    }
+}

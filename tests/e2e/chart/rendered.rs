@@ -1,0 +1,429 @@
+//! What is rendered: names, labels, parts that are switched on and off, definitions, alerts and the dashboard.
+
+use std::collections::BTreeSet;
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+use crate::chart::helm::{arguments, chart, object, objects, one_kind, pod_spec, render, text, variants};
+
+#[test]
+fn selectors_stay_the_same_from_release_to_release() {
+    for variant in variants() {
+        for owner in render(Some(&variant), &[]) {
+            if !["Deployment", "DaemonSet"].contains(&owner["kind"].as_str().unwrap_or_default()) {
+                continue;
+            }
+            let selector = &owner["spec"]["selector"]["matchLabels"];
+            let Some(selector) = selector.as_object() else {
+                continue;
+            };
+            let keys: Vec<_> = selector.keys().map(String::as_str).collect();
+            assert_eq!(
+                keys,
+                [
+                    "app.kubernetes.io/component",
+                    "app.kubernetes.io/instance",
+                    "app.kubernetes.io/name"
+                ],
+                "{} of {variant:?}",
+                owner["kind"]
+            );
+            if let Some(labels) = owner["spec"]["template"]["metadata"]["labels"].as_object() {
+                for (key, value) in selector {
+                    assert_eq!(labels.get(key), Some(value));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_object_says_to_which_release_it_belongs_and_is_in_its_namespace() {
+    const CLUSTER_WIDE: [&str; 6] = [
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "DeviceClassParameters",
+        "ResourceClass",
+        "ValidatingAdmissionPolicy",
+        "ValidatingAdmissionPolicyBinding",
+    ];
+    for variant in variants() {
+        for object in render(Some(&variant), &[]) {
+            let what = format!("{} {} of {variant:?}", object["kind"], object["metadata"]["name"]);
+            let labels = &object["metadata"]["labels"];
+            assert_eq!(labels["app.kubernetes.io/instance"], "drayman", "{what}");
+            assert_eq!(labels["app.kubernetes.io/managed-by"], "Helm", "{what}");
+            let kind = object["kind"].as_str().expect("a kind");
+            let namespace = object["metadata"]["namespace"].as_str();
+            // Events of Nodes are in the namespace default, and so is the right to write them.
+            let of_events = matches!(kind, "Role" | "RoleBinding")
+                && object["metadata"]["name"]
+                    .as_str()
+                    .is_some_and(|name| name.contains("-node."));
+            let expected = if of_events { "default" } else { "drayman" };
+            let expected = (!CLUSTER_WIDE.contains(&kind)).then_some(expected);
+            assert_eq!(namespace, expected, "{what}");
+        }
+    }
+}
+
+#[test]
+fn releases_of_one_name_in_two_namespaces_have_no_object_in_common() {
+    let names = |namespace: &str| -> BTreeSet<String> {
+        render(None, &["--namespace", namespace])
+            .iter()
+            .filter(|object| {
+                let namespace = &object["metadata"]["namespace"];
+                namespace.is_null() || namespace == "default"
+            })
+            .map(|object| format!("{} {}", object["kind"], object["metadata"]["name"]))
+            .collect()
+    };
+    let (one, other) = (names("one"), names("other"));
+    assert!(one.len() > 5 && one.is_disjoint(&other), "{one:?} {other:?}");
+}
+
+#[test]
+fn without_a_lease_no_second_controller_is_started_during_an_update() {
+    let strategy = |elects: &str| {
+        let rendered = render(
+            None,
+            &[&format!("--set=controller.leaderElection.enabled={elects}")],
+        );
+        let roles = rendered
+            .iter()
+            .filter(|object| object["kind"] == "Role" && object["metadata"]["namespace"] == "drayman")
+            .count();
+        let controller = object(&rendered, "Deployment", "drayman-controller");
+        let elects = arguments(pod_spec(controller).expect("pods")).contains(&"--leader-elect".to_owned());
+        (controller["spec"]["strategy"]["type"].clone(), elects, roles)
+    };
+    assert_eq!(strategy("true"), (json!("RollingUpdate"), true, 1));
+    assert_eq!(strategy("false"), (json!("Recreate"), false, 0));
+}
+
+#[test]
+fn the_definitions_that_helm_installs_are_those_of_the_program() {
+    let installed: Vec<Value> = render(None, &["--include-crds"])
+        .into_iter()
+        .filter(|object| object["kind"] == "CustomResourceDefinition")
+        .collect();
+    let printed = Command::new(env!("CARGO_BIN_EXE_drayman"))
+        .arg("crds")
+        .output()
+        .expect("the program starts");
+    let mut printed = objects(&String::from_utf8(printed.stdout).expect("UTF-8"));
+    printed.sort_by_key(|definition| definition["metadata"]["name"].to_string());
+    assert_eq!(installed, printed);
+    let names: BTreeSet<&str> = printed
+        .iter()
+        .filter_map(|definition| definition["metadata"]["name"].as_str())
+        .collect();
+    // The Job that brings them up to date may touch these and no other.
+    let rendered = one_kind();
+    let role = object(&rendered, "ClusterRole", "drayman-crds.drayman");
+    let rules = role["rules"].as_array().expect("rules");
+    assert_eq!(rules.len(), 1);
+    let allowed: BTreeSet<&str> = rules[0]["resourceNames"]
+        .as_array()
+        .expect("names")
+        .iter()
+        .filter_map(Value::as_str)
+        .collect();
+    assert_eq!(allowed, names);
+}
+
+#[test]
+fn alerts_ask_for_series_in_the_namespace_of_the_release_and_of_what_is_installed() {
+    let alerts = |rendered: &[Value], name: &str| -> Vec<String> {
+        let rules = object(rendered, "PrometheusRule", name);
+        let rules = rules["spec"]["groups"][0]["rules"].as_array().expect("rules");
+        for rule in rules {
+            let expression = rule["expr"].as_str().expect("an expression");
+            let asked = expression.matches('{').count();
+            let ours = expression.matches("namespace=\"drayman\"").count();
+            assert!(asked > 0 && asked == ours, "{expression}");
+        }
+        let names = rules.iter().map(|rule| rule["alert"].as_str().expect("a name"));
+        names.map(str::to_owned).collect()
+    };
+    let everything = render(Some(&chart("ci/everything-values.yaml")), &[]);
+    assert_eq!(alerts(&everything, "devices").len(), 9);
+    let without = |part: &str| {
+        let rendered = render(None, &["--set=monitoring.prometheusRule.enabled=true", part]);
+        alerts(&rendered, "drayman")
+    };
+    let of_node = without("--set=controller.enabled=false");
+    let of_controller = without("--set=node.enabled=false");
+    assert!(
+        !of_node.contains(&"DraymanWithoutLeader".to_owned()),
+        "{of_node:?}"
+    );
+    assert!(
+        !of_controller
+            .iter()
+            .any(|alert| alert.contains("Companion") || alert == "DraymanDeviceUnhealthy"),
+        "{of_controller:?}"
+    );
+}
+
+/// Label selectors that select nothing are refused by nobody.
+#[test]
+fn what_selects_pods_selects_those_of_its_component() {
+    for variant in variants() {
+        let rendered = render(Some(&variant), &[]);
+        let labels = |owner: &Value| -> Value { owner["spec"]["selector"]["matchLabels"].clone() };
+        for owner in &rendered {
+            let component = &owner["metadata"]["labels"]["app.kubernetes.io/component"];
+            let of_component = || {
+                let mut owners = rendered.iter().filter(|owner| {
+                    ["Deployment", "DaemonSet"].contains(&owner["kind"].as_str().unwrap_or_default())
+                        && owner["metadata"]["labels"]["app.kubernetes.io/component"] == *component
+                });
+                labels(owners.next().expect("what makes the pods"))
+            };
+            match owner["kind"].as_str() {
+                Some("PodDisruptionBudget") => assert_eq!(labels(owner), of_component(), "{variant:?}"),
+                Some("NetworkPolicy") if !owner["metadata"]["annotations"].is_null() => {
+                    let jobs: Vec<&Value> = rendered
+                        .iter()
+                        .filter(|job| {
+                            job["kind"] == "Job" && job["metadata"]["name"] == owner["metadata"]["name"]
+                        })
+                        .collect();
+                    assert_eq!(jobs.len(), 1, "{variant:?}: {}", owner["metadata"]["name"]);
+                    let selected = owner["spec"]["podSelector"]["matchLabels"].as_object();
+                    for (key, value) in selected.expect("labels") {
+                        assert_eq!(
+                            &jobs[0]["spec"]["template"]["metadata"]["labels"][key], value,
+                            "{variant:?}"
+                        );
+                    }
+                    let hook = |object: &Value| object["metadata"]["annotations"]["helm.sh/hook"].clone();
+                    assert_eq!(hook(owner), hook(jobs[0]), "it is there when the pod is");
+                }
+                Some("NetworkPolicy") => {
+                    assert_eq!(
+                        owner["spec"]["podSelector"]["matchLabels"],
+                        of_component(),
+                        "{variant:?}"
+                    );
+                }
+                Some("Service") => assert_eq!(owner["spec"]["selector"], of_component(), "{variant:?}"),
+                _ => {}
+            }
+        }
+    }
+    let rendered = render(Some(&chart("values-ha.yaml")), &[]);
+    object(&rendered, "PodDisruptionBudget", "drayman-controller");
+    object(&rendered, "NetworkPolicy", "drayman-controller");
+    object(&rendered, "NetworkPolicy", "drayman-node");
+    let controller = object(&rendered, "Deployment", "drayman-controller");
+    let spread = pod_spec(controller).expect("pods")["topologySpreadConstraints"]
+        .as_array()
+        .expect("constraints");
+    assert_eq!(spread.len(), 2);
+    for constraint in spread {
+        assert_eq!(
+            constraint["labelSelector"]["matchLabels"], controller["spec"]["selector"]["matchLabels"],
+            "{constraint}"
+        );
+    }
+    // One that an operator gave stays as it is.
+    let rendered = render(Some(&chart("ci/everything-values.yaml")), &[]);
+    let controller = object(&rendered, "Deployment", "devices-controller");
+    let spread = &pod_spec(controller).expect("pods")["topologySpreadConstraints"];
+    assert_eq!(spread[0]["labelSelector"]["matchLabels"], json!({ "a": "b" }));
+}
+
+#[test]
+fn policies_are_there_by_default_and_leave_egress_open() {
+    let rendered = render(None, &[]);
+    for name in [
+        "drayman-controller",
+        "drayman-node",
+        "drayman-crds",
+        "drayman-uninstall",
+    ] {
+        let policy = &object(&rendered, "NetworkPolicy", name)["spec"];
+        assert_eq!(policy["policyTypes"], json!(["Ingress"]), "{name}");
+        assert!(policy["egress"].is_null(), "{name}");
+    }
+    let from = |more: &[&str]| {
+        let rendered = render(None, more);
+        object(&rendered, "NetworkPolicy", "drayman-node")["spec"]["ingress"][0]["from"].clone()
+    };
+    assert_eq!(
+        from(&[]),
+        json!([{ "namespaceSelector": {} }]),
+        "every pod of the cluster"
+    );
+    assert_eq!(
+        from(&["--set-json=networkPolicy.metricsFrom=[]"]),
+        Value::Null,
+        "everyone"
+    );
+    let rendered = render(None, &["--set=networkPolicy.enabled=false"]);
+    assert!(rendered.iter().all(|object| object["kind"] != "NetworkPolicy"));
+}
+
+#[test]
+fn a_network_policy_lets_in_what_reads_metrics_and_out_what_goes_to_the_api_server_and_dns() {
+    const PORTS: &str = "--set-json=networkPolicy.apiServerPorts=[443,6443]";
+    let ports = |rules: &Value| -> Vec<Value> {
+        let rules = rules.as_array().expect("rules").iter();
+        rules
+            .flat_map(|rule| rule["ports"].as_array().expect("ports").clone())
+            .collect()
+    };
+    for more in [
+        &[PORTS][..],
+        &[
+            PORTS,
+            "--set=controller.metricsPort=9090",
+            "--set=node.metricsPort=9191",
+        ],
+    ] {
+        let rendered = render(Some(&chart("values-ha.yaml")), more);
+        for (kind, name) in [
+            ("Deployment", "drayman-controller"),
+            ("DaemonSet", "drayman-node"),
+        ] {
+            let policy = &object(&rendered, "NetworkPolicy", name)["spec"];
+            assert_eq!(policy["policyTypes"], json!(["Ingress", "Egress"]));
+            let spec = pod_spec(object(&rendered, kind, name)).expect("pods");
+            let served = spec["containers"][0]["ports"].as_array().expect("ports");
+            let metrics = served.iter().find(|port| port["name"] == "metrics");
+            let metrics = &metrics.expect("a port of metrics")["containerPort"];
+            assert_eq!(
+                ports(&policy["ingress"]),
+                [json!({ "port": metrics, "protocol": "TCP" })]
+            );
+            assert_eq!(
+                ports(&policy["egress"]),
+                [
+                    json!({ "port": 443, "protocol": "TCP" }),
+                    json!({ "port": 6443, "protocol": "TCP" }),
+                    json!({ "port": 53, "protocol": "UDP" }),
+                    json!({ "port": 53, "protocol": "TCP" }),
+                ]
+            );
+        }
+    }
+    let none = render(
+        Some(&chart("values-ha.yaml")),
+        &[
+            PORTS,
+            "--set=controller.metricsPort=0",
+            "--set=node.metricsPort=0",
+        ],
+    );
+    for name in [
+        "drayman-controller",
+        "drayman-node",
+        "drayman-crds",
+        "drayman-uninstall",
+    ] {
+        let policy = &object(&none, "NetworkPolicy", name)["spec"];
+        assert_eq!(policy["ingress"], json!([]), "nothing comes in");
+        assert_eq!(ports(&policy["egress"]).len(), 4, "{name}");
+    }
+}
+
+#[test]
+fn the_operator_of_prometheus_finds_both_services_and_their_port_and_says_on_which_node_a_pod_is() {
+    for (values, name) in [
+        ("values-ha.yaml", "drayman"),
+        ("ci/everything-values.yaml", "devices"),
+    ] {
+        let rendered = render(
+            Some(&chart(values)),
+            &["--set=monitoring.serviceMonitor.enabled=true"],
+        );
+        let monitor = &object(&rendered, "ServiceMonitor", name)["spec"];
+        let wanted = monitor["selector"]["matchLabels"].as_object().expect("labels");
+        assert!(!wanted.is_empty());
+        let endpoint = &monitor["endpoints"][0];
+        for component in ["controller", "node"] {
+            let service = object(&rendered, "Service", &format!("{name}-{component}-metrics"));
+            for (key, value) in wanted {
+                assert_eq!(&service["metadata"]["labels"][key], value, "{component}");
+            }
+            let port = &service["spec"]["ports"][0];
+            assert_eq!(port["name"], endpoint["port"]);
+            let (kind, owner) = match component {
+                "node" => ("DaemonSet", format!("{name}-node")),
+                _ => ("Deployment", format!("{name}-controller")),
+            };
+            let spec = pod_spec(object(&rendered, kind, &owner)).expect("pods");
+            let ports = spec["containers"][0]["ports"].as_array().expect("ports");
+            let target = ports.iter().find(|at| at["name"] == port["targetPort"]);
+            assert_eq!(target.expect("the port")["containerPort"], port["port"]);
+        }
+        assert_eq!(
+            endpoint["relabelings"],
+            json!([{ "sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node" }])
+        );
+    }
+}
+
+#[test]
+fn the_dashboard_is_shipped_as_it_is_where_grafana_looks_for_it() {
+    let none = render(None, &[]);
+    assert!(
+        none.iter()
+            .all(|object| object["metadata"]["name"] != "drayman-dashboard")
+    );
+    let rendered = render(None, &["--set=monitoring.dashboard.enabled=true"]);
+    let shipped = object(&rendered, "ConfigMap", "drayman-dashboard");
+    assert_eq!(shipped["metadata"]["labels"]["grafana_dashboard"], "1");
+    let parsed = |text: &str| serde_json::from_str::<Value>(text).expect("JSON");
+    let ours = std::fs::read_to_string(chart("dashboards/drayman.json")).expect("the file");
+    let ours = parsed(&ours);
+    assert_eq!(
+        parsed(shipped["data"]["drayman.json"].as_str().expect("a text")),
+        ours
+    );
+    // What Grafana refuses, or shows wrongly without a word.
+    let panels = ours["panels"].as_array().expect("panels");
+    let ids: BTreeSet<u64> = panels.iter().filter_map(|panel| panel["id"].as_u64()).collect();
+    assert_eq!(ids.len(), panels.len(), "each panel has a number of its own");
+    for panel in panels {
+        let place = &panel["gridPos"];
+        let right = place["x"].as_u64().expect("x") + place["w"].as_u64().expect("w");
+        assert!(right <= 24, "{} is wider than the page", panel["title"]);
+        let explained =
+            panel["type"] == "row" || panel["description"].as_str().is_some_and(|text| !text.is_empty());
+        assert!(explained, "{} has no description", panel["title"]);
+    }
+}
+
+#[test]
+fn the_chart_has_the_version_of_the_program() {
+    let about: Value = crate::chart::helm::yaml(&chart("Chart.yaml"));
+    assert_eq!(about["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(about["appVersion"], env!("CARGO_PKG_VERSION"));
+}
+
+#[test]
+fn a_part_that_is_switched_off_leaves_nothing_of_it() {
+    let node = text(None, &["--set=node.enabled=false"]);
+    assert!(!node.contains("component: node") && node.contains("component: controller"));
+    let controller = text(Some(&chart("ci/extended-resources-values.yaml")), &[]);
+    assert!(controller.contains("component: node"));
+    assert!(!controller.contains("component: controller"));
+    assert!(!text(None, &["--set=crds.upgrade=false"]).contains("component: crds"));
+    assert!(text(None, &[]).contains("component: uninstall"));
+    assert!(!text(None, &["--set=uninstallCheck=false"]).contains("component: uninstall"));
+    assert!(
+        !controller.contains("component: uninstall"),
+        "there are no claims of it"
+    );
+    let without_roles = render(None, &["--set=rbac.create=false"]);
+    assert!(
+        without_roles
+            .iter()
+            .all(|object| !object["kind"].as_str().unwrap_or_default().contains("Role"))
+    );
+}

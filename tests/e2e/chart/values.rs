@@ -1,0 +1,413 @@
+//! values.yaml, its schema and its documentation say the same, and a wrong value is refused by its name.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::{Map, Value, json};
+
+use crate::chart::helm::{chart, refusal, yaml};
+
+pub(crate) fn schema() -> Value {
+    let text = std::fs::read_to_string(chart("values.schema.json")).expect("the schema");
+    serde_json::from_str(&text).expect("JSON")
+}
+
+/// The schema behind a reference.
+pub(crate) fn resolve<'a>(root: &'a Value, schema: &'a Value) -> &'a Value {
+    let reference = schema["allOf"][0]["$ref"]
+        .as_str()
+        .or_else(|| schema["$ref"].as_str());
+    reference.map_or(schema, |reference| {
+        let name = reference.trim_start_matches("#/definitions/");
+        let found = &root["definitions"][name];
+        assert!(found.is_object(), "{reference}");
+        found
+    })
+}
+
+/// Every value with its schema, by its path (`node/cdiRoot`).
+fn described(root: &Value) -> BTreeMap<String, Value> {
+    fn walk(root: &Value, schema: &Value, path: &str, found: &mut BTreeMap<String, Value>) {
+        let Some(properties) = schema["properties"].as_object() else {
+            return;
+        };
+        assert_eq!(
+            schema["additionalProperties"], false,
+            "{path} takes unknown values"
+        );
+        for (name, property) in properties {
+            let path = format!("{path}/{name}");
+            let description = property["description"].as_str().unwrap_or_default();
+            assert!(description.ends_with('.'), "{path} has no description");
+            found.insert(path.clone(), property.clone());
+            // What is below a type of Kubernetes' own is Kubernetes' to say.
+            if resolve(root, property)["$comment"].is_null() {
+                walk(root, resolve(root, property), &path, found);
+            }
+        }
+    }
+    let mut found = BTreeMap::new();
+    walk(root, root, "", &mut found);
+    found
+}
+
+/// Every value of a file by its path. Where the schema knows no names, the value counts as a whole.
+fn given(values: &Value, known: &BTreeMap<String, Value>) -> BTreeMap<String, Value> {
+    fn walk(
+        values: &Value,
+        path: &str,
+        known: &BTreeMap<String, Value>,
+        found: &mut BTreeMap<String, Value>,
+    ) {
+        let has_names = path.is_empty() || known.keys().any(|name| name.starts_with(&format!("{path}/")));
+        match values {
+            Value::Object(map) if has_names => {
+                for (name, value) in map {
+                    let path = format!("{path}/{name}");
+                    found.insert(path.clone(), value.clone());
+                    walk(value, &path, known, found);
+                }
+            }
+            _ => {}
+        }
+    }
+    let mut found = BTreeMap::new();
+    walk(values, "", known, &mut found);
+    found
+}
+
+#[test]
+fn every_value_has_a_default_a_schema_and_an_explanation() {
+    let root = schema();
+    let known = described(&root);
+    let mut given: BTreeSet<String> = given(&yaml(&chart("values.yaml")), &known).into_keys().collect();
+    // A container's limits name no CPU by default, and lists are empty: there is nothing below them.
+    given.extend(
+        known
+            .keys()
+            .filter(|path| path.starts_with("/node/seLinuxOptions/"))
+            .cloned(),
+    );
+    let known: BTreeSet<String> = known.into_keys().collect();
+    assert_eq!(
+        (
+            known.difference(&given).collect::<Vec<_>>(),
+            given.difference(&known).collect::<Vec<_>>()
+        ),
+        (vec![], vec![]),
+        "in the schema alone, in values.yaml alone"
+    );
+
+    // In values.yaml a comment stands before every value that is not only a group.
+    let text = std::fs::read_to_string(chart("values.yaml")).expect("values.yaml");
+    let mut comment = false;
+    for line in text.lines() {
+        let name = line.trim_start().split_once(':').map(|(name, _)| name);
+        if line.trim_start().starts_with("# --") {
+            comment = true;
+            continue;
+        }
+        let ignored = line.trim_start().starts_with('#') || line.trim().is_empty() || line.contains("- ");
+        if let Some(name) = name.filter(|_| !ignored) {
+            let group = line.trim_end().ends_with(':');
+            let of_resources = [
+                "cpu",
+                "memory",
+                "effect",
+                "operator",
+                "topologyKey",
+                "whenUnsatisfiable",
+            ];
+            assert!(
+                comment || group || of_resources.contains(&name),
+                "no comment before {line}"
+            );
+            comment = false;
+        }
+    }
+}
+
+#[test]
+fn one_variant_gives_every_value() {
+    let root = schema();
+    let known = described(&root);
+    let everything = given(&yaml(&chart("ci/everything-values.yaml")), &known);
+    let missing: Vec<_> = known
+        .keys()
+        .filter(|path| !everything.contains_key(*path) && !path.starts_with("/node/seLinuxOptions/"))
+        .collect();
+    assert!(
+        missing
+            .iter()
+            .all(|path| path.ends_with("/requests") || path.ends_with("/limits")),
+        "{missing:?}"
+    );
+}
+
+/// Puts a value at a path into an object.
+fn put(values: &mut Value, path: &str, value: Value) {
+    let mut at = values;
+    for name in path.trim_start_matches('/').split('/') {
+        if !at.is_object() {
+            *at = Value::Object(Map::new());
+        }
+        at = &mut at[name];
+    }
+    *at = value;
+}
+
+/// What Helm says to these values, each of which must be named in it.
+pub(crate) fn assert_each_refused(values: &Value, paths: &[String], what: &str) {
+    let file = tempfile::NamedTempFile::with_suffix(".json").expect("a file");
+    std::fs::write(file.path(), values.to_string()).expect("written");
+    let said = refusal(Some(file.path()), &[]);
+    for path in paths {
+        assert!(
+            said.contains(&format!("at '{path}")),
+            "{what} at {path} is not refused: {said}"
+        );
+    }
+    println!("{} values refused as {what}", paths.len());
+}
+
+#[test]
+fn a_value_of_another_type_is_refused_by_name() {
+    let root = schema();
+    let known = described(&root);
+    let mut values = json!({});
+    let mut paths = Vec::new();
+    for path in known.keys() {
+        // Of a group everything below is tried instead.
+        let group = known.keys().any(|other| other.starts_with(&format!("{path}/")));
+        if group || path == "/global" {
+            continue;
+        }
+        // No value is a list of lists.
+        put(&mut values, path, json!([[]]));
+        paths.push(path.clone());
+    }
+    assert!(paths.len() > 60, "{}", paths.len());
+    assert_each_refused(&values, &paths, "a list of lists");
+}
+
+#[test]
+fn an_unknown_value_is_refused_wherever_it_stands() {
+    let root = schema();
+    let known = described(&root);
+    let mut values = json!({});
+    let mut groups: BTreeSet<String> = known
+        .keys()
+        .filter_map(|path| path.rsplit_once('/').map(|(group, _)| group.to_owned()))
+        .collect();
+    groups.retain(|group| !group.is_empty());
+    for group in &groups {
+        put(&mut values, &format!("{group}/unknown"), json!(1));
+    }
+    assert!(groups.len() > 12, "{groups:?}");
+    let groups: Vec<String> = groups.into_iter().collect();
+    assert_each_refused(&values, &groups, "unknown");
+    let said = refusal(None, &["--set=unknown=1"]);
+    assert!(
+        said.contains("additional properties 'unknown' not allowed"),
+        "{said}"
+    );
+}
+
+/// What Kubernetes would not know: it drops such a field, and what is left may be less narrow than it was meant.
+fn of_kubernetes() {
+    let term = |field: &str, value: Value| json!({ "nodeSelectorTerms": [{ field: [value] }] });
+    let exists_with_values = json!({ "key": "a", "operator": "Exists", "values": ["b"] });
+    let in_nothing = json!({ "key": "a", "operator": "In" });
+    let peers = json!([
+        { "namespaceSelector": { "matchLabel": { "a": "b" } } },
+        { "ipBlock": { "cidr": "10.0.0.256/8" } },
+        { "ipBlock": { "cidr": "10.0.0.0/8" }, "podSelector": {} },
+        { "podSelector": { "matchExpressions": [in_nothing] } },
+        { "ipBlock": { "cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"] } },
+        { "ipBlock": { "cidr": "fe80::/10" } },
+    ]);
+    let required = "requiredDuringSchedulingIgnoredDuringExecution";
+    let preferred = "preferredDuringSchedulingIgnoredDuringExecution";
+    let values = json!({
+        "networkPolicy": { "metricsFrom": peers },
+        "classes": [
+            { "name": "a", "kind": "a", "suitableNodes": term("matchExpression", json!({})) },
+            { "name": "b", "kind": "a", "suitableNodes": term("matchExpressions", exists_with_values) },
+            { "name": "c", "kind": "a", "suitableNodes": term("matchFields", json!({
+                "key": "metadata.name", "operator": "In", "values": ["node-0"] })) },
+        ],
+        "controller": {
+            "affinity": { "nodeAfinity": {}, "podAntiAffinity": { preferred: [{ "weight": 101, "podAffinityTerm": {} }] } },
+            "topologySpreadConstraints": [{
+                "maxSkew": 1, "topologyKey": "a", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": { "matchLabel": {} },
+            }],
+            "env": [
+                { "name": "A", "valueFrom": { "feldRef": {} } },
+                { "name": "B", "value": "", "valueFrom": { "fieldRef": { "fieldPath": "spec.nodeName" } } },
+                { "name": "C", "valueFrom": { "secretKeyRef": { "name": "c", "key": "c" } } },
+            ],
+        },
+        "node": { "affinity": { "nodeAffinity": { required: term("matchExpressions", json!({ "key": "a", "operator": "Like" })) } } },
+    });
+    let terms = "suitableNodes/nodeSelectorTerms/0";
+    let wrong = [
+        "/networkPolicy/metricsFrom/0/namespaceSelector".to_owned(),
+        "/networkPolicy/metricsFrom/1/ipBlock/cidr".to_owned(),
+        "/networkPolicy/metricsFrom/2'".to_owned(),
+        "/networkPolicy/metricsFrom/3/podSelector/matchExpressions/0'".to_owned(),
+        format!("/classes/0/{terms}'"),
+        format!("/classes/1/{terms}/matchExpressions/0/values"),
+        "/controller/affinity'".to_owned(),
+        format!("/controller/affinity/podAntiAffinity/{preferred}/0/weight"),
+        format!("/controller/affinity/podAntiAffinity/{preferred}/0/podAffinityTerm"),
+        "/controller/topologySpreadConstraints/0/labelSelector".to_owned(),
+        "/controller/env/0/valueFrom'".to_owned(),
+        "/controller/env/1'".to_owned(),
+        format!("/node/affinity/nodeAffinity/{required}/nodeSelectorTerms/0/matchExpressions/0/operator"),
+    ];
+    assert_each_refused(&values, &wrong, "no word of Kubernetes");
+    let file = tempfile::NamedTempFile::with_suffix(".json").expect("a file");
+    std::fs::write(file.path(), values.to_string()).expect("written");
+    let said = refusal(Some(file.path()), &[]);
+    for right in ["metricsFrom/4", "metricsFrom/5", "classes/2", "controller/env/2"] {
+        assert!(!said.contains(right), "{right} is refused: {said}");
+    }
+}
+
+#[test]
+fn a_value_that_the_program_or_kubernetes_would_refuse_is_refused_before() {
+    let wrong = [
+        ("/driverName", json!("3com.example")),
+        ("/commonLabels", json!({ "app.kubernetes.io/name": "mine" })),
+        (
+            "/controller/podLabels",
+            json!({ "app.kubernetes.io/instance": "x" }),
+        ),
+        ("/node/podLabels/a", json!({ "a": "no label" })),
+        ("/fullnameOverride", json!("a.b")),
+        ("/image/repository", json!("has spaces")),
+        ("/image/tag", json!("has/slash")),
+        ("/image/digest", json!("sha256:short")),
+        ("/image/pullPolicy", json!("Sometimes")),
+        ("/logging/format", json!("xml")),
+        ("/logging/verbosity", json!(10)),
+        ("/admissionPolicy/enabled", json!("maybe")),
+        ("/networkPolicy/apiServerPorts/0", json!([70000])),
+        ("/controller/replicas", json!(0)),
+        ("/controller/driverCallTimeout", json!("30")),
+        ("/controller/leaderElection/leaseDuration", json!("soon")),
+        ("/controller/podDisruptionBudget/maxUnavailable", json!(0)),
+        ("/controller/env/0", json!([{ "value": "x" }])),
+        (
+            "/controller/tolerations/0/operator",
+            json!([{ "operator": "Like" }]),
+        ),
+        (
+            "/controller/topologySpreadConstraints/0",
+            json!([{ "maxSkew": 1 }]),
+        ),
+        ("/controller/resources/limits/memory", json!({ "memory": "much" })),
+        ("/node/nodeSelector", json!({ "a b": "c" })),
+        ("/node/podAnnotations", json!({ "a b": "c" })),
+        ("/monitoring/serviceMonitor/labels/a", json!({ "a": "c d!" })),
+        ("/node/kubeletRoot", json!("/var/../etc")),
+        ("/node/cdiRoot", json!("relative")),
+        ("/node/devicePluginDir", json!("/")),
+        ("/node/updateStrategy/type", json!("Recreate")),
+        ("/node/updateStrategy/maxUnavailable", json!("0%")),
+    ];
+    let mut values = json!({});
+    let mut paths = Vec::new();
+    for (path, value) in wrong {
+        let place = path
+            .trim_end_matches("/operator")
+            .trim_end_matches("/memory")
+            .trim_end_matches("/a")
+            .trim_end_matches("/0");
+        put(&mut values, place, value);
+        paths.push(path.to_owned());
+    }
+    assert_each_refused(&values, &paths, "wrong");
+
+    of_kubernetes();
+
+    let kinds = [
+        ("/name", json!({ "name": "No", "paths": ["/dev/x"] })),
+        ("/paths", json!({ "name": "a", "paths": [] })),
+        ("/paths/0", json!({ "name": "a", "paths": ["/etc/passwd"] })),
+        (
+            "/paths/0",
+            json!({ "name": "a", "paths": ["/dev/../etc/passwd"] }),
+        ),
+        ("/paths/0", json!({ "name": "a", "paths": ["/dev/**"] })),
+        (
+            "/mode",
+            json!({ "name": "a", "paths": ["/dev/x"], "mode": "neither" }),
+        ),
+        ("", json!({ "name": "a", "paths": ["/dev/x"], "mode": "both" })),
+        (
+            "",
+            json!({ "name": "a", "paths": ["/dev/x"], "mode": "both", "resourceName": "example.com/x", "shares": 2 }),
+        ),
+        (
+            "",
+            json!({ "name": "a", "paths": ["/dev/x"], "mode": "split", "resourceName": "example.com/x" }),
+        ),
+        (
+            "",
+            json!({ "name": "a", "paths": ["/dev/x"], "extendedResourceDevices": ["x"] }),
+        ),
+        (
+            "",
+            json!({ "name": "a", "paths": ["/dev/x"], "cdiDevices": true }),
+        ),
+        (
+            "",
+            json!({ "name": "a", "paths": ["/dev/x"], "mode": "extended-resource" }),
+        ),
+        (
+            "",
+            json!({ "name": "a", "paths": ["/dev/x"], "resourceName": "example.com/x" }),
+        ),
+        (
+            "/resourceName",
+            json!({ "name": "a", "paths": ["/dev/x"], "mode": "extended-resource", "resourceName": "x" }),
+        ),
+        (
+            "/permissions",
+            json!({ "name": "a", "paths": ["/dev/x"], "permissions": "rr" }),
+        ),
+        (
+            "/permissions",
+            json!({ "name": "a", "paths": ["/dev/x"], "permissions": "x" }),
+        ),
+        ("", json!({ "name": "a", "paths": ["/dev/x"], "unknown": 1 })),
+    ];
+    let paths: Vec<String> = kinds
+        .iter()
+        .enumerate()
+        .map(|(index, (place, _))| format!("/deviceKinds/{index}{place}"))
+        .collect();
+    let values: Vec<Value> = kinds.into_iter().map(|(_, kind)| kind).collect();
+    assert_each_refused(&json!({ "deviceKinds": values }), &paths, "a wrong kind");
+
+    let classes = [
+        ("/name", json!({ "name": "No_Name", "kind": "a" })),
+        ("", json!({ "name": "a" })),
+        ("/policy", json!({ "name": "a", "kind": "a", "policy": "Best" })),
+        (
+            "/selectors/0",
+            json!({ "name": "a", "kind": "a", "selectors": ["true"] }),
+        ),
+        (
+            "/suitableNodes",
+            json!({ "name": "a", "kind": "a", "suitableNodes": { "matchLabels": {} } }),
+        ),
+    ];
+    let paths: Vec<String> = classes
+        .iter()
+        .enumerate()
+        .map(|(index, (place, _))| format!("/classes/{index}{place}"))
+        .collect();
+    let values: Vec<Value> = classes.into_iter().map(|(_, class)| class).collect();
+    assert_each_refused(&json!({ "classes": values }), &paths, "a wrong class");
+}

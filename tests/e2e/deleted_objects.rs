@@ -1,0 +1,379 @@
+//! Nodes, inventories, definitions and claims that go: while the controller watches, and while it is away.
+
+use drayman::api::crd::{NodeInventory, definitions};
+use drayman::api::resource::{Pod, ResourceClaim};
+use k8s_openapi::api::core::v1::{Namespace, Node};
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
+use kube::runtime::conditions::is_crd_established;
+use serde_json::{Value, json};
+
+use crate::controller::assert_distinct;
+use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, wait_for_inventory};
+use crate::reboot::REGISTERED;
+use crate::stage::{
+    DRIVER, Stage, has_finalizer, is_allocated, is_bound, is_gone, is_running, pod_with_claim,
+};
+use crate::stored_claims::{CONTROLLER, devices};
+
+fn inventories(stage: &Stage) -> Api<NodeInventory> {
+    Api::all(stage.cluster.client())
+}
+
+/// Takes a node away, with its inventory: the API server's garbage collector would do the latter.
+async fn remove_node(stage: &Stage, name: &str) -> anyhow::Result<()> {
+    let nodes = Api::<Node>::all(stage.cluster.client());
+    nodes.delete(name, &DeleteParams::default()).await?;
+    let inventory = format!("{name}.{DRIVER}");
+    inventories(stage)
+        .delete(&inventory, &DeleteParams::default())
+        .await?;
+    stage.wait(nodes, name, "gone", is_gone()).await?;
+    stage
+        .wait(inventories(stage), &inventory, "gone", is_gone())
+        .await
+        .map(drop)
+}
+
+/// Waits until a claim is asked back.
+async fn asked_back(stage: &Stage, name: &str) -> anyhow::Result<()> {
+    let met =
+        |claim: Option<&ResourceClaim>| claim.is_none_or(|claim| claim.metadata.deletion_timestamp.is_some());
+    stage
+        .wait(stage.claims(), name, "asked back", met)
+        .await
+        .map(drop)
+}
+
+#[tokio::test]
+async fn a_node_that_is_made_again_under_its_name_is_another_node() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 1).await?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    stage.make_claim("kept", "Immediate", false).await?;
+    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+    let kept = stage
+        .wait(stage.claims(), "kept", "allocated", met)
+        .await?
+        .unwrap_or_default();
+    let first = stage.node_uid("node-a").await?;
+    stage.make_pod("waits").await?;
+    stage
+        .wait_for_event("waits", "NoSuitableDevice", "1 of 1 held")
+        .await?;
+
+    remove_node(&stage, "node-a").await?;
+    stage.pretend_devices("node-a", 1).await?;
+    let second = stage.node_uid("node-a").await?;
+    assert_ne!(first, second);
+    // The device of that name on the new node is another one, and nobody holds it.
+    stage.wait(stage.pods(), "waits", "bound", is_bound()).await?;
+    let claim = stage.claim_of("waits", "allocated", is_allocated).await?;
+    let text = serde_json::to_string(&claim.status)?;
+    assert!(text.contains(&second) && !text.contains(&first), "{text}");
+    assert_eq!(
+        stage.claims().get("kept").await?.status,
+        kept.status,
+        "what was allocated stays as it is"
+    );
+    // The claim on the node that no longer exists can be deleted, which frees nothing of the new node.
+    stage.delete_claim("kept").await?;
+    stage.make_pod("next").await?;
+    stage
+        .wait_for_event("next", "NoSuitableDevice", "1 of 1 held")
+        .await?;
+    stage.remove_pod("waits").await?;
+    stage.wait(stage.pods(), "next", "bound", is_bound()).await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn an_inventory_of_an_earlier_node_is_not_taken_for_the_new_one_s() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 2).await?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let first = stage.node_uid("node-a").await?;
+    assert_eq!(stage.serve("before").await?, ["node-a/drayman-test-0"]);
+    // The companion of the new node writes the same object anew, with the new uid.
+    let nodes = Api::<Node>::all(stage.cluster.client());
+    nodes.delete("node-a", &DeleteParams::default()).await?;
+    stage.wait(nodes, "node-a", "gone", is_gone()).await?;
+    stage.pretend_node("node-a").await?;
+    let second = stage.node_uid("node-a").await?;
+    stage.write_inventory("node-a", &second, 2).await?;
+    for (name, device) in [("one", "node-a/drayman-test-0"), ("two", "node-a/drayman-test-1")] {
+        assert_eq!(
+            stage.serve(name).await?,
+            [device],
+            "held on the earlier node only"
+        );
+        let claim = stage.claim_of(name, "allocated", is_allocated).await?;
+        let text = serde_json::to_string(&claim.status)?;
+        assert!(text.contains(&second) && !text.contains(&first), "{text}");
+    }
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn what_happened_while_the_controller_was_away_is_made_good_and_then_it_rests() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    for (node, count) in [("node-a", 2), ("node-b", 2), ("node-c", 1)] {
+        stage.pretend_devices(node, count).await?;
+    }
+    stage.make_template(None).await?;
+    let mut controller = stage.controller()?;
+    let mut place = std::collections::BTreeMap::new();
+    for number in 0..5 {
+        let name = format!("pod-{number}");
+        let got = stage.serve(&name).await?;
+        place.insert(got.first().cloned().unwrap_or_default(), name);
+    }
+    stage.make_pod("waits").await?;
+    stage.wait_for_event("waits", "NoSuitableDevice", "held").await?;
+    let on = |device: &str| place.get(device).cloned().unwrap_or_default();
+    let (gone, deleted, shrunk, stays) = (
+        on("node-c/drayman-test-0"),
+        on("node-b/drayman-test-0"),
+        on("node-a/drayman-test-1"),
+        on("node-a/drayman-test-0"),
+    );
+    let claim_of = async |pod: &str| stage.claim_of(pod, "allocated", is_allocated).await;
+    let name_of = |claim: &ResourceClaim| claim.metadata.name.clone().unwrap_or_default();
+    let (lost, freed) = (claim_of(&gone).await?, claim_of(&deleted).await?);
+    let (shrunk_before, stays_before) = (claim_of(&shrunk).await?, claim_of(&stays).await?);
+
+    controller.kill().await?;
+    // A node vanishes and its pod with it, a pod ends, and an inventory loses a device that a claim holds.
+    remove_node(&stage, "node-c").await?;
+    for pod in [&gone, &deleted] {
+        stage.remove_pod(pod).await?;
+    }
+    for claim in [&lost, &freed] {
+        asked_back(&stage, &name_of(claim)).await?;
+    }
+    stage
+        .write_inventory("node-a", &stage.node_uid("node-a").await?, 1)
+        .await?;
+
+    let controller = stage.controller()?;
+    for claim in [&lost, &freed] {
+        stage
+            .wait(stage.claims(), &name_of(claim), "gone", is_gone())
+            .await?;
+    }
+    stage.wait(stage.pods(), "waits", "bound", is_bound()).await?;
+    assert_eq!(devices(&claim_of("waits").await?)?, ["node-b/drayman-test-0"]);
+    for (pod, before) in [(&shrunk, &shrunk_before), (&stays, &stays_before)] {
+        assert_eq!(
+            claim_of(pod).await?.status,
+            before.status,
+            "{pod} keeps what it has"
+        );
+    }
+    assert_distinct(&stage).await?;
+    // The device that is gone is given to nobody: not while it is held, and not when it is given back.
+    stage.make_pod("more").await?;
+    stage
+        .wait_for_event("more", "NoSuitableDevice", "1 of 1 held")
+        .await?;
+    stage.remove_pod(&shrunk).await?;
+    stage
+        .wait(stage.claims(), &name_of(&shrunk_before), "gone", is_gone())
+        .await?;
+    let rested = stage.controller_writes().await?.len();
+    // It comes back.
+    stage
+        .write_inventory("node-a", &stage.node_uid("node-a").await?, 2)
+        .await?;
+    stage.wait(stage.pods(), "more", "bound", is_bound()).await?;
+    assert_eq!(devices(&claim_of("more").await?)?, ["node-a/drayman-test-1"]);
+    // Two writes for the claim, and before or between them answers to the scheduler, as often as it asks.
+    let writes = stage.controller_writes().await?.split_off(rested);
+    let more = name_of(&claim_of("more").await?);
+    let of_claim = writes
+        .iter()
+        .filter(|entry| entry.resource == "resourceclaims" && entry.name == more);
+    assert_eq!(of_claim.count(), 2, "{writes:?}");
+    assert!(writes.len() <= 4, "{writes:?}");
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn without_our_definitions_claims_are_given_back_and_with_them_again_pods_are_served()
+-> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 2).await?;
+    stage.make_template(None).await?;
+    let mut controller = stage.controller()?;
+    stage.serve("stays").await?;
+    stage.serve("goes").await?;
+    let goes = stage.claim_of("goes", "allocated", is_allocated).await?;
+    let stays = stage.claim_of("stays", "allocated", is_allocated).await?;
+    let api = Api::<CustomResourceDefinition>::all(stage.cluster.client());
+    for definition in definitions() {
+        let name = definition.metadata.name.unwrap_or_default();
+        api.delete(&name, &DeleteParams::default()).await?;
+        stage.wait(api.clone(), &name, "gone", is_gone()).await?;
+    }
+    // With them went what they described; what is allocated stays, and can be given back.
+    stage.remove_pod("goes").await?;
+    let name = goes.metadata.name.clone().unwrap_or_default();
+    stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+    stage.make_pod("waits").await?;
+
+    // One that starts without them says what to do, does nothing, and asks at growing distances.
+    controller.kill().await?;
+    let controller = stage.controller()?;
+    controller.logged("install the definitions").await?;
+    let asked = |entries: Vec<crate::harness::Entry>| {
+        entries
+            .iter()
+            .filter(|entry| entry.group == DRIVER && entry.code == 404)
+            .count()
+    };
+    let refused = asked(stage.cluster.audit().of_user(CONTROLLER).await?);
+    assert!(refused < 100, "{refused} requests for what is not there");
+    let claim = stays.metadata.name.clone().unwrap_or_default();
+    assert_eq!(stage.claims().get(&claim).await?.status, stays.status);
+
+    for definition in definitions() {
+        let name = definition.metadata.name.clone().unwrap_or_default();
+        api.create(&PostParams::default(), &definition).await?;
+        stage
+            .wait(api.clone(), &name, "established", is_crd_established())
+            .await?;
+    }
+    let parameters = json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters",
+        "metadata": { "name": "test" }, "spec": { "kind": "test" } });
+    stage.apply(&parameters).await?;
+    stage
+        .write_inventory("node-a", &stage.node_uid("node-a").await?, 2)
+        .await?;
+    stage.wait(stage.pods(), "waits", "bound", is_bound()).await?;
+    assert_distinct(&stage).await?;
+    assert_eq!(stage.claims().get(&claim).await?.status, stays.status);
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_claim_that_was_secured_and_never_allocated_by_a_controller_that_died_can_be_deleted_and_used()
+-> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 1).await?;
+    // Left half done by an earlier process: the finalizer is there and nothing else.
+    for name in ["used", "deleted"] {
+        stage.make_claim(name, "WaitForFirstConsumer", true).await?;
+    }
+    let _ = stage.claims().delete("deleted", &DeleteParams::default()).await?;
+    let controller = stage.controller()?;
+    stage.wait(stage.claims(), "deleted", "gone", is_gone()).await?;
+    stage.make_pod_with("pod", "used").await?;
+    stage.wait(stage.pods(), "pod", "bound", is_bound()).await?;
+    let claim = stage.claims().get("used").await?;
+    assert!(has_finalizer(&claim) && is_allocated(&claim));
+    // A finalizer that somebody takes off an allocated claim in use does not free its device.
+    let off = Patch::Merge(json!({ "metadata": { "finalizers": null } }));
+    stage
+        .claims()
+        .patch("used", &PatchParams::default(), &off)
+        .await?;
+    stage.make_template(None).await?;
+    stage.make_pod("next").await?;
+    stage
+        .wait_for_event("next", "NoSuitableDevice", "1 of 1 held")
+        .await?;
+    stage.remove_pod("pod").await?;
+    let _ = stage.claims().delete("used", &DeleteParams::default()).await?;
+    stage.wait(stage.pods(), "next", "bound", is_bound()).await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_namespace_deleted_with_claims_in_use_goes_and_frees_all() -> anyhow::Result<()> {
+    const TENANT: &str = "tenant";
+    let stage = Stage::start(1).await?;
+    make_devices(stage.cluster.node(0), "drayman-test", &MINORS)?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, 0, 4).await?;
+    companion.logged(REGISTERED).await?;
+    let client = stage.cluster.client();
+    let namespaces = Api::<Namespace>::all(client.clone());
+    stage.cluster.kubectl(&["create", "namespace", TENANT]).await?;
+    let object = |kind: &str, name: &str, spec: Value| {
+        let group = if kind == "DeviceClaimParameters" {
+            "drayman.dev/v1alpha1"
+        } else {
+            "resource.k8s.io/v1alpha2"
+        };
+        json!({ "apiVersion": group, "kind": kind, "metadata": { "name": name, "namespace": TENANT }, "spec": spec })
+    };
+    let parameters = json!({ "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": "one" });
+    let delayed = json!({ "resourceClassName": "test", "parametersRef": parameters });
+    let mut immediate = delayed.clone();
+    immediate["allocationMode"] = json!("Immediate");
+    for object in [
+        object(
+            "DeviceClaimParameters",
+            "one",
+            json!({ "requests": [{ "name": "device" }] }),
+        ),
+        object(
+            "ResourceClaimTemplate",
+            "test",
+            json!({ "spec": delayed.clone() }),
+        ),
+        object("ResourceClaim", "shared", delayed),
+        object("ResourceClaim", "unused", immediate),
+    ] {
+        stage.apply(&object).await?;
+    }
+    // A claim of its own, one claim of two pods, and a pod that waits.
+    let pods = Api::<Pod>::namespaced(client.clone(), TENANT);
+    for (name, claims) in [("own", 1), ("shares", 0), ("shares-too", 0), ("waits", 3)] {
+        let mut pod = pod_with_claim(name)?;
+        if claims == 0 {
+            pod.spec.resource_claims[0].source =
+                serde_json::from_value(json!({ "resourceClaimName": "shared" }))?;
+        }
+        for number in 1..claims {
+            let mut entry = pod.spec.resource_claims[0].clone();
+            entry.name = format!("device-{number}");
+            pod.spec.resource_claims.push(entry);
+        }
+        pods.create(&PostParams::default(), &pod).await?;
+        if name != "waits" {
+            stage.wait(pods.clone(), name, "running", is_running()).await?;
+        }
+    }
+    let claims = Api::<ResourceClaim>::namespaced(client, TENANT);
+    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+    stage.wait(claims.clone(), "unused", "allocated", met).await?;
+
+    let _ = namespaces.delete(TENANT, &DeleteParams::default()).await?;
+    let begun = std::time::Instant::now();
+    stage.wait(namespaces, TENANT, "gone", is_gone()).await?;
+    println!("the namespace is gone after {:?}", begun.elapsed());
+    let traces = stage.cluster.node(0).list("/run/cdi")?;
+    assert!(traces.iter().all(|name| !name.contains("claim_")), "{traces:?}");
+    for number in 0..MINORS.len() {
+        stage.make_pod(&format!("next-{number}")).await?;
+    }
+    for number in 0..MINORS.len() {
+        look_inside(&stage, &format!("next-{number}"))
+            .await?
+            .only_device();
+    }
+    assert_distinct(&stage).await?;
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

@@ -1,0 +1,278 @@
+//! Devices that go while a claim or a container has them, and devices that come back under another number.
+
+use anyhow::{Context as _, ensure};
+use drayman::api::crd::NodeInventory;
+use drayman::api::resource::ResourceClaim;
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::Api;
+
+use crate::harness::Node;
+use crate::pods::{CONFIGURATION, Inside, MINORS, look_inside, traces, wait_for_inventory};
+use crate::reboot::{REGISTERED, look_again, lose_power, stage, was_restarted};
+use crate::stage::{Program, Stage, is_allocated, is_gone, is_running};
+use crate::stored_claims::devices;
+
+/// The number of a device of `make_devices` and its minor number.
+fn number_of(device: &str) -> anyhow::Result<(usize, u32)> {
+    let number: usize = device
+        .rsplit('-')
+        .next()
+        .context("a name of several parts")?
+        .parse()?;
+    Ok((number, *MINORS.get(number).context("one of ours")?))
+}
+
+/// Waits until the companion says of a device in the inventory that it is gone (`true`), or that it is well.
+async fn until_gone(stage: &Stage, device: &str, gone: bool) -> anyhow::Result<()> {
+    let inventory = format!("{}.drayman.dev", stage.cluster.node(0).name());
+    let name = device.to_owned();
+    let met = move |inventory: Option<&NodeInventory>| {
+        let mut devices = inventory.iter().flat_map(|inventory| &inventory.spec.devices);
+        devices.find(|device| device.name == name).is_some_and(|device| {
+            device
+                .unhealthy
+                .as_deref()
+                .is_some_and(|why| why.contains("gone"))
+                == gone
+        })
+    };
+    let what = if gone { "told to be gone" } else { "back" };
+    stage
+        .wait(Api::all(stage.cluster.client()), &inventory, what, met)
+        .await
+        .map(drop)
+}
+
+#[tokio::test]
+async fn a_device_that_goes_between_its_allocation_and_prepare_is_refused_by_name_and_never_replaced()
+-> anyhow::Result<()> {
+    let (stage, controller, companion) = stage(2).await?;
+    let node = stage.cluster.node(0);
+    stage.make_claim("early", "Immediate", false).await?;
+    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+    let early = stage
+        .wait(stage.claims(), "early", "allocated", met)
+        .await?
+        .context("it is there")?;
+    let uid = early.metadata.uid.clone().context("a uid")?;
+    let allocated = devices(&early)?.concat();
+    let (number, minor) = number_of(&allocated)?;
+    let path = format!("/dev/drayman-test-{number}");
+    node.remove(&path)?;
+    wait_for_inventory(&stage, 0, 1).await?;
+
+    // Kubelet asks for what was allocated, and there is another device that nobody has.
+    stage.make_pod_with("user", "early").await?;
+    companion.logged("is not on this node").await?;
+    if stage.cluster.minor() >= 28 {
+        let text =
+            format!("device \"drayman-test-{number}\" is not on this node (any more): plug it in again");
+        stage
+            .wait_for_event("user", "FailedPrepareDynamicResources", &text)
+            .await?;
+    }
+    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    // Nobody else is stopped by it, and the other device goes to whoever is allocated it.
+    stage.make_pod("other").await?;
+    let other = look_inside(&stage, "other").await?;
+    assert_ne!(other.only_device(), path);
+
+    // It is plugged in again: the pod needs nothing but kubelet's next attempt.
+    node.make_device(&path, 1, minor)?;
+    assert_eq!(look_inside(&stage, "user").await?.only_device(), path);
+    assert_eq!(look_inside(&stage, "other").await?, other);
+    for pod in ["user", "other"] {
+        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+    }
+    stage.delete_claim("early").await?;
+    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Ends a container behind kubelet's back, as a crash does.
+async fn crash(node: Node<'_>, pod: &Pod) -> anyhow::Result<()> {
+    let statuses = pod
+        .status
+        .as_ref()
+        .and_then(|status| status.container_statuses.as_ref());
+    let id = statuses
+        .and_then(|all| all.first()?.container_id.clone())
+        .context("a container runs")?;
+    let id = id.strip_prefix("containerd://").context("it is containerd's")?;
+    node.ctr(&["task", "kill", "--signal", "9", id]).await.map(drop)
+}
+
+/// The container runtime says that it has no such device.
+fn lacks_its_device(pod: Option<&Pod>) -> bool {
+    let statuses = pod.and_then(|pod| pod.status.as_ref()?.container_statuses.as_ref());
+    statuses.into_iter().flatten().any(|status| {
+        let waiting = status.state.as_ref().and_then(|state| state.waiting.as_ref());
+        waiting.is_some_and(|waiting| {
+            waiting
+                .message
+                .as_deref()
+                .is_some_and(|text| text.contains("CDI"))
+        })
+    })
+}
+
+#[tokio::test]
+async fn a_device_that_goes_under_a_running_pod_stays_the_pod_s_and_its_container_waits_for_it()
+-> anyhow::Result<()> {
+    let (stage, controller, mut companion) = stage(2).await?;
+    let node = stage.cluster.node(0);
+    let pods = || Api::<Pod>::namespaced(stage.cluster.client(), "default");
+    stage.make_pod("first").await?;
+    let first = look_inside(&stage, "first").await?;
+    let claim = stage.claim_of("first", "allocated", is_allocated).await?;
+    let uid = claim.metadata.uid.context("a uid")?;
+    let path = first.only_device().to_owned();
+    let (number, minor) = number_of(&path)?;
+    let device = format!("drayman-test-{number}");
+
+    node.remove(&path)?;
+    until_gone(&stage, &device, true).await?;
+    // The checkpoint alone: no container can be started with what may be another's node by then.
+    assert_eq!(traces(node, &uid)?, ["checkpoint.json"]);
+    stage.wait(stage.pods(), "first", "running", is_running()).await?;
+    // The next companion begins with a claim whose device is not there.
+    companion.kill().await?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    companion.logged(REGISTERED).await?;
+    until_gone(&stage, &device, true).await?;
+    stage.make_pod("second").await?;
+    let second = look_inside(&stage, "second").await?;
+    assert_ne!(second.only_device(), path);
+    stage.make_pod("third").await?;
+    stage
+        .wait_for_event("third", "NoSuitableDevice", "of 2 held")
+        .await?;
+
+    crash(node, &pods().get("first").await?).await?;
+    stage
+        .wait(pods(), "first", "without its device", lacks_its_device)
+        .await?;
+    assert_eq!(traces(node, &uid)?, ["checkpoint.json"]);
+
+    node.make_device(&path, 1, minor)?;
+    until_gone(&stage, &device, false).await?;
+    stage
+        .wait(pods(), "first", "started again", was_restarted)
+        .await?;
+    assert_eq!(look_again(&stage, "first").await?, first);
+    assert_eq!(look_inside(&stage, "second").await?, second);
+    for pod in ["first", "second"] {
+        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+    }
+    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    look_inside(&stage, "third").await?.only_device();
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Two serial adapters that only their own numbers tell apart, as a machine lists them; `{a}` and `{b}` are their nodes.
+const ADAPTERS: &str = "
+/devices/pci0000:00/0000:00:14.0/usb1 subsystem=usb idVendor=1d6b idProduct=0002 bDeviceClass=09 version=2.00
+/devices/pci0000:00/0000:00:14.0/usb1/1-1 subsystem=usb idVendor=0403 idProduct=6001 bDeviceClass=00 serial=A
+/devices/pci0000:00/0000:00:14.0/usb1/1-1/1-1:1.0/tty/{a}
+/devices/pci0000:00/0000:00:14.0/usb1/1-2 subsystem=usb idVendor=0403 idProduct=6001 bDeviceClass=00 serial=B
+/devices/pci0000:00/0000:00:14.0/usb1/1-2/1-2:1.0/tty/{b}
+";
+/// What a container sees is called as the device is, whatever the kernel calls it.
+const SERIAL: &str = "\
+apiVersion: drayman.dev/v1alpha1
+kind: NodeConfiguration
+kinds:
+- name: test
+  usb: {match: [{vendor: \"0403\"}], nodes: [tty]}
+  containerPaths: {tty: \"/dev/drayman-{device}\"}
+";
+
+/// A machine with both adapters at these minor numbers: its own `/sys`, and the nodes in the `/dev` of the test's node.
+fn plug(node: Node<'_>, a: u32, b: u32) -> anyhow::Result<crate::host::Host> {
+    let host = crate::host::Host::new().context("root makes device nodes")?;
+    // The kernel numbers as it finds them: the first is ttyUSB0, whichever it is.
+    let name = |minor: u32| format!("ttyUSB{}", u32::from(minor != a.min(b)));
+    let line = |minor: u32| format!("{} subsystem=tty node=c1:{minor}:{}", name(minor), name(minor));
+    host.plug(&ADAPTERS.replace("{a}", &line(a)).replace("{b}", &line(b)));
+    for minor in [a, b] {
+        node.make_device(format!("/dev/{}", name(minor)), 1, minor)?;
+    }
+    Ok(host)
+}
+
+fn companion_on(stage: &Stage, host: &crate::host::Host) -> anyhow::Result<Program> {
+    let flag = format!("--sysfs-root={}", host.path("sys").display());
+    stage.companion_with(0, SERIAL, &[&flag])
+}
+
+/// The letter of the adapter that a pod was given, by the name that it has there, and the minor number of the node behind that.
+async fn adapter(stage: &Stage, pod: &str, inside: &Inside) -> anyhow::Result<(char, u32)> {
+    let path = inside.only_device();
+    let letter = match path.split("6001-").nth(1) {
+        Some(rest) if rest.starts_with('a') => 'A',
+        Some(rest) if rest.starts_with('b') => 'B',
+        _ => anyhow::bail!("no serial number in {path}"),
+    };
+    let numbers = ["exec", pod, "--", "stat", "-c", "%t:%T", path];
+    let numbers = stage.cluster.kubectl(&numbers).await?;
+    let (major, minor) = numbers.trim().split_once(':').context("two numbers")?;
+    ensure!(major == "1", "{numbers}");
+    Ok((letter, u32::from_str_radix(minor, 16)?))
+}
+
+#[tokio::test]
+async fn after_a_boot_that_numbers_everything_anew_each_pod_has_the_adapter_that_it_had() -> anyhow::Result<()>
+{
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let host = plug(node, 5, 8)?;
+    let mut companion = companion_on(&stage, &host)?;
+    wait_for_inventory(&stage, 0, 2).await?;
+    companion.logged(REGISTERED).await?;
+    let mut before = Vec::new();
+    for pod in ["first", "second"] {
+        stage.make_pod(pod).await?;
+        let inside = look_inside(&stage, pod).await?;
+        let (letter, minor) = adapter(&stage, pod, &inside).await?;
+        assert_eq!(minor, if letter == 'A' { 5 } else { 8 }, "{pod}: {letter}");
+        before.push((pod, inside, letter));
+    }
+    companion.kill().await?;
+    lose_power(&stage, node).await?;
+    // Now B comes first: it is what A was, by its name and by its number, and A has a number that nobody had.
+    for name in ["ttyUSB0", "ttyUSB1"] {
+        node.remove(format!("/dev/{name}"))?;
+    }
+    drop(host);
+    let host = plug(node, 9, 5)?;
+    node.start("containerd").await?;
+    node.start("kubelet").await?;
+    let companion = companion_on(&stage, &host)?;
+    companion.logged(REGISTERED).await?;
+    for (pod, inside, letter) in &before {
+        assert_eq!(&look_again(&stage, pod).await?, inside, "{pod}");
+        let pods = Api::<Pod>::namespaced(stage.cluster.client(), "default");
+        stage.wait(pods, pod, "started again", was_restarted).await?;
+        let expected = (*letter, if *letter == 'A' { 9 } else { 5 });
+        assert_eq!(adapter(&stage, pod, inside).await?, expected, "{pod}");
+    }
+    for (pod, _, _) in &before {
+        let claim = stage.claim_of(pod, "allocated", is_allocated).await?;
+        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+        let name = claim.metadata.name.unwrap_or_default();
+        stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+        assert_eq!(
+            traces(node, &claim.metadata.uid.unwrap_or_default())?,
+            Vec::<String>::new()
+        );
+    }
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

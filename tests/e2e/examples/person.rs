@@ -1,0 +1,136 @@
+//! Somebody who types the commands of a README, in a namespace of their own.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use tokio::time::{Instant, sleep};
+
+use crate::examples::folder::Step;
+use crate::examples::pattern::{Names, matches};
+use crate::harness::{Cluster, PATIENCE};
+
+/// What a command printed, on either output, and whether it went well.
+struct Printed {
+    text: String,
+    success: bool,
+}
+
+/// A person with kubectl and drayman in the PATH.
+#[allow(missing_debug_implementations, reason = "a kube::Client has none")]
+pub(crate) struct Person<'a> {
+    cluster: &'a Cluster,
+    programs: PathBuf,
+    kubeconfig: PathBuf,
+}
+
+impl<'a> Person<'a> {
+    /// Makes a namespace, which is that of all that follows.
+    pub(crate) async fn new(cluster: &'a Cluster, namespace: &str) -> anyhow::Result<Self> {
+        let directory = cluster.directory();
+        let programs = directory.join("programs");
+        if !programs.exists() {
+            std::fs::create_dir(&programs)?;
+            std::os::unix::fs::symlink(cluster.kubectl_program(), programs.join("kubectl"))?;
+            std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_drayman"), programs.join("drayman"))?;
+        }
+        let kubeconfig = directory.join(format!("person-{namespace}.yaml"));
+        std::fs::copy(cluster.kubeconfig(), &kubeconfig)?;
+        cluster.kubectl(&["create", "namespace", namespace]).await?;
+        let person = Self {
+            cluster,
+            programs,
+            kubeconfig,
+        };
+        let namespace = format!("kubectl config set-context --current --namespace={namespace}");
+        person.must(&namespace).await?;
+        Ok(person)
+    }
+
+    async fn type_in(&self, command: &str) -> anyhow::Result<Printed> {
+        let path = std::env::var("PATH").unwrap_or_default();
+        let mut shell = self.cluster.command("bash");
+        shell
+            .args(["-o", "pipefail", "-c", &format!("exec 2>&1; {command}")])
+            .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")))
+            .env("PATH", format!("{}:{path}", self.programs.display()))
+            .env("KUBECONFIG", &self.kubeconfig)
+            // kubectl keeps there what it has discovered.
+            .env("HOME", self.cluster.directory())
+            .env("LC_ALL", "C")
+            .stdout(Stdio::piped());
+        let output = shell.output().await.context("running bash")?;
+        Ok(Printed {
+            text: String::from_utf8_lossy(&output.stdout).into_owned(),
+            success: output.status.success(),
+        })
+    }
+
+    /// Types a command that must go well, and returns what it printed.
+    pub(crate) async fn must(&self, command: &str) -> anyhow::Result<String> {
+        let printed = self.type_in(command).await?;
+        if printed.success {
+            Ok(printed.text)
+        } else {
+            bail!("{command}: {}", printed.text.trim())
+        }
+    }
+
+    /// Types a command until what it prints holds: who looks too early looks again.
+    pub(crate) async fn until(&self, command: &str, holds: impl Fn(&str) -> bool) -> anyhow::Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let printed = self.type_in(command).await?;
+            if printed.success && holds(&printed.text) {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                bail!("{command} still prints: {}", printed.text.trim());
+            }
+            sleep(Duration::from_millis(300)).await;
+        }
+    }
+
+    /// Does what a README says; the error has what was printed instead.
+    pub(crate) async fn follow(&self, step: &Step, names: &mut Names) -> anyhow::Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let printed = self.type_in(&step.command).await?;
+            let lines: Vec<&str> = printed.text.lines().collect();
+            if let Some(learnt) = matches(&step.expected, &lines, names).filter(|_| printed.success) {
+                *names = learnt;
+                // For who writes an example: what the block may say.
+                if std::env::var_os("DRAYMAN_TEST_EXAMPLE").is_some() {
+                    println!("$ {}\n{}", step.command, printed.text.trim_end());
+                }
+                return Ok(());
+            }
+            if !only_looks(&step.command) || Instant::now() > deadline {
+                bail!(
+                    "line {}: {}\n--- expected\n{}\n--- printed{}\n{}\n--- where {names:?}",
+                    step.line,
+                    step.command,
+                    step.expected.join("\n"),
+                    if printed.success { "" } else { ", and failed" },
+                    printed.text.trim_end()
+                );
+            }
+            sleep(Duration::from_millis(300)).await;
+        }
+    }
+}
+
+/// Whether a command can be typed again when it was too early: it changes nothing.
+fn only_looks(command: &str) -> bool {
+    [
+        "kubectl get ",
+        "kubectl wait ",
+        "kubectl logs ",
+        "kubectl exec ",
+        "drayman ",
+    ]
+    .iter()
+    .any(|start| command.starts_with(start))
+        && !command.contains("/host/")
+}

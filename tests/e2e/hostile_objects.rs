@@ -1,0 +1,250 @@
+//! What users and administrators write and should not: a clear event, once, and nobody else notices.
+
+use kube::api::{DeleteParams, Patch, PatchParams};
+use serde_json::{Value, json};
+
+use crate::harness::Entry;
+use crate::stage::{DRIVER, Stage, is_allocated, is_bound, is_gone};
+use crate::stored_claims::{CONTROLLER, kind, open_definitions, write};
+
+/// Makes a claim with these parameters, and a pod that names it.
+async fn make_pod(stage: &Stage, name: &str) -> anyhow::Result<()> {
+    let reference = json!({ "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": name });
+    stage
+        .apply(&json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim", "metadata": { "name": name },
+            "spec": { "resourceClassName": "test", "parametersRef": reference } }))
+        .await?;
+    stage.make_pod_with(name, name).await
+}
+
+fn wish(name: &str, request: &Value) -> Value {
+    json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters", "metadata": { "name": name },
+        "spec": { "requests": [request] } })
+}
+
+/// Everything that the controller was up to about these objects, after it has served a pod that came last: no more than a few requests
+/// for each, of which each event is one.
+async fn assert_at_rest(stage: &Stage, names: &[&str], reason: &str) -> anyhow::Result<()> {
+    for name in names {
+        // On the pod and on its claim, which have one name here.
+        assert_eq!(stage.times_said(name, reason).await?, 2, "{name}: {reason}");
+    }
+    let entries: Vec<Entry> = stage.cluster.audit().of_user(CONTROLLER).await?;
+    for name in names {
+        let about = entries
+            .iter()
+            .filter(|entry| entry.name.starts_with(name) && !matches!(entry.verb.as_str(), "list" | "watch"));
+        let about: Vec<String> = about
+            .map(|entry| format!("{} {}/{}", entry.verb, entry.resource, entry.subresource))
+            .collect();
+        assert!(about.len() <= 6, "{name}: {about:?}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn selectors_that_never_end_nest_a_thousand_deep_or_grow_are_told_once_and_hold_nobody_up()
+-> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 2).await?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let list = vec!["1"; 100].join(",");
+    let hostile = [
+        ("deep", format!("{}1{} == 1", "(".repeat(1000), ")".repeat(1000))),
+        (
+            "deep-list",
+            format!("{}1{} == 1", "[".repeat(1000), "]".repeat(1000)),
+        ),
+        (
+            "endless",
+            format!("[{list}].all(a, [{list}].all(b, [{list}].all(c, a + b + c > 0)))"),
+        ),
+        (
+            "growing",
+            "'a'".to_owned() + &".replace('','aaaaaaaaa')".repeat(12) + " == ''",
+        ),
+        (
+            "doubling",
+            format!("[{list}].map(a, [{list}]).map(a, [a, a]) == []"),
+        ),
+    ];
+    for (name, expression) in &hostile {
+        let request = json!({ "name": "bad", "selectors": [{ "cel": { "expression": expression } }] });
+        stage.apply(&wish(name, &request)).await?;
+        make_pod(&stage, name).await?;
+    }
+    // Served while the others are judged and after.
+    assert_eq!(stage.serve("first").await?, ["node-a/drayman-test-0"]);
+    for (name, _) in &hostile {
+        let event = stage
+            .wait_for_event(name, "SelectorInvalid", "selector 1 of request bad")
+            .await?;
+        let message = event.message.unwrap_or_default();
+        assert!(
+            message.contains(&format!("DeviceClaimParameters default/{name}")),
+            "{message}"
+        );
+    }
+    assert_eq!(stage.serve("second").await?, ["node-a/drayman-test-1"]);
+    let names: Vec<&str> = hostile.iter().map(|(name, _)| *name).collect();
+    assert_at_rest(&stage, &names, "SelectorInvalid").await?;
+    // Put right, it is served.
+    stage.apply(&wish("endless", &json!({ "name": "good" }))).await?;
+    stage.remove_pod("first").await?;
+    stage.wait(stage.pods(), "endless", "bound", is_bound()).await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn counts_that_cannot_be_are_refused_by_the_server_and_without_its_help_by_the_controller()
+-> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 2).await?;
+    stage.make_template(None).await?;
+    let counts: [(&str, Value); 4] = [
+        ("nothing", json!(0)),
+        ("negative", json!(-1)),
+        ("largest", json!(i64::MAX)),
+        ("more-than-fits", json!(1_u64 << 63)),
+    ];
+    for (name, count) in &counts {
+        let request = json!({ "name": "device", "count": count });
+        assert!(
+            stage.apply(&wish(name, &request)).await.is_err(),
+            "{count} is accepted"
+        );
+    }
+    open_definitions(&stage).await?;
+    let controller = stage.controller()?;
+    let wishes = kind(&stage, "DeviceClaimParameters", true);
+    for (name, count) in &counts {
+        let mut wish = wish(name, &json!({ "name": "device", "count": count }));
+        wish["spec"]["requests"][0]["name"] = json!("device");
+        // Kept by the open definition, and understood by nobody.
+        wish["kept"] = json!(true);
+        write(&wishes, name, &wish, "/kept").await?;
+        make_pod(&stage, name).await?;
+    }
+    for (name, _) in &counts {
+        let event = stage
+            .wait_for_event(name, "ParametersInvalid", "default/")
+            .await?;
+        let message = event.message.unwrap_or_default();
+        assert!(
+            message.contains(&format!("DeviceClaimParameters default/{name}")),
+            "{message}"
+        );
+    }
+    assert_eq!(stage.serve("first").await?, ["node-a/drayman-test-0"]);
+    let names: Vec<&str> = counts.iter().map(|(name, _)| *name).collect();
+    assert_at_rest(&stage, &names, "ParametersInvalid").await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn parameters_that_are_deleted_after_the_allocation_are_not_missed() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 3).await?;
+    stage.make_template(None).await?;
+    let mut controller = stage.controller()?;
+    stage
+        .apply(&wish("two", &json!({ "name": "device", "count": 2 })))
+        .await?;
+    make_pod(&stage, "two").await?;
+    stage.wait(stage.pods(), "two", "bound", is_bound()).await?;
+    let before = stage.claims().get("two").await?;
+    let wishes = kind(&stage, "DeviceClaimParameters", true);
+    wishes.delete("two", &DeleteParams::default()).await?;
+    // Nor after a restart.
+    controller.kill().await?;
+    let controller = stage.controller()?;
+    assert_eq!(stage.serve("next").await?, ["node-a/drayman-test-2"]);
+    let after = stage.claims().get("two").await?;
+    assert!(is_allocated(&after));
+    assert_eq!(after.status, before.status);
+    assert_eq!(stage.times_said("two", "ParametersNotFound").await?, 0);
+    stage.remove_pod("two").await?;
+    let _ = stage.claims().delete("two", &DeleteParams::default()).await?;
+    stage.wait(stage.claims(), "two", "gone", is_gone()).await?;
+    // Both are free, and a new claim that names what is gone says so once.
+    assert_eq!(stage.serve("later").await?, ["node-a/drayman-test-0"]);
+    make_pod(&stage, "missing").await?;
+    stage
+        .wait_for_event("missing", "ParametersNotFound", "does not exist; create it")
+        .await?;
+    assert_eq!(stage.serve("last").await?, ["node-a/drayman-test-1"]);
+    assert_at_rest(&stage, &["missing"], "ParametersNotFound").await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn inventories_and_classes_edited_to_nonsense_harm_nobody_else() -> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    for node in ["node-a", "node-b"] {
+        stage.pretend_devices(node, 2).await?;
+    }
+    stage.make_template(None).await?;
+    open_definitions(&stage).await?;
+    let inventories = kind(&stage, "NodeInventory", false);
+    let controller = stage.controller()?;
+    assert!(stage.serve("before").await?[0].starts_with("node-"));
+    let name = |node: &str| format!("{node}.{DRIVER}");
+    // Not an inventory any more; and three that never were: of no node, of a node that has one, of devices that are none.
+    let broken = Patch::Merge(json!({ "spec": { "devices": "many", "kept": true } }));
+    inventories
+        .patch(&name("node-b"), &PatchParams::default(), &broken)
+        .await?;
+    let device = json!({ "name": "drayman-test-9", "kind": "test" });
+    for (object, spec) in [
+        ("empty", json!({ "kept": 1 })),
+        (
+            "second",
+            json!({ "kept": 1, "driverName": DRIVER, "nodeName": "node-a", "nodeUid": "1", "devices": [device] }),
+        ),
+        (
+            "strange",
+            json!({ "kept": 1, "driverName": DRIVER, "nodeName": "../..", "nodeUid": "", "devices": [{ "name": "" }] }),
+        ),
+    ] {
+        let inventory = json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory",
+            "metadata": { "name": object }, "spec": spec });
+        write(&inventories, object, &inventory, "/spec/kept").await?;
+    }
+    // A class of ours whose parameters are another kind of thing, and one that names nothing.
+    for (class, reference) in [
+        (
+            "wrong-kind",
+            json!({ "kind": "Secret", "namespace": "kube-system", "name": "x" }),
+        ),
+        ("no-name", Value::Null),
+    ] {
+        stage
+            .apply(&json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": class },
+                "driverName": DRIVER, "parametersRef": reference }))
+            .await?;
+        stage
+            .apply(&json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim", "metadata": { "name": class },
+                "spec": { "resourceClassName": class } }))
+            .await?;
+        stage.make_pod_with(class, class).await?;
+        stage
+            .wait_for_event(class, "ParametersReferenceInvalid", class)
+            .await?;
+    }
+    // Two devices are left, those of node-a, of which the first pod may have one.
+    let mut got = stage.serve("after").await?;
+    stage.make_pod("last").await?;
+    stage.remove_pod("before").await?;
+    stage.wait(stage.pods(), "last", "bound", is_bound()).await?;
+    let claim = stage.claim_of("last", "allocated", is_allocated).await?;
+    got.extend(crate::stored_claims::devices(&claim)?);
+    got.sort();
+    assert_eq!(got, ["node-a/drayman-test-0", "node-a/drayman-test-1"]);
+    let status = controller.end().await?;
+    assert!(status.success());
+    stage.cluster.stop().await
+}

@@ -1,0 +1,472 @@
+//! Companions that end within kubelet's calls, companions that are there twice, answers that nobody waits for any more, and callers
+//! that are in kubelet's way.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use futures::StreamExt as _;
+use inotify::{Inotify, WatchMask};
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::UnixStream;
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+use crate::crash_during_call::Change;
+use crate::harness::{Node, PATIENCE};
+use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, traces, wait_for_inventory};
+use crate::stage::{Program, Stage, is_allocated, is_gone};
+
+const REGISTERED: &str = "kubelet has registered the driver";
+/// Where the companion writes for a claim, and its sockets.
+const STATE: &str = "/var/lib/kubelet/plugins/drayman.dev";
+const CDI: &str = "/run/cdi";
+const FAILED: &str = "FailedPrepareDynamicResources";
+
+/// A node with so many devices for claims, and nobody who hands them out.
+async fn stage(devices: usize) -> anyhow::Result<(Stage, Program)> {
+    let stage = Stage::start(1).await?;
+    make_devices(stage.cluster.node(0), "drayman-test", &MINORS[..devices])?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    Ok((stage, controller))
+}
+
+/// Waits until a companion serves kubelet and has written what it writes by itself.
+async fn settled(stage: &Stage, companion: &Program, devices: usize) -> anyhow::Result<()> {
+    wait_for_inventory(stage, 0, u32::try_from(devices)?).await?;
+    companion.logged(REGISTERED).await?;
+    let checkpoint = format!("{STATE}/checkpoint.json");
+    let until = Instant::now() + PATIENCE;
+    let written = || stage.cluster.node(0).read(&checkpoint);
+    while !written().is_ok_and(|text| text.contains("\"servesClaims\":true")) {
+        ensure!(Instant::now() < until, "{:?}", written());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    // The checkpoint of the companion before it may say the same: nothing is written for a second.
+    let node = stage.cluster.node(0);
+    let mut changes = Written::expect([node.path(STATE), node.path(CDI)])?;
+    while timeout(Duration::from_secs(1), changes.0.next()).await.is_ok() {
+        ensure!(Instant::now() < until, "the companion does not come to rest");
+    }
+    Ok(())
+}
+
+/// What kubelet tells of prepares that failed, other than because it may not read the claim yet: the API server's authorizer for nodes
+/// (`plugin/pkg/auth/authorizer/node`) can hear of a pod after the node does.
+async fn failed_prepares(stage: &Stage, pod: &str) -> anyhow::Result<Vec<String>> {
+    let mut said = stage.said(pod, FAILED).await?;
+    said.retain(|text| {
+        !text.contains("failed to fetch ResourceClaim") || !text.contains("no relationship found")
+    });
+    Ok(said)
+}
+
+/// The sockets that a companion has left.
+fn sockets(node: Node<'_>) -> Vec<String> {
+    ["/var/lib/kubelet/plugins_registry/drayman.dev", STATE]
+        .into_iter()
+        .flat_map(|directory| node.list(directory).unwrap_or_default())
+        .filter(|name| name.contains(".sock"))
+        .collect()
+}
+
+/// Watches what a companion writes for claims.
+struct Written(inotify::EventStream<[u8; 4096]>);
+
+impl Written {
+    fn expect(directories: [PathBuf; 2]) -> anyhow::Result<Self> {
+        let inotify = Inotify::init()?;
+        for directory in directories {
+            let steps = WatchMask::CREATE | WatchMask::MODIFY | WatchMask::MOVED_TO | WatchMask::DELETE;
+            inotify.watches().add(directory, steps)?;
+        }
+        Ok(Self(inotify.into_event_stream([0; 4096])?))
+    }
+
+    /// Waits for the n-th change. False if nothing more is written before that.
+    async fn reaches(&mut self, n: usize) -> anyhow::Result<bool> {
+        // Kubelet's first call comes when the scheduler has done its part; what belongs to one call comes at once.
+        let mut patience = PATIENCE;
+        for seen in 0..n {
+            match timeout(patience, self.0.next()).await {
+                Ok(change) => drop(change.transpose()?),
+                Err(_) if seen > 0 => return Ok(false),
+                Err(_) => anyhow::bail!("kubelet asks for nothing"),
+            }
+            patience = Duration::from_secs(5);
+        }
+        Ok(true)
+    }
+}
+
+#[tokio::test]
+async fn a_sigterm_at_any_change_that_a_call_of_kubelet_makes_on_the_disk_fails_no_call_and_loses_nothing()
+-> anyhow::Result<()> {
+    let (stage, controller) = stage(1).await?;
+    let node = stage.cluster.node(0);
+    let written = || Written::expect([node.path(STATE), node.path(CDI)]);
+    let mut companion = stage.companion(0, CONFIGURATION)?;
+    let mut moments = [0, 0];
+    settled(&stage, &companion, 1).await?;
+    for n in 1.. {
+        let pod = format!("pod-{n}");
+        let mut changes = written()?;
+        stage.make_pod(&pod).await?;
+        let within_prepare = changes.reaches(n).await?;
+        companion.end().await?;
+        assert_eq!(
+            sockets(node),
+            Vec::<String>::new(),
+            "after change {n} of a Prepare"
+        );
+        companion = stage.companion(0, CONFIGURATION)?;
+        settled(&stage, &companion, 1).await?;
+        look_inside(&stage, &pod).await?.only_device();
+        // What was under way was answered.
+        assert_eq!(
+            failed_prepares(&stage, &pod).await?,
+            Vec::<String>::new(),
+            "after change {n}"
+        );
+        let claim = stage.claim_of(&pod, "allocated", is_allocated).await?;
+        let (uid, name) = (
+            claim.metadata.uid.unwrap_or_default(),
+            claim.metadata.name.unwrap_or_default(),
+        );
+        assert_eq!(traces(node, &uid)?.len(), 2, "{:?}", traces(node, &uid)?);
+
+        let mut changes = written()?;
+        let delete = ["delete", "pod", &pod, "--wait=false"];
+        stage.cluster.kubectl(&delete).await?;
+        let within_unprepare = changes.reaches(n).await?;
+        companion.end().await?;
+        assert_eq!(
+            sockets(node),
+            Vec::<String>::new(),
+            "after change {n} of an Unprepare"
+        );
+        companion = stage.companion(0, CONFIGURATION)?;
+        stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+        assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+        // Only what has come up can be asked to end.
+        settled(&stage, &companion, 1).await?;
+        for (moment, within) in moments.iter_mut().zip([within_prepare, within_unprepare]) {
+            *moment += usize::from(within);
+        }
+        if !within_prepare && !within_unprepare {
+            break;
+        }
+    }
+    let [prepare, unprepare] = moments;
+    println!("ended after each of {prepare} changes of a Prepare and {unprepare} of an Unprepare");
+    assert!(prepare >= 6, "two checkpoints and a CDI file: {prepare}");
+    assert!(unprepare >= 3, "a CDI file and a checkpoint: {unprepare}");
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Waits until a companion has found another in its way.
+async fn waits(second: &Program) -> anyhow::Result<()> {
+    second.logged("another companion runs on this node").await
+}
+
+/// The same companion or, if its patience has ended meanwhile, the next one, as whoever looks after it would start it.
+async fn still_waits(stage: &Stage, mut second: Program) -> anyhow::Result<Program> {
+    if second.has_ended()? {
+        second = stage.companion(0, CONFIGURATION)?;
+        waits(&second).await?;
+    }
+    Ok(second)
+}
+
+#[tokio::test]
+async fn of_two_companions_one_serves_kubelet_and_the_other_takes_over_all_that_was_handed_out()
+-> anyhow::Result<()> {
+    let (stage, controller) = stage(4).await?;
+    let node = stage.cluster.node(0);
+    let first = stage.companion(0, CONFIGURATION)?;
+    settled(&stage, &first, 4).await?;
+    let mut devices = BTreeSet::new();
+    let mut serve = async |pod: &str| {
+        devices.insert(look_inside(&stage, pod).await?.only_device().to_owned());
+        anyhow::Ok(())
+    };
+    stage.make_pod("before").await?;
+    serve("before").await?;
+
+    // As in an update that starts the next one before the last has ended.
+    let second = stage.companion(0, CONFIGURATION)?;
+    waits(&second).await?;
+    stage.make_pod("between").await?;
+    serve("between").await?;
+    let uid = async |pod: &str| {
+        let claim = stage.claim_of(pod, "allocated", is_allocated).await?;
+        anyhow::Ok(claim.metadata.uid.unwrap_or_default())
+    };
+    let between = uid("between").await?;
+    assert!(!second.log()?.contains(&between) && !second.log()?.contains(REGISTERED));
+    let second = still_waits(&stage, second).await?;
+    first.end().await?;
+    settled(&stage, &second, 4).await?;
+    stage.make_pod("after").await?;
+    serve("after").await?;
+
+    // The one that serves dies within a Prepare, and the other is there already.
+    let mut second = second;
+    let third = stage.companion(0, CONFIGURATION)?;
+    waits(&third).await?;
+    let change = Change::expect(node.path(STATE))?;
+    stage.make_pod("within").await?;
+    change.seen().await?;
+    let third = still_waits(&stage, third).await?;
+    second.kill().await?;
+    settled(&stage, &third, 4).await?;
+    serve("within").await?;
+    assert_eq!(devices.len(), 4, "{devices:?}");
+    stage.make_pod("late").await?;
+    stage
+        .wait_for_event("late", "NoSuitableDevice", "4 of 4 held")
+        .await?;
+    for pod in ["before", "between", "after", "within"] {
+        let uid = uid(pod).await?;
+        assert_eq!(traces(node, &uid)?.len(), 2, "{pod}: {:?}", traces(node, &uid)?);
+        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+        assert_eq!(traces(node, &uid)?, Vec::<String>::new(), "{pod}");
+    }
+    look_inside(&stage, "late").await?.only_device();
+    third.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// How many pods kubelet has done with at their first try, whatever came of it. Of a Prepare that has failed kubelet 1.27 says nothing,
+/// neither in its log nor in an event: it goes on with something else, and comes back to the pod a minute later.
+async fn first_tries(stage: &Stage) -> anyhow::Result<u64> {
+    let path = format!("/api/v1/nodes/{}/proxy/metrics", stage.cluster.node(0).name());
+    let metrics = stage.cluster.kubectl(&["get", "--raw", &path]).await?;
+    let series = r#"kubelet_pod_worker_duration_seconds_count{operation_type="create"} "#;
+    let count = metrics.lines().find_map(|line| line.strip_prefix(series));
+    Ok(count.map_or(Ok(0), str::parse)?)
+}
+
+/// Waits until a claim has left so many files.
+pub(crate) async fn until_traces(node: Node<'_>, uid: &str, count: usize) -> anyhow::Result<()> {
+    let until = Instant::now() + PATIENCE;
+    while traces(node, uid)?.len() != count {
+        ensure!(Instant::now() < until, "{:?}", traces(node, uid)?);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    Ok(())
+}
+
+/// Stops a companion where it stands as soon as it changes something in a directory. From a thread of its own: what is to be stopped
+/// takes milliseconds.
+fn stop_at_first_change(companion: &Program, directory: PathBuf) -> anyhow::Result<oneshot::Receiver<()>> {
+    let mut inotify = Inotify::init()?;
+    inotify
+        .watches()
+        .add(directory, WatchMask::CREATE | WatchMask::DELETE)?;
+    let process = Pid::from_raw(i32::try_from(companion.id()?)?).context("a pid")?;
+    let (sender, stopped) = oneshot::channel();
+    std::thread::spawn(move || {
+        let stopped = inotify
+            .read_events_blocking(&mut [0; 4096])
+            .is_ok_and(|_| kill_process(process, Signal::STOP).is_ok());
+        if stopped {
+            let _ = sender.send(());
+        }
+    });
+    Ok(stopped)
+}
+
+/// Uid and name of a pod's claim.
+async fn claim_of(stage: &Stage, pod: &str) -> anyhow::Result<(String, String)> {
+    let claim = stage.claim_of(pod, "allocated", is_allocated).await?;
+    let (uid, name) = (claim.metadata.uid, claim.metadata.name);
+    Ok((uid.unwrap_or_default(), name.unwrap_or_default()))
+}
+
+/// How often a companion that is to be stopped may be quicker.
+const ATTEMPTS: usize = 20;
+
+/// Makes a pod and stops the companion within its Prepare. The pod, and the uid of its claim.
+async fn stopped_within_prepare(stage: &Stage, companion: &Program) -> anyhow::Result<(String, String)> {
+    let node = stage.cluster.node(0);
+    for attempt in 0..ATTEMPTS {
+        let stopped = stop_at_first_change(companion, node.path(STATE))?;
+        let pod = format!("pod-{attempt}");
+        stage.make_pod(&pod).await?;
+        timeout(PATIENCE, stopped).await??;
+        let (uid, name) = claim_of(stage, &pod).await?;
+        if traces(node, &uid)?.len() < 2 {
+            return Ok((pod, uid));
+        }
+        companion.signal(Signal::CONT)?;
+        look_inside(stage, &pod).await?;
+        stage.cluster.kubectl(&["delete", "pod", &pod]).await?;
+        stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+    }
+    anyhow::bail!("the companion was always quicker")
+}
+
+#[tokio::test]
+async fn what_kubelet_waits_for_no_longer_is_done_all_the_same_and_found_done_when_it_asks_again()
+-> anyhow::Result<()> {
+    let (stage, controller) = stage(1).await?;
+    let node = stage.cluster.node(0);
+    let companion = stage.companion(0, CONFIGURATION)?;
+    settled(&stage, &companion, 1).await?;
+    // The companion stands still until kubelet has given up, which takes it 45 s, and 10 s before 1.28.
+    let (mut pod, mut uid) = stopped_within_prepare(&stage, &companion).await?;
+    let began = Instant::now();
+    let told = stage.cluster.minor() >= 28;
+    if told {
+        stage.wait_for_event(&pod, FAILED, "DeadlineExceeded").await?;
+    } else {
+        let before = first_tries(&stage).await?;
+        while first_tries(&stage).await? == before {
+            ensure!(began.elapsed() < PATIENCE, "kubelet still waits");
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+    }
+    println!("kubelet gave up after {:?}", began.elapsed());
+    // What follows comes of the call that was given up: nobody is there to make another.
+    node.stop("kubelet", 9).await?;
+    companion.signal(Signal::CONT)?;
+    until_traces(node, &uid, 2).await?;
+    node.start("kubelet").await?;
+    let device = look_inside(&stage, &pod).await?.only_device().to_owned();
+    let failed = failed_prepares(&stage, &pod).await?;
+    assert_eq!(failed.len(), usize::from(told), "{failed:?}");
+
+    // It stands still within an Unprepare until kubelet is gone, and the next kubelet asks for what is done already.
+    let mut within = false;
+    for attempt in 0..ATTEMPTS {
+        let stopped = stop_at_first_change(&companion, node.path(CDI))?;
+        let delete = ["delete", "pod", &pod, "--wait=false"];
+        stage.cluster.kubectl(&delete).await?;
+        timeout(PATIENCE, stopped).await??;
+        within = !traces(node, &uid)?.is_empty();
+        if within {
+            break;
+        }
+        companion.signal(Signal::CONT)?;
+        pod = format!("again-{attempt}");
+        stage.make_pod(&pod).await?;
+        look_inside(&stage, &pod).await?;
+        uid = claim_of(&stage, &pod).await?.0;
+    }
+    assert!(within, "the companion was always quicker");
+    let (_, name) = claim_of(&stage, &pod).await?;
+    node.stop("kubelet", 9).await?;
+    companion.signal(Signal::CONT)?;
+    until_traces(node, &uid, 0).await?;
+    let list = node.read("/var/lib/kubelet/dra_manager_state")?;
+    assert!(list.contains(&uid), "kubelet has not heard it: {list}");
+    node.start("kubelet").await?;
+    stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+    stage.make_pod("next").await?;
+    assert_eq!(look_inside(&stage, "next").await?.only_device(), device);
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Bytes of a process in memory.
+fn memory(companion: &Program) -> anyhow::Result<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{}/statm", companion.id()?))?;
+    let pages: u64 = status.split(' ').nth(1).unwrap_or_default().parse()?;
+    Ok(pages * 4096)
+}
+
+#[tokio::test]
+async fn a_thousand_idle_callers_headers_that_never_end_and_garbage_do_not_keep_kubelet_out()
+-> anyhow::Result<()> {
+    /// What a client of HTTP/2 says first.
+    const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+    /// A header block of 8 KiB that begins and is never ended.
+    const HEADERS: &[u8] = b"\0\x20\0\x01\0\0\0\0\x01";
+    /// At each socket.
+    const CALLERS: usize = 1000;
+    /// That a socket has at a time, and files that a companion has open besides, at most.
+    const CONNECTIONS: usize = 64;
+    const OTHER_FILES: usize = 50;
+    let (stage, controller) = stage(2).await?;
+    let node = stage.cluster.node(0);
+    let companion = stage.companion(0, CONFIGURATION)?;
+    settled(&stage, &companion, 2).await?;
+    stage.make_pod("before").await?;
+    let before = look_inside(&stage, "before").await?;
+    let rest = memory(&companion)?;
+    let names: Vec<String> = node
+        .list(STATE)?
+        .into_iter()
+        .filter(|name| name.contains(".sock"))
+        .collect();
+    assert!(names.len() >= 2, "{names:?}");
+    let registrations: Vec<PathBuf> = node
+        .list("/var/lib/kubelet/plugins_registry/drayman.dev")?
+        .into_iter()
+        .map(|name| node.path(format!("/var/lib/kubelet/plugins_registry/drayman.dev/{name}")))
+        .collect();
+    let mut callers = Vec::new();
+    let mut refused = 0;
+    for socket in names
+        .iter()
+        .map(|name| node.path(format!("{STATE}/{name}")))
+        .chain(registrations)
+    {
+        for number in 0..CALLERS {
+            let mut caller = UnixStream::connect(&socket).await?;
+            // Those that nothing but another caller ends are first, and as many as there is room for.
+            let kind = if number < 2 * CONNECTIONS { 3 } else { number % 4 };
+            let said = match kind {
+                0 => Ok(()),
+                1 => caller.write_all(&[PREFACE, HEADERS, &[0; 100]].concat()).await,
+                2 => caller.write_all(&[0xff; 500]).await,
+                // As good as kubelet between two calls: it may be silent for ever.
+                _ => caller.write_all(PREFACE).await,
+            };
+            refused += usize::from(said.is_err());
+            callers.push(caller);
+        }
+    }
+    // They are taken in the order in which they came. Kubelet comes when all have been heard, and not in their midst.
+    for last in callers.iter_mut().skip(CALLERS - 1).step_by(CALLERS) {
+        timeout(PATIENCE, last.read_u8())
+            .await
+            .context("the last caller of a socket has no answer")??;
+    }
+    println!(
+        "{} callers, of which {refused} were cut off while they spoke; {} KiB more memory",
+        callers.len(),
+        memory(&companion)?.saturating_sub(rest) / 1024
+    );
+    // Kubelet's own connection was the one that was silent for longest. It finds in.
+    stage.make_pod("among-them").await?;
+    let among = look_inside(&stage, "among-them").await?;
+    assert_ne!(among.only_device(), before.only_device());
+    assert_eq!(failed_prepares(&stage, "among-them").await?, Vec::<String>::new());
+    let open = std::fs::read_dir(format!("/proc/{}/fd", companion.id()?))?.count();
+    let limit = sockets(node).len() * CONNECTIONS + OTHER_FILES;
+    assert!(open <= limit, "{open} files are open, of {limit}");
+    stage.cluster.kubectl(&["delete", "pod", "before"]).await?;
+    stage.make_pod("after").await?;
+    assert_eq!(look_inside(&stage, "after").await?, before);
+    // A kubelet that starts has to find the companion by its registration socket.
+    node.restart_kubelet().await?;
+    let patience = format!("--timeout={}s", PATIENCE.as_secs());
+    for pod in ["among-them", "after"] {
+        stage.cluster.kubectl(&["delete", "pod", pod, &patience]).await?;
+    }
+    stage.make_pod("last").await?;
+    look_inside(&stage, "last").await?.only_device();
+    drop(callers);
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

@@ -1,0 +1,400 @@
+//! What a real kubelet does to the companion, and what becomes of the devices.
+
+use std::io::ErrorKind;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use drayman::api::resource::Pod;
+use k8s_openapi::api::core::v1::Event;
+use kube::api::{Api, ListParams, PostParams};
+
+use crate::crash_during_call::Change;
+use crate::harness::{Node, PATIENCE};
+use crate::interrupted_calls::until_traces;
+use crate::pods::{
+    CONFIGURATION, Inside, MINORS, look_inside, make_devices, pod_with_limit, traces, wait_for_allocatable,
+    wait_for_inventory,
+};
+use crate::stage::{Program, Stage, is_allocated, is_gone};
+
+const REGISTERED: &str = "kubelet has registered the driver";
+const SOON: &[&str] = &["--orphan-grace-period=2s"];
+
+/// A node with so many devices for claims.
+async fn stage(devices: usize) -> anyhow::Result<(Stage, Program, Program)> {
+    let stage = Stage::start(1).await?;
+    make_devices(stage.cluster.node(0), "drayman-test", &MINORS[..devices])?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion_with(0, CONFIGURATION, SOON)?;
+    wait_for_inventory(&stage, 0, u32::try_from(devices)?).await?;
+    companion.logged(REGISTERED).await?;
+    Ok((stage, controller, companion))
+}
+
+async fn uid_of_claim(stage: &Stage, pod: &str) -> anyhow::Result<String> {
+    let claim = stage.claim_of(pod, "allocated", is_allocated).await?;
+    Ok(claim.metadata.uid.unwrap_or_default())
+}
+
+/// `drayman node …` on the node, and what it says.
+async fn person(node: Node<'_>, arguments: &[&str]) -> anyhow::Result<(bool, String)> {
+    let output = node
+        .command(env!("CARGO_BIN_EXE_drayman"))
+        .arg("node")
+        .args(arguments)
+        .output()
+        .await?;
+    let said = [output.stdout, output.stderr].concat();
+    Ok((output.status.success(), String::from_utf8(said)?))
+}
+
+/// Waits until a pod runs that gets the device of a claim which is gone. Kubelet gives that claim back after all, or keeps it in its
+/// list for ever: then it comes into quarantine, and a person says that its containers have ended.
+async fn runs_after(stage: &Stage, companion: &Program, pod: &str, uid: &str) -> anyhow::Result<Inside> {
+    let node = stage.cluster.node(0);
+    let quarantined = async {
+        companion.logged("ClaimQuarantined").await?;
+        let events = Api::<Event>::namespaced(stage.cluster.client(), "default")
+            .list(&ListParams::default())
+            .await?;
+        let found = events.items.iter().any(|event| {
+            event.involved_object.kind.as_deref() == Some("Node")
+                && event.message.as_deref().is_some_and(|note| note.contains(uid))
+        });
+        anyhow::ensure!(found, "an event about the node names the claim");
+        let (done, said) = person(node, &["holdings"]).await?;
+        anyhow::ensure!(done && said.contains(uid), "{said}");
+        let (done, said) = person(node, &["release", uid, "--force"]).await?;
+        anyhow::ensure!(done, "{said}");
+        anyhow::Ok(said)
+    };
+    let running = look_inside(stage, pod);
+    tokio::pin!(running, quarantined);
+    let inside = tokio::select! {
+        inside = &mut running => inside?,
+        said = &mut quarantined => {
+            println!("in quarantine, and released by hand: {}", said?.trim());
+            running.await?
+        }
+    };
+    assert_eq!(traces(node, uid)?, Vec::<String>::new());
+    Ok(inside)
+}
+
+#[tokio::test]
+async fn a_pod_deleted_by_force_gives_its_device_to_the_next_one() -> anyhow::Result<()> {
+    let (stage, controller, companion) = stage(1).await?;
+    stage.make_pod("first").await?;
+    let first = look_inside(&stage, "first").await?;
+    let uid = uid_of_claim(&stage, "first").await?;
+    stage.make_pod("second").await?;
+    stage.remove_pod("first").await?;
+    // 1.27 asks the API server for the claim before it calls Unprepare; the claim is gone, and so it never does.
+    let second = if stage.cluster.minor() < 28 {
+        runs_after(&stage, &companion, "second", &uid).await?
+    } else {
+        look_inside(&stage, "second").await?
+    };
+    assert_eq!(second.only_device(), first.only_device());
+    assert_eq!(traces(stage.cluster.node(0), &uid)?, Vec::<String>::new());
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_device_of_a_pod_deleted_by_force_while_kubelet_was_away_is_free_or_in_quarantine_and_a_person_ends_that()
+-> anyhow::Result<()> {
+    let (stage, controller, companion) = stage(1).await?;
+    let node = stage.cluster.node(0);
+    stage.make_pod("first").await?;
+    look_inside(&stage, "first").await?;
+    let uid = uid_of_claim(&stage, "first").await?;
+    node.stop("kubelet", 9).await?;
+    let claim = stage.claim_of("first", "allocated", is_allocated).await?;
+    stage.remove_pod("first").await?;
+    stage
+        .wait(
+            stage.claims(),
+            claim.metadata.name.as_deref().unwrap_or_default(),
+            "gone",
+            is_gone(),
+        )
+        .await?;
+    stage.make_pod("second").await?;
+    node.start("kubelet").await?;
+    // Either kubelet gives the claim back after all, or it keeps it in its list for ever.
+    let list = node.read("/var/lib/kubelet/dra_manager_state")?;
+    println!(
+        "kubelet lists the claim of the pod that is gone: {}",
+        list.contains(&uid)
+    );
+    runs_after(&stage, &companion, "second", &uid)
+        .await?
+        .only_device();
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Kills kubelet between Prepare and the answer, and deletes the pod by force before the next kubelet comes. True if that kubelet
+/// does not list the claim; kubelet may have been quicker.
+async fn kubelet_forgets(stage: &Stage, companion: &Program, pod: &str) -> anyhow::Result<bool> {
+    let node = stage.cluster.node(0);
+    // The first thing that is written; two more are before the answer.
+    let begun = Change::expect(node.path("/var/lib/kubelet/plugins/drayman.dev"))?;
+    stage.make_pod(pod).await?;
+    begun.seen().await?;
+    // The companion stands still before it can answer.
+    companion.signal(rustix::process::Signal::STOP)?;
+    node.stop("kubelet", 9).await?;
+    companion.signal(rustix::process::Signal::CONT)?;
+    let claim = stage.claim_of(pod, "allocated", is_allocated).await?;
+    let (uid, name) = (
+        claim.metadata.uid.unwrap_or_default(),
+        claim.metadata.name.unwrap_or_default(),
+    );
+    let listed = node.read("/var/lib/kubelet/dra_manager_state")?.contains(&uid);
+    if !listed {
+        stage.remove_pod(pod).await?;
+        stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+    }
+    node.start("kubelet").await?;
+    if listed {
+        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+        return Ok(false);
+    }
+    companion.logged("OrphanFreed").await?;
+    anyhow::ensure!(
+        companion
+            .log()?
+            .contains(&format!("claim_uid={uid} reason=\"OrphanFreed\"")),
+        "{uid}"
+    );
+    // It is said when it is decided, and then carried out.
+    until_traces(node, &uid, 0).await?;
+    Ok(true)
+}
+
+#[tokio::test]
+async fn what_a_kubelet_killed_within_prepare_never_asks_for_again_is_freed() -> anyhow::Result<()> {
+    let (stage, controller, companion) = stage(1).await?;
+    let mut forgotten = false;
+    for attempt in 0..30 {
+        forgotten = kubelet_forgets(&stage, &companion, &format!("first-{attempt}")).await?;
+        println!("attempt {attempt}: forgotten {forgotten}");
+        if forgotten {
+            break;
+        }
+    }
+    assert!(forgotten, "kubelet was always quicker");
+    stage.make_pod("second").await?;
+    look_inside(&stage, "second").await?.only_device();
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Removes a directory although the companion makes its files in it again meanwhile.
+fn wipe(directory: &Path) -> std::io::Result<()> {
+    for _ in 0..100 {
+        match std::fs::remove_dir_all(directory) {
+            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {}
+            done => return done,
+        }
+    }
+    Err(ErrorKind::DirectoryNotEmpty.into())
+}
+
+#[tokio::test]
+async fn directories_that_are_wiped_while_kubelet_is_down_cost_no_pod_its_device() -> anyhow::Result<()> {
+    let (stage, controller, mut companion) = stage(2).await?;
+    let node = stage.cluster.node(0);
+    make_devices(node, "drayman-plugged", &MINORS[2..])?;
+    wait_for_allocatable(&stage, 0, "2").await?;
+    stage.make_pod("first").await?;
+    let first = look_inside(&stage, "first").await?;
+    let uid = uid_of_claim(&stage, "first").await?;
+    node.stop("kubelet", 15).await?;
+    for directory in ["plugins", "plugins_registry", "device-plugins"] {
+        wipe(&node.path(format!("/var/lib/kubelet/{directory}")))?;
+    }
+    // One companion lives through it; the next one finds neither checkpoint nor lock of the first.
+    node.start("kubelet").await?;
+    wait_for_allocatable(&stage, 0, "2").await?;
+    companion.kill().await?;
+    let companion = stage.companion_with(0, CONFIGURATION, SOON)?;
+    companion.logged(REGISTERED).await?;
+    stage.make_pod("second").await?;
+    let second = look_inside(&stage, "second").await?;
+    assert_ne!(first.only_device(), second.only_device());
+    assert_eq!(
+        look_inside(&stage, "first").await?,
+        first,
+        "the running pod has kept its device"
+    );
+    assert_eq!(traces(node, &uid)?.len(), 2, "{:?}", traces(node, &uid)?);
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("plugged")?)
+        .await?;
+    look_inside(&stage, "plugged").await?.only_device();
+    for name in ["first", "second", "plugged"] {
+        stage.cluster.kubectl(&["delete", "pod", name]).await?;
+    }
+    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Checkpoint, CDI file and kubelet's own list are gone; the container runs. What kubelet shows of it and the API server together
+/// tell which device it has.
+#[tokio::test]
+async fn a_claim_of_which_only_the_running_container_is_left_keeps_its_device() -> anyhow::Result<()> {
+    let (stage, controller, mut companion) = stage(1).await?;
+    let node = stage.cluster.node(0);
+    stage.make_pod("first").await?;
+    let first = look_inside(&stage, "first").await?;
+    let uid = uid_of_claim(&stage, "first").await?;
+    companion.kill().await?;
+    std::fs::remove_dir_all(node.path("/var/lib/kubelet/plugins/drayman.dev"))?;
+    for name in node.list("/run/cdi")? {
+        node.remove(format!("/run/cdi/{name}"))?;
+    }
+    node.remove("/var/lib/kubelet/dra_manager_state")?;
+    assert!(node.list("/run/cdi")?.is_empty());
+
+    let companion = stage.companion_with(0, CONFIGURATION, SOON)?;
+    companion.logged("CheckpointLost").await?;
+    companion.logged("HoldingExplained").await?;
+    companion.logged(REGISTERED).await?;
+    // What explains the claim is said when it is decided, and then carried out.
+    until_traces(node, &uid, 2).await?;
+    let (done, said) = person(node, &["holdings"]).await?;
+    let line = said.lines().find(|line| line.contains(&uid)).unwrap_or_default();
+    assert!(done && line.contains("drayman-test-0"), "{said}");
+    assert_eq!(look_inside(&stage, "first").await?, first);
+    stage.cluster.kubectl(&["delete", "pod", "first"]).await?;
+    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    stage.make_pod("second").await?;
+    assert_eq!(
+        look_inside(&stage, "second").await?.only_device(),
+        first.only_device()
+    );
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// A checkpoint of a release that does not exist yet, with nothing else wrong about it.
+fn checkpoint_of_a_newer_release() -> Vec<u8> {
+    let mut checksum = crc32fast::Hasher::new();
+    checksum.update(&9_u32.to_le_bytes());
+    checksum.update(b"{}");
+    let checksum = checksum.finalize();
+    format!(r#"{{"version":9,"checksum":{checksum},"data":{{}}}}"#).into_bytes()
+}
+
+#[tokio::test]
+async fn a_damaged_checkpoint_is_put_together_again_from_what_kubelet_and_the_api_server_know()
+-> anyhow::Result<()> {
+    let (stage, controller, mut companion) = stage(2).await?;
+    let node = stage.cluster.node(0);
+    let path = node.path("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json");
+    stage.make_pod("first").await?;
+    let first = look_inside(&stage, "first").await?;
+    let uid = uid_of_claim(&stage, "first").await?;
+    let device = first.only_device().trim_start_matches("/dev/").to_owned();
+    let good = std::fs::read(&path)?;
+    let mut flipped = good.clone();
+    flipped[good.len() / 2] ^= 4;
+    for (damage, content) in [
+        ("truncated", good[..good.len() / 2].to_vec()),
+        ("flipped", flipped),
+        ("empty", Vec::new()),
+        ("zeros", vec![0; 4096]),
+        ("newer", checkpoint_of_a_newer_release()),
+    ] {
+        companion.kill().await?;
+        std::fs::write(&path, content)?;
+        // Nor does the claim's file tell which device it has.
+        std::fs::write(node.path(format!("/run/cdi/drayman.dev-claim_{uid}.json")), "{")?;
+        companion = stage.companion_with(0, CONFIGURATION, SOON)?;
+        companion.logged("CheckpointLost").await?;
+        companion.logged(REGISTERED).await?;
+        // 1.27 keeps no resource handles: the API server is asked, and kubelet is served before it has answered.
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let (done, said) = person(node, &["holdings"]).await?;
+            let line = said.lines().find(|line| line.contains(&uid)).unwrap_or_default();
+            if done && line.contains(&device) {
+                break;
+            }
+            anyhow::ensure!(Instant::now() < until, "{damage}: {said}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        let cdi = node.read(format!("/run/cdi/drayman.dev-claim_{uid}.json"))?;
+        assert!(cdi.contains(first.only_device()), "{damage}: {cdi}");
+        let next = format!("next-{damage}");
+        stage.make_pod(&next).await?;
+        assert_ne!(
+            look_inside(&stage, &next).await?.only_device(),
+            first.only_device(),
+            "{damage}"
+        );
+        stage.cluster.kubectl(&["delete", "pod", &next]).await?;
+        assert_eq!(look_inside(&stage, "first").await?, first, "{damage}");
+    }
+    stage.cluster.kubectl(&["delete", "pod", "first"]).await?;
+    assert_eq!(
+        std::fs::read_to_string(&path)?.matches(&uid).count(),
+        0,
+        "given back, and only what was kept of the damaged ones names it"
+    );
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn a_companion_that_is_replaced_while_pods_are_created_costs_none_of_them() -> anyhow::Result<()> {
+    const ROUNDS: usize = 3;
+    let (stage, controller, mut companion) = stage(4).await?;
+    let node = stage.cluster.node(0);
+    let mut all = Vec::new();
+    for round in 0..ROUNDS {
+        let name = format!("pod-{round}");
+        stage.make_pod(&name).await?;
+        all.push(name);
+        // As a DaemonSet does it with maxSurge 0: first the end, then the beginning.
+        tokio::time::sleep(Duration::from_millis(150 * u64::try_from(round)?)).await;
+        companion.end().await?;
+        let sockets: Vec<String> = [
+            "/var/lib/kubelet/plugins_registry/drayman.dev",
+            "/var/lib/kubelet/plugins/drayman.dev",
+        ]
+        .into_iter()
+        .flat_map(|directory| node.list(directory).unwrap_or_default())
+        .filter(|name| name.contains(".sock"))
+        .collect();
+        assert_eq!(sockets, Vec::<String>::new(), "an end removes our sockets");
+        companion = stage.companion_with(0, CONFIGURATION, SOON)?;
+    }
+    let mut devices = std::collections::BTreeSet::new();
+    for name in &all {
+        devices.insert(look_inside(&stage, name).await?.only_device().to_owned());
+    }
+    assert_eq!(devices.len(), ROUNDS);
+    let pods = stage.pods().list(&ListParams::default()).await?;
+    let failed: Vec<&Pod> = pods
+        .items
+        .iter()
+        .filter(|pod| pod.status.phase.as_deref() == Some("Failed"))
+        .collect();
+    assert!(failed.is_empty(), "{failed:?}");
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

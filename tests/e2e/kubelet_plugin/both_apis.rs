@@ -1,0 +1,441 @@
+//! Kinds of mode both: pods of both sorts want the same few devices.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use drayman::api::resource::{Pod, ResourceClaim};
+use kube::api::{Api, DeleteParams, ListParams, PostParams};
+use serde_json::Value;
+
+use crate::harness::{Node, PATIENCE};
+use crate::kubelet_plugin::helper::{
+    Running, devices_inside, in_containers, pod_with_limit, until_granted, wait_for_allocatable,
+    wait_for_inventory,
+};
+use crate::stage::{DRIVER, Program, Stage, is_allocated, is_gone, is_running, pod_from, pod_with_claim};
+
+pub(crate) const RESOURCE: &str = "drayman.dev/both";
+pub(crate) const CONFIGURATION: &str = "\
+apiVersion: drayman.dev/v1alpha1
+kind: NodeConfiguration
+kinds:
+- name: test
+  mode: both
+  resourceName: drayman.dev/both
+  paths: [\"/dev/drayman-test-*\"]
+";
+pub(crate) const PREFIX: &str = "drayman-test-";
+const MINORS: [u32; 3] = [5, 7, 8];
+/// How often one of the programs is killed.
+const KILLS_EVERY: Duration = Duration::from_secs(7);
+
+/// Numbers that are the same for the same seed (splitmix64).
+pub(crate) struct Numbers(pub(crate) u64);
+
+impl Numbers {
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % limit
+    }
+}
+
+pub(crate) fn environment(name: &str, default: u64) -> u64 {
+    std::env::var(name)
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .unwrap_or(default)
+}
+
+/// What was seen of devices in containers.
+#[derive(Default)]
+pub(crate) struct Watched {
+    looks: usize,
+    busy: usize,
+    pub(crate) last: BTreeMap<String, BTreeSet<Running>>,
+}
+
+impl Watched {
+    /// Looks which containers have which devices. Kubelet forgets a pod that was deleted by force while its container still ends; the
+    /// companion asks the container runtime.
+    pub(crate) fn look(&mut self, node: Node<'_>) {
+        let now = in_containers(node, PREFIX);
+        for (device, containers) in &now {
+            assert!(
+                containers.len() < 2,
+                "{device} is in two containers: {containers:?}"
+            );
+        }
+        self.looks += 1;
+        self.busy += now.len();
+        self.last = now;
+    }
+}
+
+/// The programs that are killed.
+struct Programs {
+    controller: Program,
+    companion: Program,
+    /// How often each was killed.
+    killed: BTreeMap<&'static str, usize>,
+}
+
+impl Programs {
+    fn start(stage: &Stage) -> anyhow::Result<Self> {
+        Ok(Self {
+            controller: stage.controller()?,
+            companion: stage.companion(0, CONFIGURATION)?,
+            killed: BTreeMap::new(),
+        })
+    }
+
+    /// Kills one of them where it stands and starts the next; kubelet one of nine times, since it takes longest.
+    async fn kill(&mut self, stage: &Stage, number: u64) -> anyhow::Result<()> {
+        let name = match number {
+            0..=3 => {
+                self.controller.kill().await?;
+                self.controller = stage.controller()?;
+                "controller"
+            }
+            4..=7 => {
+                self.companion.kill().await?;
+                self.companion = stage.companion(0, CONFIGURATION)?;
+                "companion"
+            }
+            _ => {
+                let node = stage.cluster.node(0);
+                node.stop("kubelet", 9).await?;
+                node.start("kubelet").await?;
+                "kubelet"
+            }
+        };
+        *self.killed.entry(name).or_default() += 1;
+        Ok(())
+    }
+}
+
+/// A pod of either sort, whose container goes on for up to three seconds after SIGTERM if `is_slow`.
+fn pod_of(name: &str, is_slow: bool) -> anyhow::Result<Pod> {
+    let mut pod = if name.starts_with("plugged-") {
+        pod_with_limit(name, RESOURCE)?
+    } else {
+        pod_with_claim(name)?
+    };
+    if is_slow {
+        let mut value = serde_json::to_value(&pod)?;
+        value["spec"]["containers"][0]["command"] =
+            serde_json::json!(["sh", "-c", "trap '' TERM; while :; do sleep 1; done"]);
+        value["spec"]["terminationGracePeriodSeconds"] = serde_json::json!(3);
+        pod = pod_from(value)?;
+    }
+    Ok(pod)
+}
+
+#[tokio::test]
+async fn pods_of_both_sorts_that_come_and_go_never_share_a_device_and_leave_all_free() -> anyhow::Result<()> {
+    let seconds = environment("DRAYMAN_TEST_DOORS_SECONDS", 45);
+    let now = std::time::SystemTime::UNIX_EPOCH.elapsed()?;
+    let seed = environment("DRAYMAN_TEST_DOORS_SEED", now.as_secs());
+    println!("DRAYMAN_TEST_DOORS_SEED={seed}");
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    for (number, minor) in MINORS.into_iter().enumerate() {
+        node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
+    }
+    stage.make_template(None).await?;
+    let mut programs = Programs::start(&stage)?;
+    wait_for_inventory(&stage, DRIVER, 3, 0).await?;
+    wait_for_allocatable(&stage, RESOURCE, "3").await?;
+
+    let (mut numbers, mut watched) = (Numbers(seed), Watched::default());
+    let mut pods: Vec<String> = Vec::new();
+    let mut outcomes: BTreeMap<String, usize> = BTreeMap::new();
+    let (start, mut made) = (Instant::now(), 0);
+    let mut next_kill = KILLS_EVERY;
+    while start.elapsed() < Duration::from_secs(seconds) {
+        watched.look(node);
+        match numbers.below(10) {
+            sort @ 0..=4 if pods.len() < 6 => {
+                made += 1;
+                let sort = if sort % 2 == 0 { "claims" } else { "plugged" };
+                let name = format!("{sort}-{made}");
+                let pod = pod_of(&name, numbers.below(2) == 0)?;
+                stage.pods().create(&PostParams::default(), &pod).await?;
+                pods.push(name);
+            }
+            5 if !pods.is_empty() => {
+                let name = &pods[usize::try_from(numbers.below(pods.len() as u64))?];
+                // Kubelet 1.27 never asks for the end of a claim whose pod was deleted by force, and dies of a nil pointer if a claim of
+                // its name is there that is not allocated (`UnprepareResources` in its `dra/manager.go`).
+                if !name.starts_with("plugged-") && stage.cluster.minor() < 28 {
+                    continue;
+                }
+                let outcome = format!("{}, deleted by force", outcome(&stage, name).await?);
+                *outcomes.entry(outcome).or_default() += 1;
+                // Another has its name, as a StatefulSet makes it.
+                stage.remove_pod(name).await?;
+                let pod = pod_of(name, numbers.below(2) == 0)?;
+                stage.pods().create(&PostParams::default(), &pod).await?;
+            }
+            6..=9 if !pods.is_empty() => {
+                let index = usize::try_from(numbers.below(pods.len() as u64))?;
+                let name = pods.swap_remove(index);
+                *outcomes.entry(outcome(&stage, &name).await?).or_default() += 1;
+                stage.pods().delete(&name, &DeleteParams::default()).await?;
+            }
+            _ => {}
+        }
+        if start.elapsed() > next_kill {
+            next_kill += KILLS_EVERY;
+            programs.kill(&stage, numbers.below(9)).await?;
+        }
+        tokio::time::sleep(Duration::from_millis(150 + numbers.below(500))).await;
+    }
+    for name in &pods {
+        *outcomes.entry(outcome(&stage, name).await?).or_default() += 1;
+        stage.pods().delete(name, &DeleteParams::default()).await?;
+    }
+    println!(
+        "{made} pods in {seconds} s (seed {seed}): {outcomes:?}; killed: {:?}; {} looks, {} times a device in use",
+        programs.killed, watched.looks, watched.busy
+    );
+    assert!(watched.busy > 0 && made > 5, "something has happened");
+
+    let ended = Instant::now();
+    all_is_free(&stage, &mut watched, MINORS.len()).await?;
+    println!(
+        "all devices are free and can be had again after {:?}",
+        ended.elapsed()
+    );
+    programs.companion.end().await?;
+    programs.controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// Everything is free in the end: no pod, no claim, no trace on the node, and all devices can be had again, through one door, and
+/// then none through the other.
+pub(crate) async fn all_is_free(stage: &Stage, watched: &mut Watched, devices: usize) -> anyhow::Result<()> {
+    let node = stage.cluster.node(0);
+    let left = || async {
+        let pods = stage.pods().list(&ListParams::default()).await?.items.len();
+        let claims = stage.claims().list(&ListParams::default()).await?.items.len();
+        anyhow::Ok((pods, claims))
+    };
+    let until = Instant::now() + PATIENCE;
+    while left().await? != (0, 0) {
+        anyhow::ensure!(
+            Instant::now() < until,
+            "pods and claims are left: {:?}",
+            left().await?
+        );
+        watched.look(node);
+        tokio::time::sleep(Duration::from_millis(300)).await;
+    }
+    wait_for_inventory(stage, DRIVER, u32::try_from(devices)?, 0).await?;
+    wait_for_allocatable(stage, RESOURCE, &devices.to_string()).await?;
+    let checkpoint: Value =
+        serde_json::from_str(&node.read("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json")?)?;
+    assert_eq!(checkpoint["data"]["entries"], serde_json::json!({}));
+    for number in 0..devices {
+        stage.make_pod(&format!("last-{number}")).await?;
+    }
+    for number in 0..devices {
+        let name = format!("last-{number}");
+        stage.wait(stage.pods(), &name, "running", is_running()).await?;
+    }
+    wait_for_allocatable(stage, RESOURCE, "0").await?;
+    watched.look(node);
+    assert_eq!(watched.last.len(), devices);
+    Ok(())
+}
+
+/// What became of a pod until now.
+async fn outcome(stage: &Stage, name: &str) -> anyhow::Result<String> {
+    let pods = Api::<k8s_openapi::api::core::v1::Pod>::namespaced(stage.cluster.client(), "default");
+    let status = pods.get(name).await?.status.unwrap_or_default();
+    let sort = name.split('-').next().unwrap_or_default();
+    let phase = status.phase.unwrap_or_default();
+    let reason = status
+        .reason
+        .map(|reason| format!(" ({reason})"))
+        .unwrap_or_default();
+    Ok(format!("{sort} {phase}{reason}"))
+}
+
+/// The window between the two doors, printed: how long after the controller has allocated a device kubelet still grants it, and how
+/// long the scheduler still counts it.
+#[tokio::test]
+async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_anybody_prepares_it() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    for (number, minor) in MINORS.into_iter().enumerate() {
+        node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
+    }
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, DRIVER, 3, 0).await?;
+    wait_for_allocatable(&stage, RESOURCE, "3").await?;
+
+    // Allocated at once and for no pod, so that nobody asks for it to be prepared.
+    let kubelet = crate::kubelet_plugin::helper::pod_resources(node);
+    stage
+        .apply(
+            &serde_json::json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim",
+            "metadata": { "name": "early" },
+            "spec": { "resourceClassName": "test", "allocationMode": "Immediate" } }),
+        )
+        .await?;
+    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+    stage.wait(stage.claims(), "early", "allocated", met).await?;
+    let start = Instant::now();
+    until_granted(&kubelet, RESOURCE, 2).await?;
+    println!(
+        "kubelet does not grant the device any more {:?} after the allocation was seen in the API",
+        start.elapsed()
+    );
+    wait_for_allocatable(&stage, RESOURCE, "2").await?;
+    println!(
+        "the node's allocatable, by which the scheduler goes, says so {:?} after it",
+        start.elapsed()
+    );
+    stage
+        .cluster
+        .kubectl(&["delete", "resourceclaim", "early"])
+        .await?;
+    until_granted(&kubelet, RESOURCE, 3).await?;
+
+    // One that is allocated for a node says so in the label that the companion's watch goes by.
+    stage.make_pod("pod").await?;
+    let claim = stage.claim_of("pod", "allocated", is_allocated).await?;
+    let labels = claim.metadata.labels.unwrap_or_default();
+    assert_eq!(
+        labels.get("drayman.dev/node").map(String::as_str),
+        Some(node.name())
+    );
+    until_granted(&kubelet, RESOURCE, 2).await?;
+    // Claims have the first device in the order of names, and containers get the last.
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("plugged", RESOURCE)?)
+        .await?;
+    for name in ["pod", "plugged"] {
+        stage.wait(stage.pods(), name, "running", is_running()).await?;
+    }
+    assert_eq!(devices_inside(&stage, "pod", PREFIX).await?, ["drayman-test-0"]);
+    assert_eq!(
+        devices_inside(&stage, "plugged", PREFIX).await?,
+        ["drayman-test-2"]
+    );
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// A container has the only device; a claim is allocated it all the same, because the controller does not know what containers have.
+/// It is refused with a reason, the next claim is not tried with it, and it gets the device when the container has ended.
+#[tokio::test]
+async fn a_claim_whose_device_a_container_has_waits_for_it_and_the_next_claims_are_not_sent_there()
+-> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    node.make_device(format!("/dev/{PREFIX}0"), 1, 5)?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let mut companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, DRIVER, 1, 0).await?;
+    wait_for_allocatable(&stage, RESOURCE, "1").await?;
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("plugged", RESOURCE)?)
+        .await?;
+    stage
+        .wait(stage.pods(), "plugged", "running", is_running())
+        .await?;
+    // The next process knows of the container from kubelet alone.
+    companion.kill().await?;
+    companion = stage.companion(0, CONFIGURATION)?;
+
+    stage.make_pod("first").await?;
+    companion
+        .logged("is in use by container main of pod default/plugged")
+        .await?;
+    if stage.cluster.minor() >= 28 {
+        // kubelet says it on the pod since then.
+        stage
+            .wait_for_event("first", "FailedPrepareDynamicResources", "default/plugged")
+            .await?;
+    }
+    wait_for_inventory(&stage, DRIVER, 1, 1).await?;
+    stage.make_pod("second").await?;
+    stage.wait_for_event("second", "NoSuitableDevice", "of 1").await?;
+    stage
+        .cluster
+        .kubectl(&["delete", "pod", "second", "plugged"])
+        .await?;
+    wait_for_inventory(&stage, DRIVER, 1, 0).await?;
+    stage.wait(stage.pods(), "first", "running", is_running()).await?;
+    stage
+        .wait(stage.pods(), "plugged", "gone", is_gone::<Pod>())
+        .await?;
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+/// A container has the only device. The kind is given to claims, the companion starts anew, the resource gets another name: whatever
+/// the configuration says, nobody gets the device before the container has ended.
+#[tokio::test]
+async fn what_a_container_has_is_given_to_nobody_under_another_name_or_mode_not_even_after_a_restart()
+-> anyhow::Result<()> {
+    const RENAMED: &str = "drayman.dev/renamed";
+    let claims = CONFIGURATION.replace("  mode: both\n  resourceName: drayman.dev/both\n", "");
+    let renamed = CONFIGURATION.replace(RESOURCE, RENAMED);
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    node.make_device(format!("/dev/{PREFIX}0"), 1, 5)?;
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let mut companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, DRIVER, 1, 0).await?;
+    wait_for_allocatable(&stage, RESOURCE, "1").await?;
+    let plugged = pod_with_limit("plugged", RESOURCE)?;
+    stage.pods().create(&PostParams::default(), &plugged).await?;
+    stage
+        .wait(stage.pods(), "plugged", "running", is_running())
+        .await?;
+
+    let held = "containers have devices under names that the configuration no longer gives them";
+    stage.rewrite_configuration(0, &claims)?;
+    companion.logged(held).await?;
+    wait_for_inventory(&stage, DRIVER, 1, 1).await?;
+    companion.kill().await?;
+    companion = stage.companion(0, &claims)?;
+    companion.logged(held).await?;
+    stage.make_pod("first").await?;
+    stage.wait_for_event("first", "NoSuitableDevice", "of 1").await?;
+
+    stage.rewrite_configuration(0, &renamed)?;
+    wait_for_allocatable(&stage, RENAMED, "0").await?;
+    let next = pod_with_limit("next", RENAMED)?;
+    stage.pods().create(&PostParams::default(), &next).await?;
+    stage.wait_for_event("next", "FailedScheduling", RENAMED).await?;
+    assert_eq!(
+        in_containers(node, PREFIX)
+            .values()
+            .flatten()
+            .map(|container| container.pod.as_str())
+            .collect::<Vec<_>>(),
+        ["plugged"]
+    );
+    stage
+        .cluster
+        .kubectl(&["delete", "pod", "first", "plugged"])
+        .await?;
+    stage.wait(stage.pods(), "next", "running", is_running()).await?;
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

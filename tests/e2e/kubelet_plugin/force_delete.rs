@@ -1,0 +1,243 @@
+//! Pods that are deleted by force while their containers still have their device.
+
+use std::time::{Duration, Instant};
+
+use drayman::api::resource::Pod;
+use kube::api::PostParams;
+use serde_json::json;
+
+use crate::harness::{IMAGE, Node, PATIENCE};
+use crate::kubelet_plugin::helper::{in_containers, wait_for_allocatable, wait_for_inventory};
+use crate::stage::{DRIVER, Program, Stage, is_allocated, is_gone, is_running, pod_from};
+
+const CONFIGURATION: &str = "\
+apiVersion: drayman.dev/v1alpha1
+kind: NodeConfiguration
+kinds:
+- name: test
+  paths: [\"/dev/drayman-claim-*\"]
+- name: limit
+  mode: extended-resource
+  resourceName: drayman.dev/limit
+  paths: [\"/dev/drayman-limit-*\"]
+- name: both
+  mode: both
+  resourceName: drayman.dev/both
+  paths: [\"/dev/drayman-both-*\"]
+";
+const LIMIT: &str = "drayman.dev/limit";
+const BOTH: &str = "drayman.dev/both";
+const PREFIX: &str = "drayman-";
+/// How long a container of these pods goes on after SIGTERM, which it ignores.
+const GRACE_SECONDS: u64 = 25;
+
+/// What a pod asks for: a claim of a template, or an extended resource.
+#[derive(Clone, Copy, Debug)]
+enum Asks {
+    Claim(&'static str),
+    Limit(&'static str),
+}
+
+/// A pod whose container ignores SIGTERM and has its device open until it is killed.
+fn stubborn_pod(name: &str, asks: Asks) -> anyhow::Result<Pod> {
+    let (resources, claims) = match asks {
+        Asks::Claim(template) => (
+            json!({ "claims": [{ "name": "device" }] }),
+            json!([{ "name": "device", "source": { "resourceClaimTemplateName": template } }]),
+        ),
+        Asks::Limit(resource) => (json!({ "limits": { resource: "1" } }), json!([])),
+    };
+    pod_from(json!({
+        "metadata": { "name": name },
+        "spec": {
+            "resourceClaims": claims,
+            "containers": [{ "name": "main", "image": IMAGE, "imagePullPolicy": "Never", "resources": resources,
+                "command": ["sh", "-c", "trap '' TERM; for device in /dev/drayman-*; do exec 3<$device; done; while :; do sleep 1; done"] }],
+            "dnsPolicy": "Default",
+            "terminationGracePeriodSeconds": GRACE_SECONDS,
+        },
+    }))
+}
+
+async fn create(stage: &Stage, name: &str, asks: Asks) -> anyhow::Result<()> {
+    let pod = stubborn_pod(name, asks)?;
+    stage.pods().create(&PostParams::default(), &pod).await?;
+    Ok(())
+}
+
+/// Fails when a device is in two containers.
+async fn never_in_two(node: Node<'_>) -> anyhow::Result<()> {
+    loop {
+        for (device, containers) in in_containers(node, PREFIX) {
+            anyhow::ensure!(
+                containers.len() < 2,
+                "{device} is in two containers: {containers:?}"
+            );
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// The pod in whose container a device is.
+fn user_of(node: Node<'_>, device: &str) -> Option<String> {
+    let found = in_containers(node, PREFIX);
+    let mut containers = found.get(device).into_iter().flatten();
+    containers.next().map(|container| container.pod.clone())
+}
+
+/// Waits until a device is in a container of this pod, or in none.
+async fn until_user(stage: &Stage, device: &str, wanted: Option<&str>) -> anyhow::Result<()> {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let user = user_of(stage.cluster.node(0), device);
+        if user.as_deref() == wanted {
+            return Ok(());
+        }
+        anyhow::ensure!(
+            Instant::now() < until,
+            "{device} is in {user:?}, not in {wanted:?}"
+        );
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// A class, parameters and a template of this name, for the kind of this name.
+async fn make_class(stage: &Stage, name: &str) -> anyhow::Result<()> {
+    stage
+        .apply(
+            &json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters",
+            "metadata": { "name": name }, "spec": { "kind": name } }),
+        )
+        .await?;
+    stage
+        .apply(&json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": name },
+            "driverName": DRIVER,
+            "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClassParameters", "name": name } }))
+        .await?;
+    stage
+        .apply(
+            &json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate",
+            "metadata": { "name": name }, "spec": { "spec": { "resourceClassName": name } } }),
+        )
+        .await
+}
+
+/// Kubelet forgets a pod that is deleted by force, though its container goes on. A pod that asks for the only device is refused with the
+/// name of that container, and has the device when the container has ended.
+#[tokio::test]
+async fn a_forced_pod_keeps_its_device_until_its_container_ends() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    if stage
+        .cluster
+        .is_before(28, "kubelet 1.27 does not unprepare claims of forced pods")
+    {
+        return stage.cluster.stop().await;
+    }
+    let node = stage.cluster.node(0);
+    for (name, minor) in [("claim-0", 5), ("limit-0", 7), ("both-0", 8)] {
+        node.make_device(format!("/dev/{PREFIX}{name}"), 1, minor)?;
+    }
+    stage.make_template(None).await?;
+    make_class(&stage, "both").await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&stage, DRIVER, 3, 0).await?;
+    for resource in [LIMIT, BOTH] {
+        wait_for_allocatable(&stage, resource, "1").await?;
+    }
+    tokio::select! {
+        failed = never_in_two(node) => failed?,
+        done = trial(&stage, companion) => done?,
+    }
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+async fn trial(stage: &Stage, mut companion: Program) -> anyhow::Result<()> {
+    // The limit comes first: its Allocate has kubelet forget the forced pod with the device of both.
+    let trials = [
+        ("limit", Asks::Limit(LIMIT), Asks::Limit(LIMIT)),
+        ("claim", Asks::Claim("test"), Asks::Claim("test")),
+        ("both", Asks::Limit(BOTH), Asks::Claim("both")),
+    ];
+    for (name, asks, _) in trials {
+        create(stage, &format!("{name}-1"), asks).await?;
+    }
+    for (name, ..) in trials {
+        let pod = format!("{name}-1");
+        until_user(stage, &format!("{PREFIX}{name}-0"), Some(&pod)).await?;
+        stage.wait(stage.pods(), &pod, "running", is_running()).await?;
+    }
+    for (name, ..) in trials {
+        stage.remove_pod(&format!("{name}-1")).await?;
+    }
+    for (name, _, asks) in trials {
+        let (old, new) = (format!("{name}-1"), format!("{name}-2"));
+        create(stage, &new, asks).await?;
+        let refused = match asks {
+            Asks::Claim(_) => "FailedPrepareDynamicResources",
+            Asks::Limit(_) => "Failed",
+        };
+        stage
+            .wait_for_event(&new, refused, &format!("container main of pod default/{old}"))
+            .await?;
+        let user = user_of(stage.cluster.node(0), &format!("{PREFIX}{name}-0"));
+        assert_eq!(user, Some(old), "its container has not ended yet");
+        if name == "limit" {
+            // What the companion has granted itself is in its memory alone.
+            companion.kill().await?;
+            companion = stage.companion(0, CONFIGURATION)?;
+            companion.logged("kubelet has registered the driver").await?;
+        }
+    }
+    for (name, _, asks) in trials {
+        let (device, new) = (format!("{PREFIX}{name}-0"), format!("{name}-2"));
+        let old = format!("{name}-1");
+        let until = Instant::now() + PATIENCE;
+        while user_of(stage.cluster.node(0), &device).as_ref() == Some(&old) {
+            anyhow::ensure!(Instant::now() < until, "{old} does not end");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        let ended = Instant::now();
+        if matches!(asks, Asks::Claim(_)) {
+            // Kubelet prepares the claims of a pod again after up to a minute and a half, and those of another pod at once.
+            stage.remove_pod(&new).await?;
+            stage.wait(stage.pods(), &new, "gone", is_gone()).await?;
+            create(stage, &new, asks).await?;
+        }
+        until_user(stage, &device, Some(&new)).await?;
+        println!(
+            "{new} has {device} {:?} after {old} was seen to have ended",
+            ended.elapsed()
+        );
+    }
+    forgotten(stage).await?;
+    assert!(!companion.log()?.contains("ClaimQuarantined"));
+    companion.end().await.map(drop)
+}
+
+/// A pod is deleted by force while kubelet is away. Kubelet keeps its claim in its list; the next claim has the device at once.
+async fn forgotten(stage: &Stage) -> anyhow::Result<()> {
+    let (node, device) = (stage.cluster.node(0), "drayman-claim-0");
+    let claim = stage.claim_of("claim-2", "allocated", is_allocated).await?;
+    let (uid, name) = (
+        claim.metadata.uid.unwrap_or_default(),
+        claim.metadata.name.unwrap_or_default(),
+    );
+    node.stop("kubelet", 9).await?;
+    stage.remove_pod("claim-2").await?;
+    stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+    node.start("kubelet").await?;
+    until_user(stage, device, None).await?;
+    let lists = node.read("/var/lib/kubelet/dra_manager_state")?.contains(&uid);
+    let begun = Instant::now();
+    create(stage, "claim-3", Asks::Claim("test")).await?;
+    until_user(stage, device, Some("claim-3")).await?;
+    println!(
+        "claim-3 has {device} after {:?}; kubelet lists the claim before it: {lists}",
+        begun.elapsed()
+    );
+    let checkpoint = node.read("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json")?;
+    assert!(!checkpoint.contains(&uid));
+    Ok(())
+}

@@ -1,0 +1,134 @@
+//! A device of an extended resource that is there and not well, as kubelet, the scheduler and pods see it.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use kube::api::PostParams;
+
+use crate::harness::Node;
+use crate::kubelet_plugin::helper::{
+    devices_inside, pod_resources, pod_with_limit, restarts, until_granted, wait_for_allocatable,
+};
+use crate::stage::{Stage, is_running};
+
+const RESOURCE: &str = "drayman.dev/probed";
+const PREFIX: &str = "drayman-probed-";
+const CONFIGURATION: &str = "\
+apiVersion: drayman.dev/v1alpha1
+kind: NodeConfiguration
+kinds:
+- name: probed
+  mode: extended-resource
+  resourceName: drayman.dev/probed
+  paths: [\"/dev/drayman-probed-*\"]
+  health: {sysfs: [{file: state, equals: well}], recoverAfter: 2}
+";
+/// The zero and the full device, by minor number.
+const MINORS: [u32; 2] = [5, 7];
+
+/// A `/sys` in which the devices of the test say how they are. The devices themselves stay the same.
+struct Sysfs(PathBuf);
+
+impl Sysfs {
+    fn make(stage: &Stage) -> anyhow::Result<Self> {
+        let root = stage.cluster.directory().join("sysfs");
+        std::fs::create_dir_all(root.join("dev/char"))?;
+        for minor in MINORS {
+            let device = format!("devices/virtual/mem/{minor}");
+            std::fs::create_dir_all(root.join(&device))?;
+            std::os::unix::fs::symlink(
+                format!("../../{device}"),
+                root.join(format!("dev/char/1:{minor}")),
+            )?;
+        }
+        let sysfs = Self(root);
+        for number in 0..MINORS.len() {
+            sysfs.say(number, "well")?;
+        }
+        Ok(sysfs)
+    }
+
+    fn say(&self, number: usize, state: &str) -> anyhow::Result<()> {
+        let file = self
+            .0
+            .join(format!("devices/virtual/mem/{}/state", MINORS[number]));
+        std::fs::write(file, state).map_err(Into::into)
+    }
+}
+
+/// Makes the companion look at its devices now: something has changed in `/dev`.
+fn poke(node: Node<'_>) -> anyhow::Result<()> {
+    std::fs::write(node.path("/dev/drayman-poke"), "")?;
+    node.remove("/dev/drayman-poke")
+}
+
+#[tokio::test]
+async fn a_device_that_fails_its_probe_is_withdrawn_from_the_node_and_comes_back_when_it_has_been_well_for_a_while()
+-> anyhow::Result<()> {
+    let stage = Stage::without_class(crate::harness::Cluster::builder().nodes(1).start().await?).await?;
+    let node = stage.cluster.node(0);
+    let sysfs = Sysfs::make(&stage)?;
+    for (number, minor) in MINORS.into_iter().enumerate() {
+        node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
+    }
+    let flag = format!("--sysfs-root={}", sysfs.0.display());
+    let companion = stage.companion_with(0, CONFIGURATION, &[&flag])?;
+    wait_for_allocatable(&stage, RESOURCE, "2").await?;
+    let kubelet = pod_resources(node);
+    let create = async |name: &str| {
+        let pod = pod_with_limit(name, RESOURCE)?;
+        stage.pods().create(&PostParams::default(), &pod).await?;
+        anyhow::Ok(())
+    };
+    let run = async |name: &str| {
+        stage.wait(stage.pods(), name, "running", is_running()).await?;
+        devices_inside(&stage, name, PREFIX)
+            .await?
+            .pop()
+            .context("it has a device")
+    };
+    create("holder").await?;
+    let device = run("holder").await?;
+    let number: usize = device.trim_start_matches(PREFIX).parse()?;
+
+    sysfs.say(number, "ill")?;
+    poke(node)?;
+    let start = Instant::now();
+    until_granted(&kubelet, RESOURCE, 1).await?;
+    println!("kubelet does not grant it any more after {:?}", start.elapsed());
+    wait_for_allocatable(&stage, RESOURCE, "1").await?;
+    println!("the node's allocatable says so after {:?}", start.elapsed());
+    stage
+        .wait_for_event(node.name(), "DeviceUnhealthy", "state is \"ill\"")
+        .await?;
+    // Whoever has it keeps it. To the scheduler it counts against those that are left: the next one waits for the end of the first.
+    create("second").await?;
+    let waits = async |name: &str| {
+        let text = "Insufficient drayman.dev/probed";
+        stage.wait_for_event(name, "FailedScheduling", text).await
+    };
+    waits("second").await?;
+    let held = devices_inside(&stage, "holder", PREFIX).await?;
+    assert_eq!(held, std::slice::from_ref(&device));
+    assert_eq!(restarts(&stage, "holder").await?, 0);
+    stage.cluster.kubectl(&["delete", "pod", "holder"]).await?;
+    assert_ne!(run("second").await?, device, "it gets the one that is well");
+    create("third").await?;
+    waits("third").await?;
+
+    // Looked at at once, and once is not enough.
+    sysfs.say(number, "well")?;
+    poke(node)?;
+    let start = Instant::now();
+    until_granted(&kubelet, RESOURCE, 2).await?;
+    println!("kubelet grants it again after {:?}", start.elapsed());
+    assert!(start.elapsed() >= Duration::from_secs(4), "{:?}", start.elapsed());
+    assert_eq!(run("third").await?, device);
+    wait_for_allocatable(&stage, RESOURCE, "2").await?;
+    stage
+        .wait_for_event(node.name(), "DeviceRecovered", &device)
+        .await?;
+    companion.end().await?;
+    stage.cluster.stop().await
+}

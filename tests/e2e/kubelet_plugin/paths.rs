@@ -1,0 +1,119 @@
+//! A reload finds the same device nodes by other paths, while containers have them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::fs::symlink;
+use std::time::Duration;
+
+use kube::api::{DeleteParams, PostParams};
+
+use crate::harness::Node;
+use crate::kubelet_plugin::helper::{
+    devices_inside, in_containers_by_number, pod_with_limit, wait_for_allocatable, wait_for_inventory,
+};
+use crate::stage::{DRIVER, Stage, is_running};
+
+const RESOURCE: &str = "drayman.dev/plugged";
+const CONFIGURATION: &str = "\
+apiVersion: drayman.dev/v1alpha1
+kind: NodeConfiguration
+kinds:
+- name: test
+  paths: [\"/dev/drayman-test-*\"]
+- name: plugged
+  mode: extended-resource
+  resourceName: drayman.dev/plugged
+  paths: [\"/dev/drayman-plugged-*\"]
+";
+/// Identity by device numbers is tried alone: this companion cannot ask the container runtime.
+const WITHOUT_RUNTIME: &[&str] = &["--container-runtime-socket=/run/drayman-none.sock"];
+
+/// Fails when a device node is in two containers, under any name.
+async fn never_in_two(node: Node<'_>) -> anyhow::Result<()> {
+    loop {
+        for (number, containers) in in_containers_by_number(node) {
+            anyhow::ensure!(
+                containers.len() < 2,
+                "{number} is in two containers: {containers:?}"
+            );
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_reload_to_links_gives_no_device_node_twice() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    std::fs::create_dir(node.path("/dev/byid"))?;
+    for (name, minor) in [
+        ("test-a", 5),
+        ("test-b", 7),
+        ("plugged-a", 8),
+        ("plugged-b", 9),
+        ("plugged-c", 3),
+    ] {
+        node.make_device(format!("/dev/drayman-{name}"), 1, minor)?;
+        symlink(
+            format!("../drayman-{name}"),
+            node.path(format!("/dev/byid/{name}")),
+        )?;
+    }
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let companion = stage.companion_with(0, CONFIGURATION, WITHOUT_RUNTIME)?;
+    wait_for_inventory(&stage, DRIVER, 5, 0).await?;
+    wait_for_allocatable(&stage, RESOURCE, "3").await?;
+    tokio::select! {
+        failed = never_in_two(node) => failed?,
+        done = reload(&stage) => done?,
+    }
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}
+
+async fn reload(stage: &Stage) -> anyhow::Result<()> {
+    for name in ["plugged-1", "plugged-2"] {
+        stage
+            .pods()
+            .create(&PostParams::default(), &pod_with_limit(name, RESOURCE)?)
+            .await?;
+    }
+    for name in ["test-1", "test-2"] {
+        stage.make_pod(name).await?;
+    }
+    // The first device stays with its pod: it is the one that is given out first.
+    let mut ending = BTreeMap::new();
+    for name in ["plugged-1", "plugged-2", "test-1", "test-2"] {
+        stage.wait(stage.pods(), name, "running", is_running()).await?;
+        let devices = devices_inside(stage, name, "drayman-").await?;
+        if devices[0].ends_with("-b") {
+            ending.insert(name, devices);
+        }
+    }
+    assert_eq!(ending.len(), 2, "{ending:?}");
+
+    stage.rewrite_configuration(0, &CONFIGURATION.replace("/dev/drayman-", "/dev/byid/"))?;
+    // Those of claims are there under both names.
+    wait_for_inventory(stage, DRIVER, 7, 6).await?;
+    wait_for_allocatable(stage, RESOURCE, "1").await?;
+    for name in ending.keys() {
+        stage.pods().delete(name, &DeleteParams::default()).await?;
+    }
+    // The scheduler counts the pod that stays and kubelet its device: so of three devices one can be had.
+    wait_for_allocatable(stage, RESOURCE, "2").await?;
+    let next = pod_with_limit("plugged-3", RESOURCE)?;
+    stage.pods().create(&PostParams::default(), &next).await?;
+    stage.make_pod("test-3").await?;
+    for name in ["plugged-3", "test-3"] {
+        stage.wait(stage.pods(), name, "running", is_running()).await?;
+    }
+    let found = in_containers_by_number(stage.cluster.node(0));
+    let pods: BTreeSet<&str> = found
+        .values()
+        .flatten()
+        .map(|container| container.pod.as_str())
+        .collect();
+    assert_eq!((found.len(), pods.len()), (4, 4), "{found:?}");
+    Ok(())
+}

@@ -1,0 +1,192 @@
+//! The device plugin door in its less common ways: found by the plugin watcher, shared devices, names instead of device nodes, a look
+//! before each start; and PodResources beside it.
+
+use drayman::api::crd::{Mode, NodeInventory};
+use kube::api::{Api, PostParams};
+
+use crate::kubelet_plugin::helper::{
+    devices_inside, pod_resources, pod_with_limit, wait_for_allocatable, wait_for_inventory,
+};
+use crate::stage::{DRIVER, Stage, is_running};
+
+const RESOURCE: &str = "drayman.dev/shared";
+
+fn configuration() -> String {
+    // Kubelets before 1.29 ignore CDI names.
+    let version = std::env::var("DRAYMAN_TEST_KUBERNETES").unwrap_or_default();
+    let by_name = !version.starts_with("1.27") && !version.starts_with("1.28");
+    format!(
+        "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
+         - name: shared\n  mode: extended-resource\n  resourceName: {RESOURCE}\n  shares: 3\n  cdiDevices: {by_name}\n  \
+         preStartCheck: true\n  paths: [\"/dev/drayman-shared-*\"]\n"
+    )
+}
+
+#[tokio::test]
+async fn a_shared_device_is_found_by_the_plugin_watcher_and_looked_at_before_each_start() -> anyhow::Result<()>
+{
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    let device = "/dev/drayman-shared-0";
+    node.make_device(device, 1, 5)?;
+    let flags = ["--device-plugin-registration=plugin-watcher"];
+    let companion = stage.companion_with(0, &configuration(), &flags)?;
+    wait_for_allocatable(&stage, RESOURCE, "3").await?;
+    for name in ["one", "two"] {
+        stage
+            .pods()
+            .create(&PostParams::default(), &pod_with_limit(name, RESOURCE)?)
+            .await?;
+    }
+    for name in ["one", "two"] {
+        stage.wait(stage.pods(), name, "running", is_running()).await?;
+        assert_eq!(
+            devices_inside(&stage, name, "drayman-").await?,
+            ["drayman-shared-0"]
+        );
+        let environment = stage.cluster.kubectl(&["exec", name, "--", "env"]).await?;
+        assert!(environment.contains(&format!("DRAYMAN_DEVICE_DRAYMAN_SHARED_0={device}")));
+    }
+
+    // What kubelet itself tells.
+    let kubelet = pod_resources(node);
+    let held = |list: Vec<drayman::api::proto::pod_resources_v1::PodResources>| {
+        let mut held: Vec<(String, Vec<String>)> = list
+            .into_iter()
+            .map(|pod| {
+                let ids = pod.containers.into_iter().flat_map(|container| container.devices);
+                (pod.name, ids.flat_map(|devices| devices.device_ids).collect())
+            })
+            .collect();
+        held.sort();
+        held
+    };
+    let listed = held(kubelet.list().await?);
+    assert_eq!(
+        listed
+            .iter()
+            .map(|(pod, ids)| (pod.as_str(), ids.len()))
+            .collect::<Vec<_>>(),
+        [("one", 1), ("two", 1)]
+    );
+    assert_ne!(listed[0].1, listed[1].1, "two shares");
+    let allocatable = kubelet.allocatable().await?;
+    let ours = allocatable
+        .iter()
+        .filter(|devices| devices.resource_name == RESOURCE);
+    assert_eq!(ours.flat_map(|devices| &devices.device_ids).count(), 3);
+    let one = kubelet.get("default", "one").await?;
+    assert_eq!(
+        held(one.into_iter().collect()),
+        listed[..1],
+        "its Get as its List"
+    );
+
+    // A kubelet that restarts finds the socket by itself.
+    node.restart_kubelet().await?;
+    wait_for_allocatable(&stage, RESOURCE, "3").await?;
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("three", RESOURCE)?)
+        .await?;
+    stage.wait(stage.pods(), "three", "running", is_running()).await?;
+
+    // A container whose device has gone does not start again without it, and does with it.
+    node.remove(device)?;
+    wait_for_allocatable(&stage, RESOURCE, "0").await?;
+    // The first process of a container gets only signals that it has a handler for.
+    // It may take this one with it, before its exit code is read.
+    let ended = stage
+        .cluster
+        .kubectl(&["exec", "three", "--", "kill", "-TERM", "1"])
+        .await;
+    if let Err(error) = ended {
+        assert!(error.to_string().contains("exit code 137"), "{error}");
+    }
+    stage
+        .wait_for_event("three", "Failed", "not on this node")
+        .await?;
+    node.make_device(device, 1, 5)?;
+    let restarted = |pod: Option<&k8s_openapi::api::core::v1::Pod>| {
+        let status = pod.and_then(|pod| pod.status.as_ref()?.container_statuses.as_ref()?.first());
+        status.is_some_and(|status| status.ready && status.restart_count > 0)
+    };
+    let pods = kube::api::Api::namespaced(stage.cluster.client(), "default");
+    stage.wait(pods, "three", "running again", restarted).await?;
+    companion.end().await?;
+    stage.cluster.stop().await
+}
+
+/// A device with shares is in as many pods as it has; of a kind that is split, the named devices leave by one door, the others by the
+/// other.
+#[tokio::test]
+async fn claims_share_a_device_and_a_split_kind_goes_through_both_doors() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    for (name, minor) in [
+        ("drayman-test-0", 5),
+        ("drayman-split-0", 7),
+        ("drayman-split-1", 8),
+    ] {
+        node.make_device(format!("/dev/{name}"), 1, minor)?;
+    }
+    stage.make_template(None).await?;
+    let controller = stage.controller()?;
+    let configuration = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
+        - {name: test, shares: 2, paths: [\"/dev/drayman-test-*\"]}\n\
+        - {name: split, mode: split, resourceName: drayman.dev/split, extendedResourceDevices: [drayman-split-1], \
+           paths: [\"/dev/drayman-split-*\"]}\n";
+    let companion = stage.companion(0, configuration)?;
+    wait_for_inventory(&stage, DRIVER, 3, 0).await?;
+    for name in ["one", "two"] {
+        stage.make_pod(name).await?;
+    }
+    for name in ["one", "two"] {
+        stage.wait(stage.pods(), name, "running", is_running()).await?;
+        assert_eq!(
+            devices_inside(&stage, name, "drayman-").await?,
+            ["drayman-test-0"]
+        );
+    }
+    stage.make_pod("three").await?;
+    stage.wait_for_event("three", "NoSuitableDevice", "of 1").await?;
+    stage.cluster.kubectl(&["delete", "pod", "one"]).await?;
+    stage.wait(stage.pods(), "three", "running", is_running()).await?;
+
+    wait_for_allocatable(&stage, "drayman.dev/split", "1").await?;
+    let name = format!("{}.{DRIVER}", node.name());
+    let inventory = Api::<NodeInventory>::all(stage.cluster.client())
+        .get(&name)
+        .await?;
+    let modes: Vec<_> = inventory
+        .spec
+        .devices
+        .iter()
+        .map(|device| (device.name.as_str(), device.mode, device.shares))
+        .collect();
+    assert_eq!(
+        modes,
+        [
+            ("drayman-split-0", Mode::Claims, None),
+            ("drayman-split-1", Mode::ExtendedResource, None),
+            ("drayman-test-0", Mode::Claims, Some(2)),
+        ]
+    );
+    stage
+        .pods()
+        .create(
+            &PostParams::default(),
+            &pod_with_limit("plugged", "drayman.dev/split")?,
+        )
+        .await?;
+    stage
+        .wait(stage.pods(), "plugged", "running", is_running())
+        .await?;
+    assert_eq!(
+        devices_inside(&stage, "plugged", "drayman-").await?,
+        ["drayman-split-1"]
+    );
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

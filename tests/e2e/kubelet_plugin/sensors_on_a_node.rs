@@ -1,0 +1,125 @@
+//! A vendor's own devices, by the example of the documentation, on a real node.
+
+use drayman::api::resource::ResourceClaim;
+use kube::api::PostParams;
+use serde_json::json;
+
+use crate::harness::IMAGE;
+use crate::kubelet_plugin::helper::{
+    devices_inside, pod_with_limit, wait_for_allocatable, wait_for_inventory,
+};
+use crate::sensors;
+use crate::stage::{Stage, controller_rules, is_allocated, is_gone, is_running, node_rules, pod_from};
+
+const DRIVER: &str = "sensors.example.com";
+const RESOURCE: &str = "sensors.example.com/sensor";
+/// Set where the next function is the program of the test after it.
+const AS_PROGRAM: &str = "DRAYMAN_TEST_RUN_SENSORS";
+
+/// This is also how the other test starts the example on a node: nothing else has to be built for it.
+#[test]
+fn the_sensors_example_asks_for_the_name_of_its_node() {
+    let ended = sensors::main();
+    if std::env::var_os(AS_PROGRAM).is_some() {
+        ended.expect("the example ends cleanly");
+    } else if std::env::var_os("NODE_NAME").is_none() {
+        let error = ended.expect_err("it cannot run without").to_string();
+        assert!(error.contains("NODE_NAME"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_pod_gets_a_vendors_device_by_a_claim_and_another_by_its_limits() -> anyhow::Result<()> {
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    let directory = stage.cluster.directory().join("sensors");
+    std::fs::create_dir(&directory)?;
+    for (number, (serial, minor)) in [("a1", 5), ("b2", 7)].into_iter().enumerate() {
+        let path = format!("/dev/vendor-{number}");
+        node.make_device(&path, 1, minor)?;
+        std::fs::write(directory.join(serial), path)?;
+    }
+    stage
+        .apply(
+            &json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters",
+            "metadata": { "name": "sensor" }, "spec": { "kind": "sensor" } }),
+        )
+        .await?;
+    stage
+        .apply(&json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": "sensor" },
+            "driverName": DRIVER,
+            "parametersRef": { "apiGroup": "drayman.dev", "kind": "DeviceClassParameters", "name": "sensor" } }))
+        .await?;
+    stage
+        .apply(
+            &json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate",
+            "metadata": { "name": "sensor" }, "spec": { "spec": { "resourceClassName": "sensor" } } }),
+        )
+        .await?;
+    let user = stage
+        .cluster
+        .user("sensors-controller", &controller_rules()?)
+        .await?;
+    let mut command = stage.cluster.command(env!("CARGO_BIN_EXE_drayman"));
+    command
+        .args(["controller", "--driver-name", DRIVER, "--kubeconfig"])
+        .arg(user);
+    let controller = stage.program("sensors-controller", command)?;
+    let user = stage.cluster.user("sensors-node", &node_rules()?).await?;
+    let mut command = node.command(std::env::current_exe()?);
+    command
+        .args(["--exact", "--nocapture"])
+        .arg("kubelet_plugin::sensors_on_a_node::the_sensors_example_asks_for_the_name_of_its_node")
+        .env(AS_PROGRAM, "1")
+        .env("NODE_NAME", node.name())
+        .env("KUBECONFIG", user)
+        .env("SENSORS_DIR", &directory);
+    let companion = stage.program("sensors", command)?;
+    wait_for_inventory(&stage, DRIVER, 2, 0).await?;
+
+    let pod = pod_from(json!({
+        "metadata": { "name": "claims" },
+        "spec": {
+            "resourceClaims": [{ "name": "sensor", "source": { "resourceClaimTemplateName": "sensor" } }],
+            "containers": [{ "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
+                "resources": { "claims": [{ "name": "sensor" }] } }],
+            "dnsPolicy": "Default", "terminationGracePeriodSeconds": 1,
+        },
+    }))?;
+    stage.pods().create(&PostParams::default(), &pod).await?;
+    stage
+        .wait(stage.pods(), "claims", "running", is_running())
+        .await?;
+    assert_eq!(devices_inside(&stage, "claims", "sensor-").await?, ["sensor-a1"]);
+    let claim: ResourceClaim = stage.claim_of("claims", "allocated", is_allocated).await?;
+    assert_eq!(
+        claim.metadata.uid,
+        Some(std::fs::read_to_string(directory.join("a1.claim"))?),
+        "the driver has prepared it"
+    );
+
+    // The other door has the other sensor only.
+    wait_for_allocatable(&stage, RESOURCE, "1").await?;
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("plugged", RESOURCE)?)
+        .await?;
+    stage
+        .wait(stage.pods(), "plugged", "running", is_running())
+        .await?;
+    assert_eq!(devices_inside(&stage, "plugged", "sensor-").await?, ["sensor-b2"]);
+    let bytes = ["exec", "plugged", "--", "head", "-c", "4", "/dev/sensor-b2"];
+    assert_eq!(
+        stage.cluster.kubectl(&bytes).await?.len(),
+        4,
+        "and it can be read"
+    );
+
+    stage.cluster.kubectl(&["delete", "pod", "claims"]).await?;
+    let name = claim.metadata.name.clone().unwrap_or_default();
+    stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+    assert!(!directory.join("a1.claim").exists(), "the driver has undone it");
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

@@ -1,0 +1,278 @@
+//! This release and another one side by side: controllers, companions, definitions, and what one leaves to the other.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::{Api, DeleteParams, ListParams, PostParams};
+
+use crate::harness::{PATIENCE, not_run};
+use crate::kubelet_plugin::both_apis::{
+    CONFIGURATION, Numbers, PREFIX, RESOURCE, Watched, all_is_free, environment,
+};
+use crate::kubelet_plugin::helper::{
+    devices_inside, pod_with_limit, restarts, wait_for_allocatable, wait_for_inventory,
+};
+use crate::stage::{DRIVER, OURS, Program, Stage, is_allocated, is_running, pod_with_claim};
+
+/// The variable that names the program of the other release.
+const OTHER: &str = "DRAYMAN_TEST_OTHER_RELEASE";
+/// How many pods of each sort must start between two changes.
+const SERVED: usize = 3;
+const MINORS: [u32; 4] = [5, 7, 8, 9];
+
+/// Pods of both sorts that come and go.
+#[derive(Default)]
+struct Traffic {
+    claims: Cell<usize>,
+    limits: Cell<usize>,
+    done: Cell<bool>,
+}
+
+impl Traffic {
+    /// Makes pods and deletes those that have started, until it is told to stop. Each pod starts. At most two are there by claim and one by
+    /// limit: claims get the first free devices and containers the last, and kubelet waits more than a minute before it tries a pod again
+    /// that was refused a device.
+    async fn flow(&self, stage: &Stage, watched: &mut Watched, seed: u64) -> anyhow::Result<()> {
+        let (mut numbers, mut made) = (Numbers(seed), 0);
+        let mut waiting: BTreeMap<String, Instant> = BTreeMap::new();
+        let mut started: Vec<String> = Vec::new();
+        while !self.done.get() || !waiting.is_empty() {
+            watched.look(stage.cluster.node(0));
+            let present = phases(stage).await?;
+            let by_claim = present.iter().filter(|(name, _)| is_claim(name)).count();
+            let by_limit = present
+                .iter()
+                .filter(|(name, _)| name.starts_with("plugged-"))
+                .count();
+            let sort = match (by_claim, by_limit) {
+                _ if self.done.get() => None,
+                (_, 0) if numbers.below(2) == 0 => Some(false),
+                (0 | 1, _) => Some(true),
+                _ => None,
+            };
+            if let Some(by_claim) = sort {
+                made += 1;
+                waiting.insert(create(stage, made, by_claim).await?, Instant::now());
+            }
+            for (name, phase) in present {
+                let Some(since) = waiting.get(&name) else { continue };
+                match phase.as_str() {
+                    "Running" => {
+                        let count = if is_claim(&name) {
+                            &self.claims
+                        } else {
+                            &self.limits
+                        };
+                        count.set(count.get() + 1);
+                        waiting.remove(&name);
+                        started.push(name);
+                    }
+                    // Kubelet refuses a pod that is bound while the companion is replaced. Its owner makes another.
+                    "Failed" if !is_claim(&name) => {
+                        waiting.remove(&name);
+                        stage.pods().delete(&name, &DeleteParams::default()).await?;
+                    }
+                    _ => anyhow::ensure!(since.elapsed() < PATIENCE * 2, "{name} does not start: {phase}"),
+                }
+            }
+            if started.len() > 1 || (!started.is_empty() && (numbers.below(3) == 0 || self.done.get())) {
+                let index = usize::try_from(numbers.below(started.len() as u64))?;
+                let name = started.swap_remove(index);
+                stage.pods().delete(&name, &DeleteParams::default()).await?;
+            }
+            tokio::time::sleep(Duration::from_millis(100 + numbers.below(300))).await;
+        }
+        for name in started {
+            stage.pods().delete(&name, &DeleteParams::default()).await?;
+        }
+        Ok(())
+    }
+
+    /// Waits until pods of both sorts have started that had not before.
+    async fn goes_on(&self, what: &str) -> anyhow::Result<()> {
+        let (claims, limits, since) = (self.claims.get(), self.limits.get(), Instant::now());
+        while self.claims.get() < claims + SERVED || self.limits.get() < limits + SERVED {
+            anyhow::ensure!(since.elapsed() < PATIENCE * 2, "{what}: no pods start");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        println!(
+            "{what}: {SERVED} pods of each sort started in {:?}",
+            since.elapsed()
+        );
+        Ok(())
+    }
+}
+
+fn is_claim(pod: &str) -> bool {
+    pod.starts_with("claims-")
+}
+
+async fn create(stage: &Stage, number: usize, by_claim: bool) -> anyhow::Result<String> {
+    let sort = if by_claim { "claims" } else { "plugged" };
+    let name = format!("{sort}-{number}");
+    let pod = if by_claim {
+        pod_with_claim(&name)?
+    } else {
+        pod_with_limit(&name, RESOURCE)?
+    };
+    stage.pods().create(&PostParams::default(), &pod).await?;
+    Ok(name)
+}
+
+async fn phases(stage: &Stage) -> anyhow::Result<Vec<(String, String)>> {
+    let pods = Api::<Pod>::namespaced(stage.cluster.client(), "default");
+    let pods = pods.list(&ListParams::default()).await?.items.into_iter();
+    let phase = |pod: Pod| Some((pod.metadata.name?, pod.status?.phase?));
+    Ok(pods.filter_map(phase).collect())
+}
+
+/// The programs of one release.
+#[derive(Clone, Copy)]
+struct Release<'a> {
+    name: &'a str,
+    program: &'a Path,
+}
+
+impl Release<'_> {
+    async fn controller(self, stage: &Stage) -> anyhow::Result<Program> {
+        let name = format!("controller-{}", self.name);
+        stage.replica_of(self.program, &name).await
+    }
+
+    async fn companion(self, stage: &Stage) -> anyhow::Result<Program> {
+        let companion = stage.companion_of(self.program, 0, CONFIGURATION, &[])?;
+        companion.logged("kubelet has registered the driver").await?;
+        Ok(companion)
+    }
+
+    /// Applies its definitions.
+    async fn definitions(self, stage: &Stage) -> anyhow::Result<()> {
+        let printed = stage.cluster.command(self.program).arg("crds").output().await?;
+        anyhow::ensure!(printed.status.success(), "{} prints no definitions", self.name);
+        let file = stage.cluster.directory().join(format!("crds-{}.yaml", self.name));
+        std::fs::write(&file, printed.stdout)?;
+        let file = file.to_str().unwrap_or_default();
+        let apply = ["apply", "--server-side", "--force-conflicts", "-f", file];
+        stage.cluster.kubectl(&apply).await.map(drop)
+    }
+}
+
+/// Replaces one program after the other, so that each pair of releases serves pods, and each program goes on where one of the other
+/// release has ended or was killed.
+async fn replace_in_every_order(
+    stage: &Stage,
+    traffic: &Traffic,
+    old: Release<'_>,
+    new: Release<'_>,
+) -> anyhow::Result<(Program, Program)> {
+    let mut companion = old.companion(stage).await?;
+    let mut controller = old.controller(stage).await?;
+    traffic.goes_on("controller old, companion old").await?;
+    // Kubelet still has the killed one registered, by a socket that the next one may not see.
+    companion.kill().await?;
+    companion = new.companion(stage).await?;
+    traffic.goes_on("controller old, companion new").await?;
+    new.definitions(stage).await?;
+    let standby = new.controller(stage).await?;
+    controller.end().await?;
+    controller = standby;
+    traffic.goes_on("controller new, companion new").await?;
+    companion.end().await?;
+    companion = old.companion(stage).await?;
+    traffic.goes_on("controller new, companion old").await?;
+    let standby = old.controller(stage).await?;
+    controller.kill().await?;
+    controller = standby;
+    old.definitions(stage).await?;
+    traffic.goes_on("back to controller old, companion old").await?;
+    let standby = new.controller(stage).await?;
+    controller.kill().await?;
+    controller = standby;
+    traffic
+        .goes_on("controller new, companion old, definitions old")
+        .await?;
+    let standby = old.controller(stage).await?;
+    controller.end().await?;
+    controller = standby;
+    companion.end().await?;
+    companion = new.companion(stage).await?;
+    traffic
+        .goes_on("controller old, companion new, definitions old")
+        .await?;
+    let standby = new.controller(stage).await?;
+    controller.end().await?;
+    controller = standby;
+    companion.kill().await?;
+    companion = new.companion(stage).await?;
+    traffic
+        .goes_on("controller new, companion new, definitions old")
+        .await?;
+    traffic.done.set(true);
+    Ok((controller, companion))
+}
+
+/// A pod that has a device from the first program to the last.
+async fn assert_undisturbed(stage: &Stage, device: &[String]) -> anyhow::Result<()> {
+    assert_eq!(devices_inside(stage, "stays", PREFIX).await?, device);
+    assert_eq!(restarts(stage, "stays").await?, 0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn two_releases_serve_pods_side_by_side_in_every_order() -> anyhow::Result<()> {
+    let Some(other) = std::env::var_os(OTHER).map(PathBuf::from) else {
+        not_run::not_run(&format!("{OTHER} names no program of another release"));
+        return Ok(());
+    };
+    let (old, new) = (
+        Release {
+            name: "old",
+            program: &other,
+        },
+        Release {
+            name: "new",
+            program: Path::new(OURS),
+        },
+    );
+    let now = std::time::SystemTime::UNIX_EPOCH.elapsed()?;
+    let seed = environment("DRAYMAN_TEST_DOORS_SEED", now.as_secs());
+    println!("DRAYMAN_TEST_DOORS_SEED={seed}");
+    let stage = Stage::start(1).await?;
+    old.definitions(&stage).await?;
+    let node = stage.cluster.node(0);
+    for (number, minor) in MINORS.into_iter().enumerate() {
+        node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
+    }
+    stage.make_template(None).await?;
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_claim("stays")?)
+        .await?;
+    let (traffic, mut watched) = (Traffic::default(), Watched::default());
+    let ((controller, companion), ()) =
+        tokio::try_join!(replace_in_every_order(&stage, &traffic, old, new), async {
+            stage.wait(stage.pods(), "stays", "running", is_running()).await?;
+            let device = devices_inside(&stage, "stays", PREFIX).await?;
+            let claim = stage.claim_of("stays", "allocated", is_allocated).await?;
+            traffic.flow(&stage, &mut watched, seed).await?;
+            assert_undisturbed(&stage, &device).await?;
+            let after = stage.claim_of("stays", "allocated", is_allocated).await?;
+            assert_eq!(after.status.allocation, claim.status.allocation);
+            stage.pods().delete("stays", &DeleteParams::default()).await?;
+            Ok(())
+        })?;
+    println!(
+        "{} pods by claim and {} by limit started",
+        traffic.claims.get(),
+        traffic.limits.get()
+    );
+    wait_for_inventory(&stage, DRIVER, 4, 0).await?;
+    wait_for_allocatable(&stage, RESOURCE, "4").await?;
+    all_is_free(&stage, &mut watched, MINORS.len()).await?;
+    companion.end().await?;
+    controller.end().await?;
+    stage.cluster.stop().await
+}

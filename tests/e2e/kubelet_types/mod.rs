@@ -1,0 +1,161 @@
+//! The doors, called with kubelet's own generated types: `main.go` beside this file is compiled from the module that kubelet is, dials
+//! as kubelet dials, and touches every answer as kubelet does. A reply at which kubelet would panic ends it with a panic.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail")]
+
+#[path = "../../integration/grpc/fixture.rs"]
+#[allow(dead_code, reason = "the other half is for the other doors' tests")]
+mod fixture;
+mod golden;
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use drayman::node::kubelet::device_plugin::{self, PluginRegistration};
+use drayman::node::kubelet::{KubeletApiError, KubeletApiState};
+use tokio::process::Command;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use fixture::{DRIVER, DraDoor, RESOURCE, Scripted, paths, soon, until_exists, until_state};
+
+/// Calls a door, or decodes a file of messages, and returns the lines of the answers.
+async fn call(door: &str, socket: &Path) -> BTreeSet<String> {
+    let program =
+        tokio::task::spawn_blocking(|| crate::harness::build_go("tests/e2e/kubelet_types", "kubelet_types"));
+    let output = Command::new(program.await.unwrap().unwrap())
+        .arg(door)
+        .arg(socket)
+        .kill_on_drop(true)
+        .output();
+    let output = soon(output).await.unwrap();
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "kubelet would have ended here:\n{error}");
+    let lines = String::from_utf8(output.stdout).unwrap();
+    lines.lines().map(str::to_owned).collect()
+}
+
+fn lines<const N: usize>(lines: [&str; N]) -> BTreeSet<String> {
+    lines.map(str::to_owned).into()
+}
+
+#[tokio::test]
+async fn kubelet_reads_every_answer_of_the_registration_and_of_both_versions_for_claims() {
+    let door = DraDoor::open().await;
+    let endpoint = door.service().display().to_string();
+    let info = format!(
+        r#"GetInfo {{"type":"DRAPlugin","name":"{DRIVER}","endpoint":"{endpoint}","supported_versions":["1.0.1"]}}"#
+    );
+    assert_eq!(
+        call("registration", &door.registration()).await,
+        lines([&info, "NotifyRegistrationStatus {}"])
+    );
+    let refused = "refuse: stop the other pod";
+    let expected = [
+        r#"prepared u-1: [v/c=u-1] """#,
+        r#"prepared u-2: [] "refuse: stop the other pod""#,
+        r#"NodePrepareResources {"claims":{"u-1":{"cdi_devices":["v/c=u-1"]},"u-2":{"error":"refuse: stop the other pod"}}}"#,
+        // The value of the first has no field at all: the map entry that a plain encoder would leave out.
+        r#"unprepared u-1: """#,
+        r#"unprepared u-2: "refuse: stop the other pod""#,
+        r#"NodeUnprepareResources {"claims":{"u-1":{},"u-2":{"error":"refuse: stop the other pod"}}}"#,
+        r#"NodePrepareResource {"cdi_devices":["v/c=u-1"]}"#,
+        "NodeUnprepareResource {}",
+        &format!("NodePrepareResource FailedPrecondition: {refused}"),
+        &format!("NodeUnprepareResource FailedPrecondition: {refused}"),
+    ];
+    let mut answers = call("dra", &door.service()).await;
+    let unimplemented = answers
+        .iter()
+        .find(|line| line.starts_with("NodeListAndWatchResources Unimplemented:"))
+        .cloned();
+    assert!(answers.remove(&unimplemented.unwrap()));
+    assert_eq!(answers, lines(expected));
+    door.close().await;
+}
+
+/// The door of an extended resource with two devices, as the plugin watcher finds it.
+struct PluginDoor {
+    directory: tempfile::TempDir,
+    shutdown: CancellationToken,
+    task: JoinHandle<Result<(), KubeletApiError>>,
+}
+
+impl PluginDoor {
+    async fn open() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let shutdown = CancellationToken::new();
+        let (sender, mut state) = watch::channel(KubeletApiState::Starting);
+        let companion = Scripted::new();
+        companion.devices.send_modify(|devices| {
+            devices.push(fixture::device("b", false));
+            devices[0].numa_nodes = vec![0, 1];
+        });
+        let serve = device_plugin::serve(
+            Arc::clone(&companion),
+            paths(&directory),
+            PluginRegistration::PluginWatcher,
+            DRIVER.into(),
+            RESOURCE.into(),
+            sender,
+            shutdown.clone(),
+        );
+        let task = tokio::spawn(serve);
+        until_state(&mut state, &KubeletApiState::Waiting).await;
+        let door = Self {
+            directory,
+            shutdown,
+            task,
+        };
+        until_exists(&door.registration(), true).await;
+        door
+    }
+
+    fn registration(&self) -> PathBuf {
+        paths(&self.directory)
+            .device_plugin_registration_socket(DRIVER, RESOURCE)
+            .path
+    }
+
+    fn service(&self) -> PathBuf {
+        paths(&self.directory)
+            .watched_device_plugin_socket(DRIVER, RESOURCE)
+            .path
+    }
+
+    async fn close(self) {
+        self.shutdown.cancel();
+        soon(self.task).await.unwrap().unwrap();
+    }
+}
+
+#[tokio::test]
+async fn kubelet_reads_every_answer_of_a_device_plugin_also_where_its_watcher_finds_it() {
+    let door = PluginDoor::open().await;
+    let info = format!(
+        r#"GetInfo {{"type":"DevicePlugin","name":"{RESOURCE}","endpoint":"{}","supported_versions":["v1beta1"]}}"#,
+        door.service().display()
+    );
+    assert_eq!(
+        call("registration", &door.registration()).await,
+        lines([&info, "NotifyRegistrationStatus {}"])
+    );
+    let expected = [
+        r#"GetDevicePluginOptions {"pre_start_required":true,"get_preferred_allocation_available":true}"#,
+        r#"ListAndWatch {"devices":[{"ID":"a","health":"Healthy","topology":{"nodes":[{},{"ID":1}]}},{"ID":"b","health":"Unhealthy"}]}"#,
+        r#"GetPreferredAllocation {"container_responses":[{"deviceIDs":["c","b"]}]}"#,
+        concat!(
+            r#"Allocate {"container_responses":[{"envs":{"DEVICES":"a"},"#,
+            r#""mounts":[{"container_path":"/vendor","host_path":"/opt/vendor","read_only":true}],"#,
+            r#""devices":[{"container_path":"/dev/a","host_path":"/dev/a","permissions":"rw"}],"#,
+            r#""annotations":{"vendor.example/mode":""},"cdi_devices":[{"name":"vendor.example/device=a"}]}]}"#
+        ),
+        "PreStartContainer {}",
+        "Allocate FailedPrecondition: refuse: stop the other pod",
+        "PreStartContainer FailedPrecondition: refuse: stop the other pod",
+    ];
+    assert_eq!(call("deviceplugin", &door.service()).await, lines(expected));
+    door.close().await;
+}

@@ -1,0 +1,336 @@
+//! What is seen from outside, by those who look: a real Prometheus scrapes a controller and a companion at work, and runs each query
+//! of the dashboard and of the alerts that the chart brings.
+
+mod prometheus;
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use anyhow::{Context as _, ensure};
+use kube::api::Api;
+use serde_json::{Value, json};
+
+use crate::harness::IMAGE;
+use crate::stage::{Stage, is_gone, is_running};
+use prometheus::{Prometheus, free_port, promtool, scraped};
+
+/// One kind for claims and one for extended resources.
+const CONFIGURATION: &str = "\
+apiVersion: drayman.dev/v1alpha1
+kind: NodeConfiguration
+kinds:
+- name: test
+  paths: [\"/dev/drayman-test-*\"]
+- name: plugged
+  mode: extended-resource
+  resourceName: drayman.dev/plugged
+  paths: [\"/dev/drayman-plugged-*\"]
+";
+
+/// What is seen after three pods with one claim each, of which one waited and the first is gone.
+const SEEN: &[&str] = &[
+    "drayman_claims_allocated_total == 3",
+    "drayman_claims_released_total == 1",
+    r#"drayman_allocation_attempts_total{result="Allocated"} == 3"#,
+    "drayman_wake_up_duration_seconds_count >= 1",
+    "drayman_recheck_caught_total == 0",
+    "sum(drayman_pods_waiting) == 0",
+    r#"drayman_events_total{reason="NoSuitableDevice"} >= 1"#,
+    r#"leader_election_master_status{name="drayman.dev"} == 1"#,
+    "drayman_node_ready == 1",
+    r#"drayman_node_operations_total{operation="prepare",result="done"} == 3"#,
+    r#"drayman_node_operations_total{operation="unprepare",result="done"} == 1"#,
+    r#"drayman_node_claims{state="held"} == 2"#,
+    r#"drayman_node_devices{kind="plugged",health="healthy",owner="kubelet"} == 1"#,
+    r#"sum(grpc_server_handled_total{grpc_method="NodePrepareResources",grpc_code="OK"}) == 3"#,
+    r#"grpc_server_started_total{grpc_method="ListAndWatch"} - on (grpc_method) sum by (grpc_method) (grpc_server_handled_total{grpc_method="ListAndWatch"}) == 1"#,
+    r#"workqueue_adds_total{name="context"} > 3"#,
+    "sum(workqueue_unfinished_work_seconds) == 0",
+    r#"workqueue_work_duration_seconds_count{name="batch"} >= 9"#,
+    "sum(rate(process_cpu_seconds_total[1m])) > 0",
+];
+
+fn repository(path: &str) -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// The groups of rules that the chart makes, written to a file.
+fn write_rules(directory: &Path) -> anyhow::Result<Value> {
+    let output = std::process::Command::new(crate::harness::helm()?)
+        .args(["template", "drayman"])
+        .arg(repository("charts/drayman"))
+        .args([
+            "--namespace",
+            "drayman",
+            "--kube-version",
+            crate::harness::VERSION,
+        ])
+        .args(["--set", "monitoring.prometheusRule.enabled=true"])
+        .args(["--show-only", "templates/monitoring/prometheusrule.yaml"])
+        .output()?;
+    ensure!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let rendered: Value = serde_saphyr::from_str(&String::from_utf8(output.stdout)?)?;
+    let rules = rendered["spec"].clone();
+    std::fs::write(directory.join("rules.json"), rules.to_string())?;
+    Ok(rules)
+}
+
+/// The alerts: name, expression.
+fn alerts(rules: &Value) -> Vec<(String, String)> {
+    let rules = rules["groups"].as_array().into_iter().flatten();
+    let alerts = rules.flat_map(|group| group["rules"].as_array().cloned().unwrap_or_default());
+    alerts
+        .map(|rule| {
+            let text = |key: &str| rule[key].as_str().unwrap_or_default().to_owned();
+            (text("alert"), text("expr"))
+        })
+        .collect()
+}
+
+/// The queries of the dashboard, with its variables filled in: title of the panel, expression.
+fn queries() -> anyhow::Result<Vec<(String, String)>> {
+    let text = std::fs::read_to_string(repository("charts/drayman/dashboards/drayman.json"))?;
+    let dashboard: Value = serde_json::from_str(&text)?;
+    let mut queries = Vec::new();
+    for panel in dashboard["panels"].as_array().context("panels")? {
+        let title = panel["title"].as_str().context("a panel has a title")?;
+        for target in panel["targets"].as_array().into_iter().flatten() {
+            let expression = target["expr"].as_str().context("a target has a query")?;
+            let filled = expression
+                .replace("$namespace", "drayman")
+                .replace("$__rate_interval", "1m");
+            ensure!(
+                !filled.contains('$'),
+                "{title}: what is the variable in {filled}?"
+            );
+            queries.push((title.to_owned(), filled));
+        }
+    }
+    Ok(queries)
+}
+
+/// The series that an expression asks for, each with its labels: `name{...}`.
+fn selectors(expression: &str) -> Vec<String> {
+    let mut all = Vec::new();
+    for (at, _) in expression.match_indices('{') {
+        let before = &expression[..at];
+        let name = before
+            .rsplit(|c: char| !c.is_ascii_alphanumeric() && c != '_')
+            .next();
+        let end = expression[at..]
+            .find('}')
+            .map_or(expression.len(), |end| at + end + 1);
+        all.push(format!("{}{}", name.unwrap_or_default(), &expression[at..end]));
+    }
+    all
+}
+
+/// The names of the series of the metrics' own page.
+fn documented() -> anyhow::Result<BTreeSet<String>> {
+    let page = std::fs::read_to_string(repository("docs/metrics.md"))?;
+    let rows = page.lines().filter_map(|line| line.strip_prefix("| `"));
+    Ok(rows
+        .filter_map(|row| row.split(['{', '`']).next())
+        .map(str::to_owned)
+        .collect())
+}
+
+fn pod(name: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name, "namespace": "default" },
+        "spec": {
+            "resourceClaims": [{ "name": "device", "source": { "resourceClaimTemplateName": "test" } }],
+            "containers": [{
+                "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
+                "resources": { "claims": [{ "name": "device" }] },
+            }],
+            "terminationGracePeriodSeconds": 1,
+        },
+    })
+}
+
+/// The columns of an inventory.
+async fn what_kubectl_shows(stage: &Stage) -> anyhow::Result<()> {
+    let shown = stage.cluster.kubectl(&["get", "nodeinventories"]).await?;
+    let rows: Vec<Vec<&str>> = shown
+        .lines()
+        .map(|line| line.split_whitespace().collect())
+        .collect();
+    assert_eq!(
+        rows[0],
+        ["NAME", "NODE", "DRIVER", "READY", "DEVICES", "UNHEALTHY", "AGE"]
+    );
+    assert_eq!(
+        rows[1][..6],
+        ["node-0.drayman.dev", "node-0", "drayman.dev", "True", "3", "0"]
+    );
+    Ok(())
+}
+
+#[test]
+fn the_alerts_fire_when_they_shall_and_not_otherwise() -> anyhow::Result<()> {
+    let directory = tempfile::tempdir()?;
+    let rules = write_rules(directory.path())?;
+    println!(
+        "{}",
+        promtool(directory.path(), &["check", "rules", "rules.json"], None)?
+    );
+    std::fs::copy(
+        repository("tests/e2e/monitoring/alerts.yaml"),
+        directory.path().join("alerts.yaml"),
+    )?;
+    println!(
+        "{}",
+        promtool(directory.path(), &["test", "rules", "alerts.yaml"], None)?
+    );
+    let tests = std::fs::read_to_string(repository("tests/e2e/monitoring/alerts.yaml"))?;
+    let page = std::fs::read_to_string(repository("docs/metrics.md"))?;
+    let documented = page.lines().filter(|line| line.starts_with("| `Drayman")).count();
+    let alerts = alerts(&rules);
+    assert_eq!(
+        documented,
+        alerts.len(),
+        "docs/metrics.md lists all alerts and no other"
+    );
+    for (alert, _) in alerts {
+        let fires = format!("alertname: {alert}\n    exp_alerts:\n    - ");
+        assert!(tests.contains(&fires), "{alert} is never made to fire");
+        assert!(
+            tests.contains(&format!("alertname: {alert}, exp_alerts: []")),
+            "{alert} is never kept quiet"
+        );
+        assert!(
+            page.contains(&format!("| `{alert}` |")),
+            "{alert} is not in docs/metrics.md"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn what_dashboard_and_alerts_ask_for_is_documented() -> anyhow::Result<()> {
+    let directory = tempfile::tempdir()?;
+    let documented = documented()?;
+    let all = queries()?
+        .into_iter()
+        .chain(alerts(&write_rules(directory.path())?));
+    for (what, expression) in all {
+        let asked = selectors(&expression);
+        assert!(!asked.is_empty(), "{what}: {expression}");
+        for selector in asked {
+            let name = selector.split('{').next().unwrap_or_default();
+            let base = name.strip_suffix("_bucket").unwrap_or(name);
+            // Prometheus makes this one itself.
+            assert!(
+                name == "up" || documented.contains(base),
+                "{what} asks for {name}"
+            );
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn every_query_finds_its_series_when_controller_and_companion_are_at_work() -> anyhow::Result<()> {
+    let directory = tempfile::tempdir()?;
+    let rules = write_rules(directory.path())?;
+    let stage = Stage::start(1).await?;
+    let node = stage.cluster.node(0);
+    for (name, minor) in [("test-0", 5), ("test-1", 7), ("plugged-0", 8)] {
+        node.make_device(format!("/dev/drayman-{name}"), 1, minor)?;
+    }
+    stage.make_template(None).await?;
+    let (of_controller, of_node) = (free_port()?, free_port()?);
+    let metrics = format!("--metrics-bind-address=127.0.0.1:{of_controller}");
+    let controller = stage.controller_with(&[&metrics])?;
+    let metrics = format!("--metrics-bind-address=127.0.0.1:{of_node}");
+    let companion = stage.companion_with(0, CONFIGURATION, &[&metrics])?;
+    let prometheus = Prometheus::start(
+        &stage,
+        directory.path(),
+        &[
+            ("drayman-controller-7d4b9-x2x7q", of_controller),
+            ("drayman-node-x8k2p", of_node),
+        ],
+    )?;
+
+    // Two pods hold the two devices, a third one waits, and is woken when one is given back.
+    for name in ["first", "second"] {
+        stage.apply(&pod(name)).await?;
+        stage.wait(stage.pods(), name, "running", is_running()).await?;
+    }
+    stage.apply(&pod("third")).await?;
+    stage.wait_for_event("third", "NoSuitableDevice", "held").await?;
+    prometheus
+        .until(r#"drayman_pods_waiting{reason="NoSuitableDevice"} == 1"#)
+        .await?;
+    prometheus
+        .until(r#"drayman_node_devices{kind="test",health="healthy",owner="claim"} == 2"#)
+        .await?;
+    stage.cluster.kubectl(&["delete", "pod", "first"]).await?;
+    stage.wait(stage.pods(), "first", "gone", is_gone()).await?;
+    stage.wait(stage.pods(), "third", "running", is_running()).await?;
+
+    for expected in SEEN {
+        prometheus.until(expected).await?;
+    }
+
+    for (title, query) in queries()? {
+        let found = prometheus.ask(&query)?;
+        assert!(!found.is_empty(), "{title}: {query}");
+    }
+    for (alert, expression) in alerts(&rules) {
+        // An alert that does not fire has no series itself.
+        prometheus.ask(&expression)?;
+        for selector in selectors(&expression) {
+            // Nothing has gone wrong with a request, so not each code was seen.
+            if selector.contains("5..") {
+                continue;
+            }
+            assert!(!prometheus.ask(&selector)?.is_empty(), "{alert}: {selector}");
+        }
+    }
+    // Everything that is documented is there, of both.
+    for series in documented()?.iter().filter(|name| name.contains('_')) {
+        let any = [series.clone(), format!("{series}_count")];
+        let found = any
+            .iter()
+            .any(|name| prometheus.ask(name).is_ok_and(|found| !found.is_empty()));
+        let is_label = ![
+            "drayman_",
+            "grpc_server_",
+            "leader_",
+            "process_",
+            "rest_client_",
+            "workqueue_",
+        ]
+        .iter()
+        .any(|prefix| series.starts_with(prefix));
+        assert!(found || is_label, "{series} is documented and not there");
+    }
+    for port in [of_controller, of_node] {
+        let text = scraped(port).await?;
+        let said = promtool(directory.path(), &["check", "metrics"], Some(&text))?;
+        assert!(said.trim().is_empty(), "{said}");
+    }
+
+    what_kubectl_shows(&stage).await?;
+
+    for name in ["second", "third"] {
+        stage.cluster.kubectl(&["delete", "pod", name]).await?;
+    }
+    stage
+        .wait(
+            Api::all(stage.cluster.client()),
+            "node-0.drayman.dev",
+            "there",
+            |inventory: Option<&drayman::api::crd::NodeInventory>| inventory.is_some(),
+        )
+        .await?;
+    drop((controller, companion, prometheus));
+    Ok(())
+}

@@ -1,0 +1,193 @@
+//! Somebody with the role `edit` in one namespace and nothing else, after an installation with the chart.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use anyhow::{Context as _, bail, ensure};
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep};
+
+use crate::commands::told;
+use crate::harness::{self, PATIENCE};
+use crate::stage::{DRIVER, Stage, is_allocated, is_bound, pod_with_claim};
+
+const NAMESPACE: &str = "team";
+const USER: &str = "developer";
+
+/// The roles that the chart makes for users, as it renders them by default.
+async fn roles_of_the_chart(stage: &Stage) -> anyhow::Result<()> {
+    let helm = tokio::task::spawn_blocking(harness::helm).await??;
+    let chart = Path::new(env!("CARGO_MANIFEST_DIR")).join("charts/drayman");
+    let mut command = stage.cluster.command(helm);
+    for variable in ["HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"] {
+        command.env(variable, stage.cluster.directory().join("helm"));
+    }
+    command.args(["template", "drayman"]).arg(chart);
+    command.args(["--namespace=drayman", "--show-only=templates/access/users.yaml"]);
+    command.args(["--kube-version", harness::VERSION]);
+    let rendered = command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let rendered = rendered.output().await?;
+    let said = String::from_utf8_lossy(&rendered.stderr).into_owned();
+    ensure!(rendered.status.success(), "Helm: {said}");
+    let file = stage.cluster.directory().join("users.yaml");
+    std::fs::write(&file, rendered.stdout)?;
+    let file = file.to_str().context("UTF-8")?;
+    stage
+        .cluster
+        .kubectl(&["apply", "--filename", file])
+        .await
+        .map(drop)
+}
+
+/// kubectl as the user; the error is what it says.
+async fn kubectl(stage: &Stage, kubeconfig: &Path, arguments: &[&str]) -> anyhow::Result<String> {
+    let mut command = stage.cluster.command(stage.cluster.kubectl_program());
+    command.arg("--kubeconfig").arg(kubeconfig).arg("--cache-dir");
+    command.arg(stage.cluster.directory().join("cache-of-the-user"));
+    let output = command
+        .args(arguments)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let output = output.output().await?;
+    if !output.status.success() {
+        bail!("{}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+/// A user who has a RoleBinding of `edit` in one namespace, once the API server knows that.
+async fn editor(stage: &Stage) -> anyhow::Result<PathBuf> {
+    roles_of_the_chart(stage).await?;
+    // As with the chart's value rbac.readInventoriesByAuthenticated.
+    let inventories = crate::harness::rule(&["drayman.dev"], &["nodeinventories"], &["get", "list", "watch"]);
+    let kubeconfig = stage.cluster.user(USER, &[inventories]).await?;
+    stage.cluster.kubectl(&["create", "namespace", NAMESPACE]).await?;
+    let (user, namespace) = (format!("--user={USER}"), format!("--namespace={NAMESPACE}"));
+    let binding = [
+        "create",
+        "rolebinding",
+        USER,
+        "--clusterrole=edit",
+        &user,
+        &namespace,
+    ];
+    stage.cluster.kubectl(&binding).await?;
+    let deadline = Instant::now() + PATIENCE;
+    for (verb, resource) in [
+        ("create", "resourceclaimtemplates.resource.k8s.io"),
+        ("create", "deviceclaimparameters.drayman.dev"),
+        ("list", "nodeinventories.drayman.dev"),
+        ("get", "podschedulingcontexts.resource.k8s.io"),
+    ] {
+        let question = ["auth", "can-i", verb, resource, &namespace];
+        while kubectl(stage, &kubeconfig, &question).await.is_err() {
+            ensure!(Instant::now() < deadline, "{USER} may not {verb} {resource}");
+            sleep(std::time::Duration::from_millis(100)).await;
+        }
+    }
+    Ok(kubeconfig)
+}
+
+/// What the user makes: parameters, a template that names them, and a pod.
+fn objects() -> anyhow::Result<Value> {
+    let mut pod = serde_json::to_value(pod_with_claim("mine")?)?;
+    pod["apiVersion"] = json!("v1");
+    pod["kind"] = json!("Pod");
+    pod["metadata"]["namespace"] = json!(NAMESPACE);
+    let parameters = json!({ "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": "one" });
+    Ok(json!({ "apiVersion": "v1", "kind": "List", "items": [
+        { "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters",
+          "metadata": { "name": "one", "namespace": NAMESPACE }, "spec": { "requests": [{ "name": "device" }] } },
+        { "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate",
+          "metadata": { "name": "test", "namespace": NAMESPACE },
+          "spec": { "spec": { "resourceClassName": "test", "parametersRef": parameters } } },
+        pod,
+    ] }))
+}
+
+#[tokio::test]
+async fn who_may_edit_one_namespace_alone_claims_a_device_there_and_is_told_why_the_pod_waits()
+-> anyhow::Result<()> {
+    let stage = Stage::start(0).await?;
+    stage.pretend_devices("node-a", 1).await?;
+    stage.make_template(None).await?;
+    let _controller = stage.controller()?;
+    // Somebody else has the only device.
+    stage.make_pod("first").await?;
+    stage.wait(stage.pods(), "first", "bound", is_bound()).await?;
+    stage.claim_of("first", "allocated", is_allocated).await?;
+
+    let kubeconfig = editor(&stage).await?;
+    let classes = kubectl(&stage, &kubeconfig, &["get", "resourceclasses", "--output=name"]).await?;
+    ensure!(classes.contains("/test"), "{classes}");
+    let file = stage.cluster.directory().join("mine.json");
+    std::fs::write(&file, objects()?.to_string())?;
+    let file = file.to_str().context("UTF-8")?;
+    kubectl(&stage, &kubeconfig, &["apply", "--filename", file]).await?;
+
+    let missing = "you may not list resourceclaims.resource.k8s.io in all namespaces";
+    let ask = async |arguments: &[&str]| {
+        let arguments = [arguments, &["--namespace", NAMESPACE, "--output=json"]].concat();
+        let (code, stdout, stderr) = told(&stage.cluster, &kubeconfig, &arguments).await?;
+        ensure!(code == Some(0), "{arguments:?}: {stderr}");
+        ensure!(stderr.contains(missing), "{stderr}");
+        anyhow::Ok(serde_json::from_str::<Value>(&stdout)?)
+    };
+    let until = async |step: &str| {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let claim = ask(&["explain", "pod/mine"]).await?["claims"][0].clone();
+            if claim["step"] == step {
+                return Ok(claim);
+            }
+            ensure!(Instant::now() < deadline, "not {step}, but {claim}");
+            sleep(std::time::Duration::from_millis(200)).await;
+        }
+    };
+    // That the device is held is nothing that this user may read; the controller says that the node will not do.
+    let claim = until("WaitsForDevice").await?;
+    println!("{claim:#}");
+    assert_eq!(claim["wants"], "1 of kind test");
+    let reason = claim["nodes"][0]["reason"].as_str().unwrap_or_default();
+    ensure!(reason.contains("by the controller's word"), "{claim}");
+    let device = ask(&["devices"]).await?["devices"][0].clone();
+    assert_eq!(
+        (&device["state"], &device["holders"]),
+        (&json!("Unknown"), &json!([]))
+    );
+    let (_, text, _) = told(
+        &stage.cluster,
+        &kubeconfig,
+        &["who", "drayman-test-0", "-n", NAMESPACE],
+    )
+    .await?;
+    ensure!(text.contains("Held by:  not known"), "{text}");
+
+    stage.remove_pod("first").await?;
+    until("Preparing").await?;
+    let device = ask(&["devices", "--state=held"]).await?["devices"][0].clone();
+    assert_eq!(device["holders"][0]["pods"], json!(["mine"]));
+
+    // In another namespace nothing of this is to be had.
+    for (arguments, words) in [
+        (["explain", "first"], "cannot get resource \"pods\""),
+        (
+            ["devices", "--kind=test"],
+            "cannot list resource \"resourceclaims\"",
+        ),
+    ] {
+        let arguments = [&arguments[..], &["--namespace=default"]].concat();
+        let (code, _, stderr) = told(&stage.cluster, &kubeconfig, &arguments).await?;
+        assert_eq!(code, Some(1), "{arguments:?}");
+        ensure!(
+            stderr.contains(words) && stderr.contains("in the namespace \"default\""),
+            "{stderr}"
+        );
+    }
+    let elsewhere = std::fs::read_to_string(file)?.replace("\"team\"", "\"default\"");
+    std::fs::write(file, elsewhere)?;
+    let refused = kubectl(&stage, &kubeconfig, &["apply", "--filename", file]).await;
+    let refused = refused.map(drop).expect_err("no right there").to_string();
+    ensure!(refused.matches("orbidden").count() >= 3, "{refused}");
+    stage.cluster.stop().await
+}

@@ -1,0 +1,99 @@
+//! What the companion needs of every kubelet, whether its cluster has claims of our version or not: registration and the device
+//! plugin. `DRAYMAN_TEST_KUBERNETES=1.36.3 cargo test --test e2e newer_kubelets` runs it on another one.
+
+use drayman::api::crd::NodeInventory;
+use kube::api::{Api, PostParams};
+
+use crate::commands::{answer, json};
+use crate::harness::Cluster;
+use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, pod_with_limit, wait_for_allocatable};
+use crate::stage::Stage;
+
+#[tokio::test]
+async fn any_kubelet_registers_the_device_plugin_again_after_its_restart_and_hands_its_devices_out()
+-> anyhow::Result<()> {
+    let stage = Stage::without_class(Cluster::builder().nodes(1).start().await?).await?;
+    let node = stage.cluster.node(0);
+    make_devices(node, "drayman-plugged", &MINORS[..2])?;
+    let companion = stage.companion(0, CONFIGURATION)?;
+    wait_for_allocatable(&stage, 0, "2").await?;
+    let pod = |name: &str| pod_with_limit(name);
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod("before")?)
+        .await?;
+    let before = look_inside(&stage, "before").await?;
+    let device = before.only_device().to_owned();
+    node.restart_kubelet().await?;
+    wait_for_allocatable(&stage, 0, "2").await?;
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod("after")?)
+        .await?;
+    assert_ne!(look_inside(&stage, "after").await?.only_device(), device);
+    assert_eq!(
+        look_inside(&stage, "before").await?,
+        before,
+        "the running pod has kept its device"
+    );
+
+    let inventories = Api::<NodeInventory>::all(stage.cluster.client());
+    let inventory = inventories.get(&format!("{}.drayman.dev", node.name())).await?;
+    let conditions = inventory
+        .status
+        .map(|status| status.conditions)
+        .unwrap_or_default();
+    let version = stage.cluster.client().apiserver_version().await?;
+    println!("Kubernetes {}: {conditions:?}", version.git_version);
+    let minor: u32 = version.minor.trim_end_matches('+').parse()?;
+    let ready = conditions.iter().find(|condition| condition.type_ == "Ready");
+    let ready = ready.map(|condition| (condition.status.as_str(), condition.message.as_str()));
+    // 1.31 has moved claims to a version that we do not speak, and says so.
+    assert!(
+        ready.is_some_and(|(status, message)| status == "True"
+            && (minor <= 30 || message.contains("resource.k8s.io/v1alpha2"))),
+        "{ready:?}"
+    );
+
+    // The tools say what they can where there are no claims.
+    let explained = json(&stage, &["explain", "pod/after"]).await?;
+    let limit = &explained["limits"][0];
+    assert_eq!(
+        (&limit["resource"], &limit["amount"], &limit["step"]),
+        (&"drayman.dev/plugged".into(), &1.into(), &"InUse".into()),
+        "{explained}"
+    );
+    let (code, text, notes) = answer(&stage, &["devices"]).await?;
+    println!("{text}{notes}");
+    assert_eq!(code, Some(0));
+    assert!(text.contains("NotForClaims"), "{text}");
+    assert_eq!(minor > 30, notes.contains("no claims of classic"), "{notes}");
+    companion.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn any_kubelet_finds_the_device_plugin_by_its_watcher_also_after_its_restart() -> anyhow::Result<()> {
+    let stage = Stage::without_class(Cluster::builder().nodes(1).start().await?).await?;
+    let node = stage.cluster.node(0);
+    make_devices(node, "drayman-plugged", &MINORS[..2])?;
+    let flags = ["--device-plugin-registration=plugin-watcher"];
+    let companion = stage.companion_with(0, CONFIGURATION, &flags)?;
+    companion.logged("kubelet has registered the driver").await?;
+    wait_for_allocatable(&stage, 0, "2").await?;
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("before")?)
+        .await?;
+    let before = look_inside(&stage, "before").await?;
+    node.restart_kubelet().await?;
+    wait_for_allocatable(&stage, 0, "2").await?;
+    stage
+        .pods()
+        .create(&PostParams::default(), &pod_with_limit("after")?)
+        .await?;
+    let after = look_inside(&stage, "after").await?;
+    assert_ne!(after.only_device(), before.only_device());
+    companion.end().await?;
+    stage.cluster.stop().await
+}

@@ -1,0 +1,142 @@
+//! PodSchedulingContexts: entries by server-side apply, each with its own manager.
+
+use serde_json::{Value, json};
+
+use crate::parity::ground::{APPLY, CONTEXTS, MERGE, both, uid, version};
+
+fn context() -> Value {
+    json!({
+        "apiVersion": "resource.k8s.io/v1alpha2",
+        "kind": "PodSchedulingContext",
+        "metadata": { "name": "p" },
+        "spec": { "potentialNodes": ["a", "b"], "selectedNode": "a" },
+    })
+}
+
+fn entries(uid: Option<&str>, entries: &Value) -> Value {
+    let mut patch = json!({
+        "apiVersion": "resource.k8s.io/v1alpha2",
+        "kind": "PodSchedulingContext",
+        "metadata": { "name": "p" },
+        "status": { "resourceClaims": entries },
+    });
+    if let Some(uid) = uid {
+        patch["metadata"]["uid"] = uid.into();
+    }
+    patch
+}
+
+fn as_manager(name: &str, force: bool) -> String {
+    let force = if force { "&force=true" } else { "" };
+    format!("{CONTEXTS}/p/status?fieldManager={name}{force}")
+}
+
+#[test]
+fn each_manager_has_entries_of_its_own() {
+    both("context-entries", async |ground| {
+        let made = ground.create(CONTEXTS, &context()).await?;
+        let of = uid(&made);
+        let (ours, theirs) = (as_manager("drayman.dev", true), as_manager("other.dev", true));
+        let first = entries(
+            Some(&of),
+            &json!([{ "name": "x", "unsuitableNodes": ["b"] }, { "name": "y", "unsuitableNodes": [] }]),
+        );
+        let stored = ground.patch(&ours, APPLY, &first).await?;
+        let again = ground.patch(&ours, APPLY, &first).await?;
+        assert_eq!(version(&stored), version(&again));
+        ground
+            .patch(
+                &theirs,
+                APPLY,
+                &entries(Some(&of), &json!([{ "name": "z", "unsuitableNodes": ["a"] }])),
+            )
+            .await?;
+        // What is no longer applied goes, and what others apply stays.
+        ground
+            .patch(
+                &ours,
+                APPLY,
+                &entries(Some(&of), &json!([{ "name": "y", "unsuitableNodes": ["a"] }])),
+            )
+            .await?;
+        ground
+            .patch(&theirs, APPLY, &entries(Some(&of), &json!([])))
+            .await?;
+        let _ = ground
+            .patch(
+                &as_manager("third", false),
+                APPLY,
+                &entries(None, &json!([{ "name": "y", "unsuitableNodes": ["b"] }])),
+            )
+            .await?;
+        ground
+            .patch(
+                &as_manager("third", true),
+                APPLY,
+                &entries(None, &json!([{ "name": "y", "unsuitableNodes": ["b"] }])),
+            )
+            .await?;
+        ground
+            .patch(&ours, APPLY, &entries(None, &json!([])))
+            .await
+            .map(drop)
+    });
+}
+
+#[test]
+fn an_apply_to_a_missing_or_another_context_is_refused() {
+    both("context-missing", async |ground| {
+        let ours = as_manager("drayman.dev", true);
+        ground.patch(&ours, APPLY, &entries(None, &json!([]))).await?;
+        ground.create(CONTEXTS, &context()).await?;
+        let other = "11111111-1111-4111-8111-111111111111";
+        ground
+            .patch(&ours, APPLY, &entries(Some(other), &json!([{ "name": "x" }])))
+            .await?;
+        ground
+            .patch(&format!("{CONTEXTS}/p/status"), APPLY, &entries(None, &json!([])))
+            .await?;
+        ground
+            .patch(&as_manager("x", true), MERGE, &json!({}))
+            .await
+            .map(drop)
+    });
+}
+
+#[test]
+fn lists_of_nodes_are_limited_and_checked() {
+    both("context-nodes", async |ground| {
+        let nodes =
+            |count: usize| -> Vec<String> { (0..count).map(|number| format!("n-{number}")).collect() };
+        let mut context = context();
+        for potential in [json!(nodes(129)), json!(["a", "a"]), json!(["Upper"])] {
+            context["spec"]["potentialNodes"] = potential;
+            ground.create(CONTEXTS, &context).await?;
+        }
+        context["spec"]["potentialNodes"] = json!(nodes(128));
+        ground.create(CONTEXTS, &context).await?;
+        let ours = as_manager("drayman.dev", true);
+        for unsuitable in [json!(nodes(129)), json!(["a", "a"]), json!(nodes(128))] {
+            ground
+                .patch(
+                    &ours,
+                    APPLY,
+                    &entries(None, &json!([{ "name": "x", "unsuitableNodes": unsuitable }])),
+                )
+                .await?;
+        }
+        let twice = json!({ "status": { "resourceClaims": [{ "name": "x" }, { "name": "x" }] } });
+        ground
+            .patch(&format!("{CONTEXTS}/p/status"), MERGE, &twice)
+            .await?;
+        // The spec is the scheduler's, and may be changed.
+        ground
+            .patch(
+                &format!("{CONTEXTS}/p"),
+                MERGE,
+                &json!({ "spec": { "selectedNode": null } }),
+            )
+            .await
+            .map(drop)
+    });
+}

@@ -1,0 +1,102 @@
+//! Our own kinds, by their definitions in `crds/`.
+
+use serde_json::{Value, json};
+
+use crate::parity::ground::{APPLY, Ground, JSON, MERGE, STRATEGIC, both};
+
+const DEFINITIONS: &str = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions";
+const CLAIM_PARAMETERS: &str = "/apis/drayman.dev/v1alpha1/namespaces/{ns}/deviceclaimparameters";
+pub(crate) const INVENTORIES: &str = "/apis/drayman.dev/v1alpha1/nodeinventories";
+
+/// Makes the definitions known, once on each ground, and waits until they are in force.
+pub(crate) async fn define(ground: &Ground) -> anyhow::Result<()> {
+    for entry in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/crds"))? {
+        let text = std::fs::read_to_string(entry?.path())?;
+        let definition: Value = serde_saphyr::from_str(&text)?;
+        let name = definition["metadata"]["name"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
+        let (code, answer) = ground
+            .send("POST", DEFINITIONS, JSON, definition.to_string().into_bytes())
+            .await?;
+        anyhow::ensure!(code == 201 || code == 409, "{answer}");
+        let (group, plural) = ("drayman.dev", name.split('.').next().unwrap_or_default());
+        let list = format!("/apis/{group}/v1alpha1/{plural}");
+        while ground.send("GET", &list, JSON, Vec::new()).await?.0 != 200 {
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+    }
+    Ok(())
+}
+
+fn parameters(name: &str, spec: Value) -> Value {
+    json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters", "metadata": { "name": name }, "spec": spec })
+}
+
+#[test]
+fn objects_of_a_defined_kind_are_checked_by_its_schema() {
+    both("custom-schema", async |ground| {
+        define(ground).await?;
+        for (name, spec) in [
+            ("good", json!({ "requests": [{ "name": "a", "count": 2 }] })),
+            (
+                "pruned",
+                json!({ "requests": [{ "name": "a", "color": "red" }], "taste": 1 }),
+            ),
+            ("missing", json!({})),
+            ("empty", json!({ "requests": [] })),
+            ("typed", json!({ "requests": "many" })),
+            ("pattern", json!({ "requests": [{ "name": "Upper" }] })),
+            ("range", json!({ "requests": [{ "name": "a", "count": 65 }] })),
+            (
+                "options",
+                json!({ "requests": [{ "name": "a", "allocationMode": "Some" }] }),
+            ),
+            (
+                "rule",
+                json!({ "requests": [{ "name": "a", "count": 2, "allocationMode": "All" }] }),
+            ),
+            (
+                "sum",
+                json!({ "requests": [{ "name": "a", "count": 40 }, { "name": "b", "count": 40 }] }),
+            ),
+        ] {
+            let body = parameters(name, spec).to_string().into_bytes();
+            let (code, answer) = ground.send("POST", CLAIM_PARAMETERS, JSON, body).await?;
+            let fields: Vec<Value> = answer["details"]["causes"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .map(|cause| cause["field"].clone())
+                .collect();
+            ground.note(json!({ name: code, "fields": fields, "spec": answer["spec"] }));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_change_of_the_spec_is_a_generation_and_a_change_of_the_status_is_none() {
+    both("custom-generation", async |ground| {
+        define(ground).await?;
+        let name = "stage-promises.drayman.dev";
+        let inventory = json!({
+            "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory",
+            "metadata": { "name": name },
+            "spec": { "driverName": "drayman.dev", "nodeName": "n", "nodeUid": "u", "devices": [] },
+        });
+        let at = format!("{INVENTORIES}/{name}");
+        let apply = format!("{at}?fieldManager=drayman-node&force=true");
+        ground.patch(&apply, APPLY, &inventory).await?;
+        ground.patch(&apply, APPLY, &inventory).await?;
+        let status = json!({ "status": { "devices": 3, "unhealthy": 0, "conditions": [] } });
+        ground.patch(&format!("{at}/status"), MERGE, &status).await?;
+        let mut changed = inventory.clone();
+        changed["spec"]["devices"] = json!([{ "name": "d", "kind": "k", "mode": "claims" }]);
+        ground.patch(&apply, APPLY, &changed).await?;
+        ground.patch(&at, STRATEGIC, &json!({})).await?;
+        ground.delete(&at).await?;
+        ground.get(&at).await.map(drop)
+    });
+}

@@ -1,0 +1,185 @@
+//! What deletions may ask for, one by one and many at once.
+
+use serde_json::{Value, json};
+
+use crate::parity::custom::define;
+use crate::parity::ground::{CLAIMS, Ground, JSON, both};
+
+const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
+
+/// Code and reason; sentences are those of a parser.
+fn short(answer: &(u16, Value)) -> Value {
+    json!([answer.0, answer.1["reason"], answer.1["status"]])
+}
+
+async fn make(ground: &Ground, names: &[&str]) -> anyhow::Result<()> {
+    for name in names {
+        let map = json!({ "metadata": { "name": name, "labels": { "l": name } }, "data": { "a": "b" } });
+        let (code, answer) = ground
+            .send("POST", MAPS, JSON, map.to_string().into_bytes())
+            .await?;
+        anyhow::ensure!(code == 201 || code == 409, "{answer}");
+    }
+    Ok(())
+}
+
+/// The names that are left, those apart that the real server's controllers make.
+async fn left(ground: &Ground) -> anyhow::Result<Vec<Value>> {
+    let (_, list) = ground.send("GET", MAPS, JSON, Vec::new()).await?;
+    let items = list["items"].as_array().cloned().unwrap_or_default();
+    let names = items.into_iter().map(|item| item["metadata"]["name"].clone());
+    Ok(names.filter(|name| name != "kube-root-ca.crt").collect())
+}
+
+#[test]
+fn a_deletion_whose_options_are_none_is_refused_and_deletes_nothing() {
+    both("deletion-bodies", async |ground| {
+        make(ground, &["a"]).await?;
+        for body in [
+            "[]",
+            "7",
+            "\"x\"",
+            "{",
+            r#"{"gracePeriodSeconds":"x"}"#,
+            r#"{"preconditions":7}"#,
+            r#"{"dryRun":"All"}"#,
+            r#"{"dryRun":["Some"]}"#,
+            r#"{"kind":"Pod","apiVersion":"v1"}"#,
+            r#"{"propagationPolicy":"Sometimes"}"#,
+            r#"{"propagationPolicy":"Background","orphanDependents":true}"#,
+        ] {
+            for path in [
+                format!("{MAPS}/a"),
+                format!("{MAPS}/a?gracePeriodSeconds=5"),
+                MAPS.to_owned(),
+            ] {
+                let answer = ground.send("DELETE", &path, JSON, body.into()).await?;
+                ground.note(json!({ format!("{path} {body}"): short(&answer) }));
+                if answer.0 == 422 {
+                    ground.note(answer.1);
+                }
+            }
+        }
+        for query in [
+            "gracePeriodSeconds=x",
+            "gracePeriodSeconds=",
+            "propagationPolicy=Sometimes",
+            "dryRun=Some",
+        ] {
+            for path in [format!("{MAPS}/a?{query}"), format!("{MAPS}?{query}")] {
+                ground.delete(&path).await?;
+            }
+        }
+        let left = left(ground).await?;
+        ground.note(json!(left));
+        // Where nothing is asked for nothing is refused.
+        for body in [
+            "null",
+            "{}",
+            r#"{"unknown":1}"#,
+            r#"{"gracePeriodSeconds":-1}"#,
+            r#"{"dryRun":[]}"#,
+        ] {
+            make(ground, &["a"]).await?;
+            let answer = ground
+                .send(
+                    "DELETE",
+                    &format!("{MAPS}/a?gracePeriodSeconds=x"),
+                    JSON,
+                    body.into(),
+                )
+                .await?;
+            ground.note(json!({ body: short(&answer) }));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_deletion_that_only_pretends_deletes_nothing() {
+    both("deletion-dry", async |ground| {
+        make(ground, &["a", "b"]).await?;
+        let body = r#"{"kind":"DeleteOptions","apiVersion":"v1","dryRun":["All"]}"#;
+        for (path, body) in [
+            (format!("{MAPS}/a"), body),
+            (format!("{MAPS}/a?dryRun=All"), ""),
+            (MAPS.to_owned(), body),
+            (format!("{MAPS}?dryRun=All"), ""),
+            (format!("{MAPS}/a?dryRun=Some"), ""),
+        ] {
+            let answer = ground.send("DELETE", &path, JSON, body.into()).await?;
+            ground.note(json!([short(&answer), answer.1["kind"], answer.1["details"]]));
+            let left = left(ground).await?;
+            ground.note(json!(left));
+        }
+        // A parameter beside a body is not looked at.
+        let path = format!("{MAPS}/a?dryRun=All");
+        let answer = ground.send("DELETE", &path, JSON, b"{}".to_vec()).await?;
+        let left = left(ground).await?;
+        ground.note(json!([short(&answer), left]));
+        Ok(())
+    });
+}
+
+#[test]
+fn many_are_deleted_at_once_if_they_are_selected() {
+    both("deletion-many", async |ground| {
+        make(ground, &["a", "b", "c", "d"]).await?;
+        for query in [
+            "labelSelector=l%3Dnothing",
+            "labelSelector=l%3Da",
+            "fieldSelector=metadata.name%3Db",
+            "limit=abc",
+            "timeoutSeconds=abc",
+            "resourceVersion=abc",
+            "resourceVersionMatch=Exact",
+            "labelSelector=a+in+b",
+        ] {
+            let answer = ground
+                .send("DELETE", &format!("{MAPS}?{query}"), JSON, Vec::new())
+                .await?;
+            let items = answer.1["items"].as_array().map(Vec::len);
+            let left = left(ground).await?;
+            ground.note(json!([query, short(&answer), answer.1["kind"], items, left]));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn the_collection_of_all_namespaces_can_only_be_read() {
+    both("deletion-all", async |ground| {
+        define(ground).await?;
+        make(ground, &["a"]).await?;
+        let claim = json!({ "metadata": { "name": "a" }, "spec": { "resourceClassName": "t" } });
+        ground.create(CLAIMS, &claim).await?;
+        let claims = "/apis/resource.k8s.io/v1alpha2/resourceclaims";
+        let parameters = "/apis/drayman.dev/v1alpha1/deviceclaimparameters";
+        for (method, path) in [
+            ("DELETE", "/api/v1/configmaps"),
+            ("POST", "/api/v1/configmaps"),
+            ("PUT", "/api/v1/configmaps"),
+            ("DELETE", claims),
+            ("POST", claims),
+            ("DELETE", "/api/v1/namespaces"),
+            ("DELETE", parameters),
+            ("POST", parameters),
+            ("PUT", MAPS),
+            ("DELETE", &format!("{CLAIMS}/a/status")),
+            ("DELETE", &format!("{CLAIMS}/a/teapot")),
+            ("DELETE", &format!("{MAPS}/a/status")),
+        ] {
+            let (code, answer) = ground.send(method, path, JSON, b"{}".to_vec()).await?;
+            // Of a kind of ours the real server has no such page, in so many words.
+            let reason = if path == parameters {
+                &Value::Null
+            } else {
+                &answer["reason"]
+            };
+            ground.note(json!({ format!("{method} {path}"): code, "reason": reason }));
+        }
+        let left = left(ground).await?;
+        ground.note(json!(left));
+        ground.get(&format!("{CLAIMS}/a")).await.map(drop)
+    });
+}

@@ -1,0 +1,301 @@
+//! The two grounds on which a promise is tried, and the words in which both are asked.
+
+use std::future::Future;
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
+
+use drayman::testcluster::api::ApiServer;
+use drayman::testcluster::source::Source;
+use futures::{AsyncBufReadExt as _, TryStreamExt as _};
+use http::{Method, Request};
+use kube::client::Body;
+use kube::config::{Config, KubeConfigOptions, Kubeconfig};
+use serde_json::{Value, json};
+use tokio::runtime::Runtime;
+use tokio::sync::{OnceCell, RwLock, RwLockReadGuard};
+
+use crate::harness::Cluster;
+use crate::parity::answers::same_form;
+
+pub(crate) const CLAIMS: &str = "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/resourceclaims";
+pub(crate) const CONTEXTS: &str = "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/podschedulingcontexts";
+pub(crate) const PODS: &str = "/api/v1/namespaces/{ns}/pods";
+
+pub(crate) const JSON: &str = "application/json";
+pub(crate) const MERGE: &str = "application/merge-patch+json";
+pub(crate) const STRATEGIC: &str = "application/strategic-merge-patch+json";
+pub(crate) const JSON_PATCH: &str = "application/json-patch+json";
+pub(crate) const APPLY: &str = "application/apply-patch+yaml";
+
+static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| Runtime::new().expect("a runtime"));
+/// Read by whoever needs an older version of the real server's, and written by whoever makes it forget.
+static HISTORY: RwLock<()> = RwLock::const_new(());
+/// Ends with this process.
+static CLUSTER: OnceCell<Cluster> = OnceCell::const_new();
+
+/// Watches of one connection, at most: the real server lets a connection have 250 requests at once.
+const STREAMS: usize = 100;
+
+/// An API server, and what was said.
+pub(crate) struct Ground {
+    client: kube::Client,
+    namespace: String,
+    transcript: Vec<Value>,
+    /// The stage, unless it is the real server.
+    stage: Option<ApiServer>,
+}
+
+/// The real control plane, which all promises share.
+pub(crate) async fn real() -> &'static Cluster {
+    CLUSTER
+        .get_or_try_init(|| {
+            // The claim controller changes claims by itself. On the stage it is a program of its own, too.
+            Cluster::builder()
+                .flag("controller-manager", "--controllers=*,-resourceclaim-controller")
+                // Nodes that exist in the API alone have no heartbeats.
+                .flag("controller-manager", "--node-monitor-grace-period=24h")
+                .start()
+        })
+        .await
+        .expect("a real control plane")
+}
+
+/// A client of it with a connection of its own, which asks once and no more: an answer of 504 is one.
+async fn client() -> kube::Client {
+    let cluster = real().await;
+    let client = async {
+        let file = Kubeconfig::read_from(cluster.kubeconfig())?;
+        let mut config = Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await?;
+        config.default_retry = false;
+        anyhow::Ok(kube::Client::try_from(config)?)
+    };
+    client.await.expect("a client")
+}
+
+/// Runs something in the runtime in which the real control plane lives.
+pub(crate) fn run<T>(work: impl Future<Output = T>) -> T {
+    RUNTIME.block_on(work)
+}
+
+/// Holds a conversation with both and compares what they said, and whose fields are whose.
+pub(crate) fn both(namespace: &str, conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>) {
+    hold(namespace, true, conversation);
+}
+
+/// The same without whose fields are whose.
+pub(crate) fn both_but_managers(
+    namespace: &str,
+    conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
+) {
+    hold(namespace, false, conversation);
+}
+
+fn hold(namespace: &str, managed: bool, conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>) {
+    RUNTIME.block_on(async {
+        let stage = ApiServer::new(Arc::new(Source::system()));
+        let played = converse(stage.client(), Some(stage), namespace, managed, &conversation).await;
+        let real = converse(client().await, None, namespace, managed, &conversation).await;
+        for (number, (played, real)) in played.iter().zip(&real).enumerate() {
+            assert_eq!(
+                format!("{played:#}"),
+                format!("{real:#}"),
+                "answer {number}: the stage (left) is not as the real server (right)"
+            );
+        }
+        assert_eq!(played.len(), real.len());
+    });
+}
+
+async fn converse(
+    client: kube::Client,
+    stage: Option<ApiServer>,
+    namespace: &str,
+    managed: bool,
+    conversation: &impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
+) -> Vec<Value> {
+    let mut ground = Ground {
+        client,
+        namespace: namespace.to_owned(),
+        transcript: Vec::new(),
+        stage,
+    };
+    let made = ground
+        .ask(
+            "POST",
+            "/api/v1/namespaces",
+            JSON,
+            &json!({ "metadata": { "name": namespace } }),
+        )
+        .await
+        .expect("an answer");
+    assert_eq!(made.0, 201, "{}", made.1);
+    conversation(&mut ground)
+        .await
+        .expect("the conversation goes to its end");
+    same_form(ground.transcript, managed)
+}
+
+impl Ground {
+    /// Asks, and has the answer compared. `{ns}` in the path is the promise's namespace.
+    pub(crate) async fn ask(
+        &mut self,
+        method: &str,
+        path: &str,
+        content_type: &str,
+        body: &Value,
+    ) -> anyhow::Result<(u16, Value)> {
+        let body = if body.is_null() {
+            Vec::new()
+        } else {
+            body.to_string().into_bytes()
+        };
+        let (code, answer) = self.send(method, path, content_type, body).await?;
+        self.transcript
+            .push(json!({ "asked": format!("{method} {path}"), "code": code, "answer": answer }));
+        Ok((code, answer))
+    }
+
+    /// Asks with any bytes, and has nothing compared.
+    pub(crate) async fn send(
+        &self,
+        method: &str,
+        path: &str,
+        content_type: &str,
+        body: Vec<u8>,
+    ) -> anyhow::Result<(u16, Value)> {
+        let request = Request::builder()
+            .method(Method::from_bytes(method.as_bytes())?)
+            .uri(path.replace("{ns}", &self.namespace))
+            .header("content-type", content_type)
+            .header("user-agent", "promises/1")
+            .body(Body::from(body))?;
+        let response = self.client.send(request).await?;
+        let code = response.status().as_u16();
+        let bytes = response.into_body().collect_bytes().await?;
+        let answer = serde_json::from_slice(&bytes)
+            .unwrap_or_else(|_| Value::String(String::from_utf8_lossy(&bytes).trim().to_owned()));
+        Ok((code, answer))
+    }
+
+    /// Asks, and says what the server has warned of besides; nothing is compared.
+    pub(crate) async fn warned(
+        &self,
+        method: &str,
+        path: &str,
+        content_type: &str,
+        body: &Value,
+    ) -> anyhow::Result<(u16, Value, Vec<String>)> {
+        let request = Request::builder()
+            .method(Method::from_bytes(method.as_bytes())?)
+            .uri(path.replace("{ns}", &self.namespace))
+            .header("content-type", content_type)
+            .header("user-agent", "promises/1")
+            .body(Body::from(body.to_string().into_bytes()))?;
+        let response = self.client.send(request).await?;
+        let code = response.status().as_u16();
+        let warnings = response.headers().get_all("warning").iter();
+        let warnings = warnings
+            .map(|warning| String::from_utf8_lossy(warning.as_bytes()).into_owned())
+            .collect();
+        let bytes = response.into_body().collect_bytes().await?;
+        Ok((code, serde_json::from_slice(&bytes)?, warnings))
+    }
+
+    /// Has something compared that was seen otherwise.
+    pub(crate) fn note(&mut self, what: Value) {
+        self.transcript.push(what);
+    }
+
+    pub(crate) async fn get(&mut self, path: &str) -> anyhow::Result<Value> {
+        Ok(self.ask("GET", path, JSON, &Value::Null).await?.1)
+    }
+
+    pub(crate) async fn create(&mut self, path: &str, object: &Value) -> anyhow::Result<Value> {
+        Ok(self.ask("POST", path, JSON, object).await?.1)
+    }
+
+    pub(crate) async fn patch(
+        &mut self,
+        path: &str,
+        content_type: &str,
+        patch: &Value,
+    ) -> anyhow::Result<Value> {
+        Ok(self.ask("PATCH", path, content_type, patch).await?.1)
+    }
+
+    pub(crate) async fn delete(&mut self, path: &str) -> anyhow::Result<Value> {
+        Ok(self.ask("DELETE", path, JSON, &Value::Null).await?.1)
+    }
+
+    /// Keeps the history of the server, which all promises share, from being forgotten by another one.
+    pub(crate) async fn remember(&self) -> RwLockReadGuard<'static, ()> {
+        HISTORY.read().await
+    }
+
+    /// Has the server forget its history, as it does by itself every few minutes.
+    pub(crate) async fn forget(&self) -> anyhow::Result<()> {
+        if let Some(stage) = &self.stage {
+            stage.compact();
+            return Ok(());
+        }
+        let _alone = HISTORY.write().await;
+        real().await.compact().await
+    }
+
+    /// As many clients as are needed for so many watches at once, one for each of them.
+    pub(crate) async fn clients(&self, watches: usize) -> anyhow::Result<Vec<kube::Client>> {
+        let mut clients = Vec::new();
+        while clients.len() < watches {
+            let client = match &self.stage {
+                Some(stage) => stage.client(),
+                None => client().await,
+            };
+            clients.extend(std::iter::repeat_n(client, STREAMS.min(watches - clients.len())));
+        }
+        Ok(clients)
+    }
+
+    /// The first events of a watch, compared.
+    pub(crate) async fn watch(&mut self, path: &str, count: usize) -> anyhow::Result<Vec<Value>> {
+        let events = self.look(path, count).await?;
+        self.transcript
+            .push(json!({ "watched": path.split('?').next(), "events": events }));
+        Ok(events)
+    }
+
+    /// The first events of a watch, not compared.
+    pub(crate) async fn look(&self, path: &str, count: usize) -> anyhow::Result<Vec<Value>> {
+        self.look_by(&self.client, path, count).await
+    }
+
+    /// The same by another client.
+    pub(crate) async fn look_by(
+        &self,
+        client: &kube::Client,
+        path: &str,
+        count: usize,
+    ) -> anyhow::Result<Vec<Value>> {
+        let request = Request::get(path.replace("{ns}", &self.namespace)).body(Vec::new())?;
+        let mut lines = client.request_stream(request).await?.lines();
+        let mut events = Vec::new();
+        while events.len() < count {
+            let line = tokio::time::timeout(Duration::from_secs(30), lines.try_next()).await??;
+            let Some(line) = line else { break };
+            events.push(serde_json::from_str(&line)?);
+        }
+        Ok(events)
+    }
+}
+
+/// The version of an object.
+pub(crate) fn version(object: &Value) -> String {
+    object["metadata"]["resourceVersion"]
+        .as_str()
+        .unwrap_or_default()
+        .to_owned()
+}
+
+/// The uid of an object.
+pub(crate) fn uid(object: &Value) -> String {
+    object["metadata"]["uid"].as_str().unwrap_or_default().to_owned()
+}

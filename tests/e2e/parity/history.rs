@@ -1,0 +1,198 @@
+//! How far lists and watches reach back and forward.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::parity::custom::{INVENTORIES, define};
+use crate::parity::ground::{CLAIMS, Ground, JSON, both, version};
+
+async fn make(ground: &mut Ground, names: &[&str]) -> anyhow::Result<Value> {
+    let mut last = Value::Null;
+    for name in names {
+        let claim = json!({ "metadata": { "name": name }, "spec": { "resourceClassName": "t" } });
+        last = ground.create(CLAIMS, &claim).await?;
+    }
+    Ok(last)
+}
+
+/// A sentence without its numbers.
+fn without_numbers(text: &Value) -> String {
+    let text = text.as_str().unwrap_or_default();
+    text.chars()
+        .filter(|character| !character.is_ascii_digit())
+        .collect()
+}
+
+/// What a list says: code, reason, sentence, and the names in it.
+fn told(answer: &(u16, Value)) -> Value {
+    let (code, body) = answer;
+    let items = body["items"].as_array().cloned().unwrap_or_default();
+    let names: Vec<&Value> = items.iter().map(|item| &item["metadata"]["name"]).collect();
+    json!([code, body["reason"], without_numbers(&body["message"]), names])
+}
+
+fn escaped(token: &Value) -> String {
+    let bytes = token.as_str().unwrap_or_default().bytes();
+    let escaped: Vec<String> = bytes.map(|byte| format!("%{byte:02X}")).collect();
+    escaped.concat()
+}
+
+#[test]
+fn a_watch_from_before_the_history_is_told_that_it_is_gone() {
+    both("history-gone", async |ground| {
+        // A kind that is new has no history from before: the real server keeps that of its first kinds in memory.
+        define(ground).await?;
+        ground.forget().await?;
+        make(ground, &["a"]).await?;
+        let events = ground
+            .look(&format!("{INVENTORIES}?watch=true&resourceVersion=1"), 5)
+            .await?;
+        let seen: Vec<Value> = events
+            .iter()
+            .map(|event| {
+                let status = &event["object"];
+                let message = without_numbers(&status["message"]);
+                json!([
+                    event["type"],
+                    status["kind"],
+                    status["code"],
+                    status["reason"],
+                    message
+                ])
+            })
+            .collect();
+        assert_eq!(seen.len(), 1, "it is told, and the watch ends");
+        ground.note(json!(seen));
+        Ok(())
+    });
+}
+
+#[test]
+fn a_watch_from_the_future_says_nothing_and_a_list_of_the_future_times_out() {
+    both("history-future", async |ground| {
+        let last: u64 = version(&make(ground, &["a"]).await?).parse()?;
+        let future = last + 1_000_000;
+        let path = format!("{CLAIMS}?watch=true&timeoutSeconds=2&resourceVersion={future}");
+        let (events, made) = tokio::join!(ground.look(&path, 1), async {
+            tokio::time::sleep(std::time::Duration::from_millis(500)).await;
+            let claim = json!({ "metadata": { "name": "b" }, "spec": { "resourceClassName": "t" } });
+            ground
+                .send("POST", CLAIMS, JSON, claim.to_string().into_bytes())
+                .await
+        });
+        let (events, code) = (events?, made?.0);
+        ground.note(json!({ "events": events, "made": code }));
+        for query in [
+            format!("resourceVersion={future}"),
+            format!("resourceVersion={future}&resourceVersionMatch=NotOlderThan"),
+        ] {
+            let answer = ground
+                .send("GET", &format!("{CLAIMS}?{query}"), JSON, Vec::new())
+                .await?;
+            ground.note(told(&answer));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_watch_that_wants_bookmarks_gets_one_before_it_ends() {
+    both("history-bookmarks", async |ground| {
+        let last = make(ground, &["a"]).await?;
+        let since = version(&last);
+        let watch = format!("{CLAIMS}?watch=true&timeoutSeconds=12&resourceVersion={since}");
+        // The real server reminds only of what is newer than the watch's beginning, if only where this watch does not look.
+        let newer = async {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            let path = "/apis/resource.k8s.io/v1alpha2/namespaces/default/resourceclaims";
+            let claim =
+                json!({ "metadata": { "generateName": "newer-" }, "spec": { "resourceClassName": "t" } });
+            let body = claim.to_string().into_bytes();
+            ground.send("POST", path, JSON, body).await
+        };
+        let path = format!("{watch}&allowWatchBookmarks=true");
+        let (with, newer) = tokio::join!(ground.look(&path, 3), newer);
+        let (with, newer) = (with?, newer?);
+        anyhow::ensure!(newer.0 == 201, "{}", newer.1);
+        let without = ground.look(&watch, 3).await?;
+        let shown = |events: &[Value]| -> Vec<Value> {
+            let known = |event: &Value| {
+                let version = version(&event["object"]).parse::<u64>().unwrap_or(0);
+                version >= since.parse().unwrap_or(u64::MAX)
+            };
+            events
+                .iter()
+                .map(|event| {
+                    let object = &event["object"];
+                    json!([
+                        event["type"],
+                        object["kind"],
+                        object["apiVersion"],
+                        object["metadata"]["name"],
+                        known(event)
+                    ])
+                })
+                .collect()
+        };
+
+        // One or two, as the ticks of the real server fall.
+        assert!(!with.is_empty() && without.is_empty(), "{with:?} {without:?}");
+        assert!(with.iter().all(|event| event["type"] == "BOOKMARK"), "{with:?}");
+        ground.note(json!(shown(&with).first()));
+        Ok(())
+    });
+}
+
+#[test]
+fn a_list_is_continued_only_as_long_as_its_version_is_known() {
+    both("history-continue", async |ground| {
+        make(ground, &["a", "b", "c"]).await?;
+        let remembered = ground.remember().await;
+        let first = ground
+            .send("GET", &format!("{CLAIMS}?limit=1"), JSON, Vec::new())
+            .await?;
+        ground.note(told(&first));
+        let token = escaped(&first.1["metadata"]["continue"]);
+        for query in [
+            "limit=1&continue=nonsense".to_owned(),
+            format!("limit=1&continue={token}&resourceVersion=1"),
+            format!("limit=1&continue={token}&resourceVersion=0"),
+        ] {
+            let (code, body) = ground
+                .send("GET", &format!("{CLAIMS}?{query}"), JSON, Vec::new())
+                .await?;
+            ground.note(json!([code, body["reason"]]));
+        }
+        make(ground, &["bb"]).await?;
+        drop(remembered);
+        ground.forget().await?;
+        let path = format!("{CLAIMS}?limit=1&continue={token}");
+        let expired = ground.send("GET", &path, JSON, Vec::new()).await?;
+        ground.note(told(&expired));
+        // It gives a way on all the same: the rest as it is now.
+        let token = escaped(&expired.1["metadata"]["continue"]);
+        assert!(!token.is_empty(), "{}", expired.1);
+        let path = format!("{CLAIMS}?limit=5&continue={token}");
+        let rest = ground.send("GET", &path, JSON, Vec::new()).await?;
+        ground.note(told(&rest));
+        Ok(())
+    });
+}
+
+#[test]
+fn a_list_of_a_version_that_is_forgotten_is_refused() {
+    both("history-exact", async |ground| {
+        let remembered = ground.remember().await;
+        let first = version(&make(ground, &["a"]).await?);
+        make(ground, &["b"]).await?;
+        let path = format!("{CLAIMS}?resourceVersion={first}&resourceVersionMatch=Exact");
+        let then = ground.send("GET", &path, JSON, Vec::new()).await?;
+        drop(remembered);
+        ground.note(told(&then));
+        ground.forget().await?;
+        let gone = ground.send("GET", &path, JSON, Vec::new()).await?;
+        ground.note(json!([gone.0, gone.1["reason"]]));
+        Ok(())
+    });
+}

@@ -1,0 +1,403 @@
+//! The two clusters in which the loops are watched, and what the driver does there.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use drayman::testcluster::source::Source;
+use drayman::testcluster::stage::Stage;
+use http::Request;
+use serde_json::{Value, json};
+use tokio::sync::OnceCell;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use super::states::{States, label, ordered, shown, state, watch};
+use crate::harness::Cluster;
+use crate::parity::ground::{JSON, MERGE, run};
+
+const DRIVER: &str = "loops.example.com";
+const RESOURCE: &str = "/apis/resource.k8s.io/v1alpha2";
+/// How long anything may take.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+/// By name, where pods can ask to be put: the first is alone there.
+const NODES: [(&str, &str); 3] = [("loop-a", "one"), ("loop-b", "two"), ("loop-c", "two")];
+const WATCHED: [&str; 3] = ["resourceclaims", "podschedulingcontexts", "pods"];
+
+/// With all controllers, other than that of the conversations.
+static CLUSTER: OnceCell<Cluster> = OnceCell::const_new();
+
+async fn real() -> kube::Client {
+    let cluster = CLUSTER
+        .get_or_try_init(|| async {
+            // Nodes that exist in the API alone have no heartbeats.
+            let flag = "--node-monitor-grace-period=24h";
+            let cluster = Cluster::builder()
+                .flag("controller-manager", flag)
+                .start()
+                .await?;
+            make_nodes(&cluster.client()).await?;
+            anyhow::Ok(cluster)
+        })
+        .await
+        .expect("a real control plane");
+    cluster.client()
+}
+
+pub(crate) async fn send(
+    client: &kube::Client,
+    method: &str,
+    path: &str,
+    content_type: &str,
+    body: &Value,
+) -> anyhow::Result<Value> {
+    let body = if body.is_null() {
+        Vec::new()
+    } else {
+        body.to_string().into_bytes()
+    };
+    let request = Request::builder()
+        .method(method)
+        .uri(path)
+        .header("content-type", content_type)
+        .body(body)?;
+    client
+        .request(request)
+        .await
+        .with_context(|| format!("{method} {path}"))
+}
+
+async fn make_nodes(client: &kube::Client) -> anyhow::Result<()> {
+    for (name, place) in NODES {
+        let node = json!({
+            "apiVersion": "v1", "kind": "Node",
+            "metadata": { "name": name, "labels": { "place": place, "kubernetes.io/hostname": name } },
+        });
+        send(client, "POST", "/api/v1/nodes", JSON, &node).await?;
+        let amounts = json!({ "cpu": "2", "memory": "4Gi", "pods": "110" });
+        let now = jiff::Timestamp::now().to_string();
+        let ready = json!({
+            "type": "Ready", "status": "True", "reason": "R", "message": "m", "lastHeartbeatTime": now, "lastTransitionTime": now,
+        });
+        let status =
+            json!({ "status": { "capacity": amounts, "allocatable": amounts, "conditions": [ready] } });
+        send(
+            client,
+            "PATCH",
+            &format!("/api/v1/nodes/{name}/status"),
+            MERGE,
+            &status,
+        )
+        .await?;
+        // The real server has it untolerated until a controller has seen that it is ready.
+        loop {
+            let node = send(
+                client,
+                "GET",
+                &format!("/api/v1/nodes/{name}"),
+                JSON,
+                &Value::Null,
+            )
+            .await?;
+            if !node["spec"]["taints"].is_array() {
+                break;
+            }
+            sleep(Duration::from_millis(100)).await;
+        }
+    }
+    Ok(())
+}
+
+/// A control plane, and what becomes of the objects of a namespace.
+pub(crate) struct Ground {
+    pub(crate) client: kube::Client,
+    pub(crate) namespace: String,
+    states: Arc<Mutex<States>>,
+    _watching: JoinSet<()>,
+}
+
+/// Plays a story with both and compares what has become of everything.
+pub(crate) fn both(namespace: &str, story: impl AsyncFn(&Ground) -> anyhow::Result<()>) {
+    run(async {
+        let stage = Stage::start(Source::system());
+        let client = stage.server().client();
+        make_nodes(&client).await.expect("nodes");
+        let played = ordered(play(client, namespace, &story).await);
+        stage.stop().await;
+        let meant = ordered(play(real().await, namespace, &story).await);
+        assert!(
+            played == meant,
+            "on the stage:\n{}\nin a real cluster:\n{}",
+            shown(&played),
+            shown(&meant)
+        );
+    });
+}
+
+async fn play(
+    client: kube::Client,
+    namespace: &str,
+    story: &impl AsyncFn(&Ground) -> anyhow::Result<()>,
+) -> States {
+    let ground = Ground::new(client, namespace).await.expect("a namespace");
+    let ended = story(&ground).await;
+    ground.settle().await;
+    let states = ground.states.lock().expect("no panic").clone();
+    if ended.is_err() {
+        println!("{}", shown(&states));
+    }
+    ended.expect("the story goes to its end");
+    states
+}
+
+impl Ground {
+    async fn new(client: kube::Client, namespace: &str) -> anyhow::Result<Self> {
+        let class = json!({
+            "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": namespace }, "driverName": DRIVER,
+        });
+        send(
+            &client,
+            "POST",
+            &format!("{RESOURCE}/resourceclasses"),
+            JSON,
+            &class,
+        )
+        .await?;
+        let space = json!({ "metadata": { "name": namespace } });
+        let space = send(&client, "POST", "/api/v1/namespaces", JSON, &space).await?;
+        let version = space["metadata"]["resourceVersion"].as_str().unwrap_or_default();
+        let states: Arc<Mutex<States>> = Arc::default();
+        let mut watching = JoinSet::new();
+        for plural in WATCHED {
+            let path = format!(
+                "{}?watch=true&resourceVersion={version}",
+                path(plural, namespace, "")
+            );
+            let (client, states) = (client.clone(), states.clone());
+            watching.spawn(async move {
+                // It ends with the test; if it ended before, states would be missing.
+                watch(&client, &path, plural, &states).await.expect("a watch");
+            });
+        }
+        let ground = Self {
+            client,
+            namespace: namespace.to_owned(),
+            states,
+            _watching: watching,
+        };
+        let template = json!({
+            "metadata": { "name": "template" }, "spec": { "spec": { "resourceClassName": namespace } },
+        });
+        ground.create("resourceclaimtemplates", &template).await?;
+        Ok(ground)
+    }
+
+    /// Waits until everything that is stored was seen, and what is not there is gone.
+    async fn settle(&self) {
+        // What fails here shows in the comparison.
+        let _ = timeout(Duration::from_secs(30), async {
+            while !self.is_seen().await.unwrap_or(false) {
+                sleep(Duration::from_millis(20)).await;
+            }
+        })
+        .await;
+    }
+
+    async fn is_seen(&self) -> anyhow::Result<bool> {
+        for plural in WATCHED {
+            let listed = self.list(plural).await?;
+            let now: BTreeMap<String, String> = listed
+                .iter()
+                .map(|object| (format!("{plural}/{}", label(object)), state(plural, object)))
+                .collect();
+            let states = self.states.lock().expect("no panic").clone();
+            let of_kind = states
+                .into_iter()
+                .filter(|(object, _)| object.starts_with(plural));
+            let last = of_kind.filter_map(|(object, states)| Some((object, states.last()?.clone())));
+            let last: BTreeMap<String, String> = last.filter(|(_, state)| state != "gone").collect();
+            if last != now {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    pub(crate) async fn create(&self, plural: &str, object: &Value) -> anyhow::Result<Value> {
+        let mut object = object.clone();
+        let (version, kind) = match plural {
+            "pods" => ("v1", "Pod"),
+            "resourceclaims" => ("resource.k8s.io/v1alpha2", "ResourceClaim"),
+            _ => ("resource.k8s.io/v1alpha2", "ResourceClaimTemplate"),
+        };
+        object["apiVersion"] = version.into();
+        object["kind"] = kind.into();
+        let path = path(plural, &self.namespace, "");
+        send(&self.client, "POST", &path, JSON, &object).await
+    }
+
+    pub(crate) async fn list(&self, plural: &str) -> anyhow::Result<Vec<Value>> {
+        let path = path(plural, &self.namespace, "");
+        let list = send(&self.client, "GET", &path, JSON, &Value::Null).await?;
+        Ok(list["items"].as_array().cloned().unwrap_or_default())
+    }
+
+    pub(crate) async fn patch(&self, plural: &str, name: &str, patch: &Value) -> anyhow::Result<()> {
+        let path = path(plural, &self.namespace, name);
+        send(&self.client, "PATCH", &path, MERGE, patch).await.map(drop)
+    }
+
+    /// A pod with these entries: a claim of the template, or one that exists.
+    pub(crate) async fn pod(&self, place: &str, entries: &[(&str, Option<&str>)]) -> anyhow::Result<()> {
+        let claims: Vec<Value> = entries
+            .iter()
+            .map(|(entry, claim)| {
+                let source = claim.map_or_else(
+                    || json!({ "resourceClaimTemplateName": "template" }),
+                    |claim| json!({ "resourceClaimName": claim }),
+                );
+                json!({ "name": entry, "source": source })
+            })
+            .collect();
+        let pod = json!({
+            "metadata": { "name": "pod" },
+            "spec": {
+                "nodeSelector": { "place": place },
+                "containers": [{ "name": "main", "image": "none" }],
+                "resourceClaims": claims,
+            },
+        });
+        self.create("pods", &pod).await.map(drop)
+    }
+
+    pub(crate) async fn delete(&self, plural: &str, name: &str) -> anyhow::Result<()> {
+        let path = path(plural, &self.namespace, name);
+        let options = json!({ "gracePeriodSeconds": 0 });
+        send(&self.client, "DELETE", &path, JSON, &options)
+            .await
+            .map(drop)
+    }
+
+    /// Waits for the one object of a kind, or that of an entry, to be as it should.
+    pub(crate) async fn until(
+        &self,
+        what: &str,
+        plural: &str,
+        holds: impl Fn(&[Value]) -> bool,
+    ) -> anyhow::Result<Vec<Value>> {
+        let waiting = async {
+            loop {
+                let found = self.list(plural).await?;
+                if holds(&found) {
+                    return anyhow::Ok(found);
+                }
+                sleep(Duration::from_millis(20)).await;
+            }
+        };
+        timeout(PATIENCE, waiting)
+            .await
+            .with_context(|| format!("never: {what}"))?
+    }
+
+    pub(crate) async fn until_selected(&self, node: &str) -> anyhow::Result<()> {
+        let is_selected = |found: &[Value]| {
+            found
+                .iter()
+                .any(|context| context["spec"]["selectedNode"] == node)
+        };
+        let what = format!("{node} is selected");
+        self.until(&what, "podschedulingcontexts", is_selected)
+            .await
+            .map(drop)
+    }
+
+    pub(crate) async fn until_bound(&self) -> anyhow::Result<()> {
+        let is_bound = |found: &[Value]| found.iter().any(|pod| pod["spec"]["nodeName"].is_string());
+        self.until("the pod is bound", "pods", is_bound).await?;
+        self.until_none("podschedulingcontexts").await
+    }
+
+    pub(crate) async fn until_none(&self, plural: &str) -> anyhow::Result<()> {
+        let what = format!("no {plural} are left");
+        self.until(&what, plural, <[Value]>::is_empty).await.map(drop)
+    }
+
+    /// The name of the claim of an entry.
+    async fn claim(&self, entry: &str) -> anyhow::Result<String> {
+        let is_there = |found: &[Value]| found.iter().any(|claim| label(claim) == entry);
+        let claims = self
+            .until("the claim is there", "resourceclaims", is_there)
+            .await?;
+        let claim = claims.iter().find(|claim| label(claim) == entry);
+        let name = claim.and_then(|claim| claim["metadata"]["name"].as_str());
+        name.map(str::to_owned).context("a name")
+    }
+
+    /// As a driver's controller: the claim can be had on this node from now on.
+    pub(crate) async fn allocate(&self, entry: &str, node: &str) -> anyhow::Result<()> {
+        let claim = self.claim(entry).await?;
+        let finalizers = json!({ "metadata": { "finalizers": [format!("{DRIVER}/protection")] } });
+        self.patch("resourceclaims", &claim, &finalizers).await?;
+        let field = json!({ "key": "metadata.name", "operator": "In", "values": [node] });
+        let allocation = json!({
+            "availableOnNodes": { "nodeSelectorTerms": [{ "matchFields": [field] }] },
+            "resourceHandles": [{ "driverName": DRIVER, "data": "" }],
+        });
+        let status = json!({ "status": { "driverName": DRIVER, "allocation": allocation } });
+        self.patch("resourceclaims", &format!("{claim}/status"), &status)
+            .await
+    }
+
+    /// As a driver's controller: nothing is held for the claim any more.
+    pub(crate) async fn clear(&self, entry: &str) -> anyhow::Result<()> {
+        let claim = self.claim(entry).await?;
+        let status =
+            json!({ "status": { "driverName": null, "allocation": null, "deallocationRequested": null } });
+        self.patch("resourceclaims", &format!("{claim}/status"), &status)
+            .await
+    }
+
+    /// As a driver's controller: the claim may go.
+    pub(crate) async fn let_go(&self, entry: &str) -> anyhow::Result<()> {
+        let claim = self.claim(entry).await?;
+        let finalizers = json!({ "metadata": { "finalizers": null } });
+        self.patch("resourceclaims", &claim, &finalizers).await
+    }
+
+    /// Both, one after the other.
+    pub(crate) async fn deallocate(&self, entry: &str) -> anyhow::Result<()> {
+        self.clear(entry).await?;
+        self.let_go(entry).await
+    }
+
+    /// As drivers: which nodes do not suit, by entry.
+    pub(crate) async fn judge(&self, entries: &[(&str, &[&str])]) -> anyhow::Result<()> {
+        let entries: Vec<Value> = entries
+            .iter()
+            .map(|(entry, nodes)| json!({ "name": entry, "unsuitableNodes": nodes }))
+            .collect();
+        let status = json!({ "status": { "resourceClaims": entries } });
+        self.patch("podschedulingcontexts", "pod/status", &status).await
+    }
+
+    pub(crate) async fn until_deleting(&self, count: usize) -> anyhow::Result<()> {
+        let all = |found: &[Value]| {
+            let going = |claim: &&Value| claim["metadata"]["deletionTimestamp"].is_string();
+            found.iter().filter(going).count() == count
+        };
+        self.until("claims are being deleted", "resourceclaims", all)
+            .await
+            .map(drop)
+    }
+}
+
+fn path(plural: &str, namespace: &str, name: &str) -> String {
+    let group = if plural == "pods" { "/api/v1" } else { RESOURCE };
+    let name = if name.is_empty() {
+        String::new()
+    } else {
+        format!("/{name}")
+    };
+    format!("{group}/namespaces/{namespace}/{plural}{name}")
+}

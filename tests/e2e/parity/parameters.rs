@@ -1,0 +1,86 @@
+//! Parameters of lists and watches that are wrong.
+
+use serde_json::{Value, json};
+
+use crate::parity::ground::{CLAIMS, JSON, both};
+
+#[test]
+fn parameters_of_lists_and_watches_that_are_none_are_refused() {
+    both("parameters-wrong", async |ground| {
+        let claim = json!({ "metadata": { "name": "a" }, "spec": { "resourceClassName": "t" } });
+        ground.create(CLAIMS, &claim).await?;
+        for query in [
+            "limit=abc",
+            "limit=1.5",
+            "limit=",
+            "limit=18446744073709551615",
+            "timeoutSeconds=abc",
+            "timeoutSeconds=",
+            "timeoutSeconds=18446744073709551615",
+            "resourceVersion=abc",
+            "resourceVersion=-1",
+            "resourceVersion=18446744073709551616",
+            "resourceVersionMatch=Exact",
+            "resourceVersionMatch=NotOlderThan",
+            "resourceVersionMatch=Loud",
+            "resourceVersion=0&resourceVersionMatch=Exact",
+            "resourceVersion=0&resourceVersionMatch=Loud",
+            "resourceVersion=1&resourceVersionMatch=Exact&watch=true",
+            "resourceVersion=1&resourceVersionMatch=NotOlderThan&watch=true",
+            "resourceVersionMatch=Loud&watch=true",
+            "sendInitialEvents=true",
+            "sendInitialEvents=true&watch=true",
+            "sendInitialEvents=true&watch=true&resourceVersionMatch=NotOlderThan",
+            "timeoutSeconds=18446744073709551615&watch=true",
+            "timeoutSeconds=abc&watch=true",
+            "timeoutSeconds=1.5&watch=true",
+            "resourceVersion=abc&watch=true",
+            "limit=abc&watch=true",
+        ] {
+            ground.get(&format!("{CLAIMS}?{query}")).await?;
+        }
+        ground.get(&format!("{CLAIMS}/a?resourceVersion=abc")).await?;
+        ground
+            .get(&format!("{CLAIMS}/missing?resourceVersion=abc"))
+            .await?;
+        ground.get(&format!("{CLAIMS}/missing?limit=abc")).await?;
+        Ok(())
+    });
+}
+
+#[test]
+fn parameters_that_are_odd_are_taken_all_the_same() {
+    both("parameters-odd", async |ground| {
+        let claim = json!({ "metadata": { "name": "a" }, "spec": { "resourceClassName": "t" } });
+        ground.create(CLAIMS, &claim).await?;
+        for query in [
+            "limit=-1",
+            "limit=0",
+            "timeoutSeconds=-1",
+            "watch=false",
+            "watch=0",
+            "allowWatchBookmarks=7",
+        ] {
+            let (code, list) = ground
+                .send("GET", &format!("{CLAIMS}?{query}"), JSON, Vec::new())
+                .await?;
+            ground.note(json!([
+                query,
+                code,
+                list["kind"],
+                list["items"].as_array().map(Vec::len)
+            ]));
+        }
+        // No time at all is as long as the server likes, and so is more than there is.
+        for query in [
+            "watch=true&timeoutSeconds=0",
+            "watch=maybe",
+            "watch&timeoutSeconds=99999999999",
+        ] {
+            let events = ground.look(&format!("{CLAIMS}?{query}"), 1).await?;
+            let seen: Vec<&Value> = events.iter().map(|event| &event["type"]).collect();
+            ground.note(json!([query, seen]));
+        }
+        Ok(())
+    });
+}

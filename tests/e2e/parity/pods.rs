@@ -1,0 +1,102 @@
+//! Pods: binding and graceful deletion, as far as the scheduler and the kubelet of the stage need them.
+
+use serde_json::{Value, json};
+
+use crate::parity::ground::{JSON, MERGE, PODS, both};
+
+fn pod(name: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": { "name": name },
+        "spec": { "schedulerName": "nobody", "containers": [{ "name": "c", "image": "i" }] },
+    })
+}
+
+fn seen(answer: &(u16, Value)) -> Value {
+    let object = &answer.1;
+    json!({
+        "code": answer.0, "kind": object["kind"], "reason": object["reason"], "message": object["message"],
+        "node": object["spec"]["nodeName"], "phase": object["status"]["phase"],
+        "deleting": object["metadata"]["deletionTimestamp"].is_string(),
+        "grace": object["metadata"]["deletionGracePeriodSeconds"],
+    })
+}
+
+#[test]
+fn a_pod_is_bound_once() {
+    both("pod-binding", async |ground| {
+        let bind = |node: &str| {
+            json!({ "apiVersion": "v1", "kind": "Binding", "metadata": { "name": "p" },
+                    "target": { "kind": "Node", "name": node } })
+            .to_string()
+            .into_bytes()
+        };
+        let mut answers = vec![
+            ground
+                .send("POST", PODS, JSON, pod("p").to_string().into_bytes())
+                .await?,
+        ];
+        let binding = format!("{PODS}/p/binding");
+        answers.push(ground.send("POST", &binding, JSON, bind("n")).await?);
+        answers.push(ground.send("GET", &format!("{PODS}/p"), JSON, Vec::new()).await?);
+        answers.push(ground.send("POST", &binding, JSON, bind("m")).await?);
+        let move_it = json!({ "spec": { "nodeName": "m" } }).to_string().into_bytes();
+        let (code, _) = ground.send("PATCH", &format!("{PODS}/p"), MERGE, move_it).await?;
+        ground.note(json!([answers.iter().map(seen).collect::<Vec<_>>(), code]));
+        Ok(())
+    });
+}
+
+#[test]
+fn a_pod_that_runs_is_given_time_to_end_and_any_other_goes_at_once() {
+    both("pod-deletion", async |ground| {
+        ground
+            .send("POST", PODS, JSON, pod("waiting").to_string().into_bytes())
+            .await?;
+        let gone = ground
+            .send("DELETE", &format!("{PODS}/waiting"), JSON, Vec::new())
+            .await?;
+        let after = ground
+            .send("GET", &format!("{PODS}/waiting"), JSON, Vec::new())
+            .await?;
+        let mut running = pod("running");
+        running["spec"]["nodeName"] = "n".into();
+        // Tolerations and the rest are no business of this promise.
+        ground
+            .send("POST", PODS, JSON, running.to_string().into_bytes())
+            .await?;
+        let first = ground
+            .send("DELETE", &format!("{PODS}/running"), JSON, Vec::new())
+            .await?;
+        let shorter = ground
+            .send(
+                "DELETE",
+                &format!("{PODS}/running?gracePeriodSeconds=5"),
+                JSON,
+                Vec::new(),
+            )
+            .await?;
+        let longer = ground
+            .send(
+                "DELETE",
+                &format!("{PODS}/running?gracePeriodSeconds=9"),
+                JSON,
+                Vec::new(),
+            )
+            .await?;
+        let now = ground
+            .send(
+                "DELETE",
+                &format!("{PODS}/running?gracePeriodSeconds=0"),
+                JSON,
+                Vec::new(),
+            )
+            .await?;
+        let last = ground
+            .send("GET", &format!("{PODS}/running"), JSON, Vec::new())
+            .await?;
+        let answers = [gone, after, first, shorter, longer, now, last];
+        ground.note(answers.iter().map(seen).collect());
+        Ok(())
+    });
+}

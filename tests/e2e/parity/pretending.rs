@@ -1,0 +1,126 @@
+//! Writes that only pretend (`dryRun`): answered as the write would be, and nothing is changed.
+
+use serde_json::{Value, json};
+
+use crate::parity::ground::{APPLY, CLAIMS, Ground, JSON, JSON_PATCH, MERGE, PODS, both};
+
+const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
+const MANAGED: &str = "fieldManager=tests";
+
+async fn is_as_it_was(ground: &mut Ground) -> anyhow::Result<()> {
+    for path in [format!("{MAPS}/a"), format!("{MAPS}/b"), format!("{CLAIMS}/c")] {
+        ground.get(&path).await?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_write_that_only_pretends_is_answered_and_changes_nothing() {
+    both("pretending", async |ground| {
+        let map = |name: &str, data: &str| json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": name }, "data": { "a": data } });
+        let claim = json!({ "metadata": { "name": "c", "finalizers": ["example.com/f"] }, "spec": { "resourceClassName": "t" } });
+        ground
+            .ask("POST", &format!("{MAPS}?{MANAGED}"), JSON, &map("a", "1"))
+            .await?;
+        ground
+            .ask("POST", &format!("{CLAIMS}?{MANAGED}"), JSON, &claim)
+            .await?;
+        let all = format!("dryRun=All&{MANAGED}");
+        let (a, b) = (format!("{MAPS}/a?{all}"), format!("{MAPS}/b?{all}"));
+        let status = format!("{CLAIMS}/c/status?{all}");
+        let reserved =
+            json!({ "status": { "driverName": "example.com", "allocation": { "shareable": true } } });
+        let steps: Vec<(&str, String, &str, Value)> = vec![
+            ("POST", format!("{MAPS}?{all}"), JSON, map("a", "2")),
+            ("POST", format!("{MAPS}?{all}"), JSON, map("b", "2")),
+            ("POST", format!("{MAPS}?{all}"), JSON, map("No", "2")),
+            ("PUT", a.clone(), JSON, map("a", "2")),
+            ("PATCH", a.clone(), MERGE, json!({ "data": { "a": "2" } })),
+            (
+                "PATCH",
+                a.clone(),
+                MERGE,
+                json!({ "metadata": { "resourceVersion": "1" } }),
+            ),
+            (
+                "PATCH",
+                a,
+                JSON_PATCH,
+                json!([{ "op": "test", "path": "/data/a", "value": "2" }]),
+            ),
+            ("PATCH", b.clone(), MERGE, json!({ "data": { "a": "2" } })),
+            ("PATCH", b, APPLY, map("b", "2")),
+            ("PATCH", status, MERGE, reserved),
+            (
+                "PATCH",
+                format!("{CLAIMS}/c?{all}"),
+                MERGE,
+                json!({ "spec": { "resourceClassName": "u" } }),
+            ),
+            ("DELETE", format!("{CLAIMS}/c?dryRun=All"), JSON, Value::Null),
+            ("POST", format!("{MAPS}?dryRun=Some"), JSON, map("b", "2")),
+            ("POST", format!("{MAPS}?dryRun="), JSON, map("b", "2")),
+            ("PUT", format!("{MAPS}/a?dryRun=all"), JSON, map("a", "2")),
+            (
+                "PATCH",
+                format!("{MAPS}/a?dryRun=Some"),
+                MERGE,
+                json!({ "data": { "a": "2" } }),
+            ),
+        ];
+        for (method, path, content_type, body) in steps {
+            if body.is_null() {
+                ground.delete(&path).await?;
+            } else {
+                ground.ask(method, &path, content_type, &body).await?;
+            }
+            is_as_it_was(ground).await?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_binding_and_a_deletion_of_a_pod_may_only_pretend() {
+    both("pretending-pods", async |ground| {
+        let pod = json!({
+            "metadata": { "name": "p" },
+            "spec": { "schedulerName": "nobody", "containers": [{ "name": "c", "image": "i" }] },
+        });
+        let binding = json!({ "apiVersion": "v1", "kind": "Binding", "metadata": { "name": "p" },
+                              "target": { "kind": "Node", "name": "n" } });
+        let bind = |pretends: &str| format!("{PODS}/p/binding{pretends}");
+        for (method, path, body) in [
+            ("POST", format!("{PODS}?dryRun=All"), &pod),
+            ("GET", format!("{PODS}/p"), &Value::Null),
+            ("POST", PODS.to_owned(), &pod),
+            ("POST", bind("?dryRun=All"), &binding),
+            ("DELETE", format!("{PODS}/p?dryRun=All"), &Value::Null),
+            ("GET", format!("{PODS}/p"), &Value::Null),
+            ("POST", bind(""), &binding),
+            ("DELETE", format!("{PODS}/p?dryRun=All"), &Value::Null),
+            (
+                "DELETE",
+                format!("{PODS}/p?dryRun=All&gracePeriodSeconds=0"),
+                &Value::Null,
+            ),
+            ("GET", format!("{PODS}/p"), &Value::Null),
+        ] {
+            let body = if body.is_null() {
+                Vec::new()
+            } else {
+                body.to_string().into_bytes()
+            };
+            let (code, answer) = ground.send(method, &path, JSON, body).await?;
+            ground.note(json!({
+                "asked": format!("{method} {path}"), "code": code, "kind": answer["kind"], "reason": answer["reason"],
+                "node": answer["spec"]["nodeName"], "grace": answer["metadata"]["deletionGracePeriodSeconds"],
+                "deleting": answer["metadata"]["deletionTimestamp"].is_string(),
+                "version": answer["metadata"]["resourceVersion"].is_string(),
+                "uid": answer["metadata"]["uid"].is_string(),
+                "tolerations": answer["spec"]["tolerations"], "quality": answer["status"]["qosClass"],
+            }));
+        }
+        Ok(())
+    });
+}

@@ -1,0 +1,418 @@
+//! Requests that are wrong.
+
+use serde_json::{Value, json};
+
+use crate::parity::custom::{INVENTORIES, define};
+use crate::parity::ground::{APPLY, CLAIMS, CONTEXTS, JSON, JSON_PATCH, MERGE, PODS, STRATEGIC, both};
+
+const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/{ns}/leases";
+const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
+
+/// What must be the same of a refusal whose sentence is that of a parser.
+fn code_and_reason(answer: &(u16, Value)) -> Value {
+    json!([answer.0, answer.1["reason"], answer.1["status"]])
+}
+
+#[test]
+fn a_body_that_is_no_object_is_refused() {
+    both("refused-bodies", async |ground| {
+        for (content_type, body) in [
+            (JSON, "{"),
+            (JSON, "[]"),
+            (JSON, ""),
+            (
+                JSON,
+                r#"{"metadata":{"name":"a"},"spec":{"resourceClassName":7}}"#,
+            ),
+            (
+                JSON,
+                r#"{"kind":"Pod","apiVersion":"v1","metadata":{"name":"a"}}"#,
+            ),
+            ("text/plain", "{}"),
+        ] {
+            let answer = ground.send("POST", CLAIMS, content_type, body.into()).await?;
+            ground.note(json!({ body: code_and_reason(&answer) }));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_patch_that_cannot_be_applied_is_refused() {
+    both("refused-patches", async |ground| {
+        ground
+            .create(
+                CLAIMS,
+                &json!({ "metadata": { "name": "a" }, "spec": { "resourceClassName": "t" } }),
+            )
+            .await?;
+        for (content_type, body) in [
+            (JSON_PATCH, "{"),
+            (JSON_PATCH, "{}"),
+            (JSON_PATCH, r#"[{"op":"remove","path":"/metadata/nothing"}]"#),
+            (
+                JSON_PATCH,
+                r#"[{"op":"test","path":"/metadata/name","value":"b"}]"#,
+            ),
+            (
+                JSON_PATCH,
+                r#"[{"op":"add","path":"/metadata/labels","value":7}]"#,
+            ),
+            (MERGE, "["),
+            (MERGE, "[]"),
+            (MERGE, r#"{"metadata":{"labels":7}}"#),
+            (STRATEGIC, r#"{"metadata":{"ownerReferences":[{"name":"x"}]}}"#),
+            (STRATEGIC, r#"{"metadata":{"$patch":"dance"}}"#),
+            (APPLY, "{}"),
+            ("application/json", "{}"),
+            ("text/plain", "{}"),
+        ] {
+            let answer = ground
+                .send("PATCH", &format!("{CLAIMS}/a"), content_type, body.into())
+                .await?;
+            ground.note(json!({ format!("{content_type} {body}"): code_and_reason(&answer) }));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn more_than_three_mebibytes_are_refused() {
+    both("refused-size", async |ground| {
+        let body = json!({ "metadata": { "name": "a", "annotations": { "a": "x".repeat(3 << 20) } } });
+        let answer = ground
+            .send("POST", CLAIMS, JSON, body.to_string().into_bytes())
+            .await?;
+        ground.note(code_and_reason(&answer));
+        Ok(())
+    });
+}
+
+#[test]
+fn what_is_too_large_is_refused_by_each_way_in() {
+    both("refused-large", async |ground| {
+        let large = |bytes: usize| json!({ "metadata": { "name": "a" }, "data": { "a": "x".repeat(bytes) } });
+        ground.create(MAPS, &large(1)).await?;
+        let limit = 3 << 20;
+        for (method, path, content_type) in [
+            ("POST", MAPS.to_owned(), JSON),
+            ("PUT", format!("{MAPS}/a"), JSON),
+            ("PATCH", format!("{MAPS}/a"), MERGE),
+            ("PATCH", format!("{MAPS}/a"), STRATEGIC),
+        ] {
+            let body = large(limit).to_string().into_bytes();
+            let answer = ground.send(method, &path, content_type, body).await?;
+            ground.note(json!([
+                method,
+                content_type,
+                code_and_reason(&answer),
+                answer.1["message"]
+            ]));
+        }
+        // Less than that, and more than the kind takes.
+        for body in [
+            large(1 << 20),
+            large((1 << 20) + 1),
+            json!({ "metadata": { "name": "a", "annotations": { "a": "x".repeat(257 << 10) } } }),
+        ] {
+            let bytes = body.to_string().into_bytes();
+            let answer = ground.send("PUT", &format!("{MAPS}/a"), JSON, bytes).await?;
+            ground.note(json!([
+                code_and_reason(&answer),
+                answer.1["message"],
+                answer.1["details"]
+            ]));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_field_that_nobody_knows_is_dropped_or_refused_as_asked() {
+    both("refused-fields", async |ground| {
+        let claim =
+            json!({ "metadata": { "name": "a" }, "spec": { "resourceClassName": "t", "color": "red" } });
+        let strict = format!("{CLAIMS}?fieldValidation=Strict");
+        let answer = ground
+            .send("POST", &strict, JSON, claim.to_string().into_bytes())
+            .await?;
+        ground.note(code_and_reason(&answer));
+        // In full, and what is told beside the answer.
+        for (validation, name) in [
+            ("Strict", "b"),
+            ("Warn", "c"),
+            ("Ignore", "d"),
+            ("", "e"),
+            ("Loud", "f"),
+        ] {
+            let mut claim = claim.clone();
+            claim["metadata"]["name"] = name.into();
+            claim["spec"]["parametersRef"] = json!({ "kind": "k", "name": "n", "shape": "round" });
+            let path = format!("{CLAIMS}?fieldValidation={validation}");
+            let path = if validation.is_empty() { CLAIMS } else { &path };
+            let (code, answer, warnings) = ground.warned("POST", path, JSON, &claim).await?;
+            ground.note(json!([validation, code, answer["reason"], warnings]));
+            if matches!(validation, "Strict" | "Loud") {
+                ground.note(json!(answer["message"]));
+            }
+        }
+        let patch = json!({ "spec": { "color": "red" }, "metadata": { "labels": { "a": "b" } } });
+        for validation in ["Strict", "Warn", "Ignore"] {
+            let path = format!("{CLAIMS}/c?fieldValidation={validation}");
+            let (code, answer, warnings) = ground.warned("PATCH", &path, MERGE, &patch).await?;
+            ground.note(json!([validation, code, answer["reason"], warnings]));
+        }
+        ground.create(CLAIMS, &claim).await.map(drop)
+    });
+}
+
+#[test]
+fn what_is_not_served_is_not_found() {
+    both("refused-paths", async |ground| {
+        for (method, path) in [
+            ("GET", "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/unicorns"),
+            ("GET", "/apis/resource.k8s.io/v9"),
+            (
+                "POST",
+                "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/resourceclaims/a",
+            ),
+            (
+                "GET",
+                "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/resourceclaims/a/teapot",
+            ),
+        ] {
+            let (code, _) = ground.send(method, path, JSON, b"{}".to_vec()).await?;
+            ground.note(json!({ path: code }));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_field_of_another_type_is_refused_of_every_kind() {
+    both("refused-types", async |ground| {
+        let status = "/api/v1/namespaces/{ns}/status";
+        let finalize = "/api/v1/namespaces/{ns}/finalize";
+        let definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions";
+        for (method, path, body) in [
+            ("PUT", status, r#"{"status":"s"}"#),
+            (
+                "PUT",
+                status,
+                r#"{"metadata":{"name":"refused-types"},"status":{"phase":7}}"#,
+            ),
+            (
+                "PUT",
+                "/api/v1/namespaces/{ns}",
+                r#"{"metadata":{"name":"refused-types"},"spec":7}"#,
+            ),
+            (
+                "PUT",
+                finalize,
+                r#"{"metadata":{"name":"refused-types"},"spec":"x"}"#,
+            ),
+            (
+                "POST",
+                "/api/v1/namespaces",
+                r#"{"metadata":{"name":"a"},"status":"s"}"#,
+            ),
+            ("POST", MAPS, r#"{"metadata":{"name":"a"},"data":7}"#),
+            ("POST", MAPS, r#"{"metadata":{"name":"a"},"data":{"a":7}}"#),
+            ("POST", MAPS, r#"{"metadata":7}"#),
+            ("POST", MAPS, r#"{"metadata":{"name":7}}"#),
+            ("POST", MAPS, r#"{"metadata":{"name":"a","labels":{"a":1}}}"#),
+            ("POST", MAPS, r#"{"metadata":{"name":"a","ownerReferences":[7]}}"#),
+            ("POST", MAPS, r#"{"apiVersion":7}"#),
+            ("POST", MAPS, "null"),
+            (
+                "POST",
+                LEASES,
+                r#"{"metadata":{"name":"a"},"spec":{"leaseDurationSeconds":"5"}}"#,
+            ),
+            (
+                "POST",
+                LEASES,
+                r#"{"metadata":{"name":"a"},"spec":{"renewTime":"abc"}}"#,
+            ),
+            (
+                "POST",
+                PODS,
+                r#"{"metadata":{"name":"a"},"spec":{"containers":7}}"#,
+            ),
+            (
+                "POST",
+                PODS,
+                r#"{"metadata":{"name":"a"},"spec":{"resourceClaims":[{"name":"a","source":7}]}}"#,
+            ),
+            ("POST", "/api/v1/nodes", r#"{"metadata":{"name":"a"},"spec":[]}"#),
+            (
+                "POST",
+                "/api/v1/namespaces/{ns}/events",
+                r#"{"metadata":{"name":"a"},"count":"many"}"#,
+            ),
+            (
+                "POST",
+                definitions,
+                r#"{"metadata":{"name":"a"},"spec":{"versions":7}}"#,
+            ),
+        ] {
+            let answer = ground.send(method, path, JSON, body.into()).await?;
+            ground.note(json!({ format!("{method} {path} {body}"): code_and_reason(&answer) }));
+        }
+        // The server lives, and so does the namespace, which can be deleted.
+        let (code, _) = ground
+            .send("DELETE", "/api/v1/namespaces/{ns}", JSON, Vec::new())
+            .await?;
+        ground.note(json!(code));
+        Ok(())
+    });
+}
+
+#[test]
+fn a_field_that_nobody_knows_is_told_of_every_kind() {
+    both("refused-unknown", async |ground| {
+        define(ground).await?;
+        let container = json!({ "name": "c", "image": "i", "imagee": "x" });
+        let claim = json!({ "name": "c", "source": { "resourceClaimName": "x", "color": 1 } });
+        let pod = json!({ "schedulerName": "nobody", "containers": [container], "resourceClaims": [claim] });
+        let inventory =
+            json!({ "driverName": "drayman.dev", "nodeName": "n", "nodeUid": "u", "devices": [], "x": 1 });
+        let spec = json!({ "holder": "x" });
+        for (number, (path, mut object)) in [
+            (MAPS, json!({ "dat": { "x": "y" } })),
+            (PODS, json!({ "spec": pod })),
+            (LEASES, json!({ "spec": spec })),
+            ("/api/v1/nodes", json!({ "spec": spec })),
+            ("/api/v1/namespaces", json!({ "spec": spec })),
+            (
+                INVENTORIES,
+                json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory", "spec": inventory }),
+            ),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            for validation in ["Strict", "Warn", "Ignore"] {
+                let name = format!("unknown-{number}-{}", validation.to_lowercase());
+                object["metadata"] = json!({ "name": name, "color": "red" });
+                let at = format!("{path}?fieldValidation={validation}");
+                let (code, answer, mut warnings) = ground.warned("POST", &at, JSON, &object).await?;
+                warnings.sort();
+                let mut said: Vec<String> = answer["message"]
+                    .as_str()
+                    .unwrap_or_default()
+                    .split(": ")
+                    .flat_map(|part| part.split(", "))
+                    .map(str::to_owned)
+                    .collect();
+                said.sort();
+                ground.note(json!([
+                    at,
+                    code,
+                    said,
+                    warnings,
+                    answer["metadata"]["color"],
+                    answer["spec"]["holder"]
+                ]));
+                // Not all of them go with the namespace.
+                let gone = ground
+                    .send("DELETE", &format!("{path}/{name}"), JSON, Vec::new())
+                    .await?;
+                ground.note(json!(gone.0));
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn an_object_that_etcd_would_not_take_is_refused() {
+    both("refused-etcd", async |ground| {
+        define(ground).await?;
+        let lease = |bytes: usize| json!({ "metadata": { "name": "a" }, "spec": { "holderIdentity": "x".repeat(bytes) } });
+        for bytes in [2 << 20, 1_700_000, 1_600_000, 1_500_000] {
+            let body = lease(bytes).to_string().into_bytes();
+            let answer = ground.send("POST", LEASES, JSON, body).await?;
+            ground.note(json!([bytes, code_and_reason(&answer)]));
+        }
+        for bytes in [1_700_000, 1_400_000] {
+            let patch = json!({ "spec": { "holderIdentity": "y".repeat(bytes) } });
+            let body = patch.to_string().into_bytes();
+            let answer = ground.send("PATCH", &format!("{LEASES}/a"), MERGE, body).await?;
+            ground.note(json!([bytes, code_and_reason(&answer)]));
+        }
+        // Nothing else bounds the name of an owner.
+        let owner = json!({ "apiVersion": "v1", "kind": "Node", "name": "x".repeat(1_700_000), "uid": "u" });
+        let inventory = json!({
+            "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory",
+            "metadata": { "name": "large.drayman.dev", "ownerReferences": [owner] },
+            "spec": { "driverName": "drayman.dev", "nodeName": "n", "nodeUid": "u", "devices": [] },
+        });
+        let body = inventory.to_string().into_bytes();
+        let answer = ground.send("POST", INVENTORIES, JSON, body).await?;
+        ground.note(json!([code_and_reason(&answer), answer.1["message"]]));
+        Ok(())
+    });
+}
+
+#[test]
+fn copies_of_copies_are_refused_before_they_are_made() {
+    both("refused-copies", async |ground| {
+        let map = json!({ "metadata": { "name": "a" } });
+        ground.create(MAPS, &map).await?;
+        let ops = |bytes: usize, copies: usize, whole: bool| {
+            let mut ops = vec![json!({ "op": "add", "path": "/data", "value": { "a": "x".repeat(bytes) } })];
+            let from = if whole { "/data" } else { "/data/a" };
+            let copy = |number| json!({ "op": "copy", "from": from, "path": format!("/data/k{number}") });
+            ops.extend((0..copies).map(copy));
+            Value::Array(ops)
+        };
+        // Twice as much each time; a little more than is allowed; a little less, and more than the kind takes; and a few.
+        for patch in [
+            ops(1000, 60, true),
+            ops(100_000, 40, false),
+            ops(100_000, 30, false),
+            ops(1000, 3, false),
+        ] {
+            let body = patch.to_string().into_bytes();
+            let answer = ground
+                .send("PATCH", &format!("{MAPS}/a"), JSON_PATCH, body)
+                .await?;
+            ground.note(json!([code_and_reason(&answer), answer.1["message"]]));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn bounds_of_a_context_hold_for_changes_too() {
+    both("refused-contexts", async |ground| {
+        let nodes =
+            |count: usize| -> Vec<String> { (0..count).map(|number| format!("n-{number}")).collect() };
+        ground
+            .create(
+                CONTEXTS,
+                &json!({ "metadata": { "name": "p" }, "spec": { "potentialNodes": ["a"] } }),
+            )
+            .await?;
+        let at = format!("{CONTEXTS}/p");
+        for spec in [
+            json!({ "potentialNodes": nodes(129) }),
+            json!({ "potentialNodes": ["a", "a"] }),
+            json!({ "potentialNodes": ["Upper"] }),
+            json!({ "potentialNodes": nodes(128) }),
+            json!({ "selectedNode": "Upper" }),
+        ] {
+            ground.patch(&at, MERGE, &json!({ "spec": spec })).await?;
+            ground
+                .ask(
+                    "PUT",
+                    &at,
+                    JSON,
+                    &json!({ "metadata": { "name": "p" }, "spec": spec }),
+                )
+                .await?;
+        }
+        Ok(())
+    });
+}

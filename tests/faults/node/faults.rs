@@ -1,0 +1,336 @@
+//! What a node does to a companion: boots, damaged checkpoints, signals, a second companion.
+
+use std::time::Duration;
+
+use rustix::process::Signal;
+
+use super::fixture::{Node, handle};
+use super::process::{Process, Start, person};
+
+const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
+const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
+const C: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0c";
+const STATE: &str = "kubelet/plugins/drayman.dev";
+
+fn file(uid: &str) -> String {
+    format!("drayman.dev-claim_{uid}.json")
+}
+
+/// A claim as the API server has it.
+fn stored(uid: &str, devices: &[&str]) -> serde_json::Value {
+    serde_json::json!({
+        "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim",
+        "metadata": {"name": "claim", "namespace": "default", "uid": uid},
+        "spec": {"resourceClassName": "test"},
+        "status": {"driverName": "drayman.dev", "allocation": {"resourceHandles": [
+            {"driverName": "drayman.dev", "data": handle(uid, "n-1", devices)}
+        ]}},
+    })
+}
+
+#[tokio::test]
+async fn after_a_boot_files_are_back_and_what_kubelet_does_not_ask_for_gives_way() {
+    let Some(node) = Node::new() else { return };
+    let process = Start::new().boot(&node, "boot-1").run(&node).await;
+    let mut kubelet = node.kubelet().await;
+    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    kubelet.prepare(B, &["test-1"]).await.unwrap();
+    process.kill();
+    std::fs::remove_dir_all(node.path("cdi")).unwrap();
+
+    let process = Start::new().boot(&node, "boot-2").run(&node).await;
+    let mut kubelet = node.kubelet().await;
+    assert_eq!(node.cdi_files(), [file(A), file(B)]);
+    let (_, shown) = person(&node, &["holdings"]);
+    assert_eq!(shown.matches("EarlierBoot").count(), 2, "{shown}");
+    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    let refusal = kubelet.prepare(C, &["test-0"]).await.unwrap_err();
+    assert!(refusal.contains("held"), "{refusal}");
+    kubelet.prepare(C, &["test-1"]).await.unwrap();
+    assert_eq!(node.cdi_files(), [file(A), file(C)]);
+    assert!(process.stop().await.success());
+}
+
+#[tokio::test]
+async fn a_checkpoint_that_is_damaged_gone_or_of_a_newer_release_costs_nobody_a_device() {
+    let Some(node) = Node::new() else { return };
+    let checkpoint = node.path(STATE).join("checkpoint.json");
+    let process = Process::start(&node).await;
+    let mut kubelet = node.kubelet().await;
+    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    kubelet.prepare(B, &["test-1", "test-2"]).await.unwrap();
+    node.kubelet_lists(&[(A, &["test-0"]), (B, &["test-1", "test-2"])]);
+    process.kill();
+    let good = std::fs::read(&checkpoint).unwrap();
+    let mut flipped = good.clone();
+    flipped[good.len() / 2] ^= 4;
+    let newer = {
+        let mut checksum = crc32fast::Hasher::new();
+        checksum.update(&9_u32.to_le_bytes());
+        checksum.update(b"{}");
+        format!(
+            r#"{{"version":9,"checksum":{},"data":{{}}}}"#,
+            checksum.finalize()
+        )
+        .into_bytes()
+    };
+    for (damage, content) in [
+        ("truncated", Some(good[..good.len() / 2].to_vec())),
+        ("flipped", Some(flipped)),
+        ("empty", Some(Vec::new())),
+        ("zeros", Some(vec![0; 4096])),
+        ("newer", Some(newer)),
+        ("gone", None),
+    ] {
+        match content {
+            Some(content) => std::fs::write(&checkpoint, content).unwrap(),
+            // With everything else that is there: somebody has cleaned up.
+            None => std::fs::remove_dir_all(node.path(STATE)).unwrap(),
+        }
+        // One claim's file is damaged too, so that only kubelet's list has its devices.
+        std::fs::write(node.path("cdi").join(file(B)), "{").unwrap();
+        let process = Process::start(&node).await;
+        let mut kubelet = node.kubelet().await;
+        for device in ["test-0", "test-1", "test-2"] {
+            let refusal = kubelet.prepare(C, &[device]).await.unwrap_err();
+            assert!(
+                refusal.contains("held by claim default/claim"),
+                "{damage}: {refusal}"
+            );
+        }
+        assert!(
+            process.log().contains("CheckpointLost"),
+            "{damage}: {}",
+            process.log()
+        );
+        kubelet.prepare(A, &["test-0"]).await.unwrap();
+        let cdi = std::fs::read_to_string(node.path("cdi").join(file(B))).unwrap();
+        assert!(cdi.contains("/dev/test-2"), "{damage}: {cdi}");
+        process.kill();
+    }
+    let process = Process::start(&node).await;
+    let mut kubelet = node.kubelet().await;
+    kubelet.unprepare(A).await.unwrap();
+    kubelet.unprepare(B).await.unwrap();
+    kubelet.prepare(C, &["test-0", "test-1", "test-2"]).await.unwrap();
+    assert_eq!(node.cdi_files(), [file(C)]);
+    assert!(process.stop().await.success());
+}
+
+#[tokio::test]
+async fn a_claim_that_left_nothing_but_the_name_of_a_file_withholds_everything_until_the_api_server_explains_it()
+ {
+    let Some(node) = Node::new() else { return };
+    let process = Process::start(&node).await;
+    node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
+    process.kill();
+    std::fs::write(node.path(STATE).join("checkpoint.json"), "x").unwrap();
+    std::fs::write(node.path("cdi").join(file(A)), "y").unwrap();
+    node.api.set(|state| state.away = true);
+
+    let process = Start::new()
+        .argument("--orphan-grace-period=100ms")
+        .run(&node)
+        .await;
+    process.logged("which devices the claim of uid").await;
+    // The lost checkpoint also told that there are claims. Kubelet cannot ask before the API server has said it again.
+    assert!(!std::fs::exists(node.dra_socket()).unwrap() || !process.log().contains("the door for claims"));
+    node.api.set(|state| {
+        state.away = false;
+        state.stored_claims.insert("other".into(), stored(B, &["test-2"]));
+    });
+    // It is gone from the API, and kubelet's list cannot be read: still in doubt.
+    let mut kubelet = node.kubelet().await;
+    let refusal = kubelet.prepare(C, &["test-1"]).await.unwrap_err();
+    assert!(
+        refusal.contains("drayman node release") && refusal.contains(A),
+        "{refusal}"
+    );
+    let inventory = node
+        .api
+        .until(|state| {
+            let inventory = state.inventory.clone()?;
+            (inventory["status"]["conditions"][1]["type"] == "Quarantined").then_some(inventory)
+        })
+        .await;
+    let message = inventory["status"]["conditions"][1]["message"].as_str().unwrap();
+    assert!(
+        message.contains(A) && message.contains("lost with the checkpoint"),
+        "{message}"
+    );
+    let event = node.api.until(|state| state.events.first().cloned()).await;
+    assert_eq!(
+        (event["reason"].as_str(), event["regarding"]["kind"].as_str()),
+        (Some("ClaimQuarantined"), Some("Node"))
+    );
+    process.kill();
+
+    node.api.set(|state| {
+        state.stored_claims.insert("claim".into(), stored(A, &["test-0"]));
+    });
+    let process = Process::start(&node).await;
+    process
+        .logged("the API server tells which devices the claim has")
+        .await;
+    let mut kubelet = node.kubelet().await;
+    kubelet.prepare(C, &["test-1"]).await.unwrap();
+    let refusal = kubelet.prepare(B, &["test-0"]).await.unwrap_err();
+    assert!(refusal.contains("held"), "{refusal}");
+    assert_eq!(node.cdi_files(), [file(A), file(C)]);
+    assert!(process.stop().await.success());
+}
+
+#[tokio::test]
+async fn a_device_that_is_gone_or_another_after_a_restart_stays_with_its_claim_and_stops_nobody() {
+    let Some(node) = Node::new() else { return };
+    let process = Process::start(&node).await;
+    let mut kubelet = node.kubelet().await;
+    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    kubelet.prepare(B, &["test-1"]).await.unwrap();
+    process.kill();
+    std::fs::remove_file(node.path("dev/test-0")).unwrap();
+    std::fs::remove_file(node.path("dev/test-1")).unwrap();
+    // Another number behind the same name, as after a boot in another order.
+    node.device("test-1", 77);
+
+    let process = Process::start(&node).await;
+    let mut kubelet = node.kubelet().await;
+    assert_eq!(
+        node.cdi_files(),
+        [file(B)],
+        "no container is started with a device that is gone"
+    );
+    // What the process that was killed has told is still there for a moment.
+    let gone = node
+        .api
+        .until(|state| {
+            let devices = state.inventory.as_ref()?["spec"]["devices"].as_array()?;
+            let mut unhealthy = devices.iter().filter(|device| device["unhealthy"].is_string());
+            unhealthy.find(|device| device["name"] == "test-0").cloned()
+        })
+        .await;
+    assert!(gone["unhealthy"].as_str().unwrap().contains("gone"), "{gone}");
+    assert!(kubelet.prepare(A, &["test-0"]).await.is_err());
+    kubelet.prepare(B, &["test-1"]).await.unwrap();
+    kubelet.unprepare(A).await.unwrap();
+    node.device("test-0", 0);
+    node.api
+        .until(|state| {
+            let devices = state.inventory.as_ref()?["spec"]["devices"].as_array()?.clone();
+            devices
+                .iter()
+                .any(|device| device["name"] == "test-0" && device.get("unhealthy").is_none())
+                .then_some(())
+        })
+        .await;
+    kubelet.prepare(C, &["test-0"]).await.unwrap();
+    assert!(process.stop().await.success());
+}
+
+#[tokio::test]
+async fn a_sigterm_at_any_moment_of_a_prepare_ends_cleanly_and_removes_the_sockets() {
+    let Some(node) = Node::new() else { return };
+    for (round, delay) in [0, 1, 2, 3, 5, 8, 13, 30].into_iter().enumerate() {
+        let process = Process::start(&node).await;
+        let mut kubelet = node.kubelet().await;
+        let call = tokio::spawn(async move { kubelet.prepare(A, &["test-0"]).await });
+        tokio::time::sleep(Duration::from_millis(delay)).await;
+        let status = process.stop().await;
+        assert!(status.success(), "round {round}: {status}");
+        let answered = call.await.unwrap().is_ok();
+        for directory in [
+            "kubelet/plugins_registry/drayman.dev",
+            "kubelet/device-plugins",
+            STATE,
+        ] {
+            let sockets: Vec<_> = std::fs::read_dir(node.path(directory))
+                .unwrap()
+                .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+                .filter(|name| name.contains(".sock"))
+                .collect();
+            assert_eq!(sockets, Vec::<String>::new(), "{directory}");
+        }
+        assert!(
+            !answered || node.checkpoint().contains(A),
+            "what was answered is kept"
+        );
+
+        let process = Process::start(&node).await;
+        let mut kubelet = node.kubelet().await;
+        kubelet.prepare(A, &["test-0"]).await.unwrap();
+        kubelet.unprepare(A).await.unwrap();
+        assert_eq!(node.cdi_files(), Vec::<String>::new());
+        process.kill();
+    }
+}
+
+#[tokio::test]
+async fn of_two_companions_the_second_waits_and_takes_over_what_the_first_has_handed_out() {
+    let Some(node) = Node::new() else { return };
+    let first = Process::start(&node).await;
+    node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
+    let second = Process::start(&node).await;
+    second.logged("another companion runs on this node").await;
+    node.kubelet().await.prepare(B, &["test-1"]).await.unwrap();
+    first.signal(Signal::KILL);
+    second.logged("the door for claims is open").await;
+    let mut kubelet = node.kubelet().await;
+    for device in ["test-0", "test-1"] {
+        let refusal = kubelet.prepare(C, &[device]).await.unwrap_err();
+        assert!(refusal.contains("held"), "{refusal}");
+    }
+    drop(first);
+    assert!(second.stop().await.success());
+}
+
+#[tokio::test]
+async fn a_second_companion_that_waits_in_vain_says_who_is_in_its_way() {
+    let Some(node) = Node::new() else { return };
+    let first = Process::start(&node).await;
+    node.kubelet().await;
+    let mut second = Process::start(&node).await;
+    assert_eq!(second.ended().await.code(), Some(1));
+    assert!(
+        second
+            .log()
+            .contains("another companion of this driver runs on this node"),
+        "{}",
+        second.log()
+    );
+    node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
+    assert!(first.stop().await.success());
+}
+
+#[tokio::test]
+async fn a_call_that_nobody_waits_for_is_done_and_the_next_one_finds_it_done() {
+    let Some(node) = Node::new() else { return };
+    let process = Process::start(&node).await;
+    // Stopped where it stands, so that the call is certainly given up before it is answered.
+    let mut kubelet = node.kubelet().await;
+    process.signal(Signal::STOP);
+    let call = tokio::time::timeout(Duration::from_millis(200), kubelet.prepare(A, &["test-0"])).await;
+    assert!(call.is_err(), "nobody answers");
+    process.signal(Signal::CONT);
+    let ids = node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
+    assert_eq!(ids, [format!("drayman.dev/claim={A}")]);
+    assert_eq!(node.cdi_files(), [file(A)]);
+    node.kubelet().await.unprepare(A).await.unwrap();
+    assert_eq!(node.cdi_files(), Vec::<String>::new());
+    assert!(process.stop().await.success());
+}
+
+#[tokio::test]
+async fn a_node_that_has_no_inotify_left_is_served_and_looked_at_instead() {
+    let Some(node) = Node::new() else { return };
+    let process = Start::new().without_inotify().run(&node).await;
+    let mut kubelet = node.kubelet().await;
+    assert!(process.log().contains("it is polled"), "{}", process.log());
+    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    // What somebody removes is still missed, and soon.
+    let registration = node.path("kubelet/plugins_registry/drayman.dev/reg.sock");
+    node.until_exists(&registration).await;
+    std::fs::remove_file(&registration).unwrap();
+    node.until_exists(&registration).await;
+    kubelet.unprepare(A).await.unwrap();
+    assert!(process.stop().await.success());
+}

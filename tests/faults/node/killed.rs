@@ -1,0 +1,173 @@
+//! SIGKILL at every moment that shows on the disk, and at moments of chance.
+
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use inotify::{Inotify, WatchMask};
+
+use super::fixture::Node;
+use super::process::Process;
+
+const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
+const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
+const C: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0c";
+
+/// Waits for the n-th change of a file below the checkpoint's and the CDI directory.
+async fn changes(node: &Node, n: usize) {
+    let inotify = Inotify::init().unwrap();
+    let mask = WatchMask::CREATE
+        | WatchMask::MODIFY
+        | WatchMask::ATTRIB
+        | WatchMask::CLOSE_WRITE
+        | WatchMask::MOVE
+        | WatchMask::DELETE;
+    for directory in ["kubelet/plugins/drayman.dev", "cdi"] {
+        inotify.watches().add(node.path(directory), mask).unwrap();
+    }
+    let events = inotify.into_event_stream([0; 4096]).unwrap();
+    events.take(n).for_each(|_| async {}).await;
+}
+
+/// The next process finds the node in order: kubelet's next calls succeed, nobody has lost anything and nothing is left.
+async fn check(node: &Node, answered: bool) {
+    let process = Process::start(node).await;
+    let mut kubelet = node.kubelet().await;
+    if answered {
+        let refusal = kubelet.prepare(B, &["test-0"]).await.unwrap_err();
+        assert!(
+            refusal.contains("held"),
+            "what was answered with success is held: {refusal}"
+        );
+    }
+    let ids = kubelet.prepare(A, &["test-0", "test-1"]).await.unwrap();
+    assert_eq!(ids, [format!("drayman.dev/claim={A}")]);
+    assert_eq!(node.cdi_files(), [format!("drayman.dev-claim_{A}.json")]);
+    kubelet.unprepare(A).await.unwrap();
+    assert_eq!(node.cdi_files(), Vec::<String>::new());
+    kubelet.prepare(B, &["test-0"]).await.unwrap();
+    kubelet.unprepare(B).await.unwrap();
+    let log = process.log();
+    assert!(
+        !log.contains("CheckpointLost"),
+        "no kill damages a checkpoint: {log}"
+    );
+    process.kill();
+}
+
+/// What kubelet asks for while the companion is killed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Call {
+    Prepare,
+    Unprepare,
+}
+
+/// Kills a companion at the n-th change that a call makes on the disk, for each n that there is, and checks what the next one
+/// makes of it. Returns how many there were.
+async fn kill_at_every_change_of(call: Call) -> usize {
+    let Some(node) = Node::new() else {
+        return usize::MAX;
+    };
+    let mut kills = 0;
+    for n in 1.. {
+        let process = Process::start(&node).await;
+        let mut kubelet = node.kubelet().await;
+        // The directories are there, and at rest.
+        node.api.until_ready("True", "Serving").await;
+        node.until_checkpoint(|text| text.contains("\"servesClaims\":true"))
+            .await;
+        if call == Call::Unprepare {
+            kubelet.prepare(A, &["test-0", "test-1"]).await.unwrap();
+        }
+        let asked = tokio::spawn(async move {
+            match call {
+                Call::Prepare => kubelet.prepare(A, &["test-0", "test-1"]).await.is_ok(),
+                Call::Unprepare => kubelet.unprepare(A).await.is_ok(),
+            }
+        });
+        let changes = changes(&node, n);
+        let mut asked = asked;
+        tokio::pin!(changes);
+        // What the call changed is told before its answer, or a moment after.
+        let (reached, answered) = tokio::select! {
+            biased;
+            () = &mut changes => {
+                process.kill();
+                (true, asked.await)
+            }
+            answered = &mut asked => {
+                let late = tokio::time::timeout(Duration::from_millis(200), changes);
+                let reached = late.await.is_ok();
+                process.kill();
+                (reached, answered)
+            }
+        };
+        let answered = answered.unwrap();
+        check(&node, answered && call == Call::Prepare).await;
+        if !reached {
+            break;
+        }
+        kills = n;
+    }
+    println!("killed at {kills} moments");
+    kills
+}
+
+#[tokio::test]
+async fn a_kill_after_every_change_that_a_prepare_makes_on_the_disk_loses_nothing() {
+    let kills = kill_at_every_change_of(Call::Prepare).await;
+    assert!(kills >= 6, "two checkpoints and a CDI file: {kills}");
+}
+
+#[tokio::test]
+async fn a_kill_after_every_change_that_an_unprepare_makes_on_the_disk_loses_nothing() {
+    let kills = kill_at_every_change_of(Call::Unprepare).await;
+    assert!(kills >= 3, "a CDI file and a checkpoint: {kills}");
+}
+
+#[tokio::test]
+async fn kills_at_moments_of_chance_among_many_calls_lose_nothing() {
+    let Some(node) = Node::new() else { return };
+    let process = Process::start(&node).await;
+    node.kubelet().await.prepare(C, &["test-2"]).await.unwrap();
+    process.kill();
+    // A generator of its own, so that a failure comes again.
+    let mut random = 0x2545_f491_4f6c_dd1d_u64;
+    let mut answered = 0;
+    // A machine that is slow enough to answer nothing in that time is given more.
+    for round in 1_u64.. {
+        if round > 12 && answered > 0 {
+            break;
+        }
+        assert!(round < 60, "no call is answered");
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        let process = Process::start(&node).await;
+        let mut kubelet = node.kubelet().await;
+        let calls = tokio::spawn(async move {
+            let mut answered = 0;
+            while kubelet.prepare(A, &["test-0", "test-1"]).await.is_ok()
+                && kubelet.unprepare(A).await.is_ok()
+            {
+                answered += 1;
+            }
+            answered
+        });
+        tokio::time::sleep(Duration::from_micros(random % (5_000 * round.max(12)))).await;
+        process.kill();
+        answered += calls.await.unwrap();
+        let process = Process::start(&node).await;
+        let refusal = node.kubelet().await.prepare(B, &["test-2"]).await.unwrap_err();
+        assert!(
+            refusal.contains("held"),
+            "what was held all along still is: {refusal}"
+        );
+        node.kubelet().await.unprepare(A).await.unwrap();
+        process.kill();
+    }
+    println!("{answered} lives of a claim between the kills");
+    let process = Process::start(&node).await;
+    node.kubelet().await.unprepare(C).await.unwrap();
+    assert_eq!(node.cdi_files(), Vec::<String>::new());
+    process.kill();
+}

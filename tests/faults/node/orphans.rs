@@ -1,0 +1,172 @@
+//! Claims that kubelet has forgotten, and the commands for a person.
+
+use super::fixture::{Node, handle};
+use super::process::{Process, Start, person};
+
+const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
+const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
+
+fn soon() -> Start {
+    Start::new().argument("--orphan-grace-period=200ms")
+}
+
+fn keep_in_the_api(node: &Node) {
+    let claim = serde_json::json!({
+        "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim",
+        "metadata": {"name": "claim", "namespace": "default", "uid": A},
+        "spec": {"resourceClassName": "test"},
+        "status": {"driverName": "drayman.dev", "allocation": {"resourceHandles": [
+            {"driverName": "drayman.dev", "data": handle(A, "n-1", &["test-0"])}
+        ]}},
+    });
+    node.api.set(|state| {
+        state.stored_claims.insert("claim".into(), claim);
+    });
+}
+
+/// The inventory's word on a device.
+async fn until_unhealthy(node: &Node, device: &'static str, wanted: bool) -> String {
+    node.api
+        .until(|state| {
+            let devices = state.inventory.as_ref()?["spec"]["devices"].as_array()?.clone();
+            let found = devices.iter().find(|one| one["name"] == device)?;
+            let reason = found.get("unhealthy").and_then(|reason| reason.as_str());
+            (reason.is_some() == wanted).then(|| reason.unwrap_or_default().to_owned())
+        })
+        .await
+}
+
+#[tokio::test]
+async fn what_neither_kubelet_nor_the_api_server_knows_is_free_again() {
+    let Some(node) = Node::new() else { return };
+    node.kubelet_lists(&[]);
+    let process = soon().run(&node).await;
+    let mut kubelet = node.kubelet().await;
+    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    process.logged("OrphanFreed").await;
+    kubelet.prepare(B, &["test-0"]).await.unwrap();
+    assert!(!node.checkpoint().contains(A));
+    node.api
+        .set(|state| assert_eq!(state.events, Vec::<serde_json::Value>::new()));
+    assert!(process.stop().await.success());
+}
+
+#[tokio::test]
+async fn what_kubelet_lists_stays_although_the_api_server_no_longer_has_it() {
+    let Some(node) = Node::new() else { return };
+    node.kubelet_lists(&[(A, &["test-0"])]);
+    let process = soon().run(&node).await;
+    let mut kubelet = node.kubelet().await;
+    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    // B is the orphan by which it is seen that the look has happened.
+    kubelet.prepare(B, &["test-1"]).await.unwrap();
+    process.kill();
+    let process = soon().run(&node).await;
+    process.logged("OrphanFreed").await;
+    assert!(process.log().contains(B));
+    let refusal = node.kubelet().await.prepare(B, &["test-0"]).await.unwrap_err();
+    assert!(refusal.contains("held"), "{refusal}");
+    assert!(process.stop().await.success());
+}
+
+#[tokio::test]
+async fn what_only_kubelet_has_forgotten_is_in_quarantine_until_kubelet_asks_for_it_again() {
+    let Some(node) = Node::new() else { return };
+    node.kubelet_lists(&[]);
+    keep_in_the_api(&node);
+    let process = soon().run(&node).await;
+    let mut kubelet = node.kubelet().await;
+    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    let reason = until_unhealthy(&node, "test-0", true).await;
+    assert!(
+        reason.contains("withheld for claim default/claim") && reason.contains(A),
+        "{reason}"
+    );
+    let event = node.api.until(|state| state.events.first().cloned()).await;
+    let told = event["note"].as_str().unwrap();
+    assert!(told.contains(&format!("drayman node release {A}")), "{told}");
+    let (_, shown) = person(&node, &["holdings"]);
+    assert!(
+        shown.contains(A) && shown.contains("test-0") && shown.contains("no longer lists it"),
+        "{shown}"
+    );
+    assert!(kubelet.prepare(B, &["test-0"]).await.is_err());
+    // Its own claim may have it at any time.
+    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    until_unhealthy(&node, "test-0", false).await;
+    assert!(process.stop().await.success());
+}
+
+#[tokio::test]
+async fn a_kubelet_whose_list_cannot_be_read_frees_nothing() {
+    let Some(node) = Node::new() else { return };
+    std::fs::write(node.path("kubelet/dra_manager_state"), r#"{"version":"v3"}"#).unwrap();
+    let process = soon().run(&node).await;
+    let mut kubelet = node.kubelet().await;
+    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    let reason = until_unhealthy(&node, "test-0", true).await;
+    assert!(reason.contains("cannot be read"), "{reason}");
+    assert!(kubelet.prepare(B, &["test-0"]).await.is_err());
+    assert!(process.stop().await.success());
+}
+
+#[tokio::test]
+async fn a_person_releases_what_kubelet_has_forgotten_and_by_force_what_it_lists() {
+    let Some(node) = Node::new() else { return };
+    node.kubelet_lists(&[(A, &["test-0"])]);
+    let process = Process::start(&node).await;
+    let mut kubelet = node.kubelet().await;
+    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    let (done, said) = person(&node, &["release", A]);
+    assert!(
+        !done && said.contains("kubelet lists claim default/claim") && said.contains("--force"),
+        "{said}"
+    );
+    assert!(kubelet.prepare(B, &["test-0"]).await.is_err());
+    let (done, said) = person(&node, &["release", B]);
+    assert!(!done && said.contains("holds nothing"), "{said}");
+    let (done, said) = person(&node, &["release", "../../etc"]);
+    assert!(!done && said.contains("not a UUID"), "{said}");
+    let (done, said) = person(&node, &["release", "--force", A]);
+    assert!(done && said.contains("test-0"), "{said}");
+    kubelet.prepare(B, &["test-0"]).await.unwrap();
+    let (done, said) = person(&node, &["release", B]);
+    assert!(done, "{said}");
+    assert_eq!(node.cdi_files(), Vec::<String>::new());
+    let (_, shown) = person(&node, &["holdings"]);
+    assert!(shown.contains("No claim holds"), "{shown}");
+    assert!(process.stop().await.success());
+}
+
+#[tokio::test]
+async fn a_person_releases_also_while_the_companion_does_not_run() {
+    let Some(node) = Node::new() else { return };
+    let (done, said) = person(&node, &["holdings"]);
+    assert!(
+        !done && said.contains("there are no records of driver drayman.dev"),
+        "{said}"
+    );
+    node.kubelet_lists(&[(B, &["test-1"])]);
+    let process = Process::start(&node).await;
+    let mut kubelet = node.kubelet().await;
+    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    kubelet.prepare(B, &["test-1"]).await.unwrap();
+    process.kill();
+    let (_, shown) = person(&node, &["holdings"]);
+    assert!(shown.contains(A) && shown.contains(B), "{shown}");
+    let (done, said) = person(&node, &["release", A]);
+    assert!(
+        done && said.contains("clears away the rest when it starts"),
+        "{said}"
+    );
+    let (_, shown) = person(&node, &["holdings"]);
+    let of_a = shown.lines().find(|line| line.contains(A)).unwrap();
+    assert!(of_a.contains("Preparing"), "{shown}");
+    let (done, said) = person(&node, &["release", B]);
+    assert!(!done && said.contains("kubelet lists"), "{said}");
+    let process = Process::start(&node).await;
+    let mut kubelet = node.kubelet().await;
+    assert!(kubelet.prepare(A, &["test-1"]).await.is_err());
+    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    assert!(process.stop().await.success());
+}

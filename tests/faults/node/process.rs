@@ -1,0 +1,263 @@
+//! The companion as a process of its own, which can be killed, stopped, and be given a disk of the test's choice.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::fixture::Node;
+
+/// How long anything may take that is waited for.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Another build of the program than cargo's own: for the benchmarks.
+pub(crate) static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+
+/// A running `drayman node`, in a mount namespace of its own where `/dev` is the node's.
+pub(crate) struct Process {
+    child: Child,
+    log: PathBuf,
+}
+
+/// A mount namespace that outlives the companions in it, as the disks of a node do.
+pub(crate) struct Mounts(Child);
+
+impl Mounts {
+    /// With what shell commands mount; `$NODE` is the node's directory.
+    pub(crate) fn new(node: &Node, commands: &str) -> Self {
+        let script = format!("set -e; {commands}\ntouch $NODE/mounted && exec sleep infinity");
+        let child = Command::new("unshare")
+            .args(["--mount", "--propagation", "private", "--", "sh", "-c", &script])
+            .env("NODE", node.path(""))
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut mounts = Self(child);
+        let start = Instant::now();
+        while !node.path("mounted").exists() {
+            assert!(
+                start.elapsed() < PATIENCE && mounts.0.try_wait().unwrap().is_none(),
+                "{commands}"
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        mounts
+    }
+
+    /// A file as it is seen there.
+    pub(crate) fn sees(&self, path: &Path) -> PathBuf {
+        let root = PathBuf::from(format!("/proc/{}/root", self.0.id()));
+        root.join(path.strip_prefix("/").unwrap())
+    }
+
+    /// Runs a shell command there.
+    pub(crate) fn shell(&self, node: &Node, command: &str) {
+        let status = Command::new("nsenter")
+            .arg(format!("--mount=/proc/{}/ns/mnt", self.0.id()))
+            .args(["--", "sh", "-c", command])
+            .env("NODE", node.path(""))
+            .status()
+            .unwrap();
+        assert!(status.success(), "{command}: {status}");
+    }
+}
+
+impl Drop for Mounts {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// How a process is started.
+pub(crate) struct Start {
+    /// The namespace that it is started from.
+    within: Option<u32>,
+    /// Shell commands that change the mounts before it begins. `$NODE` is the node's directory.
+    mounts: String,
+    /// Further arguments.
+    arguments: Vec<String>,
+    /// Further arguments of unshare.
+    namespaces: &'static [&'static str],
+}
+
+impl Start {
+    pub(crate) fn new() -> Self {
+        Self {
+            within: None,
+            mounts: "mount --bind $NODE/dev /dev".into(),
+            arguments: Vec::new(),
+            namespaces: &[],
+        }
+    }
+
+    /// Where the system has no inotify left to give, as on a node whose other programs have used it up. That is counted by user
+    /// namespace, so it gets one of its own.
+    pub(crate) fn without_inotify(mut self) -> Self {
+        self.namespaces = &["--user", "--map-root-user"];
+        self.mount("echo 0 > /proc/sys/user/max_inotify_instances")
+    }
+
+    /// Among the mounts of a namespace that is there already.
+    pub(crate) fn within(mut self, mounts: &Mounts) -> Self {
+        self.within = Some(mounts.0.id());
+        self
+    }
+
+    /// With one more mount.
+    pub(crate) fn mount(mut self, command: &str) -> Self {
+        self.mounts = format!("{command} && {}", self.mounts);
+        self
+    }
+
+    /// In a boot of its own.
+    pub(crate) fn boot(self, node: &Node, id: &str) -> Self {
+        std::fs::write(node.path("boot_id"), format!("{id}\n")).unwrap();
+        self.mount("mount --bind $NODE/boot_id /proc/sys/kernel/random/boot_id")
+    }
+
+    pub(crate) fn argument(mut self, argument: &str) -> Self {
+        self.arguments.push(argument.into());
+        self
+    }
+
+    /// Starts it.
+    pub(crate) async fn run(self, node: &Node) -> Process {
+        let url = node.url().await;
+        let kubeconfig = node.path("kubeconfig");
+        let text = format!(
+            "apiVersion: v1\nkind: Config\nclusters: [{{name: c, cluster: {{server: \"{url}\"}}}}]\n\
+             users: [{{name: u, user: {{}}}}]\ncontexts: [{{name: c, context: {{cluster: c, user: u}}}}]\ncurrent-context: c\n"
+        );
+        std::fs::write(&kubeconfig, text).unwrap();
+        let log = (0..1000)
+            .map(|number| node.path(format!("log-{number}")))
+            .find(|log| !log.exists())
+            .unwrap();
+        let file = std::fs::File::create_new(&log).unwrap();
+        let script = format!("set -e; {} && exec \"$@\"", self.mounts);
+        let mut command = Command::new("nsenter");
+        let outer = self.within.map_or_else(|| "self".to_owned(), |id| id.to_string());
+        command
+            .arg(format!("--mount=/proc/{outer}/ns/mnt"))
+            .args(["--", "unshare"])
+            .args(self.namespaces);
+        command.args([
+            "--mount",
+            "--propagation",
+            "private",
+            "--",
+            "sh",
+            "-c",
+            &script,
+            "sh",
+        ]);
+        command
+            .arg(
+                PROGRAM
+                    .get()
+                    .map_or_else(|| Path::new(env!("CARGO_BIN_EXE_drayman")), PathBuf::as_path),
+            )
+            .args(["node", "--node-name", "node-a", "--v=4", "--kubeconfig"])
+            .arg(&kubeconfig)
+            .arg("--config")
+            .arg(node.path("node.yaml"))
+            .args(node.directories())
+            .args(&self.arguments)
+            .env("NODE", node.path(""))
+            // As the image has it.
+            .env("MALLOC_ARENA_MAX", "1")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(file);
+        let child = command.spawn().unwrap();
+        Process { child, log }
+    }
+}
+
+impl Process {
+    pub(crate) async fn start(node: &Node) -> Self {
+        Start::new().run(node).await
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        let id = i32::try_from(self.child.id()).unwrap();
+        kill_process(Pid::from_raw(id).unwrap(), signal).unwrap();
+    }
+
+    /// The process, as `/proc` knows it.
+    #[allow(dead_code, reason = "for the benchmarks")]
+    pub(crate) fn id(&self) -> String {
+        self.child.id().to_string()
+    }
+
+    /// SIGKILL.
+    pub(crate) fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// SIGTERM, and its end.
+    pub(crate) async fn stop(mut self) -> ExitStatus {
+        self.signal(Signal::TERM);
+        self.ended().await
+    }
+
+    pub(crate) async fn ended(&mut self) -> ExitStatus {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(start.elapsed() < PATIENCE, "it does not end:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// Waits until it has logged a text.
+    pub(crate) async fn logged(&self, text: &str) {
+        let start = Instant::now();
+        while !self.log().contains(text) {
+            assert!(
+                start.elapsed() < PATIENCE,
+                "{text:?} is not logged:\n{}",
+                self.log()
+            );
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("--- the log of the companion:\n{}", self.log());
+        }
+    }
+}
+
+/// Runs one of the subcommands for a person, and returns whether it succeeded and what it said.
+pub(crate) fn person(node: &Node, arguments: &[&str]) -> (bool, String) {
+    let directories = node.directories();
+    // Both know the root directory and the CDI directory; the rest is the companion's.
+    let output = Command::new(env!("CARGO_BIN_EXE_drayman"))
+        .arg("node")
+        .args(arguments)
+        .args(
+            directories
+                .iter()
+                .filter(|argument| !argument.starts_with("--device-plugin-dir")),
+        )
+        .output()
+        .unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    (output.status.success(), String::from_utf8(said).unwrap())
+}

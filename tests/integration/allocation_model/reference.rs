@@ -1,0 +1,372 @@
+//! What the books should say, in sets and maps, and the check that they say it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use drayman::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceRequest};
+use drayman::api::handle::DeviceHandle;
+use drayman::api::resource::{AllocationResult, ResourceClaim};
+use drayman::core::allocation::allocate::Target;
+use drayman::core::allocation::allocator::DeviceAllocator;
+use drayman::core::allocation::evaluate::RequestedClaim;
+use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
+
+use super::{CLAIMS, DRIVER, KINDS, NODES, Step};
+use crate::allocation_model::inventory::{Known, name, read};
+
+type Place = (String, String, String);
+
+/// What a node has, as the reference knows it: its uid, whether it is ready, and the kind and health of each device.
+type ReferenceNode = (String, bool, Known);
+
+/// One claim, as the reference knows it.
+#[derive(Clone, Debug)]
+struct ReferenceClaim {
+    generation: usize,
+    kind: &'static str,
+    counts: Vec<u32>,
+    granted: Option<AllocationResult>,
+    recorded: Option<AllocationResult>,
+}
+
+impl ReferenceClaim {
+    fn object(&self, number: usize) -> ResourceClaim {
+        let mut claim = ResourceClaim::default();
+        claim.metadata.name = Some(format!("claim-{number}"));
+        claim.metadata.namespace = Some("ns".into());
+        claim.metadata.uid = Some(format!("uid-{number}-{}", self.generation));
+        claim.status.allocation.clone_from(&self.recorded);
+        claim.status.driver_name = self.recorded.as_ref().map(|_| DRIVER.to_owned());
+        claim
+    }
+
+    fn demand(&self) -> DeviceRequests {
+        let spec = DeviceClassParametersSpec {
+            kind: self.kind.into(),
+            ..DeviceClassParametersSpec::default()
+        };
+        let class = ClassParameters::check("class", &spec).unwrap();
+        let request = |(index, &count)| DeviceRequest {
+            name: format!("r{index}"),
+            count: Some(count),
+            ..DeviceRequest::default()
+        };
+        let requests = self.counts.iter().enumerate().map(request).collect();
+        let spec = DeviceClaimParametersSpec {
+            requests,
+            constraints: Vec::new(),
+        };
+        DeviceRequests::check(&class, "ns", "p", &spec).unwrap()
+    }
+
+    fn holds(&self) -> Option<&AllocationResult> {
+        self.recorded.as_ref().or(self.granted.as_ref())
+    }
+
+    fn wanted(&self) -> usize {
+        usize::try_from(self.counts.iter().sum::<u32>()).unwrap()
+    }
+}
+
+fn handle(allocation: &AllocationResult) -> DeviceHandle {
+    DeviceHandle::parse(allocation.resource_handles[0].data.as_deref().unwrap()).unwrap()
+}
+
+fn places(allocation: &AllocationResult) -> Vec<Place> {
+    let DeviceHandle {
+        node_name,
+        node_uid,
+        devices,
+        ..
+    } = handle(allocation);
+    devices
+        .into_iter()
+        .map(|device| (node_name.clone(), node_uid.clone(), device.device))
+        .collect()
+}
+
+/// The reference and the books, side by side.
+pub(crate) struct Pair {
+    pub(crate) books: DeviceAllocator,
+    nodes: BTreeMap<String, ReferenceNode>,
+    claims: Vec<ReferenceClaim>,
+}
+
+impl Pair {
+    pub(crate) fn new() -> Self {
+        let shapes: [(usize, &[u32]); CLAIMS] = [
+            (0, &[1]),
+            (0, &[1]),
+            (0, &[2]),
+            (0, &[1, 1]),
+            (1, &[1]),
+            (1, &[2]),
+        ];
+        let claim = |(kind, counts): (usize, &[u32])| ReferenceClaim {
+            generation: 0,
+            kind: KINDS[kind],
+            counts: counts.to_vec(),
+            granted: None,
+            recorded: None,
+        };
+        Self {
+            books: DeviceAllocator::new(DRIVER),
+            nodes: BTreeMap::new(),
+            claims: shapes.into_iter().map(claim).collect(),
+        }
+    }
+
+    fn held(&self, except: &BTreeSet<usize>) -> BTreeSet<Place> {
+        let others = self.claims.iter().enumerate().filter(|(number, claim)| {
+            // What the asked claims were granted may be given anew; what is recorded is theirs for good.
+            !except.contains(number) || claim.recorded.is_some()
+        });
+        others
+            .filter_map(|(_, claim)| claim.holds())
+            .flat_map(places)
+            .collect()
+    }
+
+    /// Devices that could be given now.
+    fn available(&self, except: &BTreeSet<usize>) -> BTreeSet<(Place, &'static str)> {
+        let held = self.held(except);
+        let mut available = BTreeSet::new();
+        for (name, (uid, ready, devices)) in &self.nodes {
+            for (device, &(kind, healthy)) in devices {
+                let place = (name.clone(), uid.clone(), device.clone());
+                if *ready && healthy && !held.contains(&place) {
+                    available.insert((place, kind));
+                }
+            }
+        }
+        available
+    }
+
+    /// Whether these claims can be had together on a node.
+    fn fits(&self, claims: &BTreeSet<usize>, node: &str) -> bool {
+        let available = self.available(claims);
+        let mut wanted: BTreeMap<&str, usize> = BTreeMap::new();
+        let uid = self.nodes.get(node).map(|(uid, ..)| uid);
+        for claim in claims.iter().map(|&number| &self.claims[number]) {
+            if let Some(recorded) = &claim.recorded {
+                if uid != Some(&handle(recorded).node_uid) || !self.nodes[node].1 {
+                    return false;
+                }
+            } else {
+                *wanted.entry(claim.kind).or_default() += claim.wanted();
+            }
+        }
+        let here = |kind: &str| {
+            available
+                .iter()
+                .filter(|((name, ..), of)| name == node && *of == kind)
+                .count()
+        };
+        self.nodes.get(node).is_some_and(|(_, ready, _)| *ready)
+            && wanted.iter().all(|(kind, number)| here(kind) >= *number)
+    }
+
+    pub(crate) fn run(&mut self, step: &Step) {
+        let nobody = BTreeSet::new();
+        let before = self.available(&nobody);
+        let freed = match step {
+            Step::Inventory {
+                node,
+                uid,
+                ready,
+                devices,
+            } => self.inventory(*node, *uid, *ready, devices),
+            Step::NoInventory { node } => {
+                self.nodes.remove(&name(*node));
+                self.books.set_inventory(&name(*node), None)
+            }
+            Step::Allocate { claims, node } => return self.allocate(claims, *node),
+            Step::Record { claim } => {
+                if let Some(granted) = self.claims[*claim].granted.take() {
+                    self.claims[*claim].recorded.get_or_insert(granted);
+                }
+                self.observe(*claim)
+            }
+            Step::Observe { claim } => self.observe(*claim),
+            Step::Deallocate { claim } => {
+                self.claims[*claim].granted = None;
+                let object = self.claims[*claim].object(*claim);
+                self.books.deallocate(&object)
+            }
+            Step::Clear { claim } => {
+                if self.claims[*claim].recorded.take().is_none() {
+                    return;
+                }
+                self.observe(*claim)
+            }
+            Step::Delete { claim } => {
+                let uid = self.claims[*claim].object(*claim).metadata.uid.unwrap();
+                let claim = &mut self.claims[*claim];
+                (claim.granted, claim.recorded) = (None, None);
+                claim.generation += 1;
+                self.books.gone(&uid)
+            }
+            Step::Restart => return self.restart(),
+        };
+        let now = self.available(&nobody);
+        let new = now.difference(&before).count();
+        // A device that is made unhealthy and another kind at once counts as changed, never as fewer.
+        assert!(
+            freed >= new,
+            "{step:?}: {new} devices have become available, {freed} were reported"
+        );
+        assert!(
+            new > 0 || freed == 0 || matches!(step, Step::Inventory { .. }),
+            "{step:?}: a false alarm"
+        );
+    }
+
+    fn inventory(&mut self, node: usize, uid: u8, ready: bool, devices: &[Option<(usize, bool)>]) -> usize {
+        let name = name(node);
+        let uid = format!("{name}-{uid}");
+        let known = devices
+            .iter()
+            .enumerate()
+            .filter_map(|(index, device)| Some((index, (*device)?)));
+        let devices: Known = known
+            .map(|(index, (kind, healthy))| (format!("d{index}"), (KINDS[kind], healthy)))
+            .collect();
+        let before = self.available(&BTreeSet::new());
+        self.nodes
+            .insert(name.clone(), (uid.clone(), ready, devices.clone()));
+        let freed = self
+            .books
+            .set_inventory(&name, Some(read(&name, &uid, ready, &devices)));
+        let now = self.available(&BTreeSet::new());
+        assert_eq!(
+            freed,
+            now.difference(&before).count(),
+            "exactly what has become available"
+        );
+        freed
+    }
+
+    fn observe(&mut self, number: usize) -> usize {
+        let claim = self.claims[number].object(number);
+        let observed = self.books.observe(&claim, claim.status.allocation.as_ref());
+        assert_eq!(observed.problems, []);
+        observed.freed
+    }
+
+    fn allocate(&mut self, numbers: &BTreeSet<usize>, node: Option<usize>) {
+        let owned: Vec<_> = numbers
+            .iter()
+            .map(|&number| (self.claims[number].object(number), self.claims[number].demand()))
+            .collect();
+        let wishes: Vec<_> = owned
+            .iter()
+            .map(|(claim, demand)| RequestedClaim {
+                claim,
+                demand,
+                suitable_nodes: None,
+            })
+            .collect();
+        let all: Vec<String> = (0..NODES).map(name).collect();
+        let verdicts = self.books.unsuitable_nodes(&wishes, &all);
+        for node in &all {
+            let suitable = verdicts.iter().all(|verdict| !verdict.contains_key(node));
+            assert_eq!(
+                suitable,
+                self.fits(numbers, node),
+                "{numbers:?} on {node}: {verdicts:?}"
+            );
+        }
+        let node = node.map(name);
+        let possible = match &node {
+            Some(node) => self.fits(numbers, node),
+            None => all.iter().any(|node| self.fits(numbers, node)),
+        };
+        let target = node.as_deref().map_or(Target::Anywhere, Target::Node);
+        let answers = self.books.allocate(&wishes, target).answers;
+        assert_eq!(answers.iter().all(Result::is_ok), possible, "{answers:?}");
+        assert_eq!(answers.iter().any(Result::is_ok), possible, "all or nothing");
+
+        let available = self.available(numbers);
+        for (&number, answer) in numbers.iter().zip(answers) {
+            let claim = &mut self.claims[number];
+            let Ok(allocation) = answer else {
+                claim.granted = None;
+                continue;
+            };
+            let handle = handle(&allocation);
+            if let Some(recorded) = &claim.recorded {
+                assert_eq!(recorded, &allocation, "what is recorded is never changed");
+                continue;
+            }
+            assert_eq!(
+                Some(handle.claim_uid.as_str()),
+                claim.object(number).metadata.uid.as_deref()
+            );
+            assert!(node.as_ref().is_none_or(|node| *node == handle.node_name));
+            for place in places(&allocation) {
+                assert!(
+                    available.contains(&(place, claim.kind)),
+                    "{handle:?} is not to be had"
+                );
+            }
+            for (index, &count) in claim.counts.iter().enumerate() {
+                let request = format!("r{index}");
+                let given = handle
+                    .devices
+                    .iter()
+                    .filter(|device| device.request == request)
+                    .count();
+                assert_eq!(given, usize::try_from(count).unwrap());
+            }
+            claim.granted = Some(allocation);
+        }
+    }
+
+    fn restart(&mut self) {
+        self.books = DeviceAllocator::new(DRIVER);
+        let mut objects = Vec::new();
+        for (number, claim) in self.claims.iter_mut().enumerate() {
+            claim.granted = None;
+            objects.push(claim.object(number));
+        }
+        let claims = objects
+            .iter()
+            .map(|claim| (claim, claim.status.allocation.as_ref()));
+        assert_eq!(self.books.observe_all(claims).problems, []);
+        let nodes = self.nodes.iter();
+        let read =
+            nodes.map(|(name, (uid, ready, devices))| (name.clone(), read(name, uid, *ready, devices)));
+        let available = self.books.replace_inventories(read.collect());
+        assert_eq!(available, self.available(&BTreeSet::new()).len());
+    }
+
+    /// No exclusive device is in two claims, and the books hold exactly what the claims hold.
+    pub(crate) fn check(&self) {
+        let mut held = BTreeSet::new();
+        for place in self
+            .claims
+            .iter()
+            .filter_map(ReferenceClaim::holds)
+            .flat_map(places)
+        {
+            assert!(held.insert(place.clone()), "{place:?} is held twice");
+        }
+        let known: BTreeSet<String> = self.books.holdings().uids().map(str::to_owned).collect();
+        let claims = self
+            .claims
+            .iter()
+            .enumerate()
+            .filter(|(_, claim)| claim.holds().is_some());
+        let expected = claims
+            .map(|(number, claim)| claim.object(number).metadata.uid.unwrap())
+            .collect();
+        assert_eq!(known, expected, "a leak, or a loss");
+        for (name, uid, device) in &held {
+            let holders = self
+                .books
+                .holdings()
+                .on_node(uid)
+                .and_then(|node| node.get(device.as_str()));
+            assert_eq!(holders.map(Vec::len), Some(1), "{device} of {name}");
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! `drayman demo` as a new user runs it: everything that it expects comes true.
+
+use std::process::{Command, Output};
+use std::sync::{Mutex, PoisonError};
+
+/// One demonstration at a time: each opens terminals, and the number of one that is unplugged must stay free.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn demo(arguments: &[&str]) -> Output {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    Command::new(env!("CARGO_BIN_EXE_drayman"))
+        .arg("demo")
+        .args(arguments)
+        .output()
+        .expect("the program runs")
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn every_expectation_of_the_demonstration_holds() {
+    let output = demo(&[]);
+    let shown = stdout(&output);
+
+    assert!(
+        output.status.success(),
+        "{shown}\n{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let summary = shown.lines().last().unwrap_or_default();
+    let counts: Vec<usize> = summary
+        .split(|c: char| !c.is_ascii_digit())
+        .filter_map(|number| number.parse().ok())
+        .take(3)
+        .collect();
+    assert!(
+        matches!(counts.as_slice(), [6, expected, held] if expected == held && *held > 20),
+        "{summary}"
+    );
+    assert!(!shown.contains('\u{1b}'), "colour although this is no terminal");
+}
+
+#[test]
+fn one_scenario_can_be_played_alone() {
+    let output = demo(&["--scenario", "several"]);
+    let shown = stdout(&output);
+
+    assert!(output.status.success(), "{shown}");
+    assert!(
+        shown.contains("== several") && !shown.contains("== basic"),
+        "{shown}"
+    );
+}
+
+#[test]
+fn the_scenarios_are_listed_and_no_other_is_played() {
+    let listed = stdout(&demo(&["--list"]));
+    assert_eq!(listed.lines().count(), 7, "{listed}");
+    assert!(listed.lines().any(|line| line.starts_with("real ")), "{listed}");
+    assert_eq!(demo(&["--scenario", "none"]).status.code(), Some(2));
+}
+
+/// The path of a socket has at most 107 bytes: in so deep a directory no companion can serve.
+#[test]
+fn a_demonstration_whose_cluster_breaks_down_fails_and_says_why() {
+    let base = tempfile::tempdir().expect("a directory");
+    let deep = base.path().join("d".repeat(120));
+    std::fs::create_dir(&deep).expect("a directory");
+    let begin = std::time::Instant::now();
+    let output = Command::new(env!("CARGO_BIN_EXE_drayman"))
+        .args(["demo", "--keep"])
+        .env("TMPDIR", &deep)
+        .output()
+        .expect("the program runs");
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    println!("{:?}: {told}", begin.elapsed());
+
+    assert_eq!(output.status.code(), Some(1), "{told}");
+    assert_eq!(told.matches("path").count(), 1, "said once: {told}");
+}
+
+#[test]
+fn the_devices_of_this_machine_can_join() {
+    let output = demo(&["--scenario", "basic", "--real-devices"]);
+    let shown = stdout(&output);
+
+    assert!(output.status.success(), "{shown}");
+    assert!(shown.contains("== basic") && shown.contains("== real"), "{shown}");
+    assert!(
+        stdout(&demo(&["--scenario", "real"])).contains("on this-machine")
+            || !shown.contains("on this-machine")
+    );
+    // What there is differs from machine to machine; that there is nothing is said.
+    let served = shown.contains("runs on this-machine with a device of this machine");
+    assert!(
+        served || shown.contains("no device of a ready-made kind"),
+        "{shown}"
+    );
+}

@@ -1,0 +1,194 @@
+//! Devices that come and go while the search goes on, and the three nets that catch it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use drayman::node::discovery::{Cause, HostPaths};
+use drayman::node::driver::NodeDriver;
+
+use crate::discovery::host::{Host, Searching};
+use crate::discovery::usb::DESKTOP;
+use crate::not_run::not_run;
+
+const ADAPTERS: &str = "- {name: serial, usb: {match: [{vendor: \"0403\"}], nodes: [tty]}}";
+
+/// Makes the kernel say something of a device that is always there and stays as it is.
+fn poke_the_kernel() -> bool {
+    std::fs::write("/sys/class/mem/null/uevent", "change").is_ok()
+}
+
+#[tokio::test]
+async fn what_the_kernel_tells_is_caught_without_any_directory_that_changes() {
+    let Some(host) = Host::with(DESKTOP) else { return };
+    let mut searching = Searching::start(host.configuration(ADAPTERS), host.paths()).await;
+    assert_eq!(searching.now().len(), 1);
+    // Only sysfs changes, which inotify does not tell of.
+    let started = Instant::now();
+    host.unplug("/devices/pci0000:00/0000:00:14.0/usb1/1-1");
+    if !poke_the_kernel() {
+        return not_run("this machine does not let its kernel be poked");
+    }
+    searching
+        .until("the adapter is gone", std::collections::BTreeMap::is_empty)
+        .await;
+    println!(
+        "disappearance, from the unplugging to the list without it: {:?}",
+        started.elapsed()
+    );
+    assert_eq!(searching.driver.caught().count(Cause::Kernel), 1);
+    let started = Instant::now();
+    host.plug(DESKTOP);
+    poke_the_kernel();
+    searching
+        .until("the adapter is back", |devices| devices.len() == 1)
+        .await;
+    println!(
+        "appearance, from the plugging to the list with it: {:?}",
+        started.elapsed()
+    );
+    let before = searching.now();
+    let name = before.keys().next().unwrap();
+    assert_eq!(
+        searching.driver.container_edits(name).await.unwrap().device_nodes[0].host_path,
+        "/dev/ttyUSB0"
+    );
+    // Replugged into the same port: other numbers, the same device.
+    host.unplug("/devices/pci0000:00/0000:00:14.0/usb1/1-1");
+    host.plug(
+        &DESKTOP
+            .replace("ttyUSB0", "ttyUSB5")
+            .replace("c188:0:", "c188:5:")
+            .replace("001/005", "001/042"),
+    );
+    poke_the_kernel();
+    searching
+        .until("the adapter has another number", |devices| {
+            *devices != *before && devices.len() == 1
+        })
+        .await;
+    assert_eq!(
+        searching.driver.container_edits(name).await.unwrap().device_nodes[0].host_path,
+        "/dev/ttyUSB5"
+    );
+}
+
+#[tokio::test]
+async fn a_change_of_a_directory_is_caught_by_the_directory() {
+    let Some(host) = Host::new() else { return };
+    let mut searching = Searching::start(
+        host.configuration("- {name: test, paths: [\"/dev/test-*\"]}"),
+        host.paths(),
+    )
+    .await;
+    for round in 0..5 {
+        let started = Instant::now();
+        host.character("test-a", 240, 1);
+        searching.until("it is there", |devices| devices.len() == 1).await;
+        let appeared = started.elapsed();
+        let started = Instant::now();
+        host.remove("test-a");
+        searching
+            .until("it is gone", std::collections::BTreeMap::is_empty)
+            .await;
+        println!(
+            "round {round}: appearance {appeared:?}, disappearance {:?}",
+            started.elapsed()
+        );
+    }
+    let caught = searching.driver.caught();
+    let counts: Vec<(&str, u64)> = Cause::ALL
+        .iter()
+        .map(|cause| (cause.as_str(), caught.count(*cause)))
+        .collect();
+    println!("caught by {counts:?}");
+    assert_eq!(counts.iter().map(|(_, count)| count).sum::<u64>(), 10);
+}
+
+/// A block device that the kernel makes and takes away.
+struct Zram(Option<String>);
+
+impl Zram {
+    const CONTROL: &str = "/sys/class/zram-control";
+
+    fn add() -> Option<Self> {
+        let number = std::fs::read_to_string(format!("{}/hot_add", Self::CONTROL)).ok()?;
+        Some(Self(Some(number.trim().to_owned())))
+    }
+
+    fn node(&self) -> PathBuf {
+        PathBuf::from(format!("/dev/zram{}", self.0.as_deref().unwrap_or_default()))
+    }
+
+    fn remove(&mut self) {
+        if let Some(number) = self.0.take() {
+            std::fs::write(format!("{}/hot_remove", Self::CONTROL), number).unwrap();
+        }
+    }
+}
+
+impl Drop for Zram {
+    fn drop(&mut self) {
+        self.remove();
+    }
+}
+
+#[tokio::test]
+async fn a_device_that_this_kernel_makes_is_found_and_lost_in_the_real_dev() {
+    let Some(host) = Host::new() else { return };
+    let kinds = "- {name: ram, paths: [\"/dev/zram[0-9]*\"]}";
+    let mut searching = Searching::start(host.configuration(kinds), HostPaths::default()).await;
+    let before = searching.now().len();
+    let started = Instant::now();
+    let Some(mut zram) = Zram::add() else {
+        return not_run("this kernel makes no zram devices");
+    };
+    let node = zram.node();
+    let has = move |devices: &drayman::core::prepare::inventory::Devices| {
+        devices
+            .values()
+            .any(|device| crate::discovery::host::text(device, "drayman.dev/path") == node.to_str().unwrap())
+    };
+    searching.until("it is there", &has).await;
+    println!("a real device: appearance {:?}", started.elapsed());
+    let started = Instant::now();
+    zram.remove();
+    searching.until("it is gone", |devices| !has(devices)).await;
+    println!("a real device: disappearance {:?}", started.elapsed());
+    assert_eq!(searching.now().len(), before);
+    let caught = searching.driver.caught();
+    println!(
+        "caught by the kernel's word: {}, by the directory: {}",
+        caught.count(Cause::Kernel),
+        caught.count(Cause::Directory)
+    );
+    assert!(caught.count(Cause::Kernel) + caught.count(Cause::Directory) >= 2);
+}
+
+#[tokio::test]
+async fn another_configuration_counts_at_once() {
+    let Some(host) = Host::new() else { return };
+    host.character("test-a", 240, 1);
+    host.character("test-b", 240, 2);
+    let mut searching = Searching::start(
+        host.configuration("- {name: first, paths: [/dev/test-a]}"),
+        host.paths(),
+    )
+    .await;
+    assert_eq!(searching.now().keys().collect::<Vec<_>>(), ["test-a"]);
+    let second = host.configuration("- {name: second, paths: [/dev/test-b]}");
+    searching.configuration.send_replace(Arc::new(second));
+    let devices = searching
+        .until("the other kind is there", |devices| {
+            devices.contains_key("test-b")
+        })
+        .await;
+    assert_eq!(devices.len(), 1);
+    assert_eq!(devices["test-b"].kind, "second");
+    assert_eq!(searching.driver.caught().count(Cause::Configuration), 1);
+    // A claim may hold what is no longer described, and keeps it as long as it is there.
+    searching.driver.container_edits("test-a").await.unwrap();
+    host.remove("test-a");
+    let gone = searching.driver.container_edits("test-a").await.unwrap_err();
+    assert_eq!(gone.reason(), "DeviceGone");
+}

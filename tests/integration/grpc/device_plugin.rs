@@ -1,0 +1,456 @@
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use drayman::api::proto::bounded::PreferenceRequest;
+use drayman::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
+use drayman::api::proto::device_plugin_v1beta1::registration_server::{Registration, RegistrationServer};
+use drayman::api::proto::device_plugin_v1beta1::{
+    DevicePluginOptions, Empty, ListAndWatchResponse, RegisterRequest,
+};
+use drayman::api::proto::plugin_registration::PluginInfo;
+use drayman::api::proto::{ContainerList, DeviceIdList, PreferenceList};
+use drayman::node::kubelet::device_plugin::PluginRegistration;
+use drayman::node::kubelet::{KubeletApiError, KubeletApiState, device_plugin};
+use prost::Message as _;
+use tokio::net::UnixListener;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Code, Request, Response, Status, Streaming};
+
+use crate::grpc::fixture::{
+    DRIVER, RESOURCE, RawClient, Scripted, channel, device, paths, soon, until_state,
+};
+
+type Devices = Streaming<ListAndWatchResponse>;
+
+/// kubelet as its device manager behaves: within Register it dials the plugin and asks its options, then it watches.
+#[derive(Clone)]
+struct Kubelet {
+    directory: PathBuf,
+    refuse: Arc<AtomicBool>,
+    registered: mpsc::UnboundedSender<Devices>,
+    requests: Arc<Mutex<Vec<RegisterRequest>>>,
+}
+
+#[tonic::async_trait]
+impl Registration for Kubelet {
+    async fn register(&self, request: Request<RegisterRequest>) -> Result<Response<Empty>, Status> {
+        let request = request.into_inner();
+        if self.refuse.load(Ordering::SeqCst) {
+            return Err(Status::unknown("the version is not supported"));
+        }
+        let mut plugin = DevicePluginClient::new(channel(&self.directory.join(&request.endpoint)).await);
+        let options = plugin.get_device_plugin_options(Empty {}).await?.into_inner();
+        assert_eq!(Some(options), request.options);
+        self.requests.lock().unwrap().push(request);
+        let devices = plugin.list_and_watch(Empty {}).await?.into_inner();
+        let _ = self.registered.send(devices);
+        Ok(Response::new(Empty {}))
+    }
+}
+
+/// A running [`Kubelet`].
+struct Running {
+    kubelet: Kubelet,
+    registrations: mpsc::UnboundedReceiver<Devices>,
+    server: JoinHandle<()>,
+}
+
+impl Running {
+    /// As kubelet starts: every socket in the directory is removed, then its own is made.
+    fn start(directory: &Path) -> Self {
+        fs::create_dir_all(directory).unwrap();
+        for entry in fs::read_dir(directory).unwrap() {
+            fs::remove_file(entry.unwrap().path()).unwrap();
+        }
+        let listener = UnixListener::bind(directory.join("kubelet.sock")).unwrap();
+        let (registered, registrations) = mpsc::unbounded_channel();
+        let kubelet = Kubelet {
+            directory: directory.into(),
+            refuse: Arc::default(),
+            registered,
+            requests: Arc::default(),
+        };
+        let service = RegistrationServer::new(kubelet.clone());
+        let server = tonic::transport::Server::builder()
+            .add_service(service)
+            .serve_with_incoming(UnixListenerStream::new(listener));
+        let server = tokio::spawn(async move { server.await.unwrap() });
+        Self {
+            kubelet,
+            registrations,
+            server,
+        }
+    }
+
+    async fn registration(&mut self) -> Devices {
+        soon(self.registrations.recv()).await.expect("a registration")
+    }
+}
+
+struct Door {
+    directory: tempfile::TempDir,
+    companion: Arc<Scripted>,
+    state: watch::Receiver<KubeletApiState>,
+    shutdown: CancellationToken,
+    task: JoinHandle<Result<(), KubeletApiError>>,
+}
+
+impl Door {
+    fn open() -> Self {
+        Self::open_by(PluginRegistration::KubeletSocket)
+    }
+
+    fn open_by(registration: PluginRegistration) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let (companion, shutdown) = (Scripted::new(), CancellationToken::new());
+        let (sender, state) = watch::channel(KubeletApiState::Starting);
+        let serve = device_plugin::serve(
+            Arc::clone(&companion),
+            paths(&directory),
+            registration,
+            DRIVER.into(),
+            RESOURCE.into(),
+            sender,
+            shutdown.clone(),
+        );
+        Self {
+            directory,
+            companion,
+            state,
+            shutdown,
+            task: tokio::spawn(serve),
+        }
+    }
+
+    fn kubelet_directory(&self) -> PathBuf {
+        paths(&self.directory).device_plugin_dir
+    }
+
+    fn socket(&self) -> PathBuf {
+        paths(&self.directory).device_plugin_socket(RESOURCE).path
+    }
+
+    async fn client(&self) -> DevicePluginClient<tonic::transport::Channel> {
+        DevicePluginClient::new(channel(&self.socket()).await)
+    }
+
+    async fn close(self) {
+        let socket = self.socket();
+        self.shutdown.cancel();
+        soon(self.task).await.unwrap().unwrap();
+        assert!(!socket.exists());
+    }
+}
+
+/// The next list: ids, those that are unhealthy with a question mark.
+async fn list(devices: &mut Devices) -> String {
+    let message = soon(devices.message())
+        .await
+        .unwrap()
+        .expect("the stream is open");
+    let names = message.devices.iter().map(|device| match device.health.as_str() {
+        "Healthy" => device.id.clone(),
+        "Unhealthy" => format!("{}?", device.id),
+        other => panic!("{other}"),
+    });
+    names.collect::<Vec<_>>().join(" ")
+}
+
+#[tokio::test]
+async fn a_resource_is_registered_and_its_list_is_sent_on_change_only() {
+    let mut door = Door::open();
+    let mut kubelet = Running::start(&door.kubelet_directory());
+    let mut devices = kubelet.registration().await;
+    until_state(&mut door.state, &KubeletApiState::Registered).await;
+    let request = kubelet.kubelet.requests.lock().unwrap().remove(0);
+    assert_eq!(
+        (request.version.as_str(), request.resource_name.as_str()),
+        ("v1beta1", RESOURCE)
+    );
+    let offered = DevicePluginOptions {
+        pre_start_required: true,
+        get_preferred_allocation_available: true,
+    };
+    assert_eq!(request.options, Some(offered));
+
+    assert_eq!(list(&mut devices).await, "a");
+    door.companion
+        .devices
+        .send_replace(vec![device("a", false), device("b", true)]);
+    assert_eq!(list(&mut devices).await, "a? b");
+    door.companion
+        .devices
+        .send_replace(vec![device("a", false), device("b", true)]);
+    assert!(
+        timeout(Duration::from_millis(300), devices.message())
+            .await
+            .is_err(),
+        "nothing has changed"
+    );
+    door.companion.devices.send_replace(vec![]);
+    assert_eq!(list(&mut devices).await, "");
+
+    // The end of the door ends the stream, and with it the resource.
+    let ended = tokio::spawn(async move { devices.message().await });
+    door.close().await;
+    assert!(!matches!(soon(ended).await.unwrap(), Ok(Some(_))));
+    kubelet.server.abort();
+}
+
+#[tokio::test]
+async fn allocate_hands_out_one_injection_per_container() {
+    let door = Door::open();
+    let _kubelet = Running::start(&door.kubelet_directory());
+    crate::grpc::fixture::until_exists(&door.socket(), true).await;
+    let mut client = door.client().await;
+    let containers = |lists: &[&[&str]]| {
+        let ids = |ids: &&[&str]| DeviceIdList::new(ids.iter().map(|id| (*id).to_owned()).collect());
+        ContainerList::new(lists.iter().map(ids).collect())
+    };
+    let answer = client
+        .allocate(containers(&[&["a", "b"], &["c"]]))
+        .await
+        .unwrap()
+        .into_inner();
+    let answer = answer.container_responses;
+    assert_eq!(answer.len(), 2);
+    assert_eq!(answer[0].envs["DEVICES"], "a,b");
+    assert_eq!(answer[0].devices[0].host_path, "/dev/a+b");
+    assert_eq!(answer[1].devices[0].permissions, "rw");
+    let mut code = async |lists: &[&[&str]]| client.allocate(containers(lists)).await.unwrap_err().code();
+    assert_eq!(code(&[&["refuse"]]).await, Code::FailedPrecondition);
+    assert_eq!(code(&[&["invalid"]]).await, Code::InvalidArgument);
+    assert_eq!(code(&[&["forgotten"]]).await, Code::Internal);
+    let hostile: [&[&[&str]]; 7] = [
+        &[],
+        &[&[]],
+        &[&["a"], &[]],
+        &[&["a", "a"]],
+        &[&["a"], &["a"]],
+        &[&[""]],
+        &[&["a"] as &[&str]; 65],
+    ];
+    for hostile in hostile {
+        assert_eq!(code(hostile).await, Code::InvalidArgument, "{hostile:?}");
+    }
+    let many = (0..4097).map(|index| index.to_string()).collect();
+    let many = ContainerList::new(vec![DeviceIdList::new(many)]);
+    assert_eq!(
+        client.allocate(many).await.unwrap_err().code(),
+        Code::InvalidArgument
+    );
+    door.close().await;
+}
+
+#[tokio::test]
+async fn a_preference_and_the_check_before_a_start_are_asked_for_and_answered() {
+    let door = Door::open();
+    let _kubelet = Running::start(&door.kubelet_directory());
+    crate::grpc::fixture::until_exists(&door.socket(), true).await;
+    let mut client = door.client().await;
+    let options = client
+        .get_device_plugin_options(Empty {})
+        .await
+        .unwrap()
+        .into_inner();
+    assert!(options.pre_start_required && options.get_preferred_allocation_available);
+
+    let ids = |ids: &[&str]| ids.iter().map(|id| (*id).to_owned()).collect::<Vec<String>>();
+    let wish = PreferenceRequest {
+        available: ids(&["a", "b", "c"]),
+        must_include: ids(&["b"]),
+        size: 2,
+        beyond: 0,
+    };
+    let answer = client
+        .get_preferred_allocation(PreferenceList::new(vec![wish.clone(), wish.clone()]))
+        .await
+        .unwrap()
+        .into_inner();
+    let choices: Vec<_> = answer
+        .container_responses
+        .into_iter()
+        .map(|choice| choice.device_i_ds)
+        .collect();
+    assert_eq!(choices, [["c", "b"], ["c", "b"]]);
+    let negative = PreferenceRequest {
+        size: -1,
+        ..wish.clone()
+    };
+    let crowd = PreferenceRequest {
+        available: vec![String::new(); 5_000],
+        ..wish.clone()
+    };
+    for hostile in [vec![negative], vec![crowd], vec![wish; 65]] {
+        let refused = client
+            .get_preferred_allocation(PreferenceList::new(hostile))
+            .await;
+        assert_eq!(refused.unwrap_err().code(), Code::InvalidArgument);
+    }
+
+    let mut start = async |list: &[&str]| client.pre_start_container(DeviceIdList::new(ids(list))).await;
+    start(&["a", "b"]).await.unwrap();
+    let refused = start(&["refuse"]).await.unwrap_err();
+    assert_eq!(
+        (refused.code(), refused.message()),
+        (Code::FailedPrecondition, "refuse: stop the other pod")
+    );
+    assert_eq!(
+        door.companion.calls(),
+        [
+            "choose test.drayman.dev/port 2 of a,b,c with b",
+            "choose test.drayman.dev/port 2 of a,b,c with b",
+            "start test.drayman.dev/port a,b",
+            "start test.drayman.dev/port refuse"
+        ]
+    );
+    door.close().await;
+}
+
+/// kubelet as its plugin watcher behaves: it dials the socket that it finds with the path as authority, asks, and then watches the
+/// devices at the endpoint that it was told.
+#[tokio::test]
+async fn a_plugin_watcher_finds_the_resource_and_again_when_its_stream_has_ended() {
+    let mut door = Door::open_by(PluginRegistration::PluginWatcher);
+    let registration = paths(&door.directory)
+        .device_plugin_registration_socket(DRIVER, RESOURCE)
+        .path;
+    let inode = || fs::metadata(&registration).unwrap().ino();
+    for _ in 0..2 {
+        crate::grpc::fixture::until_exists(&registration, true).await;
+        let mut watcher = RawClient::connect(&registration).await;
+        let authority = registration.display().to_string();
+        let info = watcher
+            .call(&authority, "/pluginregistration.Registration/GetInfo", b"")
+            .await;
+        let info = PluginInfo::decode(info.body.as_slice()).unwrap();
+        assert_eq!(
+            (info.r#type.as_str(), info.name.as_str(), info.supported_versions),
+            ("DevicePlugin", RESOURCE, vec!["v1beta1".to_owned()])
+        );
+        let plugin = paths(&door.directory)
+            .watched_device_plugin_socket(DRIVER, RESOURCE)
+            .path;
+        assert_eq!(Path::new(&info.endpoint), plugin);
+        let mut client = DevicePluginClient::new(channel(&plugin).await);
+        client.get_device_plugin_options(Empty {}).await.unwrap();
+        let mut devices = client.list_and_watch(Empty {}).await.unwrap().into_inner();
+        assert_eq!(list(&mut devices).await, "a");
+        // Who comes too late for the first one has another now.
+        let found = inode();
+        let told = watcher
+            .call(
+                &authority,
+                "/pluginregistration.Registration/NotifyRegistrationStatus",
+                b"\x08\x01",
+            )
+            .await;
+        assert_eq!(told.status, "0");
+        until_state(&mut door.state, &KubeletApiState::Registered).await;
+        // While it watches nothing is renewed; when it does no more, there is a new socket for it to find.
+        assert_eq!(inode(), found);
+        drop(devices);
+        soon(async {
+            while fs::metadata(&registration).map_or(true, |now| now.ino() == found) {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        })
+        .await;
+    }
+    door.shutdown.cancel();
+    soon(door.task).await.unwrap().unwrap();
+    assert!(!registration.exists());
+}
+
+#[tokio::test]
+async fn a_kubelet_that_restarts_gets_the_resource_again() {
+    let mut door = Door::open();
+    let directory = door.kubelet_directory();
+    // There is none at first.
+    until_state(&mut door.state, &KubeletApiState::Waiting).await;
+    let mut kubelet = Running::start(&directory);
+    for _ in 0..3 {
+        let mut devices = kubelet.registration().await;
+        assert_eq!(list(&mut devices).await, "a");
+        until_state(&mut door.state, &KubeletApiState::Registered).await;
+        kubelet.server.abort();
+        let _ = kubelet.server.await;
+        drop(devices);
+        kubelet = Running::start(&directory);
+    }
+    let mut devices = kubelet.registration().await;
+    assert_eq!(list(&mut devices).await, "a");
+    // The directory is replaced as a whole.
+    kubelet.server.abort();
+    fs::rename(&directory, door.directory.path().join("away")).unwrap();
+    kubelet = Running::start(&directory);
+    assert_eq!(list(&mut kubelet.registration().await).await, "a");
+    door.close().await;
+}
+
+#[tokio::test]
+async fn a_stream_that_kubelet_drops_leads_to_a_new_registration() {
+    let door = Door::open();
+    let mut kubelet = Running::start(&door.kubelet_directory());
+    drop(kubelet.registration().await);
+    let devices = kubelet.registration().await;
+    assert!(
+        timeout(Duration::from_secs(4), kubelet.registrations.recv())
+            .await
+            .is_err(),
+        "one is enough"
+    );
+    drop(devices);
+    door.close().await;
+}
+
+#[tokio::test]
+async fn a_refusal_is_a_state_and_is_tried_again() {
+    let mut door = Door::open();
+    let directory = door.kubelet_directory();
+    let mut kubelet = Running::start(&directory);
+    kubelet.kubelet.refuse.store(true, Ordering::SeqCst);
+    // It may have been registered before the refusals began: a new socket makes it come again.
+    let _ = fs::remove_file(door.socket());
+    until_state(
+        &mut door.state,
+        &KubeletApiState::Rejected {
+            message: "the version is not supported".into(),
+        },
+    )
+    .await;
+    kubelet.kubelet.refuse.store(false, Ordering::SeqCst);
+    until_state(&mut door.state, &KubeletApiState::Registered).await;
+    assert_eq!(list(&mut kubelet.registration().await).await, "a");
+    door.close().await;
+}
+
+#[tokio::test]
+async fn a_resource_that_does_not_exist_or_has_no_name_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    for (name, reason) in [
+        ("other.dev/x", "NoSuchResource"),
+        ("kubernetes.io/x", "InvalidResourceName"),
+    ] {
+        let state = watch::Sender::new(KubeletApiState::Starting);
+        let shutdown = CancellationToken::new();
+        let error = device_plugin::serve(
+            Scripted::new(),
+            paths(&directory),
+            PluginRegistration::KubeletSocket,
+            DRIVER.into(),
+            name.into(),
+            state,
+            shutdown,
+        );
+        assert_eq!(soon(error).await.unwrap_err().reason(), reason);
+    }
+}

@@ -1,0 +1,195 @@
+//! The client of PodResources against a kubelet that is played.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use drayman::api::proto::pod_resources_v1::pod_resources_lister_server::{
+    PodResourcesLister, PodResourcesListerServer,
+};
+use drayman::api::proto::pod_resources_v1::{
+    AllocatableResourcesRequest, AllocatableResourcesResponse, ContainerDevices, ContainerResources,
+    GetPodResourcesRequest, GetPodResourcesResponse, ListPodResourcesRequest, ListPodResourcesResponse,
+    PodResources,
+};
+use drayman::node::kubelet::pod_resources::{PodResourcesClient, PodResourcesError};
+use tokio::net::UnixListener;
+use tokio::runtime::Runtime;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::{Request, Response, Status};
+
+use crate::grpc::fixture::{paths, soon};
+
+/// Answers as kubelet 1.30 does: `Get` is switched off unless told otherwise, and the first `busy` calls are too many.
+#[derive(Clone, Default)]
+struct Kubelet {
+    busy: Arc<AtomicUsize>,
+    get_is_on: bool,
+    devices: usize,
+}
+
+impl Kubelet {
+    fn pod(&self) -> PodResources {
+        PodResources {
+            name: "p".into(),
+            namespace: "default".into(),
+            containers: vec![ContainerResources {
+                name: "main".into(),
+                devices: vec![self.some()],
+                dynamic_resources: vec![],
+            }],
+        }
+    }
+
+    fn some(&self) -> ContainerDevices {
+        ContainerDevices {
+            resource_name: "x.dev/a".into(),
+            device_ids: (0..self.devices).map(|number| format!("{number:060}")).collect(),
+            topology: None,
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl PodResourcesLister for Kubelet {
+    async fn list(
+        &self,
+        _: Request<ListPodResourcesRequest>,
+    ) -> Result<Response<ListPodResourcesResponse>, Status> {
+        let less = |busy: usize| busy.checked_sub(1);
+        if self
+            .busy
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, less)
+            .is_ok()
+        {
+            return Err(Status::resource_exhausted("rejected by rate limit"));
+        }
+        Ok(Response::new(ListPodResourcesResponse {
+            pod_resources: vec![self.pod()],
+        }))
+    }
+
+    async fn get_allocatable_resources(
+        &self,
+        _: Request<AllocatableResourcesRequest>,
+    ) -> Result<Response<AllocatableResourcesResponse>, Status> {
+        Ok(Response::new(AllocatableResourcesResponse {
+            devices: vec![self.some()],
+        }))
+    }
+
+    async fn get(
+        &self,
+        request: Request<GetPodResourcesRequest>,
+    ) -> Result<Response<GetPodResourcesResponse>, Status> {
+        let request = request.into_inner();
+        if !self.get_is_on {
+            return Err(Status::unknown("PodResources API Get method disabled"));
+        }
+        if (request.pod_namespace.as_str(), request.pod_name.as_str()) != ("default", "p") {
+            return Err(Status::unknown("pod q in namespace default not found"));
+        }
+        Ok(Response::new(GetPodResourcesResponse {
+            pod_resources: Some(self.pod()),
+        }))
+    }
+}
+
+/// Runs a kubelet until it is stopped, connections and all.
+struct Running(Option<Runtime>);
+
+impl Running {
+    fn start(kubelet: Kubelet, socket: &Path) -> Self {
+        let _ = std::fs::remove_file(socket);
+        std::fs::create_dir_all(socket.parent().unwrap()).unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        let within = runtime.enter();
+        let listener = UnixListener::bind(socket).unwrap();
+        let service = PodResourcesListerServer::new(kubelet).max_encoding_message_size(1 << 30);
+        let server = tonic::transport::Server::builder()
+            .add_service(service)
+            .serve_with_incoming(UnixListenerStream::new(listener));
+        runtime.spawn(async move { server.await.unwrap() });
+        drop(within);
+        Self(Some(runtime))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_kubelet_lists_is_read_again_after_it_was_away() {
+    let directory = tempfile::tempdir().unwrap();
+    let paths = paths(&directory);
+    let client = PodResourcesClient::new(&paths);
+    let absent = soon(client.list()).await.unwrap_err();
+    assert!(matches!(absent, PodResourcesError::Absent { .. }), "{absent}");
+    for devices in [1, 2] {
+        let kubelet = Kubelet {
+            devices,
+            ..Kubelet::default()
+        };
+        let server = Running::start(kubelet.clone(), &paths.pod_resources_socket());
+        assert_eq!(soon(client.list()).await.unwrap(), [kubelet.pod()]);
+        assert_eq!(soon(client.allocatable()).await.unwrap(), [kubelet.some()]);
+        drop(server);
+        // A connection may outlive its server for a moment.
+        soon(async { while client.list().await.is_ok() {} }).await;
+    }
+}
+
+#[tokio::test]
+async fn a_call_is_made_again_when_all_clients_together_were_too_quick() {
+    let directory = tempfile::tempdir().unwrap();
+    let kubelet = Kubelet::default();
+    let _server = Running::start(kubelet.clone(), &paths(&directory).pod_resources_socket());
+    let client = PodResourcesClient::new(&paths(&directory));
+    kubelet.busy.store(2, Ordering::SeqCst);
+    soon(client.list()).await.unwrap();
+    kubelet.busy.store(100, Ordering::SeqCst);
+    assert_eq!(soon(client.list()).await, Err(PodResourcesError::TooMany));
+}
+
+#[tokio::test]
+async fn a_single_pod_is_read_where_kubelet_offers_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = paths(&directory).pod_resources_socket();
+    let client = PodResourcesClient::new(&paths(&directory));
+    let server = Running::start(Kubelet::default(), &socket);
+    let off = soon(client.get("default", "p")).await.unwrap_err();
+    assert_eq!(off.reason(), "PodResourcesUnsupported");
+    drop(server);
+    let kubelet = Kubelet {
+        get_is_on: true,
+        ..Kubelet::default()
+    };
+    let _server = Running::start(kubelet.clone(), &socket);
+    // The first call may still find the connection to the kubelet from before.
+    let _ = soon(client.get("default", "p")).await;
+    assert_eq!(soon(client.get("default", "p")).await, Ok(Some(kubelet.pod())));
+    assert_eq!(soon(client.get("default", "q")).await, Ok(None));
+}
+
+#[tokio::test]
+async fn the_list_of_a_large_node_is_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let kubelet = Kubelet {
+        devices: 100_000,
+        ..Kubelet::default()
+    };
+    let _server = Running::start(kubelet, &paths(&directory).pod_resources_socket());
+    let list = soon(PodResourcesClient::new(&paths(&directory)).list())
+        .await
+        .unwrap();
+    assert_eq!(list[0].containers[0].devices[0].device_ids.len(), 100_000);
+}

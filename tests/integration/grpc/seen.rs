@@ -1,0 +1,104 @@
+//! What is seen of a door from outside: its health, and how many calls it had.
+
+use drayman::api::proto::ClaimList;
+use drayman::api::proto::dra_v1alpha3::Claim;
+use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
+use drayman::api::proto::plugin_registration::RegistrationStatus;
+use drayman::api::proto::plugin_registration::registration_client::RegistrationClient;
+use drayman::node::kubelet::KubeletApiState;
+use drayman::node::kubelet::transport::GrpcCalls;
+use tonic::Code;
+use tonic::transport::Channel;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+
+use crate::grpc::fixture::{DraDoor, channel, soon, until_state};
+
+async fn health(client: &mut HealthClient<Channel>, service: &str) -> Result<ServingStatus, Code> {
+    let request = HealthCheckRequest {
+        service: service.to_owned(),
+    };
+    let answer = client.check(request).await.map_err(|status| status.code())?;
+    Ok(answer.into_inner().status())
+}
+
+#[tokio::test]
+async fn the_health_of_a_door_is_asked_on_its_own_socket_and_follows_kubelets_verdict() {
+    let mut door = DraDoor::open().await;
+    let mut client = HealthClient::new(channel(&door.service()).await);
+    for service in ["", "v1alpha2.Node", "v1alpha3.Node"] {
+        let health = health(&mut client, service).await;
+        assert_eq!(health, Ok(ServingStatus::Serving), "{service:?}");
+    }
+    assert_eq!(health(&mut client, "v1.Node").await, Err(Code::NotFound));
+
+    let mut registration = RegistrationClient::new(channel(&door.registration()).await);
+    let mut changes = client
+        .watch(HealthCheckRequest::default())
+        .await
+        .unwrap()
+        .into_inner();
+    let first = soon(changes.message()).await.unwrap().unwrap();
+    assert_eq!(first.status(), ServingStatus::Serving);
+    let verdict = |plugin_registered| RegistrationStatus {
+        plugin_registered,
+        error: "no handler registered".to_owned(),
+    };
+    registration
+        .notify_registration_status(verdict(false))
+        .await
+        .unwrap();
+    let refused = soon(changes.message()).await.unwrap().unwrap();
+    assert_eq!(refused.status(), ServingStatus::NotServing);
+    registration
+        .notify_registration_status(verdict(true))
+        .await
+        .unwrap();
+    until_state(&mut door.state, &KubeletApiState::Registered).await;
+    let accepted = soon(changes.message()).await.unwrap().unwrap();
+    assert_eq!(accepted.status(), ServingStatus::Serving);
+    drop(changes);
+    door.close().await;
+}
+
+/// Calls of a method, by code, that have ended.
+fn handled(calls: &GrpcCalls, method: &str) -> Vec<(&'static str, u64)> {
+    let all = calls.counted();
+    let of_method = all.iter().filter(|(known, _)| known.method == method);
+    let codes = of_method.flat_map(|(_, figures)| &figures.handled);
+    codes
+        .filter(|(_, count)| **count > 0)
+        .map(|(code, count)| (*code, *count))
+        .collect()
+}
+
+#[tokio::test]
+async fn calls_are_counted_by_method_and_by_the_code_with_which_they_end() {
+    let door = DraDoor::open().await;
+    let calls = door.companion.counted.clone();
+    let mut client = NodeClient::new(channel(&door.service()).await);
+    let claims = |uid: &str| {
+        let claim = Claim {
+            namespace: "ns".into(),
+            uid: uid.into(),
+            name: "claim".into(),
+            ..Claim::default()
+        };
+        ClaimList::new(vec![claim])
+    };
+    client.node_prepare_resources(claims("uid")).await.unwrap();
+    client.node_prepare_resources(claims("uid")).await.unwrap();
+    let refusal = client.node_prepare_resources(claims("")).await.unwrap_err();
+    assert_eq!(refusal.code(), Code::InvalidArgument);
+    // The answer is here before its body was let go of on the other side.
+    soon(async {
+        while handled(&calls, "NodePrepareResources") != [("InvalidArgument", 1), ("OK", 2)] {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+    assert_eq!(handled(&calls, "NodeUnprepareResources"), []);
+    drop(client);
+    door.close().await;
+}

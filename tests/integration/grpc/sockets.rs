@@ -1,0 +1,166 @@
+use std::fs;
+use std::time::Duration;
+
+use drayman::api::proto::ClaimList;
+use drayman::api::proto::dra_v1alpha3::Claim;
+use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
+use drayman::api::proto::plugin_registration::registration_client::RegistrationClient;
+use drayman::api::proto::plugin_registration::{InfoRequest, RegistrationStatus};
+use drayman::node::kubelet::{KubeletApiError, KubeletApiState, KubeletPaths, dra};
+use tokio::net::UnixListener;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::grpc::fixture::{DRIVER, DraDoor, Scripted, channel, paths, soon, until_exists, until_state};
+
+fn claims(name: &str) -> ClaimList {
+    ClaimList::new(vec![Claim {
+        uid: "u".into(),
+        name: name.into(),
+        ..Claim::default()
+    }])
+}
+
+#[tokio::test]
+async fn sockets_that_somebody_removes_come_back_and_the_state_says_so() {
+    let mut door = DraDoor::open().await;
+    let mut kubelet = RegistrationClient::new(channel(&door.registration()).await);
+    let registered = RegistrationStatus {
+        plugin_registered: true,
+        error: String::new(),
+    };
+    kubelet
+        .notify_registration_status(registered.clone())
+        .await
+        .unwrap();
+    until_state(&mut door.state, &KubeletApiState::Registered).await;
+
+    fs::remove_file(door.registration()).unwrap();
+    until_state(&mut door.state, &KubeletApiState::Waiting).await;
+    let mut again = RegistrationClient::new(channel(&door.registration()).await);
+    again.notify_registration_status(registered).await.unwrap();
+    until_state(&mut door.state, &KubeletApiState::Registered).await;
+    // The connection from before still lives.
+    kubelet.get_info(InfoRequest {}).await.unwrap();
+
+    // The whole directory is replaced.
+    let registry = door.registration().parent().unwrap().to_owned();
+    fs::rename(&registry, door.directory.path().join("away")).unwrap();
+    until_state(&mut door.state, &KubeletApiState::Waiting).await;
+    until_exists(&door.registration(), true).await;
+    RegistrationClient::new(channel(&door.registration()).await)
+        .get_info(InfoRequest {})
+        .await
+        .unwrap();
+    fs::remove_dir_all(&registry).unwrap();
+    until_exists(&door.registration(), true).await;
+
+    fs::remove_dir_all(door.directory.path().join("plugins")).unwrap();
+    until_exists(&door.service(), true).await;
+    NodeClient::new(channel(&door.service()).await)
+        .node_unprepare_resources(claims("a"))
+        .await
+        .unwrap();
+    door.close().await;
+}
+
+#[tokio::test]
+async fn a_shutdown_removes_the_sockets_and_ends_although_a_call_hangs() {
+    let door = DraDoor::open().await;
+    let mut client = NodeClient::new(channel(&door.service()).await);
+    let hanging = tokio::spawn(async move { client.node_prepare_resources(claims("slow")).await });
+    while door.companion.calls().is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let (registration, service) = (door.registration(), door.service());
+    let mut state = door.state.clone();
+    let start = std::time::Instant::now();
+    door.close().await;
+    assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
+    assert!(!registration.exists() && !service.exists());
+    assert_eq!(*state.borrow_and_update(), KubeletApiState::Closed);
+    assert!(soon(hanging).await.unwrap().is_err());
+}
+
+#[tokio::test]
+async fn what_stands_in_the_way_is_named() {
+    let refused = async |driver: &str, root: std::path::PathBuf| {
+        let paths = KubeletPaths {
+            root_dir: root,
+            ..KubeletPaths::default()
+        };
+        let state = watch::Sender::new(KubeletApiState::Starting);
+        soon(dra::serve(
+            Scripted::new(),
+            paths,
+            driver.into(),
+            state,
+            CancellationToken::new(),
+        ))
+        .await
+        .unwrap_err()
+    };
+    let directory = tempfile::tempdir().unwrap();
+    let root = || directory.path().to_owned();
+    let registration = paths(&directory).registration_socket(DRIVER).path;
+    let service = paths(&directory).service_socket(DRIVER).path;
+
+    assert_eq!(refused("../../etc", root()).await.reason(), "InvalidDriverName");
+    assert_eq!(
+        refused(DRIVER, root().join("none")).await.reason(),
+        "KubeletDirectoryMissing"
+    );
+    let long = root().join("d".repeat(80));
+    fs::create_dir(&long).unwrap();
+    let error = refused(DRIVER, long.clone()).await;
+    let text = error.to_string();
+    assert!(
+        text.contains("--kubelet-root-dir") && text.contains(long.to_str().unwrap()),
+        "{text}"
+    );
+
+    fs::create_dir_all(registration.parent().unwrap()).unwrap();
+    fs::write(&registration, "precious").unwrap();
+    let error = refused(DRIVER, root()).await;
+    assert!(
+        matches!(error, KubeletApiError::Socket(_))
+            && error.to_string().contains(registration.to_str().unwrap())
+    );
+    assert_eq!(fs::read(&registration).unwrap(), b"precious");
+    assert!(
+        !service.exists(),
+        "the service that was open already is closed again"
+    );
+    fs::remove_file(&registration).unwrap();
+
+    let other = UnixListener::bind(&registration).unwrap();
+    assert_eq!(refused(DRIVER, root()).await.reason(), "SocketInUse");
+    drop(other);
+    // A program that another test has just forked may have it open until it is executed.
+    soon(async {
+        while std::os::unix::net::UnixStream::connect(&registration).is_ok() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    // Now it is stale, as after a crash.
+    assert!(registration.exists());
+    let (sender, mut state) = watch::channel(KubeletApiState::Starting);
+    let shutdown = CancellationToken::new();
+    let task = tokio::spawn(dra::serve(
+        Scripted::new(),
+        paths(&directory),
+        DRIVER.into(),
+        sender,
+        shutdown.clone(),
+    ));
+    until_state(&mut state, &KubeletApiState::Waiting).await;
+    soon(async {
+        while tokio::net::UnixStream::connect(&registration).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    shutdown.cancel();
+    soon(task).await.unwrap().unwrap();
+}

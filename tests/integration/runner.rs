@@ -1,0 +1,167 @@
+//! `hack/test` on a package of a few tests that end well, badly, by a signal, or without having shown anything.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test may end at once where it is wrong"
+)]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::not_run;
+
+const MANIFEST: &str =
+    "[package]\nname = \"fixture\"\nversion = \"0.0.0\"\nedition = \"2024\"\n[workspace]\n";
+const LOCK: &str = "version = 4\n[[package]]\nname = \"fixture\"\nversion = \"0.0.0\"\n";
+const PASSES: &str = "#[test] fn passes() {}\n";
+/// Ends its process by SIGKILL.
+const DIES: &str = "#[test] fn dies() {
+    let pid = std::process::id().to_string();
+    std::process::Command::new(\"kill\").args([\"-KILL\", &pid]).status().unwrap();
+    std::thread::park();
+}\n";
+/// Fails unless it has been run before.
+const FLAKY: &str = "#[test] fn flaky() {
+    let seen = concat!(env!(\"CARGO_TARGET_TMPDIR\"), \"/seen\");
+    let before = std::path::Path::new(seen).exists();
+    std::fs::write(seen, \"\").unwrap();
+    assert!(before);
+}\n";
+const SKIPS: &str = "#[test] fn skips() { not_run::not_run(\"it lacks something\"); }\n";
+const FAILS: &str = "#[test] fn fails() { panic!() }\n";
+const NOT_RUN: &str = include_str!("../support/not_run.rs");
+
+/// A package with these test programs, run by `hack/test`.
+struct Package(tempfile::TempDir);
+
+fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// Where `make` has installed cargo-nextest.
+fn nextest() -> Option<PathBuf> {
+    let named = std::env::var_os("CARGO_NEXTEST").map(PathBuf::from);
+    let found = named.filter(|program| program.exists());
+    if found.is_none() {
+        not_run::not_run("CARGO_NEXTEST names no program; make check sets it");
+    }
+    found
+}
+
+impl Package {
+    fn new(programs: &[(&str, &str)]) -> Self {
+        let package = Self(tempfile::tempdir().unwrap());
+        package.write("Cargo.toml", MANIFEST);
+        package.write("Cargo.lock", LOCK);
+        package.write("src/lib.rs", PASSES);
+        // The package has no dependencies.
+        let not_run = NOT_RUN.replace("rustix::process::geteuid().is_root()", "true");
+        package.write("tests/support/not_run.rs", &not_run);
+        for (name, tests) in programs {
+            let text = format!("#[path = \"support/not_run.rs\"] mod not_run;\n{tests}");
+            package.write(&format!("tests/{name}.rs"), &text);
+        }
+        // Sections about our own programs are refused where these are not.
+        let configuration = std::fs::read_to_string(repository(".config/nextest.toml")).unwrap();
+        let sections = configuration.split("\n[");
+        let general: Vec<_> = sections.filter(|section| !section.contains("binary(=")).collect();
+        package.write(".config/nextest.toml", &general.join("\n["));
+        package.write("hack/test", "");
+        std::fs::copy(repository("hack/test"), package.path("hack/test")).unwrap();
+        package
+    }
+
+    fn path(&self, path: &str) -> PathBuf {
+        self.0.path().join(path)
+    }
+
+    fn write(&self, path: &str, text: &str) {
+        let path = self.path(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    }
+
+    /// Runs all tests: whether that succeeds, and what is printed.
+    fn run(&self, nextest: &Path) -> (bool, String) {
+        let mut command = Command::new(self.path("hack/test"));
+        for (name, _) in std::env::vars_os() {
+            let text = name.to_string_lossy();
+            if ["NEXTEST", "DRAYMAN", "RUST_TEST", "CARGO_TARGET"]
+                .iter()
+                .any(|start| text.starts_with(start))
+            {
+                command.env_remove(&name);
+            }
+        }
+        let output = command.arg("all").env("CARGO_NEXTEST", nextest).output().unwrap();
+        let text = [output.stdout, output.stderr].concat();
+        (
+            output.status.success(),
+            String::from_utf8_lossy(&text).into_owned(),
+        )
+    }
+}
+
+/// Runs the programs and compares whether all is well, the last lines of the summary, and what else it names.
+#[track_caller]
+fn check(programs: &[(&str, &str)], well: bool, last: &str, named: &[&str]) {
+    let Some(nextest) = nextest() else { return };
+    let package = Package::new(programs);
+    let (succeeded, printed) = package.run(&nextest);
+    let summary = std::fs::read_to_string(package.path("target/test-summary")).unwrap_or_default();
+    assert_eq!(succeeded, well, "{printed}");
+    assert_eq!(summary.lines().last(), Some(last), "{printed}");
+    for text in named {
+        assert!(summary.contains(text), "{text} is not in:\n{summary}");
+    }
+}
+
+#[test]
+fn a_program_killed_by_a_signal_beside_a_flaky_test_fails_the_run() {
+    check(
+        &[("e2e", &[DIES, PASSES, FLAKY].concat())],
+        false,
+        "3 passed, 1 failed",
+        &["flaky", "fixture::e2e flaky"],
+    );
+}
+
+#[test]
+fn a_flaky_test_passes_and_is_named() {
+    check(
+        &[("e2e", FLAKY)],
+        true,
+        "2 passed, 0 failed",
+        &["fixture::e2e flaky"],
+    );
+}
+
+#[test]
+fn a_program_of_one_process_that_dies_fails_all_its_tests() {
+    let tests = [DIES, PASSES, FAILS].concat();
+    let Some(nextest) = nextest() else { return };
+    let package = Package::new(&[("conformance", &tests), ("e2e", PASSES)]);
+    let (succeeded, printed) = package.run(&nextest);
+    assert!(!succeeded, "{printed}");
+    assert!(printed.contains("of 3 tests have no result"), "{printed}");
+}
+
+#[test]
+fn a_test_that_skips_itself_is_not_counted_as_passed() {
+    let programs = [
+        ("e2e", [SKIPS, PASSES].concat()),
+        ("conformance", SKIPS.to_owned()),
+    ];
+    let programs = programs.each_ref().map(|(name, text)| (*name, text.as_str()));
+    check(
+        &programs,
+        true,
+        "2 passed, 0 failed, 2 skipped",
+        &["skips: it lacks something"],
+    );
+}
+
+#[test]
+fn a_package_that_does_not_compile_fails_the_run() {
+    check(&[("e2e", "nonsense")], false, "1 passed, 1 failed", &[]);
+}

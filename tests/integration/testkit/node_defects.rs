@@ -1,0 +1,73 @@
+//! The kit for a node's driver can fail: one that breaks a rule is found out.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use drayman::testkit::{Rule, node_conformance};
+
+use crate::testkit::found_out;
+use crate::testkit::rack::{Rack, left_over};
+
+async fn is_found(rule: Rule) {
+    let hangs = matches!(rule, Rule::ReturnsInTime | Rule::FirstListComes);
+    let outcome = node_conformance(move |place| async move { Rack::new(&place, Some(rule)) })
+        .left_over(left_over)
+        .only([rule])
+        // To print a panic takes seconds on a machine with other work.
+        .call_limit(Duration::from_secs(if hangs { 3 } else { 20 }))
+        // A call that hangs is given up after ten seconds.
+        .patience(Duration::from_secs(if rule == Rule::NodeSurvivesSlowCall { 40 } else { 15 }))
+        .run()
+        .await;
+    found_out(rule, outcome);
+}
+
+macro_rules! defects {
+    ($($name:ident: $rule:ident)*) => {
+        $(
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                is_found(Rule::$rule).await;
+            }
+        )*
+
+        #[test]
+        fn every_rule_of_a_nodes_driver_has_a_defect_that_breaks_it() {
+            let tried = BTreeSet::from([$(Rule::$rule),*]);
+            assert_eq!(tried, BTreeSet::from(Rule::NODE_DRIVER));
+        }
+    };
+}
+
+defects! {
+    a_list_that_does_not_come_is_found: FirstListComes
+    a_name_that_is_none_is_found: ServableDevices
+    names_that_change_with_each_process_are_found: StableDevices
+    permissions_that_are_none_are_found: UsableInjection
+    an_injection_that_changes_is_found: InjectionRepeats
+    a_device_in_place_of_another_is_found: UnknownDeviceIsRefused
+    an_error_for_a_claim_that_is_prepared_is_found: PrepareAgainIsTheSame
+    an_error_for_a_claim_that_is_not_prepared_is_found: UnprepareAgainIsFine
+    what_is_undone_for_another_claim_is_found: UnprepareIsForOneClaim
+    what_a_failed_prepare_leaves_is_found: FailedPrepareCanBeUndone
+    what_a_dropped_prepare_leaves_is_found: DroppedPrepareCanBeUndone
+    what_an_unprepare_leaves_is_found: NothingIsLeft
+    a_call_that_does_not_return_is_found: ReturnsInTime
+    a_panic_is_found: NoPanic
+    a_driver_that_serves_the_kit_and_no_pods_is_found: ServesPods
+    a_crash_that_is_not_survived_is_found: NodeSurvivesCrash
+    a_slow_call_that_is_not_survived_is_found: NodeSurvivesSlowCall
+    a_failed_call_that_is_not_survived_is_found: NodeSurvivesFailedCall
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_same_driver_without_a_defect_conforms() {
+    let report = node_conformance(|place| async move { Rack::new(&place, None) })
+        .left_over(left_over)
+        .run()
+        .await
+        .unwrap();
+    println!("{report}");
+    let tried: BTreeSet<Rule> = report.kept.keys().copied().collect();
+    assert_eq!(tried, BTreeSet::from(Rule::NODE_DRIVER));
+}

@@ -1,0 +1,130 @@
+//! The hand-written types of `resource.k8s.io/v1alpha2` against objects as a real apiserver 1.30 wrote them, with every field
+//! that the API has: what is read and written again must be the same.
+
+#![expect(clippy::unwrap_used, reason = "a helper of a test fails the test")]
+
+use std::path::Path;
+
+use drayman::api::resource::{
+    AllocationMode, Pod, PodSchedulingContext, ResourceClaim, ResourceClaimTemplate, ResourceClass,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+fn fixture(name: &str) -> Value {
+    let directory =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/integration/fixtures/resource-v1alpha2");
+    let text = std::fs::read_to_string(directory.join(format!("{name}.json"))).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+/// Reads a fixture and checks that nothing of it is lost. The type itself carries `apiVersion` and `kind`, and a time that is
+/// not set, which Go writes as null, is left out.
+fn same<T: Serialize + DeserializeOwned>(name: &str) -> T {
+    let mut original = fixture(name);
+    let template = original
+        .pointer_mut("/spec/metadata")
+        .and_then(Value::as_object_mut);
+    if let Some(metadata) = template {
+        assert_eq!(metadata.remove("creationTimestamp"), Some(Value::Null));
+    }
+    let read: T = serde_json::from_value(original.clone()).unwrap();
+    let mut written = serde_json::to_value(&read).unwrap();
+    for field in ["apiVersion", "kind"] {
+        written[field] = original[field].clone();
+    }
+    assert_eq!(written, original, "{name}");
+    read
+}
+
+#[test]
+fn classes_are_exact_on_the_wire() {
+    let class: ResourceClass = same("class-everything");
+    assert_eq!(class.structured_parameters, Some(true));
+    assert_eq!(class.suitable_nodes.unwrap().node_selector_terms.len(), 2);
+    assert_eq!(
+        class.parameters_ref.unwrap().namespace.as_deref(),
+        Some("fixtures")
+    );
+    assert_eq!(same::<ResourceClass>("class-least").parameters_ref, None);
+}
+
+#[test]
+fn claims_are_exact_on_the_wire() {
+    let claim: ResourceClaim = same("claim-allocated");
+    let allocation = claim.status.allocation.unwrap();
+    assert!(allocation.shareable && allocation.available_on_nodes.is_some());
+    assert_eq!(
+        (allocation.resource_handles.len(), claim.status.reserved_for.len()),
+        (2, 2)
+    );
+    assert_eq!(claim.spec.parameters_ref.unwrap().name, "two");
+    assert!(
+        same::<ResourceClaim>("claim-deallocating")
+            .status
+            .deallocation_requested
+    );
+    let least: ResourceClaim = same("claim-least");
+    assert_eq!(
+        least.spec.allocation_mode,
+        Some(AllocationMode::WaitForFirstConsumer),
+        "the server's default"
+    );
+}
+
+#[test]
+fn what_the_scheduler_allocates_is_kept_as_it_is() {
+    let claim: ResourceClaim = same("claim-structured");
+    let handle = claim.status.allocation.unwrap().resource_handles.remove(0);
+    assert_eq!(handle.data, None);
+    assert_eq!(
+        handle.structured_data.unwrap()["results"][0]["namedResources"]["name"],
+        "gpu-0"
+    );
+    assert_eq!(claim.spec.allocation_mode, Some(AllocationMode::Immediate));
+}
+
+#[test]
+fn templates_are_exact_on_the_wire() {
+    let template: ResourceClaimTemplate = same("template-everything");
+    assert_eq!(template.spec.metadata.unwrap().labels.unwrap()["example"], "yes");
+}
+
+#[test]
+fn scheduling_contexts_are_exact_on_the_wire() {
+    let context: PodSchedulingContext = same("context-everything");
+    assert_eq!(
+        (
+            context.spec.selected_node.as_str(),
+            context.spec.potential_nodes.len()
+        ),
+        ("node-a", 2)
+    );
+    assert_eq!(context.status.resource_claims[0].unsuitable_nodes, ["node-b"]);
+    assert_eq!(
+        same::<PodSchedulingContext>("context-least")
+            .status
+            .resource_claims,
+        []
+    );
+}
+
+/// Of a pod's status only what concerns claims is read; everything else of a pod is kept.
+#[test]
+fn pods_keep_everything_but_the_rest_of_their_status() {
+    let mut original = fixture("pod");
+    let pod: Pod = serde_json::from_value(original.clone()).unwrap();
+    let status = original["status"].as_object_mut().unwrap();
+    status.retain(|field, _| ["phase", "resourceClaimStatuses"].contains(&field.as_str()));
+    let mut written = serde_json::to_value(&pod).unwrap();
+    for field in ["apiVersion", "kind"] {
+        written[field] = original[field].clone();
+    }
+    assert_eq!(written, original);
+    assert_eq!(
+        pod.spec.resource_claims[1].source.resource_claim_name.as_deref(),
+        Some("allocated")
+    );
+    assert_eq!(pod.status.resource_claim_statuses[1].resource_claim_name, None);
+}
