@@ -37,7 +37,7 @@ format:
 	cargo fmt --check
 
 .PHONY: lint
-lint: clippy docs defects
+lint: clippy docs surface defects
 
 .PHONY: clippy
 clippy:
@@ -47,6 +47,11 @@ clippy:
 .PHONY: docs
 docs:
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --document-private-items
+
+# The library's public items; internal modules are public with the feature `internals` only.
+.PHONY: surface
+surface:
+	hack/measure --public 160 >/dev/null
 
 # Each seeded defect must still have its place in the sources; hack/defects without an argument runs them all.
 .PHONY: defects

@@ -16,11 +16,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use drayman::node::Node;
 use drayman::node::driver::{
     AttributeValue, ContainerEdits, Device, DeviceNode, Mode, NodeDriver, NodeDriverError, PreparedClaim,
 };
-use drayman::node::request::ExtendedResource;
+use drayman::node::{ExtendedResource, Node};
 use futures::{Stream, StreamExt as _};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_stream::wrappers::IntervalStream;

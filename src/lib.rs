@@ -1,29 +1,55 @@
 //! A Dynamic Resource Allocation (DRA) driver and device plugin for the host devices of Kubernetes nodes.
 //!
-//! ```text
-//! api <- core <- {controller, host, node} <- testcluster <- {testkit, cli}
+//! The API for vendors:
 //!
-//! watch / gRPC / file / driver answer -> Event -> ControllerState::apply -> decide -> Command -> shell executes -> outcome is an Event again
-//! ```
-//!
+//! * [`driver`]: the trait of a driver for devices that the cluster shares; [`controller`] runs it.
+//! * [`node`]: the trait of a driver for the devices of a node, and the builder of the companion that runs it.
+//! * [`host`]: the built-in driver.
 //! * [`api`]: wire types.
-//! * [`core`]: pure decisions: claims, device allocation, and prepared claims on a node.
-//! * [`driver`]: the trait that a device vendor implements.
-//! * [`controller`]: the runtime between the API server and any [`driver::Driver`].
-//! * [`host`]: the built-in driver, which allocates any host device to claims.
-//! * [`node`]: the companion, which runs on every node and injects devices into containers.
-//! * `testcluster`: an in-process cluster for demonstrations and tests (feature `testcluster`, not in the released image).
-//! * `testkit`: the conformance kit for vendors' drivers, based on the test cluster (same feature).
-//! * [`cli`]: the commands of the program.
+//! * `testkit`: the conformance kit for drivers (feature `testcluster`).
+//!
+//! Everything else is internal. The feature `internals` makes more modules public for the tests and benchmarks of this crate;
+//! it is unstable.
+//!
+//! ```text
+//! api <- driver <- core <- {controller, host, node} <- testcluster <- {testkit, cli}
+//! ```
+
+#![cfg_attr(
+    not(feature = "internals"),
+    allow(
+        unused_imports,
+        dead_code,
+        reason = "the tests of this crate use them with that feature"
+    )
+)]
 
 pub mod api;
+#[cfg(not(feature = "internals"))]
+mod cli;
+#[cfg(feature = "internals")]
 pub mod cli;
 pub mod controller;
+#[cfg(not(feature = "internals"))]
+mod core;
+#[cfg(feature = "internals")]
 pub mod core;
 pub mod driver;
 pub mod host;
 pub mod node;
-#[cfg(feature = "testcluster")]
+#[cfg(all(feature = "testcluster", not(feature = "internals")))]
+#[allow(
+    dead_code,
+    reason = "tests use more of it than `drayman demo` and the test kit"
+)]
+mod testcluster;
+#[cfg(all(feature = "testcluster", feature = "internals"))]
 pub mod testcluster;
 #[cfg(feature = "testcluster")]
 pub mod testkit;
+
+/// Runs the program `drayman`. Not part of the API.
+#[doc(hidden)]
+pub fn main(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> std::process::ExitCode {
+    cli::main(arguments)
+}

@@ -1,7 +1,7 @@
-//! The program `drayman`; everything is in [`drayman::cli`].
+//! The program `drayman`; everything is in the library.
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    drayman::cli::main(std::env::args_os())
+    drayman::main(std::env::args_os())
 }

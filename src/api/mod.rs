@@ -4,5 +4,8 @@ pub mod cdi;
 pub mod crd;
 pub mod device_number;
 pub mod handle;
+#[cfg(not(feature = "internals"))]
+pub(crate) mod proto;
+#[cfg(feature = "internals")]
 pub mod proto;
 pub mod resource;

@@ -71,10 +71,12 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::api::resource::{GROUP, VERSION};
-use crate::core::claims::{Command, ControllerState, Event, Moment, Settings, Statistics};
-use crate::core::lease::LeaseSettingsError;
+use crate::core::claims::{Command, ControllerState, Event, Settings};
 use crate::driver::Driver;
 
+pub use crate::core::claims::{Moment, QueueStatistics, Statistics};
+pub use crate::core::distribution::Distribution;
+pub use crate::core::lease::LeaseSettingsError;
 pub use leader::{LeaderElection, LeaseConnection};
 pub use predecessors::{Predecessors, PredecessorsError};
 

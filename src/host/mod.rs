@@ -4,6 +4,9 @@
 mod changes;
 mod driver;
 mod fair_queue;
+#[cfg(not(feature = "internals"))]
+pub(crate) mod selectors;
+#[cfg(feature = "internals")]
 pub mod selectors;
 mod state;
 mod watch;

@@ -5,8 +5,9 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::core::prepare::device_counts::Group;
-use crate::node::kubelet::transport::GrpcCalls;
+pub use crate::core::distribution::Distribution;
+pub use crate::core::prepare::device_counts::{Group, Owner};
+pub use crate::node::kubelet::transport::{GrpcCalls, GrpcMethod, MethodFigures};
 
 /// Metrics of one companion.
 #[derive(Debug, Default)]
@@ -79,7 +80,6 @@ impl Figures {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::prepare::device_counts::Owner;
 
     #[test]
     fn a_kind_that_is_gone_stays_with_no_devices() {

@@ -1,19 +1,43 @@
 //! The companion, which runs on every node: the runtime of [`crate::core::prepare`].
 
-pub mod admin;
-pub mod companion;
-pub mod config;
-pub mod container_runtime;
-pub mod discovery;
+pub(crate) mod admin;
+pub(crate) mod container_runtime;
 pub mod driver;
-pub mod kubelet;
 pub mod metrics;
 mod orphans;
-pub mod publish;
+pub(crate) mod publish;
 mod reload;
 mod resync;
-pub mod run;
-pub mod state;
+pub(crate) mod state;
 
-pub use crate::core::prepare::request;
+#[cfg(not(feature = "internals"))]
+pub(crate) mod companion;
+#[cfg(feature = "internals")]
+pub mod companion;
+#[cfg(not(feature = "internals"))]
+pub(crate) mod config;
+#[cfg(feature = "internals")]
+pub mod config;
+#[cfg(not(feature = "internals"))]
+pub(crate) mod discovery;
+#[cfg(feature = "internals")]
+pub mod discovery;
+#[cfg(not(feature = "internals"))]
+pub(crate) mod kubelet;
+#[cfg(feature = "internals")]
+pub mod kubelet;
+#[cfg(not(feature = "internals"))]
+pub(crate) mod run;
+#[cfg(feature = "internals")]
+pub mod run;
+
+pub use crate::core::prepare::checkpoint::CheckpointError;
+pub use crate::core::prepare::driver_name::DriverNameError;
+pub use crate::core::prepare::name::NameError;
+pub use crate::core::prepare::request::ExtendedResource;
+pub use config::{ConfigError, Place};
+pub use kubelet::device_plugin::PluginRegistration;
+pub use kubelet::transport::{SocketError, SocketPath};
+pub use kubelet::{KubeletApiError, KubeletPaths};
 pub use run::{Node, NodeBuilder, NodeError};
+pub use state::storage::StoreError;

@@ -14,7 +14,7 @@ use crate::host::selectors::guard::{self, Needs};
 const ERROR_MAX: usize = 200;
 
 /// The environment of all evaluations.
-#[expect(missing_debug_implementations, reason = "the context of CEL has none")]
+#[allow(missing_debug_implementations, reason = "the context of CEL has none")]
 pub struct Ground {
     context: Context<'static>,
     version: Option<Program>,
@@ -22,7 +22,7 @@ pub struct Ground {
 }
 
 /// A compiled expression that passed all limits.
-#[expect(missing_debug_implementations, reason = "the program of CEL has none")]
+#[allow(missing_debug_implementations, reason = "the program of CEL has none")]
 pub struct Compiled {
     program: Program,
     keys: Vec<String>,

@@ -44,7 +44,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(500);
 ///
 /// ```no_run
 /// use drayman::node::driver::{Device, ContainerEdits, NodeDriver, NodeDriverError};
-/// use drayman::node::request::ExtendedResource;
+/// use drayman::node::ExtendedResource;
 /// use drayman::node::{Node, NodeError};
 /// use futures::{Stream, stream};
 /// use tokio_util::sync::CancellationToken;

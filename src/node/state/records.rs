@@ -82,18 +82,6 @@ pub enum ReleaseError {
     Stopping,
 }
 
-impl ReleaseError {
-    /// CamelCase reason from a small fixed set.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::Refused(refusal) => refusal.reason(),
-            Self::Store(error) => error.reason(),
-            Self::NotUndone { reason, .. } => reason,
-            Self::Stopping => "Stopping",
-        }
-    }
-}
-
 impl From<Failure> for ReleaseError {
     fn from(failure: Failure) -> Self {
         let reason = failure.reason();

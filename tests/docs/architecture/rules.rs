@@ -70,6 +70,7 @@ const ANY_DRIVER: [(&[&str], &[&[&str]]); 3] = [
             &["driver"],
             &["api", "resource"],
             &["core", "claims"],
+            &["core", "distribution"],
             &["core", "lease"],
         ],
     ),

@@ -219,16 +219,16 @@ impl OnDisk {
 }
 
 impl Store {
+    #[cfg(test)]
+    pub(crate) fn open(places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
+        Self::open_on(&Disk::default(), places, boot_id)
+    }
+
     /// Opens a driver's files for exclusive use by this process.
     ///
     /// An unusable checkpoint is renamed. If the checkpoint is unusable, or missing although claims have left CDI files or are in kubelet's
     /// list, the claims are rebuilt from these sources. A directory or lock that cannot be acquired is an error, and so is a failed read,
     /// because the content may be intact.
-    pub fn open(places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
-        Self::open_on(&Disk::default(), places, boot_id)
-    }
-
-    /// Same as [`Store::open`], on a disk that a test can observe.
     pub fn open_on(disk: &Disk, places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
         Self::open_with(disk, places, boot_id, |file, unusable| {
             let kept_as = file.put_aside(unusable);
