@@ -1,7 +1,7 @@
 //! Pure decisions: no client, clock, files, randomness or unordered maps.
 //!
 //! Everything here is a function of its arguments, so that a run can be logged, replayed, crashed between any two steps and searched by a
-//! property test. `tests/docs/architecture` enforces this.
+//! property test. `tests/docs/architecture.rs` enforces this.
 
 pub mod allocation;
 pub mod claims;

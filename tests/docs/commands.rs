@@ -379,7 +379,7 @@ mod tests {
             "make check # before",
             "cargo run -- devices -o json",
             "kubectl drayman explain pod/radio | grep -v x",
-            "A=1 cargo test --test docs core_is -- --nocapture",
+            "A=1 cargo test --test docs core_and -- --nocapture",
             "cat >v.yaml <<EOF\nnonsense here\nEOF\nhelm install a charts/drayman --values v.yaml --set driverName=a \\\n  --wait",
             "drayman --help",
         ] {

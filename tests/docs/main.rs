@@ -13,6 +13,7 @@ mod lists;
 mod names;
 mod page;
 mod reference;
+mod scenarios;
 mod schema;
 mod security;
 mod shell;

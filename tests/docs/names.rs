@@ -141,7 +141,7 @@ pub(crate) fn is_test_name(page: &Page, span: &Span) -> bool {
     let words: Vec<&str> = span.text.split("::").collect();
     let Some(name) = words.last() else { return false };
     let underscores = name.matches('_').count();
-    let about_tests = ["conformance.md", "security.md"]
+    let about_tests = ["conformance.md", "security.md", "testing.md"]
         .iter()
         .any(|name| page.path.ends_with(name));
     words.iter().all(|word| is_word(word))

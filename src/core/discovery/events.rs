@@ -1,6 +1,6 @@
 //! Events for changes of a node's devices.
 
-use crate::core::prepare::inventory::Devices;
+use crate::core::discovery::Devices;
 
 /// Maximum number of events per change: unplugging a hub must not flood the API server.
 const EVENTS_MAX: usize = 10;

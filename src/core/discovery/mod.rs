@@ -3,6 +3,10 @@
 //! Everything here is a function of facts that the runtime has read from `/dev`, `/sys` and `/proc`: whether an object matches the
 //! operator's configuration, the name that it keeps across kernel renumbering, and why it is rejected.
 
+use std::collections::BTreeMap;
+
+use crate::api::crd::Device;
+
 pub mod attributes;
 pub mod events;
 pub mod group;
@@ -11,3 +15,6 @@ pub mod mounts;
 pub mod pci;
 pub mod uevent;
 pub mod usb;
+
+/// The devices of a node, by name.
+pub type Devices = BTreeMap<String, Device>;

@@ -12,8 +12,7 @@ use super::request::PluginDevice;
 use crate::api::crd::{Device, Mode, TEXT_MAX};
 use crate::core::discovery::attributes::numa_nodes;
 
-/// The devices of the node, by name.
-pub type Devices = BTreeMap<String, Device>;
+pub use crate::core::discovery::Devices;
 
 /// Whether every held device was found unchanged. The inventory then equals the found devices and need not be built.
 pub fn is_as_found(found: &Devices, prepared_claims: &PreparedClaims) -> bool {
