@@ -131,7 +131,7 @@ requests: ## Print the requests of one pod's life, counted from the API server's
 
 .PHONY: demo
 demo: ## Show what drayman does, on a cluster within one process: Rust alone is needed
-	cargo run --locked --release -- demo
+	cargo run --locked -- demo
 
 .PHONY: cluster
 cluster: $(CLUSTER) ## Start a real Kubernetes with drayman in it; Ctrl-C ends it
