@@ -263,7 +263,7 @@ impl Prune for Pod {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::claims::resolve::is_made_for;
+    use crate::core::claims::is_made_for;
 
     #[test]
     fn a_claim_is_kept_without_managed_fields_and_with_everything_else() {

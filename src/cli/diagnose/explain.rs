@@ -9,7 +9,7 @@ use crate::api::resource::{
     AllocationMode, Pod, PodResourceClaim, PodSchedulingContext, RESERVED_FOR_MAX, ResourceClaim,
     ResourceClass, controller_of,
 };
-use crate::core::claims::resolve::{Resolved, is_made_for, resolve};
+use crate::core::claims::{Resolved, is_made_for, resolve};
 
 /// Step of a claim on its way to a running pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]

@@ -1,18 +1,19 @@
-//! State of one claim, and the steps that concern this claim alone.
+//! One claim: releases it, rolls back a wrong allocation, and starts the allocation of an immediate claim.
+//!
+//! [`Claim::step`] and [`Claim::answered`] return [`ClaimAction`]s, which [`ControllerState`](super::ControllerState) executes in order.
 
-mod release;
-mod repair;
-
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::api::resource::{AllocationMode, AllocationResult, ResourceClaim};
+use crate::api::resource::{
+    AllocationMode, AllocationResult, Pod, ResourceClaim, ResourceClaimConsumerReference, controller_of,
+    pod_owner_of,
+};
 use crate::driver::Holding;
 
-use super::event::{Moment, ObjectKey, Regarding};
-use super::retry::Retry;
-use super::state::{ControllerState, Work};
-use super::transaction::TransactionId;
+use super::event::{Answer, CallError, ClaimWrite, Moment, ObjectKey, Outcome, TransactionId};
+use super::queue::{Retry, WRITES_BEFORE_REPORT};
 
 /// How long a pod's own claim with `deallocationRequested` waits for its deletion, which the claim controller sends right after the pod has
 /// ended. Removing the finalizer is then the only write.
@@ -21,33 +22,75 @@ const DELETION_GRACE: Duration = Duration::from_millis(250);
 /// How long a write usually may still be stored after its sender has given it up. A write that undoes it waits as long. A write that is
 /// stored even later does no harm unless it is an allocation: it adds our finalizer or a label, or it is refused because the claim has
 /// changed.
-const SETTLING: Duration = Duration::from_secs(3);
+const LATE_WRITE: Duration = Duration::from_secs(3);
 
 /// How long an allocation may still be stored after its sender has given it up. The API server ends a request after a minute
 /// (`--request-timeout`), whether or not its sender still waits. The sender gives up one request timeout (5 s) after sending, which leaves
 /// 5 s for the request to arrive.
-const ALLOCATION_SETTLING: Duration = Duration::from_secs(60);
+const LATE_ALLOCATION: Duration = Duration::from_secs(60);
 
 /// The operation in progress for a claim; at most one at a time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) enum ClaimPhase {
     #[default]
-    Resting,
+    Idle,
+    /// The driver is evaluating nodes for it. Another pod that shares the claim waits.
+    Evaluating,
     /// Being allocated by this transaction.
-    InBatch(TransactionId),
+    InTransaction(TransactionId),
     /// Waiting for the driver to deallocate.
     Deallocating,
     /// Clearing the allocation in the claim's status.
-    Clearing,
+    ClearingAllocation,
     RemovingFinalizer,
-    /// Rolling back a wrong allocation, or checking whether that is possible.
-    Repairing,
+    /// Reading the pod of a wrong allocation, or rolling the allocation back.
+    RollingBack,
     /// The last write was refused or had an unknown outcome: read the claim before anything else.
-    ToRead,
-    Reading,
+    Unconfirmed {
+        /// The server's message, for a report if the claim still exists.
+        refusal: Option<String>,
+    },
+    /// Reading the claim after such a write.
+    Reading {
+        refusal: Option<String>,
+    },
+    /// The server has confirmed that the claim no longer exists, before the watch reports it. No further step is taken.
+    Gone {
+        /// The transaction that the claim was in.
+        transaction: Option<TransactionId>,
+    },
 }
 
-/// Allocation writes that may still be stored although their senders have given them up.
+/// What the driver may hold for a claim beyond the recorded allocation.
+#[derive(Clone, Debug, Default, PartialEq)]
+enum Unrecorded {
+    #[default]
+    Nothing,
+    /// Possibly an allocation, for example after a crash between allocating and recording. The driver deallocates it before anything else.
+    Possibly(Option<Box<AllocationResult>>),
+}
+
+/// A wrong allocation, which should be rolled back. Either another claim has the better right to the device, for example after a leader was
+/// paused past its lease; or the pod cannot use the allocation because its other claims fit nowhere.
+///
+/// The allocation is rolled back if no pod can be using it: the claim is reserved for no pod, or for one pod that has no node yet.
+/// Otherwise it stays until its pod ends; the node does not prepare it.
+#[derive(Clone, Debug, Default)]
+struct WrongAllocation {
+    /// Uid of a pod that has a node or is gone. Nothing is rolled back while the claim is reserved for this pod.
+    kept_for: Option<String>,
+    /// The context and its uid, if the only problem is that its pod lacks another claim. The problem ends when the pod has that claim.
+    incomplete_pod: Option<(ObjectKey, String)>,
+}
+
+/// Writes that may still be stored although their senders have given them up.
+#[derive(Clone, Debug, Default)]
+struct LateWrites {
+    /// Until when a write other than an allocation may be stored.
+    other: Moment,
+    allocations: Option<Box<LateAllocations>>,
+}
+
 #[derive(Clone, Debug, Default)]
 struct LateAllocations {
     /// Until when a write without a resource version may be stored.
@@ -57,88 +100,137 @@ struct LateAllocations {
     versioned: Option<(String, Moment)>,
 }
 
-impl LateAllocations {
+impl LateWrites {
     /// Until when one of them may be stored in `claim` as it is now. The server stores no allocation in a claim that is being deleted or
     /// has another version.
     fn until(&self, claim: &ResourceClaim) -> Moment {
+        let Some(late) = &self.allocations else {
+            return self.other;
+        };
         if claim.metadata.deletion_timestamp.is_some() {
-            return Moment::default();
+            return self.other;
         }
         let current = claim.metadata.resource_version.as_ref();
-        let versioned = self.versioned.as_ref();
+        let versioned = late.versioned.as_ref();
         let possible = versioned.filter(|(version, _)| current == Some(version));
-        possible.map_or(self.unversioned, |(_, until)| self.unversioned.max(*until))
+        let until = possible.map_or(late.unversioned, |(_, until)| late.unversioned.max(*until));
+        self.other.max(until)
     }
 }
 
+/// Our marks in the claim as last seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Marks {
+    /// Our finalizer.
+    finalizer: bool,
+    /// An allocation that we must deallocate: one with our driver name, or one with our finalizer and a resource handle of ours under any
+    /// driver name.
+    allocation: bool,
+}
+
+/// All known claims. Boxed, because a tree that is filled in ascending order, as by a list, is half empty: its entries should be small.
+pub(super) type Claims = BTreeMap<ObjectKey, Box<Claim>>;
+
 #[derive(Clone, Debug)]
-#[expect(clippy::struct_excessive_bools, reason = "independent facts about one object")]
-pub(super) struct ClaimState {
+pub(super) struct Claim {
     /// The latest object, from the watch or from the answer to our own write.
     pub(super) object: Arc<ResourceClaim>,
-    pub(super) stage: ClaimPhase,
-    /// The driver is evaluating nodes for this claim. Another pod that shares the claim waits.
-    pub(super) judged_now: bool,
-    /// Whether the driver knows the claim.
-    pub(super) observed: bool,
+    pub(super) phase: ClaimPhase,
     pub(super) retry: Retry,
+    /// The last reported message, which is not repeated.
+    pub(super) reported: Option<String>,
+    /// The capacity generation in which the driver refused an immediate claim as invalid. It is retried when the generation or its class
+    /// changes.
+    pub(super) invalid_at: Option<u64>,
+    /// The server refused to record its allocation: the next transaction records this claim first.
+    pub(super) allocation_refused: bool,
+    /// Whether the driver knows the claim.
+    observed: bool,
     /// When a request to release it was first seen.
     release_seen: Option<Moment>,
     /// The driver has deallocated the claim; the finalizer is removed once the allocation is cleared. Kept over failures, because a claim
     /// whose status is cleared no longer requests a release.
-    pub(super) finalizer_to_go: bool,
-    /// The last reported message, which is not repeated.
-    pub(super) reported: Option<String>,
-    /// `ControllerState::capacity_generation` when the driver refused an immediate claim as invalid. It is retried when the capacity generation or its class changes.
-    pub(super) refused_at: Option<u64>,
-    /// The server refused to record its allocation: the next transaction records this claim first.
-    pub(super) allocation_refused: bool,
-    /// Set if its allocation is wrong and should be rolled back.
-    misallocated: Option<repair::Misallocated>,
-    /// The allocation that was rolled back, until the driver has deallocated it.
-    given_up: Option<Box<AllocationResult>>,
-    /// The driver may hold an allocation that the claim does not record, for example after a crash between allocating and recording. The
-    /// driver deallocates it before anything else.
-    uncertain: bool,
-    /// The server has confirmed that the claim no longer exists, before the watch reports it. No further step is taken.
-    gone: bool,
-    /// Until when a write with an unknown outcome may still be stored.
-    settled_at: Moment,
-    /// Allocation writes with an unknown outcome, if any.
-    late: Option<Box<LateAllocations>>,
-    /// Why the server refused the release, until a read shows whether the claim still exists.
-    refusal: Option<String>,
-    has_finalizer: bool,
-    is_ours: bool,
+    deallocated: bool,
+    wrong: Option<WrongAllocation>,
+    unrecorded: Unrecorded,
+    late_writes: LateWrites,
+    marks: Marks,
 }
 
-impl ClaimState {
+/// What a claim needs to know for a step, apart from itself.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Surroundings {
+    pub(super) class: ClassOwner,
+    pub(super) capacity_generation: u64,
+    /// Whether the pod of [`Claim::incomplete_pod`] still lacks a claim.
+    pub(super) pod_lacks_a_claim: bool,
+}
+
+/// Who allocates the claims of a class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ClassOwner {
+    Missing,
+    Other,
+    Ours,
+}
+
+/// What happens next for a claim.
+#[derive(Debug)]
+pub(super) enum ClaimAction {
+    /// Step again.
+    Step,
+    StepAt(Moment),
+    /// Step the contexts whose pods name the claim.
+    StepUsers,
+    /// Read the claim.
+    Read,
+    ReadPod(ObjectKey),
+    Write(ClaimWrite),
+    Deallocate {
+        claim: Arc<ResourceClaim>,
+        allocation: Option<AllocationResult>,
+    },
+    /// Start a transaction for this immediate claim.
+    Allocate,
+    Report(&'static str, String),
+    /// Report on the claim and, unless that repeats the last report, on its class.
+    ReportWithClass {
+        class: String,
+        reason: &'static str,
+        message: String,
+    },
+    /// The claim no longer exists.
+    Vanished,
+    CountDeallocation,
+}
+
+impl Claim {
     pub(super) fn new(object: Arc<ResourceClaim>) -> Self {
         Self {
             object,
-            stage: ClaimPhase::Resting,
-            judged_now: false,
-            observed: false,
+            phase: ClaimPhase::Idle,
             retry: Retry::default(),
-            release_seen: None,
-            finalizer_to_go: false,
             reported: None,
-            refused_at: None,
+            invalid_at: None,
             allocation_refused: false,
-            misallocated: None,
-            given_up: None,
-            uncertain: false,
-            gone: false,
-            settled_at: Moment::default(),
-            late: None,
-            refusal: None,
-            has_finalizer: false,
-            is_ours: false,
+            observed: false,
+            release_seen: None,
+            deallocated: false,
+            wrong: None,
+            unrecorded: Unrecorded::Nothing,
+            late_writes: LateWrites::default(),
+            marks: Marks::default(),
         }
     }
 
+    // === the object ===
+
     pub(super) fn uid(&self) -> &str {
         self.object.metadata.uid.as_deref().unwrap_or_default()
+    }
+
+    pub(super) fn class_name(&self) -> &str {
+        &self.object.spec.resource_class_name
     }
 
     /// Replaces the object. Returns the observation for the driver if the change concerns the driver.
@@ -149,108 +241,73 @@ impl ClaimState {
         finalizer: &str,
         now: Moment,
     ) -> Option<Holding> {
-        let had = (self.has_finalizer, self.is_ours);
-        let was_ours = self.is_ours;
-        let asked_back = (self.is_asked_back(), self.is_deleting());
+        let had = self.marks;
+        let release_requested = (self.is_release_requested(), self.is_deleting());
         let before = std::mem::replace(&mut self.object, object);
-        let status = &self.object.status;
-        self.has_finalizer = self
-            .object
-            .metadata
-            .finalizers
-            .as_ref()
-            .is_some_and(|all| all.iter().any(|name| name == finalizer));
+        let (metadata, status) = (&self.object.metadata, &self.object.status);
+        let mut finalizers = metadata.finalizers.iter().flatten();
+        let has_finalizer = finalizers.any(|name| name == finalizer);
         // A changed `driverName` does not take the allocation from us while our finalizer is set.
         let is_held = status.allocation_of(driver).is_some();
-        self.is_ours = is_held && (self.has_finalizer || status.driver_name.as_deref() == Some(driver));
-        if was_ours && !self.is_ours {
-            self.misallocated = None;
+        self.marks = Marks {
+            finalizer: has_finalizer,
+            allocation: is_held && (has_finalizer || status.driver_name.as_deref() == Some(driver)),
+        };
+        if had.allocation && !self.marks.allocation {
+            self.wrong = None;
         }
         // The claim now needs another operation, so earlier failures do not delay it.
-        if asked_back != (self.is_asked_back(), self.is_deleting()) {
+        if release_requested != (self.is_release_requested(), self.is_deleting()) {
             self.retry.succeeded();
         }
-        if self.is_asked_back() {
+        if self.is_release_requested() {
             self.release_seen.get_or_insert(now);
         } else {
             self.release_seen = None;
         }
-        let concerns = self.has_finalizer || is_held;
+        let concerns = has_finalizer || is_held;
         if !concerns && !self.observed {
             return None;
         }
-        let changed = !self.observed
-            || had != (self.has_finalizer, self.is_ours)
-            || before.status.allocation != self.object.status.allocation;
+        let changed =
+            !self.observed || had != self.marks || before.status.allocation != self.object.status.allocation;
         self.observed = concerns;
-        changed.then(|| Holding::of(&self.object))
+        changed.then(|| self.holding())
     }
 
-    /// Returns the driver's first observation of the claim at startup, and marks a claim with our finalizer but without our allocation as
-    /// uncertain.
+    /// Returns the driver's first observation of the claim at startup. A claim with our finalizer but without our allocation may hold
+    /// devices that an earlier process did not record.
     pub(super) fn observe_first(&mut self) -> Option<Holding> {
-        self.uncertain = self.has_finalizer && !self.is_ours;
-        self.observed.then(|| Holding::of(&self.object))
+        self.unrecorded = match self.marks {
+            Marks {
+                finalizer: true,
+                allocation: false,
+            } => Unrecorded::Possibly(None),
+            _ => Unrecorded::Nothing,
+        };
+        self.observed.then(|| self.holding())
     }
 
-    pub(super) fn is_deleting(&self) -> bool {
-        self.gone || self.object.metadata.deletion_timestamp.is_some()
-    }
-
-    /// Records a write with an unknown outcome.
-    pub(super) fn mark_write_uncertain(&mut self, now: Moment) {
-        self.settled_at = now.after(SETTLING);
-    }
-
-    /// Records an allocation write with an unknown outcome. `version` is the resource version that the write requires.
-    pub(super) fn unsettle_allocation(&mut self, version: Option<String>, now: Moment) {
-        let until = now.after(ALLOCATION_SETTLING);
-        let late = self.late.get_or_insert_default();
-        match version {
-            Some(version) => late.versioned = Some((version, until)),
-            None => late.unversioned = until,
+    fn holding(&self) -> Holding {
+        Holding {
+            claim: self.object.clone(),
         }
     }
 
-    /// Clears the problems of an earlier allocation before a new one.
-    pub(super) fn forget_problems(&mut self) {
-        self.misallocated = None;
+    pub(super) fn is_observed(&self) -> bool {
+        self.observed
     }
 
-    /// Marks that a late write of ours may clear the allocation. The driver then deallocates.
-    pub(super) fn mark_uncertain(&mut self) {
-        self.uncertain = true;
-    }
-
-    /// Marks that the driver holds nothing for the claim except the recorded allocation.
-    pub(super) fn clear_uncertain(&mut self) {
-        self.uncertain = false;
-    }
-
-    /// Whether the driver may hold an unrecorded allocation, which it deallocates before the claim is allocated again.
-    pub(super) fn must_be_given_back(&self) -> bool {
-        self.uncertain && !self.is_ours
-    }
-
-    /// Forgets the writes with an unknown outcome, because their intended result has been read.
-    pub(super) fn settle(&mut self) {
-        self.settled_at = Moment::default();
-        self.late = None;
-    }
-
-    /// Until when a write may still be stored, if later than `now`.
-    pub(super) fn unsettled_until(&self, now: Moment) -> Option<Moment> {
-        let late = self.late.as_ref().map(|late| late.until(&self.object));
-        let until = late.map_or(self.settled_at, |late| self.settled_at.max(late));
-        (until > now).then_some(until)
-    }
-
-    /// Whether the server has confirmed that the claim no longer exists.
     pub(super) fn is_gone(&self) -> bool {
-        self.gone
+        matches!(self.phase, ClaimPhase::Gone { .. })
     }
 
-    pub(super) fn is_asked_back(&self) -> bool {
+    pub(super) fn is_deleting(&self) -> bool {
+        self.is_gone() || self.object.metadata.deletion_timestamp.is_some()
+    }
+
+    /// Whether its deletion or deallocation is requested.
+    pub(super) fn is_release_requested(&self) -> bool {
         self.is_deleting() || self.object.status.deallocation_requested
     }
 
@@ -263,114 +320,463 @@ impl ClaimState {
     }
 
     pub(super) fn has_finalizer(&self) -> bool {
-        self.has_finalizer
+        self.marks.finalizer
     }
 
-    /// Whether it records an allocation that we must deallocate: one with our driver name, or one with our finalizer and a resource handle
-    /// of ours under any driver name.
+    /// Whether it records an allocation that we must deallocate.
     pub(super) fn is_ours(&self) -> bool {
-        self.is_ours
+        self.marks.allocation
+    }
+
+    /// Whether it has no operation in progress, apart from an evaluation.
+    pub(super) fn is_free(&self) -> bool {
+        matches!(self.phase, ClaimPhase::Idle | ClaimPhase::Evaluating)
     }
 
     fn own_allocation(&self) -> Option<AllocationResult> {
-        self.object.status.allocation.clone().filter(|_| self.is_ours)
+        self.object.status.allocation.clone().filter(|_| self.is_ours())
     }
 
     fn has_other_finalizers(&self) -> bool {
         let count = self.object.metadata.finalizers.as_ref().map_or(0, Vec::len);
-        count > usize::from(self.has_finalizer)
+        count > usize::from(self.has_finalizer())
+    }
+
+    // === transactions ===
+
+    /// The transaction that allocates it, or that allocated it when it vanished.
+    pub(super) fn transaction(&self) -> Option<TransactionId> {
+        match self.phase {
+            ClaimPhase::InTransaction(id) => Some(id),
+            ClaimPhase::Gone { transaction } => transaction,
+            _ => None,
+        }
+    }
+
+    pub(super) fn join_transaction(&mut self, id: TransactionId) {
+        self.phase = ClaimPhase::InTransaction(id);
+        self.deallocated = false;
+        self.wrong = None;
+    }
+
+    pub(super) fn leave_transaction(&mut self) {
+        self.phase = match self.phase {
+            ClaimPhase::Gone { .. } => ClaimPhase::Gone { transaction: None },
+            _ => ClaimPhase::Idle,
+        };
+    }
+
+    /// Records a write with an unknown outcome.
+    pub(super) fn mark_write_uncertain(&mut self, now: Moment) {
+        self.late_writes.other = now.after(LATE_WRITE);
+    }
+
+    /// Records an allocation write with an unknown outcome. `version` is the resource version that the write requires.
+    pub(super) fn mark_allocation_uncertain(&mut self, version: Option<String>, now: Moment) {
+        let until = now.after(LATE_ALLOCATION);
+        let late = self.late_writes.allocations.get_or_insert_default();
+        match version {
+            Some(version) => late.versioned = Some((version, until)),
+            None => late.unversioned = until,
+        }
+    }
+
+    /// Forgets the writes with an unknown outcome, because their intended result has been read.
+    pub(super) fn clear_late_writes(&mut self) {
+        self.late_writes = LateWrites::default();
+    }
+
+    /// Until when a write may still be stored, if later than `now`.
+    pub(super) fn late_write_until(&self, now: Moment) -> Option<Moment> {
+        let until = self.late_writes.until(&self.object);
+        (until > now).then_some(until)
+    }
+
+    /// Marks that the driver may hold an allocation that the claim does not record.
+    pub(super) fn mark_uncertain(&mut self) {
+        if self.unrecorded == Unrecorded::Nothing {
+            self.unrecorded = Unrecorded::Possibly(None);
+        }
+    }
+
+    /// Marks that the driver holds nothing for the claim except the recorded allocation.
+    pub(super) fn clear_uncertain(&mut self) {
+        self.unrecorded = Unrecorded::Nothing;
+    }
+
+    /// Whether the driver may hold an unrecorded allocation, which it deallocates before the claim is allocated again.
+    pub(super) fn must_be_deallocated(&self) -> bool {
+        self.unrecorded != Unrecorded::Nothing && !self.is_ours()
+    }
+
+    // === wrong allocations ===
+
+    /// Marks the allocation as wrong: another claim has the better right to its device.
+    pub(super) fn mark_wrong(&mut self) {
+        self.wrong = Some(WrongAllocation::default());
+    }
+
+    /// Whether the allocation serves this pod alone and can be marked with [`Claim::mark_incomplete`].
+    pub(super) fn can_be_given_up_for(&self, pod_uid: &str) -> bool {
+        let is_for_it = match self.object.status.reserved_for.as_slice() {
+            [] => controller_of(&self.object.metadata).is_some_and(|owner| owner.uid == pod_uid),
+            [user] => is_pod(user) && user.uid == pod_uid,
+            _ => false,
+        };
+        self.is_ours()
+            && self.is_delayed()
+            && !self.is_release_requested()
+            && is_for_it
+            && self.wrong.is_none()
+            && self.is_free()
+    }
+
+    /// Marks the allocation for rollback because the pod of a context lacks other claims.
+    pub(super) fn mark_incomplete(&mut self, context: ObjectKey, context_uid: String) {
+        self.wrong = Some(WrongAllocation {
+            kept_for: None,
+            incomplete_pod: Some((context, context_uid)),
+        });
+    }
+
+    /// The context of the pod because of which the allocation is marked for rollback, and the context's uid.
+    pub(super) fn incomplete_pod(&self) -> Option<&(ObjectKey, String)> {
+        self.wrong.as_ref()?.incomplete_pod.as_ref()
+    }
+
+    /// Whether the allocation is wrong and no known fact forbids its rollback.
+    pub(super) fn may_be_rolled_back(&self) -> bool {
+        let Some(wrong) = self.wrong.as_ref().filter(|_| self.is_ours()) else {
+            return false;
+        };
+        match self.object.status.reserved_for.as_slice() {
+            [] => true,
+            [user] => is_pod(user) && wrong.kept_for.as_ref() != Some(&user.uid),
+            _ => false,
+        }
+    }
+
+    /// The pods that it is reserved for, with their uids.
+    pub(super) fn user_pods(&self) -> Vec<(String, String)> {
+        let users = self.object.status.reserved_for.iter().filter(|user| is_pod(user));
+        users.map(|user| (user.name.clone(), user.uid.clone())).collect()
+    }
+
+    // === steps ===
+
+    /// Takes the next step that concerns this claim alone: repair, release, or immediate allocation.
+    pub(super) fn step(&mut self, around: &Surroundings, now: Moment) -> Vec<ClaimAction> {
+        if !matches!(self.phase, ClaimPhase::Idle | ClaimPhase::Unconfirmed { .. }) {
+            return Vec::new();
+        }
+        if let Some(moment) = self.retry.wait_until(now) {
+            return vec![ClaimAction::StepAt(moment)];
+        }
+        if let ClaimPhase::Unconfirmed { refusal } = &mut self.phase {
+            let refusal = refusal.take();
+            self.phase = ClaimPhase::Reading { refusal };
+            return vec![ClaimAction::Read];
+        }
+        if let Some(moment) = self.late_write_until(now) {
+            vec![ClaimAction::StepAt(moment)]
+        } else if self.must_be_deallocated() {
+            self.deallocate()
+        } else if self.wrong.is_some() && self.is_ours() && !self.is_release_requested() {
+            self.roll_back(around)
+        } else if !self.object.status.reserved_for.is_empty() {
+            // In use: a reserved claim is never deallocated.
+            Vec::new()
+        } else if self.deallocated && self.has_finalizer() && !self.is_ours() {
+            self.remove_finalizer()
+        } else if self.is_release_requested() {
+            self.release(now)
+        } else if !self.is_delayed() && !self.is_allocated() {
+            self.allocate(around)
+        } else {
+            Vec::new()
+        }
+    }
+
+    fn allocate(&self, around: &Surroundings) -> Vec<ClaimAction> {
+        match around.class {
+            ClassOwner::Missing => {
+                let message = format!(
+                    "resource class \"{}\" does not exist, so nobody can allocate this claim: create the class, or delete the claim and name another",
+                    self.class_name()
+                );
+                vec![ClaimAction::Report("ResourceClassMissing", message)]
+            }
+            ClassOwner::Ours if self.invalid_at != Some(around.capacity_generation) => {
+                vec![ClaimAction::Allocate]
+            }
+            ClassOwner::Ours | ClassOwner::Other => Vec::new(),
+        }
+    }
+
+    fn release(&mut self, now: Moment) -> Vec<ClaimAction> {
+        // A claim with neither our finalizer nor our allocation is not ours. An allocation of ours without the finalizer is released too:
+        // an earlier leader may have recorded it after the finalizer was removed, and no other component would deallocate it.
+        if !self.has_finalizer() && !self.is_ours() {
+            return Vec::new();
+        }
+        if !self.is_deleting() && pod_owner_of(&self.object.metadata).is_some() {
+            let end = self.release_seen.unwrap_or(now).after(DELETION_GRACE);
+            if end > now {
+                return vec![ClaimAction::StepAt(end)];
+            }
+        }
+        self.deallocate()
+    }
+
+    fn deallocate(&mut self) -> Vec<ClaimAction> {
+        self.phase = ClaimPhase::Deallocating;
+        let rolled_back = match &self.unrecorded {
+            Unrecorded::Possibly(Some(allocation)) => Some((**allocation).clone()),
+            Unrecorded::Possibly(None) | Unrecorded::Nothing => None,
+        };
+        vec![ClaimAction::Deallocate {
+            claim: self.object.clone(),
+            allocation: self.own_allocation().or(rolled_back),
+        }]
+    }
+
+    fn write(&mut self, phase: ClaimPhase, write: ClaimWrite) -> Vec<ClaimAction> {
+        self.phase = phase;
+        vec![ClaimAction::Write(write)]
+    }
+
+    fn remove_finalizer(&mut self) -> Vec<ClaimAction> {
+        let seen = || self.object.metadata.resource_version.clone();
+        let version = if self.is_deleting() { None } else { seen() };
+        self.write(
+            ClaimPhase::RemovingFinalizer,
+            ClaimWrite::RemoveFinalizer { version },
+        )
+    }
+
+    /// Handles an answer other than the read of this claim.
+    pub(super) fn answered(
+        &mut self,
+        answer: Answer,
+        around: &Surroundings,
+        now: Moment,
+    ) -> Vec<ClaimAction> {
+        if self.phase == ClaimPhase::RollingBack {
+            return self.rollback_answered(answer, around, now);
+        }
+        match answer {
+            Answer::Deallocated(Ok(())) => self.driver_deallocated(),
+            Answer::Deallocated(Err(error)) => self.deallocation_failed(&error, now),
+            Answer::ClaimWritten(Outcome::Done(_))
+                if self.phase == ClaimPhase::ClearingAllocation && self.has_finalizer() =>
+            {
+                self.remove_finalizer()
+            }
+            // Removing the last finalizer deletes the claim, although the answer carries the previous resource version.
+            Answer::ClaimWritten(Outcome::Done(object))
+                if object.metadata.deletion_timestamp.is_some()
+                    && object.metadata.finalizers.as_ref().is_none_or(Vec::is_empty) =>
+            {
+                vec![ClaimAction::Vanished]
+            }
+            Answer::ClaimWritten(Outcome::Done(_)) => {
+                self.phase = ClaimPhase::Idle;
+                self.deallocated = false;
+                self.release_seen = None;
+                self.reported = None;
+                self.retry.succeeded();
+                vec![ClaimAction::Step, ClaimAction::StepUsers]
+            }
+            Answer::ClaimWritten(Outcome::Refused(message)) => self.unconfirmed(Some(message)),
+            Answer::ClaimWritten(Outcome::Conflict(_)) => self.unconfirmed(None),
+            Answer::ClaimWritten(Outcome::Unknown(message)) => {
+                self.mark_write_uncertain(now);
+                let is_lasting = self.retry.failures() >= WRITES_BEFORE_REPORT;
+                self.unconfirmed(is_lasting.then_some(message))
+            }
+            Answer::ClaimRead(Err(_)) => {
+                self.retry.failed(now);
+                let refusal = self.take_refusal();
+                self.unconfirmed(refusal)
+            }
+            Answer::ClaimRead(Ok(_))
+            | Answer::PodRead(_)
+            | Answer::ContextWritten(_)
+            | Answer::Judged(_)
+            | Answer::Allocated(_) => Vec::new(),
+        }
+    }
+
+    fn unconfirmed(&mut self, refusal: Option<String>) -> Vec<ClaimAction> {
+        self.phase = ClaimPhase::Unconfirmed { refusal };
+        vec![ClaimAction::Step]
+    }
+
+    fn take_refusal(&mut self) -> Option<String> {
+        match &mut self.phase {
+            ClaimPhase::Unconfirmed { refusal } | ClaimPhase::Reading { refusal } => refusal.take(),
+            _ => None,
+        }
+    }
+
+    fn driver_deallocated(&mut self) -> Vec<ClaimAction> {
+        self.clear_uncertain();
+        if !self.is_release_requested() {
+            self.phase = ClaimPhase::Idle;
+            self.retry.succeeded();
+            return vec![ClaimAction::Step, ClaimAction::StepUsers];
+        }
+        // Each failed write is followed by another driver call, which succeeds: only the last write resets the delays, and only the
+        // first call is counted.
+        let is_first = self.is_ours() && !self.deallocated;
+        self.deallocated = true;
+        let foreign = self.is_allocated() && !self.is_ours();
+        // Removing the last finalizer deletes the claim and its allocation in one write.
+        let mut actions =
+            if foreign || !self.is_allocated() || (self.is_deleting() && !self.has_other_finalizers()) {
+                self.remove_finalizer()
+            } else {
+                let write = ClaimWrite::ClearAllocation {
+                    deallocation_requested: self.object.status.deallocation_requested,
+                    driver_name: self.object.status.driver_name.clone(),
+                };
+                self.write(ClaimPhase::ClearingAllocation, write)
+            };
+        actions.extend(is_first.then_some(ClaimAction::CountDeallocation));
+        actions
+    }
+
+    fn deallocation_failed(&mut self, error: &CallError, now: Moment) -> Vec<ClaimAction> {
+        self.phase = ClaimPhase::Idle;
+        self.retry.failed(now);
+        let message = format!("cannot be deallocated yet: {}", error.message);
+        let mut actions = vec![ClaimAction::Report(error.reason, message), ClaimAction::Step];
+        // A former leader has recorded an allocation meanwhile: its pod may be unable to get its other claims.
+        if self.is_allocated() {
+            actions.push(ClaimAction::StepUsers);
+        }
+        actions
+    }
+
+    /// Begins to handle a read of this claim. Returns the refusal of the write before it.
+    pub(super) fn read(&mut self, now: Moment) -> Option<String> {
+        let refusal = self.take_refusal();
+        self.phase = ClaimPhase::Idle;
+        self.retry.failed(now);
+        refusal
+    }
+
+    /// Ends the handling of a read that found the claim, after the object was applied.
+    pub(super) fn found(&mut self, refusal: Option<String>) -> Vec<ClaimAction> {
+        if !self.has_finalizer() {
+            self.clear_late_writes();
+        }
+        let report = refusal.map(|message| {
+            let message = format!("the server does not store the release: {message}");
+            ClaimAction::Report("ReleaseRefused", message)
+        });
+        let mut actions: Vec<ClaimAction> = report.into_iter().collect();
+        // The pod may have waited for this answer alone, even if it changes nothing.
+        actions.push(ClaimAction::StepUsers);
+        actions
+    }
+
+    /// Marks a claim that the server no longer has. It is kept, so that an older watch event is not mistaken for a new claim. Returns whether
+    /// the driver knew it.
+    pub(super) fn vanish(&mut self) -> bool {
+        self.phase = ClaimPhase::Gone {
+            transaction: self.transaction(),
+        };
+        std::mem::take(&mut self.observed)
+    }
+
+    // === rollback of a wrong allocation ===
+
+    /// Rolls back the allocation, or first reads its pod to check whether that is safe.
+    fn roll_back(&mut self, around: &Surroundings) -> Vec<ClaimAction> {
+        if !around.pod_lacks_a_claim {
+            return self.allocation_is_right();
+        }
+        if !self.may_be_rolled_back() {
+            return Vec::new();
+        }
+        match self.object.status.reserved_for.first() {
+            None => self.write_rollback(false),
+            Some(user) => {
+                let namespace = self.object.metadata.namespace.clone().unwrap_or_default();
+                let pod = ObjectKey::new(namespace, user.name.clone());
+                self.phase = ClaimPhase::RollingBack;
+                vec![ClaimAction::ReadPod(pod)]
+            }
+        }
+    }
+
+    /// The pod no longer lacks a claim, or has moved on.
+    fn allocation_is_right(&mut self) -> Vec<ClaimAction> {
+        self.wrong = None;
+        vec![ClaimAction::Step, ClaimAction::StepUsers]
+    }
+
+    fn write_rollback(&mut self, reserved: bool) -> Vec<ClaimAction> {
+        let Some(version) = self.object.metadata.resource_version.clone() else {
+            return Vec::new();
+        };
+        // After any outcome of the write: once the claim records no allocation, the driver deallocates.
+        self.unrecorded = Unrecorded::Possibly(self.own_allocation().map(Box::new));
+        self.write(
+            ClaimPhase::RollingBack,
+            ClaimWrite::UndoAllocation { version, reserved },
+        )
+    }
+
+    fn rollback_answered(&mut self, answer: Answer, around: &Surroundings, now: Moment) -> Vec<ClaimAction> {
+        self.phase = ClaimPhase::Idle;
+        let mut actions = vec![ClaimAction::Step];
+        match answer {
+            Answer::PodRead(_) if !around.pod_lacks_a_claim => actions.extend(self.allocation_is_right()),
+            Answer::PodRead(Ok(pod)) => {
+                let [user] = self.object.status.reserved_for.as_slice() else {
+                    return actions;
+                };
+                if pod.is_some_and(|pod| may_lose(&pod, user)) {
+                    if self.is_ours() && self.wrong.is_some() && !self.is_release_requested() {
+                        actions.extend(self.write_rollback(true));
+                    }
+                } else {
+                    let kept_for = Some(user.uid.clone());
+                    if let Some(wrong) = &mut self.wrong {
+                        wrong.kept_for = kept_for;
+                    }
+                    // The pod's other claims no longer wait for this one.
+                    actions.push(ClaimAction::StepUsers);
+                }
+            }
+            Answer::ClaimWritten(Outcome::Done(_)) => {
+                self.retry.succeeded();
+                actions.push(ClaimAction::CountDeallocation);
+            }
+            Answer::ClaimWritten(outcome) => {
+                let mut refusal = None;
+                match outcome {
+                    Outcome::Refused(message) => refusal = Some(message),
+                    Outcome::Unknown(_) => self.mark_write_uncertain(now),
+                    Outcome::Done(_) | Outcome::Conflict(_) => {}
+                }
+                self.phase = ClaimPhase::Unconfirmed { refusal };
+            }
+            _ => self.retry.failed(now),
+        }
+        actions
     }
 }
 
-impl ControllerState {
-    /// Whether this controller allocates claims of the class: it names our driver and does not use structured parameters.
-    pub(super) fn is_own_class(&self, class_name: &str) -> bool {
-        self.classes.get(class_name).is_some_and(|class| {
-            class.driver_name == self.settings.driver_name && class.structured_parameters != Some(true)
-        })
-    }
+fn is_pod(user: &ResourceClaimConsumerReference) -> bool {
+    user.resource == "pods" && user.api_group.as_deref().is_none_or(str::is_empty)
+}
 
-    /// Whether a context may need this claim allocated.
-    pub(super) fn is_candidate(&self, claim: &ClaimState) -> bool {
-        claim.is_delayed()
-            && !claim.is_allocated()
-            && !claim.is_deleting()
-            && self.is_own_class(&claim.object.spec.resource_class_name)
-    }
-
-    pub(super) fn claim_regarding(key: &ObjectKey, uid: &str) -> Regarding {
-        Regarding::Claim {
-            key: key.clone(),
-            uid: uid.to_owned(),
-        }
-    }
-
-    /// Reports a problem of a claim unless it repeats the last report. Returns whether it was reported.
-    pub(super) fn report_claim(&mut self, key: &ObjectKey, reason: &'static str, message: String) -> bool {
-        let Some(claim) = self.claims.get_mut(key) else {
-            return false;
-        };
-        if claim.reported.as_deref() == Some(&message) {
-            return false;
-        }
-        claim.reported = Some(message.clone());
-        let regarding = Self::claim_regarding(key, claim.uid());
-        self.report(regarding, reason, message);
-        true
-    }
-
-    pub(super) fn report_class(&mut self, name: &str, reason: &'static str, message: String) {
-        let uid = self
-            .classes
-            .get(name)
-            .and_then(|class| class.metadata.uid.clone());
-        let regarding = Regarding::Class {
-            name: name.to_owned(),
-            uid: uid.unwrap_or_default(),
-        };
-        self.report(regarding, reason, message);
-    }
-
-    /// Takes the next step that concerns one claim alone: repair, release, or immediate allocation.
-    pub(super) fn step_claim(&mut self, key: &ObjectKey, now: Moment) {
-        let Some(claim) = self.claims.get(key) else { return };
-        if claim.gone || claim.judged_now || !matches!(claim.stage, ClaimPhase::Resting | ClaimPhase::ToRead)
-        {
-            return;
-        }
-        if let Some(moment) = claim.retry.wait_until(now) {
-            self.wake_at(moment, Work::Claim(key.clone()));
-        } else if claim.stage == ClaimPhase::ToRead {
-            self.read_released(key);
-        } else if let Some(moment) = claim.unsettled_until(now) {
-            self.wake_at(moment, Work::Claim(key.clone()));
-        } else if claim.must_be_given_back() {
-            self.deallocate(key);
-        } else if claim.misallocated.is_some() && claim.is_ours && !claim.is_asked_back() {
-            self.repair(key);
-        } else if !claim.object.status.reserved_for.is_empty() {
-            // In use: a reserved claim is never deallocated.
-        } else if claim.finalizer_to_go && claim.has_finalizer && !claim.is_ours {
-            self.remove_finalizer(key);
-        } else if claim.is_asked_back() {
-            self.release(key, now);
-        } else if !claim.is_delayed() && !claim.is_allocated() {
-            self.allocate_immediately(key);
-        }
-    }
-
-    fn allocate_immediately(&mut self, key: &ObjectKey) {
-        let Some(claim) = self.claims.get(key) else { return };
-        let class_name = claim.object.spec.resource_class_name.clone();
-        if !self.classes.contains_key(&class_name) {
-            let message = format!(
-                "resource class \"{class_name}\" does not exist, so nobody can allocate this claim: create the class, or delete the claim and name another"
-            );
-            self.report_claim(key, "ResourceClassMissing", message);
-            return;
-        }
-        if self.is_own_class(&class_name) && claim.refused_at != Some(self.capacity_generation) {
-            self.start_transaction(None, None, &[(String::new(), key.clone())]);
-        }
-    }
+/// Whether `pod` is the user of the claim and cannot have started to use it.
+fn may_lose(pod: &Pod, user: &ResourceClaimConsumerReference) -> bool {
+    let is_user = pod.metadata.uid.as_deref() == Some(&user.uid);
+    let has_begun = !matches!(pod.status.phase.as_deref(), None | Some("Pending"));
+    is_user && pod.spec.node_name.is_none() && !has_begun
 }

@@ -1,32 +1,42 @@
 //! One PodSchedulingContext: checks whether its pod needs this driver, which nodes are unsuitable, and when to allocate.
-
-mod evaluation;
-mod incomplete;
-mod others;
-mod pod;
-mod standing;
+//!
+//! ```text
+//! read pod ─▶ evaluate nodes (driver) ─▶ publish unsuitable nodes
+//!                  └─ the selected node is suitable ─▶ transaction
+//! ```
+//!
+//! [`Context::step`] and the functions for answers return [`ContextAction`]s, which [`ControllerState`](super::ControllerState) executes in
+//! order.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::api::resource::{Pod, PodSchedulingContext, controller_of};
+use crate::api::resource::{
+    NODE_LIST_MAX, Pod, PodSchedulingContext, ResourceClaimSchedulingStatus, controller_of,
+};
 use crate::driver::Verdict;
 
-use super::event::{ClaimToAllocate, Moment, ObjectKey, Regarding, Report, Subject};
-use super::retry::Retry;
-use super::state::{ControllerState, Work, newer, spread};
-use super::transaction::TransactionId;
-use super::wakeup::Waiting;
-
-pub(super) use pod::EarlyPod;
-
-use others::SILENT_DRIVER_REASON;
+use super::cache::{Cache, Resolved};
+use super::claim::ClaimPhase;
+use super::event::{
+    CallError, CallErrorKind, ClaimToAllocate, Moment, ObjectKey, Outcome, Report, Subject, TransactionId,
+    is_newer,
+};
+use super::queue::{Retry, WRITES_BEFORE_REPORT, Waiting, spread};
+use super::statistics::Statistics;
+use super::transaction::{Consumer, ConsumerState, Failure};
 
 /// Interval of the slow recheck of a waiting pod, a fallback for wake-ups. A recheck that helps counts as a lost wake-up.
 const RECHECK: Duration = Duration::from_secs(300);
 /// Rechecks are spread over this time.
 const RECHECK_SPREAD: Duration = Duration::from_secs(120);
+
+/// Minimum time between two reports that a pod fits on no node. The counts in the message change with every allocation for other pods.
+/// client-go's event recorder is as slow.
+const NO_NODE_REPORT_INTERVAL: Duration = Duration::from_secs(300);
+
+const SILENT_DRIVER_REASON: &str = "OtherDriverSilent";
 
 /// The pod of a context. It is read once, and again before its claims are allocated a second time.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -34,24 +44,40 @@ enum PodKnown {
     #[default]
     Unread,
     Read(Arc<Pod>),
+    /// Its claims were allocated since it was read. Before they are allocated again, it is read again: it may have ended.
+    Served(Arc<Pod>),
     /// It does not exist, has ended, is being deleted, or is not the owner of the context.
     Gone,
 }
 
+impl PodKnown {
+    fn pod(&self) -> Option<&Arc<Pod>> {
+        match self {
+            Self::Read(pod) | Self::Served(pod) => Some(pod),
+            Self::Unread | Self::Gone => None,
+        }
+    }
+}
+
 /// The operation in progress for a context; at most one at a time.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 enum ContextPhase {
     #[default]
-    Resting,
-    Reading,
-    Judging,
+    Idle,
+    ReadingPod {
+        /// The read was sent before the context existed.
+        early: bool,
+    },
+    /// The driver evaluates nodes.
+    Evaluating(EvaluationInput),
+    /// Writing our entries.
     Publishing,
-    Allocating,
+    Allocating(TransactionId),
 }
 
 /// The inputs of an evaluation. Its verdict is valid while they are unchanged.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct EvaluationInput {
+struct EvaluationInput {
     nodes: Vec<String>,
     /// Uid of each claim, with the resource version of its class.
     claims: Vec<(String, Option<String>)>,
@@ -59,47 +85,112 @@ pub(super) struct EvaluationInput {
     rechecks: u64,
 }
 
+/// The last report about a pod, which is not repeated.
 #[derive(Clone, Debug)]
-pub(super) struct ContextState {
+struct LastReport {
+    message: String,
+    /// When it was written, if it says that the pod fits on no node.
+    no_node_at: Option<Moment>,
+}
+
+/// Another driver that owes the scheduler an answer for the pod.
+#[derive(Clone, Copy, Debug)]
+enum Silence {
+    Since(Moment),
+    /// It was reported, and may have answered since.
+    Reported,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Context {
     /// The latest object, from the watch or from the answer to our own write.
     pub(super) object: Arc<PodSchedulingContext>,
     pod: PodKnown,
-    /// The pod's claims were allocated since it was read. Before they are allocated again, the pod is read again: it may have ended.
-    served: bool,
-    stage: ContextPhase,
-    /// The transaction that allocates for this context.
-    transaction: Option<TransactionId>,
-    /// The known claims that its pod names: the reverse of `ControllerState::users`.
+    phase: ContextPhase,
+    /// The claims that its pod names, whether or not they exist.
     named: BTreeSet<ObjectKey>,
     /// The last verdict, in the order of `EvaluationInput::claims`.
     verdict: Option<(EvaluationInput, Vec<Verdict>)>,
-    /// Set if the driver cannot evaluate or allocate these inputs. It is not called again while they are unchanged.
-    stuck: Option<EvaluationInput>,
+    /// Inputs that the driver cannot evaluate or allocate. It is not called again while they are unchanged.
+    invalid: Option<EvaluationInput>,
     /// Nodes on which the driver refused to allocate although it had reported them as suitable, each with the reason. Cleared by a change,
     /// or when `refusals` allows another attempt.
-    refused: BTreeMap<String, String>,
+    refused_nodes: BTreeMap<String, String>,
     refusals: Retry,
     /// Set while the pod waits for a suitable node.
-    pub(super) waiting: Option<Waiting>,
-    /// `ControllerState::capacity_generation` at its last wake-up.
+    waiting: Option<Waiting>,
+    /// The capacity generation at its last wake-up.
     capacity_generation: u64,
-    /// `ControllerState::capacity_generation` when the driver was last called: its answer may predate later changes.
-    asked: u64,
+    /// The capacity generation when the driver was last called: its answer may predate later changes.
+    called_at: u64,
     /// Number of evaluations requested by the slow recheck.
     rechecks: u64,
     retry: Retry,
-    reported: Option<String>,
+    last_report: Option<LastReport>,
     /// Other drivers that owe the scheduler an answer for this pod, or did when they were reported.
-    silent: BTreeMap<String, others::Silence>,
-    /// When `NoSuitableDevice` was last reported, unless another report followed.
-    told_no_place: Option<Moment>,
-    /// The evaluation in progress was requested by the slow recheck alone.
+    silent: BTreeMap<String, Silence>,
+    /// The next evaluation is requested by the slow recheck alone.
     by_recheck: bool,
     /// The reason that keeps the pod from its devices, for the statistics.
-    pub(super) trouble: Option<&'static str>,
+    trouble: Option<&'static str>,
     /// Start of the current wake-up: when capacity was freed, or when the pod began to wait if that was later.
-    pub(super) woken: Option<Moment>,
+    woken_at: Option<Moment>,
 }
+
+/// What happens next for a context.
+#[derive(Debug)]
+pub(super) enum ContextAction {
+    /// Step again.
+    Step,
+    StepAt(Moment),
+    RecheckAt(Moment),
+    /// Use the pod if it was read before the context existed, or else read it.
+    FindPod,
+    ReadPod,
+    /// The pod names this claim.
+    UseClaim(ObjectKey),
+    /// Let the driver evaluate nodes.
+    Evaluate {
+        pod: Arc<Pod>,
+        claims: Vec<(ObjectKey, ClaimToAllocate)>,
+        nodes: Vec<String>,
+    },
+    /// Write our entries.
+    Publish(Vec<ResourceClaimSchedulingStatus>),
+    /// Start a transaction for these claims (pod claim name, key).
+    Allocate {
+        consumer: Consumer,
+        node: String,
+        claims: Vec<(String, ObjectKey)>,
+    },
+    /// Mark the allocations of these claims for rollback, because the pod lacks others.
+    GiveUp(Vec<ObjectKey>),
+    /// Report a problem on the pod with this uid.
+    Report {
+        pod_uid: String,
+        reason: &'static str,
+        message: String,
+    },
+    ReportOnClaim(ObjectKey, &'static str, String),
+    ReportOnClass(String, &'static str, String),
+    /// Queue for a wake-up: the pod began to wait too late for the last change.
+    JoinWakeUps,
+    /// Leave the queue of wake-ups, and end a wake-up.
+    LeaveWakeUps,
+    /// The wake-up did not help.
+    EndWakeUp,
+    /// The wake-up that started at this time led to an allocation or to new entries.
+    CountWakeUp(Moment),
+    /// The reason that keeps the pod from its devices has changed.
+    CountTrouble {
+        before: Option<&'static str>,
+        after: Option<&'static str>,
+    },
+    /// The slow recheck found a node.
+    CountRecheck,
+}
+
+type Actions = Vec<ContextAction>;
 
 /// A claim of the pod that this driver has yet to allocate.
 struct Pending {
@@ -110,105 +201,119 @@ struct Pending {
     to_allocate: ClaimToAllocate,
 }
 
-/// The state of a pod's claims from this driver's view.
-enum Standing {
-    /// No action now: all is done, or a later event triggers the next step.
-    Rest,
-    /// Claims to allocate; `all` also counts those of other drivers.
-    Pending { own: Vec<Pending>, all: usize },
+/// The pod's claims that can be allocated now.
+struct PendingClaims {
+    own: Vec<Pending>,
+    /// Number of unallocated claims, including those of other drivers.
+    all: usize,
 }
 
-impl ContextState {
-    fn new(object: Arc<PodSchedulingContext>) -> Self {
+/// A claim of the pod that another driver allocates.
+struct OtherClaim {
+    /// The name in `pod.spec.resourceClaims`.
+    entry: String,
+    class: String,
+    driver: String,
+}
+
+impl Context {
+    pub(super) fn new(object: Arc<PodSchedulingContext>, capacity_generation: u64) -> Self {
         Self {
             object,
             pod: PodKnown::Unread,
-            served: false,
-            stage: ContextPhase::Resting,
-            transaction: None,
+            phase: ContextPhase::Idle,
             named: BTreeSet::new(),
             verdict: None,
-            stuck: None,
-            refused: BTreeMap::new(),
+            invalid: None,
+            refused_nodes: BTreeMap::new(),
             refusals: Retry::default(),
             waiting: None,
-            capacity_generation: 0,
-            asked: 0,
+            capacity_generation,
+            called_at: 0,
             rechecks: 0,
             retry: Retry::default(),
-            reported: None,
+            last_report: None,
             silent: BTreeMap::new(),
-            told_no_place: None,
             by_recheck: false,
             trouble: None,
-            woken: None,
+            woken_at: None,
         }
     }
+
+    // === the object ===
 
     pub(super) fn uid(&self) -> &str {
         self.object.metadata.uid.as_deref().unwrap_or_default()
     }
 
-    pub(super) fn is_deleting(&self) -> bool {
+    pub(super) fn owner_uid(&self) -> Option<&str> {
+        controller_of(&self.object.metadata).map(|owner| owner.uid.as_str())
+    }
+
+    fn namespace(&self) -> &str {
+        self.object.metadata.namespace.as_deref().unwrap_or_default()
+    }
+
+    pub(super) fn see(&mut self, object: Arc<PodSchedulingContext>) {
+        // A new spec does not wait for the delay of an earlier failure.
+        if self.object.spec != object.spec {
+            self.reset_backoff();
+        }
+        self.object = object;
+    }
+
+    fn is_deleting(&self) -> bool {
         self.object.metadata.deletion_timestamp.is_some()
     }
 
+    pub(super) fn is_pod_unread(&self) -> bool {
+        self.pod == PodKnown::Unread
+    }
+
+    /// The claims that its pod names, whether or not they exist.
+    pub(super) fn named_claims(&self) -> &BTreeSet<ObjectKey> {
+        &self.named
+    }
+
+    pub(super) fn waiting(&self) -> Option<&Waiting> {
+        self.waiting.as_ref()
+    }
+
+    pub(super) fn trouble(&self) -> Option<&'static str> {
+        self.trouble
+    }
+
+    /// The transaction that allocates for this context.
+    pub(super) fn transaction(&self) -> Option<TransactionId> {
+        match self.phase {
+            ContextPhase::Allocating(id) => Some(id),
+            _ => None,
+        }
+    }
+
+    /// Its state as a transaction on `node` sees it.
+    pub(super) fn consumer_state(&self, node: Option<&String>) -> ConsumerState {
+        if self.is_deleting() {
+            return ConsumerState::default();
+        }
+        ConsumerState {
+            selects_node: Some(&self.object.spec.selected_node) == node,
+            awaits_node: !self.pod_has_a_node(),
+        }
+    }
+
     /// Whether the pod had a node when it was read.
-    pub(super) fn pod_has_a_node(&self) -> bool {
-        match &self.pod {
-            PodKnown::Read(pod) => pod.spec.node_name.is_some(),
-            PodKnown::Unread | PodKnown::Gone => false,
-        }
+    fn pod_has_a_node(&self) -> bool {
+        self.pod.pod().is_some_and(|pod| pod.spec.node_name.is_some())
     }
 
-    /// The pod, if it was read and exists.
-    fn known_pod(&self) -> Option<Arc<Pod>> {
-        match &self.pod {
-            PodKnown::Read(pod) => Some(pod.clone()),
-            PodKnown::Unread | PodKnown::Gone => None,
-        }
-    }
-
-    /// Resets refusals and delays for a wake-up.
-    pub(super) fn offered(&mut self, capacity_generation: u64) {
-        self.capacity_generation = capacity_generation;
-        self.refused.clear();
-        self.refusals.succeeded();
-        self.retry.succeeded();
-    }
-
-    /// Resets the delay: something has changed since the driver failed, so it is called again at once.
-    pub(super) fn reset_backoff(&mut self) {
-        self.retry.succeeded();
-    }
-
-    /// Clears the refused nodes once their delay is over.
-    fn clear_refused(&mut self, now: Moment) {
-        if !self.refused.is_empty() && self.refusals.wait_until(now).is_none() {
-            self.refused.clear();
-            self.verdict = None;
-        }
-    }
-
-    /// Forgets a report, so that it can be repeated. Returns whether it was the last one.
-    pub(super) fn forget_report(&mut self, pod_uid: &str, report: &Report) -> bool {
-        if self.owner_uid() != Some(pod_uid) {
-            return false;
-        }
-        if report.reason == SILENT_DRIVER_REASON {
-            self.silent.clear();
-            return true;
-        }
-        let was_last = self.reported.as_ref() == Some(&report.message);
-        if was_last {
-            self.reported = None;
-            self.told_no_place = None;
-        }
-        was_last
-    }
-
-    fn owner_uid(&self) -> Option<&str> {
-        controller_of(&self.object.metadata).map(|owner| owner.uid.as_str())
+    /// Whether the pod has no node and lacks a claim of ours that no transaction is allocating.
+    pub(super) fn lacks_a_claim(&self, cache: &Cache) -> bool {
+        let is_missing = |key: &ObjectKey| {
+            let claim = cache.claims.get(key);
+            claim.is_some_and(|claim| claim.is_free() && cache.is_candidate(claim))
+        };
+        !self.is_deleting() && !self.pod_has_a_node() && self.named.iter().any(is_missing)
     }
 
     /// The nodes to evaluate, without duplicates: those of the scheduler, and those found unsuitable before, because the scheduler lists
@@ -230,227 +335,885 @@ impl ContextState {
             .cloned()
             .collect()
     }
-}
 
-impl ControllerState {
-    pub(super) fn see_context(&mut self, object: Arc<PodSchedulingContext>) {
-        let key = ObjectKey::of(&object.metadata);
-        let uid = object.metadata.uid.clone().unwrap_or_default();
-        if let Some(known) = self.contexts.get(&key) {
-            let known_uid = known.uid().to_owned();
-            if known_uid != uid {
-                self.context_gone(&key, &known_uid);
-            } else if !newer(
-                known.object.metadata.resource_version.as_deref(),
-                object.metadata.resource_version.as_deref(),
-            ) {
-                return;
-            }
-        }
-        if let Some(context) = self.contexts.get_mut(&key) {
-            // A new spec does not wait for the delay of an earlier failure.
-            if context.object.spec != object.spec {
-                context.reset_backoff();
-            }
-            context.object = object;
-            // A transaction ends early if its node is no longer selected.
-            self.work_queue.extend(context.transaction.map(Work::Transaction));
-        } else {
-            let mut context = ContextState::new(object);
-            context.capacity_generation = self.capacity_generation;
-            self.contexts.insert(key.clone(), context);
-        }
-        self.work_queue.insert(Work::Context(key));
+    // === wake-ups ===
+
+    /// Resets refusals and delays for a wake-up.
+    fn retry_now(&mut self, capacity_generation: u64) {
+        self.capacity_generation = capacity_generation;
+        self.refused_nodes.clear();
+        self.refusals.succeeded();
+        self.retry.succeeded();
     }
 
-    pub(super) fn context_gone(&mut self, key: &ObjectKey, uid: &str) {
-        if self.contexts.get(key).is_none_or(|context| context.uid() != uid) {
-            return;
-        }
-        let Some(context) = self.contexts.remove(key) else {
-            return;
-        };
-        self.wake.remove(key);
-        self.forget_trouble(context.trouble);
-        for claim in &context.named {
-            if let Some(contexts) = self.users.get_mut(claim) {
-                contexts.remove(key);
-                if contexts.is_empty() {
-                    self.users.remove(claim);
-                }
-            }
-        }
-        self.work_queue.extend(context.transaction.map(Work::Transaction));
+    /// Lets the context be evaluated again because capacity was freed.
+    pub(super) fn wake_up(&mut self, capacity_generation: u64, freed_at: Moment) {
+        self.retry_now(capacity_generation);
+        let waits_since = self.waiting.as_ref().map(|waiting| waiting.since);
+        self.woken_at = Some(waits_since.map_or(freed_at, |since| since.max(freed_at)));
     }
 
-    /// Records that a context's pod names a claim.
-    fn note_user(&mut self, context: &ObjectKey, claim: ObjectKey) {
-        if let Some(state) = self.contexts.get_mut(context)
-            && state.named.insert(claim.clone())
-        {
-            self.users.entry(claim).or_default().insert(context.clone());
-        }
-    }
-
-    /// Revisits the contexts of a namespace whose pods have not been read: one of them may now need this driver.
-    pub(super) fn touch_unread_contexts(&mut self, namespace: &str) {
-        let first = ObjectKey::new(namespace, "");
-        let keys = self
-            .contexts
-            .range(first..)
-            .take_while(|(key, _)| key.namespace == namespace)
-            .filter(|(_, context)| context.pod == PodKnown::Unread)
-            .map(|(key, _)| Work::Context(key.clone()));
-        self.work_queue.extend(keys);
-    }
-
-    pub(super) fn step_context(&mut self, key: &ObjectKey, now: Moment) {
-        let Some(context) = self.contexts.get_mut(key) else {
-            return;
-        };
-        let spec = &context.object.spec;
-        if context.stage != ContextPhase::Resting
-            || context.is_deleting()
-            || (spec.selected_node.is_empty() && spec.potential_nodes.is_empty())
-        {
-            return;
-        }
-        if let Some(moment) = context.retry.wait_until(now) {
-            self.wake_at(moment, Work::Context(key.clone()));
-            return;
-        }
-        context.clear_refused(now);
-        let pod = match &context.pod {
-            PodKnown::Gone => return,
-            PodKnown::Read(pod) => pod.clone(),
-            PodKnown::Unread => {
-                self.read_pod(key, now);
-                return;
-            }
-        };
-        match self.standing(key, &pod, now) {
-            Standing::Rest => {
-                if let Some(context) = self.contexts.get_mut(key) {
-                    context.waiting = None;
-                }
-                self.wake.remove(key);
-            }
-            Standing::Pending { .. } if self.contexts.get(key).is_some_and(|context| context.served) => {
-                self.send_read_pod(key);
-            }
-            Standing::Pending { own, all } => self.evaluate_or_act(key, &pod, &own, all, now),
-        }
-    }
-
-    fn set_stage(&mut self, key: &ObjectKey, stage: ContextPhase) {
-        if let Some(context) = self.contexts.get_mut(key) {
-            context.stage = stage;
-        }
-    }
-
-    /// Sets the stage of a context for a call to the driver.
-    fn ask(&mut self, key: &ObjectKey, stage: ContextPhase) {
-        let capacity_generation = self.capacity_generation;
-        if let Some(context) = self.contexts.get_mut(key) {
-            context.asked = capacity_generation;
-        }
-        self.set_stage(key, stage);
-    }
-
-    /// Sets the context of an answer back to `Resting`. `None` if the context is gone.
-    fn take_pending(&mut self, key: &ObjectKey, uid: &str) -> Option<&mut ContextState> {
-        let contexts = &mut self.contexts;
-        let context = contexts.get_mut(key).filter(|context| context.uid() == uid)?;
-        context.stage = ContextPhase::Resting;
-        self.touch_context(key);
-        self.contexts.get_mut(key)
-    }
-
-    fn begin_to_wait(&mut self, key: &ObjectKey, now: Moment) {
-        let Some(context) = self.contexts.get_mut(key) else {
-            return;
-        };
-        if context.waiting.is_none() {
-            let priority = match &context.pod {
-                PodKnown::Read(pod) => pod.spec.priority.unwrap_or_default(),
-                PodKnown::Unread | PodKnown::Gone => 0,
-            };
-            let recheck = now.after(spread(context.uid(), RECHECK, RECHECK_SPREAD));
-            context.waiting = Some(Waiting {
-                priority,
-                since: now,
-                recheck,
-            });
-            // A change since the driver was called has woken only the pods that waited then. A context that has taken over the current
-            // `capacity_generation` is evaluated again in any case.
-            if context.asked < self.capacity_generation
-                && context.capacity_generation < self.capacity_generation
-            {
-                self.wake.join(key.clone());
-            }
-            self.wake_at(recheck, Work::Recheck(key.clone()));
-        }
+    /// Resets the delay: something has changed since the driver failed, so it is called again at once.
+    pub(super) fn reset_backoff(&mut self) {
+        self.retry.succeeded();
     }
 
     /// Evaluates a waiting pod again although no change is known.
-    pub(super) fn recheck_context(&mut self, key: &ObjectKey, now: Moment) {
-        let Some(context) = self.contexts.get_mut(key) else {
-            return;
-        };
-        let next = now.after(spread(context.uid(), RECHECK, RECHECK_SPREAD));
+    pub(super) fn recheck(&mut self, capacity_generation: u64, now: Moment) -> Actions {
+        let next = now.after(spread(self.uid(), RECHECK, RECHECK_SPREAD));
         // The pod may have stopped and resumed waiting since this recheck was scheduled.
-        let Some(waiting) = context.waiting.as_mut().filter(|waiting| waiting.recheck <= now) else {
-            return;
+        let Some(waiting) = self.waiting.as_mut().filter(|waiting| waiting.recheck <= now) else {
+            return Vec::new();
         };
         waiting.recheck = next;
-        context.by_recheck = context.stage == ContextPhase::Resting;
-        context.rechecks += 1;
-        context.offered(self.capacity_generation);
-        self.wake_at(next, Work::Recheck(key.clone()));
-        self.touch_context(key);
+        self.by_recheck = self.phase == ContextPhase::Idle;
+        self.rechecks += 1;
+        self.retry_now(capacity_generation);
+        vec![ContextAction::RecheckAt(next), ContextAction::Step]
+    }
+
+    fn begin_to_wait(&mut self, cache: &Cache, now: Moment, actions: &mut Actions) {
+        if self.waiting.is_some() {
+            return;
+        }
+        let pod = self.pod.pod();
+        let priority = pod.and_then(|pod| pod.spec.priority).unwrap_or_default();
+        let recheck = now.after(spread(self.uid(), RECHECK, RECHECK_SPREAD));
+        self.waiting = Some(Waiting {
+            priority,
+            since: now,
+            recheck,
+        });
+        // A change since the driver was called has woken only the pods that waited then. A context that has taken over the current
+        // generation is evaluated again in any case.
+        if self.called_at < cache.capacity_generation && self.capacity_generation < cache.capacity_generation
+        {
+            actions.push(ContextAction::JoinWakeUps);
+        }
+        actions.push(ContextAction::RecheckAt(recheck));
+    }
+
+    // === reports ===
+
+    fn set_trouble(&mut self, trouble: Option<&'static str>, actions: &mut Actions) {
+        let before = std::mem::replace(&mut self.trouble, trouble);
+        actions.push(ContextAction::CountTrouble {
+            before,
+            after: trouble,
+        });
+    }
+
+    /// Reports a problem of the pod unless it repeats the last report. Returns whether it was reported.
+    pub(super) fn report(&mut self, reason: &'static str, message: String, actions: &mut Actions) -> bool {
+        self.set_trouble(Some(reason), actions);
+        if self
+            .last_report
+            .as_ref()
+            .is_some_and(|last| last.message == message)
+        {
+            return false;
+        }
+        let Some(pod_uid) = self.owner_uid().map(str::to_owned) else {
+            return false;
+        };
+        self.last_report = Some(LastReport {
+            message: message.clone(),
+            no_node_at: None,
+        });
+        actions.push(ContextAction::Report {
+            pod_uid,
+            reason,
+            message,
+        });
+        true
     }
 
     /// Reports a driver's error on the pod and on the class or claim at fault.
-    fn report_call(&mut self, key: &ObjectKey, subject: &Subject, reason: &'static str, message: String) {
-        match subject {
+    fn report_call(&mut self, error: CallError, actions: &mut Actions) {
+        let (reason, message) = (error.reason, error.message);
+        match error.subject {
             Subject::Class(name) => {
                 let text = format!("resource class \"{name}\": {message}");
-                if self.report_pod(key, reason, text) {
-                    self.report_class(name, reason, message);
+                if self.report(reason, text, actions) {
+                    actions.push(ContextAction::ReportOnClass(name, reason, message));
                 }
             }
             Subject::Claim(claim) => {
-                self.report_pod(key, reason, format!("claim {claim}: {message}"));
-                self.report_claim(claim, reason, message);
+                self.report(reason, format!("claim {claim}: {message}"), actions);
+                actions.push(ContextAction::ReportOnClaim(claim, reason, message));
             }
             Subject::Call => {
-                self.report_pod(key, reason, message);
+                self.report(reason, message, actions);
             }
         }
     }
 
-    /// Reports a problem of a context's pod unless it repeats the last report. Returns whether it was reported.
-    pub(super) fn report_pod(&mut self, key: &ObjectKey, reason: &'static str, message: String) -> bool {
-        self.set_trouble(key, Some(reason));
-        let Some(context) = self.contexts.get_mut(key) else {
-            return false;
-        };
-        if context.reported.as_deref() == Some(&message) {
+    /// Reports that the pod fits on no node and why, but not with every change of the counts.
+    fn report_no_node(
+        &mut self,
+        own: &[Pending],
+        reasons: &[BTreeMap<String, String>],
+        now: Moment,
+        actions: &mut Actions,
+    ) {
+        let reported_at = self.last_report.as_ref().and_then(|last| last.no_node_at);
+        if reported_at.is_some_and(|at| at.after(NO_NODE_REPORT_INTERVAL) > now) {
+            return;
+        }
+        let sentences: Vec<String> = own
+            .iter()
+            .zip(reasons)
+            .filter(|(_, reasons)| !reasons.is_empty())
+            .map(|(claim, reasons)| {
+                format!(
+                    "claim \"{}\" fits on no node: {}",
+                    claim.pod_claim_name,
+                    summary(reasons)
+                )
+            })
+            .collect();
+        if self.report("NoSuitableDevice", sentences.join("; "), actions)
+            && let Some(last) = &mut self.last_report
+        {
+            last.no_node_at = Some(now);
+        }
+    }
+
+    /// Forgets a report that was not delivered, so that it can be repeated. Returns whether it was the last one.
+    pub(super) fn forget_report(&mut self, pod_uid: &str, report: &Report) -> bool {
+        if self.owner_uid() != Some(pod_uid) {
             return false;
         }
-        let Some(uid) = context.owner_uid().map(str::to_owned) else {
+        if report.reason == SILENT_DRIVER_REASON {
+            self.silent.clear();
+            return true;
+        }
+        self.last_report
+            .take_if(|last| last.message == report.message)
+            .is_some()
+    }
+
+    // === the pod ===
+
+    fn read_pod(&mut self, actions: &mut Actions) {
+        self.phase = ContextPhase::ReadingPod { early: false };
+        actions.push(ContextAction::ReadPod);
+    }
+
+    pub(super) fn begin_to_read_pod(&mut self) -> Actions {
+        let mut actions = Vec::new();
+        self.read_pod(&mut actions);
+        actions
+    }
+
+    /// Waits for a read of the pod that was sent before the context existed.
+    pub(super) fn await_early_pod(&mut self) {
+        self.phase = ContextPhase::ReadingPod { early: true };
+    }
+
+    /// Handles the answer to a read of the pod.
+    pub(super) fn pod_read(
+        &mut self,
+        answer: Result<Option<Arc<Pod>>, String>,
+        cache: &Cache,
+        now: Moment,
+    ) -> Actions {
+        let mut actions = Vec::new();
+        let early = self.phase == ContextPhase::ReadingPod { early: true };
+        // The claim names in the pod's status may have been missing at the time of an early read. The scheduler has seen them, so read
+        // again.
+        if early
+            && let Ok(Some(pod)) = &answer
+            && cache
+                .resolve_claims(self.namespace(), pod)
+                .iter()
+                .any(|(_, resolved)| *resolved == Resolved::Awaited)
+        {
+            self.read_pod(&mut actions);
+            return actions;
+        }
+        self.end_phase(&mut actions);
+        match answer {
+            Ok(Some(pod)) => {
+                self.retry.succeeded();
+                let is_owner = pod.metadata.uid.is_some() && pod.metadata.uid.as_deref() == self.owner_uid();
+                let is_over = matches!(pod.status.phase.as_deref(), Some("Succeeded" | "Failed"));
+                let needs_claims = is_owner && !is_over && pod.metadata.deletion_timestamp.is_none();
+                self.pod = if needs_claims {
+                    PodKnown::Read(pod)
+                } else {
+                    PodKnown::Gone
+                };
+            }
+            Ok(None) => self.pod = PodKnown::Gone,
+            Err(_) => self.retry.failed(now),
+        }
+        actions
+    }
+
+    // === steps ===
+
+    fn end_phase(&mut self, actions: &mut Actions) -> ContextPhase {
+        actions.push(ContextAction::Step);
+        std::mem::take(&mut self.phase)
+    }
+
+    pub(super) fn step(&mut self, key: &ObjectKey, cache: &Cache, now: Moment) -> Actions {
+        let mut actions = Vec::new();
+        let spec = &self.object.spec;
+        if self.phase != ContextPhase::Idle
+            || self.is_deleting()
+            || (spec.selected_node.is_empty() && spec.potential_nodes.is_empty())
+        {
+            return actions;
+        }
+        if let Some(moment) = self.retry.wait_until(now) {
+            actions.push(ContextAction::StepAt(moment));
+            return actions;
+        }
+        if !self.refused_nodes.is_empty() && self.refusals.wait_until(now).is_none() {
+            self.refused_nodes.clear();
+            self.verdict = None;
+        }
+        let pod = match &self.pod {
+            PodKnown::Gone => return actions,
+            PodKnown::Read(pod) | PodKnown::Served(pod) => pod.clone(),
+            PodKnown::Unread => {
+                // Contexts of other drivers cost no request.
+                let owner = self.owner_uid();
+                if owner.is_some_and(|owner| cache.index.may_need_candidate(self.namespace(), owner)) {
+                    actions.push(ContextAction::FindPod);
+                }
+                return actions;
+            }
+        };
+        match self.pending_claims(key, &pod, cache, now, &mut actions) {
+            None => {
+                self.waiting = None;
+                actions.push(ContextAction::LeaveWakeUps);
+            }
+            Some(_) if matches!(self.pod, PodKnown::Served(_)) => self.read_pod(&mut actions),
+            Some(pending) => self.evaluate_or_act(key, &pod, &pending, cache, now, &mut actions),
+        }
+        actions
+    }
+
+    /// Returns the pod's claims to allocate, and reports problems. `None` if there is no action now: all is done, or a later event triggers
+    /// the next step.
+    fn pending_claims(
+        &mut self,
+        key: &ObjectKey,
+        pod: &Pod,
+        cache: &Cache,
+        now: Moment,
+        actions: &mut Actions,
+    ) -> Option<PendingClaims> {
+        let resolved = cache.resolve_claims(&key.namespace, pod);
+        self.note_claims(key, pod, &resolved, actions);
+        let mut own: Vec<Pending> = Vec::new();
+        let mut others: Vec<OtherClaim> = Vec::new();
+        let mut any_own = false;
+        let mut distinct = 0;
+        let mut all = 0;
+        let mut rest = false;
+        let mut problems: Vec<(&'static str, String)> = Vec::new();
+        for (pod_claim_name, resolved) in resolved {
+            let claim_key = match resolved {
+                Resolved::NotNeeded => continue,
+                Resolved::Awaited => {
+                    rest = true;
+                    continue;
+                }
+                Resolved::NotOwned(claim) => {
+                    let message = format!(
+                        "ResourceClaim {claim} was not made for this pod although it has the name of its claim \"{pod_claim_name}\": delete it, or rename the pod"
+                    );
+                    problems.push(("ClaimNotOwned", message));
+                    rest = true;
+                    continue;
+                }
+                Resolved::Claim(claim) => claim,
+            };
+            let Some(claim) = cache.claims.get(&claim_key) else {
+                continue;
+            };
+            any_own |= cache.is_own_class(claim.class_name());
+            // A pod's claims are allocated together, and this one may have to be allocated again.
+            if claim.may_be_rolled_back() {
+                rest = true;
+                continue;
+            }
+            if !claim.is_delayed() || (claim.is_allocated() && !claim.is_release_requested()) {
+                continue;
+            }
+            all += 1;
+            let class_name = claim.class_name().to_owned();
+            let Some(class) = cache.classes.get(&class_name).cloned() else {
+                let message = format!(
+                    "resource class \"{class_name}\" of claim {claim_key} does not exist: create the class, or let the claim name another"
+                );
+                problems.push(("ResourceClassMissing", message));
+                rest = true;
+                continue;
+            };
+            if !cache.is_own_class(&class_name) {
+                if class.structured_parameters != Some(true) && !claim.is_release_requested() {
+                    others.push(OtherClaim {
+                        entry: pod_claim_name,
+                        class: class_name,
+                        driver: class.driver_name.clone(),
+                    });
+                }
+                continue;
+            }
+            // A pod's claims are allocated together: one that is busy or being released holds up the others.
+            let late_write = claim.late_write_until(now);
+            let is_going = claim.is_release_requested() || claim.must_be_deallocated();
+            if is_going || !claim.is_free() || late_write.is_some() {
+                rest = true;
+                actions.extend(late_write.map(ContextAction::StepAt));
+                continue;
+            }
+            let to_allocate = ClaimToAllocate {
+                pod_claim_name: pod_claim_name.clone(),
+                claim: claim.object.clone(),
+                class,
+            };
+            let before = own.iter().find(|pending| pending.key == claim_key);
+            let position = before.map_or(distinct, |pending| pending.position);
+            distinct = distinct.max(position + 1);
+            own.push(Pending {
+                pod_claim_name,
+                key: claim_key,
+                position,
+                to_allocate,
+            });
+        }
+        let wait = cache.settings.other_driver_wait;
+        let silent = any_own && self.await_others(&others, wait, now, actions);
+        let rest = rest || own.is_empty();
+        if let Some((reason, _)) = problems.first() {
+            // One report for all problems, because only the last report is remembered.
+            let messages: Vec<&str> = problems.iter().map(|(_, message)| message.as_str()).collect();
+            self.report(reason, messages.join("; "), actions);
+        } else if rest {
+            self.set_trouble(silent.then_some(SILENT_DRIVER_REASON), actions);
+        }
+        (!rest).then_some(PendingClaims { own, all })
+    }
+
+    /// Records the claims that the pod names, whether or not they exist.
+    fn note_claims(
+        &mut self,
+        key: &ObjectKey,
+        pod: &Pod,
+        resolved: &[(String, Resolved)],
+        actions: &mut Actions,
+    ) {
+        let found = resolved.iter().filter_map(|(_, resolved)| match resolved {
+            Resolved::Claim(claim) | Resolved::NotOwned(claim) => Some(claim.clone()),
+            Resolved::NotNeeded | Resolved::Awaited => None,
+        });
+        let entries = pod.spec.resource_claims.iter();
+        let named = entries
+            .filter_map(|entry| entry.source.resource_claim_name.as_deref())
+            .map(|name| ObjectKey::new(key.namespace.clone(), name));
+        for claim in found.chain(named) {
+            if self.named.insert(claim.clone()) {
+                actions.push(ContextAction::UseClaim(claim));
+            }
+        }
+    }
+
+    /// Tracks the answers that other drivers owe the scheduler, and reports each silent driver once: the pod waits for them, and no other
+    /// component reports that. Returns whether one of the drivers still silent has been reported.
+    fn await_others(
+        &mut self,
+        others: &[OtherClaim],
+        wait: Duration,
+        now: Moment,
+        actions: &mut Actions,
+    ) -> bool {
+        let silent: Vec<&OtherClaim> = others
+            .iter()
+            .filter(|other| !has_answered(&self.object, &other.entry))
+            .collect();
+        self.silent.retain(|driver, silence| {
+            matches!(silence, Silence::Reported) || silent.iter().any(|other| other.driver == *driver)
+        });
+        let mut due: Vec<&OtherClaim> = Vec::new();
+        let mut next: Option<Moment> = None;
+        let mut any_reported = false;
+        for other in silent {
+            let silence = self
+                .silent
+                .entry(other.driver.clone())
+                .or_insert(Silence::Since(now));
+            let Silence::Since(since) = *silence else {
+                any_reported = true;
+                continue;
+            };
+            let end = since.after(wait);
+            if end <= now {
+                *silence = Silence::Reported;
+                any_reported = true;
+                due.push(other);
+            } else {
+                next = Some(next.map_or(end, |next| next.min(end)));
+            }
+        }
+        actions.extend(next.map(ContextAction::StepAt));
+        for other in due {
+            let OtherClaim { entry, class, driver } = other;
+            let message = format!(
+                "the pod waits for driver \"{driver}\" of resource class \"{class}\" (claim \"{entry}\"): no answer for {} s; is its controller running?",
+                wait.as_secs_f64()
+            );
+            actions.push(ContextAction::Report {
+                pod_uid: self.owner_uid().map(str::to_owned).unwrap_or_default(),
+                reason: SILENT_DRIVER_REASON,
+                message,
+            });
+        }
+        any_reported
+    }
+
+    fn evaluate_or_act(
+        &mut self,
+        key: &ObjectKey,
+        pod: &Arc<Pod>,
+        pending: &PendingClaims,
+        cache: &Cache,
+        now: Moment,
+        actions: &mut Actions,
+    ) {
+        let mut known = BTreeSet::new();
+        let distinct: Vec<&Pending> = pending
+            .own
+            .iter()
+            .filter(|claim| known.insert(claim.position))
+            .collect();
+        let input = EvaluationInput {
+            nodes: self.nodes(&pending.own),
+            claims: distinct
+                .iter()
+                .map(|claim| {
+                    let uid = claim.to_allocate.claim.metadata.uid.clone().unwrap_or_default();
+                    (uid, claim.to_allocate.class.metadata.resource_version.clone())
+                })
+                .collect(),
+            capacity_generation: self.capacity_generation,
+            rechecks: self.rechecks,
+        };
+        if self.invalid.as_ref() == Some(&input) {
+            actions.push(ContextAction::EndWakeUp);
+            self.begin_to_wait(cache, now, actions);
+            return;
+        }
+        let known = self.verdict.as_ref().filter(|(known, _)| *known == input);
+        if let Some((_, verdict)) = known {
+            let verdict = verdict.clone();
+            self.act(key, pod, pending, &input.nodes, &verdict, cache, now, actions);
+            return;
+        }
+        // The driver is evaluating a shared claim for another pod.
+        if is_any_evaluated(&pending.own, cache) {
+            return;
+        }
+        actions.push(ContextAction::Evaluate {
+            pod: pod.clone(),
+            claims: distinct
+                .iter()
+                .map(|claim| (claim.key.clone(), claim.to_allocate.clone()))
+                .collect(),
+            nodes: input.nodes.clone(),
+        });
+        self.called_at = cache.capacity_generation;
+        self.phase = ContextPhase::Evaluating(input);
+    }
+
+    /// Handles the driver's verdicts.
+    pub(super) fn evaluated(
+        &mut self,
+        answer: Result<Vec<Verdict>, CallError>,
+        cache: &Cache,
+        now: Moment,
+    ) -> Actions {
+        let mut actions = Vec::new();
+        let ContextPhase::Evaluating(input) = self.end_phase(&mut actions) else {
+            return actions;
+        };
+        let by_recheck = std::mem::take(&mut self.by_recheck);
+        match answer {
+            Ok(verdict) if verdict.len() == input.claims.len() => {
+                self.retry.succeeded();
+                self.invalid = None;
+                let before = self.verdict.as_ref();
+                // Other claims or classes: the refused nodes may be tried again.
+                if before.is_some_and(|(before, _)| before.claims != input.claims) {
+                    self.refused_nodes.clear();
+                }
+                let count = |verdict: &[Verdict]| -> usize {
+                    verdict.iter().map(|verdict| verdict.unsuitable_nodes.len()).sum()
+                };
+                let helped = before
+                    .is_some_and(|(before, old)| before.nodes == input.nodes && count(old) > count(&verdict));
+                self.verdict = Some((input, verdict));
+                actions.extend((by_recheck && helped).then_some(ContextAction::CountRecheck));
+            }
+            Ok(verdict) => {
+                self.retry.failed(now);
+                let message = format!(
+                    "the driver answered for {} of {} claims",
+                    verdict.len(),
+                    input.claims.len()
+                );
+                self.report("DriverMisbehaved", message, &mut actions);
+            }
+            Err(error) => {
+                if error.kind == CallErrorKind::Invalid {
+                    self.invalid = Some(input);
+                    self.begin_to_wait(cache, now, &mut actions);
+                    if let Some(pod) = self.pod.pod().cloned() {
+                        self.give_up(&pod, cache, &mut actions);
+                    }
+                } else {
+                    self.retry.failed(now);
+                }
+                self.report_call(error, &mut actions);
+            }
+        }
+        actions
+    }
+
+    /// Marks the pod's allocations for rollback because its other claims fit nowhere. Returns whether any was marked.
+    ///
+    /// A pod's claims are allocated together, but may not stay together: a controller is killed between two status writes, a claim is
+    /// deleted and recreated, or the scheduler requests the deallocation of one claim while another is being recorded. The allocations would
+    /// be held in vain, and two such pods could wait for each other forever. The scheduler requests the deallocation only of claims that are
+    /// in its way on a node, and skips a node for which another claim is unsuitable (`Filter` in its `dynamicresources.go`).
+    fn give_up(&self, pod: &Pod, cache: &Cache, actions: &mut Actions) -> bool {
+        let Some(pod_uid) = pod.metadata.uid.as_deref() else {
             return false;
         };
-        context.reported = Some(message.clone());
-        context.told_no_place = None;
-        self.report(
-            Regarding::Pod {
-                key: key.clone(),
-                uid,
-            },
-            reason,
-            message,
+        if !self.lacks_a_claim(cache) {
+            return false;
+        }
+        let is_due = |key: &ObjectKey| {
+            let claim = cache.claims.get(key);
+            claim.is_some_and(|claim| claim.can_be_given_up_for(pod_uid))
+        };
+        let claims: Vec<ObjectKey> = cache
+            .resolve_claims(self.namespace(), pod)
+            .into_iter()
+            .filter_map(|(_, resolved)| match resolved {
+                Resolved::Claim(key) if is_due(&key) => Some(key),
+                _ => None,
+            })
+            .collect();
+        let any = !claims.is_empty();
+        if any {
+            actions.push(ContextAction::GiveUp(claims));
+        }
+        any
+    }
+
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one step of one decision, called from one place"
+    )]
+    fn act(
+        &mut self,
+        key: &ObjectKey,
+        pod: &Arc<Pod>,
+        pending: &PendingClaims,
+        nodes: &[String],
+        verdict: &[Verdict],
+        cache: &Cache,
+        now: Moment,
+        actions: &mut Actions,
+    ) {
+        let own = &pending.own;
+        let mut reasons: Vec<BTreeMap<String, String>> = own
+            .iter()
+            .filter_map(|claim| verdict.get(claim.position))
+            .map(|verdict| verdict.unsuitable_nodes.clone())
+            .collect();
+        let evaluated: BTreeSet<&String> = nodes.iter().collect();
+        for reasons in &mut reasons {
+            reasons.retain(|node, _| evaluated.contains(node));
+            for (node, reason) in &self.refused_nodes {
+                if evaluated.contains(node) {
+                    reasons.entry(node.clone()).or_insert_with(|| reason.clone());
+                }
+            }
+        }
+        let object = self.object.clone();
+        let selected = &object.spec.selected_node;
+        let mine: BTreeSet<&str> = own.iter().map(|claim| claim.pod_claim_name.as_str()).collect();
+        let selected_fits = !selected.is_empty()
+            && reasons.iter().all(|reasons| !reasons.contains_key(selected))
+            && !cache.is_refused_by_others(&object, pod, &mine);
+        if selected_fits {
+            if is_any_evaluated(own, cache) {
+                return;
+            }
+            self.called_at = cache.capacity_generation;
+            self.count_wake_up(actions);
+            actions.push(ContextAction::Allocate {
+                consumer: Consumer {
+                    context: key.clone(),
+                    context_uid: self.uid().to_owned(),
+                    pod_uid: pod.metadata.uid.clone().unwrap_or_default(),
+                },
+                node: selected.clone(),
+                claims: own
+                    .iter()
+                    .map(|claim| (claim.pod_claim_name.clone(), claim.key.clone()))
+                    .collect(),
+            });
+            return;
+        }
+        let any_unsuitable = reasons.iter().any(|reasons| !reasons.is_empty());
+        let is_unsuitable = |node: &String| reasons.iter().any(|reasons| reasons.contains_key(node));
+        let fits_nowhere = !nodes.is_empty() && nodes.iter().all(is_unsuitable);
+        self.set_trouble(any_unsuitable.then_some(Statistics::SOME_NODES), actions);
+        if any_unsuitable {
+            self.begin_to_wait(cache, now, actions);
+        }
+        // First roll back the pod's own allocations: that may free the devices it needs.
+        if fits_nowhere && self.give_up(pod, cache, actions) {
+            return;
+        }
+        if fits_nowhere {
+            self.set_trouble(Some("NoSuitableDevice"), actions);
+            self.woken_at = None;
+            actions.push(ContextAction::EndWakeUp);
+            self.report_no_node(own, &reasons, now, actions);
+        }
+        let must_write = any_unsuitable || selected.is_empty() || pending.all > 1;
+        let entries: Vec<ResourceClaimSchedulingStatus> = own
+            .iter()
+            .zip(&reasons)
+            .map(|(claim, reasons)| ResourceClaimSchedulingStatus {
+                name: claim.pod_claim_name.clone(),
+                unsuitable_nodes: listed(&object, reasons),
+            })
+            .collect();
+        if must_write && entries.iter().any(|entry| !has_entry(&object, entry)) {
+            self.phase = ContextPhase::Publishing;
+            actions.push(ContextAction::Publish(entries));
+        } else {
+            // The wake-up changed nothing for this pod.
+            self.woken_at = None;
+        }
+    }
+
+    fn count_wake_up(&mut self, actions: &mut Actions) {
+        actions.extend(self.woken_at.take().map(ContextAction::CountWakeUp));
+    }
+
+    /// Handles the outcome of writing our entries.
+    pub(super) fn published(&mut self, outcome: Outcome<Arc<PodSchedulingContext>>, now: Moment) -> Actions {
+        let mut actions = Vec::new();
+        self.end_phase(&mut actions);
+        match outcome {
+            Outcome::Done(object) => {
+                self.retry.succeeded();
+                if is_newer(
+                    self.object.metadata.resource_version.as_deref(),
+                    object.metadata.resource_version.as_deref(),
+                ) && object.metadata.uid == self.object.metadata.uid
+                {
+                    self.object = object;
+                }
+                self.count_wake_up(&mut actions);
+            }
+            // Most often the context is gone because the pod was bound or deleted. If writes keep failing, it exists: report that.
+            Outcome::Refused(message) | Outcome::Unknown(message) => {
+                self.retry.failed(now);
+                if self.retry.failures() > WRITES_BEFORE_REPORT {
+                    let message = format!("the scheduler cannot be answered: {message}");
+                    self.report("AnswerRefused", message, &mut actions);
+                }
+            }
+            Outcome::Conflict(_) => self.retry.failed(now),
+        }
+        actions
+    }
+
+    pub(super) fn transaction_started(&mut self, id: TransactionId) {
+        self.phase = ContextPhase::Allocating(id);
+    }
+
+    /// Handles the end of its transaction on `node`.
+    pub(super) fn transaction_ended(
+        &mut self,
+        node: Option<&str>,
+        failure: Option<Failure>,
+        cache: &Cache,
+        now: Moment,
+    ) -> Actions {
+        let mut actions = Vec::new();
+        self.end_phase(&mut actions);
+        match failure {
+            None => {
+                self.retry.succeeded();
+                self.refusals.succeeded();
+                if let PodKnown::Read(pod) = &self.pod {
+                    self.pod = PodKnown::Served(pod.clone());
+                }
+                self.waiting = None;
+                self.verdict = None;
+                self.last_report = None;
+                self.set_trouble(None, &mut actions);
+            }
+            Some(Failure::Withdrawn) => self.verdict = None,
+            Some(Failure::Refused(message)) => {
+                self.retry.failed(now);
+                let message = format!("the allocation could not be recorded: {message}");
+                self.report("AllocationNotRecorded", message, &mut actions);
+            }
+            Some(Failure::Driver(error)) => {
+                // A change since the driver was called may have removed the cause.
+                let generation = cache.capacity_generation;
+                let changed = self.called_at < generation && error.kind != CallErrorKind::TimedOut;
+                if changed {
+                    self.capacity_generation = generation;
+                }
+                match error.kind {
+                    CallErrorKind::Invalid if changed => self.retry.failed(now),
+                    CallErrorKind::Invalid => {
+                        self.invalid = self.verdict.as_ref().map(|(input, _)| input.clone());
+                    }
+                    // The node is published as unsuitable, so that the scheduler can select another.
+                    CallErrorKind::Retry => {
+                        if let Some(node) = node {
+                            self.refused_nodes.insert(node.to_owned(), error.message.clone());
+                        }
+                        self.refusals.failed(now);
+                        actions.extend(self.refusals.wait_until(now).map(ContextAction::StepAt));
+                    }
+                    CallErrorKind::TimedOut => self.retry.failed(now),
+                }
+                self.begin_to_wait(cache, now, &mut actions);
+                self.set_trouble(Some(error.reason), &mut actions);
+                if error.kind != CallErrorKind::Retry {
+                    self.report_call(error, &mut actions);
+                }
+            }
+        }
+        actions
+    }
+}
+
+/// Whether the driver is evaluating one of these claims for another pod.
+fn is_any_evaluated(own: &[Pending], cache: &Cache) -> bool {
+    own.iter().any(|claim| {
+        let claim = cache.claims.get(&claim.key);
+        claim.is_some_and(|claim| claim.phase == ClaimPhase::Evaluating)
+    })
+}
+
+/// Whether no further answer is due for an unallocated claim of another driver: it has an entry, and if a node is selected, the entry lists
+/// that node.
+fn has_answered(context: &PodSchedulingContext, pod_claim_name: &str) -> bool {
+    let selected = &context.spec.selected_node;
+    let mut entries = context.status.resource_claims.iter();
+    entries.any(|entry| {
+        entry.name == pod_claim_name && (selected.is_empty() || entry.unsuitable_nodes.contains(selected))
+    })
+}
+
+/// The unsuitable nodes for an entry, at most as many as the API accepts: the selected node first, then potential nodes, then earlier ones.
+fn listed(object: &PodSchedulingContext, reasons: &BTreeMap<String, String>) -> Vec<String> {
+    // The server rejects invalid node names in an entry, but accepts any `selectedNode`.
+    let names = reasons.keys().filter(|node| is_node_name(node));
+    if reasons.len() <= NODE_LIST_MAX {
+        return names.cloned().collect();
+    }
+    let potential: BTreeSet<&String> = object.spec.potential_nodes.iter().collect();
+    let rank = |node: &String| {
+        if *node == object.spec.selected_node {
+            0
+        } else if potential.contains(node) {
+            1
+        } else {
+            2
+        }
+    };
+    let mut nodes: Vec<&String> = names.collect();
+    nodes.sort_by_cached_key(|node| (rank(node), *node));
+    let mut nodes: Vec<String> = nodes.into_iter().take(NODE_LIST_MAX).cloned().collect();
+    nodes.sort();
+    nodes
+}
+
+/// Whether the server accepts `name` as a node name: a DNS subdomain.
+fn is_node_name(name: &str) -> bool {
+    let is_inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    let is_label = |label: &str| {
+        !label.is_empty() && label.bytes().all(is_inner) && !label.starts_with('-') && !label.ends_with('-')
+    };
+    name.len() <= 253 && name.split('.').all(is_label)
+}
+
+/// Whether the context already has this entry, in any order of nodes.
+fn has_entry(object: &PodSchedulingContext, entry: &ResourceClaimSchedulingStatus) -> bool {
+    object.status.resource_claims.iter().any(|known| {
+        let (known_nodes, nodes) = (&known.unsuitable_nodes, &entry.unsuitable_nodes);
+        let same = || known_nodes.iter().collect::<BTreeSet<_>>() == nodes.iter().collect::<BTreeSet<_>>();
+        known.name == entry.name && (known_nodes == nodes || same())
+    })
+}
+
+/// Joins the reasons of all nodes into one sentence. A reason shared by several nodes appears once.
+fn summary(reasons: &BTreeMap<String, String>) -> String {
+    /// At most this many names are listed; the others are counted.
+    const NAMED: usize = 3;
+
+    let mut nodes_by_reason: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for (node, reason) in reasons {
+        nodes_by_reason.entry(reason).or_default().push(node);
+    }
+    let mut parts: Vec<(usize, String)> = nodes_by_reason
+        .into_iter()
+        .map(|(reason, nodes)| {
+            let more = nodes.len().saturating_sub(NAMED);
+            let mut named = nodes.iter().take(NAMED).copied().collect::<Vec<_>>().join(", ");
+            if more > 0 {
+                named = format!("{named} and {more} more");
+            }
+            (nodes.len(), format!("{named}: {reason}"))
+        })
+        .collect();
+    parts.sort_by(|left, right| right.0.cmp(&left.0).then_with(|| left.1.cmp(&right.1)));
+    let more = parts.len().saturating_sub(NAMED);
+    let mut sentence = parts
+        .into_iter()
+        .take(NAMED)
+        .map(|(_, text)| text)
+        .collect::<Vec<_>>()
+        .join("; ");
+    if more > 0 {
+        sentence = format!("{sentence}; and {more} other reasons");
+    }
+    sentence
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reason_appears_once_and_the_commonest_comes_first() {
+        let mut reasons: BTreeMap<String, String> = (0..5)
+            .map(|n| (format!("node-{n}"), "3 of 3 held".to_owned()))
+            .collect();
+        reasons.insert("other".to_owned(), "no device of kind test".to_owned());
+        assert_eq!(
+            summary(&reasons),
+            "node-0, node-1, node-2 and 2 more: 3 of 3 held; other: no device of kind test"
         );
-        true
     }
 }

@@ -1,15 +1,15 @@
-//! Events and commands: plain data, so that a run can be logged and replayed.
+//! Events, commands and settings: plain data, so that a run can be logged and replayed.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
+use crate::api::resource::label::NODE_LABEL;
 use crate::api::resource::{
     AllocationResult, Pod, PodSchedulingContext, ResourceClaim, ResourceClaimConsumerReference,
-    ResourceClaimSchedulingStatus, ResourceClass,
+    ResourceClaimSchedulingStatus, ResourceClass, finalizer_of,
 };
 use crate::driver::{CapacityChange, DriverErrorKind, Finding, Observation, Verdict};
 
@@ -76,6 +76,45 @@ impl fmt::Display for ObjectKey {
 /// Matches an answer to its command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CallId(pub u64);
+
+/// Identifies a transaction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct TransactionId(pub(super) u64);
+
+/// Settings chosen by an operator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// The driver's name, as in `ResourceClass.driverName`.
+    pub driver_name: String,
+    /// Whether the allocation write also adds the pod to `reservedFor`. If not, the scheduler adds it.
+    pub reserve_for_pod: bool,
+    /// How long another driver of a pod may be silent before an Event on the pod names it.
+    pub other_driver_wait: Duration,
+}
+
+impl Settings {
+    /// Default of [`Settings::other_driver_wait`]. A healthy driver answers within milliseconds.
+    pub const OTHER_DRIVER_WAIT: Duration = Duration::from_secs(60);
+
+    /// The default settings for this driver name.
+    pub fn new(driver_name: impl Into<String>) -> Self {
+        Self {
+            driver_name: driver_name.into(),
+            reserve_for_pod: true,
+            other_driver_wait: Self::OTHER_DRIVER_WAIT,
+        }
+    }
+
+    /// The finalizer that keeps a claim until it is deallocated.
+    pub fn finalizer(&self) -> String {
+        finalizer_of(&self.driver_name)
+    }
+
+    /// The label of a claim with the node of its allocation.
+    pub fn node_label(&self) -> String {
+        format!("{}/{NODE_LABEL}", self.driver_name)
+    }
+}
 
 /// An input of the control flow, passed to [`ControllerState::apply`](super::ControllerState::apply).
 #[derive(Clone, Debug, PartialEq)]
@@ -374,53 +413,11 @@ pub enum Regarding {
     },
 }
 
-/// Joins the reasons of all nodes into one sentence. A reason shared by several nodes appears once.
-pub(super) fn summary(reasons: &BTreeMap<String, String>) -> String {
-    /// At most this many names are listed; the others are counted.
-    const NAMED: usize = 3;
-
-    let mut nodes_by_reason: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for (node, reason) in reasons {
-        nodes_by_reason.entry(reason).or_default().push(node);
-    }
-    let mut parts: Vec<(usize, String)> = nodes_by_reason
-        .into_iter()
-        .map(|(reason, nodes)| {
-            let more = nodes.len().saturating_sub(NAMED);
-            let mut named = nodes.iter().take(NAMED).copied().collect::<Vec<_>>().join(", ");
-            if more > 0 {
-                named = format!("{named} and {more} more");
-            }
-            (nodes.len(), format!("{named}: {reason}"))
-        })
-        .collect();
-    parts.sort_by(|left, right| right.0.cmp(&left.0).then_with(|| left.1.cmp(&right.1)));
-    let more = parts.len().saturating_sub(NAMED);
-    let mut sentence = parts
-        .into_iter()
-        .take(NAMED)
-        .map(|(_, text)| text)
-        .collect::<Vec<_>>()
-        .join("; ");
-    if more > 0 {
-        sentence = format!("{sentence}; and {more} other reasons");
-    }
-    sentence
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_same_reason_on_many_nodes_is_named_once_and_the_commonest_comes_first() {
-        let mut reasons: BTreeMap<String, String> = (0..5)
-            .map(|n| (format!("node-{n}"), "3 of 3 held".to_owned()))
-            .collect();
-        reasons.insert("other".to_owned(), "no device of kind test".to_owned());
-        assert_eq!(
-            summary(&reasons),
-            "node-0, node-1, node-2 and 2 more: 3 of 3 held; other: no device of kind test"
-        );
+/// Whether `new` is a later version of an object than `known`. Resource versions are compared as numbers, as in client-go's caches.
+pub(super) fn is_newer(known: Option<&str>, new: Option<&str>) -> bool {
+    let number = |version: Option<&str>| version.and_then(|text| text.parse::<u64>().ok());
+    match (number(known), number(new)) {
+        (Some(known), Some(new)) => new > known,
+        _ => known != new,
     }
 }

@@ -4,27 +4,30 @@
 //! and reports each answer as an event. This module knows claims, contexts and pending calls, but no devices.
 //!
 //! ```text
-//! context ──read pod──▶ judge (driver) ──suitable──▶ transaction: finalizers ─▶ allocate (driver) ─▶ status
-//!    ▲                     │ unsuitable                │ refused: give back (driver)
-//!    └── publish entries ◀─┘◀──────────────────────────┘
+//! context ──read pod──▶ evaluate (driver) ──suitable──▶ transaction: finalizers ─▶ allocate (driver) ─▶ status
+//!    ▲                     │ unsuitable                  │ refused: deallocate (driver)
+//!    └── publish entries ◀─┘◀────────────────────────────┘
 //! claim, unused and deleted or to be deallocated ─▶ deallocate (driver) ─▶ clear status ─▶ remove finalizer
 //! ```
 //!
+//! Three state machines decide: [`claim::Claim`], [`context::Context`] and [`transaction::Transaction`]. Each reads the [`cache::Cache`] and
+//! returns actions; [`ControllerState`] owns the maps, passes events to the machines, and executes their actions in order.
+//!
 //! Upstream: KEP-3063, and `controller.go` of `k8s.io/dynamic-resource-allocation` at release-1.30.
 
+mod cache;
 mod claim;
 mod context;
 mod event;
-pub(crate) mod resolve;
-mod retry;
+mod queue;
 mod state;
 mod statistics;
 mod transaction;
-mod wakeup;
 
+pub(crate) use cache::{Resolved, is_made_for, resolve};
 pub use event::{
     Answer, CallError, CallErrorKind, CallId, ClaimToAllocate, ClaimWrite, Command, DriverRequest, Event,
-    Moment, ObjectKey, Outcome, Regarding, Report, Subject,
+    Moment, ObjectKey, Outcome, Regarding, Report, Settings, Subject,
 };
-pub use state::{ControllerState, Settings};
+pub use state::ControllerState;
 pub use statistics::{QueueStatistics, Statistics};

@@ -1,191 +1,144 @@
-//! The state of the control flow, and how events change it.
-
-mod seen;
+//! The state of the control flow: passes events to claims, contexts and transactions, and executes their actions.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::api::resource::label::NODE_LABEL;
-use crate::api::resource::{ResourceClaim, ResourceClass, finalizer_of};
-use crate::driver::{Holding, Observation};
+use crate::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass, pod_owner_of};
+use crate::driver::{CapacityChange, Finding, Observation};
 
-use super::claim::ClaimState;
-use super::context::{ContextState, EarlyPod, EvaluationInput};
-use super::event::{Answer, CallId, Command, Event, Moment, ObjectKey, Outcome, Regarding, Report};
-use super::statistics::{Queue, Statistics};
-use super::transaction::{Transaction, TransactionId};
-use super::wakeup::WakeUpQueue;
+use super::cache::{Cache, is_generated};
+use super::claim::{self, Claim, ClaimAction, ClaimPhase};
+use super::context::{Context, ContextAction};
+use super::event::{
+    Answer, CallId, ClaimToAllocate, Command, DriverRequest, Event, Moment, ObjectKey, Outcome, Regarding,
+    Report, Settings, TransactionId, is_newer,
+};
+use super::queue::{Queue, WAKE_UP_TIMEOUT, WakeUps, Work};
+use super::statistics::{Statistics, is_failure};
+use super::transaction::{self, Consumer, ItemResult, Transaction, TransactionAction};
 
 /// When an object is revisited whose report was not written. The queue of reports was full at that time; at some ten milliseconds each,
 /// thousands of them are written meanwhile. If the server refuses the reports of a thousand objects, this makes 17 requests per second.
-const TELL_AGAIN: Duration = Duration::from_secs(60);
+const REPORT_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Settings chosen by an operator.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Settings {
-    /// The driver's name, as in `ResourceClass.driverName`.
-    pub driver_name: String,
-    /// Whether the allocation write also adds the pod to `reservedFor`. If not, the scheduler adds it.
-    pub reserve_for_pod: bool,
-    /// How long another driver of a pod may be silent before an Event on the pod names it.
-    pub other_driver_wait: Duration,
+/// How long a generated claim is expected to be used by its owner pod. After that, the other pods of the namespace are read, each once,
+/// because one of them may name it.
+const OWNER_POD_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a pod that was read before its context existed need not be read again. The scheduler writes the context some milliseconds after
+/// the claim; after a longer time the pod may have changed.
+const EARLY_POD_MAX_AGE: Duration = Duration::from_secs(10);
+
+/// The start barrier: decisions begin when everything is listed and the driver is ready.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Barrier {
+    Listing {
+        classes: bool,
+        claims: bool,
+        contexts: bool,
+    },
+    /// The driver has observed all claims.
+    AwaitingDriver,
+    Passed,
 }
 
-impl Settings {
-    /// Default of [`Settings::other_driver_wait`]. A healthy driver answers within milliseconds.
-    pub const OTHER_DRIVER_WAIT: Duration = Duration::from_secs(60);
-
-    /// The default settings for this driver name.
-    pub fn new(driver_name: impl Into<String>) -> Self {
-        Self {
-            driver_name: driver_name.into(),
-            reserve_for_pod: true,
-            other_driver_wait: Self::OTHER_DRIVER_WAIT,
-        }
-    }
-
-    /// The finalizer that keeps a claim until it is deallocated.
-    pub fn finalizer(&self) -> String {
-        finalizer_of(&self.driver_name)
-    }
-
-    /// The label of a claim with the node of its allocation.
-    pub fn node_label(&self) -> String {
-        format!("{}/{NODE_LABEL}", self.driver_name)
-    }
+/// A list that the start barrier waits for.
+#[derive(Clone, Copy, Debug)]
+enum Listed {
+    Classes,
+    Claims,
+    Contexts,
 }
 
-/// The conditions for the first decision.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[expect(
-    clippy::struct_excessive_bools,
-    reason = "four things that have or have not happened"
-)]
-struct Barrier {
-    classes: bool,
-    claims: bool,
-    contexts: bool,
-    driver: bool,
-}
-
-impl Barrier {
-    fn listed(self) -> bool {
-        self.classes && self.claims && self.contexts
-    }
-}
-
-/// An object or timer to process.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Work {
-    /// A transaction in progress.
-    Transaction(TransactionId),
-    Claim(ObjectKey),
-    /// A template claim its owner pod has not used in time; other pods may use it.
-    Open(ObjectKey),
-    /// A woken context, by its turn.
-    Woken(u64, ObjectKey),
-    Context(ObjectKey),
-    /// The slow recheck of a waiting context.
-    Recheck(ObjectKey),
-    /// The deadline of a wake-up.
-    Offer(ObjectKey),
+/// A pod that is read before its context exists.
+#[derive(Clone, Debug, PartialEq)]
+enum EarlyPod {
+    Reading(CallId),
+    /// The pod, and when it was read.
+    Read(Arc<Pod>, Moment),
 }
 
 /// A pending call: the object that its answer belongs to.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum PendingCall {
+enum PendingCall {
     /// Reading the pod of a context.
-    Pod {
-        context: ObjectKey,
-        uid: String,
-        /// The read was sent before the context existed.
-        early: bool,
-    },
+    Pod { context: ObjectKey, uid: String },
     /// Reading a pod that has no context yet.
     EarlyPod { uid: String },
     /// Evaluating nodes for a context.
-    Judge {
+    Evaluate {
         context: ObjectKey,
         uid: String,
-        /// The claims, in the order of the input.
-        claims: Vec<ObjectKey>,
-        input: EvaluationInput,
+        /// The claims, by key and uid.
+        claims: Vec<(ObjectKey, String)>,
     },
     /// Writing the entries of a context.
     Publish { context: ObjectKey, uid: String },
-    /// Releasing or repairing a claim.
-    Release { claim: ObjectKey, uid: String },
+    /// A step for one claim alone.
+    Claim { claim: ObjectKey, uid: String },
     /// A step for one claim of a transaction.
     Item { transaction: TransactionId, uid: String },
     /// The driver's allocation for a transaction.
-    Transaction { transaction: TransactionId },
+    Allocate { transaction: TransactionId },
+}
+
+impl PendingCall {
+    /// The queue that counts it: one of [`Statistics::QUEUES`].
+    fn queue(&self) -> &'static str {
+        match self {
+            Self::Item { .. } | Self::Allocate { .. } => "batch",
+            Self::Claim { .. } => "claim",
+            Self::Pod { .. } | Self::EarlyPod { .. } | Self::Evaluate { .. } | Self::Publish { .. } => {
+                "context"
+            }
+        }
+    }
 }
 
 /// The state of the classic DRA control flow. Owned by one task; only [`ControllerState::apply`] and [`ControllerState::decide`] change it.
 #[derive(Clone, Debug)]
 pub struct ControllerState {
-    pub(super) settings: Settings,
-    pub(super) finalizer: String,
     barrier: Barrier,
-    pub(super) classes: BTreeMap<String, Arc<ResourceClass>>,
-    /// Boxed, because a tree that is filled in ascending order, as by a list, is half empty: its entries should be small.
-    pub(super) claims: BTreeMap<ObjectKey, Box<ClaimState>>,
-    /// Claims by the uid of their owner pod, sorted. Nearly always one per pod, so a set, with room for eleven, would waste memory.
-    pub(super) claims_by_owner: BTreeMap<String, Vec<ObjectKey>>,
-    /// Claims that a context may need: ours, delayed, not allocated.
-    pub(super) candidates: BTreeSet<ObjectKey>,
-    /// Candidates that any pod of their namespace may name: not generated for one pod, or not used by that pod in time.
-    pub(super) open_candidates: BTreeSet<ObjectKey>,
-    pub(super) unallocated_immediate: BTreeSet<ObjectKey>,
-    pub(super) contexts: BTreeMap<ObjectKey, ContextState>,
+    cache: Cache,
+    contexts: BTreeMap<ObjectKey, Context>,
     /// Pods without a context, by uid, while a claim generated for them exists.
-    pub(super) early_pods: BTreeMap<String, EarlyPod>,
-    /// The contexts whose pods name a claim.
-    pub(super) users: BTreeMap<ObjectKey, BTreeSet<ObjectKey>>,
-    pub(super) transactions: BTreeMap<TransactionId, Transaction>,
-    pub(super) pending_calls: BTreeMap<CallId, PendingCall>,
-    pub(super) work_queue: Queue,
-    timers: BTreeSet<(Moment, Work)>,
-    pub(super) wake: WakeUpQueue,
-    /// Incremented when capacity may have been freed.
-    pub(super) capacity_generation: u64,
-    pub(super) commands: Vec<Command>,
-    next_id: u64,
-    pub(super) statistics: Statistics,
+    early_pods: BTreeMap<String, EarlyPod>,
+    transactions: BTreeMap<TransactionId, Transaction>,
+    pending_calls: BTreeMap<CallId, PendingCall>,
+    queue: Queue,
+    wake_ups: WakeUps,
+    commands: Vec<Command>,
+    /// The last id of a call or a transaction.
+    last_id: u64,
+    statistics: Statistics,
 }
 
 impl ControllerState {
     /// Creates an empty state. It makes no decision until everything is listed and the driver is ready.
     pub fn new(settings: Settings) -> Self {
         Self {
-            finalizer: settings.finalizer(),
-            settings,
-            barrier: Barrier::default(),
-            classes: BTreeMap::new(),
-            claims: BTreeMap::new(),
-            claims_by_owner: BTreeMap::new(),
-            candidates: BTreeSet::new(),
-            open_candidates: BTreeSet::new(),
-            unallocated_immediate: BTreeSet::new(),
+            barrier: Barrier::Listing {
+                classes: false,
+                claims: false,
+                contexts: false,
+            },
+            cache: Cache::new(settings),
             contexts: BTreeMap::new(),
             early_pods: BTreeMap::new(),
-            users: BTreeMap::new(),
             transactions: BTreeMap::new(),
             pending_calls: BTreeMap::new(),
-            work_queue: Queue::default(),
-            timers: BTreeSet::new(),
-            wake: WakeUpQueue::default(),
-            capacity_generation: 0,
+            queue: Queue::default(),
+            wake_ups: WakeUps::default(),
             commands: Vec::new(),
-            next_id: 0,
+            last_id: 0,
             statistics: Statistics::default(),
         }
     }
 
     /// Whether decisions are made: everything is listed and the driver is ready.
     pub fn is_ready(&self) -> bool {
-        self.barrier.driver
+        self.barrier == Barrier::Passed
     }
 
     /// Whether a call, a write or a transaction is in progress.
@@ -195,12 +148,20 @@ impl ControllerState {
 
     /// When [`ControllerState::decide`] must be called again even without an event.
     pub fn next_deadline(&self) -> Option<Moment> {
-        self.timers.first().map(|(moment, _)| *moment)
+        self.queue.next_deadline()
+    }
+
+    /// Returns the counters since the start.
+    pub fn statistics(&self) -> Statistics {
+        Statistics {
+            queues: self.queue.statistics(),
+            ..self.statistics.clone()
+        }
     }
 
     /// Updates the state with an event.
     pub fn apply(&mut self, event: Event, now: Moment) {
-        self.work_queue.now = now;
+        self.queue.now = now;
         match event {
             Event::Classes(classes) => self.see_all_classes(classes),
             Event::Class(class) => self.see_class(class),
@@ -213,29 +174,29 @@ impl ControllerState {
             Event::ContextGone { key, uid } => self.context_gone(&key, &uid),
             Event::DriverReady => self.driver_ready(),
             Event::Capacity(change) => self.capacity_changed(&change, now),
-            Event::Found(findings) => self.found(findings),
-            Event::Untold(report) => self.untold(&report, now),
+            Event::Found(findings) => findings.into_iter().for_each(|finding| self.found(finding)),
+            Event::Untold(report) => self.report_failed(&report, now),
             Event::Answer { id, answer } => self.answered(id, answer, now),
         }
     }
 
     /// Returns the commands to execute now. Pure: the same state and time give the same commands.
     pub fn decide(&mut self, now: Moment) -> Vec<Command> {
-        self.work_queue.now = now;
-        if self.barrier.driver {
-            self.fire_timers(now);
+        self.queue.now = now;
+        if self.is_ready() {
+            self.queue.fire_timers();
             loop {
-                while let Some(work) = self.work_queue.pop_first() {
+                while let Some(work) = self.queue.pop_first() {
                     match work {
                         Work::Transaction(id) => self.step_transaction(id, now),
                         Work::Claim(key) => self.step_claim(&key, now),
-                        Work::Open(key) => self.open_claim(&key),
-                        Work::Woken(_, key) | Work::Context(key) => self.step_context(&key, now),
+                        Work::OpenClaim(key) => self.open_claim(&key),
+                        Work::WokenContext(_, key) | Work::Context(key) => self.step_context(&key, now),
                         Work::Recheck(key) => self.recheck_context(&key, now),
-                        Work::Offer(key) => self.end_offer(&key, now),
+                        Work::WakeUpTimeout(key) => self.wake_ups.expire(&key, now),
                     }
                 }
-                if !self.make_offers(now) {
+                if !self.start_wake_ups(now) {
                     break;
                 }
             }
@@ -243,42 +204,56 @@ impl ControllerState {
         std::mem::take(&mut self.commands)
     }
 
-    // === time and calls ===
+    // === calls and reports ===
 
-    pub(super) fn wake_at(&mut self, moment: Moment, work: Work) {
-        self.timers.insert((moment, work));
-    }
-
-    fn fire_timers(&mut self, now: Moment) {
-        while let Some((moment, _)) = self.timers.first() {
-            if *moment > now {
-                break;
-            }
-            if let Some((_, work)) = self.timers.pop_first() {
-                self.work_queue.insert(work);
-            }
-        }
-    }
-
-    pub(super) fn next_number(&mut self) -> u64 {
-        self.next_id += 1;
-        self.next_id
+    fn next_id(&mut self) -> u64 {
+        self.last_id += 1;
+        self.last_id
     }
 
     /// Sends a command whose answer belongs to `pending_call`.
-    pub(super) fn send(
-        &mut self,
-        pending_call: PendingCall,
-        command: impl FnOnce(CallId) -> Command,
-    ) -> CallId {
-        let id = CallId(self.next_number());
-        self.work_queue.sent(id, &pending_call);
+    fn send(&mut self, pending_call: PendingCall, command: impl FnOnce(CallId) -> Command) -> CallId {
+        let id = CallId(self.next_id());
+        self.queue.sent(pending_call.queue(), id);
         self.pending_calls.insert(id, pending_call);
         self.commands.push(command(id));
         id
     }
 
-    pub(super) fn report(&mut self, regarding: Regarding, reason: &'static str, message: String) {
+    fn call_driver(&mut self, pending_call: PendingCall, request: DriverRequest) {
+        self.send(pending_call, |id| Command::CallDriver { id, request });
+    }
+
+    fn answered(&mut self, id: CallId, answer: Answer, now: Moment) {
+        let Some(pending_call) = self.pending_calls.remove(&id) else {
+            return;
+        };
+        self.statistics.called(&answer);
+        self.queue.answered(pending_call.queue(), id, is_failure(&answer));
+        // Apply the result of a write at once; the watch shows it later.
+        if let Answer::ClaimWritten(Outcome::Done(claim)) = &answer {
+            self.see_written_claim(claim.clone(), now);
+        }
+        match pending_call {
+            PendingCall::EarlyPod { uid } => self.early_pod_read(&uid, answer, now),
+            PendingCall::Evaluate { context, uid, claims } => {
+                self.end_evaluation(&claims);
+                self.context_answered(&context, &uid, answer, now);
+            }
+            PendingCall::Pod { context, uid } | PendingCall::Publish { context, uid } => {
+                self.context_answered(&context, &uid, answer, now);
+            }
+            PendingCall::Claim { claim, uid } => self.claim_answered(&claim, &uid, answer, now),
+            PendingCall::Item { transaction, uid } => self.item_answered(transaction, &uid, answer, now),
+            PendingCall::Allocate { transaction } => self.allocated(transaction, answer),
+        }
+    }
+
+    fn observe(&mut self, observation: Observation) {
+        self.commands.push(Command::Observe(observation));
+    }
+
+    fn report(&mut self, regarding: Regarding, reason: &'static str, message: String) {
         *self.statistics.reports.entry(reason).or_default() += 1;
         self.commands.push(Command::Report(Report {
             regarding,
@@ -287,23 +262,47 @@ impl ControllerState {
         }));
     }
 
-    /// Handles a report that was not written: it may be repeated, and its object is revisited after [`TELL_AGAIN`].
-    fn untold(&mut self, report: &Report, now: Moment) {
-        let next = now.after(TELL_AGAIN);
+    /// Reports a problem of a claim unless it repeats the last report. Returns whether it was reported.
+    fn report_claim(&mut self, key: &ObjectKey, reason: &'static str, message: String) -> bool {
+        let Some(claim) = self.cache.claims.get_mut(key) else {
+            return false;
+        };
+        if claim.reported.as_deref() == Some(&message) {
+            return false;
+        }
+        claim.reported = Some(message.clone());
+        let regarding = Regarding::Claim {
+            key: key.clone(),
+            uid: claim.uid().to_owned(),
+        };
+        self.report(regarding, reason, message);
+        true
+    }
+
+    fn report_class(&mut self, name: String, reason: &'static str, message: String) {
+        let class = self.cache.classes.get(&name);
+        let uid = class.and_then(|class| class.metadata.uid.clone());
+        let uid = uid.unwrap_or_default();
+        self.report(Regarding::Class { name, uid }, reason, message);
+    }
+
+    /// Handles a report that was not written: it may be repeated, and its object is revisited after [`REPORT_RETRY_INTERVAL`].
+    fn report_failed(&mut self, report: &Report, now: Moment) {
+        let next = now.after(REPORT_RETRY_INTERVAL);
         match &report.regarding {
             Regarding::Pod { key, uid } => {
                 if let Some(context) = self.contexts.get_mut(key)
                     && context.forget_report(uid, report)
                 {
-                    self.wake_at(next, Work::Context(key.clone()));
+                    self.queue.insert_at(next, Work::Context(key.clone()));
                 }
             }
             Regarding::Claim { key, uid } => {
-                if let Some(claim) = self.claims.get_mut(key).filter(|claim| claim.uid() == uid)
+                if let Some(claim) = self.cache.claim_mut(key, uid)
                     && claim.reported.as_ref() == Some(&report.message)
                 {
                     claim.reported = None;
-                    self.wake_at(next, Work::Claim(key.clone()));
+                    self.queue.insert_at(next, Work::Claim(key.clone()));
                 }
             }
             // A class is reported with each pod and claim that it concerns.
@@ -311,79 +310,936 @@ impl ControllerState {
         }
     }
 
-    fn answered(&mut self, id: CallId, answer: Answer, now: Moment) {
-        let Some(pending_call) = self.pending_calls.remove(&id) else {
+    // === the start barrier ===
+
+    fn listed(&mut self, list: Listed) {
+        let Barrier::Listing {
+            classes,
+            claims,
+            contexts,
+        } = &mut self.barrier
+        else {
             return;
         };
-        self.count_answer(id, &pending_call, &answer);
-        // Apply the result of a write at once; the watch shows it later.
-        if let Answer::ClaimWritten(Outcome::Done(claim)) = &answer {
-            self.see_written_claim(claim.clone(), now);
+        match list {
+            Listed::Classes => *classes = true,
+            Listed::Claims => *claims = true,
+            Listed::Contexts => *contexts = true,
         }
-        match pending_call {
-            PendingCall::Pod { context, uid, early } => self.pod_read(&context, &uid, early, answer, now),
-            PendingCall::EarlyPod { uid } => self.early_pod_read(&uid, answer, now),
-            PendingCall::Judge {
-                context,
-                uid,
-                claims,
-                input,
-            } => {
-                self.end_judging(&claims, &input);
-                self.judged(&context, &uid, input, answer, now);
-            }
-            PendingCall::Publish { context, uid } => self.published(&context, &uid, answer, now),
-            PendingCall::Release { claim, uid } => self.release_answered(&claim, &uid, answer, now),
-            PendingCall::Item { transaction, uid } => self.item_answered(transaction, &uid, answer, now),
-            PendingCall::Transaction { transaction } => self.transaction_answered(transaction, answer),
-        }
-    }
-
-    // === start ===
-
-    fn pass_barrier(&mut self) {
-        if !self.barrier.listed() || self.barrier.driver {
+        if !(*classes && *claims && *contexts) {
             return;
         }
-        let holdings = self
-            .claims
-            .values_mut()
-            .filter_map(|claim| claim.observe_first())
-            .collect();
-        self.commands.push(Command::Observe(Observation::All(holdings)));
+        self.barrier = Barrier::AwaitingDriver;
+        let claims = self.cache.claims.values_mut();
+        let holdings = claims.filter_map(|claim| claim.observe_first()).collect();
+        self.observe(Observation::All(holdings));
         self.commands.push(Command::AwaitDriver);
     }
 
+    /// Whether the driver has observed all claims, so that each change is observed on its own.
+    fn is_listed(&self) -> bool {
+        !matches!(self.barrier, Barrier::Listing { .. })
+    }
+
     fn driver_ready(&mut self) {
-        self.barrier.driver = true;
-        self.work_queue
-            .extend(self.claims.keys().cloned().map(Work::Claim));
-        self.work_queue
+        self.barrier = Barrier::Passed;
+        self.queue
+            .extend(self.cache.claims.keys().cloned().map(Work::Claim));
+        self.queue
             .extend(self.contexts.keys().cloned().map(Work::Context));
     }
-}
 
-/// Whether `new` is a later version of an object than `known`. Resource versions are compared as numbers, as in client-go's caches.
-pub(super) fn newer(known: Option<&str>, new: Option<&str>) -> bool {
-    let number = |version: Option<&str>| version.and_then(|text| text.parse::<u64>().ok());
-    match (number(known), number(new)) {
-        (Some(known), Some(new)) => new > known,
-        _ => known != new,
+    // === classes ===
+
+    fn see_all_classes(&mut self, classes: Vec<Arc<ResourceClass>>) {
+        let names: BTreeSet<&str> = classes
+            .iter()
+            .filter_map(|class| class.metadata.name.as_deref())
+            .collect();
+        let known = self.cache.classes.keys();
+        let gone: Vec<String> = known
+            .filter(|name| !names.contains(name.as_str()))
+            .cloned()
+            .collect();
+        for name in gone {
+            self.class_gone(&name);
+        }
+        for class in classes {
+            self.see_class(class);
+        }
+        self.listed(Listed::Classes);
+    }
+
+    fn see_class(&mut self, class: Arc<ResourceClass>) {
+        let Some(name) = class.metadata.name.clone() else {
+            return;
+        };
+        let known = self.cache.classes.get(&name);
+        if known == Some(&class) {
+            return;
+        }
+        let same_driver = known.is_some_and(|known| known.driver_name == class.driver_name);
+        let ours = &self.cache.settings.driver_name;
+        if !same_driver && class.driver_name != *ours && class.driver_name.eq_ignore_ascii_case(ours) {
+            let message = format!(
+                "driverName \"{}\" is in upper case, with which the API server refuses the finalizer of a claim: write \"{ours}\"",
+                class.driver_name
+            );
+            let regarding = Regarding::Class {
+                name: name.clone(),
+                uid: class.metadata.uid.clone().unwrap_or_default(),
+            };
+            self.report(regarding, "DriverNameNotLowerCase", message);
+        }
+        self.cache.classes.insert(name.clone(), class);
+        self.class_changed(&name);
+    }
+
+    fn class_gone(&mut self, name: &str) {
+        if self.cache.classes.remove(name).is_some() {
+            self.class_changed(name);
+        }
+    }
+
+    fn class_changed(&mut self, name: &str) {
+        let mut keys: Vec<ObjectKey> = Vec::new();
+        for (key, claim) in &mut self.cache.claims {
+            if claim.class_name() == name {
+                claim.invalid_at = None;
+                claim.retry.succeeded();
+                keys.push(key.clone());
+            }
+        }
+        for key in keys {
+            for context in self.cache.index.users(&key) {
+                if let Some(context) = self.contexts.get_mut(context) {
+                    context.reset_backoff();
+                }
+            }
+            self.claim_changed(&key);
+        }
+    }
+
+    // === claims ===
+
+    fn see_all_claims(&mut self, claims: Vec<Arc<ResourceClaim>>, now: Moment) {
+        let keys: BTreeSet<ObjectKey> = claims
+            .iter()
+            .map(|claim| ObjectKey::of(&claim.metadata))
+            .collect();
+        let known = self.cache.claims.iter();
+        let gone: Vec<(ObjectKey, String)> = known
+            .filter(|(key, _)| !keys.contains(*key))
+            .map(|(key, claim)| (key.clone(), claim.uid().to_owned()))
+            .collect();
+        for (key, uid) in gone {
+            self.claim_gone(&key, &uid);
+        }
+        for claim in claims {
+            self.see_claim(claim, now);
+        }
+        self.listed(Listed::Claims);
+    }
+
+    /// Applies the object returned by our own write, unless the watch has meanwhile reported the claim as deleted.
+    fn see_written_claim(&mut self, claim: Arc<ResourceClaim>, now: Moment) {
+        let known = self.cache.claims.get(&ObjectKey::of(&claim.metadata));
+        if known.is_some_and(|known| Some(known.uid()) == claim.metadata.uid.as_deref()) {
+            self.see_claim(claim, now);
+        }
+    }
+
+    fn see_claim(&mut self, object: Arc<ResourceClaim>, now: Moment) {
+        let key = ObjectKey::of(&object.metadata);
+        let uid = object.metadata.uid.clone().unwrap_or_default();
+        if let Some(known) = self.cache.claims.get(&key) {
+            let known_uid = known.uid().to_owned();
+            if known_uid != uid {
+                self.claim_gone(&key, &known_uid);
+            } else if known.is_gone()
+                || !is_newer(
+                    known.object.metadata.resource_version.as_deref(),
+                    object.metadata.resource_version.as_deref(),
+                )
+            {
+                return;
+            }
+        }
+        self.see_owner(&key, &object);
+        let settings = &self.cache.settings;
+        let (driver, finalizer) = (settings.driver_name.as_str(), settings.finalizer());
+        let is_new = !self.cache.claims.contains_key(&key);
+        let claim = self
+            .cache
+            .claims
+            .entry(key.clone())
+            .or_insert_with(|| Box::new(Claim::new(object.clone())));
+        if let Some(holding) = claim.see(object, driver, &finalizer, now)
+            && self.is_listed()
+        {
+            self.observe(Observation::Changed(holding));
+        }
+        self.claim_changed(&key);
+        if is_new && self.cache.index.is_candidate(&key) {
+            self.read_pod_early(&key);
+        }
+    }
+
+    fn claim_gone(&mut self, key: &ObjectKey, uid: &str) {
+        if self.cache.claim_mut(key, uid).is_none() {
+            return;
+        }
+        let Some(claim) = self.cache.claims.remove(key) else {
+            return;
+        };
+        if let Some(owner) = pod_owner_of(&claim.object.metadata) {
+            self.leave_owner(&owner.uid, key);
+        }
+        self.cache.index.remove_candidate(key);
+        if claim.is_observed() && self.is_listed() {
+            self.observe(Observation::Gone { uid: uid.to_owned() });
+        }
+        self.queue_users(key);
+        self.queue.extend(claim.transaction().map(Work::Transaction));
+    }
+
+    /// Updates the index of claims by owner pod. If the owner changes, another pod may use the claim from now on.
+    fn see_owner(&mut self, key: &ObjectKey, object: &ResourceClaim) {
+        let uid = |object: &ResourceClaim| pod_owner_of(&object.metadata).map(|owner| owner.uid.clone());
+        let now = uid(object);
+        if let Some(known) = self.cache.claims.get(key) {
+            let before = uid(&known.object);
+            if before != now {
+                if let Some(before) = before {
+                    self.leave_owner(&before, key);
+                }
+                self.cache.index.remove_candidate(key);
+            }
+        }
+        if let Some(now) = now {
+            self.cache.index.add_owner(now, key);
+        }
+    }
+
+    /// Removes a claim from the index of its former owner pod.
+    fn leave_owner(&mut self, uid: &str, key: &ObjectKey) {
+        if self.cache.index.remove_owner(uid, key) {
+            self.early_pods.remove(uid);
+        }
+    }
+
+    /// Lets all pods of the namespace be read for a claim that is still unallocated.
+    fn open_claim(&mut self, key: &ObjectKey) {
+        if self.cache.index.open_candidate(key) {
+            let first = ObjectKey::new(key.namespace.clone(), "");
+            let contexts = self.contexts.range(first..);
+            let unread = contexts
+                .take_while(|(context, _)| context.namespace == key.namespace)
+                .filter(|(_, context)| context.is_pod_unread());
+            self.queue
+                .extend(unread.map(|(key, _)| Work::Context(key.clone())));
+        }
+    }
+
+    /// Updates the indexes after a change of a claim or its class, and queues all affected work.
+    fn claim_changed(&mut self, key: &ObjectKey) {
+        let Some(claim) = self.cache.claims.get(key) else {
+            return;
+        };
+        // Claims of other drivers count too: a pod is evaluated only when all its claims exist.
+        if let Some(owner) = pod_owner_of(&claim.object.metadata) {
+            let context = ObjectKey::new(key.namespace.clone(), owner.name.clone());
+            self.queue.insert(Work::Context(context));
+        }
+        if self.cache.is_candidate(claim) {
+            let is_generated = is_generated(&claim.object);
+            if self.cache.index.add_candidate(key) {
+                if is_generated {
+                    let end = self.queue.now.after(OWNER_POD_TIMEOUT);
+                    self.queue.insert_at(end, Work::OpenClaim(key.clone()));
+                } else {
+                    self.open_claim(key);
+                }
+            }
+        } else if claim.is_delayed() || claim.is_allocated() {
+            self.cache.index.remove_candidate(key);
+        } else {
+            self.cache.index.add_immediate(key);
+        }
+        self.queue.insert(Work::Claim(key.clone()));
+        self.queue_users(key);
+    }
+
+    /// Queues the contexts whose pods name a claim.
+    fn queue_users(&mut self, claim: &ObjectKey) {
+        let contexts = self.cache.index.users(claim);
+        self.queue.extend(contexts.cloned().map(Work::Context));
+    }
+
+    /// Reports a wrong allocation to the claim's users, and marks it for rollback if it must not stay.
+    fn found(&mut self, finding: Finding) {
+        let key = ObjectKey::new(finding.namespace, finding.name);
+        let Some(claim) = self.cache.claim_mut(&key, &finding.uid) else {
+            return;
+        };
+        if finding.take_back {
+            claim.mark_wrong();
+        }
+        let pods = claim.user_pods();
+        if self.report_claim(&key, finding.reason, finding.message.clone()) {
+            for (name, uid) in pods {
+                let key = ObjectKey::new(key.namespace.clone(), name);
+                self.report(
+                    Regarding::Pod { key, uid },
+                    finding.reason,
+                    finding.message.clone(),
+                );
+            }
+        }
+        self.queue.insert(Work::Claim(key));
+    }
+
+    /// What a claim needs to know for a step.
+    fn around_claim(&self, key: &ObjectKey) -> Option<claim::Surroundings> {
+        let claim = self.cache.claims.get(key)?;
+        let pod_lacks_a_claim = claim.incomplete_pod().is_none_or(|(context, uid)| {
+            let context = self.contexts.get(context);
+            context.is_some_and(|context| context.uid() == uid && context.lacks_a_claim(&self.cache))
+        });
+        Some(claim::Surroundings {
+            class: self.cache.class_owner(claim.class_name()),
+            capacity_generation: self.cache.capacity_generation,
+            pod_lacks_a_claim,
+        })
+    }
+
+    fn step_claim(&mut self, key: &ObjectKey, now: Moment) {
+        if let Some(around) = self.around_claim(key)
+            && let Some(claim) = self.cache.claims.get_mut(key)
+        {
+            let actions = claim.step(&around, now);
+            self.act_on_claim(key, actions);
+        }
+    }
+
+    fn claim_answered(&mut self, key: &ObjectKey, uid: &str, answer: Answer, now: Moment) {
+        let around = self.around_claim(key);
+        let Some((claim, around)) = self.cache.claim_mut(key, uid).zip(around) else {
+            return;
+        };
+        let Answer::ClaimRead(Ok(object)) = answer else {
+            let actions = claim.answered(answer, &around, now);
+            self.act_on_claim(key, actions);
+            return;
+        };
+        let refusal = claim.read(now);
+        self.queue.insert(Work::Claim(key.clone()));
+        if self.see_read_claim(key, uid, object, now)
+            && let Some(claim) = self.cache.claims.get_mut(key)
+        {
+            let actions = claim.found(refusal);
+            self.act_on_claim(key, actions);
+        }
+    }
+
+    /// Applies a claim that was read. Returns whether it still exists.
+    fn see_read_claim(
+        &mut self,
+        key: &ObjectKey,
+        uid: &str,
+        object: Option<Arc<ResourceClaim>>,
+        now: Moment,
+    ) -> bool {
+        match object.filter(|object| object.metadata.uid.as_deref() == Some(uid)) {
+            Some(object) => {
+                self.see_written_claim(object, now);
+                true
+            }
+            None => {
+                self.claim_vanished(key, uid);
+                false
+            }
+        }
+    }
+
+    /// Marks a claim that the server no longer has.
+    fn claim_vanished(&mut self, key: &ObjectKey, uid: &str) {
+        let Some(claim) = self.cache.claim_mut(key, uid) else {
+            return;
+        };
+        if claim.vanish() {
+            self.observe(Observation::Gone { uid: uid.to_owned() });
+        }
+        self.cache.index.remove_candidate(key);
+        self.queue_users(key);
+    }
+
+    fn act_on_claim(&mut self, key: &ObjectKey, actions: Vec<ClaimAction>) {
+        let Some(claim) = self.cache.claims.get(key) else {
+            return;
+        };
+        let uid = claim.uid().to_owned();
+        let pending_call = || PendingCall::Claim {
+            claim: key.clone(),
+            uid: uid.clone(),
+        };
+        for action in actions {
+            match action {
+                ClaimAction::Step => self.queue.insert(Work::Claim(key.clone())),
+                ClaimAction::StepAt(moment) => self.queue.insert_at(moment, Work::Claim(key.clone())),
+                ClaimAction::StepUsers => self.queue_users(key),
+                ClaimAction::Read => {
+                    let key = key.clone();
+                    self.send(pending_call(), |id| Command::ReadClaim { id, key });
+                }
+                ClaimAction::ReadPod(pod) => {
+                    self.send(pending_call(), |id| Command::ReadPod { id, key: pod });
+                }
+                ClaimAction::Write(write) => {
+                    let (key, uid) = (key.clone(), uid.clone());
+                    self.send(pending_call(), |id| Command::WriteClaim { id, key, uid, write });
+                }
+                ClaimAction::Deallocate { claim, allocation } => {
+                    let request = DriverRequest::Deallocate { claim, allocation };
+                    self.call_driver(pending_call(), request);
+                }
+                ClaimAction::Allocate => {
+                    self.start_transaction(None, None, &[(String::new(), key.clone())]);
+                }
+                ClaimAction::Report(reason, message) => {
+                    self.report_claim(key, reason, message);
+                }
+                ClaimAction::ReportWithClass {
+                    class,
+                    reason,
+                    message,
+                } => {
+                    if self.report_claim(key, reason, message.clone()) {
+                        self.report_class(class, reason, message);
+                    }
+                }
+                ClaimAction::Vanished => self.claim_vanished(key, &uid),
+                ClaimAction::CountDeallocation => self.statistics.deallocations += 1,
+            }
+        }
+    }
+
+    // === contexts ===
+
+    fn see_all_contexts(&mut self, contexts: Vec<Arc<PodSchedulingContext>>) {
+        let keys: BTreeSet<ObjectKey> = contexts
+            .iter()
+            .map(|context| ObjectKey::of(&context.metadata))
+            .collect();
+        let known = self.contexts.iter();
+        let gone: Vec<(ObjectKey, String)> = known
+            .filter(|(key, _)| !keys.contains(*key))
+            .map(|(key, context)| (key.clone(), context.uid().to_owned()))
+            .collect();
+        for (key, uid) in gone {
+            self.context_gone(&key, &uid);
+        }
+        for context in contexts {
+            self.see_context(context);
+        }
+        self.listed(Listed::Contexts);
+    }
+
+    fn see_context(&mut self, object: Arc<PodSchedulingContext>) {
+        let key = ObjectKey::of(&object.metadata);
+        let uid = object.metadata.uid.clone().unwrap_or_default();
+        if let Some(known) = self.contexts.get(&key) {
+            let known_uid = known.uid().to_owned();
+            if known_uid != uid {
+                self.context_gone(&key, &known_uid);
+            } else if !is_newer(
+                known.object.metadata.resource_version.as_deref(),
+                object.metadata.resource_version.as_deref(),
+            ) {
+                return;
+            }
+        }
+        if let Some(context) = self.contexts.get_mut(&key) {
+            context.see(object);
+            // A transaction ends early if its node is no longer selected.
+            self.queue.extend(context.transaction().map(Work::Transaction));
+        } else {
+            let context = Context::new(object, self.cache.capacity_generation);
+            self.contexts.insert(key.clone(), context);
+        }
+        self.queue.insert(Work::Context(key));
+    }
+
+    fn context_gone(&mut self, key: &ObjectKey, uid: &str) {
+        if self.contexts.get(key).is_none_or(|context| context.uid() != uid) {
+            return;
+        }
+        let Some(context) = self.contexts.remove(key) else {
+            return;
+        };
+        self.wake_ups.remove(key);
+        self.statistics.trouble_changed(context.trouble(), None);
+        for claim in context.named_claims() {
+            self.cache.index.remove_user(claim, key);
+        }
+        self.queue.extend(context.transaction().map(Work::Transaction));
+    }
+
+    fn step_context(&mut self, key: &ObjectKey, now: Moment) {
+        if let Some(context) = self.contexts.get_mut(key) {
+            let actions = context.step(key, &self.cache, now);
+            self.act_on_context(key, actions, now);
+        }
+    }
+
+    fn recheck_context(&mut self, key: &ObjectKey, now: Moment) {
+        if let Some(context) = self.contexts.get_mut(key) {
+            let actions = context.recheck(self.cache.capacity_generation, now);
+            self.act_on_context(key, actions, now);
+        }
+    }
+
+    fn context_answered(&mut self, key: &ObjectKey, uid: &str, answer: Answer, now: Moment) {
+        let context = self.contexts.get_mut(key);
+        let Some(context) = context.filter(|context| context.uid() == uid) else {
+            return;
+        };
+        let actions = match answer {
+            Answer::PodRead(answer) => context.pod_read(answer, &self.cache, now),
+            Answer::Judged(answer) => context.evaluated(answer, &self.cache, now),
+            Answer::ContextWritten(outcome) => context.published(outcome, now),
+            Answer::ClaimRead(_)
+            | Answer::ClaimWritten(_)
+            | Answer::Allocated(_)
+            | Answer::Deallocated(_) => {
+                return;
+            }
+        };
+        self.act_on_context(key, actions, now);
+    }
+
+    fn act_on_context(&mut self, key: &ObjectKey, actions: Vec<ContextAction>, now: Moment) {
+        let Some(context) = self.contexts.get(key) else {
+            return;
+        };
+        let (context, uid) = (key.clone(), context.uid().to_owned());
+        for action in actions {
+            match action {
+                ContextAction::Step => self.queue.insert(self.wake_ups.work(key)),
+                ContextAction::StepAt(moment) => self.queue.insert_at(moment, Work::Context(key.clone())),
+                ContextAction::RecheckAt(moment) => self.queue.insert_at(moment, Work::Recheck(key.clone())),
+                ContextAction::FindPod => self.find_pod(key, now),
+                ContextAction::ReadPod => {
+                    let (context, uid, key) = (context.clone(), uid.clone(), key.clone());
+                    let pending_call = PendingCall::Pod { context, uid };
+                    self.send(pending_call, |id| Command::ReadPod { id, key });
+                }
+                ContextAction::UseClaim(claim) => self.cache.index.add_user(claim, key),
+                ContextAction::Evaluate { pod, claims, nodes } => {
+                    self.evaluate(context.clone(), uid.clone(), pod, claims, nodes);
+                }
+                ContextAction::Publish(entries) => {
+                    let (context, uid, key) = (context.clone(), uid.clone(), key.clone());
+                    let pending_call = PendingCall::Publish {
+                        context,
+                        uid: uid.clone(),
+                    };
+                    self.send(pending_call, |id| Command::WriteContext {
+                        id,
+                        key,
+                        uid,
+                        entries,
+                    });
+                }
+                ContextAction::Allocate {
+                    consumer,
+                    node,
+                    claims,
+                } => {
+                    let id = self.start_transaction(Some(consumer), Some(node), &claims);
+                    if let Some((id, context)) = id.zip(self.contexts.get_mut(key)) {
+                        context.transaction_started(id);
+                    }
+                }
+                ContextAction::GiveUp(claims) => {
+                    for key in claims {
+                        if let Some(claim) = self.cache.claims.get_mut(&key) {
+                            claim.mark_incomplete(context.clone(), uid.clone());
+                        }
+                        self.queue.insert(Work::Claim(key));
+                    }
+                    // The pod takes no step until its claims can be evaluated together.
+                    self.queue.insert(Work::Context(key.clone()));
+                }
+                ContextAction::Report {
+                    pod_uid,
+                    reason,
+                    message,
+                } => {
+                    let (key, uid) = (key.clone(), pod_uid);
+                    self.report(Regarding::Pod { key, uid }, reason, message);
+                }
+                ContextAction::ReportOnClaim(claim, reason, message) => {
+                    self.report_claim(&claim, reason, message);
+                }
+                ContextAction::ReportOnClass(class, reason, message) => {
+                    self.report_class(class, reason, message);
+                }
+                ContextAction::JoinWakeUps => self.wake_ups.join(key.clone()),
+                ContextAction::LeaveWakeUps => self.wake_ups.remove(key),
+                ContextAction::EndWakeUp => self.wake_ups.end(key),
+                ContextAction::CountWakeUp(start) => self.statistics.wake_ups.observe(now.since(start)),
+                ContextAction::CountTrouble { before, after } => {
+                    self.statistics.trouble_changed(before, after);
+                }
+                ContextAction::CountRecheck => self.statistics.caught_by_recheck += 1,
+            }
+        }
+    }
+
+    fn evaluate(
+        &mut self,
+        context: ObjectKey,
+        uid: String,
+        pod: Arc<Pod>,
+        claims: Vec<(ObjectKey, ClaimToAllocate)>,
+        nodes: Vec<String>,
+    ) {
+        let mut keys = Vec::new();
+        for (key, _) in &claims {
+            if let Some(claim) = self.cache.claims.get_mut(key) {
+                claim.phase = ClaimPhase::Evaluating;
+                keys.push((key.clone(), claim.uid().to_owned()));
+            }
+        }
+        let pending_call = PendingCall::Evaluate {
+            context,
+            uid,
+            claims: keys,
+        };
+        let claims = claims.into_iter().map(|(_, claim)| claim).collect();
+        self.call_driver(
+            pending_call,
+            DriverRequest::UnsuitableNodes { pod, claims, nodes },
+        );
+    }
+
+    /// Ends the evaluation of these claims. Contexts that waited for it proceed.
+    fn end_evaluation(&mut self, claims: &[(ObjectKey, String)]) {
+        for (key, uid) in claims {
+            let Some(claim) = self.cache.claim_mut(key, uid) else {
+                continue;
+            };
+            if claim.phase == ClaimPhase::Evaluating {
+                claim.phase = ClaimPhase::Idle;
+            }
+            self.queue.insert(Work::Claim(key.clone()));
+            self.queue_users(key);
+        }
+    }
+
+    // === pods that are read before their contexts exist ===
+
+    /// Reads the owner pod of a generated claim before the context needs it.
+    fn read_pod_early(&mut self, claim: &ObjectKey) {
+        let object = self.cache.claims.get(claim).map(|claim| &claim.object);
+        let object = object.filter(|object| is_generated(object));
+        let Some(owner) = object.and_then(|object| pod_owner_of(&object.metadata)) else {
+            return;
+        };
+        let key = ObjectKey::new(claim.namespace.clone(), owner.name.clone());
+        if !self.is_ready() || self.contexts.contains_key(&key) || self.early_pods.contains_key(&owner.uid) {
+            return;
+        }
+        let uid = owner.uid.clone();
+        let pending_call = PendingCall::EarlyPod { uid: uid.clone() };
+        let id = self.send(pending_call, |id| Command::ReadPod { id, key });
+        self.early_pods.insert(uid, EarlyPod::Reading(id));
+    }
+
+    fn early_pod_read(&mut self, uid: &str, answer: Answer, now: Moment) {
+        let Some(early) = self.early_pods.get_mut(uid) else {
+            return;
+        };
+        match answer {
+            Answer::PodRead(Ok(Some(pod))) if pod.metadata.uid.as_deref() == Some(uid) => {
+                *early = EarlyPod::Read(pod, now);
+            }
+            // After any error the context reads the pod itself.
+            _ => {
+                self.early_pods.remove(uid);
+            }
+        }
+    }
+
+    /// Takes over a pod that was read early, or reads the pod.
+    fn find_pod(&mut self, key: &ObjectKey, now: Moment) {
+        let Some(context) = self.contexts.get_mut(key) else {
+            return;
+        };
+        let early = context.owner_uid().and_then(|uid| self.early_pods.remove(uid));
+        let actions = match early {
+            Some(EarlyPod::Reading(id)) => {
+                context.await_early_pod();
+                let (uid, context) = (context.uid().to_owned(), key.clone());
+                self.pending_calls.insert(id, PendingCall::Pod { context, uid });
+                return;
+            }
+            Some(EarlyPod::Read(pod, at)) if at.after(EARLY_POD_MAX_AGE) > now => {
+                context.await_early_pod();
+                context.pod_read(Ok(Some(pod)), &self.cache, now)
+            }
+            Some(EarlyPod::Read(..)) | None => context.begin_to_read_pod(),
+        };
+        self.act_on_context(key, actions, now);
+    }
+
+    // === wake-ups ===
+
+    fn capacity_changed(&mut self, change: &CapacityChange, now: Moment) {
+        self.cache.capacity_generation += 1;
+        let waiting = self
+            .contexts
+            .iter()
+            .filter_map(|(key, context)| Some((key.clone(), context.waiting()?.clone())));
+        for key in self.wake_ups.capacity_freed(waiting, change.pods, now) {
+            self.wake_up(&key);
+        }
+        for key in self.cache.index.immediate() {
+            if let Some(claim) = self.cache.claims.get_mut(&key) {
+                claim.retry.succeeded();
+            }
+            self.queue.insert(Work::Claim(key));
+        }
+    }
+
+    /// Wakes as many contexts as allowed. Returns whether any was woken.
+    fn start_wake_ups(&mut self, now: Moment) -> bool {
+        let mut any = false;
+        let deadline = now.after(WAKE_UP_TIMEOUT);
+        while let Some(key) = self.wake_ups.next(deadline) {
+            if self.wake_up(&key) {
+                self.queue.insert_at(deadline, Work::WakeUpTimeout(key));
+                any = true;
+            } else {
+                self.wake_ups.remove(&key);
+            }
+        }
+        any
+    }
+
+    /// Lets a context be evaluated again. Returns whether it still exists.
+    fn wake_up(&mut self, key: &ObjectKey) -> bool {
+        let Some(context) = self.contexts.get_mut(key) else {
+            return false;
+        };
+        context.wake_up(self.cache.capacity_generation, self.wake_ups.freed_at());
+        self.queue.insert(self.wake_ups.work(key));
+        true
+    }
+
+    // === transactions ===
+
+    /// Starts to allocate `claims` (pod claim name, key) on `node`, or on any node if `None`. No other operation may be in progress for
+    /// them.
+    fn start_transaction(
+        &mut self,
+        consumer: Option<Consumer>,
+        node: Option<String>,
+        claims: &[(String, ObjectKey)],
+    ) -> Option<TransactionId> {
+        let id = TransactionId(self.next_id());
+        let mut transaction = Transaction::new(consumer, node, self.cache.capacity_generation);
+        for (pod_claim_name, key) in claims {
+            let claim = self.cache.claims.get_mut(key)?;
+            let class = self.cache.classes.get(claim.class_name())?.clone();
+            if transaction.add(key, pod_claim_name, claim, class) {
+                claim.join_transaction(id);
+            }
+        }
+        self.transactions.insert(id, transaction);
+        self.queue.insert(Work::Transaction(id));
+        Some(id)
+    }
+
+    /// What a transaction needs to know for a step.
+    fn around_transaction(&self, transaction: &Transaction) -> transaction::Surroundings<'_> {
+        let node = transaction.node.as_ref();
+        transaction::Surroundings {
+            settings: &self.cache.settings,
+            claims: &self.cache.claims,
+            consumer: transaction.consumer.as_ref().map(|consumer| {
+                let context = self.contexts.get(&consumer.context);
+                let context = context.filter(|context| context.uid() == consumer.context_uid);
+                context
+                    .map(|context| context.consumer_state(node))
+                    .unwrap_or_default()
+            }),
+        }
+    }
+
+    fn step_transaction(&mut self, id: TransactionId, now: Moment) {
+        let Some(mut transaction) = self.transactions.remove(&id) else {
+            return;
+        };
+        let actions = transaction.step(&self.around_transaction(&transaction), now);
+        let item = |uid| PendingCall::Item { transaction: id, uid };
+        let mut has_ended = false;
+        for action in actions {
+            match action {
+                TransactionAction::Step => self.queue.insert(Work::Transaction(id)),
+                TransactionAction::StepAt(moment) => self.queue.insert_at(moment, Work::Transaction(id)),
+                TransactionAction::Read { key, uid } => {
+                    self.send(item(uid), |id| Command::ReadClaim { id, key });
+                }
+                TransactionAction::Write { key, uid, write } => {
+                    let pending_call = item(uid.clone());
+                    self.send(pending_call, |id| Command::WriteClaim { id, key, uid, write });
+                }
+                TransactionAction::Allocate { claims, node } => {
+                    let pending_call = PendingCall::Allocate { transaction: id };
+                    self.call_driver(pending_call, DriverRequest::Allocate { claims, node });
+                }
+                TransactionAction::Deallocate {
+                    uid,
+                    claim,
+                    allocation,
+                } => {
+                    let request = DriverRequest::Deallocate { claim, allocation };
+                    self.call_driver(item(uid), request);
+                }
+                TransactionAction::End => has_ended = true,
+            }
+        }
+        if has_ended {
+            self.end_transaction(&transaction, now);
+        } else {
+            self.transactions.insert(id, transaction);
+        }
+    }
+
+    fn allocated(&mut self, id: TransactionId, answer: Answer) {
+        let Some(mut transaction) = self.transactions.remove(&id) else {
+            return;
+        };
+        if let Answer::Allocated(result) = answer {
+            transaction.allocated(result, &self.around_transaction(&transaction));
+        }
+        self.transactions.insert(id, transaction);
+        self.queue.insert(Work::Transaction(id));
+    }
+
+    fn item_answered(&mut self, id: TransactionId, uid: &str, answer: Answer, now: Moment) {
+        let item = |transaction: &Transaction| {
+            let (key, _) = transaction.claims().find(|(_, item)| *item == uid)?;
+            Some(key.clone())
+        };
+        let Some(key) = self.transactions.get(&id).and_then(item) else {
+            return;
+        };
+        let Some(mut transaction) = self.transactions.remove(&id) else {
+            return;
+        };
+        if let Answer::ClaimRead(Ok(object)) = &answer {
+            self.see_read_claim(&key, uid, object.clone(), now);
+        }
+        let driver_name = self.cache.settings.driver_name.clone();
+        let claim = self.cache.claim_mut(&key, uid);
+        match transaction.item_answered(uid, answer, claim, &driver_name, now) {
+            ItemResult::Continues => {}
+            ItemResult::Recorded => self.statistics.allocations += 1,
+            ItemResult::RolledBack => self.statistics.deallocations += 1,
+            ItemResult::Unclear(message) => self.report_unclear(&transaction, &key, &message, now),
+        }
+        self.transactions.insert(id, transaction);
+        self.queue.insert(Work::Transaction(id));
+    }
+
+    /// Reports a write that keeps failing without being refused.
+    fn report_unclear(&mut self, transaction: &Transaction, key: &ObjectKey, message: &str, now: Moment) {
+        if !transaction.is_wanted(&self.around_transaction(transaction)) {
+            return;
+        }
+        let message = format!("the allocation could not be recorded yet: {message}");
+        let Some(consumer) = &transaction.consumer else {
+            self.report_claim(key, "AllocationNotRecorded", message);
+            return;
+        };
+        if let Some(context) = self.contexts.get_mut(&consumer.context) {
+            let mut actions = Vec::new();
+            context.report("AllocationNotRecorded", message, &mut actions);
+            self.act_on_context(&consumer.context, actions, now);
+        }
+    }
+
+    fn end_transaction(&mut self, transaction: &Transaction, now: Moment) {
+        let failure = transaction.failure(&self.around_transaction(transaction));
+        self.statistics.attempted(failure.as_ref());
+        for (key, uid) in transaction.claims() {
+            if let Some(claim) = self.cache.claim_mut(key, uid) {
+                claim.leave_transaction();
+                self.queue.insert(Work::Claim(key.clone()));
+                self.queue_users(key);
+            }
+        }
+        let Some(consumer) = &transaction.consumer else {
+            for (key, uid) in transaction.claims() {
+                let generation = self.cache.capacity_generation;
+                let claim = self.cache.claims.get_mut(key);
+                if let Some(claim) = claim.filter(|claim| claim.uid() == uid) {
+                    let class = self.cache.classes.get(claim.class_name());
+                    let action = transaction.end_immediate(claim, class, failure.clone(), generation, now);
+                    self.act_on_claim(key, action.into_iter().collect());
+                }
+            }
+            return;
+        };
+        let key = &consumer.context;
+        match failure {
+            None => self.wake_ups.succeeded(key),
+            Some(_) => self.wake_ups.end(key),
+        }
+        let context = self.contexts.get_mut(key);
+        if let Some(context) = context.filter(|context| context.uid() == consumer.context_uid) {
+            let node = transaction.node.as_deref();
+            let actions = context.transaction_ended(node, failure, &self.cache, now);
+            self.act_on_context(key, actions, now);
+        }
     }
 }
 
-/// A delay between `base` and `base + spread` derived from the name, so that rechecks are spread over time.
-pub(super) fn spread(name: &str, base: Duration, spread: Duration) -> Duration {
-    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    });
-    let share = u32::try_from(hash % 1024).unwrap_or_default();
-    base.saturating_add(spread.saturating_mul(share) / 1024)
-}
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
 
-impl Holding {
-    /// The observation of a claim for the driver.
-    pub(super) fn of(claim: &Arc<ResourceClaim>) -> Self {
-        Self { claim: claim.clone() }
+    use super::*;
+
+    fn claim(version: &str, owner: Option<(&str, &str, &str)>) -> Arc<ResourceClaim> {
+        let owner = owner.map(|(api_version, kind, uid)| {
+            json!({ "apiVersion": api_version, "kind": kind, "name": "p", "uid": uid, "controller": true })
+        });
+        let owners: Vec<_> = owner.into_iter().collect();
+        let claim = json!({
+            "metadata": { "namespace": "n", "name": "p-c", "uid": "c", "resourceVersion": version, "ownerReferences": owners },
+            "spec": { "resourceClassName": "class" },
+        });
+        Arc::new(serde_json::from_value(claim).unwrap())
+    }
+
+    #[test]
+    fn a_claim_is_indexed_once_by_its_present_owner_pod() {
+        let mut state = ControllerState::new(Settings::new("d.example"));
+        let mut owners = |version: &str, owner| {
+            state.apply(Event::Claim(claim(version, owner)), Moment::default());
+            state.cache.index.owners().cloned().collect::<Vec<_>>()
+        };
+        assert_eq!(owners("1", Some(("v1", "Pod", "first"))), ["first"]);
+        assert_eq!(owners("2", Some(("v1", "Pod", "second"))), ["second"]);
+        assert_eq!(
+            owners("3", Some(("batch/v1", "Job", "job"))),
+            Vec::<String>::new()
+        );
+        assert_eq!(owners("4", Some(("v1", "Pod", "first"))), ["first"]);
+        assert_eq!(owners("5", None), Vec::<String>::new());
     }
 }

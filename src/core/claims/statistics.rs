@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use crate::core::distribution::Distribution;
 
-use super::event::{Answer, CallError, CallErrorKind, CallId, Moment, ObjectKey, Outcome};
-use super::state::{ControllerState, PendingCall, Work};
+use super::event::{Answer, CallError, CallErrorKind, Moment, Outcome};
 use super::transaction::Failure;
 
 /// Counters since the start.
@@ -77,7 +76,7 @@ impl Statistics {
     pub const SOME_NODES: &'static str = "SomeNodesUnsuitable";
 
     /// Moves a waiting pod from one reason to another; `None` means that it does not wait.
-    fn trouble_changed(&mut self, before: Option<&'static str>, after: Option<&'static str>) {
+    pub(super) fn trouble_changed(&mut self, before: Option<&'static str>, after: Option<&'static str>) {
         if before == after {
             return;
         }
@@ -100,7 +99,7 @@ impl Statistics {
         *self.attempts.entry(result).or_default() += 1;
     }
 
-    fn called(&mut self, answer: &Answer) {
+    pub(super) fn called(&mut self, answer: &Answer) {
         let (call, failure) = match answer {
             Answer::Judged(answer) => ("UnsuitableNodes", answer.as_ref().err()),
             Answer::Allocated(Err(error)) => ("Allocate", Some(error)),
@@ -128,7 +127,7 @@ fn word(kind: CallErrorKind) -> &'static str {
 }
 
 /// Whether a request or call failed.
-fn came_to_nothing(answer: &Answer) -> bool {
+pub(super) fn is_failure(answer: &Answer) -> bool {
     match answer {
         Answer::PodRead(answer) => answer.is_err(),
         Answer::ClaimRead(answer) => answer.is_err(),
@@ -138,139 +137,5 @@ fn came_to_nothing(answer: &Answer) -> bool {
         Answer::Allocated(Err(_)) => true,
         Answer::Allocated(Ok(answers)) => answers.iter().any(Result::is_err),
         Answer::Deallocated(answer) => answer.is_err(),
-    }
-}
-
-fn queue_of_work(work: &Work) -> &'static str {
-    match work {
-        Work::Transaction(_) => "batch",
-        Work::Claim(_) | Work::Open(_) => "claim",
-        Work::Woken(..) | Work::Context(_) | Work::Recheck(_) | Work::Offer(_) => "context",
-    }
-}
-
-fn queue_of_flight(pending_call: &PendingCall) -> &'static str {
-    match pending_call {
-        PendingCall::Item { .. } | PendingCall::Transaction { .. } => "batch",
-        PendingCall::Release { .. } => "claim",
-        PendingCall::Pod { .. }
-        | PendingCall::EarlyPod { .. }
-        | PendingCall::Judge { .. }
-        | PendingCall::Publish { .. } => "context",
-    }
-}
-
-/// The work queue: each piece of work once, in order.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Queue {
-    /// Each piece of work, with the time of its addition.
-    work: BTreeMap<Work, Moment>,
-    /// The current time.
-    pub(super) now: Moment,
-    figures: BTreeMap<&'static str, QueueStatistics>,
-    /// Start times of the pending requests and calls, the oldest first.
-    under_way: BTreeMap<&'static str, BTreeMap<CallId, Moment>>,
-}
-
-impl Queue {
-    /// Adds a piece of work unless it is queued already.
-    pub(super) fn insert(&mut self, work: Work) {
-        let figures = self.figures.entry(queue_of_work(&work)).or_default();
-        self.work.entry(work).or_insert_with(|| {
-            figures.adds += 1;
-            figures.depth += 1;
-            self.now
-        });
-    }
-
-    pub(super) fn extend(&mut self, work: impl IntoIterator<Item = Work>) {
-        for work in work {
-            self.insert(work);
-        }
-    }
-
-    pub(super) fn pop_first(&mut self) -> Option<Work> {
-        let (work, since) = self.work.pop_first()?;
-        let figures = self.figures.entry(queue_of_work(&work)).or_default();
-        figures.depth = figures.depth.saturating_sub(1);
-        figures.waited.observe(self.now.since(since));
-        Some(work)
-    }
-
-    /// Counts a request or call that is being sent.
-    pub(super) fn sent(&mut self, id: CallId, pending_call: &PendingCall) {
-        let queue = queue_of_flight(pending_call);
-        let figures = self.figures.entry(queue).or_default();
-        figures.under_way += 1;
-        figures.begun = figures.begun.saturating_add(self.now.since_start());
-        self.under_way.entry(queue).or_default().insert(id, self.now);
-    }
-
-    /// Counts the answer to a request or call.
-    fn answered(&mut self, id: CallId, pending_call: &PendingCall, answer: &Answer) {
-        let queue = queue_of_flight(pending_call);
-        let begun = self.under_way.get_mut(queue).and_then(|all| all.remove(&id));
-        let Some(begun) = begun else { return };
-        let figures = self.figures.entry(queue).or_default();
-        figures.under_way = figures.under_way.saturating_sub(1);
-        figures.begun = figures.begun.saturating_sub(begun.since_start());
-        figures.worked.observe(self.now.since(begun));
-        figures.retries += u64::from(came_to_nothing(answer));
-    }
-
-    fn figures(&self) -> BTreeMap<&'static str, QueueStatistics> {
-        let mut all = self.figures.clone();
-        for (queue, figures) in &mut all {
-            let oldest = self.under_way.get(queue).and_then(BTreeMap::first_key_value);
-            figures.oldest = oldest.map(|(_, begun)| *begun);
-        }
-        all
-    }
-}
-
-impl ControllerState {
-    /// Returns the counters since the start.
-    pub fn statistics(&self) -> Statistics {
-        Statistics {
-            queues: self.work_queue.figures(),
-            ..self.statistics.clone()
-        }
-    }
-
-    /// Counts the answer to a command.
-    pub(super) fn count_answer(&mut self, id: CallId, pending_call: &PendingCall, answer: &Answer) {
-        self.statistics.called(answer);
-        self.work_queue.answered(id, pending_call, answer);
-    }
-
-    /// Records the reason that keeps a pod from its devices; `None` for no reason.
-    pub(super) fn set_trouble(&mut self, key: &ObjectKey, trouble: Option<&'static str>) {
-        if let Some(context) = self.contexts.get_mut(key) {
-            let before = std::mem::replace(&mut context.trouble, trouble);
-            self.statistics.trouble_changed(before, trouble);
-        }
-    }
-
-    /// Removes a pod from the count of waiting pods because its context is gone.
-    pub(super) fn forget_trouble(&mut self, trouble: Option<&'static str>) {
-        self.statistics.trouble_changed(trouble, None);
-    }
-
-    /// Ends the measurement of a wake-up that does not help the pod.
-    pub(super) fn stays_asleep(&mut self, key: &ObjectKey) {
-        if let Some(context) = self.contexts.get_mut(key) {
-            context.woken = None;
-        }
-    }
-
-    /// Ends the measurement of a wake-up that helped: the pod's allocation starts, or the scheduler has its new entries.
-    pub(super) fn note_awake(&mut self, key: &ObjectKey, now: Moment) {
-        let woken = self
-            .contexts
-            .get_mut(key)
-            .and_then(|context| context.woken.take());
-        if let Some(woken) = woken {
-            self.statistics.wake_ups.observe(now.since(woken));
-        }
     }
 }

@@ -1,29 +1,28 @@
-//! An allocation transaction: allocates all claims of a transaction or none.
+//! An allocation transaction: allocates all claims of a pod, or one immediate claim, or nothing.
 //!
-//! Finalizers are added first, then the driver allocates, then each claim gets one status write. A transaction outlives its context and its
-//! claims: each allocation of the driver is either recorded in its claim or deallocated, even if objects are deleted meanwhile. If one
-//! claim cannot be recorded, the allocations already recorded are rolled back.
+//! ```text
+//! add finalizers ─▶ allocate (driver) ─▶ write status ─▶ end
+//!                     │ refused             │ refused ─▶ roll back written status
+//!                     └──▶ deallocate ◀─────┴──────────────────┘
+//! ```
+//!
+//! A transaction outlives its context and its claims: each allocation of the driver is either recorded in its claim or deallocated, even if
+//! objects are deleted meanwhile. [`Transaction::step`] returns [`TransactionAction`]s, which
+//! [`ControllerState`](super::ControllerState) executes in order.
 
-mod answers;
-mod undo;
-
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::api::resource::label::{LABEL_OF_ANY_NODE, label_of_node};
 use crate::api::resource::{AllocationResult, ResourceClaim, ResourceClaimConsumerReference, ResourceClass};
 
-use super::claim::{ClaimPhase, ClaimState};
+use super::claim::{Claim, ClaimAction, Claims};
 use super::event::{
-    CallError, CallErrorKind, ClaimToAllocate, ClaimWrite, Command, DriverRequest, Moment, ObjectKey, Subject,
+    Answer, CallError, CallErrorKind, ClaimToAllocate, ClaimWrite, Moment, ObjectKey, Outcome, Settings,
+    Subject,
 };
-use super::retry::Retry;
-use super::state::{ControllerState, PendingCall, Work};
+use super::queue::{Retry, WRITES_BEFORE_REPORT};
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct TransactionId(u64);
-
-/// The pod that a transaction is allocated for, and its PodSchedulingContext.
+/// The pod that a transaction allocates for, and its PodSchedulingContext.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Consumer {
     pub(super) context: ObjectKey,
@@ -32,34 +31,92 @@ pub(super) struct Consumer {
     pub(super) pod_uid: String,
 }
 
+/// The state of a consumer's context. Both are false if the context is gone or being deleted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct ConsumerState {
+    /// Whether it selects the transaction's node.
+    pub(super) selects_node: bool,
+    /// Whether the pod still waits for a node. A pod whose user has set its node cannot go elsewhere, and the claim controller releases the
+    /// claims of a pod that is being deleted.
+    pub(super) awaits_node: bool,
+}
+
+/// What a transaction needs to know for a step, apart from itself.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Surroundings<'a> {
+    pub(super) settings: &'a Settings,
+    pub(super) claims: &'a Claims,
+    /// `None` for an immediate claim.
+    pub(super) consumer: Option<ConsumerState>,
+}
+
+impl<'a> Surroundings<'a> {
+    /// The claim of an item, unless it is gone.
+    fn claim(&self, item: &Item) -> Option<&'a Claim> {
+        let claim = self.claims.get(&item.key).filter(|claim| claim.uid() == item.uid);
+        claim.map(|claim| &**claim)
+    }
+}
+
 /// Phases of a transaction. The last two follow a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
+enum Phase {
     /// Adding our finalizer and the node label to each claim.
-    Securing,
+    AddingFinalizers,
     /// Waiting for the driver's allocations.
     Allocating,
     /// Writing each claim's allocation.
-    Recording,
-    /// Rolling back recorded allocations because one claim could not be recorded.
-    Undoing,
+    WritingStatus,
+    /// Rolling back recorded allocations because one claim could not be recorded. `Failed` marks a claim without an allocation, and `Done` a
+    /// claim that keeps its allocation.
+    ///
+    /// No container can be using them. kubelet prepares nothing for a pod before all its claims are allocated and reserved for it
+    /// (`PrepareResources` in kubelet's `cm/dra/manager.go`), the scheduler does not bind such a pod, and one of this pod's claims was just
+    /// read without an allocation. One write removes the allocation and our own reservation; it is refused if the claim has changed since it
+    /// was read.
+    RollingBack,
     /// Waiting for the driver to deallocate the claims that are not recorded.
-    GivingBack,
+    Deallocating,
 }
 
-/// Progress of one claim within the stage of its transaction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Progress of one claim within the phase of its transaction.
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum Step {
     /// Not started, or due for a retry.
     Waiting,
-    InFlight,
+    /// A write or a call is pending.
+    Pending,
     /// The last write was refused or had an unknown outcome: read the claim before anything else.
-    ToRead,
+    Unconfirmed {
+        /// Why the write was refused. An earlier write with an unknown outcome may still have been stored.
+        refusal: Option<String>,
+    },
+    /// Reading the claim after such a write.
+    Reading {
+        refusal: Option<String>,
+    },
     Done,
-    /// Cannot succeed in this stage.
+    /// Cannot succeed in this phase.
     Failed,
 }
 
+impl Step {
+    fn is_in_progress(&self) -> bool {
+        matches!(
+            self,
+            Self::Pending | Self::Unconfirmed { .. } | Self::Reading { .. }
+        )
+    }
+
+    fn take_refusal(&mut self) -> Option<String> {
+        match self {
+            Self::Unconfirmed { refusal } | Self::Reading { refusal } => refusal.take(),
+            Self::Waiting | Self::Pending | Self::Done | Self::Failed => None,
+        }
+    }
+}
+
+/// One claim of a transaction.
 #[derive(Clone, Debug)]
 struct Item {
     key: ObjectKey,
@@ -69,8 +126,6 @@ struct Item {
     class: Arc<ResourceClass>,
     allocation: Option<AllocationResult>,
     step: Step,
-    /// Why the last write was refused. An earlier write with an unknown outcome may still have been stored.
-    refusal: Option<String>,
     /// Number of writes with an unknown outcome.
     unclear: u32,
     /// Set when an allocation write had an unknown outcome. Cleared when that write can no longer be stored and the claim is read again.
@@ -93,216 +148,244 @@ pub(super) enum Failure {
     Withdrawn,
 }
 
+/// What happens next in a transaction.
+#[derive(Debug)]
+pub(super) enum TransactionAction {
+    /// Step again.
+    Step,
+    StepAt(Moment),
+    Read {
+        key: ObjectKey,
+        uid: String,
+    },
+    Write {
+        key: ObjectKey,
+        uid: String,
+        write: ClaimWrite,
+    },
+    Allocate {
+        claims: Vec<ClaimToAllocate>,
+        node: Option<String>,
+    },
+    Deallocate {
+        uid: String,
+        claim: Arc<ResourceClaim>,
+        allocation: Option<AllocationResult>,
+    },
+    End,
+}
+
+/// What an answer means for one claim.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum ItemResult {
+    /// The transaction goes on.
+    Continues,
+    /// The allocation is recorded.
+    Recorded,
+    /// The recorded allocation is rolled back.
+    RolledBack,
+    /// Writes keep failing without being refused.
+    Unclear(String),
+}
+
 #[derive(Clone, Debug)]
 pub(super) struct Transaction {
-    consumer: Option<Consumer>,
-    node: Option<String>,
-    stage: Stage,
+    pub(super) consumer: Option<Consumer>,
+    pub(super) node: Option<String>,
+    phase: Phase,
     items: Vec<Item>,
     failure: Option<Failure>,
-    /// `ControllerState::capacity_generation` at the start: the driver's answer may predate later changes.
-    asked: u64,
+    /// The capacity generation at the start: the driver's answer may predate later changes.
+    started_at: u64,
 }
 
 impl Transaction {
-    fn restart_items(&mut self, stage: Stage) {
-        self.stage = stage;
+    /// A transaction without claims.
+    pub(super) fn new(consumer: Option<Consumer>, node: Option<String>, capacity_generation: u64) -> Self {
+        Self {
+            consumer,
+            node,
+            phase: Phase::AddingFinalizers,
+            items: Vec::new(),
+            failure: None,
+            started_at: capacity_generation,
+        }
+    }
+
+    /// Adds a claim, unless it is already added: a pod may name one claim twice. Returns whether it was added.
+    pub(super) fn add(
+        &mut self,
+        key: &ObjectKey,
+        pod_claim_name: &str,
+        claim: &Claim,
+        class: Arc<ResourceClass>,
+    ) -> bool {
+        if self.items.iter().any(|item| item.uid == claim.uid()) {
+            return false;
+        }
+        self.items.push(Item {
+            key: key.clone(),
+            uid: claim.uid().to_owned(),
+            pod_claim_name: pod_claim_name.to_owned(),
+            claim: claim.object.clone(),
+            class,
+            allocation: None,
+            step: Step::Waiting,
+            unclear: 0,
+            may_be_recorded: false,
+            needed_version: None,
+            goes_first: claim.allocation_refused,
+            retry: Retry::default(),
+        });
+        true
+    }
+
+    /// The claims, by key and uid.
+    pub(super) fn claims(&self) -> impl Iterator<Item = (&ObjectKey, &str)> {
+        self.items.iter().map(|item| (&item.key, &*item.uid))
+    }
+
+    /// Whether the transaction is still wanted: the context still selects its node, and no claim is gone, being deleted or allocated.
+    pub(super) fn is_wanted(&self, around: &Surroundings<'_>) -> bool {
+        let is_wanted = |claim: &Claim| !claim.is_deleting() && !claim.is_allocated();
+        around.consumer.is_none_or(|consumer| consumer.selects_node)
+            && self
+                .items
+                .iter()
+                .all(|item| around.claim(item).is_some_and(is_wanted))
+    }
+
+    /// Takes the next steps.
+    pub(super) fn step(&mut self, around: &Surroundings<'_>, now: Moment) -> Vec<TransactionAction> {
+        let mut actions = Vec::new();
+        for item in &mut self.items {
+            if let Some(known) = around.claim(item) {
+                item.claim = known.object.clone();
+            }
+            item.read_unconfirmed(&mut actions, now);
+        }
+        match self.phase {
+            Phase::AddingFinalizers => self.add_finalizers(around, &mut actions, now),
+            Phase::Allocating => {}
+            Phase::WritingStatus => self.write_status(around, &mut actions, now),
+            Phase::RollingBack => self.roll_back(around, &mut actions, now),
+            Phase::Deallocating => self.deallocate(around, &mut actions, now),
+        }
+        actions
+    }
+
+    fn add_finalizers(
+        &mut self,
+        around: &Surroundings<'_>,
+        actions: &mut Vec<TransactionAction>,
+        now: Moment,
+    ) {
+        let is_wanted = self.is_wanted(around);
+        let label = around.settings.node_label();
+        let node = self
+            .node
+            .as_deref()
+            .map_or_else(|| LABEL_OF_ANY_NODE.to_owned(), label_of_node);
+        let has_finalizer = |claim: &Claim| {
+            let labels = claim.object.metadata.labels.as_ref();
+            claim.has_finalizer() && labels.and_then(|labels| labels.get(&label)) == Some(&node)
+        };
+        for item in &mut self.items {
+            if item.step == Step::Waiting && around.claim(item).is_some_and(has_finalizer) {
+                item.step = Step::Done;
+            }
+            if item.step == Step::Waiting && is_wanted && self.failure.is_none() {
+                item.write(ClaimWrite::AddFinalizer { node: node.clone() }, actions, now);
+            }
+        }
+        if self.items.iter().any(|item| item.step.is_in_progress()) {
+            return;
+        }
+        if !is_wanted {
+            self.failure.get_or_insert(Failure::Withdrawn);
+        }
+        if self.failure.is_some() {
+            actions.push(TransactionAction::End);
+        } else if self.items.iter().all(|item| item.step == Step::Done) {
+            self.phase = Phase::Allocating;
+            actions.push(TransactionAction::Allocate {
+                claims: self.items.iter().map(Item::to_allocate).collect(),
+                node: self.node.clone(),
+            });
+        }
+    }
+
+    /// Handles the driver's answer for the whole transaction.
+    pub(super) fn allocated(
+        &mut self,
+        result: Result<Vec<Result<AllocationResult, CallError>>, CallError>,
+        around: &Surroundings<'_>,
+    ) {
+        if self.phase != Phase::Allocating {
+            return;
+        }
+        let count = self.items.len();
+        let results = match result {
+            Ok(results) if results.len() == count => results,
+            Ok(results) => {
+                let message = format!("the driver answered for {} of {count} claims", results.len());
+                self.failure = Some(misbehaved(message));
+                self.begin_to_deallocate(|_| true);
+                return;
+            }
+            Err(error) => {
+                self.failure = Some(Failure::Driver(error));
+                self.begin_to_deallocate(|_| true);
+                return;
+            }
+        };
+        for (item, result) in self.items.iter_mut().zip(results) {
+            match result {
+                Ok(allocation) => {
+                    // Check before the first write: a claim that the server refuses would leave the others allocated in vain.
+                    if let Err(message) = allocation.check() {
+                        let message = format!("the driver's allocation for claim {}: {message}", item.key);
+                        self.failure.get_or_insert_with(|| misbehaved(message));
+                    }
+                    item.allocation = Some(allocation);
+                }
+                Err(error) => {
+                    self.failure.get_or_insert(Failure::Driver(error));
+                }
+            }
+        }
+        if self.failure.is_none() && !self.is_wanted(around) {
+            self.failure = Some(Failure::Withdrawn);
+        }
+        if self.failure.is_some() {
+            self.begin_to_deallocate(|item| item.allocation.is_some());
+        } else {
+            self.restart_items(Phase::WritingStatus);
+        }
+    }
+
+    fn restart_items(&mut self, phase: Phase) {
+        self.phase = phase;
         for item in &mut self.items {
             item.step = Step::Waiting;
             item.retry.succeeded();
         }
     }
-}
 
-impl ControllerState {
-    /// Starts to allocate `claims` (pod claim name, key) on `node`, or on any node if `None`. All claims must be `Resting`.
-    pub(super) fn start_transaction(
-        &mut self,
-        consumer: Option<Consumer>,
-        node: Option<String>,
-        claims: &[(String, ObjectKey)],
-    ) -> Option<TransactionId> {
-        let id = TransactionId(self.next_number());
-        let mut items: Vec<Item> = Vec::new();
-        let mut uids = BTreeSet::new();
-        for (pod_claim_name, key) in claims {
-            let claim = self.claims.get_mut(key)?;
-            let class = self.classes.get(&claim.object.spec.resource_class_name)?.clone();
-            // A pod may name one claim twice.
-            if !uids.insert(claim.uid().to_owned()) {
-                continue;
-            }
-            claim.stage = ClaimPhase::InBatch(id);
-            claim.finalizer_to_go = false;
-            claim.forget_problems();
-            items.push(Item {
-                key: key.clone(),
-                uid: claim.uid().to_owned(),
-                pod_claim_name: pod_claim_name.clone(),
-                claim: claim.object.clone(),
-                class,
-                allocation: None,
-                step: Step::Waiting,
-                refusal: None,
-                unclear: 0,
-                may_be_recorded: false,
-                needed_version: None,
-                goes_first: claim.allocation_refused,
-                retry: Retry::default(),
-            });
-        }
-        self.transactions.insert(
-            id,
-            Transaction {
-                consumer,
-                node,
-                stage: Stage::Securing,
-                items,
-                failure: None,
-                asked: self.capacity_generation,
-            },
-        );
-        self.work_queue.insert(Work::Transaction(id));
-        Some(id)
-    }
-
-    /// Advances a transaction, and ends it when it is finished.
-    pub(super) fn step_transaction(&mut self, id: TransactionId, now: Moment) {
-        let Some(mut transaction) = self.transactions.remove(&id) else {
-            return;
-        };
-        self.refresh(&mut transaction);
-        self.read_unclear(id, &mut transaction, now);
-        let over = match transaction.stage {
-            Stage::Securing => self.secure(id, &mut transaction, now),
-            Stage::Allocating => false,
-            Stage::Recording => self.record(id, &mut transaction, now),
-            Stage::Undoing => {
-                if self.undo(id, &mut transaction, now) {
-                    self.begin_to_give_back(id, &mut transaction, |item| item.step == Step::Failed);
-                }
-                false
-            }
-            Stage::GivingBack => self.give_back(id, &mut transaction, now),
-        };
-        if over {
-            self.end_transaction(&transaction, now);
-        } else {
-            self.transactions.insert(id, transaction);
-        }
-    }
-
-    /// Updates each item to the latest known claim.
-    fn refresh(&self, transaction: &mut Transaction) {
-        for item in &mut transaction.items {
-            if let Some(known) = self.claims.get(&item.key).filter(|known| known.uid() == item.uid) {
-                item.claim = known.object.clone();
-            }
-        }
-    }
-
-    /// Reads each claim whose last write was not confirmed.
-    fn read_unclear(&mut self, id: TransactionId, transaction: &mut Transaction, now: Moment) {
-        for item in transaction
-            .items
-            .iter_mut()
-            .filter(|item| item.step == Step::ToRead)
-        {
-            if let Some(moment) = item.retry.wait_until(now) {
-                self.wake_at(moment, Work::Transaction(id));
-                continue;
-            }
-            item.step = Step::InFlight;
-            let (key, uid) = (item.key.clone(), item.uid.clone());
-            self.send(PendingCall::Item { transaction: id, uid }, |id| {
-                Command::ReadClaim { id, key }
-            });
-        }
-    }
-
-    /// Whether the transaction is still wanted: the context still selects its node, and no claim is gone, being deleted or allocated.
-    fn is_wanted(&self, transaction: &Transaction) -> bool {
-        let context_stands = transaction.consumer.as_ref().is_none_or(|consumer| {
-            self.contexts.get(&consumer.context).is_some_and(|context| {
-                context.uid() == consumer.context_uid
-                    && !context.is_deleting()
-                    && Some(&context.object.spec.selected_node) == transaction.node.as_ref()
-            })
-        });
-        context_stands
-            && transaction.items.iter().all(|item| {
-                self.claims.get(&item.key).is_some_and(|claim| {
-                    claim.uid() == item.uid && !claim.is_deleting() && !claim.is_allocated()
-                })
-            })
-    }
-
-    /// Returns whether the transaction is over.
-    fn secure(&mut self, id: TransactionId, transaction: &mut Transaction, now: Moment) -> bool {
-        let wanted = self.is_wanted(transaction);
-        let label = self.settings.node_label();
-        let node = transaction
-            .node
-            .as_deref()
-            .map_or_else(|| LABEL_OF_ANY_NODE.to_owned(), label_of_node);
-        let is_secured = |known: &ClaimState| {
-            let labels = known.object.metadata.labels.as_ref();
-            known.has_finalizer() && labels.and_then(|labels| labels.get(&label)) == Some(&node)
-        };
-        for item in &mut transaction.items {
-            let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
-            if item.step == Step::Waiting && known.is_some_and(|known| is_secured(known)) {
-                item.step = Step::Done;
-            }
-            if item.step == Step::Waiting && wanted && transaction.failure.is_none() {
-                self.write_item(id, item, ClaimWrite::AddFinalizer { node: node.clone() }, now);
-            }
-        }
-        if transaction
-            .items
-            .iter()
-            .any(|item| matches!(item.step, Step::InFlight | Step::ToRead))
-        {
-            return false;
-        }
-        if !wanted {
-            transaction.failure.get_or_insert(Failure::Withdrawn);
-        }
-        if transaction.failure.is_some() {
-            return true;
-        }
-        if transaction.items.iter().all(|item| item.step == Step::Done) {
-            transaction.stage = Stage::Allocating;
-            let claims = transaction.items.iter().map(Item::to_allocate).collect();
-            let node = transaction.node.clone();
-            self.send(PendingCall::Transaction { transaction: id }, |id| {
-                Command::CallDriver {
-                    id,
-                    request: DriverRequest::Allocate { claims, node },
-                }
-            });
-        }
-        false
-    }
-
-    fn record(&mut self, id: TransactionId, transaction: &mut Transaction, now: Moment) -> bool {
-        let reserved_for = transaction
+    fn write_status(&mut self, around: &Surroundings<'_>, actions: &mut Vec<TransactionAction>, now: Moment) {
+        let reserved_for = self
             .consumer
             .as_ref()
-            .filter(|_| self.settings.reserve_for_pod)
+            .filter(|_| around.settings.reserve_for_pod)
             .map(|consumer| ResourceClaimConsumerReference::pod(&consumer.context.name, &consumer.pod_uid));
         let is_open = |item: &Item| !matches!(item.step, Step::Done | Step::Failed);
-        let hopeless = transaction
+        let hopeless = self
             .items
             .iter()
             .any(|item| item.goes_first && item.step == Step::Failed);
         // If a `goes_first` claim has failed, nothing more is recorded, so no claim waits for the others that go first.
-        let first_only = !hopeless
-            && transaction
-                .items
-                .iter()
-                .any(|item| item.goes_first && is_open(item));
-        for item in &mut transaction.items {
+        let first_only = !hopeless && self.items.iter().any(|item| item.goes_first && is_open(item));
+        for item in &mut self.items {
             if item.step != Step::Waiting || (first_only && !item.goes_first) {
                 continue;
             }
@@ -317,47 +400,94 @@ impl ControllerState {
                         reserved_for: reserved_for.clone(),
                         version: item.needed_version.clone(),
                     };
-                    self.write_item(id, item, write, now);
+                    item.write(write, actions, now);
                 }
                 _ => item.step = Step::Failed,
             }
         }
-        if transaction.items.iter().any(is_open) {
+        if self.items.iter().any(is_open) {
+            return;
+        }
+        if self.items.iter().all(|item| item.step == Step::Done) {
+            actions.push(TransactionAction::End);
+            return;
+        }
+        if !self.begin_to_roll_back(around) {
+            self.begin_to_deallocate(|item| item.step == Step::Failed);
+        }
+        actions.push(TransactionAction::Step);
+    }
+
+    /// Starts the rollback if it is safe, and returns whether it started.
+    fn begin_to_roll_back(&mut self, around: &Surroundings<'_>) -> bool {
+        let any_recorded = self.items.iter().any(|item| item.step == Step::Done);
+        // If another writer has allocated the claim that we could not record, the pod may be starting with all its claims.
+        let pod_cannot_run = self.items.iter().all(|item| {
+            item.step == Step::Done || around.claim(item).is_none_or(|claim| !claim.is_allocated())
+        });
+        let awaits_node = around.consumer.is_some_and(|consumer| consumer.awaits_node);
+        if !any_recorded || !pod_cannot_run || !awaits_node {
             return false;
         }
-        if transaction.items.iter().all(|item| item.step == Step::Done) {
-            return true;
+        self.phase = Phase::RollingBack;
+        for item in self.items.iter_mut().filter(|item| item.step == Step::Done) {
+            item.step = Step::Waiting;
+            item.retry.succeeded();
         }
-        if !self.begin_to_undo(id, transaction) {
-            self.begin_to_give_back(id, transaction, |item| item.step == Step::Failed);
+        true
+    }
+
+    fn roll_back(&mut self, around: &Surroundings<'_>, actions: &mut Vec<TransactionAction>, now: Moment) {
+        // A write with an unknown outcome is repeated seconds later; meanwhile another driver may have allocated the missing claim, for
+        // example after its class changed.
+        let lacks_a_claim = self
+            .items
+            .iter()
+            .any(|item| around.claim(item).is_none_or(|claim| !claim.is_allocated()));
+        let awaits_node = around.consumer.is_some_and(|consumer| consumer.awaits_node);
+        let is_right = lacks_a_claim && awaits_node;
+        let pod_uid = self.consumer.as_ref().map(|consumer| &*consumer.pod_uid);
+        for item in self.items.iter_mut().filter(|item| item.step == Step::Waiting) {
+            let known = around.claim(item);
+            // A late allocation write must find the claim allocated: wait until none can be stored any more.
+            if let Some(moment) = known.and_then(|known| known.late_write_until(now)) {
+                actions.push(TransactionAction::StepAt(moment));
+                continue;
+            }
+            let known = known.filter(|_| is_right);
+            match known.and_then(|known| item.rollback(known, pod_uid)) {
+                Some(write) => item.write(write, actions, now),
+                None => item.step = Step::Done,
+            }
         }
-        false
+        if self
+            .items
+            .iter()
+            .all(|item| matches!(item.step, Step::Done | Step::Failed))
+        {
+            self.begin_to_deallocate(|item| item.step == Step::Failed);
+            actions.push(TransactionAction::Step);
+        }
     }
 
     /// Deallocates the claims that `which` selects; the others count as done.
-    fn begin_to_give_back(
-        &mut self,
-        id: TransactionId,
-        transaction: &mut Transaction,
-        which: impl Fn(&Item) -> bool,
-    ) {
-        let picked: Vec<bool> = transaction.items.iter().map(which).collect();
-        transaction.restart_items(Stage::GivingBack);
-        for (item, picked) in transaction.items.iter_mut().zip(picked) {
-            if !picked {
+    fn begin_to_deallocate(&mut self, which: impl Fn(&Item) -> bool) {
+        let selected: Vec<bool> = self.items.iter().map(which).collect();
+        self.restart_items(Phase::Deallocating);
+        for (item, selected) in self.items.iter_mut().zip(selected) {
+            if !selected {
                 item.step = Step::Done;
             }
         }
-        self.work_queue.insert(Work::Transaction(id));
     }
 
-    fn give_back(&mut self, id: TransactionId, transaction: &mut Transaction, now: Moment) -> bool {
-        for item in &mut transaction.items {
+    fn deallocate(&mut self, around: &Surroundings<'_>, actions: &mut Vec<TransactionAction>, now: Moment) {
+        for item in &mut self.items {
             if item.step != Step::Waiting {
                 continue;
             }
             // An earlier leader's write may have recorded the allocation after all: it is in use, so keep it.
-            let known = self.claims.get(&item.key).filter(|known| known.uid() == item.uid);
+            let known = around.claim(item);
             if known.is_some_and(|known| known.is_ours()) {
                 item.step = Step::Done;
                 continue;
@@ -366,49 +496,298 @@ impl ControllerState {
             if item.may_be_recorded
                 && let Some(known) = known
             {
-                if let Some(moment) = known.unsettled_until(now) {
-                    self.wake_at(moment, Work::Transaction(id));
+                if let Some(moment) = known.late_write_until(now) {
+                    actions.push(TransactionAction::StepAt(moment));
                 } else {
                     item.may_be_recorded = false;
-                    item.step = Step::ToRead;
-                    self.work_queue.insert(Work::Transaction(id));
+                    item.step = Step::Unconfirmed { refusal: None };
+                    actions.push(TransactionAction::Step);
                 }
                 continue;
             }
             if let Some(moment) = item.retry.wait_until(now) {
-                self.wake_at(moment, Work::Transaction(id));
+                actions.push(TransactionAction::StepAt(moment));
                 continue;
             }
-            item.step = Step::InFlight;
-            let (claim, allocation) = (item.claim.clone(), item.allocation.clone());
-            self.send(
-                PendingCall::Item {
-                    transaction: id,
-                    uid: item.uid.clone(),
-                },
-                |id| Command::CallDriver {
-                    id,
-                    request: DriverRequest::Deallocate { claim, allocation },
-                },
-            );
+            item.step = Step::Pending;
+            actions.push(TransactionAction::Deallocate {
+                uid: item.uid.clone(),
+                claim: item.claim.clone(),
+                allocation: item.allocation.clone(),
+            });
         }
-        transaction.items.iter().all(|item| item.step == Step::Done)
+        if self.items.iter().all(|item| item.step == Step::Done) {
+            actions.push(TransactionAction::End);
+        }
     }
 
-    fn write_item(&mut self, id: TransactionId, item: &mut Item, write: ClaimWrite, now: Moment) {
-        if let Some(moment) = item.retry.wait_until(now) {
-            self.wake_at(moment, Work::Transaction(id));
+    /// Handles an answer for the claim with this uid. `known` is the claim, unless it is gone; the object that was read is already applied to
+    /// it.
+    pub(super) fn item_answered(
+        &mut self,
+        uid: &str,
+        answer: Answer,
+        known: Option<&mut Claim>,
+        driver_name: &str,
+        now: Moment,
+    ) -> ItemResult {
+        let phase = self.phase;
+        let Some(item) = self.items.iter_mut().find(|item| item.uid == uid) else {
+            return ItemResult::Continues;
+        };
+        if phase == Phase::RollingBack {
+            return item.rollback_answered(answer, known, now);
+        }
+        let is_status = phase == Phase::WritingStatus;
+        let mut known = known;
+        let mut refused = None;
+        let mut result = ItemResult::Continues;
+        match answer {
+            Answer::ClaimWritten(Outcome::Done(_)) => item.step = Step::Done,
+            Answer::Deallocated(Ok(())) => {
+                item.step = Step::Done;
+                if let Some(claim) = &mut known {
+                    claim.clear_uncertain();
+                }
+            }
+            Answer::ClaimWritten(Outcome::Refused(message)) => {
+                item.step = Step::Unconfirmed {
+                    refusal: Some(message),
+                };
+            }
+            Answer::ClaimWritten(Outcome::Conflict(_)) => item.step = Step::Unconfirmed { refusal: None },
+            Answer::ClaimWritten(Outcome::Unknown(message)) => {
+                item.step = Step::Unconfirmed { refusal: None };
+                item.unclear += 1;
+                if item.unclear > WRITES_BEFORE_REPORT {
+                    result = ItemResult::Unclear(message);
+                }
+                item.may_be_recorded |= is_status;
+                if let Some(claim) = &mut known {
+                    if is_status {
+                        claim.mark_allocation_uncertain(item.needed_version.take(), now);
+                    } else {
+                        claim.mark_write_uncertain(now);
+                    }
+                }
+            }
+            Answer::ClaimRead(Err(_)) => item.read_failed(now),
+            Answer::ClaimRead(Ok(object)) => {
+                let object = object.filter(|object| object.metadata.uid.as_deref() == Some(uid));
+                let refusal = item.step.take_refusal();
+                item.step = item.step_after_read(phase, object.as_deref(), driver_name);
+                item.retry.failed(now);
+                // After two writes with an unknown outcome, the other one may still be stored.
+                if item.step == Step::Done
+                    && item.unclear < 2
+                    && let Some(claim) = &mut known
+                {
+                    claim.clear_late_writes();
+                }
+                if item.step == Step::Waiting && refusal.is_some() {
+                    item.step = Step::Failed;
+                }
+                if item.step == Step::Failed {
+                    if is_status && let Some(claim) = &mut known {
+                        claim.allocation_refused = true;
+                    }
+                    let by_others = || "it has been deleted or allocated by somebody else".to_owned();
+                    refused = Some(refusal.unwrap_or_else(by_others));
+                }
+            }
+            Answer::Deallocated(Err(_)) => {
+                item.step = Step::Waiting;
+                item.retry.failed(now);
+            }
+            Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Judged(_) | Answer::Allocated(_) => {}
+        }
+        if is_status && item.step == Step::Done {
+            if let Some(claim) = known.filter(|claim| !claim.is_gone()) {
+                claim.allocation_refused = false;
+                result = ItemResult::Recorded;
+            } else {
+                // The driver learned that the claim is gone before it could learn of the recorded allocation: deallocate.
+                item.step = Step::Failed;
+                refused = Some("it is gone".to_owned());
+            }
+        }
+        if let Some(message) = refused {
+            self.failure.get_or_insert(Failure::Refused(message));
+        }
+        result
+    }
+
+    /// Why it failed, once it has ended. `None` if all claims are allocated.
+    pub(super) fn failure(&self, around: &Surroundings<'_>) -> Option<Failure> {
+        // A refusal for a deleted claim needs no report: the allocation is no longer wanted.
+        let deleted = || {
+            self.items
+                .iter()
+                .any(|item| around.claim(item).is_none_or(Claim::is_deleting))
+        };
+        match &self.failure {
+            Some(Failure::Refused(_)) if deleted() => Some(Failure::Withdrawn),
+            other => other.clone(),
+        }
+    }
+
+    /// Records the end of an immediate claim's transaction in the claim. `class` is the claim's class as it is now.
+    pub(super) fn end_immediate(
+        &self,
+        claim: &mut Claim,
+        class: Option<&Arc<ResourceClass>>,
+        failure: Option<Failure>,
+        capacity_generation: u64,
+        now: Moment,
+    ) -> Option<ClaimAction> {
+        let item = self.items.iter().find(|item| item.uid == claim.uid())?;
+        match failure {
+            None => {
+                claim.retry.succeeded();
+                claim.reported = None;
+                None
+            }
+            Some(Failure::Withdrawn) => None,
+            Some(Failure::Refused(message)) => {
+                claim.retry.failed(now);
+                let message = format!("the allocation could not be recorded: {message}");
+                Some(ClaimAction::Report("AllocationNotRecorded", message))
+            }
+            Some(Failure::Driver(error)) => {
+                // A change since the driver was called may have removed the cause.
+                let changed = self.started_at < capacity_generation || class != Some(&item.class);
+                if error.kind == CallErrorKind::Invalid && !changed {
+                    claim.invalid_at = Some(capacity_generation);
+                } else {
+                    claim.retry.failed(now);
+                }
+                Some(match error.subject {
+                    Subject::Class(class) => ClaimAction::ReportWithClass {
+                        class,
+                        reason: error.reason,
+                        message: error.message,
+                    },
+                    Subject::Claim(_) | Subject::Call => ClaimAction::Report(error.reason, error.message),
+                })
+            }
+        }
+    }
+}
+
+impl Item {
+    fn to_allocate(&self) -> ClaimToAllocate {
+        ClaimToAllocate {
+            pod_claim_name: self.pod_claim_name.clone(),
+            claim: self.claim.clone(),
+            class: self.class.clone(),
+        }
+    }
+
+    fn write(&mut self, write: ClaimWrite, actions: &mut Vec<TransactionAction>, now: Moment) {
+        if let Some(moment) = self.retry.wait_until(now) {
+            actions.push(TransactionAction::StepAt(moment));
             return;
         }
-        item.step = Step::InFlight;
-        let (key, uid) = (item.key.clone(), item.uid.clone());
-        self.send(
-            PendingCall::Item {
-                transaction: id,
-                uid: uid.clone(),
-            },
-            |id| Command::WriteClaim { id, key, uid, write },
-        );
+        self.step = Step::Pending;
+        let (key, uid) = (self.key.clone(), self.uid.clone());
+        actions.push(TransactionAction::Write { key, uid, write });
+    }
+
+    /// Reads the claim if its last write was not confirmed.
+    fn read_unconfirmed(&mut self, actions: &mut Vec<TransactionAction>, now: Moment) {
+        let Step::Unconfirmed { refusal } = &mut self.step else {
+            return;
+        };
+        if let Some(moment) = self.retry.wait_until(now) {
+            actions.push(TransactionAction::StepAt(moment));
+            return;
+        }
+        let refusal = refusal.take();
+        self.step = Step::Reading { refusal };
+        let (key, uid) = (self.key.clone(), self.uid.clone());
+        actions.push(TransactionAction::Read { key, uid });
+    }
+
+    fn read_failed(&mut self, now: Moment) {
+        let refusal = self.step.take_refusal();
+        self.step = Step::Unconfirmed { refusal };
+        self.retry.failed(now);
+    }
+
+    fn step_after_read(&self, phase: Phase, object: Option<&ResourceClaim>, driver_name: &str) -> Step {
+        if phase == Phase::Deallocating {
+            return Step::Waiting;
+        }
+        let Some(object) = object else { return Step::Failed };
+        match (phase, &object.status.allocation) {
+            (Phase::WritingStatus, Some(allocation)) => {
+                let ours = object.status.driver_name.as_deref() == Some(driver_name)
+                    && Some(allocation) == self.allocation.as_ref();
+                if ours { Step::Done } else { Step::Failed }
+            }
+            // The server stores no allocation in a claim that is being deleted.
+            (Phase::WritingStatus, None) if object.metadata.deletion_timestamp.is_some() => Step::Failed,
+            _ => Step::Waiting,
+        }
+    }
+
+    /// The write that rolls back the claim. `None` if the claim must stay as it is: it also serves another pod, or it is being released
+    /// anyway.
+    fn rollback(&self, known: &Claim, pod_uid: Option<&str>) -> Option<ClaimWrite> {
+        let status = &known.object.status;
+        let is_ours_alone = status.allocation == self.allocation
+            && !known.is_release_requested()
+            && status
+                .reserved_for
+                .iter()
+                .all(|user| Some(user.uid.as_str()) == pod_uid);
+        let version = known.object.metadata.resource_version.clone()?;
+        is_ours_alone.then_some(ClaimWrite::UndoAllocation {
+            version,
+            reserved: !status.reserved_for.is_empty(),
+        })
+    }
+
+    /// Handles an answer for a claim that is being rolled back.
+    fn rollback_answered(&mut self, answer: Answer, known: Option<&mut Claim>, now: Moment) -> ItemResult {
+        match answer {
+            Answer::ClaimWritten(Outcome::Done(_)) => {
+                self.step = Step::Failed;
+                return ItemResult::RolledBack;
+            }
+            Answer::ClaimWritten(Outcome::Refused(message)) => {
+                self.step = Step::Unconfirmed {
+                    refusal: Some(message),
+                };
+            }
+            Answer::ClaimWritten(Outcome::Conflict(_)) => self.step = Step::Unconfirmed { refusal: None },
+            Answer::ClaimWritten(Outcome::Unknown(_)) => {
+                self.step = Step::Unconfirmed { refusal: None };
+                if let Some(claim) = known {
+                    claim.mark_write_uncertain(now);
+                    // If this write is stored later after all, the driver must deallocate.
+                    claim.mark_uncertain();
+                }
+            }
+            Answer::ClaimRead(Ok(object)) => {
+                self.retry.failed(now);
+                let refused = self.step.take_refusal().is_some();
+                let is_recorded = object.is_some_and(|object| {
+                    object.metadata.uid.as_deref() == Some(&self.uid)
+                        && object.status.allocation.is_some()
+                        && object.status.allocation == self.allocation
+                });
+                self.step = match (is_recorded, refused) {
+                    (true, false) => Step::Waiting,
+                    // The server refuses the rollback: the allocation stays. The scheduler requests its deallocation if the pod fits nowhere.
+                    (true, true) => Step::Done,
+                    (false, _) => Step::Failed,
+                };
+            }
+            Answer::ClaimRead(Err(_)) => self.read_failed(now),
+            _ => {}
+        }
+        ItemResult::Continues
     }
 }
 
@@ -420,14 +799,4 @@ fn misbehaved(message: String) -> Failure {
         reason: "DriverMisbehaved",
         message,
     })
-}
-
-impl Item {
-    fn to_allocate(&self) -> ClaimToAllocate {
-        ClaimToAllocate {
-            pod_claim_name: self.pod_claim_name.clone(),
-            claim: self.claim.clone(),
-            class: self.class.clone(),
-        }
-    }
 }

@@ -220,6 +220,7 @@ pub(crate) fn event_reasons() -> Found {
     ];
     let says = [
         "report",
+        "Report",
         "report_pod",
         "report_claim",
         "report_class",
