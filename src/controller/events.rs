@@ -17,13 +17,13 @@ use crate::api::resource::{GROUP, VERSION};
 use crate::core::claims::{Event as Answered, Regarding, Report};
 
 /// Maximum number of pending reports, one per object and reason. With the longest notes and names they take some 7 MB.
-const QUEUE: usize = 4096;
+const MAX_PENDING: usize = 4096;
 /// Maximum length of a note in bytes (`events.k8s.io/v1`: 1,024).
-const NOTE_MAX: usize = 1024;
-/// The pause after a failed write of a report, doubled with each consecutive failure up to [`LONGEST_PAUSE`].
-const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const MAX_NOTE_BYTES: usize = 1024;
+/// The pause after a failed write of a report, doubled with each consecutive failure up to [`MAX_PAUSE`].
+const MIN_PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause, so that the next report soon follows the end of a fault.
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+const MAX_PAUSE: Duration = Duration::from_secs(10);
 
 /// Writes Events one after the other, independently of the controller's other work.
 ///
@@ -44,7 +44,7 @@ struct Queue {
 
 #[derive(Debug, Default)]
 struct Waiting {
-    reports: BTreeMap<About, Said>,
+    reports: BTreeMap<About, Message>,
     order: VecDeque<About>,
     ended: bool,
     /// The time of the last report. Names are made from these times, so each is unique.
@@ -56,7 +56,7 @@ type About = (Regarding, String);
 
 /// A message, and the time from which it is pending.
 #[derive(Debug)]
-struct Said {
+struct Message {
     message: String,
     at: Timestamp,
 }
@@ -75,17 +75,17 @@ impl Queue {
             .unwrap_or(state.last);
         let at = Timestamp::now().max(next);
         let about = (report.regarding, report.reason);
-        let room = state.reports.len() < QUEUE;
+        let room = state.reports.len() < MAX_PENDING;
         match state.reports.entry(about) {
             Entry::Occupied(mut waiting) => {
-                waiting.insert(Said {
+                waiting.insert(Message {
                     message: report.message,
                     at,
                 });
             }
             Entry::Vacant(free) if room => {
                 let about = free.key().clone();
-                free.insert(Said {
+                free.insert(Message {
                     message: report.message,
                     at,
                 });
@@ -106,7 +106,7 @@ impl Queue {
     }
 
     /// The next report; `None` at the end.
-    async fn next(&self) -> Option<(About, Said)> {
+    async fn next(&self) -> Option<(About, Message)> {
         loop {
             {
                 let mut state = self.state();
@@ -122,7 +122,7 @@ impl Queue {
     }
 
     /// Requeues a report behind the others, unless a newer one has arrived.
-    fn put_back(&self, about: About, said: Said) {
+    fn put_back(&self, about: About, said: Message) {
         let mut state = self.state();
         if let Entry::Vacant(free) = state.reports.entry(about) {
             let about = free.key().clone();
@@ -140,7 +140,7 @@ impl Queue {
 /// The result of an attempt to write an Event.
 enum Attempt {
     /// The Event is stored.
-    Told,
+    Written,
     /// The server could not store it now.
     Failed(String),
     /// The server will never store it.
@@ -150,10 +150,10 @@ enum Attempt {
 impl Attempt {
     fn of(result: Result<Event, kube::Error>) -> Self {
         match result {
-            Ok(_) => Self::Told,
+            Ok(_) => Self::Written,
             Err(kube::Error::Api(status)) => match status.code {
                 // An earlier attempt succeeded, and its answer was lost.
-                409 => Self::Told,
+                409 => Self::Written,
                 400..=499 if !matches!(status.code, 401 | 408 | 429) => Self::Refused(status.message),
                 _ => Self::Failed(status.message),
             },
@@ -178,7 +178,7 @@ impl Reports {
         };
         let (reports, back) = (queue.clone(), answers.clone());
         let task = tokio::spawn(async move {
-            let mut pause = FIRST_PAUSE;
+            let mut pause = MIN_PAUSE;
             while let Some((about, said)) = reports.next().await {
                 let event = reporter.event(&about, &said);
                 let namespace = event.metadata.namespace.as_deref().unwrap_or("default");
@@ -189,7 +189,7 @@ impl Reports {
                     Err(_) => Attempt::Failed(format!("no answer within {limit:?}")),
                 };
                 match attempt {
-                    Attempt::Told => pause = FIRST_PAUSE,
+                    Attempt::Written => pause = MIN_PAUSE,
                     Attempt::Failed(error) => {
                         tracing::warn!(
                             error,
@@ -198,7 +198,7 @@ impl Reports {
                         );
                         reports.put_back(about, said);
                         tokio::time::sleep(pause).await;
-                        pause = pause.saturating_mul(2).min(LONGEST_PAUSE);
+                        pause = pause.saturating_mul(2).min(MAX_PAUSE);
                     }
                     Attempt::Refused(error) => {
                         tracing::warn!(error, reason = about.1, "event refused");
@@ -225,7 +225,7 @@ impl Reports {
         if let Err(report) = self.queue.add(report) {
             tracing::warn!(
                 reason = report.reason,
-                "{QUEUE} events wait to be written: this one is tried again later"
+                "{MAX_PENDING} events wait to be written: this one is tried again later"
             );
             let _ = self.answers.send(Answered::Untold(report));
         }
@@ -249,7 +249,7 @@ struct EventRecorder {
 impl EventRecorder {
     /// Builds an Event with its own text. kube's recorder would merge it into an earlier one of the same reason and keep that one's
     /// text, but here the counts in the text are the message, and the core never reports the same text twice in a row.
-    fn event(&self, (regarding, reason): &About, said: &Said) -> Event {
+    fn event(&self, (regarding, reason): &About, said: &Message) -> Event {
         let regarding = reference(regarding);
         let name = regarding.name.clone().unwrap_or_default();
         Event {
@@ -307,10 +307,10 @@ fn reference(regarding: &Regarding) -> ObjectReference {
 /// Truncates a note to the server's limit, at a character boundary.
 fn shortened(message: &str) -> String {
     const ELLIPSIS: &str = "…";
-    if message.len() <= NOTE_MAX {
+    if message.len() <= MAX_NOTE_BYTES {
         return message.to_owned();
     }
-    let mut end = NOTE_MAX - ELLIPSIS.len();
+    let mut end = MAX_NOTE_BYTES - ELLIPSIS.len();
     while !message.is_char_boundary(end) {
         end -= 1;
     }
@@ -424,23 +424,23 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn an_event_without_room_or_refused_counts_as_not_told() {
         let (reports, notes, mut untold) = started(|asked| Some(if asked == 0 { 403 } else { 201 }));
-        for pod in 0..=QUEUE {
+        for pod in 0..=MAX_PENDING {
             reports.send(report(pod, &pod.to_string()));
         }
         assert_eq!(
             untold.try_recv(),
-            Ok(Answered::Untold(report(QUEUE, &QUEUE.to_string())))
+            Ok(Answered::Untold(report(MAX_PENDING, &MAX_PENDING.to_string())))
         );
         reports.finish(Duration::from_secs(60)).await;
         assert_eq!(untold.try_recv(), Ok(Answered::Untold(report(0, "0"))));
-        assert_eq!(notes.lock().unwrap().len(), QUEUE - 1);
+        assert_eq!(notes.lock().unwrap().len(), MAX_PENDING - 1);
     }
 
     #[test]
     fn a_long_note_is_cut_at_the_boundary_of_a_character() {
         let short = shortened(&"ü".repeat(1000));
         assert!(
-            short.len() <= NOTE_MAX && short.ends_with("ü…"),
+            short.len() <= MAX_NOTE_BYTES && short.ends_with("ü…"),
             "{} bytes",
             short.len()
         );

@@ -1,31 +1,35 @@
-//! Executes commands and returns their results as events. It makes no decisions.
+//! Serves: applies events, executes commands, and returns their results as events. It makes no decisions.
 
 use std::future::Future;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::StreamExt as _;
+use futures::future::FutureExt as _;
 use kube::api::Api;
 use tokio::sync::{Semaphore, mpsc};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::api::resource::{Pod, ResourceClaim};
 use crate::core::claims::{
-    Answer, CallError, CallErrorKind, CallId, ClaimToAllocate, Command, DriverRequest, Event, ObjectKey,
-    Outcome, Settings, Subject,
+    Answer, CallError, CallErrorKind, CallId, ClaimToAllocate, Command, ControllerState, DriverRequest,
+    Event, Moment, ObjectKey, Outcome, Settings, Subject,
 };
 use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError};
 
-use super::calls::Calls;
-use super::leader::Fence;
-use super::prune::{Prune, trimmed};
-use super::retry_after::Pause;
-use super::{Controller, write};
+use super::events::Reports;
+use super::watch::{self, Prune, Standby, trimmed};
+use super::write::{self, ENDS, Fence, MAX_REQUESTS, Pause, fenced};
+use super::{Controller, Figures};
 
-/// Maximum number of concurrent requests to the API server.
-const REQUESTS: usize = 64;
-
-/// The message of an operation that was not started.
-const ENDS: &str = "the controller ends";
+/// Maximum number of calls younger than [`CALL_SLOT_TIME`].
+const MAX_CALLS: usize = 64;
+/// Age after which a call no longer counts, so that hanging calls leave room for others. With the usual time limit of a call (30 s)
+/// at most 64 times 31 calls are pending, and the next call waits at most one second for each 64 that hang.
+const CALL_SLOT_TIME: Duration = Duration::from_secs(1);
 
 pub(super) struct Executor<D> {
     shared: Arc<Shared<D>>,
@@ -46,6 +50,77 @@ struct Shared<D> {
     pause: Pause,
 }
 
+impl<D: Driver> Controller<D> {
+    /// Serves until `shutdown` is cancelled, starting from a new list of all claims; claims seen before are not trusted. Returns
+    /// whether every call and every write has finished.
+    pub(super) async fn serve(
+        &self,
+        standby: Standby,
+        fence: &Fence,
+        pause: Pause,
+        shutdown: &CancellationToken,
+    ) -> bool {
+        let (mut watches, seen) = standby.begin();
+        watches.push(watch::claims(&self.client));
+        let mut capacity_changes = pin!(self.driver.capacity_changes());
+        let mut findings = pin!(self.driver.findings());
+        let (answers, mut answered) = mpsc::unbounded_channel();
+        let reports = Reports::start(
+            self.client.clone(),
+            &self.settings.driver_name,
+            self.instance.clone(),
+            self.request_timeout,
+            answers.clone(),
+        );
+        let executor = Executor::new(self, fence.clone(), pause, answers);
+        let mut state = ControllerState::new(self.settings.clone());
+        let start = Instant::now();
+        let now = || Moment::new(start.elapsed());
+        for event in seen {
+            state.apply(event, now());
+        }
+        loop {
+            let deadline = state.next_deadline().map(|moment| start + moment.since_start());
+            let event = tokio::select! {
+                () = shutdown.cancelled() => break,
+                Some(event) = watches.next() => Some(event),
+                Some(event) = answered.recv() => Some(event),
+                Some(change) = capacity_changes.next() => Some(Event::Capacity(change)),
+                Some(finding) = findings.next() => Some(Event::Found(vec![finding])),
+                () = sleep_until(deadline) => None,
+            };
+            if let Some(event) = event {
+                state.apply(event, now());
+            }
+            // Apply all pending events before deciding.
+            while let Ok(event) = answered.try_recv() {
+                state.apply(event, now());
+            }
+            while let Some(Some(event)) = watches.next().now_or_never() {
+                state.apply(event, now());
+            }
+            for command in state.decide(now()) {
+                tracing::trace!(?command, "decided");
+                match command {
+                    Command::Report(report) => reports.send(report),
+                    command => executor.execute(command),
+                }
+            }
+            // Without a receiver, as in most vendors' tests, the statistics are not collected.
+            if self.figures.receiver_count() > 0 {
+                let statistics = state.statistics();
+                self.figures.send_replace(Figures {
+                    since: start,
+                    statistics,
+                });
+            }
+        }
+        let ended = executor.finish(self.request_timeout).await;
+        reports.finish(self.request_timeout).await;
+        ended
+    }
+}
+
 impl<D: Driver> Executor<D> {
     pub(super) fn new(
         controller: &Controller<D>,
@@ -60,7 +135,7 @@ impl<D: Driver> Executor<D> {
             finalizer: controller.settings.finalizer(),
             call_timeout: controller.call_timeout,
             request_timeout: controller.request_timeout,
-            requests: Semaphore::new(REQUESTS),
+            requests: Semaphore::new(MAX_REQUESTS),
             calls: Calls::default(),
             fence,
             pause,
@@ -238,32 +313,6 @@ impl<D: Driver> Shared<D> {
     }
 }
 
-/// Sends a write when its turn comes, if this process may then write. The fence is checked as late as possible: a write that has waited,
-/// or a process that was paused, may have outlived the lease.
-async fn fenced<T>(
-    requests: &Semaphore,
-    pause: &Pause,
-    fence: &Fence,
-    timeout: Duration,
-    request: impl Future<Output = Outcome<T>>,
-) -> Outcome<T> {
-    let turn = async {
-        let permit = requests.acquire().await;
-        pause.over().await;
-        permit
-    };
-    let Some(_permit) = fence.unless_closed(turn).await else {
-        return Outcome::Unknown(ENDS.to_owned());
-    };
-    if !fence.holds() {
-        return Outcome::Unknown("the lease is lost".to_owned());
-    }
-    match tokio::time::timeout(timeout, request).await {
-        Ok(outcome) => outcome,
-        Err(_) => Outcome::Unknown(format!("no answer within {timeout:?}")),
-    }
-}
-
 /// Calls the driver with a time limit in a separate task, so that a panic or a hang affects only this call.
 async fn call<D: Driver>(shared: Arc<Shared<D>>, request: DriverRequest) -> Answer {
     let timeout = shared.call_timeout;
@@ -356,70 +405,81 @@ fn call_error(error: DriverError, subject: Subject) -> CallError {
     }
 }
 
+/// The calls of the driver, started in the order in which they were requested.
+#[derive(Debug)]
+pub(super) struct Calls(Semaphore);
+
+impl Default for Calls {
+    fn default() -> Self {
+        Self(Semaphore::new(MAX_CALLS))
+    }
+}
+
+impl Calls {
+    /// Makes a call as soon as there is room; returns `None` if the fence is closed first.
+    pub(super) async fn make<T>(&self, fence: &Fence, call: impl Future<Output = T>) -> Option<T> {
+        // `acquire` fails only on a closed semaphore, and this one is never closed.
+        let permit = fence.unless_closed(self.0.acquire()).await?;
+        let mut call = pin!(call);
+        tokio::select! {
+            biased;
+            answer = &mut call => return Some(answer),
+            () = tokio::time::sleep(CALL_SLOT_TIME) => {}
+        }
+        drop(permit);
+        Some(call.await)
+    }
+}
+
+async fn sleep_until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline).await,
+        None => std::future::pending().await,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
 
-    #[tokio::test(start_paused = true)]
-    async fn a_write_that_waits_longer_than_the_lease_is_never_sent() {
-        let lease = Duration::from_secs(10);
-        let (requests, fence, sent) = (Semaphore::new(1), Fence::held_for(lease), AtomicUsize::new(0));
-        let pause = Pause::default();
-        let write = |timeout: Duration| {
-            let request = async {
-                sent.fetch_add(1, Ordering::Relaxed);
-                std::future::pending::<Outcome<()>>().await
-            };
-            fenced(&requests, &pause, &fence, timeout, request)
-        };
-        // The first write takes the only permit and gets no answer; the second gets it while the lease is held, the third does not.
-        let (first, second) = (lease / 4, lease);
-        let outcomes = tokio::join!(write(first), write(second), write(lease));
-        assert_eq!(sent.load(Ordering::Relaxed), 2);
-        let unknown = |text: &str| Outcome::Unknown(text.to_owned());
-        assert_eq!(outcomes.0, unknown("no answer within 2.5s"));
-        assert_eq!(outcomes.1, unknown("no answer within 10s"));
-        assert_eq!(outcomes.2, unknown("the lease is lost"));
+    /// Starts `number` calls of duration `time`, and counts the started ones.
+    fn begin(calls: &Arc<Calls>, number: usize, time: Duration, begun: &Arc<AtomicUsize>) {
+        for _ in 0..number {
+            let (calls, begun) = (Arc::clone(calls), Arc::clone(begun));
+            tokio::spawn(async move {
+                let call = async {
+                    begun.fetch_add(1, Ordering::Relaxed);
+                    tokio::time::sleep(time).await;
+                };
+                calls.make(&Fence::new(None, None), call).await;
+            });
+        }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_write_that_waits_for_a_busy_server_longer_than_the_lease_is_never_sent() {
-        let lease = Duration::from_secs(10);
-        let (requests, fence, pause) = (Semaphore::new(1), Fence::held_for(lease), Pause::default());
-        pause.begin(lease);
-        let request = async { panic!("sent") };
-        let outcome: Outcome<()> = fenced(&requests, &pause, &fence, lease * 2, request).await;
-        assert_eq!(outcome, Outcome::Unknown("the lease is lost".to_owned()));
+    async fn a_call_that_takes_its_time_makes_room_for_the_next_and_a_burst_waits() {
+        let (calls, hanging, quick) = (Arc::new(Calls::default()), Arc::default(), Arc::default());
+        let after = |millis| tokio::time::sleep(Duration::from_millis(millis));
+        begin(&calls, 3 * MAX_CALLS, Duration::from_secs(3600), &hanging);
+        begin(&calls, 1, Duration::from_millis(1), &quick);
+        let begun = || (hanging.load(Ordering::Relaxed), quick.load(Ordering::Relaxed));
+        after(900).await;
+        assert_eq!(begun(), (MAX_CALLS, 0), "no more than these at once");
+        after(1000).await;
+        assert_eq!(begun(), (2 * MAX_CALLS, 0));
+        after(1000).await;
+        assert_eq!(begun(), (3 * MAX_CALLS, 0));
+        after(1000).await;
+        assert_eq!(begun(), (3 * MAX_CALLS, 1), "although all before it still hang");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_waits_when_the_controller_ends_is_never_sent() {
-        let minute = Duration::from_secs(60);
-        let (requests, fence, pause) = (Semaphore::new(1), Fence::held_for(minute), Pause::default());
-        let under_way = async {
-            tokio::time::sleep(minute / 60).await;
-            Outcome::Done(())
-        };
-        // One write has the permit, one waits for it, and one waits for the end of a pause.
-        let first = fenced(&requests, &pause, &fence, minute, under_way);
-        let second = fenced(&requests, &pause, &fence, minute, async { panic!("sent") });
-        let (free, busy) = (Semaphore::new(1), Pause::default());
-        busy.begin(minute / 2);
-        let third = fenced(&free, &busy, &fence, minute, async { panic!("sent") });
-        let start = tokio::time::Instant::now();
-        let (first, second, third, ()) = tokio::join!(first, second, third, async { fence.close() });
-        assert_eq!(first, Outcome::Done(()));
-        let unknown: Outcome<()> = Outcome::Unknown(ENDS.to_owned());
-        assert_eq!((second, third), (unknown.clone(), unknown));
-        assert_eq!(
-            start.elapsed(),
-            minute / 60,
-            "nothing waits for its turn any more"
-        );
-        let calm = Pause::default();
-        let late: Outcome<()> = fenced(&free, &calm, &fence, minute, async { panic!("sent") }).await;
-        assert_eq!(late, Outcome::Unknown(ENDS.to_owned()));
+    async fn calls_that_are_answered_follow_each_other_at_once() {
+        let (calls, begun) = (Arc::new(Calls::default()), Arc::default());
+        begin(&calls, 10 * MAX_CALLS, Duration::from_millis(1), &begun);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert_eq!(begun.load(Ordering::Relaxed), 10 * MAX_CALLS);
     }
 }

@@ -12,13 +12,13 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::api::{Api, PostParams};
 use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 use crate::core::claims::Moment;
 use crate::core::lease::{Lease, LeaseAnswer, LeaseRecord, LeaseSettings, LeaseStep};
 
 use super::ControllerError;
 use super::predecessors::{Predecessors, PredecessorsError};
+use super::write::Fence;
 
 /// Name and times of the lease. The defaults are those of the Kubernetes components.
 #[derive(Clone, Debug)]
@@ -105,53 +105,6 @@ impl fmt::Debug for LeaseConnection {
     }
 }
 
-/// Whether this process may write. Checked before each write.
-#[derive(Clone)]
-pub(super) struct Fence {
-    /// `None` without leader election.
-    lease: Option<Arc<Mutex<Lease>>>,
-    start: Instant,
-    /// Cancelled once nothing new may start.
-    closed: CancellationToken,
-    /// Keeps the directory locked: this process does not count as ended while any part of it can write.
-    _predecessors: Option<Arc<Predecessors>>,
-}
-
-impl Fence {
-    /// A fence for a controller without leader election.
-    pub(super) fn open() -> Self {
-        Self {
-            lease: None,
-            start: Instant::now(),
-            closed: CancellationToken::new(),
-            _predecessors: None,
-        }
-    }
-
-    pub(super) fn holds(&self) -> bool {
-        let now = self.now();
-        !self.closed.is_cancelled() && self.lease.as_ref().is_none_or(|lease| lock(lease).holds(now))
-    }
-
-    /// From now on nothing new starts, and operations that wait for their turn are abandoned.
-    pub(super) fn close(&self) {
-        self.closed.cancel();
-    }
-
-    /// Waits for a turn; returns `None` if the fence is closed first.
-    pub(super) async fn unless_closed<T>(&self, turn: impl Future<Output = T>) -> Option<T> {
-        tokio::select! {
-            biased;
-            () = self.closed.cancelled() => None,
-            turn = turn => Some(turn),
-        }
-    }
-
-    fn now(&self) -> Moment {
-        Moment::new(self.start.elapsed())
-    }
-}
-
 fn lock(lease: &Mutex<Lease>) -> MutexGuard<'_, Lease> {
     lease.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -190,11 +143,7 @@ impl Election {
             .enable_all()
             .build()?;
         let lease = Arc::new(Mutex::new(Lease::new(settings)));
-        let fence = Fence {
-            lease: Some(lease),
-            _predecessors: election.predecessors.clone(),
-            ..Fence::open()
-        };
+        let fence = Fence::new(Some(lease), election.predecessors.clone());
         let (says, phase) = watch::channel(Phase::Waiting);
         let (release, released) = oneshot::channel();
         let held = fence.clone();
@@ -446,38 +395,6 @@ fn record(object: &LeaseObject) -> LeaseRecord {
 }
 
 #[cfg(test)]
-impl Fence {
-    /// The fence of a leader that renewed its lease just now and does not renew it again: it may write for `time`.
-    pub(super) fn held_for(time: Duration) -> Self {
-        let settings = LeaseSettings {
-            identity: "this".to_owned(),
-            ended: std::collections::BTreeSet::new(),
-            duration: time * 2,
-            renew_deadline: time,
-            retry_period: time / 4,
-            request_timeout: time / 4,
-        };
-        let (start, now) = (Instant::now(), Moment::default());
-        let record = LeaseRecord {
-            holder: settings.identity.clone(),
-            duration: settings.duration,
-            ..LeaseRecord::default()
-        };
-        let mut lease = Lease::new(settings);
-        for answer in [LeaseAnswer::Read(None), LeaseAnswer::Written(record)] {
-            let step = lease.step(now);
-            lease.sent(&step, now);
-            lease.answered(answer, now, now);
-        }
-        Self {
-            lease: Some(Arc::new(Mutex::new(lease))),
-            start,
-            ..Self::open()
-        }
-    }
-}
-
-#[cfg(test)]
 mod tests {
     use std::convert::Infallible;
     use std::sync::mpsc;
@@ -489,7 +406,7 @@ mod tests {
     use super::*;
 
     /// A generous limit for operations that take milliseconds.
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const TIMEOUT: Duration = Duration::from_secs(20);
 
     /// An API server with one lease. It reports each holder that it has stored.
     fn server(stored: mpsc::Sender<String>) -> kube::Client {
@@ -547,13 +464,13 @@ mod tests {
         // This thread is the whole runtime, and blocks for longer than the renew deadline.
         let start = std::time::Instant::now();
         while start.elapsed() < Duration::from_secs(2) {
-            holders.recv_timeout(PATIENCE).unwrap();
+            holders.recv_timeout(TIMEOUT).unwrap();
         }
         assert!(fence.holds());
         election.release().await;
         assert_eq!(holders.try_iter().last().as_deref(), Some(""));
         assert!(
-            holders.recv_timeout(PATIENCE).is_err(),
+            holders.recv_timeout(TIMEOUT).is_err(),
             "nothing renews it any more"
         );
     }

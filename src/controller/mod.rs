@@ -1,7 +1,7 @@
 //! The controller: the runtime of [`crate::core::claims`], which serves any [`Driver`].
 //!
-//! One task owns the [`ControllerState`]. It turns watch events and answers into [`Event`]s, asks for [`Command`]s and executes them; it makes no
-//! decisions itself.
+//! One task owns the [`ControllerState`](crate::core::claims::ControllerState). It applies the events of watches and answers, and executes
+//! the commands that the state returns; it makes no decisions itself.
 //!
 //! # Running a driver
 //!
@@ -49,29 +49,23 @@
 //! idle controller writes nothing. It never writes a whole object, so fields of a newer server and other drivers' entries and finalizers
 //! stay. Every problem is reported once, as an Event on the pod, claim or class whose owner can fix it.
 
-mod calls;
 mod events;
 mod execute;
 mod leader;
 mod predecessors;
-mod prune;
-mod retry_after;
 mod rivals;
 mod watch;
 mod write;
 
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::StreamExt as _;
-use futures::future::FutureExt as _;
-use tokio::sync::{mpsc, watch as watch_value};
+use tokio::sync::watch as watch_value;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::api::resource::{GROUP, VERSION};
-use crate::core::claims::{Command, ControllerState, Event, Settings};
+use crate::core::claims::Settings;
 use crate::driver::Driver;
 
 pub use crate::core::claims::{Moment, QueueStatistics, Statistics};
@@ -80,11 +74,9 @@ pub use crate::core::lease::LeaseSettingsError;
 pub use leader::{LeaderElection, LeaseConnection};
 pub use predecessors::{Predecessors, PredecessorsError};
 
-use events::Reports;
-use execute::Executor;
-use leader::{Election, Fence};
-use retry_after::{Pause, considerate};
+use leader::Election;
 use watch::Standby;
+use write::{Fence, with_retry_after};
 
 /// Why the controller cannot run.
 #[derive(Debug, thiserror::Error)]
@@ -201,7 +193,7 @@ impl<D: Driver> Controller<D> {
     pub async fn run(mut self, shutdown: CancellationToken) -> Result<(), ControllerError> {
         // Lease requests do not honour Retry-After: if the lease expired meanwhile, the next leader would list everything again.
         let of_lease = self.client.clone();
-        let (client, pause) = considerate(&self.client, self.request_timeout);
+        let (client, pause) = with_retry_after(&self.client, self.request_timeout);
         self.client = client;
         tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
@@ -210,7 +202,8 @@ impl<D: Driver> Controller<D> {
         let mut standby = Standby::new(&self.client);
         let Some(election) = self.leader_election.clone() else {
             self.leading.send_replace(true);
-            self.serve(standby, &Fence::open(), pause, &shutdown).await;
+            self.serve(standby, &Fence::new(None, None), pause, &shutdown)
+                .await;
             return Ok(());
         };
         let settings = election.settings(self.request_timeout);
@@ -238,75 +231,6 @@ impl<D: Driver> Controller<D> {
             tracing::warn!("the lease is not released, since a call or a write may still be under way");
         }
         Ok(())
-    }
-
-    /// Serves until `shutdown` is cancelled, starting from a new list of all claims; claims seen before are not trusted. Returns
-    /// whether every call and every write has finished.
-    async fn serve(
-        &self,
-        standby: Standby,
-        fence: &Fence,
-        pause: Pause,
-        shutdown: &CancellationToken,
-    ) -> bool {
-        let (mut watches, seen) = standby.begin();
-        watches.push(watch::claims(&self.client));
-        let mut capacity_changes = pin!(self.driver.capacity_changes());
-        let mut findings = pin!(self.driver.findings());
-        let (answers, mut answered) = mpsc::unbounded_channel();
-        let reports = Reports::start(
-            self.client.clone(),
-            &self.settings.driver_name,
-            self.instance.clone(),
-            self.request_timeout,
-            answers.clone(),
-        );
-        let executor = Executor::new(self, fence.clone(), pause, answers);
-        let mut world = ControllerState::new(self.settings.clone());
-        let start = Instant::now();
-        let now = || Moment::new(start.elapsed());
-        for event in seen {
-            world.apply(event, now());
-        }
-        loop {
-            let deadline = world.next_deadline().map(|moment| start + moment.since_start());
-            let event = tokio::select! {
-                () = shutdown.cancelled() => break,
-                Some(event) = watches.next() => Some(event),
-                Some(event) = answered.recv() => Some(event),
-                Some(change) = capacity_changes.next() => Some(Event::Capacity(change)),
-                Some(finding) = findings.next() => Some(Event::Found(vec![finding])),
-                () = sleep_until(deadline) => None,
-            };
-            if let Some(event) = event {
-                world.apply(event, now());
-            }
-            // Apply all pending events before deciding.
-            while let Ok(event) = answered.try_recv() {
-                world.apply(event, now());
-            }
-            while let Some(Some(event)) = watches.next().now_or_never() {
-                world.apply(event, now());
-            }
-            for command in world.decide(now()) {
-                tracing::trace!(?command, "decided");
-                match command {
-                    Command::Report(report) => reports.send(report),
-                    command => executor.execute(command),
-                }
-            }
-            // Without a receiver, as in most vendors' tests, the statistics are not collected.
-            if self.figures.receiver_count() > 0 {
-                let statistics = world.statistics();
-                self.figures.send_replace(Figures {
-                    since: start,
-                    statistics,
-                });
-            }
-        }
-        let ended = executor.finish(self.request_timeout).await;
-        reports.finish(self.request_timeout).await;
-        ended
     }
 
     async fn check_served(&self) -> Result<(), ControllerError> {
@@ -410,13 +334,6 @@ pub fn is_driver_name(name: &str) -> bool {
         !label.is_empty() && label.chars().all(is_inner) && !label.starts_with('-') && !label.ends_with('-')
     };
     name.len() <= 63 && name.split('.').all(is_label)
-}
-
-async fn sleep_until(deadline: Option<Instant>) {
-    match deadline {
-        Some(deadline) => tokio::time::sleep_until(deadline).await,
-        None => std::future::pending().await,
-    }
 }
 
 #[cfg(test)]

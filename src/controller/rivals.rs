@@ -23,16 +23,16 @@ use super::LeaderElection;
 /// The reason in the log record and in the Event.
 const REASON: &str = "DriverNameShared";
 /// The longest pause between the two lists of foreign Leases. Leases with a longer duration are renewed more often than that.
-const PAUSE_MAX: Duration = Duration::from_secs(60);
+const MAX_PAUSE: Duration = Duration::from_secs(60);
 /// The shortest pause, for Leases without a duration.
-const PAUSE_MIN: Duration = Duration::from_secs(10);
+const MIN_PAUSE: Duration = Duration::from_secs(10);
 /// Maximum number of Leases that are read. Users of a namespace may write such Leases.
-const READ_MAX: u32 = 100;
+const MAX_LEASES: u32 = 100;
 /// Maximum number of rivals named in a note.
-const NAMED_MAX: usize = 3;
-/// Maximum number of characters of a holder's name in a note: with [`NAMED_MAX`] of them a note stays below the 1,024 bytes that
+const MAX_NAMED: usize = 3;
+/// Maximum number of characters of a holder's name in a note: with [`MAX_NAMED`] of them a note stays below the 1,024 bytes that
 /// `events.k8s.io/v1` allows.
-const HOLDER_MAX: usize = 100;
+const MAX_HOLDER_CHARS: usize = 100;
 
 /// A Lease of our name in another namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,7 +59,7 @@ pub(super) async fn notice(client: &kube::Client, election: &LeaderElection, lim
 async fn look(client: &kube::Client, election: &LeaderElection, limit: Duration) -> Option<Rivals> {
     let before = list(client, election, limit).await?;
     let pause = before.values().map(|rival| rival.duration).max()?;
-    tokio::time::sleep(pause.clamp(PAUSE_MIN, PAUSE_MAX)).await;
+    tokio::time::sleep(pause.clamp(MIN_PAUSE, MAX_PAUSE)).await;
     let mut after = list(client, election, limit).await?;
     after.retain(|namespace, rival| {
         before
@@ -73,7 +73,7 @@ async fn look(client: &kube::Client, election: &LeaderElection, limit: Duration)
 async fn list(client: &kube::Client, election: &LeaderElection, limit: Duration) -> Option<Rivals> {
     let of_name = ListParams::default()
         .fields(&format!("metadata.name={}", election.name))
-        .limit(READ_MAX);
+        .limit(MAX_LEASES);
     let leases = Api::<Lease>::all(client.clone());
     let found = match tokio::time::timeout(limit, leases.list(&of_name)).await {
         Ok(Ok(found)) => found,
@@ -105,14 +105,14 @@ async fn list(client: &kube::Client, election: &LeaderElection, limit: Duration)
 fn message(living: &Rivals, election: &LeaderElection) -> String {
     let named: Vec<String> = living
         .iter()
-        .take(NAMED_MAX)
+        .take(MAX_NAMED)
         .map(|(namespace, rival)| {
             let readable = rival.holder.chars().filter(char::is_ascii_graphic);
-            let holder: String = readable.take(HOLDER_MAX).collect();
+            let holder: String = readable.take(MAX_HOLDER_CHARS).collect();
             format!("{holder} in namespace {namespace}")
         })
         .collect();
-    let more = match living.len().saturating_sub(NAMED_MAX) {
+    let more = match living.len().saturating_sub(MAX_NAMED) {
         0 => String::new(),
         number => format!(" and {number} more"),
     };
@@ -205,7 +205,7 @@ mod tests {
         let client = kube::Client::new(server, "default");
         let election = LeaderElection::new("ours", "drayman.dev", "pod");
         let limit = Duration::from_secs(5);
-        let noticing = tokio::time::timeout(PAUSE_MAX * 2, notice(&client, &election, limit));
+        let noticing = tokio::time::timeout(MAX_PAUSE * 2, notice(&client, &election, limit));
         assert!(noticing.await.is_err(), "it never returns");
         let events = events.lock().unwrap();
         events.clone()
@@ -241,7 +241,7 @@ mod tests {
             let rival = Rival {
                 holder: "\u{1b}h".repeat(10_000),
                 version: String::new(),
-                duration: PAUSE_MIN,
+                duration: MIN_PAUSE,
             };
             (format!("{number:0>63}"), rival)
         };

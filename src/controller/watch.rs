@@ -1,18 +1,32 @@
-//! Turns watches into events. Each kind keeps its own order; a list replaces the known objects.
+//! Turns watches into events, and removes unused parts of the objects before they are cached.
+//!
+//! Each kind keeps its own order; a list replaces the known objects. There may be ten thousand objects, kept for as long as they exist, so
+//! unused fields of watched objects are not even decoded: `managedFields` is most of an object, a tree of small allocations, and the gaps
+//! they leave in the heap are lost to larger allocations. An object also comes from a read, or as the answer to a write of our own; the
+//! answer is the copy that stays if nobody changes the object after us.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::Arc;
 
 use futures::stream::{self, BoxStream, StreamExt as _};
-use kube::ResourceExt as _;
+use k8s_openapi::api::core::v1::NodeSelector;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference, Time};
 use kube::api::Api;
 use kube::runtime::{WatchStreamExt as _, watcher};
+use kube::{Resource, ResourceExt as _};
+use serde::{Deserialize, Deserializer};
 
-use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClass};
+use crate::api::resource::label::NODE_LABEL;
+use crate::api::resource::{
+    FINALIZER_SUFFIX, POD_CLAIM_NAME_ANNOTATION, Pod, PodSchedulingContext, PodSchedulingContextSpec,
+    PodSchedulingContextStatus, ResourceClaim, ResourceClaimSpec, ResourceClaimStatus, ResourceClass,
+};
 use crate::core::claims::{Event, ObjectKey};
 
-use super::prune::{Kept, Watched};
+/// The annotation in which `kubectl apply` stores a copy of the whole object.
+const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 
 /// The events of one kind's watch.
 struct Kind<K> {
@@ -175,11 +189,248 @@ where
         .boxed()
 }
 
+/// A cached object.
+pub(super) trait Prune {
+    /// Removes unused fields, and frees memory that decoding reserved and did not use.
+    fn trim(&mut self);
+}
+
+pub(super) fn trimmed<T: Prune>(mut object: T) -> Arc<T> {
+    object.trim();
+    Arc::new(object)
+}
+
+pub(super) trait Watched: Prune + Resource<DynamicType = ()> + Clone {
+    /// The fields that are decoded.
+    type Parts: for<'de> Deserialize<'de> + Into<Self>;
+}
+
+/// A watched object in its trimmed form.
+#[derive(Clone, Debug)]
+pub(super) struct Kept<K>(pub(super) Arc<K>);
+
+impl<'de, K: Watched> Deserialize<'de> for Kept<K> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Ok(Self(trimmed(K::Parts::deserialize(deserializer)?.into())))
+    }
+}
+
+impl<K: Watched> Resource for Kept<K> {
+    type DynamicType = ();
+    type Scope = K::Scope;
+
+    fn kind((): &()) -> Cow<'_, str> {
+        K::kind(&())
+    }
+
+    fn group((): &()) -> Cow<'_, str> {
+        K::group(&())
+    }
+
+    fn version((): &()) -> Cow<'_, str> {
+        K::version(&())
+    }
+
+    fn plural((): &()) -> Cow<'_, str> {
+        K::plural(&())
+    }
+
+    fn meta(&self) -> &ObjectMeta {
+        self.0.meta()
+    }
+
+    fn meta_mut(&mut self) -> &mut ObjectMeta {
+        Arc::make_mut(&mut self.0).meta_mut()
+    }
+}
+
+/// The metadata used by the controller or by a driver.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct MetadataParts {
+    name: Option<String>,
+    namespace: Option<String>,
+    uid: Option<String>,
+    resource_version: Option<String>,
+    generation: Option<i64>,
+    creation_timestamp: Option<Time>,
+    deletion_timestamp: Option<Time>,
+    labels: Option<BTreeMap<String, String>>,
+    annotations: Option<BTreeMap<String, String>>,
+    owner_references: Option<Vec<OwnerReference>>,
+    finalizers: Option<Vec<String>>,
+}
+
+impl From<MetadataParts> for ObjectMeta {
+    fn from(parts: MetadataParts) -> Self {
+        Self {
+            name: parts.name,
+            namespace: parts.namespace,
+            uid: parts.uid,
+            resource_version: parts.resource_version,
+            generation: parts.generation,
+            creation_timestamp: parts.creation_timestamp,
+            deletion_timestamp: parts.deletion_timestamp,
+            labels: parts.labels,
+            annotations: parts.annotations,
+            owner_references: parts.owner_references,
+            finalizers: parts.finalizers,
+            ..Self::default()
+        }
+    }
+}
+
+/// An object as decoded: part of its metadata, and all other fields.
+#[derive(Deserialize)]
+pub(super) struct Parts<S, T: Default> {
+    metadata: MetadataParts,
+    spec: S,
+    #[serde(default)]
+    status: T,
+}
+
+impl From<Parts<ResourceClaimSpec, ResourceClaimStatus>> for ResourceClaim {
+    fn from(parts: Parts<ResourceClaimSpec, ResourceClaimStatus>) -> Self {
+        Self {
+            metadata: parts.metadata.into(),
+            spec: parts.spec,
+            status: parts.status,
+            pod_claim_name: None,
+        }
+    }
+}
+
+impl Watched for ResourceClaim {
+    type Parts = Parts<ResourceClaimSpec, ResourceClaimStatus>;
+}
+
+impl From<Parts<PodSchedulingContextSpec, PodSchedulingContextStatus>> for PodSchedulingContext {
+    fn from(parts: Parts<PodSchedulingContextSpec, PodSchedulingContextStatus>) -> Self {
+        Self {
+            metadata: parts.metadata.into(),
+            spec: parts.spec,
+            status: parts.status,
+        }
+    }
+}
+
+impl Watched for PodSchedulingContext {
+    type Parts = Parts<PodSchedulingContextSpec, PodSchedulingContextStatus>;
+}
+
+// Decoded whole: there are few classes.
+impl Watched for ResourceClass {
+    type Parts = Self;
+}
+
+/// `managedFields` is most of an object. A list is decoded with capacity for four elements, however short it is.
+fn trim_metadata(metadata: &mut ObjectMeta) {
+    metadata.managed_fields = None;
+    if let Some(annotations) = &mut metadata.annotations {
+        annotations.remove(LAST_APPLIED);
+        if annotations.is_empty() {
+            metadata.annotations = None;
+        }
+    }
+    if let Some(owners) = &mut metadata.owner_references {
+        owners.shrink_to_fit();
+    }
+    if let Some(finalizers) = &mut metadata.finalizers {
+        finalizers.shrink_to_fit();
+    }
+}
+
+/// Our node label is read only until the claim is allocated, unless the allocation names no node; a map costs half a kilobyte. The
+/// label belongs to the driver whose finalizer the claim has.
+fn trim_node_label(metadata: &mut ObjectMeta) {
+    let Some(labels) = &mut metadata.labels else {
+        return;
+    };
+    for finalizer in metadata.finalizers.iter().flatten() {
+        if let Some(driver) = finalizer.strip_suffix(FINALIZER_SUFFIX) {
+            labels.remove(&format!("{driver}/{NODE_LABEL}"));
+        }
+    }
+    if labels.is_empty() {
+        metadata.labels = None;
+    }
+}
+
+/// Nearly every claim is made from a template, and so has exactly this annotation. It is needed for as long as the pod exists; stored
+/// as a string of its own it takes a tenth of its size in a map.
+fn trim_pod_claim_name(claim: &mut ResourceClaim) {
+    let annotations = &mut claim.metadata.annotations;
+    if let Some(only) = annotations.as_mut().filter(|all| all.len() == 1)
+        && let Some(entry) = only.remove(POD_CLAIM_NAME_ANNOTATION)
+    {
+        claim.pod_claim_name = Some(entry.into_boxed_str());
+        *annotations = None;
+    }
+}
+
+fn trim_selector(selector: &mut NodeSelector) {
+    selector.node_selector_terms.shrink_to_fit();
+    for term in &mut selector.node_selector_terms {
+        let lists = [&mut term.match_fields, &mut term.match_expressions];
+        for requirements in lists.into_iter().flatten() {
+            requirements.shrink_to_fit();
+            for values in requirements.iter_mut().filter_map(|each| each.values.as_mut()) {
+                values.shrink_to_fit();
+            }
+        }
+    }
+}
+
+impl Prune for ResourceClass {
+    fn trim(&mut self) {
+        trim_metadata(&mut self.metadata);
+    }
+}
+
+impl Prune for ResourceClaim {
+    fn trim(&mut self) {
+        trim_metadata(&mut self.metadata);
+        // A driver is called for claims without an allocation, and may read any of their labels and annotations.
+        if let Some(allocation) = &self.status.allocation {
+            // Keep the label if the allocation names no node: the label is then the only record of the node.
+            if allocation.available_on_nodes.is_some() {
+                trim_node_label(&mut self.metadata);
+            }
+            trim_pod_claim_name(self);
+        }
+        self.status.reserved_for.shrink_to_fit();
+        if let Some(allocation) = &mut self.status.allocation {
+            allocation.resource_handles.shrink_to_fit();
+            if let Some(selector) = &mut allocation.available_on_nodes {
+                trim_selector(selector);
+            }
+        }
+    }
+}
+
+impl Prune for PodSchedulingContext {
+    fn trim(&mut self) {
+        trim_metadata(&mut self.metadata);
+        self.spec.potential_nodes.shrink_to_fit();
+        self.status.resource_claims.shrink_to_fit();
+        for entry in &mut self.status.resource_claims {
+            entry.unsuitable_nodes.shrink_to_fit();
+        }
+    }
+}
+
+impl Prune for Pod {
+    fn trim(&mut self) {
+        trim_metadata(&mut self.metadata);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::core::claims::is_made_for;
 
     fn context(name: &str, version: &str) -> Arc<PodSchedulingContext> {
         let metadata = json!({ "namespace": "ns", "name": name, "uid": name, "resourceVersion": version });
@@ -233,5 +484,103 @@ mod tests {
             "a part"
         );
         assert_eq!(after([Event::Contexts(vec![])]), [Event::Contexts(vec![])]);
+    }
+
+    #[test]
+    fn a_claim_is_kept_without_managed_fields_and_with_everything_else() {
+        let text = r#"{
+            "metadata": { "name": "c", "uid": "1", "finalizers": ["f"], "annotations": { "a": "b" },
+                "ownerReferences": [{ "apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "2", "controller": true }],
+                "managedFields": [{ "manager": "m", "fieldsV1": { "f:status": {} } }] },
+            "spec": { "resourceClassName": "test" },
+            "status": {
+                "allocation": {
+                    "resourceHandles": [{ "driverName": "d", "data": "{}" }],
+                    "availableOnNodes": { "nodeSelectorTerms": [{ "matchFields": [
+                        { "key": "metadata.name", "operator": "In", "values": ["n"] }] }] } },
+                "reservedFor": [{ "resource": "pods", "name": "p", "uid": "2" }] }
+        }"#;
+        let decode = || serde_json::from_str::<ResourceClaim>(text).unwrap();
+        let watched = serde_json::from_str::<Kept<ResourceClaim>>(text).unwrap().0;
+        let mut expected = decode();
+        expected.metadata.managed_fields = None;
+        for kept in [trimmed(decode()), watched] {
+            assert_eq!(*kept, expected);
+            let allocation = kept.status.allocation.as_ref().unwrap();
+            assert_eq!(allocation.resource_handles.capacity(), 1);
+        }
+    }
+
+    #[test]
+    fn every_field_of_the_metadata_that_somebody_reads_comes_through_a_watch() {
+        let text = r#"{
+            "metadata": { "name": "c", "namespace": "n", "uid": "1", "resourceVersion": "7", "generation": 2,
+                "creationTimestamp": "2026-01-01T00:00:00Z", "deletionTimestamp": "2026-01-02T00:00:00Z",
+                "labels": { "l": "m" }, "annotations": { "kubectl.kubernetes.io/last-applied-configuration": "{}" },
+                "finalizers": ["f"] },
+            "spec": { "selectedNode": "a", "potentialNodes": ["a", "b"] },
+            "status": { "resourceClaims": [{ "name": "d", "unsuitableNodes": ["b"] }] }
+        }"#;
+        let kept = serde_json::from_str::<Kept<PodSchedulingContext>>(text)
+            .unwrap()
+            .0;
+        let mut expected = serde_json::from_str::<PodSchedulingContext>(text).unwrap();
+        expected.metadata.annotations = None;
+        assert_eq!(*kept, expected);
+    }
+
+    #[test]
+    fn our_label_goes_with_the_allocation_and_all_others_stay() {
+        let kept = |labels: &str, status: &str| {
+            let text = format!(
+                r#"{{ "metadata": {{ "name": "c", "finalizers": ["d.dev/deletion-protection"], "labels": {labels} }},
+                    "spec": {{ "resourceClassName": "test" }}, "status": {status} }}"#
+            );
+            trimmed(serde_json::from_str::<ResourceClaim>(&text).unwrap())
+                .metadata
+                .labels
+                .clone()
+        };
+        let allocated =
+            r#"{ "allocation": { "resourceHandles": [], "availableOnNodes": { "nodeSelectorTerms": [] } } }"#;
+        assert_eq!(kept(r#"{ "d.dev/node": "n" }"#, allocated), None);
+        let nowhere = r#"{ "allocation": { "resourceHandles": [] } }"#;
+        let labels = kept(r#"{ "d.dev/node": "n" }"#, nowhere);
+        assert!(labels.is_some(), "nothing else says where it is");
+        assert_eq!(kept(r#"{ "d.dev/node": "n" }"#, "{}").unwrap().len(), 1);
+        let others = kept(
+            r#"{ "d.dev/node": "n", "e.dev/node": "n", "app": "x" }"#,
+            allocated,
+        )
+        .unwrap();
+        assert!(others.keys().eq(["app", "e.dev/node"]));
+    }
+
+    #[test]
+    fn what_a_claim_was_made_for_stays_known_without_the_map_that_said_so() {
+        let kept = |annotations: &str, status: &str| {
+            let text = format!(
+                r#"{{ "metadata": {{ "name": "c", "annotations": {annotations} }},
+                    "spec": {{ "resourceClassName": "test" }}, "status": {status} }}"#
+            );
+            serde_json::from_str::<Kept<ResourceClaim>>(&text).unwrap().0
+        };
+        let (alone, beside) = (
+            r#"{ "resource.kubernetes.io/pod-claim-name": "gpu" }"#,
+            r#"{ "a": "b", "resource.kubernetes.io/pod-claim-name": "gpu" }"#,
+        );
+        let allocated = r#"{ "allocation": { "resourceHandles": [] } }"#;
+        for (annotations, status, stay) in [
+            (alone, allocated, 0),
+            (alone, "{}", 1),
+            (beside, allocated, 2),
+            (r#"{ "a": "b" }"#, allocated, 1),
+        ] {
+            let claim = kept(annotations, status);
+            let left = claim.metadata.annotations.as_ref().map_or(0, BTreeMap::len);
+            assert_eq!(left, stay, "{annotations} with {status}");
+            assert_eq!(is_made_for(&claim, "gpu"), annotations.contains("gpu"));
+            assert!(!is_made_for(&claim, "b"));
+        }
     }
 }

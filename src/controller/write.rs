@@ -1,18 +1,192 @@
-//! Writes as patches: each changes only our own fields, and only the object that was observed.
+//! Requests to the API server: when one may be sent, and writes as patches.
 //!
-//! There are no full updates: fields that a newer server adds, other drivers' finalizers and entries, and concurrent writers are left
-//! alone.
+//! A write waits for its turn and for the end of a pause that the server has requested (`Retry-After`); then the fence is checked. Each patch
+//! changes only our own fields, and only the object that was observed. There are no full updates: fields that a newer server adds, other
+//! drivers' finalizers and entries, and concurrent writers are left alone.
 
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use http::header::RETRY_AFTER;
+use http::{Method, Request, Response, StatusCode, Uri};
 use kube::api::{Api, Patch, PatchParams};
+use kube::client::Body;
 use kube::core::Status;
 use kube::core::response::StatusDetails;
 use serde_json::{Value, json};
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 
 use crate::api::resource::label::NODE_LABEL;
 use crate::api::resource::{
     GROUP, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, VERSION,
 };
-use crate::core::claims::{ClaimWrite, ObjectKey, Outcome};
+use crate::core::claims::{ClaimWrite, Moment, ObjectKey, Outcome};
+use crate::core::lease::Lease;
+
+use super::predecessors::Predecessors;
+
+/// Maximum number of concurrent requests to the API server.
+pub(super) const MAX_REQUESTS: usize = 64;
+
+/// The message of an operation that was not started.
+pub(super) const ENDS: &str = "the controller ends";
+
+/// Upper limit of a pause, even if the server requests a longer one, so that requests soon resume after a fault.
+const MAX_PAUSE: Duration = Duration::from_secs(30);
+
+/// Whether this process may write. Checked before each write.
+#[derive(Clone)]
+pub(super) struct Fence {
+    /// `None` without leader election.
+    pub(super) lease: Option<Arc<Mutex<Lease>>>,
+    /// The start of the clock that the lease refers to.
+    pub(super) start: Instant,
+    /// Cancelled once nothing new may start.
+    closed: CancellationToken,
+    /// Keeps the directory locked: this process does not count as ended while any part of it can write.
+    _predecessors: Option<Arc<Predecessors>>,
+}
+
+impl Fence {
+    /// `lease` is `None` for a controller without leader election.
+    pub(super) fn new(lease: Option<Arc<Mutex<Lease>>>, predecessors: Option<Arc<Predecessors>>) -> Self {
+        Self {
+            lease,
+            start: Instant::now(),
+            closed: CancellationToken::new(),
+            _predecessors: predecessors,
+        }
+    }
+
+    pub(super) fn holds(&self) -> bool {
+        let now = Moment::new(self.start.elapsed());
+        let holds = |lease: &Mutex<Lease>| {
+            let lease = lease.lock().unwrap_or_else(PoisonError::into_inner);
+            lease.holds(now)
+        };
+        !self.closed.is_cancelled() && self.lease.as_deref().is_none_or(holds)
+    }
+
+    /// From now on nothing new starts, and operations that wait for their turn are abandoned.
+    pub(super) fn close(&self) {
+        self.closed.cancel();
+    }
+
+    /// Waits for a turn; returns `None` if the fence is closed first.
+    pub(super) async fn unless_closed<T>(&self, turn: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            biased;
+            () = self.closed.cancelled() => None,
+            turn = turn => Some(turn),
+        }
+    }
+}
+
+/// The time until which nothing is sent. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Pause(Arc<Mutex<Option<Instant>>>);
+
+impl Pause {
+    fn until(&self) -> Option<Instant> {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns when requests may be sent.
+    pub(super) async fn over(&self) {
+        // The pause may be extended meanwhile.
+        while let Some(until) = self.until().filter(|until| *until > Instant::now()) {
+            tokio::time::sleep_until(until).await;
+        }
+    }
+
+    fn observe<B>(&self, response: &Response<B>) {
+        if let Some(pause) = requested_pause(response) {
+            self.begin(pause);
+        }
+    }
+
+    /// Sends nothing for `pause`.
+    pub(super) fn begin(&self, pause: Duration) {
+        let until = Instant::now() + pause;
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *known = Some(known.map_or(until, |known| known.max(until)));
+        tracing::debug!("the API server has too much to do: nothing is sent to it for {pause:?}");
+    }
+}
+
+/// The delay that the server requests. API Priority and Fairness sends it only in this header, with a body that is not a Status
+/// (`tooManyRequests` in apiserver's `priority-and-fairness.go`), so it is read from the response.
+fn requested_pause<B>(response: &Response<B>) -> Option<Duration> {
+    if response.status() != StatusCode::TOO_MANY_REQUESTS {
+        return None;
+    }
+    let seconds = response.headers().get(RETRY_AFTER)?.to_str().ok()?;
+    let seconds = seconds.trim().parse().ok()?;
+    Some(Duration::from_secs(seconds).min(MAX_PAUSE))
+}
+
+/// Limits the time in which the server may store a write to less than our own limit (`timeout` in apiserver's `request_deadline.go`).
+///
+/// Without it the server's own limit applies: a write could still be stored one minute after its sender has ended.
+fn limit(request: &mut Request<Body>, timeout: Duration) -> Result<(), http::Error> {
+    if request.method() != Method::PATCH {
+        return Ok(());
+    }
+    let millis = (timeout * 9 / 10).as_millis();
+    let mut parts = std::mem::take(request.uri_mut()).into_parts();
+    let path = parts.path_and_query.as_ref().map_or("/", |path| path.as_str());
+    let separator = if path.contains('?') { '&' } else { '?' };
+    parts.path_and_query = Some(format!("{path}{separator}timeout={millis}ms").parse()?);
+    *request.uri_mut() = Uri::from_parts(parts)?;
+    Ok(())
+}
+
+/// Wraps the client so that it respects pauses and the server abandons writes before `timeout`. Returns the client and its pause. Must
+/// be called within a runtime.
+pub(super) fn with_retry_after(client: &kube::Client, timeout: Duration) -> (kube::Client, Pause) {
+    let namespace = client.default_namespace().to_owned();
+    let (client, pauses) = (client.clone(), Pause::default());
+    let pause = pauses.clone();
+    let service = tower::service_fn(move |mut request: Request<Body>| {
+        let (client, pause) = (client.clone(), pause.clone());
+        async move {
+            limit(&mut request, timeout).map_err(kube::Error::HttpError)?;
+            pause.over().await;
+            let response = client.send(request).await?;
+            pause.observe(&response);
+            Ok::<_, kube::Error>(response)
+        }
+    });
+    (kube::Client::new(service, namespace), pauses)
+}
+
+/// Sends a write when its turn comes, if this process may then write. The fence is checked as late as possible: a write that has waited,
+/// or a process that was paused, may have outlived the lease.
+pub(super) async fn fenced<T>(
+    requests: &Semaphore,
+    pause: &Pause,
+    fence: &Fence,
+    timeout: Duration,
+    request: impl Future<Output = Outcome<T>>,
+) -> Outcome<T> {
+    let turn = async {
+        let permit = requests.acquire().await;
+        pause.over().await;
+        permit
+    };
+    let Some(_permit) = fence.unless_closed(turn).await else {
+        return Outcome::Unknown(ENDS.to_owned());
+    };
+    if !fence.holds() {
+        return Outcome::Unknown("the lease is lost".to_owned());
+    }
+    match tokio::time::timeout(timeout, request).await {
+        Ok(outcome) => outcome,
+        Err(_) => Outcome::Unknown(format!("no answer within {timeout:?}")),
+    }
+}
 
 /// The wire format of a claim write.
 #[derive(Debug, PartialEq)]
@@ -235,8 +409,11 @@ fn outcome<T>(result: Result<T, kube::Error>) -> Outcome<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
     use crate::api::resource::{AllocationResult, ResourceClaimConsumerReference};
+    use crate::core::lease::{LeaseAnswer, LeaseRecord, LeaseSettings};
 
     const UID: &str = "7d0a";
 
@@ -407,5 +584,150 @@ mod tests {
             ]))
         );
         assert_eq!(leftovers(&context, &entries[..1]), None);
+    }
+
+    impl Fence {
+        /// The fence of a leader that renewed its lease just now and does not renew it again: it may write for `time`.
+        pub(super) fn held_for(time: Duration) -> Self {
+            let settings = LeaseSettings {
+                identity: "this".to_owned(),
+                ended: std::collections::BTreeSet::new(),
+                duration: time * 2,
+                renew_deadline: time,
+                retry_period: time / 4,
+                request_timeout: time / 4,
+            };
+            let (start, now) = (Instant::now(), Moment::default());
+            let record = LeaseRecord {
+                holder: settings.identity.clone(),
+                duration: settings.duration,
+                ..LeaseRecord::default()
+            };
+            let mut lease = Lease::new(settings);
+            for answer in [LeaseAnswer::Read(None), LeaseAnswer::Written(record)] {
+                let step = lease.step(now);
+                lease.sent(&step, now);
+                lease.answered(answer, now, now);
+            }
+            Self {
+                start,
+                ..Self::new(Some(Arc::new(Mutex::new(lease))), None)
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_write_that_waits_longer_than_the_lease_is_never_sent() {
+        let lease = Duration::from_secs(10);
+        let (requests, fence, sent) = (Semaphore::new(1), Fence::held_for(lease), AtomicUsize::new(0));
+        let pause = Pause::default();
+        let write = |timeout: Duration| {
+            let request = async {
+                sent.fetch_add(1, Ordering::Relaxed);
+                std::future::pending::<Outcome<()>>().await
+            };
+            fenced(&requests, &pause, &fence, timeout, request)
+        };
+        // The first write takes the only permit and gets no answer; the second gets it while the lease is held, the third does not.
+        let (first, second) = (lease / 4, lease);
+        let outcomes = tokio::join!(write(first), write(second), write(lease));
+        assert_eq!(sent.load(Ordering::Relaxed), 2);
+        let unknown = |text: &str| Outcome::Unknown(text.to_owned());
+        assert_eq!(outcomes.0, unknown("no answer within 2.5s"));
+        assert_eq!(outcomes.1, unknown("no answer within 10s"));
+        assert_eq!(outcomes.2, unknown("the lease is lost"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_write_that_waits_for_a_busy_server_longer_than_the_lease_is_never_sent() {
+        let lease = Duration::from_secs(10);
+        let (requests, fence, pause) = (Semaphore::new(1), Fence::held_for(lease), Pause::default());
+        pause.begin(lease);
+        let request = async { panic!("sent") };
+        let outcome: Outcome<()> = fenced(&requests, &pause, &fence, lease * 2, request).await;
+        assert_eq!(outcome, Outcome::Unknown("the lease is lost".to_owned()));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_waits_when_the_controller_ends_is_never_sent() {
+        let minute = Duration::from_secs(60);
+        let (requests, fence, pause) = (Semaphore::new(1), Fence::held_for(minute), Pause::default());
+        let under_way = async {
+            tokio::time::sleep(minute / 60).await;
+            Outcome::Done(())
+        };
+        // One write has the permit, one waits for it, and one waits for the end of a pause.
+        let first = fenced(&requests, &pause, &fence, minute, under_way);
+        let second = fenced(&requests, &pause, &fence, minute, async { panic!("sent") });
+        let (free, busy) = (Semaphore::new(1), Pause::default());
+        busy.begin(minute / 2);
+        let third = fenced(&free, &busy, &fence, minute, async { panic!("sent") });
+        let start = tokio::time::Instant::now();
+        let (first, second, third, ()) = tokio::join!(first, second, third, async { fence.close() });
+        assert_eq!(first, Outcome::Done(()));
+        let unknown: Outcome<()> = Outcome::Unknown(ENDS.to_owned());
+        assert_eq!((second, third), (unknown.clone(), unknown));
+        assert_eq!(
+            start.elapsed(),
+            minute / 60,
+            "nothing waits for its turn any more"
+        );
+        let calm = Pause::default();
+        let late: Outcome<()> = fenced(&free, &calm, &fence, minute, async { panic!("sent") }).await;
+        assert_eq!(late, Outcome::Unknown(ENDS.to_owned()));
+    }
+
+    fn answer(code: u16, header: Option<&str>) -> Response<()> {
+        let mut response = Response::builder().status(code);
+        if let Some(value) = header {
+            response = response.header(RETRY_AFTER, value);
+        }
+        response.body(()).unwrap()
+    }
+
+    #[test]
+    fn only_a_429_with_seconds_asks_for_a_pause_and_never_for_a_long_one() {
+        assert_eq!(
+            requested_pause(&answer(429, Some("2"))),
+            Some(Duration::from_secs(2))
+        );
+        assert_eq!(requested_pause(&answer(429, Some("86400"))), Some(MAX_PAUSE));
+        for (code, header) in [
+            (429, None),
+            (429, Some("Wed, 21 Oct 2026 07:28:00 GMT")),
+            (429, Some("-1")),
+            (503, Some("2")),
+            (200, Some("2")),
+        ] {
+            assert_eq!(requested_pause(&answer(code, header)), None, "{code} {header:?}");
+        }
+    }
+
+    #[test]
+    fn the_server_gives_a_write_up_before_we_do() {
+        let limited = |method: Method, uri: &str| {
+            let request = Request::builder().method(method).uri(uri);
+            let mut request = request.body(Body::empty()).unwrap();
+            limit(&mut request, Duration::from_secs(5)).unwrap();
+            request.uri().to_string()
+        };
+        let claim = "/apis/resource.k8s.io/v1alpha2/namespaces/a/resourceclaims/b/status";
+        assert_eq!(limited(Method::PATCH, claim), format!("{claim}?timeout=4500ms"));
+        let apply = format!("{claim}?fieldManager=c");
+        assert_eq!(limited(Method::PATCH, &apply), format!("{apply}&timeout=4500ms"));
+        assert_eq!(limited(Method::GET, claim), claim);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_longest_pause_counts_and_ends() {
+        let (pause, start) = (Pause::default(), Instant::now());
+        pause.over().await;
+        assert_eq!(start.elapsed(), Duration::ZERO);
+        pause.observe(&answer(429, Some("3")));
+        pause.observe(&answer(429, Some("1")));
+        pause.over().await;
+        assert_eq!(start.elapsed(), Duration::from_secs(3));
+        pause.over().await;
+        assert_eq!(start.elapsed(), Duration::from_secs(3));
     }
 }

@@ -650,16 +650,14 @@ impl ControllerState {
         object: Option<Arc<ResourceClaim>>,
         now: Moment,
     ) -> bool {
-        match object.filter(|object| object.metadata.uid.as_deref() == Some(uid)) {
-            Some(object) => {
-                self.see_written_claim(object, now);
-                true
-            }
-            None => {
-                self.claim_vanished(key, uid);
-                false
-            }
+        let object = object.filter(|object| object.metadata.uid.as_deref() == Some(uid));
+        let exists = object.is_some();
+        if let Some(object) = object {
+            self.see_written_claim(object, now);
+        } else {
+            self.claim_vanished(key, uid);
         }
+        exists
     }
 
     /// Marks a claim that the server no longer has.

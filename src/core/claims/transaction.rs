@@ -488,7 +488,7 @@ impl Transaction {
             }
             // An earlier leader's write may have recorded the allocation after all: it is in use, so keep it.
             let known = around.claim(item);
-            if known.is_some_and(|known| known.is_ours()) {
+            if known.is_some_and(Claim::is_ours) {
                 item.step = Step::Done;
                 continue;
             }
