@@ -336,7 +336,7 @@ impl Shell {
                         claim.status.reserved_for = reserved_for.into_iter().collect();
                     }
                     ClaimWrite::ClearAllocation { .. }
-                    | ClaimWrite::UndoAllocation { .. }
+                    | ClaimWrite::RollBackAllocation { .. }
                     | ClaimWrite::RemoveFinalizer { .. } => {
                         unreachable!("nothing is released here")
                     }
@@ -368,7 +368,7 @@ impl Shell {
                 let verdict = Verdict {
                     unsuitable_nodes: reasons.collect(),
                 };
-                Answer::Judged(Ok(vec![verdict; claims.len()]))
+                Answer::Evaluated(Ok(vec![verdict; claims.len()]))
             }
             DriverRequest::Allocate { claims, .. } => {
                 Answer::Allocated(Ok(claims.iter().map(|_| Ok(allocation(0))).collect()))

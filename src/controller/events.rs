@@ -44,7 +44,7 @@ struct Queue {
 
 #[derive(Debug, Default)]
 struct Waiting {
-    reports: BTreeMap<About, Message>,
+    reports: BTreeMap<About, PendingReport>,
     order: VecDeque<About>,
     ended: bool,
     /// The time of the last report. Names are made from these times, so each is unique.
@@ -56,7 +56,7 @@ type About = (Regarding, String);
 
 /// A message, and the time from which it is pending.
 #[derive(Debug)]
-struct Message {
+struct PendingReport {
     message: String,
     at: Timestamp,
 }
@@ -78,14 +78,14 @@ impl Queue {
         let room = state.reports.len() < MAX_PENDING;
         match state.reports.entry(about) {
             Entry::Occupied(mut waiting) => {
-                waiting.insert(Message {
+                waiting.insert(PendingReport {
                     message: report.message,
                     at,
                 });
             }
             Entry::Vacant(free) if room => {
                 let about = free.key().clone();
-                free.insert(Message {
+                free.insert(PendingReport {
                     message: report.message,
                     at,
                 });
@@ -106,7 +106,7 @@ impl Queue {
     }
 
     /// The next report; `None` at the end.
-    async fn next(&self) -> Option<(About, Message)> {
+    async fn next(&self) -> Option<(About, PendingReport)> {
         loop {
             {
                 let mut state = self.state();
@@ -122,11 +122,11 @@ impl Queue {
     }
 
     /// Requeues a report behind the others, unless a newer one has arrived.
-    fn put_back(&self, about: About, said: Message) {
+    fn put_back(&self, about: About, pending: PendingReport) {
         let mut state = self.state();
         if let Entry::Vacant(free) = state.reports.entry(about) {
             let about = free.key().clone();
-            free.insert(said);
+            free.insert(pending);
             state.order.push_back(about);
         }
     }
@@ -179,8 +179,8 @@ impl Reports {
         let (reports, back) = (queue.clone(), answers.clone());
         let task = tokio::spawn(async move {
             let mut pause = MIN_PAUSE;
-            while let Some((about, said)) = reports.next().await {
-                let event = reporter.event(&about, &said);
+            while let Some((about, pending)) = reports.next().await {
+                let event = reporter.event(&about, &pending);
                 let namespace = event.metadata.namespace.as_deref().unwrap_or("default");
                 let api = Api::<Event>::namespaced(client.clone(), namespace);
                 let parameters = PostParams::default();
@@ -196,7 +196,7 @@ impl Reports {
                             reason = about.1,
                             "event could not be written, and is tried again"
                         );
-                        reports.put_back(about, said);
+                        reports.put_back(about, pending);
                         tokio::time::sleep(pause).await;
                         pause = pause.saturating_mul(2).min(MAX_PAUSE);
                     }
@@ -206,9 +206,9 @@ impl Reports {
                         let report = Report {
                             regarding,
                             reason,
-                            message: said.message,
+                            message: pending.message,
                         };
-                        let _ = back.send(Answered::Untold(report));
+                        let _ = back.send(Answered::ReportFailed(report));
                     }
                 }
             }
@@ -227,7 +227,7 @@ impl Reports {
                 reason = report.reason,
                 "{MAX_PENDING} events wait to be written: this one is tried again later"
             );
-            let _ = self.answers.send(Answered::Untold(report));
+            let _ = self.answers.send(Answered::ReportFailed(report));
         }
     }
 
@@ -249,7 +249,7 @@ struct EventRecorder {
 impl EventRecorder {
     /// Builds an Event with its own text. kube's recorder would merge it into an earlier one of the same reason and keep that one's
     /// text, but here the counts in the text are the message, and the core never reports the same text twice in a row.
-    fn event(&self, (regarding, reason): &About, said: &Message) -> Event {
+    fn event(&self, (regarding, reason): &About, pending: &PendingReport) -> Event {
         let regarding = reference(regarding);
         let name = regarding.name.clone().unwrap_or_default();
         Event {
@@ -265,13 +265,13 @@ impl EventRecorder {
                 name: Some(format!(
                     "{}.{:x}",
                     name.get(..236).unwrap_or(&name).trim_end_matches(['-', '.']),
-                    said.at.as_nanosecond()
+                    pending.at.as_nanosecond()
                 )),
                 ..ObjectMeta::default()
             },
             action: Some("Allocate".to_owned()),
-            event_time: Some(MicroTime(said.at)),
-            note: Some(shortened(&said.message)),
+            event_time: Some(MicroTime(pending.at)),
+            note: Some(shortened(&pending.message)),
             reason: Some(reason.clone()),
             regarding: Some(regarding),
             reporting_controller: Some(self.controller.clone()),
@@ -377,16 +377,16 @@ mod tests {
         mpsc::UnboundedReceiver<Answered>,
     ) {
         let (client, notes) = server(answers);
-        let (sender, untold) = mpsc::unbounded_channel();
+        let (sender, failed) = mpsc::unbounded_channel();
         (
             Reports::start(client, "d.example", None, LIMIT, sender),
             notes,
-            untold,
+            failed,
         )
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_event_that_is_not_answered_holds_up_no_other() {
+    async fn an_unanswered_event_delays_no_other() {
         let (reports, notes, _untold) = started(|asked| (asked > 0).then_some(201));
         for pod in 0..3 {
             reports.send(report(pod, &pod.to_string()));
@@ -396,8 +396,8 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_thousand_waiting_pods_are_all_told() {
-        let (reports, notes, mut untold) = started(|asked| Some(if asked < 5 { 503 } else { 201 }));
+    async fn all_reports_of_a_thousand_pods_are_written() {
+        let (reports, notes, mut failed) = started(|asked| Some(if asked < 5 { 503 } else { 201 }));
         for pod in 0..1000 {
             reports.send(report(pod, &format!("{pod:04}")));
         }
@@ -408,7 +408,7 @@ mod tests {
             notes,
             (0..1000).map(|pod| format!("{pod:04}")).collect::<Vec<_>>()
         );
-        assert!(untold.try_recv().is_err());
+        assert!(failed.try_recv().is_err());
     }
 
     #[tokio::test(start_paused = true)]
@@ -422,17 +422,20 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_event_without_room_or_refused_counts_as_not_told() {
-        let (reports, notes, mut untold) = started(|asked| Some(if asked == 0 { 403 } else { 201 }));
+    async fn a_report_without_room_or_refused_is_returned() {
+        let (reports, notes, mut failed) = started(|asked| Some(if asked == 0 { 403 } else { 201 }));
         for pod in 0..=MAX_PENDING {
             reports.send(report(pod, &pod.to_string()));
         }
         assert_eq!(
-            untold.try_recv(),
-            Ok(Answered::Untold(report(MAX_PENDING, &MAX_PENDING.to_string())))
+            failed.try_recv(),
+            Ok(Answered::ReportFailed(report(
+                MAX_PENDING,
+                &MAX_PENDING.to_string()
+            )))
         );
         reports.finish(Duration::from_secs(60)).await;
-        assert_eq!(untold.try_recv(), Ok(Answered::Untold(report(0, "0"))));
+        assert_eq!(failed.try_recv(), Ok(Answered::ReportFailed(report(0, "0"))));
         assert_eq!(notes.lock().unwrap().len(), MAX_PENDING - 1);
     }
 

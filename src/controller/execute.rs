@@ -317,7 +317,7 @@ impl<D: Driver> Shared<D> {
 async fn call<D: Driver>(shared: Arc<Shared<D>>, request: DriverRequest) -> Answer {
     let timeout = shared.call_timeout;
     match request {
-        DriverRequest::UnsuitableNodes { pod, claims, nodes } => Answer::Judged(
+        DriverRequest::UnsuitableNodes { pod, claims, nodes } => Answer::Evaluated(
             limited(timeout, async move {
                 let requests = shared.requests(claims).await?;
                 shared
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_call_that_takes_its_time_makes_room_for_the_next_and_a_burst_waits() {
+    async fn a_slow_call_frees_its_slot_and_a_burst_waits() {
         let (calls, hanging, quick) = (Arc::new(Calls::default()), Arc::default(), Arc::default());
         let after = |millis| tokio::time::sleep(Duration::from_millis(millis));
         begin(&calls, 3 * MAX_CALLS, Duration::from_secs(3600), &hanging);

@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_lease_that_nobody_renews_is_no_rival() {
+    async fn a_lease_without_renewals_is_no_rival() {
         for leases in [
             &[("ours", "pod_1", true)][..],
             &[("ours", "pod_1", true), ("theirs", "other_1", false)],

@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn a_standby_keeps_the_last_state_of_each_object_and_nothing_of_those_that_are_gone() {
+    fn a_standby_keeps_the_last_state_of_each_existing_object() {
         let gone = |name: &str| Event::ContextGone {
             key: ObjectKey::new("ns", name),
             uid: name.to_owned(),
@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_listed_yet_is_not_taken_for_all_there_is() {
+    fn an_incomplete_list_is_not_used() {
         assert_eq!(after([]), []);
         assert_eq!(
             after([Event::Context(context("a", "1")), Event::Class(class("x"))]),
@@ -487,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_is_kept_without_managed_fields_and_with_everything_else() {
+    fn a_claim_loses_managed_fields_and_nothing_else() {
         let text = r#"{
             "metadata": { "name": "c", "uid": "1", "finalizers": ["f"], "annotations": { "a": "b" },
                 "ownerReferences": [{ "apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "2", "controller": true }],
@@ -512,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_of_the_metadata_that_somebody_reads_comes_through_a_watch() {
+    fn a_watch_decodes_each_metadata_field_that_is_read() {
         let text = r#"{
             "metadata": { "name": "c", "namespace": "n", "uid": "1", "resourceVersion": "7", "generation": 2,
                 "creationTimestamp": "2026-01-01T00:00:00Z", "deletionTimestamp": "2026-01-02T00:00:00Z",
@@ -557,7 +557,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_claim_was_made_for_stays_known_without_the_map_that_said_so() {
+    fn the_pod_claim_name_is_kept_without_the_annotation() {
         let kept = |annotations: &str, status: &str| {
             let text = format!(
                 r#"{{ "metadata": {{ "name": "c", "annotations": {annotations} }},

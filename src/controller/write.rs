@@ -253,7 +253,7 @@ fn claim_patch(uid: &str, finalizer: &str, driver_name: &str, write: &ClaimWrite
             operations.push(json!({ "op": "remove", "path": "/status/allocation" }));
             ClaimPatch::StatusJson(Value::Array(operations))
         }
-        ClaimWrite::UndoAllocation { version, reserved } => {
+        ClaimWrite::RollBackAllocation { version, reserved } => {
             let mut operations = vec![
                 json!({ "op": "test", "path": "/metadata/uid", "value": uid }),
                 json!({ "op": "test", "path": "/metadata/resourceVersion", "value": version }),
@@ -290,7 +290,9 @@ pub(super) async fn claim(
     };
     let is_conditional = matches!(
         write,
-        ClaimWrite::Allocate { .. } | ClaimWrite::ClearAllocation { .. } | ClaimWrite::UndoAllocation { .. }
+        ClaimWrite::Allocate { .. }
+            | ClaimWrite::ClearAllocation { .. }
+            | ClaimWrite::RollBackAllocation { .. }
     );
     match result {
         Err(kube::Error::Api(status)) if is_conditional && is_failed_test(&status) => {
@@ -422,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn finalizers_are_added_and_removed_by_value_on_the_object_with_this_uid() {
+    fn finalizers_are_patched_by_value_on_the_object_with_this_uid() {
         assert_eq!(
             patch(&ClaimWrite::AddFinalizer {
                 node: "node-a".to_owned()
@@ -507,8 +509,8 @@ mod tests {
     }
 
     #[test]
-    fn an_allocation_is_undone_together_with_its_reservation_at_the_version_that_was_seen() {
-        let write = ClaimWrite::UndoAllocation {
+    fn a_rollback_removes_the_reservation_at_the_seen_version() {
+        let write = ClaimWrite::RollBackAllocation {
             version: "7".to_owned(),
             reserved: true,
         };
@@ -525,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_test_of_a_patch_is_told_apart_from_an_object_that_breaks_a_rule() {
+    fn a_failed_patch_test_differs_from_an_invalid_object() {
         let status = |details: Value| -> Status {
             serde_json::from_value(
                 json!({ "status": "Failure", "code": 422, "reason": "Invalid", "details": details }),
@@ -558,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_that_somebody_else_wrote_into_our_entries_are_taken_out_and_others_entries_are_left() {
+    fn other_writers_nodes_leave_our_entries_only() {
         let context: PodSchedulingContext = serde_json::from_value(json!({
             "metadata": { "resourceVersion": "7" },
             "status": { "resourceClaims": [
@@ -639,7 +641,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_write_that_waits_for_a_busy_server_longer_than_the_lease_is_never_sent() {
+    async fn a_write_paused_longer_than_the_lease_is_never_sent() {
         let lease = Duration::from_secs(10);
         let (requests, fence, pause) = (Semaphore::new(1), Fence::held_for(lease), Pause::default());
         pause.begin(lease);
@@ -649,7 +651,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_waits_when_the_controller_ends_is_never_sent() {
+    async fn a_write_that_waits_at_shutdown_is_never_sent() {
         let minute = Duration::from_secs(60);
         let (requests, fence, pause) = (Semaphore::new(1), Fence::held_for(minute), Pause::default());
         let under_way = async {
@@ -686,7 +688,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_429_with_seconds_asks_for_a_pause_and_never_for_a_long_one() {
+    fn only_a_429_with_seconds_pauses_and_never_for_long() {
         assert_eq!(
             requested_pause(&answer(429, Some("2"))),
             Some(Duration::from_secs(2))

@@ -103,7 +103,7 @@ fn a_pod_that_waits_costs_nothing_for_five_minutes_and_then_one_question_to_the_
     let full = Verdict {
         unsuitable_nodes: BTreeMap::from(["a", "b"].map(|node| (node.to_owned(), "full".to_owned()))),
     };
-    let commands = answer(&mut world, *id, Answer::Judged(Ok(vec![full.clone()])), now);
+    let commands = answer(&mut world, *id, Answer::Evaluated(Ok(vec![full.clone()])), now);
     let [Command::Report(_), Command::WriteContext { id, entries, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
@@ -138,7 +138,7 @@ fn a_pod_that_waits_costs_nothing_for_five_minutes_and_then_one_question_to_the_
             panic!("{commands:?}")
         };
         assert_eq!(
-            answer(&mut world, *id, Answer::Judged(Ok(vec![full.clone()])), now),
+            answer(&mut world, *id, Answer::Evaluated(Ok(vec![full.clone()])), now),
             [],
             "an unchanged answer"
         );
@@ -167,7 +167,7 @@ fn what_a_pod_waits_for_and_how_long_its_waking_takes_is_counted() {
     };
     let full = |nodes: &[&str]| {
         let unsuitable_nodes = nodes.iter().map(|node| ((*node).to_owned(), "full".to_owned()));
-        Answer::Judged(Ok(vec![Verdict {
+        Answer::Evaluated(Ok(vec![Verdict {
             unsuitable_nodes: unsuitable_nodes.collect(),
         }]))
     };
@@ -236,7 +236,12 @@ fn own_writes_stand_until_the_watch_shows_them() {
     let [Command::CallDriver { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
-    let commands = answer(&mut world, *id, Answer::Judged(Ok(vec![Verdict::default()])), now);
+    let commands = answer(
+        &mut world,
+        *id,
+        Answer::Evaluated(Ok(vec![Verdict::default()])),
+        now,
+    );
     let [Command::WriteContext { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
@@ -260,7 +265,12 @@ fn own_writes_stand_until_the_watch_shows_them() {
         },
     ] = commands.as_slice()
     {
-        commands = answer(&mut world, *id, Answer::Judged(Ok(vec![Verdict::default()])), now);
+        commands = answer(
+            &mut world,
+            *id,
+            Answer::Evaluated(Ok(vec![Verdict::default()])),
+            now,
+        );
     }
     let [Command::WriteClaim { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
@@ -354,7 +364,7 @@ fn another_driver_is_named_once_when_it_has_said_nothing_for_a_minute() {
     let [Command::CallDriver { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
-    let judged = Answer::Judged(Ok(vec![Verdict::default()]));
+    let judged = Answer::Evaluated(Ok(vec![Verdict::default()]));
     assert_eq!(
         answer(&mut world, *id, judged, start),
         [],
@@ -447,7 +457,7 @@ fn a_report_that_was_not_written_is_made_again() {
 
     let mut unwritten = vec![of_claim, of_pod.clone()];
     for report in &unwritten {
-        world.apply(Event::Untold(report.clone()), minute);
+        world.apply(Event::ReportFailed(report.clone()), minute);
     }
     assert_eq!(reports(world.decide(minute)), [], "there is no room yet");
     let mut again = reports(world.decide(minute.after(Duration::from_secs(60))));
@@ -458,7 +468,7 @@ fn a_report_that_was_not_written_is_made_again() {
     // A text that was replaced meanwhile, or is about another object of that name, changes nothing.
     let mut old = of_pod.clone();
     old.message = "older".to_owned();
-    world.apply(Event::Untold(old), minute);
+    world.apply(Event::ReportFailed(old), minute);
     let far = minute.after(Duration::from_secs(180));
     assert_eq!(reports(world.decide(far)), []);
 }

@@ -193,7 +193,7 @@ impl Stage {
         };
         let mut answer = match &call.request {
             DriverRequest::UnsuitableNodes { claims, nodes, .. } => {
-                Answer::Judged(self.driver.unsuitable_nodes(&self.facts, claims, nodes))
+                Answer::Evaluated(self.driver.unsuitable_nodes(&self.facts, claims, nodes))
             }
             DriverRequest::Allocate { claims, node } => {
                 Answer::Allocated(Ok(self.driver.allocate(&self.facts, claims, node.as_deref())))
@@ -206,7 +206,7 @@ impl Stage {
         };
         if call.fault == Some(Fault::DriverMiscounts) {
             match &mut answer {
-                Answer::Judged(Ok(all)) => drop(all.pop()),
+                Answer::Evaluated(Ok(all)) => drop(all.pop()),
                 Answer::Allocated(Ok(all)) => drop(all.pop()),
                 _ => {}
             }
@@ -269,7 +269,7 @@ fn failed(command: &Command, fault: Fault) -> Answer {
 
 fn driver_failed(request: &DriverRequest, error: CallError) -> Answer {
     match request {
-        DriverRequest::UnsuitableNodes { .. } => Answer::Judged(Err(error)),
+        DriverRequest::UnsuitableNodes { .. } => Answer::Evaluated(Err(error)),
         DriverRequest::Allocate { .. } => Answer::Allocated(Err(error)),
         DriverRequest::Deallocate { .. } => Answer::Deallocated(Err(error)),
     }

@@ -86,7 +86,7 @@ pub(crate) fn describe_event(event: &Event) -> String {
         Event::DriverReady => "driver ready".to_owned(),
         Event::Capacity(change) => format!("{change:?}"),
         Event::Found(findings) => format!("{findings:?}"),
-        Event::Untold(report) => format!("{report:?} was not written"),
+        Event::ReportFailed(report) => format!("{report:?} was not written"),
         Event::Answer { id, answer } => format!("answer {}: {}", id.0, describe_answer(answer)),
     }
 }
@@ -119,7 +119,7 @@ pub(crate) fn describe_command(command: &Command) -> String {
             ClaimWrite::AddFinalizer { node } => format!("add finalizer to {} for {node}", key.name),
             ClaimWrite::RemoveFinalizer { .. } => format!("remove finalizer of {}", key.name),
             ClaimWrite::ClearAllocation { .. } => format!("clear allocation of {}", key.name),
-            ClaimWrite::UndoAllocation { .. } => format!("take back {}", key.name),
+            ClaimWrite::RollBackAllocation { .. } => format!("take back {}", key.name),
             ClaimWrite::Allocate {
                 allocation,
                 reserved_for,

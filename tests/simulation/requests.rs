@@ -105,7 +105,7 @@ impl Stage {
                 status.deallocation_requested = false;
                 Ok(())
             }),
-            ClaimWrite::UndoAllocation { version, reserved } => {
+            ClaimWrite::RollBackAllocation { version, reserved } => {
                 store.update_claim(key, Some(uid), Endpoint::Status, |claim| {
                     if claim.metadata.resource_version.as_ref() != Some(version)
                         || claim.status.reserved_for.is_empty() == *reserved
@@ -143,7 +143,7 @@ impl Stage {
                     self.violate(|| format!("{name} is cleared although nobody asked for it"));
                 }
             }
-            ClaimWrite::UndoAllocation { .. } => self.check_undone(before),
+            ClaimWrite::RollBackAllocation { .. } => self.check_undone(before),
             ClaimWrite::RemoveFinalizer { .. } if has_finalizer => {
                 if recorded_hold(before).is_some() && !goes {
                     self.violate(|| format!("I4: our finalizer leaves {name}, which records an allocation"));

@@ -602,7 +602,7 @@ impl Claim {
             Answer::ClaimRead(Ok(_))
             | Answer::PodRead(_)
             | Answer::ContextWritten(_)
-            | Answer::Judged(_)
+            | Answer::Evaluated(_)
             | Answer::Allocated(_) => Vec::new(),
         }
     }
@@ -725,7 +725,7 @@ impl Claim {
         self.unrecorded = Unrecorded::Possibly(self.own_allocation().map(Box::new));
         self.write(
             ClaimPhase::RollingBack,
-            ClaimWrite::UndoAllocation { version, reserved },
+            ClaimWrite::RollBackAllocation { version, reserved },
         )
     }
 

@@ -154,7 +154,7 @@ pub enum Event {
     /// The driver found wrong allocations.
     Found(Vec<Finding>),
     /// A report was not written and is no longer queued.
-    Untold(Report),
+    ReportFailed(Report),
     /// A command was executed, successfully or not.
     Answer {
         /// Id of the command.
@@ -176,7 +176,7 @@ pub enum Answer {
     /// Answer to [`Command::WriteContext`].
     ContextWritten(Outcome<Arc<PodSchedulingContext>>),
     /// Answer to [`DriverRequest::UnsuitableNodes`]: one verdict per claim, in order.
-    Judged(Result<Vec<Verdict>, CallError>),
+    Evaluated(Result<Vec<Verdict>, CallError>),
     /// Answer to [`DriverRequest::Allocate`]: one result per claim, in order.
     Allocated(Result<Vec<Result<AllocationResult, CallError>>, CallError>),
     /// Answer to [`DriverRequest::Deallocate`].
@@ -323,7 +323,7 @@ pub enum ClaimWrite {
     },
     /// Clear the allocation, the driver name and the only reservation, if the claim still has this version: another claim of the pod could
     /// not be recorded, or another claim holds the same device.
-    UndoAllocation {
+    RollBackAllocation {
         /// The resource version that the claim must still have.
         version: String,
         /// Whether the claim is reserved, for our pod alone.

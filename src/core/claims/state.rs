@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+
 use crate::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass, pod_owner_of};
 use crate::driver::{CapacityChange, Finding, Observation};
 
@@ -62,8 +64,8 @@ enum EarlyPod {
 /// A pending call: the object that its answer belongs to.
 #[derive(Clone, Debug, PartialEq)]
 enum PendingCall {
-    /// Reading the pod of a context.
-    Pod { context: ObjectKey, uid: String },
+    /// Reading the pod of a context, or writing its entries.
+    Context { key: ObjectKey, uid: String },
     /// Reading a pod that has no context yet.
     EarlyPod { uid: String },
     /// Evaluating nodes for a context.
@@ -73,10 +75,8 @@ enum PendingCall {
         /// The claims, by key and uid.
         claims: Vec<(ObjectKey, String)>,
     },
-    /// Writing the entries of a context.
-    Publish { context: ObjectKey, uid: String },
     /// A step for one claim alone.
-    Claim { claim: ObjectKey, uid: String },
+    Claim { key: ObjectKey, uid: String },
     /// A step for one claim of a transaction.
     Item { transaction: TransactionId, uid: String },
     /// The driver's allocation for a transaction.
@@ -89,9 +89,7 @@ impl PendingCall {
         match self {
             Self::Item { .. } | Self::Allocate { .. } => "batch",
             Self::Claim { .. } => "claim",
-            Self::Pod { .. } | Self::EarlyPod { .. } | Self::Evaluate { .. } | Self::Publish { .. } => {
-                "context"
-            }
+            Self::Context { .. } | Self::EarlyPod { .. } | Self::Evaluate { .. } => "context",
         }
     }
 }
@@ -175,7 +173,7 @@ impl ControllerState {
             Event::DriverReady => self.driver_ready(),
             Event::Capacity(change) => self.capacity_changed(&change, now),
             Event::Found(findings) => findings.into_iter().for_each(|finding| self.found(finding)),
-            Event::Untold(report) => self.report_failed(&report, now),
+            Event::ReportFailed(report) => self.report_failed(&report, now),
             Event::Answer { id, answer } => self.answered(id, answer, now),
         }
     }
@@ -240,10 +238,8 @@ impl ControllerState {
                 self.end_evaluation(&claims);
                 self.context_answered(&context, &uid, answer, now);
             }
-            PendingCall::Pod { context, uid } | PendingCall::Publish { context, uid } => {
-                self.context_answered(&context, &uid, answer, now);
-            }
-            PendingCall::Claim { claim, uid } => self.claim_answered(&claim, &uid, answer, now),
+            PendingCall::Context { key, uid } => self.context_answered(&key, &uid, answer, now),
+            PendingCall::Claim { key, uid } => self.claim_answered(&key, &uid, answer, now),
             PendingCall::Item { transaction, uid } => self.item_answered(transaction, &uid, answer, now),
             PendingCall::Allocate { transaction } => self.allocated(transaction, answer),
         }
@@ -423,16 +419,9 @@ impl ControllerState {
     // === claims ===
 
     fn see_all_claims(&mut self, claims: Vec<Arc<ResourceClaim>>, now: Moment) {
-        let keys: BTreeSet<ObjectKey> = claims
-            .iter()
-            .map(|claim| ObjectKey::of(&claim.metadata))
-            .collect();
+        let listed = claims.iter().map(|claim| &claim.metadata);
         let known = self.cache.claims.iter();
-        let gone: Vec<(ObjectKey, String)> = known
-            .filter(|(key, _)| !keys.contains(*key))
-            .map(|(key, claim)| (key.clone(), claim.uid().to_owned()))
-            .collect();
-        for (key, uid) in gone {
+        for (key, uid) in missing(known.map(|(key, claim)| (key, claim.uid())), listed) {
             self.claim_gone(&key, &uid);
         }
         for claim in claims {
@@ -678,7 +667,7 @@ impl ControllerState {
         };
         let uid = claim.uid().to_owned();
         let pending_call = || PendingCall::Claim {
-            claim: key.clone(),
+            key: key.clone(),
             uid: uid.clone(),
         };
         for action in actions {
@@ -725,16 +714,9 @@ impl ControllerState {
     // === contexts ===
 
     fn see_all_contexts(&mut self, contexts: Vec<Arc<PodSchedulingContext>>) {
-        let keys: BTreeSet<ObjectKey> = contexts
-            .iter()
-            .map(|context| ObjectKey::of(&context.metadata))
-            .collect();
+        let listed = contexts.iter().map(|context| &context.metadata);
         let known = self.contexts.iter();
-        let gone: Vec<(ObjectKey, String)> = known
-            .filter(|(key, _)| !keys.contains(*key))
-            .map(|(key, context)| (key.clone(), context.uid().to_owned()))
-            .collect();
-        for (key, uid) in gone {
+        for (key, uid) in missing(known.map(|(key, context)| (key, context.uid())), listed) {
             self.context_gone(&key, &uid);
         }
         for context in contexts {
@@ -804,7 +786,7 @@ impl ControllerState {
         };
         let actions = match answer {
             Answer::PodRead(answer) => context.pod_read(answer, &self.cache, now),
-            Answer::Judged(answer) => context.evaluated(answer, &self.cache, now),
+            Answer::Evaluated(answer) => context.evaluated(answer, &self.cache, now),
             Answer::ContextWritten(outcome) => context.published(outcome, now),
             Answer::ClaimRead(_)
             | Answer::ClaimWritten(_)
@@ -820,7 +802,11 @@ impl ControllerState {
         let Some(context) = self.contexts.get(key) else {
             return;
         };
-        let (context, uid) = (key.clone(), context.uid().to_owned());
+        let uid = context.uid().to_owned();
+        let pending_call = || PendingCall::Context {
+            key: key.clone(),
+            uid: uid.clone(),
+        };
         for action in actions {
             match action {
                 ContextAction::Step => self.queue.insert(self.wake_ups.work(key)),
@@ -828,21 +814,16 @@ impl ControllerState {
                 ContextAction::RecheckAt(moment) => self.queue.insert_at(moment, Work::Recheck(key.clone())),
                 ContextAction::FindPod => self.find_pod(key, now),
                 ContextAction::ReadPod => {
-                    let (context, uid, key) = (context.clone(), uid.clone(), key.clone());
-                    let pending_call = PendingCall::Pod { context, uid };
-                    self.send(pending_call, |id| Command::ReadPod { id, key });
+                    let key = key.clone();
+                    self.send(pending_call(), |id| Command::ReadPod { id, key });
                 }
                 ContextAction::UseClaim(claim) => self.cache.index.add_user(claim, key),
                 ContextAction::Evaluate { pod, claims, nodes } => {
-                    self.evaluate(context.clone(), uid.clone(), pod, claims, nodes);
+                    self.evaluate(key.clone(), uid.clone(), pod, claims, nodes);
                 }
                 ContextAction::Publish(entries) => {
-                    let (context, uid, key) = (context.clone(), uid.clone(), key.clone());
-                    let pending_call = PendingCall::Publish {
-                        context,
-                        uid: uid.clone(),
-                    };
-                    self.send(pending_call, |id| Command::WriteContext {
+                    let (key, uid) = (key.clone(), uid.clone());
+                    self.send(pending_call(), |id| Command::WriteContext {
                         id,
                         key,
                         uid,
@@ -860,11 +841,11 @@ impl ControllerState {
                     }
                 }
                 ContextAction::GiveUp(claims) => {
-                    for key in claims {
-                        if let Some(claim) = self.cache.claims.get_mut(&key) {
-                            claim.mark_incomplete(context.clone(), uid.clone());
+                    for claim_key in claims {
+                        if let Some(claim) = self.cache.claims.get_mut(&claim_key) {
+                            claim.mark_incomplete(key.clone(), uid.clone());
                         }
-                        self.queue.insert(Work::Claim(key));
+                        self.queue.insert(Work::Claim(claim_key));
                     }
                     // The pod takes no step until its claims can be evaluated together.
                     self.queue.insert(Work::Context(key.clone()));
@@ -979,8 +960,8 @@ impl ControllerState {
         let actions = match early {
             Some(EarlyPod::Reading(id)) => {
                 context.await_early_pod();
-                let (uid, context) = (context.uid().to_owned(), key.clone());
-                self.pending_calls.insert(id, PendingCall::Pod { context, uid });
+                let (key, uid) = (key.clone(), context.uid().to_owned());
+                self.pending_calls.insert(id, PendingCall::Context { key, uid });
                 return;
             }
             Some(EarlyPod::Read(pod, at)) if at.after(EARLY_POD_MAX_AGE) > now => {
@@ -1204,6 +1185,18 @@ impl ControllerState {
             self.act_on_context(key, actions, now);
         }
     }
+}
+
+/// The known objects that a complete list lacks, with their uids.
+fn missing<'a>(
+    known: impl Iterator<Item = (&'a ObjectKey, &'a str)>,
+    listed: impl Iterator<Item = &'a ObjectMeta>,
+) -> Vec<(ObjectKey, String)> {
+    let listed: BTreeSet<ObjectKey> = listed.map(ObjectKey::of).collect();
+    known
+        .filter(|(key, _)| !listed.contains(*key))
+        .map(|(key, uid)| (key.clone(), uid.to_owned()))
+        .collect()
 }
 
 #[cfg(test)]

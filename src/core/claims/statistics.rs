@@ -101,7 +101,7 @@ impl Statistics {
 
     pub(super) fn called(&mut self, answer: &Answer) {
         let (call, failure) = match answer {
-            Answer::Judged(answer) => ("UnsuitableNodes", answer.as_ref().err()),
+            Answer::Evaluated(answer) => ("UnsuitableNodes", answer.as_ref().err()),
             Answer::Allocated(Err(error)) => ("Allocate", Some(error)),
             Answer::Allocated(Ok(answers)) => (
                 "Allocate",
@@ -133,7 +133,7 @@ pub(super) fn is_failure(answer: &Answer) -> bool {
         Answer::ClaimRead(answer) => answer.is_err(),
         Answer::ClaimWritten(outcome) => !matches!(outcome, Outcome::Done(_)),
         Answer::ContextWritten(outcome) => !matches!(outcome, Outcome::Done(_)),
-        Answer::Judged(answer) => answer.is_err(),
+        Answer::Evaluated(answer) => answer.is_err(),
         Answer::Allocated(Err(_)) => true,
         Answer::Allocated(Ok(answers)) => answers.iter().any(Result::is_err),
         Answer::Deallocated(answer) => answer.is_err(),

@@ -599,7 +599,7 @@ impl Transaction {
                 item.step = Step::Waiting;
                 item.retry.failed(now);
             }
-            Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Judged(_) | Answer::Allocated(_) => {}
+            Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Evaluated(_) | Answer::Allocated(_) => {}
         }
         if is_status && item.step == Step::Done {
             if let Some(claim) = known.filter(|claim| !claim.is_gone()) {
@@ -742,7 +742,7 @@ impl Item {
                 .iter()
                 .all(|user| Some(user.uid.as_str()) == pod_uid);
         let version = known.object.metadata.resource_version.clone()?;
-        is_ours_alone.then_some(ClaimWrite::UndoAllocation {
+        is_ours_alone.then_some(ClaimWrite::RollBackAllocation {
             version,
             reserved: !status.reserved_for.is_empty(),
         })

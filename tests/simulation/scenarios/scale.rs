@@ -90,7 +90,7 @@ impl Echo {
                     let full = nodes.into_iter().filter(|_| self.full);
                     let unsuitable_nodes = full.map(|node| (node, "8 of 8 held".to_owned())).collect();
                     let verdict = Verdict { unsuitable_nodes };
-                    (id, Answer::Judged(Ok(vec![verdict; claims.len()])))
+                    (id, Answer::Evaluated(Ok(vec![verdict; claims.len()])))
                 }
                 DriverRequest::Allocate { claims, .. } => {
                     let results = claims.iter().map(|_| {
