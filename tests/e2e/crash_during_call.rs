@@ -31,8 +31,9 @@ impl Change {
     }
 }
 
-/// Kills the companion at the first sign of work in `directory` while a pod starts, and again while it ends.
-async fn killed_at_the_first_sign_in(directory: &str) -> anyhow::Result<()> {
+/// What kubelet does when the companion dies within its calls. `tests/faults` has every step on the disk.
+#[tokio::test]
+async fn kubelet_repeats_calls_in_which_a_companion_is_killed() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     make_devices(node, "drayman-test", &MINORS[..1])?;
@@ -40,57 +41,46 @@ async fn killed_at_the_first_sign_in(directory: &str) -> anyhow::Result<()> {
     let controller = stage.controller()?;
     let mut companion = stage.companion(0, CONFIGURATION)?;
     wait_for_inventory(&stage, 0, 1).await?;
-    for round in 0..3 {
-        let name = format!("pod-{round}");
-        let change = Change::expect(node.path(directory))?;
-        stage.make_pod(&name).await?;
-        change.seen().await?;
-        companion.kill().await?;
-        companion = stage.companion(0, CONFIGURATION)?;
-        companion.logged(REGISTERED).await?;
-        look_inside(&stage, &name).await?.only_device();
-        let claim = stage.claim_of(&name, "allocated", is_allocated).await?;
-        let uid = claim.metadata.uid.clone().unwrap_or_default();
-        assert_eq!(
-            traces(node, &uid)?.len(),
-            2,
-            "prepared once: {:?}",
-            traces(node, &uid)?
-        );
 
-        let change = Change::expect(node.path(directory))?;
-        stage
-            .cluster
-            .kubectl(&["delete", "pod", &name, "--wait=false"])
-            .await?;
-        change.seen().await?;
-        companion.kill().await?;
-        companion = stage.companion(0, CONFIGURATION)?;
-        // A kubelet that finds no plugin when it prepares a pod tries again only after a minute and a half.
-        companion.logged(REGISTERED).await?;
-        stage
-            .wait(
-                stage.claims(),
-                claim.metadata.name.as_deref().unwrap_or_default(),
-                "gone",
-                is_gone(),
-            )
-            .await?;
-        assert_eq!(traces(node, &uid)?, Vec::<String>::new());
-    }
+    // Killed while it writes the checkpoint of a Prepare.
+    let change = Change::expect(node.path("/var/lib/kubelet/plugins/drayman.dev"))?;
+    stage.make_pod("pod").await?;
+    change.seen().await?;
+    companion.kill().await?;
+    companion = stage.companion(0, CONFIGURATION)?;
+    companion.logged(REGISTERED).await?;
+    look_inside(&stage, "pod").await?.only_device();
+    let claim = stage.claim_of("pod", "allocated", is_allocated).await?;
+    let uid = claim.metadata.uid.clone().unwrap_or_default();
+    assert_eq!(
+        traces(node, &uid)?.len(),
+        2,
+        "prepared once: {:?}",
+        traces(node, &uid)?
+    );
+
+    // Killed while it removes the CDI file of an Unprepare.
+    let change = Change::expect(node.path("/run/cdi"))?;
+    stage
+        .cluster
+        .kubectl(&["delete", "pod", "pod", "--wait=false"])
+        .await?;
+    change.seen().await?;
+    companion.kill().await?;
+    companion = stage.companion(0, CONFIGURATION)?;
+    companion.logged(REGISTERED).await?;
+    stage
+        .wait(
+            stage.claims(),
+            claim.metadata.name.as_deref().unwrap_or_default(),
+            "gone",
+            is_gone(),
+        )
+        .await?;
+    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
     companion.end().await?;
     controller.end().await?;
     stage.cluster.stop().await
-}
-
-#[tokio::test]
-async fn a_companion_killed_while_it_writes_the_checkpoint_ends_in_the_same_state() -> anyhow::Result<()> {
-    killed_at_the_first_sign_in("/var/lib/kubelet/plugins/drayman.dev").await
-}
-
-#[tokio::test]
-async fn a_companion_killed_while_it_writes_the_cdi_file_ends_in_the_same_state() -> anyhow::Result<()> {
-    killed_at_the_first_sign_in("/run/cdi").await
 }
 
 #[tokio::test]
