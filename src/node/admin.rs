@@ -6,7 +6,6 @@
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
@@ -21,9 +20,9 @@ use crate::api::proto::node_records::{
     ReleaseResponse,
 };
 use crate::core::prepare::release::{Holding, HoldingState, holdings, plan_release_without_driver};
-use crate::node::kubelet::transport::{GrpcCalls, Listening, MAX_MESSAGE, SocketError, SocketPath, listen};
+use crate::node::kubelet::transport::{Listening, MAX_MESSAGE, SocketError, SocketPath, listen};
+use crate::node::service::{NodeService, ReleaseError};
 use crate::node::state::storage::{Places, Store, StoreError};
-use crate::node::state::{RecordsHandle, ReleaseError};
 
 /// Deadline of an answer from the companion, which itself may query kubelet for a few seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -40,15 +39,14 @@ pub fn socket(state: &Path, kubelet_root: &Path) -> SocketPath {
 /// Serves the admin socket until the shutdown.
 pub(super) async fn serve(
     place: SocketPath,
-    records: RecordsHandle,
-    calls: Arc<GrpcCalls>,
+    node: NodeService,
     shutdown: CancellationToken,
 ) -> Result<Listening, SocketError> {
-    let server = RecordsServer::new(Service(records)).max_decoding_message_size(MAX_MESSAGE);
-    listen(place, Routes::new(server), calls, shutdown).await
+    let server = RecordsServer::new(Service(node.clone())).max_decoding_message_size(MAX_MESSAGE);
+    listen(place, Routes::new(server), node.grpc_calls(), shutdown).await
 }
 
-struct Service(RecordsHandle);
+struct Service(NodeService);
 
 #[tonic::async_trait]
 impl Records for Service {

@@ -11,10 +11,6 @@ mod resync;
 pub(crate) mod state;
 
 #[cfg(not(feature = "internals"))]
-pub(crate) mod companion;
-#[cfg(feature = "internals")]
-pub mod companion;
-#[cfg(not(feature = "internals"))]
 pub(crate) mod config;
 #[cfg(feature = "internals")]
 pub mod config;
@@ -30,6 +26,10 @@ pub mod kubelet;
 pub(crate) mod run;
 #[cfg(feature = "internals")]
 pub mod run;
+#[cfg(not(feature = "internals"))]
+pub(crate) mod service;
+#[cfg(feature = "internals")]
+pub mod service;
 
 pub use crate::core::prepare::checkpoint::CheckpointError;
 pub use crate::core::prepare::driver_name::DriverNameError;

@@ -22,7 +22,7 @@ use crate::core::prepare::driver_name::DriverName;
 use crate::core::prepare::orphans::{ApiView, Question};
 use crate::node::metrics::Figures;
 use crate::node::publish::events::{self, NodeEvent};
-use crate::node::state::{Quarantine, RecordsHandle};
+use crate::node::service::{NodeService, Quarantine};
 
 /// Deadline of one API server call.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -38,7 +38,7 @@ pub(super) struct Caretaker {
     pub(super) client: kube::Client,
     pub(super) driver_name: DriverName,
     pub(super) node_name: String,
-    pub(super) records: RecordsHandle,
+    pub(super) node: NodeService,
     pub(super) cluster: watch::Receiver<ClusterFacts>,
     /// Publishes the claims in quarantine.
     pub(super) quarantine: watch::Sender<Quarantine>,
@@ -57,13 +57,13 @@ impl Caretaker {
 
     async fn look_after(&self) {
         let begin = Instant::now();
-        let mut held = self.records.held();
+        let mut held = self.node.prepared();
         let mut told = Quarantine::new();
         loop {
             if held.wait_for(|count| *count > 0).await.is_err() {
                 return;
             }
-            let Some(look) = self.records.look(begin.elapsed()).await else {
+            let Some(look) = self.node.find_orphans(begin.elapsed()).await else {
                 return;
             };
             let mut next = look.next;
@@ -77,7 +77,7 @@ impl Caretaker {
                 answers.insert(question.uid, answer);
             }
             // Evaluate even without an answer: a claim in quarantine may be in order again.
-            let Some(judged) = self.records.judge(begin.elapsed(), answers).await else {
+            let Some(judged) = self.node.decide_orphans(begin.elapsed(), answers).await else {
                 return;
             };
             next = judged.again.map_or(next, |again| next.min(again));
@@ -87,7 +87,7 @@ impl Caretaker {
             // No need to wake for a new claim: it is suspected only after the grace period.
             tokio::select! {
                 () = sleep(next) => {}
-                () = self.records.look_due() => {}
+                () = self.node.check_due() => {}
             }
         }
     }

@@ -268,14 +268,14 @@ where
     }
 
     fn perform(&mut self, step: &Step) {
-        if let Step::Inject(uid) = step
+        if let Step::Prepare(uid) = step
             && let Some(container_edits) = self.prepared_claims.entry(uid).map(inject)
         {
             self.prepared_claims
                 .set_container_edits(uid, container_edits, &inventory());
             self.driven.insert(uid.clone());
         }
-        if let Step::Release(uid) = step {
+        if let Step::Unprepare(uid) = step {
             self.driven.remove(uid);
         }
         if let Some(changed) = step.perform(&self.prepared_claims, &self.disk).unwrap() {

@@ -9,7 +9,8 @@
 //! force may list the pod's claim forever. A claim that a user created may still exist then, but is no longer allocated.
 //!
 //! Such a claim is freed immediately if the container runtime shows that no container has its devices, regardless of kubelet's list. Its
-//! CDI file is removed first, so that no later container starts with them.
+//! CDI file is removed first, so that no later container starts with them. If the runtime shows a container with the devices of a claim,
+//! the claim is never freed, even if kubelet's list and the API server lack it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -32,7 +33,7 @@ pub struct Orphans {
     /// Claims whose device another claim needs.
     conflicting: BTreeSet<ClaimUid>,
     /// Whether the container runtime reports the devices of its containers.
-    has_witness: bool,
+    has_runtime: bool,
     /// The claims whose devices no container has, according to the runtime.
     unused: BTreeSet<ClaimUid>,
     /// The claims whose devices a container has, or may have.
@@ -88,7 +89,7 @@ pub struct Question {
 
 /// The decision about a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum Decision {
     /// The claim is an orphan: its devices are free.
     Free(ClaimUid),
     /// The devices of the claim have become known.
@@ -98,15 +99,15 @@ pub enum Verdict {
 impl Orphans {
     /// Enables the check with the container runtime.
     #[must_use]
-    pub fn with_witness(mut self) -> Self {
-        self.has_witness = true;
+    pub fn with_runtime(mut self) -> Self {
+        self.has_runtime = true;
         self
     }
 
     /// Starts without suspects. `grace` is how long a claim may be missing.
     pub fn new(grace: Duration) -> Self {
         Self {
-            has_witness: false,
+            has_runtime: false,
             unused: BTreeSet::new(),
             undecided: BTreeSet::new(),
             grace,
@@ -129,7 +130,7 @@ impl Orphans {
     /// Compares the prepared claims with kubelet's list and returns the claims to look up at the API server.
     ///
     /// `now` is the time since any fixed moment.
-    pub fn look(
+    pub fn find(
         &mut self,
         prepared_claims: &PreparedClaims,
         kubelet: &KubeletView,
@@ -156,7 +157,7 @@ impl Orphans {
                 since: now,
                 quarantine: None,
             });
-            let at_once = entry.is_unaccounted() || (self.has_witness && conflicting.contains(uid));
+            let at_once = entry.is_unaccounted() || (self.has_runtime && conflicting.contains(uid));
             if now.saturating_sub(suspect.since) < self.grace && !at_once {
                 continue;
             }
@@ -174,38 +175,49 @@ impl Orphans {
         questions
     }
 
-    /// The claims to check with the container runtime: another claim needs their devices, and they hold nothing according to the API
-    /// server.
-    pub fn to_witness(
+    /// The claims to check with the container runtime: they hold nothing according to the API server, and another claim needs their
+    /// devices or kubelet's list lacks them for the grace period. The check matters in both cases: kubelet forgets claims of pods that were
+    /// deleted by force, and the device numbers of a privileged container do not show which of the host's devices it was given, so that
+    /// its claim is recognized only for as long as it is recorded.
+    pub fn claims_to_check(
         &self,
         prepared_claims: &PreparedClaims,
+        kubelet: &KubeletView,
         answers: &BTreeMap<ClaimUid, ApiView>,
+        now: Duration,
     ) -> Vec<ClaimUid> {
+        let is_missing = |uid: &ClaimUid| {
+            kubelet.lists(uid) == Some(false)
+                && self
+                    .suspects
+                    .get(uid)
+                    .is_some_and(|suspect| now.saturating_sub(suspect.since) >= self.grace)
+        };
         let gone = answers.iter().filter(|(uid, answer)| {
-            self.has_witness
-                && self.conflicting.contains(*uid)
+            self.has_runtime
                 && answer.holds_nothing()
+                && (self.conflicting.contains(*uid) || is_missing(uid))
                 && prepared_claims.entry(uid).is_some_and(Entry::is_done)
         });
         gone.map(|(uid, _)| uid.clone()).collect()
     }
 
-    /// Records the runtime's answer for the claims of [`Self::to_witness`]: `unused` if no container has their devices, `undecided` if one
-    /// has or it is too early to decide. The next [`Self::judge`] uses it.
-    pub fn witnessed(&mut self, unused: BTreeSet<ClaimUid>, undecided: BTreeSet<ClaimUid>) {
+    /// Records the runtime's answer for the claims of [`Self::claims_to_check`]: `unused` if no container has their devices, `undecided` if one
+    /// has or it is too early to decide. The next [`Self::decide`] uses it.
+    pub fn set_use(&mut self, unused: BTreeSet<ClaimUid>, undecided: BTreeSet<ClaimUid>) {
         self.unused = unused;
         self.undecided = undecided;
     }
 
     /// Decides from the answers. Claims that kubelet has prepared since the lookup are left alone.
-    pub fn judge(
+    pub fn decide(
         &mut self,
         prepared_claims: &PreparedClaims,
         kubelet: &KubeletView,
         answers: &BTreeMap<ClaimUid, ApiView>,
         now: Duration,
-    ) -> Vec<Verdict> {
-        let mut verdicts = Vec::new();
+    ) -> Vec<Decision> {
+        let mut decisions = Vec::new();
         let (unused, undecided) = (
             std::mem::take(&mut self.unused),
             std::mem::take(&mut self.undecided),
@@ -227,18 +239,18 @@ impl Orphans {
                         devices: Some(devices),
                     },
                 ) if entry.is_unaccounted() && !devices.is_empty() => {
-                    verdicts.push(Verdict::Explain(uid.clone(), devices.clone()));
+                    decisions.push(Decision::Explain(uid.clone(), devices.clone()));
                     // The next check decides anything further.
                     suspect.quarantine = None;
                 }
-                (KubeletView::Lists(listed), ApiView::Gone) if due && !listed.contains_key(uid) => {
-                    verdicts.push(Verdict::Free(uid.clone()));
-                }
-                _ if unused.contains(uid) && answer.holds_nothing() => {
-                    verdicts.push(Verdict::Free(uid.clone()));
-                }
                 // The error names the holder to the other claim's pod; no intervention is needed.
                 _ if undecided.contains(uid) => suspect.quarantine = None,
+                (KubeletView::Lists(listed), ApiView::Gone) if due && !listed.contains_key(uid) => {
+                    decisions.push(Decision::Free(uid.clone()));
+                }
+                _ if unused.contains(uid) && answer.holds_nothing() => {
+                    decisions.push(Decision::Free(uid.clone()));
+                }
                 _ => {
                     let no_news = matches!(answer, ApiView::Unknown(_));
                     let before = suspect.quarantine.take().filter(|_| no_news);
@@ -249,13 +261,13 @@ impl Orphans {
                 }
             }
         }
-        for verdict in &verdicts {
-            if let Verdict::Free(uid) = verdict {
+        for decision in &decisions {
+            if let Decision::Free(uid) = decision {
                 self.suspects.remove(uid);
                 self.conflicting.remove(uid);
             }
         }
-        verdicts
+        decisions
     }
 
     /// The claims in quarantine, each with the reason.
@@ -266,7 +278,7 @@ impl Orphans {
     }
 
     /// Time until the next check: when the next suspect's grace period ends, at most the regular interval.
-    pub fn next_look(&self, now: Duration) -> Duration {
+    pub fn next_check(&self, now: Duration) -> Duration {
         let every = self.grace.mul_f64(EVERY);
         let due = |suspect: &Suspect| (suspect.since + self.grace).saturating_sub(now);
         let soonest = self.suspects.values().map(due).filter(|due| !due.is_zero()).min();

@@ -58,7 +58,7 @@ pub fn plan_prepare(
     // As at Unprepare, the files go first; then the driver undoes its work.
     let cleared: Vec<ClaimUid> = evicted.iter().cloned().chain(own.map(|_| uid.clone())).collect();
     let mut steps: Vec<Step> = cleared.iter().cloned().map(Step::RemoveCdi).collect();
-    steps.extend(cleared.into_iter().map(Step::Release));
+    steps.extend(cleared.into_iter().map(Step::Unprepare));
     let mut changes: Vec<Change> = evicted.into_iter().map(Change::Remove).collect();
     changes.push(Change::Start(
         uid.clone(),
@@ -73,7 +73,7 @@ pub fn plan_prepare(
         },
     ));
     steps.push(Step::Save(changes));
-    steps.push(Step::Inject(uid.clone()));
+    steps.push(Step::Prepare(uid.clone()));
     steps.push(Step::WriteCdi(uid.clone()));
     steps.push(Step::Save(vec![Change::Finish(uid.clone())]));
     Ok((uid, steps))
@@ -224,7 +224,7 @@ pub fn plan_unprepare(
     let uid = ClaimUid::parse(&claim.uid)?;
     let mut steps = vec![Step::RemoveCdi(uid.clone())];
     if prepared_claims.entry(&uid).is_some() {
-        steps.push(Step::Release(uid.clone()));
+        steps.push(Step::Unprepare(uid.clone()));
         steps.push(Step::Save(vec![Change::Remove(uid)]));
     }
     Ok(steps)
@@ -233,7 +233,7 @@ pub fn plan_unprepare(
 /// The steps that update a claim's CDI file to the present state of its devices.
 pub(super) fn restore(uid: &ClaimUid) -> Vec<Step> {
     vec![
-        Step::Inject(uid.clone()),
+        Step::Prepare(uid.clone()),
         Step::WriteCdi(uid.clone()),
         Step::Save(Vec::new()),
     ]

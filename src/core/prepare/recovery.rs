@@ -198,7 +198,7 @@ pub fn plan_restoring(prepared_claims: &PreparedClaims) -> Vec<(ClaimUid, Vec<St
         .iter()
         .filter(|(_, entry)| entry.is_done() && !entry.is_unaccounted());
     done.map(|(uid, _)| {
-        let steps = vec![Step::Inject(uid.clone()), Step::WriteCdi(uid.clone())];
+        let steps = vec![Step::Prepare(uid.clone()), Step::WriteCdi(uid.clone())];
         (uid.clone(), steps)
     })
     .collect()
@@ -238,7 +238,7 @@ pub fn plan_undo(prepared_claims: &PreparedClaims, uid: &ClaimUid) -> Vec<Step> 
         .entry(uid)
         .is_some_and(|entry| !prepared_claims.may_be_in_use(entry))
     {
-        steps.push(Step::Release(uid.clone()));
+        steps.push(Step::Unprepare(uid.clone()));
         steps.push(Step::Save(vec![Change::Remove(uid.clone())]));
     }
     steps

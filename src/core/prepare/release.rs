@@ -142,7 +142,7 @@ fn may_release(
 pub fn plan_free(uid: &ClaimUid) -> Vec<Step> {
     vec![
         Step::RemoveCdi(uid.clone()),
-        Step::Release(uid.clone()),
+        Step::Unprepare(uid.clone()),
         Step::Save(vec![Change::Remove(uid.clone())]),
     ]
 }
@@ -213,7 +213,7 @@ mod tests {
             steps,
             [
                 Step::RemoveCdi(uid()),
-                Step::Release(uid()),
+                Step::Unprepare(uid()),
                 Step::Save(vec![Change::Remove(uid())])
             ]
         );

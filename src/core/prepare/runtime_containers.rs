@@ -17,6 +17,9 @@ use crate::api::crd::{DeviceNodeKind, DeviceNumber};
 /// meanwhile, a created container is never started, and is removed with its pod.
 const START_LIMIT: Duration = Duration::from_secs(240);
 
+/// Prefix of the container annotations in which kubelet names CDI devices, separated by commas; kubelet 1.27 has no field for them.
+const CDI_ANNOTATION: &str = "cdi.k8s.io/";
+
 /// The devices that a container was given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Given {
@@ -98,7 +101,7 @@ impl fmt::Display for RuntimeContainer {
 /// Why the runtime's report about a container is unusable.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the container runtime does not tell what it gave a container: {0}")]
-pub struct WitnessError(String);
+pub struct RuntimeInfoError(String);
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -141,6 +144,8 @@ struct Config {
     #[serde(rename = "CDI_devices", default)]
     cdi_devices: Option<Vec<CdiDevice>>,
     #[serde(default)]
+    annotations: Option<BTreeMap<String, String>>,
+    #[serde(default)]
     linux: Option<ConfigLinux>,
 }
 
@@ -169,16 +174,20 @@ struct SecurityContext {
 }
 
 /// Parses the `info` of a container's verbose status, as containerd and CRI-O write it.
-pub fn parse_info(info: &BTreeMap<String, String>) -> Result<Given, WitnessError> {
+pub fn parse_info(info: &BTreeMap<String, String>) -> Result<Given, RuntimeInfoError> {
     let text = info
         .get("info")
-        .ok_or_else(|| WitnessError("its verbose status has no \"info\"".to_owned()))?;
-    let info: Info = serde_json::from_str(text).map_err(|error| WitnessError(shortened(&error)))?;
+        .ok_or_else(|| RuntimeInfoError("its verbose status has no \"info\"".to_owned()))?;
+    let info: Info = serde_json::from_str(text).map_err(|error| RuntimeInfoError(shortened(&error)))?;
     let security = info.config.linux.and_then(|linux| linux.security_context);
     let is_privileged = info.privileged || security.is_some_and(|security| security.privileged);
     let devices = info.runtime_spec.linux.and_then(|linux| linux.devices);
     let numbers = devices.into_iter().flatten().filter_map(|device| device.number());
     let names = info.config.cdi_devices.into_iter().flatten();
+    let annotations = info.config.annotations.into_iter().flatten();
+    let annotated = annotations
+        .filter(|(name, _)| name.starts_with(CDI_ANNOTATION))
+        .flat_map(|(_, names)| names.split(',').map(str::to_owned).collect::<Vec<_>>());
     let paths = info.config.devices.into_iter().flatten();
     Ok(Given {
         numbers: if is_privileged {
@@ -191,7 +200,7 @@ pub fn parse_info(info: &BTreeMap<String, String>) -> Result<Given, WitnessError
         } else {
             BTreeSet::new()
         },
-        cdi_devices: names.map(|device| device.name).collect(),
+        cdi_devices: names.map(|device| device.name).chain(annotated).collect(),
     })
 }
 
@@ -214,7 +223,7 @@ impl SpecDevice {
 mod tests {
     use super::*;
 
-    fn info(text: &str) -> Result<Given, WitnessError> {
+    fn info(text: &str) -> Result<Given, RuntimeInfoError> {
         parse_info(&BTreeMap::from([("info".to_owned(), text.to_owned())]))
     }
 
@@ -245,6 +254,20 @@ mod tests {
             r#"{"privileged":true,"runtimeSpec":{"linux":{"devices":[{"type":"c","major":1,"minor":3}]}}}"#,
         );
         assert_eq!(given, Ok(Given::default()), "as CRI-O tells it");
+    }
+
+    #[test]
+    fn cdi_devices_in_annotations_count_too() {
+        let given = info(
+            r#"{"config":{"annotations":{"cdi.k8s.io/a":"drayman.dev/claim=u-1,v.dev/c=2","io.kubernetes.x":"v.dev/c=3"}},"runtimeSpec":{}}"#,
+        )
+        .unwrap();
+        assert!(
+            given
+                .cdi_devices
+                .iter()
+                .eq(["drayman.dev/claim=u-1", "v.dev/c=2"])
+        );
     }
 
     #[test]

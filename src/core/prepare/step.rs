@@ -11,13 +11,13 @@ pub enum Step {
     /// checkpoint is up to date.
     Save(Vec<Change>),
     /// Calls the node's driver for the claim's container edits, which also checks that the devices exist, and records them.
-    Inject(ClaimUid),
+    Prepare(ClaimUid),
     /// Updates the claim's CDI file from its record. Writes nothing if it is up to date.
     WriteCdi(ClaimUid),
     /// Removes the claim's CDI file, if it exists.
     RemoveCdi(ClaimUid),
     /// Calls the node's driver to undo its work for the claim, even if it may have done none.
-    Release(ClaimUid),
+    Unprepare(ClaimUid),
 }
 
 /// Storage for the checkpoint and the CDI files. Each call either completes durably, so that the result outlives this process, or fails.
@@ -62,7 +62,7 @@ impl Step {
                 }
             }
             Self::RemoveCdi(uid) => records.remove_cdi(uid)?,
-            Self::Inject(_) | Self::Release(_) => {}
+            Self::Prepare(_) | Self::Unprepare(_) => {}
         }
         Ok(None)
     }

@@ -1,6 +1,6 @@
 //! The gRPC APIs that kubelet calls on the node.
 //!
-//! An endpoint validates the shape of a call, calls the [`Companion`](crate::node::companion::Companion) and encodes the answer for
+//! An endpoint validates the shape of a call, calls the [`NodeService`](crate::node::service::NodeService) and encodes the answer for
 //! its API version. Endpoints know no devices and keep no state except their sockets.
 //!
 //! * [`dra`]: claims, through plugin registration and the DRA services of kubelet 1.27 to 1.30.
@@ -21,8 +21,8 @@ use tokio::sync::watch;
 use tonic::Status;
 
 use crate::core::prepare::name::NameError;
-use crate::node::companion::CompanionError;
 use crate::node::kubelet::transport::{SocketError, SocketPath};
+use crate::node::service::ServiceError;
 
 /// The command-line option that sets [`KubeletPaths::root_dir`], for error messages.
 pub const ROOT_DIR_OPTION: &str = "--kubelet-root-dir";
@@ -173,15 +173,15 @@ impl KubeletApiError {
 }
 
 /// Converts an error to a gRPC status: `InvalidArgument` for an invalid request, else `FailedPrecondition`.
-fn status(error: CompanionError) -> Status {
-    if error.invalid_request {
-        Status::invalid_argument(error.message)
+fn status(error: &ServiceError) -> Status {
+    if error.is_invalid_request() {
+        Status::invalid_argument(error.to_string())
     } else {
-        Status::failed_precondition(error.message)
+        Status::failed_precondition(error.to_string())
     }
 }
 
-/// The companion violated its contract: one answer per request.
+/// The state task violated its contract: one answer per request.
 fn wrong_number_of_answers(asked: usize, answers: usize) -> Status {
     tracing::error!(asked, answers, "the companion has not answered once per request");
     Status::internal(format!(

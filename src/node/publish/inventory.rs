@@ -31,7 +31,7 @@ use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::kubelet_apis::ApisDown;
 use crate::node::metrics::Figures;
 use crate::node::publish::events::{self, NodeEvent};
-use crate::node::state::Quarantine;
+use crate::node::service::Quarantine;
 use object::{inventory, object_name, status};
 use stored::{Counted, Stored, Told};
 

@@ -234,14 +234,14 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let resources = self
             .changing
             .unwrap_or_else(|| watch::channel(Arc::new(self.resources)).1);
-        let (announcer, announcements) = watch::channel(Arc::default());
+        let (sender, allocated) = watch::channel(Arc::default());
         let nodes = HostNodes {
             dev: self.dev_root.clone(),
             cdi_dir: self.cdi_dir.clone(),
         };
-        let (grants, former) = kubelet_shows(&self.kubelet, &driver_name, nodes).await?;
+        let (grants, withdrawn) = kubelet_shows(&self.kubelet, &driver_name, nodes).await?;
         let starting = NodeState::start(NodeStateOptions {
-            witness: witness(self.runtime_socket.as_deref(), &self.kubelet, &self.dev_root),
+            runtime: container_runtime(self.runtime_socket.as_deref(), &self.kubelet, &self.dev_root),
             places: places.clone(),
             orphan_grace: self.orphan_grace,
             node_name: self.node_name.clone(),
@@ -251,34 +251,34 @@ impl<D: NodeDriver> NodeBuilder<D> {
             cluster: cluster.subscribe(),
             node_in_doubt: node_in_doubt.clone(),
             grants: Some(grants),
-            announcements,
-            former,
-            figures: self.figures.clone(),
+            allocated,
+            withdrawn,
+            metrics: self.figures.clone(),
         });
         // The driver's first list may take a while.
-        let (owner, companion, devices) = tokio::select! {
+        let (owner, node, devices) = tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
             started = starting => started,
         };
         let owner = tokio::spawn(owner.run());
-        // These tasks have handles of the state task and end before it.
+        // These tasks have clones of the `NodeService` and end before it.
         let stop_care = CancellationToken::new();
         let _end_of_care = stop_care.clone().drop_guard();
-        let announcements = ClaimWatch {
+        let claims = ClaimWatch {
             client: self.client.clone(),
             driver_name: driver_name.clone(),
             node_name: self.node_name.clone(),
             cluster: cluster.subscribe(),
-            sender: announcer,
+            sender,
         };
-        tokio::spawn(announce(announcements, resources.clone(), stop_care.clone()));
+        tokio::spawn(watch_claims(claims, resources.clone(), stop_care.clone()));
 
         let (quarantine, in_quarantine) = watch::channel(BTreeMap::new());
         let caretaker = Caretaker {
             client: self.client.clone(),
             driver_name: driver_name.clone(),
             node_name: self.node_name.clone(),
-            records: companion.records(),
+            node: node.clone(),
             cluster: cluster.subscribe(),
             quarantine,
             figures: self.figures.clone(),
@@ -286,8 +286,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let caretaker = tokio::spawn(caretaker.run(stop_care.clone()));
         let records = admin::serve(
             admin::socket(&places.state, &self.kubelet.root_dir),
-            companion.records(),
-            self.figures.calls.clone(),
+            node.clone(),
             stop_care.clone(),
         );
         let records = records.await.map_err(KubeletApiError::from)?;
@@ -315,8 +314,8 @@ impl<D: NodeDriver> NodeBuilder<D> {
             resources,
             cluster: cluster.subscribe(),
         };
-        // Drops the last handle of the state task when the endpoints end.
-        let served = doors.serve(Arc::new(companion), self.standing, shutdown).await;
+        // Drops the last `NodeService` when the endpoints end.
+        let served = doors.serve(node, self.standing, shutdown).await;
         stop_care.cancel();
         records.closed().await;
         let caretaker = caretaker.await.map_err(NodeError::Broken);
@@ -340,20 +339,24 @@ async fn kubelet_shows(
 }
 
 /// The container runtime, if it has a socket.
-fn witness(socket: Option<&Path>, kubelet: &KubeletPaths, dev: &Path) -> Option<Arc<dyn ContainerRuntime>> {
-    let Some(witness) = CriClient::find(socket, kubelet, dev) else {
+fn container_runtime(
+    socket: Option<&Path>,
+    kubelet: &KubeletPaths,
+    dev: &Path,
+) -> Option<Arc<dyn ContainerRuntime>> {
+    let Some(runtime) = CriClient::find(socket, kubelet, dev) else {
         info!(
             reason = "ContainerRuntimeUnavailable",
-            "no socket of a container runtime is here, so devices of pods that were deleted by force are free only when kubelet or a person says so"
+            "no socket of a container runtime is here, so devices of pods that were deleted by force are freed only by kubelet or manually"
         );
         return None;
     };
-    Some(Arc::new(witness))
+    Some(Arc::new(runtime))
 }
 
 /// Watches the claims of this node once a kind is offered both as claims and as an extended resource.
-async fn announce(
-    announcements: ClaimWatch,
+async fn watch_claims(
+    claims: ClaimWatch,
     mut resources: watch::Receiver<Arc<Resources>>,
     end: CancellationToken,
 ) {
@@ -366,7 +369,7 @@ async fn announce(
         both = both => both,
     };
     if both {
-        announcements.run(end).await;
+        claims.run(end).await;
     }
 }
 

@@ -16,12 +16,12 @@ use super::retried::serve_again;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::driver_name::DriverName;
 use crate::core::prepare::kubelet_apis::{ApiState, ApisDown, problems};
-use crate::node::companion::Companion;
 use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::transport::check_path;
 use crate::node::kubelet::{self, KubeletApiError, KubeletApiState, KubeletPaths};
 use crate::node::publish::inventory::Standing;
 use crate::node::reload::Resources;
+use crate::node::service::NodeService;
 
 /// Name of the DRA API among the extended resources, whose names contain a slash.
 const CLAIMS: &str = "claims";
@@ -39,9 +39,9 @@ pub(super) struct KubeletApis {
 
 impl KubeletApis {
     /// Serves the endpoints until the shutdown. An endpoint that fails is retried while the others serve.
-    pub(super) async fn serve<C: Companion>(
+    pub(super) async fn serve(
         self,
-        companion: Arc<C>,
+        node: NodeService,
         standing: watch::Sender<Standing>,
         shutdown: CancellationToken,
     ) -> Result<(), NodeError> {
@@ -52,7 +52,7 @@ impl KubeletApis {
         let (state, claims) = watch::channel(KubeletApiState::Starting);
         let (states, resources) = watch::channel(Vec::new());
         let resource_doors = ResourceApis {
-            companion: companion.clone(),
+            node: node.clone(),
             paths: self.paths.clone(),
             plugin_registration: self.plugin_registration,
             driver_name: self.driver_name.to_string(),
@@ -61,7 +61,7 @@ impl KubeletApis {
         doors.spawn(resource_doors.serve(self.resources, ours.clone()));
         let follow = follow(self.cluster.clone(), claims, resources, standing);
         doors.spawn(serve_claims(
-            companion,
+            node,
             self.paths,
             self.driver_name,
             self.cluster,
@@ -117,8 +117,8 @@ impl KubeletApis {
 }
 
 /// Serves the DRA API while the cluster serves our claim API version; an unreachable API server does not end it.
-async fn serve_claims<C: Companion>(
-    companion: Arc<C>,
+async fn serve_claims(
+    node: NodeService,
     paths: KubeletPaths,
     driver_name: DriverName,
     mut cluster: watch::Receiver<ClusterFacts>,
@@ -133,7 +133,7 @@ async fn serve_claims<C: Companion>(
         let open = shutdown.child_token();
         let door = serve_again(CLAIMS, &state, &open, |state| {
             kubelet::dra::serve(
-                companion.clone(),
+                node.clone(),
                 paths.clone(),
                 driver_name.to_string(),
                 state,

@@ -12,10 +12,10 @@ use tracing::info;
 
 use super::retried::serve_again;
 use crate::core::prepare::request::ExtendedResource;
-use crate::node::companion::Companion;
 use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::{self, KubeletApiState, KubeletPaths};
 use crate::node::reload::Resources;
+use crate::node::service::NodeService;
 
 /// How long an endpoint stays open after its devices were withdrawn, so that kubelet receives the update. Otherwise the Node
 /// keeps the resource's last capacity until kubelet drops it minutes later.
@@ -27,8 +27,8 @@ const PAUSE: Duration = Duration::from_millis(20);
 pub(super) type KubeletApiStates = Vec<(String, watch::Receiver<KubeletApiState>)>;
 
 /// Runs the device plugin endpoint of each extended resource.
-pub(super) struct ResourceApis<C> {
-    pub(super) companion: Arc<C>,
+pub(super) struct ResourceApis {
+    pub(super) node: NodeService,
     pub(super) paths: KubeletPaths,
     pub(super) plugin_registration: PluginRegistration,
     pub(super) driver_name: String,
@@ -43,7 +43,7 @@ struct Open {
     withdrawn: CancellationToken,
 }
 
-impl<C: Companion> ResourceApis<C> {
+impl ResourceApis {
     /// Serves an endpoint for each extended resource until the shutdown. An endpoint that fails is retried independently.
     pub(super) async fn serve(
         self,
@@ -96,15 +96,11 @@ impl<C: Companion> ResourceApis<C> {
     ) -> Open {
         let (sender, state) = watch::channel(KubeletApiState::Starting);
         let (withdrawn, end) = (CancellationToken::new(), shutdown.child_token());
-        let (companion, paths, registration) = (
-            self.companion.clone(),
-            self.paths.clone(),
-            self.plugin_registration,
-        );
+        let (node, paths, registration) = (self.node.clone(), self.paths.clone(), self.plugin_registration);
         let (driver_name, name, asked) = (self.driver_name.clone(), name.to_owned(), withdrawn.clone());
         doors.spawn(async move {
             // The state task learns of a new resource at the same time as this task.
-            while companion.plugin_devices(&name).is_none() && !asked.is_cancelled() && !end.is_cancelled() {
+            while node.plugin_devices(&name).is_none() && !asked.is_cancelled() && !end.is_cancelled() {
                 sleep(PAUSE).await;
             }
             if asked.is_cancelled() || end.is_cancelled() {
@@ -112,7 +108,7 @@ impl<C: Companion> ResourceApis<C> {
             }
             let door = serve_again(&name, &sender, &end, |state| {
                 kubelet::device_plugin::serve(
-                    companion.clone(),
+                    node.clone(),
                     paths.clone(),
                     registration,
                     driver_name.clone(),

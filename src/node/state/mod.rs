@@ -1,72 +1,51 @@
-//! The state task: it owns the node's state, and serves requests through a handle.
+//! The state task: it owns the node's state, and serves the requests of [`NodeService`].
 //!
 //! Requests are served one at a time. If a caller disconnects, its request stays in the queue; when kubelet retries, the second request
 //! finds the work done. File access runs on a separate thread.
 
-mod devices;
-mod handle;
-mod pod_resources;
+mod claims;
+mod driver_client;
+mod kubelet_query;
+mod plugin;
 mod publisher;
-mod records;
-mod recovery;
 mod resources;
-mod runtime;
+mod runtime_check;
 pub mod storage;
-mod withdrawn;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Notify, mpsc, watch};
-use tokio::task::spawn_blocking;
+use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{info, warn};
 
+use crate::api::crd::Device;
 use crate::core::prepare::allocated_claims::AllocatedClaims;
 use crate::core::prepare::checkpoint::ClusterFacts;
-use crate::core::prepare::claim_uid::ClaimUid;
-use crate::core::prepare::container_edits::ContainerEdits;
-use crate::core::prepare::containers::{Conflicting, Containers};
-use crate::core::prepare::driver_name::DriverName;
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::orphans::Orphans;
-use crate::core::prepare::plan::{plan_unprepare, taken};
 use crate::core::prepare::prepared_claims::PreparedClaims;
-use crate::core::prepare::refusal::Refusal;
-use crate::core::prepare::request::{
-    ClaimToPrepare, ClaimToUnprepare, ExtendedResource, NodeIdentity, PluginDevice,
-};
-use crate::core::prepare::retries::{Missing, Retries};
+use crate::core::prepare::request::{ExtendedResource, NodeIdentity};
+use crate::core::prepare::retries::Retries;
 use crate::core::prepare::step::Step;
 use crate::core::prepare::withdrawn::WithdrawnDevices;
-use crate::node::companion::CompanionError;
 use crate::node::container_runtime::ContainerRuntime;
-use crate::node::driver::{NodeDriver, PreparedClaim};
+use crate::node::driver::NodeDriver;
 use crate::node::kubelet::pod_resources::Grants;
 use crate::node::metrics::Figures;
+use crate::node::service::{Backend, NodeService, Request};
 use crate::node::state::storage::{Opened, Places, Store};
 
-use devices::{in_time, listen_to};
-pub use handle::NodeStateHandle;
-use handle::{Failure, Offered, Request};
-use pod_resources::{Looking, Waiting};
-use publisher::{Noted, Told};
-pub(in crate::node) use records::Quarantine;
-pub use records::{RecordsHandle, ReleaseError};
+use driver_client::DriverClient;
+use kubelet_query::{KubeletQuery, Waiting};
+use publisher::{Publisher, Versioned};
+use resources::ExtendedResources;
+use runtime_check::RuntimeCheck;
 
-/// Maximum number of queued requests; further callers wait for a slot.
-const QUEUE: usize = 64;
-/// Maximum length of a logged name, in characters: valid Kubernetes names are no longer.
-const SHOWN_MAX: usize = 253;
-/// Timeout for one driver call. Kubelet gives up after 45 s and retries.
-const DRIVER_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// An extended resource, and the published list of its devices.
-struct Resource {
-    offered: ExtendedResource,
-    devices: watch::Sender<Vec<PluginDevice>>,
-}
+/// Interval between queries of kubelet's containers until the first answer, and while a claim waits for a container's device. Otherwise,
+/// kubelet is queried only when a claim needs a device.
+const QUERY_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Options to start the state task.
 #[derive(Debug)]
@@ -84,7 +63,7 @@ pub struct NodeStateOptions<D> {
     /// The state found on the node.
     pub opened: Opened,
     /// The container runtime, if it can report the devices of its containers.
-    pub witness: Option<Arc<dyn ContainerRuntime>>,
+    pub runtime: Option<Arc<dyn ContainerRuntime>>,
     /// Facts from the API server.
     pub cluster: watch::Receiver<ClusterFacts>,
     /// Notified when the known Node object may be outdated.
@@ -92,77 +71,54 @@ pub struct NodeStateOptions<D> {
     /// Kubelet's view of its containers, for kinds with mode `both`.
     pub grants: Option<Arc<dyn Grants>>,
     /// The devices of this node that are allocated to claims, from the API server, for kinds with mode `both`.
-    pub announcements: watch::Receiver<Arc<AllocatedClaims>>,
+    pub allocated: watch::Receiver<Arc<AllocatedClaims>>,
     /// Extended resources of earlier processes whose devices containers hold, from kubelet's checkpoint. `None` if kubelet cannot be
     /// queried for its containers; then no device is withheld for containers of withdrawn resources.
-    pub former: Option<WithdrawnDevices>,
+    pub withdrawn: Option<WithdrawnDevices>,
     /// The metrics.
-    pub figures: Arc<Figures>,
+    pub metrics: Arc<Figures>,
 }
 
-/// The state task, before it runs.
+/// Values that other tasks update.
+struct Inputs {
+    cluster: watch::Receiver<ClusterFacts>,
+    /// The devices that the driver finds.
+    found: watch::Receiver<Arc<Devices>>,
+    /// The configured extended resources.
+    configured: watch::Receiver<Arc<BTreeMap<String, ExtendedResource>>>,
+    /// The devices allocated to claims.
+    allocated: watch::Receiver<Arc<AllocatedClaims>>,
+    /// Notified when the known Node object may be outdated.
+    node_in_doubt: Arc<Notify>,
+}
+
+/// The state task, before it runs: the prepared claims and their storage, the extended resources, and what is published about both.
 pub struct NodeState<D> {
-    driver_name: DriverName,
+    /// The requests, and the values that [`NodeService`] reads without one.
+    backend: Backend,
+    inputs: Inputs,
+    driver: DriverClient<D>,
+    node: NodeIdentity,
     places: Places,
-    orphans: Noted<Orphans>,
-    /// The number of prepared claims.
-    held: watch::Sender<usize>,
-    /// Notified when a claim must be checked.
-    look_due: Arc<Notify>,
-    witness: Option<Arc<dyn ContainerRuntime>>,
-    /// Counts the completed checks of claims whose devices another claim needs.
-    decided: watch::Sender<u64>,
-    /// When the CDI files of claims that the API server no longer shows as holders were removed.
-    withdrawn: BTreeMap<ClaimUid, Instant>,
-    driver: Arc<D>,
     store: Arc<Store>,
     /// Shared with the thread that accesses files, and never changed during such an access.
-    prepared_claims: Noted<Arc<PreparedClaims>>,
-    node: NodeIdentity,
-    cluster: watch::Receiver<ClusterFacts>,
-    node_in_doubt: Arc<Notify>,
-    found: watch::Receiver<Arc<Devices>>,
-    /// The found devices that have been fully processed.
-    devices: Arc<Devices>,
-    /// The found devices, and held devices that are gone.
-    inventory: Arc<Devices>,
-    /// The inventory as published to the API server.
-    published: watch::Sender<Arc<Devices>>,
-    /// The configured extended resources.
-    wanted: watch::Receiver<Arc<BTreeMap<String, ExtendedResource>>>,
-    resources: Noted<BTreeMap<String, Resource>>,
-    /// The extended resources as served by the device plugin API.
-    offered: watch::Sender<Arc<BTreeMap<String, Offered>>>,
-    requests: mpsc::Receiver<Request>,
-    grants: Option<Arc<dyn Grants>>,
-    announcements: watch::Receiver<Arc<AllocatedClaims>>,
-    allocated_claims: Noted<AllocatedClaims>,
-    containers: Noted<Containers>,
-    conflicting: Noted<Conflicting>,
-    /// Withdrawn resources, and lost devices, that containers still hold.
-    former: Noted<WithdrawnDevices>,
-    /// Whether kubelet can be queried for these.
-    withholds_former: bool,
-    /// The time of the next such query.
-    former_due: Instant,
-    /// The query in progress.
-    looking: Looking,
-    /// Recent grants of this process that kubelet may not show yet, by resource.
-    granted: BTreeMap<String, Containers>,
+    prepared_claims: Versioned<Arc<PreparedClaims>>,
     /// The CDI files that could not be written.
     retries: Retries,
-    /// The inputs of the current inventory and lists.
-    told: Told,
-    /// Whether a failed query has been logged.
-    complained: bool,
-    /// When this process started.
-    since: Instant,
-    figures: Arc<Figures>,
+    orphans: Versioned<Orphans>,
+    runtime: RuntimeCheck,
+    /// The found devices that have been fully processed.
+    devices: Arc<Devices>,
+    resources: ExtendedResources,
+    query: KubeletQuery,
+    publisher: Publisher,
+    started: Instant,
+    metrics: Arc<Figures>,
 }
 
 impl<D> std::fmt::Debug for NodeState<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Owner")
+        f.debug_struct("NodeState")
             .field("prepared_claims", &self.prepared_claims)
             .field("node", &self.node)
             .finish_non_exhaustive()
@@ -170,10 +126,8 @@ impl<D> std::fmt::Debug for NodeState<D> {
 }
 
 impl<D: NodeDriver> NodeState<D> {
-    /// Recovers from the state of the last process. Returns the task, its handle and the published inventory.
-    pub async fn start(
-        options: NodeStateOptions<D>,
-    ) -> (Self, NodeStateHandle, watch::Receiver<Arc<Devices>>) {
+    /// Recovers from the state of the last process. Returns the task, its service and the published inventory.
+    pub async fn start(options: NodeStateOptions<D>) -> (Self, NodeService, watch::Receiver<Arc<Devices>>) {
         let Opened {
             store,
             prepared_claims,
@@ -182,109 +136,81 @@ impl<D: NodeDriver> NodeState<D> {
             rebuilt: _,
             complete: _,
         } = options.opened;
-        let (sender, requests) = mpsc::channel(QUEUE);
+        let (service, backend) = NodeService::new(options.runtime.is_some(), options.metrics.clone());
         let (publish, published) = watch::channel(Arc::default());
-        let (offered, seen) = watch::channel(Arc::default());
-        let allocated_claims = Noted::new(options.announcements.borrow().as_ref().clone());
-        let (held, holds) = watch::channel(0);
-        let look_due = Arc::new(Notify::new());
-        let (decided, decisions) = watch::channel(0);
         let mut orphans = Orphans::new(options.orphan_grace);
-        if options.witness.is_some() {
-            orphans = orphans.with_witness();
+        if options.runtime.is_some() {
+            orphans = orphans.with_runtime();
         }
-        let has_witness = options.witness.is_some();
-        let mut owner = Self {
-            driver_name: options.places.driver.clone(),
-            places: options.places,
-            orphans: Noted::new(orphans),
-            witness: options.witness,
-            decided,
-            withdrawn: BTreeMap::new(),
-            held,
-            look_due: look_due.clone(),
-            found: listen_to(&*options.driver).await,
-            driver: options.driver,
-            store: Arc::new(store),
-            prepared_claims: Noted::new(Arc::new(prepared_claims)),
+        let driver = DriverClient(options.driver);
+        let inputs = Inputs {
+            cluster: options.cluster,
+            found: driver.devices().await,
+            configured: options.resources,
+            allocated: options.allocated,
+            node_in_doubt: options.node_in_doubt,
+        };
+        let allocated = inputs.allocated.borrow().as_ref().clone();
+        let withdrawn = options.withdrawn.filter(|_| options.grants.is_some());
+        let mut state = Self {
+            backend,
+            inputs,
+            driver,
             node: NodeIdentity {
                 name: options.node_name,
                 uid: cluster.node_uid,
             },
-            cluster: options.cluster,
-            node_in_doubt: options.node_in_doubt,
-            devices: Arc::default(),
-            inventory: Arc::default(),
-            published: publish,
-            wanted: options.resources,
-            resources: Noted::default(),
-            offered,
-            requests,
-            grants: options.grants,
-            announcements: options.announcements,
-            allocated_claims,
-            containers: Noted::default(),
-            conflicting: Noted::default(),
-            withholds_former: options.former.is_some(),
-            former: Noted::new(options.former.unwrap_or_default()),
-            former_due: Instant::now(),
-            looking: Looking::default(),
-            granted: BTreeMap::new(),
+            runtime: RuntimeCheck::new(options.runtime, options.places.driver.clone()),
+            places: options.places,
+            store: Arc::new(store),
+            prepared_claims: Versioned::new(Arc::new(prepared_claims)),
             retries: Retries::default(),
-            told: Told::default(),
-            complained: false,
-            since: Instant::now(),
-            figures: options.figures.clone(),
+            orphans: Versioned::new(orphans),
+            devices: Arc::default(),
+            resources: ExtendedResources::new(allocated, withdrawn),
+            query: KubeletQuery::new(options.grants),
+            publisher: Publisher::new(publish, options.metrics.clone()),
+            started: Instant::now(),
+            metrics: options.metrics,
         };
-        owner.change_resources();
-        owner.recover(&files).await;
-        owner.devices = owner.found.borrow_and_update().clone();
+        state.configure();
+        state.recover(&files).await;
+        state.devices = state.inputs.found.borrow_and_update().clone();
         // No request is served yet, so no caller waits for this.
-        owner.ask_kubelet_and_wait(None).await;
-        owner.take_stock();
-        owner.refresh_named_devices().await;
-        owner.publish();
-        (
-            owner,
-            NodeStateHandle {
-                requests: sender,
-                resources: seen,
-                held: holds,
-                look_due,
-                decisions,
-                has_witness,
-                figures: options.figures,
-            },
-            published,
-        )
+        state.query_and_wait().await;
+        state.rebuild_inventory();
+        state.refresh_named_devices().await;
+        state.publish();
+        (state, service, published)
     }
 
-    /// Serves requests until the last handle is dropped.
+    /// Serves requests until the last [`NodeService`] is dropped.
     pub async fn run(mut self) {
         loop {
-            let retry = self.retries.next().map(|due| self.since + due);
+            let retry = self.retries.next().map(|due| self.started + due);
+            let withdrawn_due = self.query.withdrawn_due();
             tokio::select! {
                 // Updates are processed before any request that depends on them. Both kinds are rare.
                 biased;
-                Ok(()) = self.cluster.changed() => self.learn().await,
-                Ok(()) = self.wanted.changed() => {
-                    self.change_resources();
-                    self.ask_kubelet_for_a_change().await;
-                    self.take_stock();
+                Ok(()) = self.inputs.cluster.changed() => self.learn().await,
+                Ok(()) = self.inputs.configured.changed() => {
+                    self.configure();
+                    self.query_after_change().await;
+                    self.rebuild_inventory();
                     self.refresh_named_devices().await;
                 }
-                Ok(()) = self.found.changed() => self.refresh().await,
-                Ok(()) = self.announcements.changed(), if self.has_both() => self.hear_of_claims(),
-                looked = self.looking.done(), if self.looking.is_under_way() => self.take_up(looked).await,
-                request = self.requests.recv() => match request {
+                Ok(()) = self.inputs.found.changed() => self.refresh().await,
+                Ok(()) = self.inputs.allocated.changed(), if self.has_both() => self.update_allocated(),
+                finished = self.query.finished(), if self.query.is_running() => self.take_up(finished).await,
+                request = self.backend.requests.recv() => match request {
                     Some(request) => self.serve(request).await,
                     None => return,
                 },
-                () = sleep_until(retry.unwrap_or(self.since)), if retry.is_some() => self.try_again().await,
-                () = sleep_until(self.former_due), if !self.former.is_empty() && !self.looking.is_under_way() => self.ask_kubelet(),
-                () = sleep(resources::LOOK_AGAIN), if self.looks_again() => self.ask_kubelet(),
+                () = sleep_until(retry.unwrap_or(self.started)), if retry.is_some() => self.retry().await,
+                () = sleep_until(withdrawn_due), if self.resources.has_withdrawn() && !self.query.is_running() => self.query_kubelet(),
+                () = sleep(QUERY_INTERVAL), if self.must_query_again() => self.query_kubelet(),
             }
-            self.take_stock();
+            self.rebuild_inventory();
             self.publish();
         }
     }
@@ -294,8 +220,8 @@ impl<D: NodeDriver> NodeState<D> {
         match request {
             Request::Prepare(claims, answer) => {
                 let withdrawn = BTreeSet::new();
-                if claims.iter().any(|claim| self.waits_for_look(claim)) {
-                    self.wait_for_look(Waiting::Prepare {
+                if claims.iter().any(|claim| self.needs_query(claim)) {
+                    self.wait_for_query(Waiting::Prepare {
                         claims,
                         withdrawn,
                         answer,
@@ -305,23 +231,7 @@ impl<D: NodeDriver> NodeState<D> {
                 }
             }
             Request::Unprepare(claims, answer) => {
-                for claim in &claims {
-                    self.looking.withdraw(&claim.uid);
-                }
-                let mut answers = Vec::with_capacity(claims.len());
-                for claim in claims {
-                    let result = self.unprepare(&claim).await;
-                    self.count("unprepare", result.as_ref().err());
-                    report(
-                        "unprepare",
-                        &claim.namespace,
-                        &claim.name,
-                        &claim.uid,
-                        result.as_ref().err(),
-                    );
-                    answers.push(result.map_err(CompanionError::from));
-                }
-                let _ = answer.send(answers);
+                let _ = answer.send(self.unprepare_all(claims).await);
             }
             Request::Allocate(resource, containers, answer) => {
                 let result = self.allocate(&resource, &containers).await;
@@ -332,7 +242,7 @@ impl<D: NodeDriver> NodeState<D> {
                         warn!(resource, devices = ?containers, reason = failure.reason(), "allocate refused: {failure}");
                     }
                 }
-                let _ = answer.send(result.map_err(CompanionError::from));
+                let _ = answer.send(result);
             }
             Request::CheckStart(resource, devices, answer) => {
                 let result = self.check_start(&resource, &devices).await;
@@ -345,149 +255,68 @@ impl<D: NodeDriver> NodeState<D> {
                         "start refused: {failure}"
                     );
                 }
-                let _ = answer.send(result.map_err(CompanionError::from));
+                let _ = answer.send(result);
             }
-            Request::Records(request) => self.records(request).await,
-        }
-    }
-
-    fn count(&self, operation: &'static str, failure: Option<&Failure>) {
-        self.figures.handled(operation, failure.map(Failure::reason));
-    }
-
-    async fn prepare(
-        &mut self,
-        claim: &ClaimToPrepare,
-        looked: Option<&Result<(), String>>,
-    ) -> Result<Vec<String>, Failure> {
-        let planned = self.plan(claim, looked);
-        match &planned {
-            // Either the request or the known Node object is outdated.
-            Err(Refusal::EarlierNode { .. }) => self.node_in_doubt.notify_one(),
-            // Either the holder is about to end, or kubelet has lost it.
-            Err(Refusal::Held { device, .. } | Refusal::AllShares { device, .. }) => {
-                let device = device.clone();
-                self.contest_holders(&device);
+            Request::Holdings(answer) => {
+                let _ = answer.send(self.holdings());
             }
-            _ => {}
-        }
-        let (uid, steps) = match planned {
-            Ok(planned) => planned,
-            Err(refusal) => return Err(self.with_container(refusal).await.into()),
-        };
-        self.orphans.change().forget(&uid);
-        self.check_unwitnessed(&taken(&steps).collect()).await?;
-        for device in taken(&steps) {
-            self.check_unused(device).await?;
-        }
-        if let Err(failure) = self.carry_out(&steps).await {
-            self.undo(&uid).await;
-            return Err(failure);
-        }
-        self.retries.done(&Missing::OfClaim(uid.clone()));
-        Ok(vec![self.driver_name.cdi_id(&uid)])
-    }
-
-    async fn unprepare(&mut self, claim: &ClaimToUnprepare) -> Result<(), Failure> {
-        let steps = plan_unprepare(&self.prepared_claims, claim)?;
-        self.carry_out(&steps).await
-    }
-
-    async fn carry_out(&mut self, steps: &[Step]) -> Result<(), Failure> {
-        for step in steps {
-            match step {
-                Step::Inject(uid) => {
-                    let container_edits = self.inject(uid).await?;
-                    let found = self.found.borrow().clone();
-                    Arc::make_mut(self.prepared_claims.change()).set_container_edits(
-                        uid,
-                        container_edits,
-                        &found,
-                    );
-                    continue;
+            Request::InContainers(answer) => {
+                if self.has_both() {
+                    self.wait_for_query(Waiting::InContainers(answer));
+                } else {
+                    let _ = answer.send(BTreeMap::new());
                 }
-                Step::Release(uid) => {
-                    let what = format!("claim {uid}");
-                    let claim = self.prepared_claim(uid);
-                    in_time(what, self.driver.unprepare(&claim)).await?;
-                    continue;
-                }
-                Step::Save(_) | Step::WriteCdi(_) | Step::RemoveCdi(_) => {}
             }
-            let (step, prepared_claims, store) =
-                (step.clone(), self.prepared_claims.clone(), self.store.clone());
-            let performed = spawn_blocking(move || step.perform(&prepared_claims, &*store)).await;
-            if let Some(changed) = performed.map_err(|_| Failure::Stopping)?? {
-                *self.prepared_claims.change() = Arc::new(changed);
+            Request::Release(uid, force, answer) => {
+                let _ = answer.send(self.release(&uid, force).await);
             }
-        }
-        Ok(())
-    }
-
-    /// The container edits that the driver makes for a claim, with a variable for each device.
-    async fn inject(&self, uid: &ClaimUid) -> Result<ContainerEdits, Failure> {
-        let claim = self.prepared_claim(uid);
-        let made = in_time(format!("claim {uid}"), self.driver.prepare(&claim)).await?;
-        // A driver that implements `prepare` itself may return one node twice.
-        let mut container_edits = ContainerEdits::default();
-        container_edits.extend(made);
-        container_edits.name_devices(claim.devices.iter().map(String::as_str));
-        container_edits.check_paths()?;
-        Ok(container_edits)
-    }
-
-    async fn check_unused(&self, device: &str) -> Result<(), Failure> {
-        in_time(format!("device {device:?}"), self.driver.check_unused(device)).await
-    }
-
-    /// The container edits that the driver makes for a device.
-    async fn container_edits_of_device(&self, device: &str) -> Result<ContainerEdits, Failure> {
-        let what = format!("device {device:?}");
-        let mut container_edits = in_time(what, self.driver.container_edits(device)).await?;
-        container_edits.name_devices([device]);
-        Ok(container_edits)
-    }
-
-    fn prepared_claim(&self, uid: &ClaimUid) -> PreparedClaim {
-        let entry = self.prepared_claims.entry(uid);
-        PreparedClaim {
-            uid: uid.to_string(),
-            namespace: entry.map(|entry| entry.namespace.clone()).unwrap_or_default(),
-            name: entry.map(|entry| entry.name.clone()).unwrap_or_default(),
-            devices: entry
-                .iter()
-                .flat_map(|entry| &entry.devices)
-                .map(|held| held.device.clone())
-                .collect(),
+            Request::FindOrphans(now, answer) => {
+                let _ = answer.send(self.find_orphans(now).await);
+            }
+            Request::DecideOrphans(now, answers, answer) => {
+                let _ = answer.send(self.decide_orphans(now, &answers).await);
+            }
         }
     }
 
     async fn learn(&mut self) {
-        let facts = self.cluster.borrow_and_update().clone();
+        let facts = self.inputs.cluster.borrow_and_update().clone();
         self.node.uid.clone_from(&facts.node_uid);
         self.store.set_cluster(facts);
-        if let Err(failure) = self.carry_out(&[Step::Save(Vec::new())]).await {
+        if let Err(failure) = self.perform(&[Step::Save(Vec::new())]).await {
             warn!(
                 reason = failure.reason(),
-                "what the API server told is not stored yet: {failure}"
+                "the facts of the API server are not stored yet: {failure}"
             );
         }
     }
-}
 
-fn report(what: &str, namespace: &str, name: &str, uid: &str, failure: Option<&Failure>) {
-    // A refused request may be unvalidated, with names of any length.
-    let [namespace, name, uid] =
-        [namespace, name, uid].map(|text| text.chars().take(SHOWN_MAX).collect::<String>());
-    match failure {
-        None => info!(namespace, name, claim_uid = uid, "{what} done"),
-        Some(failure) => warn!(
-            namespace,
-            name,
-            claim_uid = uid,
-            reason = failure.reason(),
-            "{what} refused: {failure}"
-        ),
+    /// A device as found, or as last known if a claim holds it.
+    fn device(&self, name: &str) -> Option<&Device> {
+        self.devices
+            .get(name)
+            .or_else(|| self.publisher.inventory().get(name))
+    }
+
+    /// Rebuilds the inventory, if an input may have changed. Returns whether it was rebuilt.
+    fn rebuild_inventory(&mut self) -> bool {
+        self.publisher.rebuild_inventory(publisher::Inputs {
+            found: &self.devices,
+            prepared_claims: &self.prepared_claims,
+            orphans: &self.orphans,
+            resources: &self.resources,
+        })
+    }
+
+    /// Publishes changes. Returns whether an input may have changed.
+    fn publish(&mut self) -> bool {
+        let inputs = publisher::Inputs {
+            found: &self.devices,
+            prepared_claims: &self.prepared_claims,
+            orphans: &self.orphans,
+            resources: &self.resources,
+        };
+        self.publisher.publish(inputs, &self.backend.prepared)
     }
 }
 

@@ -6,31 +6,39 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
-use super::NodeState;
+use tokio::sync::watch;
+
+use super::resources::ExtendedResources;
 use crate::core::prepare::device_counts::device_counts;
 use crate::core::prepare::inventory::{Devices, inventory, is_as_found, plugin_devices, published, withhold};
-use crate::node::driver::NodeDriver;
+use crate::core::prepare::orphans::Orphans;
+use crate::core::prepare::prepared_claims::PreparedClaims;
+use crate::node::metrics::Figures;
 
 /// A value with a count of its possible changes.
 #[derive(Debug, Default)]
-pub(super) struct Noted<T> {
+pub(super) struct Versioned<T> {
     value: T,
-    changes: u64,
+    version: u64,
 }
 
-impl<T> Noted<T> {
+impl<T> Versioned<T> {
     pub(super) fn new(value: T) -> Self {
-        Self { value, changes: 0 }
+        Self { value, version: 0 }
     }
 
     /// Mutable access; counts as a change.
     pub(super) fn change(&mut self) -> &mut T {
-        self.changes = self.changes.wrapping_add(1);
+        self.version = self.version.wrapping_add(1);
         &mut self.value
+    }
+
+    pub(super) fn version(&self) -> u64 {
+        self.version
     }
 }
 
-impl<T> Deref for Noted<T> {
+impl<T> Deref for Versioned<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -38,84 +46,117 @@ impl<T> Deref for Noted<T> {
     }
 }
 
-/// The inputs of the current inventory and lists: the devices, and the change counts of everything else.
-#[derive(Debug, Default)]
-pub(super) struct Told {
-    inventory: Option<(Arc<Devices>, [u64; 4])>,
-    lists: Option<(Arc<Devices>, [u64; 6])>,
+/// The parts of the node's state that decide what is published.
+#[derive(Clone, Copy)]
+pub(super) struct Inputs<'a> {
+    /// The found devices.
+    pub(super) found: &'a Arc<Devices>,
+    pub(super) prepared_claims: &'a Versioned<Arc<PreparedClaims>>,
+    pub(super) orphans: &'a Versioned<Orphans>,
+    pub(super) resources: &'a ExtendedResources,
 }
 
-fn is_made_of<const N: usize>(
-    made: Option<&(Arc<Devices>, [u64; N])>,
-    devices: &Arc<Devices>,
-    changes: [u64; N],
-) -> bool {
-    made.is_some_and(|(before, counted)| Arc::ptr_eq(before, devices) && *counted == changes)
+/// The inventory, the published lists, and the versions of the inputs that they were built from.
+#[derive(Debug)]
+pub(super) struct Publisher {
+    /// The found devices, and held devices that are gone.
+    inventory: Arc<Devices>,
+    /// The inventory as published to the API server.
+    published: watch::Sender<Arc<Devices>>,
+    metrics: Arc<Figures>,
+    inventory_from: Option<(Arc<Devices>, [u64; 4])>,
+    lists_from: Option<(Arc<Devices>, [u64; 6])>,
 }
 
-impl<D: NodeDriver> NodeState<D> {
-    /// Rebuilds the inventory from the found and the held devices, if an input may have changed. Returns whether it was rebuilt.
-    pub(super) fn take_stock(&mut self) -> bool {
-        let changes = [
-            self.prepared_claims.changes,
-            self.orphans.changes,
-            self.former.changes,
-            self.resources.changes,
+impl Publisher {
+    pub(super) fn new(published: watch::Sender<Arc<Devices>>, metrics: Arc<Figures>) -> Self {
+        Self {
+            inventory: Arc::default(),
+            published,
+            metrics,
+            inventory_from: None,
+            lists_from: None,
+        }
+    }
+
+    pub(super) fn inventory(&self) -> &Arc<Devices> {
+        &self.inventory
+    }
+
+    /// Rebuilds the inventory, if an input may have changed. Returns whether it was rebuilt.
+    pub(super) fn rebuild_inventory(&mut self, inputs: Inputs<'_>) -> bool {
+        let Inputs {
+            found,
+            prepared_claims,
+            orphans,
+            resources,
+        } = inputs;
+        let versions = [
+            prepared_claims.version,
+            orphans.version,
+            resources.withdrawn_version(),
+            resources.version(),
         ];
-        if is_made_of(self.told.inventory.as_ref(), &self.devices, changes) {
+        if is_built_from(self.inventory_from.as_ref(), found, versions) {
             return false;
         }
-        let quarantine = self.orphans.quarantine();
-        let as_found = quarantine.is_empty()
-            && self.former.is_empty()
-            && is_as_found(&self.devices, &self.prepared_claims);
+        let quarantine = orphans.quarantine();
+        let as_found =
+            quarantine.is_empty() && !resources.has_withdrawn() && is_as_found(found, prepared_claims);
         let all = if as_found {
-            self.devices.clone()
+            found.clone()
         } else {
-            let mut all = inventory(&self.devices, &self.inventory, &self.prepared_claims);
-            withhold(&mut all, &self.prepared_claims, &quarantine);
-            self.withhold_former(&mut all);
+            let mut all = inventory(found, &self.inventory, prepared_claims);
+            withhold(&mut all, prepared_claims, &quarantine);
+            resources.withhold_withdrawn(&mut all);
             Arc::new(all)
         };
         if !is_the_same(&self.inventory, &all) {
             self.inventory = all;
         }
-        self.told.inventory = Some((self.devices.clone(), changes));
+        self.inventory_from = Some((found.clone(), versions));
         true
     }
 
     /// Publishes changes. Returns whether an input may have changed.
-    pub(super) fn publish(&mut self) -> bool {
-        let changes = [
-            self.prepared_claims.changes,
-            self.allocated_claims.changes,
-            self.containers.changes,
-            self.conflicting.changes,
-            self.resources.changes,
+    pub(super) fn publish(&mut self, inputs: Inputs<'_>, prepared: &watch::Sender<usize>) -> bool {
+        let Inputs {
+            prepared_claims,
+            orphans,
+            resources,
+            ..
+        } = inputs;
+        let [allocated, containers, conflicting] = resources.holder_versions();
+        let versions = [
+            prepared_claims.version,
+            allocated,
+            containers,
+            conflicting,
+            resources.version(),
             // The metrics count quarantined claims.
-            self.orphans.changes,
+            orphans.version,
         ];
-        if is_made_of(self.told.lists.as_ref(), &self.inventory, changes) {
+        if is_built_from(self.lists_from.as_ref(), &self.inventory, versions) {
             return false;
         }
-        let count = self.prepared_claims.entries().len();
-        self.held
-            .send_if_modified(|held| std::mem::replace(held, count) != count);
-        let devices = device_counts(&self.inventory, self.handed_out());
-        self.figures
-            .stock(devices, count, self.orphans.quarantine().len());
-        for resource in self.resources.values() {
-            let devices = plugin_devices(&self.inventory, self.handed_out(), &resource.offered.kind);
+        let count = prepared_claims.entries().len();
+        prepared.send_if_modified(|before| std::mem::replace(before, count) != count);
+        let handed_out = resources.handed_out(prepared_claims);
+        let devices = device_counts(&self.inventory, handed_out);
+        self.metrics.stock(devices, count, orphans.quarantine().len());
+        for resource in resources.all() {
+            let devices = plugin_devices(&self.inventory, handed_out, &resource.config.kind);
             resource.devices.send_if_modified(|before| {
                 let is_news = *before != devices;
                 *before = devices;
                 is_news
             });
         }
-        let all = if self.conflicting.devices().is_empty() {
+        let conflicting = resources.conflicting();
+        let all = if conflicting.devices().is_empty() {
             self.inventory.clone()
         } else {
-            Arc::new(published(&self.inventory, &self.conflicting))
+            Arc::new(published(&self.inventory, conflicting))
         };
         self.published.send_if_modified(|before| {
             let is_news = !is_the_same(before, &all);
@@ -124,9 +165,17 @@ impl<D: NodeDriver> NodeState<D> {
             }
             is_news
         });
-        self.told.lists = Some((self.inventory.clone(), changes));
+        self.lists_from = Some((self.inventory.clone(), versions));
         true
     }
+}
+
+fn is_built_from<const N: usize>(
+    built: Option<&(Arc<Devices>, [u64; N])>,
+    devices: &Arc<Devices>,
+    versions: [u64; N],
+) -> bool {
+    built.is_some_and(|(before, counted)| Arc::ptr_eq(before, devices) && *counted == versions)
 }
 
 /// Compares the devices only if the pointers differ.

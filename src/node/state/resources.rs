@@ -1,391 +1,384 @@
-//! Extended resources in the state task: Allocate, the check before a container starts, and kubelet's view of its containers.
+//! The extended resources and the holders of their devices: containers, claims that have one of them allocated, and containers of
+//! withdrawn resources.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
-use tokio::task::spawn_blocking;
-use tracing::warn;
+use tracing::{info, warn};
 
-use super::handle::{Failure, Offered};
-use super::{NodeState, Resource};
-use crate::api::crd::{DeviceNumber, Mode};
-use crate::core::prepare::allocate::{check_allocate, evicted};
-use crate::core::prepare::claim_uid::ClaimUid;
-use crate::core::prepare::container_edits::ContainerEdits;
-use crate::core::prepare::device_manager::numbers_value;
+use super::publisher::Versioned;
+use crate::api::crd::{Device, DeviceNumber};
+use crate::core::prepare::allocated_claims::AllocatedClaims;
+use crate::core::prepare::containers::{Conflicting, Containers, Shown};
+use crate::core::prepare::identity::{are_among, share_a_node};
 use crate::core::prepare::inventory::{Devices, HandedOut};
-use crate::core::prepare::naming::device_of_plugin_id;
-use crate::core::prepare::plan::{plan_prepare, takes_from_both};
-use crate::core::prepare::refusal::Refusal;
-use crate::core::prepare::release::plan_free;
-use crate::core::prepare::request::ClaimToPrepare;
-use crate::core::prepare::retries::Missing;
-use crate::core::prepare::step::Step;
-use crate::node::driver::NodeDriver;
+use crate::core::prepare::prepared_claims::PreparedClaims;
+use crate::core::prepare::request::{ExtendedResource, PluginDevice};
+use crate::core::prepare::withdrawn::WithdrawnDevices;
+use crate::node::service::ServedResource;
 
-/// Interval between queries of kubelet's containers until the first answer, and while a claim waits for a container's device. Otherwise,
-/// kubelet is queried only when a claim needs a device.
-pub(super) const LOOK_AGAIN: Duration = Duration::from_secs(2);
+/// Kubelet's view of each resource, or why it is unavailable.
+pub(super) type KubeletView = Result<BTreeMap<String, Shown>, String>;
 
-fn numbers_of<'a>(inventory: &'a Devices, device: &str) -> &'a [DeviceNumber] {
-    inventory
-        .get(device)
-        .map(|device| &*device.device_numbers)
-        .unwrap_or_default()
+/// Devices that a resource has lost, with their former device numbers.
+type Lost = BTreeMap<String, Vec<DeviceNumber>>;
+
+/// An extended resource, and the published list of its devices.
+#[derive(Debug)]
+pub(super) struct Resource {
+    pub(super) config: ExtendedResource,
+    pub(super) devices: watch::Sender<Vec<PluginDevice>>,
 }
 
-impl<D: NodeDriver> NodeState<D> {
-    /// The devices in use or allocated, through either API.
-    pub(super) fn handed_out(&self) -> HandedOut<'_> {
-        HandedOut {
-            prepared_claims: &self.prepared_claims,
-            allocated_claims: &self.allocated_claims,
-            containers: &self.containers,
+impl Resource {
+    fn serves(&self, device: &Device) -> bool {
+        self.config.kind == device.kind && device.mode.serves_extended_resource()
+    }
+}
+
+/// The extended resources of this node and the holders of their devices.
+#[derive(Debug)]
+pub(super) struct ExtendedResources {
+    resources: Versioned<BTreeMap<String, Resource>>,
+    /// The devices that containers hold.
+    containers: Versioned<Containers>,
+    /// The devices that both a claim and a container were given.
+    conflicting: Versioned<Conflicting>,
+    /// The devices allocated to claims, according to the API server.
+    allocated: Versioned<AllocatedClaims>,
+    /// Withdrawn resources, and lost devices, that containers still hold. `None` if kubelet cannot be queried for them.
+    withdrawn: Option<Versioned<WithdrawnDevices>>,
+    /// Recent grants of this process that kubelet may not show yet, by resource.
+    granted: BTreeMap<String, Containers>,
+}
+
+impl ExtendedResources {
+    pub(super) fn new(allocated: AllocatedClaims, withdrawn: Option<WithdrawnDevices>) -> Self {
+        Self {
+            resources: Versioned::default(),
+            containers: Versioned::default(),
+            conflicting: Versioned::default(),
+            allocated: Versioned::new(allocated),
+            withdrawn: withdrawn.map(Versioned::new),
+            granted: BTreeMap::new(),
         }
     }
 
-    pub(super) async fn allocate(
+    /// Applies a change of the configuration and returns the resources to serve. A removed or redefined resource first publishes an empty
+    /// device list, so that kubelet learns of it before the device plugin endpoint closes.
+    pub(super) fn configure(
         &mut self,
-        resource: &str,
-        containers: &[Vec<String>],
-    ) -> Result<Vec<ContainerEdits>, Failure> {
-        let Some(Resource { offered, .. }) = self.resources.get(resource) else {
-            return Err(Refusal::NoResource(resource.to_owned()).into());
-        };
-        let offered = offered.clone();
-        check_allocate(
-            self.handed_out(),
-            &self.inventory,
-            resource,
-            &offered.kind,
-            containers,
-        )?;
-        for uid in evicted(&self.prepared_claims, &self.inventory, containers) {
-            self.carry_out(&plan_free(&uid)).await?;
-            self.orphans.change().forget(&uid);
-        }
-        let mut container_edits_of = Vec::with_capacity(containers.len());
-        for container in containers {
-            let devices: BTreeSet<&str> = container.iter().map(|id| device_of_plugin_id(id)).collect();
-            let (mut whole, mut apart) = (ContainerEdits::default(), Vec::new());
-            for device in devices {
-                self.check_unused(device).await?;
-                let made = self.container_edits_of_device(device).await?;
-                if offered.cdi_devices {
-                    apart.push((device, made.clone()));
-                }
-                whole.extend(made);
-            }
-            whole.check_paths()?;
-            if offered.cdi_devices {
-                whole = ContainerEdits::default();
-                for (device, made) in apart {
-                    whole.extend(self.by_name(device, made).await?);
-                }
-            }
-            for device in container.iter().map(|id| device_of_plugin_id(id)) {
-                let numbers = numbers_of(&self.inventory, device);
-                if !numbers.is_empty() {
-                    let name = self.driver_name.numbers_annotation(device);
-                    whole.annotations.insert(name, numbers_value(numbers));
-                }
-            }
-            container_edits_of.push(whole);
-        }
-        let inventory = self.inventory.clone();
-        let devices = || {
-            let devices = containers.iter().flatten().map(|id| device_of_plugin_id(id));
-            devices.map(|device| (device, numbers_of(&inventory, device)))
-        };
-        let now = self.since.elapsed();
-        let granted = self.granted.entry(resource.to_owned()).or_default();
-        granted.allocated(devices(), now);
-        if offered.also_by_claims {
-            self.containers.change().allocated(devices(), now);
-        }
-        Ok(container_edits_of)
-    }
-
-    /// Checks whether containers with these devices may start: each device exists, is unchanged and is healthy.
-    pub(super) async fn check_start(&mut self, resource: &str, devices: &[String]) -> Result<(), Failure> {
-        let Some(Resource { offered, .. }) = self.resources.get(resource) else {
-            return Err(Refusal::NoResource(resource.to_owned()).into());
-        };
-        let is_health_checked = offered.pre_start_check;
-        let names: BTreeSet<&str> = devices.iter().map(|id| device_of_plugin_id(id)).collect();
-        self.check_unwitnessed(&names).await?;
-        if !is_health_checked {
-            return Ok(());
-        }
-        for name in names {
-            // A device that the resource has lost is withheld from others, not from its own container, and may have another name now.
-            let is_former = self.former.has(resource, name);
-            let device = if is_former {
-                self.devices.get(name).or_else(|| self.inventory.get(name))
-            } else {
-                self.inventory.get(name)
-            };
-            let Some(device) = device else {
-                if is_former {
-                    self.container_edits_of_device(name).await?;
-                    continue;
-                }
-                return Err(Refusal::Gone(name.chars().take(64).collect()).into());
-            };
-            if let Some(reason) = &device.unhealthy {
-                return Err(Refusal::Unhealthy {
-                    device: name.to_owned(),
-                    reason: reason.clone(),
-                }
-                .into());
-            }
-            self.container_edits_of_device(name).await?;
-        }
-        Ok(())
-    }
-
-    /// The edits to pass a device by CDI name: the CDI device, whose file contains the driver's edits, and only those edits that CDI does
-    /// not support. The file is written before kubelet gets the response.
-    async fn by_name(&self, device: &str, mut made: ContainerEdits) -> Result<ContainerEdits, Failure> {
-        let id = self.driver_name.cdi_device_id(device);
-        let (annotations, mut cdi_devices) = (
-            std::mem::take(&mut made.annotations),
-            std::mem::take(&mut made.cdi_devices),
-        );
-        let (store, name) = (self.store.clone(), device.to_owned());
-        spawn_blocking(move || store.write_cdi_of_device(&name, &made))
-            .await
-            .map_err(|_| Failure::Stopping)??;
-        cdi_devices.push(id);
-        Ok(ContainerEdits {
-            annotations,
-            cdi_devices,
-            ..ContainerEdits::default()
-        })
-    }
-
-    /// Updates the CDI files of devices that are passed by name. They must be restored after a boot, when kubelet restarts containers
-    /// without another Allocate, and must not refer to another device's node.
-    pub(super) async fn refresh_named_devices(&mut self) {
-        let kinds: BTreeSet<&str> = self
-            .resources
-            .values()
-            .filter(|resource| resource.offered.cdi_devices)
-            .map(|resource| resource.offered.kind.as_str())
-            .collect();
-        let wanted: BTreeSet<String> = self
-            .inventory
-            .values()
-            .filter(|device| device.mode.serves_extended_resource() && kinds.contains(device.kind.as_str()))
-            .map(|device| device.name.clone())
-            .collect();
-        let (mut kept, mut complete) = (BTreeSet::new(), true);
-        for device in wanted {
-            let written = match self.container_edits_of_device(&device).await {
-                Ok(made) => self.by_name(&device, made).await.map(drop),
-                Err(failure) => Err(failure),
-            };
-            match written {
-                Ok(()) => {
-                    kept.insert(device);
-                }
-                Err(failure) => {
-                    complete = false;
-                    // The failure of a retry has already been logged.
-                    if !self.retries.has(&Missing::OfDevices) {
-                        warn!(
-                            device,
-                            reason = failure.reason(),
-                            "containers cannot be given this device by name now, it is tried again: {failure}"
-                        );
-                    }
-                }
-            }
-        }
-        let store = self.store.clone();
-        match spawn_blocking(move || store.keep_cdi_of_devices(&kept)).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => {
-                complete = false;
-                warn!(
-                    reason = error.reason(),
-                    "files of devices that have gone remain: {error}"
-                );
-            }
-            Err(error) => {
-                complete = false;
-                warn!("files of devices that have gone remain: {error}");
-            }
-        }
-        if complete {
-            self.retries.done(&Missing::OfDevices);
-        } else {
-            self.retries.failed(Missing::OfDevices, self.since.elapsed());
-        }
-    }
-
-    /// Whether a kind has mode `both` and kubelet can be queried for its containers.
-    pub(super) fn has_both(&self) -> bool {
-        self.grants.is_some()
-            && self
-                .resources
-                .values()
-                .any(|resource| resource.offered.also_by_claims)
-    }
-
-    /// Applies a change of the configured extended resources. A removed or redefined resource first publishes an empty device list, so that
-    /// kubelet learns of it before the device plugin endpoint closes.
-    pub(super) fn change_resources(&mut self) {
-        let wanted = self.wanted.borrow_and_update().clone();
+        configured: &BTreeMap<String, ExtendedResource>,
+        inventory: &Devices,
+    ) -> BTreeMap<String, ServedResource> {
         let gone = self
             .resources
             .iter()
-            .filter(|(name, resource)| wanted.get(*name) != Some(&resource.offered));
-        let gone: Vec<String> = gone.map(|(name, _)| name.clone()).collect();
-        for name in gone {
-            self.leave(&name);
+            .filter(|(name, resource)| configured.get(*name) != Some(&resource.config));
+        let gone: Vec<(String, Lost)> = gone
+            .map(|(name, resource)| {
+                let devices = inventory.values().filter(|device| resource.serves(device));
+                (name.clone(), devices.map(lost).collect())
+            })
+            .collect();
+        for (name, devices) in gone {
+            let has_devices = !devices.is_empty();
+            self.withdraw(&name, devices, has_devices);
         }
         let resources = self.resources.change();
         resources.retain(|name, resource| {
-            let stays = wanted.get(name) == Some(&resource.offered);
+            let stays = configured.get(name) == Some(&resource.config);
             if !stays {
                 resource.devices.send_replace(Vec::new());
             }
             stays
         });
-        for (name, resource) in wanted.iter() {
+        for (name, resource) in configured {
             resources.entry(name.clone()).or_insert_with(|| Resource {
-                offered: resource.clone(),
+                config: resource.clone(),
                 devices: watch::channel(Vec::new()).0,
             });
         }
-        let offered = |(name, resource): (&String, &Resource)| {
-            let offered = Offered {
-                resource: resource.offered.clone(),
+        let served = |(name, resource): (&String, &Resource)| {
+            let served = ServedResource {
+                resource: resource.config.clone(),
                 devices: resource.devices.subscribe(),
             };
-            (name.clone(), offered)
+            (name.clone(), served)
         };
-        let offered: BTreeMap<String, Offered> = self.resources.iter().map(offered).collect();
-        self.offered.send_replace(Arc::new(offered));
+        self.resources.iter().map(served).collect()
     }
 
-    /// Whether kubelet must be queried before this claim is prepared. True if the claim takes a device that containers could hold, so that
-    /// the decision uses current data.
-    pub(super) fn waits_for_look(&self, claim: &ClaimToPrepare) -> bool {
-        self.grants.is_some()
-            && self
-                .device_of_both(&self.plan_from_what_is_known(claim))
-                .is_some()
-    }
-
-    fn device_of_both(&self, planned: &Result<(ClaimUid, Vec<Step>), Refusal>) -> Option<String> {
-        match planned {
-            Ok((_, steps)) => takes_from_both(steps, &self.inventory),
-            Err(Refusal::InContainer { device, .. } | Refusal::ContainersUnknown { device, .. }) => {
-                Some(device.clone())
+    /// Records, before `found` replaces the devices, which resources lose devices. A device that is missing or has other device nodes is
+    /// also lost: containers still have the former nodes, which may belong to another device now.
+    pub(super) fn lose_devices(&mut self, devices: &Devices, found: &Devices) {
+        let mut all: Vec<(String, Lost, bool)> = Vec::new();
+        for (name, resource) in self.resources.iter() {
+            let gone: Vec<&Device> = devices
+                .values()
+                .filter(|before| {
+                    resource.serves(before)
+                        && found.get(&before.name).is_none_or(|after| {
+                            !resource.serves(after)
+                                || !are_among(&before.device_numbers, &after.device_numbers)
+                        })
+                })
+                .collect();
+            if gone.is_empty() {
+                continue;
             }
-            Err(_) => None,
+            let is_there = |before: &&Device| {
+                found.contains_key(&before.name)
+                    || found
+                        .values()
+                        .any(|after| share_a_node(&before.device_numbers, &after.device_numbers))
+            };
+            let is_there = gone.iter().any(is_there);
+            all.push((name.clone(), gone.into_iter().map(lost).collect(), is_there));
+        }
+        for (name, lost, is_there) in all {
+            self.withdraw(&name, lost, is_there);
         }
     }
 
-    /// Plans a Prepare. `looked` is the result of the query that the claim waited for.
-    pub(super) fn plan(
+    fn withdraw(&mut self, name: &str, devices: Lost, is_there: bool) {
+        let Some(withdrawn) = &mut self.withdrawn else {
+            if is_there {
+                warn!(
+                    resource = name,
+                    reason = "PodResourcesUnavailable",
+                    "the resource is withdrawn or has lost devices, and kubelet's pod-resources directory is not here, so that nobody knows whether containers still have them"
+                );
+            }
+            return;
+        };
+        let granted = self.granted.get(name).cloned().unwrap_or_default();
+        withdrawn.change().left(name, devices, granted);
+    }
+
+    /// Drops the withdrawn resources that kubelet need not be queried for.
+    pub(super) fn settle_withdrawn(&mut self, devices: &Devices) {
+        let Some(withdrawn) = &mut self.withdrawn else {
+            return;
+        };
+        let resources = &self.resources;
+        withdrawn.change().settle(|name, device, numbers| {
+            let resource = resources.get(name);
+            let device = devices.get(device);
+            resource.zip(device).is_some_and(|(resource, device)| {
+                resource.serves(device) && are_among(numbers, &device.device_numbers)
+            })
+        });
+    }
+
+    /// Marks the devices that containers of withdrawn resources hold as unhealthy.
+    pub(super) fn withhold_withdrawn(&self, devices: &mut Devices) {
+        if let Some(withdrawn) = &self.withdrawn {
+            withdrawn.withhold(devices, |name, device| {
+                self.resources
+                    .get(name)
+                    .is_some_and(|resource| resource.serves(device))
+            });
+        }
+    }
+
+    pub(super) fn has_withdrawn(&self) -> bool {
+        self.withdrawn
+            .as_ref()
+            .is_some_and(|withdrawn| !withdrawn.is_empty())
+    }
+
+    /// Whether containers hold, or may hold, a device as one that this resource has lost.
+    pub(super) fn has_lost(&self, resource: &str, device: &str) -> bool {
+        let withdrawn = self.withdrawn.as_ref();
+        withdrawn.is_some_and(|withdrawn| withdrawn.has(resource, device))
+    }
+
+    /// Whether kubelet has shown the holders of each withdrawn resource.
+    pub(super) fn knows_withdrawn(&self) -> bool {
+        self.withdrawn
+            .as_ref()
+            .is_none_or(|withdrawn| withdrawn.is_known())
+    }
+
+    pub(super) fn version(&self) -> u64 {
+        self.resources.version()
+    }
+
+    pub(super) fn withdrawn_version(&self) -> u64 {
+        self.withdrawn.as_ref().map_or(0, Versioned::version)
+    }
+
+    /// The versions of the allocated claims, the containers and the conflicts.
+    pub(super) fn holder_versions(&self) -> [u64; 3] {
+        [
+            self.allocated.version(),
+            self.containers.version(),
+            self.conflicting.version(),
+        ]
+    }
+
+    pub(super) fn all(&self) -> impl Iterator<Item = &Resource> {
+        self.resources.values()
+    }
+
+    pub(super) fn get(&self, name: &str) -> Option<&ExtendedResource> {
+        self.resources.get(name).map(|resource| &resource.config)
+    }
+
+    pub(super) fn containers(&self) -> &Containers {
+        &self.containers
+    }
+
+    pub(super) fn conflicting(&self) -> &Conflicting {
+        &self.conflicting
+    }
+
+    pub(super) fn allocated(&self) -> &AllocatedClaims {
+        &self.allocated
+    }
+
+    /// The devices in use or allocated, through either API.
+    pub(super) fn handed_out<'a>(&'a self, prepared_claims: &'a PreparedClaims) -> HandedOut<'a> {
+        HandedOut {
+            prepared_claims,
+            allocated_claims: &self.allocated,
+            containers: &self.containers,
+        }
+    }
+
+    /// The resources with devices of mode `both`.
+    fn names_of_both(&self) -> BTreeSet<String> {
+        let both = self
+            .resources
+            .iter()
+            .filter(|(_, resource)| resource.config.also_by_claims);
+        both.map(|(name, _)| name.clone()).collect()
+    }
+
+    pub(super) fn has_both(&self) -> bool {
+        self.all().any(|resource| resource.config.also_by_claims)
+    }
+
+    /// The resources to query kubelet for: those that are also offered to claims, and the withdrawn ones.
+    pub(super) fn names_to_query(&self) -> BTreeSet<String> {
+        let mut names = self.names_of_both();
+        if let Some(withdrawn) = &self.withdrawn {
+            names.extend(withdrawn.names());
+        }
+        names
+    }
+
+    /// Records an answered Allocate, with the numbers of each device.
+    pub(super) fn allocate<'a>(
         &mut self,
-        claim: &ClaimToPrepare,
-        looked: Option<&Result<(), String>>,
-    ) -> Result<(ClaimUid, Vec<Step>), Refusal> {
-        let planned = self.plan_from_what_is_known(claim);
-        if self.grants.is_none() {
-            return planned;
+        name: &str,
+        devices: impl IntoIterator<Item = (&'a str, &'a [DeviceNumber])> + Clone,
+        now: Duration,
+    ) {
+        let granted = self.granted.entry(name.to_owned()).or_default();
+        granted.allocated(devices.clone(), now);
+        if self.get(name).is_some_and(|resource| resource.also_by_claims) {
+            self.containers.change().allocated(devices, now);
         }
-        let Some(device) = self.device_of_both(&planned) else {
-            return planned;
+    }
+
+    /// Updates the holders from the answer to a query.
+    ///
+    /// `Err` says why the holders of `both` devices remain unknown. `is_asked` tells whether a request waits for them.
+    pub(super) fn update(
+        &mut self,
+        view: &KubeletView,
+        devices: &Devices,
+        is_asked: bool,
+        now: Duration,
+    ) -> Result<(), QueryGap> {
+        let of_both = match view {
+            Ok(shown) => self.update_both(shown, is_asked, now),
+            Err(problem) => Err(QueryGap::Failed(problem.clone())),
         };
-        let problem = match looked {
-            Some(Ok(())) => None,
-            Some(Err(problem)) => Some(problem.clone()),
-            // Another claim of the same call has changed which devices this claim takes.
-            None => Some("it is asked when the claim is prepared again".to_owned()),
-        };
-        if let Some(problem) = problem {
-            return Err(Refusal::ContainersUnknown { device, problem });
+        let was_known = self.knows_withdrawn();
+        if let (Ok(shown), Some(withdrawn)) = (view, &mut self.withdrawn) {
+            for name in withdrawn.names() {
+                if let Some(shown) = shown.get(&name) {
+                    withdrawn.change().seen(&name, shown, now);
+                }
+            }
         }
-        if let Err(Refusal::InContainer { device, .. }) = &planned {
-            self.contest(device);
+        self.settle_withdrawn(devices);
+        if let Some(withdrawn) = &self.withdrawn
+            && withdrawn.is_known()
+            && !was_known
+            && !withdrawn.is_empty()
+        {
+            info!(
+                resource = ?withdrawn.names(),
+                "containers have devices under names that the configuration no longer gives them; these are withheld until the containers have ended"
+            );
         }
-        planned
+        self.record_conflicts();
+        of_both
     }
 
-    fn plan_from_what_is_known(&self, claim: &ClaimToPrepare) -> Result<(ClaimUid, Vec<Step>), Refusal> {
-        plan_prepare(
-            &self.prepared_claims,
-            &self.containers,
-            &self.inventory,
-            &self.node,
-            claim,
-        )
-    }
-
-    /// Whether kubelet must be queried again without a new claim.
-    pub(super) fn looks_again(&self) -> bool {
-        self.has_both()
-            && !self.looking.is_under_way()
-            && (!self.containers.known() || !self.conflicting.devices().is_empty())
-    }
-
-    /// Processes a change of the claims' allocations.
-    pub(super) fn hear_of_claims(&mut self) {
-        *self.allocated_claims.change() = self.announcements.borrow_and_update().as_ref().clone();
-        self.contest_unannounced();
-        if self.announced_in_containers().next().is_some() {
-            // The known holders may be outdated: kubelet does not report the end of a container.
-            self.ask_kubelet();
+    fn update_both(
+        &mut self,
+        shown: &BTreeMap<String, Shown>,
+        is_asked: bool,
+        now: Duration,
+    ) -> Result<(), QueryGap> {
+        let names = self.names_of_both();
+        if names.is_empty() && !is_asked {
+            // The query covered no resource with mode `both`, so there is no news about such devices.
+            return Ok(());
         }
+        let mut all = Shown::default();
+        for name in &names {
+            let Some(shown) = shown.get(name) else {
+                return Err(QueryGap::Added(name.clone()));
+            };
+            if let Some(problem) = &shown.pods_unseen {
+                return Err(QueryGap::Failed(problem.clone()));
+            }
+            all.add(shown);
+        }
+        if !names.is_empty() && !self.containers.known() {
+            info!(
+                devices = ?all.listed.keys().chain(&all.recorded).collect::<BTreeSet<_>>(),
+                "kubelet has shown which devices its containers hold"
+            );
+        }
+        self.containers.change().seen(&all, now);
+        self.conflicting.change().settle(&self.containers);
+        Ok(())
     }
 
-    fn announced_in_containers(&self) -> impl Iterator<Item = &str> {
-        self.allocated_claims
+    /// Replaces the allocated claims. Returns whether a container holds one of their devices.
+    pub(super) fn set_allocated(&mut self, allocated: &Arc<AllocatedClaims>) -> bool {
+        *self.allocated.change() = allocated.as_ref().clone();
+        self.allocated_in_containers().next().is_some()
+    }
+
+    fn allocated_in_containers(&self) -> impl Iterator<Item = &str> {
+        self.allocated
             .devices()
             .filter(|device| self.containers.hold(device))
     }
 
     /// Records the devices that both a claim has allocated and a container holds.
-    pub(super) fn contest_announced(&mut self) {
+    fn record_conflicts(&mut self) {
         let news = self
-            .announced_in_containers()
+            .allocated_in_containers()
             .filter(|device| !self.conflicting.devices().contains(*device));
         let news: Vec<String> = news.map(str::to_owned).collect();
         for device in news {
-            self.contest(&device);
-        }
-    }
-
-    /// Checks holders of `both` devices that the API server no longer shows, as if another claim needed their device: while a claim holds
-    /// such a device, kubelet requests it for no container, so nothing else triggers the check.
-    fn contest_unannounced(&mut self) {
-        if self.witness.is_none() || !self.allocated_claims.known() {
-            return;
-        }
-        let is_both = |device: &str| {
-            let device = self.inventory.get(device);
-            device.is_some_and(|device| device.mode == Mode::Both)
-        };
-        let lost = self.prepared_claims.entries().iter().filter(|(uid, entry)| {
-            !self.allocated_claims.has(uid.as_str()) && entry.devices.iter().any(|held| is_both(&held.device))
-        });
-        let lost: Vec<ClaimUid> = lost.map(|(uid, _)| uid.clone()).collect();
-        for uid in lost {
-            if self.orphans.change().contest(&uid) {
-                self.look_due.notify_one();
-            }
+            self.record_conflict(&device);
         }
     }
 
     /// Records that a claim has, or needs, a device that a container holds.
-    pub(super) fn contest(&mut self, device: &str) {
+    pub(super) fn record_conflict(&mut self, device: &str) {
         self.conflicting.change().claimed(device, &self.containers);
         if let Some(holder) = self.containers.holder(device) {
             warn!(
@@ -396,4 +389,26 @@ impl<D: NodeDriver> NodeState<D> {
             );
         }
     }
+}
+
+/// Why a query did not show the holders of `both` devices.
+#[derive(Clone, Debug)]
+pub(super) enum QueryGap {
+    /// Kubelet does not show its containers, for this reason.
+    Failed(String),
+    /// This resource was added during the query; another query must follow.
+    Added(String),
+}
+
+impl std::fmt::Display for QueryGap {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Failed(problem) => f.write_str(problem),
+            Self::Added(resource) => write!(f, "it was not asked for {resource} yet"),
+        }
+    }
+}
+
+fn lost(device: &Device) -> (String, Vec<DeviceNumber>) {
+    (device.name.clone(), device.device_numbers.to_vec())
 }

@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 pub(in crate::node::state) mod fixture;
 mod moving;
 mod restoring;
+mod runtime;
 mod undoing;
 mod waiting;
 
@@ -11,7 +12,7 @@ use super::*;
 use crate::api::crd::Mode;
 use crate::api::resource::ResourceClaim;
 use crate::core::prepare::containers::{Container, Shown};
-use crate::node::companion::{Companion, Preference};
+use crate::node::service::{ClaimToPrepare, PluginDevice, Preference};
 use fixture::*;
 
 #[tokio::test]
@@ -50,10 +51,13 @@ async fn the_answers_come_in_the_order_of_the_requests_and_one_refusal_stops_nob
         .await;
     assert!(answers[0].is_ok() && answers[3].is_ok(), "{answers:?}");
     let refused = answers[1].as_ref().unwrap_err();
-    assert_eq!((refused.reason, refused.invalid_request), ("InvalidClaim", true));
+    assert_eq!(
+        (refused.reason(), refused.is_invalid_request()),
+        ("InvalidClaim", true)
+    );
     let held = answers[2].as_ref().unwrap_err();
-    assert_eq!((held.reason, held.invalid_request), ("DeviceHeld", false));
-    assert!(held.message.contains("default/claim"), "{held}");
+    assert_eq!((held.reason(), held.is_invalid_request()), ("DeviceHeld", false));
+    assert!(held.to_string().contains("default/claim"), "{held}");
     assert_eq!(files(root.path()), [file(A), file(B)]);
     life.end().await;
 }
@@ -100,7 +104,7 @@ async fn the_next_process_keeps_what_is_held_and_brings_files_back() {
     // The API server is unavailable: its last facts come from the checkpoint.
     let life = live(root.path(), "boot", &driver).await;
     assert_eq!(files(root.path()), [file(A)]);
-    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason, "DeviceHeld");
+    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason(), "DeviceHeld");
     life.prepare(A, &["x"]).await.unwrap();
     life.unprepare(A).await.unwrap();
     life.prepare(B, &["x"]).await.unwrap();
@@ -124,7 +128,7 @@ async fn after_a_boot_files_are_back_and_what_no_longer_runs_gives_way() {
     );
     life.prepare(A, &["x"]).await.unwrap();
     let c = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0c";
-    assert_eq!(life.prepare(c, &["x"]).await.unwrap_err().reason, "DeviceHeld");
+    assert_eq!(life.prepare(c, &["x"]).await.unwrap_err().reason(), "DeviceHeld");
     life.prepare(c, &["y"]).await.unwrap();
     assert_eq!(files(root.path()), [file(A), file(c)]);
     life.end().await;
@@ -134,12 +138,12 @@ async fn after_a_boot_files_are_back_and_what_no_longer_runs_gives_way() {
 async fn nothing_is_prepared_before_the_nodes_uid_is_known() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live(root.path(), "boot", &driver).await;
-    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason, "NodeUnknown");
+    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason(), "NodeUnknown");
     life.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-0".into()),
         serves_claims: None,
     });
-    while life.prepare(A, &["x"]).await.unwrap_err().reason != "WrongNode" {
+    while life.prepare(A, &["x"]).await.unwrap_err().reason() != "WrongNode" {
         tokio::task::yield_now().await;
     }
     tokio::time::timeout(Duration::from_secs(5), life.doubt.notified())
@@ -167,8 +171,8 @@ async fn a_device_that_vanishes_takes_the_file_and_brings_it_back() {
         Vec::<String>::new(),
         "no container is started with what is now another's node"
     );
-    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason, "DeviceGone");
-    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason, "DeviceHeld");
+    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason(), "DeviceGone");
+    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason(), "DeviceHeld");
     driver.gone.lock().unwrap().clear();
     driver.say(&["x"], "test", Mode::Claims);
     life.inventory
@@ -192,7 +196,10 @@ async fn a_full_disk_is_told_and_leaves_nothing_half_done() {
     for obstacle in obstacles {
         std::fs::create_dir(&obstacle).unwrap();
         let error = life.prepare(A, &["x"]).await.unwrap_err();
-        assert_eq!((error.reason, error.invalid_request), ("StorageFailed", false));
+        assert_eq!(
+            (error.reason(), error.is_invalid_request()),
+            ("StorageFailed", false)
+        );
         std::fs::remove_dir(&obstacle).unwrap();
         assert_eq!(files(root.path()), Vec::<String>::new());
         life.prepare(B, &["x"]).await.expect("the device is free again");
@@ -228,7 +235,10 @@ async fn an_extended_resource_is_listed_and_handed_out() {
         .allocate("example.com/other", vec![vec!["x".into()]])
         .await
         .unwrap_err();
-    assert_eq!((error.reason, error.invalid_request), ("InvalidResource", true));
+    assert_eq!(
+        (error.reason(), error.is_invalid_request()),
+        ("InvalidResource", true)
+    );
     life.end().await;
 }
 
@@ -259,7 +269,7 @@ async fn who_asks_a_companion_that_has_ended_is_told_so() {
     assert_eq!(
         answers
             .iter()
-            .map(|answer| answer.as_ref().unwrap_err().reason)
+            .map(|answer| answer.as_ref().unwrap_err().reason())
             .collect::<Vec<_>>(),
         ["Stopping"; 2]
     );
@@ -335,12 +345,12 @@ async fn with_both_doors_nothing_is_given_before_kubelet_and_the_claims_are_know
     until_offered(&life, "x? y?").await;
     let refused = loop {
         let refused = life.prepare(A, &["x"]).await.unwrap_err();
-        if refused.reason != "NodeUnknown" {
+        if refused.reason() != "NodeUnknown" {
             break refused;
         }
     };
-    assert_eq!(refused.reason, "PodResourcesUnavailable");
-    assert!(refused.message.contains("kubelet is down"), "{refused}");
+    assert_eq!(refused.reason(), "PodResourcesUnavailable");
+    assert!(refused.to_string().contains("kubelet is down"), "{refused}");
     *kubelet.shown.lock().unwrap() = Some(granted("y"));
     // Kubelet tracks the device that a container holds; the others wait for the claims.
     until_offered(&life, "x? y").await;
@@ -371,8 +381,8 @@ async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_prepare() {
         life.handle.allocate("example.com/camera", containers).await
     };
     let refused = allocate("x").await.unwrap_err();
-    assert_eq!(refused.reason, "DeviceHeld");
-    assert!(refused.message.contains("default/camera"), "{refused}");
+    assert_eq!(refused.reason(), "DeviceHeld");
+    assert!(refused.to_string().contains("default/camera"), "{refused}");
     allocate("y").await.unwrap();
     life.announcer.send_replace(Arc::new(nothing_announced()));
     until_offered(&life, "x y").await;
@@ -398,8 +408,8 @@ async fn what_a_container_has_is_refused_to_a_claim_and_told_to_the_controller_u
         |devices: &Arc<Devices>| devices["x"].unhealthy.is_some() && devices["y"].unhealthy.is_none();
     soon(life.inventory.wait_for(conflicting)).await.unwrap();
     let refused = life.prepare(A, &["x"]).await.unwrap_err();
-    assert_eq!(refused.reason, "DeviceHeld");
-    assert!(refused.message.contains("default/plugged"), "{refused}");
+    assert_eq!(refused.reason(), "DeviceHeld");
+    assert!(refused.to_string().contains("default/plugged"), "{refused}");
     // The container keeps its device, and no other container gets it afterwards.
     until_offered(&life, "x? y").await;
     *kubelet.shown.lock().unwrap() = Some(Shown::default());
@@ -450,7 +460,7 @@ async fn a_container_does_not_start_with_a_device_that_has_gone_or_is_not_well()
         life.handle
             .check_start("example.com/serial", devices)
             .await
-            .map_err(|error| error.reason)
+            .map_err(|error| error.reason())
     };
     assert_eq!(check("x").await, Ok(()));
     assert_eq!(check("nowhere").await, Err("DeviceGone"));
@@ -469,10 +479,11 @@ async fn a_choice_is_made_from_the_other_end_where_claims_take_too() {
         size: 1,
     };
     assert_eq!(
-        life.handle.choose("example.com/camera", vec![wish.clone()]),
+        life.handle
+            .choose("example.com/camera", std::slice::from_ref(&wish)),
         [["y"]]
     );
-    assert_eq!(life.handle.choose("example.com/serial", vec![wish]), [["x"]]);
+    assert_eq!(life.handle.choose("example.com/serial", &[wish]), [["x"]]);
     life.end().await;
 }
 
@@ -488,7 +499,7 @@ async fn a_device_that_the_node_uses_is_handed_out_to_nobody_new() {
         .lock()
         .unwrap()
         .extend(["x".to_owned(), "y".to_owned()]);
-    assert_eq!(life.prepare(B, &["y"]).await.unwrap_err().reason, "DeviceInUse");
+    assert_eq!(life.prepare(B, &["y"]).await.unwrap_err().reason(), "DeviceInUse");
     life.prepare(A, &["x"]).await.unwrap();
     assert_eq!(files(root.path()), [file(A)], "who has the device may use it");
     driver.say(&["z"], "serial", Mode::ExtendedResource);
@@ -501,6 +512,6 @@ async fn a_device_that_the_node_uses_is_handed_out_to_nobody_new() {
         .handle
         .allocate("example.com/serial", vec![vec!["z".to_owned()]])
         .await;
-    assert_eq!(refused.map(drop).unwrap_err().reason, "DeviceInUse");
+    assert_eq!(refused.map(drop).unwrap_err().reason(), "DeviceInUse");
     life.end().await;
 }

@@ -274,7 +274,7 @@ pub(crate) fn refusal_reasons() -> Found {
     answered(&[
         "core/prepare/refusal.rs",
         "node/driver.rs",
-        "node/state/handle.rs",
+        "node/service.rs",
         "node/state/storage/mod.rs",
     ])
 }

@@ -10,7 +10,6 @@ mod golden;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use drayman::node::kubelet::device_plugin::{self, PluginRegistration};
 use drayman::node::kubelet::{KubeletApiError, KubeletApiState};
@@ -52,15 +51,15 @@ async fn kubelet_reads_every_answer_of_the_registration_and_of_both_versions_for
         call("registration", &door.registration()).await,
         lines([&info, "NotifyRegistrationStatus {}"])
     );
-    let refused = "refuse: stop the other pod";
+    let refused = "the driver took more than 10 s for refuse; it is tried again";
     let expected = [
         r#"prepared u-1: [v/c=u-1] """#,
-        r#"prepared u-2: [] "refuse: stop the other pod""#,
-        r#"NodePrepareResources {"claims":{"u-1":{"cdi_devices":["v/c=u-1"]},"u-2":{"error":"refuse: stop the other pod"}}}"#,
+        r#"prepared u-2: [] "the driver took more than 10 s for refuse; it is tried again""#,
+        r#"NodePrepareResources {"claims":{"u-1":{"cdi_devices":["v/c=u-1"]},"u-2":{"error":"the driver took more than 10 s for refuse; it is tried again"}}}"#,
         // The value of the first has no field at all: the map entry that a plain encoder would leave out.
         r#"unprepared u-1: """#,
-        r#"unprepared u-2: "refuse: stop the other pod""#,
-        r#"NodeUnprepareResources {"claims":{"u-1":{},"u-2":{"error":"refuse: stop the other pod"}}}"#,
+        r#"unprepared u-2: "the driver took more than 10 s for refuse; it is tried again""#,
+        r#"NodeUnprepareResources {"claims":{"u-1":{},"u-2":{"error":"the driver took more than 10 s for refuse; it is tried again"}}}"#,
         r#"NodePrepareResource {"cdi_devices":["v/c=u-1"]}"#,
         "NodeUnprepareResource {}",
         &format!("NodePrepareResource FailedPrecondition: {refused}"),
@@ -94,7 +93,7 @@ impl PluginDoor {
             devices[0].numa_nodes = vec![0, 1];
         });
         let serve = device_plugin::serve(
-            Arc::clone(&companion),
+            companion.service.clone(),
             paths(&directory),
             PluginRegistration::PluginWatcher,
             DRIVER.into(),
@@ -153,8 +152,8 @@ async fn kubelet_reads_every_answer_of_a_device_plugin_also_where_its_watcher_fi
             r#""annotations":{"vendor.example/mode":""},"cdi_devices":[{"name":"vendor.example/device=a"}]}]}"#
         ),
         "PreStartContainer {}",
-        "Allocate FailedPrecondition: refuse: stop the other pod",
-        "PreStartContainer FailedPrecondition: refuse: stop the other pod",
+        "Allocate FailedPrecondition: the driver took more than 10 s for refuse; it is tried again",
+        "PreStartContainer FailedPrecondition: the driver took more than 10 s for refuse; it is tried again",
     ];
     assert_eq!(call("deviceplugin", &door.service()).await, lines(expected));
     door.close().await;

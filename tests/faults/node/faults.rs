@@ -170,7 +170,7 @@ async fn a_claim_that_left_nothing_but_the_name_of_a_file_withholds_everything_u
     });
     let process = Process::start(&node).await;
     process
-        .logged("the API server tells which devices the claim has")
+        .logged("the API server shows the devices of the claim")
         .await;
     let mut kubelet = node.kubelet().await;
     kubelet.prepare(C, &["test-1"]).await.unwrap();

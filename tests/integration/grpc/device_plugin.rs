@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::grpc::fixture::{
-    DRIVER, RESOURCE, RawClient, Scripted, channel, device, paths, soon, until_state,
+    DRIVER, REFUSED, RESOURCE, RawClient, Scripted, channel, device, paths, soon, until_state,
 };
 
 type Devices = Streaming<ListAndWatchResponse>;
@@ -113,7 +113,7 @@ impl Door {
         let (companion, shutdown) = (Scripted::new(), CancellationToken::new());
         let (sender, state) = watch::channel(KubeletApiState::Starting);
         let serve = device_plugin::serve(
-            Arc::clone(&companion),
+            companion.service.clone(),
             paths(&directory),
             registration,
             DRIVER.into(),
@@ -280,7 +280,7 @@ async fn a_preference_and_the_check_before_a_start_are_asked_for_and_answered() 
         .into_iter()
         .map(|choice| choice.device_i_ds)
         .collect();
-    assert_eq!(choices, [["c", "b"], ["c", "b"]]);
+    assert_eq!(choices, [["b", "a"], ["b", "a"]]);
     let negative = PreferenceRequest {
         size: -1,
         ..wish.clone()
@@ -301,13 +301,11 @@ async fn a_preference_and_the_check_before_a_start_are_asked_for_and_answered() 
     let refused = start(&["refuse"]).await.unwrap_err();
     assert_eq!(
         (refused.code(), refused.message()),
-        (Code::FailedPrecondition, "refuse: stop the other pod")
+        (Code::FailedPrecondition, REFUSED)
     );
     assert_eq!(
         door.companion.calls(),
         [
-            "choose test.drayman.dev/port 2 of a,b,c with b",
-            "choose test.drayman.dev/port 2 of a,b,c with b",
             "start test.drayman.dev/port a,b",
             "start test.drayman.dev/port refuse"
         ]
@@ -443,7 +441,7 @@ async fn a_resource_that_does_not_exist_or_has_no_name_is_refused() {
         let state = watch::Sender::new(KubeletApiState::Starting);
         let shutdown = CancellationToken::new();
         let error = device_plugin::serve(
-            Scripted::new(),
+            Scripted::new().service.clone(),
             paths(&directory),
             PluginRegistration::KubeletSocket,
             DRIVER.into(),

@@ -10,7 +10,7 @@ use drayman::node::kubelet::KubeletApiState;
 use prost::Message;
 use tonic::Code;
 
-use crate::grpc::fixture::{DRIVER, DraDoor, RawClient, channel, until_state};
+use crate::grpc::fixture::{DRIVER, DraDoor, REFUSED, RawClient, channel, until_state};
 
 const PREPARE: &str = "/v1alpha3.Node/NodePrepareResources";
 const UNPREPARE: &str = "/v1alpha3.Node/NodeUnprepareResources";
@@ -161,14 +161,14 @@ async fn each_claim_has_its_own_outcome() {
     };
     assert_eq!(outcomes.len(), 5);
     expect(0, "uid-a", "v/c=uid-a", "");
-    expect(1, "uid-refuse", "", "refuse: stop the other pod");
+    expect(1, "uid-refuse", "", REFUSED);
     expect(
         2,
         "uid-structured",
         "",
         "the claim was allocated by structured parameters",
     );
-    expect(3, "uid-invalid", "", "invalid: stop the other pod");
+    expect(3, "uid-invalid", "", "this node has no extended resource");
     expect(4, "uid-b", "v/c=uid-b", "");
     let answer = client
         .node_unprepare_resources(claims(&["a", "refuse"]))
@@ -180,7 +180,7 @@ async fn each_claim_has_its_own_outcome() {
         .into_iter()
         .map(|entry| entry.value.unwrap().error)
         .collect::<Vec<_>>();
-    assert_eq!(errors, ["", "refuse: stop the other pod"]);
+    assert_eq!(errors, ["", REFUSED]);
     let empty = client
         .node_prepare_resources(claims(&[]))
         .await

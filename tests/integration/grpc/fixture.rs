@@ -5,11 +5,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use drayman::core::prepare::container_edits::{ContainerEdits, DeviceNode, Mount};
-use drayman::node::companion::{
-    ClaimToPrepare, ClaimToUnprepare, Companion, CompanionError, PluginDevice, Preference,
-};
+use drayman::core::prepare::refusal::Refusal;
+use drayman::node::ExtendedResource;
 use drayman::node::kubelet::transport::GrpcCalls;
 use drayman::node::kubelet::{KubeletApiError, KubeletApiState, KubeletPaths, dra};
+use drayman::node::metrics::Figures;
+use drayman::node::service::{NodeService, PluginDevice, Request as Call, ServedResource, ServiceError};
 use loona_hpack::{Decoder, Encoder};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
@@ -21,6 +22,8 @@ use tonic::transport::{Channel, Endpoint};
 
 pub(crate) const DRIVER: &str = "test.drayman.dev";
 pub(crate) const RESOURCE: &str = "test.drayman.dev/port";
+/// The error for the name `refuse`.
+pub(crate) const REFUSED: &str = "the driver took more than 10 s for refuse; it is tried again";
 
 /// Waits for what must come soon.
 pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
@@ -44,112 +47,107 @@ pub(crate) async fn until_exists(path: &Path, wanted: bool) {
     .await;
 }
 
-/// Answers by the name of the claim: `refuse`, `invalid`, `forgotten` and `slow` do as they say, all others succeed.
+/// Answers the requests of a [`NodeService`] by the name of the claim or device: `refuse`, `invalid`, `forgotten` and `slow` do as they
+/// say, all others succeed.
 pub(crate) struct Scripted {
-    pub(crate) calls: Mutex<Vec<String>>,
+    pub(crate) service: NodeService,
     pub(crate) devices: watch::Sender<Vec<PluginDevice>>,
     pub(crate) counted: Arc<GrpcCalls>,
+    calls: Arc<Mutex<Vec<String>>>,
 }
 
 impl Scripted {
     pub(crate) fn new() -> Arc<Self> {
+        let metrics = Arc::<Figures>::default();
+        let (service, mut backend) = NodeService::new(false, Arc::clone(&metrics));
+        let devices = watch::Sender::new(vec![device("a", true)]);
+        let served = ServedResource {
+            resource: ExtendedResource {
+                pre_start_check: true,
+                ..ExtendedResource::of_kind("port")
+            },
+            devices: devices.subscribe(),
+        };
+        backend
+            .resources
+            .send_replace(Arc::new([(RESOURCE.to_owned(), served)].into()));
+        let calls = Arc::<Mutex<Vec<String>>>::default();
+        let script = Script(Arc::clone(&calls));
+        tokio::spawn(async move {
+            while let Some(request) = backend.requests.recv().await {
+                tokio::spawn(script.clone().serve(request));
+            }
+        });
         Arc::new(Self {
-            calls: Mutex::default(),
-            devices: watch::Sender::new(vec![device("a", true)]),
-            counted: Arc::default(),
+            service,
+            devices,
+            counted: metrics.calls.clone(),
+            calls,
         })
     }
 
     pub(crate) fn calls(&self) -> Vec<String> {
         std::mem::take(&mut *self.calls.lock().unwrap())
     }
+}
 
-    async fn answer<T>(&self, call: String, name: &str, success: T) -> Option<Result<T, CompanionError>> {
-        self.calls.lock().unwrap().push(call);
-        let error = |invalid_request| CompanionError {
-            reason: "Scripted",
-            message: format!("{name}: stop the other pod"),
-            invalid_request,
-        };
+/// The answers, and the calls that got one.
+#[derive(Clone)]
+struct Script(Arc<Mutex<Vec<String>>>);
+
+impl Script {
+    async fn serve(self, request: Call) {
+        match request {
+            Call::Prepare(claims, sender) => {
+                let mut answers = Vec::new();
+                for claim in claims {
+                    let call = format!(
+                        "prepare {}/{} {} {}",
+                        claim.namespace, claim.name, claim.uid, claim.resource_handle
+                    );
+                    let ids = vec![format!("v/c={}", claim.uid)];
+                    answers.extend(self.answer(call, &claim.name, ids).await);
+                }
+                let _ = sender.send(answers);
+            }
+            Call::Unprepare(claims, sender) => {
+                let mut answers = Vec::new();
+                for claim in claims {
+                    let call = format!("unprepare {}/{} {}", claim.namespace, claim.name, claim.uid);
+                    answers.extend(self.answer(call, &claim.name, ()).await);
+                }
+                let _ = sender.send(answers);
+            }
+            Call::CheckStart(resource_name, devices, sender) => {
+                let call = format!("start {resource_name} {}", devices.join(","));
+                let name = devices.first().cloned().unwrap_or_default();
+                let _ = sender.send(self.answer(call, &name, ()).await.unwrap_or(Ok(())));
+            }
+            Call::Allocate(resource_name, containers, sender) => {
+                let _ = sender.send(self.allocate(&resource_name, containers).await);
+            }
+            other => panic!("kubelet's APIs do not ask for {other:?}"),
+        }
+    }
+
+    async fn answer<T>(&self, call: String, name: &str, success: T) -> Option<Result<T, ServiceError>> {
+        self.0.lock().unwrap().push(call);
         match name {
-            "refuse" => Some(Err(error(false))),
-            "invalid" => Some(Err(error(true))),
+            "refuse" => Some(Err(ServiceError::Slow {
+                what: name.to_owned(),
+            })),
+            "invalid" => Some(Err(Refusal::NoResource(name.to_owned()).into())),
             "forgotten" => None,
             "slow" => std::future::pending().await,
             _ => Some(Ok(success)),
         }
-    }
-}
-
-pub(crate) fn device(id: &str, healthy: bool) -> PluginDevice {
-    PluginDevice {
-        id: id.into(),
-        healthy,
-        numa_nodes: vec![],
-    }
-}
-
-impl Companion for Scripted {
-    fn grpc_calls(&self) -> Arc<GrpcCalls> {
-        self.counted.clone()
-    }
-
-    async fn prepare(&self, claims: Vec<ClaimToPrepare>) -> Vec<Result<Vec<String>, CompanionError>> {
-        let mut answers = Vec::new();
-        for claim in claims {
-            let call = format!(
-                "prepare {}/{} {} {}",
-                claim.namespace, claim.name, claim.uid, claim.resource_handle
-            );
-            let ids = vec![format!("v/c={}", claim.uid)];
-            answers.extend(self.answer(call, &claim.name, ids).await);
-        }
-        answers
-    }
-
-    async fn unprepare(&self, claims: Vec<ClaimToUnprepare>) -> Vec<Result<(), CompanionError>> {
-        let mut answers = Vec::new();
-        for claim in claims {
-            let call = format!("unprepare {}/{} {}", claim.namespace, claim.name, claim.uid);
-            answers.extend(self.answer(call, &claim.name, ()).await);
-        }
-        answers
-    }
-
-    fn plugin_devices(&self, resource_name: &str) -> Option<watch::Receiver<Vec<PluginDevice>>> {
-        (resource_name == RESOURCE).then(|| self.devices.subscribe())
-    }
-
-    fn checks_start(&self, resource_name: &str) -> bool {
-        resource_name == RESOURCE
-    }
-
-    /// The last ones, backwards.
-    fn choose(&self, resource_name: &str, wishes: Vec<Preference>) -> Vec<Vec<String>> {
-        let wish = |wish: &Preference| {
-            format!(
-                "choose {resource_name} {} of {} with {}",
-                wish.size,
-                wish.available.join(","),
-                wish.must_include.join(",")
-            )
-        };
-        self.calls.lock().unwrap().extend(wishes.iter().map(wish));
-        let choice = |wish: Preference| wish.available.into_iter().rev().take(wish.size).collect();
-        wishes.into_iter().map(choice).collect()
-    }
-
-    async fn check_start(&self, resource_name: &str, devices: Vec<String>) -> Result<(), CompanionError> {
-        let call = format!("start {resource_name} {}", devices.join(","));
-        let name = devices.first().cloned().unwrap_or_default();
-        self.answer(call, &name, ()).await.unwrap_or(Ok(()))
     }
 
     async fn allocate(
         &self,
         resource_name: &str,
         containers: Vec<Vec<String>>,
-    ) -> Result<Vec<ContainerEdits>, CompanionError> {
+    ) -> Result<Vec<ContainerEdits>, ServiceError> {
         let mut container_edits_of = Vec::new();
         for ids in containers {
             let path = format!("/dev/{}", ids.join("+"));
@@ -177,6 +175,14 @@ impl Companion for Scripted {
     }
 }
 
+pub(crate) fn device(id: &str, healthy: bool) -> PluginDevice {
+    PluginDevice {
+        id: id.into(),
+        healthy,
+        numa_nodes: vec![],
+    }
+}
+
 /// A kubelet root directory with the door for claims open in it.
 pub(crate) struct DraDoor {
     pub(crate) directory: tempfile::TempDir,
@@ -192,7 +198,7 @@ impl DraDoor {
         let (companion, shutdown) = (Scripted::new(), CancellationToken::new());
         let (sender, mut state) = watch::channel(KubeletApiState::Starting);
         let serve = dra::serve(
-            Arc::clone(&companion),
+            companion.service.clone(),
             paths(&directory),
             DRIVER.into(),
             sender,

@@ -91,7 +91,7 @@ async fn what_stands_in_the_way_is_named() {
         };
         let state = watch::Sender::new(KubeletApiState::Starting);
         soon(dra::serve(
-            Scripted::new(),
+            Scripted::new().service.clone(),
             paths,
             driver.into(),
             state,
@@ -148,7 +148,7 @@ async fn what_stands_in_the_way_is_named() {
     let (sender, mut state) = watch::channel(KubeletApiState::Starting);
     let shutdown = CancellationToken::new();
     let task = tokio::spawn(dra::serve(
-        Scripted::new(),
+        Scripted::new().service.clone(),
         paths(&directory),
         DRIVER.into(),
         sender,

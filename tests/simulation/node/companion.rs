@@ -10,7 +10,7 @@ use drayman::core::prepare::container_edits::{ContainerEdits, DeviceNode};
 use drayman::core::prepare::containers::{Conflicting, Containers};
 use drayman::core::prepare::inventory::{Devices, inventory};
 use drayman::core::prepare::kubelet_state::KubeletView;
-use drayman::core::prepare::orphans::{ApiView, GRACE, Orphans, Question, Verdict};
+use drayman::core::prepare::orphans::{ApiView, Decision, GRACE, Orphans, Question};
 use drayman::core::prepare::plan::plan_unprepare;
 use drayman::core::prepare::prepared_claims::{Entry, PreparedClaims};
 use drayman::core::prepare::recovery::{
@@ -206,7 +206,7 @@ impl Companion {
     /// Looks for claims that kubelet has forgotten.
     pub(crate) fn look(&mut self, kubelet: &KubeletView, now: Duration) -> Vec<Question> {
         self.look_due = false;
-        self.orphans.look(&self.prepared_claims, kubelet, now)
+        self.orphans.find(&self.prepared_claims, kubelet, now)
     }
 
     pub(crate) fn judge(
@@ -216,10 +216,10 @@ impl Companion {
         answers: &BTreeMap<ClaimUid, ApiView>,
         now: Duration,
     ) -> Result<(), Stop> {
-        for verdict in self.orphans.judge(&self.prepared_claims, kubelet, answers, now) {
-            let steps = match verdict {
-                Verdict::Free(uid) => plan_free(&uid),
-                Verdict::Explain(uid, devices) => {
+        for decision in self.orphans.decide(&self.prepared_claims, kubelet, answers, now) {
+            let steps = match decision {
+                Decision::Free(uid) => plan_free(&uid),
+                Decision::Explain(uid, devices) => {
                     plan_explained(&self.prepared_claims, &self.inventory, &uid, &devices)
                 }
             };
@@ -245,14 +245,14 @@ impl Companion {
     fn carry_out(&mut self, place: &mut Place<'_>, steps: &[Step]) -> Result<(), Stop> {
         for step in steps {
             match step {
-                Step::Inject(uid) => {
+                Step::Prepare(uid) => {
                     place.disk.pass()?;
                     let container_edits = self.inject(uid)?;
                     self.prepared_claims
                         .set_container_edits(uid, container_edits, &self.inventory);
                     place.driven.insert(uid.clone());
                 }
-                Step::Release(uid) => {
+                Step::Unprepare(uid) => {
                     place.disk.pass()?;
                     place.driven.remove(uid);
                 }

@@ -255,7 +255,7 @@ impl Stage {
         if let Some(node) = self.nodes.all.get_mut(name)
             && let Some(companion) = &node.companion
         {
-            let next = companion.orphans.next_look(now).as_micros() as u64;
+            let next = companion.orphans.next_check(now).as_micros() as u64;
             let at = self.now + next.max(SECOND);
             // Of several that are on their way the earliest counts.
             if node.look_at <= self.now || at < node.look_at {

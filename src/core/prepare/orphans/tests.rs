@@ -45,22 +45,22 @@ fn after_the_grace(
     prepared_claims: &PreparedClaims,
     kubelet: &KubeletView,
     answer: &ApiView,
-) -> (Vec<Verdict>, BTreeMap<ClaimUid, String>) {
+) -> (Vec<Decision>, BTreeMap<ClaimUid, String>) {
     let mut orphans = Orphans::new(GRACE);
-    orphans.look(prepared_claims, kubelet, Duration::ZERO);
-    let questions = orphans.look(prepared_claims, kubelet, GRACE);
+    orphans.find(prepared_claims, kubelet, Duration::ZERO);
+    let questions = orphans.find(prepared_claims, kubelet, GRACE);
     let answers = questions
         .into_iter()
         .map(|question| (question.uid, answer.clone()))
         .collect();
-    let verdicts = orphans.judge(prepared_claims, kubelet, &answers, GRACE);
-    (verdicts, orphans.quarantine())
+    let decisions = orphans.decide(prepared_claims, kubelet, &answers, GRACE);
+    (decisions, orphans.quarantine())
 }
 
 #[test]
 fn a_claim_that_neither_kubelet_nor_the_api_server_knows_is_freed() {
-    let (verdicts, quarantine) = after_the_grace(&prepared_claims(&["x"]), &lists(&[]), &GONE);
-    assert_eq!(verdicts, [Verdict::Free(uid())]);
+    let (decisions, quarantine) = after_the_grace(&prepared_claims(&["x"]), &lists(&[]), &GONE);
+    assert_eq!(decisions, [Decision::Free(uid())]);
     assert!(quarantine.is_empty());
 }
 
@@ -69,10 +69,10 @@ fn no_other_combination_frees_anything() {
     for devices in [&["x"][..], &[]] {
         for kubelet in [lists(&[]), lists(&[uid()]), unreadable()] {
             for answer in [GONE, PRESENT, ApiView::Unknown("away".into())] {
-                let (verdicts, _) = after_the_grace(&prepared_claims(devices), &kubelet, &answer);
+                let (decisions, _) = after_the_grace(&prepared_claims(devices), &kubelet, &answer);
                 let nobody_knows = kubelet == lists(&[]) && answer == GONE;
                 assert_eq!(
-                    verdicts.contains(&Verdict::Free(uid())),
+                    decisions.contains(&Decision::Free(uid())),
                     nobody_knows,
                     "{kubelet:?} {answer:?}"
                 );
@@ -87,8 +87,8 @@ fn what_only_one_of_them_has_forgotten_is_in_quarantine_with_the_reason() {
         (lists(&[]), PRESENT, "API server still has it"),
         (unreadable(), GONE, "no such file"),
     ] {
-        let (verdicts, quarantine) = after_the_grace(&prepared_claims(&["x"]), &kubelet, &answer);
-        assert_eq!(verdicts, []);
+        let (decisions, quarantine) = after_the_grace(&prepared_claims(&["x"]), &kubelet, &answer);
+        assert_eq!(decisions, []);
         assert!(quarantine[&uid()].contains(reason), "{quarantine:?}");
     }
 }
@@ -100,9 +100,9 @@ fn what_kubelet_lists_and_what_nobody_answers_for_is_left_alone() {
         (lists(&[]), ApiView::Unknown("away".into())),
         (unreadable(), PRESENT),
     ] {
-        let (verdicts, quarantine) = after_the_grace(&prepared_claims(&["x"]), &kubelet, &answer);
+        let (decisions, quarantine) = after_the_grace(&prepared_claims(&["x"]), &kubelet, &answer);
         assert_eq!(
-            (verdicts, quarantine),
+            (decisions, quarantine),
             (vec![], BTreeMap::new()),
             "{kubelet:?} {answer:?}"
         );
@@ -114,40 +114,40 @@ fn nothing_is_asked_before_the_grace_period_is_over() {
     let mut orphans = Orphans::new(GRACE);
     let prepared_claims = prepared_claims(&["x"]);
     let just_before = GRACE.checked_sub(Duration::from_nanos(1)).unwrap();
-    assert_eq!(orphans.look(&prepared_claims, &lists(&[]), Duration::ZERO), []);
-    assert_eq!(orphans.next_look(Duration::ZERO), GRACE);
-    assert_eq!(orphans.look(&prepared_claims, &lists(&[]), just_before), []);
-    assert_eq!(orphans.look(&prepared_claims, &lists(&[]), GRACE).len(), 1);
-    assert_eq!(orphans.next_look(GRACE), GRACE * 5 / 2);
+    assert_eq!(orphans.find(&prepared_claims, &lists(&[]), Duration::ZERO), []);
+    assert_eq!(orphans.next_check(Duration::ZERO), GRACE);
+    assert_eq!(orphans.find(&prepared_claims, &lists(&[]), just_before), []);
+    assert_eq!(orphans.find(&prepared_claims, &lists(&[]), GRACE).len(), 1);
+    assert_eq!(orphans.next_check(GRACE), GRACE * 5 / 2);
 }
 
 #[test]
 fn a_claim_that_kubelet_asks_for_meanwhile_is_not_freed() {
     let mut orphans = Orphans::new(GRACE);
     let prepared_claims = prepared_claims(&["x"]);
-    orphans.look(&prepared_claims, &lists(&[]), Duration::ZERO);
-    orphans.look(&prepared_claims, &lists(&[]), GRACE);
+    orphans.find(&prepared_claims, &lists(&[]), Duration::ZERO);
+    orphans.find(&prepared_claims, &lists(&[]), GRACE);
     orphans.forget(&uid());
     let answers = BTreeMap::from([(uid(), GONE)]);
-    assert_eq!(orphans.judge(&prepared_claims, &lists(&[]), &answers, GRACE), []);
+    assert_eq!(orphans.decide(&prepared_claims, &lists(&[]), &answers, GRACE), []);
     // The grace period starts again.
-    assert_eq!(orphans.look(&prepared_claims, &lists(&[]), GRACE), []);
+    assert_eq!(orphans.find(&prepared_claims, &lists(&[]), GRACE), []);
 }
 
 #[test]
 fn a_claim_that_appears_in_the_list_again_is_in_order_again() {
     let mut orphans = Orphans::new(GRACE);
     let prepared_claims = prepared_claims(&["x"]);
-    orphans.look(&prepared_claims, &lists(&[]), Duration::ZERO);
-    orphans.look(&prepared_claims, &lists(&[]), GRACE);
-    orphans.judge(
+    orphans.find(&prepared_claims, &lists(&[]), Duration::ZERO);
+    orphans.find(&prepared_claims, &lists(&[]), GRACE);
+    orphans.decide(
         &prepared_claims,
         &lists(&[]),
         &BTreeMap::from([(uid(), PRESENT)]),
         GRACE,
     );
     assert_eq!(orphans.quarantine().len(), 1);
-    orphans.look(&prepared_claims, &lists(&[uid()]), GRACE * 2);
+    orphans.find(&prepared_claims, &lists(&[uid()]), GRACE * 2);
     assert_eq!(orphans.quarantine(), BTreeMap::new());
 }
 
@@ -155,18 +155,18 @@ fn a_claim_that_appears_in_the_list_again_is_in_order_again() {
 fn a_claim_of_unknown_devices_is_asked_for_at_once_and_explained_by_its_handle() {
     let mut orphans = Orphans::new(GRACE);
     let prepared_claims = prepared_claims(&[]);
-    let questions = orphans.look(&prepared_claims, &lists(&[uid()]), Duration::ZERO);
+    let questions = orphans.find(&prepared_claims, &lists(&[uid()]), Duration::ZERO);
     assert_eq!(questions.len(), 1);
     let explained = ApiView::Present {
         devices: Some(vec!["x".into()]),
     };
     let answers = BTreeMap::from([(uid(), explained)]);
     assert_eq!(
-        orphans.judge(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO),
-        [Verdict::Explain(uid(), vec!["x".into()])]
+        orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO),
+        [Decision::Explain(uid(), vec!["x".into()])]
     );
     let answers = BTreeMap::from([(uid(), ApiView::Unknown("away".into()))]);
-    orphans.judge(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO);
+    orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO);
     assert!(orphans.quarantine()[&uid()].contains("lost with the checkpoint"));
 }
 
@@ -183,7 +183,7 @@ fn the_name_of_a_claim_that_was_rebuilt_comes_from_kubelets_list() {
         devices: None,
     };
     let kubelet = KubeletView::Lists(KubeletClaims::from([(uid(), claim)]));
-    let question = &orphans.look(&prepared_claims, &kubelet, Duration::ZERO)[0];
+    let question = &orphans.find(&prepared_claims, &kubelet, Duration::ZERO)[0];
     assert_eq!(
         (question.namespace.as_str(), question.name.as_str()),
         ("default", "camera")
@@ -194,32 +194,32 @@ fn the_name_of_a_claim_that_was_rebuilt_comes_from_kubelets_list() {
 fn what_was_prepared_before_a_boot_is_freed_or_left_but_never_in_quarantine() {
     let entries = prepared_claims(&["x"]).entries().clone();
     let prepared_claims = PreparedClaims::new("another boot", entries);
-    let (verdicts, quarantine) = after_the_grace(&prepared_claims, &lists(&[]), &PRESENT);
-    assert_eq!((verdicts, quarantine), (vec![], BTreeMap::new()));
-    let (verdicts, _) = after_the_grace(&prepared_claims, &lists(&[]), &GONE);
-    assert_eq!(verdicts, [Verdict::Free(uid())]);
+    let (decisions, quarantine) = after_the_grace(&prepared_claims, &lists(&[]), &PRESENT);
+    assert_eq!((decisions, quarantine), (vec![], BTreeMap::new()));
+    let (decisions, _) = after_the_grace(&prepared_claims, &lists(&[]), &GONE);
+    assert_eq!(decisions, [Decision::Free(uid())]);
 }
 
 #[test]
 fn a_claim_that_kubelet_lists_is_looked_into_only_if_another_was_given_its_device() {
     let mut orphans = Orphans::new(GRACE);
     let (prepared_claims, kubelet) = (prepared_claims(&["x"]), lists(&[uid()]));
-    assert_eq!(orphans.look(&prepared_claims, &kubelet, GRACE), []);
-    assert_eq!(orphans.next_look(GRACE), GRACE * 5 / 2);
+    assert_eq!(orphans.find(&prepared_claims, &kubelet, GRACE), []);
+    assert_eq!(orphans.next_check(GRACE), GRACE * 5 / 2);
     assert!(
         orphans.contest(&uid()) && !orphans.contest(&uid()),
         "news only once"
     );
     assert_eq!(
-        orphans.look(&prepared_claims, &kubelet, GRACE),
+        orphans.find(&prepared_claims, &kubelet, GRACE),
         [],
         "its pod may be about to end"
     );
-    assert_eq!(orphans.look(&prepared_claims, &kubelet, GRACE * 2).len(), 1);
+    assert_eq!(orphans.find(&prepared_claims, &kubelet, GRACE * 2).len(), 1);
     let judge = |orphans: &mut Orphans, answer| {
         let answers = BTreeMap::from([(uid(), answer)]);
-        let verdicts = orphans.judge(&prepared_claims, &kubelet, &answers, GRACE * 2);
-        assert_eq!(verdicts, [], "kubelet lists it, so it is never freed");
+        let decisions = orphans.decide(&prepared_claims, &kubelet, &answers, GRACE * 2);
+        assert_eq!(decisions, [], "kubelet lists it, so it is never freed");
         orphans.quarantine().remove(&uid())
     };
     let why = judge(&mut orphans, GONE).unwrap();
@@ -231,7 +231,7 @@ fn a_claim_that_kubelet_lists_is_looked_into_only_if_another_was_given_its_devic
     };
     assert_eq!(judge(&mut orphans, has_it), None);
     assert_eq!(
-        orphans.look(&prepared_claims, &kubelet, GRACE * 3),
+        orphans.find(&prepared_claims, &kubelet, GRACE * 3),
         [],
         "it is in order"
     );
@@ -241,46 +241,53 @@ fn a_claim_that_kubelet_lists_is_looked_into_only_if_another_was_given_its_devic
 fn a_contested_claim_is_freed_at_once_if_no_container_has_its_devices() {
     let prepared_claims = prepared_claims(&["x"]);
     let answers = BTreeMap::from([(uid(), ApiView::Gone)]);
-    let mut orphans = Orphans::new(GRACE).with_witness();
+    let mut orphans = Orphans::new(GRACE).with_runtime();
     assert_eq!(
-        orphans.look(&prepared_claims, &lists(&[uid()]), Duration::ZERO),
+        orphans.find(&prepared_claims, &lists(&[uid()]), Duration::ZERO),
         []
     );
     assert_eq!(
-        orphans.to_witness(&prepared_claims, &answers),
+        orphans.claims_to_check(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
         [],
         "nobody wants its device"
     );
     orphans.contest(&uid());
     assert_eq!(
         orphans
-            .look(&prepared_claims, &lists(&[uid()]), Duration::ZERO)
+            .find(&prepared_claims, &lists(&[uid()]), Duration::ZERO)
             .len(),
         1
     );
-    assert_eq!(orphans.to_witness(&prepared_claims, &answers), [uid()]);
-    // A container has the devices: it keeps them, and no intervention is needed.
-    orphans.witnessed(BTreeSet::new(), [uid()].into());
     assert_eq!(
-        orphans.judge(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
+        orphans.claims_to_check(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
+        [uid()]
+    );
+    // A container has the devices: it keeps them, and no intervention is needed.
+    orphans.set_use(BTreeSet::new(), [uid()].into());
+    assert_eq!(
+        orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
         []
     );
     assert!(orphans.quarantine().is_empty());
     // The runtime does not answer: the user is notified, as without the runtime check.
-    orphans.witnessed(BTreeSet::new(), BTreeSet::new());
+    orphans.set_use(BTreeSet::new(), BTreeSet::new());
     assert_eq!(
-        orphans.judge(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO),
+        orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO),
         []
     );
     assert!(orphans.quarantine().is_empty(), "not before the grace period");
     assert_eq!(
-        orphans.judge(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
+        orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
         []
     );
     assert_eq!(orphans.quarantine().len(), 1);
-    orphans.witnessed([uid()].into(), BTreeSet::new());
-    let verdicts = orphans.judge(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO);
-    assert_eq!(verdicts, [Verdict::Free(uid())], "though kubelet still lists it");
+    orphans.set_use([uid()].into(), BTreeSet::new());
+    let decisions = orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO);
+    assert_eq!(
+        decisions,
+        [Decision::Free(uid())],
+        "though kubelet still lists it"
+    );
 }
 
 #[test]
@@ -293,14 +300,36 @@ fn a_claim_that_the_api_server_shows_is_never_freed_by_the_runtime() {
         ApiView::Unknown("away".into()),
     ] {
         let answers = BTreeMap::from([(uid(), answer)]);
-        let mut orphans = Orphans::new(GRACE).with_witness();
+        let mut orphans = Orphans::new(GRACE).with_runtime();
         orphans.contest(&uid());
-        orphans.look(&prepared_claims, &lists(&[uid()]), Duration::ZERO);
-        assert_eq!(orphans.to_witness(&prepared_claims, &answers), []);
-        orphans.witnessed([uid()].into(), BTreeSet::new());
+        orphans.find(&prepared_claims, &lists(&[uid()]), Duration::ZERO);
         assert_eq!(
-            orphans.judge(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
+            orphans.claims_to_check(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
+            []
+        );
+        orphans.set_use([uid()].into(), BTreeSet::new());
+        assert_eq!(
+            orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
             []
         );
     }
+}
+
+#[test]
+fn a_missing_claim_is_not_freed_while_a_container_has_its_device() {
+    let prepared_claims = prepared_claims(&["x"]);
+    let answers = BTreeMap::from([(uid(), ApiView::Gone)]);
+    let mut orphans = Orphans::new(GRACE).with_runtime();
+    orphans.find(&prepared_claims, &lists(&[]), Duration::ZERO);
+    let before = orphans.claims_to_check(&prepared_claims, &lists(&[]), &answers, Duration::ZERO);
+    assert_eq!(before, [], "kubelet may not have got that far");
+    orphans.find(&prepared_claims, &lists(&[]), GRACE);
+    let due = orphans.claims_to_check(&prepared_claims, &lists(&[]), &answers, GRACE);
+    assert_eq!(due, [uid()]);
+    orphans.set_use(BTreeSet::new(), [uid()].into());
+    assert_eq!(orphans.decide(&prepared_claims, &lists(&[]), &answers, GRACE), []);
+    assert!(orphans.quarantine().is_empty());
+    orphans.set_use([uid()].into(), BTreeSet::new());
+    let decisions = orphans.decide(&prepared_claims, &lists(&[]), &answers, GRACE);
+    assert_eq!(decisions, [Decision::Free(uid())]);
 }

@@ -115,7 +115,7 @@ fn the_ledger_is_durable_before_the_driver_is_asked_and_before_kubelet_is_answer
         matches!(&steps[0], Step::Save(changes) if matches!(changes[..], [Change::Start(..)])),
         "{steps:?}"
     );
-    assert_eq!(steps[1], Step::Inject(uid.clone()));
+    assert_eq!(steps[1], Step::Prepare(uid.clone()));
     assert_eq!(steps[2], Step::WriteCdi(uid.clone()));
     assert_eq!(steps[3], Step::Save(vec![Change::Finish(uid)]));
 }
@@ -150,7 +150,7 @@ fn the_rest_of_a_failed_attempt_and_of_an_earlier_boot_gives_way() {
     ] {
         let steps = plan(&prepared_claims, B, &["x"]).unwrap();
         assert_eq!(steps[0], Step::RemoveCdi(ClaimUid::parse(A).unwrap()));
-        assert_eq!(steps[1], Step::Release(ClaimUid::parse(A).unwrap()));
+        assert_eq!(steps[1], Step::Unprepare(ClaimUid::parse(A).unwrap()));
         assert!(
             matches!(&steps[2], Step::Save(changes) if matches!(changes[..], [Change::Remove(_), Change::Start(..)]))
         );
@@ -337,7 +337,7 @@ fn unprepare_of_an_unknown_claim_succeeds_and_of_a_known_one_takes_the_file_firs
         plan_unprepare(&held(A, &["x"], "boot", done()), &claim),
         Ok(vec![
             Step::RemoveCdi(uid.clone()),
-            Step::Release(uid.clone()),
+            Step::Unprepare(uid.clone()),
             Step::Save(vec![Change::Remove(uid)])
         ])
     );

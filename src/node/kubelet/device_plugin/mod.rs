@@ -4,8 +4,6 @@ mod register;
 mod service;
 mod watched;
 
-use std::sync::Arc;
-
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
@@ -14,8 +12,8 @@ use super::{KubeletApiError, KubeletApiState, KubeletPaths, health};
 use crate::api::proto::device_plugin_v1beta1::DevicePluginOptions;
 use crate::api::proto::device_plugin_v1beta1::device_plugin_server::{DevicePluginServer, SERVICE_NAME};
 use crate::core::prepare::name::check_extended_resource;
-use crate::node::companion::Companion;
 use crate::node::kubelet::transport::{MAX_MESSAGE, listen};
+use crate::node::service::NodeService;
 use register::Registrar;
 use service::{DevicePluginService, Streams};
 
@@ -41,8 +39,8 @@ pub enum PluginRegistration {
 ///
 /// `state` follows the registration. Dropping the future stops the endpoint like the shutdown does, without waiting for calls in
 /// flight. Errors are returned only before the endpoint is served.
-pub async fn serve<C: Companion>(
-    companion: Arc<C>,
+pub async fn serve(
+    node: NodeService,
     paths: KubeletPaths,
     registration: PluginRegistration,
     driver_name: String,
@@ -51,7 +49,7 @@ pub async fn serve<C: Companion>(
     shutdown: CancellationToken,
 ) -> Result<(), KubeletApiError> {
     check_extended_resource(&resource_name)?;
-    let Some(devices) = companion.plugin_devices(&resource_name) else {
+    let Some(devices) = node.plugin_devices(&resource_name) else {
         return Err(KubeletApiError::NoSuchResource { resource_name });
     };
     let ours = shutdown.child_token();
@@ -63,11 +61,11 @@ pub async fn serve<C: Companion>(
     };
     let path = place.path.clone();
     let streams = watch::Sender::new(Streams::default());
-    let calls = companion.grpc_calls();
+    let calls = node.grpc_calls();
     let health = health::service(&[SERVICE_NAME], state.subscribe()).await;
-    let options = options(companion.checks_start(&resource_name));
+    let options = options(node.checks_start(&resource_name));
     let service = DevicePluginService {
-        companion,
+        node,
         resource_name: resource_name.clone(),
         options,
         devices,

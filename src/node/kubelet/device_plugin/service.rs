@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 use std::pin::Pin;
-use std::sync::Arc;
 
 use futures::{Stream, stream};
 use prost::Message;
@@ -20,9 +19,9 @@ use crate::api::proto::{
     ContainerList, DeviceIdList, MAX_CONTAINERS, MAX_DEVICES_PER_CONTAINER, PreferenceList,
 };
 use crate::core::prepare::container_edits::ContainerEdits;
-use crate::node::companion::{Companion, PluginDevice, Preference};
 use crate::node::kubelet::transport::MAX_MESSAGE;
 use crate::node::kubelet::{refused, shown, status, wrong_number_of_answers};
+use crate::node::service::{NodeService, PluginDevice, Preference};
 
 /// ListAndWatch streams, numbered from 1.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -33,8 +32,8 @@ pub(super) struct Streams {
     pub(super) open: BTreeSet<u64>,
 }
 
-pub(super) struct DevicePluginService<C> {
-    pub(super) companion: Arc<C>,
+pub(super) struct DevicePluginService {
+    pub(super) node: NodeService,
     pub(super) resource_name: String,
     pub(super) options: DevicePluginOptions,
     pub(super) devices: watch::Receiver<Vec<PluginDevice>>,
@@ -43,7 +42,7 @@ pub(super) struct DevicePluginService<C> {
 }
 
 #[tonic::async_trait]
-impl<C: Companion> DevicePlugin for DevicePluginService<C> {
+impl DevicePlugin for DevicePluginService {
     type ListAndWatchStream = Pin<Box<dyn Stream<Item = Result<ListAndWatchResponse, Status>> + Send>>;
 
     async fn get_device_plugin_options(
@@ -79,24 +78,20 @@ impl<C: Companion> DevicePlugin for DevicePluginService<C> {
         request: Request<PreferenceList>,
     ) -> Result<Response<PreferredAllocationResponse>, Status> {
         let requests = request.into_inner().within_limit().map_err(too_many_containers)?;
-        let mut wishes = Vec::with_capacity(requests.len());
+        let mut preferences = Vec::with_capacity(requests.len());
         for request in requests {
             if request.beyond > 0 {
                 return Err(too_many_devices(request.beyond + MAX_DEVICES_PER_CONTAINER));
             }
             let size = usize::try_from(request.size)
                 .map_err(|_| refused(format!("{} devices are asked for", request.size)))?;
-            wishes.push(Preference {
+            preferences.push(Preference {
                 available: request.available,
                 must_include: request.must_include,
                 size,
             });
         }
-        let asked = wishes.len();
-        let choices = self.companion.choose(&self.resource_name, wishes);
-        if choices.len() != asked {
-            return Err(wrong_number_of_answers(asked, choices.len()));
-        }
+        let choices = self.node.choose(&self.resource_name, &preferences);
         Ok(Response::new(PreferredAllocationResponse {
             container_responses: choices.into_iter().map(choice).collect(),
         }))
@@ -107,10 +102,10 @@ impl<C: Companion> DevicePlugin for DevicePluginService<C> {
         request: Request<DeviceIdList>,
     ) -> Result<Response<PreStartContainerResponse>, Status> {
         let devices = request.into_inner().within_limit().map_err(too_many_devices)?;
-        self.companion
+        self.node
             .check_start(&self.resource_name, devices)
             .await
-            .map_err(status)?;
+            .map_err(|error| status(&error))?;
         Ok(Response::new(PreStartContainerResponse {}))
     }
 
@@ -138,10 +133,10 @@ impl<C: Companion> DevicePlugin for DevicePluginService<C> {
         }
         let asked = containers.len();
         let container_edits_of = self
-            .companion
+            .node
             .allocate(&self.resource_name, containers)
             .await
-            .map_err(status)?;
+            .map_err(|error| status(&error))?;
         if container_edits_of.len() != asked {
             return Err(wrong_number_of_answers(asked, container_edits_of.len()));
         }

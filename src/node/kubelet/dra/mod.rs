@@ -3,7 +3,6 @@
 pub(crate) mod allocated_claims;
 mod service;
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -16,8 +15,8 @@ use super::{KubeletApiError, KubeletApiState, KubeletPaths, health, is_served};
 use crate::api::proto::plugin_registration::PluginInfo;
 use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
 use crate::core::prepare::name::check_driver;
-use crate::node::companion::Companion;
 use crate::node::kubelet::transport::{MAX_MESSAGE, listen};
+use crate::node::service::NodeService;
 
 /// The version announced in the plugin registration. Kubelet up to 1.31 accepts any 1.x, but while a plugin of this name is
 /// registered at another socket, only a higher version. Releases that announced 1.0.0 had their registration socket outside the
@@ -34,8 +33,8 @@ const RETRY: (Duration, Duration) = (Duration::from_secs(30), Duration::from_sec
 ///
 /// `state` follows the registration; it is [`KubeletApiState::Waiting`] once both sockets are served. Dropping the future stops the
 /// endpoint like the shutdown does, without waiting for calls in flight. Errors are returned only before the endpoint is served.
-pub async fn serve<C: Companion>(
-    companion: Arc<C>,
+pub async fn serve(
+    node: NodeService,
     paths: KubeletPaths,
     driver_name: String,
     state: watch::Sender<KubeletApiState>,
@@ -50,8 +49,8 @@ pub async fn serve<C: Companion>(
     let health = health::service(service::SERVICES, state.subscribe()).await;
     let service = listen(
         service_place,
-        service::routes(&companion).add_service(health),
-        companion.grpc_calls(),
+        service::routes(&node).add_service(health),
+        node.grpc_calls(),
         ours.clone(),
     )
     .await?;
@@ -71,7 +70,7 @@ pub async fn serve<C: Companion>(
     let registration = match listen(
         paths.registration_socket(&driver_name),
         registration,
-        companion.grpc_calls(),
+        node.grpc_calls(),
         ours.clone(),
     )
     .await

@@ -1,7 +1,6 @@
 //! The DRA services `v1alpha2.Node` and `v1alpha3.Node` of kubelet 1.27 to 1.30: prepare and unprepare.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
@@ -9,9 +8,9 @@ use tonic::{Request, Response, Status};
 use crate::api::proto::dra_v1alpha2 as v1alpha2;
 use crate::api::proto::dra_v1alpha3 as v1alpha3;
 use crate::api::proto::{ClaimList, MAX_CLAIMS};
-use crate::node::companion::{ClaimToPrepare, ClaimToUnprepare, Companion, CompanionError};
 use crate::node::kubelet::transport::MAX_MESSAGE;
 use crate::node::kubelet::{refused, shown, status, wrong_number_of_answers};
+use crate::node::service::{ClaimToPrepare, ClaimToUnprepare, NodeService, ServiceError};
 
 /// Error for a claim with structured parameters.
 const STRUCTURED: &str = "the claim was allocated by structured parameters, which this driver does not have: use a ResourceClass \
@@ -24,14 +23,14 @@ pub(super) const SERVICES: &[&str] = &[
 ];
 
 /// Routes of the services on the DRA socket.
-pub(super) fn routes<C: Companion>(companion: &Arc<C>) -> Routes {
-    let old = v1alpha2::node_server::NodeServer::new(DraService(Arc::clone(companion)));
-    let new = v1alpha3::node_server::NodeServer::new(DraService(Arc::clone(companion)));
+pub(super) fn routes(node: &NodeService) -> Routes {
+    let old = v1alpha2::node_server::NodeServer::new(DraService(node.clone()));
+    let new = v1alpha3::node_server::NodeServer::new(DraService(node.clone()));
     Routes::new(old.max_decoding_message_size(MAX_MESSAGE))
         .add_service(new.max_decoding_message_size(MAX_MESSAGE))
 }
 
-struct DraService<C>(Arc<C>);
+struct DraService(NodeService);
 
 /// Returns the claims of a call. Rejects too many claims, a missing uid and a duplicate uid.
 fn checked(request: Request<ClaimList>) -> Result<Vec<v1alpha3::Claim>, Status> {
@@ -63,7 +62,7 @@ fn no_uid(namespace: &str, name: &str) -> Status {
 }
 
 #[tonic::async_trait]
-impl<C: Companion> v1alpha3::node_server::Node for DraService<C> {
+impl v1alpha3::node_server::Node for DraService {
     async fn node_prepare_resources(
         &self,
         request: Request<ClaimList>,
@@ -96,7 +95,7 @@ impl<C: Companion> v1alpha3::node_server::Node for DraService<C> {
                 },
                 Some(Err(error)) => v1alpha3::NodePrepareResourceResponse {
                     cdi_devices: Vec::new(),
-                    error: sentence(error),
+                    error: error.to_string(),
                 },
                 None => v1alpha3::NodePrepareResourceResponse {
                     cdi_devices: Vec::new(),
@@ -130,7 +129,7 @@ impl<C: Companion> v1alpha3::node_server::Node for DraService<C> {
             return Err(wrong_number_of_answers(asked, answers.len()));
         }
         let entries = claims.into_iter().zip(answers).map(|(claim, answer)| {
-            let error = answer.err().map(sentence).unwrap_or_default();
+            let error = answer.err().map(|error| error.to_string()).unwrap_or_default();
             v1alpha3::NodeUnprepareResourcesEntry {
                 key: claim.uid,
                 value: Some(v1alpha3::NodeUnprepareResourceResponse { error }),
@@ -143,7 +142,7 @@ impl<C: Companion> v1alpha3::node_server::Node for DraService<C> {
 }
 
 #[tonic::async_trait]
-impl<C: Companion> v1alpha2::node_server::Node for DraService<C> {
+impl v1alpha2::node_server::Node for DraService {
     async fn node_prepare_resource(
         &self,
         request: Request<v1alpha2::NodePrepareResourceRequest>,
@@ -186,19 +185,10 @@ impl<C: Companion> v1alpha2::node_server::Node for DraService<C> {
 }
 
 /// Returns the single answer of a call for one claim.
-fn only<T>(answers: Vec<Result<T, CompanionError>>) -> Result<T, Status> {
+fn only<T>(answers: Vec<Result<T, ServiceError>>) -> Result<T, Status> {
     match <[_; 1]>::try_from(answers) {
-        Ok([answer]) => answer.map_err(status),
+        Ok([answer]) => answer.map_err(|error| status(&error)),
         Err(answers) => Err(wrong_number_of_answers(1, answers.len())),
-    }
-}
-
-/// The error text of a response entry. Never empty, because an empty text means success.
-fn sentence(error: CompanionError) -> String {
-    if error.message.is_empty() {
-        error.reason.to_owned()
-    } else {
-        error.message
     }
 }
 
@@ -292,15 +282,5 @@ mod tests {
                 .structured_resource_handle
                 .is_none()
         );
-    }
-
-    #[test]
-    fn a_failure_is_never_an_empty_sentence() {
-        let error = CompanionError {
-            reason: "Held",
-            message: String::new(),
-            invalid_request: false,
-        };
-        assert_eq!(sentence(error), "Held");
     }
 }

@@ -4,7 +4,6 @@ use super::super::tests::fixture::*;
 use crate::api::cdi::Spec;
 use crate::api::crd::Mode;
 use crate::core::prepare::checkpoint::ClusterFacts;
-use crate::node::companion::Companion as _;
 
 const SERIAL: &str = "example.com/serial";
 
@@ -17,20 +16,20 @@ async fn of_a_thousand_devices_none_is_copied_for_an_allocate_or_a_prepare() {
     let (mut owner, life) = begin(root.path(), "boot", &driver, None).await;
     assert_eq!(life.inventory.borrow().len(), 1_000);
     assert!(
-        !owner.take_stock() && !owner.publish(),
+        !owner.rebuild_inventory() && !owner.publish(),
         "nothing has happened since"
     );
     for name in ["port-7", "port-9"] {
         let allocated = owner.allocate(SERIAL, &[vec![name.to_owned()]]).await;
         assert_eq!(allocated.unwrap().len(), 1);
         assert!(
-            !owner.take_stock() && !owner.publish(),
+            !owner.rebuild_inventory() && !owner.publish(),
             "nothing is looked through for an Allocate"
         );
     }
 
     driver.say(&names, "test", Mode::Claims);
-    owner.found.changed().await.unwrap();
+    owner.inputs.found.changed().await.unwrap();
     owner.refresh().await;
     owner.publish();
     life.cluster.send_replace(ClusterFacts {
@@ -38,10 +37,16 @@ async fn of_a_thousand_devices_none_is_copied_for_an_allocate_or_a_prepare() {
         serves_claims: Some(true),
     });
     owner.learn().await;
-    let before = owner.inventory.clone();
+    let before = owner.publisher.inventory().clone();
     owner.prepare(&claim(A, &["port-7"]), None).await.unwrap();
-    assert!(owner.take_stock() && owner.publish(), "the ledger is another");
-    assert!(Arc::ptr_eq(&before, &owner.inventory), "the devices are the same");
+    assert!(
+        owner.rebuild_inventory() && owner.publish(),
+        "the prepared claims have changed"
+    );
+    assert!(
+        Arc::ptr_eq(&before, owner.publisher.inventory()),
+        "the devices are the same"
+    );
     assert!(Arc::ptr_eq(&before, &life.inventory.borrow()));
 }
 
@@ -83,11 +88,11 @@ async fn two_devices_at_one_path_of_a_container_are_refused_and_hold_nothing() {
     let life = live_and_know(root.path(), "boot", &driver).await;
     let refused = life.prepare(A, &["x", "y"]).await.unwrap_err();
     assert_eq!(
-        (refused.reason, refused.invalid_request),
+        (refused.reason(), refused.is_invalid_request()),
         ("ContainerPathTaken", false)
     );
     for word in ["/dev/x", "/dev/y", "/dev/port", "containerPaths"] {
-        assert!(refused.message.contains(word), "{word} in {refused}");
+        assert!(refused.to_string().contains(word), "{word} in {refused}");
     }
     assert_eq!(files(root.path()), Vec::<String>::new());
     life.prepare(A, &["x"]).await.unwrap();
@@ -108,7 +113,7 @@ async fn two_devices_at_one_path_of_a_container_are_refused_and_hold_nothing() {
             life.handle.allocate(resource, containers).await
         };
         let refused = allocate(&[&["x", "y"]]).await.unwrap_err();
-        assert_eq!(refused.reason, "ContainerPathTaken", "{resource}");
+        assert_eq!(refused.reason(), "ContainerPathTaken", "{resource}");
         assert_eq!(allocate(&[&["x"], &["y"]]).await.unwrap().len(), 2);
     }
     life.end().await;

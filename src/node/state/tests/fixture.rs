@@ -13,12 +13,14 @@ use tokio_stream::wrappers::WatchStream;
 use super::super::*;
 use crate::api::crd::{Device, DeviceNodeKind, DeviceNumber, Mode};
 use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
-use crate::core::prepare::container_edits::DeviceNode;
+use crate::core::prepare::container_edits::{ContainerEdits, DeviceNode};
 use crate::core::prepare::containers::Shown;
+use crate::core::prepare::driver_name::DriverName;
+use crate::core::prepare::request::{ClaimToPrepare, ClaimToUnprepare};
 use crate::core::prepare::runtime_containers::RuntimeContainers;
-use crate::node::companion::Companion;
 use crate::node::container_runtime::ContainerRuntime;
-use crate::node::driver::NodeDriverError;
+use crate::node::driver::{NodeDriverError, PreparedClaim};
+use crate::node::service::ServiceError;
 
 pub(in crate::node::state) const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 pub(in crate::node::state) const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
@@ -165,7 +167,7 @@ impl NodeDriver for FakeDriver {
 
 /// One run of a companion on a node.
 pub(in crate::node::state) struct Life {
-    pub(in crate::node::state) handle: Arc<NodeStateHandle>,
+    pub(in crate::node::state) handle: NodeService,
     pub(in crate::node::state) inventory: watch::Receiver<Arc<Devices>>,
     pub(in crate::node::state) cluster: watch::Sender<ClusterFacts>,
     pub(in crate::node::state) doubt: Arc<Notify>,
@@ -264,13 +266,13 @@ pub(in crate::node::state) async fn begin_with(
     boot_id: &str,
     driver: &Arc<FakeDriver>,
     kubelet: Option<Arc<Kubelet>>,
-    witness: Option<Arc<Runtime>>,
+    runtime: Option<Arc<Runtime>>,
 ) -> (NodeState<FakeDriver>, Life) {
     let places = places(root);
     let opened = Store::open(&places, boot_id).unwrap();
     let (cluster, receiver) = watch::channel(ClusterFacts::default());
     let doubt = Arc::new(Notify::new());
-    let (announcer, announcements) = watch::channel(Arc::default());
+    let (announcer, allocated) = watch::channel(Arc::default());
     let camera = ExtendedResource {
         also_by_claims: kubelet.is_some(),
         cdi_devices: true,
@@ -293,15 +295,15 @@ pub(in crate::node::state) async fn begin_with(
         opened,
         cluster: receiver,
         node_in_doubt: doubt.clone(),
-        witness: witness.map(|witness| witness as Arc<dyn ContainerRuntime>),
+        runtime: runtime.map(|runtime| runtime as Arc<dyn ContainerRuntime>),
         grants: kubelet.map(|kubelet| kubelet as Arc<dyn Grants>),
-        announcements,
-        former: Some(WithdrawnDevices::default()),
-        figures: Arc::default(),
+        allocated,
+        withdrawn: Some(WithdrawnDevices::default()),
+        metrics: Arc::default(),
     })
     .await;
     let life = Life {
-        handle: Arc::new(handle),
+        handle,
         inventory,
         cluster,
         doubt,
@@ -335,13 +337,13 @@ impl Life {
         &self,
         uid: &str,
         devices: &[&str],
-    ) -> Result<Vec<String>, CompanionError> {
+    ) -> Result<Vec<String>, ServiceError> {
         let mut answers = self.handle.prepare(vec![claim(uid, devices)]).await;
         assert_eq!(answers.len(), 1);
         answers.remove(0)
     }
 
-    pub(in crate::node::state) async fn unprepare(&self, uid: &str) -> Result<(), CompanionError> {
+    pub(in crate::node::state) async fn unprepare(&self, uid: &str) -> Result<(), ServiceError> {
         let claim = ClaimToUnprepare {
             uid: uid.into(),
             ..ClaimToUnprepare::default()

@@ -1,8 +1,8 @@
 use super::super::*;
 use super::fixture::*;
 use crate::api::crd::Mode;
-use crate::core::prepare::containers::{Container, Shown};
-use crate::node::companion::Companion;
+use crate::core::prepare::containers::{Container, Containers, Shown};
+use crate::node::service::{PluginDevice, ServiceError};
 
 const OLD: &str = "example.com/camera";
 const NEW: &str = "example.com/eye";
@@ -68,7 +68,7 @@ async fn until_offered(life: &Life, resource: &str, wanted: &str) {
     assert!(in_time, "{shown:?} is not {wanted:?}");
 }
 
-async fn allocate(life: &Life, resource: &str, device: &str) -> Result<(), CompanionError> {
+async fn allocate(life: &Life, resource: &str, device: &str) -> Result<(), ServiceError> {
     let containers = vec![vec![device.to_owned()]];
     life.handle.allocate(resource, containers).await.map(drop)
 }
@@ -97,9 +97,9 @@ async fn a_resource_that_is_renamed_gives_nobody_what_a_container_has_under_the_
     })
     .await;
     let refused = life.prepare(A, &["x"]).await.unwrap_err();
-    assert!(refused.message.contains("pod default/plugged"), "{refused}");
+    assert!(refused.to_string().contains("pod default/plugged"), "{refused}");
     let refused = allocate(&life, NEW, "x").await.unwrap_err();
-    assert!(refused.message.contains("pod default/plugged"), "{refused}");
+    assert!(refused.to_string().contains("pod default/plugged"), "{refused}");
     allocate(&life, NEW, "y").await.unwrap();
     ends(&mut life, &kubelet).await;
     until_offered(&life, NEW, "x y").await;
@@ -123,7 +123,7 @@ async fn a_kind_that_becomes_one_for_claims_waits_for_the_containers_that_have_i
         })
         .await;
         let refused = life.prepare(A, &["x"]).await.unwrap_err();
-        assert!(refused.message.contains("pod default/plugged"), "{refused}");
+        assert!(refused.to_string().contains("pod default/plugged"), "{refused}");
         life.prepare(B, &["y"]).await.unwrap();
         ends(&mut life, &kubelet).await;
         life.prepare(A, &["x"]).await.unwrap();
@@ -142,7 +142,7 @@ async fn a_device_that_leaves_its_resource_while_the_resource_stays_is_waited_fo
     })
     .await;
     let refused = life.prepare(A, &["x"]).await.unwrap_err();
-    assert!(refused.message.contains("pod default/plugged"), "{refused}");
+    assert!(refused.to_string().contains("pod default/plugged"), "{refused}");
     ends(&mut life, &kubelet).await;
     life.prepare(A, &["x"]).await.unwrap();
     life.end().await;
@@ -156,7 +156,7 @@ async fn as_long_as_kubelet_does_not_show_its_containers_nothing_of_a_renamed_re
     life.wanted.send_replace(resources(Some(NEW), true));
     until_offered(&life, NEW, "x? y?").await;
     let refused = allocate(&life, NEW, "y").await.unwrap_err();
-    assert!(refused.message.contains(OLD), "{refused}");
+    assert!(refused.to_string().contains(OLD), "{refused}");
     *kubelet.shown.lock().unwrap() = Some(granted());
     until_offered(&life, NEW, "x? y").await;
     ends(&mut life, &kubelet).await;
@@ -169,20 +169,19 @@ async fn that_kubelet_does_not_answer_for_a_name_that_is_no_more_is_said_at_the_
     let root = tempfile::tempdir().unwrap();
     let kubelet = Arc::new(Kubelet::default());
     let (mut owner, life) = begin(root.path(), "boot", &FakeDriver::new(&[]), Some(kubelet.clone())).await;
-    owner.complained = false;
+    owner.query.has_warned = false;
     let devices = [("x".to_owned(), Vec::new())].into();
-    owner
-        .former
-        .change()
-        .left("example.com/old", devices, Containers::default());
-    owner.ask_kubelet_and_wait(None).await;
+    let mut withdrawn = WithdrawnDevices::default();
+    withdrawn.left("example.com/old", devices, Containers::default());
+    owner.resources = ExtendedResources::new(AllocatedClaims::default(), Some(withdrawn));
+    owner.query_and_wait().await;
     assert!(
-        owner.complained,
+        owner.query.has_warned,
         "at the first time, though nothing was known before"
     );
     *kubelet.shown.lock().unwrap() = Some(Shown::default());
-    owner.ask_kubelet_and_wait(None).await;
-    assert!(!owner.complained && owner.former.is_empty());
+    owner.query_and_wait().await;
+    assert!(!owner.query.has_warned && !owner.resources.has_withdrawn());
     drop(life);
 }
 
@@ -226,7 +225,7 @@ async fn a_reload_that_renames_devices_gives_no_node_twice() {
         } else {
             until_offered(&life, OLD, "by-id-x? by-id-y").await;
             let refused = allocate(&life, OLD, "by-id-x").await.unwrap_err();
-            assert!(refused.message.contains("as x"), "{refused}");
+            assert!(refused.to_string().contains("as x"), "{refused}");
             allocate(&life, OLD, "by-id-y").await.unwrap();
         }
         if after != Mode::ExtendedResource {
@@ -235,7 +234,7 @@ async fn a_reload_that_renames_devices_gives_no_node_twice() {
                 inventory.wait_for(|all| all.get("by-id-x").is_some_and(|x| x.unhealthy.is_some()));
             soon(withheld).await.unwrap();
             let refused = life.prepare(A, &["by-id-x"]).await.unwrap_err();
-            assert!(refused.message.contains("pod default/plugged"), "{refused}");
+            assert!(refused.to_string().contains("pod default/plugged"), "{refused}");
         }
         *kubelet.shown.lock().unwrap() = Some(Shown::default());
         let mut inventory = life.inventory.clone();
@@ -280,8 +279,8 @@ async fn a_claim_keeps_its_node_from_every_other_name_and_api() {
             life.prepare(B, &[held]).await.map(drop).unwrap_err(),
             allocate(&life, OLD, held).await.unwrap_err(),
         ] {
-            assert_eq!(refused.reason, "DeviceHeld");
-            assert!(refused.message.contains("default/claim"), "{refused}");
+            assert_eq!(refused.reason(), "DeviceHeld");
+            assert!(refused.to_string().contains("default/claim"), "{refused}");
         }
         life.unprepare(A).await.unwrap();
         life.prepare(B, &[held]).await.unwrap();
@@ -299,7 +298,7 @@ async fn a_renamed_device_stays_with_its_claim_over_a_restart() {
     driver.say_numbered(&[("by-id-x", 6)], "other", Mode::Claims);
     let life = live_and_know(root.path(), "boot", &driver).await;
     let refused = life.prepare(B, &["by-id-x"]).await.unwrap_err();
-    assert_eq!(refused.reason, "DeviceHeld");
+    assert_eq!(refused.reason(), "DeviceHeld");
     life.end().await;
     // No container of an earlier boot runs, and its device numbers are meaningless.
     let life = live_and_know(root.path(), "the next boot", &driver).await;

@@ -33,7 +33,7 @@ async fn a_file_whose_device_the_driver_could_not_look_at_comes_back_though_noth
 
     // A failed call also removes the CDI file of a claim in use.
     driver.gone.lock().unwrap().insert("x".into());
-    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason, "DeviceGone");
+    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason(), "DeviceGone");
     assert_eq!(files(root.path()), Vec::<String>::new());
     driver.gone.lock().unwrap().clear();
     until_files(root.path(), &[file(A)]).await;

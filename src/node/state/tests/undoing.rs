@@ -3,18 +3,18 @@ use std::time::Duration;
 
 use super::fixture::*;
 use crate::node::admin::Access;
-use crate::node::state::ReleaseError;
+use crate::node::service::ReleaseError;
 
 /// A claim whose Prepare failed with a driver that cannot undo its work.
 async fn half_done(life: &Life, driver: &FakeDriver) {
     driver.stuck.store(true, Ordering::SeqCst);
     driver.gone.lock().unwrap().insert("x".into());
-    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason, "DeviceGone");
+    assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason(), "DeviceGone");
     driver.gone.lock().unwrap().clear();
 }
 
 async fn held(life: &Life) -> Vec<String> {
-    let holdings = life.handle.records().holdings().await.unwrap();
+    let holdings = life.handle.clone().holdings().await.unwrap();
     holdings.into_iter().map(|holding| holding.uid).collect()
 }
 
@@ -24,7 +24,10 @@ async fn what_a_driver_cannot_undo_is_kept_from_everybody_until_it_can() {
     let life = live_and_know(root.path(), "boot", &driver).await;
     half_done(&life, &driver).await;
     assert_eq!(held(&life).await, [A]);
-    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason, "DeviceFailed");
+    assert_eq!(
+        life.prepare(B, &["x"]).await.unwrap_err().reason(),
+        "DeviceFailed"
+    );
     driver.stuck.store(false, Ordering::SeqCst);
     life.prepare(B, &["x"]).await.unwrap();
     assert_eq!(held(&life).await, [B]);
@@ -37,11 +40,11 @@ async fn what_a_driver_cannot_undo_is_undone_at_a_later_look_if_nobody_asks() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     half_done(&life, &driver).await;
-    let records = life.handle.records();
-    records.look(Duration::from_secs(1)).await.unwrap();
+    let records = life.handle.clone();
+    records.find_orphans(Duration::from_secs(1)).await.unwrap();
     assert_eq!(held(&life).await, [A]);
     driver.stuck.store(false, Ordering::SeqCst);
-    records.look(Duration::from_secs(2)).await.unwrap();
+    records.find_orphans(Duration::from_secs(2)).await.unwrap();
     assert!(held(&life).await.is_empty());
     drop(records);
     life.end().await;
@@ -69,7 +72,7 @@ async fn a_person_who_releases_is_told_what_the_driver_cannot_undo_and_nothing_i
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
     driver.stuck.store(true, Ordering::SeqCst);
-    let records = life.handle.records();
+    let records = life.handle.clone();
     for _ in 0..2 {
         let refused = records.release(A.into(), true).await.unwrap_err();
         assert!(matches!(
@@ -111,7 +114,10 @@ async fn what_a_person_releases_while_the_companion_does_not_run_is_undone_by_th
     // Devices that the driver cannot release stay withheld.
     driver.stuck.store(true, Ordering::SeqCst);
     let life = live_and_know(root.path(), "boot", &driver).await;
-    assert_eq!(life.prepare(B, &["x"]).await.unwrap_err().reason, "DeviceFailed");
+    assert_eq!(
+        life.prepare(B, &["x"]).await.unwrap_err().reason(),
+        "DeviceFailed"
+    );
     life.end().await;
     driver.stuck.store(false, Ordering::SeqCst);
     let life = live_and_know(root.path(), "boot", &driver).await;

@@ -6,7 +6,7 @@ use super::super::*;
 use super::fixture::*;
 use crate::api::crd::Mode;
 use crate::core::prepare::containers::Shown;
-use crate::node::companion::Companion;
+use crate::node::service::ServiceError;
 
 /// A node whose cameras have mode `both`, and a kubelet that shows no container.
 async fn live_with_cameras() -> (tempfile::TempDir, Life, Arc<Kubelet>) {
@@ -26,7 +26,7 @@ async fn live_with_cameras() -> (tempfile::TempDir, Life, Arc<Kubelet>) {
 }
 
 /// Kubelet stops answering, and a claim for a camera waits for it.
-async fn waits(life: &Life, kubelet: &Kubelet) -> JoinHandle<Result<Vec<String>, CompanionError>> {
+async fn waits(life: &Life, kubelet: &Kubelet) -> JoinHandle<Result<Vec<String>, ServiceError>> {
     kubelet.hangs.store(true, Ordering::SeqCst);
     let looks = kubelet.looks.load(Ordering::SeqCst);
     let handle = life.handle.clone();
@@ -62,7 +62,7 @@ async fn a_claim_unprepared_while_it_waits_is_not_prepared() {
     soon(life.unprepare(A)).await.unwrap();
     kubelet.hangs.store(false, Ordering::SeqCst);
     let refused = soon(waiting).await.unwrap().unwrap_err();
-    assert!(refused.message.contains("unprepared"), "{refused}");
+    assert!(refused.to_string().contains("unprepared"), "{refused}");
     life.prepare(B, &["x"]).await.unwrap();
     life.end().await;
 }

@@ -1,0 +1,417 @@
+//! The interface of the node's state to kubelet's endpoints, the admin socket and the orphan check.
+//!
+//! An endpoint decodes its API version and calls [`NodeService`]; it keeps no state and makes no decisions. Requests are queued for the
+//! task that owns the state. If the caller goes away at kubelet's deadline, the work continues, and a repeated call finds it done.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::time::timeout;
+
+use crate::core::prepare::claim_uid::ClaimUid;
+use crate::core::prepare::container_edits::ContainerEdits;
+use crate::core::prepare::naming::device_of_plugin_id;
+use crate::core::prepare::orphans::{ApiView, Question};
+pub use crate::core::prepare::preferred::Preference;
+use crate::core::prepare::preferred::{End, preferred};
+use crate::core::prepare::refusal::Refusal;
+use crate::core::prepare::release::{Holding, ReleaseRefusal};
+use crate::core::prepare::request::ExtendedResource;
+pub use crate::core::prepare::request::{ClaimToPrepare, ClaimToUnprepare, PluginDevice};
+use crate::node::driver::NodeDriverError;
+use crate::node::kubelet::transport::GrpcCalls;
+use crate::node::metrics::Figures;
+use crate::node::state::storage::StoreError;
+
+/// Maximum number of queued requests; further callers wait for a slot.
+const QUEUE: usize = 64;
+/// Timeout for one driver call. Kubelet gives up after 45 s and retries.
+pub(in crate::node) const DRIVER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The reason of a refusal because the device has a holder.
+const HELD: &str = "DeviceHeld";
+/// How long Prepare waits for the check whether a device's holder still uses it. The check queries the API server and the container
+/// runtime; kubelet waits 45 s.
+const CHECK_TIMEOUT: Duration = Duration::from_secs(8);
+
+/// Why a request failed. The message names the problem and its remedy; kubelet shows it in the pod's events.
+#[derive(Debug, thiserror::Error)]
+pub enum ServiceError {
+    /// The request is invalid, or the node's state prevents it.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// The node driver failed.
+    #[error(transparent)]
+    Driver(#[from] NodeDriverError),
+    /// The node driver did not answer in time.
+    #[error("the driver took more than {} s for {what}; it is tried again", DRIVER_TIMEOUT.as_secs())]
+    Slow {
+        /// The claim or device.
+        what: String,
+    },
+    /// The checkpoint or a CDI file cannot be written.
+    #[error("this node cannot keep its records, so nothing was handed out: {0}")]
+    Store(#[from] StoreError),
+    /// The companion is shutting down.
+    #[error("the companion is stopping; kubelet asks again when it is back")]
+    Stopping,
+}
+
+impl ServiceError {
+    /// CamelCase, from a small fixed set: the reason of the event and a metric label.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Refused(refusal) => refusal.reason(),
+            Self::Driver(error) => error.reason(),
+            Self::Slow { .. } => "DeviceSlow",
+            Self::Store(error) => error.reason(),
+            Self::Stopping => "Stopping",
+        }
+    }
+
+    /// Whether the request is invalid (gRPC `INVALID_ARGUMENT`) or the node's state prevents it (`FAILED_PRECONDITION`).
+    pub fn is_invalid_request(&self) -> bool {
+        matches!(self, Self::Refused(refusal) if refusal.is_invalid_request())
+    }
+}
+
+/// Why a claim was not released.
+#[derive(Debug, thiserror::Error)]
+pub enum ReleaseError {
+    /// The release is refused.
+    #[error(transparent)]
+    Refused(#[from] ReleaseRefusal),
+    /// The change cannot be stored.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The driver has not undone its work for the claim.
+    #[error(
+        "nothing was released, because the driver has not undone what it did for the claim: {problem}. See to the device or the driver, and ask again"
+    )]
+    NotUndone {
+        /// CamelCase reason from a small fixed set.
+        reason: &'static str,
+        /// The driver's error.
+        problem: String,
+    },
+    /// The companion is shutting down.
+    #[error("the companion is stopping: ask again")]
+    Stopping,
+}
+
+impl From<ServiceError> for ReleaseError {
+    fn from(error: ServiceError) -> Self {
+        let reason = error.reason();
+        match error {
+            ServiceError::Store(error) => Self::Store(error),
+            ServiceError::Stopping => Self::Stopping,
+            ServiceError::Slow { .. } => Self::NotUndone {
+                reason,
+                problem: format!("it took more than {} s", DRIVER_TIMEOUT.as_secs()),
+            },
+            ServiceError::Driver(_) | ServiceError::Refused(_) => Self::NotUndone {
+                reason,
+                problem: error.to_string(),
+            },
+        }
+    }
+}
+
+/// A claim in quarantine, for the event and the inventory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Quarantined {
+    /// Description of the claim.
+    pub claim: String,
+    /// The reason for the quarantine.
+    pub why: String,
+}
+
+/// The claims in quarantine.
+pub type Quarantine = BTreeMap<ClaimUid, Quarantined>;
+
+/// The claims that kubelet's list lacks.
+#[derive(Debug, Default)]
+pub struct Suspects {
+    /// The claims to look up at the API server.
+    pub questions: Vec<Question>,
+    /// Time until the next check.
+    pub next: Duration,
+}
+
+/// The result of a check for orphaned claims.
+#[derive(Debug, Default)]
+pub struct OrphanReport {
+    /// The claims in quarantine.
+    pub quarantine: Quarantine,
+    /// Time until the next check, if a decision is pending.
+    pub again: Option<Duration>,
+}
+
+/// A request to the task that owns the node's state, with the channel for its answer.
+#[derive(Debug)]
+pub enum Request {
+    /// See [`NodeService::prepare`].
+    Prepare(
+        Vec<ClaimToPrepare>,
+        oneshot::Sender<Vec<Result<Vec<String>, ServiceError>>>,
+    ),
+    /// See [`NodeService::unprepare`].
+    Unprepare(
+        Vec<ClaimToUnprepare>,
+        oneshot::Sender<Vec<Result<(), ServiceError>>>,
+    ),
+    /// See [`NodeService::allocate`]: a resource and the device ids of each container.
+    Allocate(
+        String,
+        Vec<Vec<String>>,
+        oneshot::Sender<Result<Vec<ContainerEdits>, ServiceError>>,
+    ),
+    /// See [`NodeService::check_start`]: a resource and its devices.
+    CheckStart(String, Vec<String>, oneshot::Sender<Result<(), ServiceError>>),
+    /// See [`NodeService::holdings`].
+    Holdings(oneshot::Sender<Vec<Holding>>),
+    /// See [`NodeService::in_containers`].
+    InContainers(oneshot::Sender<BTreeMap<String, String>>),
+    /// See [`NodeService::release`]: a claim's uid and whether it is forced.
+    Release(String, bool, oneshot::Sender<Result<Holding, ReleaseError>>),
+    /// See [`NodeService::find_orphans`].
+    FindOrphans(Duration, oneshot::Sender<Suspects>),
+    /// See [`NodeService::decide_orphans`].
+    DecideOrphans(
+        Duration,
+        BTreeMap<ClaimUid, ApiView>,
+        oneshot::Sender<OrphanReport>,
+    ),
+}
+
+/// An extended resource, as served by the device plugin API.
+#[derive(Clone, Debug)]
+pub struct ServedResource {
+    /// Its configuration.
+    pub resource: ExtendedResource,
+    /// Its devices.
+    pub devices: watch::Receiver<Vec<PluginDevice>>,
+}
+
+/// The other end of [`NodeService`]: answers its requests and publishes what it reads without a request.
+#[derive(Debug)]
+pub struct Backend {
+    /// The queued requests.
+    pub requests: mpsc::Receiver<Request>,
+    /// The extended resources.
+    pub resources: watch::Sender<Arc<BTreeMap<String, ServedResource>>>,
+    /// The number of prepared claims.
+    pub prepared: watch::Sender<usize>,
+    /// Notified when a claim must be checked.
+    pub check_due: Arc<Notify>,
+    /// Counts the completed checks of claims whose devices another claim needs.
+    pub checks: watch::Sender<u64>,
+}
+
+/// The operations of this node, independent of API and version. When the last clone is dropped, the state task serves the queued requests
+/// and ends.
+#[derive(Clone, Debug)]
+pub struct NodeService {
+    requests: mpsc::Sender<Request>,
+    resources: watch::Receiver<Arc<BTreeMap<String, ServedResource>>>,
+    prepared: watch::Receiver<usize>,
+    check_due: Arc<Notify>,
+    checks: watch::Receiver<u64>,
+    /// Whether the container runtime reports the devices of its containers.
+    has_runtime: bool,
+    metrics: Arc<Figures>,
+}
+
+impl NodeService {
+    /// A service and the end that answers it.
+    pub fn new(has_runtime: bool, metrics: Arc<Figures>) -> (Self, Backend) {
+        let (sender, requests) = mpsc::channel(QUEUE);
+        let (resources, served) = watch::channel(Arc::default());
+        let (prepared, count) = watch::channel(0);
+        let (checks, completed) = watch::channel(0);
+        let check_due = Arc::new(Notify::new());
+        let service = Self {
+            requests: sender,
+            resources: served,
+            prepared: count,
+            check_due: check_due.clone(),
+            checks: completed,
+            has_runtime,
+            metrics,
+        };
+        let backend = Backend {
+            requests,
+            resources,
+            prepared,
+            check_due,
+            checks,
+        };
+        (service, backend)
+    }
+
+    /// Metrics of the endpoints' calls.
+    pub fn grpc_calls(&self) -> Arc<GrpcCalls> {
+        self.metrics.calls.clone()
+    }
+
+    /// Prepares claims. Afterwards a container with the returned CDI device ids gets the allocated devices.
+    ///
+    /// Idempotent. The answer has one entry per request, in order. An error is a message for the pod's event, and kubelet retries.
+    pub async fn prepare(&self, claims: Vec<ClaimToPrepare>) -> Vec<Result<Vec<String>, ServiceError>> {
+        let mut checks = self.checks.clone();
+        checks.mark_unchanged();
+        let mut answers = self.prepare_once(claims.clone()).await;
+        let is_held = |answer: &Result<Vec<String>, ServiceError>| {
+            answer.as_ref().is_err_and(|error| error.reason() == HELD)
+        };
+        if !self.has_runtime || !answers.iter().any(is_held) {
+            return answers;
+        }
+        // Without this wait, kubelet retries only after up to 90 s.
+        if !matches!(timeout(CHECK_TIMEOUT, checks.changed()).await, Ok(Ok(()))) {
+            return answers;
+        }
+        let held: Vec<usize> = (0..answers.len())
+            .filter(|index| answers.get(*index).is_some_and(is_held))
+            .collect();
+        let again = held
+            .iter()
+            .filter_map(|index| claims.get(*index).cloned())
+            .collect();
+        for (index, answer) in held.into_iter().zip(self.prepare_once(again).await) {
+            if let Some(first) = answers.get_mut(index) {
+                *first = answer;
+            }
+        }
+        answers
+    }
+
+    async fn prepare_once(&self, claims: Vec<ClaimToPrepare>) -> Vec<Result<Vec<String>, ServiceError>> {
+        let count = claims.len();
+        let answers = self.send(|sender| Request::Prepare(claims, sender)).await;
+        answers.unwrap_or_else(|| stopping(count))
+    }
+
+    /// Undoes [`Self::prepare`]. An unknown claim succeeds, since nothing is prepared for it.
+    ///
+    /// The answer has one entry per request, in order.
+    pub async fn unprepare(&self, claims: Vec<ClaimToUnprepare>) -> Vec<Result<(), ServiceError>> {
+        let count = claims.len();
+        let answers = self.send(|sender| Request::Unprepare(claims, sender)).await;
+        answers.unwrap_or_else(|| stopping(count))
+    }
+
+    /// The devices of an extended resource, now and after each change; `None` if the resource is unknown.
+    pub fn plugin_devices(&self, resource_name: &str) -> Option<watch::Receiver<Vec<PluginDevice>>> {
+        let resources = self.resources.borrow();
+        resources.get(resource_name).map(|served| served.devices.clone())
+    }
+
+    /// Whether kubelet must call [`Self::check_start`] before each container with devices of this resource starts.
+    pub fn checks_start(&self, resource_name: &str) -> bool {
+        let resources = self.resources.borrow();
+        let served = resources.get(resource_name);
+        served.is_some_and(|served| self.has_runtime || served.resource.pre_start_check)
+    }
+
+    /// Chooses devices of an extended resource: one preferred allocation request and one list of device ids per container.
+    pub fn choose(&self, resource_name: &str, requests: &[Preference]) -> Vec<Vec<String>> {
+        let resources = self.resources.borrow().clone();
+        let Some(served) = resources.get(resource_name) else {
+            return vec![Vec::new(); requests.len()];
+        };
+        let numa_nodes: BTreeMap<String, Vec<i64>> = served
+            .devices
+            .borrow()
+            .iter()
+            .map(|device| {
+                let name = device_of_plugin_id(&device.id).to_owned();
+                (name, device.numa_nodes.clone())
+            })
+            .collect();
+        let end = if served.resource.also_by_claims {
+            End::Back
+        } else {
+            End::Front
+        };
+        requests
+            .iter()
+            .map(|request| preferred(request, &numa_nodes, end))
+            .collect()
+    }
+
+    /// Whether containers with these devices of an extended resource may start or restart now.
+    pub async fn check_start(&self, resource_name: &str, devices: Vec<String>) -> Result<(), ServiceError> {
+        let resource = resource_name.to_owned();
+        self.send(|sender| Request::CheckStart(resource, devices, sender))
+            .await
+            .ok_or(ServiceError::Stopping)?
+    }
+
+    /// Allocates devices of an extended resource: one list of device ids and one set of container edits per container.
+    pub async fn allocate(
+        &self,
+        resource_name: &str,
+        containers: Vec<Vec<String>>,
+    ) -> Result<Vec<ContainerEdits>, ServiceError> {
+        let resource = resource_name.to_owned();
+        self.send(|sender| Request::Allocate(resource, containers, sender))
+            .await
+            .ok_or(ServiceError::Stopping)?
+    }
+
+    /// Lists the prepared claims. `None` if the state task has ended.
+    pub async fn holdings(&self) -> Option<Vec<Holding>> {
+        self.send(Request::Holdings).await
+    }
+
+    /// Lists the devices of mode `both` that containers hold as extended resources, each with a description of its container, after a query
+    /// of kubelet. `None` if the state task has ended.
+    pub async fn in_containers(&self) -> Option<BTreeMap<String, String>> {
+        self.send(Request::InContainers).await
+    }
+
+    /// Releases a claim manually and returns its record.
+    pub async fn release(&self, uid: String, force: bool) -> Result<Holding, ReleaseError> {
+        self.send(|sender| Request::Release(uid, force, sender))
+            .await
+            .unwrap_or(Err(ReleaseError::Stopping))
+    }
+
+    /// Compares the prepared claims with kubelet's list. `now` is the time since any fixed moment. `None` if the state task has ended.
+    pub async fn find_orphans(&self, now: Duration) -> Option<Suspects> {
+        self.send(|sender| Request::FindOrphans(now, sender)).await
+    }
+
+    /// Decides from the API server's answers, and returns the resulting quarantine. `None` if the state task has ended.
+    pub async fn decide_orphans(
+        &self,
+        now: Duration,
+        answers: BTreeMap<ClaimUid, ApiView>,
+    ) -> Option<OrphanReport> {
+        self.send(|sender| Request::DecideOrphans(now, answers, sender))
+            .await
+    }
+
+    /// The number of prepared claims, updated on each change.
+    pub fn prepared(&self) -> watch::Receiver<usize> {
+        self.prepared.clone()
+    }
+
+    /// Waits until a claim must be checked.
+    pub async fn check_due(&self) {
+        self.check_due.notified().await;
+    }
+
+    /// Queues a request and waits for its answer. `None` if the state task has ended.
+    async fn send<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Option<T> {
+        let (sender, answer) = oneshot::channel();
+        self.requests.send(request(sender)).await.ok()?;
+        answer.await.ok()
+    }
+}
+
+fn stopping<T>(count: usize) -> Vec<Result<T, ServiceError>> {
+    (0..count).map(|_| Err(ServiceError::Stopping)).collect()
+}

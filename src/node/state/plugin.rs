@@ -1,0 +1,298 @@
+//! Extended resources in the state task: Allocate, the check before a container starts, CDI files of devices, and queries of kubelet's
+//! containers.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
+use tracing::warn;
+
+use super::NodeState;
+use super::kubelet_query::{Finished, Waiting};
+use super::resources::QueryGap;
+use crate::api::crd::DeviceNumber;
+use crate::core::prepare::allocate::{check_allocate, evicted};
+use crate::core::prepare::container_edits::ContainerEdits;
+use crate::core::prepare::device_manager::numbers_value;
+use crate::core::prepare::inventory::Devices;
+use crate::core::prepare::naming::device_of_plugin_id;
+use crate::core::prepare::refusal::Refusal;
+use crate::core::prepare::release::plan_free;
+use crate::core::prepare::retries::Missing;
+use crate::node::driver::NodeDriver;
+use crate::node::service::ServiceError;
+
+/// How long a change of configuration or devices waits for kubelet, which normally answers within milliseconds. Without the wait, free
+/// devices would be unhealthy until the answer. A slower answer is processed when it arrives.
+const QUERY_TIMEOUT: Duration = Duration::from_millis(250);
+
+fn numbers_of<'a>(inventory: &'a Devices, device: &str) -> &'a [DeviceNumber] {
+    inventory
+        .get(device)
+        .map(|device| &*device.device_numbers)
+        .unwrap_or_default()
+}
+
+impl<D: NodeDriver> NodeState<D> {
+    pub(super) async fn allocate(
+        &mut self,
+        resource: &str,
+        containers: &[Vec<String>],
+    ) -> Result<Vec<ContainerEdits>, ServiceError> {
+        let Some(config) = self.resources.get(resource).cloned() else {
+            return Err(Refusal::NoResource(resource.to_owned()).into());
+        };
+        let inventory = self.publisher.inventory().clone();
+        let handed_out = self.resources.handed_out(&self.prepared_claims);
+        check_allocate(handed_out, &inventory, resource, &config.kind, containers)?;
+        for uid in evicted(&self.prepared_claims, &inventory, containers) {
+            self.perform(&plan_free(&uid)).await?;
+            self.orphans.change().forget(&uid);
+        }
+        let mut container_edits_of = Vec::with_capacity(containers.len());
+        for container in containers {
+            let devices: BTreeSet<&str> = container.iter().map(|id| device_of_plugin_id(id)).collect();
+            let (mut whole, mut apart) = (ContainerEdits::default(), Vec::new());
+            for device in devices {
+                self.driver.check_unused(device).await?;
+                let made = self.driver.container_edits(device).await?;
+                if config.cdi_devices {
+                    apart.push((device, made.clone()));
+                }
+                whole.extend(made);
+            }
+            whole.check_paths()?;
+            if config.cdi_devices {
+                whole = ContainerEdits::default();
+                for (device, made) in apart {
+                    whole.extend(self.by_name(device, made).await?);
+                }
+            }
+            for device in container.iter().map(|id| device_of_plugin_id(id)) {
+                let numbers = numbers_of(&inventory, device);
+                if !numbers.is_empty() {
+                    let name = self.places.driver.numbers_annotation(device);
+                    whole.annotations.insert(name, numbers_value(numbers));
+                }
+            }
+            container_edits_of.push(whole);
+        }
+        let devices = containers.iter().flatten().map(|id| device_of_plugin_id(id));
+        let devices = devices.map(|device| (device, numbers_of(&inventory, device)));
+        self.resources.allocate(resource, devices, self.started.elapsed());
+        Ok(container_edits_of)
+    }
+
+    /// Checks whether containers with these devices may start: each device exists, is unchanged and is healthy.
+    pub(super) async fn check_start(
+        &mut self,
+        resource: &str,
+        devices: &[String],
+    ) -> Result<(), ServiceError> {
+        let Some(config) = self.resources.get(resource) else {
+            return Err(Refusal::NoResource(resource.to_owned()).into());
+        };
+        let is_health_checked = config.pre_start_check;
+        let names: BTreeSet<&str> = devices.iter().map(|id| device_of_plugin_id(id)).collect();
+        self.check_containers_lack(names.iter().copied()).await?;
+        if !is_health_checked {
+            return Ok(());
+        }
+        for name in names {
+            // A device that the resource has lost is withheld from others, not from its own container, and may have another name now.
+            let is_lost = self.resources.has_lost(resource, name);
+            let device = if is_lost {
+                self.device(name)
+            } else {
+                self.publisher.inventory().get(name)
+            };
+            let Some(device) = device else {
+                if is_lost {
+                    self.driver.container_edits(name).await?;
+                    continue;
+                }
+                return Err(Refusal::Gone(name.chars().take(64).collect()).into());
+            };
+            if let Some(reason) = &device.unhealthy {
+                return Err(Refusal::Unhealthy {
+                    device: name.to_owned(),
+                    reason: reason.clone(),
+                }
+                .into());
+            }
+            self.driver.container_edits(name).await?;
+        }
+        Ok(())
+    }
+
+    /// The edits to pass a device by CDI name: the CDI device, whose file contains the driver's edits, and only those edits that CDI does
+    /// not support. The file is written before kubelet gets the response.
+    async fn by_name(&self, device: &str, mut made: ContainerEdits) -> Result<ContainerEdits, ServiceError> {
+        let id = self.places.driver.cdi_device_id(device);
+        let (annotations, mut cdi_devices) = (
+            std::mem::take(&mut made.annotations),
+            std::mem::take(&mut made.cdi_devices),
+        );
+        let (store, name) = (self.store.clone(), device.to_owned());
+        spawn_blocking(move || store.write_cdi_of_device(&name, &made))
+            .await
+            .map_err(|_| ServiceError::Stopping)??;
+        cdi_devices.push(id);
+        Ok(ContainerEdits {
+            annotations,
+            cdi_devices,
+            ..ContainerEdits::default()
+        })
+    }
+
+    /// Updates the CDI files of devices that are passed by name. They must be restored after a boot, when kubelet restarts containers
+    /// without another Allocate, and must not refer to another device's node.
+    pub(super) async fn refresh_named_devices(&mut self) {
+        let named = self
+            .resources
+            .all()
+            .filter(|resource| resource.config.cdi_devices);
+        let kinds: BTreeSet<&str> = named.map(|resource| resource.config.kind.as_str()).collect();
+        let inventory = self.publisher.inventory().values();
+        let devices: Vec<String> = inventory
+            .filter(|device| device.mode.serves_extended_resource() && kinds.contains(device.kind.as_str()))
+            .map(|device| device.name.clone())
+            .collect();
+        let (mut kept, mut complete) = (BTreeSet::new(), true);
+        for device in devices {
+            let written = match self.driver.container_edits(&device).await {
+                Ok(made) => self.by_name(&device, made).await.map(drop),
+                Err(failure) => Err(failure),
+            };
+            match written {
+                Ok(()) => {
+                    kept.insert(device);
+                }
+                Err(failure) => {
+                    complete = false;
+                    // The failure of a retry has already been logged.
+                    if !self.retries.has(&Missing::OfDevices) {
+                        warn!(
+                            device,
+                            reason = failure.reason(),
+                            "containers cannot be given this device by name now, it is tried again: {failure}"
+                        );
+                    }
+                }
+            }
+        }
+        let store = self.store.clone();
+        match spawn_blocking(move || store.keep_cdi_of_devices(&kept)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => {
+                complete = false;
+                warn!(
+                    reason = error.reason(),
+                    "CDI files of missing devices remain: {error}"
+                );
+            }
+            Err(error) => {
+                complete = false;
+                warn!("CDI files of missing devices remain: {error}");
+            }
+        }
+        if complete {
+            self.retries.done(&Missing::OfDevices);
+        } else {
+            self.retries.failed(Missing::OfDevices, self.started.elapsed());
+        }
+    }
+
+    /// Applies a change of the configured extended resources.
+    pub(super) fn configure(&mut self) {
+        let configured = self.inputs.configured.borrow_and_update().clone();
+        let served = self.resources.configure(&configured, self.publisher.inventory());
+        self.backend.resources.send_replace(std::sync::Arc::new(served));
+    }
+
+    /// Whether a kind has mode `both` and kubelet can be queried for its containers.
+    pub(super) fn has_both(&self) -> bool {
+        self.query.is_possible() && self.resources.has_both()
+    }
+
+    /// Whether kubelet must be queried again without a new claim.
+    pub(super) fn must_query_again(&self) -> bool {
+        self.has_both()
+            && !self.query.is_running()
+            && (!self.resources.containers().known() || !self.resources.conflicting().devices().is_empty())
+    }
+
+    /// Starts a query of kubelet's containers, or schedules another one after the query in progress.
+    pub(super) fn query_kubelet(&mut self) {
+        self.query.start(self.resources.names_to_query());
+    }
+
+    /// Queries kubelet before serving, and waits for the answer.
+    pub(super) async fn query_and_wait(&mut self) {
+        self.resources.settle_withdrawn(&self.devices);
+        self.query_kubelet();
+        if self.query.is_running() {
+            let finished = self.query.finished().await;
+            self.take_up(finished).await;
+        }
+    }
+
+    /// Queries kubelet after a change, and waits for the answer for a limited time.
+    pub(super) async fn query_after_change(&mut self) {
+        self.resources.settle_withdrawn(&self.devices);
+        self.query_kubelet();
+        if self.query.is_running()
+            && let Ok(finished) = timeout(QUERY_TIMEOUT, self.query.finished()).await
+        {
+            self.take_up(finished).await;
+        }
+    }
+
+    /// Queues a request for the next query to begin.
+    pub(super) fn wait_for_query(&mut self, request: Waiting) {
+        if self.query.wait(request) {
+            self.query_kubelet();
+        }
+    }
+
+    /// Processes the result of a query and serves the requests that waited for it.
+    pub(super) async fn take_up(&mut self, finished: Finished) {
+        let Finished {
+            view,
+            waiting,
+            mut again,
+        } = finished;
+        let now = self.started.elapsed();
+        let updated = self
+            .resources
+            .update(&view, &self.devices, !waiting.is_empty(), now);
+        again |= matches!(updated, Err(QueryGap::Added(_)));
+        let updated = updated.map_err(|gap| gap.to_string());
+        self.query.schedule_withdrawn(self.resources.knows_withdrawn());
+        let problem = updated.as_ref().err().map(String::as_str);
+        self.query
+            .report(problem, self.has_both(), self.resources.has_withdrawn());
+        self.rebuild_inventory();
+        for request in waiting {
+            match request {
+                Waiting::Prepare {
+                    claims,
+                    withdrawn,
+                    answer,
+                } => {
+                    self.prepare_all(&claims, &withdrawn, Some(&updated), answer)
+                        .await;
+                }
+                Waiting::InContainers(answer) => {
+                    let containers = self.resources.containers();
+                    let holder = |device: &String| Some((device.clone(), containers.holder(device)?));
+                    let _ = answer.send(self.publisher.inventory().keys().filter_map(holder).collect());
+                }
+            }
+        }
+        if again {
+            self.query_kubelet();
+        }
+    }
+}

@@ -1,0 +1,193 @@
+use std::path::Path;
+use std::sync::Arc;
+
+use super::fixture::*;
+use super::*;
+use crate::core::prepare::orphans::ApiView;
+use crate::core::prepare::runtime_containers::{Given, RuntimeContainer, RuntimeContainers, State};
+
+fn container(minor: u32) -> RuntimeContainer {
+    let number = format!("c120:{minor}").parse().unwrap();
+    RuntimeContainer {
+        namespace: "default".into(),
+        pod: "forced".into(),
+        container: "main".into(),
+        state: State::Running,
+        age: Duration::from_secs(60),
+        given: Given {
+            numbers: [number].into(),
+            ..Given::default()
+        },
+    }
+}
+
+/// Checks for orphans until all are decided, with an API server that has none of the claims. `None` if the state task has ended.
+async fn check_orphans(service: &NodeService, begin: Instant) -> Option<()> {
+    loop {
+        let suspects = service.find_orphans(begin.elapsed()).await?;
+        let gone = suspects
+            .questions
+            .into_iter()
+            .map(|question| (question.uid, ApiView::Gone));
+        let report = service.decide_orphans(begin.elapsed(), gone.collect()).await?;
+        match report.again {
+            Some(again) => tokio::time::sleep(again).await,
+            None => return Some(()),
+        }
+    }
+}
+
+/// A companion that is queried for claims the API server no longer has.
+async fn life(
+    root: &Path,
+    driver: &Arc<FakeDriver>,
+    runtime: &Arc<Runtime>,
+) -> (Life, tokio::task::JoinHandle<()>) {
+    let (owner, life) = begin_with(root, "boot", driver, None, Some(runtime.clone())).await;
+    let life = Life {
+        task: tokio::spawn(owner.run()),
+        ..life
+    };
+    life.cluster.send_replace(ClusterFacts {
+        node_uid: Some("n-1".into()),
+        serves_claims: Some(true),
+    });
+    let service = life.handle.clone();
+    let caretaker = tokio::spawn(async move {
+        let begin = Instant::now();
+        loop {
+            service.check_due().await;
+            if check_orphans(&service, begin).await.is_none() {
+                return;
+            }
+        }
+    });
+    (life, caretaker)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_is_gone_gives_way_as_soon_as_its_container_has_ended() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
+    driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
+    let runtime = Arc::new(Runtime::default());
+    let (life, caretaker) = life(root.path(), &driver, &runtime).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
+    let refused = life.prepare(B, &["x"]).await.unwrap_err();
+    assert_eq!(refused.reason(), "DeviceHeld");
+    assert!(refused.to_string().contains("pod default/forced"), "{refused}");
+    assert_eq!(
+        files(root.path()),
+        Vec::<String>::new(),
+        "nothing starts with it any more"
+    );
+    *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(7)]);
+    // A check that began before the container ended may decide the first attempt; kubelet retries.
+    if life.prepare(B, &["x"]).await.is_err() {
+        life.prepare(B, &["x"]).await.unwrap();
+    }
+    assert_eq!(files(root.path()), [file(B)]);
+    caretaker.abort();
+    let _ = caretaker.await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_container_waits_until_another_no_longer_has_its_device() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
+    driver.say_numbered(&[("x", 6)], "camera", Mode::ExtendedResource);
+    let runtime = Arc::new(Runtime::default());
+    let (life, caretaker) = life(root.path(), &driver, &runtime).await;
+    let resource = "example.com/camera";
+    assert!(life.handle.checks_start(resource), "each start is asked for");
+    *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
+    life.handle
+        .allocate(resource, vec![vec!["x".to_owned()]])
+        .await
+        .unwrap();
+    let refused = life
+        .handle
+        .check_start(resource, vec!["x".to_owned()])
+        .await
+        .unwrap_err();
+    assert_eq!(
+        (refused.reason(), refused.is_invalid_request()),
+        ("DeviceHeld", false)
+    );
+    assert!(refused.to_string().contains("pod default/forced"), "{refused}");
+    *runtime.0.lock().unwrap() = RuntimeContainers::default();
+    life.handle
+        .check_start(resource, vec!["x".to_owned()])
+        .await
+        .unwrap();
+    caretaker.abort();
+    let _ = caretaker.await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_claim_waits_until_no_container_has_its_device() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
+    driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
+    let runtime = Arc::new(Runtime::default());
+    let (life, caretaker) = life(root.path(), &driver, &runtime).await;
+    *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
+    let refused = life.prepare(A, &["x"]).await.unwrap_err();
+    assert_eq!(refused.reason(), "DeviceHeld");
+    assert!(refused.to_string().contains("pod default/forced"), "{refused}");
+    assert_eq!(files(root.path()), Vec::<String>::new());
+    *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(7)]);
+    life.prepare(A, &["x"]).await.unwrap();
+    caretaker.abort();
+    let _ = caretaker.await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_claim_of_an_earlier_boot_keeps_nothing_from_containers() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
+    driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
+    let first = live_and_know(root.path(), "boot", &driver).await;
+    first.prepare(A, &["x"]).await.unwrap();
+    first.end().await;
+    driver.say_numbered(&[("x", 6)], "camera", Mode::ExtendedResource);
+    let next = live_and_know(root.path(), "the next boot", &driver).await;
+    next.handle
+        .allocate("example.com/camera", vec![vec!["x".to_owned()]])
+        .await
+        .unwrap();
+    let left = files(root.path());
+    assert!(!left.contains(&file(A)), "nothing starts with it any more");
+    assert!(next.handle.clone().holdings().await.unwrap().is_empty());
+    next.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_orphan_keeps_its_device_while_a_privileged_container_has_it() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
+    driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
+    let runtime = Arc::new(Runtime::default());
+    let (life, caretaker) = life(root.path(), &driver, &runtime).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    let empty = r#"{"version":"v1","checksum":0}"#;
+    std::fs::write(root.path().join("dra_manager_state"), empty).unwrap();
+    // Its device numbers are those of the whole host, so they are not used.
+    let privileged = RuntimeContainer {
+        given: Given {
+            cdi_devices: [format!("drayman.dev/claim={A}")].into(),
+            ..Given::default()
+        },
+        ..container(6)
+    };
+    *runtime.0.lock().unwrap() = RuntimeContainers(vec![privileged]);
+    check_orphans(&life.handle, Instant::now()).await.unwrap();
+    let refused = life.prepare(B, &["x"]).await.unwrap_err();
+    assert_eq!(refused.reason(), "DeviceHeld");
+    *runtime.0.lock().unwrap() = RuntimeContainers::default();
+    check_orphans(&life.handle, Instant::now()).await.unwrap();
+    life.prepare(B, &["x"]).await.unwrap();
+    assert_eq!(files(root.path()), [file(B)]);
+    caretaker.abort();
+    let _ = caretaker.await;
+    life.end().await;
+}
