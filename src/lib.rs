@@ -15,6 +15,10 @@
 //! api <- driver <- core <- {controller, host, node} <- testcluster <- {testkit, cli}
 //! ```
 
+#![allow(
+    rustdoc::private_intra_doc_links,
+    reason = "maintainers read the documentation with private items"
+)]
 #![cfg_attr(
     not(feature = "internals"),
     allow(
